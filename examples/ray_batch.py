@@ -137,7 +137,7 @@ def main() -> None:
     options = parser.parse_args()
 
     try:
-        import gsd_kernels_hf  # noqa: F401, before the first process is started
+        import gsd_kernels_cli.demo  # noqa: F401, before the first process is started
     except ModuleNotFoundError as error:
         raise SystemExit(f"{error.name} is missing; in this repository's folder: pip install '.[ray]'") from None
     rows = read_prompts(options.prompts)

@@ -124,7 +124,8 @@ def resolve(backend: str, device: torch.device, implementations: dict[str, Calla
             interpreted = name == "triton" and device.type == "cpu"  # a debugging aid, never a choice
             if not interpreted and unavailable_reason(name, device) is None:
                 return implementations[name]
-    if backend not in implementations:
+    # Where a backend cannot run at all, that is what a user wants to know.
+    if backend not in implementations and (backend not in BACKENDS or unavailable_reason(backend, device) is None):
         raise BackendUnavailableError(f"backend: expected one of auto, {', '.join(implementations)}, got {backend!r}")
     reason = unavailable_reason(backend, device)
     if reason is not None:

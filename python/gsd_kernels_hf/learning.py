@@ -240,16 +240,16 @@ def tabled(counts: Counts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     entries: dict[int, Counter[int]] = {}
     for order, contexts in enumerate(counts, 1):
         if contexts:
-            ids = torch.tensor(list(contexts), dtype=torch.int32)[None]
+            ids = torch.tensor(list(contexts), dtype=torch.int32, device="cpu")[None]
             entries.update(zip(context_keys(ids, order)[0, :, -1].tolist(), contexts.values(), strict=True))
     best = sorted(entries.items(), key=lambda entry: -entry[1].total())[:MOST_CONTEXTS]
     lists = [continuations(after) for _, after in best]
     pairs = [pair for listed in lists for pair in listed]
     return (
-        torch.tensor([key for key, _ in best], dtype=torch.int64),
-        torch.tensor([len(listed) for listed in lists], dtype=torch.uint8),
-        torch.tensor([token for token, _ in pairs], dtype=torch.int32),
-        torch.tensor([chance for _, chance in pairs], dtype=torch.float64).log().to(torch.float16),
+        torch.tensor([key for key, _ in best], dtype=torch.int64, device="cpu"),
+        torch.tensor([len(listed) for listed in lists], dtype=torch.uint8, device="cpu"),
+        torch.tensor([token for token, _ in pairs], dtype=torch.int32, device="cpu"),
+        torch.tensor([chance for _, chance in pairs], dtype=torch.float64, device="cpu").log().to(torch.float16),
     )
 
 
@@ -273,11 +273,13 @@ def fitted(lessons: Sequence[Lesson], halves: Sequence[Counts], start: Tensor) -
                 values.append(value)
             owners.append(number)
         targets.append(target)
-    at, given = torch.tensor([rows, columns]), torch.tensor(values, dtype=torch.float64)
+    at = torch.tensor([rows, columns], dtype=torch.int64, device="cpu")
+    given = torch.tensor(values, dtype=torch.float64, device="cpu")
     size = (len(owners), WEIGHTS)
     features = torch.sparse_coo_tensor(at, given, size).coalesce().to_sparse_csr()
     turned = torch.sparse_coo_tensor(at.flip(0), given, size[::-1]).coalesce().to_sparse_csr()
-    return _most_likely(features, turned, torch.tensor(owners), torch.tensor(targets), start)
+    of, at = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (owners, targets))
+    return _most_likely(features, turned, of, at, start)
 
 
 def _with_learned(lesson: Lesson, counts: Counts) -> Evidence:
@@ -285,7 +287,12 @@ def _with_learned(lesson: Lesson, counts: Counts) -> Evidence:
     lists = []
     for order, contexts in enumerate(counts, 1):
         after = contexts.get(tuple(lesson.recent[:order]), Counter())
-        lists.append([(token, float(torch.tensor(chance).log())) for token, chance in continuations(after)])
+        lists.append(
+            [
+                (token, float(torch.tensor(chance, dtype=torch.float32, device="cpu").log()))
+                for token, chance in continuations(after)
+            ]
+        )
     found = Evidence({token: list(votes) for token, votes in lesson.found.votes.items()}, list(lesson.found.none))
     hear_learned(found, lists)
     return found
@@ -300,9 +307,9 @@ def _most_likely(features: Tensor, turned: Tensor, owners: Tensor, targets: Tens
         with torch.no_grad():
             away = weights - start
             scores = features @ weights
-            top = torch.full((nodes,), -torch.inf, dtype=scores.dtype).scatter_reduce(0, owners, scores, "amax")
+            top = start.new_full((nodes,), -torch.inf).scatter_reduce(0, owners, scores, "amax")
             chances = (scores - top[owners]).exp()
-            total = torch.zeros(nodes, dtype=scores.dtype).index_add(0, owners, chances)
+            total = start.new_zeros(nodes).index_add(0, owners, chances)
             chances /= total[owners]
             chances[targets] -= 1.0
             weights.grad = turned @ chances / nodes + 2 * DECAY * away

@@ -64,8 +64,8 @@ def history_recall(
     seed: Tensor | None,
     sequence_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = torch.full((*nodes.shape, branch), -1, dtype=torch.int32)
-    log_probs = torch.full((*nodes.shape, branch), -torch.inf)
+    tokens = torch.full((*nodes.shape, branch), -1, dtype=torch.int32, device=nodes.device)
+    log_probs = torch.full((*nodes.shape, branch), -torch.inf, dtype=torch.float32, device=nodes.device)
     matched, weights = torch.zeros_like(nodes), known.weights.tolist()
     for b, row in enumerate(nodes.clamp(min=0).tolist()):
         for w, node in enumerate(row):
@@ -78,11 +78,11 @@ def history_recall(
             learned = known.learned
             hear_learned(found, [] if learned is None else _lists(learned, 0, recent, r.LEARNED_ORDERS, noise))
             scores, none = found.scores(weights)
-            total = torch.tensor([none, *scores], dtype=torch.float64).logsumexp(0)
+            total = torch.tensor([none, *scores], dtype=torch.float64, device="cpu").logsumexp(0)
             order = sorted(range(len(scores)), key=lambda i: -scores[i])[:branch]
             named = list(found.votes)
-            tokens[b, w, : len(order)] = torch.tensor([named[i] for i in order], dtype=torch.int32)
-            chances = torch.tensor([scores[i] for i in order], dtype=torch.float64) - total
+            tokens[b, w, : len(order)] = torch.tensor([named[i] for i in order], dtype=torch.int32, device="cpu")
+            chances = torch.tensor([scores[i] for i in order], dtype=torch.float64, device="cpu") - total
             log_probs[b, w, : len(order)] = chances.float()
             matched[b, w] = found.matched
     return tokens, log_probs, matched
@@ -168,11 +168,11 @@ def _lists(
 ) -> list[list[tuple[int, float]]]:
     """What a table holds of every length of a context; empty lists where it holds nothing."""
     lengths = min(table.max_context, orders)
-    keys = context_keys(torch.tensor([[recent[:lengths]]], dtype=torch.int32), lengths)[0, 0]  # [lengths]
+    keys = context_keys(torch.tensor([[recent[:lengths]]], dtype=torch.int32, device="cpu"), lengths)[0, 0]  # [lengths]
     sets = table.keys[b].view(-1, table.ways)
     found: list[list[tuple[int, float]]] = []
     for key in keys.tolist():
-        home = int(sets_of(torch.tensor(key), len(sets)))
+        home = int(sets_of(torch.tensor(key, dtype=torch.int64, device="cpu"), len(sets)))
         ways = [] if key == 0 else (sets[home] == key).nonzero()[:1].flatten().tolist()
         if not ways:
             found.append([])
@@ -198,7 +198,7 @@ def _hash(known: Recollection, nearest: list[int]) -> int:
     """Of five tokens, the nearest first; −1 where one is none."""
     if len(nearest) < r.COPY_CONTEXT or min(nearest) < 0:
         return -1
-    key = context_keys(torch.tensor([[nearest]], dtype=torch.int32), r.COPY_CONTEXT)[0, 0, -1]
+    key = context_keys(torch.tensor([[nearest]], dtype=torch.int32, device="cpu"), r.COPY_CONTEXT)[0, 0, -1]
     return int(sets_of(key, known.heads.shape[1]))
 
 

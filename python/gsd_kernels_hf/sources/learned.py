@@ -65,11 +65,11 @@ class Learned:
         made = NgramTable.empty(1, REMEMBERED, "cpu", capacity=capacity, max_context=LEARNED_ORDERS, ways=WAYS)
         home = sets_of(self.keys, capacity // WAYS)
         by_set, order = home.sort(stable=True)
-        way = torch.arange(len(order)) - torch.searchsorted(by_set, by_set)  # place in its set
+        way = torch.arange(len(order), device="cpu") - torch.searchsorted(by_set, by_set)  # place in its set
         kept = way < WAYS
         at, order = (by_set * WAYS + way)[kept], order[kept]
         ends = self.counts.long().cumsum(0)
-        rank = torch.arange(REMEMBERED)
+        rank = torch.arange(REMEMBERED, device="cpu")
         inside = rank < self.counts[order].long()[:, None]  # [N, K]
         place = ((ends - self.counts)[order, None] + rank).clamp(max=max(0, len(self.tokens) - 1))
         made.keys[0, at] = self.keys[order]

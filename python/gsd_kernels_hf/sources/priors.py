@@ -35,4 +35,4 @@ PRIOR = (
 
 def weights_of(prior: tuple[float, ...]) -> Tensor:
     """As the op takes them, float64."""
-    return torch.tensor(prior, dtype=torch.float64)
+    return torch.tensor(prior, dtype=torch.float64, device="cpu")
