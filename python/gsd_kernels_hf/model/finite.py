@@ -112,7 +112,7 @@ def _look(model: PreTrainedModel, weights: list[tuple[str, nn.Module, Tensor]]) 
     for _, module, tensor in weights:
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         sums.setdefault(tensor.device, []).append(numbers_in(module, tensor).sum(dtype=wide).double())
-    finite = {device: iter(torch.stack(found).isfinite().tolist()) for device, found in sums.items()}
+    finite = {device: iter(torch.stack(found).isfinite().cpu().tolist()) for device, found in sums.items()}
     suspects = [weight for weight in weights if not next(finite[weight[2].device])]
     entry, tables, first = model.get_input_embeddings(), [], None
     for name, module, tensor in suspects:
