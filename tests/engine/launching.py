@@ -18,6 +18,7 @@ from gsd_kernels.ops.merge import api as merge
 from gsd_kernels.ops.ngram import api as ngram
 from gsd_kernels.ops.sampling import api as sampling
 from gsd_kernels.ops.verify import api as verify
+from gsd_kernels_hf.sources import history
 
 OUTSIDE_MODELS = (commit_kv, flatten, merge, ngram, sampling, verify)  # those with a Triton kernel
 
@@ -66,6 +67,7 @@ def as_on_a_gpu(
         values: wraps what computes in place of a Triton kernel.
     """
     monkeypatch.setattr(backends, "compiled_first", lambda: first == "compiled")
+    monkeypatch.setattr(history, "unavailable_reason", lambda *_: "the mixture is a CPU's")
 
     def resolve(backend: str, device: torch.device, found: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
         chosen = next(name for name in backends.preferred(found) if name != "cpu")

@@ -183,8 +183,8 @@ def test_one_text_in_bfloat16_with_any_draft(batch, drafts):
     assert len(plain[0].unique()) >= 20
     shape = gsd.GraphConfig(depth=4, width=3, branch=3, max_rows=48, merge_context=0, history_depth=4, history_width=3)
     ways = {
-        "noised": {"assistant_model": noised(target, 0.05)},
-        "noised, history": {"assistant_model": noised(target, 0.05), "draft_sources": ("model", "history")},
+        "noised": {"assistant_model": noised(target, 0.02)},
+        "noised, history": {"assistant_model": noised(target, 0.02), "draft_sources": ("model", "history")},
         "itself": {"assistant_model": gsd.LayerSkip(target, attention=[1], mlp=[2])},
     }
     for name in drafts:
