@@ -211,7 +211,7 @@ def test_a_hub_id(exported, prompt, plain, tmp_path, monkeypatch):
     model = loaded("someone/model")
     assert torch.equal(model.generate(prompt["input_ids"], **CALL), plain)
     assert "model" in handle_of(model).stats.sources
-    ((name, how),) = asked
+    name, how = asked[0]
     assert (name, how["revision"]) == ("someone/model", commit), "of the commit that the weights are of"
     assert {FILE, "draft/*"} <= set(how["allow_patterns"])
 
