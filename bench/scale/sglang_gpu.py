@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS = ROOT / "python" / "gsd_kernels_hf" / "demo" / "prompts.json"
+PROMPTS = ROOT / "python" / "gsd_kernels_cli" / "demo" / "prompts.json"
 ENGINES: dict[str, dict[str, Any]] = {
     "none": {},
     "ngram": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 16},

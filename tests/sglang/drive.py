@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "python" / "gsd_kernels_hf" / "demo" / "target"
+MODEL = ROOT / "python" / "gsd_kernels_cli" / "demo" / "target"
 ROWS, CROWD, CACHE = 9, 20, 1600
 REPETITIVE = (
     "x = 1\ny = 2\nx = 1\ny = 2\nx = 1\ny =",
@@ -33,7 +33,7 @@ def prompts() -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    folder = ROOT / "python" / "gsd_kernels_hf" / "demo" / "prompts.json"
+    folder = ROOT / "python" / "gsd_kernels_cli" / "demo" / "prompts.json"
     texts = [prompt["text"] for prompt in json.loads(folder.read_text(encoding="utf-8"))["prompts"]]
     ids = [tokenizer(text)["input_ids"] for text in texts]
     cut = [some[: 8 + 3 * (i % 7)] for i, some in enumerate(ids * (1 + 32 // len(ids)))]
