@@ -22,10 +22,10 @@ SGLANG := .venv-sglang
 VLLM := .venv-vllm
 SOURCES := Makefile pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help install demo test test-fast test-oracles test-vllm test-ray test-sglang lint format bench wheel gpu-test gpu-bench sanitize clean
+.PHONY: help install demo docs test test-fast test-oracles test-vllm test-ray test-sglang lint format bench wheel gpu-test gpu-bench sanitize clean
 
 help:
-	@echo "make demo | test | test-fast | test-oracles | test-vllm | test-ray | test-sglang | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
+	@echo "make demo | docs | test | test-fast | test-oracles | test-vllm | test-ray | test-sglang | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -133,6 +133,10 @@ $(SGLANG)/.installed: $(SOURCES) tests/sglang/requirements.txt
 
 test-sglang: $(SGLANG)/.installed
 	$(SGLANG)/bin/python -m pytest -o addopts=-q tests/sglang
+
+# The reference, docs/reference: public names, commands, fields of the server, model classes.
+docs: $(READY)
+	$(BIN)/python docs/build.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Builds the compiled ops. Metadata is in pyproject.toml; docs/building.md explains the variables for users.
+"""Builds the compiled ops. Metadata is in pyproject.toml; docs/contributing.md explains the variables for users.
 
 GSD_KERNELS_BUILD_CPU=auto|0|1    CPU ops (C++). auto: when there is a compiler. 1: fail without one.
 GSD_KERNELS_BUILD_CUDA=auto|0|1   CUDA ops. auto: when there is nvcc and torch was built for CUDA. 1: fail without nvcc.

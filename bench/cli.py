@@ -18,13 +18,13 @@ from .scale import commands as scale
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "scale.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "served.md")
 
 
 def readme(
     files: Annotated[
         list[Path] | None,
-        typer.Option("--readme", help="Repeatable. Default: README.md, docs/benchmarks.md and docs/scale.md."),
+        typer.Option("--readme", help="Repeatable. Default: README.md, docs/benchmarks.md and docs/served.md."),
     ] = None,
     results: Annotated[Path, typer.Option("--results", show_default=False, help="Default: bench/results.")] = ROOT
     / "bench"

@@ -1,4 +1,4 @@
-"""Generated tables: the figures of README.md, docs/benchmarks.md and docs/scale.md, from bench/results.
+"""Generated tables: the figures of README.md, docs/benchmarks.md and docs/served.md, from bench/results.
 
 Rewrites what lies between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``; ``--check`` changes nothing and fails
 where a file is out of date. Nothing in these blocks is written by hand.
@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .generation.competitors import ASSISTED, AUTO, GREEDY, PLAIN
-from .generation.generate import title
+from .generation.competitors import AUTO, GREEDY, PLAIN
 from .generation.real import report as real_report
 from .gpu import table as gpu_table
 from .lib.intervals import Ratio
@@ -111,18 +110,6 @@ def _millions(parameters: int) -> str:
     return f"{parameters / 1e6:.0f}M" if parameters >= 1e6 else f"{parameters / 1e6:.1f}M"
 
 
-def speed(results: Path) -> str:
-    """Every end-to-end run: a table each, and what ``auto`` gains over the best of transformers' assisted settings.
-
-    Raises:
-        MissingResultError: there is no run.
-    """
-    runs = _end_to_end(results)
-    if not runs:
-        raise MissingResultError("`gsd-kernels bench generate`")
-    return "\n\n".join(_speed_table(data) for data in runs)
-
-
 def _end_to_end(results: Path) -> list[dict[str, Any]]:
     """The runs of ``bench generate``, but for quick ones."""
     found = [*map(_read, sorted(results.glob("generate-*.json"))), *_of_stages(results / "gpu")]
@@ -141,40 +128,6 @@ def _order(data: dict[str, Any]) -> tuple[bool, bool, str, str]:
     settings = data["settings"]
     shape = settings["target_shape"]
     return data["environment"]["device_type"] == "cpu", shape == "none", shape, settings["dtype"]
-
-
-def _speed_table(data: dict[str, Any]) -> str:
-    rows = []
-    for row in data["summary"]:
-        same = f"{row['equal']}/{row['compared']}" if row["compared"] else "–"
-        rows.append(
-            [
-                f"**{row['competitor']}**" if row["competitor"] == AUTO else row["competitor"],
-                f"{row['tokens_per_second']:.1f}",
-                "–" if row["speedup"] is None else str(Ratio(**row["speedup"])),
-                "–" if row["tokens_per_forward"] is None else f"{row['tokens_per_forward']:.2f}",
-                same + (f" ({row['within_rounding']} by rounding)" if row["within_rounding"] else ""),
-            ]
-        )
-    prompts = len({run["prompt"] for run in data["runs"]})
-    head = f"{title(data['settings'], data['parameters'])}, {prompts} held-out prompts; {_place(data['environment'])}:"
-    names = ["", "tokens/s", f"against {GREEDY} (95%)", "tokens/forward", "same tokens"]
-    said = [place for place in range(len(names)) if any(row[place] != "–" for row in rows)]
-    table = markdown([names[place] for place in said], [[row[place] for place in said] for row in rows])
-    return "\n\n".join(part for part in (head, table, _verdict(data), _missing(data["missing"])) if part)
-
-
-def _verdict(data: dict[str, Any]) -> str:
-    rates = {row["competitor"]: row["tokens_per_second"] for row in data["summary"]}
-    assisted = [name for name in ASSISTED if name in rates]
-    sentences = []
-    if AUTO in rates and assisted:
-        best = max(assisted, key=lambda name: rates[name])
-        ratio = Ratio(**data["ratios"][f"{AUTO} / {best}"])
-        sentences.append(f"`{AUTO}` is {ratio} times the best assisted setting ({best})")
-    if AUTO in rates and PLAIN in rates:
-        sentences.append(f"{Ratio(**data['ratios'][f'{AUTO} / {PLAIN}'])} times plain decoding by the same code")
-    return " and ".join(sentences) + "." if sentences else ""
 
 
 def _missing(missing: dict[str, str]) -> str:
@@ -311,7 +264,6 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "real-all": real_all,
     "real-file": lambda results: real_all(results, "bfloat16-file"),
     "headline": headline,
-    "speed": speed,
     "rows": rows,
     "gpu": gpu,
     "kernels": kernels,

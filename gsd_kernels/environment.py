@@ -1,6 +1,6 @@
 """Every environment variable that this package, its command line, its build and its benchmarks read.
 
-docs/platforms.md shows the table; a test holds it, and the sources, against it.
+docs/quickstart.md shows the table; a test holds it, and the sources, against it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VARIABLES = (
     Variable("FUSED_ROWS", "`1`, `0`, `cuda`", "rows as one operator; `0`: by modules; `cuda`: on every GPU that can"),
     Variable("ROWS_OVERLAP", "`1`, `0`", "whether launches of the CUDA operator of rows overlap"),
     Variable("CUDA_FIRST", "`triton`, `compiled`", "what `auto` takes first on a GPU"),
-    Variable("SGLANG_OPTIONS", "none, a JSON object", "what SGLang has no flag for (docs/sglang.md)"),
+    Variable("SGLANG_OPTIONS", "none, a JSON object", "what SGLang has no flag for (docs/served.md)"),
     Variable("LLAMA_CPP", "PATH, a folder", "llama.cpp's binaries, for `bench real`"),
     Variable("BUILD_CPU", "`auto`, `0`, `1`", "build the C++ ops; `1`: fail where that is impossible"),
     Variable("BUILD_CUDA", "`auto`, `0`, `1`", "build the CUDA ops; `1`: fail without nvcc"),

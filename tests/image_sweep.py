@@ -1,6 +1,6 @@
 """Model classes that read images or sounds: served exactly, or refused by name; and the table that says so.
 
-``python tests/image_sweep.py`` writes the second table of ``docs/models.md`` anew.
+``python tests/image_sweep.py`` writes these classes of ``docs/model_classes.json`` anew.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 import tiny_vision
 import torch
 import transformers
-from model_sweep import HEADING, REFUSED, SERVED, TABLE, Finding, cell, same, state_of
+from model_sweep import REFUSED, SERVED, Finding, cell, same, state_of, write_table
 from reciting import Reciting
 from tiny_vision import IMAGE, VOCAB, prompts
 from transformers import PreTrainedModel
@@ -23,26 +23,6 @@ NEW = 16
 SHORT = 6  # tokens
 ENDINGS = ((0,), (0, 2))  # words behind the image, of the prompts of a call
 IMAGES = ((1,), (2, 3))  # of a call with one prompt, and of one with two
-
-HEAD = f"""{HEADING}
-
-Classes that read images or sounds as well, with a tiny random model of each and transformers {{version}}:
-
-- **served** ({{served}}): behind an image or a sound, greedy text in float64 is token for token transformers' own, for
-  one prompt and for two left-padded ones, and another image gives another text. A prompt that ends in a placeholder is
-  refused by name.
-- **refused** ({{refused}}): by name; a patched model leaves the call to transformers. Several prompts of unlike
-  lengths may be refused where one is served.
-
-No class is listed in the code here either: the first prompt with an image is compared with transformers' own steps, see
-[engine.md](engine.md#images-in-the-prompt). Of other classes nothing is known before they are used. In transformers
-5.24 the forward of `Llama4ForConditionalGeneration` fails on any image.
-
-Written by `python tests/image_sweep.py`; `tests/validate/test_image_sweep.py` checks it.
-
-| class | |
-|---|---|
-"""
 
 
 def sweep(name: str) -> Finding:
@@ -109,25 +89,8 @@ def row(finding: Finding) -> str:
     return f"{SERVED}: {finding.why}" if finding.verdict == SERVED and finding.why else cell(finding)
 
 
-def read_table() -> tuple[str, dict[str, str]]:
-    """The transformers version of the table and its rows, class → cell."""
-    text = TABLE.read_text().partition(HEADING)[2]
-    version = re.search(r"transformers (\S+?)[,:.]?\s", text)
-    assert version is not None
-    return version[1].rstrip("."), dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", text, re.MULTILINE))
-
-
-def write_table() -> None:
-    """Sweep all classes and write the second table of ``docs/models.md``."""
-    found = {name: sweep(name) for name in sorted(tiny_vision.FAMILIES)}
-    counts = {verdict: sum(f.verdict == verdict for f in found.values()) for verdict in (SERVED, REFUSED)}
-    head = HEAD.format(version=transformers.__version__, served=counts[SERVED], refused=counts[REFUSED])
-    rows = "".join(f"| `{name}` | {row(finding)} |\n" for name, finding in found.items())
-    TABLE.write_text(f"{TABLE.read_text().partition(HEADING)[0].rstrip()}\n\n{head}{rows}")
-
-
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    write_table()
+    write_table("images", {name: row(sweep(name)) for name in sorted(tiny_vision.FAMILIES)})

@@ -1,10 +1,11 @@
 """Every causal language model that transformers has: served exactly, or refused by name; and the table that says so.
 
-``python tests/model_sweep.py`` writes the first table of ``docs/models.md`` anew.
+``python tests/model_sweep.py`` writes these classes of ``docs/model_classes.json`` anew.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from dataclasses import dataclass
@@ -19,11 +20,10 @@ from transformers import PreTrainedModel
 
 import gsd_kernels as gsd
 
-TABLE = Path(__file__).parents[1] / "docs" / "models.md"
+TABLE = Path(__file__).parents[1] / "docs" / "model_classes.json"
 NEW = 9  # tokens after prompts of 7, with windows of 5
 NOISE = 0.02
 LAYERS = (2, 4)  # some hybrids have no attention in their first two
-HEADING = "## Image-text models"  # of the second table, which tests/image_sweep.py writes
 SERVED, REFUSED, UNBUILDABLE = "served", "refused", "no tiny model"
 
 
@@ -121,13 +121,10 @@ class PlainTexts:
             raise tiny_configs.Unbuildable(why) from error
 
 
-def read_table() -> tuple[str, dict[str, str]]:
-    """The transformers version of ``docs/models.md`` and its rows, class → cell."""
-    text = TABLE.read_text().partition(HEADING)[0]
-    version = re.search(r"transformers (\S+?)[,:.]?\s", text)
-    assert version is not None
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|$", text, re.MULTILINE)
-    return version[1].rstrip("."), dict(rows)
+def read_table(kind: str = "text") -> tuple[str, dict[str, str]]:
+    """The transformers version of ``docs/model_classes.json``, and the classes of one kind with their cells."""
+    found = json.loads(TABLE.read_text(encoding="utf-8"))
+    return found["transformers"], found[kind]
 
 
 def cell(finding: Finding) -> str:
@@ -137,50 +134,14 @@ def cell(finding: Finding) -> str:
     return f"{finding.verdict}: {finding.why.removesuffix('; not supported')}".replace("|", "/")
 
 
-HEAD = """# Models
-
-Every causal language model class of transformers {version}, with a tiny random model of it:
-
-- **served** ({served}): greedy text in float64 is token for token transformers' own, beyond any sliding window, for one
-  prompt and for three left-padded ones; sampled text is the same with a draft and without.
-- **refused** ({refused}): a `ValueError` names the class and says why, before anything is changed.
-- **no tiny model** ({unbuildable}): the sweep cannot make a small config of it, so nothing is known. Such a
-  model is examined like any other when it is used.
-
-No class is listed in the code. Before a model is used for the first time it forwards 2 × 5 tokens, in which its
-attention is a stand-in: every layer must hand `graph=` to its attention function, mix tokens nowhere else, place
-tokens by `position_ids`, and use the causal mask (with or without a sliding window or chunks) that transformers' mask
-function made. Its own attention function must compute what graph rows get, sinks included. Queries that are scaled by
-the cache's length (Llama 4) are looked at for several lengths. Linear layers whose output for a row depends on the
-other rows, as with activations that are quantised over all rows of a forward, are found as well; so an unknown class
-is judged by what it does. What one forward cannot show is a rule that begins to matter at a far position only.
-Modules that keep a recurrent state in transformers' cache (linear attention, state spaces, short convolutions) are
-served where rows of a tree come out as single tokens do, see [method.md](method.md#recurrent-layers).
-
-Written by `python tests/model_sweep.py`; `tests/validate/test_model_sweep.py` checks it.
-
-| class | |
-|---|---|
-"""
-
-
-def write_table() -> None:
-    """Sweep all classes and write the first table of ``docs/models.md``; what follows it stays."""
-    found = {name: sweep(name) for name in tiny_configs.classes()}
-    counts = {verdict: sum(f.verdict == verdict for f in found.values()) for verdict in (SERVED, REFUSED, UNBUILDABLE)}
-    head = HEAD.format(
-        version=transformers.__version__,
-        served=counts[SERVED],
-        refused=counts[REFUSED],
-        unbuildable=counts[UNBUILDABLE],
-    )
-    rows = "".join(f"| `{name}` | {cell(finding)} |\n" for name, finding in found.items())
-    _, heading, second = TABLE.read_text().partition(HEADING)
-    TABLE.write_text(f"{head}{rows}\n{heading}{second}" if heading else head + rows)
+def write_table(kind: str, cells: dict[str, str]) -> None:
+    """Put the classes of one kind into ``docs/model_classes.json``; the other kind stays."""
+    found = json.loads(TABLE.read_text(encoding="utf-8")) | {"transformers": transformers.__version__, kind: cells}
+    TABLE.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    write_table()
+    write_table("text", {name: cell(sweep(name)) for name in tiny_configs.classes()})

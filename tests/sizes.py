@@ -26,7 +26,7 @@ BUDGET = {
     "csrc/cpu": 208,
     "csrc/cuda": 68,
     "csrc/torch_ops": 49,
-    "docs": 6,
+    "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 26,
     "gsd_kernels": 37,
     "gsd_kernels/ops": 225,

@@ -20,12 +20,12 @@ from gsd_kernels_cli.app import app
 from gsd_kernels_cli.demo.drafters import FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "api")]
+PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
 
 NOT_RUN = {
-    "docs/serving.md": "needs a server; tests/serving sends the same fields by the same client",
-    "docs/scale.md": "needs several ranks; tests/engine/test_tensor_parallel.py starts them",
+    "docs/served.md": "needs a server, or several ranks: tests/serving sends the same fields by the same client, "
+    "tests/engine/test_tensor_parallel.py starts ranks",
 }
 """Pages whose Python has its own tests."""
 OTHERS = {
@@ -85,10 +85,9 @@ def test_python_runs(page, names):
     for code in blocks(page, "python"):
         if "xgrammar" in code:
             names |= grammars(names["tokenizer"])
-        if 'drafter="mtp"' in code:
-            names |= with_heads(Path("whole"))
+        scope = names | with_heads(Path("whole")) if 'drafter="mtp"' in code else names
         try:
-            exec(compile(filled(code), page, "exec"), names)
+            exec(compile(filled(code), page, "exec"), scope)
         finally:
             if "generate" in vars(names["model"]):
                 gsd_kernels.unpatch(names["model"])

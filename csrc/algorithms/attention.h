@@ -5,7 +5,7 @@
 //   prefix splits  cut kv_start … kv_len − 1, which every row sees;
 //   graph splits   cut the node slots. They begin at kv_len, so one word of the ancestor mask is one row of a tile.
 // Every split writes its normalised output and the base-2 logarithm of its sum of exponentials, and combine_row merges
-// the splits. docs/kernels.md has the reasons.
+// the splits. docs/how-it-works.md has the reasons.
 #pragma once
 
 #include "attention_tiles.h"

@@ -7,7 +7,7 @@
 //   PathPrefix  the whole tiles of the prefix, for all rows of a cache head together, split by split;
 //   PathEnd     row by row the rest of the prefix and the ancestors, gathered into tiles. It goes on from the state that
 //               PathPrefix left of the split in which the prefix ends, and then combines the row's splits.
-// docs/kernels.md has the reasons.
+// docs/how-it-works.md has the reasons.
 #pragma once
 
 #include "attention_tiles.h"

@@ -1,7 +1,7 @@
 // The forward of rows on tensor cores, but for the attention: what its kernels are given, and how a product is cut.
 //
 // Row m of B·R rows is sequence m / R. Sums and the residual are float32; what a product reads is float16 or bfloat16,
-// as its weights. gsd_kernels/ops/decoder_rows/reference.py is the specification, docs/kernels.md has the reasons.
+// as its weights. gsd_kernels/ops/decoder_rows/reference.py is the specification, docs/how-it-works.md has the reasons.
 //
 // The bits of a row do not depend on other rows or on their number: a product is an instruction of 16 outputs × 8 rows
 // × 16 inputs over and over, whose sums go through the inputs in one order, and the cut of the inputs into splits

@@ -191,7 +191,7 @@ class Patch(threading.local):
     Attributes:
         stats: of the last call of the asking thread.
             Where transformers' own ``generate`` served it, ``stats.why`` says why.
-        engines: what is kept, see docs/engine.md; :meth:`clear` returns it.
+        engines: what is kept, see docs/how-it-works.md; :meth:`clear` returns it.
         history: what is remembered of earlier calls' texts; it can be saved and loaded.
         before: the ``generate`` that somebody else had set on the model; :func:`unpatch` puts it back.
     """

@@ -1,6 +1,6 @@
 """Every field that a client may name, and what becomes of it: the one table by which requests are checked.
 
-docs/serving.md shows it, and tests walk it.
+`make docs` shows it, and tests walk it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def check(server_args: Any) -> None:
     """
     Options.read()
     reasons = {
-        "speculative_draft_model_path": "it drafts from the history; docs/sglang.md says what a draft model needs",
+        "speculative_draft_model_path": "it drafts from the history; docs/served.md says what a draft model needs",
         "speculative_adaptive": "its rows follow the load by themselves",
         "speculative_ngram_external_corpus_path": "it has a history of its own",
         "enable_dp_attention": "SGLang verifies n-gram trees without it only",

@@ -89,7 +89,9 @@ def test_the_script_lists_its_stages_by_itself(tmp_path):
 
 
 def test_a_machine_for_ten_minutes_is_documented():
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").partition("## A machine for ten minutes\n")[2]
+    text = (
+        (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8").partition("## A machine for ten minutes\n")[2]
+    )
     assert re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE) == NAMES
     files = re.search(r"bench/gpu/stages\.py --files (\d+)", (ROOT / "Makefile").read_text()).group(1)
     assert int(files) > len(STAGES)

@@ -182,7 +182,7 @@ def _divided_caches(cases: dict[str, dict[str, Any]], alone: dict[str, dict[str,
 
 
 def _memory(everyone: list[dict[str, Any]], size: int, folder: Path) -> None:
-    """What the table of docs/scale.md computes is what the ranks hold."""
+    """What the table of docs/served.md computes is what the ranks hold."""
     for name in everyone[0]["parameters"]:
         shape = ModelShape.of(AutoConfig.from_pretrained(folder / name))
         assert parameters_per_rank(shape, 1) == shape.num_parameters

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import effects_told  # noqa: F401  (whose effects join those of effects)
 import pytest
 from effects import EFFECTS
@@ -29,12 +26,6 @@ def test_the_table_has_every_field_of_the_client_and_says_which_are_not(endpoint
     table = fields.rows(endpoint)
     assert not known(endpoint) - set(table), "fields of this client that nothing is decided about"
     assert not {name for name, field in table.items() if field.own} & known(endpoint)
-
-
-def test_the_page_is_what_the_table_says():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    found = re.search(r"<!-- fields -->\n(.*)<!-- /fields -->", page, re.DOTALL)
-    assert found and found[1].strip() == fields.table().strip(), "python docs/write_api.py"
 
 
 def test_every_row_is_tried():

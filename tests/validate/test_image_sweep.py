@@ -1,15 +1,16 @@
-"""Models that read images or sounds: served exactly or refused by name, as docs/models.md says in its second table."""
+"""Models that read images or sounds: served exactly or refused by name, as docs/model_classes.json says."""
 
 from __future__ import annotations
 
 import image_sweep
+import model_sweep
 import pytest
 import tiny_vision
 import torch
 import transformers
 
 torch.set_num_threads(1)
-VERSION, ROWS = image_sweep.read_table()
+VERSION, ROWS = model_sweep.read_table("images")
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != VERSION, reason=f"the table and the inputs are of transformers {VERSION}"
 )
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 def test_served_exactly_or_refused_by_name(name):
     transformers.logging.set_verbosity_error()
     found = image_sweep.row(image_sweep.sweep(name))
-    assert ROWS[name] == found, "docs/models.md is old; run python tests/image_sweep.py"
+    assert ROWS[name] == found, "docs/model_classes.json is old; run python tests/image_sweep.py"
 
 
 def test_the_table_lists_every_class():

@@ -1,4 +1,4 @@
-"""Every causal language model that transformers has is served exactly or refused by name, as docs/models.md says."""
+"""Every causal language model that transformers has is served or refused by name, as docs/model_classes.json says."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_served_exactly_or_refused_by_name(name):
     found = finding(name)
     version, rows = table()
     if version == transformers.__version__ and name in rows:
-        assert rows[name] == model_sweep.cell(found), "docs/models.md is old; run python tests/model_sweep.py"
+        assert rows[name] == model_sweep.cell(found), "docs/model_classes.json is old; run python tests/model_sweep.py"
 
 
 def test_the_table_lists_every_class():
     version, rows = table()
     if version != transformers.__version__:
-        pytest.skip(f"docs/models.md is of transformers {version}, and {transformers.__version__} is installed")
+        pytest.skip(f"the table is of transformers {version}, and {transformers.__version__} is installed")
     assert list(rows) == tiny_configs.classes()
     assert sum(row == model_sweep.SERVED for row in rows.values()) >= 75

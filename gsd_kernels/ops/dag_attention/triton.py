@@ -2,7 +2,7 @@
 
 The cache is cut along its positions: prefix splits cover ``kv_start … kv_len − 1`` and need no ancestor bits, graph
 splits cover the node slots and start at ``kv_len``, so that one mask word serves 32 columns of a tile. Every split
-writes a normalised partial output and its log-sum-exp; a second kernel combines them. ``docs/kernels.md`` has the
+writes a normalised partial output and its log-sum-exp; a second kernel combines them. ``docs/how-it-works.md`` has the
 derivation and the reasons.
 """
 

@@ -24,7 +24,7 @@ MEASURED = ((9, 0),)
 ALIGNMENT = 16  # bytes of one asynchronous copy
 WEIGHTS = 8  # that are decoded at a time
 OVERLAP = "GSD_KERNELS_ROWS_OVERLAP"
-"""Environment variable: ``0`` keeps launches from beginning while the one before ends (docs/kernels.md)."""
+"""Environment variable: ``0`` keeps launches from beginning while the one before ends (docs/how-it-works.md)."""
 OTHERWISE = "; use backend='reference'"
 
 

@@ -28,7 +28,7 @@ def merge(
     """Add one drafted level to ``graph``, in place, and choose the next frontier.
 
     A candidate that repeats a token sequence of the graph becomes an edge to the node that holds it; the others become
-    nodes. Merge rule, order and tie-breaks: ``docs/method.md``; the idea: arXiv 2407.16207, section 3.2.
+    nodes. Merge rule, order and tie-breaks: ``docs/how-it-works.md``; the idea: arXiv 2407.16207, section 3.2.
 
     Args:
         graph: the graphs so far.

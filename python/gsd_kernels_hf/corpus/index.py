@@ -1,4 +1,4 @@
-"""The files of a corpus, docs/corpus.md: three arrays that are mapped into memory, and a header that describes them."""
+"""The files of a corpus, docs/drafts.md: three arrays that are mapped into memory, and a header that describes them."""
 
 from __future__ import annotations
 

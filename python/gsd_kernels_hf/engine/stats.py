@@ -69,7 +69,7 @@ class GenerationStats:
             draft, whatever was asked for.
         lossless: whether the output is the target's own (always, but for criteria documented as lossy).
         left_out: sources that were given and not used, or not to the end: they brought little lately, see
-            docs/policy.md, or the text has more tokens than their model has positions.
+            docs/how-it-works.md, or the text has more tokens than their model has positions.
         why_modules: what kept the target's rows from being one operator, so that its modules computed them; ``None``:
             the operator did.
         why: what made transformers' own ``generate`` serve the call of a patched model, of which nothing else is

@@ -2,7 +2,7 @@
 
 A step's drafting goes level by level. At each level every source is asked what may follow each frontier node;
 :class:`~gsd_kernels_hf.sources.mixer.Mixer` mixes the answers by learned weights. Of a source only
-:meth:`DraftSource.propose` has to be written, see docs/architecture.md.
+:meth:`DraftSource.propose` has to be written, see docs/contributing.md.
 """
 
 from __future__ import annotations

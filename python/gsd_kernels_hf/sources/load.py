@@ -158,6 +158,6 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
             "own checkpoint"
         )
     raise BadCheckpoint(
-        f"drafter: {folder} is no drafter of a kind that is served (docs/drafters.md has a table) and no heads: its "
+        f"drafter: {folder} is no drafter of a kind that is served (docs/drafts.md has a table) and no heads: its "
         f"config names the architectures {architectures}"
     )

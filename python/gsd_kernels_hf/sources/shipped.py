@@ -111,6 +111,6 @@ def mention_drafter(target: PreTrainedModel) -> None:
     if name is not None:
         logger.info(
             "this package brings a drafter that was trained for this model, which is not used; "
-            'drafter="%s" drafts with it (whether that pays on a machine is another question: docs/drafters.md)',
+            'drafter="%s" drafts with it (whether that pays on a machine is another question: docs/drafts.md)',
             name,
         )

@@ -1,27 +1,34 @@
-"""Writes docs/api.md from the docstrings of the public names, and the table of docs/serving.md from the server's.
+"""Builds the reference pages, which are not committed, from what they describe.
 
-    python docs/write_api.py [--check]
+    python docs/build.py [--out docs/reference]
 
-``--check`` changes nothing and fails where a page is out of date.
+``api.md`` comes from the docstrings of the public names, ``commands.md`` from the commands' options, ``server.md`` from
+the server's table of fields, ``models.md`` from ``model_classes.json``, which the sweeps of tests/ write.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
 import inspect
+import json
 import re
-import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import typer
+from typer.cli import get_docs_for_click
+
 import gsd_kernels
+from gsd_kernels_cli.app import app
 from gsd_kernels_serve import fields
 
 LINE = 90
-PAGE = Path(__file__).with_name("api.md")
-SERVING = Path(__file__).with_name("serving.md")
+CLASSES = Path(__file__).with_name("model_classes.json")
+OUT = Path(__file__).with_name("reference")
 SECTIONS = {
     "Generation": (
         "generate",
@@ -89,12 +96,12 @@ HEAD = """\
 # Public names
 
 All of `gsd_kernels`; anything else is private. *Types* are met in arguments and results, and need not be imported. Made
-from the docstrings by `python docs/write_api.py`.
+from the docstrings.
 """
 
 
-def page() -> str:
-    """The whole page.
+def api() -> str:
+    """The page of public names.
 
     Raises:
         ValueError: a public name is in no section, or a section names what is not public.
@@ -185,26 +192,75 @@ def prose(doc: str) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def serving_page() -> str:
-    """docs/serving.md with the table of fields as the server has it."""
-    head, _, rest = SERVING.read_text(encoding="utf-8").partition("<!-- fields -->\n")
-    _, mark, tail = rest.partition("<!-- /fields -->")
-    return f"{head}<!-- fields -->\n{fields.table()}{mark}{tail}"
+SERVER = """\
+# Fields of the server
+
+\\* marks fields that are not OpenAI's. "Accepted" are values with which a refused field asks for nothing. Where no size
+is said, a field has at most 1,000 characters. "Deep" counts lists and objects in each other, "values" what is in them.
+
+"""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Write or check; 0 if all is well."""
+def server() -> str:
+    """The page of the server's fields."""
+    return SERVER + fields.table()
+
+
+def commands() -> str:
+    """The page of the commands' options, as typer writes it."""
+    root = typer.main.get_command(app)
+    return html.unescape(get_docs_for_click(obj=root, ctx=typer.Context(root), name="gsd-kernels"))
+
+
+MODELS = """\
+# Model classes
+
+With transformers {version} and a tiny random model of each class.
+
+- **served** ({served}): greedy text in float64 is token for token transformers' own, beyond any sliding window, for one
+  prompt and for three left-padded ones; sampled text is the same with a draft and without.
+- **refused** ({refused}): a `ValueError` names the class and says why, before anything is changed.
+- **no tiny model** ({unknown}): the sweep cannot make a small config of it, so nothing is known. Such a model is
+  examined like any other when it is used.
+
+"""
+IMAGES = """
+## Classes that read images or sounds
+
+Served ({served}): behind an image or a sound, greedy text in float64 is token for token transformers' own, for one
+prompt and for two left-padded ones, and another image gives another text. Others ({refused}) are left to transformers,
+as several prompts of unlike lengths may be where one is served.
+
+"""
+
+
+def models() -> str:
+    """The page of model classes, by what the sweeps found."""
+    found = json.loads(CLASSES.read_text(encoding="utf-8"))
+    counts = {kind: Counter(cell.partition(":")[0] for cell in found[kind].values()) for kind in ("text", "images")}
+    verdicts = {"served": "served", "refused": "refused", "unknown": "no tiny model"}
+    numbers = {kind: {key: counts[kind][verdict] for key, verdict in verdicts.items()} for kind in counts}
+    rows = {
+        kind: "| class | |\n|---|---|\n" + "".join(f"| `{name}` | {cell} |\n" for name, cell in found[kind].items())
+        for kind in counts
+    }
+    head = MODELS.format(version=found["transformers"], **numbers["text"])
+    return head + rows["text"] + IMAGES.format(**numbers["images"]) + rows["images"]
+
+
+PAGES = {"api": api, "commands": commands, "models": models, "server": server}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write all pages."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing, fail if the page is out of date")
-    check, stale = parser.parse_args(arguments).check, 0
-    for path, text in ((PAGE, page()), (SERVING, serving_page())):
-        if not check:
-            path.write_text(text, encoding="utf-8")
-        elif not path.exists() or path.read_text(encoding="utf-8") != text:
-            print(f"{path}: out of date: python docs/write_api.py", file=sys.stderr)
-            stale = 1
-    return stale
+    parser.add_argument("--out", type=Path, default=OUT, help="the folder to write to")
+    out = parser.parse_args(arguments).out
+    out.mkdir(parents=True, exist_ok=True)
+    for name, build in PAGES.items():
+        (out / f"{name}.md").write_text(build(), encoding="utf-8")
+        print(out / f"{name}.md")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
