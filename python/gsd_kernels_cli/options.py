@@ -28,6 +28,7 @@ class Criterion(str, Enum):
 
     exact = "exact"
     speculative = "speculative"
+    block = "block"
     typical = "typical"
 
 
@@ -180,6 +181,7 @@ CriterionOption = Annotated[
         rich_help_panel=_DECODING,
         help="Which drafted tokens are accepted when sampling. [bold]exact[/bold]: what the target itself draws. "
         "[bold]speculative[/bold]: by probability ratio; exact too, but the draft decides which sample. "
+        "[bold]block[/bold]: the same, a chain at a time. "
         "[bold]typical[/bold]: likely enough, which changes the output.",
         case_sensitive=False,
     ),

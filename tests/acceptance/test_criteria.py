@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 
@@ -24,17 +25,18 @@ from gsd_kernels_hf.engine import decoder as decoder_module
 from gsd_kernels_hf.parallel import digest
 
 
-def test_speculative_is_reproducible_and_depends_on_the_draft():
+@pytest.mark.parametrize("criterion", criteria.DRAWN)
+def test_samples_of_the_draft_are_reproducible_and_depend_on_it(criterion):
     target, draft = pair()
     prompt = models.prompts(2, 7, seed=3, vocab=VOCAB)
     texts = [
-        generate(target, d, "speculative", prompt, seed=seed).sequences.tolist()
+        generate(target, d, criterion, prompt, seed=seed).sequences.tolist()
         for d, seed in [(draft, 5), (draft, 5), (draft, 6), (models.noised(target, 0.05, seed=8), 5)]
     ]
     assert texts[0] == texts[1] and texts[0] != texts[2] and texts[0] != texts[3]
 
 
-@pytest.mark.parametrize("criterion", ["speculative", "typical"])
+@pytest.mark.parametrize("criterion", ["speculative", "block", "typical"])
 def test_greedy_and_undrafted_output_is_exact(criterion):
     """Both rules are the exact one where p is one token or nothing is drafted, and the statistics say so."""
     target, draft = pair(0.02)
@@ -46,7 +48,7 @@ def test_greedy_and_undrafted_output_is_exact(criterion):
     assert (out.stats.criterion, out.stats.lossless) == ("exact", True)
     alone = {"do_sample": True, "seed": 4, **prompt, "max_new_tokens": 8, "pad_token_id": 0}
     expected = gsd.generate(target, graph_config="plain", **alone)
-    plain = {} if criterion == "speculative" else {"graph_config": "plain"}
+    plain = {} if criterion in criteria.DRAWN else {"graph_config": "plain"}
     assert torch.equal(gsd.generate(target, criterion=criterion, **plain, **alone), expected)
 
 
@@ -56,13 +58,13 @@ def test_temperatures_that_are_none_in_float32_are_greedy(temperature):
     target, draft = pair(0.02)
     prompt = models.prompts(2, 9, seed=2, vocab=VOCAB)
     greedy = target.generate(**prompt, do_sample=False, max_new_tokens=16, pad_token_id=0)
-    for criterion in ("exact", "speculative", "typical"):
+    for criterion in ("exact", "speculative", "block", "typical"):
         options = {"do_sample": True, "temperature": temperature, "max_new_tokens": 16, "seed": 3}
         out = generate(target, draft, criterion, prompt, **options)
         assert torch.equal(out.sequences, greedy), criterion
 
 
-@pytest.mark.parametrize("criterion", ["speculative", "typical"])
+@pytest.mark.parametrize("criterion", ["speculative", "block", "typical"])
 def test_a_batch_is_its_sequences(criterion):
     """Padding, end-of-text tokens, and rows that finish early: every row as if it were alone, up to its key."""
     target, draft = models.tiny(vocab_size=VOCAB, seed=3), None
@@ -87,7 +89,7 @@ def test_a_batch_is_its_sequences(criterion):
     assert ended >= 3 and len(lengths) >= 3
 
 
-@pytest.mark.parametrize("criterion", ["speculative", "typical"])
+@pytest.mark.parametrize("criterion", ["speculative", "block", "typical"])
 @pytest.mark.parametrize("sizes", [(VOCAB, VOCAB - 3), (VOCAB - 3, VOCAB)], ids=["narrower", "wider"])
 def test_a_draft_with_other_vocabulary_padding(criterion, sizes):
     """The draft is the target without its last tokens, or with more of them."""
@@ -103,7 +105,7 @@ def test_a_draft_with_other_vocabulary_padding(criterion, sizes):
     tokens = out.sequences[:, 8:]
     assert tokens.max() < target.config.vocab_size
     assert out.stats.tokens_per_step > 1.5
-    if sizes[0] > sizes[1] and criterion == "speculative":
+    if sizes[0] > sizes[1] and criterion in criteria.DRAWN:
         assert (tokens >= VOCAB - 3).any(), "tokens that only the target knows are still drawn"
 
 
@@ -150,7 +152,7 @@ def test_speculative_through_processors_samples_the_processed_distribution():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("criterion", ["speculative", "typical"])
+@pytest.mark.parametrize("criterion", ["speculative", "block", "typical"])
 def test_half_precision(criterion, dtype):
     target = models.tiny(vocab_size=VOCAB, dtype=dtype)
     target.generation_config.eos_token_id = None
@@ -185,7 +187,7 @@ def test_a_streamer_gets_what_is_returned():
     assert said == [*out.sequences[0].tolist(), -1]
 
 
-@pytest.mark.parametrize("criterion", ["speculative", "typical"])
+@pytest.mark.parametrize("criterion", ["speculative", "block", "typical"])
 def test_a_step_copies_nothing_from_the_host(criterion, monkeypatch):
     """So that it can be captured, see test_captured_step; that it reads nothing back, test_step_trace says."""
     step, watched = session.Session.step, []
@@ -206,7 +208,7 @@ def test_a_step_copies_nothing_from_the_host(criterion, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-@pytest.mark.parametrize("criterion", ["speculative", "typical"])
+@pytest.mark.parametrize("criterion", ["speculative", "block", "typical"])
 def test_captured_on_a_gpu(criterion, monkeypatch, caplog):
     target, draft = (m.cuda() for m in (models.tiny(dtype=torch.float32), models.noised(models.tiny()).float()))
     inputs = {key: value.cuda() for key, value in models.prompts(2, 9).items()}
@@ -221,7 +223,7 @@ def test_captured_on_a_gpu(criterion, monkeypatch, caplog):
 def test_nan_is_said():
     target, draft = models.tiny(vocab_size=VOCAB), pair()[1]
     target.lm_head.weight.data[3] = math.nan
-    for criterion in ("speculative", "typical"):
+    for criterion in ("speculative", "block", "typical"):
         with pytest.raises(ValueError, match="NaN"):
             generate(target, draft, criterion, models.prompts(1, 6, vocab=VOCAB))
     target, broken = pair()[0], models.tiny(vocab_size=VOCAB)
@@ -233,7 +235,7 @@ def test_nan_is_said():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"criterion": "greedy"}, "criterion: expected 'exact', 'speculative', 'typical' or a gsd_kernels.Typical"),
+        ({"criterion": "greedy"}, "criterion: expected 'exact', 'speculative', 'block', 'typical' or a gsd_kernels.Typical"),
         (
             {"criterion": "speculative", "graph_config": "tree"},
             "graph_config: .* width is 4 instead of 1; pass .*chain",
@@ -245,6 +247,8 @@ def test_nan_is_said():
         ({"criterion": "speculative", "graph_config": gsd.GraphConfig(width=1, branch=1)}, "merge_context is 1"),
         ({"criterion": "speculative", "graph_config": CHAIN.replace(history_depth=1)}, "history_depth is 1"),
         ({"criterion": "speculative", "draft_sources": ("model", "history")}, "draft_sources: .*leave it out"),
+        ({"criterion": "block", "draft_sources": ("model", "history")}, 'draft_sources: criterion="block" drafts'),
+        ({"criterion": "block", "graph_config": "graph"}, 'graph_config: criterion="block" needs a chain'),
         ({"criterion": "speculative", "draft_heads": None}, "draft_heads: .*leave them out"),
         ({"criterion": "speculative", "reference_ids": torch.tensor([3, 4])}, "reference_ids: .*leave them out"),
     ],
@@ -277,8 +281,8 @@ def test_no_shape_given_is_a_chain():
     draft = pair()[1]
     with pytest.raises(TypeError, match=r"criterion: expected .* got NoneType"):
         gsd.GraphDecoder(draft, criterion=None)
-    for shape in (None, "auto"):
-        decoder = gsd.GraphDecoder(draft, shape, criterion="speculative")
+    for shape, criterion in itertools.product((None, "auto"), criteria.DRAWN):
+        decoder = gsd.GraphDecoder(draft, shape, criterion=criterion)
         assert decoder.graph_config == gsd.GraphConfig.preset("chain") and not decoder.automatic
     assert gsd.GraphDecoder(draft).automatic and gsd.GraphDecoder(draft, criterion="typical").automatic
     assert gsd.Typical() == gsd.Typical(0.09, math.sqrt(0.09)) == criteria.resolve_criterion("typical")
@@ -303,11 +307,11 @@ def test_ranks_must_have_the_same_criterion(monkeypatch):
 
     monkeypatch.setattr(decoder_module, "ranks_of", lambda *_: Alone())
     said = set()
-    for criterion in ("exact", "speculative", "typical", gsd.Typical(0.2), gsd.Typical(0.2, 0.3)):
+    for criterion in ("exact", "speculative", "block", "typical", gsd.Typical(0.2), gsd.Typical(0.2, 0.3)):
         out = generate(*pair(), criterion, models.prompts(1, 6, vocab=VOCAB), max_new_tokens=4)
         assert out.stats.criterion == (criterion if isinstance(criterion, str) else "typical")
         said.add(digest(seen["criterion"]))
-    assert len(said) == 5
+    assert len(said) == 6
 
 
 def test_patch_takes_a_criterion():

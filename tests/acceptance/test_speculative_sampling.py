@@ -20,7 +20,7 @@ from gsd_kernels.ops.sampling import philox
 from gsd_kernels_hf.acceptance import criteria
 
 
-def joint_counts(options, tokens: int, backend: str = "auto"):
+def joint_counts(options, tokens: int, backend: str = "auto", criterion: str = "speculative"):
     """How often each text of so many tokens came, and how many steps said 0, 1, 2, … tokens."""
     target, draft = pair()
     prompt = models.prompts(1, 5, seed=1, vocab=VOCAB)
@@ -29,7 +29,7 @@ def joint_counts(options, tokens: int, backend: str = "auto"):
         out = generate(
             target,
             draft,
-            "speculative",
+            criterion,
             prompt,
             seed=seed,
             backend=backend,
@@ -38,7 +38,7 @@ def joint_counts(options, tokens: int, backend: str = "auto"):
             num_return_sequences=DRAWS // 2,
             **options,
         )
-        assert out.stats.criterion == "speculative" and out.stats.lossless
+        assert out.stats.criterion == criterion and out.stats.lossless
         np.add.at(counts, tuple(out.sequences[:, 5:].T.numpy()), 1)
         accepted[: len(out.stats.accepted)] += out.stats.accepted
     assert counts.sum() == DRAWS

@@ -36,4 +36,4 @@ def test_names_are_written_once():
     assert set(get_args(GraphName)) == {AUTO, PLAIN, *PRESETS}
     assert gsd_kernels.BACKENDS == ("auto", "cpu", "cuda", "triton", "reference")
     assert NAMES == ("model", "layer_skip", "drafter", "heads", "history", "grammar")
-    assert CRITERIA == ("exact", "speculative", "typical")
+    assert CRITERIA == ("exact", "speculative", "block", "typical")

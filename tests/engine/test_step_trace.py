@@ -31,6 +31,7 @@ SETUPS = {
     "layer_skip": {"graph_config": gsd.GraphConfig(depth=2, width=2, branch=2, max_rows=24, history_depth=2)},
     "heads": {"graph_config": gsd.GraphConfig(depth=2, width=2, branch=2, max_rows=24, history_depth=2)},
     "speculative": {"criterion": "speculative"},
+    "block": {"criterion": "block"},
     "typical": {"criterion": "typical", "graph_config": "graph"},
 }
 PLANS = {

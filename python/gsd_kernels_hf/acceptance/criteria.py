@@ -1,4 +1,4 @@
-"""Which drafted tokens are accepted: the exact criterion, and two others that are asked for by name.
+"""Which drafted tokens are accepted: the exact criterion, and three others that are asked for by name.
 
 A criterion says for every row at once which token follows it. :func:`gsd_kernels.verify` then walks down the rows that
 hold these tokens. So end-of-text tokens, lengths, finished sequences and the commit are the same for all criteria.
@@ -26,12 +26,14 @@ from ..records import EVERY, At, Candidates, Sampler
 
 logger = logging.getLogger("gsd_kernels")
 
-CriterionName = Literal["exact", "speculative", "typical"]
+CriterionName = Literal["exact", "speculative", "block", "typical"]
 """What ``criterion`` takes by name."""
 
-EXACT, SPECULATIVE, TYPICAL = CRITERIA = get_args(CriterionName)
+EXACT, SPECULATIVE, BLOCK, TYPICAL = CRITERIA = get_args(CriterionName)
+DRAWN = (SPECULATIVE, BLOCK)  # those that verify the draft's own samples
 CHAIN = {"width": 1, "branch": 1, "merge_context": -1, "history_depth": 0}  # what makes a GraphConfig a chain
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2  # of noise, see derived_seed; 0 is the target's own
+LEVELS = 65  # rows of the longest chain, in the keys of a step's noise
 
 UNWARPED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # of a distribution that is warped already
 
@@ -83,8 +85,8 @@ def resolve_criterion(value: str | Typical) -> str | Typical:
 
 
 def shape_for(criterion: str | Typical, graph_config: GraphConfig | str | None) -> GraphConfig | str | None:
-    """What ``graph_config`` means for the criterion: where no shape is given, speculative sampling takes a chain."""
-    return "chain" if criterion == SPECULATIVE and graph_config in (None, "auto") else graph_config
+    """What ``graph_config`` means for the criterion: where no shape is given, the draft's samples are a chain."""
+    return "chain" if criterion in DRAWN and graph_config in (None, "auto") else graph_config
 
 
 def check_chain(
@@ -93,23 +95,23 @@ def check_chain(
     sources: tuple[str, ...] | None,
     others: Mapping[str, object],
 ) -> None:
-    """Raise if speculative sampling should draft anything but a chain of one model's samples.
+    """Raise if a criterion of :data:`DRAWN` should draft anything but a chain of one model's samples.
 
     Args:
         criterion, config: of the call.
         sources: those that were asked for.
         others: what else there is to draft from, by the option; ``None`` where it was not given.
     """
-    if criterion != SPECULATIVE:
+    if criterion not in DRAWN:
         return
     cure = 'or use criterion="exact", which takes any graph'
     for name, value in CHAIN.items():
         if getattr(config, name) != value:
             raise ValueError(
-                f'graph_config: criterion="speculative" needs a chain, and {name} is {getattr(config, name)} instead '
+                f'graph_config: criterion="{criterion}" needs a chain, and {name} is {getattr(config, name)} instead '
                 f'of {value}; pass graph_config="chain" or GraphConfig.preset("chain", depth=…), {cure}'
             )
-    alone = 'criterion="speculative" drafts from one model alone'
+    alone = f'criterion="{criterion}" drafts from one model alone'
     if sources is not None and tuple(sources) not in (("model",), ("layer_skip",)):
         raise ValueError(f"draft_sources: {alone}, got {sources!r}; leave it out, {cure}")
     for name, value in others.items():
@@ -157,7 +159,10 @@ class ExactMatch:
 
 
 class ChainProposal:
-    """Draws the tokens of a chain from the draft's distribution q, and keeps q for :class:`SpeculativeSampling`."""
+    """Draws the tokens of a chain from the draft's distribution q, and keeps q for :class:`SpeculativeSampling`.
+
+    Every step has noise of its own, see :func:`step_keys`.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
@@ -178,9 +183,17 @@ class ChainProposal:
             The token and its log-probability, [B, 1, 1]; −1 and NaN where the logits hold NaN.
         """
         log_q = self.sampler.log_probs(logits)
-        token = self.own.pick(log_q, positions)[..., None]
+        token = self.own.pick(log_q, step_keys(positions - level, level))[..., None]
         self.distributions[level:] = [log_q.exp().to(self.sampler.seed.device, non_blocking=True)]
         return token, log_q.gather(-1, token.clamp(min=0).long())
+
+    def wide(self, rows: int, vocabulary: int) -> Tensor:
+        """What the child of each row was drawn from, in the target's vocabulary: float32 [B, rows, vocabulary].
+
+        In a chain the row at depth d is row d, and its one child was drawn from level d's distribution.
+        """
+        q = torch.cat(self.distributions, 1)[:, :rows]
+        return torch.nn.functional.pad(q, (0, vocabulary - q.shape[-1], 0, rows - q.shape[1]))
 
 
 class SpeculativeSampling(ExactMatch):
@@ -190,9 +203,9 @@ class SpeculativeSampling(ExactMatch):
     tokens are drawn from q, the draft's own distribution. What is emitted is an exact sample of the target's
     distribution, but which one depends on the draft and on where steps begin, not on the seed alone.
 
-    Every random number is keyed by its position, and comes from one of three independent streams: the draft's sample,
-    the test, and the target's sample. The text at a position depends on no number of a later one, so numbers that a
-    rejected draft used at later positions may be used there again.
+    Every random number comes from one of three independent streams: the draft's sample, which is keyed by its step, the
+    test, and the target's sample, both keyed by position. The text at a position depends on no test of a later one, so
+    numbers of later positions may be used there again.
     """
 
     name = SPECULATIVE
@@ -205,10 +218,7 @@ class SpeculativeSampling(ExactMatch):
     def picks(self, rows: Rows, logits: Tensor, positions: Tensor, at: At = EVERY) -> Tensor:
         """See :meth:`ExactMatch.picks`."""
         p = self.sampler.log_probs(logits).exp()  # [b, r, V]
-        # In a chain the row at depth d is row d, and its one child was drawn from level d's distribution.
-        q = torch.cat(self.proposal.distributions, 1)[:, : rows.token_ids.shape[1]]
-        below = rows.token_ids.shape[1] - q.shape[1]
-        q = torch.nn.functional.pad(q, (0, p.shape[-1] - q.shape[-1], 0, below))[at]
+        q = self.proposal.wide(rows.token_ids.shape[1], p.shape[-1])[at]
         child = children_of(rows)[at].amax(-1)  # [b, r], −1 where nothing was drafted
         index = child.clamp(min=0).long()[..., None]
         p_child, q_child = p.gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
@@ -217,6 +227,63 @@ class SpeculativeSampling(ExactMatch):
         rest = torch.where(child[..., None] >= 0, (p - q).clamp(min=0), p)
         rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # p = q: never rejected but for rounding
         return torch.where(accepted, child, self.residual.pick(rest.log(), positions, at))
+
+
+class BlockVerification(SpeculativeSampling):
+    """Accept as much of a drafted chain as its tokens deserve together: in expectation never less than one by one.
+
+    Sun et al., arXiv 2403.10444, algorithm 2; as exact a sample. Here numbers of later positions decide where a step
+    ends, so no later step may use them again: the test is keyed by its step, as the draft's sample is. The target's
+    sample at a position decides about nothing but the token there.
+    """
+
+    name = BLOCK
+
+    def picks(self, rows: Rows, logits: Tensor, positions: Tensor, at: At = EVERY) -> Tensor:
+        """See :meth:`ExactMatch.picks`; of :data:`EVERY` row, since what follows decides about what comes before."""
+        count = rows.token_ids.shape[1]
+        p = self.sampler.log_probs(logits).exp()  # [B, R, V]
+        q = self.proposal.wide(count, p.shape[-1])
+        child = children_of(rows).amax(-1)  # [B, R], −1 where nothing was drafted
+        keep, rest = block_verification(p, q, child)
+        place = torch.arange(count, dtype=torch.int32, device=p.device)
+        keys = step_keys(positions[:, :1], place)
+        u = uniform_of(self.proposal.accept_seed, keys, self.sampler.sequence_ids[:, None])
+        kept = (place > 0) & (place < rows.num_rows[:, None]) & (u <= keep)
+        last = (kept * place).amax(-1, keepdim=True)  # the deepest row that is kept, 0 is the root
+        # Rounding may leave nothing to draw from, or draw the rejected token again; the target's sample follows it.
+        drawn = (place == last)[..., None] & (rest.sum(-1, keepdim=True) > 0)
+        return torch.where(place < last, child, self.residual.pick(torch.where(drawn, rest, p).log(), positions))
+
+
+def block_verification(p: Tensor, q: Tensor, child: Tensor) -> tuple[Tensor, Tensor]:
+    """What block verification says of every row of a chain, from the draft's and the target's probabilities.
+
+    Args:
+        p: float [B, R, V], the target's after each row.
+        q: float [B, R, V], what the row's child was drawn from.
+        child: int32 [B, R], the drafted token after each row, −1 behind the last one.
+
+    Returns:
+        The probability h [B, R] that a step which does not go beyond a row keeps it, and what its next token is then
+        drawn from, not normalised [B, R, V]: max(0, w·p − q), w being the weight of the tokens up to the row.
+    """
+    index = child.clamp(min=0).long()[..., None]
+    ratio = (p.gather(-1, index) / q.gather(-1, index)).squeeze(-1)  # [B, R]
+    weights = [torch.ones_like(ratio[:, 0])]
+    for row in range(child.shape[1] - 1):
+        weights.append((weights[-1] * ratio[:, row]).clamp(max=1))
+    w = torch.stack(weights, 1)  # [B, R]
+    rest = (w[..., None] * p - q).clamp(min=0)
+    gain = rest.sum(-1)
+    keep = torch.where(w >= 1, 1.0, gain / (gain + 1 - w))
+    drafted = child >= 0
+    return torch.where(drafted, keep, w), torch.where(drafted[..., None], rest, p)
+
+
+def step_keys(first: Tensor, level: Tensor | int) -> Tensor:
+    """Keys of noise that no other step has: int32, by the position of a step's first drafted token, and the level."""
+    return (first * LEVELS + level).to(torch.int32)
 
 
 class TypicalAcceptance(ExactMatch):
@@ -249,7 +316,7 @@ class TypicalAcceptance(ExactMatch):
 
 
 def criterion_of(
-    criterion: str | Typical, sampler: Sampler, proposal: ChainProposal | None, *, drafts: bool
+    criterion: str | Typical, sampler: Sampler, proposal: ChainProposal | None, *, drafts: bool, per_token: bool
 ) -> ExactMatch:
     """The criterion of one generation; the exact one where nothing is drafted, or nothing is random.
 
@@ -258,12 +325,14 @@ def criterion_of(
         sampler: of the generation.
         proposal: what draws the chain, for speculative sampling.
         drafts: whether there is any source.
+        per_token: whether rows are decided one by one, as they are read: of a block by the ratio then.
     """
     if drafts and not sampler.greedy:
         if isinstance(criterion, Typical):
             return TypicalAcceptance(sampler, criterion)
         if proposal is not None:
-            return SpeculativeSampling(sampler, proposal)
+            kind = BlockVerification if criterion == BLOCK and not per_token else SpeculativeSampling
+            return kind(sampler, proposal)
     return ExactMatch(sampler)
 
 

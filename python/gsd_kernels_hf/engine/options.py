@@ -17,7 +17,7 @@ from gsd_kernels.config import AUTO, PLAIN, GraphName, resolve_graph_config
 from gsd_kernels.names import did_you_mean, fields_named
 
 from .. import validate
-from ..acceptance.criteria import SPECULATIVE, CriterionName, Typical, check_chain, resolve_criterion, shape_for
+from ..acceptance.criteria import DRAWN, CriterionName, Typical, check_chain, resolve_criterion, shape_for
 from ..acceptance.sampling import draw_seed
 from ..model import properties
 from ..policy.settings import Automatic
@@ -77,8 +77,9 @@ class Options:
             to edit, a retrieved document. The history starts with it; it changes the speed, never the output.
         criterion: which drafted tokens are accepted when sampling. ``"exact"``: those that the model itself draws.
             ``"speculative"``: by the ratio of both models' probabilities; still an exact sample, but another one with
-            another draft, and from a chain only. ``"typical"`` or :class:`~gsd_kernels.Typical`: what is likely enough
-            under the model, which changes the output. Greedy output is the same with each.
+            another draft, and from a chain only. ``"block"``: as exact, but the chain is judged as a
+            whole, which accepts more. ``"typical"`` or :class:`~gsd_kernels.Typical`: what is likely enough under the
+            model, which changes the output. Greedy output is the same with each.
         reuse_prefix: whether keys and values of the last text may serve as the beginning of this one, where both begin
             alike, as the turns of a chat do; in what :func:`gsd_kernels.patch` keeps only.
         reuse_history: whether the history begins with what earlier calls' histories held, and leaves them its own;
@@ -144,8 +145,8 @@ class Options:
         others = {"draft_heads": self.draft_heads, "drafter": self.drafter, "reference_ids": self.reference_ids}
         others["assistant_model"] = self.drafts[1:] or None
         check_chain(self.criterion, self.graph_config, self.draft_sources, others)
-        if self.criterion == SPECULATIVE:
-            check_probabilities(self.translations)
+        if self.criterion in DRAWN:
+            check_probabilities(self.translations, self.criterion)
         validate.check_backend(self.backend)
         if self.seed is not None:
             draw_seed(self.seed)
@@ -171,7 +172,7 @@ class Options:
         if sources is None:
             given = tuple(name for name, present in there.items() if present)
             # The rule of speculative sampling is about a model's own draws: without a model there is none.
-            return () if self.criterion == SPECULATIVE and not given else (*given, "history")
+            return () if self.criterion in DRAWN and not given else (*given, "history")
         expected = (
             f"draft_sources: expected a tuple of {', '.join(NAMES)} or DraftSource objects, got {sources!r}; leave it "
             "out to take all that are given, and the history"

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from .. import validate
-from ..acceptance.criteria import SPECULATIVE
+from ..acceptance.criteria import DRAWN
 from ..acceptance.sampling import SamplingPlan, draw_seed
 from ..model import properties
 from ..model.beside import PromptInputs
@@ -174,13 +174,13 @@ class Request:
     @property
     def draws_from_draft(self) -> bool:
         """Whether the draft's own samples are verified, as speculative sampling does."""
-        return self.options.criterion == SPECULATIVE and self.plan.temperature > 0 and bool(self.options.named)
+        return self.options.criterion in DRAWN and self.plan.temperature > 0 and bool(self.options.named)
 
     @property
     def drafts_by_grammar(self) -> bool:
         """Whether a grammar among the processors drafts: where it is named, or by default on a CPU."""
         options = self.options
-        if not options.named or options.criterion == SPECULATIVE or not holds_grammar(self.plan.processors):
+        if not options.named or options.criterion in DRAWN or not holds_grammar(self.plan.processors):
             return False
         return "grammar" in options.named or (options.draft_sources is None and self.device.type == "cpu")
 

@@ -173,7 +173,9 @@ class Session:
 
     def _rule(self, request: Request) -> AcceptanceRule:
         drafts = self.mixer is not None
-        criterion = criterion_of(request.options.criterion, self.sampler, self.proposal, drafts=drafts)
+        criterion = criterion_of(
+            request.options.criterion, self.sampler, self.proposal, drafts=drafts, per_token=request.per_token
+        )
         if not request.per_token:
             # The same object in every text: captured steps read its tensors.
             return self.on_device.setdefault(

@@ -62,8 +62,8 @@ def translations_of(tokenizer: Any, assistant_tokenizer: Any, drafts: Sequence[o
     return [None if one is None or one is tokenizer else Translation.between(tokenizer, one) for one in given]
 
 
-def check_probabilities(translations: Sequence[Translation | None]) -> None:
-    """Raise where speculative sampling would need the probability of every target token, and a draft gives text.
+def check_probabilities(translations: Sequence[Translation | None], criterion: object) -> None:
+    """Raise where a criterion of the draft's samples would need the probability of every target token, and a draft gives text.
 
     Raises:
         ValueError: the draft's tokens are re-tokenised.
@@ -71,6 +71,6 @@ def check_probabilities(translations: Sequence[Translation | None]) -> None:
     for between in translations:
         if between is not None and not is_mapped(between):
             raise ValueError(
-                'criterion: "speculative" needs the draft\'s probability of every token of the target, and '
+                f'criterion: "{criterion}" needs the draft\'s probability of every token of the target, and '
                 f'assistant_tokenizer shares only {between.shared.part:.0%} of them; use criterion="exact"'
             )

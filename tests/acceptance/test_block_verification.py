@@ -1,0 +1,210 @@
+"""Block verification: the paper's algorithm, exact by enumeration, more tokens than the ratio rule, whole texts."""
+
+from __future__ import annotations
+
+import itertools
+
+import models
+import numpy as np
+import pytest
+import torch
+from acceptance.chains import VOCAB, chain_rows, generate, pair, sampler
+from acceptance.distributions import P_VALUE, fit
+from acceptance.test_speculative_sampling import joint_counts, joint_probabilities, p_values
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+from gsd_kernels_hf.acceptance import criteria
+
+TOKENS, DEPTH = 3, 3
+
+
+def tables(seed: int, sharpness: float = 1.0) -> tuple[dict, dict]:
+    """p and q, float64 [TOKENS], after every text of fewer than DEPTH + 1 tokens; some of their tokens impossible."""
+    draw = np.random.default_rng(seed)
+    texts = [text for size in range(DEPTH + 1) for text in itertools.product(range(TOKENS), repeat=size)]
+    found = []
+    for zero in (0, 1):
+        weights = draw.dirichlet(np.full(TOKENS, sharpness), len(texts))
+        weights[:: 5 + zero, zero] = 0
+        found.append(dict(zip(texts, weights / weights.sum(1, keepdims=True), strict=True)))
+    return found[0], found[1]
+
+
+def as_rows(table: dict, text: tuple[int, ...]) -> torch.Tensor:
+    """What a table says after every beginning of a text, float64 [1, len + 1, TOKENS]."""
+    return torch.from_numpy(np.stack([table[text[:size]] for size in range(len(text) + 1)]))[None]
+
+
+def algorithm_2(p: dict, q: dict, text: tuple[int, ...]) -> tuple[list[float], list[np.ndarray]]:
+    """Sun et al., algorithm 2: h of the tokens X_1 … X_γ, and what the next one is drawn from after each and none."""
+    weight, keep, after = 1.0, [1.0], []
+    for i, token in enumerate((*text, None)):
+        prefix = text[:i]
+        excess = np.maximum(weight * p[prefix] - q[prefix], 0)
+        last = token is None
+        after.append(p[prefix] if last else excess)
+        if i > 0:
+            among = excess.sum() + 1 - weight
+            keep.append(weight if last else excess.sum() / among if among > 0 else 1.0)
+        if not last:
+            weight = min(weight * p[prefix][token] / q[prefix][token], 1)
+    return keep, after
+
+
+def stops(keep: list[float]) -> np.ndarray:
+    """The probability that so many drafted tokens are accepted: the deepest test that succeeds, and none above it."""
+    beyond, found = 1.0, []
+    for h in reversed(keep):
+        found.append(beyond * h)
+        beyond *= 1 - h
+    return np.array(found[::-1])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_the_papers_algorithm(seed):
+    p, q = tables(seed)
+    for text in itertools.product(range(TOKENS), repeat=DEPTH):
+        if any(q[text[:i]][token] == 0 for i, token in enumerate(text)):
+            continue
+        child = torch.tensor([[*text, -1]], dtype=torch.int32)
+        keep, rest = criteria.block_verification(as_rows(p, text), as_rows(q, text), child)
+        expected, after = algorithm_2(p, q, text)
+        np.testing.assert_allclose(keep[0, 1:].numpy(), expected[1:], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(rest[0].numpy(), np.stack(after), rtol=0, atol=1e-15)
+
+
+def emitted(p: dict, q: dict, by_block: bool) -> tuple[np.ndarray, float]:
+    """The joint distribution of DEPTH + 1 tokens of a step, with those that plain sampling adds, and its mean length."""
+    joint, length = np.zeros((TOKENS,) * (DEPTH + 1)), 0.0
+    for text in itertools.product(range(TOKENS), repeat=DEPTH):
+        drawn = np.prod([q[text[:i]][token] for i, token in enumerate(text)])
+        if drawn == 0:
+            continue
+        rows = as_rows(p, text), as_rows(q, text)
+        if by_block:
+            keep, rest = criteria.block_verification(*rows, torch.tensor([[*text, -1]], dtype=torch.int32))
+            ends, after = stops([1.0, *keep[0, 1:].tolist()]), rest[0].numpy()
+        else:
+            ratios = [min(1, p[text[:i]][token] / q[text[:i]][token]) for i, token in enumerate(text)]
+            reached = np.cumprod([1, *ratios])
+            ends = reached * (1 - np.array([*ratios, 0]))
+            after = np.maximum(rows[0][0].numpy() - rows[1][0].numpy(), 0)
+            after[-1] = p[text]
+        length += drawn * (ends * np.arange(1, DEPTH + 2)).sum()
+        for accepted, probability in enumerate(ends):
+            if probability > 0:
+                follows = drawn * probability * after[accepted] / after[accepted].sum()
+                for token in range(TOKENS):
+                    add(joint, p, (*text[:accepted], token), follows[token])
+    return joint, length
+
+
+def add(joint: np.ndarray, p: dict, text: tuple[int, ...], probability: float) -> None:
+    """Add a text's probability, continued by the target's own."""
+    if len(text) == DEPTH + 1:
+        joint[text] += probability
+        return
+    for token in range(TOKENS):
+        add(joint, p, (*text, token), probability * p[text][token])
+
+
+@pytest.mark.parametrize("sharpness", [0.3, 1.0, 4.0])
+def test_the_joint_distribution_is_the_targets_and_no_step_is_shorter(sharpness):
+    """By enumeration in float64; the ratio rule beside it, whose steps are never longer and sometimes shorter."""
+    gains = []
+    for seed in range(8):
+        p, q = tables(seed, sharpness)
+        target = np.zeros((TOKENS,) * (DEPTH + 1))
+        add(target, p, (), 1.0)
+        (block, long), (ratio, short) = (emitted(p, q, by_block) for by_block in (True, False))
+        np.testing.assert_allclose(block, target, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(ratio, target, rtol=0, atol=1e-14)
+        assert long >= short - 1e-12
+        gains.append(long / short)
+    assert max(gains) > 1.005
+
+
+def test_picks_are_the_deepest_kept_row_and_what_follows_it():
+    """By hand through the noise: the drawn length and the drawn token, of many sequences of one chain."""
+    text = (0, 0)
+    p, q = (
+        dict(zip(((), (0,), text), map(np.array, rows), strict=True))
+        for rows in (
+            ([0.3, 0.4, 0.3], [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]),
+            ([0.5, 0.3, 0.2], [0.8, 0.1, 0.1], [1.0, 0.0, 0.0]),
+        )
+    )
+    many = 20_000
+    own = sampler(5, torch.arange(many, dtype=torch.int32))
+    proposal = criteria.ChainProposal(own)
+    proposal.distributions = list(as_rows(q, text)[:, :2].float().expand(many, -1, -1).split(1, 1))
+    rows = chain_rows(torch.tensor(text, dtype=torch.int32).expand(many, -1))
+    logits = as_rows(p, text).float().log().expand(many, -1, -1)
+    positions = torch.arange(7, 10, dtype=torch.int32).expand(many, -1)
+    picks = criteria.BlockVerification(own, proposal).picks(rows, logits, positions).numpy()
+    keep, after = algorithm_2(p, q, text)
+    went = np.cumprod(picks[:, :2] == text, 1).sum(1)
+    ends = stops(keep)
+    assert fit(np.bincount(went, minlength=3), ends) > P_VALUE
+    np.testing.assert_allclose(ends, [0.5, 0.125, 0.375])
+    for accepted in range(3):
+        drawn = np.bincount(picks[went == accepted, accepted], minlength=TOKENS)
+        assert fit(drawn, after[accepted] / after[accepted].sum()) > P_VALUE
+
+
+def chained(p: torch.Tensor, q: torch.Tensor, length: int, many: int) -> np.ndarray:
+    """Texts [many, length] behind token 0 whose next token depends on the last one, p and q [TOKENS, TOKENS], by steps."""
+    own = sampler(5, torch.arange(many, dtype=torch.int32))
+    proposal = criteria.ChainProposal(own)
+    criterion = criteria.BlockVerification(own, proposal)
+    texts, size = torch.zeros(many, length + DEPTH + 2, dtype=torch.int32), torch.ones(many, dtype=torch.int32)
+    everyone = torch.arange(many)
+    while int(size.min()) <= length:
+        drafted = [texts[everyone, size.long() - 1]]
+        for level in range(DEPTH):
+            drawn, _ = proposal.draw(level, q[drafted[-1].long()].log()[:, None], size[:, None] + level)
+            drafted.append(drawn[:, 0, 0])
+        chain = torch.stack(drafted, 1)  # [many, DEPTH + 1]
+        rows, positions = chain_rows(chain[:, 1:]), size[:, None] + torch.arange(DEPTH + 1, dtype=torch.int32)
+        picks = criterion.picks(rows, p[chain.long()].log(), positions)
+        accepted = (picks[:, :-1] == chain[:, 1:]).cumprod(1).sum(1)
+        for level in range(DEPTH + 1):
+            going = (level <= accepted) & (size <= length)
+            texts[everyone[going], size[going].long()] = picks[going, level]
+            size += going
+    return texts[:, 1 : length + 1].numpy()
+
+
+@pytest.mark.parametrize("own_noise", [True, False])
+def test_no_number_decides_twice(own_noise, monkeypatch):
+    """Steps begin where earlier ones were cut by later numbers: keyed by position alone, the texts would not fit."""
+    if not own_noise:
+        monkeypatch.setattr(criteria, "step_keys", lambda first, level: (first + level).to(torch.int32))
+    draw = np.random.default_rng(4)
+    p, q = (torch.from_numpy(draw.dirichlet(np.full(TOKENS, 0.7), TOKENS)).float() for _ in range(2))
+    texts = chained(p, q, 4, 20_000)
+    counts, exact = np.zeros((TOKENS,) * 4), np.zeros((TOKENS,) * 4)
+    np.add.at(counts, tuple(texts.T), 1)
+    for text in itertools.product(range(TOKENS), repeat=4):
+        exact[text] = np.prod([p[a, b] for a, b in zip((0, *text), text, strict=False)])
+    assert (fit(counts.flatten(), exact.flatten()) > P_VALUE) == own_noise
+
+
+@pytest.mark.slow
+def test_steps_sample_the_target():
+    """Whole generations of three tokens."""
+    counts, accepted = joint_counts({"temperature": 1.0, "top_k": 0}, 3, criterion="block")
+    exact = joint_probabilities(0, 3)
+    assert min(p_values(counts, exact)) > P_VALUE
+    assert 0.1 * counts.sum() < accepted[1] and 0.1 * counts.sum() < accepted[3]
+
+
+def test_where_tokens_are_processed_one_by_one_the_ratio_decides():
+    """A processor sees a token's text before the next is known, so no block can be judged."""
+    target, draft = pair()
+    prompt = models.prompts(2, 7, seed=3, vocab=VOCAB)
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.1)])
+    blocks, ratios = (
+        generate(target, draft, criterion, prompt, logits_processor=processors) for criterion in ("block", "speculative")
+    )
+    assert blocks.stats.criterion == "speculative" and blocks.sequences.tolist() == ratios.sequences.tolist()
