@@ -32,7 +32,7 @@ BUDGET = {
     "gsd_kernels/ops": 225,
     "python/gsd_kernels_cli": 139,
     "python/gsd_kernels_hf": 41,
-    "python/gsd_kernels_hf/acceptance": 24,
+    "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
     "python/gsd_kernels_hf/corpus": 8,
     "python/gsd_kernels_hf/costs": 30,
     "python/gsd_kernels_hf/engine": 72,
@@ -46,7 +46,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 21,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 48,
-    "tests": 1845,
+    "tests": 1852,
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -74,7 +74,7 @@ def test_it_is_the_papers_algorithm(seed):
 
 
 def emitted(p: dict, q: dict, by_block: bool) -> tuple[np.ndarray, float]:
-    """The joint distribution of DEPTH + 1 tokens of a step, with those that plain sampling adds, and its mean length."""
+    """The joint distribution of DEPTH + 1 tokens, those of a step and plain samples, and the step's mean length."""
     joint, length = np.zeros((TOKENS,) * (DEPTH + 1)), 0.0
     for text in itertools.product(range(TOKENS), repeat=DEPTH):
         drawn = np.prod([q[text[:i]][token] for i, token in enumerate(text)])
@@ -153,7 +153,7 @@ def test_picks_are_the_deepest_kept_row_and_what_follows_it():
 
 
 def chained(p: torch.Tensor, q: torch.Tensor, length: int, many: int) -> np.ndarray:
-    """Texts [many, length] behind token 0 whose next token depends on the last one, p and q [TOKENS, TOKENS], by steps."""
+    """Texts [many, length] behind token 0 by steps; p and q [TOKENS, TOKENS] say what follows a token."""
     own = sampler(5, torch.arange(many, dtype=torch.int32))
     proposal = criteria.ChainProposal(own)
     criterion = criteria.BlockVerification(own, proposal)
@@ -205,6 +205,7 @@ def test_where_tokens_are_processed_one_by_one_the_ratio_decides():
     prompt = models.prompts(2, 7, seed=3, vocab=VOCAB)
     processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.1)])
     blocks, ratios = (
-        generate(target, draft, criterion, prompt, logits_processor=processors) for criterion in ("block", "speculative")
+        generate(target, draft, criterion, prompt, logits_processor=processors)
+        for criterion in ("block", "speculative")
     )
     assert blocks.stats.criterion == "speculative" and blocks.sequences.tolist() == ratios.sequences.tolist()

@@ -235,7 +235,10 @@ def test_nan_is_said():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"criterion": "greedy"}, "criterion: expected 'exact', 'speculative', 'block', 'typical' or a gsd_kernels.Typical"),
+        (
+            {"criterion": "greedy"},
+            "criterion: expected 'exact', 'speculative', 'block', 'typical' or a gsd_kernels.Typical",
+        ),
         (
             {"criterion": "speculative", "graph_config": "tree"},
             "graph_config: .* width is 4 instead of 1; pass .*chain",

@@ -19,6 +19,7 @@ from gsd_kernels_bench.generation.peers.race import name_of
 from gsd_kernels_bench.generation.real import names
 from gsd_kernels_bench.generation.real.names import (
     HF,
+    HF_LOOKUP,
     HISTORY,
     KNOWN,
     LLAMA_CPP_WEIGHTS,
@@ -29,9 +30,10 @@ from gsd_kernels_bench.generation.real.names import (
     PLAIN,
     check_ways,
     label,
+    plain_of,
 )
 from gsd_kernels_bench.generation.real.prompts import NOT_FETCHED, first_of_each_kind, read_chats
-from gsd_kernels_bench.generation.real.report import RealReport, lengths_table, remarks, table, verdicts
+from gsd_kernels_bench.generation.real.report import RealReport, equal_table, lengths_table, remarks, table, verdicts
 from gsd_kernels_bench.generation.real.ways import NAMED, engines_for
 
 KINDS = {"model": "M", "dtype": "bfloat16", "new_tokens": 8}
@@ -247,6 +249,46 @@ def test_the_readme_shows_a_stored_run(tmp_path):
     made.write(tmp_path, "real-bfloat16")
     shown = readme.real(tmp_path)
     assert "In bfloat16 the history alone gives 8 tokens/s" in shown and "transformers, plain" in shown
+
+
+def test_texts_with_drafts_are_counted_beside_their_own_engines_plain_ones():
+    """transformers' from what was compared with its plain text, others' from what was compared with theirs."""
+    made = report()
+    for prompt in made.prompts:
+        made.runs += [
+            run(prompt, HF_LOOKUP, 8.0, same=prompt == "a"),
+            run(prompt, "openvino", 3.0, same=False),
+            run(prompt, "openvino-lookup", 2.0, same=False, same_as_plain=prompt == "b"),
+            run(prompt, PACKED, 2.0, same=True, same_as_plain=True),
+        ]
+    made.summarise([HF, HF_LOOKUP, "openvino", "openvino-lookup", PLAIN, HISTORY, PACKED])
+    data = json.loads(json.dumps(asdict(made)))
+    assert equal_table([data, {**data, "settings": {**KINDS, "dtype": "float32"}}, data]).splitlines()[2:] == [
+        f"| {engine} | {drafts} | {dtype} | {count} |"
+        for dtype in ("bfloat16", "float32")
+        for engine, drafts, count in (
+            ("transformers", "prompt lookup", "1 of 2"),
+            ("OpenVINO GenAI", "prompt lookup", "1 of 2"),
+            ("gsd_kernels", "history alone, no draft model", "2 of 2"),
+        )
+    ]
+    lines = {line.split("|")[1].strip(): line for line in table(data).splitlines()[2:]}
+    assert "0 of 2; as its plain 1 of 2" in lines["OpenVINO GenAI, prompt lookup"]
+    assert "plain" not in lines["transformers, prompt lookup"]
+
+
+@pytest.mark.parametrize(
+    ("way", "plain"),
+    [
+        (HF_LOOKUP, HF),
+        ("openvino-int8-floats-lookup", "openvino-int8-floats"),
+        ("llama-cpp-draft", "llama-cpp"),
+        (PACKED_HISTORY, PLAIN),
+        *((way, PLAIN) for way in names.OURS),
+    ],
+)
+def test_every_way_has_a_plain_one(way, plain):
+    assert plain_of(way) == plain and plain in KNOWN
 
 
 def test_labels():

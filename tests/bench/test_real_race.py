@@ -15,17 +15,19 @@ import torch
 from fake_engines import Failing, Recorded
 from typer.testing import CliRunner
 
+from gsd_kernels_bench import readme
 from gsd_kernels_bench.cli import app
 from gsd_kernels_bench.generation.peers import race
 from gsd_kernels_bench.generation.peers.base import Place, Setting
 from gsd_kernels_bench.generation.peers.llama_server import LlamaServer, find_binaries
 from gsd_kernels_bench.generation.real import run as real_run
 from gsd_kernels_bench.generation.real.models import load_real
-from gsd_kernels_bench.generation.real.names import HF, HF_LOOKUP, HISTORY, PLAIN
+from gsd_kernels_bench.generation.real.names import DRAFTER, DRAFTER_ALONE, HF, HF_LOOKUP, HISTORY, PLAIN
 from gsd_kernels_bench.generation.real.prompts import encoded, read_chats
 from gsd_kernels_bench.generation.real.report import RealReport
 from gsd_kernels_bench.generation.real.run import Settings, name_of
 from gsd_kernels_cli import demo
+from gsd_kernels_cli.demo.drafters import FOLDER
 
 NEW = 8
 PROMPTS = ("for name in names:\n    print(name)\nfor name in", "import os\nimport sys\nimport")
@@ -87,11 +89,28 @@ def test_all_ways_decode_every_prompt_from_a_cold_start(settings, tmp_path, monk
     for way in (HF_LOOKUP, "openvino", PLAIN, HISTORY):
         assert rows[way]["same"] == rows[way]["compared"] == 2, way
     assert rows[HISTORY]["same_as_plain"] == 2 and rows["openvino-lookup"]["same"] == 0
+    assert (rows["openvino-lookup"]["same_as_plain"], rows["openvino-lookup"]["compared_with_plain"]) == (0, 2)
     assert rows[PLAIN]["tokens_per_step"] == 1 and rows[HISTORY]["by_kind"]["k0"]["prompts"] == 1
     assert report.missing == {name: "ValueError: no such format" for name in ("llama-cpp", "llama-cpp-lookup")}
     assert len(cold) == 1 and before not in cold and os.environ["GSD_KERNELS_CACHE"] == before
     assert report.peers["openvino-lookup"]["drafted_tokens"] == 5, "the fastest"
     assert RealReport(**json.loads((tmp_path / "out.json").read_text())).summary == report.summary
+
+
+def test_a_drafter_alone_the_history_alone_and_both(settings, tmp_path):
+    """One command makes what the page's table is made of."""
+    with pytest.raises(readme.MissingResultError, match=r"bench real --drafter .* --ways gsd-plain,gsd-history,"):
+        readme.drafts(tmp_path)
+    ways = (PLAIN, HISTORY, DRAFTER_ALONE, DRAFTER)
+    drafter = str(FOLDER / "eagle3")
+    report = real_run.run(dataclasses.replace(settings, ways=ways, drafter=drafter))
+    rows = {row["way"]: row for row in report.summary}
+    assert list(rows) == [PLAIN, HISTORY, DRAFTER_ALONE, DRAFTER]
+    for way in ways[1:]:
+        assert rows[way]["same_as_plain"] == rows[way]["compared_with_plain"] == 2, way
+    report.write(tmp_path, f"real-{readme.DRAFTS}")
+    for page, shown in ((readme.drafts, " (1."), (readme.equal, "| drafter and history | float32 | 2 of 2 |")):
+        assert shown in page(tmp_path) and "drafter alone" in page(tmp_path)
 
 
 def test_the_command_prints_the_table_and_names_its_file(settings, tmp_path):

@@ -18,6 +18,8 @@ from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.packed.modules import packed_in
 from gsd_kernels_hf.sources.load import load_drafter
 
+from .names import DRAFT, DRAFTER, DRAFTER_ALONE
+
 
 @dataclass(frozen=True)
 class Real:
@@ -74,10 +76,11 @@ def load_real(model: str | None, draft: str | None, drafter: str | None, dtype: 
     if draft is not None:
         small = AutoModelForCausalLM.from_pretrained(draft, dtype=dtype).eval()
         tokenizers = _tokenizers(tokenizer, draft)
-        drafts["gsd-draft"] = {"assistant_model": small, **tokenizers}
+        drafts[DRAFT] = {"assistant_model": small, **tokenizers}
     if drafter is not None:
-        sources = {"draft_sources": ("drafter", "history")}
-        drafts["gsd-drafter"] = {"drafter": load_drafter(drafter, target), **sources}
+        loaded = load_drafter(drafter, target)
+        for way, sources in ((DRAFTER_ALONE, ("drafter",)), (DRAFTER, ("drafter", "history"))):
+            drafts[way] = {"drafter": loaded, "draft_sources": sources}
     if target.generation_config.pad_token_id is None:
         target.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     target.generation_config.do_sample = False  # what a model samples with by default is none of a greedy race's

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from gsd_kernels_cli.values import unknown
 
 HF, HF_LOOKUP, HF_ASSISTED = "transformers", "transformers-lookup", "transformers-assisted"
-PLAIN, HISTORY, DRAFT, DRAFTER = "gsd-plain", "gsd-history", "gsd-draft", "gsd-drafter"
+PLAIN, HISTORY, DRAFT = "gsd-plain", "gsd-history", "gsd-draft"
+DRAFTER_ALONE, DRAFTER = "gsd-drafter-alone", "gsd-drafter"
 PACKED, PACKED_HISTORY = "gsd-packed", "gsd-packed-history"
-OURS = (PLAIN, HISTORY, PACKED, PACKED_HISTORY, DRAFT, DRAFTER)
+OURS = (PLAIN, HISTORY, PACKED, PACKED_HISTORY, DRAFT, DRAFTER_ALONE, DRAFTER)
 KINDS = ("plain", "lookup", "draft")
 OPENVINO_WEIGHTS = ("", "int8", "int4")
 OPENVINO_FLOATS = ("int8-floats", "int4-floats")  # their activations rounded to eight bits no more
@@ -39,6 +40,13 @@ def check_ways(ways: Sequence[str]) -> None:
             raise ValueError(unknown("--ways", way, KNOWN))
 
 
+def plain_of(way: str) -> str:
+    """Plain decoding by the same engine, whose text a way's drafts should not change."""
+    if way in OURS:
+        return PLAIN
+    return HF if way.startswith(HF) else way.removesuffix("-lookup").removesuffix("-draft")
+
+
 @dataclass(frozen=True)
 class Label:
     """How a way is shown."""
@@ -50,7 +58,8 @@ class Label:
 def label(name: str) -> Label:
     """``llama-cpp-q8_0-lookup`` as llama.cpp, q8_0 with n-gram drafts."""
     if name in OURS:
-        ways = {PLAIN: "plain", HISTORY: "history alone, no draft model", DRAFT: "draft model", DRAFTER: "drafter"}
+        ways = {PLAIN: "plain", HISTORY: "history alone, no draft model", DRAFT: "draft model"}
+        ways |= {DRAFTER_ALONE: "drafter alone", DRAFTER: "drafter and history"}
         ways |= {PACKED: "the file itself, plain", PACKED_HISTORY: "the file itself, history alone"}
         return Label("gsd_kernels", ways[name])
     if name.startswith("transformers"):

@@ -26,7 +26,7 @@ from ..competitors import Competitor
 from ..pairs import Pair, Prompt
 from ..peers.race import Peers
 from .models import Real, bits_of, load_real
-from .names import HF, OURS, PACKED, PLAIN, check_ways, label
+from .names import HF, OURS, PACKED, PLAIN, check_ways, label, plain_of
 from .prompts import Chat, encoded, first_of_each_kind, read_chats
 from .report import RealReport
 from .ways import engines_for, names_of, own_ways
@@ -288,11 +288,11 @@ def _decode(
 
 
 def _compared(model: PreTrainedModel, prompt: Prompt, texts: dict[str, list[int]], way: str) -> dict[str, Any]:
-    """Whether the text is transformers', whether ours is our plain one's, and why a first difference is there."""
+    """Whether the text is transformers', whether it is its engine's plain one, and why a first difference is there."""
     found: dict[str, Any] = {}
     mine = texts[way]
-    for key, reference in (("same", HF), ("same_as_plain", PLAIN)):
-        if reference in texts and reference != way and (key == "same" or way in OURS):
+    for key, reference in (("same", HF), ("same_as_plain", plain_of(way))):
+        if reference in texts and reference != way:
             found[key] = mine == texts[reference]
     if found.get("same") is False and label(way).engine in ("gsd_kernels", "transformers"):
         divergence = first_divergence(model, prompt.input_ids, texts[HF], mine)

@@ -63,7 +63,7 @@ def translations_of(tokenizer: Any, assistant_tokenizer: Any, drafts: Sequence[o
 
 
 def check_probabilities(translations: Sequence[Translation | None], criterion: object) -> None:
-    """Raise where a criterion of the draft's samples would need the probability of every target token, and a draft gives text.
+    """Raise where a criterion needs the draft's probability of every target token, and a draft gives text.
 
     Raises:
         ValueError: the draft's tokens are re-tokenised.
