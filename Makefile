@@ -41,12 +41,16 @@ SHELL := bash
 TERSE := | sed -u -E '/already satisfied|^(Collecting|Obtaining|Looking in|Successfully installed)|Using cached|[kK]B\)|metadata/d; \
 	/━|build dependencies|requirements to build|Created wheel|Stored in/d; /BuildBackendWarning/,/with strategy/d'
 
+# Begins a recipe's line: while it runs, pip says nothing of the compiler, so this does. What waits keeps no pipe open.
+TICKING := begun=$$SECONDS; while sleep 15 <&- >&- 2>&-; do echo "make: still at it, $$((SECONDS - begun)) s so far"; done & \
+	trap "kill $$!" EXIT
+
 # The package in place with extras: environment, pip's options, extras. pip only warns of an extra that pyproject.toml does
 # not have, and installs nothing for it: here that is an error, and nothing is marked as done.
 define EXTRAS
 @rm -f $(1)/pip.log
 @echo "make: installing .[$(3)] and its packages, and compiling the CPU operators, which takes a minute or some"
-@$(1)/bin/python -m pip --disable-pip-version-check --log $(1)/pip.log install $(2) --no-build-isolation -e ".[$(3)]" $(TERSE)
+@$(TICKING); $(1)/bin/python -m pip --disable-pip-version-check --log $(1)/pip.log install $(2) --no-build-isolation -e ".[$(3)]" $(TERSE)
 @! grep "does not provide the extra" $(1)/pip.log
 @rm $(1)/pip.log
 endef

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -54,22 +55,44 @@ def test_every_extra_that_make_installs_exists():
     assert {"plot", "gguf", "test", "ray", "oracles"} <= named(printed) <= extras()
 
 
+def make_with_pip(folder: Path, script: str, *settings: str) -> subprocess.CompletedProcess[str]:
+    """``make .venv/.demo`` in a folder of its own where ``script`` stands for a Python with pip."""
+    for file in ("Makefile", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / file, folder)
+    python = folder / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    return subprocess.run(["make", ".venv/.demo", *settings], cwd=folder, capture_output=True, text=True, timeout=60)
+
+
 @needs_make
 @pytest.mark.parametrize("warns", [False, True], ids=["known", "unknown"])
 def test_make_fails_where_pip_only_warns_of_an_extra(tmp_path, warns):
-    for file in ("Makefile", "pyproject.toml", "setup.py"):
-        shutil.copy(ROOT / file, tmp_path)
-    python = tmp_path / ".venv/bin/python"  # stands for one with pip: writes its log, and succeeds
-    python.parent.mkdir(parents=True)
     line = "WARNING: gsd-kernels 1.0 does not provide the extra 'gguf'" if warns else "Successfully installed"
-    python.write_text(
-        f'#!/bin/sh\nfor word; do [ "$last" = --log ] && echo "{line}" >> "$word"; last=$word; done\nexit 0\n'
-    )
-    python.chmod(0o755)
-    done = subprocess.run(["make", ".venv/.demo"], cwd=tmp_path, capture_output=True, text=True)
+    log = f'for word; do [ "$last" = --log ] && echo "{line}" >> "$word"; last=$word; done\nexit 0'
+    done = make_with_pip(tmp_path, log)
     assert (done.returncode != 0) == warns, done.stdout + done.stderr
     assert (tmp_path / ".venv/.demo").exists() != warns
     assert not warns or "does not provide the extra 'gguf'" in done.stdout
+
+
+@needs_make
+@pytest.mark.parametrize("fails", [False, True])
+def test_make_shows_a_sign_of_life_while_pip_compiles(tmp_path, fails):
+    """And goes on as pip ends, at once: the next sign of life, a minute away, holds nothing up."""
+    waits = f"case $* in *--log*) while [ ! -e ticked ]; do sleep 0.1; done; : > pip.log; exit {int(fails)};; esac"
+    script = f"{waits.replace('pip.log', '.venv/pip.log')}\nexit 0"
+    (tmp_path / "bin").mkdir()
+    sleep = tmp_path / "bin/sleep"  # the first of 15 s is over at once, and the next one never
+    sleep.write_text(
+        '#!/bin/sh\n[ "$1" = 15 ] || exec /bin/sleep "$1"\n[ -e ticked ] && exec /bin/sleep 100\n: > ticked\n'
+    )
+    sleep.chmod(0o755)
+    done = make_with_pip(tmp_path, script, f"PATH={tmp_path}/bin:{os.environ['PATH']}")
+    assert re.search(r"^make: still at it, \d+ s so far$", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    assert (done.returncode != 0) == fails
+    assert (tmp_path / ".venv/.demo").exists() != fails
 
 
 def test_a_make_file_that_changed_is_installed_again():
