@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
-from fnmatch import fnmatch
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gsd_kernels_hf.exported.options import FILE, HUB, PLACES, write_options
 from gsd_kernels_hf.files import path_of, write_folder, write_text
+from gsd_kernels_hf.progress import tracked
 from gsd_kernels_hf.sources.checkpoints import INDEX, WEIGHTS, fetch
 from gsd_kernels_hf.sources.load import OWN
 from gsd_kernels_hf.sources.shipped import folder_of
@@ -24,6 +25,7 @@ LEFT_OUT = (FILE, "consolidated*.safetensors")
 LARGE = (".safetensors", ".npy")
 """Endings of the files that may be linked."""
 ADAPTER = "adapter_config.json"
+MB, PIECE = 1e6, 1 << 24
 
 
 def checkpoint_folder(where: str | os.PathLike[str], what: str, revision: str | None = None) -> Path:
@@ -105,11 +107,16 @@ def write_model_folder(
         ValueError: it exists.
     """
     check_new(folder)
-    with write_folder(folder) as partial:
-        take(model, partial, link=link)
-        for place, source in {PLACES[option]: source for option, source in parts.items()}.items():
-            (partial / place).mkdir()
-            take(source, partial / place, link=link)
+    sources = {"": model, **{PLACES[option]: source for option, source in parts.items()}}
+    files = [(place, file) for place, source in sources.items() for file in taken(source)]
+    total = sum(file.stat().st_size for _, file in files)
+    with write_folder(folder) as partial, tracked(f"writing {folder}", total / MB, "MB") as update:
+        done = 0.0
+        for place, file in files:
+            (partial / place).mkdir(exist_ok=True)
+            for size in put(file, partial / place / file.name, link=link):
+                done += size / MB
+                update(done)
         write_options(partial, {**{option: PLACES[option] for option in parts}, **options})
         (partial / "custom_generate").mkdir()
         for file in ("generate.py", "requirements.txt"):
@@ -117,16 +124,25 @@ def write_model_folder(
         write_text(partial / "README.md", card_of(model, name, [*parts, *options]))
 
 
-def take(source: Path, into: Path, *, link: bool) -> None:
-    """Copy the files of a checkpoint or an index; ``link``: large ones are linked where the file system can."""
-    for file in sorted(source.iterdir()):
-        wanted = file.suffix in LARGE or any(fnmatch(file.name, pattern) for pattern in WANTED)
-        if not file.is_file() or not wanted or any(fnmatch(file.name, pattern) for pattern in LEFT_OUT):
-            continue
-        if link and file.suffix in LARGE:
-            try:
-                os.link(file.resolve(), into / file.name)  # the hub's cache has links to its files
-                continue
-            except OSError:  # another file system, or one without links
-                pass
-        shutil.copyfile(file, into / file.name)
+def taken(source: Path) -> list[Path]:
+    """The files of a checkpoint or an index that are taken along."""
+    named = {file for pattern in (*WANTED, *(f"*{ending}" for ending in LARGE)) for file in source.glob(pattern)}
+    left_out = {file for pattern in LEFT_OUT for file in source.glob(pattern)}
+    return sorted(file for file in named - left_out if file.is_file())
+
+
+def put(file: Path, to: Path, *, link: bool) -> Iterator[int]:
+    """Copy a file, piece by piece; ``link``: a large one is linked where the file system can.
+
+    Yields:
+        Bytes that are there now, of every piece.
+    """
+    if link and file.suffix in LARGE:
+        with suppress(OSError):  # another file system, or one without links
+            os.link(file.resolve(), to)  # the hub's cache has links to its files
+            yield file.stat().st_size
+            return
+    with file.open("rb") as given, to.open("wb") as written:
+        while piece := given.read(PIECE):
+            written.write(piece)
+            yield len(piece)

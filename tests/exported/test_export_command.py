@@ -17,8 +17,10 @@ from sources.mtp_checkpoints import saved
 from two_tokenizers import byte_level
 from typer.testing import CliRunner
 
+from gsd_kernels_cli import model_folder
 from gsd_kernels_cli.app import app
 from gsd_kernels_cli.card import card_of
+from gsd_kernels_hf import progress
 from gsd_kernels_hf.api import handle_of
 
 
@@ -62,6 +64,25 @@ def test_a_drafter_a_draft_and_a_corpus(models, tmp_path):
     assert found["drafts"] == ["draft", "drafter", "corpus"] and found["graph_config"]["depth"] == 3
     check(folder, models / "target", "model", "eagle3", "corpus", "history")
     assert not list(tmp_path.glob(".partial*"))
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_it_says_how_much_is_written(models, tmp_path, monkeypatch, link):
+    """Where stderr is no terminal, a line now and then; here of every piece."""
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(model_folder, "MB", 1.0)
+    monkeypatch.setattr(model_folder, "PIECE", 1 << 16)
+    parts = ("--model", models / "target", "--draft", models / "draft", *["--link"] * link)
+    done = run(tmp_path / "out", *parts)
+    counts = re.findall(r"writing .*/out: ([\d,]+) of ([\d,]+) MB", done.stderr)
+    said = [int(count.replace(",", "")) for count, _ in counts]
+    total = int(counts[0][1].replace(",", ""))
+    taken = [
+        tmp_path / "out" / place / name for place in ("", "draft") for name in ("model.safetensors", "config.json")
+    ]
+    assert said == sorted(said) and len(set(said)) > 4 and said[-1] == total
+    assert total >= sum(file.stat().st_size for file in taken)
 
 
 def test_a_model_alone_drafts_from_the_text(models, tmp_path):
