@@ -10,9 +10,6 @@ import typer
 from . import options, values
 from .output import out, print_json, progress
 
-NAMES = {"assistant_model": "draft", "drafter": "drafter", "draft_heads": "heads", "corpus": "corpus"}
-"""What commands call the options of :func:`gsd_kernels.patch` that are folders."""
-
 
 def command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="To be written; must not exist.")],
@@ -66,7 +63,7 @@ def command(
         target = write.checkpoint_folder(model, "--model", revision)
         parts = write.folders_of(named, draft_revision)
         own = {"drafter": OWN} if drafter == OWN else {}
-        places = {NAMES[option]: str(place) for option, place in parts.items()} | own
+        places = {values.FOLDERS[option]: str(place) for option, place in parts.items()} | own
         pair = load_pair(
             str(target), places.pop("draft", None), **places, device=device, trust_remote_code=trust_remote_code
         )
@@ -76,7 +73,7 @@ def command(
         parts["assistant_tokenizer"] = parts["assistant_model"]
     write.write_model_folder(folder, target, name, parts, {**own, "graph_config": shape}, link=link)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    drafts = [name for option, name in NAMES.items() if option in (*parts, *own)]
+    drafts = [name for option, name in values.FOLDERS.items() if option in (*parts, *own)]
     if as_json:
         print_json({"folder": str(folder), "bytes": size, "drafts": drafts})
         return

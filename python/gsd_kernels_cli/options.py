@@ -222,10 +222,16 @@ class Models:
     trust_remote_code: TrustRemoteCode = False
 
     def load(self, model: str | None, **more: Any) -> Pair:
-        """As :func:`~gsd_kernels_cli.pair.load_pair`, which takes ``more``."""
-        from .pair import load_pair
+        """As :func:`~gsd_kernels_cli.pair.load_pair`, which takes ``more``; by default with what a folder names."""
+        from .pair import load_pair, of_folder
 
-        return load_pair(model, **{**asdict(self), "dtype": self.dtype.value}, **more)
+        given = {**asdict(self), "dtype": self.dtype.value, **more}
+        if model is None or any(given[name] for name in values.FOLDERS.values()):
+            return load_pair(model, **given)
+        named, shape = of_folder(model)
+        pair = load_pair(model, **{**given, **named})
+        pair.own_shape = shape
+        return pair
 
 
 @dataclass(frozen=True)

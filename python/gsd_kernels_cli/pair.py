@@ -19,6 +19,7 @@ from gsd_kernels_cli.demo.drafters import heads_folder
 from gsd_kernels_hf import validate
 from gsd_kernels_hf.engine.options import Options
 from gsd_kernels_hf.engine.resolved import Sources
+from gsd_kernels_hf.exported.options import read_options, shape_in
 from gsd_kernels_hf.files import GGUF, model_place
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.packed.dense import load_tokenizer
@@ -27,7 +28,7 @@ from gsd_kernels_hf.parallel import check_heads
 from gsd_kernels_hf.sources.base import DraftSource
 from gsd_kernels_hf.sources.corpus import Corpus
 from gsd_kernels_hf.sources.heads import DraftHeads
-from gsd_kernels_hf.sources.load import Drafter, load_drafter
+from gsd_kernels_hf.sources.load import OWN, Drafter, load_drafter
 
 from . import ranks, values
 from .values import NONE, WITHOUT_MODEL
@@ -41,6 +42,7 @@ class Pair:
         tokenizer: of the target.
         draft_tokenizer: of the draft, where its tokens are others.
         none: whether ``--draft none`` was asked for: without other sources, plain decoding.
+        own_shape: ``graph_config`` of the model's folder.
     """
 
     target: PreTrainedModel
@@ -52,6 +54,7 @@ class Pair:
     corpus: Corpus | None = None
     none: bool = False
     draft_tokenizer: PreTrainedTokenizerBase | None = None
+    own_shape: GraphConfig | str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +98,7 @@ class Pair:
     def shape(self, config: GraphConfig | str | None) -> GraphConfig | str | None:
         """What ``graph_config`` is for these models, ``config`` being ``--graph-config``: plain without any source."""
         drafts = any(found is not None for found in (self.heads, self.drafter, self.corpus))
-        return PLAIN if self.none and not drafts else config
+        return PLAIN if self.none and not drafts else self.own_shape if config is None else config
 
     @property
     def speculation(self) -> dict[str, Any]:
@@ -168,6 +171,18 @@ def load_pair(
         if draft is None and model is not None:
             pair.sources = ("history",)
     return pair
+
+
+def of_folder(model: str) -> tuple[dict[str, str], GraphConfig | str | None]:
+    """What drafts by the ``gsd_kernels.json`` of a model folder, as options of a command, and its ``graph_config``.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    folder = Path(model)
+    given = read_options(folder) if folder.is_dir() else {}
+    named = {values.FOLDERS[name]: place for name, place in given.items() if name in values.FOLDERS}
+    return {name: OWN if place == OWN else str(folder / place) for name, place in named.items()}, shape_in(given)
 
 
 def _load_models(

@@ -100,6 +100,10 @@ def draft(value: str | None) -> str | None:
     return value if value in WITHOUT_MODEL else model("--draft")(value)
 
 
+FOLDERS = {"assistant_model": "draft", "drafter": "drafter", "draft_heads": "heads", "corpus": "corpus"}
+"""Options of :func:`gsd_kernels.patch` that may be folders, and what commands call them."""
+
+
 def drafter(value: str | None) -> str | None:
     """``--drafter``: a folder, a hub id, ``mtp``, or in a clone of the repository the name of one that is there."""
     known = ("mtp", *(folder.name for folder in SHIPPED.glob("*")))

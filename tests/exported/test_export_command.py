@@ -85,6 +85,21 @@ def test_it_says_how_much_is_written(models, tmp_path, monkeypatch, link):
     assert total >= sum(file.stat().st_size for file in taken)
 
 
+def test_commands_draft_with_what_the_folder_names(models, tmp_path):
+    """Unless they are told of drafts."""
+    parts = ("--draft", models / "draft", "--drafter", models / "eagle3", "--corpus", models / "index")
+    exported(tmp_path / "all", "--model", models / "target", *parts, "--graph-config", "graph,depth=3,history_depth=2")
+
+    def stats(*more):
+        said = [*("--model", tmp_path / "all"), *more, "--max-new-tokens", 12, "--stats", "json", "def f"]
+        done = CliRunner().invoke(app, ["generate", *(str(word) for word in said)])
+        assert done.exit_code == 0, done.stderr
+        return json.loads(done.stderr.splitlines()[-1])
+
+    assert stats()["sources"].keys() == {"model", "eagle3", "corpus", "history"}
+    assert stats("--draft", "history")["sources"].keys() == {"history"}
+
+
 def test_a_model_alone_drafts_from_the_text(models, tmp_path):
     found = exported(tmp_path / "alone", "--model", models / "target")
     assert found["drafts"] == [] and not (tmp_path / "alone" / "draft").exists()

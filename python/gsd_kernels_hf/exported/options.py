@@ -92,7 +92,11 @@ def load_options(folder: Path, target: PreTrainedModel) -> dict[str, Any]:
     if "corpus" in values:
         named = [source for name, source in SOURCES.items() if name in values]
         found["draft_sources"] = (*named, "history", Corpus(folder / values["corpus"]))
+    shape = shape_in(values)
+    return found if shape is None else {**found, "graph_config": shape}
+
+
+def shape_in(values: Mapping[str, Any]) -> GraphConfig | str | None:
+    """The ``graph_config`` of a file's options."""
     shape = values.get("graph_config")
-    if shape is not None:
-        found["graph_config"] = GraphConfig(**shape) if isinstance(shape, dict) else shape
-    return found
+    return GraphConfig(**shape) if isinstance(shape, dict) else shape
