@@ -80,3 +80,4 @@ def command(
     out.print(f"{folder}: {name}, {size / 1e6:.1f} MB; drafts: {', '.join([*drafts, 'history'])}", soft_wrap=True)
     out.print(f'AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True).generate(…)', soft_wrap=True)
     out.print(f"transformers serve {folder} --trust-remote-code", soft_wrap=True)
+    out.print(f"gsd-kernels serve {folder}", soft_wrap=True)

@@ -139,7 +139,7 @@ def test_what_it_prints_is_how_it_is_used(models, tmp_path):
     done = run(tmp_path / "out", "--model", models / "target")
     assert done.exit_code == 0
     assert f'from_pretrained("{tmp_path}/out", trust_remote_code=True).generate' in done.stdout
-    assert f"transformers serve {tmp_path}/out --trust-remote-code" in done.stdout
+    assert f"transformers serve {tmp_path}/out --trust-remote-code\ngsd-kernels serve {tmp_path}/out\n" in done.stdout
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.count("# target\n") == 1 and str(tmp_path) not in card, "a card may be published"
 
