@@ -30,7 +30,7 @@ BUDGET = {
     "examples": 26,
     "gsd_kernels": 37,
     "gsd_kernels/ops": 225,
-    "python/gsd_kernels_cli": 139,
+    "python/gsd_kernels_cli": 140,  # 139 before commands drafted with what an exported folder names
     "python/gsd_kernels_hf": 41,
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
     "python/gsd_kernels_hf/corpus": 8,
@@ -46,7 +46,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 21,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 48,
-    "tests": 1852,
+    "tests": 1850,
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -84,10 +84,9 @@ def test_make_shows_a_sign_of_life_while_pip_compiles(tmp_path, fails):
     waits = f"case $* in *--log*) while [ ! -e ticked ]; do sleep 0.1; done; : > pip.log; exit {int(fails)};; esac"
     script = f"{waits.replace('pip.log', '.venv/pip.log')}\nexit 0"
     (tmp_path / "bin").mkdir()
-    sleep = tmp_path / "bin/sleep"  # the first of 15 s is over at once, and the next one never
-    sleep.write_text(
-        '#!/bin/sh\n[ "$1" = 15 ] || exec /bin/sleep "$1"\n[ -e ticked ] && exec /bin/sleep 100\n: > ticked\n'
-    )
+    sleep = tmp_path / "bin/sleep"  # the first of 15 s is over at once, the second begins behind a sign, and stays
+    lines = ('[ "$1" = 15 ] || exec /bin/sleep "$1"', "[ -e once ] && : > ticked && exec /bin/sleep 100", ": > once")
+    sleep.write_text("\n".join(("#!/bin/sh", *lines)))
     sleep.chmod(0o755)
     done = make_with_pip(tmp_path, script, f"PATH={tmp_path}/bin:{os.environ['PATH']}")
     assert re.search(r"^make: still at it, \d+ s so far$", done.stdout, re.MULTILINE), done.stdout + done.stderr
