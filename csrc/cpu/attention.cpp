@@ -15,11 +15,11 @@ namespace {
 
 std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                          const Tensor& ancestor_mask, const Tensor& kv_len,
-                                         const std::optional<Tensor>& kv_start,
-                                         const std::optional<Tensor>& row_depths,
-                                         const std::optional<Tensor>& node_depths, double scale,
+                                         const MaybeTensor& kv_start,
+                                         const MaybeTensor& row_depths,
+                                         const MaybeTensor& node_depths, double scale,
                                          std::optional<double> softcap, std::optional<int64_t> sliding_window,
-                                         std::optional<int64_t> chunk, const std::optional<Tensor>& sinks) {
+                                         std::optional<int64_t> chunk, const MaybeTensor& sinks) {
   for (const Tensor* t : {&q, &k, &v}) {
     STD_TORCH_CHECK(t->dim() == 4 && t->scalar_type() == q.scalar_type() && t->stride(3) == 1,
                     "q, k, v: expected 4 dimensions, one dtype, and stride 1 in the last dimension");

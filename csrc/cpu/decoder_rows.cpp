@@ -19,7 +19,7 @@ constexpr size_t kMatricesBefore = 2, kMatricesPerLayer = 7;
 // where all are dense, in one dtype.
 struct Packing {
   const std::vector<int64_t>& kinds;
-  const std::vector<Tensor>& scales;
+  const Tensors& scales;
   Element element;
 
   Weights of(const char* name, size_t number, const Tensor& t, int64_t outputs, int64_t inputs) const {
@@ -103,9 +103,9 @@ struct Call {
   // `inputs`: of the first layer's queries, keys and values, in hidden sizes.
   Call(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
        const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedded,
-       const std::vector<Tensor>& tensors, const std::vector<int64_t>& kinds, const std::vector<Tensor>& scales,
-       const Tensor& final_norm, const Tensor& output, const Tensor& inv_freq, const std::vector<Tensor>& k_caches,
-       const std::vector<Tensor>& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
+       const Tensors& tensors, const std::vector<int64_t>& kinds, const Tensors& scales,
+       const Tensor& final_norm, const Tensor& output, const Tensor& inv_freq, const Tensors& k_caches,
+       const Tensors& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
        double rope_scale, int64_t keep, int64_t inputs)
       : packing{kinds, scales, kinds.empty() ? element_of("embedding", embedded.scalar_type())
                                              : element_of("final norm", final_norm.scalar_type())} {
@@ -172,9 +172,9 @@ struct Call {
 std::tuple<Tensor, Tensor, Tensor> decoder_rows(
     const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
     const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedding,
-    const std::vector<Tensor>& layers, const std::vector<int64_t>& kinds, const std::vector<Tensor>& scales,
-    const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq, const std::vector<Tensor>& k_caches,
-    const std::vector<Tensor>& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
+    const Tensors& layers, const std::vector<int64_t>& kinds, const Tensors& scales,
+    const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq, const Tensors& k_caches,
+    const Tensors& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
     double rope_scale, const std::vector<int64_t>& states, int64_t keep) {
   const Call call(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep, 1);
@@ -205,10 +205,10 @@ std::tuple<Tensor, Tensor, Tensor> decoder_rows(
 std::tuple<Tensor, Tensor, Tensor> feature_rows(
     const Tensor& token_ids, const Tensor& features, const Tensor& positions, const Tensor& slots,
     const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start,
-    const Tensor& embedding, const std::vector<Tensor>& layers, const std::vector<int64_t>& kinds,
-    const std::vector<Tensor>& scales, const Tensor& feature_norm, bool normed_residual, const Tensor& final_norm,
-    const Tensor& head, const Tensor& inv_freq, const std::vector<Tensor>& k_caches,
-    const std::vector<Tensor>& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
+    const Tensor& embedding, const Tensors& layers, const std::vector<int64_t>& kinds,
+    const Tensors& scales, const Tensor& feature_norm, bool normed_residual, const Tensor& final_norm,
+    const Tensor& head, const Tensor& inv_freq, const Tensors& k_caches,
+    const Tensors& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
     double rope_scale, int64_t keep) {
   const Call call(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep, 2);

@@ -35,7 +35,7 @@ void verify(const VerifyCall& call) {
   });
 }
 
-void commit_kv(const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches, const Tensor& accepted_rows,
+void commit_kv(const Tensors& k_caches, const Tensors& v_caches, const Tensor& accepted_rows,
                const Tensor& num_accepted, const Tensor& kv_len) {
   const std::vector<CacheTensor> caches = cache_tensors(k_caches, v_caches, accepted_rows, num_accepted, kv_len);
   const int64_t batch = accepted_rows.size(0), width = accepted_rows.size(1);

@@ -17,7 +17,7 @@ constexpr int64_t kWorkPerThread = 1 << 19;  // multiplications that make a thre
 constexpr int64_t kColumns = 64;             // of a thread's buffer
 
 // x [M, K] · weightᵀ [N, K] → [M, N], summed in float32 and rounded once. A row's result depends on that row alone.
-Tensor row_linear(const Tensor& x, const Tensor& weight, int64_t kind, const std::optional<Tensor>& scales) {
+Tensor row_linear(const Tensor& x, const Tensor& weight, int64_t kind, const MaybeTensor& scales) {
   STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "x: expected [rows, in], contiguous");
   STD_TORCH_CHECK(weight.dim() == 2 && (kind != kDense || weight.scalar_type() == x.scalar_type()),
                   "weight: expected a matrix of the dtype of x, or packed");
@@ -52,8 +52,8 @@ Tensor row_linear(const Tensor& x, const Tensor& weight, int64_t kind, const std
 }
 
 // Rows of a packed matrix as they stand in the dense one; all of them without `rows`, int64 [n]. Of the dtype of `like`.
-Tensor unpack_rows(const Tensor& weight, int64_t kind, const std::optional<Tensor>& scales, int64_t inputs,
-                   const std::optional<Tensor>& rows, const Tensor& like) {
+Tensor unpack_rows(const Tensor& weight, int64_t kind, const MaybeTensor& scales, int64_t inputs,
+                   const MaybeTensor& rows, const Tensor& like) {
   STD_TORCH_CHECK(weight.dim() == 2 && inputs > 0, "weight: expected a matrix with inputs");
   const Element element = element_of("like", like.scalar_type());
   const int64_t outputs = weight.size(0);

@@ -17,9 +17,9 @@ constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 // The warpers' parameters, one for all sequences or one each.
 class WarperTable {
  public:
-  WarperTable(double temperature, int64_t top_k, double top_p, double min_p, const std::optional<Tensor>& temperatures,
-              const std::optional<Tensor>& top_ks, const std::optional<Tensor>& top_ps,
-              const std::optional<Tensor>& min_ps, int64_t batch)
+  WarperTable(double temperature, int64_t top_k, double top_p, double min_p, const MaybeTensor& temperatures,
+              const MaybeTensor& top_ks, const MaybeTensor& top_ps,
+              const MaybeTensor& min_ps, int64_t batch)
       : shared_{static_cast<float>(temperature), static_cast<float>(top_k), static_cast<float>(top_p),
                 static_cast<float>(min_p)},
         temperatures_(values(temperatures, batch)),
@@ -33,7 +33,7 @@ class WarperTable {
   }
 
  private:
-  static const float* values(const std::optional<Tensor>& t, int64_t batch) {
+  static const float* values(const MaybeTensor& t, int64_t batch) {
     if (!t) return nullptr;
     check("warpers", *t, ScalarType::Float, {batch});
     return read<float>(*t);
@@ -327,12 +327,12 @@ void check_sampling(const Tensor& logits, const Tensor& positions, const Tensor&
 
 Tensor sample_rows(const Tensor& logits, const Tensor& positions, const Tensor& seed, const Tensor& sequence_ids,
                    double temperature, int64_t top_k, double top_p, double min_p,
-                   const std::optional<Tensor>& temperatures, const std::optional<Tensor>& top_ks,
-                   const std::optional<Tensor>& top_ps, const std::optional<Tensor>& min_ps) {
+                   const MaybeTensor& temperatures, const MaybeTensor& top_ks,
+                   const MaybeTensor& top_ps, const MaybeTensor& min_ps) {
   const LogitRows rows(logits);
   check_sampling(logits, positions, seed, sequence_ids);
   const WarperTable warpers(temperature, top_k, top_p, min_p, temperatures, top_ks, top_ps, min_ps, logits.size(0));
-  Tensor picked = new_int32(positions, {positions.size(0), positions.size(1)});
+  Tensor picked = fresh<int32_t>(positions, {positions.size(0), positions.size(1)});
   int32_t* out = written<int32_t>(picked);
   for_each_row(rows, positions, seed, sequence_ids,
                [&](int64_t row, int64_t sequence, const NoiseStream& stream, Scratch& scratch) {
@@ -345,14 +345,14 @@ Tensor sample_rows(const Tensor& logits, const Tensor& positions, const Tensor& 
 std::tuple<Tensor, Tensor> draft_candidates(const Tensor& logits, const Tensor& positions, int64_t branch,
                                             const Tensor& seed, const Tensor& sequence_ids, double temperature,
                                             int64_t top_k, double top_p, double min_p,
-                                            const std::optional<Tensor>& temperatures,
-                                            const std::optional<Tensor>& top_ks, const std::optional<Tensor>& top_ps,
-                                            const std::optional<Tensor>& min_ps, bool noise) {
+                                            const MaybeTensor& temperatures,
+                                            const MaybeTensor& top_ks, const MaybeTensor& top_ps,
+                                            const MaybeTensor& min_ps, bool noise) {
   const LogitRows rows(logits);
   check_sampling(logits, positions, seed, sequence_ids);
   STD_TORCH_CHECK(branch >= 1 && branch <= 1024, "branch: expected 1 ... 1024, got ", branch);
   const WarperTable warpers(temperature, top_k, top_p, min_p, temperatures, top_ks, top_ps, min_ps, logits.size(0));
-  Tensor tokens = new_int32(positions, {positions.size(0), positions.size(1), branch});
+  Tensor tokens = fresh<int32_t>(positions, {positions.size(0), positions.size(1), branch});
   Tensor log_probs = torch::stable::new_empty(positions, {positions.size(0), positions.size(1), branch},
                                               ScalarType::Float);
   int32_t* out_tokens = written<int32_t>(tokens);
@@ -366,8 +366,8 @@ std::tuple<Tensor, Tensor> draft_candidates(const Tensor& logits, const Tensor& 
 }
 
 Tensor warped_log_probs(const Tensor& logits, double temperature, int64_t top_k, double top_p, double min_p,
-                        const std::optional<Tensor>& temperatures, const std::optional<Tensor>& top_ks,
-                        const std::optional<Tensor>& top_ps, const std::optional<Tensor>& min_ps) {
+                        const MaybeTensor& temperatures, const MaybeTensor& top_ks,
+                        const MaybeTensor& top_ps, const MaybeTensor& min_ps) {
   const LogitRows rows(logits);
   const WarperTable warpers(temperature, top_k, top_p, min_p, temperatures, top_ks, top_ps, min_ps, logits.size(0));
   Tensor log_probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);

@@ -1,5 +1,6 @@
 // select_rows and update_edge_model on CPU tensors, csrc/algorithms/select_rows.h: few edges, one thread's work.
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -12,16 +13,19 @@ namespace {
 
 // The first `count` of R elements of every sequence.
 template <class T>
-void copy_first(const std::vector<T>& from, int64_t batch, int64_t rows, const Tensor& to, int64_t count) {
-  for (int64_t b = 0; b < batch; b++) std::copy_n(from.data() + b * rows, count, written<T>(to) + b * count);
+void copy_first(const std::vector<T>& from, int64_t batch, int64_t rows, T* to, int64_t count) {
+  for (int64_t b = 0; b < batch; b++) std::copy_n(from.data() + b * rows, count, to + b * count);
 }
 
 FlattenOutputs select_rows(const Tensor& token_ids, const Tensor& depths, const Tensor& edge_targets,
                            const Tensor& edge_log_probs, const Tensor& num_accepted, const Tensor& weights,
-                           const std::optional<Tensor>& seconds, double row_bonus, int64_t max_rows, int64_t max_path) {
+                           const MaybeTensor& seconds, double row_bonus, int64_t max_rows, int64_t max_path) {
   const EdgeCall call = prepare_edges(token_ids, depths, edge_targets, edge_log_probs, num_accepted);
   check("weights", weights, ScalarType::Double, {kEdgeFeatures});
-  if (seconds.has_value()) check("seconds", *seconds, ScalarType::Double, {kAny});
+  if (seconds.has_value()) {
+    check("seconds", *seconds, ScalarType::Double, {kAny});
+    STD_TORCH_CHECK(seconds->numel() > 0, "seconds: expected those of one row at least");
+  }
   check_flatten(call.sizes.nodes, call.sizes.branch, max_rows, max_path);
   const int64_t batch = call.sizes.batch, words = words_for(static_cast<int>(max_rows));
   const FlattenSizes sizes{call.sizes.nodes, call.sizes.branch, static_cast<int>(max_rows),
@@ -43,19 +47,20 @@ FlattenOutputs select_rows(const Tensor& token_ids, const Tensor& depths, const 
     count = best_count(scores.data(), static_cast<int>(batch), sizes.rows, count, read<double>(*seconds),
                        static_cast<int>(seconds->numel()), row_bonus);
   }
-  FlattenOutputs rows = new_rows(token_ids, edge_log_probs, batch, count);
-  copy_first(tokens, batch, max_rows, std::get<0>(rows), count);
-  copy_first(parents, batch, max_rows, std::get<1>(rows), count);
-  copy_first(row_depths, batch, max_rows, std::get<2>(rows), count);
-  copy_first(nodes, batch, max_rows, std::get<4>(rows), count);
-  copy_first(scores, batch, max_rows, std::get<5>(rows), count);
+  Fresh<7> rows(token_ids);
+  const FlattenArgs kept = new_rows(&rows, nullptr, nullptr, nullptr, batch, count);
+  copy_first(tokens, batch, max_rows, kept.token_ids, count);
+  copy_first(parents, batch, max_rows, kept.parent_rows, count);
+  copy_first(row_depths, batch, max_rows, kept.depths, count);
+  copy_first(nodes, batch, max_rows, kept.node_ids, count);
+  copy_first(scores, batch, max_rows, kept.scores, count);
   const int64_t kept_words = words_for(count);
   for (int64_t row = 0; row < batch * count; row++) {
     const int64_t from = (row / count * max_rows + row % count) * words;
-    std::copy_n(masks.data() + from, kept_words, written<int32_t>(std::get<3>(rows)) + row * kept_words);
+    std::copy_n(masks.data() + from, kept_words, kept.ancestor_mask + row * kept_words);
   }
-  for (int64_t b = 0; b < batch; b++) written<int32_t>(std::get<6>(rows))[b] = std::min(num_rows[b], count);
-  return rows;
+  for (int64_t b = 0; b < batch; b++) kept.num_rows[b] = std::min(num_rows[b], count);
+  return rows.results();
 }
 
 std::tuple<Tensor, Tensor> update_edge_model(const Tensor& token_ids, const Tensor& depths, const Tensor& edge_targets,
@@ -66,6 +71,7 @@ std::tuple<Tensor, Tensor> update_edge_model(const Tensor& token_ids, const Tens
   check("nodes", nodes, ScalarType::Int, {call.sizes.batch, kAny});
   call.sizes.path = static_cast<int>(nodes.size(1));
   check("picked", picked, ScalarType::Int, {call.sizes.batch, call.sizes.path});
+  STD_TORCH_CHECK(process_noise >= 0.0 && std::isfinite(process_noise), "process_noise: expected a finite number of at least 0");
   check("weights", weights, ScalarType::Double, {kEdgeFeatures});
   check("covariance", covariance, ScalarType::Double, {kEdgeFeatures, kEdgeFeatures});
   check("prior", prior, ScalarType::Double, {kEdgeFeatures});

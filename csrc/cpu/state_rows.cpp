@@ -254,7 +254,7 @@ int64_t heads_at_once(const Sizes& z, int64_t rows) {
 }
 
 Tensor state_rows(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
-                  const std::optional<Tensor>& beta, const Tensor& parents, const Tensor& depths, const Tensor& lengths,
+                  const MaybeTensor& beta, const Tensor& parents, const Tensor& depths, const Tensor& lengths,
                   const Tensor& state, const Tensor& keys, const Tensor& updates, const Tensor& sums, int64_t block) {
   Sizes z = sizes_of(state, keys, updates, sums, block);
   check("key", key, ScalarType::Float, {z.batch, kAny, z.groups, z.key});

@@ -23,8 +23,8 @@ void feed(const FeedCall<Integer>& call) {
   for (int64_t b = 0; b < call.batch; b++) place_rows(group, call.args.at(call.sizes, b), call.sizes);
 }
 
-FeedOutputs feed_rows(const Tensor& token_ids, const Tensor& depths, const std::optional<Tensor>& slots,
-                      const Tensor& kv_len, const Tensor& kv_start, const std::optional<Tensor>& node_depths,
+FeedOutputs feed_rows(const Tensor& token_ids, const Tensor& depths, const MaybeTensor& slots,
+                      const Tensor& kv_len, const Tensor& kv_start, const MaybeTensor& node_depths,
                       int64_t first_slot, int64_t shift, int64_t vocab, bool wide) {
   using Wide = Op<prepare_feed<int64_t>, feed<int64_t>>;
   using Narrow = Op<prepare_feed<int32_t>, feed<int32_t>>;

@@ -52,14 +52,14 @@ inline void check_device(const Tensor& first, std::initializer_list<const std::o
   }
 }
 
-inline void check_device(const Tensor& first, const std::vector<Tensor>& tensors) {
+inline void check_device(const Tensor& first, const Tensors& tensors) {
   for (const Tensor& t : tensors) check_device({&first, &t});
 }
 
 // The same of an op's arguments, whatever they are.
 inline void check_on(const Tensor& first, const Tensor& t) { check_device({&first, &t}); }
-inline void check_on(const Tensor& first, const std::optional<Tensor>& t) { check_device(first, {&t}); }
-inline void check_on(const Tensor& first, const std::vector<Tensor>& tensors) { check_device(first, tensors); }
+inline void check_on(const Tensor& first, const MaybeTensor& t) { check_device(first, {&t}); }
+inline void check_on(const Tensor& first, const Tensors& tensors) { check_device(first, tensors); }
 template <class Number>
 void check_on(const Tensor&, Number) {}
 

@@ -27,20 +27,19 @@ struct LaunchedOp<prepare, launch> {
     (check_on(*on, arguments), ...);
     const DeviceGuard guard(on->get_device_index());
     const Call call = prepare(arguments...);
-    check_launch(launch(call, current_stream(*on)));
+    void* stream = current_stream(*on);
+    if constexpr (std::is_invocable_v<decltype(launch), const Call&, void*>) {
+      check_launch(launch(call, stream));
+    } else {  // as most of launch.h: arguments, sizes and a number of sequences or rows
+      check_launch(launch(call.args, call.sizes, call.batch, stream));
+    }
     return outputs_of(call, 0);
   }
 };
 
-// The launches of launch.h that take arguments, sizes and a number of sequences or rows.
-template <auto launch, class Call>
-int launch_batch(const Call& call, void* stream) {
-  return launch(call.args, call.sizes, call.batch, stream);
-}
-
 template <class Integer>
-int launch_feed_of(const FeedCall<Integer>& call, void* stream) {
-  return launch_feed(call.args, call.sizes, call.batch, stream);
+int launch_feed_of(const FeedArgs<Integer>& args, const FeedSizes& sizes, int64_t batch, void* stream) {
+  return launch_feed(args, sizes, batch, stream);
 }
 
 int launch_calibration(const CalibrateCall& call, void* stream) {
@@ -56,7 +55,7 @@ bool same_geometry(const CacheTensor& a, const CacheTensor& b) {
          a.heads == b.heads && a.row_bytes == b.row_bytes;
 }
 
-void commit_kv(const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches, const Tensor& accepted_rows,
+void commit_kv(const Tensors& k_caches, const Tensors& v_caches, const Tensor& accepted_rows,
                const Tensor& num_accepted, const Tensor& kv_len) {
   check_device({&accepted_rows, &num_accepted, &kv_len});
   for (const auto* list : {&k_caches, &v_caches}) check_device(kv_len, *list);
@@ -94,7 +93,7 @@ void commit_kv(const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v
 }
 
 struct WarperTensors {
-  const std::optional<Tensor>&temperatures, &top_ks, &top_ps, &min_ps;
+  const MaybeTensor&temperatures, &top_ks, &top_ps, &min_ps;
 };
 
 LogitType logit_type(const Tensor& logits) {
@@ -117,7 +116,7 @@ PickBatch pick_batch(const Tensor& logits, const Tensor& scores, const Warpers& 
   check_device({&logits, &scores});
   STD_TORCH_CHECK(logits.dim() == 3 && logits.size(2) >= 1 && logits.size(2) < (1 << 30) && logits.is_contiguous(),
                   "logits: expected [batch, rows, vocabulary], contiguous");
-  const auto values = [&](const std::optional<Tensor>& t) -> const float* {
+  const auto values = [&](const MaybeTensor& t) -> const float* {
     if (!t) return nullptr;
     check_device({&logits, &*t});
     check("warpers", *t, ScalarType::Float, {logits.size(0)});
@@ -164,10 +163,10 @@ Warpers warpers(double temperature, int64_t top_k, double top_p, double min_p) {
 
 Tensor sample_rows(const Tensor& logits, const Tensor& positions, const Tensor& seed, const Tensor& sequence_ids,
                    double temperature, int64_t top_k, double top_p, double min_p,
-                   const std::optional<Tensor>& temperatures, const std::optional<Tensor>& top_ks,
-                   const std::optional<Tensor>& top_ps, const std::optional<Tensor>& min_ps) {
+                   const MaybeTensor& temperatures, const MaybeTensor& top_ks,
+                   const MaybeTensor& top_ps, const MaybeTensor& min_ps) {
   const DeviceGuard guard(logits.get_device_index());
-  const Tensor tokens = new_int32(positions, {positions.size(0), positions.size(1)});
+  const Tensor tokens = fresh<int32_t>(positions, {positions.size(0), positions.size(1)});
   pick(logits, positions, 1, seed, sequence_ids, warpers(temperature, top_k, top_p, min_p),
        {temperatures, top_ks, top_ps, min_ps}, true, tokens, nullptr);
   return tokens;
@@ -176,22 +175,22 @@ Tensor sample_rows(const Tensor& logits, const Tensor& positions, const Tensor& 
 std::tuple<Tensor, Tensor> draft_candidates(const Tensor& logits, const Tensor& positions, int64_t branch,
                                             const Tensor& seed, const Tensor& sequence_ids, double temperature,
                                             int64_t top_k, double top_p, double min_p,
-                                            const std::optional<Tensor>& temperatures,
-                                            const std::optional<Tensor>& top_ks, const std::optional<Tensor>& top_ps,
-                                            const std::optional<Tensor>& min_ps, bool noise) {
+                                            const MaybeTensor& temperatures,
+                                            const MaybeTensor& top_ks, const MaybeTensor& top_ps,
+                                            const MaybeTensor& min_ps, bool noise) {
   STD_TORCH_CHECK(branch >= 1 && branch <= 1024, "branch: expected 1 ... 1024, got ", branch);
   const DeviceGuard guard(logits.get_device_index());
-  const Tensor tokens = new_int32(positions, {positions.size(0), positions.size(1), branch});
+  const Tensor tokens = fresh<int32_t>(positions, {positions.size(0), positions.size(1), branch});
   const Tensor log_probs =
-      torch::stable::new_empty(positions, {positions.size(0), positions.size(1), branch}, ScalarType::Float);
+      fresh<float>(positions, {positions.size(0), positions.size(1), branch});
   pick(logits, positions, branch, seed, sequence_ids, warpers(temperature, top_k, top_p, min_p),
        {temperatures, top_ks, top_ps, min_ps}, noise, tokens, &log_probs);
   return {tokens, log_probs};
 }
 
 Tensor warped_log_probs(const Tensor& logits, double temperature, int64_t top_k, double top_p, double min_p,
-                        const std::optional<Tensor>& temperatures, const std::optional<Tensor>& top_ks,
-                        const std::optional<Tensor>& top_ps, const std::optional<Tensor>& min_ps) {
+                        const MaybeTensor& temperatures, const MaybeTensor& top_ks,
+                        const MaybeTensor& top_ps, const MaybeTensor& min_ps) {
   const DeviceGuard guard(logits.get_device_index());
   const Tensor log_probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
   const PickBatch args = pick_batch(logits, log_probs, warpers(temperature, top_k, top_p, min_p),
@@ -200,8 +199,8 @@ Tensor warped_log_probs(const Tensor& logits, double temperature, int64_t top_k,
   return log_probs;
 }
 
-FeedOutputs feed_rows(const Tensor& token_ids, const Tensor& depths, const std::optional<Tensor>& slots,
-                      const Tensor& kv_len, const Tensor& kv_start, const std::optional<Tensor>& node_depths,
+FeedOutputs feed_rows(const Tensor& token_ids, const Tensor& depths, const MaybeTensor& slots,
+                      const Tensor& kv_len, const Tensor& kv_start, const MaybeTensor& node_depths,
                       int64_t first_slot, int64_t shift, int64_t vocab, bool wide) {
   using Wide = LaunchedOp<prepare_feed<int64_t>, launch_feed_of<int64_t>>;
   using Narrow = LaunchedOp<prepare_feed<int32_t>, launch_feed_of<int32_t>>;
@@ -211,11 +210,11 @@ FeedOutputs feed_rows(const Tensor& token_ids, const Tensor& depths, const std::
 
 std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                          const Tensor& ancestor_mask, const Tensor& kv_len,
-                                         const std::optional<Tensor>& kv_start,
-                                         const std::optional<Tensor>& row_depths,
-                                         const std::optional<Tensor>& node_depths, double scale,
+                                         const MaybeTensor& kv_start,
+                                         const MaybeTensor& row_depths,
+                                         const MaybeTensor& node_depths, double scale,
                                          std::optional<double> softcap, std::optional<int64_t> sliding_window,
-                                         std::optional<int64_t> chunk, const std::optional<Tensor>& sinks) {
+                                         std::optional<int64_t> chunk, const MaybeTensor& sinks) {
   check_device({&q, &k, &v, &ancestor_mask, &kv_len});
   check_device(q, {&kv_start, &row_depths, &node_depths, &sinks});
   const DeviceGuard guard(q.get_device_index());
@@ -237,25 +236,25 @@ std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const
 
 STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CUDA, m) {
   using namespace gsd;
-  m.impl("merge", TORCH_BOX((&LaunchedOp<prepare_merge, launch_batch<launch_merge, MergeCall>>::call)));
-  m.impl("flatten", TORCH_BOX((&LaunchedOp<prepare_flatten, launch_batch<launch_flatten, FlattenCall>>::call)));
-  m.impl("verify", TORCH_BOX((&LaunchedOp<prepare_verify, launch_batch<launch_verify, VerifyCall>>::call)));
+  m.impl("merge", TORCH_BOX((&LaunchedOp<prepare_merge, launch_merge>::call)));
+  m.impl("flatten", TORCH_BOX((&LaunchedOp<prepare_flatten, launch_flatten>::call)));
+  m.impl("verify", TORCH_BOX((&LaunchedOp<prepare_verify, launch_verify>::call)));
   m.impl("commit_kv", TORCH_BOX(&commit_kv));
   m.impl("sample_rows", TORCH_BOX(&sample_rows));
   m.impl("draft_candidates", TORCH_BOX(&draft_candidates));
   m.impl("warped_log_probs", TORCH_BOX(&warped_log_probs));
-  m.impl("ngram_insert", TORCH_BOX((&LaunchedOp<prepare_ngram_insert, launch_batch<launch_ngram_insert, NgramInsertCall>>::call)));
-  m.impl("ngram_lookup", TORCH_BOX((&LaunchedOp<prepare_ngram_lookup, launch_batch<launch_ngram_lookup, NgramLookupCall>>::call)));
-  m.impl("ngram_remember", TORCH_BOX((&LaunchedOp<prepare_ngram_remember, launch_batch<launch_ngram_insert, NgramInsertCall>>::call)));
-  m.impl("ngram_recall", TORCH_BOX((&LaunchedOp<prepare_ngram_recall, launch_batch<launch_ngram_recall, NgramRecallCall>>::call)));
+  m.impl("ngram_insert", TORCH_BOX((&LaunchedOp<prepare_ngram_insert, launch_ngram_insert>::call)));
+  m.impl("ngram_lookup", TORCH_BOX((&LaunchedOp<prepare_ngram_lookup, launch_ngram_lookup>::call)));
+  m.impl("ngram_remember", TORCH_BOX((&LaunchedOp<prepare_ngram_remember, launch_ngram_insert>::call)));
+  m.impl("ngram_recall", TORCH_BOX((&LaunchedOp<prepare_ngram_recall, launch_ngram_recall>::call)));
   m.impl("calibrate_candidates", TORCH_BOX((&LaunchedOp<prepare_calibrate, launch_calibration>::call)));
   m.impl("perturb_candidates", TORCH_BOX((&LaunchedOp<prepare_perturb, launch_perturbation>::call)));
-  m.impl("mix_candidates", TORCH_BOX((&LaunchedOp<prepare_mix, launch_batch<launch_mix, MixCall>>::call)));
+  m.impl("mix_candidates", TORCH_BOX((&LaunchedOp<prepare_mix, launch_mix>::call)));
   m.impl("learn_source", TORCH_BOX((&LaunchedOp<prepare_learn, launch_learning>::call)));
-  m.impl("start_graph", TORCH_BOX((&LaunchedOp<prepare_start, launch_batch<launch_start, StartCall>>::call)));
+  m.impl("start_graph", TORCH_BOX((&LaunchedOp<prepare_start, launch_start>::call)));
   m.impl("feed_rows", TORCH_BOX(&feed_rows));
-  m.impl("feed_chain", TORCH_BOX((&LaunchedOp<prepare_chain, launch_batch<launch_chain, ChainCall>>::call)));
-  m.impl("accepted_path", TORCH_BOX((&LaunchedOp<prepare_path, launch_batch<launch_path, PathCall>>::call)));
-  m.impl("commit_text", TORCH_BOX((&LaunchedOp<prepare_text, launch_batch<launch_text, TextCall>>::call)));
+  m.impl("feed_chain", TORCH_BOX((&LaunchedOp<prepare_chain, launch_chain>::call)));
+  m.impl("accepted_path", TORCH_BOX((&LaunchedOp<prepare_path, launch_path>::call)));
+  m.impl("commit_text", TORCH_BOX((&LaunchedOp<prepare_text, launch_text>::call)));
   m.impl("dag_attention", TORCH_BOX(&dag_attention));
 }

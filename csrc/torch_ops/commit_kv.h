@@ -1,13 +1,11 @@
 // The caches of commit_kv.
 #pragma once
 
-#include <vector>
-
 #include "cache.h"
 
 namespace gsd {
 
-inline std::vector<CacheTensor> cache_tensors(const std::vector<Tensor>& k, const std::vector<Tensor>& v,
+inline std::vector<CacheTensor> cache_tensors(const Tensors& k, const Tensors& v,
                                               const Tensor& accepted_rows, const Tensor& num_accepted,
                                               const Tensor& kv_len) {
   check("accepted_rows", accepted_rows, ScalarType::Int, {kAny, kAny});

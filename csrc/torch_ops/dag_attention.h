@@ -34,11 +34,11 @@ struct AttentionCall {
 };
 
 inline AttentionCall prepare_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ancestor_mask,
-                                       const Tensor& kv_len, const std::optional<Tensor>& kv_start,
-                                       const std::optional<Tensor>& row_depths,
-                                       const std::optional<Tensor>& node_depths, double scale,
+                                       const Tensor& kv_len, const MaybeTensor& kv_start,
+                                       const MaybeTensor& row_depths,
+                                       const MaybeTensor& node_depths, double scale,
                                        std::optional<double> softcap, std::optional<int64_t> sliding_window,
-                                       std::optional<int64_t> chunk, const std::optional<Tensor>& sinks) {
+                                       std::optional<int64_t> chunk, const MaybeTensor& sinks) {
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && ancestor_mask.dim() == 3,
                   "dag_attention: expected q, k and v with 4 dimensions, ancestor_mask with 3");
   const int64_t batch = q.size(0), heads = q.size(1), rows = q.size(2), head_dim = q.size(3);
@@ -55,13 +55,13 @@ inline AttentionCall prepare_attention(const Tensor& q, const Tensor& k, const T
 
   AttentionCall call{};
   AttentionSizes& s = call.sizes;
-  s.batch = static_cast<int>(batch);
-  s.kv_heads = static_cast<int>(kv_heads);
-  s.group = static_cast<int>(heads / kv_heads);
-  s.rows = static_cast<int>(rows);
-  s.head_dim = static_cast<int>(head_dim);
-  s.words = static_cast<int>(words);
-  s.capacity = static_cast<int>(capacity);
+  s.batch = narrow(batch);
+  s.kv_heads = narrow(kv_heads);
+  s.group = narrow(heads / kv_heads);
+  s.rows = narrow(rows);
+  s.head_dim = narrow(head_dim);
+  s.words = narrow(words);
+  s.capacity = narrow(capacity);
 
   AttentionArgs& a = call.args;
   a.q = aligned_rows("q", q, q.scalar_type(), {batch, heads, rows, head_dim});
@@ -69,41 +69,32 @@ inline AttentionCall prepare_attention(const Tensor& q, const Tensor& k, const T
   a.v = aligned_rows("v", v, q.scalar_type(), {batch, kv_heads, capacity, head_dim});
   a.q_batch = q.stride(0), a.q_head = q.stride(1), a.q_row = q.stride(2);
   STD_TORCH_CHECK(k.stride(2) < kMost && v.stride(2) < kMost, "k, v: positions too far apart in memory");
-  a.k_batch = k.stride(0), a.k_head = k.stride(1), a.k_slot = static_cast<int>(k.stride(2));
-  a.v_batch = v.stride(0), a.v_head = v.stride(1), a.v_slot = static_cast<int>(v.stride(2));
+  a.k_batch = k.stride(0), a.k_head = k.stride(1), a.k_slot = narrow(k.stride(2));
+  a.v_batch = v.stride(0), a.v_head = v.stride(1), a.v_slot = narrow(v.stride(2));
 
   STD_TORCH_CHECK(ancestor_mask.scalar_type() == ScalarType::Int && ancestor_mask.size(0) == batch &&
                       ancestor_mask.size(1) == rows && (words <= 1 || ancestor_mask.stride(2) == 1),
                   "ancestor_mask: expected int32 [", batch, ", ", rows, ", words], the last with stride 1");
   a.ancestor_mask = read<int32_t>(ancestor_mask);
   a.mask_batch = ancestor_mask.stride(0), a.mask_row = ancestor_mask.stride(1);
-  const auto lengths = [&](const char* name, const Tensor& t) {
-    check(name, t, ScalarType::Int, {batch});
-    return read<int32_t>(t);
-  };
-  a.kv_len = lengths("kv_len", kv_len);
-  a.kv_start = kv_start ? lengths("kv_start", *kv_start) : nullptr;
+  a.kv_len = read<int32_t>("kv_len", kv_len, {batch});
+  a.kv_start = read<int32_t>("kv_start", kv_start, {batch});
   if (sliding_window || chunk) {
     check_sight(sliding_window, chunk, row_depths && node_depths);
-    check("row_depths", *row_depths, ScalarType::Int, {batch, rows});
-    check("node_depths", *node_depths, ScalarType::Int, {batch, kAny});
+    a.row_depths = read<int32_t>("row_depths", row_depths, {batch, rows});
+    a.node_depths = read<int32_t>("node_depths", node_depths, {batch, kAny});
     STD_TORCH_CHECK(node_depths->size(1) >= 1 || words == 0, "node_depths: expected a depth for every node");
-    a.row_depths = read<int32_t>(*row_depths);
-    a.node_depths = read<int32_t>(*node_depths);
-    a.nodes = static_cast<int>(node_depths->size(1));
+    a.nodes = narrow(node_depths->size(1));
     a.node_depths_batch = a.nodes;
-    a.window = static_cast<int>(std::min(sliding_window.value_or(0), kMost));
-    a.chunk = static_cast<int>(std::min(chunk.value_or(0), kMost));
+    a.window = narrow(std::min(sliding_window.value_or(0), kMost));
+    a.chunk = narrow(std::min(chunk.value_or(0), kMost));
   }
-  if (sinks) {
-    check("sinks", *sinks, ScalarType::Float, {heads});
-    a.sinks = read<float>(*sinks);
-  }
+  a.sinks = read<float>("sinks", sinks, {heads});
   a.softcap = softcap ? static_cast<float>(*softcap * kLog2E) : 0.0f;
   a.scale = static_cast<float>(softcap ? scale / *softcap : scale * kLog2E);
 
   const Tensor out = torch::stable::new_empty(q, {batch, rows, heads, head_dim});
-  const Tensor lse = torch::stable::new_empty(q, {batch, heads, rows}, ScalarType::Float);
+  const Tensor lse = fresh<float>(q, {batch, heads, rows});
   a.out = written<uint16_t>(out);
   a.lse = written<float>(lse);
   call.outputs = {torch::stable::transpose(out, 1, 2), lse};

@@ -1,8 +1,6 @@
 // A TokenGraph that an op takes whole: the tensors of gsd_kernels/graph.py, in the order of their fields.
 #pragma once
 
-#include <vector>
-
 #include "../algorithms/graph.h"
 #include "common.h"
 
@@ -12,7 +10,7 @@ struct GraphTensors {
   GraphData data;  // of the first sequence
   int64_t batch, nodes, branch, words;
 
-  static GraphTensors of(const std::vector<Tensor>& t) {
+  static GraphTensors of(const Tensors& t) {
     STD_TORCH_CHECK(t.size() == 11, "graph: expected the 11 tensors of a TokenGraph, got ", t.size());
     GraphTensors g{};
     GraphData& d = g.data;

@@ -1,9 +1,6 @@
 // The tensors of a History of gsd_kernels/ops/history/records.py, in the order of its `tensors()`.
 #pragma once
 
-#include <utility>
-#include <vector>
-
 #include "../algorithms/graph.h"
 #include "../algorithms/history.h"
 #include "ngram.h"
@@ -16,23 +13,19 @@ struct HistoryTensors {
 
   static CopyIndex copies_of(const Tensor& text, const Tensor& length, const Tensor& heads, const Tensor& previous,
                              int64_t batch) {
-    check("text", text, ScalarType::Int, {batch, kAny});
-    check("heads", heads, ScalarType::Int, {batch, kAny});
+    int32_t* const tokens = written<int32_t>("text", text, {batch, kAny});
+    int32_t* const firsts = written<int32_t>("heads", heads, {batch, kAny});
     const int64_t room = text.size(1), hashes = heads.size(1);
     constexpr int64_t kMost = 1 << 30;
     STD_TORCH_CHECK(room < kMost, "text: too long, ", room);
     STD_TORCH_CHECK(hashes >= 1 && hashes < kMost && (hashes & (hashes - 1)) == 0,
                     "heads: expected a power of two of hashes, got ", hashes);
-    return {written<int32_t>(text),
-            written<int32_t>("length", length, {batch}),
-            written<int32_t>(heads),
-            written<int32_t>("previous", previous, {batch, room}),
-            static_cast<int>(room),
-            static_cast<int>(hashes)};
+    return {tokens,       written<int32_t>("length", length, {batch}), firsts,
+            written<int32_t>("previous", previous, {batch, room}), narrow(room), narrow(hashes)};
   }
 
   // sizes: tokens of the longest context and entries of a set, of the text's table and of what was learned.
-  static HistoryTensors of(const std::vector<Tensor>& t, const std::vector<int64_t>& sizes) {
+  static HistoryTensors of(const Tensors& t, const std::vector<int64_t>& sizes) {
     STD_TORCH_CHECK(t.size() == 11 || t.size() == 14, "history: expected 11 tensors, or 14 with what was learned, got ",
                     t.size());
     STD_TORCH_CHECK(sizes.size() == 4, "sizes: expected 4, got ", sizes.size());
@@ -43,7 +36,7 @@ struct HistoryTensors {
     h.args.runners = read<int32_t>("runners", t[7], {batch, kAny});
     const int64_t runners = t[7].size(1);
     h.args.runner_log_probs = read<float>("runner_log_probs", t[8], {batch, runners});
-    h.args.num_runners = static_cast<int>(runners < kRemembered ? runners : kRemembered);
+    h.args.num_runners = narrow(runners < kRemembered ? runners : kRemembered);
     STD_TORCH_CHECK(runners == h.args.num_runners, "runners: expected at most ", kRemembered, ", got ", runners);
     h.args.emitted = read<int32_t>("emitted", t[9], {batch});
     h.args.weights = read<double>("weights", t[10], {kHistoryWeights});
@@ -69,19 +62,19 @@ struct HistoryAsked {
 
 struct HistoryCall {
   HistoryAsked asked;
-  NgramLookupOutputs outputs;
+  Fresh<3>::Results outputs;
 };
 
-inline HistoryCall prepare_history(const std::vector<Tensor>& history, const Tensor& token_ids, const Tensor& parents,
+inline HistoryCall prepare_history(const Tensors& history, const Tensor& token_ids, const Tensor& parents,
                                    const Tensor& contexts, const Tensor& depths, const Tensor& nodes, int64_t branch,
-                                   const std::vector<int64_t>& sizes, const std::optional<Tensor>& first_pick,
-                                   const std::optional<Tensor>& seed, const std::optional<Tensor>& sequence_ids) {
+                                   const std::vector<int64_t>& sizes, const MaybeTensor& first_pick,
+                                   const MaybeTensor& seed, const MaybeTensor& sequence_ids) {
   HistoryTensors h = HistoryTensors::of(history, sizes);
   const NodeTensors graph = NodeTensors::of(token_ids, contexts, depths, h.table.batch);
   h.args.parents = read<int32_t>("parents", parents, {h.table.batch, graph.nodes});
   NgramRecallCall recall =
       prepare_recall(h.table, graph, nodes, branch, sizes[0], sizes[1], first_pick, seed, sequence_ids);
-  NgramLookupOutputs outputs = recall.outputs;
+  Fresh<3>::Results outputs = recall.outputs;
   return {{std::move(recall), h.args}, std::move(outputs)};
 }
 
@@ -94,10 +87,10 @@ struct CopyCall {
 
 inline CopyCall prepare_copies(const Tensor& text, const Tensor& length, const Tensor& heads, const Tensor& previous,
                                const Tensor& tokens, const Tensor& counts) {
-  check("tokens", tokens, ScalarType::Int, {kAny, kAny});
+  const int32_t* added = read<int32_t>("tokens", tokens, {kAny, kAny});
   const int64_t batch = tokens.size(0), given = tokens.size(1);
   const CopyIndex index = HistoryTensors::copies_of(text, length, heads, previous, batch);
-  return {index, read<int32_t>(tokens), read<int32_t>("counts", counts, {batch}), batch, given};
+  return {index, added, read<int32_t>("counts", counts, {batch}), batch, given};
 }
 
 }  // namespace gsd

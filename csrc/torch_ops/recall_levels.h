@@ -1,15 +1,10 @@
 // The levels of recall_levels and where each one's nodes and candidates go.
 #pragma once
 
-#include <tuple>
-#include <utility>
-
 #include "history.h"
 #include "merge.h"
 
 namespace gsd {
-
-using RecalledLevels = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // L levels of W nodes with K candidates each; a calibration of E lengths and C ranks, 0 lengths for none.
 struct LevelSizes {
@@ -48,9 +43,9 @@ struct LevelArgs {
                              matched,
                              nullptr,
                              calibrated,
-                             static_cast<int>(s.branch),
-                             static_cast<int>(s.entries),
-                             static_cast<int>(s.columns)};
+                             narrow(s.branch),
+                             narrow(s.entries),
+                             narrow(s.columns)};
     for (int64_t i = 0; i < s.width * s.branch; i++) {
       if (s.entries > 0) {
         calibrate_candidate(args, i);
@@ -65,43 +60,38 @@ struct LevelsCall {
   LevelSizes sizes;
   LevelArgs args;  // of the first level of the first sequence
   int64_t batch;
-  RecalledLevels outputs;
+  Fresh<5>::Results outputs;
   HistoryAsked history;  // of one level
   MergeCall merge;       // of one level
 };
 
-inline LevelsCall prepare_levels(const std::vector<Tensor>& history, const std::vector<Tensor>& tensors,
-                                 const Tensor& frontier, const std::optional<Tensor>& log_ratio,
+inline LevelsCall prepare_levels(const Tensors& history, const Tensors& tensors,
+                                 const Tensor& frontier, const MaybeTensor& log_ratio,
                                  const std::vector<int64_t>& table_sizes, int64_t level, int64_t levels, int64_t width,
                                  int64_t merge_context, double log_sibling_ratio, double log_min_prob,
-                                 const std::optional<Tensor>& first_pick, const std::optional<Tensor>& seed,
-                                 const std::optional<Tensor>& sequence_ids) {
+                                 const MaybeTensor& first_pick, const MaybeTensor& seed,
+                                 const MaybeTensor& sequence_ids) {
   HistoryTensors known = HistoryTensors::of(history, table_sizes);
   const GraphTensors graph = GraphTensors::of(tensors);
   const int64_t batch = graph.batch;
   STD_TORCH_CHECK(batch == known.table.batch, "keys: expected ", batch, " sequences, got ", known.table.batch);
-  check("frontier", frontier, ScalarType::Int, {batch, kAny});
+  const int32_t* first = read<int32_t>("frontier", frontier, {batch, kAny});
   const int64_t branch = graph.branch, given = frontier.size(1);
   constexpr int64_t kMost = 1 << 15;
   STD_TORCH_CHECK(given >= 1 && given <= width && width < kMost, "width: expected at least the frontier's ", given,
                   " nodes, below ", kMost, ", got ", width);
   STD_TORCH_CHECK(levels >= 1 && levels < kMost && level >= 0 && level < kMost, "levels: expected at least 1 from 0 on, got ",
                   levels, " from ", level);
-  if (log_ratio) {
-    check("log_ratio", *log_ratio, ScalarType::Float, {kAny, kAny});
-    STD_TORCH_CHECK(log_ratio->size(0) >= 1 && log_ratio->size(1) >= branch, "log_ratio: expected at least ", branch,
-                    " ranks, got ", log_ratio->size(1));
-  }
-  RecalledLevels outputs{new_int32(frontier, {batch, levels * width}),
-                         new_int32(frontier, {batch, levels * width, branch}),
-                         torch::stable::new_empty(frontier, {batch, levels * width, branch}, ScalarType::Float),
-                         new_int32(frontier, {batch, levels * width}),
-                         torch::stable::new_empty(frontier, {batch, levels * width, branch}, ScalarType::Float)};
-  const LevelSizes sizes{levels, width, branch, log_ratio ? log_ratio->size(0) : 0, log_ratio ? log_ratio->size(1) : 0};
-  const LevelArgs args{written<int32_t>(std::get<0>(outputs)), written<int32_t>(std::get<1>(outputs)),
-                       written<float>(std::get<2>(outputs)),   written<int32_t>(std::get<3>(outputs)),
-                       written<float>(std::get<4>(outputs)),   log_ratio ? read<float>(*log_ratio) : nullptr};
-  const int32_t* first = read<int32_t>(frontier);
+  const float* ratios = read<float>("log_ratio", log_ratio, {kAny, kAny});
+  const int64_t entries = log_ratio ? log_ratio->size(0) : 0, columns = log_ratio ? log_ratio->size(1) : 0;
+  STD_TORCH_CHECK(!log_ratio || (entries >= 1 && columns >= branch), "log_ratio: expected at least ", branch,
+                  " ranks, got ", columns);
+  const int64_t places = levels * width;
+  Fresh<5> found(frontier);
+  const LevelSizes sizes{levels, width, branch, entries, columns};
+  const LevelArgs args{found.of<int32_t>({batch, places}), found.of<int32_t>({batch, places, branch}),
+                       found.of<float>({batch, places, branch}), found.of<int32_t>({batch, places}),
+                       found.of<float>({batch, places, branch}), ratios};
   for (int64_t b = 0; b < batch; b++) {
     int32_t* root = args.at(sizes, b, 0).nodes;
     for (int64_t w = 0; w < width; w++) {
@@ -110,7 +100,7 @@ inline LevelsCall prepare_levels(const std::vector<Tensor>& history, const std::
     }
   }
   // Of one level, at places that the levels replace by their own.
-  const Tensor asked = new_int32(frontier, {batch, width});
+  const Tensor asked = fresh<int32_t>(frontier, {batch, width});
   const GraphData& data = graph.data;
   known.args.parents = data.parents;
   NgramRecallCall recall =
@@ -118,7 +108,7 @@ inline LevelsCall prepare_levels(const std::vector<Tensor>& history, const std::
                      table_sizes[0], table_sizes[1], first_pick, seed, sequence_ids);
   MergeCall merge = prepare_level(graph, asked, std::get<0>(recall.outputs), std::get<1>(recall.outputs), level, width,
                                   merge_context, log_sibling_ratio, log_min_prob);
-  return {sizes, args, batch, std::move(outputs), {std::move(recall), known.args}, std::move(merge)};
+  return {sizes, args, batch, found.results(), {std::move(recall), known.args}, std::move(merge)};
 }
 
 }  // namespace gsd

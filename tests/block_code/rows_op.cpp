@@ -169,7 +169,7 @@ Tensor launches(const Tensor& token_ids, const Tensor& positions, const Tensor& 
   const Recorder recorder =
       recorded(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
                    scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
-  const Tensor found = new_int32(token_ids, {static_cast<int64_t>(recorder.launched.size())});
+  const Tensor found = fresh<int32_t>(token_ids, {static_cast<int64_t>(recorder.launched.size())});
   std::copy(recorder.launched.begin(), recorder.launched.end(), written<int32_t>(found));
   return found;
 }
