@@ -56,36 +56,6 @@ if TYPE_CHECKING:
         unpatch,
     )
 
-_BINDINGS = (
-    "Automatic",
-    "Corpus",
-    "DFlash",
-    "DraftHeads",
-    "DraftSource",
-    "Eagle3",
-    "Gemma4Assistant",
-    "GraphDecoder",
-    "LayerSkip",
-    "Level",
-    "Mtp",
-    "OnlineLearner",
-    "Proposal",
-    "RowSettings",
-    "ShapeSettings",
-    "Typical",
-    "Verified",
-    "custom_generate",
-    "custom_generate_folder",
-    "from_gguf",
-    "generate",
-    "keep_packed",
-    "learn",
-    "pack",
-    "patch",
-    "tune",
-    "unpatch",
-)
-
 __all__ = [
     "BACKENDS",
     "Acceptance",
@@ -140,7 +110,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The Hugging Face bindings, imported on first use: they need transformers, the kernels do not."""
-    if name in _BINDINGS:
+    if name in __all__:
         import gsd_kernels_hf
 
         return getattr(gsd_kernels_hf, name)

@@ -32,39 +32,6 @@ if TYPE_CHECKING:
     from .sources.layer_skip import LayerSkip
     from .sources.mtp import Mtp
 
-__all__ = [
-    "Automatic",
-    "Corpus",
-    "DFlash",
-    "DraftHeads",
-    "DraftSource",
-    "Eagle3",
-    "Gemma4Assistant",
-    "GenerationStats",
-    "GraphDecoder",
-    "GraphGenerateOutput",
-    "LayerSkip",
-    "Level",
-    "Mtp",
-    "OnlineLearner",
-    "Proposal",
-    "RowSettings",
-    "ShapeSettings",
-    "StepCosts",
-    "Typical",
-    "Verified",
-    "custom_generate",
-    "custom_generate_folder",
-    "from_gguf",
-    "generate",
-    "keep_packed",
-    "learn",
-    "pack",
-    "patch",
-    "tune",
-    "unpatch",
-]
-
 _HOMES = {
     "Automatic": "policy.settings",
     "Corpus": "sources.corpus",
@@ -97,6 +64,8 @@ _HOMES = {
     "tune": "policy.tuning",
     "unpatch": "api",
 }
+
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
