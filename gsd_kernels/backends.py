@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
-from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
@@ -92,11 +91,6 @@ def compiles(backend: str, device: torch.device) -> bool:
     return (backend, own) == ("auto", "cuda") and not compiled_first()
 
 
-def implementations_of(op: str, **modules: ModuleType) -> dict[str, Callable[..., Any]]:
-    """The implementations of ``op`` by backend, fastest first: in each module the function of that name."""
-    return {backend: getattr(module, op) for backend, module in modules.items()}
-
-
 def preferred(implementations: dict[str, Callable[..., Any]]) -> list[str]:
     """Names of an op's implementations in the order in which ``auto`` tries them on a GPU.
 
@@ -133,16 +127,16 @@ def resolve(backend: str, device: torch.device, implementations: dict[str, Calla
     return implementations[backend]
 
 
-def resolve_without_triton(
+def resolve_small(
     backend: str, device: torch.device, implementations: dict[str, Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """:func:`resolve` for ops of a few elements that have no Triton kernel: ``"triton"`` takes what ``"auto"`` does.
+    """:func:`resolve` for ops of a few elements that have no Triton kernel.
 
     On a GPU without the compiled CUDA ops that is PyTorch's operators, which is said once in the log.
     """
-    if backend in ("auto", "triton") and device.type == "cuda" and COMPILED_UNAVAILABLE["cuda"] is not None:
+    if backend == "auto" and device.type == "cuda" and COMPILED_UNAVAILABLE["cuda"] is not None:
         _say_slow(COMPILED_UNAVAILABLE["cuda"])
-    return resolve("auto" if backend == "triton" else backend, device, implementations)
+    return resolve(backend, device, implementations)
 
 
 @cache

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
 
 def check_tensor(
     name: str, value: object, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device

@@ -132,6 +132,9 @@ class Frontier:
     depths: Tensor  # int32 [B, W]; primary depth, 1 for padding
     ancestor_mask: Tensor  # int32 [B, W, words]; own slot included; only the own slot for padding
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.node_ids, self.token_ids, self.depths, self.ancestor_mask
+
 
 @dataclass
 class Rows:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-import importlib
 import os
-import pkgutil
 import sys
 from collections import Counter
 
@@ -25,7 +23,7 @@ import pytest
 import torch
 from _pytest.terminal import TerminalReporter
 
-import gsd_kernels.ops
+from gsd_kernels.ops.table import all_ops
 
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("ops.contracts")
@@ -109,9 +107,7 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def implementations():
     """Of every op: its implementations by backend, fastest first."""
-    packages = [found.name for found in pkgutil.iter_modules(gsd_kernels.ops.__path__) if found.ispkg]
-    apis = [importlib.import_module(f"gsd_kernels.ops.{name}.api") for name in packages]
-    return {api.__name__: api.IMPLEMENTATIONS for api in apis if hasattr(api, "IMPLEMENTATIONS")}
+    return {name: op.implementations for name, op in all_ops().items()}
 
 
 @pytest.fixture(autouse=True)

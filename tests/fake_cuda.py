@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
+from gsd_kernels.ops.dag_attention.api import ATTENTION
 from gsd_kernels_hf.engine import session
 from gsd_kernels_hf.model import replay
 
@@ -286,5 +286,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(replay, "_lanes", {})
     monkeypatch.setattr(session.Session, "__init__", static)
     # PyTorch's attention on a CPU is no part of a step on a GPU.
-    monkeypatch.setitem(IMPLEMENTATIONS, "cpu", IMPLEMENTATIONS["reference"])
+    monkeypatch.setitem(ATTENTION.implementations, "cpu", ATTENTION.reference)
     return cuda

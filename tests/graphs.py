@@ -78,9 +78,7 @@ def drafted(
             log_probs,
             level=level,
             width=config.width,
-            merge_context=config.merge_context,
-            log_sibling_ratio=config.log_sibling_ratio,
-            log_min_prob=config.log_min_prob,
+            config=config,
             backend=backend,
         )
         if on_level is not None:

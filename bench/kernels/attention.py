@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gsd_kernels import dag_attention
 from gsd_kernels.graph import pack_bits
-from gsd_kernels.ops.dag_attention import compiled
-from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
+from gsd_kernels.ops.dag_attention import cuda
+from gsd_kernels.ops.dag_attention.api import ATTENTION
 
 from ..lib.runner import Entry, Op, Settings
 from ..lib.shapes import SHAPES
@@ -43,10 +43,10 @@ def entries(settings: Settings) -> Iterator[Entry]:
                 attend = functools.partial(dag_attention, q, k, v, mask, kv_len)
                 op = Op(
                     "dag_attention",
-                    IMPLEMENTATIONS,
+                    ATTENTION.implementations,
                     lambda backend, attend=attend: attend(backend=backend),
                     right=dag_attention(q.float(), k.float(), v.float(), mask, kv_len, backend="reference"),
-                    tolerance=8 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-4,
+                    tolerance=8 * torch.finfo(dtype).eps if dtype != torch.float32 else ATTENTION.tolerance,
                     refused=functools.partial(refused, q, k, v),
                 )
                 yield settings.entry(
@@ -63,7 +63,7 @@ def refused(q: Tensor, k: Tensor, v: Tensor, backend: str) -> str | None:
     """Why a backend does not run here, or not with these tensors."""
     if backend == "cuda":
         try:
-            compiled.check(q, k, v)
+            cuda.check(q, k, v)
         except (TypeError, ValueError) as error:
             return str(error)
     return None

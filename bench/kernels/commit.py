@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gsd_kernels import commit_kv
-from gsd_kernels.ops.commit_kv.api import IMPLEMENTATIONS
+from gsd_kernels.ops.commit_kv.api import COMMIT
 from gsd_kernels_cli.demo.inflate import ModelShape
 
 from ..lib.runner import Contestant, Entry, Op, Settings
@@ -45,7 +45,7 @@ def commit_op(caches: Caches, rows: Tensor, count: Tensor) -> Op:
         return (kv_len, *caches[0], *caches[1])
 
     before = copied(caches)
-    return Op("commit", IMPLEMENTATIONS, commit, lambda backend: commit(backend, copied(before)))
+    return Op("commit", COMMIT.implementations, commit, lambda backend: commit(backend, copied(before)))
 
 
 def entries(settings: Settings) -> Iterator[Entry]:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gsd_kernels import GraphConfig, Rows, TokenGraph, flatten, merge, verify
 from gsd_kernels.config import MAX_CONTEXT
-from gsd_kernels.ops.flatten.api import IMPLEMENTATIONS as FLATTEN
-from gsd_kernels.ops.merge.api import IMPLEMENTATIONS as MERGE
-from gsd_kernels.ops.verify.api import IMPLEMENTATIONS as VERIFY
+from gsd_kernels.ops.flatten.api import FLATTEN
+from gsd_kernels.ops.merge.api import MERGE
+from gsd_kernels.ops.verify.api import VERIFY
 
 from ..lib.runner import Contestant, Entry, Op, Settings
 
@@ -59,7 +59,7 @@ class Step:
                 log_probs,
                 level=level,
                 width=self.config.width,
-                merge_context=self.config.merge_context,
+                config=self.config,
                 backend=backend,
             ).node_ids
         return self.graph.token_ids, self.graph.parents, self.graph.edge_targets, self.graph.num_merges
@@ -90,9 +90,18 @@ class Step:
         candidates = sum(t.nbytes for level in self.levels for t in level)
         edges = graph.edge_targets.nbytes + graph.edge_log_probs.nbytes + graph.token_ids.nbytes
         return {
-            "merge, all levels": (Op("merge", MERGE, self.merge), sum(t.nbytes for t in graph.tensors()) + candidates),
-            "flatten": (Op("flatten", FLATTEN, lambda backend: self.flatten(backend).tensors()), edges + row_bytes),
-            "verify": (Op("verify", VERIFY, lambda backend: self.verify(rows, backend)), row_bytes + self.picks.nbytes),
+            "merge, all levels": (
+                Op("merge", MERGE.implementations, self.merge),
+                sum(t.nbytes for t in graph.tensors()) + candidates,
+            ),
+            "flatten": (
+                Op("flatten", FLATTEN.implementations, lambda backend: self.flatten(backend).tensors()),
+                edges + row_bytes,
+            ),
+            "verify": (
+                Op("verify", VERIFY.implementations, lambda backend: self.verify(rows, backend)),
+                row_bytes + self.picks.nbytes,
+            ),
         }
 
 

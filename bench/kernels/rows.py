@@ -19,9 +19,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from gsd_kernels.graph import pack_bits
-from gsd_kernels.ops.decoder_rows.api import FLOATS
 from gsd_kernels.ops.decoder_rows.cuda import DTYPES
 from gsd_kernels.ops.decoder_rows.weights import stored
+from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels_hf.model.fused import FusedRows
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.packed.modules import matrix_of, packed_in

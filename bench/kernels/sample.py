@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gsd_kernels import draft_candidates, sample_rows
-from gsd_kernels.ops.sampling.api import DRAFT_CANDIDATES, SAMPLE_ROWS
+from gsd_kernels.ops.sampling.api import DRAFT, SAMPLE
 
 from ..lib.runner import Contestant, Entry, Op, Settings
 from ..lib.shapes import SHAPES
@@ -51,7 +51,7 @@ def entries(settings: Settings) -> Iterator[Entry]:
             for operation, warpers in MODES.items():
                 sample = partial(sample_rows, logits, positions, **options, **warpers)
                 yield settings.entry(
-                    Op("sample_rows", SAMPLE_ROWS, lambda backend, sample=sample: sample(backend=backend)),
+                    Op("sample_rows", SAMPLE.implementations, lambda backend, sample=sample: sample(backend=backend)),
                     sampling_peers(settings, logits[0], *warpers.values()),
                     operation=f"sample_rows {operation}",
                     **about,
@@ -59,7 +59,7 @@ def entries(settings: Settings) -> Iterator[Entry]:
             draft = partial(draft_candidates, logits, positions, branch=BRANCH, **options)
             candidates = Op(
                 "draft_candidates",
-                DRAFT_CANDIDATES,
+                DRAFT.implementations,
                 lambda backend, draft=draft: draft(backend=backend),
                 checked=lambda backend, draft=draft: draft(backend=backend)[1],  # log-probabilities: of ties either
                 tolerance=1e-3,

@@ -262,7 +262,7 @@ def _graph_cases() -> list[Case]:
             graph = TokenGraph.empty(1, GraphConfig(depth=depth, width=width, branch=branch), "meta")
             shape = (1, width, branch)
             log_probs = _meta(*shape, dtype=torch.float32)
-            merge(graph, _meta(1, width), _meta(*shape), log_probs, 1, width, merge_context, -1.0, -1.0)
+            merge(graph.tensors(), _meta(1, width), _meta(*shape), log_probs, 1, width, merge_context, -1.0, -1.0)
 
         return launch
 

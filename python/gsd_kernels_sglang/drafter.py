@@ -139,9 +139,7 @@ class Drafter:
                 *self.history.recall(numbers, node_contexts(graph, nodes)),
                 level=level,
                 width=config.history_width,
-                merge_context=config.merge_context,
-                log_sibling_ratio=config.log_sibling_ratio,
-                log_min_prob=config.log_min_prob,
+                config=config,
             )
             nodes = frontier.node_ids
             if not bool((nodes >= 0).any()):

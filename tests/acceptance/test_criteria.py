@@ -18,7 +18,7 @@ from engine.host_data import NoHostData
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
+from gsd_kernels.ops.dag_attention.api import ATTENTION
 from gsd_kernels_hf.acceptance import criteria
 from gsd_kernels_hf.engine import capture, session
 from gsd_kernels_hf.engine import decoder as decoder_module
@@ -201,7 +201,7 @@ def test_a_step_copies_nothing_from_the_host(criterion, monkeypatch):
 
     monkeypatch.setattr(session.Session, "step", watching)
     # PyTorch's attention on a CPU is no part of a step on a GPU.
-    monkeypatch.setitem(IMPLEMENTATIONS, "cpu", IMPLEMENTATIONS["reference"])
+    monkeypatch.setitem(ATTENTION.implementations, "cpu", ATTENTION.reference)
     generate(*pair(), criterion, models.prompts(2, 9, vocab=VOCAB), max_new_tokens=24)
     assert len(watched) > 5 and set(watched) == {criterion}
 

@@ -9,15 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gsd_kernels as gsd
 from gsd_kernels import backends
-from gsd_kernels.ops.commit_kv.api import IMPLEMENTATIONS as COMMIT
-from gsd_kernels.ops.dag_attention import compiled, reference
-from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
-from gsd_kernels.ops.merge.api import IMPLEMENTATIONS as MERGE
-from gsd_kernels.ops.ngram.api import CALIBRATE, MIX, RECALL, REMEMBER
-from gsd_kernels.ops.verify.api import IMPLEMENTATIONS as VERIFY
-from gsd_kernels.ops.write_kv.api import IMPLEMENTATIONS as WRITE
+from gsd_kernels.ops.dag_attention import cuda, reference
+from gsd_kernels.ops.table import OPS
 
 HALF = torch.float16
+GPU = torch.device("cuda")
+ATTENTION, CALIBRATE = OPS["dag_attention"], OPS["calibrate_candidates"]
 
 
 def attention_inputs(dtype=HALF, head_dim=64):
@@ -44,20 +41,21 @@ def attention_inputs(dtype=HALF, head_dim=64):
 )
 def test_what_the_kernel_does_not_take_is_named_with_the_cure(change, error, match):
     with pytest.raises(error, match=match):
-        compiled.check(*change(*attention_inputs()))
+        cuda.check(*change(*attention_inputs()))
 
 
 def test_strided_caches_are_taken():
     q, k, v = attention_inputs()
-    compiled.check(q.transpose(1, 2).contiguous().transpose(1, 2), k[:, :, 3:], v.transpose(1, 2).contiguous().mT.mT)
+    cuda.check(q.transpose(1, 2).contiguous().transpose(1, 2), k[:, :, 3:], v.transpose(1, 2).contiguous().mT.mT)
 
 
 def test_auto_never_picks_it(monkeypatch):
     """Until a GPU has measured it: not even where it is the only kernel there."""
     monkeypatch.setattr(backends, "unavailable_reason", lambda name, _: None if name != "triton" else "absent")
-    chosen = backends.resolve("auto", torch.device("cuda"), {n: f for n, f in IMPLEMENTATIONS.items() if n != "cpu"})
-    assert chosen is IMPLEMENTATIONS["reference"]
-    assert backends.resolve("cuda", torch.device("cuda"), IMPLEMENTATIONS) is compiled.dag_attention
+    found = ATTENTION.implementations
+    chosen = backends.resolve("auto", GPU, {n: f for n, f in found.items() if n != "cpu"})
+    assert chosen is found["reference"]
+    assert ATTENTION.chosen("cuda", GPU) is cuda.dag_attention
 
 
 @pytest.fixture
@@ -69,17 +67,22 @@ def first(monkeypatch):
 
 
 def test_one_switch_prefers_what_is_compiled_ahead(first):
-    gpu = torch.device("cuda")
-    assert backends.resolve("auto", gpu, MERGE) is MERGE["triton"], "until a GPU has shown the others"
+    def chosen(name, backend="auto"):
+        function = OPS[name].chosen(backend, GPU)
+        return next(
+            backend for backend, one in OPS[name].implementations.items() if one == function and backend != "cpu"
+        )
+
+    assert chosen("merge") == "triton", "until a GPU has shown the others"
     for value, name in (("triton", "triton"), ("compiled", "cuda")):
         first(value)
-        for op in (MERGE, VERIFY, COMMIT):
-            assert backends.resolve("auto", gpu, op) is op[name]
-            assert backends.resolve("triton", gpu, op) is op["triton"], "a name never falls back"
-        for op in (RECALL, REMEMBER, MIX):
-            assert backends.resolve("auto", gpu, op) is op["cuda"], "one launch; Triton's are many"
-        assert backends.resolve("auto", gpu, WRITE) is WRITE["triton"], "there is no other"
-        assert backends.resolve("auto", gpu, IMPLEMENTATIONS) is IMPLEMENTATIONS["triton"], "attention is on request"
+        for op in ("merge", "verify", "commit_kv"):
+            assert chosen(op) == name
+            assert chosen(op, "triton") == "triton", "a name never falls back"
+        for op in ("ngram_recall", "ngram_remember", "mix_candidates"):
+            assert chosen(op) == "cuda", "one launch; Triton's are many"
+        assert chosen("write_kv") == "triton", "there is no other"
+        assert chosen("dag_attention") == "triton", "attention is on request"
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
@@ -90,16 +93,15 @@ def test_small_ops_without_a_kernel_are_said_to_be_slow(backend, first, monkeypa
     backends._say_slow.cache_clear()
     with caplog.at_level("WARNING", logger="gsd_kernels"):
         for _ in range(2):
-            chosen = backends.resolve_without_triton(backend, torch.device("cuda"), CALIBRATE)
-            assert chosen is CALIBRATE["reference"]
+            assert CALIBRATE.chosen(backend, GPU) is CALIBRATE.reference
     assert [r.message for r in caplog.records] == [
         "the small ops of a step have no Triton kernel and run as PyTorch's operators, hundreds of launches a step: "
         "not built; GSD_KERNELS_BUILD_CUDA=1 pip install ."
     ]
     caplog.clear()
     monkeypatch.setitem(missing, "cuda", None)
-    assert backends.resolve_without_triton(backend, torch.device("cuda"), CALIBRATE) is CALIBRATE["cuda"]
-    backends.resolve_without_triton("reference", torch.device("cuda"), CALIBRATE)
+    assert CALIBRATE.chosen(backend, GPU) == CALIBRATE.compiled
+    CALIBRATE.chosen("reference", GPU)
     assert not caplog.records
 
 
@@ -108,8 +110,8 @@ def test_the_switch_names_what_it_takes(first):
     with pytest.raises(
         ValueError, match="GSD_KERNELS_CUDA_FIRST: expected triton or compiled, got 'cuda'; or unset it"
     ):
-        backends.resolve("auto", torch.device("cuda"), MERGE)
-    backends.resolve("auto", torch.device("cpu"), MERGE)  # a CPU does not ask
+        OPS["merge"].chosen("auto", GPU)
+    OPS["merge"].chosen("auto", torch.device("cpu"))  # a CPU does not ask
 
 
 def test_shapes_are_known_without_running():
@@ -139,7 +141,7 @@ def test_a_whole_model_can_name_it(monkeypatch):
         return reference.dag_attention(call)
 
     monkeypatch.setattr(backends, "unavailable_reason", lambda *_: None)
-    monkeypatch.setitem(IMPLEMENTATIONS, "cuda", attention)
+    monkeypatch.setitem(ATTENTION.implementations, "cuda", attention)
     target = tiny()
     options = {"assistant_model": noised(target), "max_new_tokens": 20, "pad_token_id": 0, "graph_config": "tree"}
     inputs = prompts(2, 9)

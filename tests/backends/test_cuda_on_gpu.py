@@ -15,7 +15,7 @@ from ops.contracts.sampling import sampling_inputs
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels.ops.dag_attention.compiled import DTYPES
+from gsd_kernels.ops.dag_attention.cuda import DTYPES
 
 pytestmark = [
     pytest.mark.gpu,

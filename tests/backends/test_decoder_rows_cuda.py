@@ -22,8 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsd_kernels import backends
 from gsd_kernels.graph import pack_bits
-from gsd_kernels.ops.decoder_rows import DecoderWeights, compiled, cuda, decoder_rows
-from gsd_kernels.ops.decoder_rows.api import IMPLEMENTATIONS
+from gsd_kernels.ops.decoder_rows import DecoderWeights, cuda, decoder_rows
 from gsd_kernels.ops.decoder_rows.weights import MATRICES
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
 
@@ -123,9 +122,8 @@ def test_auto_never_takes_it(monkeypatch):
     monkeypatch.setattr(backends, "unavailable_reason", lambda name, _: None if name != "cpu" else "absent")
     for first in ("triton", "compiled"):
         monkeypatch.setattr(backends, "compiled_first", lambda first=first: first == "compiled")
-        chosen = backends.resolve("auto", torch.device("cuda"), IMPLEMENTATIONS)
-        assert chosen is IMPLEMENTATIONS["reference"]
-    assert backends.resolve("cuda", torch.device("cuda"), IMPLEMENTATIONS) is cuda.decoder_rows
+        assert decoder_rows.chosen("auto", torch.device("cuda")) is decoder_rows.reference
+    assert decoder_rows.chosen("cuda", torch.device("cuda")) is cuda.decoder_rows
 
 
 def test_shapes_are_known_without_running(monkeypatch):
@@ -182,7 +180,7 @@ def test_a_layer_is_nine_launches(tmp_path_factory):
 
     def launched(keep, states=(), count=5):
         first = [t[:, :count] if t.dim() > 1 and t.shape[1] == 5 else t for t in graph]
-        return block_code.launches(tmp_path_factory, weights, *first, *caches, states, keep)
+        return block_code.launches(tmp_path_factory, weights, *first, *caches, keep, states)
 
     whole = ["embed", "ancestors", *(3 * LAYER), "norm", "product"]
     assert len(LAYER) <= 10
@@ -201,9 +199,9 @@ def test_a_layer_is_nine_launches(tmp_path_factory):
 def test_launches_begin_early_where_they_gain_by_it(tmp_path_factory, batch, count, early, monkeypatch):
     ids, caches = torch.zeros(batch, count, dtype=torch.int32), torch.zeros(batch, 2, 64, 64, dtype=HALF)
     call = (decoder(SMALL, HALF), ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], [caches] * 2, [caches] * 2)
-    assert block_code.begins_early(tmp_path_factory, *call, (), 1) is early
+    assert block_code.begins_early(tmp_path_factory, *call, 1, ()) is early
     monkeypatch.setenv(cuda.OVERLAP, "0")
-    assert not block_code.begins_early(tmp_path_factory, *call, (), 1)
+    assert not block_code.begins_early(tmp_path_factory, *call, 1, ())
 
 
 @pytest.mark.slow
@@ -214,7 +212,7 @@ def test_products_ask_for_the_weights_of_the_next_one(tmp_path_factory, inner, c
     sizes = dataclasses.replace(SMALL, inner=inner, hidden=512 if inner > 1000 else 64)
     weights, ids = decoder(sizes, HALF), torch.zeros(1, count, dtype=torch.int32)
     caches = [torch.zeros(1, sizes.kv_heads, 64, sizes.head_dim, dtype=HALF)] * len(weights.layers)
-    call = (weights, ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], caches, caches, (), keep)
+    call = (weights, ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], caches, caches, keep, ())
     products = [product for layer in weights.layers for product in products_of(layer)] + [[weights.head]]
     if not keep:
         products = products[:-4]  # the last layer ends with its keys and values
@@ -415,9 +413,9 @@ def test_one_captured_forward_serves_every_text(dtype):
 def test_opcheck_and_mixed_devices():
     case = text(SMALL, HALF, [0, 3], "cuda")
     case.read(random_tokens(2, 9), 9)
-    given = compiled.flat(case.weights, *graph_rows(case, 5), (1,), 3)
+    given = decoder_rows.flat(case.weights, *graph_rows(case, 5), 3, (1,))
     given = tuple([t.nan_to_num(0.0) for t in g] if g is case.caches[0] or g is case.caches[1] else g for g in given)
-    results = torch.library.opcheck(torch.ops.gsd_kernels.decoder_rows.default, given)
+    results = torch.library.opcheck(torch.ops.gsd_kernels.decoder_rows.default, given, test_utils="test_schema")
     assert set(results.values()) == {"SUCCESS"}, results
     with pytest.raises(RuntimeError, match="same CUDA device"):
         torch.ops.gsd_kernels.decoder_rows(given[0].cpu(), *given[1:])

@@ -9,6 +9,7 @@ from ops.contracts.attention import Attention
 from ops.contracts.ngram import Memory, contents, remembered, two_sources
 
 import gsd_kernels as gsd
+from gsd_kernels.ops.table import OPS
 
 pytestmark = pytest.mark.interpreter
 
@@ -60,24 +61,23 @@ def operator_calls() -> dict[str, tuple]:
     graph, tokens, log_probs = level()
     rows, sampled, eos, remaining, done = rows_arguments()
     logits, positions = sampling_arguments()
-    each = torch.tensor([0.5, 1.0])
+    stream = torch.tensor(1), torch.arange(2, dtype=torch.int32)
+    warpers = 0.0, 5, 1.0, 0.0, torch.tensor([0.5, 1.0]), None, None, None
     memory, *given = remembered_arguments()
     stored = (memory.keys, memory.tokens, memory.log_probs)
     return {
         "triton_dag_attention": (*small_attention(), None, None, 0.125, None, None, None, torch.randn(2)),
         "triton_merge": ([*graph.tensors()], graph.root_frontier(), tokens, log_probs, 0, 3, 0, -1.0, -5.0),
         "triton_flatten": (graph.token_ids, graph.edge_targets, graph.edge_log_probs, 12, 6),
-        "triton_best_tokens": (
-            *(logits, positions, 2, torch.tensor(1), torch.arange(2, dtype=torch.int32)),
-            *(each, 0.0, None, 5.0, None, 1.0, None, 0.0, True, True),
-        ),
-        "triton_log_probs": (logits, each, 0.0, None, 5.0, None, 1.0, None, 0.0),
+        "triton_sample_rows": (logits, positions, *stream, *warpers),
+        "triton_draft_candidates": (logits, positions, 2, *stream, *warpers, True),
+        "triton_warped_log_probs": (logits, *warpers),
         "triton_verify": (*rows.tensors()[:4], rows.num_rows, sampled, eos, remaining, done, 6),
         "triton_commit_kv": commit_arguments(),
         "triton_write_kv": write_arguments(),
         "triton_ngram_insert": (*stored, *given[:4], 3, 4),
         "triton_ngram_lookup": (*stored, given[0], 3, 4),
-        "triton_perturb_candidates": (*remembered(0, 3), torch.tensor(1), torch.arange(2, dtype=torch.int32)),
+        "triton_perturb_candidates": (*remembered(0, 3), *stream),
         "triton_mix_candidates": tuple(given[4:]),
     }
 
@@ -149,8 +149,6 @@ def test_compiles_without_a_graph_break(function, arguments):
 
 
 def test_auto_never_interprets():
-    from gsd_kernels.backends import resolve
-    from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
-
-    assert resolve("auto", torch.device("cpu"), IMPLEMENTATIONS) is not IMPLEMENTATIONS["triton"]
-    assert resolve("triton", torch.device("cpu"), IMPLEMENTATIONS) is IMPLEMENTATIONS["triton"]
+    attention = OPS["dag_attention"]
+    assert attention.chosen("auto", torch.device("cpu")) != attention.launched
+    assert attention.chosen("triton", torch.device("cpu")) == attention.launched

@@ -11,8 +11,7 @@ from shared import once
 from torch import Tensor
 
 from gsd_kernels import backends
-from gsd_kernels.compiled import schema_of
-from gsd_kernels.ops.decoder_rows import compiled, cuda
+from gsd_kernels.ops.decoder_rows import cuda, decoder_rows
 from gsd_kernels_hf.model import fused
 
 from .programs import CXX, ROOT, build
@@ -45,7 +44,7 @@ def operators(factory: pytest.TempPathFactory) -> Any:
     """``torch.ops.gsd_block_code``, built once a run."""
     folder = once(factory, "rows_op", lambda folder: build(SOURCE, folder / "rows_op.so", FLAGS))
     if not hasattr(torch.ops.gsd_block_code, "launches"):
-        arguments, _, results = schema_of("decoder_rows").partition(" -> ")
+        arguments, _, results = decoder_rows.schema.partition(" -> ")
         torch.library.define("gsd_block_code::decoder_rows", f"{arguments} -> {results}")
         torch.library.define("gsd_block_code::launches", f"{arguments} -> Tensor")
         torch.library.define("gsd_block_code::ahead", f"{arguments} -> Tensor")
@@ -55,18 +54,18 @@ def operators(factory: pytest.TempPathFactory) -> Any:
 
 def launches(factory: pytest.TempPathFactory, *arguments: Any) -> list[str]:
     """Names of the kernels that a call launches, in order; arguments as of an implementation of decoder_rows."""
-    found = operators(factory).launches(*compiled.flat(*arguments))
+    found = operators(factory).launches(*decoder_rows.flat(*arguments))
     return [KERNELS[kernel] for kernel in found[1:].tolist()]
 
 
 def begins_early(factory: pytest.TempPathFactory, *arguments: Any) -> bool:
     """Whether the launches of a call begin while the one before ends, on a GPU that can."""
-    return bool(operators(factory).launches(*compiled.flat(*arguments))[0])
+    return bool(operators(factory).launches(*decoder_rows.flat(*arguments))[0])
 
 
 def asked_ahead(factory: pytest.TempPathFactory, *arguments: Any) -> list[list[int]]:
     """What products ask for of the next one's weights: number of the product, address and bytes, a piece each."""
-    return operators(factory).ahead(*compiled.flat(*arguments)).view(-1, 3).tolist()
+    return operators(factory).ahead(*decoder_rows.flat(*arguments)).view(-1, 3).tolist()
 
 
 def take_for_gpus(monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFactory) -> None:
@@ -74,11 +73,11 @@ def take_for_gpus(monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFacto
     ops, known = operators(factory), backends.unavailable_reason
 
     def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.decoder_rows(*compiled.flat(*arguments))
+        return ops.decoder_rows(*decoder_rows.flat(*arguments))
 
     def reason(backend: str, device: torch.device) -> str | None:
         return None if backend == "cuda" else known(backend, device)
 
-    monkeypatch.setattr(cuda, "compiled", type("Compiled", (), {"decoder_rows": staticmethod(run)}))
+    monkeypatch.setattr(cuda, "run", run)
     monkeypatch.setattr(backends, "unavailable_reason", reason)
     monkeypatch.setattr(fused, "unavailable_reason", reason)

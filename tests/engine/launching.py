@@ -12,15 +12,11 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 
 from gsd_kernels import backends
-from gsd_kernels.ops.commit_kv import api as commit_kv
-from gsd_kernels.ops.flatten import api as flatten
-from gsd_kernels.ops.merge import api as merge
-from gsd_kernels.ops.ngram import api as ngram
-from gsd_kernels.ops.sampling import api as sampling
-from gsd_kernels.ops.verify import api as verify
+from gsd_kernels.ops.table import OPS
 from gsd_kernels_hf.sources import history
 
-OUTSIDE_MODELS = (commit_kv, flatten, merge, ngram, sampling, verify)  # those with a Triton kernel
+LAUNCHED = {name: op for name, op in OPS.items() if "triton" in op.implementations}
+OUTSIDE_MODELS = [op for name, op in LAUNCHED.items() if name not in ("dag_attention", "write_kv")]
 
 
 def described(value: Any) -> Any:
@@ -74,5 +70,5 @@ def as_on_a_gpu(
         return both(found["triton"], values(found["cpu"])) if chosen == "triton" else found["cpu"]
 
     run_launch_code(monkeypatch)
-    for api in OUTSIDE_MODELS:
-        monkeypatch.setattr(api, "resolve", resolve)
+    for op in OUTSIDE_MODELS:
+        monkeypatch.setattr(op, "resolve", resolve)

@@ -21,7 +21,7 @@ from transformers import StoppingCriteria
 
 from gsd_kernels import generate, patch, unpatch
 from gsd_kernels.compiled import UNAVAILABLE as COMPILED_UNAVAILABLE
-from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
+from gsd_kernels.ops.dag_attention.api import ATTENTION
 from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.engine import capture, decoder, session, stats
 from gsd_kernels_hf.engine.capture import WARM_STEPS, can_capture
@@ -53,7 +53,7 @@ def test_a_step_copies_nothing_from_the_host(pair, name, sampling, monkeypatch):
     target, draft = pair
     watched = watch_steps(monkeypatch)
     # PyTorch's attention on a CPU is no part of a step on a GPU.
-    monkeypatch.setitem(IMPLEMENTATIONS, "cpu", IMPLEMENTATIONS["reference"])
+    monkeypatch.setitem(ATTENTION.implementations, "cpu", ATTENTION.reference)
     options = sources(name, target, draft)
     generate(target, **prompts(2, 9), max_new_tokens=24, pad_token_id=0, **options, **sampling)
     assert sum(watched) >= 3

@@ -16,7 +16,7 @@ from engine.host_data import watch_steps
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
+from gsd_kernels.ops.dag_attention.api import ATTENTION
 from gsd_kernels_hf import validate
 from gsd_kernels_hf.validate.calls import check_inputs
 from gsd_kernels_serve import asked, logprobs
@@ -228,6 +228,6 @@ def test_captured_steps_read_the_border_where_it_is(family, monkeypatch):
 def test_a_step_copies_nothing_from_the_host(family, monkeypatch):
     target = target_of(family)
     watched = watch_steps(monkeypatch)
-    monkeypatch.setitem(IMPLEMENTATIONS, "cpu", IMPLEMENTATIONS["reference"])
+    monkeypatch.setitem(ATTENTION.implementations, "cpu", ATTENTION.reference)
     gsd.generate(target, **prompt(16, 2), max_new_tokens=20, pad_token_id=0, **WAYS["draft"](target))
     assert sum(watched) >= 3

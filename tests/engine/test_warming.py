@@ -10,7 +10,7 @@ import fake_cuda
 import pytest
 import torch
 from chats import ask, pair, patched, words
-from engine.launching import both, run_launch_code
+from engine.launching import LAUNCHED, both, run_launch_code
 from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3
 
 pytest.importorskip("triton")
@@ -20,21 +20,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.runtime.jit import JITFunction
 
 from gsd_kernels import LayerSkip
-from gsd_kernels.ops.commit_kv import api as commit_kv
-from gsd_kernels.ops.dag_attention import api as dag_attention
-from gsd_kernels.ops.flatten import api as flatten
-from gsd_kernels.ops.merge import api as merge
-from gsd_kernels.ops.ngram import api as ngram
-from gsd_kernels.ops.sampling import api as sampling
-from gsd_kernels.ops.verify import api as verify
-from gsd_kernels.ops.write_kv import api as write_kv
 from gsd_kernels_cli import kernel_report
 from gsd_kernels_hf.engine import capture, loop, warming
 from gsd_kernels_hf.model import fused
 from gsd_kernels_hf.policy import shape_policy
 from gsd_kernels_hf.policy.shapes import ladder
 
-OPS = (commit_kv, dag_attention, flatten, merge, ngram, sampling, verify, write_kv)
 KERNELS = {"_commit_kernel", "_split_kernel", "_combine_kernel", "_flatten_kernel", "_merge_kernel", "_verify_kernel"}
 KERNELS |= {"_write_kernel", "_insert_kernel", "_lookup_kernel", "_mix_kernel"}
 SAMPLING = {
@@ -74,9 +65,9 @@ def compiled(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", run_nothing)
 
     def resolve(backend, device, found):
-        return both(found["triton"], found["reference"]) if "triton" in found else found["reference"]
+        return both(found["triton"], found["reference"])
 
-    for op in OPS:
+    for op in LAUNCHED.values():
         monkeypatch.setattr(op, "resolve", resolve)
     with kernel_report._target(90):
         yield found

@@ -102,11 +102,13 @@ def test_nothing_in_a_damaged_index_leads_outside_of_it(on):
         assert ((matched >= 0) & (matched <= MAX_MATCH)).all()
 
 
-def test_arguments_are_checked():
+@backends("cpu")
+def test_arguments_are_checked(on):
     asked = arguments(indexed([[1, 2, 3]]), [[1, 2]], [[3]])
-    with pytest.raises(ValueError, match="vocab"):
-        corpus_recall(*asked, vocab=0)
-    with pytest.raises(TypeError, match="nodes: expected int32"):
-        corpus_recall(*asked[:2], asked[2].long(), *asked[3:], vocab=4)
-    with pytest.raises(TypeError, match=r"corpus\.order: expected int32"):
-        corpus_recall(SortedCorpus(asked[0].text, asked[0].order.long(), asked[0].following), *asked[1:], vocab=4)
+    for wrong, vocab, match in (
+        (asked, 0, "vocab: expected a vocabulary size"),
+        ((*asked[:2], asked[2].long(), *asked[3:]), 4, "frontier: wrong dtype"),
+        ((SortedCorpus(asked[0].text, asked[0].order.long(), asked[0].following), *asked[1:]), 4, "order: wrong dtype"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            corpus_recall(*wrong, vocab=vocab, backend=on.name)

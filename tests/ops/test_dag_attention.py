@@ -26,7 +26,7 @@ from torch import Tensor
 import gsd_kernels as gsd
 from gsd_kernels import cpu_levels
 from gsd_kernels.ops.dag_attention import visibility
-from gsd_kernels.ops.dag_attention.compiled import DTYPES, HEAD_DIMS
+from gsd_kernels.ops.dag_attention.cuda import DTYPES, HEAD_DIMS
 from gsd_kernels.ops.dag_attention.dense import dense_mask as written_out
 
 

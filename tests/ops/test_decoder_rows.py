@@ -44,7 +44,7 @@ def test_states_are_what_the_layers_read():
     assert states.shape == (3, 2, 5, 32) and logits.shape[1] == hidden.shape[1] == 0
     assert torch.equal(states[0], states[2]) and not torch.equal(states[0], states[1])
     torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="states: expected layers 0 … 2"):
+    with pytest.raises(RuntimeError, match=r"states: expected layers 0 \.\.\. 2"):
         decoder_rows(weights, **case, keep=0, states=(3,))
 
 

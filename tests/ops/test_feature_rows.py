@@ -41,20 +41,20 @@ def test_a_row_has_the_same_bits_alone():
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "match"),
+    ("change", "match"),
     [
-        ({"features": torch.zeros(2, 5, 31)}, ValueError, "features: expected"),
-        ({"features": torch.zeros(2, 5, 32).double()}, TypeError, "features: "),
-        ({"keep": 6}, ValueError, "keep: expected 0 … 5"),
-        ({"k_caches": []}, ValueError, "k_caches: expected 1 layers, got 0"),
-        ({"token_ids": torch.full((2, 5), 50, dtype=torch.int32)}, RuntimeError, "token_ids: 50 is outside"),
-        ({"slots": torch.full((2, 5), 40, dtype=torch.int32)}, RuntimeError, "slots: 40 is outside"),
+        ({"features": torch.zeros(2, 5, 31)}, "features: expected"),
+        ({"features": torch.zeros(2, 5, 32).double()}, "features: "),
+        ({"keep": 6}, r"keep: expected 0 \.\.\. 5"),
+        ({"k_caches": []}, "layers: expected .* two caches and a window for each"),
+        ({"token_ids": torch.full((2, 5), 50, dtype=torch.int32)}, "token_ids: 50 is outside"),
+        ({"slots": torch.full((2, 5), 40, dtype=torch.int32)}, "slots: 40 is outside"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_wrong_arguments_are_refused(change, error, match):
+def test_wrong_arguments_are_refused(change, match):
     weights, case = feature_case(layers=1)
-    with pytest.raises(error, match=match):
+    with pytest.raises(RuntimeError, match=match):
         feature_rows(weights, **{"keep": 1, "backend": "cpu", **case, **change})
 
 

@@ -40,7 +40,7 @@ def test_a_pick_that_both_had_is_shared_by_their_probabilities(on):
         ]
     )
     nodes, picked = on.to([torch.tensor([[3, 7, -2]], dtype=torch.int32), torch.tensor([[9, 9, 0]], dtype=torch.int32)])
-    learn_source([Asked(*level)], nodes, picked, mixture, prior_count=8.0, memory=math.inf, backend=on.name)
+    learn_source([Asked(*level)], nodes, picked, mixture, None, 8.0, math.inf, backend=on.name)
     assert mixture.counts.item() == 9.0 and mixture.shares.item() == pytest.approx(4.0 + 0.6 / 0.8)
     assert mixture.weights.item() == pytest.approx((4.0 + 0.75) / 9)
 
@@ -50,14 +50,20 @@ def test_triton_has_none_and_takes_what_auto_does():
     learn_source(asked, nodes, picked, *tables(0), **COUNTS, backend="triton")
 
 
-def test_bad_arguments_are_named():
+@backends("cpu")
+def test_bad_arguments_are_named(on):
     asked, nodes, picked = questions(0)
     mixture, reliability = tables(0)
-    with pytest.raises(ValueError, match="asked: expected at least one level"):
-        learn_source([], nodes, picked, mixture, **COUNTS)
-    with pytest.raises(TypeError, match="picked: expected int32"):
-        learn_source(asked, nodes, picked.long(), mixture, **COUNTS)
-    with pytest.raises(ValueError, match=r"asked\.log_probs: expected shape"):
-        learn_source([asked[0]._replace(log_probs=asked[0].log_probs[:1])], nodes, picked, mixture, **COUNTS)
-    with pytest.raises(ValueError, match="reliability: expected at least 4 ranks, got 2"):
-        learn_source(asked, nodes, picked, mixture, type(reliability)(*(t[:, :2] for t in reliability)), **COUNTS)
+    few = type(reliability)(*(t[:, :2].contiguous() for t in reliability))
+    for given, error, match in (
+        (([], nodes, picked, mixture, None), ValueError, "asked: expected at least one level"),
+        ((asked, nodes, picked.long(), mixture, None), RuntimeError, "picked: wrong dtype"),
+        (
+            ([asked[0]._replace(log_probs=asked[0].log_probs[:1])], nodes, picked, mixture, None),
+            RuntimeError,
+            "log_probs",
+        ),
+        ((asked, nodes, picked, mixture, few), RuntimeError, "prior: expected at least 4 ranks, got 2"),
+    ):
+        with pytest.raises(error, match=match):
+            learn_source(*given, **COUNTS, backend=on.name)

@@ -10,7 +10,8 @@ import torch
 from graphs import STYLES, drafted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops.contracts.backends import ALL, backend_param, backends, cases
+from ops.contracts.arguments import merge_arguments
+from ops.contracts.backends import ALL, assert_bit_equal, backend_param, backends, cases
 from ops.contracts.graph import (
     CUDA_GRAPHS,
     GRAPHS,
@@ -247,3 +248,18 @@ def test_a_candidate_joins_the_best_node_and_at_ties_the_oldest(on):
     nxt = gsd.merge(graph, graph.root_frontier(), *on.to(candidates), **step)
     assert graph.edge_targets[0, 0].tolist() == [2, 4] and graph.num_merges.item() == 1
     assert nxt.node_ids[0].tolist() == [4, 2]
+
+
+def test_a_config_is_its_rules_and_one_of_both_is_needed():
+    found = []
+    config = gsd.GraphConfig(merge_context=0, sibling_ratio=0.4, min_prob=0.3)
+    rules = {"log_sibling_ratio": config.log_sibling_ratio, "log_min_prob": config.log_min_prob}
+    for said in ({"config": config}, {"merge_context": 0, **rules}):
+        arguments = {**merge_arguments(), "merge_context": None, **said}
+        arguments["cand_log_probs"] = torch.tensor([0.5, 0.25, 0.1]).log().expand(2, 1, 3).contiguous()
+        frontier = gsd.merge(**arguments)
+        found.append((*arguments["graph"].tensors(), *frontier.tensors()))
+    assert_bit_equal(*found)
+    assert frontier.node_ids.tolist() == [[1, -1]] * 2 and arguments["graph"].num_nodes.tolist() == [3, 3]
+    with pytest.raises(TypeError, match="merge_context: expected a number of tokens, or a config"):
+        gsd.merge(**{**merge_arguments(), "merge_context": None})

@@ -266,23 +266,22 @@ def test_calibration_by_index_and_by_bin(on, ranks):
         assert got[b, w, k].item() == pytest.approx(want, abs=1e-6)
 
 
-def test_bad_arguments_of_the_newer_ops_are_named():
+@backends("cpu")
+def test_bad_arguments_of_the_newer_ops_are_named(on):
     case = MEMORIES["usual"]
     table, (graph, rows, tail) = case.empty(), tree_of(case, 0)
     tokens = torch.zeros(2, 20, 2, dtype=torch.int32)
-    with pytest.raises(TypeError, match="tokens: expected int32"):
-        ngram_remember(table, rows, tail, tokens.long(), tokens.float())
-    with pytest.raises(ValueError, match="at least max_context=3 tokens"):
-        ngram_remember(table, rows, tail[:, :2], tokens, tokens.float())
-    with pytest.raises(ValueError, match="nodes: expected shape"):
-        ngram_recall(table, graph, graph.root_frontier()[:1])
-    with pytest.raises(ValueError, match="expected all or none"):
-        ngram_recall(table, graph, graph.root_frontier(), seed=torch.tensor(1))
-    with pytest.raises(ValueError, match="graph: expected a branch of at most 2, got 3"):
-        ngram_recall(table, tree_of(Memory(branch=3), 0)[0], graph.root_frontier())
-    with pytest.raises(ValueError, match="index, edges"):
-        calibrate_candidates(tokens.float(), torch.zeros(2, 2), index=tokens[..., 0], edges=torch.zeros(1))
-    with pytest.raises(ValueError, match="log_ratio: expected at least 2 ranks"):
-        calibrate_candidates(tokens.float(), torch.zeros(2, 1))
+    root, more = graph.root_frontier(), tree_of(Memory(branch=3), 0)[0]
+    for op, asked, match in (
+        (ngram_remember, (table, rows, tail, tokens.long(), tokens.float()), "tokens: wrong dtype"),
+        (ngram_remember, (table, rows, tail[:, :2], tokens, tokens.float()), "contexts: expected at least 3 tokens"),
+        (ngram_recall, (table, graph, root[:1]), "nodes: expected size 2"),
+        (ngram_recall, (table, graph, root, None, torch.tensor(1)), "expected all or none"),
+        (ngram_recall, (table, more, root), "branch: expected at most 2, got 3"),
+        (calibrate_candidates, (tokens.float(), torch.zeros(2, 2), tokens[..., 0], torch.zeros(1)), "index, edges"),
+        (calibrate_candidates, (tokens.float(), torch.zeros(2, 1)), "log_ratio: expected at least 2 ranks"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            op(*asked, backend=on.name)
     with pytest.raises(ValueError, match="weight: expected a table with an index"):
         gsd.mix_candidates(*two_sources(0, 4, 3), index=torch.zeros(2, 5, dtype=torch.int32))

@@ -160,10 +160,14 @@ WRONG = {
         r"divide 72, 2\], contig",
     ),
     "no scales": (lambda m: PackedMatrix(BY_NAME["int8"], m.data.char(), 36), TypeError, "scales: int8 needs float32"),
-    "inputs": (lambda m: row_linear(torch.ones(1, 32), m), ValueError, "weight: expected 32 inputs"),
+    "inputs": (lambda m: row_linear(torch.ones(1, 32), m), RuntimeError, "weight: expected"),
     "a row": (lambda m: unpack_rows(m, torch.tensor([3]), dtype=torch.float32), (RuntimeError, IndexError), "3"),
-    "rows": (lambda m: unpack_rows(m, torch.ones(1), dtype=torch.float32), TypeError, "rows: expected int64"),
-    "an output dtype": (lambda m: unpack_rows(m, dtype=torch.float64), TypeError, "dtype: expected float32"),
+    "rows": (
+        lambda m: unpack_rows(m, torch.ones(1), dtype=torch.float32),
+        (RuntimeError, IndexError),
+        "rows: wrong dtype",
+    ),
+    "an output dtype": (lambda m: unpack_rows(m, dtype=torch.float64), RuntimeError, "like: expected float32"),
 }
 
 

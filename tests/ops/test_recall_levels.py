@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -33,22 +34,14 @@ class Case:
     calibrated: bool = True
     opened: bool = False  # a level of another source comes before
     padded: int = 0  # absent nodes of the given frontier
-    min_prob: float = float("-inf")
-    sibling_ratio: float = float("-inf")
+    min_prob: float = 0.0
+    sibling_ratio: float = 0.0
 
     def build(self) -> tuple[Recollection, gsd.TokenGraph, Tensor, Tensor | None]:
         """History, graph, frontier and calibration."""
         given = {name: getattr(self, name) for name in ("batch", "vocab", "text", "branch", "remembered")}
         known, text = Known(**given, runners=min(self.text, 8)).build()
-        config = gsd.GraphConfig(
-            depth=int(self.opened),
-            width=self.width,
-            branch=self.branch,
-            max_rows=24,
-            merge_context=self.merge_context,
-            history_depth=self.levels,
-        )
-        graph = gsd.TokenGraph.empty(self.batch, config, "cpu")
+        graph = gsd.TokenGraph.empty(self.batch, self.config.replace(history_width=8), "cpu")
         graph.reset(text[:, -1].contiguous(), tail_of(text))
         frontier = graph.root_frontier()
         if self.opened:
@@ -63,15 +56,22 @@ class Case:
         log_ratio = torch.rand(7, self.branch + 2, generator=gen).log() if self.calibrated else None
         return known, graph, frontier, log_ratio
 
+    @property
+    def config(self) -> gsd.GraphConfig:
+        return gsd.GraphConfig(
+            depth=int(self.opened),
+            width=self.width,
+            branch=self.branch,
+            max_rows=24,
+            merge_context=self.merge_context,
+            sibling_ratio=self.sibling_ratio,
+            min_prob=self.min_prob,
+            history_depth=self.levels,
+            history_width=self.width,
+        )
+
     def options(self, sampled: bool) -> dict[str, object]:
-        options = {
-            "level": int(self.opened),
-            "levels": self.levels,
-            "width": self.width,
-            "merge_context": self.merge_context,
-            "log_sibling_ratio": self.sibling_ratio,
-            "log_min_prob": self.min_prob,
-        }
+        options = {"level": int(self.opened), "config": self.config}
         return options | (noise(self.batch) if sampled else {})
 
 
@@ -82,14 +82,14 @@ CASES = {
     "none given": Case(opened=True, padded=4, batch=1),  # the next level takes what the graph holds
     "nothing known": Case(text=0),
     "few tokens again": Case(vocab=40, text=50, levels=9),
-    "runs dry": Case(min_prob=-2.0, sibling_ratio=-0.7),
+    "runs dry": Case(min_prob=math.exp(-2.0), sibling_ratio=0.5),
     "as remembered": Case(calibrated=False, opened=True),
     "no merging": Case(merge_context=-1),
     "merged by token": Case(merge_context=0, levels=8),
     "few candidates": Case(branch=2, remembered=4),
     "one of each": Case(branch=1, remembered=1, width=1, levels=1, batch=1),
     "many sequences": Case(batch=19, opened=True),  # several threads
-    "trimmed": Case(min_prob=-20.0, sibling_ratio=-0.7),
+    "trimmed": Case(min_prob=math.exp(-20.0), sibling_ratio=0.5),
 }
 
 
@@ -98,7 +98,7 @@ def one_by_one(case: Case, sampled: bool, backend: str) -> tuple[gsd.TokenGraph,
     known, graph, frontier, log_ratio = case.build()
     options = case.options(sampled)
     asked = {name: options[name] for name in noise(1)} if sampled else {}
-    merged = {name: options[name] for name in ("width", "merge_context", "log_sibling_ratio", "log_min_prob")}
+    merged = {"width": case.width, "config": case.config}
     nodes, found = pad(frontier, (0, case.width - frontier.shape[1]), value=-1), []
     for number in range(options["level"], options["level"] + case.levels):
         tokens, log_probs, matched = history_recall(known, graph, nodes, **asked, backend=backend)
@@ -145,40 +145,41 @@ def test_without_noise_the_compiled_levels_are_the_references(on, name):
         found.append((levels.node_ids, levels.tokens, levels.matched, graph.token_ids, graph.edge_targets))
         chances = levels.log_probs
     assert_bit_equal(*found)
-    torch.testing.assert_close(levels.log_probs, chances, atol=1e-6, rtol=0)
+    torch.testing.assert_close(levels.log_probs, chances, atol=recall_levels.tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
         ({"frontier": torch.zeros(2, 1)}, "frontier"),
-        ({"frontier": torch.zeros(2, 5, dtype=torch.int32)}, "1 … width nodes.*got 5"),
-        ({"levels": 0}, "levels"),
-        ({"level": -1}, "level"),
-        ({"log_ratio": torch.zeros(5, 2)}, r"log_ratio: expected \[1 or more, 3 or more\]"),
+        ({"frontier": torch.zeros(2, 5, dtype=torch.int32)}, "width: expected at least the frontier's 5"),
+        ({"level": 5}, "levels: expected at least 1"),
+        ({"level": -1}, "levels: .* from -1"),
+        ({"log_ratio": torch.zeros(5, 2)}, "log_ratio: expected at least 3 ranks"),
         ({"log_ratio": torch.zeros(5, 3, dtype=torch.float64)}, "log_ratio"),
-        ({"merge_context": 9}, "merge_context"),
         ({"seed": torch.tensor(3)}, "expected all or none"),
         (noise(2) | {"first_pick": torch.zeros(2)}, "first_pick"),
         (noise(2) | {"sequence_ids": torch.zeros(3, dtype=torch.int32)}, "sequence_ids"),
         ({"backend": "triton"}, "backend"),
     ],
 )
-def test_wrong_arguments_are_named_and_nothing_is_changed(wrong, match):
+@backends("cpu")
+def test_wrong_arguments_are_named_and_nothing_is_changed(on, wrong, match):
     case = CASES["from the root"]
     known, graph, frontier, log_ratio = case.build()
     before = graph.clone()
-    given = {"frontier": frontier, "log_ratio": log_ratio} | case.options(False) | wrong
-    with pytest.raises((TypeError, ValueError), match=match):
+    given = {"frontier": frontier, "log_ratio": log_ratio, "backend": on.name} | case.options(False) | wrong
+    with pytest.raises((RuntimeError, gsd.BackendUnavailableError), match=match):
         recall_levels(known, graph, **given)
     assert_bit_equal(graph, before)
 
 
-def test_a_table_of_fewer_candidates_is_refused():
+@backends("cpu")
+def test_a_table_of_fewer_candidates_is_refused(on):
     case = Case(branch=3, remembered=2)
     known, graph, frontier, _ = case.build()
-    with pytest.raises(ValueError, match="graph: expected a branch of at most 2, got 3"):
-        recall_levels(known, graph, frontier, **case.options(False))
+    with pytest.raises(RuntimeError, match="branch: expected at most 2, got 3"):
+        recall_levels(known, graph, frontier, None, **case.options(False), backend=on.name)
 
 
 @backends("cpu")
@@ -186,4 +187,6 @@ def test_levels_beyond_the_graph_are_refused(on):
     case = CASES["no merging"]
     known, graph, frontier, log_ratio = case.build()
     with pytest.raises(RuntimeError, match=r"the levels need .* nodes, the graph holds 100"):
-        recall_levels(known, graph, frontier, log_ratio, **case.options(False) | {"levels": 40}, backend=on.name)
+        recall_levels(
+            known, graph, frontier, log_ratio, config=case.config.replace(history_depth=40), level=0, backend=on.name
+        )

@@ -139,22 +139,24 @@ def test_often_right_is_believed_and_becomes_certain():
     assert variances.sum() < 0.9 * found.prior.sum()
 
 
-def test_bad_arguments_are_named():
+@backends("cpu")
+def test_bad_arguments_are_named(on):
     graph, before = problem(0)
     known, steps = posterior(), path(graph, 0)
-    with pytest.raises(TypeError, match="num_accepted: expected int32"):
-        select_rows(graph, before.long(), known, None, **LIMITS)
-    with pytest.raises(TypeError, match="seconds: expected float64"):
-        select_rows(graph, before, known, torch.ones(3), **LIMITS)
-    with pytest.raises(ValueError, match="seconds: expected those of one row"):
-        select_rows(graph, before, known, torch.ones(0, dtype=torch.float64), **LIMITS)
-    with pytest.raises(ValueError, match="max_path: expected 0 … max_rows - 1 = 3, got 4"):
-        select_rows(graph, before, known, None, max_rows=4, max_path=4)
-    with pytest.raises(ValueError, match="max_rows: expected 1 … 128, got 0"):
-        select_rows(graph, before, known, None, max_rows=0, max_path=0)
-    with pytest.raises(ValueError, match=r"posterior\.weights: expected shape"):
-        select_rows(graph, before, known._replace(weights=known.weights[:3]), None, **LIMITS)
-    with pytest.raises(ValueError, match="picked: expected shape"):
-        update_edge_model(graph, before, steps[0], steps[1][:, :2], known)
-    with pytest.raises(ValueError, match="process_noise: expected a finite number"):
-        update_edge_model(graph, before, *steps, known, process_noise=math.nan)
+    limits = tuple(LIMITS.values())
+    for op, asked, match in (
+        (select_rows, (before.long(), known, None, *limits), "num_accepted: wrong dtype"),
+        (select_rows, (before, known, torch.ones(3), *limits), "seconds: wrong dtype"),
+        (
+            select_rows,
+            (before, known, torch.ones(0, dtype=torch.float64), *limits),
+            "seconds: expected those of one row",
+        ),
+        (select_rows, (before, known, None, 4, 4), r"max_path: expected 0 \.\.\. 3, got 4"),
+        (select_rows, (before, known, None, 0, 0), r"max_rows: expected 1 \.\.\. 128, got 0"),
+        (select_rows, (before, known._replace(weights=known.weights[:3]), None, *limits), "weights: expected size"),
+        (update_edge_model, (before, steps[0], steps[1][:, :2], known), "picked: expected size"),
+        (update_edge_model, (before, *steps, known, math.nan), "process_noise: expected a finite number"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            op(graph, *asked, backend=on.name)

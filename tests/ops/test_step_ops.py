@@ -108,36 +108,42 @@ def test_triton_has_none_of_them_and_takes_what_auto_does():
 
 
 BAD = [
-    (step.start_graph, lambda: {"graph": graph_of(0), **texts(0)}, "tokens", lambda a: a["tokens"].int(), TypeError),
-    (step.start_graph, lambda: {"graph": graph_of(0), **texts(0)}, "out_len", lambda a: a["out_len"][:1], ValueError),
-    (step.feed_rows, lambda: fed(1), "depths", lambda a: a["depths"].long(), TypeError),
-    (step.feed_rows, lambda: fed(1), "kv_len", lambda a: a["kv_len"][:2], ValueError),
-    (step.feed_rows, lambda: fed(1), "slots", lambda a: a["depths"][:, :2], ValueError),
-    (step.feed_rows, lambda: fed(1), "node_depths", lambda a: a["depths"][:, :2], ValueError),
-    (step.feed_rows, lambda: fed(1), "dtype", lambda a: torch.int16, TypeError),
-    (step.feed_rows, lambda: fed(1), "backend", lambda a: "gpu", ValueError),
-    (step.feed_chain, lambda: chained(1), "cached", lambda a: a["cached"].long(), TypeError),
-    (step.feed_chain, lambda: chained(1), "width", lambda a: 0, ValueError),
+    (step.start_graph, lambda: {"graph": graph_of(0), **texts(0)}, "tokens", lambda a: a["tokens"].int()),
+    (step.start_graph, lambda: {"graph": graph_of(0), **texts(0)}, "out_len", lambda a: a["out_len"][:1]),
+    (step.feed_rows, lambda: fed(1), "depths", lambda a: a["depths"].long()),
+    (step.feed_rows, lambda: fed(1), "kv_len", lambda a: a["kv_len"][:2]),
+    (step.feed_rows, lambda: fed(1), "slots", lambda a: a["depths"][:, :2]),
+    (step.feed_rows, lambda: fed(1), "node_depths", lambda a: a["depths"][:, :2]),
+    (step.feed_chain, lambda: chained(1), "cached", lambda a: a["cached"].long()),
+    (step.feed_chain, lambda: chained(1), "width", lambda a: 0),
 ]
 
 
-@pytest.mark.parametrize(("op", "arguments", "name", "bad", "error"), BAD, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_bad_arguments_are_named(op, arguments, name, bad, error):
+@pytest.mark.parametrize(("op", "arguments", "name", "bad"), BAD, ids=lambda x: getattr(x, "__name__", str(x)))
+@backends("cpu")
+def test_bad_arguments_are_named(on, op, arguments, name, bad):
     op(**arguments())
-    with pytest.raises(error, match=name):
-        op(**{**arguments(), name: bad(arguments())})
+    with pytest.raises(RuntimeError, match=name):
+        op(**{**arguments(), name: bad(arguments())}, backend=on.name)
+    with pytest.raises(gsd.BackendUnavailableError, match="backend"):
+        op(**arguments(), backend="gpu")
+    with pytest.raises(TypeError, match=f"expected the arguments .*{name}.*unknown: .'more'"):
+        op(**arguments(), more=1)
 
 
-def test_bad_texts_are_named():
+@backends("cpu")
+def test_bad_texts_are_named(on):
     path, rows, _ = accepted(0)
     tokens, nodes = step.accepted_path(path, rows)
     given = {"eos_ids": int32(3), **state(0)}
-    with pytest.raises(ValueError, match="emitted: expected at least 7 places, got 5"):
-        step.commit_text(tokens, path, **{**given, "emitted": given["emitted"][:, :5]})
-    with pytest.raises(ValueError, match="nodes, graph: expected both or neither"):
-        step.commit_text(tokens, path, **given, nodes=nodes)
-    with pytest.raises(TypeError, match="done: expected bool"):
-        step.commit_text(tokens, path, **{**given, "done": given["done"].int()})
-    with pytest.raises(ValueError, match="accepted_rows: expected shape"):
-        step.accepted_path(gsd.Acceptance(path.accepted_rows[:1], path.num_accepted, path.next_token), rows)
+    with pytest.raises(RuntimeError, match="emitted: expected at least 7 places, got 5"):
+        step.commit_text(tokens, path, **{**given, "emitted": given["emitted"][:, :5].contiguous()}, backend=on.name)
+    with pytest.raises(RuntimeError, match=r"nodes, parents, .*: expected all or none"):
+        step.commit_text(tokens, path, **given, nodes=nodes, backend=on.name)
+    with pytest.raises(RuntimeError, match="done: wrong dtype"):
+        step.commit_text(tokens, path, **{**given, "done": given["done"].int()}, backend=on.name)
+    with pytest.raises(RuntimeError, match="token_ids: expected size"):
+        step.accepted_path(
+            gsd.Acceptance(path.accepted_rows[:1], path.num_accepted, path.next_token), rows, backend=on.name
+        )
     assert len(path.num_accepted) == BATCH

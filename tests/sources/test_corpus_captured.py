@@ -10,8 +10,7 @@ from engine.host_data import watch_steps
 from models import prompts, tiny
 
 from gsd_kernels import Corpus, GraphConfig, generate
-from gsd_kernels.ops.corpus.api import IMPLEMENTATIONS
-from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS as ATTENTION
+from gsd_kernels.ops.table import OPS
 from gsd_kernels_hf.engine.capture import WARM_STEPS
 
 CONFIG = GraphConfig(depth=0, branch=2, max_rows=8, history_depth=3)
@@ -21,7 +20,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}
 @pytest.fixture
 def options(tmp_path, monkeypatch):
     """A target's text half in its corpus, with the look-up that a GPU has."""
-    monkeypatch.setitem(IMPLEMENTATIONS, "cpu", IMPLEMENTATIONS["reference"])
+    monkeypatch.setitem(OPS["corpus_recall"].implementations, "cpu", OPS["corpus_recall"].reference)
     target = tiny()
     own = target.generate(**prompts(2, 9), max_new_tokens=24, do_sample=False)
     corpus = Corpus(corpus_of(tmp_path / "index", own[0]))
@@ -32,7 +31,7 @@ def options(tmp_path, monkeypatch):
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_look_up_copies_nothing_from_the_host(options, sampling, monkeypatch):
     watched = watch_steps(monkeypatch)
-    monkeypatch.setitem(ATTENTION, "cpu", ATTENTION["reference"])
+    monkeypatch.setitem(OPS["dag_attention"].implementations, "cpu", OPS["dag_attention"].reference)
     generate(**options, **sampling)
     assert sum(watched) >= 3
 

@@ -5,11 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...backends import implementations_of, resolve
 from ...checks import check_tensor
-from . import compiled, reference, triton_op
+from ..table import Op
+from . import reference
 
-IMPLEMENTATIONS = implementations_of("commit_kv", triton=triton_op, cpu=compiled, cuda=compiled, reference=reference)
+COMMIT = Op(
+    "commit_kv(Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor accepted_rows, Tensor num_accepted, "
+    "Tensor(c!) kv_len) -> ()",
+    reference.commit_kv,
+)
 
 
 def commit_kv(
@@ -42,4 +46,4 @@ def commit_kv(
     check_tensor("accepted_rows", accepted_rows, (batch, None), (torch.int32,), device)
     check_tensor("num_accepted", num_accepted, (batch,), (torch.int32,), device)
     check_tensor("kv_len", kv_len, (batch,), (torch.int32,), device)
-    resolve(backend, device, IMPLEMENTATIONS)(k_caches, v_caches, accepted_rows, num_accepted, kv_len)
+    COMMIT(list(k_caches), list(v_caches), accepted_rows, num_accepted, kv_len, backend=backend)

@@ -60,14 +60,35 @@ def corpus_recall(
     tokens: Tensor,
     out_len: Tensor,
     kv_start: Tensor,
-    branch: int,
     vocab: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """What followed nodes' contexts in a corpus, with probabilities by counts.
+
+    The context of a node is its token and those before it, along primary paths and on into the text, 16 at most. Of n
+    tokens, the most that occur, c(t) of C occurrences (64 at most are counted, evenly spaced) were followed by t, by D
+    different tokens in all: P(t) = c(t) / (C + D/n) + (D/n) / (C + D/n) · P′(t), where P′ is the same of ⌊n/2⌋ tokens.
+    After three lengths, or 32 occurrences, nothing is left to shorter ones. This is interpolation by the method C of
+    Witten and Bell (1991), with less left over the longer the context is.
+
+    There is no GPU kernel: on a GPU these are PyTorch's operators, which wait for nothing and can be captured.
+
+    Args:
+        corpus: the index, on the device of the others.
+        graph: the graph so far.
+        nodes: int32 [B, W], −1 for padding.
+        tokens: int64 [B, S], the emitted text; the root is its last token.
+        out_len, kv_start: int32 [B], the text's end and its left padding.
+        vocab: the target's vocabulary size; no other token is proposed.
+
+    Returns:
+        tokens int32 [B, W, K] (−1 for none) by probability, of equal ones the lowest id first, log-probabilities
+        float32 [B, W, K] (−∞ for none), and the length of the matched context int32 [B, W], 0 for none.
+    """
     context = contexts_of(graph, nodes, tokens, out_len, kv_start).flatten(0, 1)  # [Q, C]
     entries, device = len(corpus.order), context.device
     length = (context >= 0).long().cumprod(1).sum(1)
     if entries == 0:
-        none = torch.full((*nodes.shape, branch), -1, dtype=torch.int32, device=device)
+        none = torch.full((*nodes.shape, graph.branch), -1, dtype=torch.int32, device=device)
         return none, torch.full_like(none, -torch.inf, dtype=torch.float32), torch.zeros_like(nodes)
     place = bound(corpus, context, length, behind=False)
     before = torch.where(place > 0, common(corpus, place - 1, context, length)[0], 0)
@@ -103,9 +124,9 @@ def corpus_recall(
     probs = torch.where(_first_of_its_kind(each), probs, -1.0)
     by_token = each.argsort(dim=1, stable=True)
     best = probs.gather(1, by_token).sort(dim=1, descending=True, stable=True)
-    picked, probs = each.gather(1, by_token.gather(1, best.indices))[:, :branch], best.values[:, :branch]
-    real = probs >= 0
-    shape = (*nodes.shape, -1)
+    found = each.gather(1, by_token.gather(1, best.indices)), best.values
+    picked, probs = (part[:, : graph.branch] for part in found)
+    real, shape = probs >= 0, (*nodes.shape, -1)
     matched = torch.where((each >= 0).any(1), matched, 0).int()
     return (
         torch.where(real, picked, -1).view(shape),

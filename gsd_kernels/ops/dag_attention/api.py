@@ -5,16 +5,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends import implementations_of, resolve
-from ...checks import check_tensor
-from . import compiled, cpu, reference, triton_op
+from ...checks import FLOATS, check_tensor
+from ..table import Op
+from . import cpu, cuda, reference
 from .dense import DenseMask
 from .records import AttentionCall
 
-# last: on request only, until measurements say where it wins
-IMPLEMENTATIONS = implementations_of("dag_attention", cpu=cpu, triton=triton_op, reference=reference, cuda=compiled)
+
+def empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    """Results without content: the output's memory is [B, R, Hq, Dv]."""
+    batch, heads, rows, _ = q.shape
+    out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
+
+
+ATTENTION = Op(
+    "dag_attention(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, "
+    "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window, int? chunk=None, "
+    "Tensor? sinks=None) -> (Tensor, Tensor)",
+    reference.dag_attention,
+    ranked=("cpu", "triton"),
+    on_request=("cuda",),  # until measurements say where it wins
+    own={"cpu": cpu.dag_attention, "cuda": cuda.dag_attention},
+    flat=lambda call: call,
+    fake=empty,
+    dense=False,
+    tolerance=1e-4,  # of float32
+)
 DENSE = (cpu.dag_attention, reference.dag_attention)  # these work on a dense mask
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def dag_attention(
@@ -79,7 +97,7 @@ def dag_attention(
         check_tensor("sinks", sinks, (q.shape[1],), FLOATS, q.device)
     if backend == "auto" and q.dtype == torch.float64 and q.device.type != "cpu":
         backend = "reference"  # the GPU's kernels compute in float32
-    function = resolve(backend, q.device, IMPLEMENTATIONS)
+    function = ATTENTION.chosen(backend, q.device)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     more: dict[str, Any] = {"dense": dense, "return_lse": return_lse} if function in DENSE else {}
     more |= {"row_invariant": row_invariant} if function is cpu.dag_attention else {}

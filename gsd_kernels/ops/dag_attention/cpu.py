@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..table import OPS
 from . import sdpa
 from .dense import DenseMask
 from .records import AttentionCall
@@ -28,4 +29,4 @@ def dag_attention(
     tensors = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     lengths = [t if t is None else t.contiguous() for t in lengths]
     sinks = None if sinks is None else sinks.float().contiguous()
-    return torch.ops.gsd_kernels.dag_attention(*tensors, *lengths, scale, softcap, sliding_window, chunk, sinks)
+    return OPS["dag_attention"].operator(*tensors, *lengths, scale, softcap, sliding_window, chunk, sinks)

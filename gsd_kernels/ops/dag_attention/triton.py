@@ -32,6 +32,7 @@ from .triton_split import (
 LOG2_E = 1.4426950408889634
 NODES_PER_SPLIT = 256
 MIN_BLOCKS = 4  # a prefix split shorter than this costs more to combine than it gains
+MAX_HEAD_DIM = 256
 COMBINE_ELEMENTS = 8192  # partial outputs that one combining program holds in registers
 
 
@@ -192,6 +193,10 @@ def dag_attention(
     """Two launches of static shape. ``config`` overrides the shipped table (the tuner does)."""
     batch, heads, rows, head_dim = q.shape
     value_dim, windowed = v.shape[3], sliding_window is not None or chunk is not None
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError("q: backend 'triton' takes float32, float16 or bfloat16; use backend='reference' for float64")
+    if max(head_dim, value_dim) > MAX_HEAD_DIM:
+        raise ValueError(f"q: backend 'triton' takes head sizes up to {MAX_HEAD_DIM}")
     if config is None:
         arch, extras = current_arch(q.device), softcap is not None or windowed
         size_m = heads // k.shape[1] * rows

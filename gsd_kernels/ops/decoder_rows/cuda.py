@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..packed import PackedMatrix
-from . import compiled
+from ..table import OPS
 from .weights import DecoderWeights
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -30,7 +30,7 @@ OTHERWISE = "; use backend='reference'"
 
 def decoder_rows(weights: DecoderWeights, token_ids: Tensor, *rows: Any) -> tuple[Tensor, Tensor, Tensor]:
     """csrc/cuda/decoder_rows.cpp; arguments as the reference takes them."""
-    *graph, k_caches, v_caches, states, keep = rows
+    *graph, k_caches, v_caches, keep, states = rows
     check_device(token_ids.device)
     if "checked_for_cuda" not in vars(weights):  # hundreds of tensors, which stay as they are
         check(weights)
@@ -40,10 +40,15 @@ def decoder_rows(weights: DecoderWeights, token_ids: Tensor, *rows: Any) -> tupl
         expected = f"layers 0 … {len(weights.layers) - 1}, got {list(states)}"
         raise ValueError(f"states: backend 'cuda' expects {expected}{OTHERWISE}")
     distinct = sorted(set(states))
-    logits, hidden, read_by = compiled.decoder_rows(weights, token_ids, *graph, k_caches, v_caches, distinct, keep)
+    logits, hidden, read_by = run(weights, token_ids, *graph, k_caches, v_caches, keep, distinct)
     if distinct != list(states):  # a layer's input is where it was computed, and there once
         read_by = torch.stack([read_by[distinct.index(state)] for state in states])
     return logits, hidden, read_by
+
+
+def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator."""
+    return OPS["decoder_rows"].compiled(*arguments)
 
 
 def check_device(device: torch.device) -> None:

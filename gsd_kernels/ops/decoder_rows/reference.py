@@ -24,9 +24,41 @@ def decoder_rows(
     kv_start: Tensor,  # int32 [B]
     k_caches: list[Tensor],
     v_caches: list[Tensor],
-    states: Sequence[int],
     keep: int,
+    states: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward rows of a token graph through all layers of a decoder in one call.
+
+    LLaMA's layers (RMSNorm, rotary embedding, grouped attention, SwiGLU; arXiv 2302.13971) with what Mistral, Qwen2
+    and Qwen3 add: a sliding window, biases, norms of queries and keys. The caches get the rows' keys and values.
+
+    Sums and the hidden state are float32; what is multiplied with bfloat16 weights or keys is rounded to bfloat16
+    first (the CUDA operator rounds to float16 likewise). The compiled operators are row-invariant: the bits of a row
+    depend on its token, its position and what it sees, not on other rows and sequences, where its ancestors lie, what
+    of them is committed, padding, threads, or how it is launched. (Another instruction set may round differently, see
+    :mod:`gsd_kernels.cpu_levels`.)
+
+    The CUDA operator (``backend="cuda"``; ``"auto"`` never takes it) is for float16 and bfloat16, heads of 64 and 128,
+    on compute capability 8.0 and newer, and for packed matrices of some kinds (``cuda.PACKED``). It reads nothing back,
+    so that a CUDA graph can hold it: token ids are not checked against the vocabulary, nor slots against the cache.
+
+    Args:
+        weights: matrices of one dtype, float32, bfloat16 or float16, or packed, with the bits of those they stand for.
+        token_ids: int32 [B, R], inside the vocabulary.
+        positions: int32 [B, R], text positions.
+        slots: int32 [B, R], cache positions to store keys and values at.
+        ancestor_mask: int32 [B, R, words], as in :func:`~gsd_kernels.dag_attention`.
+        node_depths: int32 [B, N], text positions of the slots behind the prefix minus that of the first of them.
+        kv_len, kv_start: int32 [B], the prefix.
+        k_caches, v_caches: a layer each, [B, Hkv, S, D].
+        keep: logits of the last so many rows, 0 … R.
+        states: numbers of layers, from 0, whose input is returned; the number of layers: what leaves the norm behind
+            them, of every row (not on a GPU).
+
+    Returns:
+        Logits [B, keep, V], float32, and by the CUDA operator rounded to the weights' dtype; what the output matrix
+        read, float32 [B, keep, hidden]; and what the layers of ``states`` read, float32 [len(states), B, R, hidden].
+    """
     arithmetic = Arithmetic(weights)
     x = arithmetic.embedded(token_ids)
     graph = positions, slots, ancestor_mask, node_depths, kv_len, kv_start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,6 +115,15 @@ class DecoderWeights:
     @cached_property
     def windows(self) -> list[int]:
         return [layer.window for layer in self.layers]
+
+    def before_layers(self) -> tuple[Any, ...]:
+        """Of an operator's arguments the embedding, the layers, and how they are packed."""
+        return stored(self.embedding), self.flat_layers, *self.packing
+
+    def behind_layers(self, k_caches: list[Tensor], v_caches: list[Tensor]) -> tuple[Any, ...]:
+        """Those from the norm behind the layers on, up to what only one operator has."""
+        output = self.final_norm, stored(self.head), self.inv_freq
+        return *output, k_caches, v_caches, self.windows, self.heads, self.eps, self.rope_scale
 
 
 def stored(matrix: Tensor | PackedMatrix) -> Tensor:

@@ -21,6 +21,23 @@ def feature_rows(
     v_caches: list[Tensor],
     keep: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward rows of a token graph through an EAGLE-3 drafter (arXiv 2503.01840) in one call.
+
+    As :func:`~gsd_kernels.ops.decoder_rows.decoder_rows`, with the same arithmetic and caches, but for the first layer:
+    its queries, keys and values read the normed embedding beside the normed feature, and the residual begins as the
+    feature. A row's bits depend on its token, feature, position and what it sees alone.
+
+    Args:
+        weights: of the drafter.
+        token_ids: int32 [B, R], inside the vocabulary of the embedding: of the token after each position.
+        features: [B, R, hidden] in float32, bfloat16 or float16.
+        positions, slots, ancestor_mask, node_depths, kv_len, kv_start, k_caches, v_caches: as of ``decoder_rows``.
+        keep: logits of the last so many rows, 0 … R; with 0 keys and values are stored alone.
+
+    Returns:
+        Of the last ``keep`` rows, float32: logits [B, keep, V], what the output matrix read, and what the norm before
+        it read, [B, keep, hidden] each.
+    """
     w, arithmetic = weights.decoder, Arithmetic(weights.decoder)
     x = features.float()
     normed = arithmetic.norm(x, weights.feature_norm)

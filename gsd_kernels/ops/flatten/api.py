@@ -1,11 +1,17 @@
 from __future__ import annotations
 
-from ...backends import implementations_of, resolve
 from ...config import MAX_ROWS
 from ...graph import Rows, TokenGraph
-from . import compiled, reference, triton_op
+from ..table import Op, same
+from . import reference
 
-IMPLEMENTATIONS = implementations_of("flatten", triton=triton_op, cpu=compiled, cuda=compiled, reference=reference)
+FLATTEN = Op(
+    "flatten(Tensor token_ids, Tensor edge_targets, Tensor edge_log_probs, int max_rows, int max_path) -> (Tensor, "
+    "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference.flatten,
+    whole=same,
+    result=Rows,
+)
 
 
 def flatten(graph: TokenGraph, max_rows: int, max_path: int, *, backend: str = "auto") -> Rows:
@@ -27,13 +33,9 @@ def flatten(graph: TokenGraph, max_rows: int, max_path: int, *, backend: str = "
     Raises:
         ValueError: a budget is out of range.
     """
-    check_limits(max_rows, max_path)
-    return resolve(backend, graph.token_ids.device, IMPLEMENTATIONS)(graph, max_rows, max_path)
-
-
-def check_limits(max_rows: int, max_path: int) -> None:
-    """Raise the ValueError that :func:`flatten` documents."""
     if not 1 <= max_rows <= MAX_ROWS:
         raise ValueError(f"max_rows: expected 1 … {MAX_ROWS}, got {max_rows}")
     if not 0 <= max_path < max_rows:
         raise ValueError(f"max_path: expected 0 … max_rows - 1 = {max_rows - 1}, got {max_path}")
+    edges = graph.token_ids, graph.edge_targets, graph.edge_log_probs
+    return FLATTEN(*edges, max_rows, max_path, backend=backend)

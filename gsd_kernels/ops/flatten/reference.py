@@ -9,14 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...graph import Rows, TokenGraph, pack_bits
+from ...graph import Rows, pack_bits
 
 NEG_INF = float("-inf")
 
 
-def flatten(graph: TokenGraph, max_rows: int, max_path: int) -> Rows:
-    batch, k = graph.token_ids.shape[0], graph.branch
-    device = graph.token_ids.device
+def flatten(
+    token_ids: Tensor,  # int32 [B, N]
+    edge_targets: Tensor,  # int32 [B, N, K]
+    edge_log_probs: Tensor,  # float32 [B, N, K]
+    max_rows: int,
+    max_path: int,
+) -> Rows:
+    batch, nodes, k = edge_targets.shape
+    device = token_ids.device
     places = torch.arange(max_rows, device=device)  # [R]
 
     # The rows so far, in order; row 0 is the root and the others are free.
@@ -29,9 +35,9 @@ def flatten(graph: TokenGraph, max_rows: int, max_path: int) -> Rows:
         # Children of the rows at this depth, in (parent row, edge) order. They follow all the kept rows of smaller
         # depth, and kept rows are in order, so one stable sort by score puts everything in order.
         growing = (depth == level) & (node >= 0)
-        edges = graph.edge_targets.gather(1, node.clamp(min=0)[:, :, None].expand(-1, -1, k))  # [B, R, K]
-        log_probs = graph.edge_log_probs.gather(1, node.clamp(min=0)[:, :, None].expand(-1, -1, k))
-        born = growing[:, :, None] & (edges >= 0) & (edges < graph.capacity) & (log_probs > NEG_INF)
+        edges = edge_targets.gather(1, node.clamp(min=0)[:, :, None].expand(-1, -1, k))  # [B, R, K]
+        log_probs = edge_log_probs.gather(1, node.clamp(min=0)[:, :, None].expand(-1, -1, k))
+        born = growing[:, :, None] & (edges >= 0) & (edges < nodes) & (log_probs > NEG_INF)
         child_score = torch.where(born, score[:, :, None] + log_probs.clamp(max=0.0) + 0.0, NEG_INF)
         all_scores = torch.cat([score, child_score.flatten(1)], 1)  # [B, R + R·K]
         score, order = all_scores.sort(dim=1, descending=True, stable=True)
@@ -55,7 +61,7 @@ def flatten(graph: TokenGraph, max_rows: int, max_path: int) -> Rows:
     real = node >= 0
     alone = torch.eye(max_rows, dtype=torch.bool, device=device)
     return Rows(
-        token_ids=torch.where(real, graph.token_ids.gather(1, node.clamp(min=0)), 0),
+        token_ids=torch.where(real, token_ids.gather(1, node.clamp(min=0)), 0),
         parent_rows=torch.where(real, parent, -1).to(torch.int32),
         depths=torch.where(real, depth, 0).to(torch.int32),
         ancestor_mask=pack_bits(torch.where(real[:, :, None], path, alone)),

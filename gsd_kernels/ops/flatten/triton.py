@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...config import MAX_BRANCH, MAX_NODES
 from ...graph import Rows, num_words
 from ..triton_common import plain
 
@@ -121,6 +122,8 @@ def flatten(
 ) -> Rows:
     """One launch; the graph's storage is dense."""
     batch, nodes, branch = edge_targets.shape
+    if nodes > MAX_NODES or branch > MAX_BRANCH:  # what the sort key has bits for
+        raise ValueError(f"graph: backend 'triton' takes up to {MAX_NODES} nodes and {MAX_BRANCH} edges of a node")
     words = num_words(max_rows)
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

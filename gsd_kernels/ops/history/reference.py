@@ -59,11 +59,31 @@ def history_recall(
     known: Recollection,
     graph: TokenGraph,
     nodes: Tensor,
-    branch: int,
-    first_pick: Tensor | None,
-    seed: Tensor | None,
-    sequence_ids: Tensor | None,
+    first_pick: Tensor | None = None,
+    seed: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest tokens after nodes of a graph, by all that is remembered.
+
+    Candidates come from the contexts of 1 … 4 tokens that the table knows, from what followed the longest matches of
+    the text itself (five tokens or more), from contexts of other texts, and after the root from what was nearly picked
+    in its place. A log-linear mixture weighs them: a candidate's score is the sum of what every source that names it
+    says, "none of them" has a score of its own, and the chances are their softmax. So a chance is how often such a
+    candidate is right, whichever source it is from. :mod:`~gsd_kernels.ops.history.records` has the features.
+
+    Args:
+        known: of at least the graph's branch.
+        graph: with the tokens before each node.
+        nodes: int32 [B, W], −1 for padding, which is answered as the root.
+        first_pick, seed, sequence_ids: as :func:`~gsd_kernels.ops.ngram.ngram_recall` takes them, all or none; the
+            tables' candidates are weighed with the noise that the target will draw with.
+
+    Returns:
+        tokens int32 [B, W, K] (best first, −1 for none), log-probabilities float32 [B, W, K] (−∞ for none), and int32
+        [B, W]: 0 where nothing is known, the length of the longest context, 5 for a match of five tokens or more, 6
+        where only others than the text know something.
+    """
+    branch = graph.branch
     tokens = torch.full((*nodes.shape, branch), -1, dtype=torch.int32, device=nodes.device)
     log_probs = torch.full((*nodes.shape, branch), -torch.inf, dtype=torch.float32, device=nodes.device)
     matched, weights = torch.zeros_like(nodes), known.weights.tolist()
@@ -223,6 +243,14 @@ def _copies(known: Recollection, b: int, context: list[int]) -> list[tuple[int, 
 
 
 def history_append(known: Recollection, tokens: Tensor, counts: Tensor) -> None:
+    """Append tokens to the text, in place; its room grows as they need it.
+
+    Args:
+        known: what they are appended to.
+        tokens: int32 [B, M], −1 where no match may go across.
+        counts: int32 [B], how many of each row.
+    """
+    known.reserve(tokens.shape[1])
     for b, row in enumerate(tokens.tolist()):
         for token in row[: int(counts[b])]:
             place = int(known.length[b])

@@ -17,6 +17,26 @@ def learn_source(
     prior_count: float,
     memory: float,
 ) -> None:
+    """Update a source's statistics, in place, by what the target picked after nodes that the source was asked about.
+
+    Interpolation weights w of P = (1 − w) · P(first) + w · P(source) by one step of expectation maximisation: how
+    likely each picked token came from the source is its share of the mixture at that token (deleted interpolation;
+    Jelinek and Mercer, 1980, "Interpolated estimation of Markov source parameters from sparse data"). Candidates are
+    the likeliest of a distribution: a token that is none of them has half of what it could have at most. Reliability by
+    counting a source's candidates that were picked, and their probabilities, by rank; index 0 is no match and stays.
+    Both sink back to their priors by what is observed.
+
+    There is no Triton kernel: ``backend="triton"`` takes what ``"auto"`` does.
+
+    Args:
+        asked: the levels, at least one; a node is in one of them at most.
+        nodes: int32 [B, P], of the accepted path; −2 beyond it.
+        picked: int32 [B, P], the target's token after each.
+        mixture: learned where the source was mixed with others.
+        reliability: learned at all levels; ``None``: not at all.
+        prior_count: observations that priors count for.
+        memory: observations after which an older one counts 1/e.
+    """
     last = len(mixture.start) - 1
     mixed = [level for level in asked if level.first_tokens is not None]
     if mixed:

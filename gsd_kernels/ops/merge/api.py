@@ -3,13 +3,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import implementations_of, resolve
 from ...checks import check_tensor
-from ...config import MAX_CONTEXT
+from ...config import MAX_CONTEXT, GraphConfig
 from ...graph import Frontier, TokenGraph
-from . import compiled, reference, triton_op
+from ..table import Op
+from . import reference
 
-IMPLEMENTATIONS = implementations_of("merge", triton=triton_op, cpu=compiled, cuda=compiled, reference=reference)
+MERGE = Op(
+    "merge(Tensor(a!)[] graph, Tensor frontier, Tensor cand_tokens, Tensor cand_log_probs, int level, int width, "
+    "int merge_context, float log_sibling_ratio, float log_min_prob) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference.merge,
+    flat=lambda graph, *level: (graph.tensors(), *level),
+    whole=lambda graph, *level: (TokenGraph(*graph), *level),
+    result=Frontier,
+)
 
 
 def merge(
@@ -20,7 +27,8 @@ def merge(
     *,
     level: int,
     width: int,
-    merge_context: int,
+    config: GraphConfig | None = None,
+    merge_context: int | None = None,
     log_sibling_ratio: float = float("-inf"),
     log_min_prob: float = float("-inf"),
     backend: str = "auto",
@@ -40,6 +48,7 @@ def merge(
         level: 0 for the root's candidates, then 1, 2, …; names the draft-cache slots of the next frontier, which are
             ``level·width + i``.
         width: nodes in the next frontier.
+        config: whose rules of merging hold, in place of the next three.
         merge_context: tokens of context that must agree, −1 for a tree.
         log_sibling_ratio: candidates below this plus their best sibling's log-probability are dropped.
         log_min_prob: nodes whose score is below this are never expanded.
@@ -51,6 +60,11 @@ def merge(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or range, or the graph is too small for the level.
     """
+    if config is not None:
+        merge_context, log_sibling_ratio = config.merge_context, config.log_sibling_ratio
+        log_min_prob = config.log_min_prob
+    if merge_context is None:
+        raise TypeError("merge_context: expected a number of tokens, or a config; got neither")
     device = graph.token_ids.device
     batch, int32 = graph.token_ids.shape[0], (torch.int32,)
     check_tensor("frontier", frontier, (batch, None), int32, device)
@@ -61,7 +75,5 @@ def merge(
         raise ValueError(f"merge_context: expected -1 … {MAX_CONTEXT}, got {merge_context}")
     if width < 1 or level < 0:
         raise ValueError(f"width, level: expected at least 1 and 0, got {width} and {level}")
-    function = resolve(backend, device, IMPLEMENTATIONS)
-    return function(
-        graph, frontier, cand_tokens, cand_log_probs, level, width, merge_context, log_sibling_ratio, log_min_prob
-    )
+    rules = merge_context, log_sibling_ratio, log_min_prob
+    return MERGE(graph, frontier, cand_tokens, cand_log_probs, level, width, *rules, backend=backend)

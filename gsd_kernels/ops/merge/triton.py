@@ -9,6 +9,8 @@ write the graph and the next frontier in ``triton_level.py``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -117,7 +119,7 @@ def _merge_kernel(
 
 
 def merge(
-    graph: TokenGraph,
+    tensors: Sequence[Tensor],  # of a TokenGraph
     frontier: Tensor,  # int32 [B, W]
     cand_tokens: Tensor,  # int32 [B, W, K]
     cand_log_probs: Tensor,  # float32 [B, W, K]
@@ -128,6 +130,7 @@ def merge(
     log_min_prob: float,
 ) -> Frontier:
     """One launch; the graph's storage is dense."""
+    graph = TokenGraph(*tensors)
     batch, expanded, branch = cand_tokens.shape
     words, device = graph.ancestor_mask.shape[-1], frontier.device
     size_m = expanded * branch

@@ -1,25 +1,80 @@
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...backends import implementations_of, resolve, resolve_without_triton
 from ...checks import check_tensor
-from ...config import MAX_CONTEXT
-from ...graph import Rows, TokenGraph
-from . import compiled, reference, triton_op
+from ..table import Op, same
+from . import reference
 from .table import NgramTable
 
-INSERT, LOOKUP, PERTURB = (
-    implementations_of(op, triton=triton_op, cpu=compiled, cuda=compiled, reference=reference)
-    for op in ("ngram_insert", "ngram_lookup", "perturb_candidates")
+
+def stored(table: NgramTable, *rest: Any) -> tuple[Any, ...]:
+    """The operators' arguments: a table's tensors, what is asked, and the table's sizes."""
+    return (table.keys, table.tokens, table.log_probs, *rest, table.max_context, table.ways)
+
+
+INSERT = Op(
+    "ngram_insert(Tensor(a!) keys, Tensor(b!) table_tokens, Tensor(c!) table_log_probs, Tensor contexts, "
+    "Tensor tokens, Tensor log_probs, Tensor valid, int max_context, int ways) -> ()",
+    reference.ngram_insert,
+    flat=stored,
+)
+LOOKUP = Op(
+    "ngram_lookup(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor contexts, int max_context, "
+    "int ways) -> (Tensor, Tensor, Tensor)",
+    reference.ngram_lookup,
+    flat=stored,
+    whole=lambda keys, tokens, log_probs, contexts, *sizes: (NgramTable(keys, tokens, log_probs, *sizes), contexts),
+)
+PERTURB = Op(
+    "perturb_candidates(Tensor tokens, Tensor log_probs, Tensor positions, Tensor seed, Tensor sequence_ids) -> Tensor",
+    reference.perturb_candidates,
+    whole=same,
+    tolerance=2e-5,
 )
 # These three are one launch compiled; Triton's kernels stand behind PyTorch's operators, 191 launches a step more.
-MIX, REMEMBER, RECALL = (
-    implementations_of(op, cpu=compiled, cuda=compiled, triton=triton_op, reference=reference)
-    for op in ("mix_candidates", "ngram_remember", "ngram_recall")
+MIX = Op(
+    "mix_candidates(Tensor tokens, Tensor log_probs, Tensor other_tokens, Tensor other_log_probs, Tensor weight, "
+    "Tensor? index=None) -> (Tensor, Tensor)",
+    reference.mix_candidates,
+    ranked=("cpu", "cuda", "triton"),
+    whole=same,
+    tolerance=1e-5,
 )
-CALIBRATE = implementations_of("calibrate_candidates", cpu=compiled, cuda=compiled, reference=reference)
+ngram_remember = Op(
+    "ngram_remember(Tensor(a!) keys, Tensor(b!) table_tokens, Tensor(c!) table_log_probs, Tensor token_ids, "
+    "Tensor parent_rows, Tensor depths, Tensor num_rows, Tensor tail, Tensor tokens, Tensor log_probs, "
+    "int max_context, int ways) -> ()",
+    reference.ngram_remember,
+    ranked=("cpu", "cuda", "triton"),
+    own={"triton": partial(reference.ngram_remember, insert=INSERT.launched)},
+    flat=lambda table, rows, *rest: stored(table, rows.token_ids, rows.parent_rows, rows.depths, rows.num_rows, *rest),
+)
+ngram_recall = Op(
+    "ngram_recall(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor token_ids, Tensor contexts, "
+    "Tensor depths, Tensor nodes, int branch, int max_context, int ways, Tensor? first_pick, Tensor? seed, "
+    "Tensor? sequence_ids) -> (Tensor, Tensor, Tensor)",
+    reference.ngram_recall,
+    ranked=("cpu", "cuda", "triton"),
+    own={"triton": partial(reference.ngram_recall, lookup=LOOKUP.launched, perturb=PERTURB.launched)},
+    flat=lambda table, graph, nodes, *noise: (
+        *stored(table, graph.token_ids, graph.contexts, graph.depths, nodes, graph.branch),
+        *noise,
+    ),
+    tolerance=2e-5,
+)
+calibrate_candidates = Op(
+    "calibrate_candidates(Tensor log_probs, Tensor log_ratio, Tensor? index, Tensor? edges) -> Tensor",
+    reference.calibrate_candidates,
+    ranked=("cpu", "cuda"),
+    lacks=("triton",),
+    whole=same,
+    tolerance=1e-5,
+)
 
 
 def ngram_insert(
@@ -48,7 +103,7 @@ def ngram_insert(
     check_tensor("tokens", tokens, (batch, m, table.tokens.shape[2]), (torch.int32,), device)
     check_tensor("log_probs", log_probs, (batch, m, table.tokens.shape[2]), (torch.float32,), device)
     check_tensor("valid", valid, (batch, m), (torch.bool,), device)
-    resolve(backend, device, INSERT)(table, contexts, tokens, log_probs, valid)
+    INSERT(table, contexts, tokens, log_probs, valid, backend=backend)
 
 
 def ngram_lookup(table: NgramTable, contexts: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
@@ -67,123 +122,7 @@ def ngram_lookup(table: NgramTable, contexts: Tensor, *, backend: str = "auto") 
         TypeError, ValueError: an argument has the wrong type or shape.
     """
     table.check_contexts(contexts)
-    return resolve(backend, table.keys.device, LOOKUP)(table, contexts)
-
-
-def ngram_remember(
-    table: NgramTable, rows: Rows, tail: Tensor, tokens: Tensor, log_probs: Tensor, *, backend: str = "auto"
-) -> None:
-    """:func:`ngram_insert` of what follows each row of an unrolled graph, padding left out.
-
-    Args:
-        table: the tables.
-        rows: R of them; a row's context is its own token, those of the rows above it, and ``tail``.
-        tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins; C ≥ max_context.
-        tokens: int32 [B, R, K], continuations, best first, −1 for none.
-        log_probs: float32 [B, R, K].
-        backend: see :mod:`gsd_kernels.backends`.
-
-    Raises:
-        TypeError, ValueError: an argument has the wrong type or shape.
-    """
-    device, (batch, r) = table.keys.device, rows.token_ids.shape
-    table.check_contexts(tail[:, None])
-    check_tensor("rows.parent_rows", rows.parent_rows, (batch, r), (torch.int32,), device)
-    check_tensor("tokens", tokens, (batch, r, table.tokens.shape[2]), (torch.int32,), device)
-    check_tensor("log_probs", log_probs, (batch, r, table.tokens.shape[2]), (torch.float32,), device)
-    resolve(backend, device, REMEMBER)(table, rows, tail, tokens, log_probs)
-
-
-def ngram_recall(
-    table: NgramTable,
-    graph: TokenGraph,
-    nodes: Tensor,
-    *,
-    first_pick: Tensor | None = None,
-    seed: Tensor | None = None,
-    sequence_ids: Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`ngram_lookup` of what followed nodes of a graph, as many continuations as its branch, with the noise that
-    the target will use (:func:`perturb_candidates`) where a seed is given.
-
-    Args:
-        table: the tables, of at least the graph's branch.
-        graph: with the tokens before each node.
-        nodes: int32 [B, W], −1 for padding, which is looked up as the root.
-        first_pick: int32 [B], index in the text of the token after the root, padding excluded; with a seed.
-        seed: int64 [].
-        sequence_ids: int32 [B]; with a seed.
-        backend: see :mod:`gsd_kernels.backends`.
-
-    Returns:
-        tokens int32 [B, W, K] (−1 for none), log-probabilities float32 [B, W, K] (−∞ for none), and the length of the
-        matched context int32 [B, W] (0 for none).
-
-    Raises:
-        TypeError, ValueError: an argument has the wrong type or shape.
-    """
-    device, batch = table.keys.device, table.keys.shape[0]
-    check_tensor("nodes", nodes, (batch, None), (torch.int32,), device)
-    check_tensor("graph.contexts", graph.contexts, (batch, None, MAX_CONTEXT), (torch.int32,), device)
-    if graph.branch > table.tokens.shape[2]:
-        raise ValueError(f"graph: expected a branch of at most {table.tokens.shape[2]}, got {graph.branch}")
-    check_noise(first_pick, seed, sequence_ids, batch, device)
-    function = resolve(backend, device, RECALL)
-    return function(table, graph, nodes, graph.branch, first_pick, seed, sequence_ids)
-
-
-def check_noise(
-    first_pick: Tensor | None, seed: Tensor | None, sequence_ids: Tensor | None, batch: int, device: torch.device
-) -> None:
-    """Raise unless what :func:`ngram_recall` draws noise by is what its docstring says."""
-    if len({first_pick is None, seed is None, sequence_ids is None}) > 1:
-        raise ValueError("first_pick, seed, sequence_ids: expected all or none")
-    if seed is not None:
-        check_tensor("first_pick", first_pick, (batch,), (torch.int32,), device)
-        check_tensor("seed", seed, (), (torch.int64,), device)
-        check_tensor("sequence_ids", sequence_ids, (batch,), (torch.int32,), device)
-
-
-def calibrate_candidates(
-    log_probs: Tensor,
-    log_ratio: Tensor,
-    *,
-    index: Tensor | None = None,
-    edges: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Log-probabilities corrected by how often such candidates were right, at most 0.
-
-    A table by an index of the row and by the candidate's rank, or by its rank and the bin of its probability. There is
-    no Triton kernel: ``backend="triton"`` takes what ``"auto"`` does.
-
-    Args:
-        log_probs: float32 [B, W, K], best first.
-        log_ratio: float32 [entries, K or more]; with ``edges`` [K or more, bins].
-        index: int32 [B, W], entry of each row; ``None``: 0.
-        edges: float32 [bins − 1], ascending, between bins of probability. Not with ``index``.
-        backend: see :mod:`gsd_kernels.backends`.
-
-    Returns:
-        float32 [B, W, K].
-
-    Raises:
-        TypeError, ValueError: an argument has the wrong type or shape.
-    """
-    device = log_probs.device
-    check_tensor("log_probs", log_probs, (None, None, None), (torch.float32,), device)
-    check_tensor("log_ratio", log_ratio, (None, None), (torch.float32,), device)
-    if index is not None:
-        check_tensor("index", index, tuple(log_probs.shape[:2]), (torch.int32,), device)
-    if edges is not None:
-        check_tensor("edges", edges, (log_ratio.shape[1] - 1,), (torch.float32,), device)
-    if log_probs.shape[2] > log_ratio.shape[1 if edges is None else 0]:
-        raise ValueError(f"log_ratio: expected at least {log_probs.shape[2]} ranks, got {list(log_ratio.shape)}")
-    if index is not None and edges is not None:
-        raise ValueError("index, edges: expected at most one of them")
-    function = resolve_without_triton(backend, device, CALIBRATE)
-    return function(log_probs, log_ratio, index, edges)
+    return LOOKUP(table, contexts, backend=backend)
 
 
 def perturb_candidates(
@@ -220,7 +159,7 @@ def perturb_candidates(
     check_tensor("positions", positions, shape[:2], (torch.int32,), device)
     check_tensor("seed", seed, (), (torch.int64,), device)
     check_tensor("sequence_ids", sequence_ids, shape[:1], (torch.int32,), device)
-    return resolve(backend, device, PERTURB)(tokens, log_probs, positions, seed, sequence_ids)
+    return PERTURB(tokens, log_probs, positions, seed, sequence_ids, backend=backend)
 
 
 def mix_candidates(
@@ -263,4 +202,4 @@ def mix_candidates(
         check_tensor("index", index, shape[:2], (torch.int32,), device)
         if not table:
             raise ValueError("weight: expected a table with an index, got one for each row")
-    return resolve(backend, device, MIX)(tokens, log_probs, other_tokens, other_log_probs, weight, index)
+    return MIX(tokens, log_probs, other_tokens, other_log_probs, weight, index, backend=backend)

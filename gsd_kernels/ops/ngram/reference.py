@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -120,28 +123,90 @@ def pick_positions(graph: TokenGraph, nodes: Tensor, first_pick: Tensor) -> Tens
     return first_pick[:, None] + graph.depths.gather(1, nodes.clamp(min=0).long())
 
 
-def ngram_remember(table: NgramTable, rows: Rows, tail: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
-    ngram_insert(table, row_contexts(rows, tail, table.max_context), tokens, log_probs, real_rows(rows))
+def ngram_remember(
+    table: NgramTable,
+    rows: Rows,
+    tail: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    *,
+    insert: Callable[..., None] = ngram_insert,
+) -> None:
+    """:func:`ngram_insert` of what follows each row of an unrolled graph, padding left out.
+
+    Args:
+        table: the tables.
+        rows: R of them; a row's context is its own token, those of the rows above it, and ``tail``.
+        tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins; C ≥ max_context.
+        tokens: int32 [B, R, K], continuations, best first, −1 for none.
+        log_probs: float32 [B, R, K].
+        backend: see :mod:`gsd_kernels.backends`.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or shape.
+    """
+    insert(table, row_contexts(rows, tail, table.max_context), tokens, log_probs, real_rows(rows))
 
 
 def ngram_recall(
     table: NgramTable,
     graph: TokenGraph,
     nodes: Tensor,
-    branch: int,
-    first_pick: Tensor | None,
-    seed: Tensor | None,
-    sequence_ids: Tensor | None,
+    first_pick: Tensor | None = None,
+    seed: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+    *,
+    lookup: Callable[..., Any] | None = None,
+    perturb: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, log_probs, matched = ngram_lookup(table, node_contexts(graph, nodes))
-    tokens, log_probs = tokens[..., :branch], log_probs[..., :branch]
+    """:func:`ngram_lookup` of what followed nodes of a graph, as many continuations as its branch, with the noise that
+    the target will use (:func:`perturb_candidates`) where a seed is given.
+
+    Args:
+        table: the tables, of at least the graph's branch.
+        graph: with the tokens before each node.
+        nodes: int32 [B, W], −1 for padding, which is looked up as the root.
+        first_pick: int32 [B], index in the text of the token after the root, padding excluded; with a seed.
+        seed: int64 [].
+        sequence_ids: int32 [B]; with a seed.
+        backend: see :mod:`gsd_kernels.backends`.
+
+    Returns:
+        tokens int32 [B, W, K] (−1 for none), log-probabilities float32 [B, W, K] (−∞ for none), and the length of the
+        matched context int32 [B, W] (0 for none).
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or shape.
+    """
+    tokens, log_probs, matched = (lookup or ngram_lookup)(table, node_contexts(graph, nodes))
+    tokens, log_probs = tokens[..., : graph.branch], log_probs[..., : graph.branch]
     if first_pick is not None and seed is not None and sequence_ids is not None:
         positions = pick_positions(graph, nodes, first_pick)
-        log_probs = perturb_candidates(tokens, log_probs, positions, seed, sequence_ids)
+        log_probs = (perturb or perturb_candidates)(tokens, log_probs, positions, seed, sequence_ids)
     return tokens, torch.where(tokens >= 0, log_probs, float("-inf")), matched
 
 
-def calibrate_candidates(log_probs: Tensor, log_ratio: Tensor, index: Tensor | None, edges: Tensor | None) -> Tensor:
+def calibrate_candidates(
+    log_probs: Tensor, log_ratio: Tensor, index: Tensor | None = None, edges: Tensor | None = None
+) -> Tensor:
+    """Log-probabilities corrected by how often such candidates were right, at most 0.
+
+    A table by an index of the row and by the candidate's rank, or by its rank and the bin of its probability. There is
+    no Triton kernel: ``backend="triton"`` takes what ``"auto"`` does.
+
+    Args:
+        log_probs: float32 [B, W, K], best first.
+        log_ratio: float32 [entries, K or more]; with ``edges`` [K or more, bins].
+        index: int32 [B, W], entry of each row; ``None``: 0.
+        edges: float32 [bins − 1], ascending, between bins of probability. Not with ``index``.
+        backend: see :mod:`gsd_kernels.backends`.
+
+    Returns:
+        float32 [B, W, K].
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or shape.
+    """
     rank = torch.arange(log_probs.shape[2], device=log_probs.device)
     if edges is not None:
         corrections = log_ratio[rank, torch.bucketize(log_probs.exp(), edges)]

@@ -8,8 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sampling.triton import gumbel_from
-from .reference import LEAST_REST, MEAN_GUMBEL
-from .triton_insert import HASH, next_hash
+from .reference import LEAST_REST, MEAN_GUMBEL, weights_of
+from .triton_insert import HASH, next_hash, ngram_insert
+
+__all__ = ["mix_candidates", "ngram_insert", "ngram_lookup", "perturb_candidates"]
 
 MIX_TILE = 2048  # pairs of candidates a program
 
@@ -213,9 +215,16 @@ def perturb_candidates(
 
 
 def mix_candidates(
-    tokens: Tensor, log_probs: Tensor, other_tokens: Tensor, other_log_probs: Tensor, weight: Tensor
+    tokens: Tensor,
+    log_probs: Tensor,
+    other_tokens: Tensor,
+    other_log_probs: Tensor,
+    weight: Tensor,
+    index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """One launch, and two where weights are looked up."""
     (batch, width, branch), others = tokens.shape, other_tokens.shape[2]
+    weight = weights_of(weight, index, (batch, width))
     mixed = torch.empty((batch, width, branch), dtype=torch.int32, device=tokens.device)
     mixed_log_probs = torch.empty((batch, width, branch), dtype=torch.float32, device=tokens.device)
     rows = batch * width

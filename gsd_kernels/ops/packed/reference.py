@@ -22,7 +22,19 @@ FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8.0
 HIGH_FIRST = ("nf4", "fp4")
 
 
-def unpack_rows(matrix: PackedMatrix, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
+def unpack_rows(matrix: PackedMatrix, rows: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of the dense matrix that a packed one stands for: each weight in float32, rounded once.
+
+    Formats of GGUF: ``dequantize`` of the ``gguf`` package gives the same bits.
+
+    Args:
+        matrix: packed.
+        rows: int64 [n], which ones, in their order; ``None``: all.
+        dtype: float32, bfloat16 or float16.
+
+    Returns:
+        [n, inputs]
+    """
     data, scales, kind = matrix.data, matrix.scales, matrix.kind
     if rows is not None:
         data, scales = data[rows], None if scales is None else scales[rows]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...config import GraphConfig
 from ...graph import TokenGraph
 from ..history import Recollection, history_recall
 from ..merge import merge
@@ -16,20 +17,38 @@ def recall_levels(
     graph: TokenGraph,
     frontier: Tensor,
     log_ratio: Tensor | None,
-    *,
+    config: GraphConfig,
     level: int,
-    levels: int,
-    width: int,
-    merge_context: int,
-    log_sibling_ratio: float,
-    log_min_prob: float,
-    first_pick: Tensor | None,
-    seed: Tensor | None,
-    sequence_ids: Tensor | None,
+    first_pick: Tensor | None = None,
+    seed: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
 ) -> RecalledLevels:
+    """Grow ``graph``, in place, by levels that the history alone drafts.
+
+    At each level: :func:`~gsd_kernels.ops.history.history_recall` after every frontier node,
+    :func:`~gsd_kernels.ops.ngram.calibrate_candidates` by what it says was matched, :func:`~gsd_kernels.merge`. One
+    call, since a level's look-ups take microseconds where its calls take a hundred of them. A GPU has no kernel for it:
+    there a step is captured, and its calls cost no host time.
+
+    Args:
+        known: of at least the graph's branch.
+        graph: the graphs so far.
+        frontier: int32 [B, F], F ≤ W, ids of the nodes to expand first, −1 for padding.
+        log_ratio: float32 [entries, K or more], calibration by what was matched and by rank;
+            ``None``: as they are.
+        config: of the step. Its levels from ``level`` on, at least one, are drafted, ``history_width`` nodes W each,
+            and merged by its rules. After a level that leaves nothing to expand the others find nothing.
+        level: number of the first level.
+        first_pick, seed, sequence_ids: as ``history_recall`` takes them, all or none.
+        backend: ``"auto"``, ``"cpu"`` or ``"reference"``, see :mod:`gsd_kernels.backends`.
+
+    Returns:
+        Of every level's nodes what is known.
+    """
+    width = config.history_width
     nodes = pad(frontier, (0, width - frontier.shape[1]), value=-1)  # [B, W]
     found = []
-    for number in range(level, level + levels):
+    for number in range(level, config.depth + config.history_depth):
         noise = {"first_pick": first_pick, "seed": seed, "sequence_ids": sequence_ids}
         tokens, log_probs, matched = history_recall(known, graph, nodes, **noise, backend="reference")
         absent = nodes < 0
@@ -47,9 +66,7 @@ def recall_levels(
             calibrated,
             level=number,
             width=width,
-            merge_context=merge_context,
-            log_sibling_ratio=log_sibling_ratio,
-            log_min_prob=log_min_prob,
+            config=config,
             backend="reference",
         ).node_ids
     return RecalledLevels(*(torch.cat(parts, 1) for parts in zip(*found, strict=True)))

@@ -1,39 +1,24 @@
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
-from ...backends import implementations_of, resolve
-from ...checks import check_tensor
 from ..packed import PackedMatrix
-from . import compiled, reference
-
-IMPLEMENTATIONS = implementations_of("row_linear", cpu=compiled, reference=reference)
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from ..table import Op
+from . import reference
 
 
-def row_linear(x: Tensor, weight: Tensor | PackedMatrix, *, backend: str = "auto") -> Tensor:
-    """x · weightᵀ for few rows, where reading the weights is what takes time.
-
-    Sums are in float32 and rounded once. A row's result depends on that row alone, not on how many there are.
-
-    Args:
-        x: float32, bfloat16 or float16 [rows, in], contiguous.
-        weight: [out, in], contiguous, of the dtype of ``x``; or packed, with the bits of the dense matrix it
-            stands for; with rows rounded first where the kind says so.
-
-    Returns:
-        [rows, out]
-
-    Raises:
-        TypeError, ValueError: an argument has the wrong type or shape.
-    """
-    check_tensor("x", x, (None, None), FLOATS, x.device)
+def stored(x: Tensor, weight: Tensor | PackedMatrix) -> tuple[Any, ...]:
+    """A matrix as the operator takes it."""
     if isinstance(weight, PackedMatrix):
-        if weight.inputs != x.shape[1] or weight.device != x.device:
-            raise ValueError(
-                f"weight: expected {x.shape[1]} inputs on {x.device}, as x has, got {weight.inputs} on {weight.device}"
-            )
-    else:
-        check_tensor("weight", weight, (None, x.shape[1]), (x.dtype,), x.device)
-    return resolve(backend, x.device, IMPLEMENTATIONS)(x, weight)
+        return x, weight.data, weight.kind.number, weight.scales
+    return x, weight, -1, None
+
+
+row_linear = Op(
+    "row_linear(Tensor x, Tensor weight, int kind=-1, Tensor? scales=None) -> Tensor",
+    reference.row_linear,
+    ranked=("cpu",),
+    flat=stored,
+)

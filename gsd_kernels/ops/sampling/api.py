@@ -1,17 +1,61 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...backends import implementations_of, resolve
-from ...checks import check_tensor
-from . import compiled, reference, triton_op
+from ...checks import FLOATS, check_tensor
+from ..table import Op
+from . import reference
 
-SAMPLE_ROWS, DRAFT_CANDIDATES, WARPED_LOG_PROBS = (
-    implementations_of(op, cpu=compiled, triton=triton_op, cuda=compiled, reference=reference)
-    for op in ("sample_rows", "draft_candidates", "warped_log_probs")
+
+def flat(logits: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """The operator's warpers: four numbers, then four optional tensors float32 [B], which take precedence."""
+    *rest, temperature, top_k, top_p, min_p = rest
+    numbers, tensors = [], []
+    for value, neutral in ((temperature, 0.0), (top_k, 0), (top_p, 1.0), (min_p, 0.0)):
+        each = isinstance(value, Tensor)
+        numbers.append(neutral if each else type(neutral)(value))
+        tensors.append(value.to(torch.float32).expand(logits.shape[0]).contiguous() if each else None)
+    return (logits, *rest, *numbers, *tensors)
+
+
+def whole(*arguments: Any) -> tuple[Any, ...]:
+    """The reference's arguments."""
+    *rest, a, b, c, d = arguments
+    numbers, tensors = rest[-4:], (a, b, c, d)
+    return (*rest[:-4], *(n if t is None else t for n, t in zip(numbers, tensors, strict=True)))
+
+
+SAMPLE = Op(
+    "sample_rows(Tensor logits, Tensor positions, Tensor seed, Tensor sequence_ids, float temperature, int top_k, "
+    "float top_p, float min_p, Tensor? temperatures=None, Tensor? top_ks=None, Tensor? top_ps=None, "
+    "Tensor? min_ps=None) -> Tensor",
+    reference.sample_rows,
+    ranked=("cpu", "triton", "cuda"),
+    flat=flat,
+    whole=whole,
 )
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DRAFT = Op(
+    "draft_candidates(Tensor logits, Tensor positions, int branch, Tensor seed, Tensor sequence_ids, "
+    "float temperature, int top_k, float top_p, float min_p, Tensor? temperatures=None, Tensor? top_ks=None, "
+    "Tensor? top_ps=None, Tensor? min_ps=None, bool noise=True) -> (Tensor, Tensor)",
+    reference.draft_candidates,
+    ranked=("cpu", "triton", "cuda"),
+    flat=lambda *given: (*flat(*given[:-1]), given[-1]),
+    whole=lambda *given: (*whole(*given[:-1]), given[-1]),
+    tolerance=1e-5,
+)
+LOG_PROBS = Op(
+    "warped_log_probs(Tensor logits, float temperature, int top_k, float top_p, float min_p, "
+    "Tensor? temperatures=None, Tensor? top_ks=None, Tensor? top_ps=None, Tensor? min_ps=None) -> Tensor",
+    reference.warped_log_probs,
+    ranked=("cpu", "triton", "cuda"),
+    flat=flat,
+    whole=whole,
+    tolerance=1e-5,
+)
 
 
 def sample_rows(
@@ -50,8 +94,8 @@ def sample_rows(
         TypeError, ValueError: an argument has the wrong type, shape or range.
     """
     _check(logits, positions, seed, sequence_ids, temperature, top_k, top_p, min_p)
-    function = resolve(backend, logits.device, SAMPLE_ROWS)
-    return function(logits, positions, seed, sequence_ids, temperature, top_k, top_p, min_p)
+    warpers = temperature, top_k, top_p, min_p
+    return SAMPLE(logits, positions, seed, sequence_ids, *warpers, backend=backend)
 
 
 def draft_candidates(
@@ -83,8 +127,8 @@ def draft_candidates(
     _check(logits, positions, seed, sequence_ids, temperature, top_k, top_p, min_p)
     if branch < 1:
         raise ValueError(f"branch: expected at least 1, got {branch}")
-    function = resolve(backend, logits.device, DRAFT_CANDIDATES)
-    return function(logits, positions, branch, seed, sequence_ids, temperature, top_k, top_p, min_p, noise)
+    warpers = temperature, top_k, top_p, min_p
+    return DRAFT(logits, positions, branch, seed, sequence_ids, *warpers, noise, backend=backend)
 
 
 def warped_log_probs(
@@ -108,7 +152,7 @@ def warped_log_probs(
     """
     _check_logits(logits)
     check_warpers(temperature, top_k, top_p, min_p)
-    return resolve(backend, logits.device, WARPED_LOG_PROBS)(logits, temperature, top_k, top_p, min_p)
+    return LOG_PROBS(logits, temperature, top_k, top_p, min_p, backend=backend)
 
 
 def check_warpers(temperature: object, top_k: object, top_p: object, min_p: object) -> None:

@@ -16,13 +16,14 @@ All reads but the first find the row in L2.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_cut import COLLECT, new, ordered, parameter, row_cut, row_warpers, scratch
+from .triton_cut import COLLECT, log_probs, new, ordered, parameter, row_cut, row_warpers, scratch
 
 STRETCH = COLLECT  # logits that one program perturbs at a time; where a row is cut, also what it collects
 TICKETS = 4096  # rows of a launch that the kept tickets serve
@@ -335,6 +336,28 @@ class Tickets:
 
 
 _tickets = Tickets()
+
+
+def sample_rows(logits: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor, *warpers: Any) -> Tensor:
+    return best_tokens(logits, positions, 1, seed, sequence_ids, *_pairs(*warpers), True, False)[0].squeeze(-1)
+
+
+def draft_candidates(
+    logits: Tensor, positions: Tensor, branch: int, seed: Tensor, sequence_ids: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """With the log-sum-exp; the warped distribution's own normaliser cancels."""
+    *warpers, noise = rest
+    return best_tokens(logits, positions, branch, seed, sequence_ids, *_pairs(*warpers), noise, True)
+
+
+def warped_log_probs(logits: Tensor, *warpers: Any) -> Tensor:
+    return log_probs(logits, *_pairs(*warpers))
+
+
+def _pairs(*warpers: Any) -> list[Any]:
+    """Of four numbers and four optional tensors each tensor and its number, which counts where that is None."""
+    pairs = zip(warpers[4:], warpers[:4], strict=True)
+    return [part for each, number in pairs for part in (each, float(number))]
 
 
 def best_tokens(

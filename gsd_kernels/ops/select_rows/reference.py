@@ -22,8 +22,30 @@ def select_rows(
     seconds: Tensor | None,
     max_rows: int,
     max_path: int,
-    row_bonus: float,
+    row_bonus: float = 0.0,
 ) -> Rows:
+    """The rows of ``graph``, likeliest first; their number maximises expected tokens a second.
+
+    The probability that a source claims is rarely how often it is right: a long context that recurs is right more often
+    than it says, and where the step before emitted many tokens the text is being repeated. A logistic model of
+    :data:`~gsd_kernels.ops.select_rows.records.FEATURES` predicts the probability that an edge is right, given that its
+    node is accepted and no better sibling is right. Siblings are normalised stick-breaking: edge k gets its probability
+    of the mass that its better siblings left, so a node's children sum to at most 1. Rows are those of
+    :func:`gsd_kernels.flatten` by these probabilities (at least 1e-30). A row's probability is the product along its
+    path; their sum is the expected number of tokens of the step.
+
+    Args:
+        graph: merged; a node's edges are in order, best first.
+        num_accepted: int32 [B], tokens that the step before emitted; less than 1 counts as 1.
+        posterior: of the logistic model; its mean weights are used.
+        seconds: float64 [n], of a step with 1 … n rows of every sequence, n at least 1; there are no more rows then.
+            ``None``: all rows.
+        max_rows, max_path: see :func:`gsd_kernels.flatten`.
+        row_bonus: expected tokens of later steps that one more forwarded row is worth.
+
+    Returns:
+        :class:`~gsd_kernels.Rows` whose scores are log-probabilities; of equal throughputs the fewest rows.
+    """
     weighed = replace(graph, edge_log_probs=predict_edges(graph, num_accepted, posterior))
     rows = flatten(weighed, max_rows, max_path, backend="reference")
     count = int(rows.num_rows.max())
@@ -48,8 +70,21 @@ def update_edge_model(
     nodes: Tensor,
     picked: Tensor,
     posterior: LogisticPosterior,
-    process_noise: float,
+    process_noise: float = 0.0,
 ) -> LogisticPosterior:
+    """The posterior after a step, given the target's picks after accepted nodes.
+
+    The edges of an accepted node are observed best first, up to the right one, whether they had a row or not. Each is
+    an observation of a logistic regression: one update of an extended Kalman filter (Fahrmeir, 1992, "Posterior mode
+    estimation by extended Kalman filtering for multivariate dynamic generalized linear models").
+
+    Args:
+        graph, num_accepted: as :func:`select_rows` had them.
+        nodes: int32 [B, P], of the accepted path; −2 beyond it.
+        picked: int32 [B, P], the target's token after each.
+        posterior: before the step; stays as it is.
+        process_noise: share of its prior variance by which each weight's variance grows with every observation.
+    """
     features = _features(graph, num_accepted)
     weights, covariance, prior = posterior.weights.clone(), posterior.covariance.clone(), posterior.prior
     for b, path in enumerate(nodes.tolist()):

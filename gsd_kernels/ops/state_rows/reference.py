@@ -19,6 +19,31 @@ def state_rows(
     lengths: Tensor,
     window: StateWindow,
 ) -> Tensor:
+    """What R rows of a tree read from a recurrent state that each of them reaches by its own path.
+
+    With S the state at the boundary before the one that row i last passed, G the sum of logarithms of decays from there
+    to a token, and a ≺ i the tokens and rows on its path since:
+
+        uᵢ = βᵢ (vᵢ − e^Gᵢ Sᵀkᵢ − Σ_{a≺i} e^(Gᵢ−Gₐ) (kᵢ·kₐ) uₐ)      the gated delta rule; uᵢ = vᵢ without β
+        oᵢ = e^Gᵢ Sᵀqᵢ + Σ_{a⪯i} e^(Gᵢ−Gₐ) (qᵢ·kₐ) uₐ
+
+    (arXiv 2412.06464, unrolled). Sums run over the path in the order of the text, so the bits of a row depend neither
+    on other rows nor on which tokens of its path are committed. Rows are written behind the committed tokens.
+
+    Args:
+        query, key: float32 [B, R, G, K].
+        value: float32 [B, R, H, V].
+        decay: float32 [B, R, H, D], logarithms, at most 0.
+        beta: float32 [B, R, H], or ``None``.
+        parents: int32 [B, T], T ≥ R, a smaller row, or −1 for the text; the last R are the rows of this call, those
+            before them were given to earlier ones.
+        depths: int32 [B, T], rows before it on its path, at most ``window.block``.
+        lengths: int32 [B], tokens that are committed.
+        window: with room for the rows; see :meth:`StateWindow.reserve`.
+
+    Returns:
+        float32 [B, R, H, V]
+    """
     batch, rows, groups, _ = key.shape
     heads, block, out = value.shape[2], window.block, torch.empty_like(value)
     first = parents.shape[1] - rows
@@ -68,6 +93,16 @@ def check_row(row: int, parent: int, depth: int, paths: list[list[int]], block: 
 
 
 def state_commit(accepted_rows: Tensor, num_accepted: Tensor, lengths: Tensor, window: StateWindow) -> None:
+    """Append accepted rows of the last :func:`state_rows` to the text, and fold every block that is full into a state.
+
+    ``lengths`` is left as it is: layers share it.
+
+    Args:
+        accepted_rows: int32 [B, P], a path from its first row on.
+        num_accepted: int32 [B], how many of them; 0 leaves a text as it is.
+        lengths: int32 [B], tokens that were committed before.
+        window: in which the rows are.
+    """
     block = window.block
     for b in range(len(lengths)):
         length, count = int(lengths[b]), int(num_accepted[b])

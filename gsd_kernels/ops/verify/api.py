@@ -3,12 +3,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from ...graph import Acceptance, Rows
-from . import compiled, reference, triton_op
+from ..table import Op, same
+from . import reference
 
-IMPLEMENTATIONS = implementations_of("verify", triton=triton_op, cpu=compiled, cuda=compiled, reference=reference)
+VERIFY = Op(
+    "verify(Tensor token_ids, Tensor parent_rows, Tensor depths, Tensor ancestor_mask, Tensor num_rows, "
+    "Tensor sampled, Tensor eos_ids, Tensor remaining, Tensor done, int max_path) -> (Tensor, Tensor, Tensor)",
+    reference.verify,
+    whole=same,
+    result=Acceptance,
+)
 
 
 def verify(
@@ -44,4 +50,5 @@ def verify(
     check_tensor("eos_ids", eos_ids, (None,), int32, device)
     check_tensor("remaining", remaining, (batch,), int32, device)
     check_tensor("done", done, (batch,), (torch.bool,), device)
-    return resolve(backend, device, IMPLEMENTATIONS)(rows, sampled, eos_ids, remaining, done, max_path)
+    tree = rows.token_ids, rows.parent_rows, rows.depths, rows.ancestor_mask, rows.num_rows
+    return VERIFY(*tree, sampled, eos_ids, remaining, done, max_path, backend=backend)

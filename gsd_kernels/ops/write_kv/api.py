@@ -3,12 +3,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import implementations_of, resolve
-from ...checks import check_tensor
-from . import compiled, reference, triton_op
+from ...checks import FLOATS, check_tensor
+from ..table import Op
+from . import reference
 
-IMPLEMENTATIONS = implementations_of("write_kv", triton=triton_op, cpu=compiled, reference=reference)
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WRITE = Op(
+    "write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) -> ()",
+    reference.write_kv,
+    ranked=("triton", "cpu"),
+    dense=False,
+)
 
 
 def write_kv(
@@ -35,4 +39,4 @@ def write_kv(
     check_tensor("positions", positions, (batch, None), (torch.int64,), device)
     check_tensor("k", k, (batch, heads, positions.shape[1], k_dim), dtype, device)
     check_tensor("v", v, (batch, heads, positions.shape[1], v_cache.shape[3]), dtype, device)
-    resolve(backend, device, IMPLEMENTATIONS)(k_cache, v_cache, k, v, positions)
+    WRITE(k_cache, v_cache, k, v, positions.contiguous(), backend=backend)

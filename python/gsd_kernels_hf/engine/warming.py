@@ -65,9 +65,7 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
             torch.full_like(candidates, -torch.inf, dtype=torch.float32),
             level=level,
             width=shape.width if level + 1 < shape.depth else shape.history_width,
-            merge_context=shape.merge_context,
-            log_sibling_ratio=shape.log_sibling_ratio,
-            log_min_prob=shape.log_min_prob,
+            config=shape,
             backend=backend,
         ).node_ids
     rows = flatten(graph, shape.max_rows, int(shape.max_path or 0), backend=backend)

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from gsd_kernels import commit_kv, write_kv
-from gsd_kernels.ops.write_kv.api import IMPLEMENTATIONS
+from gsd_kernels.ops.write_kv.api import WRITE
 
 from .asking import ask
 from .once import parameters_of
@@ -181,7 +181,7 @@ class GraphCache(RowsCache):
         self.forms: dict[tuple[int, type], Form] = {}
         self.begun = False
         # A backend that does not implement write_kv ("cpu", "cuda") leaves the choice to "auto".
-        self.write_backend = backend if backend in IMPLEMENTATIONS else "auto"
+        self.write_backend = backend if backend in WRITE.implementations else "auto"
         self.prompt_length = 0
         self._positions: dict[torch.device, Tensor] = {}  # int64 [B, R] while graph rows are forwarded
         layers, states = config.get_text_config(decoder=True).num_hidden_layers, recurrent or {}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
-from gsd_kernels.ops.decoder_rows.api import FLOATS
+from gsd_kernels.ops.packed.api import FLOATS
 
 from ..packed.adapters import stored_in
 from ..packed.modules import Packed, PackedEmbedding, PackedLinear, dtype_of, shape_of

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.config import MAX_ROWS
+from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.row_linear import row_linear
-from gsd_kernels.ops.row_linear.api import FLOATS
 
 from . import proof
 from .elementwise import are_own_bits_wanted, as_rows, plain

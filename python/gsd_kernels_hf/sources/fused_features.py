@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from gsd_kernels.ops.decoder_rows import DecoderWeights
-from gsd_kernels.ops.decoder_rows.api import FLOATS
 from gsd_kernels.ops.feature_rows import FeatureWeights, feature_rows
+from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.step import FedRows
 
 from ..model.attention import Kind

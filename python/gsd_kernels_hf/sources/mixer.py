@@ -159,9 +159,7 @@ class Mixer:
                 log_probs,
                 level=number,
                 width=config.width if number + 1 < config.depth else config.history_width,
-                merge_context=config.merge_context,
-                log_sibling_ratio=config.log_sibling_ratio,
-                log_min_prob=config.log_min_prob,
+                config=config,
                 backend=self.backend,
             )
             if trims and int(frontier.node_ids[:, 0].max()) < 0:  # the best of each sequence comes first

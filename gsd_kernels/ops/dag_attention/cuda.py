@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..table import OPS
 from .records import AttentionCall
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -20,7 +21,7 @@ def dag_attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
     mask, start, sinks = call.ancestor_mask, call.kv_start, call.sinks
     by_position = call.sliding_window is not None or call.chunk is not None
     depths = (t.contiguous() if by_position and t is not None else None for t in (call.row_depths, call.node_depths))
-    return torch.ops.gsd_kernels.dag_attention(
+    return OPS["dag_attention"].operator(
         *(call.q, call.k, call.v, mask if mask.stride(-1) == 1 else mask.contiguous()),
         *(call.kv_len.contiguous(), None if start is None else start.contiguous(), *depths),
         *(call.scale, call.softcap, call.sliding_window, call.chunk),
