@@ -77,7 +77,7 @@ class Settings:
 
 @dataclass
 class Op:
-    """What is measured, by backend.
+    """One operation to measure, by backend.
 
     Attributes:
         name: also of errors.

@@ -66,7 +66,7 @@ def _time_on_gpu(function: Callable[[], Any], device: torch.device, seconds: flo
 
 
 def flusher(device: torch.device) -> Callable[[], Any]:
-    """What leaves nothing in a GPU's second-level cache but zeros."""
+    """A function that leaves nothing in a GPU's second-level cache but zeros."""
     size = TIMES_THE_CACHE * torch.cuda.get_device_properties(device).L2_cache_size
     return torch.empty(size, dtype=torch.uint8, device=device).zero_
 

@@ -28,7 +28,7 @@ WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a way of decoding gave.
+    """The tokens and times of one way of decoding.
 
     Attributes:
         sequences: int64 [1, L], prompt and new tokens.
@@ -93,7 +93,7 @@ class Divergence:
 
     @property
     def within_rounding(self) -> bool:
-        """Whether the two tokens are equal within rounding."""
+        """Return whether the two tokens are equal within rounding."""
         return self.gap <= self.bound
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def tally(found: Sequence[Divergence | None]) -> dict[str, int]:
 
 
 def sameness(row: Mapping[str, Any], texts: int) -> str:
-    """What :func:`tally` counted of so many texts, in words."""
+    """Say in words what :func:`tally` counted of so many texts."""
     text = f"{row['equal']} of {texts}"
     if row["within_rounding"]:
         text += f", {row['within_rounding']} by rounding"

@@ -299,7 +299,7 @@ def _print_race(report: dict[str, Any]) -> None:
 
 
 def _title(report: dict[str, Any]) -> str:
-    """What was raced, and why not all that was asked."""
+    """Say what was raced, and why not all that was asked."""
     done, asked, most = report["prompts"], report["asked"], report["max_new_tokens"]
     prompts = f"The same {done} prompts" if done > 1 else "The same prompt"
     late = "" if done == asked else f" (time is up after {done} of {asked} prompts: --seconds {report['seconds']:.0f})"

@@ -352,7 +352,7 @@ def _print_inflated(report: dict[str, Any]) -> None:
 
 
 def _gains(contenders: list[dict[str, Any]]) -> list[str]:
-    """What this package's ways gain: against transformers', then the default among this package's own."""
+    """The gains of this package's ways: against transformers', then the default among this package's own."""
     rates = {result["name"]: result["tokens_per_second"] for result in contenders}
     ours = [name for name in rates if name != PLAIN and not name.startswith(ASSISTED)]
     best = max((name for name in rates if name.startswith(ASSISTED)), key=rates.__getitem__)
@@ -367,7 +367,7 @@ def _gains(contenders: list[dict[str, Any]]) -> list[str]:
 
 
 def _warmth(warm: dict[str, int]) -> str:
-    """What was warm when the race began."""
+    """Say what was warm when the race began."""
     steps = warm["learned_steps"]
     before = "knew nothing of this pair" if not steps else f"had {steps} steps of earlier runs to go by"
     return f"(every way decoded {warm['tokens']} tokens beforehand; auto {before}, and only its own steps teach it)"

@@ -1,4 +1,4 @@
-"""What the compiler makes of every Triton kernel, for GPUs that are not here.
+"""A report of what the compiler makes of every Triton kernel, for GPUs that are not here.
 
 The ops' own launch code runs on meta tensors under a driver that only names a target; triton compiles down to machine
 code with the assembler in its wheel, and the disassembly is counted. Importing this module imports no triton.
@@ -76,7 +76,7 @@ def kernel_table(
 
 
 def gate(row: dict[str, Any]) -> list[str]:
-    """What is wrong with a row of the table: too much stack or shared memory."""
+    """Say what is wrong with a row of the table: too much stack or shared memory."""
     problems = []
     if row["stack_bytes"] > MAX_STACK:
         problems.append(f"{row['stack_bytes']} bytes of stack, allowed {MAX_STACK}")
@@ -109,7 +109,7 @@ def compile_launches(launch: Callable[[], object], arch: int) -> list[tuple[str,
 
 
 class _Target:
-    """As much of a triton driver as compiling needs."""
+    """So much of a triton driver as compiling needs."""
 
     def __init__(self, arch: int) -> None:
         from triton.backends.compiler import GPUTarget

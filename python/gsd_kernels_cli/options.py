@@ -24,7 +24,7 @@ _SAMPLING = "Sampling (any of these turns it on; otherwise greedy)"
 
 
 class Criterion(str, Enum):
-    """Which drafted tokens are accepted."""
+    """The rule by which drafted tokens are accepted."""
 
     exact = "exact"
     speculative = "speculative"
@@ -209,7 +209,7 @@ Seed = Annotated[
 
 @dataclass(frozen=True)
 class Models:
-    """What drafts for a command's model, and how both are loaded."""
+    """The draft of a command's model, and how both are loaded."""
 
     draft: Draft = None
     heads: DraftHeadsOption = None
@@ -222,7 +222,7 @@ class Models:
     trust_remote_code: TrustRemoteCode = False
 
     def load(self, model: str | None, **more: Any) -> Pair:
-        """As :func:`~gsd_kernels_cli.pair.load_pair`, which takes ``more``; by default with what a folder names."""
+        """Load by :func:`~gsd_kernels_cli.pair.load_pair`, which takes ``more``; by default with a folder's draft."""
         from .pair import load_pair, of_folder
 
         given = {**asdict(self), "dtype": self.dtype.value, **more}
@@ -254,7 +254,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Whether and how the target is sharded over processes."""
+    """The processes that the target is sharded over, if it is."""
 
     tp: TensorParallel = False
     tp_timeout: TensorParallelTimeout = 600.0

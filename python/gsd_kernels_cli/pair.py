@@ -96,7 +96,7 @@ class Pair:
         return {} if config.pad_token_id is not None else {"pad_token_id": self.tokenizer.pad_token_id}
 
     def shape(self, config: GraphConfig | str | None) -> GraphConfig | str | None:
-        """What ``graph_config`` is for these models, ``config`` being ``--graph-config``: plain without any source."""
+        """The ``graph_config`` for these models, ``config`` being ``--graph-config``: plain without any source."""
         drafts = any(found is not None for found in (self.heads, self.drafter, self.corpus))
         return PLAIN if self.none and not drafts else self.own_shape if config is None else config
 
@@ -174,7 +174,7 @@ def load_pair(
 
 
 def of_folder(model: str) -> tuple[dict[str, str], GraphConfig | str | None]:
-    """What drafts by the ``gsd_kernels.json`` of a model folder, as options of a command, and its ``graph_config``.
+    """The draft by the ``gsd_kernels.json`` of a model folder, as options of a command, and its ``graph_config``.
 
     Raises:
         ValueError: the file is damaged.
@@ -243,7 +243,7 @@ def _revision(commit: str | None) -> dict[str, str]:
 
 
 def _place(where: str, what: str, device: torch.device) -> str:
-    """As :func:`~gsd_kernels_hf.files.model_place`.
+    """Find a model like :func:`~gsd_kernels_hf.files.model_place`.
 
     Raises:
         ValueError: it is none; a file whose packed weights ``device`` cannot multiply.

@@ -86,12 +86,12 @@ def no_gpu() -> str | None:
 
 
 def model(option: str) -> Check:
-    """What checks an option that names a model: a folder with one, a GGUF file, or a hub id."""
+    """A check of an option that names a model: a folder with one, a GGUF file, or a hub id."""
     return _place(option, model_place)
 
 
 def folder(option: str) -> Check:
-    """As :func:`model`, without files: a folder with a checkpoint, or a hub id."""
+    """A check like :func:`model`, without files: a folder with a checkpoint, or a hub id."""
     return _place(option, partial(model_place, gguf=False))
 
 

@@ -1,4 +1,4 @@
-"""What a checked request asks of the decoding: transformers' config, processors, and what to record."""
+"""A checked request as the decoding takes it: transformers' config, processors, and what to record."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SERVER_SAYS = ("num_return_sequences", "return_dict_in_generate", "output_score
 
 @dataclass
 class Asked:
-    """What all texts of a request have in common.
+    """The part of a request that all its texts have in common.
 
     Attributes:
         config: transformers' options.
@@ -102,7 +102,7 @@ class Asked:
 
 
 def asked_of(body: Mapping[str, Any], model: PreTrainedModel, source: str, limits: Limits) -> Asked:
-    """What a checked request asks of the decoding, but for grammar, log-probabilities and reference.
+    """Make of a checked request what the decoding takes, but for grammar, log-probabilities and reference.
 
     Raises:
         Refused: fields that contradict each other, or a token that the model does not have.
@@ -172,7 +172,7 @@ def _length(config: GenerationConfig, body: Mapping[str, Any], named: Mapping[st
 
 
 def _arguments(given: str) -> dict[str, Any]:
-    """What ``generation_config`` names, a JSON string as transformers writes it.
+    """The fields that ``generation_config`` names, a JSON string as transformers writes it.
 
     Raises:
         Refused: no JSON, or arguments that would do nothing or are refused.

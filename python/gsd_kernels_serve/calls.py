@@ -163,12 +163,12 @@ class Writer:
             self._piece("")
 
     def cancel(self) -> None:
-        """As transformers' server calls it where a client goes away."""
+        """Cancel the text; transformers' server calls it where a client goes away."""
         self.call.gone.set()
 
     @property
     def total_tokens(self) -> int:
-        """As transformers' server counts them."""
+        """The number of tokens, as transformers' server counts them."""
         return len(self.entries)
 
 

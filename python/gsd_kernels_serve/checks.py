@@ -1,4 +1,4 @@
-"""What a field of a request may hold: functions of a field's name and its value, which refuse by name."""
+"""Checks of a request's fields: functions of a field's name and its value, which refuse by name."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def anything(_: str, __: Any) -> None:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is an integer; JSON's true is none."""
+    """Return whether a value is an integer; JSON's true is none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""What a server bounds by option, so that no request holds or fills it."""
+"""Bounds of a server by option, so that no request holds or fills it."""
 
 from __future__ import annotations
 

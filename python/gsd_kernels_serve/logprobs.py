@@ -92,7 +92,7 @@ def entries_of(log_probs: Tensor, picked: Tensor, top: int) -> list[Entry]:
 
 
 class Pieces:
-    """What a tokenizer's tokens are as bytes: by themselves, where decoding looks at their neighbours.
+    """The bytes of a tokenizer's tokens: by themselves, where decoding looks at their neighbours.
 
     Byte-level tokens, and those with ``▁`` for a space and ``<0x0A>`` for a byte; others are decoded.
     """

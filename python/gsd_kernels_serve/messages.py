@@ -141,7 +141,7 @@ def template_arguments(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBa
 
 
 def reads(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
-    """Whether the chat template names a variable."""
+    """Return whether the chat template names a variable."""
     templates = tokenizer.chat_template or ""
     shown = " ".join(templates.values()) if isinstance(templates, dict) else templates
     return re.search(rf"\b{re.escape(variable)}\b", shown) is not None

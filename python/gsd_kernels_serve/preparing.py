@@ -44,7 +44,7 @@ class Preparing:
         self.places = asyncio.Semaphore(places)
 
     async def __call__(self, field: str, function: Callable[..., T], *args: Any) -> T:
-        """What ``function(*args)`` returns.
+        """Return what ``function(*args)`` returns.
 
         Raises:
             Refused: it takes too long; the error names ``field``.

@@ -92,7 +92,7 @@ class Responses(ResponseHandler):
         return call_of.get().asked.config  # fitted to the prompt once that is known
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
-        """As transformers' own, with a tokenizer that has written the chat already."""
+        """Find the model as transformers' own does, with a tokenizer that has written the chat already."""
         name, model, tokenizer = super()._resolve_model(body)
         return name, model, _Written(tokenizer, call_of.get().prompt)
 

@@ -68,7 +68,7 @@ class Queue(GenerateManager):
         request_id: str,
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], Writer]:
-        """As transformers' own, with a writer that keeps log-probabilities beside the pieces of the text."""
+        """Stream like transformers' own, with a writer that keeps log-probabilities beside the pieces of the text."""
         call = call_of.get()
         loop, waiting = asyncio.get_running_loop(), asyncio.Queue[Any]()
         writer = Writer(call, processor, response_parser)
@@ -97,7 +97,7 @@ class Queue(GenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """As transformers' own, with a writer that keeps log-probabilities."""
+        """Generate like transformers' own, with a writer that keeps log-probabilities."""
         call = call_of.get()
         writer = Writer(call, processor)
         decode = self.decoding(call, request_id).generate
@@ -107,7 +107,7 @@ class Queue(GenerateManager):
         return text, inputs["input_ids"].shape[-1], call.ids
 
     def decoding(self, call: Call, name: str) -> Decoding:
-        """What decodes a text."""
+        """The object that decodes a text."""
         return Decoding(self.handle, call, name, self.stopping, self.speculates)
 
     def wait(self, seconds: float) -> bool:
@@ -171,7 +171,7 @@ class Service:
             raise Refused("model", f"Server is pinned to '{self.name}'; requested '{name}'.")
 
     def asked_of(self, body: Mapping[str, Any], source: str) -> Asked:
-        """What a checked request asks of the decoding; ``source``: the field of its prompt."""
+        """Make of a checked request what the decoding takes; ``source``: the field of its prompt."""
         return asked_of(body, self.model, source, self.limits)
 
     async def hold(self, asked: Asked) -> None:

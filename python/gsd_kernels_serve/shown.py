@@ -1,4 +1,4 @@
-"""What a chat template leaves out of messages, which is refused by name: rendered once, however many messages."""
+"""A check of what a chat template leaves out of messages, refused by name: rendered once, however many messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_shown(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> Any:
-    """What the template writes; the messages themselves where it does not take them."""
+    """The text that the template writes; the messages themselves where it does not take them."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False)
     except BAD_CHAT:

@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass
 class Sofar:
-    """What of a streamed text is told: its bytes, and its number of calls."""
+    """The sent part of a streamed text: its bytes, and its number of calls."""
 
     told: bytes = b""
     calls: int = 0
@@ -90,7 +90,7 @@ class Order:
 
 
 class Texts:
-    """What both endpoints share.
+    """Texts of a request, as both endpoints write them.
 
     Args:
         service: the model and its queue.
@@ -116,7 +116,7 @@ class Texts:
         raise NotImplementedError
 
     def first(self, order: Order, prompt: Prompt, call: Call) -> dict[str, Any] | None:
-        """What a streamed text begins with, before it has a token."""
+        """The first event of a streamed text, before it has a token."""
         raise NotImplementedError
 
     def delta(self, value: Any, written: list[Entry], sofar: Sofar, order: Order) -> dict[str, Any]:

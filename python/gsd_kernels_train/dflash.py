@@ -140,7 +140,7 @@ class DFlashTraining(DrafterTraining):
         self.weights = torch.exp(-2 * decay / (self.guesses + 1))
 
     def outputs(self, windows: Tensor, states: list[Tensor], roots: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What blocks give whose roots are the tokens at places ``roots`` int64 [B, A].
+        """The outputs of blocks whose roots are the tokens at places ``roots`` int64 [B, A].
 
         Returns:
             Logits [B, A, guesses, V], and those of the confidence head [B, A, guesses]; ``None`` without one.

@@ -34,7 +34,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def has_weights(folder: str | Path) -> bool:
-    """Whether a checkpoint folder holds more than a config."""
+    """Return whether a checkpoint folder holds more than a config."""
     return any(next(Path(folder).glob(pattern), None) is not None for pattern in WEIGHTS)
 
 

@@ -289,7 +289,7 @@ def _run(
 
 
 def _measurable(trainee: Trainee, held_out: HeldOut, folder: RunFolder, clock: Clock) -> HeldOut:
-    """As much held-out text as a share of the minutes is enough to measure on; all of it in a run by steps."""
+    """The held-out text that a share of the minutes is enough to measure on; all of it in a run by steps."""
     if not clock.limited:
         return held_out
 
@@ -317,7 +317,7 @@ def _measurable(trainee: Trainee, held_out: HeldOut, folder: RunFolder, clock: C
 def _streams(
     options: TrainingOptions, target: PreTrainedModel, text: Text, pace: float, folder: RunFolder, clock: Clock
 ) -> tuple[list[tuple[float, Stream]], dict[str, Any]]:
-    """What is trained on, with its shares, and a report of what the target wrote of it.
+    """The streams that are trained on, with their shares, and a report of what the target wrote of them.
 
     Args:
         pace: seconds that a token of the target takes.

@@ -1,4 +1,4 @@
-"""What a call leaves to a draft that learns while serving, and the losses on it."""
+"""The lessons that a call leaves to a draft that learns while serving, and the losses on them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Interval:
         return cls(seconds=float(match[1])) if match[2] else cls(steps=int(match[1]))
 
     def due(self, steps: int, seconds: float) -> bool:
-        """Whether it is time, so long after the last."""
+        """Return whether it is time, so long after the last."""
         return steps >= self.steps if self.steps else seconds >= self.seconds
 
 
@@ -370,7 +370,7 @@ class RunFolder:
         return json.loads(file.read_text(encoding="utf-8"))
 
     def timed(self, name: str, measure: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
-        """As :meth:`remember`, and the seconds that it took; ``clock`` counts those of earlier times."""
+        """Measure by :meth:`remember`, and count the seconds; ``clock`` counts those of earlier times."""
         begin, earlier = time.monotonic(), (self.work / f"{name}.json").exists()
         found = self.remember(name, lambda: {"value": measure(), "seconds": time.monotonic() - begin})
         if earlier:

@@ -35,7 +35,7 @@ class Guessing:
         return measure_guesses(self.right, self.guesses, held_out)
 
     def right(self, windows: Tensor, first: int) -> Tensor:
-        """As :func:`measure_guesses` asks it."""
+        """Answer as :func:`measure_guesses` asks it."""
         places = windows.shape[1] - 1 - self.guesses - first
         if places < 1:
             return torch.zeros(len(windows), 0, self.guesses, dtype=torch.bool, device="cpu")
@@ -105,7 +105,7 @@ def accepted_per_step(right: Tensor, lengths: Tensor) -> float | None:
 
 
 def is_better(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Whether some measures are better after than before (a divergence lower, others higher), and no more are worse."""
+    """Return whether some measures are better than before (a divergence lower, others higher), no more worse."""
 
     def values(measures: dict[str, Any]) -> list[float | None]:
         found: list[float | None] = []

@@ -87,7 +87,7 @@ class Gate:
 
     @property
     def busy(self) -> bool:
-        """Whether a call or learning holds it, or learning waits for it."""
+        """Return whether a call or learning holds it, or learning waits for it."""
         return bool(self._inside or self._learns or self._waiting)
 
 

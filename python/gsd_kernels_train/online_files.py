@@ -1,4 +1,4 @@
-"""What a draft learned while serving, as a file that is whole or absent."""
+"""The state of a draft that learned while serving, as a file that is whole or absent."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_learned(file: Path, learned: Learned, base: str) -> None:
 
 
 def read_learned(file: Path, parameters: dict[str, Tensor], base: str) -> Learned:
-    """What :func:`write_learned` wrote for these parameters.
+    """Read what :func:`write_learned` wrote for these parameters.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -109,7 +109,7 @@ def _encoded(
 def encode_text(
     name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, length: int, clock: Clock, held_out: float = 0.0
 ) -> tuple[Stream, Stream, str]:
-    """As :func:`~gsd_kernels_train.chats.encode_chats`, of text: the share is of its tokens, a block at least."""
+    """Encode text as :func:`~gsd_kernels_train.chats.encode_chats` does chats; the share is of tokens, or a block."""
     with tracked(f"reading {name}", len(files), "files") as update:
         tokens, digest = _encoded(name, files, tokenizer, clock, update)
     share = max(length + 1, round(held_out * len(tokens))) if held_out else 0

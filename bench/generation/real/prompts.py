@@ -1,4 +1,4 @@
-"""What the model is asked: this benchmark's own chats, or a user's file."""
+"""The prompts: this benchmark's own chats, or a user's file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the runs: rates, intervals against the strongest others, texts compared."""
+"""Results of the runs: rates, intervals against the strongest others, texts compared."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def equal_table(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def verdicts(data: dict[str, Any]) -> list[str]:
-    """What our history gains against the strongest others, one sentence each."""
+    """Say what our history gains against the strongest others, one sentence each."""
     said = {
         "wide": "the fastest other with 8 bits a weight or more",
         "narrow": "the fastest other with fewer",
@@ -225,7 +225,7 @@ def verdicts(data: dict[str, Any]) -> list[str]:
 
 
 def remarks(data: dict[str, Any]) -> list[str]:
-    """What to know before the figures are read."""
+    """Say what to know before the figures are read."""
     found = [data["busy"]] if data["busy"] else []
     decoded, asked = len({run["prompt"] for run in data["runs"]}), len(data["prompts"])
     if data["stopped"]:
@@ -282,7 +282,7 @@ def short(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def what(data: dict[str, Any]) -> str:
-    """What was decoded, in one sentence without its end."""
+    """Say what was decoded, in one sentence without its end."""
     settings, prompts = data["settings"], data["prompts"]
     kinds = list(dict.fromkeys(prompt["kind"] for prompt in prompts.values()))
     own = "" if len(kinds) < 2 else f" ({', '.join(kinds)})"

@@ -288,7 +288,7 @@ def _decode(
 
 
 def _compared(model: PreTrainedModel, prompt: Prompt, texts: dict[str, list[int]], way: str) -> dict[str, Any]:
-    """Whether the text is transformers', whether it is its engine's plain one, and why a first difference is there."""
+    """Compare the text with transformers' and with its engine's plain one, and say why a first difference is there."""
     found: dict[str, Any] = {}
     mine = texts[way]
     for key, reference in (("same", HF), ("same_as_plain", plain_of(way))):

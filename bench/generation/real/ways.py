@@ -64,7 +64,7 @@ def names_of(real: Real, engines: Sequence[Engine]) -> list[str]:
 
 
 def own_ways(real: Real, names: Sequence[str]) -> list[Competitor]:
-    """Those of ``names`` that run in this process: transformers' and ours."""
+    """The ways among ``names`` that run in this process: transformers' and ours."""
     model = real.model
     makers: dict[str, Callable[[], comparison.Contender]] = {
         HF: lambda: comparison.plain(model),

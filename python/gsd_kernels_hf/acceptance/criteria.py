@@ -1,4 +1,4 @@
-"""Which drafted tokens are accepted: the exact criterion, and three others that are asked for by name.
+"""Criteria of acceptance: the exact one, and three others that are asked for by name.
 
 A criterion says for every row at once which token follows it. :func:`gsd_kernels.verify` then walks down the rows that
 hold these tokens. So end-of-text tokens, lengths, finished sequences and the commit are the same for all criteria.
@@ -85,7 +85,7 @@ def resolve_criterion(value: str | Typical) -> str | Typical:
 
 
 def shape_for(criterion: str | Typical, graph_config: GraphConfig | str | None) -> GraphConfig | str | None:
-    """What ``graph_config`` means for the criterion: where no shape is given, the draft's samples are a chain."""
+    """The shape that ``graph_config`` means for the criterion: where none is given, the draft's samples are a chain."""
     return "chain" if criterion in DRAWN and graph_config in (None, "auto") else graph_config
 
 
@@ -188,7 +188,7 @@ class ChainProposal:
         return token, log_q.gather(-1, token.clamp(min=0).long())
 
     def wide(self, rows: int, vocabulary: int) -> Tensor:
-        """What the child of each row was drawn from, in the target's vocabulary: float32 [B, rows, vocabulary].
+        """The distribution that each row's child was drawn from, of the target's tokens: float32 [B, rows, vocabulary].
 
         In a chain the row at depth d is row d, and its one child was drawn from level d's distribution.
         """
@@ -257,7 +257,7 @@ class BlockVerification(SpeculativeSampling):
 
 
 def block_verification(p: Tensor, q: Tensor, child: Tensor) -> tuple[Tensor, Tensor]:
-    """What block verification says of every row of a chain, from the draft's and the target's probabilities.
+    """Verify every row of a chain as part of a block, from the draft's and the target's probabilities.
 
     Args:
         p: float [B, R, V], the target's after each row.

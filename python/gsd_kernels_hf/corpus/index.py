@@ -29,7 +29,7 @@ PROBE = "def f(x):\n    return {'a': [1.5, \"é\"]}  # 東京\n"
 
 @dataclass(frozen=True)
 class Header:
-    """What a corpus says of itself.
+    """The head of a corpus, which says how it was made.
 
     Attributes:
         tokens: of all documents.
@@ -52,7 +52,7 @@ class Header:
     arrays: dict[str, dict[str, Any]]
 
     def whole(self) -> bool:
-        """Whether every value is of its type."""
+        """Return whether every value is of its type."""
         counts = self.tokens, self.entries, self.documents, self.vocab_size, self.largest_token
         arrays = self.arrays if isinstance(self.arrays, dict) else {}
         return (

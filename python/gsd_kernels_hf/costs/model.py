@@ -164,7 +164,7 @@ class LogTimeFilter:
         return {"mean": _rounded(self.mean), "covariance": [_rounded(row) for row in self.covariance]}
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """What :meth:`as_dict` gave.
+        """Load what :meth:`as_dict` gave.
 
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
@@ -212,7 +212,7 @@ class CostModel:
         self.timed: dict[str, int] = {}  # of them, by name of the shape
 
     def target_weights(self, rows: np.ndarray, cached: float) -> np.ndarray:
-        """Which values a forward's log seconds consist of: rows [S] of all sequences → [S, row counts + 1]."""
+        """The weights of the values in a forward's log seconds: rows [S] of all sequences → [S, row counts + 1]."""
         octave = np.minimum(np.log2(np.maximum(rows, 1.0)), LOG2_ROWS[-1])
         below = np.minimum(np.searchsorted(LOG2_ROWS, octave, side="right") - 1, len(ROW_COUNTS) - 2)
         share = (octave - LOG2_ROWS[below]) / (LOG2_ROWS[below + 1] - LOG2_ROWS[below])
@@ -224,7 +224,7 @@ class CostModel:
         return weights
 
     def other_weights(self, names: Sequence[int] | np.ndarray, batch: int) -> np.ndarray:
-        """Which values the log seconds of all else consist of: indices [S] of names → [S, names + 1]."""
+        """The weights of the values in the log seconds of all else: indices [S] of names → [S, names + 1]."""
         weights = np.zeros((len(names), len(self.names) + 1))
         weights[np.arange(len(names)), names] = 1.0
         weights[:, -1] = np.log2(batch)
@@ -361,7 +361,7 @@ class CostModel:
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """What :meth:`as_dict` gave, of the same shapes.
+        """Load what :meth:`as_dict` gave, of the same shapes.
 
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.

@@ -1,4 +1,4 @@
-"""What belongs to a pair in this process and on disk: its identity, and its costs."""
+"""A target and its draft in this process and on disk: their identity, and their costs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Draft = PreTrainedModel | LayerSkip | nn.Module | None
 
 
 class Kept(Protocol):
-    """What a section of a document is loaded into."""
+    """A part that a section of a document is loaded into."""
 
     def load(self, data: Mapping[str, Any]) -> None:
         """Raises ``ValueError``, ``KeyError`` or ``TypeError`` where it cannot be used, and then takes nothing over."""
@@ -152,7 +152,7 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
 
 
 def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, str | None]:
-    """Whether an operator or the modules forward rows, and with which instructions the operator does."""
+    """Say whether an operator or the modules forward each model's rows, and with which instructions."""
 
     def way(m: nn.Module | LayerSkip | None) -> str:
         return "operator" if isinstance(m, PreTrainedModel) and why_not(m, backend) is None else "modules"

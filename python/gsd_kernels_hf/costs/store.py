@@ -1,4 +1,4 @@
-"""What was learned, on disk between processes.
+"""Files of what was learned, on disk between processes.
 
 One small JSON file for a pair: its costs, the result of :func:`~gsd_kernels.tune` if that ran, and what was learned of
 its sources under every kind of sampling. Files are replaced whole, so a reader never sees half of one; of two processes

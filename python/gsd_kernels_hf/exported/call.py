@@ -80,7 +80,7 @@ def custom_generate(
 
 
 def _overridden(model: PreTrainedModel, folder_code: str | None) -> bool:
-    """Whether the model's ``generate`` is what transformers made of the folder's when it loaded the model."""
+    """Return whether the model's ``generate`` is what transformers made of the folder's when it loaded the model."""
     function = getattr(vars(model).get("generate"), "func", None)
     return folder_code is not None and getattr(function, "__globals__", {}).get("__file__") == folder_code
 

@@ -1,4 +1,4 @@
-"""What a GGUF file's head says of a model, field by field: honoured, harmless, or a reason to refuse the file."""
+"""The fields of a GGUF file's head, one by one: honoured, harmless, or a reason to refuse the file."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Fields:
 
 
 def architecture_of(header: Header) -> str:
-    """What kind of model a file holds.
+    """The kind of model that a file holds.
 
     Raises:
         ValueError: it does not say.
@@ -354,7 +354,7 @@ def _window(fields: Fields, context: int) -> dict[str, Any]:
 
 
 def _biases(header: Header) -> dict[str, bool]:
-    """Which of a config's biases there are, where it leaves that open."""
+    """The biases that a config leaves open."""
     names = CAN_CHOOSE.get(architecture_of(header), ())
     return {name: any(f"blk.0.{matrix}.bias" in header.tensors for matrix in CHOSEN[name]) for name in names}
 

@@ -97,7 +97,7 @@ class Strings:
 
 @dataclass
 class Header:
-    """What a model's file, or the files it is split into, say before their tensors' bytes.
+    """The head of a model's file, or of the files it is split into: all that comes before their tensors' bytes.
 
     Attributes:
         path: of the file, of several the first.

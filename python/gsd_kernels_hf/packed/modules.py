@@ -199,7 +199,7 @@ def _readable(module: nn.Module) -> Stored | None:
 
 
 def rounds_rows(model: nn.Module) -> bool:
-    """Whether a layer rounds its rows to eight bits: a last bit of an activation may become a whole code there."""
+    """Return whether a layer rounds its rows to eight bits: an activation's last bit may become a whole code there."""
     for module in model.modules():
         if isinstance(module, Packed):
             if module.kind in ROUNDING_KINDS:

@@ -58,7 +58,7 @@ def refuse(written: Iterable[Any], name: str) -> None:
 
 
 def kept(found: Any, storages: set[int]) -> Any:
-    """What a function returned, read only where it shares storage with what it was given."""
+    """The value that a function returned, read only where it shares storage with what it was given."""
     if type(found) in (list, tuple):
         return type(found)(kept(value, storages) for value in found)
     if isinstance(found, np.ndarray):

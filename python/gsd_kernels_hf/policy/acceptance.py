@@ -1,4 +1,4 @@
-"""What has been accepted lately, and the predicted tokens of a step of any shape.
+"""A memory of what was accepted lately, and the predicted tokens of a step of any shape.
 
 Tokens per step are predicted by growing small trees over what was decoded last: from the candidate probabilities that
 were seen there, after calibration (how often a candidate of this rank and this probability was the target's pick), and
@@ -199,7 +199,7 @@ class AcceptanceModel:
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """What :meth:`as_dict` gave.
+        """Load what :meth:`as_dict` gave.
 
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.

@@ -22,7 +22,7 @@ from .shapes import ladder, row_shape, shape_name
 
 @dataclass(frozen=True)
 class Situation:
-    """What a generation is, as far as its policy depends on it.
+    """The facts of a generation that its policy depends on.
 
     Attributes:
         model, draft: target and draft.
@@ -52,7 +52,7 @@ class Situation:
 
     @property
     def by_rows(self) -> bool:
-        """Whether rows are chosen, not shapes."""
+        """Return whether rows are chosen, not shapes."""
         return self.chooses_rows and self.draft is None
 
 
@@ -77,7 +77,7 @@ def automatic_policy(
 
 
 def learned(situation: Situation) -> tuple[ShapeExperience | RowExperience, Saver]:
-    """What earlier generations like this one learned, in this process and others; and what keeps it on disk."""
+    """The experience of earlier generations like this one, in this process and others; and what keeps it on disk."""
     pair = own_pair(situation.model, situation.draft, situation.backend, situation.others)
     alone = situation.draft is None or isinstance(situation.draft, LayerSkip)
     models = [situation.model, *([] if alone else [situation.draft]), *situation.others]

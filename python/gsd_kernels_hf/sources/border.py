@@ -38,7 +38,7 @@ CURES = (
 
 
 def is_own(source: DraftSource) -> bool:
-    """Whether the class of a source is one of this package."""
+    """Return whether the class of a source is one of this package."""
     return type(source).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -92,7 +92,7 @@ def check_hidden_layers(source: DraftSource, target: PreTrainedModel) -> None:
 
 
 def numbers_in(values: Any, *, most: float) -> bool:
-    """Whether ``values`` are finite numbers from 0 to ``most``, at least one."""
+    """Return whether ``values`` are finite numbers from 0 to ``most``, at least one."""
     if not isinstance(values, (tuple, list)) or not values:
         return False
     return all(isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value <= most for value in values)
@@ -139,7 +139,7 @@ class Border:
             self.faults.zero_()
 
     def ask(self, source: DraftSource, level: Level) -> Proposal | None:
-        """What ``source`` proposes at a level, in storage of its own where the source is a user's.
+        """Ask ``source`` for its proposal at a level, in storage of its own where the source is a user's.
 
         Raises:
             TypeError, ValueError: no proposal: the source, what was expected, what came and the cure.

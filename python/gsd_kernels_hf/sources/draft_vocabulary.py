@@ -33,7 +33,7 @@ class DraftVocabulary:
         return cls(None if module.d2t is None else module.target_ids(), module.config.layers.vocab_size, vocab_size)
 
     def reduces(self, sampler: Sampler) -> bool:
-        """Whether draft tokens are ranked among themselves; noise and filters go by the target's ids."""
+        """Return whether draft tokens are ranked among themselves; noise and filters go by the target's ids."""
         return self.table is not None and sampler.greedy
 
     def ranked_size(self, sampler: Sampler) -> int:

@@ -31,12 +31,12 @@ def draft_source(model: PreTrainedModel, name: str, translation: Translation | N
 
 
 def is_mapped(translation: Translation) -> bool:
-    """Whether ids are mapped; else text is read."""
+    """Return whether ids are mapped; else text is read."""
     return translation.shared.part >= MOST
 
 
 def translations_of(tokenizer: Any, assistant_tokenizer: Any, drafts: Sequence[object]) -> list[Translation | None]:
-    """What is between the target's tokenizer and that of each draft; ``None`` where it is the target's own.
+    """The translations between the target's tokenizer and that of each draft; ``None`` where it is the target's own.
 
     Args:
         tokenizer: of the target, or ``None``.

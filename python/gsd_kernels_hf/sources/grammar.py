@@ -50,7 +50,7 @@ class Ahead(NamedTuple):
 
 
 class Grammar(DraftSource):
-    """What the grammar of a call's logits processors forces, or all but forces, as the tokens that spell it.
+    """A source of what the grammar of a call's processors forces, or all but forces, as the tokens that spell it.
 
     The grammar's state is a copy that follows the text; the processors' own are not touched. From the root, and from
     nodes of other sources behind punctuation, it is walked on as long as one text can follow, or a few: where space
@@ -113,7 +113,7 @@ class Grammar(DraftSource):
         self.taken = lengths
 
     def propose(self, level: Level) -> Proposal | None:
-        """What may follow each frontier node by the grammar; how likely the best of it is says the index."""
+        """Propose what may follow each frontier node by the grammar; how likely the best of it is says the index."""
         if level.number == 0:
             self._follow()
             self.places: list[dict[int, Trie]] = [{} for _ in self.walks]
@@ -192,7 +192,7 @@ class Grammar(DraftSource):
     def _texts(
         self, walk: Walk, before: bytes, text: bytes, log_probs: list[float], *, begins: bool
     ) -> Iterator[Ahead]:
-        """What may follow ``before + text``, where the walk is, as far as it can be told; the walk comes back there."""
+        """The texts that may follow ``before + text``, where the walk is, as far as known; the walk comes back."""
         steps, gone = 0, log_probs[-1] if log_probs else 0.0
         while len(text) < LONGEST and (forced := walk.forced()) and (took := walk.text(forced)):
             steps, text, log_probs = steps + took, text + forced, log_probs + [gone] * len(forced)

@@ -102,7 +102,7 @@ class DraftHeads(nn.Module):
         return lm_head(self.states(hidden).to(hidden.dtype))
 
     def states(self, hidden: Tensor) -> Tensor:
-        """What the output layer reads for every head: [N, D] → [N, num_heads, D], in the heads' dtype.
+        """The states that the output layer reads for every head: [N, D] → [N, num_heads, D], in the heads' dtype.
 
         Raises:
             ValueError: ``hidden`` of another width.
@@ -291,7 +291,7 @@ class Heads(LastState):
         return Proposal(self.ahead[0].gather(1, at), self.ahead[1].gather(1, at), place)
 
     def warm(self, level: Level, verified: Verified) -> Proposal | None:
-        """As :meth:`propose`, which leaves nothing behind."""
+        """Run :meth:`propose` once, and leave nothing behind."""
         return self.propose(level)
 
     def look_ahead(self, first_pick: Tensor, branch: int) -> Candidates:

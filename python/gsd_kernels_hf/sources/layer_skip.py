@@ -334,7 +334,7 @@ def _check_blocks(model: PreTrainedModel, *, attention: Iterable[int], mlp: Iter
 
 
 def _returns_states(module: nn.Module, part: str) -> bool:
-    """Whether a block returns hidden states alone, rather than with what attention weighs."""
+    """Return whether a block returns hidden states alone, rather than with what attention weighs."""
     return part == "mlp" or keeps_state(type(module))
 
 

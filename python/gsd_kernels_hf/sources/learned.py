@@ -1,4 +1,4 @@
-"""What ``gsd_kernels.learn`` leaves of a model: how its own answers go on, and the weights of the history's mixture."""
+"""The file of ``gsd_kernels.learn``: how a model's own answers go on, and the weights of the history's mixture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAYS = 8
 
 
 class Known(NamedTuple):
-    """What was learned of a model, as the history takes it."""
+    """The learned part of a model, as the history takes it."""
 
     table: NgramTable  # of one sequence
     weights: Tensor  # float64, of the mixture
@@ -34,7 +34,7 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class Learned:
-    """What was learned of a model, as its file has it.
+    """The learned part of a model, as its file has it.
 
     Attributes:
         keys: int64 [N], of contexts of 1 … 3 tokens, each once.
@@ -87,7 +87,7 @@ class Learned:
 
 
 def read_learned(file: str | os.PathLike[str], *, fingerprint: str, vocab_size: int) -> Learned:
-    """What :meth:`Learned.save` wrote for this model.
+    """Read what :meth:`Learned.save` wrote for this model.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -110,7 +110,7 @@ def read_learned(file: str | os.PathLike[str], *, fingerprint: str, vocab_size: 
 
 
 def _fault(found: Learned, vocab_size: int) -> str | None:
-    """What of a file is not as :meth:`Learned.save` leaves it; ``None`` where all is."""
+    """Name what of a file is not as :meth:`Learned.save` leaves it; ``None`` where all is."""
     contexts, continuations = found.keys.numel(), found.tokens.numel()
     expected = {
         "keys": (torch.int64, (contexts,)),

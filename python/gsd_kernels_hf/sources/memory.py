@@ -1,4 +1,4 @@
-"""What the history of one call leaves to the next: a table of its own, which can be saved."""
+"""The history that one call leaves to the next: a table of its own, which can be saved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Kept:
         return cls(table.keys[row], table.tokens[row], table.log_probs[row], table.max_context, table.ways)
 
     def fits(self, table: NgramTable) -> bool:
-        """Whether the table has the same sets."""
+        """Return whether the table has the same sets."""
         mine = (len(self.keys), self.max_context, self.ways)
         return mine == (table.keys.shape[1], table.max_context, table.ways)
 
@@ -153,7 +153,7 @@ def _read(file: Path, vocab_size: int) -> Kept:
 
 
 def _whole(kept: Kept, vocab_size: int) -> bool:
-    """Whether this is a table as the ops leave them: they rely on its order."""
+    """Return whether this is a table as the ops leave them: they rely on its order."""
     ours = NgramTable.empty(1, 1, "cpu")
     if kept.keys.dtype != torch.int64 or not (kept.keys.dim() == 1 and kept.fits(ours)):
         return False

@@ -224,12 +224,12 @@ class Mixer:
             self.weights[name].learn(asked, verified.nodes, verified.tokens, self.backend)
 
     def asked(self) -> dict[str, list[Asked]]:
-        """What the sources proposed in the last step, level by level, by name in the order in which they are mixed."""
+        """The sources' proposals in the last step, level by level, by name in the order in which they are mixed."""
         levels = [] if self.current is None else [drafted.asked for drafted in self.current.levels]
         return {s.name: [asked[s.name] for asked in levels if s.name in asked] for s in self.sources}
 
     def figures(self, verified: Verified) -> Figures:
-        """What the sources held of the step's candidates, for a policy; on the device, waits for nothing.
+        """The sources' figures of the step's candidates, for a policy; on the device, without a wait.
 
         ``"model"``: of levels where a model was forwarded, all sources together, before calibration; ``"lookup"``: of
         these levels the last source that costs no forward, and of other levels all sources.

@@ -92,7 +92,7 @@ class OwnText:
         return self.target
 
     def read_prompt(self, rows: RowModel) -> None:
-        """As :meth:`Text.read_prompt`."""
+        """Read a prompt like :meth:`Text.read_prompt`."""
         with self.text.reading():
             place = torch.arange(self.longest - 1, device=self.device)
             mask = (place >= self.state.kv_start[:, None]).long()
@@ -170,7 +170,7 @@ class OwnText:
             ids.append(self.translation.draft.roles.get("eos", 0))
 
     def new_tokens(self) -> list[list[int]]:
-        """What the target emitted since this was last asked, by sequence."""
+        """The tokens that the target emitted since this was last asked, by sequence."""
         lengths, begin = self.text.state.out_len.tolist(), min(self.taken)
         rows = self.text.state.tokens[:, begin : max(lengths)].tolist()
         found = [row[at - begin : end - begin] for row, at, end in zip(rows, self.taken, lengths, strict=True)]
@@ -238,5 +238,5 @@ class OwnText:
         return at + same
 
     def before(self, sequence: int) -> bytes:
-        """What the last ordinary tokens of the target spell, at most :data:`BEFORE`."""
+        """The text that the last ordinary tokens of the target spell, at most :data:`BEFORE`."""
         return b"".join(self.chunks[sequence])

@@ -117,16 +117,16 @@ class Retokenised(DraftSource):
         return shape
 
     def fits(self, depth: int = 1) -> bool:
-        """Whether the draft has positions for ``depth`` tokens behind its text, whose tokens are not the target's."""
+        """Return whether the draft has positions for ``depth`` tokens behind its text, which are not the target's."""
         state = self.own.state
         return self.max_length is None or int((state.out_len - state.kv_start).max()) + depth <= self.max_length
 
     def reaches(self, length: int) -> bool:
-        """As its base, of the draft's own text once there is one."""
+        """Return whether the base does, of the draft's own text once there is one."""
         return self.fits() if hasattr(self, "own") else super().reaches(length)
 
     def propose(self, level: Level) -> Proposal | None:
-        """What follows each frontier node in the re-tokenised paths; ``None`` beyond ``depth`` levels."""
+        """Propose what follows each frontier node in the re-tokenised paths; ``None`` beyond ``depth`` levels."""
         if level.number >= level.config.depth:
             return None
         nodes, tokens = level.frontier.node_ids.tolist(), level.frontier.token_ids.tolist()

@@ -46,15 +46,15 @@ class TranslatedRows:
     def read(
         self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None
     ) -> None:
-        """As :meth:`RowModel.read`."""
+        """Read like :meth:`RowModel.read`."""
         self.own.read(self.of_draft(input_ids), attention_mask, chunk, listener)
 
     def rows(self, token_ids: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """As :meth:`RowModel.rows`."""
+        """Forward like :meth:`RowModel.rows`."""
         return self.of_target(self.own.rows(self.of_draft(token_ids), *arguments, **options))
 
     def no_logits(self, count: int) -> Tensor:
-        """As :meth:`RowModel.no_logits`."""
+        """Give what :meth:`RowModel.no_logits` gives."""
         return self.of_target(self.own.no_logits(count))
 
 

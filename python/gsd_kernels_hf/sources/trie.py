@@ -39,7 +39,7 @@ class Trie:
         return min(1.0, sum(self.rows.values())) if self.rows else 1.0
 
     def best(self) -> list[tuple[float, int]]:
-        """What follows: log-probabilities, at most 0, and tokens, best first."""
+        """The tokens that follow, best first: log-probabilities, at most 0, and ids."""
         whole = self.prob
         if whole <= 0.0:
             return []

@@ -1,4 +1,4 @@
-"""What an adapter says of a module whose weights a library keeps quantised."""
+"""The weights of a module that a library keeps quantised, as an adapter describes them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Stored:
     any_dtype: bool = False
 
     def is_for(self, dtype: torch.dtype) -> bool:
-        """Whether the layer belongs into a model of ``dtype``."""
+        """Return whether the layer belongs into a model of ``dtype``."""
         return self.any_dtype or self.dtype == dtype
 
     @property

@@ -89,7 +89,7 @@ def _answered(
 def _answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chats: list[Chat], sampling: dict[str, Any], seed: int
 ) -> list[tuple[str, bool]]:
-    """What the model says, and whether it came to an end."""
+    """Let the model answer, and tell whether it came to an end."""
     rows = [_ids(tokenizer, chat) for chat in chats]
     longest = max(map(len, rows))
     pad = model.generation_config.pad_token_id

@@ -323,7 +323,7 @@ class Writer:
         return turns
 
     def follow_up(self) -> str:
-        """What a user says to an answer."""
+        """Make what a user says to an answer."""
         return str(self.pick("follow_ups"))
 
 
