@@ -17,7 +17,7 @@ from .values import check_draft
 if TYPE_CHECKING:
     from gsd_kernels_cli.comparison import Divergence, Run
 
-    from .pair import Pair
+    from .pair import LoadedPair
 
 DEFAULT_PROMPTS = 4
 PLAIN, UNDRAFTED, GRAPH = "plain", "undrafted", "graph"
@@ -88,7 +88,7 @@ def command(
 
 
 def _compare(
-    pair: Pair, inputs: list[Any], max_new_tokens: int, **speculation: Any
+    pair: LoadedPair, inputs: list[Any], max_new_tokens: int, **speculation: Any
 ) -> tuple[list[dict[str, Run]], list[Divergence | None], float | None]:
     """Every prompt in all ways, where plain and graph first differ, and what others took of the machine meanwhile."""
     from gsd_kernels_cli import comparison

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from gsd_kernels_cli.comparison import Contender, Run
     from gsd_kernels_cli.drawing import StepPicture
 
-    from .pair import Pair
+    from .pair import LoadedPair
 
-    Pairs = dict[str, Pair]
+    Pairs = dict[str, LoadedPair]
 
 QUESTIONS = (
     "Write a short Python function that returns the square of a number.",
@@ -105,7 +105,7 @@ def _load(settings: Settings) -> tuple[str, Pairs]:
 
         from gsd_kernels_cli.demo import smollm2
 
-        from .pair import Pair, load_pair, pick_device, quiet_transformers
+        from .pair import LoadedPair, load_pair, pick_device, quiet_transformers
 
         quiet_transformers()
         device = pick_device(settings.device)
@@ -120,7 +120,7 @@ def _load(settings: Settings) -> tuple[str, Pairs]:
         for number, name in enumerate(names):
             update(number, name)
             model, tokenizer = smollm2.load(getattr(torch, name), device)
-            pairs[name] = Pair(model, None, tokenizer, ("history",))
+            pairs[name] = LoadedPair(model, None, tokenizer, ("history",))
     return smollm2.NAME, pairs
 
 
@@ -136,7 +136,7 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def _chat(pair: Pair, messages: str | list[dict[str, str]]) -> dict[str, Any]:
+def _chat(pair: LoadedPair, messages: str | list[dict[str, str]]) -> dict[str, Any]:
     """A chat by the tokenizer's template; without one, its texts, an empty line between them."""
     from gsd_kernels_cli.demo import smollm2
 
@@ -146,11 +146,11 @@ def _chat(pair: Pair, messages: str | list[dict[str, str]]) -> dict[str, Any]:
     return pair.encode(["\n\n".join(texts)])
 
 
-def _speculation(pair: Pair, config: Any, settings: Settings) -> dict[str, Any]:
+def _speculation(pair: LoadedPair, config: Any, settings: Settings) -> dict[str, Any]:
     return {**pair.speculation, "graph_config": pair.shape(config), "backend": settings.backend}
 
 
-def _talk(pair: Pair, config: Any, settings: Settings) -> list[dict[str, Any]]:
+def _talk(pair: LoadedPair, config: Any, settings: Settings) -> list[dict[str, Any]]:
     """Stream the answers of one chat."""
     turns: list[dict[str, str]] = []
     found = []
@@ -161,7 +161,7 @@ def _talk(pair: Pair, config: Any, settings: Settings) -> list[dict[str, Any]]:
     return found
 
 
-def _answer(pair: Pair, turns: list[dict[str, str]], config: Any, settings: Settings) -> dict[str, Any]:
+def _answer(pair: LoadedPair, turns: list[dict[str, str]], config: Any, settings: Settings) -> dict[str, Any]:
     """Stream one answer."""
     from gsd_kernels_cli import comparison
 
@@ -306,7 +306,7 @@ def _title(report: dict[str, Any]) -> str:
     return f"{prompts}, {most} tokens at most, every way in turn{late}:"
 
 
-def _pictures(pair: Pair, settings: Settings) -> list[StepPicture]:
+def _pictures(pair: LoadedPair, settings: Settings) -> list[StepPicture]:
     """The graphs of an answer's steps, by one shape."""
     from gsd_kernels_cli import comparison
     from gsd_kernels_cli.drawing import StepPicture

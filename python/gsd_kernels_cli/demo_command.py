@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gsd_kernels_cli.drawing import StepPicture
     from gsd_kernels_hf import Verified
 
-    from .pair import Pair
+    from .pair import LoadedPair
 
 GRAPH = "graph,depth=5,width=3,branch=3,max_rows=12"
 """The demo's default: fixed, so that there is a graph to draw; on a CPU a target row costs time, so few are checked."""
@@ -173,7 +173,7 @@ def _embedded(
 
 
 def _text(
-    pair: Pair, prompt: dict[str, Any], config: GraphConfig, backend: str, max_new_tokens: int
+    pair: LoadedPair, prompt: dict[str, Any], config: GraphConfig, backend: str, max_new_tokens: int
 ) -> tuple[dict[str, Any], list[StepPicture]]:
     """Stream one held-out prompt's continuation; then decode it plainly and compare."""
     from gsd_kernels_cli import comparison
@@ -247,7 +247,7 @@ def _print_text(text: dict[str, Any]) -> None:
     out.print(rows)
 
 
-def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, seconds: float) -> dict[str, Any]:
+def _inflated(pair: LoadedPair, texts: list[str], config: GraphConfig, backend: str, seconds: float) -> dict[str, Any]:
     """Time every way of decoding on the target inflated to a size that costs something."""
     import torch
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gsd_kernels_hf import GenerationStats
     from gsd_kernels_hf.engine.decoder import GraphGenerateOutput
 
-    from .pair import Pair
+    from .pair import LoadedPair
 
 
 class Stats(str, Enum):
@@ -82,7 +82,7 @@ def command(
     _print_stats(result.stats, stats)
 
 
-def _decode(pair: Pair, inputs: dict[str, Any], streams: bool, arguments: dict[str, Any]) -> GraphGenerateOutput:
+def _decode(pair: LoadedPair, inputs: dict[str, Any], streams: bool, arguments: dict[str, Any]) -> GraphGenerateOutput:
     """Generate; with ``streams`` the text is printed as it is accepted."""
     from gsd_kernels_hf import generate
 

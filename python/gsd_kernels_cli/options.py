@@ -17,7 +17,7 @@ from . import values
 if TYPE_CHECKING:
     from gsd_kernels import GraphConfig
 
-    from .pair import Pair
+    from .pair import LoadedPair
 
 _MODELS, _PROMPT, _DECODING = "Models", "Prompt", "Decoding"
 _SAMPLING = "Sampling (any of these turns it on; otherwise greedy)"
@@ -221,7 +221,7 @@ class Models:
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
 
-    def load(self, model: str | None, **more: Any) -> Pair:
+    def load(self, model: str | None, **more: Any) -> LoadedPair:
         """Load by :func:`~gsd_kernels_cli.pair.load_pair`, which takes ``more``; by default with a folder's draft."""
         from .pair import load_pair, of_folder
 

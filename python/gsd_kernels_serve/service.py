@@ -21,7 +21,6 @@ from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
 
 from . import fields
-from .asked import Asked, asked_of
 from .calls import Call, ClientGoneError, Decoding, Piece, StoppingError, Writer
 from .checks import Refused
 from .limits import Limits
@@ -29,6 +28,7 @@ from .logprobs import Pieces
 from .preparing import BusyError, Preparing
 from .processors import Grammars
 from .shown import BAD_CHAT, check_shown
+from .text_options import TextOptions, text_options
 
 call_of: ContextVar[Call] = ContextVar("call")
 """The text of the request that transformers' own handler works on."""
@@ -170,19 +170,19 @@ class Service:
         if name not in (None, self.name):
             raise Refused("model", f"Server is pinned to '{self.name}'; requested '{name}'.")
 
-    def asked_of(self, body: Mapping[str, Any], source: str) -> Asked:
+    def text_options(self, body: Mapping[str, Any], source: str) -> TextOptions:
         """Make of a checked request what the decoding takes; ``source``: the field of its prompt."""
-        return asked_of(body, self.model, source, self.limits)
+        return text_options(body, self.model, source, self.limits)
 
-    async def hold(self, asked: Asked) -> None:
+    async def hold(self, options: TextOptions) -> None:
         """Compile the schema that the texts of a request are held to, if there is one.
 
         Raises:
             Refused: it cannot be, or takes too long.
         """
-        if asked.held is not None:
-            schema, field = asked.held
-            asked.grammar = await self.compile(field, self.grammars.of, schema, field, asked.ends)
+        if options.held is not None:
+            schema, field = options.held
+            options.grammar = await self.compile(field, self.grammars.of, schema, field, options.ends)
 
     def templated(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], arguments: dict[str, Any], field: str

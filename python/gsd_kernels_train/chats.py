@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from gsd_kernels_hf.files import decode_utf8, read_file
 from gsd_kernels_hf.progress import tracked
 
-from .clock import Clock
+from .clock import RunClock
 from .streams import Stream
 
 __all__ = ["encode_chats"]
@@ -23,7 +23,12 @@ FEWEST_COUNTED = 4
 
 
 def encode_chats(
-    name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, length: int, clock: Clock, held_out: float = 0.0
+    name: str,
+    files: list[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    clock: RunClock,
+    held_out: float = 0.0,
 ) -> tuple[Stream, Stream, str]:
     """Chats by the tokenizer's template, one after another; windows begin where a chat does.
 

@@ -10,7 +10,7 @@ PICKING_SHARE, MEASURING_SHARE, WRITING_SHARE = 0.08, 0.08, 0.2
 training (and as long after it), and the target writes its own text."""
 
 
-class Clock:
+class RunClock:
     """The rest of a run's minutes, counted over all the times that it was begun.
 
     Args:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from gsd_kernels_hf.parallel import digest
 
-from .clock import MEASURING_SHARE, WRITING_SHARE, Clock, NothingLearned, spoken
+from .clock import MEASURING_SHARE, WRITING_SHARE, NothingLearned, RunClock, spoken
 from .loop import (
     Budget,
     Checkpoints,
@@ -31,7 +31,7 @@ from .loop import (
 )
 from .measure import is_better
 from .streams import Stream, Streams
-from .text import HeldOut, Text, own_text, read_text, target_picks
+from .text import HeldOut, TrainingText, own_text, read_text, target_picks
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -130,9 +130,9 @@ class TrainingOptions:
         if self.dtype not in (torch.float32, torch.bfloat16, torch.float64):
             raise ValueError(f"dtype: expected float32, bfloat16 or float64, got {str(self.dtype).split('.')[-1]}")
 
-    def clock(self) -> Clock:
+    def clock(self) -> RunClock:
         """Of a run that begins now, unless ``begun`` says earlier."""
-        return Clock(self.minutes, self.begun)
+        return RunClock(self.minutes, self.begun)
 
     @property
     def weights(self) -> torch.dtype:
@@ -194,7 +194,7 @@ def load_target(options: TrainingOptions) -> tuple[PreTrainedModel, PreTrainedTo
     return target.requires_grad_(False), tokenizer
 
 
-def read(options: TrainingOptions, tokenizer: PreTrainedTokenizerBase, clock: Clock) -> Text:
+def read(options: TrainingOptions, tokenizer: PreTrainedTokenizerBase, clock: RunClock) -> TrainingText:
     """The text, or the chats, that the options name; see :func:`read_text`."""
     files, held_out = (options.chats or options.text, options.held_out_chats or options.held_out_text)
     return read_text(files, held_out, tokenizer, options.length, clock, chats=bool(options.chats))
@@ -205,8 +205,8 @@ def run(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     trainee: Trainee,
-    clock: Clock,
-    text: Text | None = None,
+    clock: RunClock,
+    text: TrainingText | None = None,
 ) -> dict[str, Any]:
     """Train, on from where the same command was interrupted; what ``training.json`` holds.
 
@@ -236,8 +236,8 @@ def _run(
     options: TrainingOptions,
     target: PreTrainedModel,
     trainee: Trainee,
-    clock: Clock,
-    text: Text,
+    clock: RunClock,
+    text: TrainingText,
     folder: RunFolder,
 ) -> dict[str, Any]:
     clock.check("loading the models and reading the text")
@@ -288,7 +288,7 @@ def _run(
     )
 
 
-def _measurable(trainee: Trainee, held_out: HeldOut, folder: RunFolder, clock: Clock) -> HeldOut:
+def _measurable(trainee: Trainee, held_out: HeldOut, folder: RunFolder, clock: RunClock) -> HeldOut:
     """The held-out text that a share of the minutes is enough to measure on; all of it in a run by steps."""
     if not clock.limited:
         return held_out
@@ -315,7 +315,12 @@ def _measurable(trainee: Trainee, held_out: HeldOut, folder: RunFolder, clock: C
 
 
 def _streams(
-    options: TrainingOptions, target: PreTrainedModel, text: Text, pace: float, folder: RunFolder, clock: Clock
+    options: TrainingOptions,
+    target: PreTrainedModel,
+    text: TrainingText,
+    pace: float,
+    folder: RunFolder,
+    clock: RunClock,
 ) -> tuple[list[tuple[float, Stream]], dict[str, Any]]:
     """The streams that are trained on, with their shares, and a report of what the target wrote of them.
 
@@ -362,7 +367,7 @@ def _streams(
 
 
 def _budget(
-    options: TrainingOptions, clock: Clock, checkpoints: Checkpoints, measuring: float, window: float
+    options: TrainingOptions, clock: RunClock, checkpoints: Checkpoints, measuring: float, window: float
 ) -> Budget:
     """The steps, or what is left of the minutes when as long as before is kept for measuring.
 
@@ -383,7 +388,7 @@ def _budget(
     return Budget(minutes=max(trained + left, 1e-6) / 60)
 
 
-def _why_no_step(options: TrainingOptions, clock: Clock, record: Record) -> str:
+def _why_no_step(options: TrainingOptions, clock: RunClock, record: Record) -> str:
     if not record.unfinished:
         return f"the {spoken(clock.seconds)} were over before the training began"
     return (

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gsd_kernels_hf.files import write_file, write_folder
 from gsd_kernels_hf.progress import tracked
 
-from .clock import Clock
+from .clock import RunClock
 
 __all__ = [
     "Budget",
@@ -369,7 +369,7 @@ class RunFolder:
             write_file(file, lambda partial: partial.write_text(json.dumps(value), encoding="utf-8"))
         return json.loads(file.read_text(encoding="utf-8"))
 
-    def timed(self, name: str, measure: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
+    def timed(self, name: str, measure: Callable[[], Any], clock: RunClock) -> tuple[Any, float]:
         """Measure by :meth:`remember`, and count the seconds; ``clock`` counts those of earlier times."""
         begin, earlier = time.monotonic(), (self.work / f"{name}.json").exists()
         found = self.remember(name, lambda: {"value": measure(), "seconds": time.monotonic() - begin})

@@ -43,7 +43,7 @@ Draft = PreTrainedModel | LayerSkip | nn.Module | None
 """A draft model, a view of the target, or a drafter that reads its hidden states."""
 
 
-class Kept(Protocol):
+class Section(Protocol):
     """A part that a section of a document is loaded into."""
 
     def load(self, data: Mapping[str, Any]) -> None:
@@ -51,7 +51,7 @@ class Kept(Protocol):
         ...
 
 
-class Pair:
+class CostPair:
     """A target with a draft, or alone, on this machine: its document and its costs.
 
     Args:
@@ -86,7 +86,7 @@ class Pair:
         self.costs = CostModel(prior, shapes, rows_vary=rows_vary)
         self.load(COSTS, self.costs)
 
-    def load(self, section: str, part: Kept) -> None:
+    def load(self, section: str, part: Section) -> None:
         """Load a section, if there is one; one that cannot be used is ignored, with a warning."""
         if section in self.sections:
             try:
@@ -95,7 +95,7 @@ class Pair:
                 self.document.ignore(error)
 
 
-_pairs: dict[Path, Pair] = {}
+_pairs: dict[Path, CostPair] = {}
 _lock = threading.Lock()
 
 
@@ -105,16 +105,16 @@ def pair_of(
     backend: str,
     shapes: Mapping[str, GraphConfig],
     others: Sequence[nn.Module] = (),
-) -> Pair:
+) -> CostPair:
     """The pair's place in this process; costs are the same object for every call.
 
     Args:
-        model, draft, backend, shapes: see :class:`Pair`.
+        model, draft, backend, shapes: see :class:`CostPair`.
         others: models and drafters that are forwarded beside ``draft``; costs with them are known apart.
     """
     document = Document("pair", describe(model, draft, backend, others))
     with _lock:
-        found = _pairs.pop(document.path, None) or Pair(model, draft, backend, document, shapes)
+        found = _pairs.pop(document.path, None) or CostPair(model, draft, backend, document, shapes)
         _pairs[document.path] = found  # the newest is last
         while len(_pairs) > MAX_PAIRS:
             del _pairs[next(iter(_pairs))]

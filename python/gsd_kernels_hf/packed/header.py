@@ -70,7 +70,7 @@ PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorEntry:
     """A tensor of a file.
 
     Attributes:
@@ -107,7 +107,7 @@ class Header:
 
     path: Path
     fields: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Stored] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Header:
@@ -232,7 +232,7 @@ class _Reader:
             (offset,) = self.numbers("Q")
             if offset != end:
                 self.fail(f"has offset {offset}; expected {end}, where the tensor before it ends")
-            entries.append(Stored(name, shape, label, self.path, offset, nbytes))
+            entries.append(TensorEntry(name, shape, label, self.path, offset, nbytes))
             header.tensors[name] = entries[-1]
             end += -(-nbytes // alignment) * alignment
         begin = -(-self.at // alignment) * alignment
@@ -243,7 +243,7 @@ class _Reader:
                     f"path: {self.path} is cut short: {entry.name} has {entry.nbytes} bytes from {place} on, and the "
                     f"file ends at {self.size}"
                 )
-            moved = Stored(entry.name, entry.shape, entry.kind, entry.path, place, entry.nbytes)
+            moved = TensorEntry(entry.name, entry.shape, entry.kind, entry.path, place, entry.nbytes)
             header.tensors[entry.name] = moved
 
     def tensor(self) -> tuple[tuple[int, ...], str, int]:

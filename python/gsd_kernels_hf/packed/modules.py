@@ -11,7 +11,7 @@ from gsd_kernels.ops.packed import ROUNDING_KINDS, Kind, PackedMatrix, codes, un
 from gsd_kernels.ops.row_linear import row_linear
 
 from . import copies
-from .adapters import Stored, stored_in
+from .adapters import LibraryWeights, stored_in
 from .readonly import ReadOnly
 
 
@@ -193,7 +193,7 @@ def linear_over(module: nn.Module, matrix: PackedMatrix, dtype: torch.dtype) -> 
     return PackedLinear(matrix, dtype, None if bias is None else bias.detach())
 
 
-def _readable(module: nn.Module) -> Stored | None:
+def _readable(module: nn.Module) -> LibraryWeights | None:
     stored = stored_in(module)
     return None if stored is None or stored.problem is not None else stored
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..costs.pair import COSTS, Draft, Pair, fingerprint, forwards, pair_of
+from ..costs.pair import COSTS, CostPair, Draft, fingerprint, forwards, pair_of
 from ..costs.store import Saver, cache_dir
 from ..model.properties import device_of
 from ..sources.layer_skip import LayerSkip
@@ -91,16 +91,16 @@ def learned(situation: Situation) -> tuple[ShapeExperience | RowExperience, Save
         shapes = ladder(pair.device.type, with_model=situation.draft is not None, reuses=situation.reuses)
         found = ShapeExperience(pair.costs, shapes, situation.settings.shapes)
     pair.load(section, found)
-    return found, Learned(pair, section, found)
+    return found, ExperienceSaver(pair, section, found)
 
 
-class Learned(Saver):
+class ExperienceSaver(Saver):
     """Keeps what generations like one learned: for the next engine of the process, and on disk.
 
     Of engines whose generations take turns the last one that ended a text is heard, as of processes.
     """
 
-    def __init__(self, pair: Pair, section: str, experience: ShapeExperience | RowExperience) -> None:
+    def __init__(self, pair: CostPair, section: str, experience: ShapeExperience | RowExperience) -> None:
         super().__init__(pair.document, lambda: {COSTS: pair.costs.as_dict(), section: experience.as_dict()})
         self.pair, self.section, self.experience = pair, section, experience
 
@@ -109,7 +109,7 @@ class Learned(Saver):
         super().save()
 
 
-def own_pair(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> Pair:
+def own_pair(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> CostPair:
     """The pair, with costs of all shapes that automatic policies choose among."""
     return pair_of(model, draft, backend, ladder(device_of(model).type, with_model=draft is not None), others)
 

@@ -104,7 +104,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-def rows_of(source: DraftSource, config: GraphConfig) -> int:
+def row_count(source: DraftSource, config: GraphConfig) -> int:
     """Rows that a source forwards in a step of this shape.
 
     Raises:

@@ -16,14 +16,14 @@ from gsd_kernels.ops.step import start_graph
 from ..model import replay
 from ..records import Candidates, DecodeState, Verified
 from .base import DraftSource, GrowsLevels, Level, Proposal, Text
-from .border import Border, is_own, rows_of
+from .border import Border, is_own, row_count
 from .figures import Figures, Held, side_by_side
 from .tally import Tally
 from .weights import Calibration, SourceWeights
 
 
 @dataclass
-class Drafted:
+class MixedLevel:
     """Proposals of all sources at one level, or of one source at several, side by side."""
 
     node_ids: Tensor  # int32 [B, W]
@@ -39,7 +39,7 @@ class Storage:
 
     graph: TokenGraph
     root: Tensor  # int32 [B, 1]; the first frontier
-    levels: list[Drafted] = field(default_factory=list)  # of the last step
+    levels: list[MixedLevel] = field(default_factory=list)  # of the last step
 
 
 class Mixer:
@@ -125,7 +125,7 @@ class Mixer:
 
     def num_rows(self, config: GraphConfig) -> int:
         """Rows that the sources forward in a step."""
-        return sum(rows_of(source, config) for source in self.sources)
+        return sum(row_count(source, config) for source in self.sources)
 
     def draft(self, config: GraphConfig, *, trims: bool = False) -> TokenGraph:
         """Grow a step's graph: draft and merge, once a level.
@@ -169,9 +169,9 @@ class Mixer:
         self.current.levels = levels
         return graph
 
-    def propose(self, level: Level) -> Drafted:
+    def propose(self, level: Level) -> MixedLevel:
         """The candidates of all sources after every frontier node."""
-        drafted, found = Drafted(level.frontier.node_ids), None
+        drafted, found = MixedLevel(level.frontier.node_ids), None
         for source in self.sources:
             begin = self.tally.begin()
             proposal = self.border.ask(source, level)
@@ -193,7 +193,7 @@ class Mixer:
         drafted.candidates = nothing(level) if found is None else found
         return drafted
 
-    def propose_rest(self, level: Level) -> Drafted | None:
+    def propose_rest(self, level: Level) -> MixedLevel | None:
         """This level and all behind it, merged, where one source alone is asked there and does them at once."""
         if level.number < level.config.depth or len(self.lookups) != 1:
             return None
@@ -206,7 +206,7 @@ class Mixer:
         if rest is None:
             return None
         asked, log_probs = rest
-        return Drafted(asked.node_ids, (asked.tokens, log_probs), asked={source.name: asked}, lookup=source.name)
+        return MixedLevel(asked.node_ids, (asked.tokens, log_probs), asked={source.name: asked}, lookup=source.name)
 
     def alone(self, name: str, asked: Asked) -> Candidates:
         """Candidates of a source that is not mixed with others, calibrated by its reliability."""

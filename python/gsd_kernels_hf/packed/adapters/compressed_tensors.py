@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
 
-from .base import BY_BITS, Stored, scales_of_rows, unread
+from .base import BY_BITS, LibraryWeights, scales_of_rows, unread
 
 FORMAT = "pack-quantized"
 BYTES = ("int-quantized", "naive-quantized")
 """Formats whose weights of eight bits are bytes."""
 
 
-def stored(module: nn.Module) -> Stored | None:
+def stored(module: nn.Module) -> LibraryWeights | None:
     """Weights of a compressed linear layer, or ``None``."""
     packed: Any = module._parameters.get("weight_packed")
     scheme: Any = getattr(module, "quantization_scheme", None)
@@ -46,10 +46,10 @@ def stored(module: nn.Module) -> Stored | None:
         zeros = torch.zeros_like(scales) if zero is None else _unpacked(zero, outputs, weights.num_bits).float()
         return PackedMatrix(kind, data, inputs, torch.stack([scales, zeros + (0 if zero is not None else middle)], -1))
 
-    return Stored(name, tensors, torch.Size((outputs, inputs)), scale.dtype, read)
+    return LibraryWeights(name, tensors, torch.Size((outputs, inputs)), scale.dtype, read)
 
 
-def _bytes(module: Any, scheme: Any) -> Stored | None:
+def _bytes(module: Any, scheme: Any) -> LibraryWeights | None:
     """Weights that are bytes, or ``None``; activations of eight bits may go with them."""
     codes: Any = module._parameters.get("weight")
     if codes is None or codes.dtype != torch.int8:
@@ -67,7 +67,7 @@ def _bytes(module: Any, scheme: Any) -> Stored | None:
         return PackedMatrix(BY_NAME[kind], codes.detach().contiguous(), inputs, scales)
 
     rounds_rows = scheme.input_activations is not None
-    return Stored(name, tensors, codes.shape, scale.dtype, read, rounds_rows=rounds_rows)
+    return LibraryWeights(name, tensors, codes.shape, scale.dtype, read, rounds_rows=rounds_rows)
 
 
 def _problem_of_bytes(module: Any, scheme: Any, found: str) -> str | None:

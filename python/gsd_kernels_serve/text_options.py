@@ -34,7 +34,7 @@ _SERVER_SAYS = ("num_return_sequences", "return_dict_in_generate", "output_score
 
 
 @dataclass
-class Asked:
+class TextOptions:
     """The part of a request that all its texts have in common.
 
     Attributes:
@@ -101,7 +101,7 @@ class Asked:
         return found if self.grammar is None else [*found, Grammar(self.grammar, prompt)]
 
 
-def asked_of(body: Mapping[str, Any], model: PreTrainedModel, source: str, limits: Limits) -> Asked:
+def text_options(body: Mapping[str, Any], model: PreTrainedModel, source: str, limits: Limits) -> TextOptions:
     """Make of a checked request what the decoding takes, but for grammar, log-probabilities and reference.
 
     Raises:
@@ -129,7 +129,7 @@ def asked_of(body: Mapping[str, Any], model: PreTrainedModel, source: str, limit
             raise Refused(f"generation_config.{name}", f"{value!r} contradicts another field; give one of them")
     _check_named(named, bool(config.do_sample))
     positions = properties.positions(model)
-    return Asked(
+    return TextOptions(
         config,
         length,
         source,
