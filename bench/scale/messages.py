@@ -40,7 +40,7 @@ from ..lib.report import SCHEMA, markdown
 NAME = "scale_messages"
 PLAIN = "plain"
 WAYS = (PLAIN, *PRESETS)
-TIMEOUT = 600.0  # seconds that a message may take on a busy machine
+TIMEOUT_SECONDS = 600.0  # seconds that a message may take on a busy machine
 
 ALL_REDUCE, ALL_GATHER = "all_reduce", "all_gather"
 OPERATIONS = {
@@ -150,7 +150,7 @@ def run_rank(settings: Settings, file: Path) -> None:
 def measure(settings: Settings) -> dict[str, Any]:
     """One rank: every prompt, every way of decoding it."""
     quiet_transformers()
-    device = ranks.join(TIMEOUT)
+    device = ranks.join(TIMEOUT_SECONDS)
     size = torch.distributed.get_world_size()
     torch.set_num_threads(1)
     dtype = getattr(torch, settings.dtype)

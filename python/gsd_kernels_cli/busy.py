@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-BUSY = 0.15
+BUSY_SHARE = 0.15
 """Share of the machine's processor time, taken by others, above which times are not to be trusted."""
 
 PROC = Path("/proc")
@@ -18,7 +18,7 @@ TIMES = slice(11, 15)  # its ticks, and those of its children that ended
 
 def distrust(share: float | None) -> str | None:
     """The warning for times that were measured while others took this share; ``None`` where they can be trusted."""
-    if share is None or share <= BUSY:
+    if share is None or share <= BUSY_SHARE:
         return None
     return f"This machine was busy with other work ({share:.0%} of its processors): do not trust these times."
 

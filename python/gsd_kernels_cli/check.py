@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_PROMPTS = 4
 PLAIN, UNDRAFTED, GRAPH = "plain", "undrafted", "graph"
 """Ways: transformers' own generate, this package's without a draft, and with drafts."""
-NOISE = 1.1
+NOISE_FACTOR = 1.1
 """Drafts cannot give more than their tokens per step; beyond this multiple of it the times are not believed."""
 
 
@@ -186,7 +186,7 @@ def _doubt(by_drafts: float, tokens_per_step: float, share: float | None) -> str
     """Why the times of a run say nothing, or ``None``."""
     if distrust(share) is not None:
         return f"the machine was busy with other work, {share:.0%} of its processors"
-    if by_drafts > NOISE * tokens_per_step:
+    if by_drafts > NOISE_FACTOR * tokens_per_step:
         return (
             f"drafts seem to make it {by_drafts:.2f}× as fast, more than {tokens_per_step:.2f} tokens a step can; "
             "the runs are too short, or the machine was busy"

@@ -26,7 +26,7 @@ ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that one thread block can have."""
 
-MAX_STACK = 8
+MAX_STACK_BYTES = 8
 """Bytes of stack that a kernel may use: spilled registers live there."""
 
 
@@ -78,8 +78,8 @@ def kernel_table(
 def gate(row: dict[str, Any]) -> list[str]:
     """Say what is wrong with a row of the table: too much stack or shared memory."""
     problems = []
-    if row["stack_bytes"] > MAX_STACK:
-        problems.append(f"{row['stack_bytes']} bytes of stack, allowed {MAX_STACK}")
+    if row["stack_bytes"] > MAX_STACK_BYTES:
+        problems.append(f"{row['stack_bytes']} bytes of stack, allowed {MAX_STACK_BYTES}")
     if row["shared_kib"] > row["shared_limit_kib"]:
         problems.append(f"{row['shared_kib']} KiB of shared memory, the GPU has {row['shared_limit_kib']}")
     return problems

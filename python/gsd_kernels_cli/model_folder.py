@@ -25,7 +25,7 @@ LEFT_OUT = (FILE, "consolidated*.safetensors")
 LARGE = (".safetensors", ".npy")
 """Endings of the files that may be linked."""
 ADAPTER = "adapter_config.json"
-MB, PIECE = 1e6, 1 << 24
+MB, PIECE_BYTES = 1e6, 1 << 24
 
 
 def checkpoint_folder(where: str | os.PathLike[str], what: str, revision: str | None = None) -> Path:
@@ -143,6 +143,6 @@ def put(file: Path, to: Path, *, link: bool) -> Iterator[int]:
             yield file.stat().st_size
             return
     with file.open("rb") as given, to.open("wb") as written:
-        while piece := given.read(PIECE):
+        while piece := given.read(PIECE_BYTES):
             written.write(piece)
             yield len(piece)

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from .limits import READ, Limits
+from .limits import READ_SECONDS, Limits
 from .service import answer_of
 from .service import receive as connection
 
@@ -37,11 +37,11 @@ class Door:
             await self.app(scope, receive, send)
             return
         try:
-            body = await asyncio.wait_for(self._body(receive), READ)
+            body = await asyncio.wait_for(self._body(receive), READ_SECONDS)
             if self.under_way >= self.limits.requests:
                 raise HTTPException(503, f"{self.under_way} requests are under way; try again later (--max-requests)")
         except asyncio.TimeoutError:
-            await _refuse(HTTPException(408, f"the body was not sent within {READ:g} s"), scope, receive, send)
+            await _refuse(HTTPException(408, f"the body was not sent within {READ_SECONDS:g} s"), scope, receive, send)
             return
         except HTTPException as error:
             await _refuse(error, scope, receive, send)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-READ = 30.0
+READ_SECONDS = 30.0
 """Seconds in which a client sends the body of a request."""
 
 

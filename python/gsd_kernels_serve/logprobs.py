@@ -57,7 +57,7 @@ class Recorder:
         return entry
 
 
-PIECE = 256
+PIECE_TOKENS = 256
 """Tokens of a prompt whose logits are there at once."""
 
 
@@ -72,7 +72,7 @@ def of_prompt(model: PreTrainedModel, input_ids: Tensor, top: int, ask: Callable
         ask: called before every piece.
     """
     found, kept, alone = [Entry(int(input_ids[0, 0]))], {}, logits_alone(model)
-    most = input_ids.shape[1] if longropes_of(model) else PIECE  # by whose length transformers turns all of it
+    most = input_ids.shape[1] if longropes_of(model) else PIECE_TOKENS  # by whose length transformers turns all of it
     for begin in range(0, input_ids.shape[1] - 1, most):
         ask()
         picked = input_ids[0, begin + 1 : begin + 1 + most]  # [n], behind the tokens of this piece

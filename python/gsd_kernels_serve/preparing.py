@@ -16,7 +16,7 @@ from .checks import Refused
 THREAD = "gsd_kernels request"
 """Name of the threads."""
 
-ASIDE = 19
+ASIDE_NICENESS = 19
 """Niceness of a thread for whose outcome nobody waits any more."""
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class _Work:
             where = ctypes.c_ulong(self.thread.ident)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(where, ctypes.py_object(_TooSlow))
             if sys.platform == "linux":  # where threads have a niceness of their own
-                os.setpriority(os.PRIO_PROCESS, self.thread.native_id, ASIDE)
+                os.setpriority(os.PRIO_PROCESS, self.thread.native_id, ASIDE_NICENESS)
 
     def _run(self) -> None:
         try:

@@ -19,10 +19,10 @@ from . import checks
 from .checks import Refused, entries, wrong
 from .schemas import check_schema
 
-KEPT = 64 * 2**20
+CACHE_BYTES = 64 * 2**20
 """Bytes of grammars that are kept for requests to come."""
 
-COMPILERS = 4
+CACHED_COMPILERS = 4
 """Sets of end tokens that are remembered with their grammars; requests name them."""
 
 
@@ -118,12 +118,12 @@ class Grammars:
 
         with self.making:
             if ends not in self.compilers:
-                if len(self.compilers) >= COMPILERS:
+                if len(self.compilers) >= CACHED_COMPILERS:
                     self.compilers.pop(next(iter(self.compilers)))
                 info = xgrammar.TokenizerInfo.from_huggingface(
                     self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=list(ends)
                 )
-                self.compilers[ends] = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=KEPT)
+                self.compilers[ends] = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
             return self.compilers[ends]
 
 

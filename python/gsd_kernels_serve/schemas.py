@@ -49,7 +49,7 @@ _SIZES: dict[str, Check] = {
 }
 """Bounds of numbers in a schema, whose grammar grows with them."""
 
-ENUM, STATES = 1_000, 300
+MAX_ENUM_VALUES, MAX_LETTERS = 1_000, 300
 """Values of one enum; letters of the longest text of a pattern without stars."""
 
 
@@ -130,13 +130,14 @@ def _check_sizes(schema: Mapping[str, Any], at: str) -> None:
         if keyword in schema:
             check(f"{at}.{keyword}", schema[keyword])
     values = schema.get("enum", [])
-    if isinstance(values, list) and len(values) > ENUM:
-        raise Refused(f"{at}.enum", f"has {len(values)} values; {ENUM} at most")
+    if isinstance(values, list) and len(values) > MAX_ENUM_VALUES:
+        raise Refused(f"{at}.enum", f"has {len(values)} values; {MAX_ENUM_VALUES} at most")
     patterns = {f"{at}.pattern": schema.get("pattern")}
     patterns |= {f"{at}.patternProperties": pattern for pattern in schema.get("patternProperties", ())}
     for place, pattern in patterns.items():
-        if isinstance(pattern, str) and (states := _states(pattern)) > STATES:
-            raise Refused(place, f"a pattern for texts of {states} letters; {STATES} at most: repeat less, or use *")
+        if isinstance(pattern, str) and (states := _states(pattern)) > MAX_LETTERS:
+            reason = f"a pattern for texts of {states} letters; {MAX_LETTERS} at most: repeat less, or use *"
+            raise Refused(place, reason)
 
 
 def _states(pattern: str) -> int:

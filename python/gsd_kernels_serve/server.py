@@ -37,7 +37,7 @@ from .responses import Responses
 from .service import ERRORS, OneQueue, Service, answer_of
 from .texts import Chat, Completions
 
-PATIENCE = 2
+STOP_SECONDS = 2
 """Seconds that running requests have after Ctrl-C; then they end with an error."""
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health")
@@ -172,22 +172,22 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(PATIENCE, self.config.app.state.stopping.set)
+        asyncio.get_running_loop().call_later(STOP_SECONDS, self.config.app.state.stopping.set)
         await super().shutdown(sockets)
 
 
 def run(app: FastAPI, where: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM; running requests have :data:`PATIENCE` seconds then."""
+    """Serve until SIGINT or SIGTERM; running requests have :data:`STOP_SECONDS` seconds then."""
     config = deepcopy(uvicorn.config.LOGGING_CONFIG)
     config["loggers"][__package__] = {"handlers": ["default"], "level": "INFO", "propagate": False}
-    server = _Server(uvicorn.Config(app, log_config=config, timeout_graceful_shutdown=5 * PATIENCE))
+    server = _Server(uvicorn.Config(app, log_config=config, timeout_graceful_shutdown=5 * STOP_SECONDS))
     try:
         server.run(sockets=[where])
         if server.interrupted:  # uvicorn raises the signal again as its loop ends, which a task may then swallow
             raise KeyboardInterrupt
     finally:
         app.state.stopping.set()
-        if not app.state.queue.wait(PATIENCE) or any(thread.name == THREAD for thread in threading.enumerate()):
+        if not app.state.queue.wait(STOP_SECONDS) or any(thread.name == THREAD for thread in threading.enumerate()):
             # Compiled code that returns into an interpreter which is going down aborts the process.
             atexit.register(_leave, 128 + signal.SIGINT if server.interrupted else 0)
 

@@ -21,10 +21,10 @@ from .checks import Refused, is_whole, wrong
 from .limits import Limits
 from .processors import Grammar, Penalties
 
-LENGTH = 1024
+DEFAULT_TOKENS = 1024
 """Tokens of a text whose request does not say how many."""
 
-PIECE = 2048
+PIECE_TOKENS = 2048
 """Tokens of a prompt that are read at once: memory, and how soon a text can end that nobody waits for."""
 
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -83,7 +83,7 @@ class TextOptions:
         """
         config = deepcopy(self.config)
         if self.pieces:
-            config.prefill_chunk_size = min(config.prefill_chunk_size or PIECE, PIECE)
+            config.prefill_chunk_size = min(config.prefill_chunk_size or PIECE_TOKENS, PIECE_TOKENS)
         unnamed = self.positions is not None and self.length is None
         if unnamed and prompt >= self.positions:
             reason = f"{prompt} tokens leave no room in the model's {self.positions} positions"
@@ -167,7 +167,7 @@ def _length(config: GenerationConfig, body: Mapping[str, Any], named: Mapping[st
         return given[0]
     if "max_new_tokens" in named or "max_length" in named:
         return "generation_config"
-    config.max_new_tokens = max(config.max_new_tokens or 0, LENGTH)
+    config.max_new_tokens = max(config.max_new_tokens or 0, DEFAULT_TOKENS)
     return None
 
 

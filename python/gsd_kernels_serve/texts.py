@@ -70,8 +70,8 @@ class TextRequest:
     since: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        if (texts := len(self.prompts) * self.copies) > fields.TEXTS:
-            raise Refused("n", f"{texts} texts of a request; {fields.TEXTS} at most")
+        if (texts := len(self.prompts) * self.copies) > fields.MAX_TEXTS:
+            raise Refused("n", f"{texts} texts of a request; {fields.MAX_TEXTS} at most")
         self.texts = [(p, Call(self.options, i, self.gone)) for p in self.prompts for i in range(self.copies)]
         for prompt in self.prompts:
             self.options.fitted(len(prompt.ids))
@@ -222,8 +222,8 @@ class Completions(Texts):
             given = [given]
         if not isinstance(given, list) or not given:
             raise wrong("prompt", "a string, token ids, or a list of either", given)
-        if len(given) > fields.TEXTS:
-            raise Refused("prompt", f"{len(given)} texts of a request; {fields.TEXTS} at most")
+        if len(given) > fields.MAX_TEXTS:
+            raise Refused("prompt", f"{len(given)} texts of a request; {fields.MAX_TEXTS} at most")
         found = []
         for number, one in enumerate(given):
             name = "prompt" if len(given) == 1 else f"prompt[{number}]"

@@ -18,7 +18,7 @@ from .streams import Stream
 
 __all__ = ["encode_chats"]
 
-FEWEST_COUNTED = 4
+MIN_COUNTED_TOKENS = 4
 """Tokens of a window that count, at least; of a longer chat's later windows those with fewer are left out."""
 
 
@@ -125,7 +125,7 @@ def _stream(chats: list[tuple[list[int], list[bool]]], length: int) -> Stream:
     for _, counted in chats:
         told = np.asarray(counted)
         for begin in range(0, len(told), length):
-            if begin == 0 or told[begin : begin + length].sum() >= FEWEST_COUNTED:
+            if begin == 0 or told[begin : begin + length].sum() >= MIN_COUNTED_TOKENS:
                 starts.append(at + begin)
         answers.extend(at + np.flatnonzero(told & ~np.append(False, told[:-1])))
         at += len(told)

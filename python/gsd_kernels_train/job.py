@@ -45,13 +45,13 @@ __all__ = [
     "run",
 ]
 
-KEPT_FOR_MEASURING = 1.25
+MEASURING_FACTOR = 1.25
 """Times of the measurement before training that are kept for the one after it."""
 
 USES_OF_OWN_TEXT = 4
 """Number of times that a token of it is trained on, in a run by ``steps``."""
 
-WRITTEN_AT_ONCE = 64  # sequences
+WRITTEN_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
@@ -332,10 +332,10 @@ def _streams(
     sequences = options.own_sequences
     if sequences is None and options.steps is not None:
         sequences = math.ceil(options.steps * options.batch * options.sequence_level / USES_OF_OWN_TEXT)
-    at_once, seconds = WRITTEN_AT_ONCE, None
+    at_once, seconds = WRITTEN_SEQUENCES, None
     if clock.limited:
         seconds = clock.share(WRITING_SHARE)
-        fits = min(WRITTEN_AT_ONCE, int(seconds / max(pace * options.length, 1e-9)))
+        fits = min(WRITTEN_SEQUENCES, int(seconds / max(pace * options.length, 1e-9)))
         at_once = folder.remember("written_at_once", lambda: fits)
         if not at_once:
             logger.warning(
@@ -380,7 +380,7 @@ def _budget(
     state = checkpoints.load()
     trained = 0.0 if state is None else float(state["record"]["seconds"])
     clock.spent_earlier(trained)
-    left = clock.left - KEPT_FOR_MEASURING * measuring
+    left = clock.left - MEASURING_FACTOR * measuring
     if not trained and left <= window:
         raise NothingLearned(
             f"of {spoken(clock.seconds)}, {spoken(max(left, 0.0))} are left to train in, less than a window takes"

@@ -12,7 +12,7 @@ from gsd_kernels_hf.progress import tracked
 
 from .text import HeldOut
 
-MEASURED_AT_ONCE = 8  # windows
+MEASURED_WINDOWS = 8
 
 
 class Guessing:
@@ -62,12 +62,12 @@ def measure_guesses(right: Callable[[Tensor, int], Tensor], depth: int, held_out
     """
     text, own = [], []
     with tracked("measuring", len(held_out.windows) + len(held_out.picks), "windows") as update:
-        for part in held_out.windows.split(MEASURED_AT_ONCE):
+        for part in held_out.windows.split(MEASURED_WINDOWS):
             text.append(right(part, 0))
-            update(len(text) * MEASURED_AT_ONCE)
-        for part in held_out.picks.split(MEASURED_AT_ONCE):
+            update(len(text) * MEASURED_WINDOWS)
+        for part in held_out.picks.split(MEASURED_WINDOWS):
             own.append(right(part, held_out.prefix - 1))
-            update(len(held_out.windows) + len(own) * MEASURED_AT_ONCE)
+            update(len(held_out.windows) + len(own) * MEASURED_WINDOWS)
     own = torch.cat(own)
     lengths = (held_out.picked.sum(1) - depth).clamp(min=0)  # own: [texts, places, depth]
     counted = torch.arange(own.shape[1], device=lengths.device) < lengths[:, None]

@@ -28,8 +28,8 @@ HELD_OUT_SHARE = 0.05
 HELD_OUT_BLOCKS = 64  # at most, evenly spaced over the held-out text
 PICKED_TEXTS, PICKED_TOKENS = 32, 64  # greedy continuations that drafts are measured on, and their length
 SAMPLED_TEMPERATURE = 0.8  # of every other batch of the target's own text
-PROBED = 200_000  # characters of a longer text by which it is foretold how long all of it takes to tokenize
-PREFIX_SHARE = 4  # a quarter of a sequence is text, the rest is what the target makes of it
+PROBED_CHARACTERS = 200_000  # characters of a longer text by which it is foretold how long all of it takes to tokenize
+PREFIX_DIVISOR = 4  # a quarter of a sequence is text, the rest is what the target makes of it
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ def _encoded(
         digest.update(hashlib.sha256(data).digest())
         if not text.strip():
             continue
-        if clock.limited and len(text) > 2 * PROBED:
+        if clock.limited and len(text) > 2 * PROBED_CHARACTERS:
             begin = time.monotonic()
-            tokenizer(text[:PROBED], verbose=False)
-            if (needed := (time.monotonic() - begin) * len(text) / PROBED) > clock.left:
+            tokenizer(text[:PROBED_CHARACTERS], verbose=False)
+            if (needed := (time.monotonic() - begin) * len(text) / PROBED_CHARACTERS) > clock.left:
                 raise NothingLearned(
                     f"{name}: {file} alone would take about {spoken(needed)} to tokenize, and {spoken(clock.left)} of "
                     f"{spoken(clock.seconds)} are left"
@@ -164,7 +164,7 @@ def read_text(
 
 def beginning(length: int) -> int:
     """Tokens of a window that the target continues."""
-    return max(1, length // PREFIX_SHARE)
+    return max(1, length // PREFIX_DIVISOR)
 
 
 class _UntilTime(StoppingCriteria):

@@ -203,11 +203,11 @@ def test_images_are_refused_by_name():
 
 def test_the_server_reads_such_prompts_in_one_piece(monkeypatch):
     target, ids = target_of("phi3"), prompt(31)["input_ids"]
-    monkeypatch.setattr(logprobs, "PIECE", 8)
+    monkeypatch.setattr(logprobs, "PIECE_TOKENS", 8)
     found = [entry.log_prob for entry in logprobs.of_prompt(target, ids, 1, lambda: None)[1:]]
     want = target(ids[:, :-1]).logits[0].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(found), want)
-    for model, piece in ((target, None), (models.tiny(), text_options.PIECE)):
+    for model, piece in ((target, None), (models.tiny(), text_options.PIECE_TOKENS)):
         assert text_options.text_options({}, model, "prompt", Limits()).fitted(31).prefill_chunk_size == piece
 
 

@@ -220,7 +220,7 @@ def test_bodies_and_prompts_are_bounded_by_option(hurried):
 def test_a_slow_body_ends_alone(hurried, monkeypatch):
     from gsd_kernels_serve import door
 
-    monkeypatch.setattr(door, "READ", 0.5)
+    monkeypatch.setattr(door, "READ_SECONDS", 0.5)
     with socket.create_connection(hurried.socket.getsockname()) as slow:
         slow.settimeout(30)
         slow.sendall(head(hurried, 1000) + b'{"prompt"')

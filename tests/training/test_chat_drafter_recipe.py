@@ -36,7 +36,7 @@ def test_answers_are_chats_and_a_run_goes_on(tmp_path, monkeypatch):
     tokenizer.chat_template = TEMPLATE
     model = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
     model.generation_config.pad_token_id = 0
-    monkeypatch.setattr(answers, "AT_ONCE", 4)
+    monkeypatch.setattr(answers, "BATCH_PROMPTS", 4)
     monkeypatch.setattr(answers, "NEW_TOKENS", 6)
     ended = iter([True, False] * 50)
     told = answers._answers

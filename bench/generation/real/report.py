@@ -14,8 +14,8 @@ from ...lib.intervals import Ratio, paired_ratio
 from ...lib.report import SCHEMA, markdown
 from .names import HF, HISTORY, OURS, PACKED, PACKED_HISTORY, label, plain_of
 
-FEWEST = 6  # prompts that give a ratio an interval
-NARROW = 8.0  # bits a weight; with fewer a model computes something else than it was trained to
+MIN_PROMPTS = 6  # prompts that give a ratio an interval
+NARROW_BITS = 8.0  # bits a weight; with fewer a model computes something else than it was trained to
 
 
 @dataclass
@@ -72,7 +72,7 @@ class RealReport:
         """Of rates, over the prompts that both decoded."""
         a, b = self.totals(ours), self.totals(theirs)
         both = [prompt for prompt in a if prompt in b]
-        return paired_ratio([a[prompt] for prompt in both], [b[prompt] for prompt in both], fewest=FEWEST)
+        return paired_ratio([a[prompt] for prompt in both], [b[prompt] for prompt in both], fewest=MIN_PROMPTS)
 
     def bits(self, way: str) -> float:
         """A weight."""
@@ -91,8 +91,8 @@ class RealReport:
             self.ratios = {name: asdict(self.ratio(HISTORY, name)) for name in names if name != HISTORY}
         others = [row for row in self.summary if row["way"] not in OURS]
         groups = {
-            "wide": [row for row in others if row["bits"] >= NARROW],
-            "narrow": [row for row in others if row["bits"] < NARROW],
+            "wide": [row for row in others if row["bits"] >= NARROW_BITS],
+            "narrow": [row for row in others if row["bits"] < NARROW_BITS],
             "transformers": [row for row in others if label(row["way"]).engine == "transformers"],
         }
         self.strongest = {
@@ -230,8 +230,8 @@ def remarks(data: dict[str, Any]) -> list[str]:
     decoded, asked = len({run["prompt"] for run in data["runs"]}), len(data["prompts"])
     if data["stopped"]:
         found.append(f"Stopped after {decoded} of {asked} prompts.")
-    if decoded < FEWEST:
-        found.append(f"No intervals: {decoded} prompts are too few; from {FEWEST} on there are.")
+    if decoded < MIN_PROMPTS:
+        found.append(f"No intervals: {decoded} prompts are too few; from {MIN_PROMPTS} on there are.")
     return found
 
 

@@ -34,7 +34,7 @@ from .ways import engines_for, names_of, own_ways
 NAME = "real"
 WARM_UP_TOKENS = 8
 TEMPLATE_TOKENS = 32  # that a chat template may write round an answer
-SLOW = 0.6  # of the fastest peer's rate: who is below sits out later rounds
+SLOW_SHARE = 0.6  # of the fastest peer's rate: who is below sits out later rounds
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def _still(racing: list[Competitor], report: RealReport) -> list[Competitor]:
     """Ours, and whoever is not far behind the fastest of the others."""
     rates = {row["way"]: row["tokens_per_second"] for row in report.summary}
     fastest = max((rate for way, rate in rates.items() if way not in OURS), default=0.0)
-    return [way for way in racing if way.name in OURS or rates[way.name] >= SLOW * fastest]
+    return [way for way in racing if way.name in OURS or rates[way.name] >= SLOW_SHARE * fastest]
 
 
 def _decode(

@@ -33,7 +33,7 @@ EXACT, SPECULATIVE, BLOCK, TYPICAL = CRITERIA = get_args(CriterionName)
 DRAWN = (SPECULATIVE, BLOCK)  # those that verify the draft's own samples
 CHAIN = {"width": 1, "branch": 1, "merge_context": -1, "history_depth": 0}  # what makes a GraphConfig a chain
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2  # of noise, see derived_seed; 0 is the target's own
-LEVELS = 65  # rows of the longest chain, in the keys of a step's noise
+MAX_CHAIN_ROWS = 65  # rows of the longest chain, in the keys of a step's noise
 
 UNWARPED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # of a distribution that is warped already
 
@@ -283,7 +283,7 @@ def block_verification(p: Tensor, q: Tensor, child: Tensor) -> tuple[Tensor, Ten
 
 def step_keys(first: Tensor, level: Tensor | int) -> Tensor:
     """Keys of noise that no other step has: int32, by the position of a step's first drafted token, and the level."""
-    return (first * LEVELS + level).to(torch.int32)
+    return (first * MAX_CHAIN_ROWS + level).to(torch.int32)
 
 
 class TypicalAcceptance(ExactMatch):

@@ -14,7 +14,7 @@ from gsd_kernels.ops.corpus import MAX_MATCH, sort_corpus
 from ..files import path_of, write_folder
 from .index import HEADER, Header, describe, file_of, fingerprint, read_header
 
-BATCH = 32  # texts that are tokenized at once, fewer where they are long
+BATCH_TEXTS = 32  # texts that are tokenized at once, fewer where they are long
 BATCH_CHARACTERS = 1 << 20
 
 
@@ -91,7 +91,7 @@ def tokenized(texts: Iterable[str], tokenizer: Any, progress: Callable[[int], No
     for text in texts:
         batch.append(text)
         characters += len(text)
-        if len(batch) == BATCH or characters >= BATCH_CHARACTERS:
+        if len(batch) == BATCH_TEXTS or characters >= BATCH_CHARACTERS:
             yield from _tokens(batch, tokenizer)
             done += len(batch)
             batch, characters = [], 0

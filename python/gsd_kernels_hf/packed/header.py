@@ -22,10 +22,10 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "
 BOOL, STRING, ARRAY = 7, 8, 9
 SMALLEST = {**{kind: struct.calcsize(form) for kind, form in NUMBERS.items()}, STRING: 8}
 """Bytes of an array's entry, at least."""
-ALIGNMENT = 32
+ALIGNMENT_BYTES = 32
 MAX_ENTRIES = 1 << 21  # of an array: vocabularies and their merges have some hundred thousand
-MAX_TEXT = 1 << 24  # bytes: chat templates have some thousand
-MAX_NAME = (1 << 16) - 1  # bytes, as the format says
+MAX_TEXT_BYTES = 1 << 24  # bytes: chat templates have some thousand
+MAX_NAME_BYTES = (1 << 16) - 1  # bytes, as the format says
 MAX_TABLE = 1 << 16  # fields, and tensors of a part
 MAX_DIMENSIONS = 4
 TYPES = {
@@ -208,7 +208,7 @@ class _Reader:
         header = Header(self.path)
         for number in range(fields):
             self.reading = f"the name of field {number} of {fields}"
-            key = self.string(MAX_NAME)
+            key = self.string(MAX_NAME_BYTES)
             if not key or key in header.fields:
                 self.fail(f"is {key!r}; expected one that no other field has")
             self.reading = key
@@ -218,13 +218,13 @@ class _Reader:
 
     def table(self, header: Header, count: int) -> None:
         """The tensors: their bytes lie in the table's order, each aligned, nothing between them."""
-        alignment = header.number("general.alignment", ALIGNMENT, 0)
+        alignment = header.number("general.alignment", ALIGNMENT_BYTES, 0)
         if alignment & (alignment - 1) or not 8 <= alignment <= 1 << 30:
             raise header.refusal("general.alignment", alignment, "a power of two of at least 8")
         end, entries = 0, []
         for number in range(count):
             self.reading = f"the name of tensor {number} of {count}"
-            name = self.string(MAX_NAME)
+            name = self.string(MAX_NAME_BYTES)
             if not name or name in header.tensors:
                 self.fail(f"is {name!r}; expected one that no other tensor has")
             self.reading = name
@@ -265,7 +265,7 @@ class _Reader:
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
-            return self.string(MAX_TEXT)
+            return self.string(MAX_TEXT_BYTES)
         if kind in NUMBERS:
             return self.whole(kind, self.numbers(NUMBERS[kind]))[0]
         if kind != ARRAY:

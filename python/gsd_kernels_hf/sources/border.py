@@ -20,7 +20,7 @@ from ..model.probe import examine
 from .base import DraftSource, Level, Proposal
 from .layer_skip import LayerSkip
 
-ROUNDING = 0.01  # above 0, of a log-probability: what half precision makes of a probability of 1
+ROUNDING_LOG_PROB = 0.01  # above 0, of a log-probability: what half precision makes of a probability of 1
 TOKEN_TYPES = (torch.int32, torch.int64)
 REPLACED = {
     "costs_forward": "declare forwards, the modules that it runs; without them it costs no forward",
@@ -171,7 +171,7 @@ class Border:
         if self.faults is None:
             low, high = torch.aminmax(tokens)
             # A NaN makes the largest NaN, which is not at most anything.
-            if int(low) >= -1 and int(high) < self.vocab_size and float(log_probs.amax()) <= ROUNDING:
+            if int(low) >= -1 and int(high) < self.vocab_size and float(log_probs.amax()) <= ROUNDING_LOG_PROB:
                 none = tokens < 0 if int(low) < 0 else None
             else:
                 found = self._faults(tokens, log_probs, level)
@@ -191,7 +191,7 @@ class Border:
     def _faults(self, tokens: Tensor, log_probs: Tensor, level: Level) -> Tensor:
         """Number of what is wrong with each candidate, int32 [B, W, K]; 0: nothing, or it counts for nothing."""
         counts = (level.frontier.node_ids >= 0)[..., None] & (tokens != -1) & (log_probs != -torch.inf)
-        fault = torch.where(log_probs.isnan(), 2, torch.where(log_probs > ROUNDING, 3, 0))
+        fault = torch.where(log_probs.isnan(), 2, torch.where(log_probs > ROUNDING_LOG_PROB, 3, 0))
         fault = torch.where((tokens < -1) | (tokens >= self.vocab_size), 1, fault)
         return torch.where(counts, fault, 0).to(torch.int32)
 

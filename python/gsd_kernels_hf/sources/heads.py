@@ -36,7 +36,7 @@ CONFIG_FILE = "draft_heads.json"
 WEIGHTS_FILE = "draft_heads.safetensors"
 MEDUSA = re.compile(r"^(medusa_head\.)?\d+\.\d+\.(linear\.)?(weight|bias)$")
 """Names of the tensors of Medusa's heads; a checkpoint may hold the target's beside them."""
-SHARE = 0.1  # beside another source, before anything was learned; what is too large costs rows at once
+FIRST_WEIGHT = 0.1  # beside another source, before anything was learned; what is too large costs rows at once
 
 
 class DraftHeads(nn.Module):
@@ -263,7 +263,7 @@ class Heads(LastState):
 
     def __init__(self, heads: DraftHeads) -> None:
         self.heads = heads
-        self.shares = (*[SHARE] * heads.num_heads, 0.0)  # beyond the last head there is nothing
+        self.shares = (*[FIRST_WEIGHT] * heads.num_heads, 0.0)  # beyond the last head there is nothing
 
     def check(self, target: PreTrainedModel) -> None:
         """Raise unless the heads were made for ``target`` and lie where its output matrix does."""

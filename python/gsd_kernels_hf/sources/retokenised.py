@@ -19,7 +19,7 @@ from ..model.spelling import Speller
 from ..model.vocabulary import Translation
 from .base import DraftSource, Level, Proposal, Text
 from .mixer import Mixer
-from .own_text import ROWS, OwnText, Reader
+from .own_text import END_ROWS, OwnText, Reader
 from .trie import Trie
 from .weights import SourceWeights
 
@@ -212,4 +212,4 @@ class Retokenised(DraftSource):
 
 def own_shape(config: GraphConfig) -> GraphConfig:
     """Shape of the draft's own graph in a step of another: its levels, no other source's, and rows to read the text."""
-    return config.replace(history_depth=0, max_rows=min(MAX_ROWS, config.max_rows + 2 * ROWS))
+    return config.replace(history_depth=0, max_rows=min(MAX_ROWS, config.max_rows + 2 * END_ROWS))

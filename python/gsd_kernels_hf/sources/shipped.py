@@ -34,7 +34,7 @@ logger = logging.getLogger("gsd_kernels")
 SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Of a config, those that are compared before any weight is read."""
 
-SAMPLES = 64
+SAMPLED_ELEMENTS = 64
 """Elements of every weight, evenly spaced."""
 
 
@@ -96,7 +96,7 @@ def fingerprint(target: PreTrainedModel) -> str | None:
         if not plain or parameter.dtype not in (torch.float32, torch.bfloat16):
             return None
         row = parameter.detach().reshape(-1)
-        samples = row[:: max(1, row.numel() // SAMPLES)][:SAMPLES].to(torch.bfloat16)
+        samples = row[:: max(1, row.numel() // SAMPLED_ELEMENTS)][:SAMPLED_ELEMENTS].to(torch.bfloat16)
         content.update(name.encode() + samples.cpu().view(torch.int16).numpy().tobytes())
     return content.hexdigest()[:16]
 
