@@ -117,20 +117,25 @@ class LogTimeFilter:
         """
         settings = self.settings
         covariance = self.covariance + self.process_noise
-        # No variance exceeds its prior.
+        # No variance exceeds its prior: by the noise of every step values that are never seen would drift to where
+        # anything is believed. Rows and columns are scaled alike, which keeps the correlations.
         diagonal = covariance.diagonal()
         if (diagonal > self.prior_variance).any():
             excess = np.sqrt(np.maximum(diagonal / self.prior_variance, 1.0))
             covariance = covariance / (excess[:, None] * excess)
         cross = covariance @ weights
         variance = max(float(weights @ cross), 0.0)  # digits that a file left out may make it a little less
+        # Three things that a plain filter lacks, since a machine is slow for moments and never quick by chance: several
+        # slow steps in a row are believed at once, so is a step that is much too quick, and a single slow one hardly.
         innovation = residual - float(weights @ self.mean)
         innovation -= self._slowdown(innovation, math.sqrt(variance + noise * noise))
         if innovation < -settings.faster_stds * math.sqrt(variance + noise * noise):
-            # The machine was busy and is no longer: all else was seen too slow as well.
+            # The machine was busy and is no longer: all else was seen too slow as well. A variance along what is common
+            # to all values, as large as the surprise, lets this step correct them together.
             covariance = covariance + innovation**2 * np.outer(self.common, self.common)
             cross = covariance @ weights
             variance = max(float(weights @ cross), 0.0)
+        # With its own square in its noise a slow step pulls by x / (a + share · x²): less, the slower it was.
         share = settings.slow_variance_share if slow_share is None else slow_share
         variance += noise * noise + share * max(innovation, 0.0) ** 2
         self.mean = self.mean + cross * (innovation / variance)
@@ -151,6 +156,8 @@ class LogTimeFilter:
         self.slow = [*self.slow, innovation] if innovation > self.settings.slower_stds * std else []
         if len(self.slow) < self.settings.slower_steps:
             return 0.0
+        # So much all of them have in common. The mean is moved as a whole, ahead of the update, which would take the
+        # slowdown for one of this step's row count.
         least, self.slow = min(self.slow), []
         self.mean = self.mean + least * self.common
         return least
@@ -240,6 +247,7 @@ class CostModel:
         last_mean, last_covariance, behind, found = self.latest
         if last_mean is not mean or last_covariance is not covariance or behind != cached:
             correction = np.exp(mean[:-1] + mean[-1] * self._doublings(cached))
+            # Errors can make more rows look cheaper; what is known best moves least where that is put right.
             precision = 1.0 / np.maximum(covariance.diagonal()[:-1], 1e-6)
             found = np.log(increasing(self.prior.target_seconds(ROW_COUNTS, cached) * correction, precision))
             self.latest = mean, covariance, cached, found
@@ -302,7 +310,7 @@ class CostModel:
             return
         beyond = np.log(period.seconds / self.target_seconds(period.rows, cached))
         quick = period.quick(beyond)
-        self.target.state = before
+        self.target.state = before  # as if the medians had not been learned
         # The whole machine may be slower or faster than it was: steps say how row counts compare.
         self.target.covariance = self.target.covariance + self.spread.std**2 * np.outer(*[self.target.common] * 2)
         if quick is None:

@@ -150,8 +150,10 @@ class Mixer:
             drafted = self.propose(level)
             levels.append(drafted)
             tokens, log_probs = drafted.candidates
+            # Its counts are of levels where a model was forwarded; a source alone has its own reliability.
             if self.calibration is not None and drafted.costs_forward:
                 log_probs = self.calibration(log_probs, self.backend)
+            # The width is the next level's, which is the history's behind the last that a model expands.
             frontier = merge(
                 graph,
                 frontier.node_ids,
@@ -179,6 +181,7 @@ class Mixer:
             if proposal is None:
                 continue
             proposal = fitted(proposal, level)
+            # With the mixture before it: a source's weight learns from what it would add to that.
             asked = Asked(drafted.node_ids, *proposal.candidates, proposal.index, *(found or (None, None)))
             drafted.asked[source.name] = asked
             if source.forwards:
