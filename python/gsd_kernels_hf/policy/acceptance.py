@@ -296,8 +296,8 @@ class TreeForecast:
         # how deep the picks of the text lie among its rows is true, and rests on few places.
         promised = best.cumsum(-1, dtype=float)[shape, :, last]  # [S, T]
         kept = np.minimum((best > 0).sum(-1), last[:, None] + 1)  # [S, T]
-        # What was picked there is among the rows if its path is no less likely than the last of them. Its product can be
-        # rounded otherwise than the tree's, hence 1e-5; by 1e-30 a path of probability 0 is no row.
+        # What was picked there is among the rows if its path is no less likely than the last of them. Its product may
+        # be rounded otherwise than the tree's, hence 1e-5; by 1e-30 a path of probability 0 is no row.
         path = np.take_along_axis(profiles, np.maximum(picks, 0)[..., None], -1)[..., 0].cumprod(-1)
         least = np.take_along_axis(best, np.maximum(kept - 1, 0)[..., None], -1)[..., 0]
         least = np.maximum(least * (1.0 - 1e-5), 1e-30)
