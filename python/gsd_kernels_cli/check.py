@@ -159,14 +159,14 @@ def _summary(rounds: list[dict[str, Run]], divergences: list[Divergence | None],
     plain_rate, rate = plain_tokens / plain_seconds, tokens / seconds
     undrafted_rate = undrafted_tokens / undrafted_seconds
     kept = [runs["graph"].stats for runs in rounds if runs["graph"].stats is not None]
-    found = [d for d in divergences if d is not None]
-    beyond = sum(not d.within_rounding for d in found)
+    differing = [d for d in divergences if d is not None]
+    beyond = sum(not d.within_rounding for d in differing)
     per_step = sum(s.new_tokens for s in kept) / max(sum(s.sequence_steps for s in kept), 1)
     return {
-        "verdict": "differs" if beyond else "rounding" if found else "equal",
+        "verdict": "differs" if beyond else "rounding" if differing else "equal",
         "prompts": len(rounds),
-        "equal": len(rounds) - len(found),
-        "within_rounding": len(found) - beyond,
+        "equal": len(rounds) - len(differing),
+        "within_rounding": len(differing) - beyond,
         "beyond_rounding": beyond,
         "plain_tokens_per_second": plain_rate,
         "undrafted_tokens_per_second": undrafted_rate,

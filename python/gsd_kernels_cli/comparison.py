@@ -100,10 +100,14 @@ class Divergence:
         return {**vars(self), "within_rounding": self.within_rounding}
 
 
-def tally(found: Sequence[Divergence | None]) -> dict[str, int]:
+def tally(divergences: Sequence[Divergence | None]) -> dict[str, int]:
     """How many texts of a way are equal to those that they are held against, and of the others why."""
-    near = [divergence.within_rounding for divergence in found if divergence is not None]
-    return {"equal": len(found) - len(near), "within_rounding": sum(near), "beyond_rounding": len(near) - sum(near)}
+    near = [divergence.within_rounding for divergence in divergences if divergence is not None]
+    return {
+        "equal": len(divergences) - len(near),
+        "within_rounding": sum(near),
+        "beyond_rounding": len(near) - sum(near),
+    }
 
 
 def sameness(row: Mapping[str, Any], texts: int) -> str:

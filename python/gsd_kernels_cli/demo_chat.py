@@ -153,12 +153,12 @@ def _speculation(pair: LoadedPair, config: Any, settings: Settings) -> dict[str,
 def _talk(pair: LoadedPair, config: Any, settings: Settings) -> list[dict[str, Any]]:
     """Stream the answers of one chat."""
     turns: list[dict[str, str]] = []
-    found = []
+    answers = []
     for question in settings.prompts[:2] or QUESTIONS:
         turns.append({"role": "user", "content": question})
-        found.append({"question": question, **_answer(pair, turns, config, settings)})
-        turns.append({"role": "assistant", "content": found[-1]["text"]})
-    return found
+        answers.append({"question": question, **_answer(pair, turns, config, settings)})
+        turns.append({"role": "assistant", "content": answers[-1]["text"]})
+    return answers
 
 
 def _answer(pair: LoadedPair, turns: list[dict[str, str]], config: Any, settings: Settings) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _answer(pair: LoadedPair, turns: list[dict[str, str]], config: Any, settings
         decode = comparison.graph(pair.target, **_speculation(pair, config, settings), streamer=streamer)
         run = comparison.measure(pair.target, decode, inputs, settings.max_new_tokens)
     assert run.stats is not None
-    found = {
+    answer = {
         **{"text": tokenizer.decode(run.tokens, skip_special_tokens=True)},
         **{"tokens": len(run.tokens), "seconds": run.seconds, "tokens_per_step": run.stats.tokens_per_step},
     }
@@ -187,7 +187,7 @@ def _answer(pair: LoadedPair, turns: list[dict[str, str]], config: Any, settings
         style="dim",
         soft_wrap=True,
     )
-    return found
+    return answer
 
 
 def _race(pairs: Pairs, config: Any, settings: Settings) -> dict[str, Any]:
@@ -253,18 +253,20 @@ def _way(
     runs = [runs[_named(dtype, way)] for runs in rounds]
     ours = way in (OURS, DRAFTED)
     against = PLAIN if ours and dtype != "float32" else HF
-    found = []
+    divergences = []
     if way != against:
         for inputs, runs_, run in zip(prompts, rounds, runs, strict=False):
-            found.append(first_divergence(model, inputs["input_ids"], runs_[_named(dtype, against)].tokens, run.tokens))
+            divergences.append(
+                first_divergence(model, inputs["input_ids"], runs_[_named(dtype, against)].tokens, run.tokens)
+            )
     tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
     return {
         "dtype": dtype,
         "way": way,
         "tokens_per_second": tokens / seconds,
         "tokens_per_forward": tokens / sum(run.target_forwards or 0 for run in runs),
-        "compared_with": against if found else None,
-        **tally(found),
+        "compared_with": against if divergences else None,
+        **tally(divergences),
         **({} if ours or way == PLAIN else {"beyond_rounding": 0}),  # transformers' own ways are no promise of ours
     }
 
@@ -312,15 +314,15 @@ def _pictures(pair: LoadedPair, settings: Settings) -> list[StepPicture]:
     from gsd_kernels_cli.drawing import StepPicture
 
     config = read_graph_config(settings.graph_config or DRAWN)
-    found: list[StepPicture] = []
+    steps: list[StepPicture] = []
 
     def observe(record: Any) -> None:
         if record.graph is not None:
-            found.append(StepPicture.of(record))
+            steps.append(StepPicture.of(record))
 
     options = {"draft_sources": ("history",), "graph_config": config, "backend": settings.backend}
     decode = comparison.graph(pair.target, **options, observer=observe)
     prompt = (settings.prompts or RACED)[0]
     with progress("decoding once more, to draw a step"):
         decode(_chat(pair, prompt), min(RACE_TOKENS, settings.max_new_tokens))
-    return found
+    return steps

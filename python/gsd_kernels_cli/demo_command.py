@@ -309,7 +309,7 @@ def _result(target: Any, name: str, rounds: list[dict[str, Run]], prompts: list[
     from gsd_kernels_cli.comparison import first_divergence, tally
 
     runs = [r[name] for r in rounds]
-    found = [
+    divergences = [
         first_divergence(target, inputs["input_ids"], r[PLAIN].tokens, r[name].tokens)
         for inputs, r in zip(prompts, rounds, strict=False)
     ]
@@ -322,7 +322,7 @@ def _result(target: Any, name: str, rounds: list[dict[str, Run]], prompts: list[
         "tokens_per_second": tokens / seconds,
         "target_forwards": forwards,
         "tokens_per_forward": tokens / forwards,
-        **tally(found),
+        **tally(divergences),
     }
 
 

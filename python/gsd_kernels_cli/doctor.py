@@ -105,12 +105,12 @@ def drafters_of(model: str) -> dict[str, str]:
 
     quiet_transformers()
     target = AutoModelForCausalLM.from_pretrained(model_place(model, "--model", gguf=False), dtype="auto")
-    found, heads, name = {}, own_heads(target), drafter_of(target)
+    drafters, heads, name = {}, own_heads(target), drafter_of(target)
     if heads is not None:
-        found["mtp"] = f"the multi-token-prediction heads in its checkpoint ({heads} …)"
+        drafters["mtp"] = f"the multi-token-prediction heads in its checkpoint ({heads} …)"
     if name is not None:
-        found[name] = "the drafter that this package brings for it"
-    return found
+        drafters[name] = "the drafter that this package brings for it"
+    return drafters
 
 
 def flash_attention(gpu: bool) -> dict[str, str | None]:

@@ -108,10 +108,10 @@ def _print_texts(prompts: list[str], continuations: list[str], *, echo: bool) ->
         print(prompt + text if echo else text)
 
 
-def _print_stats(found: GenerationStats, how: Stats) -> None:
+def _print_stats(stats: GenerationStats, how: Stats) -> None:
     if how is Stats.json:
-        err.print(json.dumps(found.as_dict()), markup=False, soft_wrap=True)
+        err.print(json.dumps(stats.as_dict()), markup=False, soft_wrap=True)
     elif how is Stats.table:
         from .tables import stats_table
 
-        err.print(stats_table(found))
+        err.print(stats_table(stats))

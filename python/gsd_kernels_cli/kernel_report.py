@@ -70,8 +70,8 @@ def kernel_table(
             for kernel, compiled in compile_launches(case.launch, arch):
                 if compiled.hash not in seen:
                     seen.add(compiled.hash)
-                    found = facts(compiled, arch, read is None or kernel in read)
-                    rows.append({"op": case.op, "case": case.name, "kernel": kernel, **found})
+                    row = facts(compiled, arch, read is None or kernel in read)
+                    rows.append({"op": case.op, "case": case.name, "kernel": kernel, **row})
     return rows
 
 

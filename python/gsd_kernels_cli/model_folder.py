@@ -63,15 +63,15 @@ def folders_of(named: Mapping[str, str | None], draft_revision: str | None) -> d
     Raises:
         ValueError: there is no such folder, or one whose files cannot be taken along.
     """
-    found = {}
+    folders = {}
     for option, where in named.items():
         if where is None or where == OWN:
             continue
         if option == "assistant_model":
-            found[option] = checkpoint_folder(where, option, draft_revision)
+            folders[option] = checkpoint_folder(where, option, draft_revision)
         else:
-            found[option] = path_of(where) if option == "corpus" else fetch(folder_of(where), option)
-    return found
+            folders[option] = path_of(where) if option == "corpus" else fetch(folder_of(where), option)
+    return folders
 
 
 def check_new(folder: Path) -> None:

@@ -323,11 +323,11 @@ def read_prompts(
         raise ValueError("--tp: processes cannot share stdin; give the prompt as an argument or by --prompt-file")
     for name in files:
         text = _stdin() if name == "-" else read_utf8(Path(name), "--prompt-file")
-        found = [line for line in text.splitlines() if line.strip()] if lines else [text]
-        if not any(found):
+        prompts = [line for line in text.splitlines() if line.strip()] if lines else [text]
+        if not any(prompts):
             whose = "stdin" if name == "-" else name
             raise ValueError(f"prompt: {whose} is empty; give one as an argument, by --prompt-file or on stdin")
-        texts += found
+        texts += prompts
     texts = [*(arguments or []), *texts]
     if any(not text for text in texts):
         raise ValueError("prompt: empty")

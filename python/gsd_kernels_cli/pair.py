@@ -97,7 +97,7 @@ class LoadedPair:
 
     def shape(self, config: GraphConfig | str | None) -> GraphConfig | str | None:
         """The ``graph_config`` for these models, ``config`` being ``--graph-config``: plain without any source."""
-        drafts = any(found is not None for found in (self.heads, self.drafter, self.corpus))
+        drafts = any(draft is not None for draft in (self.heads, self.drafter, self.corpus))
         return PLAIN if self.none and not drafts else self.own_shape if config is None else config
 
     @property

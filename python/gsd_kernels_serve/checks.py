@@ -192,10 +192,10 @@ def strings(most: int, length: int) -> Check:
     """A string or a list of up to ``most``, none of them empty or longer than ``length`` characters."""
 
     def check(name: str, value: Any) -> None:
-        found = [value] if isinstance(value, str) else value
-        if not isinstance(found, list) or len(found) > most or not all(isinstance(s, str) and s for s in found):
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or len(texts) > most or not all(isinstance(s, str) and s for s in texts):
             raise wrong(name, f"a string or a list of up to {most} strings, none empty", value)
-        if long := [s for s in found if len(s) > length]:
+        if long := [s for s in texts if len(s) > length]:
             raise Refused(name, f"{long[0][:20]!r} ... has {len(long[0])} characters, {length} at most")
 
     return check

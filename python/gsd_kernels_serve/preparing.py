@@ -103,11 +103,11 @@ class _Work:
             with self.lock:
                 self.over = True
 
-    def _tell(self, found: tuple[Any, Exception | None]) -> None:
+    def _tell(self, result: tuple[Any, Exception | None]) -> None:
         def tell() -> None:
             if self.outcome.done():
                 return
-            value, error = found
+            value, error = result
             if error is None:
                 self.outcome.set_result(value)
             else:

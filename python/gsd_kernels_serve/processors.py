@@ -143,11 +143,11 @@ def schema_of(given: Any, field: str) -> Any:
     if "json_schema" in given:
         entries(field, given, ("type", "json_schema"))
         at, given = f"{field}.json_schema", given["json_schema"]
-    found = entries(at, given, ("type", "name", "description", "schema", "strict"), "schema")
+    form = entries(at, given, ("type", "name", "description", "schema", "strict"), "schema")
     for said in ("name", "description"):
-        checks.text(f"{at}.{said}", found.get(said, ""))
-    checks.flag(f"{at}.strict", found.get("strict", True))
-    schema = found["schema"]
+        checks.text(f"{at}.{said}", form.get(said, ""))
+    checks.flag(f"{at}.strict", form.get("strict", True))
+    schema = form["schema"]
     if not isinstance(schema, (Mapping, bool)):
         raise wrong(f"{at}.schema", "a JSON schema", schema)
     check_schema(schema, f"{at}.schema")

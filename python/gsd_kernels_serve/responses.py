@@ -179,20 +179,20 @@ class _Rewriter:
 
     def event(self, event: str) -> str:
         """An event of a stream."""
-        found = json.loads(event.removeprefix("data: "))
-        kind = found["type"]
-        if "response" in found:
-            found["response"] = self.whole(found["response"])
-            if kind == "response.completed" and found["response"]["status"] == "incomplete":
-                found["type"] = "response.incomplete"
+        data = json.loads(event.removeprefix("data: "))
+        kind = data["type"]
+        if "response" in data:
+            data["response"] = self.whole(data["response"])
+            if kind == "response.completed" and data["response"]["status"] == "incomplete":
+                data["type"] = "response.incomplete"
         elif self.call.options.top is not None and kind == "response.output_text.delta":
-            found["logprobs"] = self._log_probs(self.call.written[self.parts])
+            data["logprobs"] = self._log_probs(self.call.written[self.parts])
             self.parts += 1
         elif self.call.options.top is not None and kind == "response.output_text.done":
-            found["logprobs"] = self._log_probs(chain.from_iterable(self.call.written))
+            data["logprobs"] = self._log_probs(chain.from_iterable(self.call.written))
         elif kind in ("response.content_part.done", "response.output_item.done"):
-            self._with_log_probs(found.get("part") or found["item"])
-        return f"data: {json.dumps(found)}\n\n"
+            self._with_log_probs(data.get("part") or data["item"])
+        return f"data: {json.dumps(data)}\n\n"
 
 
 async def _events(parts: Any, rewriter: _Rewriter) -> AsyncIterator[str]:

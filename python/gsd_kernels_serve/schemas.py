@@ -167,17 +167,17 @@ def moved(schema: Any, place: str) -> Any:
     """A schema that has been checked, for another place than the root: ``#/$defs/0``."""
     if isinstance(schema, bool):
         return schema
-    found = dict(schema)
-    if "$ref" in found:
-        found["$ref"] = place + found["$ref"][1:]
+    copy = dict(schema)
+    if "$ref" in copy:
+        copy["$ref"] = place + copy["$ref"][1:]
     for keyword, inner in schema.items():
         if keyword in _NAMED:
-            found[keyword] = {name: moved(one, place) for name, one in inner.items()}
+            copy[keyword] = {name: moved(one, place) for name, one in inner.items()}
         elif keyword in _LISTED:
-            found[keyword] = [moved(one, place) for one in inner]
+            copy[keyword] = [moved(one, place) for one in inner]
         elif keyword in _SINGLE:
-            found[keyword] = moved(inner, place)
-    return found
+            copy[keyword] = moved(inner, place)
+    return copy
 
 
 def _within(schema: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:

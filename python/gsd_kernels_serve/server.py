@@ -67,10 +67,14 @@ class OneModel(ModelManager):
 
     async def load_model_streaming(self, model_id_and_revision: str, **_: Any) -> AsyncIterator[str]:
         own = self.process_model_name(self.force_model)
-        found: dict[str, Any] = {"status": "ready", "model": own, "cached": True}
+        status: dict[str, Any] = {"status": "ready", "model": own, "cached": True}
         if model_id_and_revision != own:
-            found = {"status": "error", "model": model_id_and_revision, "message": f"only {self.force_model} is served"}
-        yield f"data: {json.dumps(found)}\n\n"
+            status = {
+                "status": "error",
+                "model": model_id_and_revision,
+                "message": f"only {self.force_model} is served",
+            }
+        yield f"data: {json.dumps(status)}\n\n"
 
     def get_gen_models(self, *_: Any) -> list[dict[str, Any]]:  # type: ignore[override]
         return [{"id": self.force_model, "object": "model", "created": self.since, "owned_by": "gsd-kernels"}]
@@ -82,8 +86,8 @@ class OneModel(ModelManager):
 
 async def _refused(request: Request, error: Exception) -> Response:
     """An error as an answer."""
-    status, found = answer_of(error, request.url.path)
-    return JSONResponse(found, status_code=status)
+    status, answer = answer_of(error, request.url.path)
+    return JSONResponse(answer, status_code=status)
 
 
 async def _no_object(request: Request, error: RequestValidationError) -> Response:
@@ -103,10 +107,10 @@ def _add_routes(app: FastAPI, manager: OneModel) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        (found,) = manager.list_models()
-        if name != found["id"]:
-            raise HTTPException(404, f"there is no model {name!r}; {found['id']!r} is served")
-        return JSONResponse(found)
+        (entry,) = manager.list_models()
+        if name != entry["id"]:
+            raise HTTPException(404, f"there is no model {name!r}; {entry['id']!r} is served")
+        return JSONResponse(entry)
 
 
 def make_app(

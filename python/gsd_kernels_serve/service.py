@@ -194,12 +194,12 @@ class Service:
         """
         check_shown(self.tokenizer, messages, field)
         try:
-            found = self.tokenizer.apply_chat_template(
+            written = self.tokenizer.apply_chat_template(
                 messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **arguments
             )
         except BAD_CHAT as error:
             raise Refused(field, f"the chat template: {' '.join(str(error).split())}") from error
-        return self.tokens(found, field, add_special_tokens=False)
+        return self.tokens(written, field, add_special_tokens=False)
 
     def tokens(self, text: str, field: str, **options: Any) -> list[int]:
         """The tokens of a text that are not certainly too many.
@@ -221,8 +221,8 @@ class Service:
         loop = asyncio.get_running_loop()
         waiting: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
 
-        def send(found: Piece | Exception | None) -> None:
-            loop.call_soon_threadsafe(waiting.put_nowait, found)
+        def send(piece: Piece | Exception | None) -> None:
+            loop.call_soon_threadsafe(waiting.put_nowait, piece)
 
         def run() -> None:
             try:
@@ -248,10 +248,10 @@ class Service:
     @staticmethod
     async def pieces_of(waiting: asyncio.Queue[Piece | Exception | None]) -> AsyncIterator[Piece]:
         """The pieces of a text, as it is decoded; its error is raised."""
-        while (found := await waiting.get()) is not None:
-            if isinstance(found, Exception):
-                raise found
-            yield found
+        while (piece := await waiting.get()) is not None:
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
 
     def _generate(self, call: Call, ids: list[int], name: str, writer: Writer) -> None:
         inputs = torch.tensor([ids], device=properties.device_of(self.model), dtype=torch.int64)
@@ -295,4 +295,4 @@ def _field_of(message: str, endpoint: str | None) -> str | None:
     """The field that an error of ``generate`` begins with."""
     known = fields.rows(endpoint or "")
     name = message.partition(":")[0]
-    return next((found for found in _FIELDS.get(name, (name,)) if found in known), None)
+    return next((field for field in _FIELDS.get(name, (name,)) if field in known), None)

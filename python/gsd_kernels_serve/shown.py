@@ -47,7 +47,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]
 
 def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with a name of their own for every speaker, and for the first function that one calls."""
-    found = []
+    marked = []
     for i, message in enumerate(messages):
         own = dict(message)
         if own.get("name"):
@@ -58,8 +58,8 @@ def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 {**first, "function": {**first["function"], "name": _mark(i, "tool_calls")}},
                 *others,
             ]
-        found.append(own)
-    return found
+        marked.append(own)
+    return marked
 
 
 def _mark(i: int, key: str) -> str:

@@ -97,8 +97,8 @@ class TextOptions:
 
     def processors(self, prompt: int) -> list[LogitsProcessor]:
         """New ones, for one text behind ``prompt`` tokens."""
-        found: list[LogitsProcessor] = [Penalties(prompt, *self.penalties)] if any(self.penalties) else []
-        return found if self.grammar is None else [*found, Grammar(self.grammar, prompt)]
+        penalties: list[LogitsProcessor] = [Penalties(prompt, *self.penalties)] if any(self.penalties) else []
+        return penalties if self.grammar is None else [*penalties, Grammar(self.grammar, prompt)]
 
 
 def text_options(body: Mapping[str, Any], model: PreTrainedModel, source: str, limits: Limits) -> TextOptions:

@@ -85,8 +85,8 @@ class TextRequest:
         """``usage``: a prompt counts once, whatever the number of its texts."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         answer = sum(len(call.ids) for _, call in self.texts)
-        found = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-        return {"usage": found}
+        usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+        return {"usage": usage}
 
 
 class Texts:
@@ -224,33 +224,33 @@ class Completions(Texts):
             raise wrong("prompt", "a string, token ids, or a list of either", given)
         if len(given) > fields.MAX_TEXTS:
             raise Refused("prompt", f"{len(given)} texts of a request; {fields.MAX_TEXTS} at most")
-        found = []
+        prompts = []
         for number, one in enumerate(given):
             name = "prompt" if len(given) == 1 else f"prompt[{number}]"
             if isinstance(one, list):
-                found.append(Prompt(token_ids(one, name, self.service.vocabulary)))
+                prompts.append(Prompt(token_ids(one, name, self.service.vocabulary)))
             else:
                 text(name, one)
-                found.append(Prompt(self.service.tokens(one, name), one))
-            if not found[-1].ids:
+                prompts.append(Prompt(self.service.tokens(one, name), one))
+            if not prompts[-1].ids:
                 raise Refused(name, "has no tokens")
-        return found
+        return prompts
 
     def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
         shown = prompt.shown + self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
-        found = self.delta(shown, written, StreamState(prompt.shown.encode()), request)
+        choice = self.delta(shown, written, StreamState(prompt.shown.encode()), request)
         if echoed := self._echoed(prompt, call):
-            found["logprobs"] = {key: [*echoed[key], *(found["logprobs"] or {}).get(key, ())] for key in echoed}
-        return {**found, "finish_reason": call.finish}
+            choice["logprobs"] = {key: [*echoed[key], *(choice["logprobs"] or {}).get(key, ())] for key in echoed}
+        return {**choice, "finish_reason": call.finish}
 
     def first(self, request: TextRequest, prompt: Prompt, call: Call) -> dict[str, Any] | None:
         return {"text": prompt.shown, "logprobs": self._echoed(prompt, call)} if prompt.shown else None
 
     def delta(self, value: Any, written: list[Entry], state: StreamState, request: TextRequest) -> dict[str, Any]:
-        found = (
+        logprobs = (
             self.service.pieces.completion(written, state.sent) if request.options.top is not None and written else None
         )
-        return {"text": str(value), "logprobs": found}
+        return {"text": str(value), "logprobs": logprobs}
 
     def _echoed(self, prompt: Prompt, call: Call) -> dict[str, Any] | None:
         return self.service.pieces.completion(call.echoed, shown=prompt.shown.encode()) if call.echoed else None
@@ -326,14 +326,14 @@ class Chat(Texts):
 
     def delta(self, value: Any, written: list[Entry], state: StreamState, request: TextRequest) -> dict[str, Any]:
         if isinstance(value, ToolCall):
-            found: dict[str, Any] = {
+            delta: dict[str, Any] = {
                 "tool_calls": [{"index": state.calls, **_call(f"{request.id}-{state.calls}", value)}]
             }
         elif isinstance(value, ReasoningText):
-            found = {"reasoning_content": value}
+            delta = {"reasoning_content": value}
         else:
-            found = {"content": value} if value or written else {}
-        return {"delta": found, "logprobs": self._logprobs(written, request) if written else None}
+            delta = {"content": value} if value or written else {}
+        return {"delta": delta, "logprobs": self._logprobs(written, request) if written else None}
 
     def _logprobs(self, written: list[Entry], request: TextRequest) -> dict[str, Any] | None:
         return self.service.pieces.chat(written) if request.options.top is not None else None
@@ -351,5 +351,5 @@ def _call(name: str, call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{name}", "type": "function", "function": function}
 
 
-def _event(found: dict[str, Any]) -> str:
-    return f"data: {json.dumps(found)}\n\n"
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"

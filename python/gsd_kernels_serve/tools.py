@@ -204,7 +204,7 @@ def forced_calls(content: str, forced: str) -> list[ToolCall]:
     if forced:
         return [ToolCall(forced, content)]
     try:
-        found = json.loads(content)
+        call = json.loads(content)
     except json.JSONDecodeError:
         return []
-    return [ToolCall(found["name"], json.dumps(found["arguments"]))]
+    return [ToolCall(call["name"], json.dumps(call["arguments"]))]

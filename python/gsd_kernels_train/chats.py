@@ -70,10 +70,10 @@ def encode_chats(
 
 def _messages(text: str, where: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(text)
+        data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
-    messages = found.get("messages") if isinstance(found, dict) else None
+    messages = data.get("messages") if isinstance(data, dict) else None
     right = isinstance(messages, list) and all(
         isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
         for turn in messages

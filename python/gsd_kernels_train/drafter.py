@@ -213,9 +213,9 @@ class DrafterTraining(Guessing):
     @torch.no_grad()
     def read(self, windows: Tensor) -> tuple[list[Tensor], Tensor]:
         """Hidden states [B, N, D] that are fused, and the target's log-probabilities [B, N, V]."""
-        with listening(self.target, self.hidden_layers) as found, self.options.autocast():
+        with listening(self.target, self.hidden_layers) as hidden, self.options.autocast():
             logits = self.target(windows, use_cache=False).logits
-        states = [found[number].to(self.options.weights) for number in self.hidden_layers]
+        states = [hidden[number].to(self.options.weights) for number in self.hidden_layers]
         return states, logits.to(self.options.weights).log_softmax(-1)
 
     def labels(self, log_target: Tensor) -> Labels:

@@ -372,10 +372,10 @@ class RunFolder:
     def timed(self, name: str, measure: Callable[[], Any], clock: RunClock) -> tuple[Any, float]:
         """Measure by :meth:`remember`, and count the seconds; ``clock`` counts those of earlier times."""
         begin, earlier = time.monotonic(), (self.work / f"{name}.json").exists()
-        found = self.remember(name, lambda: {"value": measure(), "seconds": time.monotonic() - begin})
+        entry = self.remember(name, lambda: {"value": measure(), "seconds": time.monotonic() - begin})
         if earlier:
-            clock.spent_earlier(found["seconds"])
-        return found["value"], found["seconds"]
+            clock.spent_earlier(entry["seconds"])
+        return entry["value"], entry["seconds"]
 
     def discard(self) -> None:
         """Leave nothing of a run that ended without a result; the folder itself too if it is empty then."""

@@ -108,11 +108,11 @@ def is_better(before: dict[str, Any], after: dict[str, Any]) -> bool:
     """Return whether some measures are better than before (a divergence lower, others higher), no more worse."""
 
     def values(measures: dict[str, Any]) -> list[float | None]:
-        found: list[float | None] = []
+        numbers: list[float | None] = []
         for name, value in measures.items():
             sign = -1 if name == "divergence" else 1
-            found += [None if v is None else sign * v for v in (value if isinstance(value, list) else [value])]
-        return found
+            numbers += [None if v is None else sign * v for v in (value if isinstance(value, list) else [value])]
+        return numbers
 
     pairs = [
         (earlier, now)

@@ -288,10 +288,10 @@ class OnlineLearner:
         with self._gate.alone("load"):
             if self.closed:
                 raise ValueError("learner: it is closed; make another one")
-            found = read_state(path_of(file), dict(self._master.named_parameters()), self._base)
+            state = read_state(path_of(file), dict(self._master.named_parameters()), self._base)
             with torch.inference_mode(False), torch.no_grad():
-                found.restore(self._master, self._optimizer)
-            self.taken = found.taken
+                state.restore(self._master, self._optimizer)
+            self.taken = state.taken
             self._write(dict(self._master.named_parameters()))
 
     def close(self) -> None:

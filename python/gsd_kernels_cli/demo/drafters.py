@@ -39,12 +39,12 @@ def embedded(source: PreTrainedModel, target: PreTrainedModel | None = None) -> 
         source: the demo target.
         target: what it was inflated to; ``None``: itself.
     """
-    found = {}
+    drafters = {}
     for kind in KINDS:
         if (FOLDER / kind / "config.json").is_file():
             drafter = load_drafter(FOLDER / kind, source)
-            found[kind] = drafter if target is None or target is source else fitted_drafter(drafter, source, target)
-    return found
+            drafters[kind] = drafter if target is None or target is source else fitted_drafter(drafter, source, target)
+    return drafters
 
 
 def heads_folder() -> Path:

@@ -113,16 +113,16 @@ def files_of(names: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = 
     Raises:
         ValueError: a name is neither a file nor a folder, or nothing is left.
     """
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for name in names:
         path = path_of(name)
         if path.is_dir():
             under = sorted(file for file in path.rglob("*") if file.is_file())
-            found |= dict.fromkeys(f for f in under if not suffixes or f.name.endswith(tuple(suffixes)))
+            paths |= dict.fromkeys(f for f in under if not suffixes or f.name.endswith(tuple(suffixes)))
         elif path.is_file():
-            found[path] = None
+            paths[path] = None
         else:
             raise ValueError(f"FILES: no such file or folder: {path}")
-    if not found:
+    if not paths:
         raise ValueError("FILES: no file to index")
-    return list(found)
+    return list(paths)

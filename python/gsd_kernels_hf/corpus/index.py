@@ -93,10 +93,10 @@ def open_corpus(folder: str | os.PathLike[str], tokenizer: Any = None) -> tuple[
     """
     folder = path_of(folder)
     header = read_header(folder)
-    if tokenizer is not None and header.tokenizer and (found := fingerprint(tokenizer)) != header.tokenizer:
+    if tokenizer is not None and header.tokenizer and (own := fingerprint(tokenizer)) != header.tokenizer:
         raise ValueError(
             f"corpus: {folder} was made with another tokenizer (fingerprint {header.tokenizer}, the target's has "
-            f"{found}); index the files anew with the target's"
+            f"{own}); index the files anew with the target's"
         )
     arrays = {name: _mapped(folder, name, header) for name in ARRAYS}
     return header, SortedCorpus(**{name: torch.from_numpy(array) for name, array in arrays.items()})
@@ -160,13 +160,13 @@ def _mapped(folder: Path, name: str, header: Header) -> np.ndarray:
 
 def _sample(folder: Path, name: str) -> str:
     """A hash of evenly spaced blocks of a file, its first and last ones among them."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with file_of(folder, name).open("rb") as file:
         last = max(0, os.fstat(file.fileno()).st_size - BLOCK_BYTES)
         for at in sorted({last * i // (COMPARED_BLOCKS - 1) for i in range(COMPARED_BLOCKS)}):
             file.seek(at)
-            found.update(file.read(BLOCK_BYTES))
-    return found.hexdigest()
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -244,14 +244,14 @@ class CostModel:
     def _at_row_counts(self, cached: float) -> np.ndarray:
         """Log seconds at :data:`ROW_COUNTS`, never falling; asked for several times between two observations."""
         mean, covariance = self.target.mean, self.target.covariance
-        last_mean, last_covariance, behind, found = self.latest
+        last_mean, last_covariance, behind, log_seconds = self.latest
         if last_mean is not mean or last_covariance is not covariance or behind != cached:
             correction = np.exp(mean[:-1] + mean[-1] * self._doublings(cached))
             # Errors can make more rows look cheaper; what is known best moves least where that is put right.
             precision = 1.0 / np.maximum(covariance.diagonal()[:-1], 1e-6)
-            found = np.log(increasing(self.prior.target_seconds(ROW_COUNTS, cached) * correction, precision))
-            self.latest = mean, covariance, cached, found
-        return found
+            log_seconds = np.log(increasing(self.prior.target_seconds(ROW_COUNTS, cached) * correction, precision))
+            self.latest = mean, covariance, cached, log_seconds
+        return log_seconds
 
     def other_seconds(self, batch: int) -> np.ndarray:
         """All else in a step, by name: of plain decoding and of every shape, [1 + shapes]."""

@@ -114,11 +114,11 @@ def pair_of(
     """
     document = Document("pair", describe(model, draft, backend, others))
     with _lock:
-        found = _pairs.pop(document.path, None) or CostPair(model, draft, backend, document, shapes)
-        _pairs[document.path] = found  # the newest is last
+        pair = _pairs.pop(document.path, None) or CostPair(model, draft, backend, document, shapes)
+        _pairs[document.path] = pair  # the newest is last
         while len(_pairs) > MAX_PAIRS:
             del _pairs[next(iter(_pairs))]
-    return found
+    return pair
 
 
 def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> dict[str, Any]:

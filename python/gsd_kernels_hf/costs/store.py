@@ -86,11 +86,11 @@ class Document:
 
     def number(self, name: str, least: float, most: float) -> float | None:
         """A section that is a number; ``None`` where there is none, or one that cannot be (one warning)."""
-        found = self.read().get(name)
-        if found is None:
+        value = self.read().get(name)
+        if value is None:
             return None
         try:
-            return numbers.number(name, found, least, most)
+            return numbers.number(name, value, least, most)
         except ValueError as error:
             self.ignore(error)
             return None

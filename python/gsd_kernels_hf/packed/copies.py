@@ -17,8 +17,8 @@ _copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], PackedMatri
 
 def read(module: nn.Module, stored: LibraryWeights) -> PackedMatrix:
     """The module's matrix as it is now; a copy is made anew only when a tensor that it was made of was changed."""
-    if (found := _copies.get(module)) is not None and found[0] == _content(stored):
-        return found[1]
+    if (copy := _copies.get(module)) is not None and copy[0] == _content(stored):
+        return copy[1]
     matrix = stored.read()
     if any(matrix.data.data_ptr() == tensor.data_ptr() for tensor in stored.tensors):
         _copies.pop(module, None)

@@ -130,8 +130,8 @@ class Header:
     def join(self, part: Header, number: int, count: int) -> None:
         """Take the tensors of a part."""
         for key, expected in (("split.no", number), ("split.count", count)):
-            if (found := part.number(key, 0, 0)) != expected:
-                raise part.refusal(key, found, f"{expected}, in part {number + 1} of {count}")
+            if (value := part.number(key, 0, 0)) != expected:
+                raise part.refusal(key, value, f"{expected}, in part {number + 1} of {count}")
         for name in self.tensors.keys() & part.tensors.keys():
             raise part.refusal(name, list(part.tensors[name].shape), f"no such tensor: {self.path} has it as well")
         self.tensors |= part.tensors
@@ -291,9 +291,9 @@ class _Reader:
         end = self.at + struct.calcsize(f"<{form}")
         if end > self.size:
             self.cut(end)
-        found = struct.unpack_from(f"<{form}", self.data, self.at)
+        values = struct.unpack_from(f"<{form}", self.data, self.at)
         self.at = end
-        return found
+        return values
 
     def string(self, most: int) -> str:
         (length,) = self.numbers("Q")

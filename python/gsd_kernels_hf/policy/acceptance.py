@@ -224,11 +224,11 @@ class AcceptanceModel:
             if not 0 < len(rows) <= SETTINGS.max_profiles or (ranks % 1).any():
                 raise ValueError("pools: of another size, or picks that are no ranks")
             pools[name] = Pool(rows, ranks.astype(int))
-        found = numbers.table("accepted", data["accepted"], list)
-        if not found.keys() <= PRIORS.keys():
+        lists = numbers.table("accepted", data["accepted"], list)
+        if not lists.keys() <= PRIORS.keys():
             raise ValueError("accepted: of other kinds")
         # Less than a token could cancel what a kind begins with.
-        pairs = {name: numbers.array("accepted", pair, (2,), -1.0, MAX_HITS) for name, pair in found.items()}
+        pairs = {name: numbers.array("accepted", pair, (2,), -1.0, MAX_HITS) for name, pair in lists.items()}
         accepted = {name: (float(pair[0]), float(pair[1])) for name, pair in pairs.items()}
         self.hits, self.expected, self.pools, self.accepted = hits, expected, pools, accepted
         self.counted = object()
@@ -331,11 +331,11 @@ class TreeForecast:
         """Path probabilities of every shape's likeliest nodes, descending: [F, T, nodes] by level → [S, T, rows]."""
         counts = [nodes.shape[-1] for nodes in levels]
         inside = np.repeat(self.inside, counts, axis=1)  # [S, nodes]
-        found = np.concatenate(levels, -1)[self.family] * inside[:, None]
+        probs = np.concatenate(levels, -1)[self.family] * inside[:, None]
         most = max(int(self.last_row.max()), 1)
-        if found.shape[-1] > most:  # sorting the few that count is cheaper
-            found = -np.partition(-found, most - 1, axis=-1)[..., :most]
-        return -np.sort(-found, axis=-1)
+        if probs.shape[-1] > most:  # sorting the few that count is cheaper
+            probs = -np.partition(-probs, most - 1, axis=-1)[..., :most]
+        return -np.sort(-probs, axis=-1)
 
 
 def _cells(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -84,14 +84,14 @@ def learned(situation: Situation) -> tuple[ShapeExperience | RowExperience, Save
     rows = ["rows by chances"] if situation.by_rows else []
     about = " ".join([*rows, situation.about, *situation.sources, *(fingerprint(m) for m in models)])
     section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"
-    found: ShapeExperience | RowExperience
+    experience: ShapeExperience | RowExperience
     if situation.by_rows:
-        found = RowExperience(pair.costs, shape_name(row_shape()), row_shape(), situation.settings.rows)
+        experience = RowExperience(pair.costs, shape_name(row_shape()), row_shape(), situation.settings.rows)
     else:
         shapes = ladder(pair.device.type, with_model=situation.draft is not None, reuses=situation.reuses)
-        found = ShapeExperience(pair.costs, shapes, situation.settings.shapes)
-    pair.load(section, found)
-    return found, ExperienceSaver(pair, section, found)
+        experience = ShapeExperience(pair.costs, shapes, situation.settings.shapes)
+    pair.load(section, experience)
+    return experience, ExperienceSaver(pair, section, experience)
 
 
 class ExperienceSaver(Saver):

@@ -272,8 +272,8 @@ class ShapePolicy:
         noises = experience.costs.settings
         pools: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
         for step in self.log:
-            for pool, found in step.profiles.items():
-                pools.setdefault(pool, []).append(found)
+            for pool, profile in step.profiles.items():
+                pools.setdefault(pool, []).append(profile)
             if config is not None and step.tokens:
                 accepted = sum(step.tokens) / len(step.tokens) - 1.0
                 experience.acceptance.observe_accepted(kind_of(config), accepted, self.expected[self.current])
@@ -282,9 +282,9 @@ class ShapePolicy:
             rows = self.batch * step.rows
             seconds = step.target_seconds, step.other_seconds
             experience.costs.observe(name, rows, step.cached, self.batch, *seconds, noise=noise)
-        for pool, found in pools.items():
-            probs, hits = (np.concatenate(parts) for parts in zip(*found, strict=True))
-            experience.acceptance.observe(pool, probs, hits, steps=len(found))
+        for pool, profile in pools.items():
+            probs, hits = (np.concatenate(parts) for parts in zip(*profile, strict=True))
+            experience.acceptance.observe(pool, probs, hits, steps=len(profile))
         self.log.clear()
 
     def end(self) -> None:

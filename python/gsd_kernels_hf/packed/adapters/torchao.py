@@ -21,8 +21,8 @@ def stored(module: nn.Module) -> LibraryWeights | None:
         return None
     tensors = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
     read = READERS.get(type(weight).__name__)
-    found = f"is a {name_of(weight)}" if read is None else read(weight)
-    return unread(name_of(weight), found, *tensors) if isinstance(found, str) else found
+    weights = f"is a {name_of(weight)}" if read is None else read(weight)
+    return unread(name_of(weight), weights, *tensors) if isinstance(weights, str) else weights
 
 
 def name_of(weight: Any) -> str:

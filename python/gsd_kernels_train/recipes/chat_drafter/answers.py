@@ -83,8 +83,8 @@ def _answered(
         *((chat, answer) for chat, (answer, _) in zip(chats, first, strict=True) if id(chat[0]) not in followed),
         *((chat, answer) for chat, (answer, _) in zip(longer, second, strict=True)),
     ]
-    found = [[*chat, {"role": "assistant", "content": answer}] for chat, answer in answered]
-    return [json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in found]
+    whole = [[*chat, {"role": "assistant", "content": answer}] for chat, answer in answered]
+    return [json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in whole]
 
 
 def _answers(
@@ -100,8 +100,8 @@ def _answers(
     out = gsd_kernels.generate(
         model, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, graph_config="plain", **sampling
     )
-    end, found = tokenizer.eos_token_id, []
+    end, answers = tokenizer.eos_token_id, []
     for row in out[:, longest:].tolist():
         cut = row.index(end) if end in row else len(row)
-        found.append((tokenizer.decode(row[:cut]), end in row))
-    return found
+        answers.append((tokenizer.decode(row[:cut]), end in row))
+    return answers
