@@ -52,7 +52,7 @@ def _count(done: float, total: float | None, unit: str) -> str:
 @contextmanager
 def _lines(what: str, total: float | None, unit: str) -> Iterator[Update]:
     begin = time.monotonic()
-    due, told = begin + WAIT_SECONDS, (0.0, "")
+    due, latest = begin + WAIT_SECONDS, (0.0, "")
     lock, over = threading.Lock(), threading.Event()
 
     def say() -> None:
@@ -62,13 +62,13 @@ def _lines(what: str, total: float | None, unit: str) -> Iterator[Update]:
             if now < due:
                 return
             due = now + LINE_SECONDS
-            done, note = told
+            done, note = latest
         more = f", {note}" if note else ""
         logger.info("%s: %s%s, %.0f s so far", what, _count(done, total, unit), more, now - begin)
 
     def update(done: float, note: str = "") -> None:
-        nonlocal told
-        told = done, note
+        nonlocal latest
+        latest = done, note
         say()
 
     def look() -> None:

@@ -93,8 +93,8 @@ def _check_alone(schema: Mapping[str, Any], at: str) -> None:
     if first in ("enum", "const"):  # whose values show whether they have the type beside them
         values = schema[first] if first == "enum" and isinstance(schema[first], list) else [schema[first]]
         read |= {"type"} if all(_has_type(value, schema.get("type")) for value in values) else set()
-    if beside := [keyword for keyword in schema if keyword not in read]:
-        raise Refused(f"{at}.{beside[0]}", f"xgrammar does not read it beside {first}; leave it out")
+    if unread := [keyword for keyword in schema if keyword not in read]:
+        raise Refused(f"{at}.{unread[0]}", f"xgrammar does not read it beside {first}; leave it out")
     if first == "allOf" and (not isinstance(schema[first], list) or len(schema[first]) != 1):
         raise Refused(f"{at}.allOf", "xgrammar holds a text to a single one; merge them")
 

@@ -123,15 +123,15 @@ def _stream(chats: list[tuple[list[int], list[bool]]], length: int) -> Stream:
     answers: list[int] = []
     at = 0
     for _, counted in chats:
-        told = np.asarray(counted)
-        for begin in range(0, len(told), length):
-            if begin == 0 or told[begin : begin + length].sum() >= MIN_COUNTED_TOKENS:
+        counts = np.asarray(counted)
+        for begin in range(0, len(counts), length):
+            if begin == 0 or counts[begin : begin + length].sum() >= MIN_COUNTED_TOKENS:
                 starts.append(at + begin)
-        answers.extend(at + np.flatnonzero(told & ~np.append(False, told[:-1])))
-        at += len(told)
+        answers.extend(at + np.flatnonzero(counts & ~np.append(False, counts[:-1])))
+        at += len(counts)
     return Stream(
         np.asarray([token for ids, _ in chats for token in ids], dtype=np.int32),
-        np.asarray([said for _, counted in chats for said in counted], dtype=bool),
+        np.asarray([one for _, counted in chats for one in counted], dtype=bool),
         np.asarray(starts, dtype=np.int64),
         np.asarray(answers, dtype=np.int64),
     )

@@ -156,9 +156,9 @@ def check_layers(header: Header) -> None:
         ValueError: there are fewer in the file.
     """
     fields, blocks = Fields(header), {part[1] for name in header.tensors if (part := name.split("."))[0] == "blk"}
-    told = fields.count(LAYERS)
-    if told > len(blocks):
-        raise fields.refusal(LAYERS, told, f"at most {len(blocks)}, the layers that the file has tensors of")
+    count = fields.count(LAYERS)
+    if count > len(blocks):
+        raise fields.refusal(LAYERS, count, f"at most {len(blocks)}, the layers that the file has tensors of")
 
 
 def check_foreign(header: Header) -> None:

@@ -122,9 +122,9 @@ class Header:
             return header
         for number in range(1, count):
             header.join(_read(_part(header, number, count)), number, count)
-        told = header.number("split.tensors.count", len(header.tensors), 0)
-        if told != len(header.tensors):
-            raise header.refusal("split.tensors.count", told, f"{len(header.tensors)}, as many as its parts hold")
+        expected = header.number("split.tensors.count", len(header.tensors), 0)
+        if expected != len(header.tensors):
+            raise header.refusal("split.tensors.count", expected, f"{len(header.tensors)}, as many as its parts hold")
         return header
 
     def join(self, part: Header, number: int, count: int) -> None:

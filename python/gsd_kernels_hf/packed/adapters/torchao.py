@@ -72,16 +72,16 @@ def bytes_of(weight: Any) -> LibraryWeights | str:
     if zero is not None and zero.is_floating_point() and bool((zero != zero.round()).any()):
         return "has zero points that are no integers"
 
-    def beside(values: Tensor) -> Tensor:
+    def by_group(values: Tensor) -> Tensor:
         wide = values.detach().reshape(-1, inputs // width).float()
         return wide.expand(outputs, -1).contiguous()  # one for all rows, or as it lies
 
     def read() -> PackedMatrix:
         codes = weight.qdata.contiguous()
         if zero is None or not zero.any():
-            return PackedMatrix(BY_NAME["int8"], codes, inputs, beside(weight.scale))
+            return PackedMatrix(BY_NAME["int8"], codes, inputs, by_group(weight.scale))
         # Bytes with a zero point begin at 0.
-        pairs = torch.stack([beside(weight.scale), beside(zero) + 128], -1)
+        pairs = torch.stack([by_group(weight.scale), by_group(zero) + 128], -1)
         return PackedMatrix(BY_NAME["uint8"], (codes.int() + 128).to(torch.uint8), inputs, pairs)
 
     tensors = [t for t in (weight.qdata, weight.scale, zero) if t is not None]
