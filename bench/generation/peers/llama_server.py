@@ -43,8 +43,8 @@ def find_binaries(folder: Path | None) -> Path | None:
             if not (place / "llama-server").is_file():
                 raise ValueError(f"{what}: no llama-server in {place}; build its target llama-server there")
             return place.resolve()
-    found = shutil.which("llama-server")
-    return None if found is None else Path(found).resolve().parent
+    program = shutil.which("llama-server")
+    return None if program is None else Path(program).resolve().parent
 
 
 @dataclass(frozen=True)

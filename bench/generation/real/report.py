@@ -59,13 +59,13 @@ class RealReport:
 
     def totals(self, way: str, kind: str | None = None) -> dict[str, tuple[float, float]]:
         """Tokens and seconds of a way by prompt, the mean over its rounds."""
-        found: dict[str, list[tuple[float, float]]] = {}
+        pairs: dict[str, list[tuple[float, float]]] = {}
         for run in self.runs:
             if run["way"] == way and kind in (None, self.prompts[run["prompt"]]["kind"]):
-                found.setdefault(run["prompt"], []).append((run["tokens"], run["seconds"]))
+                pairs.setdefault(run["prompt"], []).append((run["tokens"], run["seconds"]))
         return {
             prompt: (statistics.fmean(t for t, _ in each), statistics.fmean(s for _, s in each))
-            for prompt, each in found.items()
+            for prompt, each in pairs.items()
         }
 
     def ratio(self, ours: str, theirs: str) -> Ratio:
@@ -140,8 +140,8 @@ class RealReport:
         questions: dict[str, list[dict[str, Any]]] = {}
         for run in runs:
             questions.setdefault(self.prompts[run["prompt"]].get("question", run["prompt"]), []).append(run)
-        found = [_per_step(each) for each in questions.values()]
-        return None if not found or None in found else statistics.fmean(length for length in found if length)
+        lengths = [_per_step(each) for each in questions.values()]
+        return None if not lengths or None in lengths else statistics.fmean(length for length in lengths if length)
 
 
 def _rate(totals: dict[str, tuple[float, float]]) -> float:
@@ -210,37 +210,37 @@ def verdicts(data: dict[str, Any]) -> list[str]:
         "narrow": "the fastest other with fewer",
         "transformers": "transformers' fastest",
     }
-    found = []
+    sentences = []
     for group, what in said.items():
         way = data["strongest"].get(group)
         if way is not None and way in data["ratios"]:
             shown = label(way)
-            found.append(f"{Ratio(**data['ratios'][way])} times {what} ({shown.engine}, {shown.way})")
+            sentences.append(f"{Ratio(**data['ratios'][way])} times {what} ({shown.engine}, {shown.way})")
     packed = f"{PACKED_HISTORY} / {data['strongest'].get('narrow')}"
     if packed in data["ratios"]:
-        found.append(f"over the packed weights of the file {Ratio(**data['ratios'][packed])} times the same")
+        sentences.append(f"over the packed weights of the file {Ratio(**data['ratios'][packed])} times the same")
     if HF in data["ratios"]:
-        found.append(f"{Ratio(**data['ratios'][HF])} times transformers' plain decoding")
-    return found
+        sentences.append(f"{Ratio(**data['ratios'][HF])} times transformers' plain decoding")
+    return sentences
 
 
 def remarks(data: dict[str, Any]) -> list[str]:
     """Say what to know before the figures are read."""
-    found = [data["busy"]] if data["busy"] else []
+    sentences = [data["busy"]] if data["busy"] else []
     decoded, asked = len({run["prompt"] for run in data["runs"]}), len(data["prompts"])
     if data["stopped"]:
-        found.append(f"Stopped after {decoded} of {asked} prompts.")
+        sentences.append(f"Stopped after {decoded} of {asked} prompts.")
     if decoded < MIN_PROMPTS:
-        found.append(f"No intervals: {decoded} prompts are too few; from {MIN_PROMPTS} on there are.")
-    return found
+        sentences.append(f"No intervals: {decoded} prompts are too few; from {MIN_PROMPTS} on there are.")
+    return sentences
 
 
 def gains(data: dict[str, Any]) -> str | None:
     """The first verdict as a sentence with the history's rate; ``None`` where the history did not take part."""
-    if not (found := verdicts(data)[:1]):
+    if not (first := verdicts(data)[:1]):
         return None
     rate = next(row["tokens_per_second"] for row in data["summary"] if row["way"] == HISTORY)
-    return f"In {data['settings']['dtype']} the history alone gives {rate:.0f} tokens/s: {'; '.join(found)}."
+    return f"In {data['settings']['dtype']} the history alone gives {rate:.0f} tokens/s: {'; '.join(first)}."
 
 
 def kinds_table(data: dict[str, Any]) -> str:
@@ -254,9 +254,9 @@ def kinds_table(data: dict[str, Any]) -> str:
         shown, by_kind = label(way), rows[way]["by_kind"]
         cells = []
         for kind in kinds:
-            found = by_kind.get(kind)
-            per_step = "" if not found or found["tokens_per_step"] is None else f" ({found['tokens_per_step']:.1f})"
-            cells.append("–" if not found else f"{found['tokens_per_second']:.0f}{per_step}")
+            rate = by_kind.get(kind)
+            per_step = "" if not rate or rate["tokens_per_step"] is None else f" ({rate['tokens_per_step']:.1f})"
+            cells.append("–" if not rate else f"{rate['tokens_per_second']:.0f}{per_step}")
         lines.append([f"{shown.engine}, {shown.way}", *cells])
     return markdown(["", *kinds], lines)
 
@@ -268,9 +268,9 @@ def lengths_table(data: dict[str, Any]) -> str:
     for row in data["summary"]:
         shown = label(row["way"])
         for measure, said in (("tokens_per_step", "accepted tokens"), ("acceptance_length", "acceptance length")):
-            found = [row["by_kind"].get(kind, {}).get(measure) for kind in kinds]
+            values = [row["by_kind"].get(kind, {}).get(measure) for kind in kinds]
             if row[measure] is not None:
-                cells = ["–" if value is None else f"{value:.2f}" for value in [*found, row[measure]]]
+                cells = ["–" if value is None else f"{value:.2f}" for value in [*values, row[measure]]]
                 lines.append([f"{shown.engine}, {shown.way}", said, *cells])
     return markdown(["", "mean", *kinds, "all"], lines)
 

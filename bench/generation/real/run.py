@@ -183,11 +183,11 @@ def _cold_cache() -> Iterator[None]:
 
 
 def _warm(
-    real: Real, names: Sequence[str], found: Sequence[Competitor], others: Sequence[Prompt], report: RealReport
+    real: Real, names: Sequence[str], ways: Sequence[Competitor], others: Sequence[Prompt], report: RealReport
 ) -> list[Competitor]:
     """Decode a few tokens of a prompt that is not reported; the ways that work, in the order of ``names``."""
     racing = {}
-    for way in found:
+    for way in ways:
         if way.decode is None:
             report.missing[way.name] = way.missing or ""
             continue
@@ -289,15 +289,15 @@ def _decode(
 
 def _compared(model: PreTrainedModel, prompt: Prompt, texts: dict[str, list[int]], way: str) -> dict[str, Any]:
     """Compare the text with transformers' and with its engine's plain one, and say why a first difference is there."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     mine = texts[way]
     for key, reference in (("same", HF), ("same_as_plain", plain_of(way))):
         if reference in texts and reference != way:
-            found[key] = mine == texts[reference]
-    if found.get("same") is False and label(way).engine in ("gsd_kernels", "transformers"):
+            result[key] = mine == texts[reference]
+    if result.get("same") is False and label(way).engine in ("gsd_kernels", "transformers"):
         divergence = first_divergence(model, prompt.input_ids, texts[HF], mine)
-        found["within_rounding"] = divergence is not None and divergence.within_rounding
-    return found
+        result["within_rounding"] = divergence is not None and divergence.within_rounding
+    return result
 
 
 def _say(what: str) -> None:
