@@ -174,15 +174,15 @@ class Border:
             if int(low) >= -1 and int(high) < self.vocab_size and float(log_probs.amax()) <= ROUNDING_LOG_PROB:
                 none = tokens < 0 if int(low) < 0 else None
             else:
-                found = self._faults(tokens, log_probs, level)
-                if bool(found.any()):
-                    self._explain(name, tokens, log_probs, found, level)
+                fault = self._faults(tokens, log_probs, level)
+                if bool(fault.any()):
+                    self._explain(name, tokens, log_probs, fault, level)
                 none = (tokens < 0) | (tokens >= self.vocab_size) | log_probs.isnan()
         else:
-            found = self._faults(tokens, log_probs, level)
-            first = found.amax((1, 2)) + 4 * self.foreign.index(name) * found.any(2).any(1)
+            fault = self._faults(tokens, log_probs, level)
+            first = fault.amax((1, 2)) + 4 * self.foreign.index(name) * fault.any(2).any(1)
             self.faults.copy_(torch.where(self.faults > 0, self.faults, first))
-            none = (found > 0) | (tokens < 0) | (tokens >= self.vocab_size) | log_probs.isnan()
+            none = (fault > 0) | (tokens < 0) | (tokens >= self.vocab_size) | log_probs.isnan()
         log_probs = log_probs.clamp(max=0.0)
         if none is not None:
             tokens, log_probs = torch.where(none, -1, tokens), torch.where(none, -torch.inf, log_probs)
@@ -195,9 +195,9 @@ class Border:
         fault = torch.where((tokens < -1) | (tokens >= self.vocab_size), 1, fault)
         return torch.where(counts, fault, 0).to(torch.int32)
 
-    def _explain(self, name: str, tokens: Tensor, log_probs: Tensor, found: Tensor, level: Level) -> None:
-        at = tuple(found.nonzero()[0].tolist())
-        fault = int(found[at])
+    def _explain(self, name: str, tokens: Tensor, log_probs: Tensor, faults: Tensor, level: Level) -> None:
+        at = tuple(faults.nonzero()[0].tolist())
+        fault = int(faults[at])
         value = f"token {int(tokens[at])}" if fault == 1 else f"{float(log_probs[at]):g}"
         raise ValueError(self._message(name, fault, f"{value} after node {at[1]} of level {level.number}"))
 
@@ -211,9 +211,9 @@ class Border:
         Raises:
             ValueError: the source and what was wrong.
         """
-        for found in faults:
-            if found:
-                raise ValueError(self._message(self.foreign[found // 4], found % 4, FAULTS[found % 4]))
+        for fault in faults:
+            if fault:
+                raise ValueError(self._message(self.foreign[fault // 4], fault % 4, FAULTS[fault % 4]))
 
 
 def check_tensors(name: str, proposal: object, level: Level) -> None:

@@ -52,7 +52,7 @@ class DraftVocabulary:
     def whole(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary, −inf for what is not drafted: [..., draft] → [..., V]."""
         if self.target_ids is not None:
-            found = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
-            found[..., self.target_ids] = logits
-            logits = found
+            wide = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
+            wide[..., self.target_ids] = logits
+            logits = wide
         return logits[..., : self.vocab_size]

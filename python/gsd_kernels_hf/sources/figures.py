@@ -69,15 +69,15 @@ def picks(
     order: list[tuple[int, int]] = []  # sequence and place of what is found
     probs, hits = [], []
     for node_ids, tokens, log_probs in levels:
-        found = [
+        held = [
             (b, places[b][node], w)
             for b, row in enumerate(node_ids.tolist())  # a list: of many nodes a few are on the path
             for w, node in enumerate(row)
             if node in places[b]
         ]
-        if found:
-            sequences, where, nodes = (list(column) for column in zip(*found, strict=True))
-            target = np.array([picked[b][place] for b, place, _ in found])
+        if held:
+            sequences, where, nodes = (list(column) for column in zip(*held, strict=True))
+            target = np.array([picked[b][place] for b, place, _ in held])
             probs.append(log_probs.numpy()[sequences, nodes])
             hits.append(tokens.numpy()[sequences, nodes] == target[:, None])
             order += zip(sequences, where, strict=True)

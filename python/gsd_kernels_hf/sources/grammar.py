@@ -69,21 +69,21 @@ class Grammar(DraftSource):
 
     def restart(self) -> None:
         text, batch = self.text, len(self.state.tokens)
-        tokenizer, found = text.tokenizer, None
+        tokenizer, vocabulary = text.tokenizer, None
         if tokenizer is not None:
             with suppress(TypeError, ValueError):  # one for stop strings alone, or of bytes that are not known
-                found = Vocabulary.of(tokenizer, "tokenizer")
-        if found is None:
-            tokenizer, found = None, vocabulary_in(text.processors)
+                vocabulary = Vocabulary.of(tokenizer, "tokenizer")
+        if vocabulary is None:
+            tokenizer, vocabulary = None, vocabulary_in(text.processors)
         self.taken = self.state.out_len.tolist()
         self.walks: list[Walk | None] = [None] * batch
-        if found is None:
+        if vocabulary is None:
             return
-        self.vocabulary, size = found, text.target.vocab_size
-        self.speller, self.cuts = Speller(tokenizer, found), tokenizer is not None
-        behind = max(0, size - len(found.first_bytes))
-        self.first = np.pad(found.first_bytes[:size], (0, behind), constant_values=NO_TEXT)  # [V]
-        self.walks = walks_of(text.processors, batch, found, size) or self.walks
+        self.vocabulary, size = vocabulary, text.target.vocab_size
+        self.speller, self.cuts = Speller(tokenizer, vocabulary), tokenizer is not None
+        behind = max(0, size - len(vocabulary.first_bytes))
+        self.first = np.pad(vocabulary.first_bytes[:size], (0, behind), constant_values=NO_TEXT)  # [V]
+        self.walks = walks_of(text.processors, batch, vocabulary, size) or self.walks
         tails = [self.state.tokens[b, max(0, end - CONTEXT_TOKENS) : end].tolist() for b, end in enumerate(self.taken)]
         self.before = [self._spelled(tail) for tail in tails]
 
@@ -92,12 +92,12 @@ class Grammar(DraftSource):
 
     def _spelled(self, tokens: Sequence[int]) -> bytes:
         """Bytes of the last tokens that are text."""
-        found = b""
+        spelled = b""
         for token in reversed(tokens):
             if token not in self.vocabulary.spelled:
                 break
-            found = self.vocabulary.spelled[token] + found
-        return found
+            spelled = self.vocabulary.spelled[token] + spelled
+        return spelled
 
     def _follow(self) -> None:
         """Let the walks follow what was emitted; one whose grammar is another than the text's ends."""
@@ -122,7 +122,7 @@ class Grammar(DraftSource):
             return None
         nodes, tokens = level.frontier.node_ids.tolist(), level.frontier.token_ids.tolist()
         parents = level.graph.parents.tolist() if level.number else None
-        found = []
+        texts = []
         for b, walk in enumerate(self.walks):
             places, after = self.places[b], []
             for node, token in zip(nodes[b], tokens[b], strict=True):
@@ -132,10 +132,10 @@ class Grammar(DraftSource):
                     else:
                         self._place(b, walk, level, node, token, parents[b])
                 after.append(places[node].best() if node in places else [])
-            found.append(after)
-        if not any(after for row in found for after in row):
+            texts.append(after)
+        if not any(after for row in texts for after in row):
             return None
-        return self._proposal(found, level)
+        return self._proposal(texts, level)
 
     def _place(self, b: int, walk: Walk, level: Level, node: int, token: int, parents: Sequence[int]) -> None:
         """Find the place of a node: behind its parent's, or by walking to it where another source's token ends so."""
@@ -205,7 +205,7 @@ class Grammar(DraftSource):
             options, ends, chance = [], [], 0.0
         else:
             chance = 1.0 / max(1, ways)
-        found = bool(ends)
+        any_text = bool(ends)
         if ends:
             yield Ahead(text, log_probs, ends, gone + math.log(chance))
         glue = self._layout(before, text) if spaces else b""
@@ -223,9 +223,9 @@ class Grammar(DraftSource):
             walk.back(took)
             if ending and all(one.text == piece and not one.ends for one in on):
                 continue  # it is a part of the value
-            found = True
+            any_text = True
             yield from on
-        if not found and text:
+        if not any_text and text:
             yield Ahead(text, log_probs, [])
         walk.back(steps)
 
@@ -249,12 +249,12 @@ class Grammar(DraftSource):
         bytes_there = np.flatnonzero(there[:NO_TEXT]).tolist()
         return [byte for byte in bytes_there if byte not in SPACE], ends, len(set(bytes_there) & set(SPACE)) > 0
 
-    def _proposal(self, found: list[list[list[tuple[float, int]]]], level: Level) -> Proposal:
+    def _proposal(self, likely: list[list[list[tuple[float, int]]]], level: Level) -> Proposal:
         """Log-probabilities and tokens [B][W][any number], the best of them first."""
-        most = max(len(after) for row in found for after in row)
-        tokens_there = np.full((len(found), len(found[0]), most), -1, dtype=np.int32)  # [B, W, K]
+        most = max(len(after) for row in likely for after in row)
+        tokens_there = np.full((len(likely), len(likely[0]), most), -1, dtype=np.int32)  # [B, W, K]
         known = np.full(tokens_there.shape, -np.inf, dtype=np.float32)
-        for b, row in enumerate(found):
+        for b, row in enumerate(likely):
             for w, after in enumerate(row):
                 for k, (log_prob, token) in enumerate(after):
                     tokens_there[b, w, k], known[b, w, k] = token, log_prob

@@ -195,16 +195,16 @@ class DraftHeads(nn.Module):
             heads = cls(size, count, num_layers=layers, output_size=vocab)
         if target is not None:
             heads.check_target(target)
-        found = checkpoint.read(expected)
+        tensors = checkpoint.read(expected)
 
         def stacked(part: str) -> Tensor:
             names = [[f"{head}.{layer}.linear.{part}" for head in range(count)] for layer in range(layers)]
-            return torch.stack([torch.stack([found[name] for name in row]) for row in names])
+            return torch.stack([torch.stack([tensors[name] for name in row]) for row in names])
 
         weights = {
             "weight": stacked("weight").transpose(2, 3).contiguous(),
             "bias": stacked("bias")[:, :, None],
-            "output": torch.stack([found[f"{head}.{layers}.weight"] for head in range(count)]),
+            "output": torch.stack([tensors[f"{head}.{layers}.weight"] for head in range(count)]),
         }
         heads.load_state_dict(weights, assign=True)
         heads.eval().requires_grad_(False)

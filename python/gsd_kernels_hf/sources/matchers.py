@@ -110,9 +110,9 @@ def walks_of(processors: Sequence[Any], batch: int, vocabulary: Vocabulary, size
         size: columns of its logits.
     """
     for processor in processors:
-        found = _copies(processor, batch)
-        if any(matcher is not None for matcher in found):
-            return [None if matcher is None else _walk(matcher, vocabulary, size) for matcher in found]
+        matchers = _copies(processor, batch)
+        if any(matcher is not None for matcher in matchers):
+            return [None if matcher is None else _walk(matcher, vocabulary, size) for matcher in matchers]
     return []
 
 

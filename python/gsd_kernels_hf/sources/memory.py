@@ -90,13 +90,13 @@ class HistoryMemory:
 
     def add(self, table: NgramTable) -> None:
         """Take over what a call's table holds, of all its sequences."""
-        found = KeptTable.of(table, 0)
+        newest = KeptTable.of(table, 0)
         for row in range(1, table.keys.shape[0]):
-            found = found.before(KeptTable.of(table, row))
+            newest = newest.before(KeptTable.of(table, row))
         with self._lock:
             older = self._kept
             # A copy in any case: the call's table goes on being written.
-            self._kept = found.before(older if older is not None and older.fits(table) else found)
+            self._kept = newest.before(older if older is not None and older.fits(table) else newest)
 
     def restore(self, table: NgramTable) -> None:
         """Write what is remembered into every sequence of an empty table, in place."""

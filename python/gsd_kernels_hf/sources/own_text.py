@@ -173,9 +173,9 @@ class OwnText:
         """The tokens that the target emitted since this was last asked, by sequence."""
         lengths, begin = self.text.state.out_len.tolist(), min(self.taken)
         rows = self.text.state.tokens[:, begin : max(lengths)].tolist()
-        found = [row[at - begin : end - begin] for row, at, end in zip(rows, self.taken, lengths, strict=True)]
+        new = [row[at - begin : end - begin] for row, at, end in zip(rows, self.taken, lengths, strict=True)]
         self.taken = lengths
-        return found
+        return new
 
     def catch_up(self, cached: Tensor) -> None:
         """Re-tokenise what is new; ``cached`` int32 [B], tokens in the draft's cache, falls back to what stays."""
@@ -232,11 +232,11 @@ class OwnText:
         ordinary = [spelled[token] for token in takewhile(spelled.__contains__, last)]
         back = ordinary[:REOPENED_TOKENS][::-1]
         before, again = b"".join(ordinary[REOPENED_TOKENS:][::-1]), b"".join(back)
-        (found,) = self.speller.spell([(before, again + text)])
-        self.open[sequence] = (again + text)[found.covered :]
+        (spelling,) = self.speller.spell([(before, again + text)])
+        self.open[sequence] = (again + text)[spelling.covered :]
         at = len(ids) - len(back)
-        same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(ids[at:], found.tokens, strict=False)))
-        ids[at + same :] = found.tokens[same:]
+        same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(ids[at:], spelling.tokens, strict=False)))
+        ids[at + same :] = spelling.tokens[same:]
         return at + same
 
     def before(self, sequence: int) -> bytes:

@@ -41,9 +41,9 @@ class Retention:
 
     def staying(self, sources: Sequence[DraftSource]) -> list[DraftSource]:
         """The ``sources`` that the next generation takes; of those that forward a model, one at least."""
-        found = [source for source in sources if source.name not in self.wait]
+        staying = [source for source in sources if source.name not in self.wait]
         # Calls that overlap may have left out one source each.
-        return found if any(source.forwards for source in found) else list(sources)
+        return staying if any(source.forwards for source in staying) else list(sources)
 
     def observe(self, sources: Sequence[DraftSource], weights: Mapping[str, SourceWeights], steps: int) -> None:
         """Learn from a generation (waits for the device).

@@ -36,8 +36,8 @@ class TranslatedRows:
 
     def of_draft(self, token_ids: Tensor) -> Tensor:
         """The draft's ids for target ids of any shape, in their dtype."""
-        found = self.reads[token_ids.to(self.reads.device).long().clamp(0, self.vocab_size - 1)]
-        return found.to(token_ids.device, token_ids.dtype)
+        ids = self.reads[token_ids.to(self.reads.device).long().clamp(0, self.vocab_size - 1)]
+        return ids.to(token_ids.device, token_ids.dtype)
 
     def of_target(self, logits: Tensor) -> Tensor:
         """Logits of the draft's tokens as the target's, −inf where it has none: [B, R, draft's] → [B, R, V]."""

@@ -43,7 +43,7 @@ class Trie:
         whole = self.prob
         if whole <= 0.0:
             return []
-        found = ((min(1.0, node.prob / whole), token) for token, node in self.after.items())
+        shares = ((min(1.0, node.prob / whole), token) for token, node in self.after.items())
         return sorted(
-            ((math.log(prob), token) for prob, token in found if prob > 0.0), key=lambda one: (-one[0], one[1])
+            ((math.log(prob), token) for prob, token in shares if prob > 0.0), key=lambda one: (-one[0], one[1])
         )
