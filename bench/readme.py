@@ -62,9 +62,9 @@ def real_all(results: Path, *kinds: str) -> str:
 def _real_runs(results: Path, *kinds: str, command: str = "real") -> list[dict[str, Any]]:
     """The runs of ``bench real`` on its own model and prompts, bfloat16 first."""
     paths = (results / f"real-{kind}.json" for kind in kinds or ("bfloat16", "float32"))
-    if not (found := [_read(path) for path in paths if path.exists()]):
+    if not (runs := [_read(path) for path in paths if path.exists()]):
         raise MissingResultError(f"`gsd-kernels bench {command}`")
-    return found
+    return runs
 
 
 def equal(results: Path) -> str:
@@ -91,10 +91,10 @@ def headline(results: Path) -> str:
         theirs = [name for name in rates if name.startswith("hf-")]
         engines = [name for name in rates if name.startswith(ENGINES)]
         sizes = f"{_millions(data['parameters']['target'])} with {_millions(data['parameters']['draft'])}"
-        found = environment.get("instructions")
+        instructions = environment.get("instructions")
         rows.append(
             [
-                f"{settings['pair']} pair, {sizes}, {settings['dtype']}{f', {found}' if found else ''}",
+                f"{settings['pair']} pair, {sizes}, {settings['dtype']}{f', {instructions}' if instructions else ''}",
                 f"{rates[GREEDY]:.1f}",
                 *(_fastest(rates, names) for names in (theirs, engines)),
                 f"{rates[PLAIN]:.1f}" if PLAIN in rates else "–",
@@ -157,29 +157,29 @@ def _missing(missing: dict[str, str]) -> str:
 
 def rows(results: Path) -> str:
     """Forwards of rows as one operator and by modules, beside the time that reading the weights takes."""
-    found = [_rows_table(_read(path)) for path in sorted(results.glob("rows*.json"), key=lambda path: path.stem)]
-    if not found:
+    tables = [_rows_table(_read(path)) for path in sorted(results.glob("rows*.json"), key=lambda path: path.stem)]
+    if not tables:
         raise MissingResultError("`gsd-kernels bench rows --json bench/results/rows.json`")
-    return "\n\n".join(found)
+    return "\n\n".join(tables)
 
 
 def gpu(results: Path) -> str:
     """Forwards of rows on GPUs as one operator and by modules, and captured steps, from the stages' files."""
     folders = [results / "gpu", *sorted(path for path in (results / "gpu").glob("*") if path.is_dir())]
-    found = [gpu_table.table(folder, _place) for folder in folders if (folder / "rows.json").exists()]
-    if not found:
+    tables = [gpu_table.table(folder, _place) for folder in folders if (folder / "rows.json").exists()]
+    if not tables:
         raise MissingResultError("`python bench/gpu/stages.py --only rows --only pair`")
-    return "\n\n".join(found)
+    return "\n\n".join(tables)
 
 
 def _rows_table(data: dict[str, Any]) -> str:
     lines = []
-    for found in data["results"]:
-        name = f"{found['shape']}, {found['dtype']}"
+    for result in data["results"]:
+        name = f"{result['shape']}, {result['dtype']}"
         for way in ("operator", "modules"):
-            entries = [f"{line[f'{way}_ms']:.1f} ({line[f'{way}_over_floor']:.2f})" for line in found["rows"]]
-            lines.append([f"{name}, {way}", *entries, f"{found['prompt'][f'{way}_ms']:.0f}"])
-        lines.append([f"{name}, reading", *(f"{line['read_ms']:.1f}" for line in found["rows"]), "–"])
+            entries = [f"{line[f'{way}_ms']:.1f} ({line[f'{way}_over_floor']:.2f})" for line in result["rows"]]
+            lines.append([f"{name}, {way}", *entries, f"{result['prompt'][f'{way}_ms']:.0f}"])
+        lines.append([f"{name}, reading", *(f"{line['read_ms']:.1f}" for line in result["rows"]), "–"])
     first = data["results"][0]
     head = ["", *(str(line["rows"]) for line in first["rows"]), f"a prompt of {first['prompt']['tokens']}"]
     what = "Milliseconds by rows (and times those of reading weights and cache)"

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from gsd_kernels.ops.packed import BY_NAME
 from gsd_kernels_hf.packed.gguf import NAMES, PERMUTED
-from gsd_kernels_hf.packed.header import ALIGNMENT, _Reader
+from gsd_kernels_hf.packed.header import ALIGNMENT_BYTES, _Reader
 
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 """Matrices of Phi 3, whose files transformers unpacks."""
@@ -148,5 +148,5 @@ def with_field(raw: bytes, key: str, kind: int, content: bytes) -> bytes:
         reader.numbers("Q")
     count = fields + (not found)
     head = raw[:16] + struct.pack("<Q", count) + b"".join([*kept, *([] if found else [field])]) + raw[table : reader.at]
-    begin = -(-reader.at // ALIGNMENT) * ALIGNMENT
-    return head + bytes(-len(head) % ALIGNMENT) + raw[begin:]
+    begin = -(-reader.at // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return head + bytes(-len(head) % ALIGNMENT_BYTES) + raw[begin:]

@@ -42,11 +42,11 @@ BUDGET = {
     "python/gsd_kernels_hf/policy": 48,
     "python/gsd_kernels_hf/sources": 197,  # 187 before a grammar drafted
     "python/gsd_kernels_hf/validate": 21,
-    "python/gsd_kernels_serve": 97,  # 79 before fields had bounds, strict calls a grammar and prompts scores
+    "python/gsd_kernels_serve": 98,  # 97 before names were spelled out
     "python/gsd_kernels_sglang": 21,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 48,
-    "tests": 1850,
+    "tests": 1851,  # 1850 before the first words of docstrings were held
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -20,7 +20,7 @@ from gsd_kernels_hf.progress import tracked
 
 @pytest.fixture
 def at_once(monkeypatch):
-    for name, seconds in (("PATIENCE", 0.0), ("EVERY", 0.0), ("LOOKED", 3600.0)):
+    for name, seconds in (("WAIT_SECONDS", 0.0), ("LINE_SECONDS", 0.0), ("LOOK_SECONDS", 3600.0)):
         monkeypatch.setattr(progress, name, seconds)
 
 
@@ -40,7 +40,7 @@ def test_lines_have_totals_and_notes(at_once, caplog):
 
 def test_lines_come_while_nothing_is_done(at_once, monkeypatch):
     said = threading.Event()
-    monkeypatch.setattr(progress, "LOOKED", 0.001)
+    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr(progress.logger, "info", lambda *_: said.set())
     with tracked("working", 3, "runs"):
         assert said.wait(30)

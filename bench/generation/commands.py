@@ -20,8 +20,8 @@ from ..lib.options import (
     Name,
     NewTokens,
     Out,
-    Pair,
     PairName,
+    PairOption,
     Quick,
     device_of,
     dtype_of,
@@ -50,7 +50,7 @@ TargetShape = Annotated[str, typer.Option("--target-shape", help="Inflate the ta
 
 
 def generate(
-    pair: Pair = PairName.demo,
+    pair: PairOption = PairName.demo,
     model: Model = None,
     draft: Draft = None,
     prompt_file: Annotated[

@@ -237,13 +237,13 @@ def layer_skip(pair: Pair) -> LayerSkip:
     """Search skipped layers on the source of the target; of an inflated target's added layers skip the same share."""
     assert pair.source is not None and pair.sample is not None
     source = pair.source.to(pair.sample.device)
-    found = LayerSkip.search(source, pair.sample)
+    skip = LayerSkip.search(source, pair.sample)
     own, all_ = source.config.num_hidden_layers, pair.target.config.num_hidden_layers
 
     def scaled(skipped: Sequence[int]) -> list[int]:
         return [*skipped, *range(own, own + round((all_ - own) * len(skipped) / own))]
 
-    return LayerSkip(pair.target, attention=scaled(found.attention), mlp=scaled(found.mlp))
+    return LayerSkip(pair.target, attention=scaled(skip.attention), mlp=scaled(skip.mlp))
 
 
 def _drafters(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Competitor:

@@ -292,8 +292,8 @@ def _summarise(settings: Settings, report: GenerateReport, names: list[str]) -> 
         tokens, seconds = sum(run["tokens"] for run in runs), sum(run["seconds"] for run in runs)
         forwards = [run["target_forwards"] for run in runs]
         compared = [run for run in runs if run["same"] is not None]
-        found = [run["divergence"] for run in compared if not run["same"]]
-        near = sum(d is not None and d["within_rounding"] for d in found)
+        differing = [run["divergence"] for run in compared if not run["same"]]
+        near = sum(d is not None and d["within_rounding"] for d in differing)
         report.summary.append(
             {
                 "competitor": name,
@@ -303,9 +303,9 @@ def _summarise(settings: Settings, report: GenerateReport, names: list[str]) -> 
                 "tokens_per_forward": tokens / sum(forwards) if all(forwards) else None,
                 "mean_rows": None if runs[0]["mean_rows"] is None else statistics.mean(r["mean_rows"] for r in runs),
                 "compared": len(compared),
-                "equal": len(compared) - len(found),
+                "equal": len(compared) - len(differing),
                 "within_rounding": near,
-                "beyond_rounding": len(found) - near,
+                "beyond_rounding": len(differing) - near,
             }
         )
     rates = {row["competitor"]: row["tokens_per_second"] for row in report.summary}
@@ -321,16 +321,16 @@ def _summarise(settings: Settings, report: GenerateReport, names: list[str]) -> 
 
 def _floors(settings: Settings, report: GenerateReport, rates: dict[str, float]) -> list[tuple[str, Ratio, float, str]]:
     """Floors that ``auto`` has to reach: (against, ratio, floor, which bound has to reach it)."""
-    found = []
+    floors = []
     half = settings.dtype != torch.float32
     if settings.target_shape == "none":
         if PLAIN in rates:
-            found.append((PLAIN, report.ratio(AUTO, PLAIN), 0.97, "low"))
-        return found
+            floors.append((PLAIN, report.ratio(AUTO, PLAIN), 0.97, "low"))
+        return floors
     assisted = [name for name in ASSISTED if name in rates]
     if assisted:
         best = max(assisted, key=lambda name: rates[name])
-        found.append((best, report.ratio(AUTO, best), 1.10 if half else 1.03, "value"))
+        floors.append((best, report.ratio(AUTO, best), 1.10 if half else 1.03, "value"))
     if half and GREEDY in rates:
-        found.append((GREEDY, report.ratio(AUTO, GREEDY), 2.0, "value"))
-    return found
+        floors.append((GREEDY, report.ratio(AUTO, GREEDY), 2.0, "value"))
+    return floors

@@ -66,12 +66,12 @@ def of_length(prompts: Sequence[Prompt], tokens: int, limit: int) -> list[Prompt
     """
     if tokens > limit:
         raise ValueError(f"--prompt-tokens: expected at most {limit}, the model's positions, got {tokens}")
-    found = []
+    cut = []
     for number, prompt in enumerate(prompts):
         ids = torch.cat([other.input_ids for other in (*prompts[number:], *prompts[:number])], 1)
         times = -(-tokens // ids.shape[1])
-        found.append(Prompt(prompt.name, prompt.kind, ids.repeat(1, times)[:, :tokens]))
-    return found
+        cut.append(Prompt(prompt.name, prompt.kind, ids.repeat(1, times)[:, :tokens]))
+    return cut
 
 
 def load_pair(
@@ -106,7 +106,7 @@ def load_pair(
             raise ValueError(f"texts: {text!r} is none of {', '.join(TEXTS)}")
     if name not in PAIRS:
         raise ValueError(f"pair: {name!r} is none of {', '.join(PAIRS)}")
-    source, draft, found = _demo(texts, prompts, fresh) if name == "demo" else _tiny(texts, prompts)
+    source, draft, raw = _demo(texts, prompts, fresh) if name == "demo" else _tiny(texts, prompts)
     target = (_sharded if tensor_parallel else _placed)(source, target_shape, device, dtype)
     draft = _placed(draft, draft_shape, device, dtype)
     for model in (target, draft):
@@ -124,7 +124,7 @@ def load_pair(
             "source": source,
             "sample": _sample(name).to(device),
         }
-    return Pair(name, target, draft, [Prompt(n, k, ids.to(device)) for n, k, ids in found], **extras)
+    return Pair(name, target, draft, [Prompt(n, k, ids.to(device)) for n, k, ids in raw], **extras)
 
 
 def _placed(model: PreTrainedModel, shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -157,7 +157,7 @@ Found = tuple[PreTrainedModel, PreTrainedModel, list[tuple[str, str, Tensor]]]
 
 def _demo(texts: Sequence[str], count: int, fresh: bool) -> Found:
     target, draft, tokenizer = demo.load()
-    found = []
+    chosen = []
     for kind in texts:
         known = [(p["name"], p["text"]) for p in demo.prompts(kind)]
         if kind in ("table", "prose"):
@@ -165,19 +165,19 @@ def _demo(texts: Sequence[str], count: int, fresh: bool) -> Found:
         elif kind == "copy" and fresh:
             known = _fresh_copies(tokenizer)
         for prompt, text in known[-count:] if fresh else known[:count]:
-            found.append((prompt, kind, tokenizer(text, return_tensors="pt")["input_ids"]))
-    return target, draft, found
+            chosen.append((prompt, kind, tokenizer(text, return_tensors="pt")["input_ids"]))
+    return target, draft, chosen
 
 
 def _fresh_copies(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """Functions written twice, of this Python's files that were held out and have no such prompt in the demo's list."""
     known = {p["file"] for p in demo.prompts("copy")}
-    found = []
+    copies = []
     for source in split_sources(stdlib_sources())[1]:
         prompt = None if source.name in known else copy_prompt(source, tokenizer)
         if prompt is not None:
-            found.append((f"fresh-copy-{source.name}", str(prompt["text"])))
-    return found
+            copies.append((f"fresh-copy-{source.name}", str(prompt["text"])))
+    return copies
 
 
 def _sample(name: str) -> Tensor:
@@ -228,9 +228,9 @@ def _tiny(texts: Sequence[str], count: int) -> Found:
     for parameter in draft.parameters():
         if parameter.dim() > 1:
             parameter.data += 0.01 * torch.randn_like(parameter)
-    found = []
+    made = []
     for kind in texts:
         for number in range(count):
             ids = torch.randint(3, 512, (1, 24), generator=torch.Generator().manual_seed(number))
-            found.append((f"{kind}-{number}", kind, ids.repeat(1, 2) if kind == "copy" else ids))
-    return target, draft, found
+            made.append((f"{kind}-{number}", kind, ids.repeat(1, 2) if kind == "copy" else ids))
+    return target, draft, made

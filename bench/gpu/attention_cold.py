@@ -89,7 +89,7 @@ def _error(entry: Entry, call: Callable[[], Any]) -> float:
 
 
 def _timed(work: Work, settings: Settings, contestant: Contestant, copies: int) -> dict[str, Any]:
-    """What has to compile for its tensors is timed on one copy, with the cache flushed before every call."""
+    """Time on one copy what has to compile for its tensors, with the cache flushed before every call."""
     assert contestant.call is not None
     seconds = 0.02 if work.rehearse else 0.15
     if contestant.setup_seconds is not None:

@@ -1,4 +1,4 @@
-"""What this machine has, and the CUDA ops built for it."""
+"""Facts of this machine, and the CUDA ops built for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What CUDA graphs are made while something runs: seconds of capturing, nodes, replays, and one replay by kernel."""
+"""CUDA graphs that are made while something runs: seconds of capturing, nodes, replays, and one replay by kernel."""
 
 from __future__ import annotations
 

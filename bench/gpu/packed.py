@@ -71,7 +71,7 @@ class PackedForward(Forward):
         return {"operator": self.prefilled("operator")}
 
     def time(self, rows: int, setting: str) -> dict[str, Any]:
-        """As :meth:`Forward.time`, with the kind."""
+        """Time like :meth:`Forward.time`, with the kind."""
         return {**super().time(rows, setting), "kind": self.kind}
 
 

@@ -28,14 +28,14 @@ PAIRS = {
     "e2e-70b": ("llama-2-70b", "tinyllama-1.1b", COMPETITORS),
     "static-compile": ("llama-2-7b", "tinyllama-1.1b", STATIC),
 }
-HEADROOM = 1.05  # of a GPU's memory against a pair's weights
-SETTING_UP = 190.0  # seconds of a stage in which models are made and everybody writes a text once
-LEAST = 60.0  # seconds of a race
+HEADROOM_FACTOR = 1.05  # of a GPU's memory against a pair's weights
+SETUP_SECONDS = 190.0  # seconds of a stage in which models are made and everybody writes a text once
+MIN_RACE_SECONDS = 60.0  # seconds of a race
 
 
 def run(work: Work) -> None:
     """A point for every benchmark; ``report`` is the JSON that it would have written by itself."""
-    planned = commands(work.stage.name, work.rehearse, max(LEAST, work.left() - SETTING_UP))
+    planned = commands(work.stage.name, work.rehearse, max(MIN_RACE_SECONDS, work.left() - SETUP_SECONDS))
     lack = memory_lack(work)
     if lack is not None:
         work.keep("memory", {"missing": lack})
@@ -43,7 +43,7 @@ def run(work: Work) -> None:
     work.each(planned, lambda name: bench(work, name, planned[name]))
 
 
-def commands(stage: str, rehearse: bool, seconds: float = LEAST) -> dict[str, list[str]]:
+def commands(stage: str, rehearse: bool, seconds: float = MIN_RACE_SECONDS) -> dict[str, list[str]]:
     """The arguments of ``gsd-kernels bench`` for a stage, by the name of the result.
 
     A race begins no prompt that would end after ``seconds``: models are made and warmed up before.
@@ -77,7 +77,7 @@ def memory_lack(work: Work) -> str | None:
     shapes = [shape_named(name) for name in PAIRS[work.stage.name][:2]]
     weights = work.dtype.itemsize * sum(shape.num_parameters for shape in shapes)
     total = torch.cuda.get_device_properties(work.device).total_memory
-    if HEADROOM * weights <= total:
+    if HEADROOM_FACTOR * weights <= total:
         return None
     return f"{weights / 1e9:.0f} GB of weights, the GPU has {total / 1e9:.0f} GB"
 

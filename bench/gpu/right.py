@@ -89,7 +89,7 @@ def points_of(shape: str, *, small: bool) -> dict[str, Point]:
 
 
 def passed(work: Work, *shapes: str) -> bool:
-    """Whether the operator was found right on this device, wherever it was looked at; else it is not worth timing."""
+    """Return whether the operator is right on this device, wherever it was looked at; else it is not worth timing."""
     found = work.points_of(stage_named("right"))
     names = [name for shape in shapes for name in points_of(shape, small=work.rehearse)]
     return all(name in found and "error" not in found[name] for name in names)
@@ -227,7 +227,7 @@ class Alone:
 
 
 def invariant(work: Work) -> bool:
-    """Whether bits are due: the reference's depend on the rows."""
+    """Return whether bits are due: the reference's depend on the rows."""
     return unavailable_reason(work.device.type, work.device) is None
 
 

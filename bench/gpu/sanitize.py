@@ -65,7 +65,7 @@ def check(work: Work, under: list[str], environment: dict[str, str]) -> dict[str
 
 
 def verdict(code: int, output: str, *, ran: bool = True) -> dict[str, Any]:
-    """What a tool and the tests say together.
+    """The verdict of a tool and the tests together.
 
     Raises:
         RuntimeError: it is not that all is well.

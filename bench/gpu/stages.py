@@ -124,7 +124,7 @@ class Call:
     files: int = FILES
 
     def record(self, stage: Stage) -> dict[str, Any]:
-        """What is known of a stage: of this call's folder, else of earlier calls'; empty if nothing."""
+        """The record of a stage: of this call's folder, else of earlier calls'; empty if nothing is known."""
         for folder in (self.out, self.former):
             try:
                 found = json.loads((folder / f"{stage.name}.json").read_text(encoding="utf-8"))
@@ -160,7 +160,7 @@ def run_all(stages: Sequence[Stage], call: Call) -> list[str]:
 
 
 def must_build(stage: Stage, call: Call) -> bool:
-    """Whether the CUDA ops have to be built before the stage begins."""
+    """Return whether the CUDA ops have to be built before the stage begins."""
     return stage.with_ops and stage.module != "build" and not call.rehearse and not built()
 
 
@@ -209,7 +209,7 @@ def _stamp(file: Path) -> int | None:
 
 
 def missing(stage: Stage) -> str | None:
-    """What the stage needs and is not installed."""
+    """Say what the stage needs and is not installed; ``None`` where all is."""
     absent = [name for name in stage.needs if importlib.util.find_spec(name) is None]
     return f"the stage {stage.name} needs {', '.join(absent)}: not installed for {sys.executable}" if absent else None
 
@@ -252,7 +252,7 @@ def execute(command: Sequence[str], environment: dict[str, str], output: IO[byte
 
 
 def built() -> bool:
-    """Whether the compiled CUDA ops lie in the checkout."""
+    """Return whether the compiled CUDA ops lie in the checkout."""
     return any((ROOT / "gsd_kernels").glob("_cuda*.so"))
 
 

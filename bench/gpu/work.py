@@ -48,7 +48,7 @@ class Work:
         self.finished = False
 
     def points_of(self, stage: Stage) -> dict[str, dict[str, Any]]:
-        """What is known of any stage on this device, with these versions."""
+        """The points of any stage on this device, with these versions."""
         former = self.call.record(stage)
         same = _place(former.get("environment")) == _place(self.environment)
         return former.get("points", {}) if same else {}
@@ -122,7 +122,7 @@ class Work:
 
 
 def _place(found: dict[str, Any] | None) -> object:
-    """What two results must share to stand in one table."""
+    """The values that two results must share to stand in one table."""
     return found and (found["device"], {k: v for k, v in found["versions"].items() if k != "driver"})
 
 

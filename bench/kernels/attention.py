@@ -70,7 +70,7 @@ def refused(q: Tensor, k: Tensor, v: Tensor, backend: str) -> str | None:
 
 
 def random_tree(rows: int, gen: torch.Generator) -> Tensor:
-    """Which rows each row of a random tree sees: bool [R, R]."""
+    """The rows that each row of a random tree sees: bool [R, R]."""
     sees = torch.eye(rows, dtype=torch.bool)
     for row in range(1, rows):
         sees[row] |= sees[int(torch.randint(max(0, row - 8), row, (), generator=gen))]

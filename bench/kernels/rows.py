@@ -81,7 +81,7 @@ def in_turns(calls: dict[str, Callable[[], object]], seconds: float, busy: int) 
 
 @contextlib.contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """As many processes that do nothing but compute, while the block runs."""
+    """Run so many processes that do nothing but compute, while the block runs."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -92,7 +92,7 @@ def neighbours(count: int) -> Iterator[None]:
 
 
 def bytes_read(rows: RowModel, count: int, prefix: int) -> int:
-    """What a forward of ``count`` rows of one sequence has to read: weights, embeddings of its tokens, the prefix.
+    """Bytes that a forward of ``count`` rows of one sequence reads: weights, embeddings of its tokens, the prefix.
 
     Of an embedding that is not the output matrix too, a row a token.
     """

@@ -10,7 +10,7 @@ import torch
 
 from gsd_kernels_hf.model.replay import replayable
 
-from .timing import MIN_SAMPLES, TIMES_THE_CACHE, BusyQueue, Timing
+from .timing import CACHE_MULTIPLE, MIN_SAMPLES, BusyQueue, Timing
 
 MOST_COPIES = 64
 
@@ -20,7 +20,7 @@ def copies_for(size: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return min(MOST_COPIES, max(2, -(-TIMES_THE_CACHE * cache // size)))
+    return min(MOST_COPIES, max(2, -(-CACHE_MULTIPLE * cache // size)))
 
 
 def time_rotating(calls: Sequence[Callable[[], Any]], device: torch.device, *, seconds: float = 0.2) -> Timing:

@@ -29,21 +29,21 @@ class Compilation:
 @contextmanager
 def compilations() -> Iterator[list[Compilation]]:
     """A list that grows by every kernel that Triton compiles inside; it stays empty without Triton."""
-    found: list[Compilation] = []
+    compiled: list[Compilation] = []
     try:
         from triton import knobs
     except ImportError:
-        yield found
+        yield compiled
         return
 
     def listener(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
         name = metadata.get("name") if isinstance(metadata, dict) else getattr(metadata, "name", None)
-        found.append(Compilation(str(name or src), times.total / 1e6, cache_hit, time.perf_counter()))
+        compiled.append(Compilation(str(name or src), times.total / 1e6, cache_hit, time.perf_counter()))
 
     before = knobs.compilation.listener
     knobs.compilation.listener = listener
     try:
-        yield found
+        yield compiled
     finally:
         knobs.compilation.listener = before
 

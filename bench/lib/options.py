@@ -42,7 +42,7 @@ Device = Annotated[
 ]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Default: bfloat16 on a GPU, float32 on a CPU.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the written files.")]
-Pair = Annotated[PairName, typer.Option("--pair", help="demo (embedded), or tiny (random weights).")]
+PairOption = Annotated[PairName, typer.Option("--pair", help="demo (embedded), or tiny (random weights).")]
 Prompts = Annotated[int, typer.Option("--prompts", min=1, help="Of every kind of text.")]
 NewTokens = Annotated[int, typer.Option("--new-tokens", min=1, help="Of every text.")]
 

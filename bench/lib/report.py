@@ -94,8 +94,8 @@ def caption(environment: dict[str, Any]) -> str:
     """Device and versions in one short line."""
     versions = environment["versions"]
     threads = f", {environment['threads']} threads" if environment["device_type"] == "cpu" else ""
-    found = environment.get("instructions")  # which results of before 2026-11-23 do not hold
-    return f"{environment['device']}{f' ({found})' if found else ''}{threads}, torch {versions['torch']}"
+    instructions = environment.get("instructions")  # which results of before 2026-11-23 do not hold
+    return f"{environment['device']}{f' ({instructions})' if instructions else ''}{threads}, torch {versions['torch']}"
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -59,12 +59,12 @@ class Settings:
         Raises:
             ValueError: a backend that the op does not have.
         """
-        found = []
+        entries = []
         for name, reason in self.backend_names(tuple(op.implementations)):
             reason = reason or op.refused(name)
             check = None if reason or op.checked is None else partial(op.checked, name)
-            found.append(Contestant(name, None if reason else partial(op.call, name), reason, check=check))
-        return found
+            entries.append(Contestant(name, None if reason else partial(op.call, name), reason, check=check))
+        return entries
 
     def entry(self, op: Op, peers: Sequence[Contestant] = (), **about: Any) -> Entry:
         """An op's :class:`Entry`: our backends and those peers that are wanted, held against its reference."""
@@ -77,7 +77,7 @@ class Settings:
 
 @dataclass
 class Op:
-    """What is measured, by backend.
+    """One operation to measure, by backend.
 
     Attributes:
         name: also of errors.

@@ -19,8 +19,8 @@ from gsd_kernels_hf.model.replay import replayable
 
 MIN_SAMPLES = 5
 WARM_SAMPLES = 3  # of a GPU, not counted: clocks rise, a graph's first launch uploads it
-FIRST_SPIN, LONGEST_SPIN = 1 << 17, 1 << 27  # GPU cycles: about 70 µs and 70 ms
-TIMES_THE_CACHE = 3  # bytes of what is written over before a call, as a multiple of the second-level cache
+FIRST_SPIN_CYCLES, MAX_SPIN_CYCLES = 1 << 17, 1 << 27  # GPU cycles: about 70 µs and 70 ms
+CACHE_MULTIPLE = 3  # bytes of what is written over before a call, as a multiple of the second-level cache
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def _time_on_gpu(function: Callable[[], Any], device: torch.device, seconds: flo
 
 
 def flusher(device: torch.device) -> Callable[[], Any]:
-    """What leaves nothing in a GPU's second-level cache but zeros."""
-    size = TIMES_THE_CACHE * torch.cuda.get_device_properties(device).L2_cache_size
+    """A function that leaves nothing in a GPU's second-level cache but zeros."""
+    size = CACHE_MULTIPLE * torch.cuda.get_device_properties(device).L2_cache_size
     return torch.empty(size, dtype=torch.uint8, device=device).zero_
 
 
@@ -80,7 +80,7 @@ class BusyQueue:
     """
 
     def __init__(self) -> None:
-        self.spin, self.idle = FIRST_SPIN, False
+        self.spin, self.idle = FIRST_SPIN_CYCLES, False
 
     def sample(
         self, call: Callable[[], Any], seconds: float, *, before: Callable[[], Any] = lambda: None
@@ -105,7 +105,7 @@ class BusyQueue:
             end.record()
             early = begin.query()
             end.synchronize()
-            if not early or self.spin >= LONGEST_SPIN:
+            if not early or self.spin >= MAX_SPIN_CYCLES:
                 self.idle |= early
                 return begin.elapsed_time(end) / 1e3
             self.spin *= 2

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..lib.options import RESULTS, Dtype, NewTokens, Out, Pair, PairName
+from ..lib.options import RESULTS, Dtype, NewTokens, Out, PairName, PairOption
 
 
 def memory() -> None:
@@ -19,7 +19,7 @@ def memory() -> None:
 
 def messages(
     sizes: Annotated[str, typer.Option("--ranks", help="Numbers of processes, comma-separated.")] = "1,2,4",
-    pair: Pair = PairName.demo,
+    pair: PairOption = PairName.demo,
     target_shape: Annotated[str, typer.Option("--target-shape", help="Heads must divide.")] = "demo-mha",
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Of both models.")] = Dtype.float32,
     prompts: Annotated[int, typer.Option("--prompts", min=1)] = 8,

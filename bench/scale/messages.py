@@ -40,7 +40,7 @@ from ..lib.report import SCHEMA, markdown
 NAME = "scale_messages"
 PLAIN = "plain"
 WAYS = (PLAIN, *PRESETS)
-TIMEOUT = 600.0  # seconds that a message may take on a busy machine
+TIMEOUT_SECONDS = 600.0  # seconds that a message may take on a busy machine
 
 ALL_REDUCE, ALL_GATHER = "all_reduce", "all_gather"
 OPERATIONS = {
@@ -85,11 +85,11 @@ class Messages(TorchDispatchMode):
 
     def as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
         """part → operation → its count and bytes."""
-        found: dict[str, dict[str, dict[str, int]]] = {}
+        counts: dict[str, dict[str, dict[str, int]]] = {}
         for part, operation in self.counts:
             numbers = {"count": self.counts[part, operation], "bytes": self.bytes[part, operation]}
-            found.setdefault(part, {})[operation] = numbers
-        return found
+            counts.setdefault(part, {})[operation] = numbers
+        return counts
 
 
 def _given(name: str, args: Any) -> Any:
@@ -142,15 +142,15 @@ class Settings:
 
 def run_rank(settings: Settings, file: Path) -> None:
     """Measure as one of torchrun's processes; the first one writes ``file``."""
-    found = measure(settings)
+    measured = measure(settings)
     if ranks.is_first():
-        write_json(file, found)
+        write_json(file, measured)
 
 
 def measure(settings: Settings) -> dict[str, Any]:
     """One rank: every prompt, every way of decoding it."""
     quiet_transformers()
-    device = ranks.join(TIMEOUT)
+    device = ranks.join(TIMEOUT_SECONDS)
     size = torch.distributed.get_world_size()
     torch.set_num_threads(1)
     dtype = getattr(torch, settings.dtype)
@@ -221,8 +221,8 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         def total(
             part: str, what: str = "count", only: str | None = None, chosen: list[dict[str, Any]] = chosen
         ) -> int:
-            found = [run["messages"].get(part, {}) for run in chosen]
-            return sum(n[what] for operations in found for name, n in operations.items() if only in (None, name))
+            parts = [run["messages"].get(part, {}) for run in chosen]
+            return sum(n[what] for operations in parts for name, n in operations.items() if only in (None, name))
 
         row = {
             "ranks": size,

@@ -1,11 +1,11 @@
-"""Whether other programs use the machine's processors."""
+"""The share of the machine's processors that other programs take."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-BUSY = 0.15
+BUSY_SHARE = 0.15
 """Share of the machine's processor time, taken by others, above which times are not to be trusted."""
 
 PROC = Path("/proc")
@@ -17,14 +17,14 @@ TIMES = slice(11, 15)  # its ticks, and those of its children that ended
 
 
 def distrust(share: float | None) -> str | None:
-    """What is said of times that were measured while others took this share; ``None`` where they can be trusted."""
-    if share is None or share <= BUSY:
+    """The warning for times that were measured while others took this share; ``None`` where they can be trusted."""
+    if share is None or share <= BUSY_SHARE:
         return None
     return f"This machine was busy with other work ({share:.0%} of its processors): do not trust these times."
 
 
 class Others:
-    """What others take of the machine's processor time from here on."""
+    """The share of the machine's processor time that others take from here on."""
 
     def __init__(self) -> None:
         self.begin = _seconds()

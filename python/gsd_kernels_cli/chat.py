@@ -24,7 +24,7 @@ from .values import check_draft
 if TYPE_CHECKING:
     from gsd_kernels import Patch
 
-    from .pair import Pair
+    from .pair import LoadedPair
 
 HELP = "/stats: figures of the last answer; /reset: begin anew; /help; /quit, or Ctrl-D. Ctrl-C stops an answer."
 
@@ -67,7 +67,7 @@ def command(
         gsd_kernels.unpatch(pair.target)
 
 
-def _load(model: str | None, models: options.Models) -> Pair:
+def _load(model: str | None, models: options.Models) -> LoadedPair:
     if model is None:
         from gsd_kernels_cli.demo import smollm2
 
@@ -91,7 +91,7 @@ class Conversation:
         opening: turns before the first message.
     """
 
-    pair: Pair
+    pair: LoadedPair
     handle: Patch
     arguments: dict[str, Any]
     opening: list[dict[str, str]]

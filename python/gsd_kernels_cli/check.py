@@ -17,12 +17,12 @@ from .values import check_draft
 if TYPE_CHECKING:
     from gsd_kernels_cli.comparison import Divergence, Run
 
-    from .pair import Pair
+    from .pair import LoadedPair
 
 DEFAULT_PROMPTS = 4
 PLAIN, UNDRAFTED, GRAPH = "plain", "undrafted", "graph"
 """Ways: transformers' own generate, this package's without a draft, and with drafts."""
-NOISE = 1.1
+NOISE_FACTOR = 1.1
 """Drafts cannot give more than their tokens per step; beyond this multiple of it the times are not believed."""
 
 
@@ -88,7 +88,7 @@ def command(
 
 
 def _compare(
-    pair: Pair, inputs: list[Any], max_new_tokens: int, **speculation: Any
+    pair: LoadedPair, inputs: list[Any], max_new_tokens: int, **speculation: Any
 ) -> tuple[list[dict[str, Run]], list[Divergence | None], float | None]:
     """Every prompt in all ways, where plain and graph first differ, and what others took of the machine meanwhile."""
     from gsd_kernels_cli import comparison
@@ -159,14 +159,14 @@ def _summary(rounds: list[dict[str, Run]], divergences: list[Divergence | None],
     plain_rate, rate = plain_tokens / plain_seconds, tokens / seconds
     undrafted_rate = undrafted_tokens / undrafted_seconds
     kept = [runs["graph"].stats for runs in rounds if runs["graph"].stats is not None]
-    found = [d for d in divergences if d is not None]
-    beyond = sum(not d.within_rounding for d in found)
+    differing = [d for d in divergences if d is not None]
+    beyond = sum(not d.within_rounding for d in differing)
     per_step = sum(s.new_tokens for s in kept) / max(sum(s.sequence_steps for s in kept), 1)
     return {
-        "verdict": "differs" if beyond else "rounding" if found else "equal",
+        "verdict": "differs" if beyond else "rounding" if differing else "equal",
         "prompts": len(rounds),
-        "equal": len(rounds) - len(found),
-        "within_rounding": len(found) - beyond,
+        "equal": len(rounds) - len(differing),
+        "within_rounding": len(differing) - beyond,
         "beyond_rounding": beyond,
         "plain_tokens_per_second": plain_rate,
         "undrafted_tokens_per_second": undrafted_rate,
@@ -186,7 +186,7 @@ def _doubt(by_drafts: float, tokens_per_step: float, share: float | None) -> str
     """Why the times of a run say nothing, or ``None``."""
     if distrust(share) is not None:
         return f"the machine was busy with other work, {share:.0%} of its processors"
-    if by_drafts > NOISE * tokens_per_step:
+    if by_drafts > NOISE_FACTOR * tokens_per_step:
         return (
             f"drafts seem to make it {by_drafts:.2f}× as fast, more than {tokens_per_step:.2f} tokens a step can; "
             "the runs are too short, or the machine was busy"

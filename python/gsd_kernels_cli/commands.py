@@ -93,10 +93,10 @@ class Commands(TyperGroup):
         except (typer.Exit, typer.Abort):
             raise
         except typer.BadParameter as error:
-            if (found := NO_CHOICE.fullmatch(error.message)) is None or error.param is None:
+            if (match := NO_CHOICE.fullmatch(error.message)) is None or error.param is None:
                 raise
-            known = re.findall(r"'([^']*)'", found["known"])
-            _print_error(unknown(error.param.opts[0], found["value"], known))
+            known = re.findall(r"'([^']*)'", match["known"])
+            _print_error(unknown(error.param.opts[0], match["value"], known))
             raise typer.Exit(USAGE) from None
         except KeyboardInterrupt:
             err.print("gsd-kernels: interrupted")

@@ -28,7 +28,7 @@ WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a way of decoding gave.
+    """The tokens and times of one way of decoding.
 
     Attributes:
         sequences: int64 [1, L], prompt and new tokens.
@@ -93,21 +93,25 @@ class Divergence:
 
     @property
     def within_rounding(self) -> bool:
-        """Whether the two tokens are equal within rounding."""
+        """Return whether the two tokens are equal within rounding."""
         return self.gap <= self.bound
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "within_rounding": self.within_rounding}
 
 
-def tally(found: Sequence[Divergence | None]) -> dict[str, int]:
+def tally(divergences: Sequence[Divergence | None]) -> dict[str, int]:
     """How many texts of a way are equal to those that they are held against, and of the others why."""
-    near = [divergence.within_rounding for divergence in found if divergence is not None]
-    return {"equal": len(found) - len(near), "within_rounding": sum(near), "beyond_rounding": len(near) - sum(near)}
+    near = [divergence.within_rounding for divergence in divergences if divergence is not None]
+    return {
+        "equal": len(divergences) - len(near),
+        "within_rounding": sum(near),
+        "beyond_rounding": len(near) - sum(near),
+    }
 
 
 def sameness(row: Mapping[str, Any], texts: int) -> str:
-    """What :func:`tally` counted of so many texts, in words."""
+    """Say in words what :func:`tally` counted of so many texts."""
     text = f"{row['equal']} of {texts}"
     if row["within_rounding"]:
         text += f", {row['within_rounding']} by rounding"

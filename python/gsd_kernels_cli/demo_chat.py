@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from gsd_kernels_cli.comparison import Contender, Run
     from gsd_kernels_cli.drawing import StepPicture
 
-    from .pair import Pair
+    from .pair import LoadedPair
 
-    Pairs = dict[str, Pair]
+    Pairs = dict[str, LoadedPair]
 
 QUESTIONS = (
     "Write a short Python function that returns the square of a number.",
@@ -105,7 +105,7 @@ def _load(settings: Settings) -> tuple[str, Pairs]:
 
         from gsd_kernels_cli.demo import smollm2
 
-        from .pair import Pair, load_pair, pick_device, quiet_transformers
+        from .pair import LoadedPair, load_pair, pick_device, quiet_transformers
 
         quiet_transformers()
         device = pick_device(settings.device)
@@ -120,7 +120,7 @@ def _load(settings: Settings) -> tuple[str, Pairs]:
         for number, name in enumerate(names):
             update(number, name)
             model, tokenizer = smollm2.load(getattr(torch, name), device)
-            pairs[name] = Pair(model, None, tokenizer, ("history",))
+            pairs[name] = LoadedPair(model, None, tokenizer, ("history",))
     return smollm2.NAME, pairs
 
 
@@ -136,7 +136,7 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def _chat(pair: Pair, messages: str | list[dict[str, str]]) -> dict[str, Any]:
+def _chat(pair: LoadedPair, messages: str | list[dict[str, str]]) -> dict[str, Any]:
     """A chat by the tokenizer's template; without one, its texts, an empty line between them."""
     from gsd_kernels_cli.demo import smollm2
 
@@ -146,22 +146,22 @@ def _chat(pair: Pair, messages: str | list[dict[str, str]]) -> dict[str, Any]:
     return pair.encode(["\n\n".join(texts)])
 
 
-def _speculation(pair: Pair, config: Any, settings: Settings) -> dict[str, Any]:
+def _speculation(pair: LoadedPair, config: Any, settings: Settings) -> dict[str, Any]:
     return {**pair.speculation, "graph_config": pair.shape(config), "backend": settings.backend}
 
 
-def _talk(pair: Pair, config: Any, settings: Settings) -> list[dict[str, Any]]:
+def _talk(pair: LoadedPair, config: Any, settings: Settings) -> list[dict[str, Any]]:
     """Stream the answers of one chat."""
     turns: list[dict[str, str]] = []
-    found = []
+    answers = []
     for question in settings.prompts[:2] or QUESTIONS:
         turns.append({"role": "user", "content": question})
-        found.append({"question": question, **_answer(pair, turns, config, settings)})
-        turns.append({"role": "assistant", "content": found[-1]["text"]})
-    return found
+        answers.append({"question": question, **_answer(pair, turns, config, settings)})
+        turns.append({"role": "assistant", "content": answers[-1]["text"]})
+    return answers
 
 
-def _answer(pair: Pair, turns: list[dict[str, str]], config: Any, settings: Settings) -> dict[str, Any]:
+def _answer(pair: LoadedPair, turns: list[dict[str, str]], config: Any, settings: Settings) -> dict[str, Any]:
     """Stream one answer."""
     from gsd_kernels_cli import comparison
 
@@ -175,7 +175,7 @@ def _answer(pair: Pair, turns: list[dict[str, str]], config: Any, settings: Sett
         decode = comparison.graph(pair.target, **_speculation(pair, config, settings), streamer=streamer)
         run = comparison.measure(pair.target, decode, inputs, settings.max_new_tokens)
     assert run.stats is not None
-    found = {
+    answer = {
         **{"text": tokenizer.decode(run.tokens, skip_special_tokens=True)},
         **{"tokens": len(run.tokens), "seconds": run.seconds, "tokens_per_step": run.stats.tokens_per_step},
     }
@@ -187,7 +187,7 @@ def _answer(pair: Pair, turns: list[dict[str, str]], config: Any, settings: Sett
         style="dim",
         soft_wrap=True,
     )
-    return found
+    return answer
 
 
 def _race(pairs: Pairs, config: Any, settings: Settings) -> dict[str, Any]:
@@ -253,18 +253,20 @@ def _way(
     runs = [runs[_named(dtype, way)] for runs in rounds]
     ours = way in (OURS, DRAFTED)
     against = PLAIN if ours and dtype != "float32" else HF
-    found = []
+    divergences = []
     if way != against:
         for inputs, runs_, run in zip(prompts, rounds, runs, strict=False):
-            found.append(first_divergence(model, inputs["input_ids"], runs_[_named(dtype, against)].tokens, run.tokens))
+            divergences.append(
+                first_divergence(model, inputs["input_ids"], runs_[_named(dtype, against)].tokens, run.tokens)
+            )
     tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
     return {
         "dtype": dtype,
         "way": way,
         "tokens_per_second": tokens / seconds,
         "tokens_per_forward": tokens / sum(run.target_forwards or 0 for run in runs),
-        "compared_with": against if found else None,
-        **tally(found),
+        "compared_with": against if divergences else None,
+        **tally(divergences),
         **({} if ours or way == PLAIN else {"beyond_rounding": 0}),  # transformers' own ways are no promise of ours
     }
 
@@ -299,28 +301,28 @@ def _print_race(report: dict[str, Any]) -> None:
 
 
 def _title(report: dict[str, Any]) -> str:
-    """What was raced, and why not all that was asked."""
+    """Say what was raced, and why not all that was asked."""
     done, asked, most = report["prompts"], report["asked"], report["max_new_tokens"]
     prompts = f"The same {done} prompts" if done > 1 else "The same prompt"
     late = "" if done == asked else f" (time is up after {done} of {asked} prompts: --seconds {report['seconds']:.0f})"
     return f"{prompts}, {most} tokens at most, every way in turn{late}:"
 
 
-def _pictures(pair: Pair, settings: Settings) -> list[StepPicture]:
+def _pictures(pair: LoadedPair, settings: Settings) -> list[StepPicture]:
     """The graphs of an answer's steps, by one shape."""
     from gsd_kernels_cli import comparison
     from gsd_kernels_cli.drawing import StepPicture
 
     config = read_graph_config(settings.graph_config or DRAWN)
-    found: list[StepPicture] = []
+    steps: list[StepPicture] = []
 
     def observe(record: Any) -> None:
         if record.graph is not None:
-            found.append(StepPicture.of(record))
+            steps.append(StepPicture.of(record))
 
     options = {"draft_sources": ("history",), "graph_config": config, "backend": settings.backend}
     decode = comparison.graph(pair.target, **options, observer=observe)
     prompt = (settings.prompts or RACED)[0]
     with progress("decoding once more, to draw a step"):
         decode(_chat(pair, prompt), min(RACE_TOKENS, settings.max_new_tokens))
-    return found
+    return steps

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gsd_kernels_cli.drawing import StepPicture
     from gsd_kernels_hf import Verified
 
-    from .pair import Pair
+    from .pair import LoadedPair
 
 GRAPH = "graph,depth=5,width=3,branch=3,max_rows=12"
 """The demo's default: fixed, so that there is a graph to draw; on a CPU a target row costs time, so few are checked."""
@@ -173,7 +173,7 @@ def _embedded(
 
 
 def _text(
-    pair: Pair, prompt: dict[str, Any], config: GraphConfig, backend: str, max_new_tokens: int
+    pair: LoadedPair, prompt: dict[str, Any], config: GraphConfig, backend: str, max_new_tokens: int
 ) -> tuple[dict[str, Any], list[StepPicture]]:
     """Stream one held-out prompt's continuation; then decode it plainly and compare."""
     from gsd_kernels_cli import comparison
@@ -247,7 +247,7 @@ def _print_text(text: dict[str, Any]) -> None:
     out.print(rows)
 
 
-def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, seconds: float) -> dict[str, Any]:
+def _inflated(pair: LoadedPair, texts: list[str], config: GraphConfig, backend: str, seconds: float) -> dict[str, Any]:
     """Time every way of decoding on the target inflated to a size that costs something."""
     import torch
 
@@ -309,7 +309,7 @@ def _result(target: Any, name: str, rounds: list[dict[str, Run]], prompts: list[
     from gsd_kernels_cli.comparison import first_divergence, tally
 
     runs = [r[name] for r in rounds]
-    found = [
+    divergences = [
         first_divergence(target, inputs["input_ids"], r[PLAIN].tokens, r[name].tokens)
         for inputs, r in zip(prompts, rounds, strict=False)
     ]
@@ -322,7 +322,7 @@ def _result(target: Any, name: str, rounds: list[dict[str, Run]], prompts: list[
         "tokens_per_second": tokens / seconds,
         "target_forwards": forwards,
         "tokens_per_forward": tokens / forwards,
-        **tally(found),
+        **tally(divergences),
     }
 
 
@@ -352,7 +352,7 @@ def _print_inflated(report: dict[str, Any]) -> None:
 
 
 def _gains(contenders: list[dict[str, Any]]) -> list[str]:
-    """What this package's ways gain: against transformers', then the default among this package's own."""
+    """The gains of this package's ways: against transformers', then the default among this package's own."""
     rates = {result["name"]: result["tokens_per_second"] for result in contenders}
     ours = [name for name in rates if name != PLAIN and not name.startswith(ASSISTED)]
     best = max((name for name in rates if name.startswith(ASSISTED)), key=rates.__getitem__)
@@ -367,7 +367,7 @@ def _gains(contenders: list[dict[str, Any]]) -> list[str]:
 
 
 def _warmth(warm: dict[str, int]) -> str:
-    """What was warm when the race began."""
+    """Say what was warm when the race began."""
     steps = warm["learned_steps"]
     before = "knew nothing of this pair" if not steps else f"had {steps} steps of earlier runs to go by"
     return f"(every way decoded {warm['tokens']} tokens beforehand; auto {before}, and only its own steps teach it)"

@@ -1,4 +1,4 @@
-"""What both demos show: one step drawn, and whether the machine was busy."""
+"""Parts of both demos: one step drawn, and whether the machine was busy."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def examine() -> dict[str, Any]:
 
 
 def drafters_of(model: str) -> dict[str, str]:
-    """What ``drafter=`` takes for a model and comes with it or with this package, and what that is.
+    """List what ``drafter=`` takes for a model and comes with it or with this package, and what that is.
 
     Raises:
         OSError, ValueError: the model cannot be loaded.
@@ -105,12 +105,12 @@ def drafters_of(model: str) -> dict[str, str]:
 
     quiet_transformers()
     target = AutoModelForCausalLM.from_pretrained(model_place(model, "--model", gguf=False), dtype="auto")
-    found, heads, name = {}, own_heads(target), drafter_of(target)
+    drafters, heads, name = {}, own_heads(target), drafter_of(target)
     if heads is not None:
-        found["mtp"] = f"the multi-token-prediction heads in its checkpoint ({heads} …)"
+        drafters["mtp"] = f"the multi-token-prediction heads in its checkpoint ({heads} …)"
     if name is not None:
-        found[name] = "the drafter that this package brings for it"
-    return found
+        drafters[name] = "the drafter that this package brings for it"
+    return drafters
 
 
 def flash_attention(gpu: bool) -> dict[str, str | None]:
@@ -210,7 +210,7 @@ def _kernels(archs: list[int] | None) -> tuple[list[dict[str, Any]] | None, str 
 
 
 def _ways(report: dict[str, Any]) -> dict[str, str]:
-    """Which way rows and the small ops of a step go on each device."""
+    """Say which way rows and the small ops of a step go on each device."""
     ways = {
         f"rows on {device}": "one operator" if reason is None else f"the model's modules: {reason}"
         for device, reason in report["fused_rows"].items()

@@ -171,7 +171,7 @@ class _Layout:
         return layout
 
     def is_free(self, line: float, left: float, right: float) -> bool:
-        """Whether a horizontal stroke meets no box."""
+        """Return whether a horizontal stroke meets no box."""
         return not any(
             self.y[i] == line and self.x[i] < right - 1.0 and self.x[i] + self.width[i] > left + 1.0 for i in self.x
         )

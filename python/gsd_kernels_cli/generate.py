@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gsd_kernels_hf import GenerationStats
     from gsd_kernels_hf.engine.decoder import GraphGenerateOutput
 
-    from .pair import Pair
+    from .pair import LoadedPair
 
 
 class Stats(str, Enum):
@@ -82,7 +82,7 @@ def command(
     _print_stats(result.stats, stats)
 
 
-def _decode(pair: Pair, inputs: dict[str, Any], streams: bool, arguments: dict[str, Any]) -> GraphGenerateOutput:
+def _decode(pair: LoadedPair, inputs: dict[str, Any], streams: bool, arguments: dict[str, Any]) -> GraphGenerateOutput:
     """Generate; with ``streams`` the text is printed as it is accepted."""
     from gsd_kernels_hf import generate
 
@@ -108,10 +108,10 @@ def _print_texts(prompts: list[str], continuations: list[str], *, echo: bool) ->
         print(prompt + text if echo else text)
 
 
-def _print_stats(found: GenerationStats, how: Stats) -> None:
+def _print_stats(stats: GenerationStats, how: Stats) -> None:
     if how is Stats.json:
-        err.print(json.dumps(found.as_dict()), markup=False, soft_wrap=True)
+        err.print(json.dumps(stats.as_dict()), markup=False, soft_wrap=True)
     elif how is Stats.table:
         from .tables import stats_table
 
-        err.print(stats_table(found))
+        err.print(stats_table(stats))

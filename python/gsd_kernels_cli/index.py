@@ -48,13 +48,13 @@ def command(
     from gsd_kernels_hf.progress import tracked
 
     named = {Path(name) for name in files}
-    found, left_out = files_of(files, suffixes or ()), 0
+    paths, left_out = files_of(files, suffixes or ()), 0
     megabytes = [0.0]  # read when so many texts were
 
     def texts() -> Iterator[str]:
         nonlocal left_out
         read = 0.0
-        for file in found:
+        for file in paths:
             read += file.stat().st_size / 1e6 if file.exists() else 0.0
             try:
                 text = read_utf8(file, "FILES")
@@ -79,7 +79,7 @@ def command(
         place = demo.path() / "target" if tokenizer is None else checkpoint_place(tokenizer, "--tokenizer")
         by = {"revision": revision} if revision else {}
         loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **by)
-    total = sum(file.stat().st_size for file in found) / 1e6
+    total = sum(file.stat().st_size for file in paths) / 1e6
     with tracked("indexing", total, "MB") as update:
         header = build_corpus(out, documents(loaded, update), tokenizer=loaded)
     size = sum(file.stat().st_size for file in out.iterdir())

@@ -1,4 +1,4 @@
-"""What the compiler makes of every Triton kernel, for GPUs that are not here.
+"""A report of what the compiler makes of every Triton kernel, for GPUs that are not here.
 
 The ops' own launch code runs on meta tensors under a driver that only names a target; triton compiles down to machine
 code with the assembler in its wheel, and the disassembly is counted. Importing this module imports no triton.
@@ -26,7 +26,7 @@ ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that one thread block can have."""
 
-MAX_STACK = 8
+MAX_STACK_BYTES = 8
 """Bytes of stack that a kernel may use: spilled registers live there."""
 
 
@@ -70,16 +70,16 @@ def kernel_table(
             for kernel, compiled in compile_launches(case.launch, arch):
                 if compiled.hash not in seen:
                     seen.add(compiled.hash)
-                    found = facts(compiled, arch, read is None or kernel in read)
-                    rows.append({"op": case.op, "case": case.name, "kernel": kernel, **found})
+                    row = facts(compiled, arch, read is None or kernel in read)
+                    rows.append({"op": case.op, "case": case.name, "kernel": kernel, **row})
     return rows
 
 
 def gate(row: dict[str, Any]) -> list[str]:
-    """What is wrong with a row of the table: too much stack or shared memory."""
+    """Say what is wrong with a row of the table: too much stack or shared memory."""
     problems = []
-    if row["stack_bytes"] > MAX_STACK:
-        problems.append(f"{row['stack_bytes']} bytes of stack, allowed {MAX_STACK}")
+    if row["stack_bytes"] > MAX_STACK_BYTES:
+        problems.append(f"{row['stack_bytes']} bytes of stack, allowed {MAX_STACK_BYTES}")
     if row["shared_kib"] > row["shared_limit_kib"]:
         problems.append(f"{row['shared_kib']} KiB of shared memory, the GPU has {row['shared_limit_kib']}")
     return problems
@@ -109,7 +109,7 @@ def compile_launches(launch: Callable[[], object], arch: int) -> list[tuple[str,
 
 
 class _Target:
-    """As much of a triton driver as compiling needs."""
+    """So much of a triton driver as compiling needs."""
 
     def __init__(self, arch: int) -> None:
         from triton.backends.compiler import GPUTarget

@@ -25,7 +25,7 @@ LEFT_OUT = (FILE, "consolidated*.safetensors")
 LARGE = (".safetensors", ".npy")
 """Endings of the files that may be linked."""
 ADAPTER = "adapter_config.json"
-MB, PIECE = 1e6, 1 << 24
+MB, PIECE_BYTES = 1e6, 1 << 24
 
 
 def checkpoint_folder(where: str | os.PathLike[str], what: str, revision: str | None = None) -> Path:
@@ -63,15 +63,15 @@ def folders_of(named: Mapping[str, str | None], draft_revision: str | None) -> d
     Raises:
         ValueError: there is no such folder, or one whose files cannot be taken along.
     """
-    found = {}
+    folders = {}
     for option, where in named.items():
         if where is None or where == OWN:
             continue
         if option == "assistant_model":
-            found[option] = checkpoint_folder(where, option, draft_revision)
+            folders[option] = checkpoint_folder(where, option, draft_revision)
         else:
-            found[option] = path_of(where) if option == "corpus" else fetch(folder_of(where), option)
-    return found
+            folders[option] = path_of(where) if option == "corpus" else fetch(folder_of(where), option)
+    return folders
 
 
 def check_new(folder: Path) -> None:
@@ -143,6 +143,6 @@ def put(file: Path, to: Path, *, link: bool) -> Iterator[int]:
             yield file.stat().st_size
             return
     with file.open("rb") as given, to.open("wb") as written:
-        while piece := given.read(PIECE):
+        while piece := given.read(PIECE_BYTES):
             written.write(piece)
             yield len(piece)

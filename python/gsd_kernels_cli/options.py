@@ -17,14 +17,14 @@ from . import values
 if TYPE_CHECKING:
     from gsd_kernels import GraphConfig
 
-    from .pair import Pair
+    from .pair import LoadedPair
 
 _MODELS, _PROMPT, _DECODING = "Models", "Prompt", "Decoding"
 _SAMPLING = "Sampling (any of these turns it on; otherwise greedy)"
 
 
 class Criterion(str, Enum):
-    """Which drafted tokens are accepted."""
+    """The rule by which drafted tokens are accepted."""
 
     exact = "exact"
     speculative = "speculative"
@@ -209,7 +209,7 @@ Seed = Annotated[
 
 @dataclass(frozen=True)
 class Models:
-    """What drafts for a command's model, and how both are loaded."""
+    """The draft of a command's model, and how both are loaded."""
 
     draft: Draft = None
     heads: DraftHeadsOption = None
@@ -221,8 +221,8 @@ class Models:
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
 
-    def load(self, model: str | None, **more: Any) -> Pair:
-        """As :func:`~gsd_kernels_cli.pair.load_pair`, which takes ``more``; by default with what a folder names."""
+    def load(self, model: str | None, **more: Any) -> LoadedPair:
+        """Load by :func:`~gsd_kernels_cli.pair.load_pair`, which takes ``more``; by default with a folder's draft."""
         from .pair import load_pair, of_folder
 
         given = {**asdict(self), "dtype": self.dtype.value, **more}
@@ -254,7 +254,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Whether and how the target is sharded over processes."""
+    """The processes that the target is sharded over, if it is."""
 
     tp: TensorParallel = False
     tp_timeout: TensorParallelTimeout = 600.0
@@ -323,11 +323,11 @@ def read_prompts(
         raise ValueError("--tp: processes cannot share stdin; give the prompt as an argument or by --prompt-file")
     for name in files:
         text = _stdin() if name == "-" else read_utf8(Path(name), "--prompt-file")
-        found = [line for line in text.splitlines() if line.strip()] if lines else [text]
-        if not any(found):
+        prompts = [line for line in text.splitlines() if line.strip()] if lines else [text]
+        if not any(prompts):
             whose = "stdin" if name == "-" else name
             raise ValueError(f"prompt: {whose} is empty; give one as an argument, by --prompt-file or on stdin")
-        texts += found
+        texts += prompts
     texts = [*(arguments or []), *texts]
     if any(not text for text in texts):
         raise ValueError("prompt: empty")

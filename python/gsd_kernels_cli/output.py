@@ -22,7 +22,7 @@ EXIT_CODES = (
     "(check, demo); 130 interrupted. Text and tables go to stdout, progress and errors to stderr."
 )
 
-PATIENCE = 2.0
+WAIT_SECONDS = 2.0
 """Seconds after which a silent command reports what it is doing."""
 
 out = Console(highlight=False)
@@ -57,7 +57,7 @@ def progress(what: str) -> Iterator[None]:
         with err.status(what):
             yield
         return
-    timer = threading.Timer(PATIENCE, err.print, (f"{what} …",), {"markup": False, "soft_wrap": True})
+    timer = threading.Timer(WAIT_SECONDS, err.print, (f"{what} …",), {"markup": False, "soft_wrap": True})
     timer.daemon = True
     timer.start()
     try:

@@ -35,7 +35,7 @@ from .values import NONE, WITHOUT_MODEL
 
 
 @dataclass
-class Pair:
+class LoadedPair:
     """Models and tokenizer of a command.
 
     Attributes:
@@ -96,8 +96,8 @@ class Pair:
         return {} if config.pad_token_id is not None else {"pad_token_id": self.tokenizer.pad_token_id}
 
     def shape(self, config: GraphConfig | str | None) -> GraphConfig | str | None:
-        """What ``graph_config`` is for these models, ``config`` being ``--graph-config``: plain without any source."""
-        drafts = any(found is not None for found in (self.heads, self.drafter, self.corpus))
+        """The ``graph_config`` for these models, ``config`` being ``--graph-config``: plain without any source."""
+        drafts = any(draft is not None for draft in (self.heads, self.drafter, self.corpus))
         return PLAIN if self.none and not drafts else self.own_shape if config is None else config
 
     @property
@@ -149,7 +149,7 @@ def load_pair(
     drafter: str | None = None,
     corpus: str | None = None,
     **loading: Any,
-) -> Pair:
+) -> LoadedPair:
     """The pair that the options name, with its heads, drafter and corpus; the embedded one without ``model``.
 
     Args:
@@ -174,7 +174,7 @@ def load_pair(
 
 
 def of_folder(model: str) -> tuple[dict[str, str], GraphConfig | str | None]:
-    """What drafts by the ``gsd_kernels.json`` of a model folder, as options of a command, and its ``graph_config``.
+    """The draft by the ``gsd_kernels.json`` of a model folder, as options of a command, and its ``graph_config``.
 
     Raises:
         ValueError: the file is damaged.
@@ -195,7 +195,7 @@ def _load_models(
     draft_revision: str | None = None,
     trust_remote_code: bool = False,
     tp_timeout: float | None = None,
-) -> Pair:
+) -> LoadedPair:
     values.check_draft(model, draft)
     sources = None if draft is None else WITHOUT_MODEL.get(draft)
     quiet_transformers()
@@ -209,7 +209,7 @@ def _load_models(
     if model is None:
         weights = torch.float32 if dtype == "auto" else getattr(torch, dtype)
         target, small, tokenizer = demo.load(weights, where)
-        return Pair(target, small if draft is None else None, tokenizer, sources, none=draft == NONE)
+        return LoadedPair(target, small if draft is None else None, tokenizer, sources, none=draft == NONE)
 
     model = _place(model, "--model", where)
     if draft is not None and draft not in WITHOUT_MODEL:
@@ -225,17 +225,19 @@ def _load_models(
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     target = _load_model(model, where, **options, **sharded, **_revision(revision))
     if draft is None or draft in WITHOUT_MODEL:
-        return Pair(target, None, tokenizer, sources, none=draft == NONE)
+        return LoadedPair(target, None, tokenizer, sources, none=draft == NONE)
     small = _load_model(draft, where, **options, **_revision(draft_revision))
     try:
         draft_tokenizer = _load_tokenizer(draft, draft_revision, trust_remote_code)
     except (OSError, ValueError):
         # A folder of weights alone: the vocabulary sizes are compared.
         validate.check_pair(target, small, "--draft", f"{draft} has no tokenizer that can be read; put its files there")
-        return Pair(target, small, tokenizer)
+        return LoadedPair(target, small, tokenizer)
     options = Options(small, tokenizer=tokenizer, assistant_tokenizer=draft_tokenizer)
     Sources.of(options, target)
-    return Pair(target, small, tokenizer, draft_tokenizer=None if options.translations == [None] else draft_tokenizer)
+    return LoadedPair(
+        target, small, tokenizer, draft_tokenizer=None if options.translations == [None] else draft_tokenizer
+    )
 
 
 def _revision(commit: str | None) -> dict[str, str]:
@@ -243,7 +245,7 @@ def _revision(commit: str | None) -> dict[str, str]:
 
 
 def _place(where: str, what: str, device: torch.device) -> str:
-    """As :func:`~gsd_kernels_hf.files.model_place`.
+    """Find a model like :func:`~gsd_kernels_hf.files.model_place`.
 
     Raises:
         ValueError: it is none; a file whose packed weights ``device`` cannot multiply.

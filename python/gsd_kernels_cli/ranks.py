@@ -46,7 +46,7 @@ def join(timeout: float) -> torch.device:
 
 
 def is_first() -> bool:
-    """Whether this process prints and writes files: the only one, or rank 0."""
+    """Return whether this process prints and writes files: the only one, or rank 0."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

@@ -32,7 +32,7 @@ class StdoutStreamer(TextStreamer):
 
 
 def is_cut(model: PreTrainedModel, tokens: Sequence[int], most: int) -> bool:
-    """Whether a text of at most ``most`` new tokens ends because it may not go on."""
+    """Return whether a text of at most ``most`` new tokens ends because it may not go on."""
     end = model.generation_config.eos_token_id
     ends = end if isinstance(end, (list, tuple)) else [end]
     return len(tokens) >= most and tokens[-1] not in ends

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from gsd_kernels_hf.files import SHIPPED, checkpoint_place, model_place
+from gsd_kernels_hf.files import SHIPPED_FOLDER, checkpoint_place, model_place
 
 BACKENDS = ("auto", "cpu", "cuda", "triton", "reference")
 """As :data:`gsd_kernels.BACKENDS`, whose package imports torch; a test holds them together."""
@@ -86,12 +86,12 @@ def no_gpu() -> str | None:
 
 
 def model(option: str) -> Check:
-    """What checks an option that names a model: a folder with one, a GGUF file, or a hub id."""
+    """A check of an option that names a model: a folder with one, a GGUF file, or a hub id."""
     return _place(option, model_place)
 
 
 def folder(option: str) -> Check:
-    """As :func:`model`, without files: a folder with a checkpoint, or a hub id."""
+    """A check like :func:`model`, without files: a folder with a checkpoint, or a hub id."""
     return _place(option, partial(model_place, gguf=False))
 
 
@@ -106,7 +106,7 @@ FOLDERS = {"assistant_model": "draft", "drafter": "drafter", "draft_heads": "hea
 
 def drafter(value: str | None) -> str | None:
     """``--drafter``: a folder, a hub id, ``mtp``, or in a clone of the repository the name of one that is there."""
-    known = ("mtp", *(folder.name for folder in SHIPPED.glob("*")))
+    known = ("mtp", *(folder.name for folder in SHIPPED_FOLDER.glob("*")))
     return value if value in known else _place("--drafter", checkpoint_place)(value)
 
 

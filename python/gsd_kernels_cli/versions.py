@@ -10,10 +10,10 @@ import gsd_kernels
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and the packages that decide results; ``None`` for what is missing."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "gsd_kernels": gsd_kernels.__version__}
+    known: dict[str, str | None] = {"python": platform.python_version(), "gsd_kernels": gsd_kernels.__version__}
     for package in ("torch", "transformers", "triton"):
         try:
-            found[package] = metadata.version(package)
+            known[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            known[package] = None
+    return known

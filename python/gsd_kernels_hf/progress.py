@@ -12,13 +12,13 @@ from contextlib import contextmanager
 logger = logging.getLogger("gsd_kernels.progress")
 """Told of progress where stderr is no terminal; the command line prints what it says."""
 
-EVERY = 10.0
+LINE_SECONDS = 10.0
 """Seconds between two lines of the log."""
 
-PATIENCE = 2.0
+WAIT_SECONDS = 2.0
 """Seconds before the first."""
 
-LOOKED = 1.0
+LOOK_SECONDS = 1.0
 """Seconds between two looks whether a line is due while nothing is done, as in one long run."""
 
 Update = Callable[..., None]
@@ -52,7 +52,7 @@ def _count(done: float, total: float | None, unit: str) -> str:
 @contextmanager
 def _lines(what: str, total: float | None, unit: str) -> Iterator[Update]:
     begin = time.monotonic()
-    due, told = begin + PATIENCE, (0.0, "")
+    due, latest = begin + WAIT_SECONDS, (0.0, "")
     lock, over = threading.Lock(), threading.Event()
 
     def say() -> None:
@@ -61,18 +61,18 @@ def _lines(what: str, total: float | None, unit: str) -> Iterator[Update]:
         with lock:
             if now < due:
                 return
-            due = now + EVERY
-            done, note = told
+            due = now + LINE_SECONDS
+            done, note = latest
         more = f", {note}" if note else ""
         logger.info("%s: %s%s, %.0f s so far", what, _count(done, total, unit), more, now - begin)
 
     def update(done: float, note: str = "") -> None:
-        nonlocal told
-        told = done, note
+        nonlocal latest
+        latest = done, note
         say()
 
     def look() -> None:
-        while not over.wait(LOOKED):
+        while not over.wait(LOOK_SECONDS):
             say()
 
     watch = threading.Thread(target=look, name="gsd_kernels.progress", daemon=True)

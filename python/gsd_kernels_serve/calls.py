@@ -19,9 +19,9 @@ from transformers.cli.serving.utils import response_events_to_chunks
 from gsd_kernels.config import AUTO
 from gsd_kernels_hf.api import Patch
 
-from .asked import Asked, refused_config
 from .checks import Refused
 from .logprobs import Entry, Recorder, of_prompt
+from .text_options import TextOptions, refused_config
 from .tools import forced_calls
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Call:
     """A text that is asked for and, once it is decoded, what became of it.
 
     Attributes:
-        asked: what its request asks for.
+        options: what its request asks for.
         number: of the text in its request, which is added to the seed.
         gone: set once the client has closed its connection.
         recorder: of log-probabilities, or ``None``.
@@ -57,7 +57,7 @@ class Call:
         prompt: tokens of the chat, where transformers' handler asks for them.
     """
 
-    asked: Asked
+    options: TextOptions
     number: int = 0
     gone: threading.Event = field(default_factory=threading.Event)
     recorder: Recorder | None = None
@@ -71,14 +71,14 @@ class Call:
     prompt: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.asked.top is not None:
-            self.recorder = Recorder(self.asked.top)
+        if self.options.top is not None:
+            self.recorder = Recorder(self.options.top)
 
     @property
     def seed(self) -> int:
         """Of its noise; a new one where the request has none."""
         # transformers' server seeds torch when a request comes; until its turn others may have drawn.
-        return secrets.randbits(63) if self.asked.seed is None else (self.asked.seed + self.number) % 2**64
+        return secrets.randbits(63) if self.options.seed is None else (self.options.seed + self.number) % 2**64
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Writer:
                 self._write(self.decoding.step(self.tokenizer._tokenizer, token))
 
     def _write(self, text: str | None) -> None:
-        if not text or self.call.asked.forced is not None:
+        if not text or self.call.options.forced is not None:
             return
         self.sent += text
         for value in [text] if self.parser is None else response_events_to_chunks(self.parser.feed(text)):
@@ -146,7 +146,7 @@ class Writer:
         if self.send is None:
             return
         whole = self.tokenizer.decode(self.call.ids, skip_special_tokens=True)
-        if (forced := self.call.asked.forced) is not None:
+        if (forced := self.call.options.forced) is not None:
             for value in forced_calls(whole, forced) or [whole]:
                 self._piece(value)
         elif self.parser is None:
@@ -163,12 +163,12 @@ class Writer:
             self._piece("")
 
     def cancel(self) -> None:
-        """As transformers' server calls it where a client goes away."""
+        """Cancel the text; transformers' server calls it where a client goes away."""
         self.call.gone.set()
 
     @property
     def total_tokens(self) -> int:
-        """As transformers' server counts them."""
+        """The number of tokens, as transformers' server counts them."""
         return len(self.entries)
 
 
@@ -232,13 +232,13 @@ class Decoding:
         call, begun, prompt = self.call, time.perf_counter(), input_ids.shape[1]
         inner = kwargs.pop("streamer", None)
         try:
-            config = call.asked.fitted(prompt)
+            config = call.options.fitted(prompt)
             kwargs |= {"generation_config": config, **self._speculation(input_ids)}
-            if processors := call.asked.processors(prompt):
+            if processors := call.options.processors(prompt):
                 kwargs["logits_processor"] = LogitsProcessorList(processors)
             streamer = Listener(call, self.stopping, inner)
-            if call.asked.echoes and call.asked.top is not None:
-                call.echoed = of_prompt(self.handle.model, input_ids, call.asked.top, streamer.ask)
+            if call.options.echoes and call.options.top is not None:
+                call.echoed = of_prompt(self.handle.model, input_ids, call.options.top, streamer.ask)
             kwargs |= {"tokenizer": tokenizer, "seed": call.seed, "streamer": streamer, "observer": call.recorder}
             output = input_ids if config.max_new_tokens == 0 else self.handle.model.generate(input_ids, **kwargs)
         except Exception as error:
@@ -246,8 +246,8 @@ class Decoding:
                 "the client went away" if call.gone.is_set() else " ".join(str(error).split()) or type(error).__name__
             )
             log.warning("%s ended after %.2f s: %s", self.name, time.perf_counter() - begun, reason)
-            if call.asked.named and isinstance(error, _BAD) and not isinstance(error, Refused):
-                error = refused_config(call.asked.named, error)
+            if call.options.named and isinstance(error, _BAD) and not isinstance(error, Refused):
+                error = refused_config(call.options.named, error)
             if not call.begun.done():
                 call.begun.set_exception(error)
             raise error
@@ -261,14 +261,14 @@ class Decoding:
         return output
 
     def _speculation(self, input_ids: Tensor) -> dict[str, Any]:
-        if not self.call.asked.reference:
+        if not self.call.options.reference:
             return {}
-        reference = {"reference_ids": input_ids.new_tensor(self.call.asked.reference)}
+        reference = {"reference_ids": input_ids.new_tensor(self.call.options.reference)}
         return reference if self.speculates else {**reference, "graph_config": AUTO}
 
     def _finish(self, config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> str:
         ids, most = self.call.ids, config.max_new_tokens
-        ended = bool(ids) and ids[-1] in self.call.asked.ends
+        ended = bool(ids) and ids[-1] in self.call.options.ends
         if not ended and config.stop_strings:
             text = tokenizer.decode(ids)
             ended = any(stop in text for stop in config.stop_strings)

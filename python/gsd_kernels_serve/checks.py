@@ -1,4 +1,4 @@
-"""What a field of a request may hold: functions of a field's name and its value, which refuse by name."""
+"""Checks of a request's fields: functions of a field's name and its value, which refuse by name."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def anything(_: str, __: Any) -> None:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is an integer; JSON's true is none."""
+    """Return whether a value is an integer; JSON's true is none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -192,10 +192,10 @@ def strings(most: int, length: int) -> Check:
     """A string or a list of up to ``most``, none of them empty or longer than ``length`` characters."""
 
     def check(name: str, value: Any) -> None:
-        found = [value] if isinstance(value, str) else value
-        if not isinstance(found, list) or len(found) > most or not all(isinstance(s, str) and s for s in found):
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or len(texts) > most or not all(isinstance(s, str) and s for s in texts):
             raise wrong(name, f"a string or a list of up to {most} strings, none empty", value)
-        if long := [s for s in found if len(s) > length]:
+        if long := [s for s in texts if len(s) > length]:
             raise Refused(name, f"{long[0][:20]!r} ... has {len(long[0])} characters, {length} at most")
 
     return check

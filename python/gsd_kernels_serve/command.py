@@ -43,7 +43,7 @@ class AccessOptions:
 
 @dataclass
 class LimitOptions:
-    """What one request may take."""
+    """Bounds of one request."""
 
     max_body: Annotated[
         int, typer.Option("--max-body", min=1, metavar="BYTES", rich_help_panel=_LIMITS, help="Of a request.")

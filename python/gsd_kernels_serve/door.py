@@ -9,7 +9,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from .limits import READ, Limits
+from .limits import READ_SECONDS, Limits
 from .service import answer_of
 from .service import receive as connection
 
@@ -37,11 +37,11 @@ class Door:
             await self.app(scope, receive, send)
             return
         try:
-            body = await asyncio.wait_for(self._body(receive), READ)
+            body = await asyncio.wait_for(self._body(receive), READ_SECONDS)
             if self.under_way >= self.limits.requests:
                 raise HTTPException(503, f"{self.under_way} requests are under way; try again later (--max-requests)")
         except asyncio.TimeoutError:
-            await _refuse(HTTPException(408, f"the body was not sent within {READ:g} s"), scope, receive, send)
+            await _refuse(HTTPException(408, f"the body was not sent within {READ_SECONDS:g} s"), scope, receive, send)
             return
         except HTTPException as error:
             await _refuse(error, scope, receive, send)
@@ -63,29 +63,29 @@ class Door:
 
     async def _body(self, receive: Any) -> bytes | None:
         """The body, or ``None`` where the client goes away. What is beyond the bound is read and dropped."""
-        found, size, more = bytearray(), 0, True
+        body, size, more = bytearray(), 0, True
         while more:
             message = await receive()
             if message["type"] != "http.request":
                 return None
             size += len(message.get("body", b""))
             if size <= self.limits.body:
-                found += message.get("body", b"")
+                body += message.get("body", b"")
             else:
-                found.clear()
+                body.clear()
             more = message.get("more_body", False)
         if size > self.limits.body:
             raise HTTPException(413, f"{size:,} bytes; this server takes {self.limits.body:,} (--max-body): send fewer")
-        return bytes(found)
+        return bytes(body)
 
 
 def host_of(scope: Any) -> str:
     """The name or address that a request calls this machine by, without its port."""
-    found = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
-    name = found.partition("]")[0].removeprefix("[") if found.startswith("[") else found.partition(":")[0]
+    host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
+    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
     return name.removesuffix(".")
 
 
 async def _refuse(error: HTTPException, scope: Any, receive: Any, send: Any) -> None:
-    status, found = answer_of(error)
-    await JSONResponse(found, status_code=status, headers={"Connection": "close"})(scope, receive, send)
+    status, answer = answer_of(error)
+    await JSONResponse(answer, status_code=status, headers={"Connection": "close"})(scope, receive, send)

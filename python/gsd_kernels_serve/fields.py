@@ -29,7 +29,7 @@ PAIRS = Size(100_000, 10_000, 2)
 ARGUMENT = Size(20_000, 2_000, 4)
 NOTES = Size(10_000, 17, 1)
 
-TEXTS = 2_048
+MAX_TEXTS = 2_048
 """Texts of a request: its prompts, times ``n``."""
 
 

@@ -1,4 +1,4 @@
-"""Whether this environment has the server that is built upon."""
+"""A check that this environment has the server that is built upon."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a server bounds by option, so that no request holds or fills it."""
+"""Bounds of a server by option, so that no request holds or fills it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-READ = 30.0
+READ_SECONDS = 30.0
 """Seconds in which a client sends the body of a request."""
 
 

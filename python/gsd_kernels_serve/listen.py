@@ -34,5 +34,5 @@ def names_of(host: str, allowed: Sequence[str]) -> list[str] | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this machine alone reaches the address."""
+    """Return whether this machine alone reaches the address."""
     return host in ("localhost", "::1") or host.startswith("127.")

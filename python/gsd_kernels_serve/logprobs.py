@@ -57,7 +57,7 @@ class Recorder:
         return entry
 
 
-PIECE = 256
+PIECE_TOKENS = 256
 """Tokens of a prompt whose logits are there at once."""
 
 
@@ -71,16 +71,16 @@ def of_prompt(model: PreTrainedModel, input_ids: Tensor, top: int, ask: Callable
         top: number of likeliest tokens a position.
         ask: called before every piece.
     """
-    found, kept, alone = [Entry(int(input_ids[0, 0]))], {}, logits_alone(model)
-    most = input_ids.shape[1] if longropes_of(model) else PIECE  # by whose length transformers turns all of it
+    entries, kept, alone = [Entry(int(input_ids[0, 0]))], {}, logits_alone(model)
+    most = input_ids.shape[1] if longropes_of(model) else PIECE_TOKENS  # by whose length transformers turns all of it
     for begin in range(0, input_ids.shape[1] - 1, most):
         ask()
         picked = input_ids[0, begin + 1 : begin + 1 + most]  # [n], behind the tokens of this piece
         output = model(input_ids=input_ids[:, begin : begin + len(picked)], use_cache=True, **kept, **alone)
         kept = {cache_argument(model): getattr(output, cache_argument(model))}
         log_probs = torch.log_softmax(output.logits[0].float(), -1)  # [n, V]
-        found += entries_of(log_probs, picked.to(log_probs.device), top)
-    return found
+        entries += entries_of(log_probs, picked.to(log_probs.device), top)
+    return entries
 
 
 def entries_of(log_probs: Tensor, picked: Tensor, top: int) -> list[Entry]:
@@ -92,7 +92,7 @@ def entries_of(log_probs: Tensor, picked: Tensor, top: int) -> list[Entry]:
 
 
 class Pieces:
-    """What a tokenizer's tokens are as bytes: by themselves, where decoding looks at their neighbours.
+    """The bytes of a tokenizer's tokens: by themselves, where decoding looks at their neighbours.
 
     Byte-level tokens, and those with ``▁`` for a space and ``<0x0A>`` for a byte; others are decoded.
     """
@@ -122,19 +122,19 @@ class Pieces:
 
     def text_of(self, token: int) -> str:
         """The token as a string, ``bytes:\\xe2\\x80`` for part of a character, as OpenAI writes it."""
-        found = self.bytes_of(token)
+        data = self.bytes_of(token)
         try:
-            return found.decode()
+            return data.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def chat(self, entries: Iterable[Entry]) -> dict[str, Any]:
         """``logprobs`` of a choice of ``/v1/chat/completions``."""
-        found = []
+        rows = []
         for entry in entries:
             top = [self._one(token, log_prob) for token, log_prob in entry.top]
-            found.append({**self._one(entry.token, entry.log_prob), "top_logprobs": top})
-        return {"content": found, "refusal": None}
+            rows.append({**self._one(entry.token, entry.log_prob), "top_logprobs": top})
+        return {"content": rows, "refusal": None}
 
     def _one(self, token: int, log_prob: float | None) -> dict[str, Any]:
         return {"token": self.text_of(token), "logprob": log_prob, "bytes": list(self.bytes_of(token))}
@@ -145,16 +145,16 @@ class Pieces:
         ``shown``: the bytes of a prompt that the entries are of. Tokens that are not in it, as the first one of many
         tokenizers, take no place there.
         """
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
-            found["tokens"].append(self.text_of(entry.token))
-            found["token_logprobs"].append(entry.log_prob)
+            columns["tokens"].append(self.text_of(entry.token))
+            columns["token_logprobs"].append(entry.log_prob)
             known = [(entry.token, entry.log_prob), *entry.top]
             tops = {self.text_of(token): log_prob for token, log_prob in known if entry.top}
-            found["top_logprobs"].append(None if entry.log_prob is None else tops)
-            found["text_offset"].append(len(before.decode(errors="ignore")))
+            columns["top_logprobs"].append(None if entry.log_prob is None else tops)
+            columns["text_offset"].append(len(before.decode(errors="ignore")))
             piece = self.bytes_of(entry.token)
             if shown is not None and not shown.startswith(before + piece):
                 piece = piece.lstrip() if shown.startswith(before + piece.lstrip()) else b""
             before += piece
-        return found
+        return columns

@@ -41,17 +41,17 @@ def messages_of(given: Any, name: str = "messages") -> list[dict[str, Any]]:
 def _message(name: str, given: Any, keys: tuple[str, ...] = _KEYS) -> dict[str, Any]:
     message = entries(name, given, keys, "role")
     checks.one_of(*ROLES)(f"{name}.role", message["role"])
-    found = {"role": ROLES[message["role"]], "content": _text(f"{name}.content", message.get("content", ""))}
-    found |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if key in message}
-    if "tool_call_id" in message and found["role"] != "tool":
+    turn = {"role": ROLES[message["role"]], "content": _text(f"{name}.content", message.get("content", ""))}
+    turn |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if key in message}
+    if "tool_call_id" in message and turn["role"] != "tool":
         raise Refused(f"{name}.tool_call_id", "belongs to role tool; leave it out")
     if message.get("tool_calls"):
         if not isinstance(message["tool_calls"], list):
             raise wrong(f"{name}.tool_calls", "a list of calls", message["tool_calls"])
-        found["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(message["tool_calls"])]
+        turn["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(message["tool_calls"])]
     elif "content" not in message:
         raise Refused(f"{name}.content", "missing")
-    return found
+    return turn
 
 
 def _text(name: str, content: Any) -> str:
@@ -60,15 +60,15 @@ def _text(name: str, content: Any) -> str:
         return content
     if not isinstance(content, list):
         raise wrong(name, "a string or a list of parts", content)
-    found = []
+    texts = []
     for i, part in enumerate(content):
         place = f"{name}[{i}]"
         if not isinstance(part, Mapping) or part.get("type") not in PARTS:
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise Refused(place, f"expected a part of type text, got {kind!r}; this model reads text alone")
         checks.text(f"{place}.text", entries(place, part, ("type", "text"), "text")["text"])
-        found.append(part["text"])
-    return " ".join(found)
+        texts.append(part["text"])
+    return " ".join(texts)
 
 
 def _call(name: str, given: Any) -> dict[str, Any]:
@@ -106,9 +106,9 @@ def check_input(given: Any) -> None:
             _message(f"input[{i}]", item, _OF_INPUT)
         elif kind in needed:
             known = (*needed[kind], "type", "id", "status")
-            found = entries(f"input[{i}]", item, known, *needed[kind])
+            fields = entries(f"input[{i}]", item, known, *needed[kind])
             if kind == "function_call":
-                _call(f"input[{i}]", {"function": {key: found[key] for key in ("name", "arguments")}})
+                _call(f"input[{i}]", {"function": {key: fields[key] for key in ("name", "arguments")}})
         elif kind == "reasoning":
             content = entries(f"input[{i}]", item, ("type", "id", "content", "status")).get("content", [])
             for part in content if isinstance(content, list) else [content]:
@@ -126,22 +126,22 @@ def template_arguments(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBa
     Raises:
         Refused: the template does not read one, so that it would say nothing.
     """
-    found = dict(entries("chat_template_kwargs", given, given)) if (given := body.get("chat_template_kwargs")) else {}
-    named = {name: f"chat_template_kwargs.{name}" for name in found}
-    if taken := [name for name in found if name in _TAKEN]:
+    values = dict(entries("chat_template_kwargs", given, given)) if (given := body.get("chat_template_kwargs")) else {}
+    named = {name: f"chat_template_kwargs.{name}" for name in values}
+    if taken := [name for name in values if name in _TAKEN]:
         raise Refused(named[taken[0]], "no variable that is the request's to set; leave it out")
     if "reasoning_effort" in body:
-        found["reasoning_effort"], named["reasoning_effort"] = body["reasoning_effort"], "reasoning_effort"
+        values["reasoning_effort"], named["reasoning_effort"] = body["reasoning_effort"], "reasoning_effort"
     if effort := body.get("reasoning", {}).get("effort"):
-        found["reasoning_effort"], named["reasoning_effort"] = effort, "reasoning.effort"
-    for name in found:
+        values["reasoning_effort"], named["reasoning_effort"] = effort, "reasoning.effort"
+    for name in values:
         if not reads(tokenizer, name):
             raise Refused(named[name], "this model's chat template does not read it; leave it out")
-    return found
+    return values
 
 
 def reads(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
-    """Whether the chat template names a variable."""
+    """Return whether the chat template names a variable."""
     templates = tokenizer.chat_template or ""
     shown = " ".join(templates.values()) if isinstance(templates, dict) else templates
     return re.search(rf"\b{re.escape(variable)}\b", shown) is not None

@@ -16,7 +16,7 @@ from .checks import Refused
 THREAD = "gsd_kernels request"
 """Name of the threads."""
 
-ASIDE = 19
+ASIDE_NICENESS = 19
 """Niceness of a thread for whose outcome nobody waits any more."""
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Preparing:
         self.places = asyncio.Semaphore(places)
 
     async def __call__(self, field: str, function: Callable[..., T], *args: Any) -> T:
-        """What ``function(*args)`` returns.
+        """Return what ``function(*args)`` returns.
 
         Raises:
             Refused: it takes too long; the error names ``field``.
@@ -84,7 +84,7 @@ class _Work:
             where = ctypes.c_ulong(self.thread.ident)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(where, ctypes.py_object(_TooSlow))
             if sys.platform == "linux":  # where threads have a niceness of their own
-                os.setpriority(os.PRIO_PROCESS, self.thread.native_id, ASIDE)
+                os.setpriority(os.PRIO_PROCESS, self.thread.native_id, ASIDE_NICENESS)
 
     def _run(self) -> None:
         try:
@@ -103,11 +103,11 @@ class _Work:
             with self.lock:
                 self.over = True
 
-    def _tell(self, found: tuple[Any, Exception | None]) -> None:
+    def _tell(self, result: tuple[Any, Exception | None]) -> None:
         def tell() -> None:
             if self.outcome.done():
                 return
-            value, error = found
+            value, error = result
             if error is None:
                 self.outcome.set_result(value)
             else:

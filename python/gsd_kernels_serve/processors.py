@@ -19,10 +19,10 @@ from . import checks
 from .checks import Refused, entries, wrong
 from .schemas import check_schema
 
-KEPT = 64 * 2**20
+CACHE_BYTES = 64 * 2**20
 """Bytes of grammars that are kept for requests to come."""
 
-COMPILERS = 4
+CACHED_COMPILERS = 4
 """Sets of end tokens that are remembered with their grammars; requests name them."""
 
 
@@ -118,12 +118,12 @@ class Grammars:
 
         with self.making:
             if ends not in self.compilers:
-                if len(self.compilers) >= COMPILERS:
+                if len(self.compilers) >= CACHED_COMPILERS:
                     self.compilers.pop(next(iter(self.compilers)))
                 info = xgrammar.TokenizerInfo.from_huggingface(
                     self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=list(ends)
                 )
-                self.compilers[ends] = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=KEPT)
+                self.compilers[ends] = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
             return self.compilers[ends]
 
 
@@ -143,11 +143,11 @@ def schema_of(given: Any, field: str) -> Any:
     if "json_schema" in given:
         entries(field, given, ("type", "json_schema"))
         at, given = f"{field}.json_schema", given["json_schema"]
-    found = entries(at, given, ("type", "name", "description", "schema", "strict"), "schema")
+    form = entries(at, given, ("type", "name", "description", "schema", "strict"), "schema")
     for said in ("name", "description"):
-        checks.text(f"{at}.{said}", found.get(said, ""))
-    checks.flag(f"{at}.strict", found.get("strict", True))
-    schema = found["schema"]
+        checks.text(f"{at}.{said}", form.get(said, ""))
+    checks.flag(f"{at}.strict", form.get("strict", True))
+    schema = form["schema"]
     if not isinstance(schema, (Mapping, bool)):
         raise wrong(f"{at}.schema", "a JSON schema", schema)
     check_schema(schema, f"{at}.schema")

@@ -16,12 +16,12 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 
 from . import fields
-from .asked import Asked
 from .calls import Call
 from .checks import Refused
 from .logprobs import Entry
 from .messages import PARTS, check_input, messages_of, template_arguments
 from .service import OneQueue, Service, call_of
+from .text_options import TextOptions
 from .tools import Offered, chosen, forced_calls, held_to
 
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "text", "tool_choice", "tools", "top_p")
@@ -45,19 +45,19 @@ class Responses(ResponseHandler):
         kept = fields.check(fields.RESPONSES, body)
         self.service.check_name(kept.get("model"))
         call, inner = await self.service.prepare("input", self._read, kept)
-        await self.service.hold(call.asked)
+        await self.service.hold(call.options)
         call_of.set(call)
         echo = {"model": self.service.name, **{name: kept[name] for name in _ECHOED if name in kept}}
-        told = _Told(self.service, call, echo)
+        rewriter = _Rewriter(self.service, call, echo)
         if inner["stream"]:
             response = await super().handle_request(inner, request_id)
             assert isinstance(response, StreamingResponse)
             await self.service.first_token(call)
-            response.body_iterator = _events(response.body_iterator, told)
+            response.body_iterator = _events(response.body_iterator, rewriter)
             return response
         async with self.service.connected(call.gone):
             response = await super().handle_request(inner, request_id)
-        return JSONResponse(told.whole(json.loads(response.body)))
+        return JSONResponse(rewriter.whole(json.loads(response.body)))
 
     def _read(self, body: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
         """A checked request: its text, and what transformers' handler is to know of it."""
@@ -65,34 +65,34 @@ class Responses(ResponseHandler):
         check_input(body["input"])
         offered = chosen(body, tokenizer)
         tools = offered.tools
-        call = Call(self._asked(body, offered))
+        call = Call(self._options(body, offered))
         inner = {"input": _items(body["input"], body.get("instructions")), "stream": body.get("stream", False)}
         inner |= {"tools": tools} if tools else {}
         inner["parallel_tool_calls"] = body.get("parallel_tool_calls", True)
         messages = messages_of(self._normalize_input(inner), "input")
         call.prompt = self.service.templated(messages, tools, template_arguments(body, tokenizer), "input")
-        call.asked.fitted(len(call.prompt))
+        call.options.fitted(len(call.prompt))
         return call, inner
 
-    def _asked(self, body: dict[str, Any], offered: Offered) -> Asked:
-        asked = self.service.asked_of(body, "input")
-        asked.forced = offered.forced
+    def _options(self, body: dict[str, Any], offered: Offered) -> TextOptions:
+        options = self.service.text_options(body, "input")
+        options.forced = offered.forced
         if body.get("include"):
-            asked.top = body.get("top_logprobs", 0)
+            options.top = body.get("top_logprobs", 0)
         elif body.get("top_logprobs"):
             raise Refused("top_logprobs", 'needs include: ["message.output_text.logprobs"]')
         form = body.get("text", {}).get("format")
-        asked.held = held_to(offered, form, "text.format", self.service.written)
-        return asked
+        options.held = held_to(offered, form, "text.format", self.service.written)
+        return options
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         """The table of fields has let through what is here."""
 
     def _build_generation_config(self, *_: Any, **__: Any) -> GenerationConfig:
-        return call_of.get().asked.config  # fitted to the prompt once that is known
+        return call_of.get().options.config  # fitted to the prompt once that is known
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
-        """As transformers' own, with a tokenizer that has written the chat already."""
+        """Find the model as transformers' own does, with a tokenizer that has written the chat already."""
         name, model, tokenizer = super()._resolve_model(body)
         return name, model, _Written(tokenizer, call_of.get().prompt)
 
@@ -130,7 +130,7 @@ def _items(given: Any, instructions: str | None) -> Any:
     return [{"role": "system", "content": instructions}, *given]
 
 
-class _Told:
+class _Rewriter:
     """transformers' response or its events, with what they lack.
 
     Args:
@@ -141,7 +141,7 @@ class _Told:
 
     def __init__(self, service: Service, call: Call, echo: dict[str, Any]) -> None:
         self.service, self.call, self.echo = service, call, echo
-        self.parts = 0  # of the text, told so far
+        self.parts = 0  # of the text, sent so far
 
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
         """A response with what its request named, statistics, log-probabilities, its call, and whether it was cut."""
@@ -160,10 +160,10 @@ class _Told:
 
     def _call_in(self, output: list[dict[str, Any]], name: str) -> None:
         """A forced call that the message is; events have it already."""
-        if self.call.asked.forced is None or any(item["type"] == "function_call" for item in output):
+        if self.call.options.forced is None or any(item["type"] == "function_call" for item in output):
             return
         part = output[-1]["content"][0]
-        for call in forced_calls(part["text"], self.call.asked.forced):
+        for call in forced_calls(part["text"], self.call.options.forced):
             part["text"] = ""
             made = {"id": f"{name}_call", "call_id": f"{name}_call", "type": "function_call", "status": "completed"}
             output.append({**made, "name": call.name, "arguments": call.arguments})
@@ -171,7 +171,7 @@ class _Told:
     def _with_log_probs(self, found: dict[str, Any]) -> None:
         """Of a message or of the part of one, all of them."""
         for part in found.get("content") or [found]:
-            if part.get("type") == "output_text" and self.call.asked.top is not None:
+            if part.get("type") == "output_text" and self.call.options.top is not None:
                 part["logprobs"] = self._log_probs(chain.from_iterable(self.call.written))
 
     def _log_probs(self, written: Iterable[Entry]) -> list[dict[str, Any]]:
@@ -179,28 +179,28 @@ class _Told:
 
     def event(self, event: str) -> str:
         """An event of a stream."""
-        found = json.loads(event.removeprefix("data: "))
-        kind = found["type"]
-        if "response" in found:
-            found["response"] = self.whole(found["response"])
-            if kind == "response.completed" and found["response"]["status"] == "incomplete":
-                found["type"] = "response.incomplete"
-        elif self.call.asked.top is not None and kind == "response.output_text.delta":
-            found["logprobs"] = self._log_probs(self.call.written[self.parts])
+        data = json.loads(event.removeprefix("data: "))
+        kind = data["type"]
+        if "response" in data:
+            data["response"] = self.whole(data["response"])
+            if kind == "response.completed" and data["response"]["status"] == "incomplete":
+                data["type"] = "response.incomplete"
+        elif self.call.options.top is not None and kind == "response.output_text.delta":
+            data["logprobs"] = self._log_probs(self.call.written[self.parts])
             self.parts += 1
-        elif self.call.asked.top is not None and kind == "response.output_text.done":
-            found["logprobs"] = self._log_probs(chain.from_iterable(self.call.written))
+        elif self.call.options.top is not None and kind == "response.output_text.done":
+            data["logprobs"] = self._log_probs(chain.from_iterable(self.call.written))
         elif kind in ("response.content_part.done", "response.output_item.done"):
-            self._with_log_probs(found.get("part") or found["item"])
-        return f"data: {json.dumps(found)}\n\n"
+            self._with_log_probs(data.get("part") or data["item"])
+        return f"data: {json.dumps(data)}\n\n"
 
 
-async def _events(parts: Any, told: _Told) -> AsyncIterator[str]:
-    """transformers' events, as told."""
+async def _events(parts: Any, rewriter: _Rewriter) -> AsyncIterator[str]:
+    """transformers' events, rewritten."""
     async with contextlib.aclosing(parts):
         try:
             async for part in parts:
-                yield "".join(told.event(event) for event in part.split("\n\n") if event)
+                yield "".join(rewriter.event(event) for event in part.split("\n\n") if event)
         except (GeneratorExit, asyncio.CancelledError):
-            told.call.gone.set()
+            rewriter.call.gone.set()
             raise

@@ -49,7 +49,7 @@ _SIZES: dict[str, Check] = {
 }
 """Bounds of numbers in a schema, whose grammar grows with them."""
 
-ENUM, STATES = 1_000, 300
+MAX_ENUM_VALUES, MAX_LETTERS = 1_000, 300
 """Values of one enum; letters of the longest text of a pattern without stars."""
 
 
@@ -93,8 +93,8 @@ def _check_alone(schema: Mapping[str, Any], at: str) -> None:
     if first in ("enum", "const"):  # whose values show whether they have the type beside them
         values = schema[first] if first == "enum" and isinstance(schema[first], list) else [schema[first]]
         read |= {"type"} if all(_has_type(value, schema.get("type")) for value in values) else set()
-    if beside := [keyword for keyword in schema if keyword not in read]:
-        raise Refused(f"{at}.{beside[0]}", f"xgrammar does not read it beside {first}; leave it out")
+    if unread := [keyword for keyword in schema if keyword not in read]:
+        raise Refused(f"{at}.{unread[0]}", f"xgrammar does not read it beside {first}; leave it out")
     if first == "allOf" and (not isinstance(schema[first], list) or len(schema[first]) != 1):
         raise Refused(f"{at}.allOf", "xgrammar holds a text to a single one; merge them")
 
@@ -130,13 +130,14 @@ def _check_sizes(schema: Mapping[str, Any], at: str) -> None:
         if keyword in schema:
             check(f"{at}.{keyword}", schema[keyword])
     values = schema.get("enum", [])
-    if isinstance(values, list) and len(values) > ENUM:
-        raise Refused(f"{at}.enum", f"has {len(values)} values; {ENUM} at most")
+    if isinstance(values, list) and len(values) > MAX_ENUM_VALUES:
+        raise Refused(f"{at}.enum", f"has {len(values)} values; {MAX_ENUM_VALUES} at most")
     patterns = {f"{at}.pattern": schema.get("pattern")}
     patterns |= {f"{at}.patternProperties": pattern for pattern in schema.get("patternProperties", ())}
     for place, pattern in patterns.items():
-        if isinstance(pattern, str) and (states := _states(pattern)) > STATES:
-            raise Refused(place, f"a pattern for texts of {states} letters; {STATES} at most: repeat less, or use *")
+        if isinstance(pattern, str) and (states := _states(pattern)) > MAX_LETTERS:
+            reason = f"a pattern for texts of {states} letters; {MAX_LETTERS} at most: repeat less, or use *"
+            raise Refused(place, reason)
 
 
 def _states(pattern: str) -> int:
@@ -166,17 +167,17 @@ def moved(schema: Any, place: str) -> Any:
     """A schema that has been checked, for another place than the root: ``#/$defs/0``."""
     if isinstance(schema, bool):
         return schema
-    found = dict(schema)
-    if "$ref" in found:
-        found["$ref"] = place + found["$ref"][1:]
+    copy = dict(schema)
+    if "$ref" in copy:
+        copy["$ref"] = place + copy["$ref"][1:]
     for keyword, inner in schema.items():
         if keyword in _NAMED:
-            found[keyword] = {name: moved(one, place) for name, one in inner.items()}
+            copy[keyword] = {name: moved(one, place) for name, one in inner.items()}
         elif keyword in _LISTED:
-            found[keyword] = [moved(one, place) for one in inner]
+            copy[keyword] = [moved(one, place) for one in inner]
         elif keyword in _SINGLE:
-            found[keyword] = moved(inner, place)
-    return found
+            copy[keyword] = moved(inner, place)
+    return copy
 
 
 def _within(schema: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:

@@ -37,7 +37,7 @@ from .responses import Responses
 from .service import ERRORS, OneQueue, Service, answer_of
 from .texts import Chat, Completions
 
-PATIENCE = 2
+STOP_SECONDS = 2
 """Seconds that running requests have after Ctrl-C; then they end with an error."""
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health")
@@ -67,10 +67,14 @@ class OneModel(ModelManager):
 
     async def load_model_streaming(self, model_id_and_revision: str, **_: Any) -> AsyncIterator[str]:
         own = self.process_model_name(self.force_model)
-        found: dict[str, Any] = {"status": "ready", "model": own, "cached": True}
+        status: dict[str, Any] = {"status": "ready", "model": own, "cached": True}
         if model_id_and_revision != own:
-            found = {"status": "error", "model": model_id_and_revision, "message": f"only {self.force_model} is served"}
-        yield f"data: {json.dumps(found)}\n\n"
+            status = {
+                "status": "error",
+                "model": model_id_and_revision,
+                "message": f"only {self.force_model} is served",
+            }
+        yield f"data: {json.dumps(status)}\n\n"
 
     def get_gen_models(self, *_: Any) -> list[dict[str, Any]]:  # type: ignore[override]
         return [{"id": self.force_model, "object": "model", "created": self.since, "owned_by": "gsd-kernels"}]
@@ -82,8 +86,8 @@ class OneModel(ModelManager):
 
 async def _refused(request: Request, error: Exception) -> Response:
     """An error as an answer."""
-    status, found = answer_of(error, request.url.path)
-    return JSONResponse(found, status_code=status)
+    status, answer = answer_of(error, request.url.path)
+    return JSONResponse(answer, status_code=status)
 
 
 async def _no_object(request: Request, error: RequestValidationError) -> Response:
@@ -103,10 +107,10 @@ def _add_routes(app: FastAPI, manager: OneModel) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        (found,) = manager.list_models()
-        if name != found["id"]:
-            raise HTTPException(404, f"there is no model {name!r}; {found['id']!r} is served")
-        return JSONResponse(found)
+        (entry,) = manager.list_models()
+        if name != entry["id"]:
+            raise HTTPException(404, f"there is no model {name!r}; {entry['id']!r} is served")
+        return JSONResponse(entry)
 
 
 def make_app(
@@ -172,22 +176,22 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(PATIENCE, self.config.app.state.stopping.set)
+        asyncio.get_running_loop().call_later(STOP_SECONDS, self.config.app.state.stopping.set)
         await super().shutdown(sockets)
 
 
 def run(app: FastAPI, where: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM; running requests have :data:`PATIENCE` seconds then."""
+    """Serve until SIGINT or SIGTERM; running requests have :data:`STOP_SECONDS` seconds then."""
     config = deepcopy(uvicorn.config.LOGGING_CONFIG)
     config["loggers"][__package__] = {"handlers": ["default"], "level": "INFO", "propagate": False}
-    server = _Server(uvicorn.Config(app, log_config=config, timeout_graceful_shutdown=5 * PATIENCE))
+    server = _Server(uvicorn.Config(app, log_config=config, timeout_graceful_shutdown=5 * STOP_SECONDS))
     try:
         server.run(sockets=[where])
         if server.interrupted:  # uvicorn raises the signal again as its loop ends, which a task may then swallow
             raise KeyboardInterrupt
     finally:
         app.state.stopping.set()
-        if not app.state.queue.wait(PATIENCE) or any(thread.name == THREAD for thread in threading.enumerate()):
+        if not app.state.queue.wait(STOP_SECONDS) or any(thread.name == THREAD for thread in threading.enumerate()):
             # Compiled code that returns into an interpreter which is going down aborts the process.
             atexit.register(_leave, 128 + signal.SIGINT if server.interrupted else 0)
 

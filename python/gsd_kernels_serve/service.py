@@ -21,7 +21,6 @@ from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
 
 from . import fields
-from .asked import Asked, asked_of
 from .calls import Call, ClientGoneError, Decoding, Piece, StoppingError, Writer
 from .checks import Refused
 from .limits import Limits
@@ -29,6 +28,7 @@ from .logprobs import Pieces
 from .preparing import BusyError, Preparing
 from .processors import Grammars
 from .shown import BAD_CHAT, check_shown
+from .text_options import TextOptions, text_options
 
 call_of: ContextVar[Call] = ContextVar("call")
 """The text of the request that transformers' own handler works on."""
@@ -68,7 +68,7 @@ class Queue(GenerateManager):
         request_id: str,
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], Writer]:
-        """As transformers' own, with a writer that keeps log-probabilities beside the pieces of the text."""
+        """Stream like transformers' own, with a writer that keeps log-probabilities beside the pieces of the text."""
         call = call_of.get()
         loop, waiting = asyncio.get_running_loop(), asyncio.Queue[Any]()
         writer = Writer(call, processor, response_parser)
@@ -97,7 +97,7 @@ class Queue(GenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """As transformers' own, with a writer that keeps log-probabilities."""
+        """Generate like transformers' own, with a writer that keeps log-probabilities."""
         call = call_of.get()
         writer = Writer(call, processor)
         decode = self.decoding(call, request_id).generate
@@ -107,7 +107,7 @@ class Queue(GenerateManager):
         return text, inputs["input_ids"].shape[-1], call.ids
 
     def decoding(self, call: Call, name: str) -> Decoding:
-        """What decodes a text."""
+        """The object that decodes a text."""
         return Decoding(self.handle, call, name, self.stopping, self.speculates)
 
     def wait(self, seconds: float) -> bool:
@@ -170,19 +170,19 @@ class Service:
         if name not in (None, self.name):
             raise Refused("model", f"Server is pinned to '{self.name}'; requested '{name}'.")
 
-    def asked_of(self, body: Mapping[str, Any], source: str) -> Asked:
-        """What a checked request asks of the decoding; ``source``: the field of its prompt."""
-        return asked_of(body, self.model, source, self.limits)
+    def text_options(self, body: Mapping[str, Any], source: str) -> TextOptions:
+        """Make of a checked request what the decoding takes; ``source``: the field of its prompt."""
+        return text_options(body, self.model, source, self.limits)
 
-    async def hold(self, asked: Asked) -> None:
+    async def hold(self, options: TextOptions) -> None:
         """Compile the schema that the texts of a request are held to, if there is one.
 
         Raises:
             Refused: it cannot be, or takes too long.
         """
-        if asked.held is not None:
-            schema, field = asked.held
-            asked.grammar = await self.compile(field, self.grammars.of, schema, field, asked.ends)
+        if options.held is not None:
+            schema, field = options.held
+            options.grammar = await self.compile(field, self.grammars.of, schema, field, options.ends)
 
     def templated(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], arguments: dict[str, Any], field: str
@@ -194,12 +194,12 @@ class Service:
         """
         check_shown(self.tokenizer, messages, field)
         try:
-            found = self.tokenizer.apply_chat_template(
+            written = self.tokenizer.apply_chat_template(
                 messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **arguments
             )
         except BAD_CHAT as error:
             raise Refused(field, f"the chat template: {' '.join(str(error).split())}") from error
-        return self.tokens(found, field, add_special_tokens=False)
+        return self.tokens(written, field, add_special_tokens=False)
 
     def tokens(self, text: str, field: str, **options: Any) -> list[int]:
         """The tokens of a text that are not certainly too many.
@@ -221,8 +221,8 @@ class Service:
         loop = asyncio.get_running_loop()
         waiting: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
 
-        def send(found: Piece | Exception | None) -> None:
-            loop.call_soon_threadsafe(waiting.put_nowait, found)
+        def send(piece: Piece | Exception | None) -> None:
+            loop.call_soon_threadsafe(waiting.put_nowait, piece)
 
         def run() -> None:
             try:
@@ -248,10 +248,10 @@ class Service:
     @staticmethod
     async def pieces_of(waiting: asyncio.Queue[Piece | Exception | None]) -> AsyncIterator[Piece]:
         """The pieces of a text, as it is decoded; its error is raised."""
-        while (found := await waiting.get()) is not None:
-            if isinstance(found, Exception):
-                raise found
-            yield found
+        while (piece := await waiting.get()) is not None:
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
 
     def _generate(self, call: Call, ids: list[int], name: str, writer: Writer) -> None:
         inputs = torch.tensor([ids], device=properties.device_of(self.model), dtype=torch.int64)
@@ -295,4 +295,4 @@ def _field_of(message: str, endpoint: str | None) -> str | None:
     """The field that an error of ``generate`` begins with."""
     known = fields.rows(endpoint or "")
     name = message.partition(":")[0]
-    return next((found for found in _FIELDS.get(name, (name,)) if found in known), None)
+    return next((field for field in _FIELDS.get(name, (name,)) if field in known), None)

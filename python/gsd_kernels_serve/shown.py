@@ -1,4 +1,4 @@
-"""What a chat template leaves out of messages, which is refused by name: rendered once, however many messages."""
+"""A check of what a chat template leaves out of messages, refused by name: rendered once, however many messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_shown(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> Any:
-    """What the template writes; the messages themselves where it does not take them."""
+    """The text that the template writes; the messages themselves where it does not take them."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False)
     except BAD_CHAT:
@@ -47,7 +47,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]
 
 def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with a name of their own for every speaker, and for the first function that one calls."""
-    found = []
+    marked = []
     for i, message in enumerate(messages):
         own = dict(message)
         if own.get("name"):
@@ -58,8 +58,8 @@ def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 {**first, "function": {**first["function"], "name": _mark(i, "tool_calls")}},
                 *others,
             ]
-        found.append(own)
-    return found
+        marked.append(own)
+    return marked
 
 
 def _mark(i: int, key: str) -> str:

@@ -19,12 +19,12 @@ from transformers.cli.serving.utils import (
 )
 
 from . import fields
-from .asked import Asked, token_ids
 from .calls import Call, Piece, Writer
 from .checks import Refused, entries, one_of, text, wrong
 from .logprobs import Entry
 from .messages import messages_of, template_arguments
 from .service import Service, answer_of
+from .text_options import TextOptions, token_ids
 from .tools import chosen, forced_calls, held_to
 
 
@@ -37,21 +37,21 @@ class Prompt:
 
 
 @dataclass
-class Sofar:
-    """What of a streamed text is told: its bytes, and its number of calls."""
+class StreamState:
+    """The sent part of a streamed text: its bytes, and its number of calls."""
 
-    told: bytes = b""
+    sent: bytes = b""
     calls: int = 0
 
 
 @dataclass
-class Order:
-    """A request, read: prompts, what is asked of their texts, and how they are told.
+class TextRequest:
+    """A request, read: prompts, what is asked of their texts, and how they are sent.
 
     Attributes:
         id, since: of the request; ``since`` in Unix seconds.
         prompts: B of them.
-        asked: of every text.
+        options: of every text.
         copies: n, texts a prompt.
         stream: whether the client gets events.
         usage: ``stream_options.include_usage``; ``None``: not named.
@@ -61,7 +61,7 @@ class Order:
 
     id: str
     prompts: list[Prompt]
-    asked: Asked
+    options: TextOptions
     copies: int = 1
     stream: bool = False
     usage: bool | None = None
@@ -70,13 +70,13 @@ class Order:
     since: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        if (texts := len(self.prompts) * self.copies) > fields.TEXTS:
-            raise Refused("n", f"{texts} texts of a request; {fields.TEXTS} at most")
-        self.texts = [(p, Call(self.asked, i, self.gone)) for p in self.prompts for i in range(self.copies)]
+        if (texts := len(self.prompts) * self.copies) > fields.MAX_TEXTS:
+            raise Refused("n", f"{texts} texts of a request; {fields.MAX_TEXTS} at most")
+        self.texts = [(p, Call(self.options, i, self.gone)) for p in self.prompts for i in range(self.copies)]
         for prompt in self.prompts:
-            self.asked.fitted(len(prompt.ids))
+            self.options.fitted(len(prompt.ids))
 
-    def told(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Statistics of the texts: of the only one, or a list."""
         statistics = [call.statistics for _, call in self.texts]
         return {"gsd_kernels": statistics[0] if len(statistics) == 1 else statistics}
@@ -85,12 +85,12 @@ class Order:
         """``usage``: a prompt counts once, whatever the number of its texts."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         answer = sum(len(call.ids) for _, call in self.texts)
-        found = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-        return {"usage": found}
+        usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+        return {"usage": usage}
 
 
 class Texts:
-    """What both endpoints share.
+    """Texts of a request, as both endpoints write them.
 
     Args:
         service: the model and its queue.
@@ -103,7 +103,7 @@ class Texts:
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    def read(self, body: dict[str, Any], request_id: str) -> Order:
+    def read(self, body: dict[str, Any], request_id: str) -> TextRequest:
         """A checked request.
 
         Raises:
@@ -111,19 +111,19 @@ class Texts:
         """
         raise NotImplementedError
 
-    def choice(self, order: Order, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
+    def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
         """A text that is over."""
         raise NotImplementedError
 
-    def first(self, order: Order, prompt: Prompt, call: Call) -> dict[str, Any] | None:
-        """What a streamed text begins with, before it has a token."""
+    def first(self, request: TextRequest, prompt: Prompt, call: Call) -> dict[str, Any] | None:
+        """The first event of a streamed text, before it has a token."""
         raise NotImplementedError
 
-    def delta(self, value: Any, written: list[Entry], sofar: Sofar, order: Order) -> dict[str, Any]:
+    def delta(self, value: Any, written: list[Entry], state: StreamState, request: TextRequest) -> dict[str, Any]:
         """A part of a text behind those before."""
         raise NotImplementedError
 
-    def parser(self, order: Order, prompt: Prompt) -> Any:
+    def parser(self, request: TextRequest, prompt: Prompt) -> Any:
         """transformers', where texts have parts; ``None``: they are text alone."""
         return None
 
@@ -131,67 +131,67 @@ class Texts:
         """Answer a request; transformers' application calls it."""
         kept = fields.check(self.endpoint, body)
         self.service.check_name(kept.get("model"))
-        order = await self.service.prepare(fields.NEEDED[self.endpoint], self.read, kept, request_id)
-        await self.service.hold(order.asked)
-        head = {"id": request_id, "created": order.since, "model": self.service.name}
-        if order.stream:
-            first = self._begin(order, 0)
-            await self.service.first_token(order.texts[0][1])
-            events = self._events(order, {**head, "object": self.part}, first)
+        request = await self.service.prepare(fields.NEEDED[self.endpoint], self.read, kept, request_id)
+        await self.service.hold(request.options)
+        head = {"id": request_id, "created": request.since, "model": self.service.name}
+        if request.stream:
+            first = self._begin(request, 0)
+            await self.service.first_token(request.texts[0][1])
+            events = self._events(request, {**head, "object": self.part}, first)
             return StreamingResponse(events, media_type="text/event-stream")
         choices = []
-        async with self.service.connected(order.gone):
-            for index, (prompt, call) in enumerate(order.texts):
+        async with self.service.connected(request.gone):
+            for index, (prompt, call) in enumerate(request.texts):
                 writer = Writer(call, self.service.tokenizer)
-                await self.service.decode(call, prompt.ids, self._name(order, index), writer)
-                choices.append({"index": index, **self.choice(order, prompt, call, writer.entries)})
-        told = {**order.counted(), **order.told()}
-        return JSONResponse({**head, "object": self.whole, "choices": choices, **told})
+                await self.service.decode(call, prompt.ids, self._name(request, index), writer)
+                choices.append({"index": index, **self.choice(request, prompt, call, writer.entries)})
+        about = {**request.counted(), **request.statistics()}
+        return JSONResponse({**head, "object": self.whole, "choices": choices, **about})
 
-    def _begin(self, order: Order, index: int) -> asyncio.Queue[Piece | Exception | None]:
+    def _begin(self, request: TextRequest, index: int) -> asyncio.Queue[Piece | Exception | None]:
         """Have a text of a stream decoded."""
-        prompt, call = order.texts[index]
-        writer = Writer(call, self.service.tokenizer, self.parser(order, prompt))
-        return self.service.begin(call, prompt.ids, self._name(order, index), writer)
+        prompt, call = request.texts[index]
+        writer = Writer(call, self.service.tokenizer, self.parser(request, prompt))
+        return self.service.begin(call, prompt.ids, self._name(request, index), writer)
 
     async def _events(
-        self, order: Order, head: dict[str, Any], first: asyncio.Queue[Piece | Exception | None]
+        self, request: TextRequest, head: dict[str, Any], first: asyncio.Queue[Piece | Exception | None]
     ) -> AsyncIterator[str]:
         """The events of a stream, a text after another; ``first`` is being decoded already."""
         try:
-            for index, (prompt, call) in enumerate(order.texts):
+            for index, (prompt, call) in enumerate(request.texts):
 
                 def event(choice: dict[str, Any], index: int = index, **rest: Any) -> str:
                     return _event({**head, "choices": [{"index": index, **choice}], **rest})
 
-                waiting = self._begin(order, index) if index else first
-                if order.asked.echoes:  # whose prompt is read before its text begins
+                waiting = self._begin(request, index) if index else first
+                if request.options.echoes:  # whose prompt is read before its text begins
                     await asyncio.wrap_future(call.begun)
-                if (begun := self.first(order, prompt, call)) is not None:
+                if (begun := self.first(request, prompt, call)) is not None:
                     yield event({**begun, "finish_reason": None})
-                sofar = Sofar(prompt.shown.encode())
+                state = StreamState(prompt.shown.encode())
                 async for piece in self.service.pieces_of(waiting):
-                    delta = self.delta(piece.value, piece.entries, sofar, order)
+                    delta = self.delta(piece.value, piece.entries, state, request)
                     yield event({**delta, "finish_reason": None})
-                    sofar.calls += isinstance(piece.value, ToolCall)
-                    sofar.told += b"".join(self.service.pieces.bytes_of(entry.token) for entry in piece.entries)
-                last = self.delta("", [], sofar, order)
-                finish = "tool_calls" if sofar.calls and call.finish == "stop" else call.finish
-                rest = order.told() if index == len(order.texts) - 1 else {}
-                if rest and order.usage is None:
-                    rest |= order.counted()
+                    state.calls += isinstance(piece.value, ToolCall)
+                    state.sent += b"".join(self.service.pieces.bytes_of(entry.token) for entry in piece.entries)
+                last = self.delta("", [], state, request)
+                finish = "tool_calls" if state.calls and call.finish == "stop" else call.finish
+                rest = request.statistics() if index == len(request.texts) - 1 else {}
+                if rest and request.usage is None:
+                    rest |= request.counted()
                 yield event({**last, "finish_reason": finish}, **rest)
-            if order.usage:
-                yield _event({**head, "choices": [], **order.counted(), **order.told()})
+            if request.usage:
+                yield _event({**head, "choices": [], **request.counted(), **request.statistics()})
             yield "data: [DONE]\n\n"
         except (GeneratorExit, asyncio.CancelledError):
-            order.gone.set()
+            request.gone.set()
             raise
         except Exception as error:
             yield _event(answer_of(error, self.endpoint)[1])
 
-    def _name(self, order: Order, index: int) -> str:
-        return order.id if len(order.texts) == 1 else f"{order.id}/{index}"
+    def _name(self, request: TextRequest, index: int) -> str:
+        return request.id if len(request.texts) == 1 else f"{request.id}/{index}"
 
 
 class Completions(Texts):
@@ -199,22 +199,22 @@ class Completions(Texts):
 
     endpoint, whole, part = fields.COMPLETIONS, "text_completion", "text_completion"
 
-    def read(self, body: dict[str, Any], request_id: str) -> Order:
-        asked = self.service.asked_of(body, "prompt")
-        asked.top = body.get("logprobs")
+    def read(self, body: dict[str, Any], request_id: str) -> TextRequest:
+        options = self.service.text_options(body, "prompt")
+        options.top = body.get("logprobs")
         copies = body.get("n", 1)
         if body.get("best_of", copies) != copies:
             raise Refused("best_of", f"expected as many as n, {copies}, got {body['best_of']}")
-        if asked.config.max_new_tokens == 0 and not body.get("echo"):
+        if options.config.max_new_tokens == 0 and not body.get("echo"):
             raise wrong("max_tokens", "an integer from 1 to 2147483647, 0 beside echo", 0)
-        asked.echoes = bool(body.get("echo")) and asked.top is not None
+        options.echoes = bool(body.get("echo")) and options.top is not None
         prompts = self._prompts(body["prompt"])
         if body.get("echo"):
             prompts = [Prompt(p.ids, p.shown or self.service.tokenizer.decode(p.ids)) for p in prompts]
         else:
             prompts = [Prompt(p.ids) for p in prompts]
         usage = _usage(body)
-        return Order(request_id, prompts, asked, copies, bool(body.get("stream")), usage)
+        return TextRequest(request_id, prompts, options, copies, bool(body.get("stream")), usage)
 
     def _prompts(self, given: Any) -> list[Prompt]:
         """A string, a list of strings, of token ids, or of lists of them."""
@@ -222,33 +222,35 @@ class Completions(Texts):
             given = [given]
         if not isinstance(given, list) or not given:
             raise wrong("prompt", "a string, token ids, or a list of either", given)
-        if len(given) > fields.TEXTS:
-            raise Refused("prompt", f"{len(given)} texts of a request; {fields.TEXTS} at most")
-        found = []
+        if len(given) > fields.MAX_TEXTS:
+            raise Refused("prompt", f"{len(given)} texts of a request; {fields.MAX_TEXTS} at most")
+        prompts = []
         for number, one in enumerate(given):
             name = "prompt" if len(given) == 1 else f"prompt[{number}]"
             if isinstance(one, list):
-                found.append(Prompt(token_ids(one, name, self.service.vocabulary)))
+                prompts.append(Prompt(token_ids(one, name, self.service.vocabulary)))
             else:
                 text(name, one)
-                found.append(Prompt(self.service.tokens(one, name), one))
-            if not found[-1].ids:
+                prompts.append(Prompt(self.service.tokens(one, name), one))
+            if not prompts[-1].ids:
                 raise Refused(name, "has no tokens")
-        return found
+        return prompts
 
-    def choice(self, order: Order, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
+    def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
         shown = prompt.shown + self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
-        found = self.delta(shown, written, Sofar(prompt.shown.encode()), order)
+        choice = self.delta(shown, written, StreamState(prompt.shown.encode()), request)
         if echoed := self._echoed(prompt, call):
-            found["logprobs"] = {key: [*echoed[key], *(found["logprobs"] or {}).get(key, ())] for key in echoed}
-        return {**found, "finish_reason": call.finish}
+            choice["logprobs"] = {key: [*echoed[key], *(choice["logprobs"] or {}).get(key, ())] for key in echoed}
+        return {**choice, "finish_reason": call.finish}
 
-    def first(self, order: Order, prompt: Prompt, call: Call) -> dict[str, Any] | None:
+    def first(self, request: TextRequest, prompt: Prompt, call: Call) -> dict[str, Any] | None:
         return {"text": prompt.shown, "logprobs": self._echoed(prompt, call)} if prompt.shown else None
 
-    def delta(self, value: Any, written: list[Entry], sofar: Sofar, order: Order) -> dict[str, Any]:
-        found = self.service.pieces.completion(written, sofar.told) if order.asked.top is not None and written else None
-        return {"text": str(value), "logprobs": found}
+    def delta(self, value: Any, written: list[Entry], state: StreamState, request: TextRequest) -> dict[str, Any]:
+        logprobs = (
+            self.service.pieces.completion(written, state.sent) if request.options.top is not None and written else None
+        )
+        return {"text": str(value), "logprobs": logprobs}
 
     def _echoed(self, prompt: Prompt, call: Call) -> dict[str, Any] | None:
         return self.service.pieces.completion(call.echoed, shown=prompt.shown.encode()) if call.echoed else None
@@ -259,21 +261,21 @@ class Chat(Texts):
 
     endpoint, whole, part = fields.CHAT, "chat.completion", "chat.completion.chunk"
 
-    def read(self, body: dict[str, Any], request_id: str) -> Order:
+    def read(self, body: dict[str, Any], request_id: str) -> TextRequest:
         service = self.service
         messages = messages_of(body["messages"])
-        asked = service.asked_of(body, "messages")
+        options = service.text_options(body, "messages")
         if body.get("top_logprobs") and not body.get("logprobs"):
             raise Refused("top_logprobs", "needs logprobs: true")
-        asked.top = body.get("top_logprobs", 0) if body.get("logprobs") else None
+        options.top = body.get("top_logprobs", 0) if body.get("logprobs") else None
         offered = chosen(body, service.tokenizer)
-        asked.forced = offered.forced
-        asked.held = held_to(offered, body.get("response_format"), "response_format", service.written)
-        asked.reference = self._reference(body.get("prediction"))
+        options.forced = offered.forced
+        options.held = held_to(offered, body.get("response_format"), "response_format", service.written)
+        options.reference = self._reference(body.get("prediction"))
         ids = service.templated(messages, offered.tools, template_arguments(body, service.tokenizer), "messages")
         usage = _usage(body)
         stream = bool(body.get("stream"))
-        return Order(request_id, [Prompt(ids)], asked, body.get("n", 1), stream, usage, offered.tools)
+        return TextRequest(request_id, [Prompt(ids)], options, body.get("n", 1), stream, usage, offered.tools)
 
     def _reference(self, given: Any) -> list[int] | None:
         """The tokens of ``prediction``."""
@@ -293,48 +295,48 @@ class Chat(Texts):
         whole = "".join(part["text"] for part in parts)
         return self.service.tokens(whole, "prediction", add_special_tokens=False)
 
-    def parser(self, order: Order, prompt: Prompt) -> Any:
-        if order.asked.forced is not None:
+    def parser(self, request: TextRequest, prompt: Prompt) -> Any:
+        if request.options.forced is not None:
             return None
         return build_response_parser(
-            self.service.tokenizer, self.service.model, [prompt.ids], tools=order.tools or None
+            self.service.tokenizer, self.service.model, [prompt.ids], tools=request.tools or None
         )
 
-    def choice(self, order: Order, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
+    def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
         tokenizer = self.service.tokenizer
         content: str | None = tokenizer.decode(call.ids, skip_special_tokens=True)
         finish, reasoning = call.finish, None
-        if order.asked.forced is not None:
-            calls = forced_calls(content or "", order.asked.forced)
+        if request.options.forced is not None:
+            calls = forced_calls(content or "", request.options.forced)
         else:
             content, reasoning, calls = parse_assistant_message(
-                tokenizer, self.service.model, call.ids, [prompt.ids], content or "", tools=order.tools or None
+                tokenizer, self.service.model, call.ids, [prompt.ids], content or "", tools=request.tools or None
             )
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
-            made = [_call(f"{order.id}-{i}", one) for i, one in enumerate(calls)]
-            message |= {"content": None if order.asked.forced is not None else content, "tool_calls": made}
+            made = [_call(f"{request.id}-{i}", one) for i, one in enumerate(calls)]
+            message |= {"content": None if request.options.forced is not None else content, "tool_calls": made}
             finish = "tool_calls" if finish == "stop" else finish
         if reasoning:
             message["reasoning_content"] = reasoning
-        return {"message": message, "logprobs": self._logprobs(written, order), "finish_reason": finish}
+        return {"message": message, "logprobs": self._logprobs(written, request), "finish_reason": finish}
 
-    def first(self, order: Order, prompt: Prompt, call: Call) -> dict[str, Any] | None:
+    def first(self, request: TextRequest, prompt: Prompt, call: Call) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def delta(self, value: Any, written: list[Entry], sofar: Sofar, order: Order) -> dict[str, Any]:
+    def delta(self, value: Any, written: list[Entry], state: StreamState, request: TextRequest) -> dict[str, Any]:
         if isinstance(value, ToolCall):
-            found: dict[str, Any] = {
-                "tool_calls": [{"index": sofar.calls, **_call(f"{order.id}-{sofar.calls}", value)}]
+            delta: dict[str, Any] = {
+                "tool_calls": [{"index": state.calls, **_call(f"{request.id}-{state.calls}", value)}]
             }
         elif isinstance(value, ReasoningText):
-            found = {"reasoning_content": value}
+            delta = {"reasoning_content": value}
         else:
-            found = {"content": value} if value or written else {}
-        return {"delta": found, "logprobs": self._logprobs(written, order) if written else None}
+            delta = {"content": value} if value or written else {}
+        return {"delta": delta, "logprobs": self._logprobs(written, request) if written else None}
 
-    def _logprobs(self, written: list[Entry], order: Order) -> dict[str, Any] | None:
-        return self.service.pieces.chat(written) if order.asked.top is not None else None
+    def _logprobs(self, written: list[Entry], request: TextRequest) -> dict[str, Any] | None:
+        return self.service.pieces.chat(written) if request.options.top is not None else None
 
 
 def _usage(body: Mapping[str, Any]) -> bool | None:
@@ -349,5 +351,5 @@ def _call(name: str, call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{name}", "type": "function", "function": function}
 
 
-def _event(found: dict[str, Any]) -> str:
-    return f"data: {json.dumps(found)}\n\n"
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"

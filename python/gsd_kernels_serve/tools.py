@@ -40,7 +40,7 @@ class Offered:
 
 
 def chosen(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Offered:
-    """What a checked request of either endpoint offers.
+    """Read the tools that a checked request of either endpoint offers.
 
     Args:
         body: the request.
@@ -68,7 +68,7 @@ def chosen(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Offer
 
 
 def held_to(offered: Offered, form: Any, field: str, template: Mapping[str, Any] | None) -> tuple[Any, str] | None:
-    """What a grammar holds texts to, a schema or :class:`Marked` calls, and the field that asks for it.
+    """The form that a grammar holds texts to, a schema or :class:`Marked` calls, and the field that asks for it.
 
     ``None`` where they are free.
 
@@ -204,7 +204,7 @@ def forced_calls(content: str, forced: str) -> list[ToolCall]:
     if forced:
         return [ToolCall(forced, content)]
     try:
-        found = json.loads(content)
+        call = json.loads(content)
     except json.JSONDecodeError:
         return []
-    return [ToolCall(found["name"], json.dumps(found["arguments"]))]
+    return [ToolCall(call["name"], json.dumps(call["arguments"]))]

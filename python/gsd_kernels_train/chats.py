@@ -13,17 +13,22 @@ from transformers import PreTrainedTokenizerBase
 from gsd_kernels_hf.files import decode_utf8, read_file
 from gsd_kernels_hf.progress import tracked
 
-from .clock import Clock
+from .clock import RunClock
 from .streams import Stream
 
 __all__ = ["encode_chats"]
 
-FEWEST_COUNTED = 4
+MIN_COUNTED_TOKENS = 4
 """Tokens of a window that count, at least; of a longer chat's later windows those with fewer are left out."""
 
 
 def encode_chats(
-    name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, length: int, clock: Clock, held_out: float = 0.0
+    name: str,
+    files: list[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    clock: RunClock,
+    held_out: float = 0.0,
 ) -> tuple[Stream, Stream, str]:
     """Chats by the tokenizer's template, one after another; windows begin where a chat does.
 
@@ -65,10 +70,10 @@ def encode_chats(
 
 def _messages(text: str, where: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(text)
+        data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
-    messages = found.get("messages") if isinstance(found, dict) else None
+    messages = data.get("messages") if isinstance(data, dict) else None
     right = isinstance(messages, list) and all(
         isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
         for turn in messages
@@ -118,15 +123,15 @@ def _stream(chats: list[tuple[list[int], list[bool]]], length: int) -> Stream:
     answers: list[int] = []
     at = 0
     for _, counted in chats:
-        told = np.asarray(counted)
-        for begin in range(0, len(told), length):
-            if begin == 0 or told[begin : begin + length].sum() >= FEWEST_COUNTED:
+        counts = np.asarray(counted)
+        for begin in range(0, len(counts), length):
+            if begin == 0 or counts[begin : begin + length].sum() >= MIN_COUNTED_TOKENS:
                 starts.append(at + begin)
-        answers.extend(at + np.flatnonzero(told & ~np.append(False, told[:-1])))
-        at += len(told)
+        answers.extend(at + np.flatnonzero(counts & ~np.append(False, counts[:-1])))
+        at += len(counts)
     return Stream(
         np.asarray([token for ids, _ in chats for token in ids], dtype=np.int32),
-        np.asarray([said for _, counted in chats for said in counted], dtype=bool),
+        np.asarray([one for _, counted in chats for one in counted], dtype=bool),
         np.asarray(starts, dtype=np.int64),
         np.asarray(answers, dtype=np.int64),
     )

@@ -10,8 +10,8 @@ PICKING_SHARE, MEASURING_SHARE, WRITING_SHARE = 0.08, 0.08, 0.2
 training (and as long after it), and the target writes its own text."""
 
 
-class Clock:
-    """What is left of a run's minutes, counted over all the times that it was begun.
+class RunClock:
+    """The rest of a run's minutes, counted over all the times that it was begun.
 
     Args:
         minutes: of the run; ``None``: no limit.
@@ -28,7 +28,7 @@ class Clock:
 
     @property
     def limited(self) -> bool:
-        """Whether there is a limit."""
+        """Return whether there is a limit."""
         return self.minutes is not None
 
     @property

@@ -194,12 +194,12 @@ def _print_table(report: dict[str, Any], options: Any, rows: dict[str, str]) -> 
         result.add_row(title, *(_number(report[when][name]) for when in ("before", "after")))
     out.print(result)
     used, measured, whole = report["training"], report.get("held_out"), report.get("seconds")
-    told = f"{used['steps']} steps, {used['tokens']:,} tokens, {used['seconds']:.0f} s"
+    summary = f"{used['steps']} steps, {used['tokens']:,} tokens, {used['seconds']:.0f} s"
     if whole is not None:
-        told += f" of {whole:.0f}"
+        summary += f" of {whole:.0f}"
     if measured is not None:
-        told += f", measured on {measured['windows']} windows and {measured['continuations']} continuations"
-    out.print(f"{told} → {options.out}", markup=False, soft_wrap=True)
+        summary += f", measured on {measured['windows']} windows and {measured['continuations']} continuations"
+    out.print(f"{summary} → {options.out}", markup=False, soft_wrap=True)
 
 
 def _number(value: float | list[float] | None) -> str:

@@ -26,16 +26,16 @@ from .job import TrainingOptions, check_output_matrix, output_logits
 
 __all__ = ["Blocks", "DFlashTraining"]
 
-GUESSES = 7
+BLOCK_GUESSES = 7
 """Of a block, by default."""
 
 MARKOV_RANK = 256
 """Of published DSpark drafters."""
 
-FUSED = 5
+FUSED_STATES = 5
 """Hidden states that published drafters fuse."""
 
-AT_ONCE = 32
+MEASURED_BLOCKS = 32
 """Blocks of a window that are measured at once."""
 
 
@@ -99,7 +99,7 @@ class DFlashTraining(DrafterTraining):
         super().__init__(options, target, drafter, dtype)
         self.kind = drafter.kind
         count = len(decoder_of(target)[0])
-        fused = drafter.layers_of(target, spread(min(2, count), count - 2, min(FUSED, count)))
+        fused = drafter.layers_of(target, spread(min(2, count), count - 2, min(FUSED_STATES, count)))
         if min(fused) < 1:
             raise ValueError("hidden_layers: expected numbers from 1 on, since this layout lists outputs of layers")
         mask = drafter.mask_token_id
@@ -108,7 +108,7 @@ class DFlashTraining(DrafterTraining):
         if mask is None:
             raise ValueError("mask_token_id: the tokenizer has no mask, padding or end of text; name a token by its id")
         dspark = self.kind == "dspark"
-        size = drafter.block_size or GUESSES + (not dspark)
+        size = drafter.block_size or BLOCK_GUESSES + (not dspark)
         sizes = layer_sizes(target, drafter)
         self.config = {
             "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
@@ -140,7 +140,7 @@ class DFlashTraining(DrafterTraining):
         self.weights = torch.exp(-2 * decay / (self.guesses + 1))
 
     def outputs(self, windows: Tensor, states: list[Tensor], roots: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What blocks give whose roots are the tokens at places ``roots`` int64 [B, A].
+        """The outputs of blocks whose roots are the tokens at places ``roots`` int64 [B, A].
 
         Returns:
             Logits [B, A, guesses, V], and those of the confidence head [B, A, guesses]; ``None`` without one.
@@ -212,7 +212,7 @@ class DFlashTraining(DrafterTraining):
         """See :meth:`DrafterTraining.guessed`; edges read the window's tokens, which are right where it counts."""
         states, _ = self.read(windows)
         roots = torch.arange(first + 1, first + 1 + places, device=windows.device).expand(len(windows), -1)
-        parts = [self.outputs(windows, states, part)[0].argmax(-1) for part in roots.split(AT_ONCE, 1)]
+        parts = [self.outputs(windows, states, part)[0].argmax(-1) for part in roots.split(MEASURED_BLOCKS, 1)]
         return torch.cat(parts, 1)
 
     def save(self, folder: Path) -> None:

@@ -20,13 +20,13 @@ from gsd_kernels_hf.parallel import digest
 from gsd_kernels_hf.progress import Update, tracked
 
 from .job import TrainingOptions, load_target, run, stored_dtype
-from .measure import MEASURED_AT_ONCE, accepted_per_step
+from .measure import MEASURED_WINDOWS, accepted_per_step
 from .streams import mean_of
 from .text import HeldOut
 
-__all__ = ["CHAIN", "Distillation", "distill", "has_weights"]
+__all__ = ["CHAIN_TOKENS", "Distillation", "distill", "has_weights"]
 
-CHAIN = 5
+CHAIN_TOKENS = 5
 """Tokens of the chain whose acceptance is reported."""
 
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -34,7 +34,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def has_weights(folder: str | Path) -> bool:
-    """Whether a checkpoint folder holds more than a config."""
+    """Return whether a checkpoint folder holds more than a config."""
     return any(next(Path(folder).glob(pattern), None) is not None for pattern in WEIGHTS)
 
 
@@ -127,7 +127,7 @@ class Distillation:
         Returns:
             agreement: share of positions of the text where both have the same most likely token. divergence: KL(target
             ‖ draft) there, nats a token. continuation_agreement: share of the target's own tokens that the draft would
-            have picked. accepted: of a chain of :data:`CHAIN` drafted tokens, per step of decoding them.
+            have picked. accepted: of a chain of :data:`CHAIN_TOKENS` drafted tokens, per step of decoding them.
         """
         self.module.eval()
         with tracked("measuring", len(held_out.windows) + len(held_out.picks), "windows") as update:
@@ -135,19 +135,19 @@ class Distillation:
 
     def _measured(self, held_out: HeldOut, update: Update) -> dict[str, Any]:
         same, divergence = [], []
-        for windows in held_out.windows.to(self.options.device).split(MEASURED_AT_ONCE):
+        for windows in held_out.windows.to(self.options.device).split(MEASURED_WINDOWS):
             ours, theirs = (self.logits(model, windows[:, :-1]) for model in (self.module, self.target))
             same.append((ours.argmax(-1) == theirs.argmax(-1)).flatten())
             ours, theirs = (logits.log_softmax(-1) for logits in (ours, theirs))
             divergence.append((theirs.exp() * (theirs - ours)).sum(-1).flatten())
-            update(len(same) * MEASURED_AT_ONCE)
+            update(len(same) * MEASURED_WINDOWS)
         prefix, right = held_out.prefix, []
-        for picks in held_out.picks.to(self.options.device).split(MEASURED_AT_ONCE):
+        for picks in held_out.picks.to(self.options.device).split(MEASURED_WINDOWS):
             right.append(self.logits(self.module, picks[:, :-1])[:, prefix - 1 :].argmax(-1) == picks[:, prefix:])
-            update(len(held_out.windows) + len(right) * MEASURED_AT_ONCE)
+            update(len(held_out.windows) + len(right) * MEASURED_WINDOWS)
         hits, real = torch.cat(right).cpu(), held_out.picked
         said = slice(None) if held_out.counted is None else held_out.counted[:, 1:].flatten().to(self.options.device)
-        depth = min(CHAIN, hits.shape[1] - 1)
+        depth = min(CHAIN_TOKENS, hits.shape[1] - 1)
         chains = hits[:, 1:].unfold(1, depth, 1)  # [texts, places, depth]
         return {
             "agreement": torch.cat(same)[said].double().mean().item(),

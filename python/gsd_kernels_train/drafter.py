@@ -1,4 +1,4 @@
-"""What the trainings of drafters that read the target's hidden states have in common.
+"""The common part of the trainings of drafters that read the target's hidden states.
 
 The target is frozen; its hidden states and its own distributions are at hand at no further cost.
 """
@@ -40,7 +40,7 @@ KINDS = tuple(SETTINGS)
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """What is trained.
+    """Options of the drafter that is trained.
 
     Attributes:
         kind: one of :data:`KINDS`.
@@ -158,12 +158,12 @@ class Labels:
     negative_entropy: Tensor
 
     def at(self, index: tuple[slice, ...] | Tensor) -> Labels:
-        """Those of some positions."""
+        """Choose those of some positions."""
         return Labels(self.expected[index], self.mass[index], self.negative_entropy[index])
 
 
 class DrafterTraining(Guessing):
-    """What the training of all kinds has in common.
+    """The training that all kinds have in common.
 
     Attributes:
         config: of the checkpoint, as ``config.json`` holds it.
@@ -213,13 +213,13 @@ class DrafterTraining(Guessing):
     @torch.no_grad()
     def read(self, windows: Tensor) -> tuple[list[Tensor], Tensor]:
         """Hidden states [B, N, D] that are fused, and the target's log-probabilities [B, N, V]."""
-        with listening(self.target, self.hidden_layers) as found, self.options.autocast():
+        with listening(self.target, self.hidden_layers) as hidden, self.options.autocast():
             logits = self.target(windows, use_cache=False).logits
-        states = [found[number].to(self.options.weights) for number in self.hidden_layers]
+        states = [hidden[number].to(self.options.weights) for number in self.hidden_layers]
         return states, logits.to(self.options.weights).log_softmax(-1)
 
     def labels(self, log_target: Tensor) -> Labels:
-        """What the loss asks of the target's log-probabilities [..., V]."""
+        """The labels that the loss takes of the target's log-probabilities [..., V]."""
         log_target = log_target if self.module.d2t is None else log_target[..., self.module.target_ids()]
         expected = log_target.exp()
         return Labels(expected, expected.sum(-1), (expected * log_target).sum(-1))

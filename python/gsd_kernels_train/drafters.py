@@ -20,7 +20,7 @@ from .drafter import DrafterOptions, DrafterTraining
 from .eagle3 import Eagle3Training
 from .job import TrainingOptions, load_target, read, run, stored_dtype
 from .mtp import MtpTraining
-from .text import Text
+from .text import TrainingText
 
 __all__ = ["DrafterOptions", "frequent_tokens", "train_drafter"]
 
@@ -39,7 +39,7 @@ def trainee_of(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     drafter: DrafterOptions,
-    text: Text,
+    text: TrainingText,
 ) -> DrafterTraining:
     """The training of a kind."""
     dtype = stored_dtype(options.target)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from gsd_kernels_hf.parallel import digest
 
-from .clock import MEASURING_SHARE, WRITING_SHARE, Clock, NothingLearned, spoken
+from .clock import MEASURING_SHARE, WRITING_SHARE, NothingLearned, RunClock, spoken
 from .loop import (
     Budget,
     Checkpoints,
@@ -31,7 +31,7 @@ from .loop import (
 )
 from .measure import is_better
 from .streams import Stream, Streams
-from .text import HeldOut, Text, own_text, read_text, target_picks
+from .text import HeldOut, TrainingText, own_text, read_text, target_picks
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -45,13 +45,13 @@ __all__ = [
     "run",
 ]
 
-KEPT_FOR_MEASURING = 1.25
+MEASURING_FACTOR = 1.25
 """Times of the measurement before training that are kept for the one after it."""
 
 USES_OF_OWN_TEXT = 4
 """Number of times that a token of it is trained on, in a run by ``steps``."""
 
-WRITTEN_AT_ONCE = 64  # sequences
+WRITTEN_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ class TrainingOptions:
         if self.dtype not in (torch.float32, torch.bfloat16, torch.float64):
             raise ValueError(f"dtype: expected float32, bfloat16 or float64, got {str(self.dtype).split('.')[-1]}")
 
-    def clock(self) -> Clock:
+    def clock(self) -> RunClock:
         """Of a run that begins now, unless ``begun`` says earlier."""
-        return Clock(self.minutes, self.begun)
+        return RunClock(self.minutes, self.begun)
 
     @property
     def weights(self) -> torch.dtype:
@@ -194,7 +194,7 @@ def load_target(options: TrainingOptions) -> tuple[PreTrainedModel, PreTrainedTo
     return target.requires_grad_(False), tokenizer
 
 
-def read(options: TrainingOptions, tokenizer: PreTrainedTokenizerBase, clock: Clock) -> Text:
+def read(options: TrainingOptions, tokenizer: PreTrainedTokenizerBase, clock: RunClock) -> TrainingText:
     """The text, or the chats, that the options name; see :func:`read_text`."""
     files, held_out = (options.chats or options.text, options.held_out_chats or options.held_out_text)
     return read_text(files, held_out, tokenizer, options.length, clock, chats=bool(options.chats))
@@ -205,8 +205,8 @@ def run(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     trainee: Trainee,
-    clock: Clock,
-    text: Text | None = None,
+    clock: RunClock,
+    text: TrainingText | None = None,
 ) -> dict[str, Any]:
     """Train, on from where the same command was interrupted; what ``training.json`` holds.
 
@@ -236,8 +236,8 @@ def _run(
     options: TrainingOptions,
     target: PreTrainedModel,
     trainee: Trainee,
-    clock: Clock,
-    text: Text,
+    clock: RunClock,
+    text: TrainingText,
     folder: RunFolder,
 ) -> dict[str, Any]:
     clock.check("loading the models and reading the text")
@@ -288,8 +288,8 @@ def _run(
     )
 
 
-def _measurable(trainee: Trainee, held_out: HeldOut, folder: RunFolder, clock: Clock) -> HeldOut:
-    """As much held-out text as a share of the minutes is enough to measure on; all of it in a run by steps."""
+def _measurable(trainee: Trainee, held_out: HeldOut, folder: RunFolder, clock: RunClock) -> HeldOut:
+    """The held-out text that a share of the minutes is enough to measure on; all of it in a run by steps."""
     if not clock.limited:
         return held_out
 
@@ -315,9 +315,14 @@ def _measurable(trainee: Trainee, held_out: HeldOut, folder: RunFolder, clock: C
 
 
 def _streams(
-    options: TrainingOptions, target: PreTrainedModel, text: Text, pace: float, folder: RunFolder, clock: Clock
+    options: TrainingOptions,
+    target: PreTrainedModel,
+    text: TrainingText,
+    pace: float,
+    folder: RunFolder,
+    clock: RunClock,
 ) -> tuple[list[tuple[float, Stream]], dict[str, Any]]:
-    """What is trained on, with its shares, and a report of what the target wrote of it.
+    """The streams that are trained on, with their shares, and a report of what the target wrote of them.
 
     Args:
         pace: seconds that a token of the target takes.
@@ -327,10 +332,10 @@ def _streams(
     sequences = options.own_sequences
     if sequences is None and options.steps is not None:
         sequences = math.ceil(options.steps * options.batch * options.sequence_level / USES_OF_OWN_TEXT)
-    at_once, seconds = WRITTEN_AT_ONCE, None
+    at_once, seconds = WRITTEN_SEQUENCES, None
     if clock.limited:
         seconds = clock.share(WRITING_SHARE)
-        fits = min(WRITTEN_AT_ONCE, int(seconds / max(pace * options.length, 1e-9)))
+        fits = min(WRITTEN_SEQUENCES, int(seconds / max(pace * options.length, 1e-9)))
         at_once = folder.remember("written_at_once", lambda: fits)
         if not at_once:
             logger.warning(
@@ -362,7 +367,7 @@ def _streams(
 
 
 def _budget(
-    options: TrainingOptions, clock: Clock, checkpoints: Checkpoints, measuring: float, window: float
+    options: TrainingOptions, clock: RunClock, checkpoints: Checkpoints, measuring: float, window: float
 ) -> Budget:
     """The steps, or what is left of the minutes when as long as before is kept for measuring.
 
@@ -375,7 +380,7 @@ def _budget(
     state = checkpoints.load()
     trained = 0.0 if state is None else float(state["record"]["seconds"])
     clock.spent_earlier(trained)
-    left = clock.left - KEPT_FOR_MEASURING * measuring
+    left = clock.left - MEASURING_FACTOR * measuring
     if not trained and left <= window:
         raise NothingLearned(
             f"of {spoken(clock.seconds)}, {spoken(max(left, 0.0))} are left to train in, less than a window takes"
@@ -383,7 +388,7 @@ def _budget(
     return Budget(minutes=max(trained + left, 1e-6) / 60)
 
 
-def _why_no_step(options: TrainingOptions, clock: Clock, record: Record) -> str:
+def _why_no_step(options: TrainingOptions, clock: RunClock, record: Record) -> str:
     if not record.unfinished:
         return f"the {spoken(clock.seconds)} were over before the training began"
     return (

@@ -1,4 +1,4 @@
-"""What a call leaves to a draft that learns while serving, and the losses on it."""
+"""The lessons that a call leaves to a draft that learns while serving, and the losses on them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Notes:
         logits = verified.logits[..., : self._vocab]
         logits = logits.gather(1, rows.expand(-1, -1, logits.shape[2])).float()
         likely = logits.topk(self._top)
-        found = [
+        notes = [
             accepted.num_accepted.clone(),
             verified.tokens.clone(),
             likely.indices,
@@ -76,8 +76,8 @@ class Notes:
         ]
         if self._hidden:
             hidden = verified.hidden[LAST]
-            found.append(hidden.gather(1, rows.to(hidden.device).expand(-1, -1, hidden.shape[2])))
-        self._steps.append(tuple(found))
+            notes.append(hidden.gather(1, rows.to(hidden.device).expand(-1, -1, hidden.shape[2])))
+        self._steps.append(tuple(notes))
         self._count += 1
 
     def lessons(self, prompt: Tensor | None, attention_mask: Tensor | None) -> list[Lesson]:
@@ -88,7 +88,7 @@ class Notes:
             attention_mask: [b, length], 0 where the prompt is padded.
         """
         steps = [[part.cpu() for part in step] for step in self._steps]
-        found = []
+        lessons = []
         for row in range(len(steps[0][0]) if steps else 0):
             counts = [int(step[0][row]) for step in steps]
             tokens, labels, log_probs, *hidden = (
@@ -105,8 +105,8 @@ class Notes:
                 if attention_mask is not None:
                     own = own[attention_mask[at].cpu().bool()]
                 tokens = torch.cat([own, tokens])[-self._window :]
-            found.append(Lesson(tokens, labels.long(), log_probs, hidden[0] if hidden else None))
-        return found
+            lessons.append(Lesson(tokens, labels.long(), log_probs, hidden[0] if hidden else None))
+        return lessons
 
 
 def soft_loss(logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:

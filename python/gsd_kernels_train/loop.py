@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gsd_kernels_hf.files import write_file, write_folder
 from gsd_kernels_hf.progress import tracked
 
-from .clock import Clock
+from .clock import RunClock
 
 __all__ = [
     "Budget",
@@ -75,7 +75,7 @@ class Interval:
         return cls(seconds=float(match[1])) if match[2] else cls(steps=int(match[1]))
 
     def due(self, steps: int, seconds: float) -> bool:
-        """Whether it is time, so long after the last."""
+        """Return whether it is time, so long after the last."""
         return steps >= self.steps if self.steps else seconds >= self.seconds
 
 
@@ -369,13 +369,13 @@ class RunFolder:
             write_file(file, lambda partial: partial.write_text(json.dumps(value), encoding="utf-8"))
         return json.loads(file.read_text(encoding="utf-8"))
 
-    def timed(self, name: str, measure: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
-        """As :meth:`remember`, and the seconds that it took; ``clock`` counts those of earlier times."""
+    def timed(self, name: str, measure: Callable[[], Any], clock: RunClock) -> tuple[Any, float]:
+        """Measure by :meth:`remember`, and count the seconds; ``clock`` counts those of earlier times."""
         begin, earlier = time.monotonic(), (self.work / f"{name}.json").exists()
-        found = self.remember(name, lambda: {"value": measure(), "seconds": time.monotonic() - begin})
+        entry = self.remember(name, lambda: {"value": measure(), "seconds": time.monotonic() - begin})
         if earlier:
-            clock.spent_earlier(found["seconds"])
-        return found["value"], found["seconds"]
+            clock.spent_earlier(entry["seconds"])
+        return entry["value"], entry["seconds"]
 
     def discard(self) -> None:
         """Leave nothing of a run that ended without a result; the folder itself too if it is empty then."""

@@ -12,7 +12,7 @@ from gsd_kernels_hf.progress import tracked
 
 from .text import HeldOut
 
-MEASURED_AT_ONCE = 8  # windows
+MEASURED_WINDOWS = 8
 
 
 class Guessing:
@@ -35,7 +35,7 @@ class Guessing:
         return measure_guesses(self.right, self.guesses, held_out)
 
     def right(self, windows: Tensor, first: int) -> Tensor:
-        """As :func:`measure_guesses` asks it."""
+        """Answer as :func:`measure_guesses` asks it."""
         places = windows.shape[1] - 1 - self.guesses - first
         if places < 1:
             return torch.zeros(len(windows), 0, self.guesses, dtype=torch.bool, device="cpu")
@@ -62,12 +62,12 @@ def measure_guesses(right: Callable[[Tensor, int], Tensor], depth: int, held_out
     """
     text, own = [], []
     with tracked("measuring", len(held_out.windows) + len(held_out.picks), "windows") as update:
-        for part in held_out.windows.split(MEASURED_AT_ONCE):
+        for part in held_out.windows.split(MEASURED_WINDOWS):
             text.append(right(part, 0))
-            update(len(text) * MEASURED_AT_ONCE)
-        for part in held_out.picks.split(MEASURED_AT_ONCE):
+            update(len(text) * MEASURED_WINDOWS)
+        for part in held_out.picks.split(MEASURED_WINDOWS):
             own.append(right(part, held_out.prefix - 1))
-            update(len(held_out.windows) + len(own) * MEASURED_AT_ONCE)
+            update(len(held_out.windows) + len(own) * MEASURED_WINDOWS)
     own = torch.cat(own)
     lengths = (held_out.picked.sum(1) - depth).clamp(min=0)  # own: [texts, places, depth]
     counted = torch.arange(own.shape[1], device=lengths.device) < lengths[:, None]
@@ -105,14 +105,14 @@ def accepted_per_step(right: Tensor, lengths: Tensor) -> float | None:
 
 
 def is_better(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Whether some measures are better after than before (a divergence lower, others higher), and no more are worse."""
+    """Return whether some measures are better than before (a divergence lower, others higher), no more worse."""
 
     def values(measures: dict[str, Any]) -> list[float | None]:
-        found: list[float | None] = []
+        numbers: list[float | None] = []
         for name, value in measures.items():
             sign = -1 if name == "divergence" else 1
-            found += [None if v is None else sign * v for v in (value if isinstance(value, list) else [value])]
-        return found
+            numbers += [None if v is None else sign * v for v in (value if isinstance(value, list) else [value])]
+        return numbers
 
     pairs = [
         (earlier, now)

@@ -25,7 +25,7 @@ __all__ = ["MtpTraining"]
 
 
 class Levels(Unrolled):
-    """What the attention of the head's decoder layer is given as ``graph=``."""
+    """The ``graph=`` argument of the attention of the head's decoder layer."""
 
     def attend(  # type: ignore[override]
         self,

@@ -31,7 +31,7 @@ from gsd_kernels_hf.parallel import digest
 from gsd_kernels_hf.sources.heads import DraftHeads
 
 from .lessons import Lesson, Notes, draft_loss, heads_loss
-from .online_files import Learned, read_learned, write_learned
+from .online_files import LearnerState, read_state, write_state
 
 __all__ = ["OnlineLearner"]
 
@@ -87,7 +87,7 @@ class Gate:
 
     @property
     def busy(self) -> bool:
-        """Whether a call or learning holds it, or learning waits for it."""
+        """Return whether a call or learning holds it, or learning waits for it."""
         return bool(self._inside or self._learns or self._waiting)
 
 
@@ -275,7 +275,7 @@ class OnlineLearner:
         with self._gate.alone("save"):
             if not self.taken:
                 raise ValueError("learner: no step was taken yet; generate with the draft first")
-            write_learned(path_of(file), Learned.of(self._master, self._optimizer, self.taken), self._base)
+            write_state(path_of(file), LearnerState.of(self._master, self._optimizer, self.taken), self._base)
 
     def load(self, file: str | os.PathLike[str]) -> None:
         """Go on from what :meth:`save` wrote for the same draft; its weights become those.
@@ -288,10 +288,10 @@ class OnlineLearner:
         with self._gate.alone("load"):
             if self.closed:
                 raise ValueError("learner: it is closed; make another one")
-            found = read_learned(path_of(file), dict(self._master.named_parameters()), self._base)
+            state = read_state(path_of(file), dict(self._master.named_parameters()), self._base)
             with torch.inference_mode(False), torch.no_grad():
-                found.restore(self._master, self._optimizer)
-            self.taken = found.taken
+                state.restore(self._master, self._optimizer)
+            self.taken = state.taken
             self._write(dict(self._master.named_parameters()))
 
     def close(self) -> None:

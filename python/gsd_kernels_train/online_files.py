@@ -1,4 +1,4 @@
-"""What a draft learned while serving, as a file that is whole or absent."""
+"""The state of a draft that learned while serving, as a file that is whole or absent."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PARTS = ("weight", "exp_avg", SQUARES)
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnerState:
     """Weights and moments of AdamW by part and parameter, ``weight.<name>`` and so on, and the steps behind them."""
 
     tensors: dict[str, Tensor]
     taken: int
 
     @classmethod
-    def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer, taken: int) -> Learned:
+    def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer, taken: int) -> LearnerState:
         tensors = {}
         for name, parameter in module.named_parameters():
             state = optimizer.state[parameter]
@@ -44,14 +44,14 @@ class Learned:
             }
 
 
-def write_learned(file: Path, learned: Learned, base: str) -> None:
+def write_state(file: Path, learned: LearnerState, base: str) -> None:
     """Write it beside what ``file`` holds, then put it in its place; ``base`` tells whose it is."""
     about = {"format": FORMAT, "version": str(VERSION), "taken": str(learned.taken), "base": base}
     write_file(file, lambda partial: save_file(learned.tensors, partial, metadata=about))
 
 
-def read_learned(file: Path, parameters: dict[str, Tensor], base: str) -> Learned:
-    """What :func:`write_learned` wrote for these parameters.
+def read_state(file: Path, parameters: dict[str, Tensor], base: str) -> LearnerState:
+    """Read what :func:`write_state` wrote for these parameters.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -77,4 +77,4 @@ def read_learned(file: Path, parameters: dict[str, Tensor], base: str) -> Learne
     )
     if not fine or taken < 1:
         raise damaged("learner", file, "its tensors are not the draft's")
-    return Learned(tensors, taken)
+    return LearnerState(tensors, taken)

@@ -16,7 +16,7 @@ MODELS, TEXT, RUN, METHOD, OPTIMIZER = "Models", "Text", "Run", "Distillation", 
 
 @dataclass(frozen=True)
 class Training:
-    """What every one of them takes."""
+    """Options that every training takes."""
 
     target: Annotated[
         str,
@@ -135,7 +135,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Parts:
-    """What train-drafter makes."""
+    """The parts that train-drafter makes."""
 
     kind: Annotated[
         str,

@@ -1,4 +1,4 @@
-"""What windows are cut out of, and batches of them."""
+"""Streams of tokens that windows are cut out of, and batches of them."""
 
 from __future__ import annotations
 

@@ -18,22 +18,22 @@ from gsd_kernels_hf.files import decode_utf8, read_file, write_file
 from gsd_kernels_hf.progress import Update, tracked
 
 from .chats import encode_chats
-from .clock import PICKING_SHARE, Clock, NothingLearned, spoken
+from .clock import PICKING_SHARE, NothingLearned, RunClock, spoken
 from .loop import RunFolder
 from .streams import Stream, Streams, blocks
 
-__all__ = ["HeldOut", "Text", "own_text", "read_text", "target_picks"]
+__all__ = ["HeldOut", "TrainingText", "own_text", "read_text", "target_picks"]
 
 HELD_OUT_SHARE = 0.05
 HELD_OUT_BLOCKS = 64  # at most, evenly spaced over the held-out text
 PICKED_TEXTS, PICKED_TOKENS = 32, 64  # greedy continuations that drafts are measured on, and their length
 SAMPLED_TEMPERATURE = 0.8  # of every other batch of the target's own text
-PROBED = 200_000  # characters of a longer text by which it is foretold how long all of it takes to tokenize
-PREFIX_SHARE = 4  # a quarter of a sequence is text, the rest is what the target makes of it
+PROBED_CHARACTERS = 200_000  # characters of a longer text by which it is foretold how long all of it takes to tokenize
+PREFIX_DIVISOR = 4  # a quarter of a sequence is text, the rest is what the target makes of it
 
 
 @dataclass(frozen=True)
-class Text:
+class TrainingText:
     """Token streams to train on and to measure on, and SHA-256 sums of the files they come from."""
 
     training: Stream
@@ -75,7 +75,7 @@ def _spaced(rows: Tensor, count: int) -> Tensor:
 
 
 def _encoded(
-    name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, clock: Clock, update: Update
+    name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, clock: RunClock, update: Update
 ) -> tuple[np.ndarray, str]:
     """All files in one stream, each with the tokenizer's own beginning and an end-of-text token; and one sum."""
     rows, digest = [], hashlib.sha256()
@@ -89,10 +89,10 @@ def _encoded(
         digest.update(hashlib.sha256(data).digest())
         if not text.strip():
             continue
-        if clock.limited and len(text) > 2 * PROBED:
+        if clock.limited and len(text) > 2 * PROBED_CHARACTERS:
             begin = time.monotonic()
-            tokenizer(text[:PROBED], verbose=False)
-            if (needed := (time.monotonic() - begin) * len(text) / PROBED) > clock.left:
+            tokenizer(text[:PROBED_CHARACTERS], verbose=False)
+            if (needed := (time.monotonic() - begin) * len(text) / PROBED_CHARACTERS) > clock.left:
                 raise NothingLearned(
                     f"{name}: {file} alone would take about {spoken(needed)} to tokenize, and {spoken(clock.left)} of "
                     f"{spoken(clock.seconds)} are left"
@@ -107,9 +107,14 @@ def _encoded(
 
 
 def encode_text(
-    name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, length: int, clock: Clock, held_out: float = 0.0
+    name: str,
+    files: list[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    clock: RunClock,
+    held_out: float = 0.0,
 ) -> tuple[Stream, Stream, str]:
-    """As :func:`~gsd_kernels_train.chats.encode_chats`, of text: the share is of its tokens, a block at least."""
+    """Encode text as :func:`~gsd_kernels_train.chats.encode_chats` does chats; the share is of tokens, or a block."""
     with tracked(f"reading {name}", len(files), "files") as update:
         tokens, digest = _encoded(name, files, tokenizer, clock, update)
     share = max(length + 1, round(held_out * len(tokens))) if held_out else 0
@@ -122,10 +127,10 @@ def read_text(
     held_out_files: list[Path],
     tokenizer: PreTrainedTokenizerBase,
     length: int,
-    clock: Clock = Clock(None),  # noqa: B008, without a limit there is nothing that changes
+    clock: RunClock = RunClock(None),  # noqa: B008, without a limit there is nothing that changes
     *,
     chats: bool = False,
-) -> Text:
+) -> TrainingText:
     """Encode files; without ``held_out_files`` the last twentieth of the text is held out, one block at least.
 
     Args:
@@ -154,15 +159,15 @@ def read_text(
             )
     if not len(held_out.before_answers(own := beginning(length)).places(own)):
         raise ValueError(f"held_out_{name}: no answer has {own} tokens before it; give more chats or a smaller length")
-    return Text(training, held_out, digests)
+    return TrainingText(training, held_out, digests)
 
 
 def beginning(length: int) -> int:
     """Tokens of a window that the target continues."""
-    return max(1, length // PREFIX_SHARE)
+    return max(1, length // PREFIX_DIVISOR)
 
 
-class _Told(StoppingCriteria):
+class _UntilTime(StoppingCriteria):
     """Tells how many tokens there are, and stops when the time is over."""
 
     def __init__(self, update: Update, prefix: int, before: int, each: int, until: float) -> None:
@@ -196,7 +201,7 @@ def _continue(
         attention_mask=torch.ones_like(prefix),
         max_new_tokens=new_tokens,
         pad_token_id=0 if pad is None else pad,
-        stopping_criteria=StoppingCriteriaList([_Told(update, prefix.shape[1], before, len(prefix), until)]),
+        stopping_criteria=StoppingCriteriaList([_UntilTime(update, prefix.shape[1], before, len(prefix), until)]),
         **sampling,
     ).cpu()
     if time.monotonic() > until:
@@ -212,7 +217,7 @@ def _real(target: PreTrainedModel, new: Tensor) -> Tensor:
 
 
 def target_picks(
-    target: PreTrainedModel, text: Text, length: int, remember: RunFolder, clock: Clock
+    target: PreTrainedModel, text: TrainingText, length: int, remember: RunFolder, clock: RunClock
 ) -> tuple[HeldOut, float]:
     """Held-out windows, and what the target greedily makes of their beginnings (written once in a run).
 
@@ -234,7 +239,7 @@ def target_picks(
     return HeldOut(windows, picks, picked, counted), seconds / picked.numel()
 
 
-def _picked(target: PreTrainedModel, prefix: Tensor, new_tokens: int, clock: Clock) -> Tensor:
+def _picked(target: PreTrainedModel, prefix: Tensor, new_tokens: int, clock: RunClock) -> Tensor:
     """Greedy continuations of the beginnings [n, P], all at once, or as many as the clock's share is enough for."""
     with tracked("the target continues held-out text", len(prefix) * new_tokens, "tokens") as update:
         if not clock.limited:

@@ -42,7 +42,7 @@ class Unrolled:
     def next_level(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None = None
     ) -> Tensor:
-        """As :meth:`attend`; ``window`` positions are seen, the own one included, of the text and the levels."""
+        """Attend at the next level; ``window`` positions are seen, the own one included, of the text and the levels."""
         group = query.shape[1] // key.shape[1]
         levels = self.levels[layer]
         levels.append((key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)))

@@ -61,5 +61,5 @@ def test_processes_that_this_one_started_are_not_others(tmp_path, monkeypatch):
 
 
 def test_times_are_distrusted_from_a_share_on():
-    assert busy.distrust(None) is None and busy.distrust(busy.BUSY) is None
+    assert busy.distrust(None) is None and busy.distrust(busy.BUSY_SHARE) is None
     assert "busy with other work (47% of its processors): do not trust" in busy.distrust(0.47)

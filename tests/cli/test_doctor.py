@@ -73,9 +73,9 @@ def test_doctor_on_drafters_of_a_model(tmp_path, monkeypatch):
     says = " ".join(run("doctor", "--model", tmp_path / "plain").stdout.split())
     assert "drafters none comes with the model" in says
     sizes = tuple(getattr(model.config, size) for size in shipped.SIZES)
-    monkeypatch.setattr(shipped, "SHIPPED", {name: shipped.Shipped(sizes, shipped.fingerprint(model))})
+    monkeypatch.setattr(shipped, "SHIPPED_DRAFTERS", {name: shipped.Shipped(sizes, shipped.fingerprint(model))})
     assert shipped.drafter_of(model) is None, "an installed wheel has no drafter"
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "SHIPPED_FOLDER", tmp_path)
     (tmp_path / name).mkdir()
     says = " ".join(run("doctor", "--model", tmp_path / "plain").stdout.split())
     assert f'drafters drafter="{name}" drafts with the drafter that this package brings for it; used where' in says

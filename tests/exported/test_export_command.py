@@ -69,10 +69,10 @@ def test_a_drafter_a_draft_and_a_corpus(models, tmp_path):
 @pytest.mark.parametrize("link", [False, True])
 def test_it_says_how_much_is_written(models, tmp_path, monkeypatch, link):
     """Where stderr is no terminal, a line now and then; here of every piece."""
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     monkeypatch.setattr(model_folder, "MB", 1.0)
-    monkeypatch.setattr(model_folder, "PIECE", 1 << 16)
+    monkeypatch.setattr(model_folder, "PIECE_BYTES", 1 << 16)
     parts = ("--model", models / "target", "--draft", models / "draft", *["--link"] * link)
     done = run(tmp_path / "out", *parts)
     counts = re.findall(r"writing .*/out: ([\d,]+) of ([\d,]+) MB", done.stderr)

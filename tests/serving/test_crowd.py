@@ -17,7 +17,7 @@ import pytest
 from served import ASKED, LENGTH, PROMPT, TEMPLATE, Server, row_id
 
 from gsd_kernels_hf.validate.options import CONFIG_FIELDS
-from gsd_kernels_serve import asked, fields, preparing
+from gsd_kernels_serve import fields, preparing, text_options
 from gsd_kernels_serve.checks import Refused, Size
 from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
 
@@ -108,7 +108,7 @@ def test_every_field_has_a_bound_and_no_request_holds_a_second_client(endpoint, 
 
 def test_every_argument_of_a_generation_config_has_a_bound(server):
     names = [name for name, (treatment, *_) in CONFIG_FIELDS.items() if treatment == "honoured"]
-    assert set(fields.ARGUMENTS) == set(names) - {*asked._SERVER_SAYS}
+    assert set(fields.ARGUMENTS) == set(names) - {*text_options._SERVER_SAYS}
     values = (10**30, -(10**30), 1e300, "x" * 5000, [5] * 1500, {"a": 10**30}, [[5] * 30] * 30)
     with beside(server):
         for name in names:
@@ -220,7 +220,7 @@ def test_bodies_and_prompts_are_bounded_by_option(hurried):
 def test_a_slow_body_ends_alone(hurried, monkeypatch):
     from gsd_kernels_serve import door
 
-    monkeypatch.setattr(door, "READ", 0.5)
+    monkeypatch.setattr(door, "READ_SECONDS", 0.5)
     with socket.create_connection(hurried.socket.getsockname()) as slow:
         slow.settimeout(30)
         slow.sendall(head(hurried, 1000) + b'{"prompt"')
@@ -256,7 +256,7 @@ def test_leaving_and_stopping_end_the_reading_of_a_prompt(why, monkeypatch):
     reading, asks = threading.Event(), []
 
     def ask(self, whole=Listener.ask):
-        if self.call.asked.config.max_new_tokens != 2:
+        if self.call.options.config.max_new_tokens != 2:
             return whole(self)
         asks.append(1)
         if len(asks) == 3:  # the first pieces

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig, NgramTable
-from gsd_kernels_hf.sources.memory import HistoryMemory, Kept
+from gsd_kernels_hf.sources.memory import HistoryMemory, KeptTable
 
 CONFIG = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=4, history_width=3)
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
@@ -139,7 +139,7 @@ def table_of(inserted, *, batch: int = 1, branch: int = 2, ways: int = 4) -> Ngr
     return table
 
 
-def sets(kept: Kept) -> list[list[tuple[int, list[int]]]]:
+def sets(kept: KeptTable) -> list[list[tuple[int, list[int]]]]:
     listed = list(zip(kept.keys.tolist(), kept.tokens.tolist(), strict=True))
     return [listed[at : at + kept.ways] for at in range(0, len(listed), kept.ways)]
 
@@ -147,7 +147,7 @@ def sets(kept: Kept) -> list[list[tuple[int, list[int]]]]:
 @settings(max_examples=50, deadline=None)
 @given(entries, entries)
 def test_two_tables_in_one_are_the_newest_of_both(newer, older):
-    new, old = (Kept.of(table_of(each), 0) for each in (newer, older))
+    new, old = (KeptTable.of(table_of(each), 0) for each in (newer, older))
     for merged, first, second in zip(sets(new.before(old)), sets(new), sets(old), strict=True):
         expected = [entry for entry in first if entry[0]]
         expected += [entry for entry in second if entry[0] and entry[0] not in dict(expected)]

@@ -15,7 +15,7 @@ from gsd_kernels_cli import values
 from gsd_kernels_hf.sources import shipped
 from gsd_kernels_hf.sources.checkpoints import Checkpoint, read_json
 from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Config, weight_name
-from gsd_kernels_hf.sources.shipped import FOLDER, SHIPPED, Shipped, fingerprint
+from gsd_kernels_hf.sources.shipped import SHIPPED_DRAFTERS, SHIPPED_FOLDER, Shipped, fingerprint
 
 NAME = "tiny-instruct"
 CALL = {**prompts(2, 9, seed=3, vocab=61), "max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
@@ -28,8 +28,8 @@ def target(tmp_path, monkeypatch):
     config = eagle3_config(model)
     save(tmp_path / NAME, config, safeailab(fit_eagle3(random_eagle3(config), model)))
     sizes = tuple(getattr(model.config, name) for name in shipped.SIZES)
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
-    monkeypatch.setattr(shipped, "SHIPPED", {NAME: Shipped(sizes, fingerprint(model))})
+    monkeypatch.setattr(shipped, "SHIPPED_FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "SHIPPED_DRAFTERS", {NAME: Shipped(sizes, fingerprint(model))})
     return model
 
 
@@ -99,31 +99,33 @@ def test_a_folder_of_that_name_comes_first(target, tmp_path, monkeypatch):
 
 
 def test_an_installed_wheel_says_where_a_drafter_is(target, monkeypatch):
-    monkeypatch.setattr(shipped, "FOLDER", shipped.FOLDER / "elsewhere")
+    monkeypatch.setattr(shipped, "SHIPPED_FOLDER", shipped.SHIPPED_FOLDER / "elsewhere")
     assert shipped.drafter_of(target) is None
     with pytest.raises(ValueError, match=f"drafter: {NAME} is in a clone of gsd_kernels, not in its wheel"):
         gsd.generate(target, **CALL, drafter=NAME)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", SHIPPED_DRAFTERS)
 def test_what_is_shipped_is_small_and_whole(name):
-    folder = FOLDER / name
+    folder = SHIPPED_FOLDER / name
     weights = folder / "model.safetensors"
     assert weights.stat().st_size <= 10_000_000
     config = Eagle3Config.of(read_json(folder / "config.json"), own_embedding=False)
-    assert not config.own_head and config.draft_vocab_size < config.layers.vocab_size == SHIPPED[name].sizes[-1]
+    assert (
+        not config.own_head and config.draft_vocab_size < config.layers.vocab_size == SHIPPED_DRAFTERS[name].sizes[-1]
+    )
     shapes = {key: tuple(value.shape) for key, value in Eagle3(config).state_dict().items()}
     checkpoint = Checkpoint.open(folder)
     checkpoint.rename(weight_name)
     found = checkpoint.read(shapes)
     assert {value.dtype for key, value in found.items() if key != "d2t"} == {torch.bfloat16}
-    assert f"`{SHIPPED[name].fingerprint}`" in (folder / "README.md").read_text(encoding="utf-8")
+    assert f"`{SHIPPED_DRAFTERS[name].fingerprint}`" in (folder / "README.md").read_text(encoding="utf-8")
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_the_command_line_takes_its_name(tmp_path):
-    for name in SHIPPED:
+    for name in SHIPPED_DRAFTERS:
         assert values.drafter(name) == name
-    assert {folder.name for folder in FOLDER.iterdir()} == SHIPPED.keys()
+    assert {folder.name for folder in SHIPPED_FOLDER.iterdir()} == SHIPPED_DRAFTERS.keys()
     with pytest.raises(ValueError, match="--drafter: no such folder: tiny-instruct"):
         values.drafter(NAME)

@@ -255,7 +255,7 @@ def test_search_ends_with_its_time_and_says_so(target, caplog, monkeypatch):
 
 
 def test_search_tells_the_log_how_far_it_is(target, caplog, monkeypatch):
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "WAIT_SECONDS", 0.0)
     caplog.set_level("INFO", logger="gsd_kernels.progress")
     LayerSkip.search(target, prompts(1, 38, ragged=False)["input_ids"])
     assert re.match(r"LayerSkip\.search: 1 of 15 steps, .* times the speed at best, 0 s so far", caplog.messages[0])

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 import gsd_kernels_cli.demo as demo
 from gsd_kernels_hf.sources.checkpoints import read_json
-from gsd_kernels_hf.sources.shipped import FOLDER, SHIPPED
+from gsd_kernels_hf.sources.shipped import SHIPPED_DRAFTERS, SHIPPED_FOLDER
 from gsd_kernels_train.recipes.chat_drafter import answers
 from gsd_kernels_train.recipes.chat_drafter.__main__ import DRAFTER, write_shipped
 from gsd_kernels_train.recipes.chat_drafter.prompts import MEASURED_ON, Writer, overlapping, prompts
@@ -36,7 +36,7 @@ def test_answers_are_chats_and_a_run_goes_on(tmp_path, monkeypatch):
     tokenizer.chat_template = TEMPLATE
     model = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
     model.generation_config.pad_token_id = 0
-    monkeypatch.setattr(answers, "AT_ONCE", 4)
+    monkeypatch.setattr(answers, "BATCH_PROMPTS", 4)
     monkeypatch.setattr(answers, "NEW_TOKENS", 6)
     ended = iter([True, False] * 50)
     told = answers._answers
@@ -57,12 +57,12 @@ def test_answers_are_chats_and_a_run_goes_on(tmp_path, monkeypatch):
 
 
 def test_what_is_shipped_is_what_the_recipe_makes(tmp_path):
-    (name,) = SHIPPED
-    config = read_json(FOLDER / name / "config.json")
+    (name,) = SHIPPED_DRAFTERS
+    config = read_json(SHIPPED_FOLDER / name / "config.json")
     options = DRAFTER
     assert config["intermediate_size"] == options.intermediate_size
     assert config["draft_vocab_size"] == options.draft_vocabulary and config["target_lm_head"] is options.target_head
     assert config["eagle_aux_hidden_state_layer_ids"] == list(options.hidden_layers)
-    write_shipped(FOLDER / name, tmp_path)
-    assert (tmp_path / "model.safetensors").read_bytes() == (FOLDER / name / "model.safetensors").read_bytes()
+    write_shipped(SHIPPED_FOLDER / name, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (SHIPPED_FOLDER / name / "model.safetensors").read_bytes()
     assert read_json(tmp_path / "config.json") == config

@@ -18,7 +18,7 @@ import gsd_kernels as gsd
 from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Config
 from gsd_kernels_hf.sources.load import load_drafter
 from gsd_kernels_train.chats import encode_chats
-from gsd_kernels_train.clock import Clock
+from gsd_kernels_train.clock import RunClock
 from gsd_kernels_train.drafters import frequent_tokens
 from gsd_kernels_train.job import load_target, read
 from gsd_kernels_train.streams import Stream, Streams, blocks
@@ -59,7 +59,7 @@ def chats(folder):
 
 def encoded(folder, file, length=24, held_out=0.0):
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
-    return tokenizer, encode_chats("chats", [file], tokenizer, length, Clock(None), held_out)
+    return tokenizer, encode_chats("chats", [file], tokenizer, length, RunClock(None), held_out)
 
 
 def test_answers_count_and_what_ends_them(folder, chats, tmp_path):
@@ -94,7 +94,7 @@ def test_windows_begin_with_a_chat_and_long_chats_have_several(folder, chats, tm
 def test_the_last_chats_are_held_out_and_measured_where_answers_begin(folder, chats):
     options = options_for(folder, text=[], chats=[chats], length=24)
     _, tokenizer = load_target(options)
-    text = read(options, tokenizer, Clock(None))
+    text = read(options, tokenizer, RunClock(None))
     # A twentieth of 60 chats, each of which goes beyond two windows.
     assert len(text.held_out.answers) == 3 and len(text.held_out.starts) == 9 and text.digests.keys() == {"chats"}
     prefix, _ = blocks(text.held_out.before_answers(6), 6, 8)
@@ -144,7 +144,7 @@ def test_the_loss_is_the_mean_of_what_counts(folder, kind):
 def test_what_the_target_writes_itself_counts_alone(folder, chats):
     options = options_for(folder, text=[], chats=[chats], length=24)
     target, tokenizer = load_target(options)
-    text = read(options, tokenizer, Clock(None))
+    text = read(options, tokenizer, RunClock(None))
     work = folder / "own"
     work.mkdir()
     settings = {"at_once": 4, "sequences": 8, "seconds": None, "may_write": lambda: True}
@@ -214,10 +214,10 @@ def test_templates_that_do_not_serve(folder, chats):
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     tokenizer.chat_template = LAST_ONLY
     with pytest.raises(ValueError, match=r"chats\.jsonl, line 8: .* writes earlier turns otherwise"):
-        encode_chats("chats", [chats], tokenizer, 24, Clock(None))
+        encode_chats("chats", [chats], tokenizer, 24, RunClock(None))
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chats: the target's tokenizer has no chat template"):
-        encode_chats("chats", [chats], tokenizer, 24, Clock(None))
+        encode_chats("chats", [chats], tokenizer, 24, RunClock(None))
 
 
 def test_too_few_chats(folder, chats, tmp_path):

@@ -1,4 +1,4 @@
-"""What an engine is to the race: how its files are made, and how they decode."""
+"""An engine as the race sees it: how its files are made, and how it decodes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ TOKENS = {"plain": (0,), "draft": (3, 5, 8), "lookup": (3, 5, 10)}
 
 
 def usual_choices(kind: str) -> list[Setting]:
-    """What is tried of an engine with one mode a kind."""
+    """List the settings that are tried of an engine with one mode a kind."""
     return [Setting(kind, tokens) for tokens in TOKENS[kind]]
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a decoding process is given.
+    """The arguments of a decoding process.
 
     Attributes:
         folder: what :meth:`Engine.prepare` wrote.

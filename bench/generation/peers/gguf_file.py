@@ -70,7 +70,7 @@ def write_gguf(model: LlamaForCausalLM, folder: Path, ends: Sequence[int] = ()) 
 
 
 def _frequency_factors(inverse: Tensor) -> Tensor:
-    """What llama.cpp divides its frequencies by, so that they are the model's, scaled or rounded as they may be."""
+    """The factors by which llama.cpp divides its frequencies, so that they are the model's, scaled or rounded."""
     half = len(inverse)
     own = _BASE ** (-torch.arange(half, dtype=torch.float64) / half)
     return own / inverse.double()

@@ -147,7 +147,7 @@ class _Builder:
         return ops.add(ops.multiply(rows, self.cos), ops.multiply(turned, self.sin))
 
     def _causal_mask(self) -> Any:
-        """What is added to the scores, [B, 1, N, S]: nothing, or -inf for a later position or padding."""
+        """The term that is added to the scores, [B, 1, N, S]: nothing, or -inf for a later position or padding."""
         zero = ops.constant(np.int64(0))
         new = ops.gather(ops.shape_of(self.ids), ops.constant(np.int64(1)), zero)
         total = ops.gather(ops.shape_of(self.mask), ops.constant(np.int64(1)), zero)

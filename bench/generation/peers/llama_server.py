@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VARIABLE = "GSD_KERNELS_LLAMA_CPP"
-PATIENCE = 120.0  # seconds for a server to load its model
+LOAD_SECONDS = 120.0  # seconds for a server to load its model
 #: Its n-gram modes, each with what it drafts at a time: after three tokens that recur, or by its own tables.
 LOOKUPS = (
     *(("ngram-simple", 5), ("ngram-simple", 10), ("ngram-map-k", 10), ("ngram-map-k4v", 10)),
@@ -43,8 +43,8 @@ def find_binaries(folder: Path | None) -> Path | None:
             if not (place / "llama-server").is_file():
                 raise ValueError(f"{what}: no llama-server in {place}; build its target llama-server there")
             return place.resolve()
-    found = shutil.which("llama-server")
-    return None if found is None else Path(found).resolve().parent
+    program = shutil.which("llama-server")
+    return None if program is None else Path(program).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class _Server:
         self._wait()
 
     def _wait(self) -> None:
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + LOAD_SECONDS
         while time.monotonic() < until:
             if self.process.poll() is not None:
                 said = self.log.read_text(encoding="utf-8", errors="replace")
@@ -199,7 +199,7 @@ class _Server:
             except OSError:
                 pass
             time.sleep(0.05)
-        raise RuntimeError(f"llama-server did not load its model within {PATIENCE:.0f} s")
+        raise RuntimeError(f"llama-server did not load its model within {LOAD_SECONDS:.0f} s")
 
     def post(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         return json.loads(self._ask("POST", path, json.dumps(request))[1])

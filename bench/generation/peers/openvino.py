@@ -67,7 +67,7 @@ class OpenVino:
 
 
 def has_bfloat16() -> bool:
-    """Whether its CPU plug-in multiplies and caches in bfloat16 here; it refuses where the instructions are missing."""
+    """Return whether its CPU plug-in multiplies and caches in bfloat16 here; it refuses without the instructions."""
     import openvino as ov
 
     return "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")

@@ -37,7 +37,7 @@ class EngineProcess:
         return tokens, seconds
 
     def about(self) -> str:
-        """What the engine says of itself."""
+        """Facts that the engine states of itself."""
         return self.executor.submit(self.engine.about).result()
 
     def close(self) -> None:

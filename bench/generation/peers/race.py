@@ -76,12 +76,12 @@ class Peers:
 
     def __enter__(self) -> Peers:
         with ExitStack() as stack:
-            found: dict[str, Competitor] = {}
+            ways: dict[str, Competitor] = {}
             for engine in self.engines:
                 kinds = {name_of(engine, kind): kind for kind in TOKENS if name_of(engine, kind) in self.names}
                 if kinds:
-                    found |= self._competitors(engine, kinds, stack)
-            self.competitors = [found[name] for name in self.names]
+                    ways |= self._competitors(engine, kinds, stack)
+            self.competitors = [ways[name] for name in self.names]
             self._stack = stack.pop_all()
         return self
 
@@ -97,13 +97,13 @@ class Peers:
                 reason = _said(error)
         if reason is not None:
             return {name: Competitor(name, missing=reason) for name in kinds}
-        found = {}
+        ways = {}
         for name, kind in kinds.items():
             try:
-                found[name] = Competitor(name, _decoder(process, self._chosen(process, name, kind)))
+                ways[name] = Competitor(name, _decoder(process, self._chosen(process, name, kind)))
             except Exception as error:
-                found[name] = Competitor(name, missing=_said(error))
-        return found
+                ways[name] = Competitor(name, missing=_said(error))
+        return ways
 
     def _started(self, engine: Engine, stack: ExitStack) -> EngineProcess:
         print(f"peers: converting for {engine.name}", file=sys.stderr, flush=True)

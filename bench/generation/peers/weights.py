@@ -1,4 +1,4 @@
-"""What the converters for other engines do to weights: nothing that could be seen in an output."""
+"""Conversions of weights for other engines: nothing that could be seen in an output."""
 
 from __future__ import annotations
 

@@ -96,10 +96,10 @@ def command(
         limit=1 if quick else limit,
     )
     called = name or name_of(settings)
-    found = run(settings, folder=out, name=called)
-    files, data = found.write(out, called), asdict(found)
+    result = run(settings, folder=out, name=called)
+    files, data = result.write(out, called), asdict(result)
     known, said = ("".join(f"{line}\n" for line in lines(data)) for lines in (remarks, verdicts))
     lengths = f"\n\n{lengths_table(data)}" if prompts is not None else ""
-    show(files, f"{known}{table(data)}\n\n{said}\n{kinds_table(data)}{lengths}", found.missing)
-    if found.stopped:
+    show(files, f"{known}{table(data)}\n\n{said}\n{kinds_table(data)}{lengths}", result.missing)
+    if result.stopped:
         raise typer.Exit(INTERRUPTED)

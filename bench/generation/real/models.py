@@ -110,5 +110,5 @@ def bits_of(packed: PreTrainedModel) -> float:
 
 
 def _ends(model: PreTrainedModel) -> tuple[int, ...]:
-    found = model.generation_config.eos_token_id
-    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
+    end = model.generation_config.eos_token_id
+    return () if end is None else (end,) if isinstance(end, int) else tuple(end)

@@ -26,12 +26,12 @@ def own_pair(
     Raises:
         OSError, ValueError: a model or the prompts cannot be found or read.
     """
-    found = load_real(model, draft, None, dtype)
-    if found.tokenizers:
+    real = load_real(model, draft, None, dtype)
+    if real.tokenizers:
         raise ValueError("--draft: it has another tokenizer than the model; `bench real` races such a pair")
-    target, small = found.model.to(device), None if found.draft is None else found.draft.to(device)
+    target, small = real.model.to(device), None if real.draft is None else real.draft.to(device)
     for one in filter(None, (target, small)):
         one.generation_config.eos_token_id = None
         one.generation_config.pad_token_id = 0
-    asked = encoded(read_chats(prompts)[0][:count], found.tokenizer)
-    return Pair(found.name, target, small, [replace(p, input_ids=p.input_ids.to(device)) for p in asked])
+    asked = encoded(read_chats(prompts)[0][:count], real.tokenizer)
+    return Pair(real.name, target, small, [replace(p, input_ids=p.input_ids.to(device)) for p in asked])

@@ -1,4 +1,4 @@
-"""What the model is asked: this benchmark's own chats, or a user's file."""
+"""The prompts: this benchmark's own chats, or a user's file."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ def read_chats(file: Path | None = None) -> tuple[list[Chat], list[Chat]]:
     tuning: list[Any] = []
     try:
         if place.suffix == PARQUET:
-            found = _rows(place)
+            rows = _rows(place)
         elif place.suffix == ".json":
-            found = json.loads(text)
-            if isinstance(found, dict):
-                found, tuning = found.get("prompts"), found.get("tuning", [])
+            rows = json.loads(text)
+            if isinstance(rows, dict):
+                rows, tuning = rows.get("prompts"), rows.get("tuning", [])
         elif place.suffix == ".jsonl":
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
         else:
-            found = [line for line in text.splitlines() if line.strip()]
+            rows = [line for line in text.splitlines() if line.strip()]
     except json.JSONDecodeError as error:
         raise ValueError(f"--prompts: {place} is not JSON: {error}") from error
-    if not isinstance(found, list) or not found:
+    if not isinstance(rows, list) or not rows:
         raise ValueError(f'--prompts: {place} has no prompts; expected a list, or an object with a list "prompts"')
-    chats = [_chat(place, number, given) for number, given in enumerate(found, 1)]
+    chats = [_chat(place, number, given) for number, given in enumerate(rows, 1)]
     others = [_chat(place, number, given) for number, given in enumerate(tuning, 1)]
     if not others:
         others = chats[:TUNED_ON]
@@ -148,22 +148,22 @@ def _question(fault: str, number: int, given: dict[str, Any]) -> Chat:
 def first_of_each_kind(chats: list[Chat], count: int) -> list[Chat]:
     """At most ``count`` chats of every kind, in order."""
     seen: Counter[str] = Counter()
-    found = []
+    first = []
     for chat in chats:
         seen[chat.kind] += 1
         if seen[chat.kind] <= count:
-            found.append(chat)
-    return found
+            first.append(chat)
+    return first
 
 
 def encoded(chats: list[Chat], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """The chats by the tokenizer's chat template; without one, the messages' texts, an empty line between them."""
-    found = []
+    prompts = []
     for chat in chats:
         if tokenizer.chat_template:
             text = tokenizer.apply_chat_template(chat.messages, tokenize=False, add_generation_prompt=True)
             ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
         else:
             ids = tokenizer("\n\n".join(turn["content"] for turn in chat.messages), return_tensors="pt")["input_ids"]
-        found.append(Prompt(chat.name, chat.kind, ids))
-    return found
+        prompts.append(Prompt(chat.name, chat.kind, ids))
+    return prompts

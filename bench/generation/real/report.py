@@ -1,4 +1,4 @@
-"""What follows from the runs: rates, intervals against the strongest others, texts compared."""
+"""Results of the runs: rates, intervals against the strongest others, texts compared."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...lib.intervals import Ratio, paired_ratio
 from ...lib.report import SCHEMA, markdown
 from .names import HF, HISTORY, OURS, PACKED, PACKED_HISTORY, label, plain_of
 
-FEWEST = 6  # prompts that give a ratio an interval
-NARROW = 8.0  # bits a weight; with fewer a model computes something else than it was trained to
+MIN_PROMPTS = 6  # prompts that give a ratio an interval
+NARROW_BITS = 8.0  # bits a weight; with fewer a model computes something else than it was trained to
 
 
 @dataclass
@@ -59,20 +59,20 @@ class RealReport:
 
     def totals(self, way: str, kind: str | None = None) -> dict[str, tuple[float, float]]:
         """Tokens and seconds of a way by prompt, the mean over its rounds."""
-        found: dict[str, list[tuple[float, float]]] = {}
+        pairs: dict[str, list[tuple[float, float]]] = {}
         for run in self.runs:
             if run["way"] == way and kind in (None, self.prompts[run["prompt"]]["kind"]):
-                found.setdefault(run["prompt"], []).append((run["tokens"], run["seconds"]))
+                pairs.setdefault(run["prompt"], []).append((run["tokens"], run["seconds"]))
         return {
             prompt: (statistics.fmean(t for t, _ in each), statistics.fmean(s for _, s in each))
-            for prompt, each in found.items()
+            for prompt, each in pairs.items()
         }
 
     def ratio(self, ours: str, theirs: str) -> Ratio:
         """Of rates, over the prompts that both decoded."""
         a, b = self.totals(ours), self.totals(theirs)
         both = [prompt for prompt in a if prompt in b]
-        return paired_ratio([a[prompt] for prompt in both], [b[prompt] for prompt in both], fewest=FEWEST)
+        return paired_ratio([a[prompt] for prompt in both], [b[prompt] for prompt in both], fewest=MIN_PROMPTS)
 
     def bits(self, way: str) -> float:
         """A weight."""
@@ -91,8 +91,8 @@ class RealReport:
             self.ratios = {name: asdict(self.ratio(HISTORY, name)) for name in names if name != HISTORY}
         others = [row for row in self.summary if row["way"] not in OURS]
         groups = {
-            "wide": [row for row in others if row["bits"] >= NARROW],
-            "narrow": [row for row in others if row["bits"] < NARROW],
+            "wide": [row for row in others if row["bits"] >= NARROW_BITS],
+            "narrow": [row for row in others if row["bits"] < NARROW_BITS],
             "transformers": [row for row in others if label(row["way"]).engine == "transformers"],
         }
         self.strongest = {
@@ -140,8 +140,8 @@ class RealReport:
         questions: dict[str, list[dict[str, Any]]] = {}
         for run in runs:
             questions.setdefault(self.prompts[run["prompt"]].get("question", run["prompt"]), []).append(run)
-        found = [_per_step(each) for each in questions.values()]
-        return None if not found or None in found else statistics.fmean(length for length in found if length)
+        lengths = [_per_step(each) for each in questions.values()]
+        return None if not lengths or None in lengths else statistics.fmean(length for length in lengths if length)
 
 
 def _rate(totals: dict[str, tuple[float, float]]) -> float:
@@ -204,43 +204,43 @@ def equal_table(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def verdicts(data: dict[str, Any]) -> list[str]:
-    """What our history gains against the strongest others, one sentence each."""
+    """Say what our history gains against the strongest others, one sentence each."""
     said = {
         "wide": "the fastest other with 8 bits a weight or more",
         "narrow": "the fastest other with fewer",
         "transformers": "transformers' fastest",
     }
-    found = []
+    sentences = []
     for group, what in said.items():
         way = data["strongest"].get(group)
         if way is not None and way in data["ratios"]:
             shown = label(way)
-            found.append(f"{Ratio(**data['ratios'][way])} times {what} ({shown.engine}, {shown.way})")
+            sentences.append(f"{Ratio(**data['ratios'][way])} times {what} ({shown.engine}, {shown.way})")
     packed = f"{PACKED_HISTORY} / {data['strongest'].get('narrow')}"
     if packed in data["ratios"]:
-        found.append(f"over the packed weights of the file {Ratio(**data['ratios'][packed])} times the same")
+        sentences.append(f"over the packed weights of the file {Ratio(**data['ratios'][packed])} times the same")
     if HF in data["ratios"]:
-        found.append(f"{Ratio(**data['ratios'][HF])} times transformers' plain decoding")
-    return found
+        sentences.append(f"{Ratio(**data['ratios'][HF])} times transformers' plain decoding")
+    return sentences
 
 
 def remarks(data: dict[str, Any]) -> list[str]:
-    """What to know before the figures are read."""
-    found = [data["busy"]] if data["busy"] else []
+    """Say what to know before the figures are read."""
+    sentences = [data["busy"]] if data["busy"] else []
     decoded, asked = len({run["prompt"] for run in data["runs"]}), len(data["prompts"])
     if data["stopped"]:
-        found.append(f"Stopped after {decoded} of {asked} prompts.")
-    if decoded < FEWEST:
-        found.append(f"No intervals: {decoded} prompts are too few; from {FEWEST} on there are.")
-    return found
+        sentences.append(f"Stopped after {decoded} of {asked} prompts.")
+    if decoded < MIN_PROMPTS:
+        sentences.append(f"No intervals: {decoded} prompts are too few; from {MIN_PROMPTS} on there are.")
+    return sentences
 
 
 def gains(data: dict[str, Any]) -> str | None:
     """The first verdict as a sentence with the history's rate; ``None`` where the history did not take part."""
-    if not (found := verdicts(data)[:1]):
+    if not (first := verdicts(data)[:1]):
         return None
     rate = next(row["tokens_per_second"] for row in data["summary"] if row["way"] == HISTORY)
-    return f"In {data['settings']['dtype']} the history alone gives {rate:.0f} tokens/s: {'; '.join(found)}."
+    return f"In {data['settings']['dtype']} the history alone gives {rate:.0f} tokens/s: {'; '.join(first)}."
 
 
 def kinds_table(data: dict[str, Any]) -> str:
@@ -254,9 +254,9 @@ def kinds_table(data: dict[str, Any]) -> str:
         shown, by_kind = label(way), rows[way]["by_kind"]
         cells = []
         for kind in kinds:
-            found = by_kind.get(kind)
-            per_step = "" if not found or found["tokens_per_step"] is None else f" ({found['tokens_per_step']:.1f})"
-            cells.append("–" if not found else f"{found['tokens_per_second']:.0f}{per_step}")
+            rate = by_kind.get(kind)
+            per_step = "" if not rate or rate["tokens_per_step"] is None else f" ({rate['tokens_per_step']:.1f})"
+            cells.append("–" if not rate else f"{rate['tokens_per_second']:.0f}{per_step}")
         lines.append([f"{shown.engine}, {shown.way}", *cells])
     return markdown(["", *kinds], lines)
 
@@ -268,9 +268,9 @@ def lengths_table(data: dict[str, Any]) -> str:
     for row in data["summary"]:
         shown = label(row["way"])
         for measure, said in (("tokens_per_step", "accepted tokens"), ("acceptance_length", "acceptance length")):
-            found = [row["by_kind"].get(kind, {}).get(measure) for kind in kinds]
+            values = [row["by_kind"].get(kind, {}).get(measure) for kind in kinds]
             if row[measure] is not None:
-                cells = ["–" if value is None else f"{value:.2f}" for value in [*found, row[measure]]]
+                cells = ["–" if value is None else f"{value:.2f}" for value in [*values, row[measure]]]
                 lines.append([f"{shown.engine}, {shown.way}", said, *cells])
     return markdown(["", "mean", *kinds, "all"], lines)
 
@@ -282,7 +282,7 @@ def short(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def what(data: dict[str, Any]) -> str:
-    """What was decoded, in one sentence without its end."""
+    """Say what was decoded, in one sentence without its end."""
     settings, prompts = data["settings"], data["prompts"]
     kinds = list(dict.fromkeys(prompt["kind"] for prompt in prompts.values()))
     own = "" if len(kinds) < 2 else f" ({', '.join(kinds)})"

@@ -34,7 +34,7 @@ from .ways import engines_for, names_of, own_ways
 NAME = "real"
 WARM_UP_TOKENS = 8
 TEMPLATE_TOKENS = 32  # that a chat template may write round an answer
-SLOW = 0.6  # of the fastest peer's rate: who is below sits out later rounds
+SLOW_SHARE = 0.6  # of the fastest peer's rate: who is below sits out later rounds
 
 
 @dataclass(frozen=True)
@@ -183,11 +183,11 @@ def _cold_cache() -> Iterator[None]:
 
 
 def _warm(
-    real: Real, names: Sequence[str], found: Sequence[Competitor], others: Sequence[Prompt], report: RealReport
+    real: Real, names: Sequence[str], ways: Sequence[Competitor], others: Sequence[Prompt], report: RealReport
 ) -> list[Competitor]:
     """Decode a few tokens of a prompt that is not reported; the ways that work, in the order of ``names``."""
     racing = {}
-    for way in found:
+    for way in ways:
         if way.decode is None:
             report.missing[way.name] = way.missing or ""
             continue
@@ -261,7 +261,7 @@ def _still(racing: list[Competitor], report: RealReport) -> list[Competitor]:
     """Ours, and whoever is not far behind the fastest of the others."""
     rates = {row["way"]: row["tokens_per_second"] for row in report.summary}
     fastest = max((rate for way, rate in rates.items() if way not in OURS), default=0.0)
-    return [way for way in racing if way.name in OURS or rates[way.name] >= SLOW * fastest]
+    return [way for way in racing if way.name in OURS or rates[way.name] >= SLOW_SHARE * fastest]
 
 
 def _decode(
@@ -288,16 +288,16 @@ def _decode(
 
 
 def _compared(model: PreTrainedModel, prompt: Prompt, texts: dict[str, list[int]], way: str) -> dict[str, Any]:
-    """Whether the text is transformers', whether it is its engine's plain one, and why a first difference is there."""
-    found: dict[str, Any] = {}
+    """Compare the text with transformers' and with its engine's plain one, and say why a first difference is there."""
+    result: dict[str, Any] = {}
     mine = texts[way]
     for key, reference in (("same", HF), ("same_as_plain", plain_of(way))):
         if reference in texts and reference != way:
-            found[key] = mine == texts[reference]
-    if found.get("same") is False and label(way).engine in ("gsd_kernels", "transformers"):
+            result[key] = mine == texts[reference]
+    if result.get("same") is False and label(way).engine in ("gsd_kernels", "transformers"):
         divergence = first_divergence(model, prompt.input_ids, texts[HF], mine)
-        found["within_rounding"] = divergence is not None and divergence.within_rounding
-    return found
+        result["within_rounding"] = divergence is not None and divergence.within_rounding
+    return result
 
 
 def _say(what: str) -> None:

@@ -40,18 +40,18 @@ def engines_for(real: Real, binaries: Path | None) -> list[Engine]:
         real: the model.
         binaries: where llama.cpp was built; see :func:`find_binaries`.
     """
-    found: list[Engine] = [OpenVino(weights, real.tokenizer_folder) for weights in OPENVINO_WEIGHTS]
+    engines: list[Engine] = [OpenVino(weights, real.tokenizer_folder) for weights in OPENVINO_WEIGHTS]
     if real.model.dtype == torch.float32:  # elsewhere they are floats anyway
-        found += [OpenVino(weights, real.tokenizer_folder, floats=True) for weights in OPENVINO_WEIGHTS if weights]
+        engines += [OpenVino(weights, real.tokenizer_folder, floats=True) for weights in OPENVINO_WEIGHTS if weights]
     place = find_binaries(binaries)
     if place is None:
-        return [*found, LlamaCpp(real.ends)]
+        return [*engines, LlamaCpp(real.ends)]
     own = NAMED.get(real.model.dtype)
     if own is not None:
-        found.append(LlamaServer(place, own, real.gguf, real.ends))
+        engines.append(LlamaServer(place, own, real.gguf, real.ends))
     if real.gguf is not None:
-        found.append(LlamaServer(place, "", real.gguf, real.ends))
-    return [*found, *(LlamaServer(place, weights, real.gguf, real.ends) for weights in LLAMA_CPP_WEIGHTS)]
+        engines.append(LlamaServer(place, "", real.gguf, real.ends))
+    return [*engines, *(LlamaServer(place, weights, real.gguf, real.ends) for weights in LLAMA_CPP_WEIGHTS)]
 
 
 def names_of(real: Real, engines: Sequence[Engine]) -> list[str]:
@@ -64,7 +64,7 @@ def names_of(real: Real, engines: Sequence[Engine]) -> list[str]:
 
 
 def own_ways(real: Real, names: Sequence[str]) -> list[Competitor]:
-    """Those of ``names`` that run in this process: transformers' and ours."""
+    """The ways among ``names`` that run in this process: transformers' and ours."""
     model = real.model
     makers: dict[str, Callable[[], comparison.Contender]] = {
         HF: lambda: comparison.plain(model),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gsd_kernels_hf.files import SHIPPED
+from gsd_kernels_hf.files import SHIPPED_FOLDER
 from gsd_kernels_hf.model.hidden import decoder_of
 from gsd_kernels_hf.model.properties import device_of, vocabulary
 from gsd_kernels_hf.sources.dflash import DFlash
@@ -26,7 +26,7 @@ from gsd_kernels_hf.sources.load import load_drafter
 __all__ = ["FOLDER", "KINDS", "embedded", "fitted_drafter", "heads_folder"]
 
 KINDS = ("eagle3", "dflash")
-FOLDER = SHIPPED.with_name("demo")
+FOLDER = SHIPPED_FOLDER.with_name("demo")
 """Of a clone: the kinds of drafters, and heads, each in a folder; not in the wheel."""
 
 _Kind = TypeVar("_Kind", Eagle3, DFlash)
@@ -39,12 +39,12 @@ def embedded(source: PreTrainedModel, target: PreTrainedModel | None = None) -> 
         source: the demo target.
         target: what it was inflated to; ``None``: itself.
     """
-    found = {}
+    drafters = {}
     for kind in KINDS:
         if (FOLDER / kind / "config.json").is_file():
             drafter = load_drafter(FOLDER / kind, source)
-            found[kind] = drafter if target is None or target is source else fitted_drafter(drafter, source, target)
-    return found
+            drafters[kind] = drafter if target is None or target is source else fitted_drafter(drafter, source, target)
+    return drafters
 
 
 def heads_folder() -> Path:

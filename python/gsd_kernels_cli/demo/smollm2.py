@@ -75,10 +75,10 @@ def gguf_path() -> Path:
     Raises:
         MissingModelError: it is not installed.
     """
-    found = _gguf()
-    if found is None:
+    path = _gguf()
+    if path is None:
         raise MissingModelError(str(why_missing()))
-    return found
+    return path
 
 
 def folder(*, progress: bool = True) -> Path:

@@ -1,4 +1,4 @@
-"""Which drafted tokens are accepted: the exact criterion, and three others that are asked for by name.
+"""Criteria of acceptance: the exact one, and three others that are asked for by name.
 
 A criterion says for every row at once which token follows it. :func:`gsd_kernels.verify` then walks down the rows that
 hold these tokens. So end-of-text tokens, lengths, finished sequences and the commit are the same for all criteria.
@@ -33,7 +33,7 @@ EXACT, SPECULATIVE, BLOCK, TYPICAL = CRITERIA = get_args(CriterionName)
 DRAWN = (SPECULATIVE, BLOCK)  # those that verify the draft's own samples
 CHAIN = {"width": 1, "branch": 1, "merge_context": -1, "history_depth": 0}  # what makes a GraphConfig a chain
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2  # of noise, see derived_seed; 0 is the target's own
-LEVELS = 65  # rows of the longest chain, in the keys of a step's noise
+MAX_CHAIN_ROWS = 65  # rows of the longest chain, in the keys of a step's noise
 
 UNWARPED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # of a distribution that is warped already
 
@@ -85,7 +85,7 @@ def resolve_criterion(value: str | Typical) -> str | Typical:
 
 
 def shape_for(criterion: str | Typical, graph_config: GraphConfig | str | None) -> GraphConfig | str | None:
-    """What ``graph_config`` means for the criterion: where no shape is given, the draft's samples are a chain."""
+    """The shape that ``graph_config`` means for the criterion: where none is given, the draft's samples are a chain."""
     return "chain" if criterion in DRAWN and graph_config in (None, "auto") else graph_config
 
 
@@ -188,7 +188,7 @@ class ChainProposal:
         return token, log_q.gather(-1, token.clamp(min=0).long())
 
     def wide(self, rows: int, vocabulary: int) -> Tensor:
-        """What the child of each row was drawn from, in the target's vocabulary: float32 [B, rows, vocabulary].
+        """The distribution that each row's child was drawn from, of the target's tokens: float32 [B, rows, vocabulary].
 
         In a chain the row at depth d is row d, and its one child was drawn from level d's distribution.
         """
@@ -257,7 +257,7 @@ class BlockVerification(SpeculativeSampling):
 
 
 def block_verification(p: Tensor, q: Tensor, child: Tensor) -> tuple[Tensor, Tensor]:
-    """What block verification says of every row of a chain, from the draft's and the target's probabilities.
+    """Verify every row of a chain as part of a block, from the draft's and the target's probabilities.
 
     Args:
         p: float [B, R, V], the target's after each row.
@@ -283,7 +283,7 @@ def block_verification(p: Tensor, q: Tensor, child: Tensor) -> tuple[Tensor, Ten
 
 def step_keys(first: Tensor, level: Tensor | int) -> Tensor:
     """Keys of noise that no other step has: int32, by the position of a step's first drafted token, and the level."""
-    return (first * LEVELS + level).to(torch.int32)
+    return (first * MAX_CHAIN_ROWS + level).to(torch.int32)
 
 
 class TypicalAcceptance(ExactMatch):

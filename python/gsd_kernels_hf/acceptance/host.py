@@ -1,4 +1,4 @@
-"""What verification on the host has in common: stopping criteria, what is kept for the output, and its ends."""
+"""Parts of verification on the host: stopping criteria, what is kept for the output, and its ends."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class OnHost:
         raise NotImplementedError
 
     def verdicts(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
-        """Which sequences the criteria end, asked as transformers asks them: ids [B, L], scores [B, V] a position."""
+        """Ask the criteria which sequences end, as transformers asks them: ids [B, L], scores [B, V] a position."""
         stops = torch.zeros(self.batch, dtype=torch.bool, device=ids.device)
         for criterion in self.criteria:
             stops = stops | criterion(ids, scores)

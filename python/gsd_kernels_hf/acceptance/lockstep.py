@@ -116,13 +116,13 @@ class Lockstep(OnHost):
         check_pick(-1)
 
     def _unusable(self, scores: Tensor) -> bool:
-        """Whether nothing can be picked from scores [V]."""
+        """Return whether nothing can be picked from scores [V]."""
         drawn = self.plan.temperature > 0 and bool(scores.isneginf().all() | (scores == math.inf).any())
         return drawn or bool(scores.isnan().any())
 
 
 def named(processor: object) -> str:
-    """What an error calls a processor: a function by its name, any other object by its class."""
+    """The name of a processor in an error: a function's own, any other object's class."""
     return getattr(processor, "__name__", type(processor).__name__)
 
 

@@ -79,7 +79,7 @@ class SamplingPlan:
 
     @property
     def row_wise(self) -> bool:
-        """Whether the processors can be asked for one sequence at a time, with the same result."""
+        """Return whether the processors can be asked for one sequence at a time, with the same result."""
         return all(is_row_wise(processor) for processor in self.processors)
 
     @property
@@ -88,14 +88,14 @@ class SamplingPlan:
 
 
 def is_row_wise(processor: LogitsProcessor) -> bool:
-    """Whether it is one of :data:`ROW_WISE` or :data:`PLACED`, by the exact class and as it was shipped."""
+    """Return whether it is one of :data:`ROW_WISE` or :data:`PLACED`, by the exact class and as it was shipped."""
     kind = type(processor)
     shipped = getattr(kind.__call__, "__module__", None) == logits_process.__name__
     return shipped and kind.__name__ in (*ROW_WISE, *PLACED) and kind is getattr(logits_process, kind.__name__)
 
 
 def is_placed(processor: LogitsProcessor) -> bool:
-    """Whether a row-wise processor has something of every sequence, the length of its padding for example."""
+    """Return whether a row-wise processor has something of every sequence, the length of its padding for example."""
     by_row = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
     return by_row or type(processor).__name__ in PLACED
 

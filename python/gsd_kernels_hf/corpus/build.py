@@ -14,7 +14,7 @@ from gsd_kernels.ops.corpus import MAX_MATCH, sort_corpus
 from ..files import path_of, write_folder
 from .index import HEADER, Header, describe, file_of, fingerprint, read_header
 
-BATCH = 32  # texts that are tokenized at once, fewer where they are long
+BATCH_TEXTS = 32  # texts that are tokenized at once, fewer where they are long
 BATCH_CHARACTERS = 1 << 20
 
 
@@ -91,7 +91,7 @@ def tokenized(texts: Iterable[str], tokenizer: Any, progress: Callable[[int], No
     for text in texts:
         batch.append(text)
         characters += len(text)
-        if len(batch) == BATCH or characters >= BATCH_CHARACTERS:
+        if len(batch) == BATCH_TEXTS or characters >= BATCH_CHARACTERS:
             yield from _tokens(batch, tokenizer)
             done += len(batch)
             batch, characters = [], 0
@@ -113,16 +113,16 @@ def files_of(names: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = 
     Raises:
         ValueError: a name is neither a file nor a folder, or nothing is left.
     """
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for name in names:
         path = path_of(name)
         if path.is_dir():
             under = sorted(file for file in path.rglob("*") if file.is_file())
-            found |= dict.fromkeys(f for f in under if not suffixes or f.name.endswith(tuple(suffixes)))
+            paths |= dict.fromkeys(f for f in under if not suffixes or f.name.endswith(tuple(suffixes)))
         elif path.is_file():
-            found[path] = None
+            paths[path] = None
         else:
             raise ValueError(f"FILES: no such file or folder: {path}")
-    if not found:
+    if not paths:
         raise ValueError("FILES: no file to index")
-    return list(found)
+    return list(paths)

@@ -21,15 +21,15 @@ HEADER = "corpus.json"
 FORMAT = "gsd_kernels corpus"
 VERSION = 1
 ARRAYS = ("text", "order", "following")
-MAX_HEADER = 1 << 20  # bytes: it has some hundred
-BLOCK = 4096  # bytes
-BLOCKS = 16  # of every array that are compared when it is opened, the first and the last among them
+MAX_HEADER_BYTES = 1 << 20  # bytes: it has some hundred
+BLOCK_BYTES = 4096  # bytes
+COMPARED_BLOCKS = 16  # of every array that are compared when it is opened, the first and the last among them
 PROBE = "def f(x):\n    return {'a': [1.5, \"é\"]}  # 東京\n"
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a corpus says of itself.
+    """The head of a corpus, which says how it was made.
 
     Attributes:
         tokens: of all documents.
@@ -39,7 +39,7 @@ class Header:
         vocab_size: of the tokenizer, 0 where none is known.
         largest_token: the largest id in it.
         tokenizer: its fingerprint, see :func:`fingerprint`; empty where none is known.
-        arrays: bytes of each file, and a hash of :data:`BLOCKS` blocks of it, by name.
+        arrays: bytes of each file, and a hash of :data:`COMPARED_BLOCKS` blocks of it, by name.
     """
 
     tokens: int
@@ -52,7 +52,7 @@ class Header:
     arrays: dict[str, dict[str, Any]]
 
     def whole(self) -> bool:
-        """Whether every value is of its type."""
+        """Return whether every value is of its type."""
         counts = self.tokens, self.entries, self.documents, self.vocab_size, self.largest_token
         arrays = self.arrays if isinstance(self.arrays, dict) else {}
         return (
@@ -93,10 +93,10 @@ def open_corpus(folder: str | os.PathLike[str], tokenizer: Any = None) -> tuple[
     """
     folder = path_of(folder)
     header = read_header(folder)
-    if tokenizer is not None and header.tokenizer and (found := fingerprint(tokenizer)) != header.tokenizer:
+    if tokenizer is not None and header.tokenizer and (own := fingerprint(tokenizer)) != header.tokenizer:
         raise ValueError(
             f"corpus: {folder} was made with another tokenizer (fingerprint {header.tokenizer}, the target's has "
-            f"{found}); index the files anew with the target's"
+            f"{own}); index the files anew with the target's"
         )
     arrays = {name: _mapped(folder, name, header) for name in ARRAYS}
     return header, SortedCorpus(**{name: torch.from_numpy(array) for name, array in arrays.items()})
@@ -114,9 +114,9 @@ def read_header(folder: Path) -> Header:
     damaged = f"corpus: {file} is damaged; index the files anew"
     try:
         with file.open("rb") as opened:
-            raw = opened.read(MAX_HEADER + 1)
-        if len(raw) > MAX_HEADER:
-            raise ValueError(f"more than {MAX_HEADER} bytes")
+            raw = opened.read(MAX_HEADER_BYTES + 1)
+        if len(raw) > MAX_HEADER_BYTES:
+            raise ValueError(f"more than {MAX_HEADER_BYTES} bytes")
         values = json.loads(raw.decode())
         digest, kind, version = values.pop("sha256"), values.pop("format"), values.pop("version")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -160,13 +160,13 @@ def _mapped(folder: Path, name: str, header: Header) -> np.ndarray:
 
 def _sample(folder: Path, name: str) -> str:
     """A hash of evenly spaced blocks of a file, its first and last ones among them."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with file_of(folder, name).open("rb") as file:
-        last = max(0, os.fstat(file.fileno()).st_size - BLOCK)
-        for at in sorted({last * i // (BLOCKS - 1) for i in range(BLOCKS)}):
+        last = max(0, os.fstat(file.fileno()).st_size - BLOCK_BYTES)
+        for at in sorted({last * i // (COMPARED_BLOCKS - 1) for i in range(COMPARED_BLOCKS)}):
             file.seek(at)
-            found.update(file.read(BLOCK))
-    return found.hexdigest()
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a step takes on this machine, in seconds: a prior, a model that every step corrects, and the files that keep it.
+"""Seconds of a step on this machine: a prior, a model that every step corrects, and the files that keep it.
 
 Knows row counts, cached tokens and names of shapes; nothing of choices. May import :mod:`gsd_kernels_hf.sources` and
 what that may.

@@ -46,7 +46,7 @@ class Period:
         return self.alike, means, [noise / size**0.5 for size in self.sizes]
 
     def quick(self, beyond: np.ndarray) -> np.ndarray | None:
-        """Which forwards were not disturbed, bool [n]; ``None``: perhaps none.
+        """Find the forwards that were not disturbed, bool [n]; ``None``: perhaps none.
 
         Args:
             beyond: log seconds beyond those that a forward of as many rows is predicted to take, [n].
@@ -69,7 +69,7 @@ class Period:
 
 
 class Spread:
-    """What forwards of as many rows differed by of late.
+    """The differences between forwards of as many rows of late.
 
     Attributes:
         std: of their log seconds, as the mean deviation has it.

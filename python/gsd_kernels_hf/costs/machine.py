@@ -45,11 +45,11 @@ def _once(device: torch.device, name: str, between: tuple[float, float], measure
     document = Document("machine", {**machine(device), "type": device.type})
     key = (document.path, str(device), name)
     if key not in _known:
-        found = document.number(name, *between)
-        if found is None:
-            found = measure()
-            document.write({name: found})
-        _known[key] = found
+        value = document.number(name, *between)
+        if value is None:
+            value = measure()
+            document.write({name: value})
+        _known[key] = value
     return _known[key]
 
 

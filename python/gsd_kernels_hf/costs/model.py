@@ -117,20 +117,25 @@ class LogTimeFilter:
         """
         settings = self.settings
         covariance = self.covariance + self.process_noise
-        # No variance exceeds its prior.
+        # No variance exceeds its prior: by the noise of every step values that are never seen would drift to where
+        # anything is believed. Rows and columns are scaled alike, which keeps the correlations.
         diagonal = covariance.diagonal()
         if (diagonal > self.prior_variance).any():
             excess = np.sqrt(np.maximum(diagonal / self.prior_variance, 1.0))
             covariance = covariance / (excess[:, None] * excess)
         cross = covariance @ weights
         variance = max(float(weights @ cross), 0.0)  # digits that a file left out may make it a little less
+        # Three things that a plain filter lacks, since a machine is slow for moments and never quick by chance: several
+        # slow steps in a row are believed at once, so is a step that is much too quick, and a single slow one hardly.
         innovation = residual - float(weights @ self.mean)
         innovation -= self._slowdown(innovation, math.sqrt(variance + noise * noise))
         if innovation < -settings.faster_stds * math.sqrt(variance + noise * noise):
-            # The machine was busy and is no longer: all else was seen too slow as well.
+            # The machine was busy and is no longer: all else was seen too slow as well. A variance along what is common
+            # to all values, as large as the surprise, lets this step correct them together.
             covariance = covariance + innovation**2 * np.outer(self.common, self.common)
             cross = covariance @ weights
             variance = max(float(weights @ cross), 0.0)
+        # With its own square in its noise a slow step pulls by x / (a + share · x²): less, the slower it was.
         share = settings.slow_variance_share if slow_share is None else slow_share
         variance += noise * noise + share * max(innovation, 0.0) ** 2
         self.mean = self.mean + cross * (innovation / variance)
@@ -151,6 +156,8 @@ class LogTimeFilter:
         self.slow = [*self.slow, innovation] if innovation > self.settings.slower_stds * std else []
         if len(self.slow) < self.settings.slower_steps:
             return 0.0
+        # So much all of them have in common. The mean is moved as a whole, ahead of the update, which would take the
+        # slowdown for one of this step's row count.
         least, self.slow = min(self.slow), []
         self.mean = self.mean + least * self.common
         return least
@@ -164,7 +171,7 @@ class LogTimeFilter:
         return {"mean": _rounded(self.mean), "covariance": [_rounded(row) for row in self.covariance]}
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """What :meth:`as_dict` gave.
+        """Load what :meth:`as_dict` gave.
 
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
@@ -212,7 +219,7 @@ class CostModel:
         self.timed: dict[str, int] = {}  # of them, by name of the shape
 
     def target_weights(self, rows: np.ndarray, cached: float) -> np.ndarray:
-        """Which values a forward's log seconds consist of: rows [S] of all sequences → [S, row counts + 1]."""
+        """The weights of the values in a forward's log seconds: rows [S] of all sequences → [S, row counts + 1]."""
         octave = np.minimum(np.log2(np.maximum(rows, 1.0)), LOG2_ROWS[-1])
         below = np.minimum(np.searchsorted(LOG2_ROWS, octave, side="right") - 1, len(ROW_COUNTS) - 2)
         share = (octave - LOG2_ROWS[below]) / (LOG2_ROWS[below + 1] - LOG2_ROWS[below])
@@ -224,7 +231,7 @@ class CostModel:
         return weights
 
     def other_weights(self, names: Sequence[int] | np.ndarray, batch: int) -> np.ndarray:
-        """Which values the log seconds of all else consist of: indices [S] of names → [S, names + 1]."""
+        """The weights of the values in the log seconds of all else: indices [S] of names → [S, names + 1]."""
         weights = np.zeros((len(names), len(self.names) + 1))
         weights[np.arange(len(names)), names] = 1.0
         weights[:, -1] = np.log2(batch)
@@ -237,13 +244,14 @@ class CostModel:
     def _at_row_counts(self, cached: float) -> np.ndarray:
         """Log seconds at :data:`ROW_COUNTS`, never falling; asked for several times between two observations."""
         mean, covariance = self.target.mean, self.target.covariance
-        last_mean, last_covariance, behind, found = self.latest
+        last_mean, last_covariance, behind, log_seconds = self.latest
         if last_mean is not mean or last_covariance is not covariance or behind != cached:
             correction = np.exp(mean[:-1] + mean[-1] * self._doublings(cached))
+            # Errors can make more rows look cheaper; what is known best moves least where that is put right.
             precision = 1.0 / np.maximum(covariance.diagonal()[:-1], 1e-6)
-            found = np.log(increasing(self.prior.target_seconds(ROW_COUNTS, cached) * correction, precision))
-            self.latest = mean, covariance, cached, found
-        return found
+            log_seconds = np.log(increasing(self.prior.target_seconds(ROW_COUNTS, cached) * correction, precision))
+            self.latest = mean, covariance, cached, log_seconds
+        return log_seconds
 
     def other_seconds(self, batch: int) -> np.ndarray:
         """All else in a step, by name: of plain decoding and of every shape, [1 + shapes]."""
@@ -302,7 +310,7 @@ class CostModel:
             return
         beyond = np.log(period.seconds / self.target_seconds(period.rows, cached))
         quick = period.quick(beyond)
-        self.target.state = before
+        self.target.state = before  # as if the medians had not been learned
         # The whole machine may be slower or faster than it was: steps say how row counts compare.
         self.target.covariance = self.target.covariance + self.spread.std**2 * np.outer(*[self.target.common] * 2)
         if quick is None:
@@ -361,7 +369,7 @@ class CostModel:
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """What :meth:`as_dict` gave, of the same shapes.
+        """Load what :meth:`as_dict` gave, of the same shapes.
 
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.

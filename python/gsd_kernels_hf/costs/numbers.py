@@ -64,16 +64,16 @@ def array(name: str, value: Any, shape: tuple[int | None, ...], least: float, mo
         ValueError: they are none.
     """
     try:
-        found = np.array(value)
+        values = np.array(value)
     except ValueError as error:  # rows of different lengths
         raise ValueError(f"{name}: {error}") from error
-    fits = found.ndim == len(shape) and all(n in (None, size) for n, size in zip(shape, found.shape, strict=True))
-    if not fits or found.dtype.kind not in "iuf":
-        raise ValueError(f"{name}: expected numbers {list(shape)}, got {found.dtype} {list(found.shape)}")
-    found = found.astype(float)
-    if not ((found >= least) & (found <= most)).all():  # false for nan
+    fits = values.ndim == len(shape) and all(n in (None, size) for n, size in zip(shape, values.shape, strict=True))
+    if not fits or values.dtype.kind not in "iuf":
+        raise ValueError(f"{name}: expected numbers {list(shape)}, got {values.dtype} {list(values.shape)}")
+    values = values.astype(float)
+    if not ((values >= least) & (values <= most)).all():  # false for nan
         raise ValueError(f"{name}: expected numbers from {least:g} to {most:g}")
-    return found
+    return values
 
 
 def covariance(name: str, value: Any, most: np.ndarray) -> np.ndarray:
@@ -83,16 +83,16 @@ def covariance(name: str, value: Any, most: np.ndarray) -> np.ndarray:
         ValueError: it is none.
     """
     bound = float(most.max())
-    found = array(name, value, (len(most), len(most)), -bound, bound)
-    if not np.allclose(found, found.T, rtol=1e-5, atol=1e-12):
+    matrix = array(name, value, (len(most), len(most)), -bound, bound)
+    if not np.allclose(matrix, matrix.T, rtol=1e-5, atol=1e-12):
         raise ValueError(f"{name}: expected a covariance, which is symmetric")
-    if (found.diagonal() > most).any():
+    if (matrix.diagonal() > most).any():
         raise ValueError(f"{name}: expected variances that there can be")
-    found = (found + found.T) / 2
-    values = np.linalg.eigvalsh(found)
+    matrix = (matrix + matrix.T) / 2
+    values = np.linalg.eigvalsh(matrix)
     if values[0] < -ROUNDING * values[-1] or values[-1] < 0:
         raise ValueError(f"{name}: expected a covariance, which no combination of values makes negative")
-    return found + max(-values[0], 0.0) * np.eye(len(found))
+    return matrix + max(-values[0], 0.0) * np.eye(len(matrix))
 
 
 def _shown(value: Any) -> str:

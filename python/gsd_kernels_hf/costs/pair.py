@@ -1,4 +1,4 @@
-"""What belongs to a pair in this process and on disk: its identity, and its costs."""
+"""A target and its draft in this process and on disk: their identity, and their costs."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ Draft = PreTrainedModel | LayerSkip | nn.Module | None
 """A draft model, a view of the target, or a drafter that reads its hidden states."""
 
 
-class Kept(Protocol):
-    """What a section of a document is loaded into."""
+class Section(Protocol):
+    """A part that a section of a document is loaded into."""
 
     def load(self, data: Mapping[str, Any]) -> None:
         """Raises ``ValueError``, ``KeyError`` or ``TypeError`` where it cannot be used, and then takes nothing over."""
         ...
 
 
-class Pair:
+class CostPair:
     """A target with a draft, or alone, on this machine: its document and its costs.
 
     Args:
@@ -86,7 +86,7 @@ class Pair:
         self.costs = CostModel(prior, shapes, rows_vary=rows_vary)
         self.load(COSTS, self.costs)
 
-    def load(self, section: str, part: Kept) -> None:
+    def load(self, section: str, part: Section) -> None:
         """Load a section, if there is one; one that cannot be used is ignored, with a warning."""
         if section in self.sections:
             try:
@@ -95,7 +95,7 @@ class Pair:
                 self.document.ignore(error)
 
 
-_pairs: dict[Path, Pair] = {}
+_pairs: dict[Path, CostPair] = {}
 _lock = threading.Lock()
 
 
@@ -105,20 +105,20 @@ def pair_of(
     backend: str,
     shapes: Mapping[str, GraphConfig],
     others: Sequence[nn.Module] = (),
-) -> Pair:
+) -> CostPair:
     """The pair's place in this process; costs are the same object for every call.
 
     Args:
-        model, draft, backend, shapes: see :class:`Pair`.
+        model, draft, backend, shapes: see :class:`CostPair`.
         others: models and drafters that are forwarded beside ``draft``; costs with them are known apart.
     """
     document = Document("pair", describe(model, draft, backend, others))
     with _lock:
-        found = _pairs.pop(document.path, None) or Pair(model, draft, backend, document, shapes)
-        _pairs[document.path] = found  # the newest is last
+        pair = _pairs.pop(document.path, None) or CostPair(model, draft, backend, document, shapes)
+        _pairs[document.path] = pair  # the newest is last
         while len(_pairs) > MAX_PAIRS:
             del _pairs[next(iter(_pairs))]
-    return found
+    return pair
 
 
 def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
 
 
 def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, str | None]:
-    """Whether an operator or the modules forward rows, and with which instructions the operator does."""
+    """Say whether an operator or the modules forward each model's rows, and with which instructions."""
 
     def way(m: nn.Module | LayerSkip | None) -> str:
         return "operator" if isinstance(m, PreTrainedModel) and why_not(m, backend) is None else "modules"

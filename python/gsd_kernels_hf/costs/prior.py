@@ -20,7 +20,7 @@ MAX_FREE_ROWS = 1024.0
 
 @dataclass(frozen=True)
 class CostPrior:
-    """What is known of a pair without running it. Seconds are of calls alone, without reading and arithmetic.
+    """Costs of a pair that are known without running it. Seconds are of calls alone, without reading and arithmetic.
 
     Attributes:
         target_bytes, draft_bytes: of weights that a forward reads; 0 without a draft model.
@@ -137,5 +137,5 @@ def _largest(size: Any) -> int | None:
 
 
 def _place(module: nn.Module | None) -> int | None:
-    """What tells whether two modules have the same weights."""
+    """A key that tells whether two modules have the same weights."""
     return module.packed.data_ptr() if isinstance(module, Packed) else id(getattr(module, "weight", None))

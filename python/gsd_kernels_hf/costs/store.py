@@ -1,4 +1,4 @@
-"""What was learned, on disk between processes.
+"""Files of what was learned, on disk between processes.
 
 One small JSON file for a pair: its costs, the result of :func:`~gsd_kernels.tune` if that ran, and what was learned of
 its sources under every kind of sampling. Files are replaced whole, so a reader never sees half of one; of two processes
@@ -86,11 +86,11 @@ class Document:
 
     def number(self, name: str, least: float, most: float) -> float | None:
         """A section that is a number; ``None`` where there is none, or one that cannot be (one warning)."""
-        found = self.read().get(name)
-        if found is None:
+        value = self.read().get(name)
+        if value is None:
             return None
         try:
-            return numbers.number(name, found, least, most)
+            return numbers.number(name, value, least, most)
         except ValueError as error:
             self.ignore(error)
             return None

@@ -80,7 +80,7 @@ def custom_generate(
 
 
 def _overridden(model: PreTrainedModel, folder_code: str | None) -> bool:
-    """Whether the model's ``generate`` is what transformers made of the folder's when it loaded the model."""
+    """Return whether the model's ``generate`` is what transformers made of the folder's when it loaded the model."""
     function = getattr(vars(model).get("generate"), "func", None)
     return folder_code is not None and getattr(function, "__globals__", {}).get("__file__") == folder_code
 
@@ -88,8 +88,8 @@ def _overridden(model: PreTrainedModel, folder_code: str | None) -> bool:
 def _take_over(model: PreTrainedModel, folder_code: str | None) -> None:
     """Patch a model with what its folder names."""
     wanted = (FILE, *(f"{place}/*" for place in sorted(set(PLACES.values()))))
-    found = COMMIT.search(folder_code or "")  # transformers' configs do not tell it any more
-    commit = getattr(model.config, "_commit_hash", None) if found is None else found[1]
+    match = COMMIT.search(folder_code or "")  # transformers' configs do not tell it any more
+    commit = getattr(model.config, "_commit_hash", None) if match is None else match[1]
     folder = fetch(model.config.name_or_path, "custom_generate", wanted=wanted, revision=commit)
     options = _loaded(model, folder)
     override = vars(model).pop("generate")

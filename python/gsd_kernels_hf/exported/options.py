@@ -76,24 +76,24 @@ def load_options(folder: Path, target: PreTrainedModel) -> dict[str, Any]:
         OSError: a draft model that cannot be loaded.
     """
     values = read_options(folder)
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name in ("drafter", "draft_heads"):
         if name in values:
-            found[name] = OWN if values[name] == OWN else folder / values[name]
+            arguments[name] = OWN if values[name] == OWN else folder / values[name]
     if "assistant_model" in values:
         draft = AutoModelForCausalLM.from_pretrained(
             folder / values["assistant_model"], dtype=target.dtype, trust_remote_code=True
         )  # whose code came with the target's, which is trusted: else this would not run
-        found["assistant_model"] = draft.to(properties.device_of(target)).eval()
+        arguments["assistant_model"] = draft.to(properties.device_of(target)).eval()
     if "assistant_tokenizer" in values:
-        found["tokenizer"] = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        arguments["tokenizer"] = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
         draft_tokenizer = AutoTokenizer.from_pretrained(folder / values["assistant_tokenizer"], trust_remote_code=True)
-        found["assistant_tokenizer"] = draft_tokenizer
+        arguments["assistant_tokenizer"] = draft_tokenizer
     if "corpus" in values:
         named = [source for name, source in SOURCES.items() if name in values]
-        found["draft_sources"] = (*named, "history", Corpus(folder / values["corpus"]))
+        arguments["draft_sources"] = (*named, "history", Corpus(folder / values["corpus"]))
     shape = shape_in(values)
-    return found if shape is None else {**found, "graph_config": shape}
+    return arguments if shape is None else {**arguments, "graph_config": shape}
 
 
 def shape_in(values: Mapping[str, Any]) -> GraphConfig | str | None:

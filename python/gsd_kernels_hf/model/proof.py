@@ -32,9 +32,12 @@ PARENTS = (-1, 0, 0, 1, 3, 4)  # of the rows
 TEXT = (0, 1, 3, 4, 5)  # rows that are a path; the other one is beside it
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest difference of a row's logits, relative to their spread, that needs no second look."""
-NEVER = 0.3  # no rounding differs by as much, but in models that multiply it:
-SHAKEN, FREELY = 30.0, 3.0  # times what a rounding of the embedding changes, below that and in any case
-SOME = 64  # tokens of the vocabulary that a proof in float32 has
+# Two right ways add in other orders, and a model may multiply each rounding of that. How much, one rounding of the
+# embedding shows: by a multiple of its change the ways may differ, up to what no rounding makes in ordinary models.
+MAX_RELATIVE_ERROR = 0.3  # of the logits' spread
+NOISE_FACTOR_BELOW_MAX = 30.0  # × the change that one rounding of the embedding makes, up to the maximum
+NOISE_FACTOR_ALWAYS = 3.0  # × that change, where a model multiplies roundings beyond the maximum
+PROVED_TOKENS = 64  # tokens of the vocabulary that a proof in float32 has
 MOST_WEIGHTS, MOST_LAYERS = 8_000_000, 3  # in float32; one layer in any case
 
 Forward = Callable[[PreTrainedModel], Tensor]
@@ -236,9 +239,11 @@ def _difference(
                 rounding = worst(own, shaken(found, own_steps))
                 if mixers_of(found):  # which have other code for prompts than for single tokens
                     codes = worst(own, own_prompt(found).double())
-                    if codes <= max(TOLERANCE[precision_of(found)], SHAKEN * rounding):  # else it is another formula
+                    bound = max(TOLERANCE[precision_of(found)], NOISE_FACTOR_BELOW_MAX * rounding)
+                    if codes <= bound:  # else it is another formula
                         rounding = max(rounding, codes)
-                if difference > max(min(NEVER, SHAKEN * rounding), FREELY * rounding):
+                bound = min(MAX_RELATIVE_ERROR, NOISE_FACTOR_BELOW_MAX * rounding)
+                if difference > max(bound, NOISE_FACTOR_ALWAYS * rounding):
                     what = "some layers in float32" if found is not model else "a few tokens"
                     return Difference(
                         f"its logits of {what} differ from the modules' by {difference:.1g} of their spread"
@@ -292,11 +297,12 @@ def in_float(model: Any) -> Any:
     count = max(1, min(len(layers), MOST_LAYERS, MOST_WEIGHTS // max(1, size)))
     chosen = [layers[(i * (len(layers) - 1)) // max(1, count - 1)] for i in range(count)]
     parts = {
-        "embed_tokens": _in_float(decoder.embed_tokens, SOME),
+        "embed_tokens": _in_float(decoder.embed_tokens, PROVED_TOKENS),
         "layers": nn.ModuleList(_in_float(layer) for layer in chosen).train(decoder.training),
         "norm": _in_float(decoder.norm),
     }
-    return with_children(model, {"model": with_children(decoder, parts), "lm_head": _in_float(model.lm_head, SOME)})
+    parts = {"model": with_children(decoder, parts), "lm_head": _in_float(model.lm_head, PROVED_TOKENS)}
+    return with_children(model, parts)
 
 
 def _in_float(module: Any, rows: int | None = None) -> Any:

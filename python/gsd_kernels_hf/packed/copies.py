@@ -9,16 +9,16 @@ from torch import nn
 
 from gsd_kernels.ops.packed import PackedMatrix
 
-from .adapters import Stored
+from .adapters import LibraryWeights
 from .samples import samples, versions
 
 _copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], PackedMatrix]] = weakref.WeakKeyDictionary()
 
 
-def read(module: nn.Module, stored: Stored) -> PackedMatrix:
+def read(module: nn.Module, stored: LibraryWeights) -> PackedMatrix:
     """The module's matrix as it is now; a copy is made anew only when a tensor that it was made of was changed."""
-    if (found := _copies.get(module)) is not None and found[0] == _content(stored):
-        return found[1]
+    if (copy := _copies.get(module)) is not None and copy[0] == _content(stored):
+        return copy[1]
     matrix = stored.read()
     if any(matrix.data.data_ptr() == tensor.data_ptr() for tensor in stored.tensors):
         _copies.pop(module, None)
@@ -27,7 +27,7 @@ def read(module: nn.Module, stored: Stored) -> PackedMatrix:
     return matrix
 
 
-def _content(stored: Stored) -> tuple[Any, ...]:
+def _content(stored: LibraryWeights) -> tuple[Any, ...]:
     tensors = stored.tensors
     return tuple(t.data_ptr() for t in tensors), versions(tensors), samples(tensors)
 

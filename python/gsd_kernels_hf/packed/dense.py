@@ -57,7 +57,7 @@ def load_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
 
 
 def refusal_to_save(why: str) -> Callable[..., NoReturn]:
-    """What takes the place of a model's ``save_pretrained``."""
+    """A function for the place of a model's ``save_pretrained``, which refuses."""
 
     def save_pretrained(*args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(f"save_pretrained: {why}")
@@ -78,7 +78,7 @@ def load_tokenizer(file: Path, **options: Any) -> PreTrainedTokenizerBase:
 
 
 def _loaded(header: Header, **options: Any) -> PreTrainedModel:
-    """What transformers makes of a file, if it is all of it."""
+    """Load a file by transformers, if it is all of it."""
     file, architecture = header.path, architecture_of(header)
     try:
         with quiet():

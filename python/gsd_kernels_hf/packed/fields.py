@@ -1,4 +1,4 @@
-"""What a GGUF file's head says of a model, field by field: honoured, harmless, or a reason to refuse the file."""
+"""The fields of a GGUF file's head, one by one: honoured, harmless, or a reason to refuse the file."""
 
 from __future__ import annotations
 
@@ -136,17 +136,17 @@ class Fields:
 
 
 def architecture_of(header: Header) -> str:
-    """What kind of model a file holds.
+    """The kind of model that a file holds.
 
     Raises:
         ValueError: it does not say.
     """
     if ARCHITECTURE not in header.fields:
         raise header.missing(ARCHITECTURE, "a name, such as 'llama'")
-    found = header.fields[ARCHITECTURE]
-    if not isinstance(found, str):
-        raise header.refusal(ARCHITECTURE, found, "a name, such as 'llama'")
-    return found
+    name = header.fields[ARCHITECTURE]
+    if not isinstance(name, str):
+        raise header.refusal(ARCHITECTURE, name, "a name, such as 'llama'")
+    return name
 
 
 def check_layers(header: Header) -> None:
@@ -155,10 +155,10 @@ def check_layers(header: Header) -> None:
     Raises:
         ValueError: there are fewer in the file.
     """
-    fields, found = Fields(header), {part[1] for name in header.tensors if (part := name.split("."))[0] == "blk"}
-    told = fields.count(LAYERS)
-    if told > len(found):
-        raise fields.refusal(LAYERS, told, f"at most {len(found)}, the layers that the file has tensors of")
+    fields, blocks = Fields(header), {part[1] for name in header.tensors if (part := name.split("."))[0] == "blk"}
+    count = fields.count(LAYERS)
+    if count > len(blocks):
+        raise fields.refusal(LAYERS, count, f"at most {len(blocks)}, the layers that the file has tensors of")
 
 
 def check_foreign(header: Header) -> None:
@@ -170,9 +170,9 @@ def check_foreign(header: Header) -> None:
     check_layers(header)
     fields = Fields(header)
     _vocabulary(fields)
-    width, found = header.tensors[VOCABULARY].shape[-1], fields.count("embedding_length")
-    if found != width:
-        raise fields.refusal("embedding_length", found, f"{width}, the width of {VOCABULARY}")
+    width, length = header.tensors[VOCABULARY].shape[-1], fields.count("embedding_length")
+    if length != width:
+        raise fields.refusal("embedding_length", length, f"{width}, the width of {VOCABULARY}")
     if fields.architecture in SCALED_BY_TRANSFORMERS:
         return
     rope = _rope(fields, 1)
@@ -217,12 +217,12 @@ def read_fields(header: Header) -> tuple[Shape, dict[str, Any]]:
         raise fields.refusal("attention.head_count", heads, f"heads of an even width, not {head_dim}")
     if heads % shape.kv_heads:
         raise fields.refusal("attention.head_count_kv", shape.kv_heads, f"a divisor of {heads}, the number of heads")
-    for name, found in (
+    for name, value in (
         ("rope.dimension_count", rotated or head_dim),
         ("attention.value_length", fields.count("attention.value_length", default=head_dim)),
     ):
-        if found != head_dim:
-            raise fields.refusal(name, found, f"{head_dim}, the width of a head")
+        if value != head_dim:
+            raise fields.refusal(name, value, f"{head_dim}, the width of a head")
     context = fields.count("context_length")
     values = {
         "max_position_embeddings": context,
@@ -280,18 +280,18 @@ def end_by(model: PreTrainedModel, header: Header) -> None:
 def _with_ends(ends: int | list[int] | None, header: Header, vocabulary: int) -> int | list[int] | None:
     """Tokens that end a text, together with those of the head."""
     more = [token for name in ENDS if (token := _token(header, name, vocabulary)) is not None]
-    found = list(dict.fromkeys([*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *more]))
-    return ends if not more else found[0] if len(found) == 1 else found
+    ids = list(dict.fromkeys([*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *more]))
+    return ends if not more else ids[0] if len(ids) == 1 else ids
 
 
 def _tokens(header: Header, vocabulary: int) -> dict[str, int]:
     """Ids of special tokens, as configs name them."""
-    found = {}
+    ids = {}
     for name, of in TOKENS.items():
         token = _token(header, name, vocabulary)
         if token is not None:
-            found[of] = token
-    return found
+            ids[of] = token
+    return ids
 
 
 def _token(header: Header, name: str, vocabulary: int) -> int | None:
@@ -315,18 +315,18 @@ def _vocabulary(fields: Fields) -> int:
     if VOCABULARY not in header.tensors:
         raise header.missing(VOCABULARY, "the embedding")
     rows = header.tensors[VOCABULARY].shape[0]
-    found = fields.count("vocab_size", default=rows)
-    if found != rows:
-        raise fields.refusal("vocab_size", found, f"{rows}, the rows of {VOCABULARY}")
+    size = fields.count("vocab_size", default=rows)
+    if size != rows:
+        raise fields.refusal("vocab_size", size, f"{rows}, the rows of {VOCABULARY}")
     tokens = header.fields.get("tokenizer.ggml.tokens", Strings(0))
     if not isinstance(tokens, Strings) or tokens.count > rows:
         raise header.refusal("tokenizer.ggml.tokens", tokens, f"an array of {rows} strings, one a row of {VOCABULARY}")
-    return found
+    return size
 
 
 def _rope(fields: Fields, context: int) -> dict[str, Any]:
     """Parameters of the rotary embedding, as transformers has them."""
-    found: dict[str, Any] = {"rope_theta": fields.real("rope.freq_base", default=10000.0, above=1.0, below=1e15)}
+    rope: dict[str, Any] = {"rope_theta": fields.real("rope.freq_base", default=10000.0, above=1.0, below=1e15)}
     old = fields.real("rope.scale_linear", default=1.0, above=1e-3, below=1e6)
     factor = fields.real("rope.scaling.factor", default=old, above=1e-3, below=1e6)
     kind = fields.take("rope.scaling.type", "linear", lambda v: v in SCALINGS, f"one of {', '.join(SCALINGS)}")
@@ -334,13 +334,13 @@ def _rope(fields: Fields, context: int) -> dict[str, Any]:
     fast = fields.real("rope.scaling.yarn_beta_fast", default=32.0)
     slow = fields.real("rope.scaling.yarn_beta_slow", default=1.0)
     if kind == "none" or factor == 1:
-        return {**found, "rope_type": "default"}
+        return {**rope, "rope_type": "default"}
     if kind == "linear":
-        return {**found, "rope_type": "linear", "factor": factor}
+        return {**rope, "rope_type": "linear", "factor": factor}
     if factor < 1:
         raise fields.refusal("rope.scaling.factor", factor, "at least 1, with yarn")
     yarn = {"factor": factor, "original_max_position_embeddings": original, "beta_fast": fast, "beta_slow": slow}
-    return {**found, "rope_type": "yarn", **yarn}
+    return {**rope, "rope_type": "yarn", **yarn}
 
 
 def _window(fields: Fields, context: int) -> dict[str, Any]:
@@ -354,7 +354,7 @@ def _window(fields: Fields, context: int) -> dict[str, Any]:
 
 
 def _biases(header: Header) -> dict[str, bool]:
-    """Which of a config's biases there are, where it leaves that open."""
+    """The biases that a config leaves open."""
     names = CAN_CHOOSE.get(architecture_of(header), ())
     return {name: any(f"blk.0.{matrix}.bias" in header.tensors for matrix in CHOSEN[name]) for name in names}
 
@@ -381,17 +381,17 @@ def expected_tensors(header: Header, shape: Shape) -> dict[str, tuple[int, ...]]
         if any(f"blk.0.{matrix}.bias" in header.tensors for matrix in CHOSEN[name]):
             biased |= set(CHOSEN[name])
     layer |= {f"{name}.bias": matrices[name][:1] for name in sorted(biased)}
-    found: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]] = {
         VOCABULARY: (shape.vocabulary, shape.hidden),
         "output_norm.weight": (shape.hidden,),
     }
     if "output.weight" in header.tensors:
-        found["output.weight"] = (shape.vocabulary, shape.hidden)
+        shapes["output.weight"] = (shape.vocabulary, shape.hidden)
     if architecture in PERMUTED and "rope_freqs.weight" in header.tensors:
-        found["rope_freqs.weight"] = (shape.head_dim // 2,)
+        shapes["rope_freqs.weight"] = (shape.head_dim // 2,)
     for number in range(shape.layers):
-        found |= {f"blk.{number}.{name}": size for name, size in layer.items()}
-    return found
+        shapes |= {f"blk.{number}.{name}": size for name, size in layer.items()}
+    return shapes
 
 
 def check_tensors(header: Header, shape: Shape) -> None:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .header import Header, Stored
+from .header import Header, TensorEntry
 
 FREQUENCIES = "rope_freqs.weight"
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 """Kinds of tensors that are plain numbers."""
 
 
-def copied(tensor: Stored) -> Tensor:
+def copied(tensor: TensorEntry) -> Tensor:
     """A tensor's bytes. Read, not mapped: pages looked at once would count as this process' memory for good."""
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)

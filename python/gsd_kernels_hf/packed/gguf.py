@@ -16,7 +16,7 @@ from ..files import path_of
 from .dense import load_model, refusal_to_save
 from .fields import PACKED, PERMUTED, architecture_of, read_whole
 from .frequencies import FLOATS, FREQUENCIES, copied, divide_frequencies
-from .header import Header, Stored
+from .header import Header, TensorEntry
 from .modules import PackedEmbedding, PackedLinear
 
 logger = logging.getLogger("gsd_kernels")
@@ -167,7 +167,7 @@ class _Filling:
             value = self._unpermuted(value[:, None])[:, 0]
         return value
 
-    def _found(self, name: str, shape: torch.Size) -> Stored:
+    def _found(self, name: str, shape: torch.Size) -> TensorEntry:
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ValueError(f"path: {self.path} has no tensor for {name}")
@@ -181,7 +181,7 @@ class _Filling:
         self.used.add(name)
         return tensor
 
-    def _bytes(self, tensor: Stored) -> Tensor:
+    def _bytes(self, tensor: TensorEntry) -> Tensor:
         path = tensor.path
         if path not in self.files:
             # Private pages of the file: nothing is read before it is used, nothing is ever written.

@@ -22,10 +22,10 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "
 BOOL, STRING, ARRAY = 7, 8, 9
 SMALLEST = {**{kind: struct.calcsize(form) for kind, form in NUMBERS.items()}, STRING: 8}
 """Bytes of an array's entry, at least."""
-ALIGNMENT = 32
+ALIGNMENT_BYTES = 32
 MAX_ENTRIES = 1 << 21  # of an array: vocabularies and their merges have some hundred thousand
-MAX_TEXT = 1 << 24  # bytes: chat templates have some thousand
-MAX_NAME = (1 << 16) - 1  # bytes, as the format says
+MAX_TEXT_BYTES = 1 << 24  # bytes: chat templates have some thousand
+MAX_NAME_BYTES = (1 << 16) - 1  # bytes, as the format says
 MAX_TABLE = 1 << 16  # fields, and tensors of a part
 MAX_DIMENSIONS = 4
 TYPES = {
@@ -70,7 +70,7 @@ PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorEntry:
     """A tensor of a file.
 
     Attributes:
@@ -97,7 +97,7 @@ class Strings:
 
 @dataclass
 class Header:
-    """What a model's file, or the files it is split into, say before their tensors' bytes.
+    """The head of a model's file, or of the files it is split into: all that comes before their tensors' bytes.
 
     Attributes:
         path: of the file, of several the first.
@@ -107,7 +107,7 @@ class Header:
 
     path: Path
     fields: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Stored] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Header:
@@ -122,16 +122,16 @@ class Header:
             return header
         for number in range(1, count):
             header.join(_read(_part(header, number, count)), number, count)
-        told = header.number("split.tensors.count", len(header.tensors), 0)
-        if told != len(header.tensors):
-            raise header.refusal("split.tensors.count", told, f"{len(header.tensors)}, as many as its parts hold")
+        expected = header.number("split.tensors.count", len(header.tensors), 0)
+        if expected != len(header.tensors):
+            raise header.refusal("split.tensors.count", expected, f"{len(header.tensors)}, as many as its parts hold")
         return header
 
     def join(self, part: Header, number: int, count: int) -> None:
         """Take the tensors of a part."""
         for key, expected in (("split.no", number), ("split.count", count)):
-            if (found := part.number(key, 0, 0)) != expected:
-                raise part.refusal(key, found, f"{expected}, in part {number + 1} of {count}")
+            if (value := part.number(key, 0, 0)) != expected:
+                raise part.refusal(key, value, f"{expected}, in part {number + 1} of {count}")
         for name in self.tensors.keys() & part.tensors.keys():
             raise part.refusal(name, list(part.tensors[name].shape), f"no such tensor: {self.path} has it as well")
         self.tensors |= part.tensors
@@ -208,7 +208,7 @@ class _Reader:
         header = Header(self.path)
         for number in range(fields):
             self.reading = f"the name of field {number} of {fields}"
-            key = self.string(MAX_NAME)
+            key = self.string(MAX_NAME_BYTES)
             if not key or key in header.fields:
                 self.fail(f"is {key!r}; expected one that no other field has")
             self.reading = key
@@ -218,13 +218,13 @@ class _Reader:
 
     def table(self, header: Header, count: int) -> None:
         """The tensors: their bytes lie in the table's order, each aligned, nothing between them."""
-        alignment = header.number("general.alignment", ALIGNMENT, 0)
+        alignment = header.number("general.alignment", ALIGNMENT_BYTES, 0)
         if alignment & (alignment - 1) or not 8 <= alignment <= 1 << 30:
             raise header.refusal("general.alignment", alignment, "a power of two of at least 8")
         end, entries = 0, []
         for number in range(count):
             self.reading = f"the name of tensor {number} of {count}"
-            name = self.string(MAX_NAME)
+            name = self.string(MAX_NAME_BYTES)
             if not name or name in header.tensors:
                 self.fail(f"is {name!r}; expected one that no other tensor has")
             self.reading = name
@@ -232,7 +232,7 @@ class _Reader:
             (offset,) = self.numbers("Q")
             if offset != end:
                 self.fail(f"has offset {offset}; expected {end}, where the tensor before it ends")
-            entries.append(Stored(name, shape, label, self.path, offset, nbytes))
+            entries.append(TensorEntry(name, shape, label, self.path, offset, nbytes))
             header.tensors[name] = entries[-1]
             end += -(-nbytes // alignment) * alignment
         begin = -(-self.at // alignment) * alignment
@@ -243,7 +243,7 @@ class _Reader:
                     f"path: {self.path} is cut short: {entry.name} has {entry.nbytes} bytes from {place} on, and the "
                     f"file ends at {self.size}"
                 )
-            moved = Stored(entry.name, entry.shape, entry.kind, entry.path, place, entry.nbytes)
+            moved = TensorEntry(entry.name, entry.shape, entry.kind, entry.path, place, entry.nbytes)
             header.tensors[entry.name] = moved
 
     def tensor(self) -> tuple[tuple[int, ...], str, int]:
@@ -265,7 +265,7 @@ class _Reader:
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
-            return self.string(MAX_TEXT)
+            return self.string(MAX_TEXT_BYTES)
         if kind in NUMBERS:
             return self.whole(kind, self.numbers(NUMBERS[kind]))[0]
         if kind != ARRAY:
@@ -291,9 +291,9 @@ class _Reader:
         end = self.at + struct.calcsize(f"<{form}")
         if end > self.size:
             self.cut(end)
-        found = struct.unpack_from(f"<{form}", self.data, self.at)
+        values = struct.unpack_from(f"<{form}", self.data, self.at)
         self.at = end
-        return found
+        return values
 
     def string(self, most: int) -> str:
         (length,) = self.numbers("Q")

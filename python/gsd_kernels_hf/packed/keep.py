@@ -30,7 +30,7 @@ def keep_packed(model: PreTrainedModel) -> PreTrainedModel:
         TypeError, ValueError: no quantised layers, or some that are not read; the model is left as it was.
     """
     check_model(model)
-    found: dict[str, Packed] = {}
+    layers: dict[str, Packed] = {}
     for name, module in model.named_modules():
         stored = stored_in(module)
         if stored is None:
@@ -42,12 +42,12 @@ def keep_packed(model: PreTrainedModel) -> PreTrainedModel:
             raise ValueError(f"model: {name} stands for {stored.dtype} on {place}; expected {model.dtype} on a CPU")
         if module._forward_hooks or module._forward_pre_hooks:
             raise ValueError(f"model: {name} has a hook, which a packed layer would lose; remove it first")
-        found[name] = linear_over(module, stored.read(), model.dtype)
-    if not found:
+        layers[name] = linear_over(module, stored.read(), model.dtype)
+    if not layers:
         raise ValueError(
             f"model: {type(model).__name__} has no layers that a library quantised; this comes before its first "
             "forward, and gsd_kernels.pack packs a dense model"
         )
-    replace(model, found)
+    replace(model, layers)
     compressed_tensors.release(model)
     return model

@@ -11,7 +11,7 @@ from gsd_kernels.ops.packed import ROUNDING_KINDS, Kind, PackedMatrix, codes, un
 from gsd_kernels.ops.row_linear import row_linear
 
 from . import copies
-from .adapters import Stored, stored_in
+from .adapters import LibraryWeights, stored_in
 from .readonly import ReadOnly
 
 
@@ -193,13 +193,13 @@ def linear_over(module: nn.Module, matrix: PackedMatrix, dtype: torch.dtype) -> 
     return PackedLinear(matrix, dtype, None if bias is None else bias.detach())
 
 
-def _readable(module: nn.Module) -> Stored | None:
+def _readable(module: nn.Module) -> LibraryWeights | None:
     stored = stored_in(module)
     return None if stored is None or stored.problem is not None else stored
 
 
 def rounds_rows(model: nn.Module) -> bool:
-    """Whether a layer rounds its rows to eight bits: a last bit of an activation may become a whole code there."""
+    """Return whether a layer rounds its rows to eight bits: an activation's last bit may become a whole code there."""
     for module in model.modules():
         if isinstance(module, Packed):
             if module.kind in ROUNDING_KINDS:

@@ -36,16 +36,16 @@ def pack(model: PreTrainedModel, kind: str = "q8_0") -> PreTrainedModel:
     if kind not in PACKERS:
         raise ValueError(f"kind: expected one of {', '.join(PACKERS)}, got {kind!r}")
     check_model(model)
-    found = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
-    for name, module in found.items():
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
+    for name, module in layers.items():
         _check(name, module)
-    if not found:
+    if not layers:
         raise ValueError(f"model: {type(model).__name__} has no dense matrices to pack")
     matrices: dict[int, PackedMatrix] = {}
-    for module in found.values():
+    for module in layers.values():
         if id(module.weight) not in matrices:
             matrices[id(module.weight)] = pack_matrix(module.weight, kind)
-    return replace(model, {name: _packed(module, matrices[id(module.weight)]) for name, module in found.items()})
+    return replace(model, {name: _packed(module, matrices[id(module.weight)]) for name, module in layers.items()})
 
 
 def check_model(model: Any) -> None:

@@ -35,8 +35,8 @@ class ReadOnly(Tensor):
         refuse(written, name)
         held = [value for value in (*args, *given.values()) if isinstance(value, ReadOnly)]
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **given)
-        return kept(found, {tensor.as_subclass(Tensor).untyped_storage().data_ptr() for tensor in held})
+            result = func(*args, **given)
+        return kept(result, {tensor.as_subclass(Tensor).untyped_storage().data_ptr() for tensor in held})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()
@@ -57,13 +57,13 @@ def refuse(written: Iterable[Any], name: str) -> None:
             )
 
 
-def kept(found: Any, storages: set[int]) -> Any:
-    """What a function returned, read only where it shares storage with what it was given."""
-    if type(found) in (list, tuple):
-        return type(found)(kept(value, storages) for value in found)
-    if isinstance(found, np.ndarray):
-        found.flags.writeable = False
-    if not isinstance(found, Tensor):
-        return found
-    plain = found.as_subclass(Tensor)
+def kept(result: Any, storages: set[int]) -> Any:
+    """The value that a function returned, read only where it shares storage with what it was given."""
+    if type(result) in (list, tuple):
+        return type(result)(kept(value, storages) for value in result)
+    if isinstance(result, np.ndarray):
+        result.flags.writeable = False
+    if not isinstance(result, Tensor):
+        return result
+    plain = result.as_subclass(Tensor)
     return plain.as_subclass(ReadOnly) if plain.untyped_storage().data_ptr() in storages else plain

@@ -1,4 +1,4 @@
-"""What has been accepted lately, and the predicted tokens of a step of any shape.
+"""A memory of what was accepted lately, and the predicted tokens of a step of any shape.
 
 Tokens per step are predicted by growing small trees over what was decoded last: from the candidate probabilities that
 were seen there, after calibration (how often a candidate of this rank and this probability was the target's pick), and
@@ -102,7 +102,8 @@ class Pool:
         """Candidates after accepted nodes and whether each was picked, [n, K'] both."""
         new = np.zeros((len(probs), self.profiles.shape[1]))
         new[:, : probs.shape[1]] = probs
-        for rank in range(probs.shape[1], new.shape[1]):  # a wider shape would have had something there
+        # A wider shape would have had something there: half of the rank before, as in the priors, if so much is left.
+        for rank in range(probs.shape[1], new.shape[1]):
             new[:, rank] = 0.5 * np.minimum(new[:, rank - 1], np.maximum(1.0 - new[:, :rank].sum(1), 0.0))
         profiles = np.concatenate([self.profiles, new])
         picks = np.concatenate([self.picks, np.where(hits.any(1), hits.argmax(1), MISS)])
@@ -131,6 +132,7 @@ class AcceptanceModel:
         probs, hits = probs[:, : self.branch].astype(float), hits[:, : self.branch].astype(bool)
         cells = _cells(probs)
         for table, counts in ((self.hits[name], hits), (self.expected[name], probs)):
+            # Towards the prior, not towards 0: hits / expected never rests on nothing.
             table += (PRIORS[name].hits - table) * (1.0 - SETTINGS.table_decay_per_step**steps)
             np.add.at(table, cells, counts.astype(float))
         self.counted = object()
@@ -144,7 +146,8 @@ class AcceptanceModel:
         """Accepted tokens of a step, mean of its sequences, and the tokens that :meth:`tokens` had predicted."""
         if len(self.pools[kind].profiles) < SETTINGS.min_profiles:  # predicted by the prior: nothing of the shape
             return
-        before = (predicted - 1.0) / max(self.ratio(kind), 1e-3)  # correction
+        # Before its correction, which would else be learned from itself.
+        before = (predicted - 1.0) / max(self.ratio(kind), 1e-3)
         observed, expected = self.accepted.get(kind, (0.0, 0.0))
         decay = SETTINGS.ratio_decay_per_step
         self.accepted[kind] = (decay * observed + accepted, decay * expected + before)
@@ -199,7 +202,7 @@ class AcceptanceModel:
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """What :meth:`as_dict` gave.
+        """Load what :meth:`as_dict` gave.
 
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
@@ -221,11 +224,11 @@ class AcceptanceModel:
             if not 0 < len(rows) <= SETTINGS.max_profiles or (ranks % 1).any():
                 raise ValueError("pools: of another size, or picks that are no ranks")
             pools[name] = Pool(rows, ranks.astype(int))
-        found = numbers.table("accepted", data["accepted"], list)
-        if not found.keys() <= PRIORS.keys():
+        lists = numbers.table("accepted", data["accepted"], list)
+        if not lists.keys() <= PRIORS.keys():
             raise ValueError("accepted: of other kinds")
         # Less than a token could cancel what a kind begins with.
-        pairs = {name: numbers.array("accepted", pair, (2,), -1.0, MAX_HITS) for name, pair in found.items()}
+        pairs = {name: numbers.array("accepted", pair, (2,), -1.0, MAX_HITS) for name, pair in lists.items()}
         accepted = {name: (float(pair[0]), float(pair[1])) for name, pair in pairs.items()}
         self.hits, self.expected, self.pools, self.accepted = hits, expected, pools, accepted
         self.counted = object()
@@ -289,13 +292,17 @@ class TreeForecast:
         best = self._best(self._grow(profiles[self.grown]))  # [S, T, rows]
         shape = np.arange(len(self.shapes))
         last = np.minimum(self.last_row, best.shape[-1]) - 1
+        # Two estimates for every tree. What its rows' probabilities promise is smooth, and wrong where they all are;
+        # how deep the picks of the text lie among its rows is true, and rests on few places.
         promised = best.cumsum(-1, dtype=float)[shape, :, last]  # [S, T]
         kept = np.minimum((best > 0).sum(-1), last[:, None] + 1)  # [S, T]
-        # What was picked there is among the rows if its path is no less likely than the last of them.
+        # What was picked there is among the rows if its path is no less likely than the last of them. Its product may
+        # be rounded otherwise than the tree's, hence 1e-5; by 1e-30 a path of probability 0 is no row.
         path = np.take_along_axis(profiles, np.maximum(picks, 0)[..., None], -1)[..., 0].cumprod(-1)
         least = np.take_along_axis(best, np.maximum(kept - 1, 0)[..., None], -1)[..., 0]
         least = np.maximum(least * (1.0 - 1e-5), 1e-30)
         accepted = ((picks >= 0) & self.inside[:, None] & (path >= least[..., None])).cumprod(-1).sum(-1)  # [S, T]
+        # Behind a miss nothing would have been accepted; an unknown pick before one leaves the promise alone.
         missed = (picks == MISS).cumsum(-1) > 0
         known = ((picks != UNKNOWN) | missed | ~self.inside[:, None]).all(-1)
         predicted = np.where(known, 0.5 * (promised + accepted), promised)
@@ -310,6 +317,7 @@ class TreeForecast:
         open_nodes = profiles[:, :, 0]
         nodes = [open_nodes]
         for level in range(1, self.levels):
+            # A later level may expand what this one leaves; the likeliest ``open`` of it are enough for a forecast.
             ranked = -np.sort(-open_nodes, axis=-1)
             frontier, rest = ranked[..., : self.width], ranked[..., self.width : self.open]
             expands = self.expands[:, None, level, : frontier.shape[-1]]
@@ -323,11 +331,11 @@ class TreeForecast:
         """Path probabilities of every shape's likeliest nodes, descending: [F, T, nodes] by level → [S, T, rows]."""
         counts = [nodes.shape[-1] for nodes in levels]
         inside = np.repeat(self.inside, counts, axis=1)  # [S, nodes]
-        found = np.concatenate(levels, -1)[self.family] * inside[:, None]
+        probs = np.concatenate(levels, -1)[self.family] * inside[:, None]
         most = max(int(self.last_row.max()), 1)
-        if found.shape[-1] > most:
-            found = -np.partition(-found, most - 1, axis=-1)[..., :most]
-        return -np.sort(-found, axis=-1)
+        if probs.shape[-1] > most:  # sorting the few that count is cheaper
+            probs = -np.partition(-probs, most - 1, axis=-1)[..., :most]
+        return -np.sort(-probs, axis=-1)
 
 
 def _cells(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

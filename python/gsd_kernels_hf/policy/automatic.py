@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..costs.pair import COSTS, Draft, Pair, fingerprint, forwards, pair_of
+from ..costs.pair import COSTS, CostPair, Draft, fingerprint, forwards, pair_of
 from ..costs.store import Saver, cache_dir
 from ..model.properties import device_of
 from ..sources.layer_skip import LayerSkip
@@ -22,7 +22,7 @@ from .shapes import ladder, row_shape, shape_name
 
 @dataclass(frozen=True)
 class Situation:
-    """What a generation is, as far as its policy depends on it.
+    """The facts of a generation that its policy depends on.
 
     Attributes:
         model, draft: target and draft.
@@ -52,7 +52,7 @@ class Situation:
 
     @property
     def by_rows(self) -> bool:
-        """Whether rows are chosen, not shapes."""
+        """Return whether rows are chosen, not shapes."""
         return self.chooses_rows and self.draft is None
 
 
@@ -77,30 +77,30 @@ def automatic_policy(
 
 
 def learned(situation: Situation) -> tuple[ShapeExperience | RowExperience, Saver]:
-    """What earlier generations like this one learned, in this process and others; and what keeps it on disk."""
+    """The experience of earlier generations like this one, in this process and others; and what keeps it on disk."""
     pair = own_pair(situation.model, situation.draft, situation.backend, situation.others)
     alone = situation.draft is None or isinstance(situation.draft, LayerSkip)
     models = [situation.model, *([] if alone else [situation.draft]), *situation.others]
     rows = ["rows by chances"] if situation.by_rows else []
     about = " ".join([*rows, situation.about, *situation.sources, *(fingerprint(m) for m in models)])
     section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"
-    found: ShapeExperience | RowExperience
+    experience: ShapeExperience | RowExperience
     if situation.by_rows:
-        found = RowExperience(pair.costs, shape_name(row_shape()), row_shape(), situation.settings.rows)
+        experience = RowExperience(pair.costs, shape_name(row_shape()), row_shape(), situation.settings.rows)
     else:
         shapes = ladder(pair.device.type, with_model=situation.draft is not None, reuses=situation.reuses)
-        found = ShapeExperience(pair.costs, shapes, situation.settings.shapes)
-    pair.load(section, found)
-    return found, Learned(pair, section, found)
+        experience = ShapeExperience(pair.costs, shapes, situation.settings.shapes)
+    pair.load(section, experience)
+    return experience, ExperienceSaver(pair, section, experience)
 
 
-class Learned(Saver):
+class ExperienceSaver(Saver):
     """Keeps what generations like one learned: for the next engine of the process, and on disk.
 
     Of engines whose generations take turns the last one that ended a text is heard, as of processes.
     """
 
-    def __init__(self, pair: Pair, section: str, experience: ShapeExperience | RowExperience) -> None:
+    def __init__(self, pair: CostPair, section: str, experience: ShapeExperience | RowExperience) -> None:
         super().__init__(pair.document, lambda: {COSTS: pair.costs.as_dict(), section: experience.as_dict()})
         self.pair, self.section, self.experience = pair, section, experience
 
@@ -109,7 +109,7 @@ class Learned(Saver):
         super().save()
 
 
-def own_pair(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> Pair:
+def own_pair(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> CostPair:
     """The pair, with costs of all shapes that automatic policies choose among."""
     return pair_of(model, draft, backend, ladder(device_of(model).type, with_model=draft is not None), others)
 

@@ -1,4 +1,4 @@
-"""What the decode loop asks of a policy: a plan for every step, and to learn from what came of it."""
+"""The policy that the decode loop asks: for a plan of every step, and to learn from what came of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """What came of a step.
+    """The outcome of a step.
 
     Attributes:
         verified: its record, valid until the next step; the loop gives it to every policy. ``None`` in replays and
@@ -79,4 +79,4 @@ class Policy(Protocol):
         """After the last step."""
 
     def largest_shapes(self) -> list[GraphConfig]:
-        """What caches and buffers are sized for."""
+        """The shapes that caches and buffers are sized for."""

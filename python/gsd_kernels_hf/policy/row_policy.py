@@ -91,7 +91,7 @@ class _Step(NamedTuple):
 
 
 class RowExperience(Backoff):
-    """What generations of a pair learn, together: calls that overlap in time share it.
+    """The experience of generations of a pair, together: calls that overlap in time share it.
 
     Args:
         costs: of the pair, for any sources and sampling.
@@ -110,7 +110,7 @@ class RowExperience(Backoff):
 
     @property
     def known(self) -> bool:
-        """Whether steps of the shape were timed before, in this process or another one."""
+        """Return whether steps of the shape were timed before, in this process or another one."""
         return self.name in self.costs.timed
 
     def as_dict(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class RowExperience(Backoff):
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """What :meth:`as_dict` gave.
+        """Load what :meth:`as_dict` gave.
 
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
@@ -188,7 +188,7 @@ class RowPolicy:
 
     @property
     def _explores(self) -> bool:
-        """Whether so little of the pair's costs is known that every step tries row counts of uncertain cost."""
+        """Return whether so little of the pair's costs is known that every step tries row counts of uncertain cost."""
         return self.experience.costs.steps < self.settings.explore_steps
 
     def _seconds(self, rows: float, name: str) -> float:

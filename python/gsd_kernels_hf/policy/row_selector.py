@@ -1,4 +1,4 @@
-"""Which rows of a step are forwarded: those with the most expected tokens a second.
+"""A choice of the rows of a step that are forwarded: those with the most expected tokens a second.
 
 A step with n rows takes ``seconds(n)`` and emits ``tokens(n)`` in expectation; n maximises the quotient. By the
 renewal-reward theorem the long-run throughput would be the price of a second, if steps were independent. They are not:
@@ -60,7 +60,7 @@ class EdgeModel:
         return {"weights": self.posterior.weights.tolist(), "covariance": self.posterior.covariance.tolist()}
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """What :meth:`as_dict` gave.
+        """Load what :meth:`as_dict` gave.
 
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.

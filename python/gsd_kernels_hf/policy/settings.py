@@ -1,4 +1,4 @@
-"""What a user may set of the automatic policies: ``graph_config=Automatic(…)``."""
+"""Settings of the automatic policies that a user may turn: ``graph_config=Automatic(…)``."""
 
 from __future__ import annotations
 

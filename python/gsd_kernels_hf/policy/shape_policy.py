@@ -93,7 +93,7 @@ class _Step(NamedTuple):
 
 
 class ShapeExperience(Backoff):
-    """What generations of a pair learn, together: calls that overlap in time share it.
+    """The experience of generations of a pair, together: calls that overlap in time share it.
 
     Args:
         costs: of the pair, for any sources and sampling.
@@ -119,7 +119,7 @@ class ShapeExperience(Backoff):
         return {"acceptance": self.acceptance.as_dict(), "last": self.last, **super().as_dict()}
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """What :meth:`as_dict` gave.
+        """Load what :meth:`as_dict` gave.
 
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
@@ -258,7 +258,7 @@ class ShapePolicy:
         self.steps, self.since, self.elapsed, self.trial_seconds = 0, 0, 0.0, 0.0
 
     def _another_text(self) -> bool:
-        """Whether the first steps, of the shape that an earlier text ended with, emit far less than there."""
+        """Return whether the first steps, of the shape that an earlier text ended with, emit far less than there."""
         if len(self.kinds) == 1 or self.steps != len(self.log) or self.steps >= self.next_choice:
             return False  # with one kind of shapes there is no other to go to
         predicted = self.steps * (self.expected[self.current] - 1.0)  # tokens beyond one a step
@@ -272,8 +272,8 @@ class ShapePolicy:
         noises = experience.costs.settings
         pools: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
         for step in self.log:
-            for pool, found in step.profiles.items():
-                pools.setdefault(pool, []).append(found)
+            for pool, profile in step.profiles.items():
+                pools.setdefault(pool, []).append(profile)
             if config is not None and step.tokens:
                 accepted = sum(step.tokens) / len(step.tokens) - 1.0
                 experience.acceptance.observe_accepted(kind_of(config), accepted, self.expected[self.current])
@@ -282,9 +282,9 @@ class ShapePolicy:
             rows = self.batch * step.rows
             seconds = step.target_seconds, step.other_seconds
             experience.costs.observe(name, rows, step.cached, self.batch, *seconds, noise=noise)
-        for pool, found in pools.items():
-            probs, hits = (np.concatenate(parts) for parts in zip(*found, strict=True))
-            experience.acceptance.observe(pool, probs, hits, steps=len(found))
+        for pool, profile in pools.items():
+            probs, hits = (np.concatenate(parts) for parts in zip(*profile, strict=True))
+            experience.acceptance.observe(pool, probs, hits, steps=len(profile))
         self.log.clear()
 
     def end(self) -> None:

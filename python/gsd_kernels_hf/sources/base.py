@@ -73,7 +73,7 @@ class Text(Protocol):
         ...
 
     def reading(self) -> AbstractContextManager[None]:
-        """What is done inside is the reading of a prompt, and no part of a step."""
+        """Mark what is done inside as the reading of a prompt, and no part of a step."""
         ...
 
     def keep(self, rows: CachedText) -> None:
@@ -108,7 +108,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a source proposes after every frontier node; of a source of one's own it is checked and copied.
+    """The candidates of a source after every frontier node; of a source of one's own they are checked and copied.
 
     Attributes:
         tokens: int32 (or int64) [B, W, K], best first; −1 for none.
@@ -167,7 +167,7 @@ class DraftSource:
         return f"<{type(self).__name__} {self.name!r}>"
 
     def reaches(self, length: int) -> bool:
-        """Whether it drafts behind texts of ``length`` tokens."""
+        """Return whether it drafts behind texts of ``length`` tokens."""
         return self.max_length is None or length < self.max_length
 
     def check(self, target: PreTrainedModel) -> None:

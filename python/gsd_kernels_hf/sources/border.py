@@ -20,7 +20,7 @@ from ..model.probe import examine
 from .base import DraftSource, Level, Proposal
 from .layer_skip import LayerSkip
 
-ROUNDING = 0.01  # above 0, of a log-probability: what half precision makes of a probability of 1
+ROUNDING_LOG_PROB = 0.01  # above 0, of a log-probability: what half precision makes of a probability of 1
 TOKEN_TYPES = (torch.int32, torch.int64)
 REPLACED = {
     "costs_forward": "declare forwards, the modules that it runs; without them it costs no forward",
@@ -38,7 +38,7 @@ CURES = (
 
 
 def is_own(source: DraftSource) -> bool:
-    """Whether the class of a source is one of this package."""
+    """Return whether the class of a source is one of this package."""
     return type(source).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -92,7 +92,7 @@ def check_hidden_layers(source: DraftSource, target: PreTrainedModel) -> None:
 
 
 def numbers_in(values: Any, *, most: float) -> bool:
-    """Whether ``values`` are finite numbers from 0 to ``most``, at least one."""
+    """Return whether ``values`` are finite numbers from 0 to ``most``, at least one."""
     if not isinstance(values, (tuple, list)) or not values:
         return False
     return all(isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value <= most for value in values)
@@ -104,7 +104,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-def rows_of(source: DraftSource, config: GraphConfig) -> int:
+def row_count(source: DraftSource, config: GraphConfig) -> int:
     """Rows that a source forwards in a step of this shape.
 
     Raises:
@@ -139,7 +139,7 @@ class Border:
             self.faults.zero_()
 
     def ask(self, source: DraftSource, level: Level) -> Proposal | None:
-        """What ``source`` proposes at a level, in storage of its own where the source is a user's.
+        """Ask ``source`` for its proposal at a level, in storage of its own where the source is a user's.
 
         Raises:
             TypeError, ValueError: no proposal: the source, what was expected, what came and the cure.
@@ -171,18 +171,18 @@ class Border:
         if self.faults is None:
             low, high = torch.aminmax(tokens)
             # A NaN makes the largest NaN, which is not at most anything.
-            if int(low) >= -1 and int(high) < self.vocab_size and float(log_probs.amax()) <= ROUNDING:
+            if int(low) >= -1 and int(high) < self.vocab_size and float(log_probs.amax()) <= ROUNDING_LOG_PROB:
                 none = tokens < 0 if int(low) < 0 else None
             else:
-                found = self._faults(tokens, log_probs, level)
-                if bool(found.any()):
-                    self._explain(name, tokens, log_probs, found, level)
+                fault = self._faults(tokens, log_probs, level)
+                if bool(fault.any()):
+                    self._explain(name, tokens, log_probs, fault, level)
                 none = (tokens < 0) | (tokens >= self.vocab_size) | log_probs.isnan()
         else:
-            found = self._faults(tokens, log_probs, level)
-            first = found.amax((1, 2)) + 4 * self.foreign.index(name) * found.any(2).any(1)
+            fault = self._faults(tokens, log_probs, level)
+            first = fault.amax((1, 2)) + 4 * self.foreign.index(name) * fault.any(2).any(1)
             self.faults.copy_(torch.where(self.faults > 0, self.faults, first))
-            none = (found > 0) | (tokens < 0) | (tokens >= self.vocab_size) | log_probs.isnan()
+            none = (fault > 0) | (tokens < 0) | (tokens >= self.vocab_size) | log_probs.isnan()
         log_probs = log_probs.clamp(max=0.0)
         if none is not None:
             tokens, log_probs = torch.where(none, -1, tokens), torch.where(none, -torch.inf, log_probs)
@@ -191,13 +191,13 @@ class Border:
     def _faults(self, tokens: Tensor, log_probs: Tensor, level: Level) -> Tensor:
         """Number of what is wrong with each candidate, int32 [B, W, K]; 0: nothing, or it counts for nothing."""
         counts = (level.frontier.node_ids >= 0)[..., None] & (tokens != -1) & (log_probs != -torch.inf)
-        fault = torch.where(log_probs.isnan(), 2, torch.where(log_probs > ROUNDING, 3, 0))
+        fault = torch.where(log_probs.isnan(), 2, torch.where(log_probs > ROUNDING_LOG_PROB, 3, 0))
         fault = torch.where((tokens < -1) | (tokens >= self.vocab_size), 1, fault)
         return torch.where(counts, fault, 0).to(torch.int32)
 
-    def _explain(self, name: str, tokens: Tensor, log_probs: Tensor, found: Tensor, level: Level) -> None:
-        at = tuple(found.nonzero()[0].tolist())
-        fault = int(found[at])
+    def _explain(self, name: str, tokens: Tensor, log_probs: Tensor, faults: Tensor, level: Level) -> None:
+        at = tuple(faults.nonzero()[0].tolist())
+        fault = int(faults[at])
         value = f"token {int(tokens[at])}" if fault == 1 else f"{float(log_probs[at]):g}"
         raise ValueError(self._message(name, fault, f"{value} after node {at[1]} of level {level.number}"))
 
@@ -211,9 +211,9 @@ class Border:
         Raises:
             ValueError: the source and what was wrong.
         """
-        for found in faults:
-            if found:
-                raise ValueError(self._message(self.foreign[found // 4], found % 4, FAULTS[found % 4]))
+        for fault in faults:
+            if fault:
+                raise ValueError(self._message(self.foreign[fault // 4], fault % 4, FAULTS[fault % 4]))
 
 
 def check_tensors(name: str, proposal: object, level: Level) -> None:

@@ -17,7 +17,7 @@ from .base import DraftSource, Level, Proposal, Text
 
 
 class Corpus(DraftSource):
-    """What followed the longest known context in a corpus that ``gsd-kernels index`` wrote, by counts.
+    """A source of what followed the longest known context in a corpus that ``gsd-kernels index`` wrote, by counts.
 
     Retrieval as in REST (arXiv 2311.08252), at every node of the graph: each backs off by itself to shorter contexts.
     The index is mapped into memory, read only, by any number of processes; where the target takes its input on a GPU,
@@ -75,7 +75,7 @@ class Corpus(DraftSource):
         self.here = self.copies[device]
 
     def propose(self, level: Level) -> Proposal:
-        """What followed each frontier node's longest context in the corpus; its length is the index."""
+        """Propose what followed each frontier node's longest context in the corpus; its length is the index."""
         state, sampler = self.state, self.sampler
         tokens, log_probs, matched = corpus_recall(
             self.here,

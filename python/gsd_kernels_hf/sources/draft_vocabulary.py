@@ -33,7 +33,7 @@ class DraftVocabulary:
         return cls(None if module.d2t is None else module.target_ids(), module.config.layers.vocab_size, vocab_size)
 
     def reduces(self, sampler: Sampler) -> bool:
-        """Whether draft tokens are ranked among themselves; noise and filters go by the target's ids."""
+        """Return whether draft tokens are ranked among themselves; noise and filters go by the target's ids."""
         return self.table is not None and sampler.greedy
 
     def ranked_size(self, sampler: Sampler) -> int:
@@ -52,7 +52,7 @@ class DraftVocabulary:
     def whole(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary, −inf for what is not drafted: [..., draft] → [..., V]."""
         if self.target_ids is not None:
-            found = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
-            found[..., self.target_ids] = logits
-            logits = found
+            wide = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
+            wide[..., self.target_ids] = logits
+            logits = wide
         return logits[..., : self.vocab_size]

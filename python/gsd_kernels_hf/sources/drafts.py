@@ -13,7 +13,7 @@ from .draft_model import DraftModel
 from .retokenised import Retokenised
 from .translated import Translated
 
-MOST = 0.6
+MIN_SHARED_FRACTION = 0.6
 """Of the larger vocabulary's tokens: with so many shared, the draft reads the target's text token by token."""
 
 
@@ -31,12 +31,12 @@ def draft_source(model: PreTrainedModel, name: str, translation: Translation | N
 
 
 def is_mapped(translation: Translation) -> bool:
-    """Whether ids are mapped; else text is read."""
-    return translation.shared.part >= MOST
+    """Return whether ids are mapped; else text is read."""
+    return translation.shared.part >= MIN_SHARED_FRACTION
 
 
 def translations_of(tokenizer: Any, assistant_tokenizer: Any, drafts: Sequence[object]) -> list[Translation | None]:
-    """What is between the target's tokenizer and that of each draft; ``None`` where it is the target's own.
+    """The translations between the target's tokenizer and that of each draft; ``None`` where it is the target's own.
 
     Args:
         tokenizer: of the target, or ``None``.

@@ -122,7 +122,7 @@ class NodeVectors:
         self.by_shape[config][:, :1] = found
 
     def of_parents(self, level: Level) -> Tensor:
-        """Those of the primary parents of a level's frontier, [B, W, D]."""
+        """The values of the primary parents of a level's frontier, [B, W, D]."""
         vectors, node = self.by_shape[level.config], level.frontier.node_ids.long()
         parent = level.graph.parents.gather(1, node.clamp(min=0)).clamp(min=0).long()
         return vectors.gather(1, parent[..., None].expand(-1, -1, vectors.shape[2]).to(vectors.device))

@@ -1,4 +1,4 @@
-"""What drafters that read the target's hidden states share: a feature at every position of the text, and a cache."""
+"""Parts of drafters that read the target's hidden states: a feature at every position of the text, and a cache."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FeatureCache(CachedText):
         return self.features.gather(1, place[..., None].expand(-1, -1, self.features.shape[2]))
 
     def inputs(self, kv_len: Tensor, ancestor_mask: Tensor, depths: Tensor, node_depths: Tensor) -> GraphInputs:
-        """What rows behind ``kv_len`` [B] positions see; arguments as of :class:`GraphInputs`."""
+        """The inputs of rows behind ``kv_len`` [B] positions; arguments as of :class:`GraphInputs`."""
         return GraphInputs(
             ancestor_mask=ancestor_mask,
             kv_len=kv_len,
@@ -74,7 +74,7 @@ class FeatureCache(CachedText):
         )
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
-        """As :meth:`~gsd_kernels_hf.model.runner.RowModel.launch`; no ``nodes``: rows whose keys are stored only."""
+        """Begin a forward of rows, as a row model does; no ``nodes``: rows whose keys are stored only."""
         kinds = [Kind(window) for window in self.model.windows] if nodes else []
         launch_attention(self.cache, self.config, kv_len, self.text_kv_start, count, nodes, kinds, self.backend)
 

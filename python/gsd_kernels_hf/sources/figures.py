@@ -1,4 +1,4 @@
-"""What a step tells a policy of the candidates after its accepted nodes."""
+"""Figures that a step gives a policy of the candidates after its accepted nodes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor:
 def picks(
     levels: Sequence[Sequence[Tensor]], paths: Sequence[Sequence[int]], picked: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What levels (node_ids [B, W], tokens and log_probs [B, W, K]) held of the nodes [B, P] of accepted paths.
+    """Pick of levels (node_ids [B, W], tokens and log_probs [B, W, K]) what follows the nodes [B, P] of accepted paths.
 
     Returns:
         Probabilities float32 [n, K] and which candidates were ``picked`` [B, P], bool [n, K], by sequence and place.
@@ -69,15 +69,15 @@ def picks(
     order: list[tuple[int, int]] = []  # sequence and place of what is found
     probs, hits = [], []
     for node_ids, tokens, log_probs in levels:
-        found = [
+        held = [
             (b, places[b][node], w)
             for b, row in enumerate(node_ids.tolist())  # a list: of many nodes a few are on the path
             for w, node in enumerate(row)
             if node in places[b]
         ]
-        if found:
-            sequences, where, nodes = (list(column) for column in zip(*found, strict=True))
-            target = np.array([picked[b][place] for b, place, _ in found])
+        if held:
+            sequences, where, nodes = (list(column) for column in zip(*held, strict=True))
+            target = np.array([picked[b][place] for b, place, _ in held])
             probs.append(log_probs.numpy()[sequences, nodes])
             hits.append(tokens.numpy()[sequences, nodes] == target[:, None])
             order += zip(sequences, where, strict=True)
@@ -89,7 +89,7 @@ def picks(
 
 
 def side_by_side(asked: Sequence[Asked]) -> Asked:
-    """What one source proposed at several levels as one level."""
+    """Join what one source proposed at several levels into one level."""
     if len(asked) == 1:
         return asked[0]
     parts = (

@@ -86,7 +86,7 @@ def weights_of(module: Any, embed: Any) -> FeatureWeights:
 
 
 def why_not(module: Any, embed: Any, backend: str) -> str | None:
-    """What keeps a drafter from being one operator, or ``None``.
+    """The reason that keeps a drafter from being one operator, or ``None``.
 
     Raises:
         ValueError: a variable of the environment says what there is not.
@@ -119,7 +119,7 @@ def why_not(module: Any, embed: Any, backend: str) -> str | None:
 
 
 def parts_of(module: Any) -> Iterator[tuple[str, nn.Module]]:
-    """What the layers and the output run, by name."""
+    """The tensors that the layers and the output run, by name."""
     yield from (("norm", module.norm), ("lm_head", module.lm_head))
     for name, part in module.layers.named_modules():
         if not any(part.children()):

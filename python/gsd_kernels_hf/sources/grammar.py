@@ -16,21 +16,21 @@ from .base import DraftSource, Level, Proposal, Text
 from .matchers import Walk, vocabulary_in, walks_of
 from .trie import Trie
 
-BEFORE = 8  # tokens before the root, which decide how what follows is cut
-CUT_BEHIND = 32  # bytes before a text, behind which it is cut
-LONGEST = 96  # bytes that are looked ahead
-CHOICES = 4  # ways to go on that are all followed; with more of them the text is free
-EXPANDED = 6  # nodes of a step behind other sources' tokens that are looked ahead from
+CONTEXT_TOKENS = 8  # tokens before the root, which decide how what follows is cut
+CUT_BYTES = 32  # bytes before a text, behind which it is cut
+LOOKAHEAD_BYTES = 96  # bytes that are looked ahead
+MAX_CHOICES = 4  # ways to go on that are all followed; with more of them the text is free
+EXPANDED_NODES = 6  # nodes of a step behind other sources' tokens that are looked ahead from
 SPACE = b" \n\t\r"
 ENDS = b'"}],:'  # what may end a value that is free
 MARKS = b'"{}[],:'  # behind which a grammar may know what follows
 SPACED = b":,"  # behind which a space is likelier than none, where the text has not shown it
-LAID_OUT, ENDING, LAST, SECOND = 0.9, 1e-6, 0.6, 0.15
+P_LAYOUT, P_END, P_LAST, P_SECOND = 0.9, 1e-6, 0.6, 0.15
 """Probabilities: of the guess where space is free; of the end of a free value, which takes no row by itself and goes on
 behind that end where another source proposes it; of a token that may merge with free text behind it; of the longest
 tokens where the tokenizer has others."""
 
-LIKELY = (0.3, 0.8)  # between the indices
+INDEX_EDGES = (0.3, 0.8)  # between the indices
 
 
 class Ahead(NamedTuple):
@@ -50,7 +50,7 @@ class Ahead(NamedTuple):
 
 
 class Grammar(DraftSource):
-    """What the grammar of a call's logits processors forces, or all but forces, as the tokens that spell it.
+    """A source of what the grammar of a call's processors forces, or all but forces, as the tokens that spell it.
 
     The grammar's state is a copy that follows the text; the processors' own are not touched. From the root, and from
     nodes of other sources behind punctuation, it is walked on as long as one text can follow, or a few: where space
@@ -69,22 +69,22 @@ class Grammar(DraftSource):
 
     def restart(self) -> None:
         text, batch = self.text, len(self.state.tokens)
-        tokenizer, found = text.tokenizer, None
+        tokenizer, vocabulary = text.tokenizer, None
         if tokenizer is not None:
             with suppress(TypeError, ValueError):  # one for stop strings alone, or of bytes that are not known
-                found = Vocabulary.of(tokenizer, "tokenizer")
-        if found is None:
-            tokenizer, found = None, vocabulary_in(text.processors)
+                vocabulary = Vocabulary.of(tokenizer, "tokenizer")
+        if vocabulary is None:
+            tokenizer, vocabulary = None, vocabulary_in(text.processors)
         self.taken = self.state.out_len.tolist()
         self.walks: list[Walk | None] = [None] * batch
-        if found is None:
+        if vocabulary is None:
             return
-        self.vocabulary, size = found, text.target.vocab_size
-        self.speller, self.cuts = Speller(tokenizer, found), tokenizer is not None
-        behind = max(0, size - len(found.first_bytes))
-        self.first = np.pad(found.first_bytes[:size], (0, behind), constant_values=NO_TEXT)  # [V]
-        self.walks = walks_of(text.processors, batch, found, size) or self.walks
-        tails = [self.state.tokens[b, max(0, end - BEFORE) : end].tolist() for b, end in enumerate(self.taken)]
+        self.vocabulary, size = vocabulary, text.target.vocab_size
+        self.speller, self.cuts = Speller(tokenizer, vocabulary), tokenizer is not None
+        behind = max(0, size - len(vocabulary.first_bytes))
+        self.first = np.pad(vocabulary.first_bytes[:size], (0, behind), constant_values=NO_TEXT)  # [V]
+        self.walks = walks_of(text.processors, batch, vocabulary, size) or self.walks
+        tails = [self.state.tokens[b, max(0, end - CONTEXT_TOKENS) : end].tolist() for b, end in enumerate(self.taken)]
         self.before = [self._spelled(tail) for tail in tails]
 
     def end(self) -> None:
@@ -92,12 +92,12 @@ class Grammar(DraftSource):
 
     def _spelled(self, tokens: Sequence[int]) -> bytes:
         """Bytes of the last tokens that are text."""
-        found = b""
+        spelled = b""
         for token in reversed(tokens):
             if token not in self.vocabulary.spelled:
                 break
-            found = self.vocabulary.spelled[token] + found
-        return found
+            spelled = self.vocabulary.spelled[token] + spelled
+        return spelled
 
     def _follow(self) -> None:
         """Let the walks follow what was emitted; one whose grammar is another than the text's ends."""
@@ -113,16 +113,16 @@ class Grammar(DraftSource):
         self.taken = lengths
 
     def propose(self, level: Level) -> Proposal | None:
-        """What may follow each frontier node by the grammar; how likely the best of it is says the index."""
+        """Propose what may follow each frontier node by the grammar; how likely the best of it is says the index."""
         if level.number == 0:
             self._follow()
             self.places: list[dict[int, Trie]] = [{} for _ in self.walks]
-            self.left = [EXPANDED] * len(self.walks)
+            self.left = [EXPANDED_NODES] * len(self.walks)
         if not any(walk is not None for walk in self.walks):
             return None
         nodes, tokens = level.frontier.node_ids.tolist(), level.frontier.token_ids.tolist()
         parents = level.graph.parents.tolist() if level.number else None
-        found = []
+        texts = []
         for b, walk in enumerate(self.walks):
             places, after = self.places[b], []
             for node, token in zip(nodes[b], tokens[b], strict=True):
@@ -132,10 +132,10 @@ class Grammar(DraftSource):
                     else:
                         self._place(b, walk, level, node, token, parents[b])
                 after.append(places[node].best() if node in places else [])
-            found.append(after)
-        if not any(after for row in found for after in row):
+            texts.append(after)
+        if not any(after for row in texts for after in row):
             return None
-        return self._proposal(found, level)
+        return self._proposal(texts, level)
 
     def _place(self, b: int, walk: Walk, level: Level, node: int, token: int, parents: Sequence[int]) -> None:
         """Find the place of a node: behind its parent's, or by walking to it where another source's token ends so."""
@@ -164,7 +164,7 @@ class Grammar(DraftSource):
         trie, texts = Trie(), list(self._texts(walk, before, b"", [], begins=begins))
         if not texts:
             return trie
-        jobs = [(before[-CUT_BEHIND:], one.text) for one in texts]
+        jobs = [(before[-CUT_BYTES:], one.text) for one in texts]
         cut = self.speller.spell(jobs) if self.cuts else [self.speller.longest(one.text) for one in texts]
         keys: dict[tuple[bytes, int], int] = {}  # of a beginning and the way it is cut
         for one, spelled in zip(texts, cut, strict=True):
@@ -173,12 +173,12 @@ class Grammar(DraftSource):
             for second, way in enumerate(ways):
                 if max(way.tokens, default=0) >= len(self.first):  # of a tokenizer with more tokens than the target
                     continue
-                share = 1.0 if len(ways) == 1 else (1 - SECOND, SECOND)[second]
+                share = 1.0 if len(ways) == 1 else (1 - P_SECOND, P_SECOND)[second]
                 path, probs = [], {}
                 for token, end in zip(way.tokens, way.ends, strict=True):
                     key = keys.setdefault((one.text[:end], second), len(keys))
                     merges = end == len(one.text) and not one.ends
-                    probs[key] = math.exp(one.log_probs[end - 1]) * share * (LAST if merges else 1.0)
+                    probs[key] = math.exp(one.log_probs[end - 1]) * share * (P_LAST if merges else 1.0)
                     path.append((token, key))
                 whole = not one.text or way.ends[-1:] == [len(one.text)]
                 for token in one.ends if whole else ():
@@ -192,20 +192,20 @@ class Grammar(DraftSource):
     def _texts(
         self, walk: Walk, before: bytes, text: bytes, log_probs: list[float], *, begins: bool
     ) -> Iterator[Ahead]:
-        """What may follow ``before + text``, where the walk is, as far as it can be told; the walk comes back there."""
+        """The texts that may follow ``before + text``, where the walk is, as far as known; the walk comes back."""
         steps, gone = 0, log_probs[-1] if log_probs else 0.0
-        while len(text) < LONGEST and (forced := walk.forced()) and (took := walk.text(forced)):
+        while len(text) < LOOKAHEAD_BYTES and (forced := walk.forced()) and (took := walk.text(forced)):
             steps, text, log_probs = steps + took, text + forced, log_probs + [gone] * len(forced)
-        options, ends, spaces = self._options(walk) if len(text) < LONGEST else ([], [], False)
+        options, ends, spaces = self._options(walk) if len(text) < LOOKAHEAD_BYTES else ([], [], False)
         ways = len(options) + bool(ends)
-        ending = ways > CHOICES and begins and not text  # a free value, which may end here
+        ending = ways > MAX_CHOICES and begins and not text  # a free value, which may end here
         if ending:
-            options, ends, chance = [byte for byte in ENDS if byte in options], [], ENDING
-        elif ways > CHOICES:  # what follows is the model's to say
+            options, ends, chance = [byte for byte in ENDS if byte in options], [], P_END
+        elif ways > MAX_CHOICES:  # what follows is the model's to say
             options, ends, chance = [], [], 0.0
         else:
             chance = 1.0 / max(1, ways)
-        found = bool(ends)
+        any_text = bool(ends)
         if ends:
             yield Ahead(text, log_probs, ends, gone + math.log(chance))
         glue = self._layout(before, text) if spaces else b""
@@ -217,15 +217,15 @@ class Grammar(DraftSource):
                 took = walk.text(piece)
             if not took:
                 continue
-            likely = gone + math.log(chance * (LAID_OUT if spaces else 1.0))
+            likely = gone + math.log(chance * (P_LAYOUT if spaces else 1.0))
             known = log_probs + [likely] * len(piece)
             on = list(self._texts(walk, before, text + piece, known, begins=False))
             walk.back(took)
             if ending and all(one.text == piece and not one.ends for one in on):
                 continue  # it is a part of the value
-            found = True
+            any_text = True
             yield from on
-        if not found and text:
+        if not any_text and text:
             yield Ahead(text, log_probs, [])
         walk.back(steps)
 
@@ -245,20 +245,20 @@ class Grammar(DraftSource):
         allowed = np.flatnonzero(walk.allowed()[: len(self.first)])
         begun = self.first[allowed]
         there = np.bincount(begun, minlength=NO_TEXT + 1)
-        ends = allowed[begun == NO_TEXT].tolist() if there[NO_TEXT] <= CHOICES else []
+        ends = allowed[begun == NO_TEXT].tolist() if there[NO_TEXT] <= MAX_CHOICES else []
         bytes_there = np.flatnonzero(there[:NO_TEXT]).tolist()
         return [byte for byte in bytes_there if byte not in SPACE], ends, len(set(bytes_there) & set(SPACE)) > 0
 
-    def _proposal(self, found: list[list[list[tuple[float, int]]]], level: Level) -> Proposal:
+    def _proposal(self, likely: list[list[list[tuple[float, int]]]], level: Level) -> Proposal:
         """Log-probabilities and tokens [B][W][any number], the best of them first."""
-        most = max(len(after) for row in found for after in row)
-        tokens_there = np.full((len(found), len(found[0]), most), -1, dtype=np.int32)  # [B, W, K]
+        most = max(len(after) for row in likely for after in row)
+        tokens_there = np.full((len(likely), len(likely[0]), most), -1, dtype=np.int32)  # [B, W, K]
         known = np.full(tokens_there.shape, -np.inf, dtype=np.float32)
-        for b, row in enumerate(found):
+        for b, row in enumerate(likely):
             for w, after in enumerate(row):
                 for k, (log_prob, token) in enumerate(after):
                     tokens_there[b, w, k], known[b, w, k] = token, log_prob
-        kind = (np.searchsorted(LIKELY, np.exp(known[..., 0]), side="right") + (tokens_there[..., 0] >= 0)).astype(
+        kind = (np.searchsorted(INDEX_EDGES, np.exp(known[..., 0]), side="right") + (tokens_there[..., 0] >= 0)).astype(
             np.int32
         )
         device = self.state.tokens.device

@@ -36,7 +36,7 @@ CONFIG_FILE = "draft_heads.json"
 WEIGHTS_FILE = "draft_heads.safetensors"
 MEDUSA = re.compile(r"^(medusa_head\.)?\d+\.\d+\.(linear\.)?(weight|bias)$")
 """Names of the tensors of Medusa's heads; a checkpoint may hold the target's beside them."""
-SHARE = 0.1  # beside another source, before anything was learned; what is too large costs rows at once
+FIRST_WEIGHT = 0.1  # beside another source, before anything was learned; what is too large costs rows at once
 
 
 class DraftHeads(nn.Module):
@@ -102,7 +102,7 @@ class DraftHeads(nn.Module):
         return lm_head(self.states(hidden).to(hidden.dtype))
 
     def states(self, hidden: Tensor) -> Tensor:
-        """What the output layer reads for every head: [N, D] → [N, num_heads, D], in the heads' dtype.
+        """The states that the output layer reads for every head: [N, D] → [N, num_heads, D], in the heads' dtype.
 
         Raises:
             ValueError: ``hidden`` of another width.
@@ -195,16 +195,16 @@ class DraftHeads(nn.Module):
             heads = cls(size, count, num_layers=layers, output_size=vocab)
         if target is not None:
             heads.check_target(target)
-        found = checkpoint.read(expected)
+        tensors = checkpoint.read(expected)
 
         def stacked(part: str) -> Tensor:
             names = [[f"{head}.{layer}.linear.{part}" for head in range(count)] for layer in range(layers)]
-            return torch.stack([torch.stack([found[name] for name in row]) for row in names])
+            return torch.stack([torch.stack([tensors[name] for name in row]) for row in names])
 
         weights = {
             "weight": stacked("weight").transpose(2, 3).contiguous(),
             "bias": stacked("bias")[:, :, None],
-            "output": torch.stack([found[f"{head}.{layers}.weight"] for head in range(count)]),
+            "output": torch.stack([tensors[f"{head}.{layers}.weight"] for head in range(count)]),
         }
         heads.load_state_dict(weights, assign=True)
         heads.eval().requires_grad_(False)
@@ -263,7 +263,7 @@ class Heads(LastState):
 
     def __init__(self, heads: DraftHeads) -> None:
         self.heads = heads
-        self.shares = (*[SHARE] * heads.num_heads, 0.0)  # beyond the last head there is nothing
+        self.shares = (*[FIRST_WEIGHT] * heads.num_heads, 0.0)  # beyond the last head there is nothing
 
     def check(self, target: PreTrainedModel) -> None:
         """Raise unless the heads were made for ``target`` and lie where its output matrix does."""
@@ -291,7 +291,7 @@ class Heads(LastState):
         return Proposal(self.ahead[0].gather(1, at), self.ahead[1].gather(1, at), place)
 
     def warm(self, level: Level, verified: Verified) -> Proposal | None:
-        """As :meth:`propose`, which leaves nothing behind."""
+        """Run :meth:`propose` once, and leave nothing behind."""
         return self.propose(level)
 
     def look_ahead(self, first_pick: Tensor, branch: int) -> Candidates:

@@ -41,8 +41,8 @@ class LastState(DraftSource):
 
     def observe(self, verified: Verified) -> None:
         """Keep the hidden state of the row whose pick is the next root."""
-        found = verified.hidden[LAST]
-        at = verified.last_rows().to(found.device)[:, None, None].expand(-1, 1, found.shape[2])
+        hidden = verified.hidden[LAST]
+        at = verified.last_rows().to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[2])
         running = verified.accepted.num_accepted > 0
-        self.hidden.copy_(torch.where(running.to(found.device)[:, None], found.gather(1, at)[:, 0], self.hidden))
+        self.hidden.copy_(torch.where(running.to(hidden.device)[:, None], hidden.gather(1, at)[:, 0], self.hidden))
         self.known.logical_or_(running)

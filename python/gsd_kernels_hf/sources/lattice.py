@@ -11,12 +11,12 @@ from .base import Level, Proposal
 from .draft_vocabulary import DraftVocabulary
 from .features import FeatureSource
 
-SHARE = 0.1  # beside another source, before anything was learned; what is too large costs rows at once
+FIRST_WEIGHT = 0.1  # beside another source, before anything was learned; what is too large costs rows at once
 
 
 def shares_of(drafted: int) -> tuple[float, ...]:
     """Prior interpolation weights of ``drafted`` positions; beyond them there is nothing."""
-    return (*[SHARE] * drafted, 0.0)
+    return (*[FIRST_WEIGHT] * drafted, 0.0)
 
 
 class Lattice(FeatureSource):

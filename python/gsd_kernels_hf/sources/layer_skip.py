@@ -301,8 +301,8 @@ class _NoBlock(nn.Module):
 def _block(layer: nn.Module, part: str) -> str:
     """The name of a layer's block; empty where it has none such."""
     names = [PARTS[part]] + [name for name, child in layer.named_children() if keeps_state(type(child))]
-    found = (name for name in names[: None if part == "attention" else 1] if hasattr(layer, name))
-    return next(found, "")
+    blocks = (name for name in names[: None if part == "attention" else 1] if hasattr(layer, name))
+    return next(blocks, "")
 
 
 @torch.no_grad()
@@ -334,7 +334,7 @@ def _check_blocks(model: PreTrainedModel, *, attention: Iterable[int], mlp: Iter
 
 
 def _returns_states(module: nn.Module, part: str) -> bool:
-    """Whether a block returns hidden states alone, rather than with what attention weighs."""
+    """Return whether a block returns hidden states alone, rather than with what attention weighs."""
     return part == "mlp" or keeps_state(type(module))
 
 

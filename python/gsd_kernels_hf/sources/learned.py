@@ -1,4 +1,4 @@
-"""What ``gsd_kernels.learn`` leaves of a model: how its own answers go on, and the weights of the history's mixture."""
+"""The file of ``gsd_kernels.learn``: how a model's own answers go on, and the weights of the history's mixture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAYS = 8
 
 
 class Known(NamedTuple):
-    """What was learned of a model, as the history takes it."""
+    """The learned part of a model, as the history takes it."""
 
     table: NgramTable  # of one sequence
     weights: Tensor  # float64, of the mixture
@@ -34,7 +34,7 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class Learned:
-    """What was learned of a model, as its file has it.
+    """The learned part of a model, as its file has it.
 
     Attributes:
         keys: int64 [N], of contexts of 1 … 3 tokens, each once.
@@ -87,7 +87,7 @@ class Learned:
 
 
 def read_learned(file: str | os.PathLike[str], *, fingerprint: str, vocab_size: int) -> Learned:
-    """What :meth:`Learned.save` wrote for this model.
+    """Read what :meth:`Learned.save` wrote for this model.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -102,16 +102,16 @@ def read_learned(file: str | os.PathLike[str], *, fingerprint: str, vocab_size: 
             raise ValueError(f"learned: {place} is of another model; run gsd-kernels learn for this one")
         sizes = number_in(about, "vocab_size"), number_in(about, "seen")
         tensors = [reader.get_tensor(name) for name in ("keys", "counts", "tokens", "log_probs", "weights")]
-    found = Learned(*tensors, *sizes[:1], fingerprint, sizes[1])
-    wrong = _fault(found, vocab_size)
+    learned = Learned(*tensors, *sizes[:1], fingerprint, sizes[1])
+    wrong = _fault(learned, vocab_size)
     if wrong is not None:
         raise damaged("learned", place, wrong)
-    return found
+    return learned
 
 
-def _fault(found: Learned, vocab_size: int) -> str | None:
-    """What of a file is not as :meth:`Learned.save` leaves it; ``None`` where all is."""
-    contexts, continuations = found.keys.numel(), found.tokens.numel()
+def _fault(learned: Learned, vocab_size: int) -> str | None:
+    """Name what of a file is not as :meth:`Learned.save` leaves it; ``None`` where all is."""
+    contexts, continuations = learned.keys.numel(), learned.tokens.numel()
     expected = {
         "keys": (torch.int64, (contexts,)),
         "counts": (torch.uint8, (contexts,)),
@@ -120,23 +120,23 @@ def _fault(found: Learned, vocab_size: int) -> str | None:
         "weights": (torch.float64, (WEIGHTS,)),
     }
     for name, (dtype, shape) in expected.items():
-        tensor = getattr(found, name)
+        tensor = getattr(learned, name)
         if tensor.dtype is not dtype or tensor.shape != shape:
             return f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    if found.vocab_size != vocab_size:
-        return f"a vocabulary of {found.vocab_size} tokens, not {vocab_size}"
+    if learned.vocab_size != vocab_size:
+        return f"a vocabulary of {learned.vocab_size} tokens, not {vocab_size}"
     if contexts > MOST_CONTEXTS:
         return f"{contexts} contexts"
-    counts = found.counts.long()
+    counts = learned.counts.long()
     if not ((counts >= 1) & (counts <= REMEMBERED)).all() or int(counts.sum()) != continuations:
         return "counts that do not add up"
-    if (found.keys == 0).any() or len(found.keys.unique()) < contexts:
+    if (learned.keys == 0).any() or len(learned.keys.unique()) < contexts:
         return "a context twice"
-    if not ((found.tokens >= 0) & (found.tokens < vocab_size)).all():
+    if not ((learned.tokens >= 0) & (learned.tokens < vocab_size)).all():
         return "tokens outside the vocabulary"
     # Comparisons with NaN are false.
-    if not ((found.log_probs <= 0) & (found.log_probs > -torch.inf)).all():
+    if not ((learned.log_probs <= 0) & (learned.log_probs > -torch.inf)).all():
         return "probabilities that none has"
-    if not (found.weights.abs() <= MOST_WEIGHT).all():
+    if not (learned.weights.abs() <= MOST_WEIGHT).all():
         return "weights that none has"
     return None

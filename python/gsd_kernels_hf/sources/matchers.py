@@ -34,7 +34,7 @@ class Walk(Protocol):
         ...
 
     def allowed(self) -> np.ndarray:
-        """Which tokens may follow, bool [V or more]."""
+        """The tokens that may follow, bool [V or more]."""
         ...
 
 
@@ -110,9 +110,9 @@ def walks_of(processors: Sequence[Any], batch: int, vocabulary: Vocabulary, size
         size: columns of its logits.
     """
     for processor in processors:
-        found = _copies(processor, batch)
-        if any(matcher is not None for matcher in found):
-            return [None if matcher is None else _walk(matcher, vocabulary, size) for matcher in found]
+        matchers = _copies(processor, batch)
+        if any(matcher is not None for matcher in matchers):
+            return [None if matcher is None else _walk(matcher, vocabulary, size) for matcher in matchers]
     return []
 
 
@@ -138,7 +138,7 @@ def _read(words: tuple[bytes, ...], special: tuple[int, ...]) -> Vocabulary:
 
 
 def holds_grammar(processors: Sequence[Any]) -> bool:
-    """Whether a processor has a grammar of a library that is known here."""
+    """Return whether a processor has a grammar of a library that is known here."""
     kinds = _kinds("GrammarMatcher", "CompiledGrammar", "LLMatcher", "LLTokenizer")
     return bool(kinds) and any(isinstance(value, kinds) for value in _values(processors))
 
@@ -150,7 +150,7 @@ def _kinds(*names: str) -> tuple[type, ...]:
 
 
 def _values(processors: Sequence[Any]) -> Iterator[Any]:
-    """What the processors hold, and what is in lists of theirs."""
+    """The values that the processors hold, and those in lists of theirs."""
     for processor in processors:
         for value in vars(processor).values() if hasattr(processor, "__dict__") else ():
             for one in value if isinstance(value, (list, tuple)) else (value,):

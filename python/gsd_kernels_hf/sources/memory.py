@@ -1,4 +1,4 @@
-"""What the history of one call leaves to the next: a table of its own, which can be saved."""
+"""The history that one call leaves to the next: a table of its own, which can be saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTable:
     """One sequence's table, whose tensors are never written again."""
 
     keys: Tensor  # int64 [capacity]
@@ -31,15 +31,15 @@ class Kept:
     ways: int
 
     @classmethod
-    def of(cls, table: NgramTable, row: int) -> Kept:
+    def of(cls, table: NgramTable, row: int) -> KeptTable:
         return cls(table.keys[row], table.tokens[row], table.log_probs[row], table.max_context, table.ways)
 
     def fits(self, table: NgramTable) -> bool:
-        """Whether the table has the same sets."""
+        """Return whether the table has the same sets."""
         mine = (len(self.keys), self.max_context, self.ways)
         return mine == (table.keys.shape[1], table.max_context, table.ways)
 
-    def before(self, older: Kept) -> Kept:
+    def before(self, older: KeptTable) -> KeptTable:
         """Both tables in one: a set's entries, then those of the older table's set, as far as there is room."""
         width = max(self.tokens.shape[1], older.tokens.shape[1])
         device, sets = self.keys.device, (-1, self.ways)
@@ -56,7 +56,7 @@ class Kept:
 
         tokens = both(self.tokens, older.tokens, -1)
         log_probs = both(self.log_probs, older.log_probs, 0.0)
-        return Kept(keys.gather(1, kept).flatten(), tokens, log_probs, self.max_context, self.ways)
+        return KeptTable(keys.gather(1, kept).flatten(), tokens, log_probs, self.max_context, self.ways)
 
 
 class HistoryMemory:
@@ -72,7 +72,7 @@ class HistoryMemory:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._kept: Kept | None = None
+        self._kept: KeptTable | None = None
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -90,13 +90,13 @@ class HistoryMemory:
 
     def add(self, table: NgramTable) -> None:
         """Take over what a call's table holds, of all its sequences."""
-        found = Kept.of(table, 0)
+        newest = KeptTable.of(table, 0)
         for row in range(1, table.keys.shape[0]):
-            found = found.before(Kept.of(table, row))
+            newest = newest.before(KeptTable.of(table, row))
         with self._lock:
             older = self._kept
             # A copy in any case: the call's table goes on being written.
-            self._kept = found.before(older if older is not None and older.fits(table) else found)
+            self._kept = newest.before(older if older is not None and older.fits(table) else newest)
 
     def restore(self, table: NgramTable) -> None:
         """Write what is remembered into every sequence of an empty table, in place."""
@@ -136,7 +136,7 @@ class HistoryMemory:
             self._kept = kept
 
 
-def _read(file: Path, vocab_size: int) -> Kept:
+def _read(file: Path, vocab_size: int) -> KeptTable:
     foreign = "is no saved history; handle.history.save writes one"
     with open_saved(file, "history", FORMAT, VERSION, foreign=foreign) as (opened, about):
         sizes = {name: number_in(about, name) for name in ("max_context", "ways", "vocab_size")}
@@ -146,14 +146,14 @@ def _read(file: Path, vocab_size: int) -> Kept:
             f"history: {file} is of a vocabulary of {sizes['vocab_size']} tokens, the target has {vocab_size}; load "
             "what was saved for this target"
         )
-    kept = Kept(keys, tokens, log_probs, sizes["max_context"], sizes["ways"])
+    kept = KeptTable(keys, tokens, log_probs, sizes["max_context"], sizes["ways"])
     if not _whole(kept, vocab_size):
         raise damaged("history", file, "its table is none")
     return kept
 
 
-def _whole(kept: Kept, vocab_size: int) -> bool:
-    """Whether this is a table as the ops leave them: they rely on its order."""
+def _whole(kept: KeptTable, vocab_size: int) -> bool:
+    """Return whether this is a table as the ops leave them: they rely on its order."""
     ours = NgramTable.empty(1, 1, "cpu")
     if kept.keys.dtype != torch.int64 or not (kept.keys.dim() == 1 and kept.fits(ours)):
         return False

@@ -16,14 +16,14 @@ from gsd_kernels.ops.step import start_graph
 from ..model import replay
 from ..records import Candidates, DecodeState, Verified
 from .base import DraftSource, GrowsLevels, Level, Proposal, Text
-from .border import Border, is_own, rows_of
+from .border import Border, is_own, row_count
 from .figures import Figures, Held, side_by_side
 from .tally import Tally
 from .weights import Calibration, SourceWeights
 
 
 @dataclass
-class Drafted:
+class MixedLevel:
     """Proposals of all sources at one level, or of one source at several, side by side."""
 
     node_ids: Tensor  # int32 [B, W]
@@ -39,7 +39,7 @@ class Storage:
 
     graph: TokenGraph
     root: Tensor  # int32 [B, 1]; the first frontier
-    levels: list[Drafted] = field(default_factory=list)  # of the last step
+    levels: list[MixedLevel] = field(default_factory=list)  # of the last step
 
 
 class Mixer:
@@ -125,7 +125,7 @@ class Mixer:
 
     def num_rows(self, config: GraphConfig) -> int:
         """Rows that the sources forward in a step."""
-        return sum(rows_of(source, config) for source in self.sources)
+        return sum(row_count(source, config) for source in self.sources)
 
     def draft(self, config: GraphConfig, *, trims: bool = False) -> TokenGraph:
         """Grow a step's graph: draft and merge, once a level.
@@ -150,8 +150,10 @@ class Mixer:
             drafted = self.propose(level)
             levels.append(drafted)
             tokens, log_probs = drafted.candidates
+            # Its counts are of levels where a model was forwarded; a source alone has its own reliability.
             if self.calibration is not None and drafted.costs_forward:
                 log_probs = self.calibration(log_probs, self.backend)
+            # The width is the next level's, which is the history's behind the last that a model expands.
             frontier = merge(
                 graph,
                 frontier.node_ids,
@@ -167,9 +169,9 @@ class Mixer:
         self.current.levels = levels
         return graph
 
-    def propose(self, level: Level) -> Drafted:
+    def propose(self, level: Level) -> MixedLevel:
         """The candidates of all sources after every frontier node."""
-        drafted, found = Drafted(level.frontier.node_ids), None
+        drafted, found = MixedLevel(level.frontier.node_ids), None
         for source in self.sources:
             begin = self.tally.begin()
             proposal = self.border.ask(source, level)
@@ -177,6 +179,7 @@ class Mixer:
             if proposal is None:
                 continue
             proposal = fitted(proposal, level)
+            # With the mixture before it: a source's weight learns from what it would add to that.
             asked = Asked(drafted.node_ids, *proposal.candidates, proposal.index, *(found or (None, None)))
             drafted.asked[source.name] = asked
             if source.forwards:
@@ -191,7 +194,7 @@ class Mixer:
         drafted.candidates = nothing(level) if found is None else found
         return drafted
 
-    def propose_rest(self, level: Level) -> Drafted | None:
+    def propose_rest(self, level: Level) -> MixedLevel | None:
         """This level and all behind it, merged, where one source alone is asked there and does them at once."""
         if level.number < level.config.depth or len(self.lookups) != 1:
             return None
@@ -204,7 +207,7 @@ class Mixer:
         if rest is None:
             return None
         asked, log_probs = rest
-        return Drafted(asked.node_ids, (asked.tokens, log_probs), asked={source.name: asked}, lookup=source.name)
+        return MixedLevel(asked.node_ids, (asked.tokens, log_probs), asked={source.name: asked}, lookup=source.name)
 
     def alone(self, name: str, asked: Asked) -> Candidates:
         """Candidates of a source that is not mixed with others, calibrated by its reliability."""
@@ -222,12 +225,12 @@ class Mixer:
             self.weights[name].learn(asked, verified.nodes, verified.tokens, self.backend)
 
     def asked(self) -> dict[str, list[Asked]]:
-        """What the sources proposed in the last step, level by level, by name in the order in which they are mixed."""
+        """The sources' proposals in the last step, level by level, by name in the order in which they are mixed."""
         levels = [] if self.current is None else [drafted.asked for drafted in self.current.levels]
         return {s.name: [asked[s.name] for asked in levels if s.name in asked] for s in self.sources}
 
     def figures(self, verified: Verified) -> Figures:
-        """What the sources held of the step's candidates, for a policy; on the device, waits for nothing.
+        """The sources' figures of the step's candidates, for a policy; on the device, without a wait.
 
         ``"model"``: of levels where a model was forwarded, all sources together, before calibration; ``"lookup"``: of
         these levels the last source that costs no forward, and of other levels all sources.

@@ -19,9 +19,9 @@ from ..records import Candidates, DecodeState
 from .base import Text
 from .draft_model import DraftModel
 
-TAKEN_BACK = 4  # tokens at the end of a text, which may merge with what follows
-BEFORE = 8  # tokens before them, which decide how they are cut
-ROWS = TAKEN_BACK + 1  # of the draft at the end of a text: after each of these tokens, and before them
+REOPENED_TOKENS = 4  # at the end of a text, which may merge with what follows
+CONTEXT_TOKENS = 8  # before them, which decide how they are cut
+END_ROWS = REOPENED_TOKENS + 1  # of the draft at the end of a text: after each of these tokens, and before them
 
 
 class KeptRows:
@@ -44,7 +44,7 @@ class Reader(DraftModel):
 
     def root_logits(self, config: GraphConfig) -> Tensor:
         counts = (self.state.out_len - self.cached).tolist()
-        keep = min(ROWS, config.chain_rows)
+        keep = min(END_ROWS, config.chain_rows)
         logits = self.feed(self.state.out_len, config.chain_rows, keep)
         after, taken = self.text.take_back(logits, [min(keep, count) for count in counts])
         back = torch.tensor(taken, dtype=torch.int32, device=self.cached.device)
@@ -92,7 +92,7 @@ class OwnText:
         return self.target
 
     def read_prompt(self, rows: RowModel) -> None:
-        """As :meth:`Text.read_prompt`."""
+        """Read a prompt like :meth:`Text.read_prompt`."""
         with self.text.reading():
             place = torch.arange(self.longest - 1, device=self.device)
             mask = (place >= self.state.kv_start[:, None]).long()
@@ -170,12 +170,12 @@ class OwnText:
             ids.append(self.translation.draft.roles.get("eos", 0))
 
     def new_tokens(self) -> list[list[int]]:
-        """What the target emitted since this was last asked, by sequence."""
+        """The tokens that the target emitted since this was last asked, by sequence."""
         lengths, begin = self.text.state.out_len.tolist(), min(self.taken)
         rows = self.text.state.tokens[:, begin : max(lengths)].tolist()
-        found = [row[at - begin : end - begin] for row, at, end in zip(rows, self.taken, lengths, strict=True)]
+        new = [row[at - begin : end - begin] for row, at, end in zip(rows, self.taken, lengths, strict=True)]
         self.taken = lengths
-        return found
+        return new
 
     def catch_up(self, cached: Tensor) -> None:
         """Re-tokenise what is new; ``cached`` int32 [B], tokens in the draft's cache, falls back to what stays."""
@@ -184,7 +184,8 @@ class OwnText:
         self.reserve(max(start + len(ids) for start, ids in zip(starts, self.ids, strict=True)))
         for sequence, (start, ids, at) in enumerate(zip(starts, self.ids, changed, strict=True)):
             ends.append(start + len(ids))
-            stay.append(start + max(0, min(at, len(ids) - ROWS)))  # of the last tokens logits are wanted in any case
+            # Of the last tokens logits are wanted in any case.
+            stay.append(start + max(0, min(at, len(ids) - END_ROWS)))
             tail = torch.tensor(ids[at:], device=self.device, dtype=torch.int64)
             self.state.tokens[sequence, start + at : ends[-1]] = tail
         out_len, least = (torch.tensor(one, dtype=torch.int32, device=self.device) for one in (ends, stay))
@@ -218,7 +219,7 @@ class OwnText:
                 changed = min(changed, self._append(sequence, text))
                 self.open[sequence], text = b"", b""
                 ids.append(mark)
-        del chunks[:-BEFORE]
+        del chunks[:-CONTEXT_TOKENS]
         return min(changed, self._append(sequence, text))
 
     def _append(self, sequence: int, text: bytes) -> int:
@@ -227,16 +228,17 @@ class OwnText:
         text = self.open[sequence] + text
         if not text:
             return len(ids)
-        ordinary = [spelled[token] for token in takewhile(spelled.__contains__, reversed(ids[-TAKEN_BACK - BEFORE :]))]
-        back = ordinary[:TAKEN_BACK][::-1]
-        before, again = b"".join(ordinary[TAKEN_BACK:][::-1]), b"".join(back)
-        (found,) = self.speller.spell([(before, again + text)])
-        self.open[sequence] = (again + text)[found.covered :]
+        last = reversed(ids[-REOPENED_TOKENS - CONTEXT_TOKENS :])
+        ordinary = [spelled[token] for token in takewhile(spelled.__contains__, last)]
+        back = ordinary[:REOPENED_TOKENS][::-1]
+        before, again = b"".join(ordinary[REOPENED_TOKENS:][::-1]), b"".join(back)
+        (spelling,) = self.speller.spell([(before, again + text)])
+        self.open[sequence] = (again + text)[spelling.covered :]
         at = len(ids) - len(back)
-        same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(ids[at:], found.tokens, strict=False)))
-        ids[at + same :] = found.tokens[same:]
+        same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(ids[at:], spelling.tokens, strict=False)))
+        ids[at + same :] = spelling.tokens[same:]
         return at + same
 
     def before(self, sequence: int) -> bytes:
-        """What the last ordinary tokens of the target spell, at most :data:`BEFORE`."""
+        """The text that the last ordinary tokens of the target spell, at most :data:`CONTEXT_TOKENS`."""
         return b"".join(self.chunks[sequence])

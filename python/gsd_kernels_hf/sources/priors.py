@@ -34,5 +34,5 @@ PRIOR = (
 
 
 def weights_of(prior: tuple[float, ...]) -> Tensor:
-    """As the op takes them, float64."""
+    """The weights in the form that the op takes, float64."""
     return torch.tensor(prior, dtype=torch.float64, device="cpu")

@@ -1,4 +1,4 @@
-"""Which sources the next generation keeps: of those that forward a model, the ones that brought enough lately.
+"""The choice of sources for the next generation: of those that forward a model, the ones that brought enough lately.
 
 Decided at the borders of generations, by counts alone: the sources of a session and of its captured steps are fixed,
 and a source that comes back begins its text as in any other session. What is proposed changes the speed, never the
@@ -32,7 +32,7 @@ class RetentionSettings:
 
 
 class Retention:
-    """Which sources are left out for now, and for how long: exponential backoff, source by source."""
+    """A record of the sources that are left out for now, and for how long: exponential backoff, source by source."""
 
     def __init__(self, settings: RetentionSettings | None = None) -> None:
         self.settings = settings or RetentionSettings()
@@ -40,10 +40,10 @@ class Retention:
         self.next_wait: dict[str, int] = {}  # of sources that were left out: steps, the next time
 
     def staying(self, sources: Sequence[DraftSource]) -> list[DraftSource]:
-        """Those of ``sources`` that the next generation takes; of those that forward a model, one at least."""
-        found = [source for source in sources if source.name not in self.wait]
+        """The ``sources`` that the next generation takes; of those that forward a model, one at least."""
+        staying = [source for source in sources if source.name not in self.wait]
         # Calls that overlap may have left out one source each.
-        return found if any(source.forwards for source in found) else list(sources)
+        return staying if any(source.forwards for source in staying) else list(sources)
 
     def observe(self, sources: Sequence[DraftSource], weights: Mapping[str, SourceWeights], steps: int) -> None:
         """Learn from a generation (waits for the device).

@@ -19,7 +19,7 @@ from ..model.spelling import Speller
 from ..model.vocabulary import Translation
 from .base import DraftSource, Level, Proposal, Text
 from .mixer import Mixer
-from .own_text import ROWS, OwnText, Reader
+from .own_text import END_ROWS, OwnText, Reader
 from .trie import Trie
 from .weights import SourceWeights
 
@@ -117,16 +117,16 @@ class Retokenised(DraftSource):
         return shape
 
     def fits(self, depth: int = 1) -> bool:
-        """Whether the draft has positions for ``depth`` tokens behind its text, whose tokens are not the target's."""
+        """Return whether the draft has positions for ``depth`` tokens behind its text, which are not the target's."""
         state = self.own.state
         return self.max_length is None or int((state.out_len - state.kv_start).max()) + depth <= self.max_length
 
     def reaches(self, length: int) -> bool:
-        """As its base, of the draft's own text once there is one."""
+        """Return whether the base does, of the draft's own text once there is one."""
         return self.fits() if hasattr(self, "own") else super().reaches(length)
 
     def propose(self, level: Level) -> Proposal | None:
-        """What follows each frontier node in the re-tokenised paths; ``None`` beyond ``depth`` levels."""
+        """Propose what follows each frontier node in the re-tokenised paths; ``None`` beyond ``depth`` levels."""
         if level.number >= level.config.depth:
             return None
         nodes, tokens = level.frontier.node_ids.tolist(), level.frontier.token_ids.tolist()
@@ -139,17 +139,17 @@ class Retokenised(DraftSource):
                     parent = places.get(above[node]) if node >= 0 else None
                     if parent is not None and token in parent.after:
                         places[node] = parent.after[token]
-        found = [
+        paths = [
             [places[node].best() if node in places else [] for node in row]
             for places, row in zip(self.places, nodes, strict=True)
         ]
-        return self._proposal(found, level)
+        return self._proposal(paths, level)
 
-    def _proposal(self, found: list[list[list[tuple[float, int]]]], level: Level) -> Proposal:
+    def _proposal(self, likely: list[list[list[tuple[float, int]]]], level: Level) -> Proposal:
         """Log-probabilities and tokens [B][W][any number], the best of them first."""
-        most = max(1, *(len(after) for row in found for after in row))
+        most = max(1, *(len(after) for row in likely for after in row))
         none = (-math.inf, -1)
-        padded = [[after + [none] * (most - len(after)) for after in row] for row in found]
+        padded = [[after + [none] * (most - len(after)) for after in row] for row in likely]
         device = self.state.tokens.device
         both = torch.tensor(padded, dtype=torch.float64, device="cpu")  # [B, W, K, 2]; exact for ids
         tokens = both[..., 1].to(device, torch.int32)
@@ -174,17 +174,17 @@ class Retokenised(DraftSource):
         for path, spelled in zip(paths, self.speller.spell(jobs), strict=True):
             begun = len(self.own.begun[path.sequence])  # bytes that the target has emitted already
             places = [path.rows[bisect_left(path.ends, begun + end)] for end in spelled.ends]
-            found = list(zip(spelled.tokens, places, strict=True))
+            ahead = list(zip(spelled.tokens, places, strict=True))
             if path.mark is not None and begun + spelled.covered == len(path.text):
                 row, token = path.mark
                 mark = self.translation.target.counterpart(token, self.translation.draft)
-                found += [] if mark is None else [(mark, row)]
-            tries[path.sequence].add(found, probs[path.sequence])
+                ahead += [] if mark is None else [(mark, row)]
+            tries[path.sequence].add(ahead, probs[path.sequence])
         return tries
 
     def paths(self, rows: Rows) -> list[DraftedPath]:
         """The paths to all leaves, of texts that are not done, that go on from what the target has emitted."""
-        spelled, found = self.translation.draft.spelled, []
+        spelled, paths = self.translation.draft.spelled, []
         columns = (rows.token_ids, rows.parent_rows, rows.num_rows[:, None], self.state.done[:, None])
         for sequence, (tokens, parents, (count,), (done,)) in enumerate(
             zip(*(c.tolist() for c in columns), strict=True)
@@ -206,10 +206,10 @@ class Retokenised(DraftSource):
                     text += spelled[tokens[row]]
                     ends.append(len(text))
                 if text.startswith(self.own.begun[sequence]):
-                    found.append(DraftedPath(sequence, ordinary, ends, text, mark))
-        return found
+                    paths.append(DraftedPath(sequence, ordinary, ends, text, mark))
+        return paths
 
 
 def own_shape(config: GraphConfig) -> GraphConfig:
     """Shape of the draft's own graph in a step of another: its levels, no other source's, and rows to read the text."""
-    return config.replace(history_depth=0, max_rows=min(MAX_ROWS, config.max_rows + 2 * ROWS))
+    return config.replace(history_depth=0, max_rows=min(MAX_ROWS, config.max_rows + 2 * END_ROWS))

@@ -17,16 +17,24 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..files import SHIPPED as FOLDER
+from ..files import SHIPPED_FOLDER
 
-__all__ = ["SHIPPED", "Shipped", "drafter_of", "fingerprint", "folder_of", "mention_drafter", "warn_of_other_weights"]
+__all__ = [
+    "SHIPPED_DRAFTERS",
+    "Shipped",
+    "drafter_of",
+    "fingerprint",
+    "folder_of",
+    "mention_drafter",
+    "warn_of_other_weights",
+]
 
 logger = logging.getLogger("gsd_kernels")
 
 SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Of a config, those that are compared before any weight is read."""
 
-SAMPLES = 64
+SAMPLED_ELEMENTS = 64
 """Elements of every weight, evenly spaced."""
 
 
@@ -43,7 +51,7 @@ class Shipped:
     fingerprint: str
 
 
-SHIPPED = {
+SHIPPED_DRAFTERS = {
     "smollm2-135m-instruct": Shipped(("llama", 576, 1536, 30, 9, 49152), "a69f287760ae602c"),
 }
 """By name, which is that of the drafter's folder, too."""
@@ -55,21 +63,21 @@ def folder_of(where: str | os.PathLike[str]) -> str | os.PathLike[str]:
     Raises:
         ValueError: a name of ours, and the wheel is installed, which has none.
     """
-    if where not in SHIPPED or Path(where).exists():
+    if where not in SHIPPED_DRAFTERS or Path(where).exists():
         return where
-    if not (FOLDER / where).is_dir():
+    if not (SHIPPED_FOLDER / where).is_dir():
         raise ValueError(
             f"drafter: {where} is in a clone of gsd_kernels, not in its wheel; expected a folder, as a clone's "
             f"bench/drafters/chat/{where}"
         )
-    return FOLDER / where
+    return SHIPPED_FOLDER / where
 
 
 def warn_of_other_weights(where: str | os.PathLike[str], target: PreTrainedModel) -> None:
     """Say in a line of the log if ``where`` names a drafter of ours that was trained for other weights."""
     if folder_of(where) == where:
         return
-    if fingerprint(target) not in (None, SHIPPED[str(where)].fingerprint):
+    if fingerprint(target) not in (None, SHIPPED_DRAFTERS[str(where)].fingerprint):
         logger.warning(
             "drafter: %s was trained for other weights than this model's; the output is this model's all the same, and "
             "the guesses may be worse",
@@ -88,7 +96,7 @@ def fingerprint(target: PreTrainedModel) -> str | None:
         if not plain or parameter.dtype not in (torch.float32, torch.bfloat16):
             return None
         row = parameter.detach().reshape(-1)
-        samples = row[:: max(1, row.numel() // SAMPLES)][:SAMPLES].to(torch.bfloat16)
+        samples = row[:: max(1, row.numel() // SAMPLED_ELEMENTS)][:SAMPLED_ELEMENTS].to(torch.bfloat16)
         content.update(name.encode() + samples.cpu().view(torch.int16).numpy().tobytes())
     return content.hexdigest()[:16]
 
@@ -99,8 +107,8 @@ def drafter_of(target: PreTrainedModel) -> str | None:
     sizes = tuple(getattr(config, name, None) for name in SIZES)
     alike = {
         shipped.fingerprint: name
-        for name, shipped in SHIPPED.items()
-        if shipped.sizes == sizes and (FOLDER / name).is_dir()
+        for name, shipped in SHIPPED_DRAFTERS.items()
+        if shipped.sizes == sizes and (SHIPPED_FOLDER / name).is_dir()
     }
     return alike.get(fingerprint(target) or "") if alike else None
 

@@ -1,4 +1,4 @@
-"""What each source brought to a text: drafted tokens that were verified, those that were accepted, and seconds."""
+"""A count of what each source brought to a text: drafted tokens that were verified, the accepted ones, and seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..records import Verified
 
 @dataclass
 class Brought:
-    """What one source brought: rows that were verified, without the roots, those of them accepted, and seconds."""
+    """The figures of one source: rows that were verified, without the roots, those of them accepted, and seconds."""
 
     proposed: int = 0
     accepted: int = 0

@@ -36,8 +36,8 @@ class TranslatedRows:
 
     def of_draft(self, token_ids: Tensor) -> Tensor:
         """The draft's ids for target ids of any shape, in their dtype."""
-        found = self.reads[token_ids.to(self.reads.device).long().clamp(0, self.vocab_size - 1)]
-        return found.to(token_ids.device, token_ids.dtype)
+        ids = self.reads[token_ids.to(self.reads.device).long().clamp(0, self.vocab_size - 1)]
+        return ids.to(token_ids.device, token_ids.dtype)
 
     def of_target(self, logits: Tensor) -> Tensor:
         """Logits of the draft's tokens as the target's, −inf where it has none: [B, R, draft's] → [B, R, V]."""
@@ -46,15 +46,15 @@ class TranslatedRows:
     def read(
         self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None
     ) -> None:
-        """As :meth:`RowModel.read`."""
+        """Read like :meth:`RowModel.read`."""
         self.own.read(self.of_draft(input_ids), attention_mask, chunk, listener)
 
     def rows(self, token_ids: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """As :meth:`RowModel.rows`."""
+        """Forward like :meth:`RowModel.rows`."""
         return self.of_target(self.own.rows(self.of_draft(token_ids), *arguments, **options))
 
     def no_logits(self, count: int) -> Tensor:
-        """As :meth:`RowModel.no_logits`."""
+        """Give what :meth:`RowModel.no_logits` gives."""
         return self.of_target(self.own.no_logits(count))
 
 

@@ -39,11 +39,11 @@ class Trie:
         return min(1.0, sum(self.rows.values())) if self.rows else 1.0
 
     def best(self) -> list[tuple[float, int]]:
-        """What follows: log-probabilities, at most 0, and tokens, best first."""
+        """The tokens that follow, best first: log-probabilities, at most 0, and ids."""
         whole = self.prob
         if whole <= 0.0:
             return []
-        found = ((min(1.0, node.prob / whole), token) for token, node in self.after.items())
+        shares = ((min(1.0, node.prob / whole), token) for token, node in self.after.items())
         return sorted(
-            ((math.log(prob), token) for prob, token in found if prob > 0.0), key=lambda one: (-one[0], one[1])
+            ((math.log(prob), token) for prob, token in shares if prob > 0.0), key=lambda one: (-one[0], one[1])
         )

@@ -20,14 +20,14 @@ from torch import Tensor
 from gsd_kernels.ops.learn import Asked, Mixture, Reliability, learn_source
 from gsd_kernels.ops.ngram import calibrate_candidates
 
-PRIOR = 8.0  # observations that the starting values count for
-MEMORY = 400.0  # observations after which an older one counts 1/e
+PRIOR_COUNT = 8.0  # observations that the starting values count for
+MEMORY_COUNT = 400.0  # observations after which an older one counts 1/e
 
 
 def mixture_of(start: Sequence[float], device: torch.device) -> Mixture:
     """Interpolation weights w in P = (1 − w) · P(first) + w · P(other), by index; a start of 0 stays 0."""
     prior = torch.tensor(start, dtype=torch.float32, device=device)  # [n]
-    return Mixture(prior, PRIOR * prior, torch.full_like(prior, PRIOR), prior.clone())
+    return Mixture(prior, PRIOR_COUNT * prior, torch.full_like(prior, PRIOR_COUNT), prior.clone())
 
 
 def reliability_of(start: Sequence[float], branch: int, device: torch.device) -> Reliability:
@@ -39,8 +39,8 @@ def reliability_of(start: Sequence[float], branch: int, device: torch.device) ->
         device: of the tables.
     """
     ratio = torch.tensor(start, dtype=torch.float32, device=device)[:, None].expand(-1, branch)
-    prior = PRIOR * ratio  # float32 [n, K]
-    return Reliability(prior, prior.clone(), torch.full_like(prior, PRIOR), ratio.log())
+    prior = PRIOR_COUNT * ratio  # float32 [n, K]
+    return Reliability(prior, prior.clone(), torch.full_like(prior, PRIOR_COUNT), ratio.log())
 
 
 class Calibration:
@@ -92,7 +92,7 @@ class SourceWeights:
         """Update by the target's picks, int32 [B, P], after nodes of the accepted path."""
         if asked and (self.reliability is not None or any(level.first_tokens is not None for level in asked)):
             tables = (self.mixture, self.reliability)
-            learn_source(asked, nodes, picked, *tables, prior_count=PRIOR, memory=MEMORY, backend=backend)
+            learn_source(asked, nodes, picked, *tables, prior_count=PRIOR_COUNT, memory=MEMORY_COUNT, backend=backend)
 
     def learned(self) -> tuple[float, float]:
         """Picked tokens by which the interpolation weights were learned, and which share of them was this source's.
@@ -100,21 +100,21 @@ class SourceWeights:
         Without the prior, which an unseen source has of it; (0, 0) where nothing was seen. Waits for the device.
         """
         start, shares, counts, _ = (table.tolist() for table in self.mixture)
-        picked = sum(counts) - PRIOR * len(counts)
-        mine = sum(shares) - PRIOR * sum(start)
+        picked = sum(counts) - PRIOR_COUNT * len(counts)
+        mine = sum(shares) - PRIOR_COUNT * sum(start)
         return (picked, min(1.0, max(0.0, mine / picked))) if picked > 0 else (0.0, 0.0)
 
     def forget(self) -> None:
         """Go back to the priors."""
         start, shares, counts, weights = self.mixture
-        shares.copy_(PRIOR * start)
-        counts.fill_(PRIOR)
+        shares.copy_(PRIOR_COUNT * start)
+        counts.fill_(PRIOR_COUNT)
         weights.copy_(start)
         if self.reliability is not None:
             prior, hits, claimed, log_ratio = self.reliability
             hits.copy_(prior)
-            claimed.fill_(PRIOR)
-            torch.div(prior, PRIOR, out=log_ratio).log_()
+            claimed.fill_(PRIOR_COUNT)
+            torch.div(prior, PRIOR_COUNT, out=log_ratio).log_()
 
     def clone(self) -> SourceWeights:
         """The same tables in storage of their own."""

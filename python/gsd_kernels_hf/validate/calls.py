@@ -1,4 +1,4 @@
-"""What one call hands over beside its options: model inputs, adapters, draft sources, listeners."""
+"""Checks of what one call hands over beside its options: model inputs, adapters, draft sources, listeners."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_inputs(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor)
 
 
 def reads_more(model: PreTrainedModel) -> bool:
-    """Whether the model's prompts may have more than text."""
+    """Return whether the model's prompts may have more than text."""
     modalities = getattr(model, "input_modalities", "text")
     return bool({modalities} - {"text"} if isinstance(modalities, str) else set(modalities) - {"text"})
 
@@ -81,7 +81,7 @@ def _unread(model_kwargs: Mapping[str, Any]) -> list[str]:
 
 
 def _is_read(name: str, value: Any, mask: Tensor | None) -> bool:
-    """Whether ignoring the model input changes nothing: it is used, empty, or what the decode loop says anyway."""
+    """Return whether ignoring the model input changes nothing: it is used, empty, or what decoding says anyway."""
     if value is None or name in ("attention_mask", "use_cache", *OF_DICTS):  # the last were screened
         return True
     if name in ("position_ids", "cache_position"):
@@ -104,7 +104,7 @@ def _why_unread(name: str) -> str:
 
 
 def _is_counted(positions: Tensor, mask: Tensor | None) -> bool:
-    """Whether positions [..., P] are 0, 1, 2, … from each sequence's first token on; padding may have any."""
+    """Return whether positions [..., P] are 0, 1, 2, … from each sequence's first token on; padding may have any."""
     if mask is None:
         counted = torch.arange(positions.shape[-1], device=positions.device)
         return bool((positions == counted).all())

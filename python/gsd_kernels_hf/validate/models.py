@@ -1,4 +1,4 @@
-"""Which models can verify graph rows or draft them, and which two belong together."""
+"""Checks of models: those that can verify graph rows or draft them, and those that belong together."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def check_model(name: str, model: Any) -> None:
 
 
 def keeps_state(name: str, model: PreTrainedModel) -> bool:
-    """Whether layers keep a recurrent state.
+    """Return whether layers keep a recurrent state.
 
     Raises:
         Unsupported: they do, on several ranks.

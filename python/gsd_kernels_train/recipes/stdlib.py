@@ -61,7 +61,7 @@ class SourceFile:
 
     @property
     def is_test(self) -> bool:
-        """Whether the file belongs to a test suite."""
+        """Return whether the file belongs to a test suite."""
         return any(part in ("test", "tests", "idle_test") for part in Path(self.name).parts)
 
 

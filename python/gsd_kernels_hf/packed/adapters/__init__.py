@@ -7,12 +7,12 @@ from collections.abc import Callable
 from torch import nn
 
 from . import bitsandbytes, compressed_tensors, gptqmodel, torchao
-from .base import Stored
+from .base import LibraryWeights
 from .bitsandbytes import threshold_of
 
-__all__ = ["ADAPTERS", "Stored", "stored_in", "threshold_of"]
+__all__ = ["ADAPTERS", "LibraryWeights", "stored_in", "threshold_of"]
 
-ADAPTERS: tuple[Callable[[nn.Module], Stored | None], ...] = (
+ADAPTERS: tuple[Callable[[nn.Module], LibraryWeights | None], ...] = (
     torchao.stored,
     bitsandbytes.stored,
     compressed_tensors.stored,
@@ -21,7 +21,7 @@ ADAPTERS: tuple[Callable[[nn.Module], Stored | None], ...] = (
 """Each says what a module's weights are, or ``None`` where they are not its library's."""
 
 
-def stored_in(module: nn.Module) -> Stored | None:
+def stored_in(module: nn.Module) -> LibraryWeights | None:
     """How a library keeps the weights of a linear layer, or ``None`` where none quantised them."""
     weight = module._parameters.get("weight")
     if type(weight) is nn.Parameter and weight.is_floating_point():  # dense, as most are; asked often

@@ -1,4 +1,4 @@
-"""What an adapter says of a module whose weights a library keeps quantised."""
+"""The weights of a module that a library keeps quantised, as an adapter describes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BY_BITS = {4: "int4", 8: "uint8"}
 
 
 @dataclass(frozen=True)
-class Stored:
+class LibraryWeights:
     """A linear layer's weights as a library keeps them, and how they are read as a packed matrix.
 
     The matrix stands for what the library's own dequantisation gives, bit for bit, in :attr:`dtype`.
@@ -42,7 +42,7 @@ class Stored:
     any_dtype: bool = False
 
     def is_for(self, dtype: torch.dtype) -> bool:
-        """Whether the layer belongs into a model of ``dtype``."""
+        """Return whether the layer belongs into a model of ``dtype``."""
         return self.any_dtype or self.dtype == dtype
 
     @property
@@ -56,10 +56,10 @@ def scales_of_rows(scale: Tensor, outputs: int) -> Tensor:
     return scale.detach().float().reshape(-1, 1).expand(outputs, 1).contiguous()
 
 
-def unread(name: str, problem: str, *tensors: Tensor) -> Stored:
+def unread(name: str, problem: str, *tensors: Tensor) -> LibraryWeights:
     """Weights of a library that are not read; ``problem`` completes a sentence that begins with the module's name."""
 
     def read() -> PackedMatrix:
         raise ValueError(f"weight: {problem}")
 
-    return Stored(name, tensors, torch.Size(), torch.float32, read, problem=problem)
+    return LibraryWeights(name, tensors, torch.Size(), torch.float32, read, problem=problem)

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
 from gsd_kernels.ops.packed.matrix import MOST_CODES
 
-from .base import Stored, scales_of_rows, unread
+from .base import LibraryWeights, scales_of_rows, unread
 
 ROWS = 32  # that are rewritten together
 
 
-def stored(module: nn.Module) -> Stored | None:
+def stored(module: nn.Module) -> LibraryWeights | None:
     """Weights of a linear layer of bitsandbytes, or ``None``."""
     if "bitsandbytes" not in sys.modules or not isinstance(module, nn.Linear):
         return None
@@ -58,7 +58,7 @@ def stored(module: nn.Module) -> Stored | None:
             scales = scales_of(state).view(outputs, groups)
         return PackedMatrix(BY_NAME[state.quant_type], data, inputs, scales)
 
-    return Stored(f"{state.quant_type} of bitsandbytes", tensors, torch.Size(state.shape), state.dtype, read)
+    return LibraryWeights(f"{state.quant_type} of bitsandbytes", tensors, torch.Size(state.shape), state.dtype, read)
 
 
 def threshold_of(module: Any) -> float:
@@ -68,7 +68,7 @@ def threshold_of(module: Any) -> float:
     return float(getattr(getattr(module, "state", None), "threshold", 0.0))
 
 
-def _int8(module: Any, weight: Any) -> Stored:
+def _int8(module: Any, weight: Any) -> LibraryWeights:
     """LLM.int8(): codes [outputs, inputs], and the magnitude that 127 stands for in each row."""
     holder = weight if weight.CB is not None else module.state  # the first forward moves them there
     codes, most = holder.CB, holder.SCB
@@ -91,7 +91,7 @@ def _int8(module: Any, weight: Any) -> Stored:
         return PackedMatrix(BY_NAME["int8_vectorwise"], data, codes.shape[1], scales_of_rows(most, codes.shape[0]))
 
     kept = (codes, most)
-    return Stored(name, kept, codes.shape, torch.float32, read, rounds_rows=True, any_dtype=True)
+    return LibraryWeights(name, kept, codes.shape, torch.float32, read, rounds_rows=True, any_dtype=True)
 
 
 def scales_of(state: Any) -> Tensor:

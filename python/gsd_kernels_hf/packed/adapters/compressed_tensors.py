@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
 
-from .base import BY_BITS, Stored, scales_of_rows, unread
+from .base import BY_BITS, LibraryWeights, scales_of_rows, unread
 
 FORMAT = "pack-quantized"
 BYTES = ("int-quantized", "naive-quantized")
 """Formats whose weights of eight bits are bytes."""
 
 
-def stored(module: nn.Module) -> Stored | None:
+def stored(module: nn.Module) -> LibraryWeights | None:
     """Weights of a compressed linear layer, or ``None``."""
     packed: Any = module._parameters.get("weight_packed")
     scheme: Any = getattr(module, "quantization_scheme", None)
@@ -31,10 +31,10 @@ def stored(module: nn.Module) -> Stored | None:
     if not isinstance(module, nn.Linear) or packed is None or "weight" in module._parameters:
         return None
     weights = getattr(scheme, "weights", None)
-    found = _format(scheme)
-    name, scale, zero = f"{found} of compressed-tensors", module._parameters["weight_scale"], _zero(module)
+    form = _format(scheme)
+    name, scale, zero = f"{form} of compressed-tensors", module._parameters["weight_scale"], _zero(module)
     tensors = tuple(t for t in (packed, scale, zero) if t is not None)
-    problem = _problem(module, scheme, found)
+    problem = _problem(module, scheme, form)
     if problem is not None or weights is None or scale is None:
         return unread(name, problem or "has no scales", *tensors)
     outputs, inputs = module.out_features, module.in_features
@@ -46,17 +46,17 @@ def stored(module: nn.Module) -> Stored | None:
         zeros = torch.zeros_like(scales) if zero is None else _unpacked(zero, outputs, weights.num_bits).float()
         return PackedMatrix(kind, data, inputs, torch.stack([scales, zeros + (0 if zero is not None else middle)], -1))
 
-    return Stored(name, tensors, torch.Size((outputs, inputs)), scale.dtype, read)
+    return LibraryWeights(name, tensors, torch.Size((outputs, inputs)), scale.dtype, read)
 
 
-def _bytes(module: Any, scheme: Any) -> Stored | None:
+def _bytes(module: Any, scheme: Any) -> LibraryWeights | None:
     """Weights that are bytes, or ``None``; activations of eight bits may go with them."""
     codes: Any = module._parameters.get("weight")
     if codes is None or codes.dtype != torch.int8:
         return None
-    found, scale = _format(scheme), module._parameters.get("weight_scale")
-    name, tensors = f"{found} of compressed-tensors", tuple(t for t in (codes, scale, _zero(module)) if t is not None)
-    problem = _problem_of_bytes(module, scheme, found)
+    form, scale = _format(scheme), module._parameters.get("weight_scale")
+    name, tensors = f"{form} of compressed-tensors", tuple(t for t in (codes, scale, _zero(module)) if t is not None)
+    problem = _problem_of_bytes(module, scheme, form)
     if problem is not None or scale is None:
         return unread(name, problem or "has no scales", *tensors)
     outputs, inputs = codes.shape
@@ -67,12 +67,12 @@ def _bytes(module: Any, scheme: Any) -> Stored | None:
         return PackedMatrix(BY_NAME[kind], codes.detach().contiguous(), inputs, scales)
 
     rounds_rows = scheme.input_activations is not None
-    return Stored(name, tensors, codes.shape, scale.dtype, read, rounds_rows=rounds_rows)
+    return LibraryWeights(name, tensors, codes.shape, scale.dtype, read, rounds_rows=rounds_rows)
 
 
-def _problem_of_bytes(module: Any, scheme: Any, found: str) -> str | None:
-    if found not in BYTES:
-        return f"is compressed as {found}"
+def _problem_of_bytes(module: Any, scheme: Any, form: str) -> str | None:
+    if form not in BYTES:
+        return f"is compressed as {form}"
     if _word(scheme.weights.strategy) not in ("tensor", "channel"):
         return f"has scales by {_word(scheme.weights.strategy)}"
     if not scheme.weights.symmetric or _zero(module) is not None:
@@ -112,9 +112,9 @@ def _zero(module: nn.Module) -> Tensor | None:
     return zero
 
 
-def _problem(module: Any, scheme: Any, found: str) -> str | None:
-    if found != FORMAT:
-        return f"is compressed as {found}"
+def _problem(module: Any, scheme: Any, form: str) -> str | None:
+    if form != FORMAT:
+        return f"is compressed as {form}"
     if scheme.input_activations is not None or scheme.output_activations is not None:
         return "quantises its activations"
     bits, strategy = scheme.weights.num_bits, _word(scheme.weights.strategy)

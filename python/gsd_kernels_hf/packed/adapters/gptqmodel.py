@@ -15,13 +15,13 @@ from torch import Tensor
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
 
 from . import int4pack
-from .base import BY_BITS, Stored, unread
+from .base import BY_BITS, LibraryWeights, unread
 
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 """The outputs of a word's half bytes, the lowest first."""
 
 
-def stored(module: Any) -> Stored | None:
+def stored(module: Any) -> LibraryWeights | None:
     """Weights of a linear layer of gptqmodel, or ``None``."""
     if not type(module).__module__.startswith("gptqmodel.") or not isinstance(getattr(module, "qweight", None), Tensor):
         return None
@@ -38,7 +38,7 @@ def stored(module: Any) -> Stored | None:
             return int4pack.matrix(module.qweight, numbers, shape[1])
         return READERS[type(module).__name__](module)
 
-    return Stored(name, tensors, shape, dtype, read)
+    return LibraryWeights(name, tensors, shape, dtype, read)
 
 
 def numbers_of(module: Any) -> Tensor | None:

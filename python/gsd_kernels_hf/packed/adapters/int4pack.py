@@ -23,7 +23,7 @@ def matrix(packed: Tensor, scale_and_zero: Tensor, inputs: int) -> PackedMatrix:
     assert order is not None  # who asks has looked at `problem`
     return PackedMatrix(
         BY_NAME["int4_offset"],
-        rows_of(packed, inputs, order),
+        unpacked_rows(packed, inputs, order),
         inputs,
         scale_and_zero.detach().transpose(0, 1).float().contiguous(),
     )
@@ -40,7 +40,7 @@ def problem(packed: Tensor, scale_and_zero: Tensor) -> str | None:
     return None
 
 
-def rows_of(packed: Tensor, inputs: int, together: int) -> Tensor:
+def unpacked_rows(packed: Tensor, inputs: int, together: int) -> Tensor:
     """Rows of bytes, [outputs, inputs / 2]: the first weight of a byte in its low half."""
     outputs, half = packed.shape[0], together // 2
     whole = outputs // together * together
@@ -60,4 +60,4 @@ def order_of_outputs() -> int | None:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
     except (AttributeError, RuntimeError):
         return None
-    return next((n for n in TOGETHER if torch.equal(rows_of(packed, codes.shape[1], n), rows)), None)
+    return next((n for n in TOGETHER if torch.equal(unpacked_rows(packed, codes.shape[1], n), rows)), None)

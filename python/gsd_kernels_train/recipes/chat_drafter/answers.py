@@ -18,12 +18,12 @@ from .prompts import Chat, Writer, prompts
 
 __all__ = ["write_chats"]
 
-AT_ONCE = 64
+BATCH_PROMPTS = 64
 NEW_TOKENS = 224
-SORTED = 16  # batches among which prompts are sorted by length, so that little is padding
-SAMPLED = 4  # every fourth batch is sampled
+SORTED_BATCHES = 16  # batches among which prompts are sorted by length, so that little is padding
+SAMPLED_EVERY = 4  # every fourth batch is sampled
 TEMPERATURE = 0.7
-LONGEST_PROMPT = 480  # tokens
+MAX_PROMPT_TOKENS = 480
 
 
 def write_chats(
@@ -38,12 +38,13 @@ def write_chats(
     """Let ``model`` answer the first ``batches`` of ``count`` prompts, and some second questions: JSONL files."""
     chats, writer = prompts(count, seed)
     lengths = [len(_ids(tokenizer, chat)) for chat in chats]
-    kept = [number for number, length in enumerate(lengths) if length <= LONGEST_PROMPT]
-    groups = [kept[at : at + SORTED * AT_ONCE] for at in range(0, len(kept), SORTED * AT_ONCE)]
+    kept = [number for number, length in enumerate(lengths) if length <= MAX_PROMPT_TOKENS]
+    together = SORTED_BATCHES * BATCH_PROMPTS
+    groups = [kept[at : at + together] for at in range(0, len(kept), together)]
     rows: list[list[int]] = []
     for group in groups:
         ordered = sorted(group, key=lambda number: lengths[number])
-        own = [ordered[at : at + AT_ONCE] for at in range(0, len(ordered), AT_ONCE)]
+        own = [ordered[at : at + BATCH_PROMPTS] for at in range(0, len(ordered), BATCH_PROMPTS)]
         random.Random(seed).shuffle(own)
         rows += own
     files = []
@@ -67,7 +68,7 @@ def _answered(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chats: list[Chat], writer: Writer, number: int
 ) -> list[str]:
     sampling: dict[str, Any] = {"do_sample": False}
-    if number % SAMPLED == SAMPLED - 1:
+    if number % SAMPLED_EVERY == SAMPLED_EVERY - 1:
         sampling = {"do_sample": True, "temperature": TEMPERATURE}
     first = _answers(model, tokenizer, chats, sampling, number)
     writer.random.seed(number)
@@ -75,21 +76,21 @@ def _answered(
         [*chat, {"role": "assistant", "content": answer}, {"role": "user", "content": writer.follow_up()}]
         for chat, (answer, ended) in zip(chats, first, strict=True)
         if ended
-    ][: AT_ONCE // 2]
+    ][: BATCH_PROMPTS // 2]
     second = _answers(model, tokenizer, longer, sampling, number) if longer else []
     followed = {id(chat[0]) for chat in longer}
     answered = [
         *((chat, answer) for chat, (answer, _) in zip(chats, first, strict=True) if id(chat[0]) not in followed),
         *((chat, answer) for chat, (answer, _) in zip(longer, second, strict=True)),
     ]
-    found = [[*chat, {"role": "assistant", "content": answer}] for chat, answer in answered]
-    return [json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in found]
+    whole = [[*chat, {"role": "assistant", "content": answer}] for chat, answer in answered]
+    return [json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in whole]
 
 
 def _answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chats: list[Chat], sampling: dict[str, Any], seed: int
 ) -> list[tuple[str, bool]]:
-    """What the model says, and whether it came to an end."""
+    """Let the model answer, and tell whether it came to an end."""
     rows = [_ids(tokenizer, chat) for chat in chats]
     longest = max(map(len, rows))
     pad = model.generation_config.pad_token_id
@@ -99,8 +100,8 @@ def _answers(
     out = gsd_kernels.generate(
         model, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, graph_config="plain", **sampling
     )
-    end, found = tokenizer.eos_token_id, []
+    end, answers = tokenizer.eos_token_id, []
     for row in out[:, longest:].tolist():
         cut = row.index(end) if end in row else len(row)
-        found.append((tokenizer.decode(row[:cut]), end in row))
-    return found
+        answers.append((tokenizer.decode(row[:cut]), end in row))
+    return answers

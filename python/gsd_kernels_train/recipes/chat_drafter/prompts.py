@@ -59,7 +59,7 @@ def _docstrings(text: str) -> Iterable[str]:
 
 def functions() -> list[str]:
     """Short functions of the standard library, those of the demo's held-out files left out."""
-    found: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for source in split_sources(stdlib_sources())[0]:
         lines = source.text.splitlines()
         if source.is_test:
@@ -68,8 +68,8 @@ def functions() -> list[str]:
             if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
                 own = lines[node.lineno - 1 : node.end_lineno]
                 if FUNCTION_LINES[0] <= len(own) <= FUNCTION_LINES[1] and max(map(len, own)) < 100:
-                    found[textwrap.dedent("\n".join(own))] = None
-    return sorted(found)
+                    texts[textwrap.dedent("\n".join(own))] = None
+    return sorted(texts)
 
 
 class Writer:
@@ -314,16 +314,16 @@ class Writer:
             (2, self.tools),
         ]
         (write,) = self.random.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])
-        found = write()
-        if not isinstance(found, str):
-            return found
-        turns = [{"role": "user", "content": found}]
+        text = write()
+        if not isinstance(text, str):
+            return text
+        turns = [{"role": "user", "content": text}]
         if self.random.random() < 0.1:
             turns.insert(0, {"role": "system", "content": self.random.choice(WORDS["systems"][:-1])})
         return turns
 
     def follow_up(self) -> str:
-        """What a user says to an answer."""
+        """Make what a user says to an answer."""
         return str(self.pick("follow_ups"))
 
 
@@ -351,10 +351,12 @@ def overlapping(texts: list[str], measured_on: Iterable[Path] = MEASURED_ON) -> 
 def prompts(count: int, seed: int) -> tuple[list[Chat], Writer]:
     """``count`` different chats that overlap with nothing that is measured on, and who wrote them."""
     writer = Writer(seed)
-    found: dict[str, Chat] = {}
-    while len(found) < count:
-        chats = [writer.chat() for _ in range(count - len(found))]
+    chosen: dict[str, Chat] = {}
+    while len(chosen) < count:
+        chats = [writer.chat() for _ in range(count - len(chosen))]
         texts = ["\n".join(turn["content"] for turn in chat) for chat in chats]
         out = set(overlapping(texts))
-        found |= {text: chat for number, (text, chat) in enumerate(zip(texts, chats, strict=True)) if number not in out}
-    return list(found.values())[:count], writer
+        chosen |= {
+            text: chat for number, (text, chat) in enumerate(zip(texts, chats, strict=True)) if number not in out
+        }
+    return list(chosen.values())[:count], writer

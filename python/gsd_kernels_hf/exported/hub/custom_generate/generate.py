@@ -17,5 +17,5 @@ except ImportError as error:
 
 
 def generate(inputs=None, *args, model, **kwargs):  # by keyword: of a loaded folder the prompt may come by position
-    """As transformers' ``generate``, and with the options of ``gsd_kernels.generate``."""
+    """Generate as transformers' ``generate`` does, with the options of ``gsd_kernels.generate`` beside."""
     return custom_generate(inputs, *args, model=model, folder_code=__file__, **kwargs)

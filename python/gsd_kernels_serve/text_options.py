@@ -1,4 +1,4 @@
-"""What a checked request asks of the decoding: transformers' config, processors, and what to record."""
+"""A checked request as the decoding takes it: transformers' config, processors, and what to record."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .checks import Refused, is_whole, wrong
 from .limits import Limits
 from .processors import Grammar, Penalties
 
-LENGTH = 1024
+DEFAULT_TOKENS = 1024
 """Tokens of a text whose request does not say how many."""
 
-PIECE = 2048
+PIECE_TOKENS = 2048
 """Tokens of a prompt that are read at once: memory, and how soon a text can end that nobody waits for."""
 
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -34,8 +34,8 @@ _SERVER_SAYS = ("num_return_sequences", "return_dict_in_generate", "output_score
 
 
 @dataclass
-class Asked:
-    """What all texts of a request have in common.
+class TextOptions:
+    """The part of a request that all its texts have in common.
 
     Attributes:
         config: transformers' options.
@@ -83,7 +83,7 @@ class Asked:
         """
         config = deepcopy(self.config)
         if self.pieces:
-            config.prefill_chunk_size = min(config.prefill_chunk_size or PIECE, PIECE)
+            config.prefill_chunk_size = min(config.prefill_chunk_size or PIECE_TOKENS, PIECE_TOKENS)
         unnamed = self.positions is not None and self.length is None
         if unnamed and prompt >= self.positions:
             reason = f"{prompt} tokens leave no room in the model's {self.positions} positions"
@@ -97,12 +97,12 @@ class Asked:
 
     def processors(self, prompt: int) -> list[LogitsProcessor]:
         """New ones, for one text behind ``prompt`` tokens."""
-        found: list[LogitsProcessor] = [Penalties(prompt, *self.penalties)] if any(self.penalties) else []
-        return found if self.grammar is None else [*found, Grammar(self.grammar, prompt)]
+        penalties: list[LogitsProcessor] = [Penalties(prompt, *self.penalties)] if any(self.penalties) else []
+        return penalties if self.grammar is None else [*penalties, Grammar(self.grammar, prompt)]
 
 
-def asked_of(body: Mapping[str, Any], model: PreTrainedModel, source: str, limits: Limits) -> Asked:
-    """What a checked request asks of the decoding, but for grammar, log-probabilities and reference.
+def text_options(body: Mapping[str, Any], model: PreTrainedModel, source: str, limits: Limits) -> TextOptions:
+    """Make of a checked request what the decoding takes, but for grammar, log-probabilities and reference.
 
     Raises:
         Refused: fields that contradict each other, or a token that the model does not have.
@@ -129,7 +129,7 @@ def asked_of(body: Mapping[str, Any], model: PreTrainedModel, source: str, limit
             raise Refused(f"generation_config.{name}", f"{value!r} contradicts another field; give one of them")
     _check_named(named, bool(config.do_sample))
     positions = properties.positions(model)
-    return Asked(
+    return TextOptions(
         config,
         length,
         source,
@@ -167,12 +167,12 @@ def _length(config: GenerationConfig, body: Mapping[str, Any], named: Mapping[st
         return given[0]
     if "max_new_tokens" in named or "max_length" in named:
         return "generation_config"
-    config.max_new_tokens = max(config.max_new_tokens or 0, LENGTH)
+    config.max_new_tokens = max(config.max_new_tokens or 0, DEFAULT_TOKENS)
     return None
 
 
 def _arguments(given: str) -> dict[str, Any]:
-    """What ``generation_config`` names, a JSON string as transformers writes it.
+    """The fields that ``generation_config`` names, a JSON string as transformers writes it.
 
     Raises:
         Refused: no JSON, or arguments that would do nothing or are refused.
