@@ -18,13 +18,13 @@ C_LIKE = (".h", ".cpp", ".cu", ".cuh", ".hpp")
 BUDGET = {
     "bench": 14,
     "bench/generation": 98,
-    "bench/gpu": 66,
+    "bench/gpu": 67,
     "bench/kernels": 30,
     "bench/lib": 20,
     "bench/scale": 16,
-    "csrc/algorithms": 117,
+    "csrc/algorithms": 124,  # 117 before groups of warps multiplied
     "csrc/cpu": 208,
-    "csrc/cuda": 68,
+    "csrc/cuda": 78,  # 68 before groups of warps multiplied
     "csrc/torch_ops": 49,
     "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 26,
@@ -46,7 +46,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 21,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 48,
-    "tests": 1850,
+    "tests": 1877,
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

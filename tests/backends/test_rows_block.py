@@ -105,9 +105,21 @@ MUTATIONS = {
     "chunks that are not exchanged": ("rows_product", "(chunk ^ (row & 7))", "chunk", "product", BANK_CONFLICT),
     "two steps of inputs swapped": ("rows_product", "32 * step", "32 * (step ^ 1)", "product", DIFFERENT),
     "a split that is not added": ("rows_product", "s < splits", "s < splits - 1", "alone", DIFFERENT),
-    "splits that are added backwards": ("rows_product", "parts + s * kPart", "parts + (splits - s) * kPart", "alone", DIFFERENT),
+    "splits that are added backwards": (
+        "rows_product",
+        "parts + s * kPart",
+        "parts + (splits - s) * kPart",
+        "alone",
+        DIFFERENT,
+    ),
     "a sum that is added behind its products": (
-        *("rows_product", "machine.template multiply<Element>(sums, 0, left[0], right)", ADDED_LATE, "product", DIFFERENT),
+        *(
+            "rows_product",
+            "machine.template multiply<Element>(sums, 0, left[0], right)",
+            ADDED_LATE,
+            "product",
+            DIFFERENT,
+        ),
     ),
 }
 
