@@ -240,6 +240,24 @@ def test_the_rows_attention_rounds_as_it_is_written(dump):
         assert code.count("mul.rn.f32") == 16, "a thread's scores of a tile, each rounded once"
 
 
+@pytest.mark.parametrize("arch", ["89", "120"])
+def test_the_products_spill_nowhere_on_what_the_wheel_is_built_for_besides(tmp_path, arch):
+    command = [
+        find_nvcc(),
+        "-std=c++17",
+        "-O3",
+        "-Xptxas",
+        "-v",
+        f"-arch=sm_{arch}",
+        "-cubin",
+        ROOT / "csrc/cuda/rows.cu",
+    ]
+    done = subprocess.run([*command, "-o", tmp_path / "rows.cubin"], capture_output=True, text=True)
+    kernels = [k for k in parse_ptxas(done.stdout + done.stderr) if "product" in k.name]
+    assert len(kernels) == len(ELEMENTS) * (2 * len(TILE_ROWS) + 1), done.stderr[-2000:]
+    assert all(k.spills == k.stack == 0 and k.registers <= 128 for k in kernels)
+
+
 @pytest.mark.parametrize("source", ["dag_attention.cu", "path_attention.cu", "rows.cu", "rows_group.cu"])
 def test_tensor_cores_leave_older_gpus_to_the_other_ops(tmp_path, source):
     """Compute capability 7.5 has no asynchronous copies; a build for it must not fail because of one op."""

@@ -6,8 +6,11 @@ read at any time up to a wait, sums are added as tensor cores add. What comes ou
 
 from __future__ import annotations
 
+import math
 import re
+import struct
 import subprocess
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -111,6 +114,38 @@ def test_a_changed_source_is_caught(mutated, mutation):
     status, output = run(mutated, "random", 6, 1, mutation=list(MUTATIONS).index(mutation) + 1)
     assert status == expected, (status, output)
     assert run(mutated, "random", 2, 1)[0] == 0
+
+
+def split_float(value: float, smallest: int) -> tuple[Fraction, int]:
+    """A number as significand and exponent, as MMA-Sim takes them apart: that of a zero is -126."""
+    exponent = -126 if value == 0 else max(math.frexp(value)[1] - 1, smallest)
+    return Fraction(value) / Fraction(2) ** exponent, exponent
+
+
+def tensor_core(total: float, pairs: list[tuple[float, float]], smallest: int) -> float:
+    """The sum of MMA-Sim's rule for 9.0, in rational numbers."""
+    terms = [split_float(total, -126)]
+    for a, b in pairs:
+        (s, e), (t, f) = split_float(a, smallest), split_float(b, smallest)
+        terms.append((s * t, e + f if a * b else -126))
+    highest = max(exponent for _, exponent in terms)
+    unit = Fraction(2) ** (highest - 25)
+    exact = unit * sum(math.trunc(s * Fraction(2) ** e / unit) for s, e in terms)
+    if exact == 0:
+        return 0.0
+    last = Fraction(2) ** (max(math.frexp(float(exact))[1] - 1, -126) - 23)
+    cut = math.trunc(exact / last) * last
+    return math.copysign(math.inf, cut) if abs(cut) >= 2**128 else float(cut)
+
+
+def test_the_machines_sums_are_those_of_the_published_rule(programs):
+    """Numbers of all exponents, subnormal ones among them, zeros, and sums that cancel or leave the range."""
+    lines = subprocess.check_output([programs["address"], "dots", "300", "1"], text=True).split("\n")[:-1]
+    assert len(lines) == 600
+    for number, line in enumerate(lines):
+        total, *factors, found = (struct.unpack(">f", bytes.fromhex(word))[0] for word in line.split())
+        pairs = list(zip(factors[::2], factors[1::2], strict=True))
+        assert tensor_core(total, pairs, -14 if number < 300 else -126) == found, line
 
 
 #: Of a product: its end, inputs, outputs of its matrices; then tiles of 128 outputs and splits.

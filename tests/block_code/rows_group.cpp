@@ -1,6 +1,7 @@
 // The product of groups of warps, of random problems on the machine of fibers: held to the contract bit for bit.
 //
 //     rows_group cut END INPUTS OUTPUTS...
+//     rows_group dots COUNT SEED
 //     rows_group random|sizes ROUNDS SEED [--drop BARRIER | --no-wait NAME | --parity NAME | --no-multiply-wait NAME |
 //                                          --no-publish NAME | --no-await NAME | --no-arrival NAME | --early-end block]
 //
@@ -94,11 +95,40 @@ void print_cuts(int count, char** argv) {
   }
 }
 
+// Sums of 16 products: the bits of a sum, of both factors' numbers, of what a tensor core makes of them.
+template <class Element>
+void print_dots(int count, std::mt19937& random) {
+  for (int i = 0; i < count; i++) {
+    Factor factors[2][16];
+    const Factor* given[2][16];
+    const uint32_t wide = random() % 3;  // all exponents, some of them, or near to each other
+    const auto draw = [&]() -> uint16_t {
+      const uint16_t bits = static_cast<uint16_t>(random()), one = Element::round(1.0f);
+      if (random() % 16 == 0) return bits & 0x8000u;
+      const uint16_t kept = wide == 0 ? bits : wide == 1 ? (bits & 0x8FFFu) | (one & 0x7000u) : (bits & 0x83FFu) | (one & 0x7C00u);
+      return holds_non_finite<Element>(kept) ? one : kept;
+    };
+    float sum = random() % 4 == 0 ? 0.0f : Element::widen(draw()) * Element::widen(draw());
+    if (!std::isfinite(sum)) sum = 1.0f;
+    printf("%08x", float_bits(sum));
+    for (int k = 0; k < 32; k++) {
+      const uint16_t bits = draw();
+      factors[k % 2][k / 2] = factor<Element>(bits), given[k % 2][k / 2] = &factors[k % 2][k / 2];
+      printf(" %08x", float_bits(Element::widen(bits)));
+    }
+    printf(" %08x\n", float_bits(dot_add(sum, given[0], given[1])));
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc < 4) return 2;
   if (strcmp(argv[1], "cut") == 0) return print_cuts(argc - 2, argv + 2), 0;
+  if (strcmp(argv[1], "dots") == 0) {
+    std::mt19937 random(static_cast<unsigned>(atoi(argv[3])));
+    return print_dots<Half>(atoi(argv[2]), random), print_dots<Bfloat16>(atoi(argv[2]), random), 0;
+  }
   constexpr std::pair<const char*, GroupFault::Kind> kFaults[] = {
       {"--no-wait", GroupFault::kNoWait},       {"--parity", GroupFault::kParity},
       {"--no-publish", GroupFault::kNoPublish}, {"--no-multiply-wait", GroupFault::kNoMultiplyWait},
