@@ -31,7 +31,7 @@ MAPPED = {
 if "editable_wheel" in sys.argv:  # the benchmarks run in a clone and are no part of the wheel
     MAPPED["gsd_kernels_bench"] = "bench"
 OLDEST_TORCH = "0x020A000000000000"  # 2.10: the stable ABI that the libraries are built against
-RELEASE_ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+RELEASE_ARCHS = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
 CSRC = Path("csrc")
 
 runpy.run_path("gsd_kernels/environment.py")["adopt_old_names"]()
@@ -106,7 +106,7 @@ def local_archs() -> str | None:
         return None
     answer = subprocess.run([smi, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True)
     archs = sorted(set(re.findall(r"^\d+\.\d+$", answer.stdout, re.MULTILINE)))
-    return ";".join(archs) or None
+    return ";".join("9.0a" if arch == "9.0" else arch for arch in archs) or None  # a: with wgmma, for 9.0 alone
 
 
 def code_flags(archs: str) -> list[str]:

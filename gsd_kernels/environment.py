@@ -35,6 +35,9 @@ VARIABLES = (
     Variable("CPU_LEVEL", "the best that proves itself, a level's name", "instruction set of the CPU's products"),
     Variable("FUSED_ROWS", "`1`, `0`, `cuda`", "rows as one operator; `0`: by modules; `cuda`: on every GPU that can"),
     Variable("ROWS_OVERLAP", "`1`, `0`", "whether launches of the CUDA operator of rows overlap"),
+    Variable(
+        "ROWS_GROUP", "`0`, `1`", "more than 32 rows multiplied by groups of warps (wgmma) on 9.0; not yet run there"
+    ),
     Variable("CUDA_FIRST", "`triton`, `compiled`", "what `auto` takes first on a GPU"),
     Variable("SGLANG_OPTIONS", "none, a JSON object", "what SGLang has no flag for (docs/served.md)"),
     Variable("LLAMA_CPP", "PATH, a folder", "llama.cpp's binaries, for `bench real`"),

@@ -18,18 +18,18 @@ C_LIKE = (".h", ".cpp", ".cu", ".cuh", ".hpp")
 BUDGET = {
     "bench": 14,
     "bench/generation": 98,
-    "bench/gpu": 66,
+    "bench/gpu": 67,
     "bench/kernels": 30,
     "bench/lib": 20,
     "bench/scale": 16,
-    "csrc/algorithms": 117,
+    "csrc/algorithms": 124,  # 117 before groups of warps multiplied
     "csrc/cpu": 207,
-    "csrc/cuda": 67,
+    "csrc/cuda": 78,  # 67 before groups of warps multiplied
     "csrc/torch_ops": 44,
     "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 26,
     "gsd_kernels": 21,
-    "gsd_kernels/ops": 202,
+    "gsd_kernels/ops": 203,
     "python/gsd_kernels_cli": 140,  # 139 before commands drafted with what an exported folder names
     "python/gsd_kernels_hf": 41,
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
@@ -46,7 +46,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 21,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 48,
-    "tests": 1851,  # 1850 before the first words of docstrings were held
+    "tests": 1882,  # 1850 before groups of warps had a machine, and first words of docstrings a test
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -75,16 +75,17 @@ class Stage:
 
 #: In order of worth: what decides whether anything else means something comes first.
 STAGES = (
-    Stage("build", "build", "the CUDA ops for this GPU, doctor", 150, 60, ("torch",)),
-    Stage("right", "right", "the verdict on the operator of rows: error, bits, launches that begin early", 130, 45),
-    Stage("rows", "forward", "its time by rows, launches early and in turn, beside the modules", 90, 40),
-    Stage("inside", "inside", "its time by kernel; path attention by rows and prefix", 60, 30),
+    Stage("build", "build", "the CUDA ops for this GPU, doctor", 140, 60, ("torch",)),
+    Stage("group", "group", "products by wgmma and by mma.sync: the same bits or not", 45, 25),
+    Stage("right", "right", "the verdict on the operator of rows: error, bits, launches that begin early", 120, 45),
+    Stage("rows", "forward", "its time by rows, launches early and in turn, beside the modules", 85, 40),
+    Stage("inside", "inside", "its time by kernel; path attention by rows and prefix", 50, 30),
     Stage("gemm", "gemm", "cuBLAS with few rows on the 8B, 1B and 70B matrices, cold L2", 40, 20, with_ops=False),
     Stage(
         "pair",
         "pair",
         "8B + 1B shapes, operator and modules: captured steps, nodes, memory, a replay by kernel",
-        110,
+        100,
         60,
     ),
     Stage("tests", "gpu_tests", "each kernel once, captured steps, then more", 480, 60, (*MODELS, *TESTING)),

@@ -16,11 +16,14 @@
 #define GSD_UNROLL _Pragma("unroll")
 #define GSD_UNROLL_4 _Pragma("unroll 4")
 #define GSD_ROLLED _Pragma("unroll 1")
+#define GSD_PRAGMA(text) _Pragma(#text)
+#define GSD_UNROLL_BY(n) GSD_PRAGMA(unroll(n))
 #else
 #define GSD_HD inline
 #define GSD_UNROLL _Pragma("GCC unroll 8")
 #define GSD_UNROLL_4 _Pragma("GCC unroll 4")
 #define GSD_ROLLED
+#define GSD_UNROLL_BY(n)
 #endif
 
 namespace gsd {

@@ -17,8 +17,8 @@ constexpr int kTileOutputs = 64;      // of a block; of gate and up half as many
 constexpr int kWideOutputs = 128;     // the same where many rows are read for every output
 constexpr int kTileInputs = 64;       // of a stage in shared memory: 128 bytes of a row
 constexpr int kSmallestSplit = 4;     // stages: a shorter one costs more to add up than it gains
-constexpr int kMostSplits = 16;
-constexpr int kFillingBlocks = 256;   // about two a multiprocessor of 132; not asked of the device, see above
+constexpr int kMostSplits = 8;        // blocks that every GPU of 9.0 has together in a cluster
+constexpr int kMultiprocessors = 132; // to be filled; not asked of the device, see above
 constexpr int kMostTileRows = 64;     // of a block
 constexpr int64_t kAheadBytes = 24 << 20;  // of weights that are asked for ahead: half of the smallest second-level
                                            // cache of 9.0, never measured
@@ -95,19 +95,22 @@ struct RowsProduct {
     return found;
   }
   GSD_HD int stages() const { return (inputs + kTileInputs - 1) / kTileInputs; }
-  // Stages of a split, but for the last one.
+  // Stages of a split, but for the last one: a power of two splits that leave a multiprocessor for every wide tile.
   GSD_HD int split_stages() const {
-    const int blocks = max_int(output_blocks(), 1);
-    const int wanted = min_int((kFillingBlocks + blocks - 1) / blocks, kMostSplits);
+    int wanted = kMostSplits;
+    while (wanted > 1 && wanted * output_blocks(kWideOutputs) > kMultiprocessors) wanted /= 2;
     return max_int((stages() + wanted - 1) / wanted, kSmallestSplit);
   }
   GSD_HD int splits() const { return max_int((stages() + split_stages() - 1) / split_stages(), 1); }
   // Rows of a block. Does not change any row's bits.
   GSD_HD int tile_rows() const { return rows <= 16 ? 16 : rows <= 32 ? 32 : kMostTileRows; }
   GSD_HD int row_blocks() const { return (rows + tile_rows() - 1) / tile_rows(); }
+  // Rows of a block of groups of warps (rows_group_product.h), which is for dense matrices and more rows than launch early.
+  GSD_HD bool grouped() const { return rows > kMostEarlyRows && !packed(); }
+  GSD_HD int group_rows() const { return rows <= 64 ? 64 : rows <= 128 ? 128 : 256; }
   // Outputs of a block, likewise: a cut goes through the inputs. Wide ones read the rows half as often.
   GSD_HD int tile_outputs() const {
-    const bool filled = 2 * output_blocks(kWideOutputs) * splits() >= kFillingBlocks;
+    const bool filled = 2 * output_blocks(kWideOutputs) * splits() >= kMultiprocessors;
     return tile_rows() == kMostTileRows && filled && !packed() ? kWideOutputs : kTileOutputs;
   }
 };

@@ -1,11 +1,14 @@
 // One block of a RowsProduct: 64 or 128 outputs of up to 64 rows over one split of the inputs.
 //
 // Stages of 64 inputs travel to shared memory, weights and rows side by side; two or three are on their way while one
-// is multiplied. Two warps share 32 outputs: each has half of every stage's inputs, which are added at the end. With more
-// than one split, the last block to arrive at a tile adds the splits in order.
+// is multiplied. A warp has 16 outputs, eight in each half of the tile. With more than one split, the last block to
+// arrive at a tile adds the splits in order.
+//
+// What every kernel of a product keeps, so that all of them have the same bits: a split is a chain of instructions of 16
+// inputs, in the inputs' order, into one float32; an output is the sum of its splits in their order.
 //
 // The weights are the first operand of mma.m16n8k16, so that eight rows fill a tile. A thread's element e of it is
-// output lane / 4 + 8 (e / 2), row 2 (lane % 4) + e % 2.
+// output lane / 4 of half e / 2, row 2 (lane % 4) + e % 2.
 //
 // Of packed matrices, with kPacked, the stage's weights are decoded on the way into the same tile (rows_packed.h).
 //
@@ -18,6 +21,7 @@
 
 #include "attention.h"
 #include "rows_packed.h"
+#include "rows_tiles.h"
 
 namespace gsd {
 
@@ -35,7 +39,6 @@ struct ProductBlock {
   static constexpr int kRowsPerPass = kThreads / kChunks;  // that the block copies at once
   static constexpr int kPasses = 4;                        // over weights
   static_assert(kPasses * kRowsPerPass == kOutputs && kRows % kRowsPerPass == 0, "a copy is whole passes");
-  static_assert(kRowTiles * kThreads * 16 <= kArenaBytes, "sums are exchanged there");
 
   template <class Machine>
   static GSD_HD void run(Machine& machine, const RowsProduct& a, const RowsCut& cut, int row_block, int output_block,
@@ -57,7 +60,7 @@ struct ProductBlock {
       machine.commit();
     }
 
-    float sums[2][kRowTiles][4] = {};  // of 16 outputs in both halves of the tile
+    float sums[kRowTiles][4] = {};  // of every eight rows: of both halves' output two rows
     GSD_ROLLED
     for (int i = 0; i < stages; i++) {
       // All copies of this stage are there after the barrier, and nobody reads the one that is filled next.
@@ -76,11 +79,9 @@ struct ProductBlock {
       multiply(machine, sums, i % kStages);
     }
 
-    float own[kRowTiles][4];
-    machine.sync("stages read");
-    add_halves(machine, sums, own);
-    if (cut.splits > 1 && !add_splits(machine, a, cut, own, row_block, output_block, split)) return;
-    finish(machine, a, weights, first_row, own);
+    if (cut.splits > 1 && !add_splits(machine, a, cut, sums, row_block, output_block, split)) return;
+    const int output = weights.tile.first + 8 * machine.warp() + machine.lane() / 4, row = first_row + 2 * (machine.lane() % 4);
+    RowsSums<Element, kRowTiles>::finish(machine, a, weights.tile, output, kHalf, row, sums);
   }
 
  private:
@@ -88,9 +89,8 @@ struct ProductBlock {
   struct Weights {
     const uint16_t* from[2];  // of this thread, in both halves, where they are copied
     RowsMatrix of[2];         // what both halves are of
-    int matrix, first;        // the tile's first output in it
+    RowsTile tile;
     int second;               // outputs from the first half to the second
-    int outputs;
   };
 
   static GSD_HD int at(int row, int chunk) { return row * kRowBytes + (chunk ^ (row & 7)) * 16; }
@@ -100,22 +100,10 @@ struct ProductBlock {
   template <class Machine>
   static GSD_HD Weights weights_of(Machine& machine, const RowsProduct& a, int block) {
     const bool gate = a.end == RowsEnd::kGate;
-    Weights w;
-    w.matrix = 0, w.second = gate ? 0 : kHalf;
-    w.of[0] = a.matrices[0];
-    w.outputs = w.of[0].outputs;
-    if (!gate) {
-      GSD_UNROLL
-      for (int i = 1; i < kMaxMatrices; i++) {  // no index into the arguments: that would be a copy on the stack
-        const int before = (w.outputs + kOutputs - 1) / kOutputs;
-        if (w.matrix != i - 1 || block < before || i >= a.count) continue;
-        block -= before;
-        w.matrix = i, w.of[0] = a.matrices[i], w.outputs = w.of[0].outputs;
-      }
-    }
-    w.first = block * (gate ? kHalf : kOutputs);
+    Weights w{{}, {}, RowsTile(a, block, kOutputs), gate ? 0 : kHalf};
+    w.of[0] = w.tile.of(a);
     const int row = machine.thread() / kChunks;
-    const int64_t start = static_cast<int64_t>(w.first + row) * a.inputs + machine.thread() % kChunks * 8;
+    const int64_t start = static_cast<int64_t>(w.tile.first + row) * a.inputs + machine.thread() % kChunks * 8;
     w.of[1] = gate ? a.matrices[1] : w.of[0];
     w.from[0] = w.of[0].weight + start;
     w.from[1] = gate ? w.of[1].weight + start : w.from[0] + static_cast<int64_t>(kHalf) * a.inputs;
@@ -148,7 +136,7 @@ struct ProductBlock {
     for (int pass = 0; pass < kPasses; pass++) {
       const int half = pass / 2, later = pass % 2 * kRowsPerPass;
       const uint16_t* from = a.matrices[0].weight;
-      const bool there = inside && w.first + half * w.second + later + row < w.outputs;
+      const bool there = inside && w.tile.first + half * w.second + later + row < w.tile.outputs;
       if (there) from = w.from[half] + static_cast<int64_t>(later) * a.inputs + stage * kTileInputs;
       machine.copy("weights", weights_at(to) + at(pass * kRowsPerPass + row, chunk), from, there);
     }
@@ -168,18 +156,18 @@ struct ProductBlock {
     m.weight = half == 0 ? w.of[0].weight : w.of[1].weight, m.kind = half == 0 ? w.of[0].kind : w.of[1].kind;
     m.scales = half == 0 ? w.of[0].scales : w.of[1].scales, m.groups = half == 0 ? w.of[0].groups : w.of[1].groups;
     const int chunk = machine.thread() % kChunks, row = half * kHalf + machine.thread() / kChunks;
-    const int input = stage * kTileInputs + chunk * 8, output = w.first + half * w.second + machine.thread() / kChunks;
+    const int input = stage * kTileInputs + chunk * 8, output = w.tile.first + half * w.second + machine.thread() / kChunks;
     with_format(m.kind, [&](auto format) {
       using Format = decltype(format);
       PackedEight eights[kPasses / 2] = {};
       GSD_UNROLL
       for (int pass = 0; pass < kPasses / 2; pass++) {
         const int n = output + pass * kRowsPerPass;
-        if (input < a.inputs && n < w.outputs) eights[pass] = Format::load(m, a.inputs, n, input);
+        if (input < a.inputs && n < w.tile.outputs) eights[pass] = Format::load(m, a.inputs, n, input);
       }
       GSD_UNROLL
       for (int pass = 0; pass < kPasses / 2; pass++) {
-        const bool there = input < a.inputs && output + pass * kRowsPerPass < w.outputs;
+        const bool there = input < a.inputs && output + pass * kRowsPerPass < w.tile.outputs;
         const Chunk decoded = there ? chunk_of<Element, Format>(machine, eights[pass]) : Chunk{};
         machine.write(weights_at(to) + at(row + pass * kRowsPerPass, chunk), decoded);
       }
@@ -198,49 +186,22 @@ struct ProductBlock {
     }
   }
 
-  // The warp's half of a stage: two steps of 16 inputs.
+  // Four steps of 16 inputs.
   template <class Machine>
-  static GSD_HD void multiply(Machine& machine, float (&sums)[2][kRowTiles][4], int stage) {
-    const int lane = machine.lane(), outputs = machine.warp() / 2 * 16, chunk = machine.warp() % 2 * (kChunks / 2);
-    const int weights = weights_at(stage) + at(outputs + lane % 16, chunk + lane / 16);
-    const int rows = rows_at(stage) + at(lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2);
-    GSD_UNROLL
-    for (int step = 0; step < kChunks / 4; step++) {
-      const int weight_places[2] = {weights ^ 32 * step, (weights ^ 32 * step) + kHalf * kRowBytes};
-      uint32_t left[2][4], right[kRowTiles / 2][4];
+  static GSD_HD void multiply(Machine& machine, float (&sums)[kRowTiles][4], int stage) {
+    const int lane = machine.lane();
+    const int weights = weights_at(stage) + lane / 8 % 2 * kHalf * kRowBytes + at(8 * machine.warp() + lane % 8, lane / 16);
+    const int rows = rows_at(stage) + at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    GSD_UNROLL_BY(kRows == kMostTileRows ? 1 : kChunks / 2)  // of the most rows, whose registers do not suffice
+    for (int step = 0; step < kChunks / 2; step++) {
+      const int later = 32 * step, weight_places[1] = {weights ^ later};
+      uint32_t left[1][4], right[kRowTiles / 2][4];
       machine.template load_matrices<false>("weights", left, weight_places);
       int row_places[kRowTiles / 2];
       GSD_UNROLL
-      for (int i = 0; i < kRowTiles / 2; i++) row_places[i] = (rows ^ 32 * step) + 16 * i * kRowBytes;
+      for (int i = 0; i < kRowTiles / 2; i++) row_places[i] = (rows ^ later) + 16 * i * kRowBytes;
       machine.template load_matrices<false>("rows", right, row_places);
-      GSD_UNROLL
-      for (int m = 0; m < 2; m++) machine.template multiply<Element>(sums[m], 0, left[m], right);
-    }
-  }
-
-  // Both warps of a pair have sums of all of its elements. Each finishes half of them: of every eight rows, output
-  // lane / 4 (+ 8 for the odd warp) in both halves of the tile, two rows of each.
-  template <class Machine>
-  static GSD_HD void add_halves(Machine& machine, const float (&sums)[2][kRowTiles][4], float (&own)[kRowTiles][4]) {
-    const bool odd = machine.warp() % 2 != 0;
-    const int thread = machine.thread();
-    GSD_UNROLL
-    for (int j = 0; j < kRowTiles; j++) {
-      Chunk given;
-      GSD_UNROLL
-      for (int i = 0; i < 4; i++) {
-        const float(&both)[4] = sums[i / 2][j];
-        own[j][i] = odd ? both[2 + i % 2] : both[i % 2];
-        given.words[i] = float_bits(odd ? both[i % 2] : both[2 + i % 2]);
-      }
-      machine.write((j * kThreads + (thread ^ kLanes)) * 16, given);
-    }
-    machine.sync("halves exchanged");
-    GSD_UNROLL
-    for (int j = 0; j < kRowTiles; j++) {
-      const Chunk other = machine.read((j * kThreads + thread) * 16);
-      GSD_UNROLL
-      for (int i = 0; i < 4; i++) own[j][i] += float_from_bits(other.words[i]);
+      machine.template multiply<Element>(sums, 0, left[0], right);
     }
   }
 
@@ -271,72 +232,6 @@ struct ProductBlock {
       }
     }
     return true;
-  }
-
-  template <class Machine>
-  static GSD_HD void finish(Machine& machine, const RowsProduct& a, const Weights& w, int first_row,
-                            const float (&own)[kRowTiles][4]) {
-    const int warp = machine.warp(), lane = machine.lane(), row = first_row + 2 * (lane % 4);
-    const int output = w.first + warp / 2 * 16 + warp % 2 * 8 + lane / 4;
-    if (a.end == RowsEnd::kGate) {
-      if (output < w.outputs) gate(machine, a, row, output, own);
-      return;
-    }
-    const uint16_t* biases = a.matrices[0].bias;
-    float* out = a.matrices[0].out;
-    GSD_UNROLL
-    for (int i = 1; i < kMaxMatrices; i++) {
-      if (w.matrix == i) biases = a.matrices[i].bias, out = a.matrices[i].out;
-    }
-    GSD_UNROLL
-    for (int m = 0; m < 2; m++) {
-      const int n = output + m * kHalf;
-      if (n >= w.outputs) continue;
-      const float bias = biases != nullptr ? Element::widen(biases[n]) : 0.0f;
-      if (a.end == RowsEnd::kRound) {
-        GSD_UNROLL
-        for (int j = 0; j < 2 * kRowTiles; j++) {
-          const int later = 8 * (j / 2) + j % 2;
-          if (row + later >= a.rows) continue;
-          a.rounded[(row + later) * a.out_stride + n] =
-              static_cast<uint16_t>(Element::pack(own[j / 2][2 * m + j % 2] + bias, 0.0f));
-        }
-        continue;
-      }
-      float* to = out + row * a.out_stride + n;
-      float values[kRowTiles][2] = {};
-      if (a.end == RowsEnd::kAdd) {  // all of them before the first is written, or each would wait for the one before
-        GSD_UNROLL
-        for (int j = 0; j < 2 * kRowTiles; j++) {
-          const int later = 8 * (j / 2) + j % 2;
-          if (row + later < a.rows) values[j / 2][j % 2] = to[later * a.out_stride];
-        }
-      }
-      GSD_UNROLL
-      for (int j = 0; j < 2 * kRowTiles; j++) {
-        const int later = 8 * (j / 2) + j % 2;
-        if (row + later < a.rows) to[later * a.out_stride] = values[j / 2][j % 2] + (own[j / 2][2 * m + j % 2] + bias);
-      }
-    }
-  }
-
-  // silu(gate) · up of one output, rounded.
-  template <class Machine>
-  static GSD_HD void gate(Machine& machine, const RowsProduct& a, int row, int output,
-                          const float (&own)[kRowTiles][4]) {
-    const uint16_t *gate_bias = a.matrices[0].bias, *up_bias = a.matrices[1].bias;
-    const float to_gate = gate_bias != nullptr ? Element::widen(gate_bias[output]) : 0.0f;
-    const float to_up = up_bias != nullptr ? Element::widen(up_bias[output]) : 0.0f;
-    GSD_UNROLL
-    for (int j = 0; j < 2 * kRowTiles; j++) {
-      const int later = 8 * (j / 2) + j % 2;
-      const float g = own[j / 2][j % 2] + to_gate, up = own[j / 2][2 + j % 2] + to_up;
-      const float decay = machine.exp2((g < 0.0f ? g : -g) * kLog2E);  // at most 1, so nothing overflows
-      const float value = g * machine.divide(g < 0.0f ? decay : 1.0f, 1.0f + decay) * up;
-      if (row + later >= a.rows) continue;
-      a.rounded[(row + later) * a.out_stride + output] =
-          static_cast<uint16_t>(Element::pack(value, 0.0f));
-    }
   }
 };
 

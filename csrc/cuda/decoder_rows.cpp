@@ -43,7 +43,7 @@ RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const
   Tensor cleared = torch::stable::narrow(memory, 0, 0, forward.cleared_bytes());
   torch::stable::zero_(cleared);
   const bool bfloat16 = final_norm.scalar_type() == ScalarType::BFloat16;
-  CudaLaunches launches{{current_stream(token_ids), bfloat16, call.decoder.overlap}};
+  CudaLaunches launches{{current_stream(token_ids), bfloat16, call.decoder.overlap, call.decoder.group}};
   check_launch(forward.run(written<char>(memory), launches));
   return call.outputs;
 }

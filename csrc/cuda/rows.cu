@@ -186,6 +186,9 @@ int launch_rows_norm(const RowsNorm& args, const RowsLaunch& how) {
 
 int launch_rows_product(const RowsProduct& args, const RowsLaunch& how) {
   if (args.rows == 0 || args.output_blocks() == 0) return cudaSuccess;
+  bool taken = false;
+  const int error = how.group && args.grouped() ? launch_rows_group(args, how, taken) : 0;
+  if (taken || error != 0) return error;
   return how.bfloat16 ? launch_product<Bfloat16>(args, how) : launch_product<Half>(args, how);
 }
 

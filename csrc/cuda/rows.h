@@ -10,6 +10,7 @@ struct RowsLaunch {
   void* stream;
   bool bfloat16;  // what products read, norms' weights and caches; otherwise float16
   bool overlap;   // from compute capability 9.0 on, begin while the kernel before ends (programmatic dependent launch)
+  bool group;     // products of many rows by groups of warps, where there is code for it (rows_group.cu)
 };
 
 // The embedding comes first: it waits for everything before, and so do the products' weights.
@@ -17,6 +18,8 @@ struct RowsLaunch {
 int launch_rows_embed(const RowsEmbed& args, const RowsLaunch& how);
 int launch_rows_norm(const RowsNorm& args, const RowsLaunch& how);
 int launch_rows_product(const RowsProduct& args, const RowsLaunch& how);
+// By groups of warps; `taken` is false, and nothing launched, where the library or the GPU has no code for it.
+int launch_rows_group(const RowsProduct& args, const RowsLaunch& how, bool& taken);
 int launch_rows_turn(const RowsTurn& args, const RowsLaunch& how);
 
 }  // namespace gsd

@@ -23,7 +23,7 @@ struct RowsLayer {
 
 struct RowsDecoder {
   int batch, rows, keep, hidden, inner, heads, kv_heads, head_dim, capacity, words, nodes;
-  bool overlap;  // of RowsLaunch
+  bool overlap, group;  // of RowsLaunch
   float eps, rope_scale;
   const int32_t *tokens, *positions, *slots;  // [B, R]
   const int32_t* mask;                        // [B, R, words]
@@ -108,9 +108,9 @@ class RowsForward {
     return error != 0 ? error : launch.product(before(down(layer, memory), next));
   }
 
-  // A product that asks for the weights of the next one, where launches begin early.
+  // A product of few rows that asks for the weights of the next one, where launches begin early.
   RowsProduct before(RowsProduct made, const RowsProduct& next) const {
-    if (d.overlap) made.ahead = rows_ahead(next);
+    if (d.overlap && count <= kMostEarlyRows) made.ahead = rows_ahead(next);
     return made;
   }
 

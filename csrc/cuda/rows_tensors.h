@@ -115,11 +115,12 @@ class RowsTensors {
   const std::vector<Tensor>& scales;
 };
 
-// Whether launches may begin early, by GSD_KERNELS_ROWS_OVERLAP; asked at every call, and by a graph when it is captured.
-inline bool rows_overlap() {
-  const char* value = std::getenv("GSD_KERNELS_ROWS_OVERLAP");
-  const std::string given = value == nullptr ? "1" : value;
-  STD_TORCH_CHECK(given == "0" || given == "1", "GSD_KERNELS_ROWS_OVERLAP: expected 0 or 1, got '", given, "'; or unset it");
+// A setting of the environment; asked at every call, and by a graph when it is captured.
+inline bool rows_setting(const char* name, bool otherwise) {
+  const char* value = std::getenv(name);
+  if (value == nullptr) return otherwise;
+  const std::string given = value;
+  STD_TORCH_CHECK(given == "0" || given == "1", name, ": expected 0 or 1, got '", given, "'; or unset it");
   return given == "1";
 }
 
@@ -202,8 +203,10 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
                   " heads are more than a launch takes");
   STD_TORCH_CHECK(d.hidden % 8 == 0 && d.inner % 8 == 0,
                   "embedding, gate: expected sizes that are multiples of 8, got ", d.hidden, " and ", d.inner);
-  const bool early = rows_overlap();  // asked in any case, so that a wrong value is refused
-  d.overlap = early && batch * rows <= kMostEarlyRows;
+  // Both asked in any case, so that a wrong value is refused. Without proof on a GPU groups of warps multiply on request.
+  const bool early = rows_setting("GSD_KERNELS_ROWS_OVERLAP", true);
+  d.group = rows_setting("GSD_KERNELS_ROWS_GROUP", false);
+  d.overlap = early && (d.group || batch * rows <= kMostEarlyRows);
   d.eps = static_cast<float>(eps), d.rope_scale = static_cast<float>(rope_scale);
   d.tokens = read<int32_t>(token_ids), d.positions = read<int32_t>(positions), d.slots = read<int32_t>(slots);
   d.mask = read<int32_t>(ancestor_mask), d.depths = read<int32_t>(node_depths);

@@ -200,6 +200,8 @@ def test_launches_begin_early_where_they_gain_by_it(tmp_path_factory, batch, cou
     ids, caches = torch.zeros(batch, count, dtype=torch.int32), torch.zeros(batch, 2, 64, 64, dtype=HALF)
     call = (decoder(SMALL, HALF), ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], [caches] * 2, [caches] * 2)
     assert block_code.begins_early(tmp_path_factory, *call, 1, ()) is early
+    monkeypatch.setenv(cuda.GROUP, "1")
+    assert block_code.begins_early(tmp_path_factory, *call, 1, ()), "groups of warps ask for weights before they wait"
     monkeypatch.setenv(cuda.OVERLAP, "0")
     assert not block_code.begins_early(tmp_path_factory, *call, 1, ())
 

@@ -90,13 +90,37 @@ def test_a_wrong_place_on_one_side_is_caught(programs, side, name):
     assert run(programs["address"], part, 2, 2, f"--misplace-{side}", place)[0] == DIFFERENT
 
 
+#: Products into sums that begin at 0, which are added by an instruction of their own.
+ADDED_LATE = (
+    "[&] { float late[kRowTiles][4] = {}; machine.template multiply<Element>(late, 0, left[0], right); "
+    "for (int j = 0; j < kRowTiles; j++) for (int i = 0; i < 4; i++) sums[j][i] += late[j][i]; }()"
+)
+
 #: Header, what it says, what it becomes; part of the program, and how that ends.
 MUTATIONS = {
     "splits that depend on the row count": (
-        *("rows", "kFillingBlocks + blocks - 1", "kFillingBlocks / (4 * tile_rows()) + blocks - 1"),
+        *("rows", "wanted * output_blocks(kWideOutputs)", "wanted * tile_rows() * output_blocks(kWideOutputs)"),
         *("alone", DIFFERENT),
     ),
     "chunks that are not exchanged": ("rows_product", "(chunk ^ (row & 7))", "chunk", "product", BANK_CONFLICT),
+    "two steps of inputs swapped": ("rows_product", "32 * step", "32 * (step ^ 1)", "product", DIFFERENT),
+    "a split that is not added": ("rows_product", "s < splits", "s < splits - 1", "alone", DIFFERENT),
+    "splits that are added backwards": (
+        "rows_product",
+        "parts + s * kPart",
+        "parts + (splits - s) * kPart",
+        "alone",
+        DIFFERENT,
+    ),
+    "a sum that is added behind its products": (
+        *(
+            "rows_product",
+            "machine.template multiply<Element>(sums, 0, left[0], right)",
+            ADDED_LATE,
+            "product",
+            DIFFERENT,
+        ),
+    ),
 }
 
 
@@ -126,9 +150,9 @@ def test_the_runtime_is_asked_once_about_a_kernel(tmp_path):
 
 
 def test_everything_with_a_name_is_listed():
-    calls = {"sync": 5, "any": 1, "wait<": 1, "copy": 2, "load_matrices<": 2, "await_previous": 4}
+    calls = {"sync": 3, "any": 1, "wait<": 1, "copy": 2, "load_matrices<": 2, "await_previous": 4}
     for call, count in calls.items():
         found = sum(len(re.findall(rf"machine\.(?:template )?{call}\(?", text)) for text in PARTS.values())
         assert found == count, call
-    assert len(set(BARRIERS)) == 6 and len(WAITS) == 1 and len(AWAITS) == 4
+    assert len(set(BARRIERS)) == 4 and len(WAITS) == 1 and len(AWAITS) == 4
     assert set(COPIES) == set(LOADS) == {("product", "weights"), ("product", "rows")}

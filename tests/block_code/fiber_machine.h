@@ -1,6 +1,7 @@
 // The warp machine of csrc/algorithms/attention_tiles.h as fibers, one a lane. What the PTX ISA says of each instruction
 // is done literally:
-//   ldmatrix, mma   move and multiply by the documented fragment layouts; lanes get each other's operands;
+//   ldmatrix, mma   move and multiply by the documented fragment layouts; lanes get each other's operands, and the sum
+//                   that tensor cores of 9.0 and newer make of them (dot_add.h), bit for bit;
 //   cp.async        nothing arrives before wait_group says so, and from the copy on the old contents are gone; the source
 //                   may not change on the way;
 //   griddepcontrol  what the launch before writes is there from wait on and not earlier (Previous);
@@ -15,6 +16,7 @@
 #include <functional>
 
 #include "../../csrc/algorithms/attention_tiles.h"
+#include "dot_add.h"
 #include "fiber_group.h"
 
 #if defined(__SANITIZE_THREAD__)
@@ -73,7 +75,7 @@ struct FiberWarp {
   struct Posted {
     const char* where;
     std::array<int, 4> at;
-    float left[4][2], right[4][4][2];  // by register, the low half first
+    Factor left[4][2], right[4][4][2];  // by register, the low half first
     float value;
     bool predicate;
   };
@@ -214,12 +216,12 @@ class FiberMachine {
                for (int j = 0; j < 2 * kLoads; j++) {
                  for (int e = 0; e < 4; e++) {
                    const int row = lane() / 4 + 8 * (e / 2), column = 2 * (lane() % 4) + e % 2;
-                   float& sum = sums[first + j][e];
+                   const Factor *a[16], *b[16];
                    for (int k = 0; k < 16; k++) {
-                     const float* a = all[4 * (row % 8) + k % 8 / 2].left[row / 8 + 2 * (k / 8)];
-                     const float* b = all[4 * column + k % 8 / 2].right[j / 2][2 * (j % 2) + k / 8];
-                     sum += a[k % 2] * b[k % 2];
+                     a[k] = &all[4 * (row % 8) + k % 8 / 2].left[row / 8 + 2 * (k / 8)][k % 2];
+                     b[k] = &all[4 * column + k % 8 / 2].right[j / 2][2 * (j % 2) + k / 8][k % 2];
                    }
+                   sums[first + j][e] = dot_add(sums[first + j][e], a, b);
                  }
                }
              });
@@ -262,10 +264,10 @@ class FiberMachine {
   };
 
   template <class Element>
-  static void widen(const uint32_t (&words)[4], float (&values)[4][2]) {
+  static void widen(const uint32_t (&words)[4], Factor (&values)[4][2]) {
     for (int i = 0; i < 4; i++) {
-      values[i][0] = Element::widen(static_cast<uint16_t>(words[i]));
-      values[i][1] = Element::widen(static_cast<uint16_t>(words[i] >> 16));
+      values[i][0] = factor<Element>(static_cast<uint16_t>(words[i]));
+      values[i][1] = factor<Element>(static_cast<uint16_t>(words[i] >> 16));
     }
   }
 

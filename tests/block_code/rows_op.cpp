@@ -12,10 +12,12 @@
 #include <numeric>
 #include <random>
 
+#include "../../csrc/algorithms/rows_group_product.h"
 #include "../../csrc/algorithms/rows_product.h"
 #include "../../csrc/algorithms/rows_turn.h"
 #include "../../csrc/cuda/rows_tensors.h"
 #include "fiber_machine.h"
+#include "warpgroup_machine.h"
 
 namespace gsd {
 namespace {
@@ -60,6 +62,8 @@ int run_blocks(int warps, int blocks, size_t arena, const Body& body) {
 
 template <class Element>
 struct BlockLaunches {
+  bool group;
+
   int embed(const RowsEmbed& a) const {
     return run_blocks(kRowWarps, a.rows, 0, [&](FiberMachine& m, int block) { embed_row<Element>(m, a, block); });
   }
@@ -70,6 +74,9 @@ struct BlockLaunches {
   // Blocks of 64 rows as wide as the launch would make them or not, in turn: the bits may not tell.
   int product(const RowsProduct& a) const {
     static bool wide = false;
+    if (group && a.grouped()) {
+      return a.group_rows() == 64 ? grouped<64>(a) : a.group_rows() == 128 ? grouped<128>(a) : grouped<256>(a);
+    }
     if (a.tile_rows() == 16) return product<16>(a);
     if (a.tile_rows() == 32) return product<32>(a);
     if (!a.packed()) wide = !wide;
@@ -113,6 +120,16 @@ struct BlockLaunches {
     });
   }
   template <int kRows>
+  int grouped(const RowsProduct& a) const {
+    using Group = GroupProduct<Element, kRows>;
+    const GroupLaunch launch(a, Group::kOutputs, kRows, 2);
+    Previous previous;
+    previous.write = [] {};
+    run_clusters(launch.blocks, launch.cut.splits, Group::kArenaBytes, Group::kBarriers, launch.sources, {}, "", previous,
+                 [&](GroupMachine& m, int block) { Group::run(m, a, launch.cut, block, launch.blocks); });
+    return 0;
+  }
+  template <int kRows>
   int product(const RowsProduct& a) const {
     return a.packed() ? product<ProductBlock<Element, kRows, kTileOutputs, true>>(a, kTileOutputs)
                       : product<ProductBlock<Element, kRows>>(a, kTileOutputs);
@@ -142,8 +159,8 @@ RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const
   std::vector<char> memory(static_cast<size_t>(forward.bytes()) + 256, static_cast<char>(0xA5));
   char* const begin = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256);
   memset(begin, 0, static_cast<size_t>(forward.cleared_bytes()));
-  BlockLaunches<Half> half;
-  BlockLaunches<Bfloat16> bfloat16;
+  BlockLaunches<Half> half{call.decoder.group};
+  BlockLaunches<Bfloat16> bfloat16{call.decoder.group};
   const int error = final_norm.scalar_type() == ScalarType::Half ? forward.run(begin, half) : forward.run(begin, bfloat16);
   STD_TORCH_CHECK(error == 0, "launch failed");
   const auto left = std::count_if(begin, begin + forward.cleared_bytes(), [](char c) { return c != 0; });

@@ -59,6 +59,9 @@ def test_doctor_on_ops_without_a_triton_kernel(monkeypatch):
     assert "products on cuda:0 mma.sync: tiles of 16 or 32 rows, launched early; of 64 for more rows" in table
     assert "products on cuda:1 mma.sync: tiles of 16 or 32 rows; of 64 for more rows" in table
     assert "products on cuda:2 none: it is too old" in table
+    assert "GSD_KERNELS_ROWS_GROUP=1 takes wgmma instead, never run on a GPU" in products((9, 0))
+    monkeypatch.setenv("GSD_KERNELS_ROWS_GROUP", "1")
+    assert "wgmma: of 64, 128 or 256 for more rows" in products((9, 0)) and "wgmma" not in products((10, 0))
 
 
 def test_doctor_on_drafters_of_a_model(tmp_path, monkeypatch):

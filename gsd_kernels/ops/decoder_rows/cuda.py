@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,9 @@ ALIGNMENT = 16  # bytes of one asynchronous copy
 WEIGHTS = 8  # that are decoded at a time
 OVERLAP = "GSD_KERNELS_ROWS_OVERLAP"
 """Environment variable: ``0`` keeps launches from beginning while the one before ends (docs/how-it-works.md)."""
+GROUP = "GSD_KERNELS_ROWS_GROUP"
+"""Environment variable: ``1`` has groups of warps multiply more than 32 rows, where there is code for it."""
+GROUP_CAPABILITY = (9, 0)
 OTHERWISE = "; use backend='reference'"
 
 
@@ -72,11 +76,11 @@ def products(capability: tuple[int, int]) -> str | None:
     """The kernels that multiply on GPUs of a compute capability, in words; ``None``: there are none."""
     if capability < MIN_CAPABILITY:
         return None
-    early = ", launched early" if capability >= EARLY_CAPABILITY else ""
-    return (
-        f"mma.sync: tiles of 16 or 32 rows{early}; of 64 for more rows, on 9.0 as fast as a model's modules at 128 and "
-        "slower beyond"
-    )
+    few = "mma.sync: tiles of 16 or 32 rows" + (", launched early" if capability >= EARLY_CAPABILITY else "")
+    if capability == GROUP_CAPABILITY and os.environ.get(GROUP) == "1":
+        return f"{few}; wgmma: of 64, 128 or 256 for more rows ({GROUP}=1), never run on a GPU"
+    more = f"; {GROUP}=1 takes wgmma instead, never run on a GPU" if capability == GROUP_CAPABILITY else ""
+    return f"{few}; of 64 for more rows, on 9.0 as fast as a model's modules at 128 and slower beyond{more}"
 
 
 def check(weights: DecoderWeights) -> None:

@@ -1,0 +1,133 @@
+// The product of many rows by groups of warps (rows_group_product.h), in code for 9.0a alone.
+#include <cuda_runtime.h>
+
+#include "../algorithms/rows_group_product.h"
+#include "kernel_facts.h"
+#include "rows.h"
+#include "warpgroup_machine.h"
+
+namespace gsd {
+namespace {
+
+constexpr int kSwizzled = 1024;  // bytes: where boxes with exchanged chunks begin
+
+template <class Element, int kRows>
+__global__ void __launch_bounds__(GroupProduct<Element, kRows>::kThreads, 1)
+    rows_group_kernel(const __grid_constant__ RowsProduct args, const __grid_constant__ RowsCut cut,
+                      const __grid_constant__ GroupMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char group_arena[];
+  __shared__ __align__(8) uint64_t barriers[GroupProduct<Element, kRows>::kBarriers];
+  char* const arena = group_arena + (kSwizzled - __cvta_generic_to_shared(group_arena) % kSwizzled) % kSwizzled;
+  CudaWarpgroupMachine machine(arena, barriers, maps);
+  GroupProduct<Element, kRows>::run(machine, args, cut, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+#endif
+}
+
+struct GroupFacts {
+  bool built;  // whether the kernel has code, which only what was compiled for 9.0a has, and the driver makes maps
+  int multiprocessors;
+};
+
+using MakeMap = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's own, asked for once; its library is not linked. Null where the driver lacks it.
+MakeMap make_map_function() {
+  static const MakeMap found = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    constexpr unsigned kSince = 12000;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, kSince, cudaEnableDefault, &result);
+    return reinterpret_cast<MakeMap>(error == cudaSuccess && result == cudaDriverEntryPointSuccess ? entry : nullptr);
+  }();
+  return found;
+}
+
+// Rows of `inputs` numbers, in boxes of kTileInputs × `box`.
+int make_map(CUtensorMap& map, const uint16_t* from, int rows, int inputs, int box, bool bfloat16) {
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(inputs), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t pitch[] = {2 * static_cast<cuuint64_t>(inputs)};
+  const cuuint32_t boxes[] = {static_cast<cuuint32_t>(kTileInputs), static_cast<cuuint32_t>(box)}, every[] = {1, 1};
+  const CUresult result =
+      make_map_function()(&map, bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
+           const_cast<uint16_t*>(from), sizes, pitch, boxes, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
+           CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <class Element, int kRows>
+int find_facts(int device, GroupFacts& facts) {
+  static KernelFacts<GroupFacts> known;
+  const auto kernel = rows_group_kernel<Element, kRows>;
+  return known.find(device, reinterpret_cast<const void*>(kernel), facts, [&](GroupFacts& found) -> int {
+    cudaFuncAttributes code{};
+    int major = 0;
+    cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (error != cudaSuccess || major != 9) return found = {}, error;
+    error = cudaFuncGetAttributes(&code, kernel);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    found.built = code.sharedSizeBytes > 0 && make_map_function() != nullptr;
+    constexpr int kBytes = GroupProduct<Element, kRows>::kArenaBytes + kSwizzled;
+    if (error != cudaSuccess || !found.built) return error;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  });
+}
+
+template <class Element, int kRows>
+int launch(const RowsProduct& args, const RowsLaunch& how, const GroupFacts& facts) {
+  using Group = GroupProduct<Element, kRows>;
+  const RowsCut cut(args, Group::kOutputs);
+  GroupMaps maps{};
+  int error = make_map(maps.rows, args.x, args.rows, args.inputs, kRows, how.bfloat16);
+  const int box = args.end == RowsEnd::kGate ? 8 : Group::kOutputs / 2;
+  for (int i = 0; i < args.count && error == cudaSuccess; i++) {
+    const RowsMatrix& m = args.matrices[i];
+    error = make_map(maps.matrices[i], m.weight, m.outputs, args.inputs, box, how.bfloat16);
+  }
+  if (error != cudaSuccess) return error;
+  const int tiles = cut.output_blocks * ((args.rows + kRows - 1) / kRows);
+  const int blocks = cut.splits > 1 ? tiles * cut.splits : min_int(tiles, facts.multiprocessors);
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {static_cast<unsigned>(cut.splits), 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks)), config.blockDim = dim3(Group::kThreads);
+  config.dynamicSmemBytes = Group::kArenaBytes + kSwizzled;
+  config.stream = static_cast<cudaStream_t>(how.stream);
+  config.attrs = attributes, config.numAttrs = how.overlap ? 2 : 1;
+  const cudaError_t launched = cudaLaunchKernelEx(&config, rows_group_kernel<Element, kRows>, args, cut, maps);
+  return launched == cudaSuccess ? cudaGetLastError() : launched;
+}
+
+template <class Element, int kRows>
+int take(const RowsProduct& args, const RowsLaunch& how, bool& taken) {
+  int device = 0;
+  GroupFacts facts{};
+  int error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = find_facts<Element, kRows>(device, facts);
+  taken = error == cudaSuccess && facts.built;
+  return taken ? launch<Element, kRows>(args, how, facts) : error;
+}
+
+template <class Element>
+int take(const RowsProduct& args, const RowsLaunch& how, bool& taken) {
+  switch (args.group_rows()) {
+    case 64:
+      return take<Element, 64>(args, how, taken);
+    case 128:
+      return take<Element, 128>(args, how, taken);
+    default:
+      return take<Element, 256>(args, how, taken);
+  }
+}
+
+}  // namespace
+
+int launch_rows_group(const RowsProduct& args, const RowsLaunch& how, bool& taken) {
+  return how.bfloat16 ? take<Bfloat16>(args, how, taken) : take<Half>(args, how, taken);
+}
+
+}  // namespace gsd

@@ -1,0 +1,152 @@
+// The product of groups of warps, of random problems on the machine of fibers: held to the contract bit for bit.
+//
+//     rows_group cut END INPUTS OUTPUTS...
+//     rows_group dots COUNT SEED
+//     rows_group random|sizes ROUNDS SEED [--drop BARRIER | --no-wait NAME | --parity NAME | --no-multiply-wait NAME |
+//                                          --no-publish NAME | --no-await NAME | --no-arrival NAME | --early-end block]
+//
+// random: odd sizes, all ends, with and without splits. sizes: every row count's kernel, and the kernel of few rows beside
+// it. Exit status: 0 right, 3 wrong, 4 divergent or stuck, 7 … 10 what the machine says.
+#include "../../csrc/algorithms/rows_group_product.h"
+#include "row_problems.h"
+#include "warpgroup_machine.h"
+
+using namespace gsd;
+
+namespace {
+
+GroupFault fault;
+const char* dropped = "";
+
+template <class Element, int kRows, int kStages = group_stages(kRows)>
+Result multiplied(const Problem<Element>& p, int multiprocessors) {
+  using Group = GroupProduct<Element, kRows, kStages>;
+  return with_memory(p, [&](RowsProduct& a, Previous& previous) {
+    const GroupLaunch launch(a, Group::kOutputs, kRows, multiprocessors);
+    run_clusters(launch.blocks, launch.cut.splits, Group::kArenaBytes, Group::kBarriers, launch.sources, fault, dropped,
+                 previous, [&](GroupMachine& machine, int b) { Group::run(machine, a, launch.cut, b, launch.blocks); });
+  });
+}
+
+// With fewer stages than on a GPU every one is used again soon.
+template <class Element>
+Result multiplied(const Problem<Element>& p, int multiprocessors, bool few_stages = false) {
+  switch (shaped(p).group_rows()) {
+    case 64:
+      return few_stages ? multiplied<Element, 64, 2>(p, multiprocessors) : multiplied<Element, 64>(p, multiprocessors);
+    case 128:
+      return multiplied<Element, 128>(p, multiprocessors);
+    default:
+      return multiplied<Element, 256>(p, multiprocessors);
+  }
+}
+
+// In turn with splits, and without: several tiles a block.
+template <class Element>
+bool random_round(int round, std::mt19937& random) {
+  Shape s{};
+  s.end = static_cast<RowsEnd>(round / 2 % 4);
+  s.rows = round % 7 == 6 ? between(random, 65, 80) : between(random, 33, 64);
+  const bool splits = round % 2 == 0;
+  const int count = s.end == RowsEnd::kGate ? 2 : s.end == RowsEnd::kRound || round % 4 < 2 ? 1 : 3;
+  s.inputs = 8 * (splits ? between(random, 65, 100) : between(random, 1, 32));
+  for (int i = 0; i < count; i++) {
+    const bool same = s.end == RowsEnd::kGate && i > 0;
+    s.outputs.push_back(same ? s.outputs[0] : between(random, 1, splits ? 300 / count : 520 / count));
+  }
+  const Problem<Element> p(s, random);
+  const Result got = multiplied(p, 1 + round / 2 % 2, round % 3 < 2);
+  return right(p, got) && keeps_contract(p, got);
+}
+
+// The first rows of 300 by every kernel: their bits are those of the contract, whatever stands beside them.
+template <class Element>
+bool sizes_agree(std::mt19937& random) {
+  const Problem<Element> all({300, 328, {20}, RowsEnd::kStore}, random);
+  Result most;
+  for (const int rows : {300, 256, 129, 128, 65, 64, 33}) {
+    Problem<Element> some = all;
+    some.shape.rows = rows;
+    some.x.resize(static_cast<size_t>(rows) * some.shape.inputs);
+    some.before.resize(static_cast<size_t>(rows) * some.width());
+    const Result got = multiplied(some, 2);
+    if (most.empty()) most = got;
+    if (memcmp(most.data(), got.data(), sizeof(float) * got.size()) != 0) {
+      return fprintf(stderr, "rows among %d differ from themselves among 300\n", rows), false;
+    }
+    if (rows == 33 && !keeps_contract(some, got)) return false;
+  }
+  return true;
+}
+
+template <class Element>
+bool round_is_right(const char* what, int round, std::mt19937& random) {
+  return strcmp(what, "sizes") == 0 ? sizes_agree<Element>(random) : random_round<Element>(round, random);
+}
+
+// Tiles and splits for one row and for many.
+void print_cuts(int count, char** argv) {
+  for (const int rows : {1, 33, 64, 300}) {
+    RowsProduct a{};
+    a.end = static_cast<RowsEnd>(atoi(argv[0])), a.inputs = atoi(argv[1]), a.count = count - 2, a.rows = rows;
+    for (int i = 0; i < a.count; i++) a.matrices[i].outputs = atoi(argv[2 + i]);
+    const RowsCut cut(a, kWideOutputs);
+    printf("%d %d\n", cut.output_blocks, cut.splits);
+  }
+}
+
+// Sums of 16 products: the bits of a sum, of both factors' numbers, of what a tensor core makes of them.
+template <class Element>
+void print_dots(int count, std::mt19937& random) {
+  for (int i = 0; i < count; i++) {
+    Factor factors[2][16];
+    const Factor* given[2][16];
+    const uint32_t wide = random() % 3;  // all exponents, some of them, or near to each other
+    const auto draw = [&]() -> uint16_t {
+      const uint16_t bits = static_cast<uint16_t>(random()), one = Element::round(1.0f);
+      if (random() % 16 == 0) return bits & 0x8000u;
+      const uint16_t kept = wide == 0 ? bits : wide == 1 ? (bits & 0x8FFFu) | (one & 0x7000u) : (bits & 0x83FFu) | (one & 0x7C00u);
+      return holds_non_finite<Element>(kept) ? one : kept;
+    };
+    float sum = random() % 4 == 0 ? 0.0f : Element::widen(draw()) * Element::widen(draw());
+    if (!std::isfinite(sum)) sum = 1.0f;
+    printf("%08x", float_bits(sum));
+    for (int k = 0; k < 32; k++) {
+      const uint16_t bits = draw();
+      factors[k % 2][k / 2] = factor<Element>(bits), given[k % 2][k / 2] = &factors[k % 2][k / 2];
+      printf(" %08x", float_bits(Element::widen(bits)));
+    }
+    printf(" %08x\n", float_bits(dot_add(sum, given[0], given[1])));
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 4) return 2;
+  if (strcmp(argv[1], "cut") == 0) return print_cuts(argc - 2, argv + 2), 0;
+  if (strcmp(argv[1], "dots") == 0) {
+    std::mt19937 random(static_cast<unsigned>(atoi(argv[3])));
+    return print_dots<Half>(atoi(argv[2]), random), print_dots<Bfloat16>(atoi(argv[2]), random), 0;
+  }
+  constexpr std::pair<const char*, GroupFault::Kind> kFaults[] = {
+      {"--no-wait", GroupFault::kNoWait},       {"--parity", GroupFault::kParity},
+      {"--no-publish", GroupFault::kNoPublish}, {"--no-multiply-wait", GroupFault::kNoMultiplyWait},
+      {"--no-await", GroupFault::kNoAwait},     {"--no-arrival", GroupFault::kNoArrival},
+      {"--early-end", GroupFault::kEarlyEnd}};
+  if (argc > 5 && strcmp(argv[4], "--drop") == 0) dropped = argv[5];
+  for (const auto& [option, kind] : kFaults) {
+    if (argc > 5 && strcmp(argv[4], option) == 0) fault = {kind, argv[5]};
+  }
+  std::mt19937 random(static_cast<unsigned>(atoi(argv[3])));
+  for (int round = 0; round < atoi(argv[2]); round++) {
+#ifdef GSD_ONE_TYPE
+    const bool right = round_is_right<Half>(argv[1], round, random);
+#else
+    const bool right = round % 2 == 0 ? round_is_right<Half>(argv[1], round, random)
+                                      : round_is_right<Bfloat16>(argv[1], round, random);
+#endif
+    if (!right) return fprintf(stderr, "round %d is wrong\n", round), kWrong;
+  }
+  return 0;
+}
