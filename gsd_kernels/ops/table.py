@@ -144,12 +144,15 @@ class Op:
     def _launch(self, *arguments: Any) -> Any:
         """The launch itself; importing an op imports no triton."""
         kernels = import_module(f"{self.reference.__module__.rpartition('.')[0]}.triton")
-        return _tensors(getattr(kernels, self.name)(*arguments))
+        return _tensors(getattr(kernels, self.name)(*self._filled(arguments)))
+
+    def _filled(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """With defaults at the end, which PyTorch leaves out."""
+        return (*arguments, *(one.default_value for one in self.operator._schema.arguments[len(arguments) :]))
 
     def _shapes(self, *arguments: Any) -> Any:
         assert self.whole is not None
-        defaults = (one.default_value for one in self.operator._schema.arguments[len(arguments) :])
-        results = _tensors(self.reference(*self.whole(*arguments, *defaults)))
+        results = _tensors(self.reference(*self.whole(*self._filled(arguments))))
         return tuple(map(torch.empty_like, results)) if isinstance(results, tuple) else torch.empty_like(results)
 
 
