@@ -6,12 +6,13 @@ loads them and costs about a millisecond; nothing is compiled here.
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import torch
 
-NAMESPACE = "gsd_kernels"
-"""Of the operators in ``torch.ops``; the libraries are compiled for it."""
+NAMESPACE = (__package__ or "").rpartition(".")[2]
+"""Of the operators in ``torch.ops``: ``gsd_kernels``, or a name of its own of a build for the Hub (.ci/hub)."""
 
 LIBRARIES = {"cpu": "_cpu.abi3.so", "cuda": "_cuda.abi3.so"}
 
@@ -26,7 +27,7 @@ def load(backend: str) -> str | None:
             else "with nvcc: GSD_KERNELS_BUILD_CUDA=1 pip install --no-build-isolation ."
         )
     try:
-        torch.ops.load_library(str(path))
+        ctypes.CDLL(str(path)).gsd_register(NAMESPACE.encode())
     except OSError as error:
         return f"{path.name} cannot be loaded: {error}"
     return None

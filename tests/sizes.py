@@ -25,11 +25,12 @@ BUDGET = {
     "csrc/algorithms": 124,  # 117 before groups of warps multiplied
     "csrc/cpu": 207,
     "csrc/cuda": 78,  # 67 before groups of warps multiplied
-    "csrc/torch_ops": 44,
+    "csrc/torch_ops": 45,  # 44 before the loader named the namespace of the ops
     "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 26,
     "gsd_kernels": 21,
     "gsd_kernels/ops": 203,
+    "hub": 11,  # what is laid out for the Hub
     "python/gsd_kernels_cli": 140,  # 139 before commands drafted with what an exported folder names
     "python/gsd_kernels_hf": 41,
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
@@ -46,7 +47,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 21,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 48,
-    "tests": 1882,  # 1850 before groups of warps had a machine, and first words of docstrings a test
+    "tests": 1890,  # 1850 before groups of warps had a machine, first words of docstrings a test, and the Hub a kernel
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

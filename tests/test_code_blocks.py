@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,8 @@ def test_python_runs(page, names):
     for code in blocks(page, "python"):
         if "xgrammar" in code:
             names |= grammars(names["tokenizer"])
+        if "dist/hub" in code:
+            laid_out()
         scope = names | with_heads(Path("whole")) if 'drafter="mtp"' in code else names
         try:
             exec(compile(filled(code), page, "exec"), scope)
@@ -97,6 +100,12 @@ def with_heads(folder: Path) -> dict[str, Any]:
     """A model whose checkpoint has multi-token-prediction heads, and that checkpoint."""
     saved("mimo", folder)
     return {"model": AutoModelForCausalLM.from_pretrained(folder), "whole": folder}
+
+
+def laid_out() -> None:
+    """What ``.ci/hub`` leaves."""
+    pytest.importorskip("kernels", reason="needs the extra [test]")
+    runpy.run_path(str(ROOT / "hub/layout.py"))["lay_out"](Path(gsd_kernels.__file__).parent, Path("dist/hub"))
 
 
 def grammars(tokenizer: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@
 #include "../algorithms/group.h"
 #include "../torch_ops/cache.h"
 #include "../torch_ops/elements.h"
+#include "../torch_ops/registration.h"
 #include "../torch_ops/sight.h"
 #include "path_attention.h"
 
@@ -138,7 +139,7 @@ void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, con
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+GSD_OPS(CPU, m) {
   m.impl("dag_attention", TORCH_BOX(&gsd::dag_attention));
   m.impl("write_kv", TORCH_BOX(&gsd::write_kv));
 }

@@ -3,6 +3,7 @@
 
 #include "../torch_ops/corpus.h"
 #include "../torch_ops/op.h"
+#include "../torch_ops/registration.h"
 
 namespace gsd {
 namespace {
@@ -18,6 +19,6 @@ void recall(const CorpusCall& call) {
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+GSD_OPS(CPU, m) {
   m.impl("corpus_recall", TORCH_BOX((&gsd::Op<gsd::prepare_corpus, gsd::recall>::call)));
 }

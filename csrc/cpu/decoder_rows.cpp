@@ -6,6 +6,7 @@
 // feature_rows.
 #include <algorithm>
 
+#include "../torch_ops/registration.h"
 #include "../torch_ops/weights.h"
 #include "decoder.h"
 
@@ -230,7 +231,7 @@ std::tuple<Tensor, Tensor, Tensor> feature_rows(
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+GSD_OPS(CPU, m) {
   m.impl("decoder_rows", TORCH_BOX(&gsd::decoder_rows));
   m.impl("feature_rows", TORCH_BOX(&gsd::feature_rows));
 }

@@ -5,6 +5,7 @@
 #include "../torch_ops/flatten.h"
 #include "../torch_ops/merge.h"
 #include "../torch_ops/op.h"
+#include "../torch_ops/registration.h"
 #include "../torch_ops/verify.h"
 #include "sequences.h"
 
@@ -82,7 +83,7 @@ void commit_kv(const Tensors& k_caches, const Tensors& v_caches, const Tensor& a
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+GSD_OPS(CPU, m) {
   m.impl("merge", TORCH_BOX((&gsd::Op<gsd::prepare_merge, gsd::merge>::call)));
   m.impl("flatten", TORCH_BOX((&gsd::Op<gsd::prepare_flatten, gsd::flatten>::call)));
   m.impl("verify", TORCH_BOX((&gsd::Op<gsd::prepare_verify, gsd::verify>::call)));

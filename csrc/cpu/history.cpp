@@ -2,6 +2,7 @@
 #include "../torch_ops/history.h"
 
 #include "../torch_ops/op.h"
+#include "../torch_ops/registration.h"
 #include "sequences.h"
 
 namespace gsd {
@@ -25,7 +26,7 @@ void append(const CopyCall& call) {
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+GSD_OPS(CPU, m) {
   m.impl("history_recall", TORCH_BOX((&gsd::Op<gsd::prepare_history, gsd::answer>::call)));
   m.impl("history_append", TORCH_BOX((&gsd::Op<gsd::prepare_copies, gsd::append>::call)));
 }

@@ -2,6 +2,7 @@
 #include "../torch_ops/learn.h"
 
 #include "../torch_ops/op.h"
+#include "../torch_ops/registration.h"
 
 namespace gsd {
 namespace {
@@ -14,6 +15,6 @@ void learn(const LearnCall& call) {
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+GSD_OPS(CPU, m) {
   m.impl("learn_source", TORCH_BOX((&gsd::Op<gsd::prepare_learn, gsd::learn>::call)));
 }

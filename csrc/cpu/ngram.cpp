@@ -2,6 +2,7 @@
 
 #include "../torch_ops/ngram.h"
 #include "../torch_ops/op.h"
+#include "../torch_ops/registration.h"
 #include "sequences.h"
 
 namespace gsd {
@@ -46,7 +47,7 @@ void mix(const MixCall& call) {
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+GSD_OPS(CPU, m) {
   m.impl("ngram_insert", TORCH_BOX((&gsd::Op<gsd::prepare_ngram_insert, gsd::insert>::call)));
   m.impl("ngram_lookup", TORCH_BOX((&gsd::Op<gsd::prepare_ngram_lookup, gsd::look_up>::call)));
   m.impl("ngram_remember", TORCH_BOX((&gsd::Op<gsd::prepare_ngram_remember, gsd::insert>::call)));

@@ -60,10 +60,11 @@ class Item {
   int64_t dense_in(int64_t m, int64_t first) const {
     return std::min(kBlockPositions, std::max<int64_t>(0, dense(m) - first));
   }
-  // Where pairs of them end, counted from the text's beginning; a row that keeps away from others pairs its own.
+  // Where pairs of them end, counted from the text's beginning, or its own window's for a row that keeps away from others.
+  // A single one at the end pairs with the path's first node, so that it does not matter where the prefix ends.
   int64_t paired(int64_t m, int64_t first) const {
-    const int64_t dense = dense_in(m, first);
-    return finite() ? dense / 2 * 2 : dense;
+    const int64_t dense = dense_in(m, first), begin = alone() ? std::max<int64_t>(0, low(m) - first) : 0;
+    return dense - std::max<int64_t>(0, dense - begin) % 2;
   }
   int64_t seen(int64_t m) const { return dense(m) + path_length(m); }
   // Whether a row has to keep away from what only its neighbours see of the prefix.

@@ -4,6 +4,7 @@
 
 #include "../torch_ops/op.h"
 #include "../torch_ops/recall_levels.h"
+#include "../torch_ops/registration.h"
 #include "sequences.h"
 
 namespace gsd {
@@ -40,6 +41,6 @@ void grow(const LevelsCall& call) {
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+GSD_OPS(CPU, m) {
   m.impl("recall_levels", TORCH_BOX((&gsd::Op<gsd::prepare_levels, gsd::grow>::call)));
 }

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "../torch_ops/registration.h"
 #include "../torch_ops/weights.h"
 #include "row_forms.h"
 
@@ -76,7 +77,7 @@ Tensor unpack_rows(const Tensor& weight, int64_t kind, const MaybeTensor& scales
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+GSD_OPS(CPU, m) {
   m.impl("row_linear", TORCH_BOX(&gsd::row_linear));
   m.impl("unpack_rows", TORCH_BOX(&gsd::unpack_rows));
 }

@@ -6,6 +6,7 @@
 
 #include "../algorithms/sampling.h"
 #include "../torch_ops/common.h"
+#include "../torch_ops/registration.h"
 #include "model_math.h"
 #include "row_math.h"
 
@@ -381,7 +382,7 @@ Tensor warped_log_probs(const Tensor& logits, double temperature, int64_t top_k,
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+GSD_OPS(CPU, m) {
   m.impl("sample_rows", TORCH_BOX(&gsd::sample_rows));
   m.impl("draft_candidates", TORCH_BOX(&gsd::draft_candidates));
   m.impl("warped_log_probs", TORCH_BOX(&gsd::warped_log_probs));

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../torch_ops/flatten.h"
+#include "../torch_ops/registration.h"
 #include "../torch_ops/select_rows.h"
 
 namespace gsd {
@@ -88,7 +89,7 @@ std::tuple<Tensor, Tensor> update_edge_model(const Tensor& token_ids, const Tens
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+GSD_OPS(CPU, m) {
   m.impl("select_rows", TORCH_BOX(&gsd::select_rows));
   m.impl("update_edge_model", TORCH_BOX(&gsd::update_edge_model));
 }

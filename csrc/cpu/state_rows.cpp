@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../torch_ops/common.h"
+#include "../torch_ops/registration.h"
 #include "lanes.h"
 
 namespace gsd {
@@ -332,7 +333,7 @@ void state_commit(const Tensor& accepted_rows, const Tensor& num_accepted, const
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+GSD_OPS(CPU, m) {
   m.impl("state_rows", TORCH_BOX(&gsd::state_rows));
   m.impl("state_commit", TORCH_BOX(&gsd::state_commit));
 }

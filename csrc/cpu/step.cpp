@@ -1,5 +1,6 @@
 // start_graph, feed_rows, feed_chain, accepted_path and commit_text on CPU tensors: csrc/algorithms/step.h run by a
 // group of one thread, one sequence after the other. There is too little to do to wake another thread.
+#include "../torch_ops/registration.h"
 #include "../torch_ops/step.h"
 
 #include "../torch_ops/op.h"
@@ -62,7 +63,7 @@ void commit_text(const TextCall& call) {
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+GSD_OPS(CPU, m) {
   m.impl("start_graph", TORCH_BOX((&gsd::Op<gsd::prepare_start, gsd::start_graph>::call)));
   m.impl("feed_rows", TORCH_BOX(&gsd::feed_rows));
   m.impl("feed_chain", TORCH_BOX((&gsd::Op<gsd::prepare_chain, gsd::feed_chain>::call)));

@@ -2,6 +2,7 @@
 //
 // gsd_kernels/ops/decoder_rows/reference.py is the specification. One call allocates once beside its outputs and reads
 // nothing back, so a CUDA graph can hold it.
+#include "../torch_ops/registration.h"
 #include "glue.h"
 #include "path_attention.h"
 #include "rows.h"
@@ -51,4 +52,4 @@ RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CUDA, m) { m.impl("decoder_rows", TORCH_BOX(&gsd::decoder_rows)); }
+GSD_OPS(CUDA, m) { m.impl("decoder_rows", TORCH_BOX(&gsd::decoder_rows)); }

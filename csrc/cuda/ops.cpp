@@ -7,6 +7,7 @@
 #include "../torch_ops/merge.h"
 #include "../torch_ops/ngram.h"
 #include "../torch_ops/op.h"
+#include "../torch_ops/registration.h"
 #include "../torch_ops/step.h"
 #include "../torch_ops/verify.h"
 #include "glue.h"
@@ -234,7 +235,7 @@ std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CUDA, m) {
+GSD_OPS(CUDA, m) {
   using namespace gsd;
   m.impl("merge", TORCH_BOX((&LaunchedOp<prepare_merge, launch_merge>::call)));
   m.impl("flatten", TORCH_BOX((&LaunchedOp<prepare_flatten, launch_flatten>::call)));

@@ -15,10 +15,10 @@ SOURCE = ROOT / "csrc/cpu/state_rows.cpp"
 TESTS = ROOT / "tests/ops/test_state_rows.py"
 SANITIZERS = ("libasan.so", "libubsan.so")
 PROGRAM = """
-import sys, pytest, torch
+import ctypes, sys, pytest, torch
 from gsd_kernels.backends import unavailable_reason
 assert unavailable_reason("cpu", torch.device("cpu")) is None  # the compiled ops are there; these come in their place
-torch.ops.load_library(sys.argv[1])
+ctypes.CDLL(sys.argv[1]).gsd_register(b"gsd_kernels")
 sys.exit(pytest.main([sys.argv[2], "-o", "addopts=", "-p", "no:cacheprovider", "-q", "-x", "-s"]))
 """
 

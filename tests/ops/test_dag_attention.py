@@ -25,6 +25,7 @@ from torch import Tensor
 
 import gsd_kernels as gsd
 from gsd_kernels import cpu_levels
+from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.dag_attention import visibility
 from gsd_kernels.ops.dag_attention.cuda import DTYPES, HEAD_DIMS
 from gsd_kernels.ops.dag_attention.dense import dense_mask as written_out
@@ -381,3 +382,24 @@ def test_nan_reaches_exactly_the_rows_that_see_it_in_the_compiled_kernel(level, 
         with cpu_levels.forced(level):
             out, _ = torch.ops.gsd_kernels.dag_attention(q, k, v, mask, *sight, window)
         assert out.isnan().all(-1)[0, head].tolist() == expected == out.isnan().any(-1)[0, head].tolist()
+
+
+@levels
+@pytest.mark.parametrize("window", [None, 99])
+def test_a_row_of_the_compiled_kernel_ignores_where_the_prefix_ends(level, window):
+    """In bfloat16, where some processors multiply two positions at once."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 300, 128, generator=gen).bfloat16() for heads in (6, 2, 2))
+
+    def attend(begin, end):
+        mask = pack_bits(torch.ones(1, end - begin, end - begin, dtype=torch.bool).tril())
+        depths, kv_len = torch.arange(end - begin, dtype=torch.int32)[None], torch.tensor([begin], dtype=torch.int32)
+        sight = (mask, kv_len, None, depths, depths, 0.125, None, window)
+        return torch.ops.gsd_kernels.dag_attention(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], *sight)[0]
+
+    with cpu_levels.forced(level):
+        found = []
+        for step in (1, 64, 77):
+            ends = [*range(step, 300, step), 300]
+            found.append(torch.cat([attend(*piece) for piece in zip([0, *ends], ends, strict=False)], 2))
+        assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
