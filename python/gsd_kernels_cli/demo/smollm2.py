@@ -16,10 +16,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gsd_kernels_hf.costs.store import cache_dir
 from gsd_kernels_hf.extras import cure
 from gsd_kernels_hf.files import write_folder
 from gsd_kernels_hf.progress import logger, tracked
+from gsd_kernels_hf.store import cache_dir
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ import numpy as np
 from gsd_kernels import GraphConfig
 from gsd_kernels.names import fields_named
 
-from ..costs import numbers
+from .. import numbers
 from ..costs.model import PLAIN, CostModel
 from .acceptance import AcceptanceModel, TreeForecast, kind_of
 from .backoff import Backoff
