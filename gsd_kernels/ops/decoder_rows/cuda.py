@@ -22,6 +22,8 @@ EARLY_CAPABILITY = (9, 0)
 """From which on the launches of up to 32 rows begin while the one before ends (csrc/algorithms/rows.h)."""
 MEASURED = ((9, 0),)
 """Compute capabilities on which it was found right, and faster than modules up to 64 rows (bench/results/gpu)."""
+PRODUCTS: dict[str, dict[str, str]] = {"mma": {}}
+"""Kernels that multiply, by name, and the environment variables by which calls take them."""
 ALIGNMENT = 16  # bytes of one asynchronous copy
 WEIGHTS = 8  # that are decoded at a time
 OVERLAP = "GSD_KERNELS_ROWS_OVERLAP"
@@ -70,6 +72,12 @@ def check_device(device: torch.device) -> None:
 def is_measured(device: torch.device) -> bool:
     """Whether it was run on such a GPU; of other devices nothing is said."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) in MEASURED
+
+
+def product_kernels() -> str:
+    """Which of :data:`PRODUCTS` calls take: the last whose variables are set so."""
+    taken = [name for name, named in PRODUCTS.items() if all(os.environ.get(v) == value for v, value in named.items())]
+    return taken[-1]
 
 
 def products(capability: tuple[int, int]) -> str | None:
