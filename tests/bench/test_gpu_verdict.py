@@ -13,9 +13,10 @@ from gsd_kernels_bench.gpu import inside, pair, right, sanitize
 from gsd_kernels_bench.gpu import packed as gpu_packed
 from gsd_kernels_bench.gpu.stages import Call, stage_named
 from gsd_kernels_bench.gpu.work import Work, perform
-from gsd_kernels_bench.kernels.rows import bytes_read, random_model, row_inputs
+from gsd_kernels_bench.kernels.rows import bytes_read, random_model
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.model.fused import FusedRows
+from gsd_kernels_hf.model.rows_proof import errors, row_inputs
 from gsd_kernels_hf.model.runner import RowModel
 
 own = FusedRows.rows
@@ -104,13 +105,13 @@ def test_errors_are_held_to_the_modules_and_to_rounding():
     with pytest.raises(RuntimeError, match="wrong: row error nan"):
         right.judge({**good, "row": float("nan")}, good, torch.bfloat16)
     exact = torch.randn(1, 64, 100)
-    assert right.errors(exact, exact) == {"row": 0.0, "element": 0.0}
+    assert errors(exact, exact) == {"row": 0.0, "element": 0.0}
     off = exact.clone()
     off[0, 3] = 0.0
-    assert right.errors(off, exact)["row"] == pytest.approx(1.0)
+    assert errors(off, exact)["row"] == pytest.approx(1.0)
     off = exact.clone()
     off[0, 3, 4] += 5 * exact[0, 3].norm() / 10
-    assert right.errors(off, exact)["element"] == pytest.approx(5.0, rel=1e-5)
+    assert errors(off, exact)["element"] == pytest.approx(5.0, rel=1e-5)
 
 
 def test_prefixes_are_off_every_multiple_and_batches_padded():

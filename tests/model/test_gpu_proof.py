@@ -172,6 +172,25 @@ def test_other_kernels_have_a_proof_of_their_own(monkeypatch):
     assert [kind.products for kind in made] == ["mma", "other"]
 
 
+def test_a_report_proves_every_kind_by_its_own_kernels(monkeypatch):
+    monkeypatch.setattr(cuda, "PRODUCTS", {"mma": {}, "other": {"GSD_KERNELS_ROWS_OTHER": "1"}})
+    monkeypatch.setenv("GSD_KERNELS_ROWS_OTHER", "1")
+    taken = []
+
+    def prove(kind, *_):
+        taken.append((kind.products, cuda.product_kernels()))
+        if kind.head_dim == 128:
+            raise gpu_proof.UnprovedError("full")
+        return figures()
+
+    monkeypatch.setattr(gpu_proof, "prove", prove)
+    assert gpu_proof.report(CPU, fused.ways(), again=False) == {} and not taken
+    found = gpu_proof.report(CPU, fused.ways(), again=True)
+    assert len(found) == len(taken) == 8 and all(named == really for named, really in taken)
+    assert {proof["why"] for proof in found.values()} == {None, "full"} and cuda.product_kernels() == "other"
+    assert set(gpu_proof.report(CPU, fused.ways(), again=False)) == {n for n, p in found.items() if p["why"] is None}
+
+
 def section(device=CPU):
     document = gpu_proof.document_of(device)
     return document.path, json.loads(document.path.read_text())

@@ -80,6 +80,11 @@ def product_kernels() -> str:
     return taken[-1]
 
 
+def selecting(name: str) -> dict[str, str | None]:
+    """Environment variables by which calls take one of :data:`PRODUCTS`; ``None``: unset."""
+    return {variable: None for named in PRODUCTS.values() for variable in named} | dict(PRODUCTS[name])
+
+
 def products(capability: tuple[int, int]) -> str | None:
     """The kernels that multiply on GPUs of a compute capability, in words; ``None``: there are none."""
     if capability < MIN_CAPABILITY:

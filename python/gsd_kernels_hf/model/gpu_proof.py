@@ -7,11 +7,12 @@ kept and is no part of it, so that a file can say nothing that its figures do no
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ import transformers
 
 import gsd_kernels
 from gsd_kernels.compiled import LIBRARIES
+from gsd_kernels.environment import switched
 from gsd_kernels.ops.decoder_rows import cuda
 
 from .. import numbers
@@ -250,7 +252,6 @@ def proof_of(
     *,
     again: bool = False,
     backend: str = "auto",
-    say: Callable[[str], None] = logger.info,
 ) -> Proof:
     """The proof of a kind on a GPU: known, kept, or made now. Processes that ask at once wait for one.
 
@@ -260,7 +261,6 @@ def proof_of(
         ways: to forward rows, see :class:`~.rows_proof.Subject`.
         again: whether it is made in any case.
         backend: of the operator.
-        say: told before one is made.
 
     Raises:
         UnprovedError, DeviceLostError: see :func:`prove`.
@@ -271,7 +271,7 @@ def proof_of(
         if again or known not in _known:
             with locked(document.path.with_suffix(".lock"), WAIT_SECONDS):
                 found = None if again else kept(kind, document)
-                _known[known] = found or _made(kind, device, ways, document, backend, say)
+                _known[known] = found or _made(kind, device, ways, document, backend)
         return _known[known]
 
 
@@ -281,10 +281,9 @@ def _made(
     ways: Mapping[str, Way],
     document: Document,
     backend: str,
-    say: Callable[[str], None],
 ) -> Proof:
     """A proof, kept; a process that dies of it leaves word of that."""
-    say(f"rows as one operator ({kind.name}) are proved on this GPU, which takes a few seconds, once")
+    logger.info("rows as one operator (%s) are proved on this GPU, which takes a few seconds, once", kind.name)
     section: dict[str, Any] = {}
     document.write({kind.name: BEGUN})
     try:
@@ -301,6 +300,26 @@ def _made(
 def json_of(proof: Proof) -> dict[str, Any]:
     """As it is kept."""
     return {**asdict(proof), "milliseconds": {str(rows): ms for rows, ms in proof.milliseconds.items()}}
+
+
+def report(device: torch.device, ways: Mapping[str, Way], *, again: bool) -> dict[str, dict[str, Any]]:
+    """Of every kind, by its name, what is kept and ``"why"`` the modules serve; ``again``: it is proved anew first.
+
+    Raises:
+        DeviceLostError: the GPU failed for good.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    document = document_of(device)
+    for products, dtype, head_dim in itertools.product(cuda.PRODUCTS, cuda.DTYPES, cuda.HEAD_DIMS):
+        kind = Kind(dtype, head_dim, products)
+        try:
+            with switched(cuda.selecting(products)):
+                proof = proof_of(kind, device, ways, again=True) if again else kept(kind, document)
+        except UnprovedError as error:
+            proof = Proof(error=str(error))
+        if proof is not None:
+            found[kind.name] = {**json_of(proof), "why": proof.why_not(dtype)}
+    return found
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, ways: Mapping[str, Way]) -> str | None:
