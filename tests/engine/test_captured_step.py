@@ -23,11 +23,12 @@ from gsd_kernels import generate, patch, unpatch
 from gsd_kernels.compiled import UNAVAILABLE as COMPILED_UNAVAILABLE
 from gsd_kernels.ops.dag_attention.api import ATTENTION
 from gsd_kernels_hf.costs import machine
-from gsd_kernels_hf.engine import capture, decoder, session, stats
+from gsd_kernels_hf.engine import capture, decoder, loop, session, stats
 from gsd_kernels_hf.engine.capture import WARM_STEPS, can_capture
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.model.replay import lane_of
+from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.parallel import Agreement, Alone, can_be_captured
 from gsd_kernels_hf.policy import shape_policy
 from gsd_kernels_hf.policy.shapes import ladder
@@ -77,6 +78,52 @@ def test_replayed_steps_give_the_same_text(pair, name, sampling, request):
     assert torch.equal(text(pair, name, **sampling), expected)
     assert cuda.counts["captures"] == 1
     assert cuda.counts["replays"] > WARM_STEPS
+
+
+def ordinary_steps(cuda, monkeypatch):
+    """Grows by every step that is neither captured nor replayed."""
+    own, found = session.Session.step, []
+    monkeypatch.setattr(
+        session.Session, "step", lambda self: (found.append(self.config) if not cuda.capturing else None, own(self))[1]
+    )
+    return found
+
+
+@pytest.mark.parametrize("warmed", [True, False])
+def test_compiled_kernels_need_no_ordinary_step(pair, warmed, request, monkeypatch):
+    """Where rows are one operator, and Triton's kernels for a shape were compiled before the first step."""
+    expected = text(pair, "graph")
+    cuda = request.getfixturevalue("cuda")
+    drafting = next(shape for shape in ladder("cpu", with_model=True).values() if shape.depth)
+    monkeypatch.setattr(shape_policy.ShapePolicy, "shape", lambda self: drafting)
+    monkeypatch.setattr(capture, "compiles", lambda backend, device: True)
+    monkeypatch.setattr(capture, "FusedRows", RowModel)
+    if not warmed:
+        monkeypatch.setattr(loop, "warm", lambda session, shapes: None)
+    ordinary = ordinary_steps(cuda, monkeypatch)
+    assert torch.equal(text(pair, "graph", graph_config="auto"), expected)
+    assert ordinary == (0 if warmed else WARM_STEPS) * [drafting] and cuda.counts["captures"] == 1
+
+
+def test_what_cannot_be_captured_at_once_is_tried_again(pair, request, monkeypatch, caplog):
+    expected = text(pair, "graph")
+    cuda = request.getfixturevalue("cuda")
+    own, tries = replay.CaptureLane.capture, []
+
+    def refuse(self, *arguments):
+        tries.append(len(ordinary))
+        if len(tries) == 1:
+            raise replay.CaptureError("a module is loaded")
+        return own(self, *arguments)
+
+    monkeypatch.setattr(replay.CaptureLane, "capture", refuse)
+    monkeypatch.setattr(capture, "warm_steps", lambda session: 0)
+    ordinary = ordinary_steps(cuda, monkeypatch)
+    with caplog.at_level("INFO", logger="gsd_kernels"):
+        assert torch.equal(text(pair, "graph"), expected)
+    assert tries == [0, WARM_STEPS] and len(ordinary) == WARM_STEPS and cuda.counts["captures"] == 1
+    said = [(r.levelname, r.message) for r in caplog.records if "captured" in r.message]
+    assert said == [("INFO", "a step could not be captured yet: a module is loaded")]
 
 
 @pytest.mark.slow

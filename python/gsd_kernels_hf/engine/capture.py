@@ -67,9 +67,9 @@ def warm_steps(session: Session) -> int:
     """Ordinary steps before a shape is captured: none where all that it launches was compiled ahead.
 
     So where all models are one operator, which kernels of Triton or cuBLAS' own start are no part of, and their storage
-    is there.
+    is there; and where Triton serves no op, or its kernels for the shape were compiled before the first step.
     """
-    if compiles(session.backend, session.kv_len.device):
+    if compiles(session.backend, session.kv_len.device) and session.config not in session.compiled:
         return WARM_STEPS
     sources = session.mixer.sources if session.mixer is not None else ()
     known = all(type(source) in (DraftModel, History) for source in sources)
@@ -88,7 +88,8 @@ class CapturedStep:
     Where a rule on the device accepts, a step is one graph. Where the host accepts, it is two: the host reads what the
     first left behind, and writes what it accepts where the second reads it.
 
-    Where capturing fails, on any rank, steps go on as ordinary ones, with one line in the log.
+    Where capturing fails, on any rank, steps go on as ordinary ones, with one line in the log; without ordinary steps
+    before it, it is tried again behind them.
     """
 
     def __init__(self, session: Session, ranks: Capturers) -> None:
@@ -97,15 +98,15 @@ class CapturedStep:
         self.warm: Counter[tuple[GraphConfig | None, bool]] = Counter()
         self.steps: dict[tuple[GraphConfig | None, bool], Callable[[], Verified]] = {}
         self.pool: Any = None  # one memory pool: only one graph runs at a time, and state lies outside
+        self.refused: set[tuple[GraphConfig | None, bool]] = set()  # what could not be captured without ordinary steps
         self.failed = False
         self.typical = True  # whether the last step took as long as later ones of its shape will
 
     def __call__(self) -> Verified:
         """Take a step; its record."""
         kind = self.session.config, self.session.rule.on_device
-        if kind not in self.steps and (
-            self.failed or self.warm[kind] < warm_steps(self.session) or not self._add(kind)
-        ):
+        least = WARM_STEPS if kind in self.refused else warm_steps(self.session)
+        if kind not in self.steps and (self.failed or self.warm[kind] < least or not self._add(kind)):
             self.warm[kind] += 1
             self.typical = self.failed
             return self.session.step()
@@ -115,6 +116,7 @@ class CapturedStep:
     def forget(self) -> None:
         """Capture anew, since storage lies elsewhere or others draft."""
         self.warm.clear()
+        self.refused.clear()
         self.steps.clear()
         self.pool = None
 
@@ -131,10 +133,14 @@ class CapturedStep:
             why = str(error)
         if not self.ranks.agree(kind in self.steps):
             self.steps.pop(kind, None)
-            self.failed = True
-            logger.warning("a step could not be captured, so steps run uncaptured: %s", why)
+            if self.warm[kind] >= WARM_STEPS:
+                self.failed = True
+                logger.warning("a step could not be captured, so steps run uncaptured: %s", why)
+            else:
+                self.refused.add(kind)
+                logger.info("a step could not be captured yet: %s", why)
         self.session.clock.begin_step()  # capturing is no part of it
-        return not self.failed
+        return kind in self.steps
 
     def whole(self) -> Callable[[], Verified]:
         """One graph of a step: a function that replays it and returns its record.

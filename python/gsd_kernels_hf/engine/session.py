@@ -123,6 +123,7 @@ class Session:
         self.models: dict[str, ModelState] = {}  # what the models were when the text was begun, see engine.engine
         self.captured: Captured | None = None
         self.warmed: tuple[int, int] | None = None  # the sizes for which kernels were compiled, see engine.warming
+        self.compiled: frozenset[GraphConfig | None] = frozenset()  # the shapes of these kernels
         self.clock = Clock(device)
         self.request: Request
         self.rule: AcceptanceRule
