@@ -73,6 +73,7 @@ CASES = {
     "heads": ("heads", 2, {}),
     "layer skip, sampled": ("layer_skip", 1, SAMPLED),
     "chain, speculative": ("chain", 1, {**SAMPLED, "criterion": "speculative"}),
+    "chain, block": ("chain", 2, {**SAMPLED, "criterion": "block"}),
     "chain, typical": ("chain", 1, {**SAMPLED, "criterion": "typical"}),
 }
 
