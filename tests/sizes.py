@@ -18,7 +18,7 @@ C_LIKE = (".h", ".cpp", ".cu", ".cuh", ".hpp")
 BUDGET = {
     "bench": 14,
     "bench/generation": 98,
-    "bench/gpu": 67,
+    "bench/gpu": 69,
     "bench/kernels": 30,
     "bench/lib": 20,
     "bench/scale": 16,
@@ -30,14 +30,14 @@ BUDGET = {
     "examples": 26,
     "gsd_kernels": 21,
     "gsd_kernels/ops": 203,
-    "python/gsd_kernels_cli": 140,  # 139 before commands drafted with what an exported folder names
-    "python/gsd_kernels_hf": 41,
+    "python/gsd_kernels_cli": 142,
+    "python/gsd_kernels_hf": 48,  # 41 before it had the store of costs
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
     "python/gsd_kernels_hf/corpus": 8,
-    "python/gsd_kernels_hf/costs": 30,
-    "python/gsd_kernels_hf/engine": 72,
+    "python/gsd_kernels_hf/costs": 24,
+    "python/gsd_kernels_hf/engine": 75,  # 72 before a step was queued ahead
     "python/gsd_kernels_hf/exported": 7,
-    "python/gsd_kernels_hf/model": 150,
+    "python/gsd_kernels_hf/model": 166,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 65,
     "python/gsd_kernels_hf/policy": 48,
     "python/gsd_kernels_hf/sources": 197,  # 187 before a grammar drafted
@@ -46,7 +46,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 21,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 48,
-    "tests": 1882,  # 1850 before groups of warps had a machine, and first words of docstrings a test
+    "tests": 1905,
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -172,13 +172,23 @@ def test_other_kernels_have_a_proof_of_their_own(monkeypatch):
     assert [kind.products for kind in made] == ["mma", "other"]
 
 
+@pytest.mark.parametrize(("capability", "names"), [((9, 0), ["mma", "wgmma"]), ((8, 0), ["mma"])])
+def test_groups_of_warps_are_proved_where_they_are(capability, names, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert cuda.product_kernels(gpu) == names and cuda.selected(gpu) == "mma"
+    monkeypatch.setenv(cuda.GROUP, "1")
+    assert cuda.selected(gpu) == names[-1]
+    assert cuda.selecting("mma") == {cuda.GROUP: None} and cuda.selecting("wgmma") == {cuda.GROUP: "1"}
+
+
 def test_a_report_proves_every_kind_by_its_own_kernels(monkeypatch):
     monkeypatch.setattr(cuda, "PRODUCTS", {"mma": {}, "other": {"GSD_KERNELS_ROWS_OTHER": "1"}})
     monkeypatch.setenv("GSD_KERNELS_ROWS_OTHER", "1")
     taken = []
 
     def prove(kind, *_):
-        taken.append((kind.products, cuda.product_kernels()))
+        taken.append((kind.products, cuda.selected(CPU)))
         if kind.head_dim == 128:
             raise gpu_proof.UnprovedError("full")
         return figures()
@@ -187,7 +197,7 @@ def test_a_report_proves_every_kind_by_its_own_kernels(monkeypatch):
     assert gpu_proof.report(CPU, fused.ways(), again=False) == {} and not taken
     found = gpu_proof.report(CPU, fused.ways(), again=True)
     assert len(found) == len(taken) == 8 and all(named == really for named, really in taken)
-    assert {proof["why"] for proof in found.values()} == {None, "full"} and cuda.product_kernels() == "other"
+    assert {proof["why"] for proof in found.values()} == {None, "full"} and cuda.selected(CPU) == "other"
     assert set(gpu_proof.report(CPU, fused.ways(), again=False)) == {n for n, p in found.items() if p["why"] is None}
 
 

@@ -22,8 +22,6 @@ EARLY_CAPABILITY = (9, 0)
 """From which on the launches of up to 32 rows begin while the one before ends (csrc/algorithms/rows.h)."""
 MEASURED = ((9, 0),)
 """Compute capabilities on which it was found right, and faster than modules up to 64 rows (bench/results/gpu)."""
-PRODUCTS: dict[str, dict[str, str]] = {"mma": {}}
-"""Kernels that multiply, by name, and the environment variables by which calls take them."""
 ALIGNMENT = 16  # bytes of one asynchronous copy
 WEIGHTS = 8  # that are decoded at a time
 OVERLAP = "GSD_KERNELS_ROWS_OVERLAP"
@@ -31,6 +29,8 @@ OVERLAP = "GSD_KERNELS_ROWS_OVERLAP"
 GROUP = "GSD_KERNELS_ROWS_GROUP"
 """Environment variable: ``1`` has groups of warps multiply more than 32 rows, where there is code for it."""
 GROUP_CAPABILITY = (9, 0)
+PRODUCTS: dict[str, dict[str, str]] = {"mma": {}, "wgmma": {GROUP: "1"}}
+"""Kernels that multiply, by name, and the environment variables by which calls take them."""
 OTHERWISE = "; use backend='reference'"
 
 
@@ -74,10 +74,19 @@ def is_measured(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) in MEASURED
 
 
-def product_kernels() -> str:
-    """Which of :data:`PRODUCTS` calls take: the last whose variables are set so."""
-    taken = [name for name, named in PRODUCTS.items() if all(os.environ.get(v) == value for v, value in named.items())]
-    return taken[-1]
+def product_kernels(device: torch.device) -> list[str]:
+    """Those of :data:`PRODUCTS` that a GPU has."""
+    grouped = device.type != "cuda" or torch.cuda.get_device_capability(device) == GROUP_CAPABILITY
+    return [name for name in PRODUCTS if name != "wgmma" or grouped]
+
+
+def selected(device: torch.device) -> str:
+    """Which of them calls take: the last whose variables are set so."""
+
+    def is_set(name: str) -> bool:
+        return all(os.environ.get(variable) == value for variable, value in PRODUCTS[name].items())
+
+    return [name for name in product_kernels(device) if is_set(name)][-1]
 
 
 def selecting(name: str) -> dict[str, str | None]:

@@ -310,7 +310,7 @@ def report(device: torch.device, ways: Mapping[str, Way], *, again: bool) -> dic
     """
     found: dict[str, dict[str, Any]] = {}
     document = document_of(device)
-    for products, dtype, head_dim in itertools.product(cuda.PRODUCTS, cuda.DTYPES, cuda.HEAD_DIMS):
+    for products, dtype, head_dim in itertools.product(cuda.product_kernels(device), cuda.DTYPES, cuda.HEAD_DIMS):
         kind = Kind(dtype, head_dim, products)
         try:
             with switched(cuda.selecting(products)):
@@ -330,7 +330,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, ways: Mappi
     Raises:
         DeviceLostError: the GPU failed for good.
     """
-    kind = Kind(dtype, head_dim, cuda.product_kernels())
+    kind = Kind(dtype, head_dim, cuda.selected(device))
     try:
         reason = proof_of(kind, device, ways).why_not(dtype)
     except UnprovedError as error:
