@@ -88,7 +88,8 @@ def compiles(backend: str, device: torch.device) -> bool:
     own = "cuda" if device.type == "cuda" else "cpu"
     if COMPILED_UNAVAILABLE[own] is not None or backend not in ("auto", own):
         return True
-    return (backend, own) == ("auto", "cuda") and not compiled_first()
+    triton = (backend, own) == ("auto", "cuda") and _triton_unavailable_reason(device) is None
+    return triton and not compiled_first()
 
 
 def preferred(implementations: dict[str, Callable[..., Any]]) -> list[str]:

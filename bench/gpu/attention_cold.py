@@ -69,7 +69,7 @@ def measure(work: Work, shape: str, prefix: int, rows: int, who: str) -> dict[st
             raise RuntimeError(f"{who} cannot run: {contestant.missing}")
         return {"missing": contestant.missing}
     try:
-        error = _error(first, contestant.call)
+        error = held(first, contestant.call)
         timing = _timed(work, settings, contestant, copies_for(kept, work.device))
     except Exception as failure:
         if not contestant.peer or isinstance(failure, torch.AcceleratorError):
@@ -80,7 +80,12 @@ def measure(work: Work, shape: str, prefix: int, rows: int, who: str) -> dict[st
     return {**timing, "max_error": error, "bytes": first.bytes_moved, "floor_seconds": floor, "shape": vars(sizes)}
 
 
-def _error(entry: Entry, call: Callable[[], Any]) -> float:
+def held(entry: Entry, call: Callable[[], Any]) -> float:
+    """The error of what is to be timed.
+
+    Raises:
+        RuntimeError: it is too large.
+    """
     assert entry.error is not None
     error = entry.error(call())
     if not error <= entry.tolerance:

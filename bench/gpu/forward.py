@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from gsd_kernels.environment import switched
 from gsd_kernels.ops.decoder_rows.cuda import OVERLAP
+from gsd_kernels_hf.model.rows_proof import MOST_ROWS, row_inputs
 from gsd_kernels_hf.model.runner import RowModel
 
-from ..kernels.rows import MOST_ROWS, WAYS, bytes_read, random_model, row_inputs
-from ..lib.environment import switched
+from ..kernels.rows import WAYS, bytes_read, random_model
 from ..lib.timing import read_bandwidth, time_call
 from .right import passed
 from .work import Work

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from gsd_kernels.environment import switched
 from gsd_kernels.ops.decoder_rows.cuda import OVERLAP
 from gsd_kernels_hf.model.fused import FusedRows
+from gsd_kernels_hf.model.rows_proof import MOST_ROWS, row_inputs
 
-from ..kernels.rows import MOST_ROWS, random_model, row_inputs
-from ..lib.environment import switched
+from ..kernels.rows import random_model
 from .graphs import kernel_table
 from .right import passed
 from .work import Work

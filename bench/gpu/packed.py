@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, pack_matrix, unpack_rows
 from gsd_kernels_hf.model.fused import FusedRows
+from gsd_kernels_hf.model.rows_proof import MOST_ROWS, apart, row_inputs
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.packed.modules import Packed, PackedEmbedding, PackedLinear
 from gsd_kernels_hf.packed.pack import replace
 
-from ..kernels.rows import MOST_ROWS, random_model, row_inputs
+from ..kernels.rows import random_model
 from ..lib.timing import read_bandwidth
 from .forward import PREFIX, SHAPES, Forward
-from .right import LAYERS, different
+from .right import LAYERS, none_apart
 from .work import Work
 
 KINDS = ("q8_0", "int8", "int4")
@@ -90,7 +91,7 @@ def bits(work: Work, shape: str, kind: str, prefix: int, counts: tuple[int, ...]
     for count, of_dense, found in zip(
         counts, dense, logits_of(work, replace(model, modules), prefix, counts), strict=True
     ):
-        different(found, of_dense, f"{kind}, {count} rows")
+        none_apart([(f"{kind}, {count} rows", apart(found, of_dense))])
     return {"shape": shape, "kind": kind, "layers": LAYERS, "rows": counts, "prefix": prefix}
 
 

@@ -18,12 +18,12 @@ import torch
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig, patch, unpatch
+from gsd_kernels.environment import switched
 from gsd_kernels_hf.model.fused import SWITCH
 
 from ..generation.competitors import fixed_configs
 from ..kernels.rows import random_model
 from ..lib.compilations import compilations, summary
-from ..lib.environment import switched
 from .graphs import pretended, watched
 from .right import passed
 from .work import Work

@@ -1,26 +1,25 @@
 """The verdict on the forward of rows as one operator: its error against float32, and its bits wherever they are due.
 
 Nothing of the operator is timed before. A few layers of the real widths: every kernel, tile and split of a whole model.
+What is looked for, and what is right, is what every GPU is held to before it serves (model/rows_proof.py).
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.environment import switched
 from gsd_kernels.ops.decoder_rows.cuda import OVERLAP
-from gsd_kernels_hf.model.replay import lane_of
-from gsd_kernels_hf.model.runner import RowModel
+from gsd_kernels_hf.model import rows_proof
+from gsd_kernels_hf.model.rows_proof import BOUNDS, PARTS, ROWS, Case
 
-from ..kernels.rows import MOST_ROWS, WAYS, random_model, row_inputs
-from ..lib.environment import switched
+from ..kernels.rows import WAYS, random_model
 from .stages import stage_named
 from .work import Work
 
@@ -28,33 +27,7 @@ Point = Callable[["Subject"], dict[str, Any]]
 
 SHAPES = ("llama-3-8b", "llama-3.2-1b")
 LAYERS = 2
-ROWS = 64  # of a comparison with float32
 REPLAYS = 1000
-
-#: Of float32 logits what rounding of a few layers may cost; ten times what was seen on CPUs (bfloat16: 0.006, 0.04).
-BOUNDS = {
-    torch.bfloat16: {"row": 0.06, "element": 0.4},
-    torch.float16: {"row": 0.008, "element": 0.05},
-    torch.float32: {"row": 1e-5, "element": 1e-4},
-}
-TIMES_THE_MODULES = 2.0
-SLACK = 1e-5  # of float32, where the modules are the measure itself
-
-#: First and last of some rows: blocks of 16, 32 and 64 rows, narrow and wide, each with places left over.
-PARTS = ((0, 1), (0, 16), (5, 22), (16, 48), (3, 36), (0, 64), (63, 64), (64, 192), (127, 256))
-
-
-@dataclass(frozen=True)
-class Case:
-    """Rows behind a prefix: tokens of the prompt, and left padding of every sequence."""
-
-    prefix: int
-    pads: tuple[int, ...] = (0,)
-
-    @property
-    def name(self) -> str:
-        return f"prefix={self.prefix}" + (f" pads={','.join(map(str, self.pads))}" if len(self.pads) > 1 else "")
-
 
 #: A whole number of tiles and splits, and what is none: the last tile broken, one position more, one less.
 CASES = (Case(1024), Case(1000), Case(1023), Case(1025), Case(4097), Case(1000, (0, 37)), Case(1025, (300, 1)))
@@ -95,66 +68,20 @@ def passed(work: Work, *shapes: str) -> bool:
     return all(name in found and "error" not in found[name] for name in names)
 
 
-class Subject:
+class Subject(rows_proof.Subject):
     """A few layers of a shape, in the stage's dtype and in float32; made when first asked."""
 
     def __init__(self, work: Work, shape: str) -> None:
-        self.work, self.shape = work, shape
-
-    @cached_property
-    def model(self) -> Any:
-        return random_model(self.shape, self.work.dtype, self.work.device, LAYERS)
-
-    @cached_property
-    def exact(self) -> Any:
-        return copy.deepcopy(self.model).float()
-
-    @torch.no_grad()
-    def behind(self, case: Case, way: str = "operator", model: Any = None) -> RowModel:
-        """A way to forward rows, behind the tokens of a case.
-
-        Modules attend by the reference, so that the verdict needs none of our other kernels.
-        """
-        model, device = model or self.model, self.work.device
-        start = torch.tensor(case.pads, dtype=torch.int32, device=device)
-        rows = WAYS[way](model, case.prefix + MOST_ROWS, start, "auto" if way == "operator" else "reference")
-        at = torch.arange(case.prefix, device=device)
-        # What is written is the same behind any padding.
-        ids = torch.stack([(at - pad).clamp(min=0) * (3 + 2 * b) for b, pad in enumerate(case.pads)])
-        padded = (at >= start[:, None]).long() if any(case.pads) else None
-        rows.prefill(ids % model.config.vocab_size, padded, None)
-        return rows
-
-    def inputs(self, case: Case, count: int) -> tuple[Tensor, ...]:
-        """Rows of a tree; of the last sequence of a batch behind three positions less."""
-        tokens, kv_len, *others = row_inputs(count, case.prefix, self.work.device, len(case.pads))
-        kv_len[1:] -= 3
-        return (tokens, kv_len, *others)
+        super().__init__(lambda: random_model(shape, work.dtype, work.device, LAYERS), WAYS)
+        self.work = work
 
 
-@torch.no_grad()
 def against_float32(of: Subject, case: Case) -> dict[str, Any]:
     """Errors of operator and modules, and what they are held to."""
-    inputs = of.inputs(case, ROWS)
-
-    def logits(*way: Any) -> Tensor:
-        return of.behind(case, *way).rows(*inputs, keep=ROWS).float()
-
-    exact = logits("modules", of.exact)
-    found = {way: errors(logits(way), exact) for way in WAYS}
+    found = rows_proof.errors_of(of, case)
     print("  error: " + "; ".join(f"{way} {e['row']:.2e}, {e['element']:.2e}" for way, e in found.items()), flush=True)
     judge(found["operator"], found["modules"], of.work.dtype)
     return {"errors": found, "bounds": BOUNDS[of.work.dtype], "layers": LAYERS, "rows": ROWS, **vars(case)}
-
-
-def errors(logits: Tensor, exact: Tensor) -> dict[str, float]:
-    """Of logits [B, R, V]: a row's error over its norm, and the largest one over the root mean square of its row."""
-    away, size = logits - exact, exact.norm(dim=-1)
-    width = exact.shape[-1] ** 0.5
-    return {
-        "row": float((away.norm(dim=-1) / size).max()),
-        "element": float((away.abs().amax(-1) * width / size).max()),
-    }
 
 
 def judge(ours: dict[str, float], theirs: dict[str, float], dtype: torch.dtype) -> None:
@@ -163,15 +90,11 @@ def judge(ours: dict[str, float], theirs: dict[str, float], dtype: torch.dtype) 
     Raises:
         RuntimeError: they are too large, or no numbers.
     """
-    for kind, bound in BOUNDS[dtype].items():
-        relative = TIMES_THE_MODULES * theirs[kind] + SLACK
-        if not ours[kind] <= relative:
-            raise RuntimeError(f"wrong: {kind} error {ours[kind]:.2e}, the modules' is {theirs[kind]:.2e}")
-        if not ours[kind] <= bound:
-            raise RuntimeError(f"wrong: {kind} error {ours[kind]:.2e}, {dtype} may have {bound:.2e}")
+    found = rows_proof.too_large(ours, theirs, dtype)
+    if found is not None:
+        raise RuntimeError(f"wrong: {found}")
 
 
-@torch.no_grad()
 def bits(of: Subject, prefix: int) -> dict[str, Any]:
     """A row's bits alone, and among others in blocks of every size.
 
@@ -180,17 +103,10 @@ def bits(of: Subject, prefix: int) -> dict[str, Any]:
     """
     if not invariant(of.work):
         return {"parts": []}
-    rows = of.behind(Case(prefix))
-    tokens, kv_len, slots, mask, depths, nodes = of.inputs(Case(prefix), MOST_ROWS)
-    whole = rows.rows(tokens, kv_len, slots, mask, depths, nodes, keep=MOST_ROWS)
-    for first, last in PARTS:
-        some = slice(first, last)
-        part = (tokens[:, some], kv_len, slots[some], mask[:, some], depths[:, some], nodes)
-        different(rows.rows(*part, keep=last - first), whole[:, some], f"rows {first} … {last - 1} by themselves")
-    return {"parts": PARTS, "rows": MOST_ROWS, "prefix": prefix}
+    none_apart(rows_proof.parts_apart(of, Case(prefix)))
+    return {"parts": PARTS, "rows": rows_proof.MOST_ROWS, "prefix": prefix}
 
 
-@torch.no_grad()
 def batch(of: Subject, case: Case) -> dict[str, Any]:
     """A sequence's bits behind padding beside another one, and alone.
 
@@ -199,31 +115,8 @@ def batch(of: Subject, case: Case) -> dict[str, Any]:
     """
     if not invariant(of.work):
         return {"sequences": 0}
-    whole, written = (of.behind(case).rows(*of.inputs(case, ROWS), keep=ROWS) for _ in range(2))
-    different(written, whole, "the same call again")
-    for b in range(len(case.pads)):
-        alone = Alone(of, case, b).rows()
-        different(alone, whole[[b]], f"sequence {b} alone")
+    none_apart(rows_proof.sequences_apart(of, case))
     return {"sequences": len(case.pads), "rows": ROWS, **vars(case)}
-
-
-@dataclass(frozen=True)
-class Alone:
-    """One sequence of a case, without its padding."""
-
-    of: Subject
-    case: Case
-    number: int
-
-    def rows(self) -> Tensor:
-        tokens, kv_len, slots, mask, depths, nodes = self.of.inputs(self.case, ROWS)
-        this, pad = slice(self.number, self.number + 1), self.case.pads[self.number]
-        length, device = self.case.prefix - pad, self.of.work.device
-        start = torch.zeros(1, dtype=torch.int32, device=device)
-        rows = WAYS["operator"](self.of.model, length + MOST_ROWS, start, "auto")
-        ids = torch.arange(length, device=device)[None] * (3 + 2 * self.number) % self.of.model.config.vocab_size
-        rows.prefill(ids, None, None)
-        return rows.rows(tokens[this], kv_len[this] - pad, slots, mask[this], depths[this], nodes[this], keep=ROWS)
 
 
 def invariant(work: Work) -> bool:
@@ -231,27 +124,24 @@ def invariant(work: Work) -> bool:
     return unavailable_reason(work.device.type, work.device) is None
 
 
-def different(found: Tensor, expected: Tensor, what: str) -> None:
+def none_apart(found: Iterable[tuple[str, list[int]]]) -> None:
     """Raises:
     RuntimeError: bits differ.
     """
-    if not torch.equal(found, expected):
-        where = (found != expected).flatten(0, -2).any(-1).nonzero().flatten().tolist()
-        raise RuntimeError(f"{what}: {len(where)} rows have other bits, first {where[:8]}")
+    for what, rows in found:
+        if rows:
+            raise RuntimeError(f"{what}: {len(rows)} rows have other bits, first {rows[:8]}")
 
 
 @torch.no_grad()
 def launches(of: Subject, prefix: int) -> dict[str, Any]:
     """Forwards of two texts in turns, called and replayed, with launches that begin early and without.
 
-    In turns, because what a launch reads too early is what the forward before left, which must not be the right thing.
-
     Raises:
         RuntimeError: one of them has other bits, or a forward cannot be captured.
     """
     work, case = of.work, Case(prefix)
-    rows, inputs = of.behind(case), of.inputs(case, ROWS)
-    texts = [inputs[0], (inputs[0] + 11) % of.model.config.vocab_size]
+    rows, inputs, texts = of.behind(case), of.inputs(case, ROWS), of.texts(case)
     with switched({OVERLAP: "0"}):
         expected = [rows.rows(tokens, *inputs[1:], keep=ROWS) for tokens in texts]
     if torch.equal(*expected):
@@ -261,29 +151,11 @@ def launches(of: Subject, prefix: int) -> dict[str, Any]:
     for name, overlap in (("early", "1"), ("in turn", "0")):
         with switched({OVERLAP: overlap}):
             forward: Callable[[], Tensor] = lambda: rows.rows(tokens, *inputs[1:], keep=ROWS)  # noqa: E731
-            ways = {"called": forward} | ({"replayed": replayed(forward, work)} if work.device.type == "cuda" else {})
-            found[name] = {way: wrong(call, tokens, texts, expected, count) for way, call in ways.items()}
+            ways = {"called": forward}
+            if work.device.type == "cuda":
+                ways["replayed"] = rows_proof.replayed(forward, work.device)
+            found[name] = {way: rows_proof.wrong(call, tokens, texts, expected, count) for way, call in ways.items()}
     bad = {f"{name}, {way}": n for name, ways in found.items() for way, n in ways.items() if n}
     if bad:
         raise RuntimeError(f"of {count} forwards some have other bits: {bad}")
     return {"forwards": count, "wrong": found, "rows": ROWS, "prefix": prefix}
-
-
-def replayed(forward: Callable[[], Tensor], work: Work) -> Callable[[], Tensor]:
-    forward()  # loads what it launches
-    graph, logits = lane_of(work.device).capture(forward)
-
-    def call() -> Tensor:
-        graph()
-        return logits
-
-    return call
-
-
-def wrong(call: Callable[[], Tensor], tokens: Tensor, texts: list[Tensor], expected: list[Tensor], count: int) -> int:
-    """How many of ``count`` forwards have other bits; the host waits once."""
-    number = torch.zeros((), dtype=torch.int32, device=tokens.device)
-    for turn in range(count):
-        tokens.copy_(texts[turn % 2])
-        number += (call() != expected[turn % 2]).any()
-    return int(number)

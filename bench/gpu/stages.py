@@ -88,6 +88,7 @@ STAGES = (
         100,
         60,
     ),
+    Stage("duel", "duel", "Triton and CUDA C++ forms of each op and of a captured step: which goes", 180, 60),
     Stage("tests", "gpu_tests", "each kernel once, captured steps, then more", 480, 60, (*MODELS, *TESTING)),
     Stage("sanitize", "sanitize", "the operator's tests under compute-sanitizer", 480, 120, (*MODELS, *TESTING)),
     Stage("packed", "packed", "packed matrices in the operator of rows: bits, then time", 150, 60),

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows.cuda import DTYPES
 from gsd_kernels.ops.decoder_rows.weights import stored
 from gsd_kernels.ops.packed.api import FLOATS
-from gsd_kernels_hf.model.fused import FusedRows
+from gsd_kernels_hf.model import fused
+from gsd_kernels_hf.model.rows_proof import MOST_ROWS, row_inputs
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.packed.modules import matrix_of, packed_in
 
@@ -31,9 +31,7 @@ from ..lib.report import markdown
 from ..lib.shapes import shape_named
 from ..lib.timing import read_bandwidth, time_call
 
-WAYS = {"operator": FusedRows, "modules": RowModel}
-BRANCH = 4  # children of a node of the tree
-MOST_ROWS = 256
+WAYS = fused.ways()
 #: The norm of what two ways' logits differ by, over that of the logits.
 MOST_ERROR = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
@@ -103,24 +101,6 @@ def bytes_read(rows: RowModel, count: int, prefix: int) -> int:
     packed = {module.packed.data_ptr(): module.matrix.nbytes for module in packed_in(model)}
     weights = sum(p.nbytes for p in model.parameters()) + sum(packed.values())
     return weights - unread + rows.cache.nbytes * prefix // rows.cache.capacity
-
-
-def row_inputs(
-    rows: int, prefix: int, device: torch.device | str = "cpu", batch: int = 1, branch: int = BRANCH
-) -> tuple[torch.Tensor, ...]:
-    """A tree of ``rows`` nodes, each with up to ``branch`` children; arguments of :meth:`RowModel.rows`.
-
-    Of a batch every sequence has other tokens.
-    """
-    sees, depths = torch.eye(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.int32)
-    for row in range(1, rows):
-        parent = (row - 1) // branch
-        sees[row] |= sees[parent]
-        depths[row] = depths[parent] + 1
-    kv_len = torch.full((batch,), prefix, dtype=torch.int32)
-    slots, depths = torch.arange(rows), depths.expand(batch, -1)
-    tokens, mask = (slots + torch.arange(batch)[:, None]) % 7, pack_bits(sees).expand(batch, -1, -1)
-    return tuple(t.to(device).contiguous() for t in (tokens, kv_len, slots, mask, depths, depths))
 
 
 def measure(

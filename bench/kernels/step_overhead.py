@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gsd_kernels import Acceptance, GraphConfig, Rows
 from gsd_kernels.backends import unavailable_reason
+from gsd_kernels_hf.model.rows_proof import row_inputs
 from gsd_kernels_hf.model.runner import RowModel
 
 from ..lib.environment import environment
@@ -22,7 +23,7 @@ from ..lib.shapes import shape_named
 from ..lib.timing import time_call
 from .commit import PREFIX, commit_op, random_caches
 from .merge import Step
-from .rows import random_model, row_inputs
+from .rows import random_model
 
 GRAPH = GraphConfig(depth=6, width=8, branch=4, max_rows=64, merge_context=1)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +28,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     }
-
-
-@contextlib.contextmanager
-def switched(variables: dict[str, str]) -> Iterator[None]:
-    """Environment variables as given, while the block runs."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def device_name(device: torch.device) -> str:

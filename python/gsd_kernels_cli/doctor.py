@@ -22,6 +22,9 @@ from .output import FAILURE, err, out, print_json, progress, table
 
 if TYPE_CHECKING:
     import torch
+    from rich.table import Table
+
+NO_GPU = "no GPU here can run the operator of rows"
 
 
 def command(
@@ -35,11 +38,18 @@ def command(
         str | None,
         options.checkpoint_option("Load it, too, and say which drafters come with it or with this package."),
     ] = None,
+    prove: Annotated[
+        bool,
+        typer.Option("--prove", help="Prove the operator of rows on every GPU anew, in some seconds, and show how."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Versions, devices, compilers, and every backend on every device with the reason why one is missing."""
     with progress("looking around"):
         report = examine()
+    if prove:
+        with progress("proving the operator of rows"):
+            report["proofs"] = proofs(again=True)
     if model is not None:
         with progress("loading the model"):
             report["drafters"] = drafters_of(model)
@@ -50,7 +60,9 @@ def command(
         print_json(report)
     else:
         _print(report)
-    if kernels and report["kernels"] is None:
+    if prove and not report["proofs"]:
+        err.print(f"gsd-kernels: error: nothing to prove: {NO_GPU}", markup=False, soft_wrap=True)
+    if (kernels and report["kernels"] is None) or (prove and not report["proofs"]):
         raise typer.Exit(FAILURE)
 
 
@@ -80,6 +92,7 @@ def examine() -> dict[str, Any]:
         "small_ops": {str(device): unavailable_reason("cuda", device) for device in devices if device.type == "cuda"},
         "flash_attention": flash_attention(gpu=len(devices) > 1),
         "fused_rows": {str(device): fused.missing(device) for device in devices},
+        "proofs": proofs(),
         "products": {str(d): cuda.products(torch.cuda.get_device_capability(d)) for d in devices if d.type == "cuda"},
         "cpu_levels": {} if unavailable_reason("cpu", torch.device("cpu")) else cpu_levels.levels(),
         "cpu_level": None if unavailable_reason("cpu", torch.device("cpu")) else _level(),
@@ -87,6 +100,17 @@ def examine() -> dict[str, Any]:
         "demo_model": smollm2.why_missing(),
         "plot": None if util.find_spec("matplotlib") else f"matplotlib is missing: {cure('plot')}",
     }
+
+
+def proofs(*, again: bool = False) -> dict[str, dict[str, Any]]:
+    """By GPU that can run the operator of rows and kind of it what was found; ``again``: it is proved anew."""
+    import torch
+
+    from gsd_kernels_hf.model import fused, gpu_proof
+
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    able = [device for device in devices if fused.missing(device) is None]
+    return {str(device): gpu_proof.report(device, fused.ways(), again=again) for device in able}
 
 
 def drafters_of(model: str) -> dict[str, str]:
@@ -215,6 +239,12 @@ def _ways(report: dict[str, Any]) -> dict[str, str]:
         f"rows on {device}": "one operator" if reason is None else f"the model's modules: {reason}"
         for device, reason in report["fused_rows"].items()
     }
+    for device, kinds in report["proofs"].items():
+        right = [name for name, proof in kinds.items() if proof["why"] is None]
+        waits = "where a model's kind proves itself at its first use; gsd-kernels doctor --prove does so now"
+        ways[f"rows on {device}"] = (
+            f"one operator, proved for {'; '.join(right)}" if right else f"one operator, {waits}"
+        )
     for device, kernels in report["products"].items():
         ways[f"products on {device}"] = kernels or "none: it is too old"
     for device, reason in report["small_ops"].items():  # no Triton kernel: backend="triton" takes them too
@@ -229,6 +259,19 @@ def _drafters(report: dict[str, Any]) -> dict[str, str]:
         return {}
     named = [f'drafter="{name}" drafts with {what}' for name, what in report["drafters"].items()]
     return {"drafters": "; ".join([*named, "used where it is named"]) if named else "none comes with the model"}
+
+
+def _proof_table(device: str, kinds: dict[str, dict[str, Any]]) -> Table:
+    """What was found of the operator on a GPU, kind by kind: the operator's figure, and the modules' behind it."""
+    counts = list(dict.fromkeys(rows for proof in kinds.values() for rows in proof["milliseconds"]))
+    headers = ("error", "other bits", *(f"{rows} rows, ms" for rows in counts), "<verdict")
+    rows = table(f"one operator on {device}, and its modules", *headers)
+    for name, proof in kinds.items():
+        errors, times = proof["errors"], proof["milliseconds"]
+        cells = [" / ".join(f"{errors[way]['row']:.1e}" for way in errors), str(sum(proof["apart"].values()))]
+        cells += [" / ".join(f"{times[n][way]:.3f}" for way in times[n]) if n in times else "" for n in counts]
+        rows.add_row(name, *cells, "[green]serves[/green]" if proof["why"] is None else f"no: {escape(proof['why'])}")
+    return rows
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -249,6 +292,11 @@ def _print(report: dict[str, Any]) -> None:
         size = f"{device['threads']} threads" if "threads" in device else f"{device['memory_bytes'] / 2**30:.0f} GiB"
         facts.add_row(device["device"], f"{device['name']}, {size}, {device['capability']}")
     out.print(facts)
+    _print_tables(report)
+
+
+def _print_tables(report: dict[str, Any]) -> None:
+    """Backends, proofs and levels, and compiled kernels where they were asked for."""
     for device in report["devices"]:
         rows = table(f"backends on {device['device']}", "<")
         for backend, reasons in report["backends"].items():
@@ -263,6 +311,10 @@ def _print(report: dict[str, Any]) -> None:
         rows.add_row("in use", escape(report["cpu_level"]))
         out.print()
         out.print(rows)
+    for device, kinds in report["proofs"].items():
+        if kinds:
+            out.print()
+            out.print(_proof_table(device, kinds))
     if report.get("kernels_missing"):
         err.print(f"gsd-kernels: error: no kernel table: {report['kernels_missing']}", markup=False, soft_wrap=True)
     elif report.get("kernels"):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -23,6 +25,9 @@ SHIPPED_FOLDER = Path(__file__).resolve().parents[2] / "bench/drafters/chat"
 
 GGUF = ".gguf"
 """How the name of a file with a packed model ends."""
+
+LOCK_INTERVAL = 0.05
+"""Seconds between two looks at a lock."""
 
 MAX_DIGITS = 18
 """Of a number in a file's metadata; more is no count of anything."""
@@ -154,6 +159,41 @@ def write_json(file: Path, value: Any, indent: int | None = 1) -> Path:
     """
     write_text(file, json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
     return file
+
+
+@contextmanager
+def locked(file: Path, seconds: float = math.inf) -> Iterator[None]:
+    """Let one process at a time in, for others' ``seconds`` at most; where files cannot be locked, all of them."""
+    with ExitStack() as stack:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(file.open("w"))
+            _wait_for(lock, seconds)
+        except (ImportError, OSError):
+            pass
+        yield
+
+
+def _wait_for(lock: IO[str], seconds: float) -> None:
+    """Lock an open file.
+
+    Raises:
+        ImportError, OSError: files cannot be locked here, or another process has it for longer.
+    """
+    import fcntl
+
+    if seconds == math.inf:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(LOCK_INTERVAL)
 
 
 @contextmanager

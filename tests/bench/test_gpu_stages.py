@@ -62,7 +62,7 @@ def record(folder: Path, name: str) -> dict:
 
 
 def test_the_order_of_worth_and_the_limits():
-    assert NAMES[:8] == ["build", "group", "right", "rows", "inside", "gemm", "pair", "tests"]
+    assert NAMES[:8] == ["build", "group", "right", "rows", "inside", "gemm", "pair", "duel"]
     assert len(set(NAMES)) == len(NAMES)
     assert sum(stage.limit for stage in STAGES[:7]) <= stages.TEN_MINUTES, "what decides fits in ten minutes"
     assert len(NAMES[:7]) + 1 == stages.FILES, "and the log is a file"

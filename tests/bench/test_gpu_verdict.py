@@ -9,13 +9,14 @@ import torch
 from block_code import rows as block_code
 from models import tiny
 
-from gsd_kernels_bench.gpu import inside, pair, right, sanitize
+from gsd_kernels_bench.gpu import duel, inside, pair, right, sanitize
 from gsd_kernels_bench.gpu import packed as gpu_packed
 from gsd_kernels_bench.gpu.stages import Call, stage_named
 from gsd_kernels_bench.gpu.work import Work, perform
-from gsd_kernels_bench.kernels.rows import bytes_read, random_model, row_inputs
+from gsd_kernels_bench.kernels.rows import bytes_read, random_model
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.model.fused import FusedRows
+from gsd_kernels_hf.model.rows_proof import errors, row_inputs
 from gsd_kernels_hf.model.runner import RowModel
 
 own = FusedRows.rows
@@ -104,13 +105,13 @@ def test_errors_are_held_to_the_modules_and_to_rounding():
     with pytest.raises(RuntimeError, match="wrong: row error nan"):
         right.judge({**good, "row": float("nan")}, good, torch.bfloat16)
     exact = torch.randn(1, 64, 100)
-    assert right.errors(exact, exact) == {"row": 0.0, "element": 0.0}
+    assert errors(exact, exact) == {"row": 0.0, "element": 0.0}
     off = exact.clone()
     off[0, 3] = 0.0
-    assert right.errors(off, exact)["row"] == pytest.approx(1.0)
+    assert errors(off, exact)["row"] == pytest.approx(1.0)
     off = exact.clone()
     off[0, 3, 4] += 5 * exact[0, 3].norm() / 10
-    assert right.errors(off, exact)["element"] == pytest.approx(5.0, rel=1e-5)
+    assert errors(off, exact)["element"] == pytest.approx(5.0, rel=1e-5)
 
 
 def test_prefixes_are_off_every_multiple_and_batches_padded():
@@ -260,3 +261,30 @@ def test_packed_matrices_with_other_bits_are_not_timed(work, monkeypatch):
     perform(done)
     assert done.failed == ["tiny int8 bits"] and "int8, 5 rows: 5 rows have other bits" in str(done.points)
     assert done.waiting == ["tiny rows=1 int8", "tiny rows=5 int8"] and done.is_done("tiny rows=5 int4")
+
+
+def test_the_verdict_of_a_duel():
+    def points(op, *seconds):
+        return {f"{op} {form}": {"median": s} for form, s in zip(duel.FORMS, seconds, strict=True)}
+
+    named = {
+        "flatten rows=16": (2.0, 2.0), "flatten rows=64": (1.0, 1.6),  # 1.26 in the mean
+        "verify rows=16": (1.0, 1.4),
+        "dag_attention tiny prefix=64 rows=8": (1.0, 1.0),
+    }  # fmt: skip
+    found = {name: point for op, seconds in named.items() for name, point in points(op, *seconds).items()}
+    ops = duel.verdict({**found, "step triton": {"text": [1]}})["ops"]
+    assert {op: form["goes"] for op, form in ops.items()} == {
+        "flatten": "triton", "verify": "cuda", "dag_attention": "cuda",
+    }  # fmt: skip
+    assert ops["flatten"]["cuda_over_triton"] == pytest.approx(1.6**0.5)
+    faster = points("dag_attention tiny prefix=64 rows=8", 1.0, 0.9)
+    assert duel.verdict(faster)["ops"]["dag_attention"]["goes"] == "neither"
+
+
+def test_two_texts_of_a_duel_fail(work, monkeypatch):
+    texts = iter([[1, 2], [1, 3]])
+    monkeypatch.setattr(duel.pair, "twice", lambda *_: {"text": next(texts)})
+    done = work("duel")
+    duel.steps(done)
+    assert done.failed == ["step cuda"] and "the forms wrote two texts" in done.points["step cuda"]["error"]

@@ -250,6 +250,7 @@ REHEARSED = [
     "packed",
     "pair",
     "auto",
+    "duel",
     pytest.param("kernels", marks=pytest.mark.slow),
 ]
 
@@ -428,7 +429,18 @@ def test_readme_takes_reports_from_stages_that_were_no_rehearsal(tmp_path):
                 readme_kernels(tmp_path)
 
 
+def check_duel(points):
+    ops = points["verdict"]["ops"]
+    sampling = {name for name in ops if name.startswith(("sample_rows", "draft_candidates"))}
+    assert set(ops) == {"merge all levels", "flatten", "verify", "commit_kv", "dag_attention", *sampling}
+    assert len(sampling) == 4
+    for op in ops.values():
+        assert len(op["triton"]) == len(op["cuda"]) == 1 and op["cuda_over_triton"] > 0
+    assert points["step triton"]["text"] == points["step cuda"]["text"] and points["step cuda"]["graphs"]
+
+
 CHECKS = {
+    "duel": check_duel,
     "right": check_right,
     "inside": check_inside,
     "gemm": check_gemm,

@@ -64,6 +64,48 @@ def test_doctor_on_ops_without_a_triton_kernel(monkeypatch):
     assert "wgmma: of 64, 128 or 256 for more rows" in products((9, 0)) and "wgmma" not in products((10, 0))
 
 
+PROOF = {
+    "errors": {"operator": {"row": 0.0061, "element": 0.04}, "modules": {"row": 0.0063, "element": 0.05}},
+    "apart": {"alone": 0, "beside another": 0, "replayed": 0},
+    "milliseconds": {"1": {"operator": 0.25, "modules": 0.5}, "64": {"operator": 0.375, "modules": 0.625}},
+    "seconds": 2.0,
+    "error": None,
+}
+
+
+def test_doctor_on_what_gpus_proved(monkeypatch):
+    """Kept proofs are told; ``--prove`` makes them anew."""
+    from gsd_kernels_hf.model import fused, gpu_proof
+
+    right, wrong = {**PROOF, "why": None}, {**PROOF, "errors": {}, "apart": {}, "milliseconds": {}, "why": "it hangs"}
+    kept = {"bfloat16, heads of 128, mma": right, "float16, heads of 64, mma": wrong}
+    asked = []
+
+    def report(device, ways, *, again):
+        asked.append((str(device), again))
+        return kept if device.index == 0 or again else {}
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    properties = type("Properties", (), {"name": "A", "total_memory": 2**34, "major": 8, "minor": 6})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(fused, "missing", lambda device, backend="auto": None)
+    monkeypatch.setattr(gpu_proof, "report", report)
+    text = " ".join(run("doctor").stdout.split())
+    assert "rows on cuda:0 one operator, proved for bfloat16, heads of 128, mma" in text
+    assert "rows on cuda:1 one operator, where a model's kind proves itself at its first use" in text
+    assert " 6.1e-03 / 6.3e-03 0 0.250 / 0.500 0.375 / 0.625 serves" in text
+    assert "no: it" in text and asked == [("cuda:0", False), ("cuda:1", False)]
+    found = json.loads(run("doctor", "--prove", "--json").stdout)["proofs"]
+    assert found == {"cuda:0": kept, "cuda:1": kept} and asked[-2:] == [("cuda:0", True), ("cuda:1", True)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to prove")
+def test_doctor_has_nothing_to_prove_without_a_gpu():
+    result = run("doctor", "--prove")
+    assert result.exit_code == 1 and "nothing to prove: no GPU here can run the operator of rows" in result.stderr
+
+
 def test_doctor_on_drafters_of_a_model(tmp_path, monkeypatch):
     """Heads in its checkpoint, and what this package brings; a model without either has none."""
     folder = tmp_path / "mtp"

@@ -299,7 +299,7 @@ def test_a_rank_that_is_no_number_is_named(monkeypatch):
 
 
 def test_the_cache_folder_may_begin_at_home(monkeypatch, tmp_path):
-    from gsd_kernels_hf.costs.store import cache_dir
+    from gsd_kernels_hf.store import cache_dir
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("GSD_KERNELS_CACHE", "~/kept")

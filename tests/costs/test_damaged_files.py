@@ -15,7 +15,8 @@ from json_damage import leaves, replaced
 from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.costs import machine, store
+from gsd_kernels_hf import store
+from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.costs import pair as pairs
 from gsd_kernels_hf.engine import engine
 

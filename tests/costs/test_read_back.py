@@ -14,12 +14,13 @@ import simulated_rows
 import torch
 from json_damage import leaves, replaced
 
-from gsd_kernels_hf.costs import machine, numbers
+from gsd_kernels_hf import numbers
+from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.costs.model import PLAIN, CostModel
-from gsd_kernels_hf.costs.store import MAX_BYTES, Document
 from gsd_kernels_hf.policy.row_policy import RowExperience, RowPolicy
 from gsd_kernels_hf.policy.shape_policy import ShapeExperience, ShapePolicy
 from gsd_kernels_hf.policy.tuning import StepCosts
+from gsd_kernels_hf.store import MAX_BYTES, Document
 
 REFUSED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # what a section is ignored for
 WRONG = (None, "1", True, -1, -0.5, 0, 0.5, 7, math.nan, math.inf, -math.inf, 1e300, 10**400, [], {}, [[1.0]])

@@ -12,8 +12,8 @@ from pathlib import Path
 import platformdirs
 import pytest
 
-from gsd_kernels_hf.costs import store
-from gsd_kernels_hf.costs.store import MAX_SECTIONS, Document, Saver, cache_dir
+from gsd_kernels_hf import store
+from gsd_kernels_hf.store import MAX_SECTIONS, Document, Saver, cache_dir
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,9 @@ from models import add_noise, noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits
-from gsd_kernels.ops.decoder_rows import cuda
 from gsd_kernels_hf.costs.pair import forwards
 from gsd_kernels_hf.engine import capture
-from gsd_kernels_hf.model import fused, proof, replay
+from gsd_kernels_hf.model import fused, gpu_proof, proof, replay
 from gsd_kernels_hf.model.fused import FusedRows, missing, rows_of, why_not
 from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.runner import RowModel
@@ -53,18 +52,11 @@ def family(name: str, **heads: int):
 
 def test_one_switch_selects_it(monkeypatch):
     monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
-    asked = "one operator has not been measured on this GPU: on request, GSD_KERNELS_FUSED_ROWS=cuda"
-    for setting, capability, reason in (
-        (None, (9, 0), None),
-        (None, (8, 0), asked),
-        (None, (12, 0), asked),
-        ("cuda", (8, 0), None),
-        ("cuda", (9, 0), None),
-    ):
+    for setting, capability in ((None, (9, 0)), (None, (8, 0)), (None, (12, 0)), ("cuda", (8, 0)), ("cuda", (9, 0))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         if setting is not None:
             monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", setting)
-        assert missing(GPU) == missing(GPU, "cuda") == reason
+        assert missing(GPU) is missing(GPU, "cuda") is None, "each proves itself"
         assert missing(torch.device("cpu")) is None, "a CPU asks nothing more"
     assert missing(GPU, "triton") == "backend 'triton' has no such operator"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -87,11 +79,8 @@ def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, cap
     monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
     monkeypatch.setattr(proof, "why_not_proved", lambda *_, **__: None)  # which would run the kernels
     half = tiny(dtype=torch.float16, head_dim=64)
-    monkeypatch.setattr(cuda, "is_measured", lambda device: False)
-    assert (
-        why_not(half, "auto")
-        == "one operator has not been measured on this GPU: on request, GSD_KERNELS_FUSED_ROWS=cuda"
-    )
+    monkeypatch.setattr(gpu_proof, "why_not", lambda device, dtype, head_dim, ways: f"{dtype} {head_dim} is wrong")
+    assert why_not(half, "auto") == "torch.float16 64 is wrong"
     monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "cuda")
     assert why_not(half, "auto") is None and why_not(half, "cuda") is None
     assert why_not(half, "cpu") == "backend 'cpu' has no such operator"

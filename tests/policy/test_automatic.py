@@ -13,7 +13,8 @@ from models import noised, prompts, tiny
 import gsd_kernels as gsd
 from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels_hf.costs import machine, store
+from gsd_kernels_hf import store
+from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.costs import pair as pairs
 from gsd_kernels_hf.engine import decoder, engine
 from gsd_kernels_hf.policy import tuning

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels_cli.demo import smollm2
-from gsd_kernels_hf.costs.store import cache_dir
+from gsd_kernels_hf.store import cache_dir
 
 USERS = cache_dir()  # before the tests have one of their own: what is converted there already is only read
 

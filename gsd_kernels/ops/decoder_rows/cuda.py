@@ -29,6 +29,8 @@ OVERLAP = "GSD_KERNELS_ROWS_OVERLAP"
 GROUP = "GSD_KERNELS_ROWS_GROUP"
 """Environment variable: ``1`` has groups of warps multiply more than 32 rows, where there is code for it."""
 GROUP_CAPABILITY = (9, 0)
+PRODUCTS: dict[str, dict[str, str]] = {"mma": {}, "wgmma": {GROUP: "1"}}
+"""Kernels that multiply, by name, and the environment variables by which calls take them."""
 OTHERWISE = "; use backend='reference'"
 
 
@@ -70,6 +72,26 @@ def check_device(device: torch.device) -> None:
 def is_measured(device: torch.device) -> bool:
     """Whether it was run on such a GPU; of other devices nothing is said."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) in MEASURED
+
+
+def product_kernels(device: torch.device) -> list[str]:
+    """Those of :data:`PRODUCTS` that a GPU has."""
+    grouped = device.type != "cuda" or torch.cuda.get_device_capability(device) == GROUP_CAPABILITY
+    return [name for name in PRODUCTS if name != "wgmma" or grouped]
+
+
+def selected(device: torch.device) -> str:
+    """Which of them calls take: the last whose variables are set so."""
+
+    def is_set(name: str) -> bool:
+        return all(os.environ.get(variable) == value for variable, value in PRODUCTS[name].items())
+
+    return [name for name in product_kernels(device) if is_set(name)][-1]
+
+
+def selecting(name: str) -> dict[str, str | None]:
+    """Environment variables by which calls take one of :data:`PRODUCTS`; ``None``: unset."""
+    return {variable: None for named in PRODUCTS.values() for variable in named} | dict(PRODUCTS[name])
 
 
 def products(capability: tuple[int, int]) -> str | None:

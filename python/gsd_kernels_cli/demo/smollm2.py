@@ -7,7 +7,6 @@ checkpoint folder in the user's cache (float32, 540 MB); from there a start take
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import shutil
@@ -16,10 +15,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gsd_kernels_hf.costs.store import cache_dir
 from gsd_kernels_hf.extras import cure
-from gsd_kernels_hf.files import write_folder
+from gsd_kernels_hf.files import locked, write_folder
 from gsd_kernels_hf.progress import logger, tracked
+from gsd_kernels_hf.store import cache_dir
 
 if TYPE_CHECKING:
     import torch
@@ -95,9 +94,7 @@ def folder(*, progress: bool = True) -> Path:
     if (reason := why_missing()) is not None:
         raise MissingModelError(reason)
     made = folder_path()
-    made.parent.mkdir(parents=True, exist_ok=True)
-    with (made.parent / f"{made.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(made.parent / f"{made.name}.lock"):
         if not _is_whole(made):
             if made.exists():
                 logger.warning("ignoring %s, which cannot be used (%s): unpacking anew", made, _damage(made))

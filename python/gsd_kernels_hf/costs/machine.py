@@ -20,7 +20,7 @@ from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, decoder_r
 
 from ..model.linear import CpuLinear
 from ..model.replay import wait
-from .store import Document
+from ..store import Document
 
 READ_BYTES = 128 << 20  # more than most caches hold
 FEW_ROWS, MANY_ROWS = 8, 32  # whose difference in seconds is arithmetic

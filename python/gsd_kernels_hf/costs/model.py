@@ -19,7 +19,7 @@ import numpy as np
 
 from gsd_kernels import GraphConfig
 
-from . import numbers
+from .. import numbers
 from .disturbance import Period, Spread
 from .prior import CostPrior
 

@@ -22,10 +22,10 @@ from ..model.fused import why_not
 from ..packed.adapters import stored_in
 from ..packed.modules import packed_in
 from ..sources.layer_skip import LayerSkip
+from ..store import Document
 from .machine import bandwidth, gemm_speed, machine
 from .model import CostModel
 from .prior import CostPrior
-from .store import Document
 
 SIZES = (
     "hidden_size",

@@ -27,6 +27,10 @@ WARM_STEPS = 2
 """Steps of a shape before it is captured, where kernels may be compiled or storage made in them."""
 
 
+Place = tuple[GraphConfig | None, bool, bool]
+"""A graph: the shape of its steps, whether the device accepts, and whether it is the second one of these."""
+
+
 class Capturers(Protocol):
     """The ranks that must capture together: a captured message is captured on all of them, or on none.
 
@@ -67,9 +71,9 @@ def warm_steps(session: Session) -> int:
     """Ordinary steps before a shape is captured: none where all that it launches was compiled ahead.
 
     So where all models are one operator, which kernels of Triton or cuBLAS' own start are no part of, and their storage
-    is there.
+    is there; and where Triton serves no op, or its kernels for the shape were compiled before the first step.
     """
-    if compiles(session.backend, session.kv_len.device):
+    if compiles(session.backend, session.kv_len.device) and session.config not in session.compiled:
         return WARM_STEPS
     sources = session.mixer.sources if session.mixer is not None else ()
     known = all(type(source) in (DraftModel, History) for source in sources)
@@ -88,53 +92,67 @@ class CapturedStep:
     Where a rule on the device accepts, a step is one graph. Where the host accepts, it is two: the host reads what the
     first left behind, and writes what it accepts where the second reads it.
 
-    Where capturing fails, on any rank, steps go on as ordinary ones, with one line in the log.
+    A step that is queued while the host has not heard of the one before (``ahead``) is another graph of the same
+    shape than that, because a replay writes the record and the events of its graph anew.
+
+    Where capturing fails, on any rank, steps go on as ordinary ones, with one line in the log; without ordinary steps
+    before it, it is tried again behind them.
     """
 
     def __init__(self, session: Session, ranks: Capturers) -> None:
         self.session: Session = weakref.proxy(session)  # which holds this
         self.ranks = ranks
         self.warm: Counter[tuple[GraphConfig | None, bool]] = Counter()
-        self.steps: dict[tuple[GraphConfig | None, bool], Callable[[], Verified]] = {}
+        self.steps: dict[Place, Callable[[], Verified]] = {}
         self.pool: Any = None  # one memory pool: only one graph runs at a time, and state lies outside
+        self.refused: set[tuple[GraphConfig | None, bool]] = set()  # what could not be captured without ordinary steps
         self.failed = False
         self.typical = True  # whether the last step took as long as later ones of its shape will
+        self.ahead = False  # whether the next step is queued behind one that the host has not heard of
+        self.last: Place | None = None  # the graph of the last step, if that was replayed
+        self.added = False  # whether it was captured before that
 
     def __call__(self) -> Verified:
         """Take a step; its record."""
         kind = self.session.config, self.session.rule.on_device
-        if kind not in self.steps and (
-            self.failed or self.warm[kind] < warm_steps(self.session) or not self._add(kind)
-        ):
+        place = *kind, self.ahead and self.last == (*kind, False)
+        least = WARM_STEPS if kind in self.refused else warm_steps(self.session)
+        self.added = place not in self.steps
+        if place not in self.steps and (self.failed or self.warm[kind] < least or not self._add(place)):
             self.warm[kind] += 1
-            self.typical = self.failed
+            self.typical, self.last = self.failed, None
             return self.session.step()
-        self.typical = True
-        return self.steps[kind]()
+        self.typical, self.last = True, place
+        return self.steps[place]()
 
     def forget(self) -> None:
         """Capture anew, since storage lies elsewhere or others draft."""
         self.warm.clear()
+        self.refused.clear()
         self.steps.clear()
         self.pool = None
 
-    def _add(self, kind: tuple[GraphConfig | None, bool]) -> bool:
+    def _add(self, place: Place) -> bool:
         """Capture the session's current shape; ``False`` where that is impossible.
 
         Raises:
             DeviceLostError: the GPU failed for good, so steps would fail as well.
         """
-        why = "on another rank"
+        why, kind = "on another rank", place[:2]
         try:
-            self.steps[kind] = self.whole() if self.session.rule.on_device else self.halves()
+            self.steps[place] = self.whole() if self.session.rule.on_device else self.halves()
         except replay.CaptureError as error:
             why = str(error)
-        if not self.ranks.agree(kind in self.steps):
-            self.steps.pop(kind, None)
-            self.failed = True
-            logger.warning("a step could not be captured, so steps run uncaptured: %s", why)
+        if not self.ranks.agree(place in self.steps):
+            self.steps.pop(place, None)
+            if self.warm[kind] >= WARM_STEPS:
+                self.failed = True
+                logger.warning("a step could not be captured, so steps run uncaptured: %s", why)
+            else:
+                self.refused.add(kind)
+                logger.info("a step could not be captured yet: %s", why)
         self.session.clock.begin_step()  # capturing is no part of it
-        return not self.failed
+        return place in self.steps
 
     def whole(self) -> Callable[[], Verified]:
         """One graph of a step: a function that replays it and returns its record.

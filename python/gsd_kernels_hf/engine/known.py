@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..costs.pair import fingerprint
-from ..costs.store import cache_dir
 from ..model import properties
 from ..sources.learned import Known, read_learned
+from ..store import cache_dir
 
 logger = logging.getLogger("gsd_kernels")
 

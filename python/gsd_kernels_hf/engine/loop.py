@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..model import replay
 from ..policy.base import Plan, Policy
 from ..records import Verified
 from .capture import Capturers, stepping
 from .crossing import cross
+from .flight import Launched
 from .output import Output
 from .session import Session
 from .stats import GenerationStats
@@ -17,7 +19,13 @@ PLAIN_PLAN = Plan(None)
 
 
 class Ranks(Capturers, Protocol):
-    """Keeps the ranks of a sharded model together."""
+    """Keeps the ranks of a sharded model together.
+
+    Attributes:
+        alone: whether there is one process.
+    """
+
+    alone: bool
 
     def check(self, verified: Verified, finished: bool, *, timed: bool) -> bool:
         """Compare a step with other ranks'; whether to stop. See :class:`~gsd_kernels_hf.parallel.Agreement`."""
@@ -26,6 +34,8 @@ class Ranks(Capturers, Protocol):
 
 def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> GenerationStats:
     """Decode until every sequence is done: plan → step → emit → check → observe.
+
+    On a GPU the next step may be planned and queued before a step is emitted, see :mod:`.flight`.
 
     Args:
         session: begun on the texts.
@@ -36,21 +46,37 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
     Returns:
         Statistics, complete once ``out.result()`` was asked for.
     """
-    step = stepping(session, ranks)
-    while not out.finished:
-        session.reserve(out.longest)
-        policy = without_left(session, policy, out)
-        between = cross(session, out.lengths, out.done)
-        session.use(PLAIN_PLAN if between else policy.plan())
-        warm(session, policy.largest_shapes())
-        verified = step()
-        heard = session.hear()
-        out.emit(verified, heard)
-        out.finished = ranks.check(verified, out.finished, timed=out.timed)
-        if not between:
-            policy.observe(session.observed(verified, heard))
+    step, flies = stepping(session, ranks), may_fly(session, out, alone=ranks.alone)
+    queued: Launched | None = None  # that the host has not heard of
+    try:
+        while not out.finished:
+            if queued is not None and not may_follow(session, out):
+                queued = _hear(queued, policy, ranks, out)
+                continue
+            session.reserve(out.longest)
+            policy = without_left(session, policy, out)
+            between = cross(session, out.lengths, out.done)
+            session.use(PLAIN_PLAN if between else policy.plan())
+            warm(session, policy.largest_shapes())
+            before, queued = queued, Launched.of(session, step, behind=queued, may_fly=flies)
+            if before is not None:
+                _hear(before, policy, ranks, out)
+            if queued.sent is None and not out.finished:
+                queued = _hear(queued, policy, ranks, out, learns=not between)
+    finally:
+        if queued is not None:
+            queued.wait()
     policy.end()
     return out.stats
+
+
+def _hear(launched: Launched, policy: Policy, ranks: Ranks, out: Output, *, learns: bool = True) -> None:
+    """Emit, check and observe a step."""
+    heard = launched.hear()
+    out.emit(launched, heard)
+    out.finished = ranks.check(launched.verified, out.finished, timed=out.timed)
+    if learns:
+        policy.observe(launched.observed(heard))
 
 
 def without_left(session: Session, policy: Policy, out: Output) -> Policy:
@@ -62,3 +88,25 @@ def without_left(session: Session, policy: Policy, out: Output) -> Policy:
     if any(source.forwards for source in session.mixer.sources):
         return policy
     return policy.without_model(reuses=bool(session.mixer.lookups))
+
+
+def may_fly(session: Session, out: Output, *, alone: bool) -> bool:
+    """Whether steps of this call may be queued before the host hears of the last one.
+
+    Not where the host decides something between two steps: token by token, by a clock, an observer or other ranks, or
+    where sequences that ended are read on.
+    """
+    decides = not session.rule.on_device or session.target.sides is not None or session.kind.padding
+    return replay.is_gpu(session.kv_len.device) and alone and not decides and out.observer is None and not out.timed
+
+
+def may_follow(session: Session, out: Output) -> bool:
+    """Whether a step may be queued behind one that the host has not heard of, however many tokens that emits.
+
+    There must be room and positions for both, and a sequence that may go on behind the first.
+    """
+    width, sources = session.kind.width, session.mixer.sources if session.mixer is not None else ()
+    reach, positions = out.reach + width, session.target.positions
+    there = positions is None or reach + width <= positions
+    fits = out.longest + width + session.kind.slots <= session.capacity
+    return there and fits and all(source.reaches(reach) for source in sources) and not out.ends

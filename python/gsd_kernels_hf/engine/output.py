@@ -16,7 +16,7 @@ from ..acceptance.host import OnHost, check_pick
 from ..acceptance.tokenwise import TokenByToken
 from ..model import properties
 from ..policy.shapes import shape_name
-from ..records import Verified
+from .flight import Launched
 from .request import Request
 from .session import Session
 from .stats import GenerationStats, SourceStats
@@ -60,6 +60,7 @@ class Output:
         streamer, self.observer = request.options.streamer, request.options.observer
         self.streaming = None if streamer is None else Streaming(streamer, request.batch, session.state.pad)
         self.plain_seconds: list[float] = []  # of every plain step
+        self.counted: list[int] | None = None  # nodes and merges, where another step may have been queued since
         self.finished, self.timed = False, bool(request.timers)
         self.lengths = [request.prompt_length] * request.batch
         self.done = [False] * request.batch
@@ -84,21 +85,29 @@ class Output:
         """Tokens of the longest sequence, at least, without padding."""
         return max(length - pad for length, pad in zip(self.lengths, self.pads, strict=True))
 
-    def emit(self, verified: Verified, heard: Heard) -> None:
+    @property
+    def ends(self) -> bool:
+        """Whether every sequence ends with its next token at the latest."""
+        request = self.request
+        most = request.prompt_length + request.room - 1
+        return all(done or length >= most for length, done in zip(self.lengths, self.done, strict=True))
+
+    def emit(self, launched: Launched, heard: Heard) -> None:
         """Hand a step's tokens to the streamer.
 
         Args:
-            verified: its record.
+            launched: the step.
             heard: what it told the host.
 
         Raises:
             ValueError: the target's logits held NaN, its table of positions ends before the text, or a source proposed
                 what has no meaning.
         """
-        session, state = self.session, self.session.state
-        plain = verified.graph is None or session.config is None
-        shape = PLAIN if plain else shape_name(session.config)
-        self.stats.count_step(verified.rows.token_ids.shape[1], session.drafted_rows, shape=shape)
+        session, state, verified = self.session, self.session.state, launched.verified
+        plain = verified.graph is None or launched.shape is None
+        shape = PLAIN if plain else shape_name(launched.shape)
+        self.stats.count_step(verified.rows.token_ids.shape[1], launched.drafted_rows, shape=shape)
+        self.counted = heard.counted
         if self.observer is not None:
             self.observer(verified)
         if plain:
@@ -137,7 +146,7 @@ class Output:
         """What ``generate`` returns: int64 [batch, length], or transformers' output with the statistics."""
         session, state, request = self.session, self.session.state, self.request
         stats = self.stats
-        stats.drafted_nodes, stats.merges, stats.accepted_merges = session.counts.tolist()
+        stats.drafted_nodes, stats.merges, stats.accepted_merges = self.counted or session.counts.tolist()
         stats.cache_bytes, stats.seconds = session.cache_bytes, session.clock.finish()
         if len(self.plain_seconds) >= ENOUGH_PLAIN_STEPS:
             stats.plain_seconds = statistics.median(self.plain_seconds)

@@ -25,7 +25,7 @@ from ..model.fused import rows_of
 from ..model.identity import ModelState
 from ..model.replay import hold
 from ..model.runner import CachedText, Listener, RowModel
-from ..policy.base import Observation, Plan
+from ..policy.base import Plan
 from ..records import DecodeState, Sampler, Unverified, Verified, lone_root
 from ..sources.base import DraftSource
 from ..sources.learned import Known
@@ -36,7 +36,7 @@ from . import room
 from .kind import Kind
 from .request import Request
 from .stats import Clock
-from .told import Heard, Told
+from .told import Told
 
 
 class Captured(Protocol):
@@ -44,9 +44,15 @@ class Captured(Protocol):
 
     Attributes:
         typical: whether the last step's times say something of later ones.
+        ahead: whether the next step is queued behind one that the host has not heard of.
+        last: the graph of the last step; ``None``: it was none.
+        added: whether that was not there before.
     """
 
     typical: bool
+    ahead: bool
+    last: Any
+    added: bool
 
     def __call__(self) -> Verified:
         """Take one step."""
@@ -123,6 +129,7 @@ class Session:
         self.models: dict[str, ModelState] = {}  # what the models were when the text was begun, see engine.engine
         self.captured: Captured | None = None
         self.warmed: tuple[int, int] | None = None  # the sizes for which kernels were compiled, see engine.warming
+        self.compiled: frozenset[GraphConfig | None] = frozenset()  # the shapes of these kernels
         self.clock = Clock(device)
         self.request: Request
         self.rule: AcceptanceRule
@@ -383,24 +390,6 @@ class Session:
                 return self.plan.rows(graph, self.config, int(self.state.remaining.max()))
             rows = flatten(graph, self.config.max_rows, self.max_path, backend=self.backend)
             return rows.first(int(rows.num_rows.max())) if self.trims else rows
-
-    def hear(self) -> Heard:
-        """What the last step tells the host: its one read, which waits for it."""
-        heard = self.told.read()
-        # What a rule on the host has marked behind the step, it knows.
-        done = [a or b for a, b in zip(heard.done, self.rule.done or heard.done, strict=True)]
-        return heard._replace(done=done)
-
-    def observed(self, verified: Verified, heard: Heard) -> Observation:
-        """What a policy learns from the last step.
-
-        Seconds are 0 where they are not known, or say nothing about later steps, which will be captured.
-        """
-        self.clock.read()
-        typical = self.captured is None or self.captured.typical
-        target = self.clock.last("target") if typical else 0.0
-        other = self.clock.since_step() - target if target > 0 else 0.0
-        return Observation(verified, heard.counts, verified.rows.token_ids.shape[1], heard.profiles, target, other)
 
     def attend(self, rows: Rows) -> Tensor:
         """Forward the rows through the target; logits float [B, R, V], on the state's device."""

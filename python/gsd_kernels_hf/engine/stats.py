@@ -211,7 +211,7 @@ class Clock:
         self.capturing = False
         self.seconds: dict[str, float] = {}
         self.latest: dict[str, float] = {}  # of the current step
-        self.start = self.step_start = time.perf_counter()
+        self.start = self.step_start = self.heard = time.perf_counter()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -240,6 +240,17 @@ class Clock:
     def replayed(self, parts: list[Part]) -> None:
         """A graph with these parts was replayed; they must be read before it is replayed again."""
         self.pending += parts
+
+    def hand_over(self) -> list[Part]:
+        """The parts that were begun since the last time, to be counted when their step is over."""
+        parts, self.pending = self.pending, []
+        return parts
+
+    def over(self, parts: list[Part], begin: float) -> None:
+        """A step that began then is over, but others may have begun since; count the parts that were handed over."""
+        for name, start, end in parts:
+            self._count(name, start.elapsed_time(end) / 1e3)
+        self.step_start, self.heard = max(begin, self.heard), time.perf_counter()
 
     def read(self) -> None:
         """Count the parts that the device has done; does not wait for others."""

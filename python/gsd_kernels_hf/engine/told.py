@@ -23,17 +23,40 @@ class Heard(NamedTuple):
         tokens: that each emitted.
         faults: of what sources proposed, 0 for none.
         profiles: for a policy that wants them.
+        counted: nodes, merges and accepted merges so far, of a step that another one followed unheard.
     """
 
     done: Sequence[bool]
     tokens: Sequence[list[int]]
     faults: Sequence[int]
     profiles: Profiles
+    counted: list[int] | None = None
 
     @property
     def counts(self) -> list[int]:
         """Tokens that every sequence gained."""
         return [len(tokens) for tokens in self.tokens]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A step on its way to the host.
+
+    Attributes:
+        told: the step.
+        whole, counts: in the host's memory, once ``event`` is over.
+        event: behind the step and the copies.
+    """
+
+    told: Told
+    whole: Tensor
+    counts: Tensor
+    event: torch.cuda.Event
+
+    def read(self) -> Heard:
+        """Wait for the step, and for nothing behind it."""
+        self.event.synchronize()
+        return self.told.heard(self.whole)._replace(counted=self.counts.tolist())
 
 
 @dataclass(frozen=True)
@@ -61,7 +84,21 @@ class Told:
 
     def read(self) -> Heard:
         """Wait for the step, and bring it to the host in one copy."""
-        whole, figures = self.whole.cpu(), self.figures
+        return self.heard(self.whole.cpu())
+
+    def send(self, counts: Tensor) -> Sent:
+        """Queue its copy to the host behind the step, before the next one writes the same storage.
+
+        ``counts``: of the session, int64 [n], as they are behind the step.
+        """
+        copies = [replay.send(tensor) for tensor in (self.whole, counts)]
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.whole.device))
+        return Sent(self, copies[0], copies[1], event)
+
+    def heard(self, whole: Tensor) -> Heard:
+        """The step out of ``whole``, as it is in the host's memory."""
+        figures = self.figures
         sizes = told_sizes(self.batch, self.width)
         flags, counts, emitted, faults, behind = whole.split([*sizes, len(whole) - sum(sizes)])
         done = flags.view(torch.bool)[: self.batch].tolist()

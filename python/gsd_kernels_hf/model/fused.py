@@ -32,7 +32,7 @@ from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, dec
 from gsd_kernels.ops.state_rows import BLOCK
 
 from ..packed.modules import matrix_of, shape_of
-from . import proof, replay
+from . import gpu_proof, proof, replay, rows_proof
 from .asking import ask
 from .attention import Kind
 from .foreign import foreign, foreign_code, layers_of
@@ -50,8 +50,8 @@ SWITCH = "GSD_KERNELS_FUSED_ROWS"
 """Environment variable, see :data:`SETTINGS`."""
 SETTINGS = {
     "0": "rows and prompts go through the model's modules",
-    "1": "the default: as one operator on a CPU, and on GPUs on which it was found right and faster",
-    "cuda": "on every GPU that can run it",
+    "1": "the default: as one operator on a CPU, and on GPUs that prove it right and no slower",
+    "cuda": "on every GPU that can run it, unproved",
 }
 STATE_STEPS, PROVED_BLOCK = 2, 4
 """Steps of a proof of recurrent layers, and tokens between two states in it: rows read the second one."""
@@ -72,21 +72,17 @@ def switch() -> str:
 
 
 def missing(device: torch.device, backend: str = "auto") -> str | None:
-    """What keeps every model on ``device`` from being forwarded by one operator, or ``None``.
+    """What keeps every model on ``device`` from being forwarded by one operator, or ``None``; GPUs prove it besides.
 
     Raises:
         ValueError: ``GSD_KERNELS_FUSED_ROWS`` is none of :data:`SETTINGS`.
     """
-    setting = switch()
-    if setting == "0":
+    if switch() == "0":
         return f"{SWITCH}=0"
     own = "cuda" if replay.is_gpu(device) else "cpu"
     if backend not in ("auto", own):
         return f"backend {backend!r} has no such operator"
-    reason = unavailable_reason(own, device) or error_of(cuda.check_device, device)
-    if reason is None and own == "cuda" and setting != "cuda" and not cuda.is_measured(device):
-        return f"one operator has not been measured on this GPU: on request, {SWITCH}=cuda"
-    return reason
+    return unavailable_reason(own, device) or error_of(cuda.check_device, device)
 
 
 def error_of(check: Callable[..., None], *arguments: object) -> str | None:
@@ -128,9 +124,17 @@ def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...]
 def _unserved_by_cuda(weights: DecoderWeights) -> str | None:
     """Why a GPU's operator does not multiply these weights, or ``None``."""
     reason = error_of(cuda.check, weights)
-    if reason is None and weights.packing[0] and switch() != "cuda":
+    if reason is not None or switch() == "cuda":
+        return reason
+    if weights.packing[0]:
         return f"packed weights have not been measured on a GPU: on request, {SWITCH}=cuda"
-    return reason
+    head_dim = 2 * weights.inv_freq.shape[0]
+    return gpu_proof.why_not(weights.final_norm.device, weights.dtype, head_dim, ways())
+
+
+def ways() -> dict[str, rows_proof.Way]:
+    """What is proved, and what it is held to."""
+    return {"operator": FusedRows, "modules": RowModel}
 
 
 def layer_weights(layer: Any, kind: Kind) -> LayerWeights:

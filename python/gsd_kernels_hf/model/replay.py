@@ -36,6 +36,12 @@ def wait(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def send(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, which is there when what this thread has queued so far is done."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
+
+
 def lost(device: torch.device) -> str | None:
     """What a GPU answers to everything since it failed for good (an illegal address, say), or ``None``.
 

@@ -16,7 +16,7 @@ import torch
 
 from gsd_kernels import GraphConfig
 
-from ..costs import numbers
+from .. import numbers
 from ..sources.weights import Calibration
 
 MAX_HITS = 1e12  # a count beyond it is none

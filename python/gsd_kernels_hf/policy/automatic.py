@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..costs.pair import COSTS, CostPair, Draft, fingerprint, forwards, pair_of
-from ..costs.store import Saver, cache_dir
 from ..model.properties import device_of
 from ..sources.layer_skip import LayerSkip
+from ..store import Saver, cache_dir
 from .row_policy import RowExperience, RowPolicy
 from .settings import Automatic
 from .shape_policy import ShapeExperience, ShapePolicy

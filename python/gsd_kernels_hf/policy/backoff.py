@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..costs import numbers
+from .. import numbers
 
 MAX_WAIT_STEPS = 1024
 

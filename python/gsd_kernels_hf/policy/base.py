@@ -43,6 +43,7 @@ class Observation:
         rows: that the target computed, of each sequence.
         profiles: of a step that drafted, for a policy that has an ``acceptance``; else empty.
         target_seconds, other_seconds: of its forward, and of all else in the step; 0 where unknown.
+        late: whether another shape was chosen since it was planned.
     """
 
     verified: Verified | None
@@ -51,6 +52,7 @@ class Observation:
     profiles: Profiles
     target_seconds: float = 0.0
     other_seconds: float = 0.0
+    late: bool = False
 
 
 class Policy(Protocol):
@@ -67,7 +69,7 @@ class Policy(Protocol):
         """The next step."""
 
     def observe(self, seen: Observation) -> None:
-        """Learn from a step; called once after each, before the next plan."""
+        """Learn from a step; called once after each, before the next plan or before the one behind that."""
 
     def without_model(self, *, reuses: bool) -> Policy:
         """End, and what goes on where no source forwards a model any more; within the largest shapes.

@@ -21,7 +21,7 @@ import torch
 from gsd_kernels import GraphConfig
 from gsd_kernels.names import fields_named
 
-from ..costs import numbers
+from .. import numbers
 from ..costs.model import PLAIN, CostModel
 from .acceptance import AcceptanceModel
 from .backoff import Backoff

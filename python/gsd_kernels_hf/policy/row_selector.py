@@ -18,7 +18,7 @@ from torch import Tensor
 from gsd_kernels import GraphConfig, Rows, TokenGraph
 from gsd_kernels.ops.select_rows import FEATURES, LogisticPosterior, select_rows, update_edge_model
 
-from ..costs import numbers
+from .. import numbers
 from ..records import Verified
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from gsd_kernels import GraphConfig
 from gsd_kernels.names import fields_named
 
-from ..costs import numbers
+from .. import numbers
 from ..costs.model import PLAIN, CostModel
 from .acceptance import AcceptanceModel, TreeForecast, kind_of
 from .backoff import Backoff
@@ -226,6 +226,9 @@ class ShapePolicy:
 
     def observe(self, seen: Observation) -> None:
         """Note a step; now and then learn from those noted, and choose anew."""
+        if seen.late:  # of the shape before, which was learned from
+            self.cached += sum(seen.tokens)
+            return
         going = [count for count in seen.tokens if count > 0]
         seconds = seen.target_seconds, seen.other_seconds
         self.log.append(_Step(seen.profiles, going, seen.rows, self.cached, *seconds))

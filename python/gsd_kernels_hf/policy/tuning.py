@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from gsd_kernels import GraphConfig, flatten
 from gsd_kernels.graph import pack_bits
 
-from .. import validate
-from ..costs import numbers
+from .. import numbers, validate
 from ..costs.model import PLAIN, ROW_COUNTS, CostModel
 from ..costs.pair import COSTS, describe
 from ..model import properties

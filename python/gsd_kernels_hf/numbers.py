@@ -1,6 +1,6 @@
 """Numbers of a file that anybody may have written: of one kind, finite and within bounds, or an error.
 
-Sections of a :class:`~gsd_kernels_hf.costs.store.Document` are read by these alone, before any of it is taken over.
+Sections of a :class:`~gsd_kernels_hf.store.Document` are read by these alone, before any of it is taken over.
 """
 
 from __future__ import annotations

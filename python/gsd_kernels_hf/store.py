@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files import write_text
 from . import numbers
+from .files import write_text
 
 logger = logging.getLogger("gsd_kernels")
 

@@ -1,0 +1,99 @@
+"""Steps that are queued: on a GPU the host hears of one while the device takes the next, where that changes nothing.
+
+The device then never waits for the host. One step is queued in vain where a text ends before the host knows: it emits
+nothing. What the host plans, it plans without the last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gsd_kernels import GraphConfig
+
+from ..policy.base import Observation
+from ..records import Verified
+from .session import Session
+from .stats import Part
+from .told import Heard, Sent, Told
+
+
+@dataclass
+class Launched:
+    """A step that the device takes or has taken, and the host has not heard of.
+
+    Attributes:
+        session: that takes it.
+        verified: its record.
+        shape: of its graph; ``None``: nothing is drafted.
+        drafted_rows: that drafts forward in it, padding included.
+        told: what it tells.
+        begin: when it was queued, by the clock.
+        typical: whether its times say something of later ones.
+        sent: its copy on the way to the host; ``None``: it is heard of before another is queued.
+        parts: what was timed of it, where it is sent.
+        seconds: that it took, once the host has heard of it.
+    """
+
+    session: Session
+    verified: Verified
+    shape: GraphConfig | None
+    drafted_rows: int
+    told: Told
+    begin: float
+    typical: bool
+    sent: Sent | None = None
+    parts: list[Part] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, session: Session, step: Callable[[], Verified], *, behind: Launched | None, may_fly: bool) -> Launched:
+        """Queue a step.
+
+        Args:
+            session: planned.
+            step: takes it.
+            behind: the step before, if the host has not heard of it.
+            may_fly: whether the host may queue another before it hears of this one, if it is replayed.
+        """
+        captured = session.captured
+        if captured is not None:
+            captured.ahead = behind is not None
+        verified = step()
+        begin, typical = session.clock.step_start, captured is None or captured.typical
+        launched = cls(session, verified, session.config, session.drafted_rows, session.told, begin, typical)
+        if behind is not None and (captured is None or captured.added):
+            behind.typical = False  # the host hears of it later than it could
+        if may_fly and captured is not None and captured.last is not None:
+            launched.sent, launched.parts = session.told.send(session.counts), session.clock.hand_over()
+        return launched
+
+    def hear(self) -> Heard:
+        """What it tells the host: one read, which waits for it, and not for a step behind it."""
+        clock, rule = self.session.clock, self.session.rule
+        heard = self.told.read() if self.sent is None else self.sent.read()
+        clock.over(self.parts, self.begin)
+        self.seconds = clock.since_step()
+        # What a rule on the host has marked behind the step, it knows.
+        done = [a or b for a, b in zip(heard.done, rule.done or heard.done, strict=True)]
+        return heard._replace(done=done)
+
+    def observed(self, heard: Heard) -> Observation:
+        """What a policy learns of it, which has planned the next step since.
+
+        Seconds are 0 where they are not known, or say nothing about later steps, which will be captured.
+        """
+        clock = self.session.clock
+        if self.sent is None:  # else what comes behind the step is part of the next one
+            clock.read()
+            self.seconds = clock.since_step()
+        target = clock.last("target") if self.typical else 0.0
+        other = self.seconds - target if target > 0 else 0.0
+        rows = self.verified.rows.token_ids.shape[1]
+        late = self.shape != self.session.config
+        return Observation(self.verified, heard.counts, rows, heard.profiles, target, other, late)
+
+    def wait(self) -> None:
+        """Wait for it, if it was queued in vain."""
+        if self.sent is not None:
+            self.sent.event.synchronize()

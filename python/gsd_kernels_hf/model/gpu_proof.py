@@ -1,0 +1,338 @@
+"""A GPU proves the operator of rows before it serves there: its bits, its errors, its time, in a few seconds, once.
+
+What was found is kept in the user's cache folder by GPU, driver, package and build. A verdict follows from what is
+kept and is no part of it, so that a file can say nothing that its figures do not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import gsd_kernels
+from gsd_kernels.compiled import LIBRARIES
+from gsd_kernels.environment import switched
+from gsd_kernels.ops.decoder_rows import cuda
+
+from .. import numbers
+from ..files import locked
+from ..store import Document
+from . import replay, rows_proof
+from .rows_proof import Case, Sizes, Subject, Way
+
+logger = logging.getLogger("gsd_kernels")
+
+PREFIX, PADS = 1000, (0, 37)
+REPLAYS = 50
+TIMED_ROWS = (1, 8, 16, 64)
+WAYS = ("operator", "modules")
+BITS = ("alone", "beside another", "replayed")
+SLOWER = 1.0  # times the modules, the mean over rows, from which on the modules go on
+MOST_TEXT = 300  # characters of what went wrong
+WAIT_SECONDS = 120.0  # for another process's proof
+AGAIN = "again by: gsd-kernels doctor --prove"
+
+
+class UnprovedError(RuntimeError):
+    """Nothing could be found out of the operator; its text says why."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What of the operator is proved: kernels are compiled for each.
+
+    Attributes:
+        dtype: float16 or bfloat16.
+        head_dim: 64 or 128.
+        products: of ``cuda.PRODUCTS``, the kernels that multiply.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    products: str
+
+    @property
+    def name(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}, heads of {self.head_dim}, {self.products}"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found.
+
+    Attributes:
+        errors: against float32 by way, ``"operator"`` and ``"modules"``: of a row and of an element.
+        apart: rows, or replays, with other bits than they have to have, by :data:`BITS`.
+        milliseconds: of a forward, by rows and way.
+        seconds: that it took.
+        error: what ended it; ``None``: nothing did.
+    """
+
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    apart: dict[str, int] = field(default_factory=dict)
+    milliseconds: dict[int, dict[str, float]] = field(default_factory=dict)
+    seconds: float = 0.0
+    error: str | None = None
+
+    def why_not(self, dtype: torch.dtype) -> str | None:
+        """What keeps rows of this dtype with the modules, or ``None``."""
+        if self.error is not None:
+            return self.error
+        found = rows_proof.too_large(self.errors["operator"], self.errors["modules"], dtype)
+        for what, count in self.apart.items():
+            found = found or (f"{count} rows have other bits ({what})" if count else None)
+        if found is None and self.times_the_modules > SLOWER:
+            return f"it takes {self.times_the_modules:.2f} times as long as the modules"
+        return found
+
+    @property
+    def times_the_modules(self) -> float:
+        """The operator's time over the modules', the geometric mean over rows."""
+        ratios = [ms["operator"] / ms["modules"] for ms in self.milliseconds.values()]
+        return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+    @classmethod
+    def of(cls, kept: Any) -> Proof:
+        """What a file says.
+
+        Raises:
+            ValueError: it is none that can have been written.
+        """
+        fields = {"errors", "apart", "milliseconds", "seconds", "error"}
+        if type(kept) is not dict or kept.keys() != fields:
+            raise ValueError("a proof has other fields")
+        seconds = numbers.number("seconds", kept["seconds"], 0.0, 1e6)
+        if (error := kept["error"]) is not None:
+            if type(error) is not str or not 0 < len(error) <= MOST_TEXT or not error.isprintable():
+                raise ValueError("error: expected a line of text")
+            return cls(seconds=seconds, error=error)
+        errors, apart, times = (_table(kept, name) for name in ("errors", "apart", "milliseconds"))
+        _has("errors", errors, WAYS)
+        _has("apart", apart, BITS)
+        _has("milliseconds", times, tuple(map(str, TIMED_ROWS)))
+        return cls(
+            {way: _numbers(way, errors[way], ("row", "element"), 0.0, rows_proof.NO_NUMBER) for way in WAYS},
+            {what: numbers.count(what, apart[what], most=1 << 20) for what in BITS},
+            {rows: _numbers(f"{rows} rows", times[str(rows)], WAYS, 1e-6, 1e6) for rows in TIMED_ROWS},
+            seconds,
+        )
+
+
+def _table(kept: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if type(kept[name]) is not dict:
+        raise ValueError(f"{name}: expected a table")
+    found: dict[str, Any] = kept[name]
+    return found
+
+
+def _has(name: str, table: Mapping[str, Any], expected: tuple[str, ...]) -> None:
+    if set(table) != set(expected):
+        raise ValueError(f"{name}: expected {', '.join(expected)}")
+
+
+def _numbers(name: str, value: Any, names: tuple[str, ...], least: float, most: float) -> dict[str, float]:
+    found = numbers.table(name, value, float)
+    _has(name, found, names)
+    return {each: numbers.number(each, found[each], least, most) for each in names}
+
+
+def prove(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: str = "auto") -> Proof:
+    """Try the operator on a model of its own; what goes wrong in it is part of the answer.
+
+    Raises:
+        UnprovedError: there is no answer: the GPU has no room for it, some 800 MB, or the proof itself failed.
+        DeviceLostError: the GPU failed for good.
+    """
+    begin = time.perf_counter()
+
+    def model() -> Any:
+        return rows_proof.random_model(SIZES, kind.dtype, kind.head_dim, device)
+
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            proof = _figures(Subject(model, ways, backend))
+    except torch.OutOfMemoryError as error:
+        raise UnprovedError("there is no memory to prove one operator on this GPU (1 GB)") from error
+    except Exception as error:
+        proof = Proof(error=_text(f"{type(error).__name__}: {error}"))
+        if not isinstance(error, RuntimeError):  # which CUDA's and the operator's are
+            raise UnprovedError(f"one operator could not be proved on this GPU: {proof.error}") from error
+        if replay.lost(device) is not None:
+            raise replay.DeviceLostError(f"the GPU failed while rows as one operator were proved: {error}") from error
+    return Proof(proof.errors, proof.apart, proof.milliseconds, round(time.perf_counter() - begin, 3), proof.error)
+
+
+SIZES = Sizes()
+
+
+def _figures(of: Subject) -> Proof:
+    one, batch = Case(PREFIX), Case(PREFIX, PADS)
+    cases = [rows_proof.errors_of(of, case) for case in (one, batch)]
+    errors = {way: {kind: max(e[way][kind] for e in cases) for kind in cases[0][way]} for way in WAYS}
+    del of.exact  # the largest part of the memory
+    apart = {
+        "alone": sum(len(rows) for _, rows in rows_proof.parts_apart(of, one)),
+        "beside another": sum(len(rows) for _, rows in rows_proof.sequences_apart(of, batch)),
+        "replayed": rows_proof.replays_apart(of, one, REPLAYS),
+    }
+    return Proof(errors, apart, rows_proof.milliseconds(of, one, TIMED_ROWS))
+
+
+def _text(what: str) -> str:
+    """A line that a file may hold."""
+    line = " ".join(what.split())
+    return "".join(c if c.isprintable() else "?" for c in line)[:MOST_TEXT]
+
+
+def document_of(device: torch.device) -> Document:
+    """Where proofs of a GPU are kept: by everything that they depend on."""
+    properties = torch.cuda.get_device_properties(device)
+    about = {
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "driver": driver(),
+        "package": gsd_kernels.__version__,
+        "build": build(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return Document("gpu-proof", about)
+
+
+def driver() -> str:
+    """The driver's version; where the system does not tell, that of the CUDA which it has."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, ValueError, IndexError):
+        return f"CUDA {torch._C._cuda_getDriverVersion()}"
+
+
+@cache
+def build() -> str:
+    """Digest of the compiled kernels."""
+    library = Path(gsd_kernels.__file__).with_name(LIBRARIES["cuda"])
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:20] if library.exists() else "none"
+
+
+def kept(kind: Kind, document: Document) -> Proof | None:
+    """A proof that an earlier process made, or did not end; ``None`` for none, with a warning where it is bad."""
+    section = document.read().get(kind.name)
+    if section is None or section == {}:
+        return None
+    if section == BEGUN:
+        return Proof(error="a proof was begun and did not end, as where a GPU hangs")
+    try:
+        return Proof.of(section)
+    except ValueError as error:
+        document.ignore(error)
+        return None
+
+
+BEGUN = {"begun": True}
+_known: dict[tuple[Path, Kind], Proof] = {}
+_lock = threading.Lock()
+
+
+def proof_of(
+    kind: Kind,
+    device: torch.device,
+    ways: Mapping[str, Way],
+    *,
+    again: bool = False,
+    backend: str = "auto",
+) -> Proof:
+    """The proof of a kind on a GPU: known, kept, or made now. Processes that ask at once wait for one.
+
+    Args:
+        kind: of the operator.
+        device: the GPU.
+        ways: to forward rows, see :class:`~.rows_proof.Subject`.
+        again: whether it is made in any case.
+        backend: of the operator.
+
+    Raises:
+        UnprovedError, DeviceLostError: see :func:`prove`.
+    """
+    document = document_of(device)
+    with _lock:
+        known = document.path, kind
+        if again or known not in _known:
+            with locked(document.path.with_suffix(".lock"), WAIT_SECONDS):
+                found = None if again else kept(kind, document)
+                _known[known] = found or _made(kind, device, ways, document, backend)
+        return _known[known]
+
+
+def _made(
+    kind: Kind,
+    device: torch.device,
+    ways: Mapping[str, Way],
+    document: Document,
+    backend: str,
+) -> Proof:
+    """A proof, kept; a process that dies of it leaves word of that."""
+    logger.info("rows as one operator (%s) are proved on this GPU, which takes a few seconds, once", kind.name)
+    section: dict[str, Any] = {}
+    document.write({kind.name: BEGUN})
+    try:
+        proof = prove(kind, device, ways, backend)
+        section = json_of(proof)
+    except replay.DeviceLostError as error:
+        section = json_of(Proof(error=_text(str(error))))
+        raise
+    finally:
+        document.write({kind.name: section})
+    return proof
+
+
+def json_of(proof: Proof) -> dict[str, Any]:
+    """As it is kept."""
+    return {**asdict(proof), "milliseconds": {str(rows): ms for rows, ms in proof.milliseconds.items()}}
+
+
+def report(device: torch.device, ways: Mapping[str, Way], *, again: bool) -> dict[str, dict[str, Any]]:
+    """Of every kind, by its name, what is kept and ``"why"`` the modules serve; ``again``: it is proved anew first.
+
+    Raises:
+        DeviceLostError: the GPU failed for good.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    document = document_of(device)
+    for products, dtype, head_dim in itertools.product(cuda.product_kernels(device), cuda.DTYPES, cuda.HEAD_DIMS):
+        kind = Kind(dtype, head_dim, products)
+        try:
+            with switched(cuda.selecting(products)):
+                proof = proof_of(kind, device, ways, again=True) if again else kept(kind, document)
+        except UnprovedError as error:
+            proof = Proof(error=str(error))
+        if proof is not None:
+            found[kind.name] = {**json_of(proof), "why": proof.why_not(dtype)}
+    return found
+
+
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, ways: Mapping[str, Way]) -> str | None:
+    """What keeps rows on a GPU with the modules, or ``None``; the GPU proves itself at the first question.
+
+    Where nothing can be proved, GPUs on which the operator was measured go on with it.
+
+    Raises:
+        DeviceLostError: the GPU failed for good.
+    """
+    kind = Kind(dtype, head_dim, cuda.selected(device))
+    try:
+        reason = proof_of(kind, device, ways).why_not(dtype)
+    except UnprovedError as error:
+        return None if cuda.is_measured(device) else str(error)
+    return None if reason is None else f"one operator did not prove itself on this GPU: {reason}; {AGAIN}"

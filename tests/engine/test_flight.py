@@ -1,0 +1,203 @@
+"""The next step is queued before the host hears of the last one: the same texts and counts; on a CPU taken for a GPU.
+
+A replay there is over at once, so whatever the host reads of a step after the next one was queued is the next one's.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import fake_cuda
+import numpy as np
+import pytest
+import torch
+from engine.capturing import SAMPLED, text
+from models import noised, tiny
+from transformers import StoppingCriteria
+
+from gsd_kernels import patch, unpatch
+from gsd_kernels_hf.engine import loop, room
+from gsd_kernels_hf.engine.engine import engines_of
+from gsd_kernels_hf.engine.flight import Launched
+from gsd_kernels_hf.policy import shape_policy
+from gsd_kernels_hf.policy.base import Observation
+from gsd_kernels_hf.policy.shapes import ladder
+
+LONG = {"max_new_tokens": 24}
+
+
+@pytest.fixture
+def pair():
+    target = tiny()
+    return target, noised(target)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return fake_cuda.install(monkeypatch)
+
+
+@pytest.fixture
+def flown(monkeypatch):
+    """Whether each step that the host heard of had another one queued behind it, in order."""
+    found, hear = [], Launched.hear
+    monkeypatch.setattr(Launched, "hear", lambda launched: (found.append(launched.sent is not None), hear(launched))[1])
+    return found
+
+
+class Streamer:
+    """Keeps what it is given."""
+
+    def __init__(self, fails_at=None):
+        self.given, self.fails_at = [], fails_at
+
+    def put(self, value):
+        self.given.append(value.tolist())
+        if len(self.given) == self.fails_at:
+            raise ConnectionError("the reader went away")
+
+    def end(self):
+        self.given.append("end")
+
+
+def ended(pair, name, rows, **options):
+    """A token in the middle of a text, which ends it there."""
+    return int(text(pair, name, rows, **options)[0, 9 + 11])
+
+
+CASES = {
+    "plain": ("plain", 1, {}),
+    "plain, sampled": ("plain", 2, SAMPLED),
+    "graph": ("graph", 1, {}),
+    "graph, sampled": ("graph", 2, SAMPLED),
+    "heads": ("heads", 2, {}),
+    "layer skip, sampled": ("layer_skip", 1, SAMPLED),
+    "chain, speculative": ("chain", 1, {**SAMPLED, "criterion": "speculative"}),
+    "chain, block": ("chain", 2, {**SAMPLED, "criterion": "block"}),
+    "chain, typical": ("chain", 1, {**SAMPLED, "criterion": "typical"}),
+}
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["to its length", "by a token"])
+@pytest.mark.parametrize("case", CASES)
+def test_texts_streams_and_counts_are_the_same(pair, case, ends, flown, request):
+    name, rows, options = CASES[case]
+    options = {**options, **LONG, "return_dict_in_generate": True}
+    if ends:
+        options["eos_token_id"] = ended(pair, name, rows, **{**CASES[case][2], **LONG})
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    cuda = fake_cuda.install(monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "may_fly", lambda *_, **__: False)
+        engines_of(pair[0]).clear()
+        before = Streamer()
+        expected = text(pair, name, rows, **options, streamer=before)
+        assert not any(flown) and cuda.counts["replays"] > 0
+    flown.clear()
+    engines_of(pair[0]).clear()
+    streamer = Streamer()
+    got = text(pair, name, rows, **options, streamer=streamer)
+    assert torch.equal(got.sequences, expected.sequences) and streamer.given == before.given
+    assert sum(flown) >= len(flown) - 2 and len(flown) == got.stats.steps
+    for count in ("steps", "plain_steps", "new_tokens", "sequence_steps", "accepted", "shapes", "drafted_nodes",
+                  "merges", "accepted_merges", "draft_rows", "target_rows"):  # fmt: skip
+        assert getattr(got.stats, count) == getattr(expected.stats, count), count
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_shapes_in_turns_and_a_cache_that_grows(pair, sampling, flown, request, monkeypatch):
+    """Where there is no room for two steps the host hears of the first one, then storage grows."""
+    options = {**sampling, "max_new_tokens": 60}
+    expected = text(pair, "graph", 2, **options)
+    fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(room, "GRAIN", 8)
+    monkeypatch.setattr(room, "FIRST_ON_GPU", 8)
+    shapes = [shape for shape in ladder("cpu", with_model=True).values() if shape.depth][:2]
+    taken = itertools.cycle(3 * [shapes[0]] + 3 * [shapes[1]] + 2 * [None])
+    monkeypatch.setattr(shape_policy.ShapePolicy, "shape", lambda self: next(taken))
+    monkeypatch.setattr(shape_policy.ShapePolicy, "observe", lambda self, seen: None)
+    assert torch.equal(text(pair, "graph", 2, graph_config="auto", **options), expected)
+    assert any(flown) and not all(flown)
+
+
+def test_a_policy_learns_the_same(pair, flown, request, monkeypatch):
+    """Of every step once, its own candidates and times, a step later."""
+    learned = []
+
+    def observe(self, seen):
+        profiles = {name: [part.copy() for part in parts] for name, parts in seen.profiles.items()}
+        learned.append((profiles, seen.tokens, seen.rows, seen.late, seen.target_seconds, seen.other_seconds))
+
+    def run():
+        engines_of(pair[0]).clear()
+        learned.clear(), flown.clear()
+        text(pair, "graph", graph_config="auto", **LONG)
+        return list(learned)
+
+    fake_cuda.install(monkeypatch)
+    drafting = next(shape for shape in ladder("cpu", with_model=True).values() if shape.depth)
+    monkeypatch.setattr(shape_policy.ShapePolicy, "shape", lambda self: drafting)
+    monkeypatch.setattr(shape_policy.ShapePolicy, "observe", observe)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "may_fly", lambda *_, **__: False)
+        expected = run()
+    found = run()
+    assert len(found) == len(expected) == len(flown) and sum(flown) > 5
+    for got, want in zip(found, expected, strict=True):
+        assert got[1:4] == want[1:4] and got[0].keys() == want[0].keys()
+        assert all(map(np.array_equal, itertools.chain(*got[0].values()), itertools.chain(*want[0].values())))
+    known = [(target, other) for *_, target, other in found if target > 0]
+    assert len(known) >= sum(flown) - 1, "but of the step behind which another one was captured"
+    assert all(other >= 0 for _, other in known)
+
+
+class NeverStops(StoppingCriteria):
+    def __call__(self, input_ids, scores, **_):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+STAY = {
+    "a processor": {"repetition_penalty": 1.3},
+    "a criterion": {"stopping_criteria": [NeverStops()]},
+    "a clock": {"max_time": 1000.0},
+    "scores": {"output_scores": True, "return_dict_in_generate": True},
+    "an observer": {"observer": lambda verified: None},
+}
+
+
+@pytest.mark.parametrize("what", STAY)
+def test_where_the_host_decides_it_hears_of_every_step_first(pair, cuda, flown, what):
+    text(pair, "chain", **STAY[what], **LONG)
+    assert flown and not any(flown)
+
+
+def test_an_error_is_the_step_s_and_what_is_queued_is_waited_for(pair, cuda, flown):
+    expected = text(pair, "graph", **LONG)
+    handle = patch(pair[0], assistant_model=pair[1])
+    try:
+        waits = cuda.counts["waits"]
+        with pytest.raises(ConnectionError, match="the reader went away"):
+            text(pair, "graph", **LONG, streamer=Streamer(fails_at=8))
+        assert cuda.counts["waits"] > waits
+    finally:
+        unpatch(pair[0])
+    del handle
+    assert torch.equal(text(pair, "graph", **LONG), expected)
+
+
+def test_nothing_is_picked_from_nan(pair, cuda, flown):
+    """The step behind it reads some other token, and nobody hears of it."""
+    whole = text(pair, "plain", **LONG)
+    with torch.no_grad():
+        pair[0].get_input_embeddings().weight[int(whole[0, 9 + 12])] = torch.nan
+    given = Streamer()
+    with pytest.raises(ValueError, match=r"NaN|not finite"):
+        text(pair, "plain", 1, **LONG, streamer=given)
+    assert len(given.given) > 5 and given.given[-1] != "end"
+
+
+def test_a_late_step_is_not_learned_of_as_another_shape_s():
+    policy = shape_policy.ShapePolicy.__new__(shape_policy.ShapePolicy)
+    policy.cached = 10.0
+    policy.observe(Observation(None, [3, 2], 8, {}, 0.1, 0.1, late=True))
+    assert vars(policy) == {"cached": 15.0}, "but its tokens are cached"
