@@ -140,6 +140,7 @@ struct Call {
     rows = {read<int32_t>(token_ids), read<int32_t>(positions), read<int32_t>(slots),
             read<int32_t>(kv_len),    read<int32_t>(kv_start),  read<float>(inv_freq)};
     check_ranges(rows, s, capacity, vocab);
+    layers.reserve(depth);
     for (size_t l = 0; l < depth; l++) {
       layers.push_back(layer_of(tensors.data() + l * kTensorsPerLayer, l, k_caches[l], v_caches[l], s, packing, capacity,
                                 windows[l], (l == 0 ? inputs : 1) * s.hidden));
