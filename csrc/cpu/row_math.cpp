@@ -79,16 +79,16 @@ GSD_CLONES Extremes extremes(const float* x, int n) {
   return result;
 }
 
-// x /= by where that is not one.
-template <bool Divides>
-GSD_INLINE void block_maxima(float* x, int padded, float by, float* block_max, Extremes& found) {
+GSD_CLONES Extremes scale_and_block_maxima(float* x, int padded, float by, float* block_max) {
+  Extremes result{negative_infinity(), false};
   EightInts nan{};
+  const bool divides = by != 1.0f;  // which is most of this function's time
   for (int block = 0; block < padded / kBlock; block++) {
     Eight best = negative_infinity() - Eight{}, seen;
     for (int i = 0; i < kBlock; i += kEight) {
       load(x + block * kBlock + i, seen);
       nan |= seen != seen;
-      if (Divides) {
+      if (divides) {
         seen = seen / by;
         store(seen, x + block * kBlock + i);
       }
@@ -97,16 +97,10 @@ GSD_INLINE void block_maxima(float* x, int padded, float by, float* block_max, E
     float top = negative_infinity();
     for (int lane = 0; lane < kEight; lane++) top = best[lane] > top ? best[lane] : top;
     block_max[block] = top;
-    found.max = top > found.max ? top : found.max;
+    result.max = top > result.max ? top : result.max;
   }
-  for (int lane = 0; lane < kEight; lane++) found.has_nan |= nan[lane] != 0;
-}
-
-GSD_CLONES Extremes scale_and_block_maxima(float* x, int padded, float by, float* block_max) {
-  Extremes found{negative_infinity(), false};
-  if (by == 1.0f) block_maxima<false>(x, padded, by, block_max, found);
-  else block_maxima<true>(x, padded, by, block_max, found);
-  return found;
+  for (int lane = 0; lane < kEight; lane++) result.has_nan |= nan[lane] != 0;
+  return result;
 }
 
 GSD_CLONES void cut_below(float* x, int padded, float floor) {
