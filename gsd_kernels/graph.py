@@ -154,6 +154,8 @@ class Rows:
 
     def first(self, count: int) -> Rows:
         """The first ``count`` rows, which hold no other row's child."""
+        if count == self.token_ids.shape[1]:
+            return self
         kept = {f.name: getattr(self, f.name)[:, :count].contiguous() for f in fields(self) if f.name != "num_rows"}
         kept["ancestor_mask"] = kept["ancestor_mask"][..., : num_words(count)].contiguous()
         return Rows(**kept, num_rows=self.num_rows.clamp(max=count))

@@ -23,7 +23,7 @@ BUDGET = {
     "bench/lib": 19,
     "bench/scale": 16,
     "csrc/algorithms": 123,  # 117 before groups of warps multiplied
-    "csrc/cpu": 207,
+    "csrc/cpu": 209,
     "csrc/cuda": 78,  # 67 before groups of warps multiplied
     "csrc/torch_ops": 45,  # 44 before the loader named the namespace of the ops
     "docs": 7,  # 6 before commands, classes and fields were built as well

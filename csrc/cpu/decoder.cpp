@@ -110,13 +110,23 @@ void Decoder::norm_state(const std::vector<float>& norm, float* out) {
   });
 }
 
-void Decoder::finish(const std::vector<float>& norm, const Projection& head, float* normed, float* logits) {
+void Decoder::finish(const std::vector<float>& norm, const Projection& head, float* normed, Element element,
+                     void* logits) {
   const int64_t kept = count();
   if (kept == 0) return;
   norm_state(norm, normed);
   pack(normed, kept, s_.hidden, {&head});
-  share_outputs(team_, head.outputs(), kept, s_.hidden, [&](int64_t, int64_t begin, int64_t end) {
-    multiply(head, kept, begin, end, logits + begin, head.outputs());
+  const int64_t outputs = head.outputs(), strip = this->strip();
+  share_outputs(team_, outputs, kept, s_.hidden, [&](int64_t thread, int64_t begin, int64_t end) {
+    if (element == Element::kFloat32) return multiply(head, kept, begin, end, static_cast<float*>(logits) + begin, outputs);
+    float* part = strips_.get() + thread * 2 * s_.count() * strip;
+    for (int64_t n = begin; n < end; n += strip) {
+      const int64_t count = std::min(strip, end - n);
+      multiply(head, kept, n, n + count, part, strip);
+      for (int64_t m = 0; m < kept; m++) {
+        write_row(part + m * strip, static_cast<char*>(logits) + (m * outputs + n) * bytes_of(element), element, count);
+      }
+    }
   });
 }
 

@@ -74,8 +74,8 @@ class Decoder {
   // No more than the last `keep` rows of every sequence from here on.
   void keep_last(int64_t keep);
 
-  // The rows that were kept: normed, [batch · keep, hidden], and times the output matrix.
-  void finish(const std::vector<float>& norm, const Projection& head, float* normed, float* logits);
+  // The rows that were kept: normed, [batch · keep, hidden], and times the output matrix, rounded to `element`.
+  void finish(const std::vector<float>& norm, const Projection& head, float* normed, Element element, void* logits);
 
  private:
   typedef std::initializer_list<const Projection*> Readers;  // that the packed rows are multiplied with

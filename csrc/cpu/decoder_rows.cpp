@@ -101,13 +101,13 @@ struct Call {
   std::unique_ptr<const Paths> paths;
   Tensor logits, hidden;  // of the last `keep` rows
 
-  // `inputs`: of the first layer's queries, keys and values, in hidden sizes.
+  // `inputs`: of the first layer's queries, keys and values, in hidden sizes; `rounded`: logits are of the weights' dtype.
   Call(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
        const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedded,
        const Tensors& tensors, const std::vector<int64_t>& kinds, const Tensors& scales,
        const Tensor& final_norm, const Tensor& output, const Tensor& inv_freq, const Tensors& k_caches,
        const Tensors& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
-       double rope_scale, int64_t keep, int64_t inputs)
+       double rope_scale, int64_t keep, int64_t inputs, bool rounded)
       : packing{kinds, scales, kinds.empty() ? element_of("embedding", embedded.scalar_type())
                                              : element_of("final norm", final_norm.scalar_type())} {
     check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
@@ -141,6 +141,7 @@ struct Call {
     rows = {read<int32_t>(token_ids), read<int32_t>(positions), read<int32_t>(slots),
             read<int32_t>(kv_len),    read<int32_t>(kv_start),  read<float>(inv_freq)};
     check_ranges(rows, s, capacity, vocab);
+    layers.reserve(depth);
     for (size_t l = 0; l < depth; l++) {
       layers.push_back(layer_of(tensors.data() + l * kTensorsPerLayer, l, k_caches[l], v_caches[l], s, packing, capacity,
                                 windows[l], (l == 0 ? inputs : 1) * s.hidden));
@@ -150,7 +151,8 @@ struct Call {
     paths = std::make_unique<const Paths>(read<int32_t>(ancestor_mask), read<int32_t>(node_depths), s.batch, s.rows,
                                           ancestor_mask.size(2), node_depths.size(1), rows.kv_len, rows.kv_start,
                                           capacity);
-    logits = torch::stable::new_empty(final_norm, {s.batch, keep, out_vocab}, ScalarType::Float);
+    const ScalarType own = kinds.empty() ? embedded.scalar_type() : final_norm.scalar_type();
+    logits = torch::stable::new_empty(final_norm, {s.batch, keep, out_vocab}, rounded ? own : ScalarType::Float);
     hidden = torch::stable::new_empty(final_norm, {s.batch, keep, s.hidden}, ScalarType::Float);
   }
 
@@ -165,7 +167,8 @@ struct Call {
     Team::run(is_small(), [&](Team& team) {
       Decoder decoder(team, s, rows, *paths, packing.element, embedding);
       body(decoder);
-      decoder.finish(norm, head, written<float>(hidden), written<float>(logits));
+      const Element element = logits.scalar_type() == ScalarType::Float ? Element::kFloat32 : packing.element;
+      decoder.finish(norm, head, written<float>(hidden), element, logits.mutable_data_ptr());
     });
   }
 };
@@ -178,7 +181,8 @@ std::tuple<Tensor, Tensor, Tensor> decoder_rows(
     const Tensors& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
     double rope_scale, const std::vector<int64_t>& states, int64_t keep) {
   const Call call(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
-                  scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep, 1);
+                  scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep, 1,
+                  true);
   const DecoderSizes& s = call.s;
   const size_t depth = call.layers.size();
   for (const int64_t state : states) {
@@ -212,7 +216,8 @@ std::tuple<Tensor, Tensor, Tensor> feature_rows(
     const Tensors& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
     double rope_scale, int64_t keep) {
   const Call call(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
-                  scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep, 2);
+                  scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep, 2,
+                  false);
   const DecoderSizes& s = call.s;
   check("features", features, features.scalar_type(), {s.batch, s.rows, s.hidden});
   const Features paired{{features.const_data_ptr(), s.hidden, element_of("features", features.scalar_type())},

@@ -82,11 +82,25 @@ GSD_CLONES void read_row(const Matrix& from, int64_t row, float* to, int64_t wid
   }
 }
 
+GSD_CLONES static void write_bfloat16(const float* from, uint16_t* to, int64_t width) {
+  int64_t i = 0;
+  Floats value;
+  for (; i + kLanes <= width; i += kLanes) {  // as Bfloat16::round
+    load(from + i, value);
+    const Words bits = (Words)value, up = bits + 0x7FFFu + (bits >> 16 & 1u);
+    Ints nan;
+    is_nan(value, nan);
+    const Halves rounded = __builtin_convertvector(((up & ~(Words)nan) | ((bits | 0x400000u) & (Words)nan)) >> 16, Halves);
+    memcpy(to + i, &rounded, sizeof rounded);
+  }
+  for (; i < width; i++) to[i] = Bfloat16::round(from[i]);
+}
+
 void write_row(const float* from, void* to, Element element, int64_t width) {
   if (element == Element::kFloat32) {
     memcpy(to, from, static_cast<size_t>(width) * sizeof(float));
   } else if (element == Element::kBfloat16) {
-    for (int64_t i = 0; i < width; i++) static_cast<uint16_t*>(to)[i] = Bfloat16::round(from[i]);
+    write_bfloat16(from, static_cast<uint16_t*>(to), width);
   } else {
     for (int64_t i = 0; i < width; i++) static_cast<uint16_t*>(to)[i] = Half::round(from[i]);
   }

@@ -13,24 +13,41 @@ constexpr int64_t kBlockPositions = 256;  // of the text, from its beginning
 constexpr int64_t kItemRows = 64;         // query vectors that share the reading of keys and values, at most
 constexpr int64_t kSliceRows = 12;        // of them, that are added to as far as one of them sees
 
+// A thread's working memory, which keeps its size: of a step's thousands of items none asks for any, or clears it.
+struct Scratch {
+  std::vector<char> packed;
+  std::vector<float> queries, acc, fresh, scores, node_scores, tails;
+  std::vector<OnlineSoftmax> running;
+  std::vector<int64_t> offsets, tail_offsets;
+
+  static Scratch& of_thread() {
+    static thread_local Scratch scratch;
+    return scratch;
+  }
+  template <class T>
+  static void make_room(std::vector<T>& storage, int64_t n) {
+    if (storage.size() < static_cast<size_t>(n)) storage.resize(static_cast<size_t>(n));
+  }
+};
+
 // Query vectors of one cache head and sequence.
 class Item {
  public:
   Item(const PathAttention& a, const RowKernel& kernel, int64_t b, int64_t kv_head, int64_t begin, int64_t count)
-      : a_(a), kernel_(kernel), b_(b), kv_head_(kv_head), begin_(begin), count_(count) {
+      : a_(a), kernel_(kernel), b_(b), kv_head_(kv_head), begin_(begin), count_(count), s_(Scratch::of_thread()) {
     size_ = bytes_of(a.cache_element);
     start_ = a.kv_start[b];
     prefix_ = std::max<int64_t>(0, a.kv_len[b] - start_);
     keys_ = a.keys.data + b * a.keys.batch_stride + kv_head * a.keys.head_stride;
     values_ = a.values.data + b * a.values.batch_stride + kv_head * a.values.head_stride;
     width_ = padded_to_lanes(a.value_dim);
-    acc_.assign(static_cast<size_t>(count * width_), 0.0f);
-    scores_.resize(static_cast<size_t>(count * kBlockPositions));
-    running_.resize(static_cast<size_t>(count));
-    offsets_.resize(kBlockPositions), tail_offsets_.resize(kBlockPositions);
+    s_.acc.assign(static_cast<size_t>(count * width_), 0.0f);
+    s_.running.assign(static_cast<size_t>(count), {});
+    Scratch::make_room(s_.scores, count * kBlockPositions);
+    Scratch::make_room(s_.offsets, kBlockPositions), Scratch::make_room(s_.tail_offsets, kBlockPositions);
     const int64_t tall = std::min(kSliceRows, count);
-    tails_.resize(static_cast<size_t>(tall * kBlockPositions));
-    if (!finite()) fresh_.resize(static_cast<size_t>(tall * width_));
+    Scratch::make_room(s_.tails, tall * kBlockPositions);
+    if (!finite()) Scratch::make_room(s_.fresh, tall * width_);
   }
 
   void run() {
@@ -77,25 +94,25 @@ class Item {
   }
 
   void pack_queries() {
-    packed_.resize(static_cast<size_t>((count_ + kRowBlock) * kernel_.row_bytes(a_.head_dim)));
-    std::vector<float> queries(static_cast<size_t>(count_ * a_.head_dim));
+    Scratch::make_room(s_.packed, (count_ + kRowBlock) * kernel_.row_bytes(a_.head_dim));
+    Scratch::make_room(s_.queries, count_ * a_.head_dim);
     for (int64_t m = 0; m < count_; m++) {
       const int64_t at = b_ * a_.q_batch + head(m) * a_.q_head + (begin_ + m) % a_.rows * a_.q_row;
-      read_row({a_.q + at * bytes_of(a_.element), 0, a_.element}, 0, queries.data() + m * a_.head_dim, a_.head_dim);
+      read_row({a_.q + at * bytes_of(a_.element), 0, a_.element}, 0, s_.queries.data() + m * a_.head_dim, a_.head_dim);
     }
-    kernel_.pack(queries.data(), a_.head_dim, 0, count_, a_.head_dim, packed_.data());
+    kernel_.pack(s_.queries.data(), a_.head_dim, 0, count_, a_.head_dim, s_.packed.data());
   }
 
   void score(const char* keys, int64_t positions, float* out, int64_t stride) const {
-    kernel_.products(packed_.data(), count_, a_.head_dim, keys, a_.keys.slot_stride / size_, 0, positions, out, stride,
+    kernel_.products(s_.packed.data(), count_, a_.head_dim, keys, a_.keys.slot_stride / size_, 0, positions, out, stride,
                      false);
   }
 
   // Every query with every slot behind the prefix up to the last that a path lists; a row takes its own.
   void score_nodes() {
     nodes_ = std::min(a_.paths->slots, a_.keys.slots - a_.kv_len[b_]);
-    node_scores_.resize(static_cast<size_t>(count_ * std::max<int64_t>(1, nodes_)));
-    if (nodes_ > 0) score(keys_ + a_.kv_len[b_] * a_.keys.slot_stride, nodes_, node_scores_.data(), nodes_);
+    Scratch::make_room(s_.node_scores, count_ * nodes_);
+    if (nodes_ > 0) score(keys_ + a_.kv_len[b_] * a_.keys.slot_stride, nodes_, s_.node_scores.data(), nodes_);
   }
 
   // Positions first … first + kBlockPositions − 1 of the text; `from` is where the oldest window begins.
@@ -104,8 +121,8 @@ class Item {
     for (int64_t m = 0; m < count_; m++) most = std::max(most, dense_in(m, first));
     const int64_t skipped = std::min(from - first, most) / 2 * 2;
     const char* keys = keys_ + (start_ + first + skipped) * a_.keys.slot_stride;
-    if (skipped < most) score(keys, most - skipped, scores_.data() + skipped, kBlockPositions);
-    for (int64_t p = 0; p < most; p++) offsets_[static_cast<size_t>(p)] = value_offset(start_ + first + p);
+    if (skipped < most) score(keys, most - skipped, s_.scores.data() + skipped, kBlockPositions);
+    for (int64_t p = 0; p < most; p++) s_.offsets[static_cast<size_t>(p)] = value_offset(start_ + first + p);
     const int64_t tall = alone() ? 1 : kSliceRows;
     for (int64_t m = 0; m < count_; m += tall) slice(m, std::min(count_, m + tall), first, skipped);
   }
@@ -125,31 +142,31 @@ class Item {
     const int64_t from = alone() ? std::max(skipped, low(m) - first) : skipped;
     for (int64_t row = m; row < last; row++) {
       const int64_t filled = weigh(row, first, skipped), cut = tail_begin(row, first, filled);
-      float* scores = scores_.data() + row * kBlockPositions;
-      std::copy(scores + cut, scores + filled, tails_.data() + (row - m) * kBlockPositions);
+      float* scores = s_.scores.data() + row * kBlockPositions;
+      std::copy(scores + cut, scores + filled, s_.tails.data() + (row - m) * kBlockPositions);
       if (cut < most) std::fill(scores + cut, scores + most, 0.0f);
     }
     // One chain of additions over a long text rounds thrice as much; a decoder's rows keep theirs, and so their bits.
-    float *total = acc_.data() + m * width_, *sum = finite() ? total : fresh_.data();
+    float *total = s_.acc.data() + m * width_, *sum = finite() ? total : s_.fresh.data();
     const int64_t numbers = (last - m) * width_;
     if (!finite()) std::fill(sum, sum + numbers, 0.0f);
     if (from < most) {
-      kernel_.weighted(scores_.data() + m * kBlockPositions + from, kBlockPositions, last - m, values_,
-                       offsets_.data() + from, most - from, a_.value_dim, sum, width_);
+      kernel_.weighted(s_.scores.data() + m * kBlockPositions + from, kBlockPositions, last - m, values_,
+                       s_.offsets.data() + from, most - from, a_.value_dim, sum, width_);
     }
-    for (int64_t i = 0; i < last - m; i++) add_tail(m + i, first, tails_.data() + i * kBlockPositions, sum + i * width_);
+    for (int64_t i = 0; i < last - m; i++) add_tail(m + i, first, s_.tails.data() + i * kBlockPositions, sum + i * width_);
     for (int64_t i = 0; !finite() && i < numbers; i++) total[i] += sum[i];
   }
 
   // Scores of a row become weights; how many.
   int64_t weigh(int64_t m, int64_t first, int64_t skipped) {
-    float* scores = scores_.data() + m * kBlockPositions;
+    float* scores = s_.scores.data() + m * kBlockPositions;
     int64_t begin, end;
     path_part(m, first, begin, end);
     const int64_t dense = dense_in(m, first), filled = dense + end - begin, padded = padded_to_lanes(filled);
     for (int64_t i = begin; i < end; i++) {
       const size_t at = path_begin(m) + static_cast<size_t>(i);
-      scores[dense + i - begin] = node_scores_[static_cast<size_t>(m * nodes_ + a_.paths->nodes[at])];
+      scores[dense + i - begin] = s_.node_scores[static_cast<size_t>(m * nodes_ + a_.paths->nodes[at])];
     }
     scale_row(scores, a_.scale, padded);
     for (int64_t i = 0; a_.softcap > 0.0f && i < filled; i++) scores[i] = a_.softcap * std::tanh(scores[i] / a_.softcap);
@@ -159,8 +176,8 @@ class Item {
       if (text < low(m)) scores[dense + i - begin] = negative_infinity();
     }
     std::fill(scores + filled, scores + padded, negative_infinity());
-    const float decay = running_[static_cast<size_t>(m)].take(scores, padded);
-    if (decay != 1.0f) scale_row(acc_.data() + m * width_, decay, width_);
+    const float decay = s_.running[static_cast<size_t>(m)].take(scores, padded);
+    if (decay != 1.0f) scale_row(s_.acc.data() + m * width_, decay, width_);
     return filled;
   }
 
@@ -175,22 +192,22 @@ class Item {
     path_part(m, first, begin, end);
     if (begin == end) return;
     const int64_t dense = dense_in(m, first), cut = paired(m, first);
-    int64_t* offset = tail_offsets_.data();
-    if (cut < dense) *offset++ = offsets_[static_cast<size_t>(cut)];
+    int64_t* offset = s_.tail_offsets.data();
+    if (cut < dense) *offset++ = s_.offsets[static_cast<size_t>(cut)];
     for (int64_t i = begin; i < end; i++) {
       *offset++ = value_offset(a_.kv_len[b_] + a_.paths->nodes[path_begin(m) + static_cast<size_t>(i)]);
     }
-    kernel_.weighted(weights, kBlockPositions, 1, values_, tail_offsets_.data(), offset - tail_offsets_.data(),
+    kernel_.weighted(weights, kBlockPositions, 1, values_, s_.tail_offsets.data(), offset - s_.tail_offsets.data(),
                      a_.value_dim, sum, width_);
   }
 
   void finish(int64_t m) {
-    const OnlineSoftmax& r = running_[static_cast<size_t>(m)];
+    const OnlineSoftmax& r = s_.running[static_cast<size_t>(m)];
     float inverse = r.inverse();
     if (a_.sinks != nullptr && inverse != 0.0f) inverse /= 1.0f + std::exp(a_.sinks[head(m)] - r.log_sum());
-    scale_row(acc_.data() + m * width_, inverse, width_);
+    scale_row(s_.acc.data() + m * width_, inverse, width_);
     const int64_t at = flat_row(m) * a_.heads + head(m);
-    write_row(acc_.data() + m * width_, a_.out + at * a_.value_dim * bytes_of(a_.element), a_.element, a_.value_dim);
+    write_row(s_.acc.data() + m * width_, a_.out + at * a_.value_dim * bytes_of(a_.element), a_.element, a_.value_dim);
     if (a_.lse) a_.lse[(b_ * a_.heads + head(m)) * a_.rows + (begin_ + m) % a_.rows] = r.log_sum();
   }
 
@@ -198,10 +215,7 @@ class Item {
   const RowKernel& kernel_;
   int64_t b_, kv_head_, begin_, count_, size_, start_, prefix_, width_, nodes_ = 0;
   const char *keys_, *values_;
-  std::vector<char> packed_;
-  std::vector<float> acc_, fresh_, scores_, node_scores_, tails_;
-  std::vector<OnlineSoftmax> running_;
-  std::vector<int64_t> offsets_, tail_offsets_;
+  Scratch& s_;
 };
 
 }  // namespace

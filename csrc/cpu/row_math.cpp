@@ -39,11 +39,20 @@ GSD_INLINE void negative_log1p_lanes(const Floats& u, Floats& out) {
   choose(below_one, log_w * u / (w - 1.0f), u, out);
 }
 
-}  // namespace
-
-void widen_bfloat16(const uint16_t* from, float* to, int n) {
-  for (int i = 0; i < n; i++) to[i] = float_from_bits(static_cast<uint32_t>(from[i]) << 16);
+// As exp_lanes, of what is neither above 0 nor NaN: two thirds of its work, and half as long a chain.
+GSD_INLINE void exp_to_one(const Floats& x, Floats& out) {
+  Ints small;
+  sign_of(x + 87.0f, small);
+  const Floats shifted = x * 1.44269504088896341f + 12582912.0f, n = shifted - 12582912.0f;
+  const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f, square = r * r;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * square + (r * 8.3334519073e-3f + 4.1665795894e-2f);
+  p = p * square + (r * 1.6666665459e-1f + 5.0000001201e-1f);
+  p = p * square + (r + 1.0f);
+  out = (Floats)(~small & ((Ints)p + ((Ints)shifted << 23)));
 }
+
+}  // namespace
 
 void narrow_float64(const double* from, float* to, int n) {
   for (int i = 0; i < n; i++) to[i] = static_cast<float>(from[i]);
@@ -73,13 +82,16 @@ GSD_CLONES Extremes extremes(const float* x, int n) {
 GSD_CLONES Extremes scale_and_block_maxima(float* x, int padded, float by, float* block_max) {
   Extremes result{negative_infinity(), false};
   EightInts nan{};
+  const bool divides = by != 1.0f;  // which is most of this function's time
   for (int block = 0; block < padded / kBlock; block++) {
     Eight best = negative_infinity() - Eight{}, seen;
     for (int i = 0; i < kBlock; i += kEight) {
       load(x + block * kBlock + i, seen);
       nan |= seen != seen;
-      seen = seen / by;
-      store(seen, x + block * kBlock + i);
+      if (divides) {
+        seen = seen / by;
+        store(seen, x + block * kBlock + i);
+      }
       best = seen > best ? seen : best;
     }
     float top = negative_infinity();
@@ -107,7 +119,7 @@ GSD_CLONES double sum_exp(const float* x, int padded, float shift) {
     Floats sum{}, seen, e;
     for (int i = 0; i < kBlock; i += kLanes) {
       load(x + block + i, seen);
-      exp_lanes(seen - shift, e);
+      exp_to_one(seen - shift, e);
       sum += e;
     }
     for (int lane = 0; lane < kLanes; lane++) total += sum[lane];

@@ -18,7 +18,6 @@ struct Extremes {
   bool has_nan;
 };
 
-void widen_bfloat16(const uint16_t* from, float* to, int n);
 void narrow_float64(const double* from, float* to, int n);
 
 // Any n, no padding needed.
@@ -30,7 +29,7 @@ Extremes scale_and_block_maxima(float* x, int padded, float by, float* block_max
 // Everything below `floor` becomes −inf.
 void cut_below(float* x, int padded, float floor);
 
-// Σ exp(x − shift)
+// Σ exp(x − shift) of x ≤ shift
 double sum_exp(const float* x, int padded, float shift);
 
 // out = exp(x − shift)

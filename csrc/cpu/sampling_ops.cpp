@@ -71,7 +71,7 @@ class LogitRows {
         read_row({static_cast<const uint16_t*>(data_) + at, 0, Element::kFloat16}, 0, buffer, n);
         return buffer;
       case ScalarType::BFloat16:
-        widen_bfloat16(static_cast<const uint16_t*>(data_) + at, buffer, n);
+        read_row({static_cast<const uint16_t*>(data_) + at, 0, Element::kBfloat16}, 0, buffer, n);
         return buffer;
       default:
         narrow_float64(static_cast<const double*>(data_) + at, buffer, n);
@@ -106,18 +106,16 @@ int argmax_row(const LogitRows& logits, int64_t row) {
   constexpr int kPart = 1024;
   float buffer[kPart];
   float best = kNegInf;
-  int best_token = 0;
+  int best_begin = 0;
+  const auto part_of = [&](int begin) { return std::min(kPart, logits.vocab() - begin); };
   for (int begin = 0; begin < logits.vocab(); begin += kPart) {
-    const int n = std::min(kPart, logits.vocab() - begin);
-    const float* part = logits.read_part(row, begin, n, buffer);
-    const Extremes found = extremes(part, n);
+    const int n = part_of(begin);
+    const Extremes found = extremes(logits.read_part(row, begin, n, buffer), n);
     if (found.has_nan) return -1;
-    if (found.max > best) {
-      best = found.max;
-      best_token = begin + static_cast<int>(std::find(part, part + n, best) - part);
-    }
+    if (found.max > best) best = found.max, best_begin = begin;
   }
-  return best_token;
+  const float* part = logits.read_part(row, best_begin, part_of(best_begin), buffer);
+  return best_begin + static_cast<int>(std::find(part, part + part_of(best_begin), best) - part);
 }
 
 // Selection without sorting the vocabulary: a histogram over the leading bits of the logits finds the part of the row

@@ -124,6 +124,8 @@ class Sampler:
 
     def on(self, device: torch.device) -> Sampler:
         """The same draws on another device."""
+        if self.seed.device == device == self.sequence_ids.device:
+            return self
         return replace(self, seed=self.seed.to(device), sequence_ids=self.sequence_ids.to(device))
 
     def pick(self, logits: Tensor, positions: Tensor, at: At = EVERY) -> Tensor:

@@ -56,8 +56,9 @@ def decoder_rows(
             them, of every row (not on a GPU).
 
     Returns:
-        Logits [B, keep, V], float32, and by the CUDA operator rounded to the weights' dtype; what the output matrix
-        read, float32 [B, keep, hidden]; and what the layers of ``states`` read, float32 [len(states), B, R, hidden].
+        Logits [B, keep, V], float32, and by the compiled operators rounded to the weights' dtype; what the output
+        matrix read, float32 [B, keep, hidden]; and what the layers of ``states`` read, float32
+        [len(states), B, R, hidden].
     """
     arithmetic = Arithmetic(weights)
     x = arithmetic.embedded(token_ids)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..model import replay
@@ -100,10 +100,11 @@ class Told:
         """The step out of ``whole``, as it is in the host's memory."""
         figures = self.figures
         sizes = told_sizes(self.batch, self.width)
-        flags, counts, emitted, faults, behind = whole.split([*sizes, len(whole) - sum(sizes)])
-        done = flags.view(torch.bool)[: self.batch].tolist()
-        rows = emitted.view(self.batch, self.width).tolist()
-        tokens = [row[:count] for row, count in zip(rows, counts.tolist(), strict=True)]
-        if figures is not None and len(behind):
-            figures = figures.read_from(behind)
-        return Heard(done, tokens, faults.tolist(), {} if figures is None else figures.profiles())
+        size = sum(sizes)
+        numbers = iter(whole[:size].tolist())  # one call, where a tensor for each part would be ten
+        flags, counts, emitted, faults = (list(islice(numbers, part)) for part in sizes)
+        done = [bool(flags[i // 4] >> i % 4 * 8 & 255) for i in range(self.batch)]
+        tokens = [emitted[i * self.width : i * self.width + count] for i, count in enumerate(counts)]
+        if figures is not None and len(whole) > size:
+            figures = figures.read_from(whole[size:])
+        return Heard(done, tokens, faults, {} if figures is None else figures.profiles())

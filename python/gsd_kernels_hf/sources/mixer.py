@@ -82,6 +82,9 @@ class Mixer:
     def _take(self, sources: Sequence[DraftSource]) -> None:
         self.sources = tuple(sources)
         self.lookups = [source for source in self.sources if not source.forwards]
+        only = self.lookups[0] if len(self.lookups) == 1 else None
+        # Once a text: a protocol's check looks at every attribute, which is a part of a draft's time.
+        self.grower = only if only is not None and is_own(only) and isinstance(only, GrowsLevels) else None
 
     def leave(self, length: int) -> list[str]:
         """Leave out, until the next text, sources that do not reach behind ``length`` tokens; their names."""
@@ -196,13 +199,12 @@ class Mixer:
 
     def propose_rest(self, level: Level) -> MixedLevel | None:
         """This level and all behind it, merged, where one source alone is asked there and does them at once."""
-        if level.number < level.config.depth or len(self.lookups) != 1:
+        source, grower = self.lookups[0] if self.lookups else None, self.grower
+        if source is None or grower is None or level.number < level.config.depth:
             return None
-        source, reliability = self.lookups[0], self.weights[self.lookups[0].name].reliability
-        if not (is_own(source) and isinstance(source, GrowsLevels)):
-            return None
+        reliability = self.weights[source.name].reliability
         begin = self.tally.begin()
-        rest = source.propose_rest(level, None if reliability is None else reliability.log_ratio)
+        rest = grower.propose_rest(level, None if reliability is None else reliability.log_ratio)
         self.tally.end(source.name, begin)
         if rest is None:
             return None
