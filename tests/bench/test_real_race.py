@@ -25,7 +25,7 @@ from gsd_kernels_bench.generation.real.models import load_real
 from gsd_kernels_bench.generation.real.names import DRAFTER, DRAFTER_ALONE, HF, HF_LOOKUP, HISTORY, PLAIN
 from gsd_kernels_bench.generation.real.prompts import encoded, read_chats
 from gsd_kernels_bench.generation.real.report import RealReport
-from gsd_kernels_bench.generation.real.run import Settings, name_of
+from gsd_kernels_bench.generation.real.run import Settings
 from gsd_kernels_cli import demo
 from gsd_kernels_cli.demo.drafters import FOLDER
 
@@ -113,15 +113,6 @@ def test_a_drafter_alone_the_history_alone_and_both(settings, tmp_path):
         assert shown in page(tmp_path) and "drafter alone" in page(tmp_path)
 
 
-def test_the_command_prints_the_table_and_names_its_file(settings, tmp_path):
-    options = ["--model", settings.model, "--prompts", str(settings.prompts), "--dtype", "float32", "--new-tokens", "4"]
-    options += ["--ways", f"{HF},{PLAIN},{HISTORY}", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, ["real", *options], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    assert "| **gsd_kernels, history alone, no draft model** | 32 |" in result.output
-    assert (tmp_path / "real-float32-target-prompts.jsonl-part.json").is_file()
-
-
 def test_later_turns_go_on_with_the_first_ways_answer(settings, tmp_path):
     """Spec-Bench's format: every way is asked the same, and the turns of a question are one in its means."""
     questions = [
@@ -146,20 +137,9 @@ def test_later_turns_go_on_with_the_first_ways_answer(settings, tmp_path):
     assert len(report.runs) == 2 * 2 * 3
 
 
-def test_only_a_whole_run_of_its_own_model_and_prompts_is_the_readmes():
-    assert name_of(Settings()) == "real-bfloat16" and name_of(Settings(dtype=torch.float32)) == "real-float32"
-    for change in ({"model": "a/b"}, {"draft": "d"}, {"drafter": "d"}, {"ways": (HF,)}, {"limit": 1}):
-        assert name_of(dataclasses.replace(Settings(), **change)) not in ("real-bfloat16", "real-float32"), change
-
-
 def test_ways_that_are_none_are_refused(settings):
     with pytest.raises(ValueError, match=r"--ways: there is no 'fast'; expected one of transformers, .*gsd-history"):
         real_run.run(dataclasses.replace(settings, ways=("fast",)))
-
-
-def test_ways_that_this_model_has_not_are_refused(settings):
-    with pytest.raises(ValueError, match="--ways: 'gsd-draft' cannot take part with this model"):
-        real_run.run(dataclasses.replace(settings, ways=("gsd-draft",)))
 
 
 def stopping(monkeypatch, at, how):
@@ -194,23 +174,6 @@ def test_a_race_that_is_stopped_shows_the_prompts_so_far(settings, tmp_path, mon
     assert data["stopped"] and {run["prompt"] for run in data["runs"]} == {"p0"}
     assert data["busy"] is None or "do not trust" in data["busy"]
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_race_that_is_stopped_at_once_has_no_table(settings, monkeypatch):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    stopping(monkeypatch, 1, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        real_run.run(dataclasses.replace(settings, ways=(HF, HISTORY)))
-
-
-def test_slow_ways_sit_out_later_rounds():
-    report = RealReport(settings={}, environment={}, parameters=1, prompts={})
-    rates = {HF: 10.0, "openvino": 100.0, "llama-cpp": 61.0, "llama-cpp-lookup": 59.0, PLAIN: 1.0, HISTORY: 2.0}
-    report.summary = [{"way": way, "tokens_per_second": rate} for way, rate in rates.items()]
-    found = real_run._still([race.Competitor(way) for way in rates], report)
-    assert [way.name for way in found] == ["openvino", "llama-cpp", PLAIN, HISTORY]
 
 
 @pytest.fixture
@@ -255,16 +218,6 @@ def test_llama_cpps_server_answers_and_is_another_one_for_another_setting(binari
         server.close()
     with pytest.raises(RuntimeError, match="llama-server ended with exit status 1: error: no model"):
         engine.start(Place(tmp_path / "broken", "bfloat16", 1, 64)).open(Setting("plain"))
-
-
-def test_llama_cpps_file_is_linked_and_what_quantising_says_is_passed_on(binaries, tmp_path):
-    source = tmp_path / "own.gguf"
-    source.write_text("G")
-    LlamaServer(binaries, "", source).prepare(None, None, tmp_path / "a")
-    assert (tmp_path / "a/target/model.gguf").read_text() == "G"
-    with pytest.raises(RuntimeError, match="llama-quantize q4_0: cannot"):
-        LlamaServer(binaries, "q4_0", source).prepare(None, None, tmp_path / "b")
-    assert source.read_text() == "G"
 
 
 @pytest.mark.slow
