@@ -17,6 +17,8 @@ from gsd_kernels.ops.decoder_rows.weights import MATRICES
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 
+pytestmark = pytest.mark.quick
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 

@@ -44,10 +44,20 @@ NEWER = (
     *("mtp mimo", "JetSpec", "DSpark reduced", "DSpark recurrent", "DFlash 2", "p-eagle reduced"),
     "assistant ordered",
 )
+MANY = (
+    *("a model", "models", "eagle3 plain", "eagle3 before", "eagle3 layers", "p-eagle norms", "dflash reduced"),
+    *("DSpark gated", "DSpark confident", "mtp mimo", "mtp mellum", "mtp exaone", "assistant ordered"),
+    *("text, sentencepiece to byte-level", "falcon-h1, a model", "kimi, a model", "qwen3.5, dflash", "lfm2, heads"),
+)
+"""Sources that are like others."""
 FAST = ("every", "history", "eagle3 reduced", "DSpark", "mtp glm", "assistant", "text, of another text")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in ROWS])
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name in FAST else [pytest.mark.slow, *([pytest.mark.many] if name in MANY else [])]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in ROWS])
 def test_text_is_the_targets_own(name, tmp_path):
     """Batches with padding that end early, greedy and by seed, alone and beside the history; processors in turn."""
     row, number, accepted, rejected, tokens = ROWS[name], list(ROWS).index(name), 0, 0, set()

@@ -165,7 +165,7 @@ def exhaustive(target, ids):
     return best, forwards
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.many)])
 def test_search_tries_few_sets_and_is_as_good_as_trying_all(dtype, monkeypatch):
     target = tiny(num_hidden_layers=6, dtype=dtype)
     for layer in target.model.layers[1:5]:
