@@ -168,7 +168,7 @@ REHEARSED = [
     "packed",
     "pair",
     "auto",
-    pytest.param("kernels", marks=pytest.mark.slow),
+    pytest.param("kernels", marks=[pytest.mark.slow, pytest.mark.many]),
 ]
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 
@@ -81,22 +79,6 @@ SPEC_BENCH = [
     {"question_id": 82, "category": "coding", "turns": ["Code."], "reference": ["x"]},
     {"question_id": 161, "category": "translation", "turns": ["Translate."]},
 ]
-SPEED_BENCH = [
-    {
-        **{"question_id": "a1", "category": "coding", "sub_category": "humaneval", "turns": ["Code."], "source": "s"},
-        **{"src_id": "1", "difficulty": None, "multiturn": False},
-    },
-    {
-        **{"question_id": "b2", "category": "low_entropy", "sub_category": "x", "turns": ["Sort.", "On."]},
-        **{"source": "s", "src_id": "2", "difficulty": "hard", "multiturn": True},
-    },
-]
-
-
-def check_speed_bench(file):
-    chats, tuning = read_chats(file)
-    assert [(chat.name, chat.kind) for chat in chats] == [("a1", "coding"), ("b2", "low_entropy")]
-    assert chats[1].turns == ("On.",) and tuning == chats
 
 
 def test_the_questions_of_spec_bench(tmp_path):
@@ -115,21 +97,6 @@ def test_the_questions_of_spec_bench(tmp_path):
         ("user", "Write."), ("assistant", "Once."), ("user", "Again."),
     ]  # fmt: skip
     assert second.answered("Twice.") is None and chats[1].answered("x") is None
-
-
-def test_the_files_of_speed_bench(tmp_path, monkeypatch):
-    """By a stand-in for the library that reads them, and without any."""
-    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SPEED_BENCH))
-    check_speed_bench(tmp_path / "test.jsonl")
-    file = tmp_path / "test.parquet"
-    file.write_bytes(b"PAR1")
-    table = SimpleNamespace(to_pylist=lambda: SPEED_BENCH)
-    parquet = SimpleNamespace(read_table=lambda place: table)
-    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
-    check_speed_bench(file)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match="--prompts: a parquet file is read by pyarrow: pip install pyarrow"):
-        read_chats(file)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from gsd_kernels.ops.row_linear import row_linear
 
 pytestmark = pytest.mark.quick
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.many))
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 

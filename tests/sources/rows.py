@@ -138,8 +138,12 @@ def of_hybrid(family: str, options: Callable[[Any], dict[str, Any]], forwards: b
 
 def of_text(pair: str) -> Row:
     """A draft of a tokenizer that shares few tokens with the target's."""
-    target, draft, both = test_retokenised.models_of(pair, 0.04)
-    return Row(lambda: target, lambda _: models(draft) | both, lambda _: test_retokenised.encoded(both["tokenizer"]))
+    made = functools.partial(test_retokenised.models_of, pair, 0.04)
+    return Row(
+        lambda: made()[0],
+        lambda _: models(made()[1]) | made()[2],
+        lambda _: test_retokenised.encoded(made()[2]["tokenizer"]),
+    )
 
 
 def corpus(folder: Path) -> dict[str, Any]:
@@ -163,9 +167,11 @@ def fitted(target: Any, kind: str) -> dict[str, Any]:
 
 def translated() -> Row:
     """A draft of a tokenizer that shares most tokens with the target's."""
-    target, vocab = test_translated.target_of, test_translated.VOCAB
-    given = models(test_translated.draft_of()) | test_translated.BOTH
-    return Row(target, lambda _: given, lambda seed: prompts(3, 13, seed=seed, vocab=vocab))
+    return Row(
+        test_translated.target_of,
+        lambda _: models(test_translated.draft_of()) | test_translated.BOTH,
+        lambda seed: prompts(3, 13, seed=seed, vocab=test_translated.VOCAB),
+    )
 
 
 ROWS = {

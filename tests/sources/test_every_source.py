@@ -138,13 +138,7 @@ def test_a_chats_next_turn_drafts_as_a_new_call_does(name, tmp_path):
     """What was reused of the prompt has its entries and states; plain steps in between are made up for."""
     row, drafts = ROWS[name], []
     target, first, more = row.target(), row.inputs(0)["input_ids"][2:], row.inputs(8)["input_ids"][:1, -6:]
-    options = {
-        "max_new_tokens": 24,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        "do_sample": False,
-        "attention_mask": None,
-    }
+    options = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
     keep = lambda v: drafts.append((v.rows.token_ids + 0, v.rows.scores + 0))  # noqa: E731
     with gsd.patch(target, **row.options(tmp_path), graph_config=TREE, observer=keep):
         turn, found = torch.cat([target.generate(first, **options), more], 1), []
