@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from gsd_kernels import backends
@@ -20,7 +19,6 @@ from gsd_kernels_bench.gpu.stages import Call, stage_named
 from gsd_kernels_bench.gpu.work import Work, perform
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
 
 
 def record(folder: Path, name: str) -> dict:

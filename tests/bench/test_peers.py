@@ -93,35 +93,6 @@ def test_unknown_names_are_refused_before_anything_is_loaded(monkeypatch):
         generate.run(settings("hf-greedy", "openvino-fast"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ir_computes_what_the_model_does(dtype, tmp_path):
-    ov = pytest.importorskip("openvino")
-    from gsd_kernels_bench.generation.peers.ir import FILE, write_ir
-
-    pair = load_pair("tiny", device=CPU, dtype=dtype, prompts=1)
-    model = copy.deepcopy(pair.target)
-    model.model.layers[1].mlp.down_proj.weight.data.zero_()
-    write_ir(model, tmp_path)
-    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    request = ov.Core().compile_model(tmp_path / FILE, "CPU", exact).create_infer_request()
-    ids = pair.prompts[0].input_ids
-    with torch.no_grad():
-        expected = model.float()(ids).logits
-    found = []
-    for begin, end in ((0, 20), (20, 24)):  # the second with the first in the state
-        positions = torch.arange(begin, end)[None]
-        request.infer(
-            {
-                "input_ids": ids[:, begin:end].numpy(),
-                "attention_mask": torch.ones(1, end, dtype=torch.long).numpy(),
-                "position_ids": positions.numpy(),
-                "beam_idx": torch.zeros(1, dtype=torch.int32).numpy(),
-            }
-        )
-        found.append(torch.from_numpy(request.get_tensor("logits").data.copy()))
-    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-4, rtol=1e-4)
-
-
 def test_gguf_holds_the_weights_to_the_bit(tmp_path):
     gguf = pytest.importorskip("gguf")
     from gsd_kernels_bench.generation.peers.gguf_file import FILE, write_gguf

@@ -40,10 +40,6 @@ TEXT = {"max_new_tokens": 20, "eos_token_id": [2, 5], "pad_token_id": 0}
 CAPTURED = TREE.replace(merge_context=0)
 READERS = ("eagle3 norms", "p-eagle norms", "dflash window", "mtp deepseek", "assistant")
 """Sources that read the target's states, one of each kind."""
-NEWER = (
-    *("mtp mimo", "JetSpec", "DSpark reduced", "DSpark recurrent", "DFlash 2", "p-eagle reduced"),
-    "assistant ordered",
-)
 MANY = (
     *("a model", "models", "eagle3 plain", "eagle3 before", "eagle3 layers", "p-eagle norms", "dflash reduced"),
     *("DSpark gated", "DSpark confident", "mtp mimo", "mtp mellum", "mtp exaone", "assistant ordered"),
@@ -137,14 +133,17 @@ def test_drafts_do_not_depend_on_padding_or_pieces(name, tmp_path):
 def test_a_chats_next_turn_drafts_as_a_new_call_does(name, tmp_path):
     """What was reused of the prompt has its entries and states; plain steps in between are made up for."""
     row, drafts = ROWS[name], []
-    target, first, more = row.target(), row.inputs(0)["input_ids"][2:], row.inputs(8)["input_ids"][:1, -6:]
+    target, first, more = row.target(), row.inputs(0)["input_ids"][:1], row.inputs(8)["input_ids"][:1, -6:]
     options = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
     keep = lambda v: drafts.append((v.rows.token_ids + 0, v.rows.scores + 0))  # noqa: E731
-    with gsd.patch(target, **row.options(tmp_path), graph_config=TREE, observer=keep):
-        turn, found = torch.cat([target.generate(first, **options), more], 1), []
+    with gsd.patch(target, **row.options(tmp_path), graph_config=TREE, observer=keep) as handle:
+        first = target.generate(first, attention_mask=torch.ones_like(first), **options)
+        turn, found = torch.cat([first, more], 1), []
         for reuse in (True, False):
             drafts.clear()
             text = target.generate(turn, attention_mask=torch.ones_like(turn), reuse_prefix=reuse, **options)
+            (session,) = handle.engines.idle.sessions
+            assert (session.target.reused > 0) == reuse
             found.append((text, list(drafts)))
     assert torch.equal(found[0][0], found[1][0])
     for reused, anew in zip(found[0][1], found[1][1], strict=True):
