@@ -52,23 +52,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Where triton is interpreted, the interpreter's cases run and no others; elsewhere all but these.
 
     What is long begins, so that no process waits for another's last test, nor makes a fixture that another has. What is
-    one of many runs where ``CI`` is set, or something is asked for by name.
+    one of many, as two of three interpreted cases of a test are, runs where ``CI`` is set or something is asked for by
+    name.
     """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     mark_what_is_slow(items)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     every = bool(os.environ.get("CI")) or any("::" in name for name in config.args)
-    others = [
-        item
-        for item in items
-        if (item.get_closest_marker("interpreter") is not None) != interpreted
-        or (not every and item.get_closest_marker("many") is not None)
-    ]
-    if interpreted and not every:
-        others += [item for number, item in enumerate(i for i in items if i not in set(others)) if number % 3]
-    if others:
+    cases: Counter[str] = Counter()
+
+    def stays(item: pytest.Item) -> bool:
+        if (item.get_closest_marker("interpreter") is not None) != interpreted:
+            return False
+        test = item.nodeid.partition("[")[0]
+        cases[test] += 1
+        return every or not (item.get_closest_marker("many") or (interpreted and cases[test] % 3 != 1))
+
+    kept = {item: stays(item) for item in items}
+    if others := [item for item, stay in kept.items() if not stay]:
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        items[:] = [item for item, stay in kept.items() if stay]
 
 
 def pytest_collection_finish() -> None:
