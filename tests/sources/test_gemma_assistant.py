@@ -73,6 +73,7 @@ class Before:
 
 
 @functools.cache
+@torch.enable_grad()  # whoever asks first
 def assistant_of(ordered: bool = False) -> Gemma4Assistant:
     """Fitted to the target's own text: two levels, the second one reading the first one's vectors."""
     target, module = target_of(), Gemma4Assistant(random_assistant(ordered=ordered))
