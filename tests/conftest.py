@@ -33,31 +33,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     interpreted.prepare_once_a_launch()
 
-WHOLE = ("ops", "backends", "report")  # folders of cheap cases
-# Files that say it of each case.
-CHOSEN = (
-    "test_greedy_exactness.py",
-    "test_fuzz.py",
-    "test_step_trace.py",
-    "test_lockstep.py",
-    "test_grammars.py",
-    "test_changes.py",
-    "test_last_state.py",
-)
-
-# Files of long tests or of fixtures that take long: a run begins with them, so that no process waits for another's last
-# test, nor makes a fixture that another has.
-LONG = (
-    *("test_tensor_parallel.py", "test_triton_interpreter.py", "test_triton_compile.py", "test_attention_block.py"),
-    *("test_block_code.py", "test_cuda_build.py", "test_serve.py"),
-)
-
 
 def mark_what_is_slow(items: list[pytest.Item]) -> None:
     """Of tests with many cases of whole generations, all cases but the first are slow together."""
     seen: set[str] = set()
     for item in items:
-        if item.path.parent.name in WHOLE or item.path.name in CHOSEN or item.get_closest_marker("slow") is not None:
+        if any(item.get_closest_marker(name) is not None for name in ("quick", "slow")):
             continue
         test = item.nodeid.partition("[")[0]
         if test in seen:
@@ -68,14 +49,29 @@ def mark_what_is_slow(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where triton is interpreted, the interpreter's cases run and no others; elsewhere all but these."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+    """Where triton is interpreted, the interpreter's cases run and no others; elsewhere all but these.
+
+    What is long begins, so that no process waits for another's last test, nor makes a fixture that another has. What is
+    one of many, as two of three interpreted cases of a test are, runs where ``CI`` is set or something is asked for by
+    name.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     mark_what_is_slow(items)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    others = [item for item in items if (item.get_closest_marker("interpreter") is not None) != interpreted]
-    if others:
+    every = bool(os.environ.get("CI")) or any("::" in name for name in config.args)
+    cases: Counter[str] = Counter()
+
+    def stays(item: pytest.Item) -> bool:
+        if (item.get_closest_marker("interpreter") is not None) != interpreted:
+            return False
+        test = item.nodeid.partition("[")[0]
+        cases[test] += 1
+        return every or not (item.get_closest_marker("many") or (interpreted and cases[test] % 3 != 1))
+
+    kept = {item: stays(item) for item in items}
+    if others := [item for item, stay in kept.items() if not stay]:
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        items[:] = [item for item, stay in kept.items() if stay]
 
 
 def pytest_collection_finish() -> None:

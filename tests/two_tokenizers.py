@@ -117,6 +117,7 @@ def sentencepiece(size: int = 460, text: str = TEXT) -> PreTrainedTokenizerFast:
 
 
 @functools.cache
+@torch.enable_grad()  # whoever asks first
 def learned(tokenizer: PreTrainedTokenizerFast, *, steps: int = 120, seed: int = 0, text: str = TEXT):
     """A small model that has learned a text by heart, but for what it was too small or too short for; float64."""
     torch.manual_seed(seed)

@@ -12,9 +12,9 @@ import torch
 
 from gsd_kernels.environment import switched
 from gsd_kernels.ops.decoder_rows.cuda import GROUP
-from gsd_kernels_hf.model.rows_proof import MOST_ROWS
+from gsd_kernels_hf.model.rows_proof import MOST_ROWS, apart
 
-from .right import SHAPES, Case, Subject
+from .right import SHAPES, Case, Subject, none_apart
 from .work import Work
 
 ROWS = (33, 64, 100, 128, 200, 256)

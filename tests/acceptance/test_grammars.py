@@ -11,6 +11,8 @@ from transformers import LogitsProcessorList
 
 import gsd_kernels as gsd
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(autouse=True)
 def uncompiled():

@@ -15,6 +15,8 @@ from transformers.generation import logits_process
 import gsd_kernels as gsd
 from gsd_kernels_hf.acceptance.sampling import is_row_wise
 
+pytestmark = pytest.mark.quick
+
 VOCAB, LENGTH, NEW = 32, 9, 14
 GRAPH = gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=24, history_depth=2)
 

@@ -17,6 +17,8 @@ HEADER = ROOT / "csrc/algorithms/attention_tiles.h"
 BANK_CONFLICT = 5
 
 pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.long,
     pytest.mark.slow,
     pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
     pytest.mark.skipif(not SOURCE.exists() or not HEADER.exists(), reason="not a source checkout"),

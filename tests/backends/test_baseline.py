@@ -42,6 +42,7 @@ sys.exit(pytest.main([*options, *sys.argv[1:]]))
 """
 
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}"),
     pytest.mark.skipif(os.uname().machine != "x86_64", reason="not an x86-64 machine"),
 ]
@@ -161,7 +162,7 @@ def test_what_runs_before_a_level_is_chosen_needs_the_baseline_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processor", ["Haswell", "EPYC-Rome"])
+@pytest.mark.parametrize("processor", ["Haswell", pytest.param("EPYC-Rome", marks=pytest.mark.many)])
 def test_a_processor_without_avx_512_writes_exact_texts(processor):
     missing = no_emulator()
     if missing is not None:

@@ -19,6 +19,8 @@ from gsd_kernels.ops.sampling import reference
 HEADERS = [p for p in sorted((ROOT / "csrc/algorithms").glob("*.h")) if "group.sync(" in p.read_text()]
 
 pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.long,
     pytest.mark.slow,
     pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
     pytest.mark.skipif(not SOURCE.exists() or not HEADERS, reason="not a source checkout"),

@@ -27,7 +27,7 @@ from gsd_kernels.ops.table import all_ops
 CPU = torch.device("cpu")
 TABLE = all_ops()
 OPS = sorted(TABLE)
-pytestmark = backend_param("cpu").marks
+pytestmark = [pytest.mark.quick, *backend_param("cpu").marks]
 
 
 def state_tensors() -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:

@@ -12,6 +12,8 @@ from gsd_kernels import backends
 from gsd_kernels.ops.dag_attention import cuda, reference
 from gsd_kernels.ops.table import OPS
 
+pytestmark = pytest.mark.quick
+
 HALF = torch.float16
 GPU = torch.device("cuda")
 ATTENTION, CALIBRATE = OPS["dag_attention"], OPS["calibrate_candidates"]

@@ -16,7 +16,7 @@ from block_code.programs import SOURCE, build_all
 from shared import once
 
 ROOT = Path(__file__).parents[2]
-ARCHS = ("8.0", "9.0a", "10.0")
+ARCHS = ("8.0", "9.0a", "10.0") if os.environ.get("CI") else ("8.0", "9.0a")
 KERNELS = (
     *("merge_kernel", "flatten_kernel", "verify_kernel", "pick_kernel", "commit_kernel", "advance_kernel"),
     *("ngram_insert_kernel", "ngram_lookup_kernel", "perturb_kernel", "mix_kernel"),
@@ -53,6 +53,8 @@ def find_nvcc() -> str | None:
 
 
 pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.long,
     pytest.mark.slow,
     pytest.mark.skipif(find_nvcc() is None, reason="no nvcc (CUDACXX, CUDA_HOME, PATH) or no checkout"),
 ]

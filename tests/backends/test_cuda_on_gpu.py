@@ -18,6 +18,7 @@ from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.dag_attention.cuda import DTYPES
 
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
 ]

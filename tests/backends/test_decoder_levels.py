@@ -26,7 +26,7 @@ from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.runner import RowModel
 
 MISSING = unavailable_reason("cpu", torch.device("cpu"))
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
+pytestmark = [pytest.mark.quick, pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

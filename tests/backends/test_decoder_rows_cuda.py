@@ -26,6 +26,8 @@ from gsd_kernels.ops.decoder_rows import DecoderWeights, cuda, decoder_rows
 from gsd_kernels.ops.decoder_rows.weights import MATRICES
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
 
+pytestmark = pytest.mark.quick
+
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
 DTYPES = (HALF, BFLOAT16)
 SIZES = {

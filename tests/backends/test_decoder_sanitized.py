@@ -26,6 +26,7 @@ UNITS = (
 )
 
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.slow,
     pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
     pytest.mark.skipif(not SOURCE.exists() or not (ROOT / "csrc/cpu").exists(), reason="not a source checkout"),

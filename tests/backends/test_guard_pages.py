@@ -27,7 +27,7 @@ from torch import Tensor
 import gsd_kernels as gsd
 from gsd_kernels.ops.sampling import warped_log_probs
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [pytest.mark.quick, pytest.mark.interpreter]
 LIMIT = 300.0  # seconds of a child
 
 

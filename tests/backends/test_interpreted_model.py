@@ -8,7 +8,7 @@ import torch
 
 import gsd_kernels as gsd
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [pytest.mark.quick, pytest.mark.interpreter]
 CONFIG = gsd.GraphConfig(depth=2, width=2, branch=2, max_rows=6, merge_context=0)
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 5}
 

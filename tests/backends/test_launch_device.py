@@ -23,7 +23,7 @@ from gsd_kernels.ops.sampling.triton import TICKETS, Tickets
 
 SECOND = torch.device("cuda", 1)
 CALLS = operator_calls()
-pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # commit_kv compares them
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")]
 
 
 @pytest.fixture

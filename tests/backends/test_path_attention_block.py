@@ -18,6 +18,7 @@ HEADER = ROOT / "csrc/algorithms/path_attention.h"
 TILES = ROOT / "csrc/algorithms/attention_tiles.h"
 
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.slow,
     pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
     pytest.mark.skipif(not SOURCE.exists() or not HEADER.exists(), reason="not a source checkout"),

@@ -18,6 +18,7 @@ HEADERS = {name: ROOT / f"csrc/algorithms/{name}.h" for name in ("rows", "rows_p
 BANK_CONFLICT = 5
 
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.slow,
     pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
     pytest.mark.skipif(not SOURCE.exists(), reason="not a source checkout"),

@@ -23,6 +23,7 @@ sys.exit(pytest.main([sys.argv[2], "-o", "addopts=", "-p", "no:cacheprovider", "
 """
 
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.slow,
     pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
     pytest.mark.skipif(not SOURCE.exists(), reason="not a source checkout"),

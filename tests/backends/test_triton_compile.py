@@ -16,6 +16,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from gsd_kernels.attention_config import attention_config, load_table
 from gsd_kernels_cli import kernel_report
 
+pytestmark = [pytest.mark.quick, pytest.mark.long]
+
 KERNELS = {
     *("split", "combine", "merge", "flatten", "verify", "cut", "score", "log_probs", "commit", "write"),
     *("insert", "lookup", "mix", "perturb"),

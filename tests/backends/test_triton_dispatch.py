@@ -11,7 +11,7 @@ from ops.contracts.ngram import Memory, contents, remembered, two_sources
 import gsd_kernels as gsd
 from gsd_kernels.ops.table import OPS
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [pytest.mark.quick, pytest.mark.interpreter]
 
 CONFIG = gsd.GraphConfig(depth=3, width=3, branch=2, max_rows=12, merge_context=0)
 OPCHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")

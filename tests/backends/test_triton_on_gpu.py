@@ -23,6 +23,7 @@ from gsd_kernels.backends import unavailable_reason
 DEVICE = "cuda"
 REASON = "no CUDA GPU" if not torch.cuda.is_available() else unavailable_reason("triton", torch.device(DEVICE))
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.gpu,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET is set"),

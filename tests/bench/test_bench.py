@@ -13,7 +13,7 @@ import torch
 from commands import bench
 from typer.testing import CliRunner
 
-from gsd_kernels_bench.cli import BENCHMARKS, DOCUMENTS, app
+from gsd_kernels_bench.cli import BENCHMARKS, DOCUMENTS
 from gsd_kernels_bench.generation import generate
 from gsd_kernels_bench.generation.competitors import DEFAULT, competitors
 from gsd_kernels_bench.generation.pairs import load_pair
@@ -23,7 +23,6 @@ from gsd_kernels_bench.lib.report import Report, Row
 from gsd_kernels_bench.lib.runner import Contestant, Entry, Settings, run
 from gsd_kernels_bench.lib.timing import Timing, time_call
 from gsd_kernels_bench.readme import BLOCKS
-from gsd_kernels_cli import comparison
 
 CPU = torch.device("cpu")
 CASES = {case.NAME: case for case in (attention, merge, sample, commit)}
@@ -48,17 +47,6 @@ def test_it_is_a_command_of_the_package():
     assert asked.exit_code == 0 and "bench attention [OPTIONS]" in asked.output
     refused = CliRunner().invoke(shell, ["bench", "merge", "--quick", "--rows", "5"])
     assert refused.exit_code == 2 and "error: --rows: merge has graphs for 16" in refused.stderr
-
-
-@pytest.mark.parametrize(("name", "tokens"), [("hf-assisted-5", 5), ("hf-assisted-dynamic", None)])
-def test_assisted_competitors_are_of_their_setting(name, tokens, monkeypatch):
-    given = []
-    monkeypatch.setattr(
-        comparison, "assisted", lambda target, draft, number, **options: given.append((number, options))
-    )
-    pair = load_pair("tiny", device=CPU, dtype=torch.float32, prompts=1)
-    competitors(pair, [name], temperature=0.7)
-    assert given == [(tokens, {"do_sample": True, "temperature": 0.7, "top_k": 0})]
 
 
 def test_the_command_line_needs_no_torch():
@@ -87,25 +75,6 @@ def test_kernel_cases_write_their_files(name, tmp_path):
     present = {row.contestant for row in report.measured()}
     assert {"cpu", "reference"} <= present
     assert "triton" in report.missing()
-
-
-def test_attention_names_every_peer(tmp_path):
-    bench("attention", "--quick", "--device", "cpu", "--shape", "tiny", "--rows", "4", "--out", str(tmp_path))
-    report = Report.read(tmp_path / "attention-quick.json")
-    named = {row.contestant for row in report.rows if row.peer}
-    assert named == {"sdpa_mask", "flex_attention", "flash_attn", "flashinfer"}
-    assert "sdpa_mask" not in report.missing()
-
-
-@pytest.mark.slow
-def test_compare_and_backend(tmp_path):
-    options = ["merge", "--quick", "--device", "cpu", "--rows", "16", "--backend", "cpu", "--out", str(tmp_path)]
-    bench(*options)
-    output = bench(*options, "--compare", str(tmp_path / "merge-quick.json"), "--name", "again")
-    assert "above 1 is faster now" in output
-    assert re.search(r"^\d+\.\d\d  flatten, token graph, rows 16: cpu$", output, re.MULTILINE)
-    rows = Report.read(tmp_path / "again.json").rows
-    assert {row.contestant for row in rows if not row.peer} == {"cpu"}
 
 
 def test_rows_are_measured_beside_the_modules(tmp_path):
@@ -244,35 +213,6 @@ def test_generate_races_everyone(raced):
     assert "| auto |" in report.table()
 
 
-@pytest.mark.slow
-def test_generate_races_ones_own_model_and_prompts(tmp_path):
-    from models import tiny
-    from transformers import AutoTokenizer
-
-    from gsd_kernels_cli import demo
-
-    tokenizer = AutoTokenizer.from_pretrained(demo.path() / "target")
-    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(tmp_path / "own")
-    tokenizer.save_pretrained(tmp_path / "own")
-    (tmp_path / "asked.txt").write_text("def first(n):\n\nfor x in range(3):\n")
-    command = ["generate", "--model", str(tmp_path / "own"), "--prompt-file", str(tmp_path / "asked.txt")]
-    command += ["--device", "cpu", "--new-tokens", "6", "--quick", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    data = json.loads((tmp_path / "generate-own-float32-quick.json").read_text())
-    assert data["prompts"] == ["prompt-1", "prompt-2"] and data["settings"]["pair"] == "own"
-    assert {data["missing"][name] for name in ("chain", "graph", "hf-assisted-3")} == {"no draft model was given"}
-    raced = [row["competitor"] for row in data["summary"]]
-    assert {"hf-greedy", "hf-prompt-lookup", "plain", "history", "auto"} <= set(raced)
-    assert all(run_["same"] for run_ in data["runs"] if run_["competitor"] != "hf-greedy")
-    drafted = CliRunner().invoke(app, [*command, "--draft", str(tmp_path / "own"), "--competitors", "plain,graph"])
-    assert drafted.exit_code == 0, drafted.output
-    with pytest.raises(ValueError, match="--draft, --prompt-file: need --model"):
-        CliRunner().invoke(app, ["generate", "--draft", "owner/x", "--device", "cpu"], catch_exceptions=False)
-    with pytest.raises(ValueError, match="--peers: not raced over --model"):
-        CliRunner().invoke(app, [*command, "--peers"], catch_exceptions=False)
-
-
 def test_floors_of_an_inflated_run(raced):
     _, report = raced
     rates = {"hf-greedy": 1.0, "hf-assisted-3": 3.0, "hf-assisted-5": 2.0, "auto": 4.0}
@@ -283,64 +223,6 @@ def test_floors_of_an_inflated_run(raced):
 
     assert floors(torch.float32) == [("hf-assisted-3", 1.03)]
     assert floors(torch.bfloat16) == [("hf-assisted-3", 1.10), ("hf-greedy", 2.0)]
-
-
-def test_sampled_texts_of_ours_are_equal():
-    names = ("plain", "chain", "graph")
-    settings = generate.Settings(
-        CPU,
-        torch.float64,
-        pair="tiny",
-        target_shape="none",
-        prompts=1,
-        new_tokens=8,
-        temperature=0.8,
-        competitors=names,
-    )
-    report = generate.run(settings)
-    assert [run_["same"] for run_ in report.runs] == [None, True, True]
-
-
-def test_competitors():
-    pair = load_pair("tiny", device=CPU, dtype=torch.float32, prompts=1, texts=["code", "copy", "table"])
-    assert [prompt.kind for prompt in pair.prompts] == ["code", "copy", "table"]
-    with pytest.raises(ValueError, match="'fast' is none of"):
-        competitors(pair, ["fast"])
-    assert [c.name for c in competitors(pair, ["plain", "plain"])] == ["plain"]
-    with pytest.raises(ValueError, match="pair: 'big'"):
-        load_pair("big", device=CPU, dtype=torch.float32)
-
-
-def test_readme(raced, tmp_path):
-    folder, _ = raced
-    results, readme_file = tmp_path / "results", tmp_path / "README.md"
-    results.mkdir()
-    options = ["--readme", str(readme_file), "--results", str(results)]
-    readme_file.write_text(
-        "a\nb\n<!-- bench:kernels -->\nold\n<!-- /bench:kernels -->\n"
-        "<!-- bench:headline -->\n<!-- /bench:headline -->\n"
-    )
-    bench("readme", *options)
-    assert readme_file.read_text().count("Not measured yet: `gsd-kernels bench generate`.") == 1
-    data = json.loads((folder / "generate.json").read_text())
-    data["settings"]["quick"] = False
-    (results / "generate-none-float32.json").write_text(json.dumps(data))
-    report = run(merge, Settings(CPU, torch.float32, rows=(16,), seconds=0.0))
-    report.write(results, "merge")
-    bench("readme", *options, "--check", code=1)
-    bench("readme", *options)
-    text = readme_file.read_text()
-    assert "flatten: token graph, rows 16" in text
-    assert "old" not in text
-    rates = {row["competitor"]: row["tokens_per_second"] for row in data["summary"]}
-    best = max((name for name in rates if name.startswith("hf-")), key=rates.get)
-    plain = f"{rates['plain']:.1f}" if "plain" in rates else "–"
-    assert f"{rates[best]:.1f} ({best.removeprefix('hf-')}) | – | {plain} | {rates['auto']:.1f} |" in text
-    assert data["environment"]["date"] in text and "No whole race has been run on a GPU yet" in text
-    assert text.startswith("a\nb\n")
-    bench("readme", *options, "--check")
-    readme_file.write_text("<!-- bench:headline -->\n")
-    bench("readme", *options, code=1)
 
 
 def test_readme_of_this_repository_is_up_to_date():

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from gsd_kernels_bench.cli import app
@@ -21,7 +18,6 @@ from gsd_kernels_bench.gpu import stages
 from gsd_kernels_bench.gpu.stages import STAGES, Call, Stage, stage_named
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
 NAMES = [stage.name for stage in STAGES]
 
 
@@ -76,16 +72,6 @@ def test_the_runner_needs_the_standard_library_only():
     found = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
     found |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in found} <= sys.stdlib_module_names
-
-
-def test_the_script_lists_its_stages_by_itself(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-S", ROOT / "bench" / "gpu" / "stages.py", "--list", "--out", tmp_path],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert [line.split()[0] for line in done.stdout.splitlines()] == NAMES
 
 
 def test_a_machine_for_ten_minutes_is_documented():
@@ -148,29 +134,6 @@ def test_nothing_is_begun_beyond_the_budget(tmp_path, processes, monkeypatch):
     assert [seconds for _, seconds in processes.ran] == [140.0, 45.0, 80.0], "the limit, or what is left"
 
 
-def test_all_that_decides_is_begun_though_every_stage_takes_its_limit(tmp_path, processes, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(stages.time, "monotonic", lambda: clock[0])
-    execute = stages.execute
-
-    def slowest(command, environment, output, seconds):
-        clock[0] += seconds
-        return execute(command, environment, output, seconds)
-
-    monkeypatch.setattr(stages, "execute", slowest)
-    bench("--out", tmp_path, "--budget", str(stages.TEN_MINUTES))
-    assert processes.names() == NAMES[:7]
-    assert [seconds for _, seconds in processes.ran] == [stage.limit for stage in STAGES[:7]]
-
-
-def test_the_log_is_one_and_a_record_has_its_stages_part(tmp_path, processes):
-    processes.fails |= {"right", "rows"}
-    bench("--out", tmp_path, "--only", "right", "--only", "gemm", "--only", "rows", code=1)
-    assert (tmp_path / "stages.log").read_text() == "it broke\n" * 2
-    assert record(tmp_path, "right")["output"] == record(tmp_path, "rows")["output"] == "it broke\n"
-    assert record(tmp_path, "gemm")["output"] == ""
-
-
 def test_failures_are_recorded_and_others_go_on(tmp_path, processes):
     processes.fails |= {"gemm"}
     bench("--out", tmp_path, "--only", "tests", "--only", "gemm", code=1)
@@ -198,14 +161,6 @@ def test_the_ops_are_built_on_every_new_machine(tmp_path, processes, monkeypatch
     )
 
 
-@pytest.mark.parametrize(("says", "archs"), [("9.0\n9.0\n", "9.0"), ("8.0\n9.0\n", "8.0;9.0"), ("no devices", "9.0")])
-def test_only_this_machines_architecture_is_built(says, archs, monkeypatch):
-    monkeypatch.delenv("GSD_KERNELS_CUDA_ARCHS", raising=False)
-    done = subprocess.CompletedProcess([], 0, stdout=says)
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: done)
-    assert stages.build_command()[1]["GSD_KERNELS_CUDA_ARCHS"] == archs
-
-
 def test_a_record_names_no_folder_of_the_machine(tmp_path):
     text = (
         "[1/2] g++ -L/opt/x/torch/lib a/b.cu.o -o /srv/gsd/build/_cuda.so\n/usr/bin/ninja: https://a.org/b/c 3 tokens/s"
@@ -214,12 +169,6 @@ def test_a_record_names_no_folder_of_the_machine(tmp_path):
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["output"] == "[1/2] g++ -Llib a/b.cu.o -o _cuda.so\nninja: https://a.org/b/c 3 tokens/s"
     assert found["programs"] == {"ninja": "ninja", "nvcc": None}
-
-
-def test_what_is_missing_is_named(tmp_path):
-    stage = Stage("e2e", "races", "", needs=("json", "no_such_module"))
-    found = stages.run(stage, Call(tmp_path, tmp_path), 9.0)
-    assert found["failed"] and "the stage e2e needs no_such_module: not installed for" in found["error"]
 
 
 def test_a_stage_out_of_time_is_killed_with_what_it_started(tmp_path, monkeypatch):
@@ -249,21 +198,3 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def test_logs_are_short_enough_to_be_sent(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "MOST_LOG", 100)
-    (tmp_path / "log").write_bytes(b"a" * 500 + b"end")
-    stages.shorten(tmp_path / "log")
-    assert (tmp_path / "log").read_bytes() == b"a" * 97 + b"end"
-    assert stages.FILES * 4 <= 64, "MiB together"
-
-
-@pytest.mark.slow
-def test_the_script_runs_a_stage(tmp_path):
-    command = [sys.executable, ROOT / "bench" / "gpu" / "stages.py", "--rehearse", "--only", "gemm", "--out", tmp_path]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "gemm: done after" in done.stderr and record(tmp_path, "gemm")["ok"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["gemm.json", "stages.log"]

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from block_code import rows as block_code
-from models import tiny
 
-from gsd_kernels_bench.gpu import duel, inside, pair, right, sanitize
+from gsd_kernels_bench.gpu import duel, pair, right, sanitize
 from gsd_kernels_bench.gpu import packed as gpu_packed
 from gsd_kernels_bench.gpu.stages import Call, stage_named
 from gsd_kernels_bench.gpu.work import Work, perform
-from gsd_kernels_bench.kernels.rows import bytes_read, random_model
-from gsd_kernels_hf.model import replay
+from gsd_kernels_bench.kernels.rows import random_model
 from gsd_kernels_hf.model.fused import FusedRows
-from gsd_kernels_hf.model.rows_proof import errors, row_inputs
-from gsd_kernels_hf.model.runner import RowModel
+from gsd_kernels_hf.model.rows_proof import errors
 
 own = FusedRows.rows
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}  # which the kernels take
 
 
 @pytest.fixture
@@ -114,13 +107,6 @@ def test_errors_are_held_to_the_modules_and_to_rounding():
     assert errors(off, exact)["element"] == pytest.approx(5.0, rel=1e-5)
 
 
-def test_prefixes_are_off_every_multiple_and_batches_padded():
-    prefixes = {case.prefix for case in right.CASES}
-    assert {1000, 1023, 1025, 4097} <= prefixes and any(prefix % 16 for prefix in prefixes)
-    assert all(len(case.pads) == 2 and max(case.pads) for case in right.CASES[-2:])
-    assert {last - first for first, last in right.PARTS} >= {1, 16, 17, 32, 33, 64, 128, 129}
-
-
 def test_rows_that_are_wrong_are_not_timed(work, monkeypatch):
     monkeypatch.setattr(FusedRows, "rows", lambda self, *inputs, keep: nothing(self, inputs, keep))
     perform(work("right"))
@@ -170,37 +156,10 @@ def test_a_step_by_the_modules_is_no_step_by_the_operator(work, models, monkeypa
         pair.judged(work("pair"), *models, "graph modules")
 
 
-def test_the_attentions_kernels_have_to_be_in_the_table():
-    rows = [["void gsd::path_split_kernel<...>", 4, 4e-5], ["gsd::ancestors_kernel", 1, 3e-6], ["product", 9, 1.0]]
-    with pytest.raises(RuntimeError, match="no path_end_kernel among"):
-        inside.of_a_layer(rows)
-    found = inside.of_a_layer([*rows, ["void gsd::path_end_kernel<...>", 4, 8e-6]])
-    assert found["seconds"] == pytest.approx(1.2e-5) and found["lists_seconds"] == 3e-6
-    source = (sanitize.ROOT / "csrc/cuda/path_attention.cu").read_text()
-    assert all(f"{kernel}(" in source for kernel in inside.ATTENTION)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_floor_counts_what_is_read(tied):
-    """Of an embedding a row a token, of the cache the prefix."""
-    model = random_model("tiny", torch.float32)
-    if tied:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    rows = RowModel(model, 64, torch.zeros(1, dtype=torch.int32), "auto")
-    with torch.no_grad():
-        rows.prefill(torch.arange(40)[None] % 7, None, None)
-        rows.rows(*row_inputs(5, 40), keep=5)
-    config, weights = model.config, sum(p.nbytes for p in model.parameters())
-    table = 4 * config.vocab_size * config.hidden_size
-    prefix = 2 * 4 * 40 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    embedded = 0 if tied else 5 * 4 * config.hidden_size - table
-    assert bytes_read(rows, 5, 40) == weights + embedded + prefix
-
-
 CLEAN = "7 passed in 3 s\n========= ERROR SUMMARY: 0 errors\n"
 
 
-def test_what_a_sanitizer_finds_fails(work, monkeypatch, tmp_path):
+def test_what_a_sanitizer_finds_fails():
     assert sanitize.verdict(0, CLEAN) == {"tests": 7, "errors": 0}
     races = "7 passed in 3 s\n========= RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)\n"
     for code, said, match in (
@@ -212,44 +171,6 @@ def test_what_a_sanitizer_finds_fails(work, monkeypatch, tmp_path):
     ):
         with pytest.raises(RuntimeError, match=match):
             sanitize.verdict(code, said)
-    commands = []
-
-    def run(command, **options):
-        commands.append((command, options["env"]))
-        return SimpleNamespace(returncode=0, stdout=CLEAN, stderr="")
-
-    monkeypatch.setattr(sanitize, "subprocess", SimpleNamespace(run=run))
-    stage = work("sanitize")
-    monkeypatch.setattr(stage, "rehearse", False)
-    monkeypatch.setattr(sanitize, "sanitizer", lambda: "/bin/compute-sanitizer")
-    sanitize.run(stage)
-    assert set(stage.points) == set(sanitize.TOOLS) and not stage.failed
-    assert [command[2] for command, _ in commands] == list(sanitize.TOOLS)
-    assert all(environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" for _, environment in commands)
-    text = (sanitize.ROOT / "tests/backends/test_decoder_rows_cuda.py").read_text()
-    assert all(any(word in line for line in text.splitlines() if line.startswith("def test_"))
-               for word in sanitize.TESTS["tests/backends/test_decoder_rows_cuda.py"].split(" or "))  # fmt: skip
-    absent = work("sanitize", again=True)
-    monkeypatch.setattr(absent, "rehearse", False)
-    monkeypatch.setattr(sanitize, "sanitizer", lambda: None)
-    sanitize.run(absent)
-    assert absent.points["memcheck"] == {"missing": "compute-sanitizer"}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
-def test_the_kernels_own_source_is_found_right(work, monkeypatch, tmp_path_factory):
-    """In bfloat16, with blocks of threads on a CPU."""
-    block_code.take_for_gpus(monkeypatch, tmp_path_factory)
-    monkeypatch.setattr(replay, "is_gpu", lambda device: True)
-    monkeypatch.setattr(replay, "wait", lambda device: None)
-    monkeypatch.setattr(right, "random_model", lambda name, dtype, device, layers: tiny(dtype=dtype, **HEADS))
-    verdict = work("right")
-    verdict.dtype = torch.bfloat16
-    perform(verdict)
-    assert not verdict.failed and right.passed(work("rows"), "tiny"), verdict.points
-    error = verdict.points["tiny prefix=33"]["errors"]
-    assert 1e-4 < error["operator"]["row"] < 2 * error["modules"]["row"]
 
 
 def test_packed_matrices_with_other_bits_are_not_timed(work, monkeypatch):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from gsd_kernels import backends
@@ -22,12 +17,8 @@ from gsd_kernels_bench.gpu import gpu_tests, right, stages
 from gsd_kernels_bench.gpu import work as module_of_work
 from gsd_kernels_bench.gpu.stages import Call, stage_named
 from gsd_kernels_bench.gpu.work import Work, perform
-from gsd_kernels_bench.lib.report import Report
-from gsd_kernels_bench.lib.shapes import shape_named
-from gsd_kernels_bench.readme import kernels as readme_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
 
 
 def record(folder: Path, name: str) -> dict:
@@ -73,16 +64,6 @@ def test_no_point_is_begun_that_would_end_too_late(work):
     late = work("gemm", seconds=0.3)
     late.each("abc", lambda name: time.sleep(0.2) or {})
     assert list(late.points) == ["a"] and late.waiting == ["b", "c"]
-
-
-def test_nothing_follows_an_error_of_the_device(work):
-    def measure(name):
-        raise torch.AcceleratorError("an illegal memory access was encountered")
-
-    broken = work("gemm")
-    with pytest.raises(SystemExit, match="unusable"):
-        broken.each("ab", measure)
-    assert list(broken.points) == ["a"]
 
 
 def test_an_error_of_the_device_is_known_by_what_it_says_next(work, monkeypatch):
@@ -150,27 +131,6 @@ def test_outcomes_are_kept_by_id_until_time_is_over(work, tmp_path, monkeypatch)
     assert "test_few.py::test_a" in second.points, "kept, and not run again"
 
 
-@pytest.mark.slow
-def test_a_file_that_cannot_be_collected_keeps_no_other_from_running(work, tmp_path, monkeypatch):
-    """A module may be missing on a machine that nothing can be brought to."""
-    good, bad = tmp_path / "test_good.py", tmp_path / "test_bad.py"
-    good.write_text("import pytest\n@pytest.mark.gpu\ndef test_it(): pass\n")
-    bad.write_text("import a_module_that_nobody_has\n")
-    monkeypatch.setattr(gpu_tests, "FILES_WITHOUT_GPU", (str(bad), str(good)))
-    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: x\n")
-    stage = work("tests")
-    gpu_tests.run(stage)
-    assert stage.points["test_good.py::test_it"]["outcome"] == "passed"
-    assert stage.failed == ["collecting test_bad.py"]
-    assert "a_module_that_nobody_has" in stage.points["collecting test_bad.py"]["error"]
-    bad.write_text("")
-    again = work("tests")
-    gpu_tests.run(again)
-    assert not again.failed, "a machine that has it"
-
-
 def test_no_test_follows_one_that_lost_the_gpu(work, monkeypatch):
     """Every one of them would fail, and hide the first."""
     plugin = gpu_tests.Plugin(work("tests"))
@@ -197,50 +157,6 @@ def test_every_file_of_gpu_tests_is_among_those_asked():
     assert all((ROOT / name).exists() for name in (*gpu_tests.FILES, *gpu_tests.FILES_WITHOUT_GPU))
 
 
-run_process = subprocess.run
-
-
-def in_this_process(command, **options):
-    if command[:2] != [sys.executable, "-c"]:
-        return run_process(command, **options)
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        exec(command[2], {})
-    return subprocess.CompletedProcess(command, 0, stdout=output.getvalue())
-
-
-def test_build(work, monkeypatch):
-    from gsd_kernels_bench.gpu import build
-
-    monkeypatch.setattr(build, "build_ops", lambda output, seconds, into: int(not into.is_dir()))
-    monkeypatch.setattr(build.shutil, "which", lambda name: name)
-    monkeypatch.setattr(build.subprocess, "run", in_this_process)
-    done = work("build")
-    perform(done)
-    assert not done.failed and done.finished
-    assert set(done.points) == {"needs", "ops", "backends"}
-    assert done.points["backends"]["missing_because"]["reference"] is None
-    assert "tests" not in done.points["needs"]["stages_without"]
-    monkeypatch.setattr(build, "build_ops", lambda *a, **k: 1)
-    failing = work("build", again=True)
-    perform(failing)
-    assert failing.failed == ["ops"], "the rest is looked at all the same"
-
-
-def test_compile(work, monkeypatch):
-    from gsd_kernels_bench.gpu import compile
-
-    monkeypatch.setattr(compile, "kernel_table", lambda archs: [{"ok": archs == [90], "case": "a", "kernel": "b"}])
-    done = work("compile")
-    perform(done)
-    assert not done.failed and done.points["kernels"]["arch"] == 90
-    monkeypatch.setattr(compile, "kernel_table", lambda archs: [{"ok": False, "case": "a", "kernel": "b"}])
-    failing = work("compile", again=True)
-    perform(failing)
-    assert failing.points["kernels"]["error"].endswith("too much shared memory: a b")
-    capabilities = ((8, 0), (8, 7), (9, 0), (10, 3), (12, 1))
-    assert [compile.known_arch(*found) for found in capabilities] == [80, 86, 90, 100, 120], "also GPUs yet to come"
-
-
 REHEARSED = [
     "right",
     "gemm",
@@ -251,7 +167,7 @@ REHEARSED = [
     "pair",
     "auto",
     "duel",
-    pytest.param("kernels", marks=pytest.mark.slow),
+    pytest.param("kernels", marks=[pytest.mark.slow, pytest.mark.many]),
 ]
 
 
@@ -316,21 +232,6 @@ def check_rows(points):
     assert point["median"] > 0 and point["floor_seconds"] == pytest.approx(point["bytes"] / points["bandwidth"]["read"])
 
 
-def check_packed(points):
-    kinds = ("q8_0", "int8", "int4")
-    times = {f"tiny rows={r} {kind}" for r in (1, 5) for kind in ("dense", *kinds)}
-    assert set(points) == {"bandwidth", *(f"tiny {kind} bits" for kind in kinds), *times}
-    size = {kind: points[f"tiny rows=5 {kind}"]["bytes"] for kind in ("dense", *kinds)}
-    assert size["int4"] < size["int8"] < size["q8_0"] < size["dense"] / 2
-
-
-def check_inside(points):
-    table, attention = points["tiny rows=5"], points["tiny rows=5 prefix=40 attention"]
-    assert table["top"] and table["seconds"] > 0 and table["prefix"] == attention["prefix"] == 40
-    shape = shape_named("tiny")
-    assert attention["bytes"] == 2 * 40 * shape.num_key_value_heads * shape.head_dim * 4
-
-
 def check_right(points):
     cases = ("prefix=40", "prefix=33", "prefix=39 pads=0,7")
     assert set(points) == {f"tiny {name}" for name in (*cases, "bits", "launches", "batch")}
@@ -339,16 +240,6 @@ def check_right(points):
         assert 0 < point["errors"]["operator"]["row"] < point["bounds"]["row"]
         assert 0 < point["errors"]["operator"]["element"] < point["bounds"]["element"]
     assert points["tiny launches"]["wrong"] == {"early": {"called": 0}, "in turn": {"called": 0}}
-
-
-def check_attention(points):
-    found = {name.split()[-1]: point for name, point in points.items()}
-    assert set(found) == {"bandwidth", "cpu", "sdpa_mask", "flex_attention", "flash_attn", "flashinfer"}
-    for name in ("cpu", "sdpa_mask"):
-        assert (
-            found[name]["clock"] == "rotating wall" and found[name]["copies"] == 2 and found[name]["max_error"] < 1e-4
-        )
-    assert "GPU" in found["flashinfer"]["missing"]
 
 
 def check_pair(points):
@@ -365,70 +256,6 @@ def check_pair(points):
     assert 0 < len(points["graph"]["replay"]["top"]) <= 20 and points["graph"]["replay"]["seconds"] > 0
 
 
-def check_auto(points):
-    assert points["same as plain"] == {"cold": True, "again": True, "plain": True}
-    for name in ("cold", "again", "plain"):
-        point = points[name]
-        assert sum(step["tokens"] for step in point["steps"]) == len(point["text"]) == 16
-        assert len(point["steps"]) == point["stats"]["steps"]
-        assert point["compilations"]["compiled"] == 0
-
-
-def test_the_races_fit_the_gpu_or_say_why_not(work, monkeypatch):
-    from gsd_kernels_bench.gpu import races
-
-    race = work("e2e-70b")
-    race.device, race.dtype = torch.device("cuda"), torch.bfloat16
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("P", (), {"total_memory": 80 << 30}))
-    monkeypatch.setattr(races, "bench", lambda *_: pytest.fail("70B do not fit"))
-    races.run(race)
-    assert re.match(r"14\d GB of weights, the GPU has 86 GB", race.points["memory"]["missing"])
-    for stage in (*races.PAIRS, "kernels", "tune"):
-        for rehearse in (True, False):
-            for arguments in races.commands(stage, rehearse).values():
-                assert arguments[0] in ("generate", "merge", "sample", "commit", "tune-attention")
-
-
-def test_a_race_that_time_ends_leaves_the_prompts_that_it_had(work, monkeypatch):
-    from gsd_kernels_bench.gpu import races
-
-    script = "import sys, time; w = sys.argv; {write}; time.sleep(60)"
-    written = "open(f'{w[w.index(\"--out\") + 1]}/{w[w.index(\"--name\") + 1]}.json', 'w').write('[1]')"
-    for write, left in ((written, 3.0), ("0", 1.0)):
-        program = [sys.executable, "-c", script.format(write=write)]
-
-        def run(command, program=program, **options):
-            return subprocess.run([*program, *command[3:]], **options)
-
-        monkeypatch.setattr(races, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))
-        race = work("e2e-8b")
-        monkeypatch.setattr(race, "left", lambda left=left: left)
-        if write == "0":
-            with pytest.raises(RuntimeError, match="bench generate was given 1 s and wrote no result"):
-                races.bench(race, "e2e-8b", ["generate"])
-        else:
-            assert races.bench(race, "e2e-8b", ["generate"]) == {"report": [1], "ended": False}
-
-
-def test_readme_takes_reports_from_stages_that_were_no_rehearsal(tmp_path):
-    point = {"operation": "merge", "shape": "s", "parameters": {"rows": 4}, "contestant": "cuda", "median": 1e-6,
-             "bandwidth_fraction": 0.5}  # fmt: skip
-    environment = {"device": "Some GPU", "device_type": "cuda", "threads": 1, "commit": "c", "date": "d",
-                   "versions": {"torch": "2", "transformers": "5", "cuda": "13"}}  # fmt: skip
-    report = {"schema": 1, "case": "merge", "x": "rows", "environment": environment, "copy_bandwidth": 1.0,
-              "dtype": "bfloat16", "quick": False, "rows": [point]}  # fmt: skip
-    assert Report.of(report).rows[0].contestant == "cuda"
-    (tmp_path / "gpu").mkdir()
-    for rehearsal, shown in ((False, True), (True, False)):
-        stage = {"stage": "kernels", "rehearsal": rehearsal, "points": {"merge": {"report": report}, "x": {"a": 1}}}
-        (tmp_path / "gpu" / "kernels.json").write_text(json.dumps(stage))
-        if shown:
-            assert "Some GPU" in readme_kernels(tmp_path)
-        else:
-            with pytest.raises(Exception, match="bench attention"):
-                readme_kernels(tmp_path)
-
-
 def check_duel(points):
     ops = points["verdict"]["ops"]
     sampling = {name for name in ops if name.startswith(("sample_rows", "draft_candidates"))}
@@ -442,11 +269,7 @@ def check_duel(points):
 CHECKS = {
     "duel": check_duel,
     "right": check_right,
-    "inside": check_inside,
     "gemm": check_gemm,
-    "attention": check_attention,
     "rows": check_rows,
-    "packed": check_packed,
     "pair": check_pair,
-    "auto": check_auto,
 }

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import json
 import os
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
 from fake_engines import Failing, Recorded
-from typer.testing import CliRunner
 
-from gsd_kernels_bench.cli import app
 from gsd_kernels_bench.generation import generate
-from gsd_kernels_bench.generation.pairs import load_pair, of_length
+from gsd_kernels_bench.generation.pairs import load_pair
 from gsd_kernels_bench.generation.peers import race
 from gsd_kernels_bench.generation.peers.base import Place, Setting
-from gsd_kernels_bench.generation.peers.llama_cpp import LlamaCpp
-from gsd_kernels_bench.generation.peers.openvino import OpenVino
-from gsd_kernels_bench.generation.peers.weights import distinct
 from gsd_kernels_hf.extras import cure
 
 CPU = torch.device("cpu")
@@ -81,33 +71,6 @@ def test_a_peer_that_fails_is_named_and_the_others_go_on(at, said, monkeypatch):
     assert said in report.missing["llama-cpp"] and "llama-cpp-draft" in report.missing
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
-def test_an_engine_ends_with_a_race_that_is_killed(tmp_path):
-    code = (
-        "import os, sys\n"
-        "from fake_engines import Recorded\n"
-        "from gsd_kernels_bench.generation.peers.base import Place\n"
-        "from gsd_kernels_bench.generation.peers.process import EngineProcess\n"
-        "if __name__ == '__main__':\n"
-        "    process = EngineProcess(Recorded({}), Place(sys.argv[1], 'float32', 1, 9))\n"
-        "    print(process.about(), flush=True)\n"
-        "    os.kill(os.getpid(), 9)\n"
-    )
-    file = tmp_path / "killed.py"
-    file.write_text(code)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    said = tmp_path / "said"  # no pipe: an engine that goes on would hold its other end
-    with said.open("w") as out:
-        command = [sys.executable, str(file), str(tmp_path)]
-        assert subprocess.run(command, env=environment, stdout=out, stderr=out, timeout=100).returncode == -9
-    engine = Path(f"/proc/{int(said.read_text().split(',')[0].split()[1])}")
-    until = time.monotonic() + 30
-    while engine.exists() and "zombie" not in (engine / "status").read_text() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not engine.exists() or "zombie" in (engine / "status").read_text()
-
-
 def test_why_a_peer_is_missing(pair):
     engine = Recorded({})
     assert race.missing(engine, pair, 0.0) is None
@@ -124,87 +87,10 @@ def test_why_a_peer_is_missing(pair):
     assert "without biases" in race.missing(engine, dataclasses.replace(pair, draft=biased), 0.0)
 
 
-def test_the_command_names_missing_packages(monkeypatch, tmp_path):
-    find = importlib.util.find_spec
-    hidden = {*OpenVino().packages, *LlamaCpp.packages}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
-    options = "--pair tiny --device cpu --quick --new-tokens 4 --competitors hf-greedy --peers --out".split()
-    result = CliRunner().invoke(app, ["generate", *options, str(tmp_path)], catch_exceptions=False)
-    assert result.exit_code == 0
-    for name in race.PEERS:
-        package = "openvino" if name.startswith("openvino") else "xllamacpp"
-        assert f"missing: {name}: {package} is not installed: {cure('peers')}" in result.output
-
-
 def test_unknown_names_are_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(generate, "load_pair", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=r"'openvino-fast' is none of .*openvino-draft"):
         generate.run(settings("hf-greedy", "openvino-fast"))
-
-
-def test_prompts_of_a_length(pair):
-    long = of_length(pair.prompts, 70, limit=100)
-    assert [prompt.name for prompt in long] == [prompt.name for prompt in pair.prompts]
-    assert all(prompt.input_ids.shape == (1, 70) for prompt in long)
-    own, after = pair.prompts[1].input_ids, pair.prompts[2].input_ids
-    assert torch.equal(long[1].input_ids[:, :48], torch.cat([own, after], 1))
-    assert len({tuple(prompt.input_ids[0].tolist()) for prompt in long}) == len(long)
-    assert of_length(pair.prompts[:1], 60, limit=60)[0].input_ids[0, 48:].tolist() == own_start(pair, 12)
-    with pytest.raises(ValueError, match=r"--prompt-tokens: expected at most 69, .* got 70"):
-        of_length(pair.prompts, 70, limit=69)
-
-
-def own_start(pair, count):
-    return pair.prompts[0].input_ids[0, :count].tolist()
-
-
-def test_the_time_until_the_first_token(tmp_path):
-    options = "--pair tiny --quick --device cpu --competitors hf-greedy,plain --prompt-tokens 64 --new-tokens 1 --out"
-    result = CliRunner().invoke(app, ["generate", *options.split(), str(tmp_path)], catch_exceptions=False)
-    assert result.exit_code == 0 and "| plain |" in result.output and "2 of 2 |" in result.output
-    data = json.loads((tmp_path / "generate-none-float32-quick.json").read_text())
-    assert data["settings"]["prompt_tokens"] == 64 and {run["tokens"] for run in data["runs"]} == {1}
-    assert all(row["median_seconds"] > 0 for row in data["summary"])
-
-
-def test_zero_matrices_differ_between_layers():
-    zeros = torch.zeros(4, 3)
-    first, second = distinct(zeros, 0), distinct(zeros, 1)
-    assert not torch.equal(first, second) and not zeros.any()
-    rows = torch.randn(5, 3)
-    for dtype in (torch.float32, torch.bfloat16):
-        residual, moved = torch.ones(5, 4, dtype=dtype), rows.to(dtype) @ first.to(dtype).T
-        assert moved.any() and torch.equal(residual + moved, residual)
-    assert distinct(rows, 0) is rows
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ir_computes_what_the_model_does(dtype, tmp_path):
-    ov = pytest.importorskip("openvino")
-    from gsd_kernels_bench.generation.peers.ir import FILE, write_ir
-
-    pair = load_pair("tiny", device=CPU, dtype=dtype, prompts=1)
-    model = copy.deepcopy(pair.target)
-    model.model.layers[1].mlp.down_proj.weight.data.zero_()
-    write_ir(model, tmp_path)
-    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    request = ov.Core().compile_model(tmp_path / FILE, "CPU", exact).create_infer_request()
-    ids = pair.prompts[0].input_ids
-    with torch.no_grad():
-        expected = model.float()(ids).logits
-    found = []
-    for begin, end in ((0, 20), (20, 24)):  # the second with the first in the state
-        positions = torch.arange(begin, end)[None]
-        request.infer(
-            {
-                "input_ids": ids[:, begin:end].numpy(),
-                "attention_mask": torch.ones(1, end, dtype=torch.long).numpy(),
-                "position_ids": positions.numpy(),
-                "beam_idx": torch.zeros(1, dtype=torch.int32).numpy(),
-            }
-        )
-        found.append(torch.from_numpy(request.get_tensor("logits").data.copy()))
-    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_gguf_holds_the_weights_to_the_bit(tmp_path):

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from gsd_kernels_bench import readme
-from gsd_kernels_bench.generation.peers.llama_cpp import LlamaCpp
-from gsd_kernels_bench.generation.peers.llama_server import LlamaServer
-from gsd_kernels_bench.generation.peers.openvino import OpenVino
-from gsd_kernels_bench.generation.peers.race import name_of
 from gsd_kernels_bench.generation.real import names
 from gsd_kernels_bench.generation.real.names import (
     HF,
     HF_LOOKUP,
     HISTORY,
     KNOWN,
-    LLAMA_CPP_WEIGHTS,
-    OPENVINO_FLOATS,
-    OPENVINO_WEIGHTS,
     PACKED,
     PACKED_HISTORY,
     PLAIN,
-    check_ways,
-    label,
     plain_of,
 )
 from gsd_kernels_bench.generation.real.prompts import NOT_FETCHED, first_of_each_kind, read_chats
 from gsd_kernels_bench.generation.real.report import RealReport, equal_table, lengths_table, remarks, table, verdicts
-from gsd_kernels_bench.generation.real.ways import NAMED, engines_for
 
 KINDS = {"model": "M", "dtype": "bfloat16", "new_tokens": 8}
 
@@ -93,22 +79,6 @@ SPEC_BENCH = [
     {"question_id": 82, "category": "coding", "turns": ["Code."], "reference": ["x"]},
     {"question_id": 161, "category": "translation", "turns": ["Translate."]},
 ]
-SPEED_BENCH = [
-    {
-        **{"question_id": "a1", "category": "coding", "sub_category": "humaneval", "turns": ["Code."], "source": "s"},
-        **{"src_id": "1", "difficulty": None, "multiturn": False},
-    },
-    {
-        **{"question_id": "b2", "category": "low_entropy", "sub_category": "x", "turns": ["Sort.", "On."]},
-        **{"source": "s", "src_id": "2", "difficulty": "hard", "multiturn": True},
-    },
-]
-
-
-def check_speed_bench(file):
-    chats, tuning = read_chats(file)
-    assert [(chat.name, chat.kind) for chat in chats] == [("a1", "coding"), ("b2", "low_entropy")]
-    assert chats[1].turns == ("On.",) and tuning == chats
 
 
 def test_the_questions_of_spec_bench(tmp_path):
@@ -127,28 +97,6 @@ def test_the_questions_of_spec_bench(tmp_path):
         ("user", "Write."), ("assistant", "Once."), ("user", "Again."),
     ]  # fmt: skip
     assert second.answered("Twice.") is None and chats[1].answered("x") is None
-
-
-def test_the_files_of_speed_bench(tmp_path, monkeypatch):
-    """By a stand-in for the library that reads them, and without any."""
-    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SPEED_BENCH))
-    check_speed_bench(tmp_path / "test.jsonl")
-    file = tmp_path / "test.parquet"
-    file.write_bytes(b"PAR1")
-    table = SimpleNamespace(to_pylist=lambda: SPEED_BENCH)
-    parquet = SimpleNamespace(read_table=lambda place: table)
-    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
-    check_speed_bench(file)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match="--prompts: a parquet file is read by pyarrow: pip install pyarrow"):
-        read_chats(file)
-
-
-def test_a_parquet_file_of_speed_bench(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="pip install pyarrow; in no extra, it is large")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(SPEED_BENCH), tmp_path / "test.parquet")
-    check_speed_bench(tmp_path / "test.parquet")
 
 
 @pytest.mark.parametrize(
@@ -208,38 +156,6 @@ def test_few_prompts_give_no_interval_and_a_busy_machine_is_named():
     assert made.ratios[HF]["low"] == pytest.approx(8), "six are enough"
 
 
-def test_known_ways_are_those_of_the_engines():
-    engines = [*(OpenVino(weights) for weights in OPENVINO_WEIGHTS), LlamaCpp()]
-    engines += [OpenVino(weights, floats=True) for weights in OPENVINO_WEIGHTS if weights]
-    assert {f"openvino-{name}" for name in OPENVINO_FLOATS} == {engine.name for engine in engines[-2:]}
-    own = [*NAMED.values(), "", *LLAMA_CPP_WEIGHTS]
-    engines += [LlamaServer(Path(), weights, Path("file")) for weights in own]
-    assert {name_of(engine, kind) for engine in engines for kind in names.KINDS} <= set(KNOWN)
-    check_ways(KNOWN)
-    with pytest.raises(ValueError, match="there is no 'openvino-int9'; did you mean 'openvino-int"):
-        check_ways(["openvino-int9"])
-
-
-def test_activations_are_kept_as_floats_in_ways_of_their_own_where_they_are_rounded():
-    for dtype, expected in ((torch.float32, 2), (torch.bfloat16, 0)):
-        real = SimpleNamespace(model=SimpleNamespace(dtype=dtype), tokenizer_folder=None, gguf=None, ends=())
-        found = [engine for engine in engines_for(real, None) if isinstance(engine, OpenVino)]
-        assert len(found) == 3 + expected and sum(engine.floats for engine in found) == expected
-
-
-def test_a_packed_file_is_held_against_others_of_few_bits():
-    made = report()
-    made.peers |= {PACKED: {"bits": 5.0}}
-    for prompt in made.prompts:
-        made.runs.append(run(prompt, PACKED_HISTORY, 1.6, same=True, same_as_plain=True))
-    made.summarise([*(row["way"] for row in made.summary), PACKED_HISTORY])
-    bits = {row["way"]: row["bits"] for row in made.summary}
-    assert bits[PACKED_HISTORY] == 5.0 and bits[HISTORY] == 16
-    lookup = "llama-cpp-q4_0-lookup"
-    assert made.strongest["narrow"] == lookup, "ours is no peer of itself"
-    assert made.ratios[f"{PACKED_HISTORY} / {lookup}"]["value"] == pytest.approx(2.0 / 1.6)
-
-
 def test_the_readme_shows_a_stored_run(tmp_path):
     with pytest.raises(readme.MissingResultError, match="bench real"):
         readme.real(tmp_path)
@@ -289,9 +205,3 @@ def test_texts_with_drafts_are_counted_beside_their_own_engines_plain_ones():
 )
 def test_every_way_has_a_plain_one(way, plain):
     assert plain_of(way) == plain and plain in KNOWN
-
-
-def test_labels():
-    assert label("openvino-int8-lookup").way == "int8, prompt lookup"
-    assert label("openvino-int4-floats").way == "int4, activations unquantised, plain"
-    assert label("llama-cpp-file").way == "the file itself, plain"

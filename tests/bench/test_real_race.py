@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import stat
-import sys
 import time
 
 import pytest
@@ -18,42 +16,17 @@ from typer.testing import CliRunner
 from gsd_kernels_bench import readme
 from gsd_kernels_bench.cli import app
 from gsd_kernels_bench.generation.peers import race
-from gsd_kernels_bench.generation.peers.base import Place, Setting
-from gsd_kernels_bench.generation.peers.llama_server import LlamaServer, find_binaries
 from gsd_kernels_bench.generation.real import run as real_run
 from gsd_kernels_bench.generation.real.models import load_real
 from gsd_kernels_bench.generation.real.names import DRAFTER, DRAFTER_ALONE, HF, HF_LOOKUP, HISTORY, PLAIN
 from gsd_kernels_bench.generation.real.prompts import encoded, read_chats
 from gsd_kernels_bench.generation.real.report import RealReport
-from gsd_kernels_bench.generation.real.run import Settings, name_of
+from gsd_kernels_bench.generation.real.run import Settings
 from gsd_kernels_cli import demo
 from gsd_kernels_cli.demo.drafters import FOLDER
 
 NEW = 8
 PROMPTS = ("for name in names:\n    print(name)\nfor name in", "import os\nimport sys\nimport")
-SERVER = f"""#!{sys.executable}
-import http.server, json, socketserver, sys, time
-if "--version" in sys.argv:
-    sys.exit(print("version: 7 (fake)"))
-class Handler(http.server.BaseHTTPRequestHandler):
-    def answer(self, found):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(found).encode())
-    def do_GET(self):
-        self.answer({{}})
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        tokens = [len(sys.argv), *asked["prompt"]][: asked["n_predict"]]
-        self.answer({{"tokens": tokens}} if len(tokens) > 2 else {{"error": "x"}})
-    def log_message(self, *_):
-        pass
-    def address_string(self):
-        return ""
-if "broken" in sys.argv[sys.argv.index("-m") + 1]:
-    sys.exit("error: no model")
-socketserver.UnixStreamServer(sys.argv[sys.argv.index("--host") + 1], Handler).serve_forever()
-"""
 
 
 @pytest.fixture
@@ -113,15 +86,6 @@ def test_a_drafter_alone_the_history_alone_and_both(settings, tmp_path):
         assert shown in page(tmp_path) and "drafter alone" in page(tmp_path)
 
 
-def test_the_command_prints_the_table_and_names_its_file(settings, tmp_path):
-    options = ["--model", settings.model, "--prompts", str(settings.prompts), "--dtype", "float32", "--new-tokens", "4"]
-    options += ["--ways", f"{HF},{PLAIN},{HISTORY}", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, ["real", *options], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    assert "| **gsd_kernels, history alone, no draft model** | 32 |" in result.output
-    assert (tmp_path / "real-float32-target-prompts.jsonl-part.json").is_file()
-
-
 def test_later_turns_go_on_with_the_first_ways_answer(settings, tmp_path):
     """Spec-Bench's format: every way is asked the same, and the turns of a question are one in its means."""
     questions = [
@@ -146,20 +110,9 @@ def test_later_turns_go_on_with_the_first_ways_answer(settings, tmp_path):
     assert len(report.runs) == 2 * 2 * 3
 
 
-def test_only_a_whole_run_of_its_own_model_and_prompts_is_the_readmes():
-    assert name_of(Settings()) == "real-bfloat16" and name_of(Settings(dtype=torch.float32)) == "real-float32"
-    for change in ({"model": "a/b"}, {"draft": "d"}, {"drafter": "d"}, {"ways": (HF,)}, {"limit": 1}):
-        assert name_of(dataclasses.replace(Settings(), **change)) not in ("real-bfloat16", "real-float32"), change
-
-
 def test_ways_that_are_none_are_refused(settings):
     with pytest.raises(ValueError, match=r"--ways: there is no 'fast'; expected one of transformers, .*gsd-history"):
         real_run.run(dataclasses.replace(settings, ways=("fast",)))
-
-
-def test_ways_that_this_model_has_not_are_refused(settings):
-    with pytest.raises(ValueError, match="--ways: 'gsd-draft' cannot take part with this model"):
-        real_run.run(dataclasses.replace(settings, ways=("gsd-draft",)))
 
 
 def stopping(monkeypatch, at, how):
@@ -194,93 +147,3 @@ def test_a_race_that_is_stopped_shows_the_prompts_so_far(settings, tmp_path, mon
     assert data["stopped"] and {run["prompt"] for run in data["runs"]} == {"p0"}
     assert data["busy"] is None or "do not trust" in data["busy"]
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_race_that_is_stopped_at_once_has_no_table(settings, monkeypatch):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    stopping(monkeypatch, 1, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        real_run.run(dataclasses.replace(settings, ways=(HF, HISTORY)))
-
-
-def test_slow_ways_sit_out_later_rounds():
-    report = RealReport(settings={}, environment={}, parameters=1, prompts={})
-    rates = {HF: 10.0, "openvino": 100.0, "llama-cpp": 61.0, "llama-cpp-lookup": 59.0, PLAIN: 1.0, HISTORY: 2.0}
-    report.summary = [{"way": way, "tokens_per_second": rate} for way, rate in rates.items()]
-    found = real_run._still([race.Competitor(way) for way in rates], report)
-    assert [way.name for way in found] == ["openvino", "llama-cpp", PLAIN, HISTORY]
-
-
-@pytest.fixture
-def binaries(tmp_path):
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name, text in (("llama-server", SERVER), ("llama-quantize", "#!/bin/sh\necho cannot >&2; exit 1\n")):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755 | stat.S_IXUSR)
-    return folder
-
-
-def test_where_llama_cpp_is(binaries, tmp_path, monkeypatch):
-    monkeypatch.delenv("GSD_KERNELS_LLAMA_CPP", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_binaries(None) is None
-    monkeypatch.setenv("PATH", str(binaries))
-    assert find_binaries(None) == binaries
-    monkeypatch.setenv("GSD_KERNELS_LLAMA_CPP", str(tmp_path))
-    assert find_binaries(binaries) == binaries, "what is asked for by name comes first"
-    with pytest.raises(ValueError, match="GSD_KERNELS_LLAMA_CPP: no llama-server in"):
-        find_binaries(None)
-    with pytest.raises(ValueError, match="--llama-cpp: no llama-server in"):
-        find_binaries(tmp_path)
-
-
-def test_llama_cpps_server_answers_and_is_another_one_for_another_setting(binaries, tmp_path):
-    engine = LlamaServer(binaries, "q8_0")
-    assert engine.about() == "llama.cpp version: 7 (fake)"
-    servers = engine.start(Place(tmp_path, "bfloat16", 1, 64))
-    first = engine.choices("lookup")[0]
-    processes = set()
-    for setting in (Setting("plain"), first, dataclasses.replace(first, round=1), *engine.choices("lookup")[1:]):
-        servers.open(setting)
-        command = servers._command(setting)
-        assert servers.decode(setting, [4, 5, 6], 3) == [len(command) + 2, 4, 5], command  # with --host and its value
-        processes.add(servers.opened[setting.kind][1].process.pid)
-    assert len(processes) == 1 + len(engine.choices("lookup")), "a round more needs no server more"
-    with pytest.raises(RuntimeError, match="refused the request"):
-        servers.decode(Setting("plain"), [4], 3)
-    for _, server in servers.opened.values():
-        server.close()
-    with pytest.raises(RuntimeError, match="llama-server ended with exit status 1: error: no model"):
-        engine.start(Place(tmp_path / "broken", "bfloat16", 1, 64)).open(Setting("plain"))
-
-
-def test_llama_cpps_file_is_linked_and_what_quantising_says_is_passed_on(binaries, tmp_path):
-    source = tmp_path / "own.gguf"
-    source.write_text("G")
-    LlamaServer(binaries, "", source).prepare(None, None, tmp_path / "a")
-    assert (tmp_path / "a/target/model.gguf").read_text() == "G"
-    with pytest.raises(RuntimeError, match="llama-quantize q4_0: cannot"):
-        LlamaServer(binaries, "q4_0", source).prepare(None, None, tmp_path / "b")
-    assert source.read_text() == "G"
-
-
-@pytest.mark.slow
-def test_llama_cpps_own_server_gives_the_tokens_of_transformers(tmp_path):
-    pytest.importorskip("gguf")
-    place = find_binaries(None)
-    if place is None:
-        pytest.skip("no llama-server on PATH or in $GSD_KERNELS_LLAMA_CPP")
-    real = load_real(str(demo.path() / "target"), None, None, torch.float32)
-    engine = LlamaServer(place, "f32")
-    engine.prepare(real.model, None, tmp_path)
-    servers = engine.start(Place(tmp_path, "float32", 1, 200))
-    ids = real.tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
-    expected = real.model.generate(ids, do_sample=False, min_new_tokens=24, max_new_tokens=24)[0, ids.shape[1] :]
-    for setting in (Setting("plain"), *engine.choices("lookup")):
-        servers.open(setting)
-        assert servers.decode(setting, ids[0].tolist(), 24) == expected.tolist(), setting
-    for _, server in servers.opened.values():
-        server.close()

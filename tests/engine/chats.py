@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from models import VOCAB, noised, tiny
 from torch import Tensor, nn
@@ -20,8 +21,14 @@ TREE = GraphConfig(depth=3, width=2, branch=2, max_rows=8, merge_context=-1)
 GRAPH = GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=2)
 FREE = GraphConfig(depth=0, branch=2, max_rows=8, history_depth=3)
 SOURCES = ("plain", "model", "graph", "layer_skip", "heads", "history", "auto")
+OF_MANY = ("model", "layer_skip", "heads", "auto")  # run where many cases do
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seed": 5}
+
+
+def each(*more: Any) -> list[Any]:
+    """The parameters of a test of every source."""
+    return [pytest.param(name, *more, marks=pytest.mark.many if name in OF_MANY else ()) for name in SOURCES]
 
 
 def endless(**config: Any) -> PreTrainedModel:

@@ -66,7 +66,7 @@ def after(made: Counter[str], call: Callable[[], Any]) -> tuple[int, int]:
     return allocations(made) - before[0], made["captures"] - before[1]
 
 
-@pytest.mark.parametrize("name", chats.SOURCES)
+@pytest.mark.parametrize("name", chats.each())
 def test_the_second_call_of_a_bucket_makes_nothing(name, made, monkeypatch):
     target, draft = pair()
     if name == "auto":
@@ -182,7 +182,7 @@ def alive(objects: list[weakref.ref]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [(name, "clear") for name in chats.SOURCES] + [("graph", how) for how in ("unpatch", "evicted", "structure")],
+    chats.each("clear") + [("graph", how) for how in ("unpatch", "evicted", "structure")],
 )
 def test_memory_comes_back_at_once(name, how, objects, monkeypatch):
     """Without waiting for the collector of cycles, which may take long."""
@@ -211,7 +211,7 @@ def test_memory_comes_back_at_once(name, how, objects, monkeypatch):
         gc.enable()
 
 
-@pytest.mark.parametrize("name", chats.SOURCES)
+@pytest.mark.parametrize("name", chats.each())
 def test_what_a_call_outside_a_patch_keeps_goes_at_once(name, objects, monkeypatch):
     """Captured steps and their storage go when the target's sessions do, again without the collector of cycles."""
     target, draft = pair()
@@ -231,7 +231,7 @@ def test_what_a_call_outside_a_patch_keeps_goes_at_once(name, objects, monkeypat
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [(name, "patched") for name in chats.SOURCES if name != "auto"]
+    [case for case in chats.each("patched") if case.values[0] != "auto"]
     + [("graph", how) for how in ("cleared", "unpatched", "never")],
 )
 def test_models_die(name, how, objects):
@@ -310,11 +310,13 @@ class Outside(TorchDispatchMode):
         return out
 
 
-READ = [(name, decoding) for name in chats.SOURCES for decoding in ({}, SAMPLED)]
-READ += [("chain", {**SAMPLED, "criterion": "speculative"})]
+READ = [*chats.each({}), *chats.each(SAMPLED)]
+READ += [pytest.param("chain", {**SAMPLED, "criterion": "speculative"})]
 
 
-@pytest.mark.parametrize(("name", "decoding"), READ, ids=[f"{n}-{'drawn' if d else 'greedy'}" for n, d in READ])
+@pytest.mark.parametrize(
+    ("name", "decoding"), READ, ids=lambda given: given if isinstance(given, str) else "drawn" if given else "greedy"
+)
 def test_what_a_captured_step_reads_lives_on(name, decoding, monkeypatch):
     """A graph holds addresses: later calls must put what is new at the same places."""
     target, draft = pair()

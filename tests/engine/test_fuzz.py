@@ -18,14 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gsd_kernels as gsd
 from gsd_kernels_hf.validate.options import OF_DICTS
 
+pytestmark = pytest.mark.quick
+
 COMBINATIONS, WRONG, INTERRUPTS = 300, 110, 120
 MODES = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
 torch.set_num_threads(1)
 
 
 def seeds(count: int) -> list[Any]:
-    """All but the first fifteen are slow together."""
-    return [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, count))]
+    """All but the first fifteen are slow together; a third runs everywhere."""
+    slow, many = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.many]
+    marks = [(), *(slow if seed < count // 3 else many for seed in range(1, count))]
+    return [pytest.param(seed, marks=() if seed < 15 else marks[seed]) for seed in range(count)]
 
 
 def sequences(out: Any) -> torch.Tensor:

@@ -26,11 +26,21 @@ from engine.greedy import (
 
 import gsd_kernels as gsd
 
+pytestmark = pytest.mark.quick
+
 
 def chunks():
-    for family, kind in itertools.product(models.FAMILIES, KINDS):
-        fast = family == next(iter(models.FAMILIES)) and kind in FAST
-        yield pytest.param(family, kind, id=f"{family}-{kind}", marks=() if fast else pytest.mark.slow)
+    """Everywhere each family with three or four kinds, each kind with two families; all pairs in CI."""
+    for (i, family), (j, kind) in itertools.product(enumerate(models.FAMILIES), enumerate(KINDS)):
+        fast = i == 0 and kind in FAST
+        marks = [pytest.mark.slow, *([pytest.mark.many] if (i + j) % 3 else [])]
+        yield pytest.param(family, kind, id=f"{family}-{kind}", marks=() if fast else marks)
+
+
+FAMILIES = [
+    pytest.param(family, marks=() if number in (0, 4) else pytest.mark.many)
+    for number, family in enumerate(models.FAMILIES)
+]
 
 
 @pytest.mark.parametrize(("family", "kind"), chunks())
@@ -84,7 +94,7 @@ def test_merge_edges_are_accepted_with_every_context(context):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_float32_mismatches_only_at_ties(family):
     """Fixed seeds: a mismatch is allowed where the target's top two are closer than 1e-5; they are counted."""
     ties = []
@@ -104,7 +114,7 @@ def test_float32_mismatches_only_at_ties(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_first_divergence_is_within_the_rounding_bound(family):
     """Two forwards that err by at most ``e`` in every logit can pick differently only where the exact gap is ≤ 2e.
 

@@ -365,17 +365,6 @@ def test_custom_generate():
     assert target.config._attn_implementation == "sdpa"
 
 
-def test_automatic_budget(patched):
-    """The default measures the pair here (in the tests' own cache) and stays exact."""
-    target, draft, _ = patched
-    gsd.unpatch(target)
-    handle = gsd.patch(target, assistant_model=draft)
-    assert torch.equal(target.generate(**prompt(), max_new_tokens=16, do_sample=False), plain())
-    assert handle.stats.steps > 0
-    again = target.generate(**prompt(), max_new_tokens=40, do_sample=False)
-    assert torch.equal(again, plain(40))
-
-
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
 def test_a_named_backend(backend):
     """Also where one op, such as the cache write, lacks it."""

@@ -16,6 +16,8 @@ from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.policy.base import Plan
 from gsd_kernels_hf.sources import history
 
+pytestmark = pytest.mark.quick
+
 torch.set_num_threads(1)
 
 BATCH, VOCAB = 3, 32

@@ -34,7 +34,10 @@ class Collector(BaseStreamer):
         self.ended += 1
 
 
-@pytest.mark.parametrize("kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+SLOW = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.many]
+
+
+@pytest.mark.parametrize("kind", [k if k in FAST else pytest.param(k, marks=SLOW[i % 2]) for i, k in enumerate(KINDS)])
 @pytest.mark.parametrize("stop", ["length", "eos", "strings", "custom"])
 def test_streamed_tokens_are_the_returned_tokens(kind, stop):
     case = Case("llama-gqa", kind, 300)

@@ -28,6 +28,8 @@ from gsd_kernels_cli.app import app
 from gsd_kernels_cli.demo.inflate import ModelShape
 from gsd_kernels_hf.parallel import check_heads, ranks_of, tensor_parallel_group
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("accelerate", reason="transformers shards models with accelerate")
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this PyTorch has no gloo", allow_module_level=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chats import GRAPH, GREEDY, SAMPLED, SOURCES, TREE, Reads, ask, expected, pair, patched, sources, words
+from chats import GRAPH, GREEDY, SAMPLED, TREE, Reads, ask, each, expected, pair, patched, sources, words
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -17,7 +17,7 @@ SAID = 5  # tokens of a user's turn
 
 @pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", each())
 def test_later_turns_read_only_what_is_new(name, batch, decoding):
     target, draft = pair()
     reads, draft_reads = Reads(target), Reads(draft)

@@ -15,7 +15,7 @@ from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.validate import Unsupported
 
 MISSING = unavailable_reason("cpu", torch.device("cpu"))
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
+pytestmark = [pytest.mark.quick, pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")]
 PADS = 3
 SHAPE = gsd.GraphConfig.preset("graph", depth=2)  # each level is a forward of the draft, often through its modules
 PROMPT = torch.randint(3, 97, (1, 30), generator=torch.Generator().manual_seed(4))
@@ -138,8 +138,14 @@ def test_a_change_in_place_of_another_is_looked_at_anew(case, request):
     case.check("a hook of single rows")
 
 
+DOUBLE = [
+    pytest.param(name, marks=pytest.mark.many if number % 3 else ())
+    for number, name in enumerate(sorted(CHANGES.keys() - {"eager attention"}))  # whose pads are NaN in float64
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"eager attention"}))  # whose pads are NaN in float64
+@pytest.mark.parametrize("name", DOUBLE)
 def test_and_so_does_one_whose_rows_go_through_its_modules(name, double):
     double.check(name)
 

@@ -59,22 +59,6 @@ def test_kinds_of_calls():
     assert probe.kinds_of(llama4(attn_temperature_tuning=False)) == (chunked, chunked, Kind())
 
 
-@pytest.mark.parametrize("sources", ["draft", "history"])
-def test_greedy_text_is_transformers(sources):
-    """Beyond chunks and steps of the factor, for one prompt and three left-padded ones."""
-    model, accepted, drafted = llama4(), 0, 0
-    by = {"draft_sources": ("history",)} if sources == "history" else {"assistant_model": models.noised(model, 0.01)}
-    for batch in (1, 3):
-        options = {**by, "graph_config": GRAPH, "max_new_tokens": NEW, "do_sample": False}
-        out = gsd.generate(model, **prompts(batch), **options, return_dict_in_generate=True)
-        assert torch.equal(out.sequences, plain(batch))
-        stats = out.stats
-        accepted, drafted = accepted + stats.new_tokens - stats.sequence_steps, drafted + stats.drafted_nodes
-    assert drafted > accepted, "nothing was rejected"
-    if sources == "draft":
-        assert accepted > 20 and len(plain(3)[:, -NEW:].unique()) >= 15
-
-
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_prompts_in_pieces_and_prefixes_that_are_read_once(pieces):
     model = llama4()
@@ -85,14 +69,6 @@ def test_prompts_in_pieces_and_prefixes_that_are_read_once(pieces):
         model.generate(**prompts(1), **{**options, "max_new_tokens": 3})
         assert torch.equal(model.generate(**given, **options), expected)
         assert handle.stats.why is None and handle.stats.tokens_per_step > 1
-
-
-def test_a_seed_gives_one_text_with_and_without_a_draft():
-    model, sampled = llama4(), {"do_sample": True, "seed": 5, "max_new_tokens": NEW}
-    alone = gsd.generate(model, **prompts(3), **sampled, draft_sources=("history",), graph_config="chain")
-    options = {"assistant_model": models.noised(model, 0.02), "graph_config": GRAPH}
-    drafted = gsd.generate(model, **prompts(3), **sampled, **options, return_dict_in_generate=True)
-    assert torch.equal(drafted.sequences, alone) and drafted.stats.tokens_per_step > 1
 
 
 @pytest.mark.parametrize("change", [{"attention_chunk_size": 1000}, {"attn_temperature_tuning": False}])

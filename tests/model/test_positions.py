@@ -43,21 +43,6 @@ def prompts(batch: int, length: int = 11) -> dict[str, torch.Tensor]:
     return models.prompts(batch, length, seed=3, vocab=tiny_configs.VOCAB - 4)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_greedy_text_is_transformers_up_to_the_tables_end(name):
-    """Drafted tokens reach beyond it, for one prompt and three left-padded ones."""
-    model, draft = model_of(name), models.noised(model_of(name), 0.01)
-    assert probe.examine(model).positions == END
-    options = {"assistant_model": draft, "graph_config": GRAPH, "max_new_tokens": NEW, "do_sample": False}
-    accepted = drafted = 0
-    for batch in (1, 3):
-        out = gsd.generate(model, **prompts(batch), **options, return_dict_in_generate=True)
-        assert torch.equal(out.sequences, model.generate(**prompts(batch), max_new_tokens=NEW, do_sample=False))
-        accepted += out.stats.new_tokens - out.stats.sequence_steps
-        drafted += out.stats.drafted_nodes
-    assert drafted > accepted > 5
-
-
 def test_a_text_beyond_the_table_is_refused_where_it_gets_there():
     """Transformers raises an IndexError; a text that ends before by itself is served."""
     model, more = model_of("GPT2LMHeadModel"), {"do_sample": False, "max_new_tokens": NEW + 8}
@@ -94,13 +79,6 @@ def test_a_draft_with_a_table_is_left_out_where_it_ends():
     out = gsd.generate(target, **prompts(2), **options, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(out.sequences, target.generate(**prompts(2), max_new_tokens=40, do_sample=False))
     assert out.stats.left_out == ["model"]
-
-
-def test_a_seed_gives_one_text_with_and_without_a_draft():
-    model, sampled = model_of("GPT2LMHeadModel"), {"do_sample": True, "seed": 5, "max_new_tokens": NEW}
-    alone = gsd.generate(model, **prompts(3), **sampled, graph_config="plain")
-    options = {"assistant_model": models.noised(model, 0.02), "graph_config": GRAPH}
-    assert torch.equal(gsd.generate(model, **prompts(3), **sampled, **options), alone)
 
 
 @pytest.mark.parametrize(

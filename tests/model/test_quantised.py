@@ -130,17 +130,6 @@ def test_patch_and_unpatch_leave_quantised_weights_alone(quantised):
         assert torch.equal(quantised(**inputs).logits, before)
 
 
-def test_a_quantised_target_and_draft_under_auto(quantised):
-    """Which tells models apart by their weights."""
-    inputs = prompts(2, 12)
-    expected = quantised.generate(**inputs, **GREEDY)
-    for sources in ({"draft_sources": ("history",)}, {"assistant_model": noised(original(), 0.02)}):
-        assert torch.equal(gsd.generate(quantised, **inputs, **GREEDY, **sources), expected)
-    target = original()
-    plain = target.generate(**inputs, **GREEDY)
-    assert torch.equal(gsd.generate(target, **inputs, **GREEDY, assistant_model=quantised), plain)
-
-
 def test_activations_that_are_quantised_row_by_row_under_auto():
     """A last bit of an activation may become a whole level of int8, so texts are the same at their beginning only."""
     quantization = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install -e '.[quantised]'")

@@ -19,7 +19,6 @@ from gsd_kernels_hf.model import probe
 from gsd_kernels_hf.model.attention import Kind
 
 NEW = 24  # behind prompts of 11 tokens, windows of 5
-GRAPH = gsd.GraphConfig(depth=4, width=4, branch=3, max_rows=24, merge_context=1)
 CLASSES = {  # each with full layers and such with windows
     "GptOssForCausalLM": {},
     "MiMoV2FlashForCausalLM": {"head_dim": 24},  # values are narrower than keys
@@ -60,39 +59,6 @@ def plain(name: str, batch: int) -> torch.Tensor:
         alone = model.generate(ids[mask][None], max_new_tokens=NEW, do_sample=False)
         texts.append(torch.cat([ids, alone[0, -NEW:]]))
     return torch.stack(texts)
-
-
-SOURCES = {
-    "history": lambda model: {"draft_sources": ("history",)},
-    "both": lambda model: {"assistant_model": models.noised(model, 0.02), "draft_sources": ("model", "history")},
-}
-
-
-@pytest.mark.parametrize(("name", "sources"), [*((name, "both") for name in CLASSES), ("GptOssForCausalLM", "history")])
-def test_greedy_text_is_transformers(name, sources):
-    """Behind windows, for one prompt and three left-padded ones, with drafts that are right often and wrong often."""
-    model = model_of(name)
-    accepted = drafted = 0
-    for batch in (1, 3):
-        options = {**SOURCES[sources](model), "graph_config": GRAPH, "max_new_tokens": NEW, "do_sample": False}
-        out = gsd.generate(model, **prompts(batch), **options, return_dict_in_generate=True)
-        assert torch.equal(out.sequences, plain(name, batch))
-        stats = out.stats
-        accepted, drafted = accepted + stats.new_tokens - stats.sequence_steps, drafted + stats.drafted_nodes
-        assert stats.why_modules is not None and name in stats.why_modules
-    assert drafted > accepted, "nothing was rejected"
-    if sources != "history":
-        assert accepted > 10 and len(plain(name, 3)[:, -NEW:].unique()) >= 15
-
-
-@pytest.mark.parametrize("name", ["GptOssForCausalLM", "MiMoV2FlashForCausalLM"])
-def test_a_seed_gives_one_text_with_and_without_a_draft(name):
-    model, sampled = model_of(name), {"do_sample": True, "seed": 5, "temperature": 0.8, "max_new_tokens": NEW}
-    alone = gsd.generate(model, **prompts(3), **sampled, draft_sources=("history",), graph_config="chain")
-    options = {"assistant_model": models.noised(model, 0.02), "graph_config": GRAPH}
-    drafted = gsd.generate(model, **prompts(3), **sampled, **options, return_dict_in_generate=True)
-    assert torch.equal(drafted.sequences, alone) and len(alone[:, -NEW:].unique()) >= 15
-    assert drafted.stats.tokens_per_step > 1
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -18,6 +18,8 @@ from ops.contracts.arguments import (
 
 import gsd_kernels as gsd
 
+pytestmark = pytest.mark.quick
+
 
 def int64(name):
     return lambda a: a[name].long()

@@ -12,6 +12,8 @@ from ops.contracts.kv import check_commit, check_commitment, copied
 
 import gsd_kernels as gsd
 
+pytestmark = pytest.mark.quick
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FEW = [(torch.float32, 80), (torch.bfloat16, 64), (torch.float16, 256)]
 HALF_AND_SINGLE = list(itertools.product(FLOATS[:3], (64, 80, 256)))

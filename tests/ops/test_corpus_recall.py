@@ -13,6 +13,8 @@ from ops.contracts.ngram import poisoned
 
 from gsd_kernels.ops.corpus import MAX_MATCH, SortedCorpus, corpus_recall, sort_corpus
 
+pytestmark = pytest.mark.quick
+
 few = st.integers(0, 3)
 documents = st.lists(st.lists(few, max_size=40), min_size=1, max_size=4).filter(lambda ds: sum(map(len, ds)) > 0)
 

@@ -30,6 +30,8 @@ from gsd_kernels.ops.dag_attention import visibility
 from gsd_kernels.ops.dag_attention.cuda import DTYPES, HEAD_DIMS
 from gsd_kernels.ops.dag_attention.dense import dense_mask as written_out
 
+pytestmark = pytest.mark.quick
+
 
 def dense_attention(
     case: dict[str, Tensor],

@@ -9,7 +9,7 @@ from ops.contracts.decoder import decoder_case
 
 from gsd_kernels.ops.decoder_rows import decoder_rows
 
-pytestmark = backend_param("cpu").marks
+pytestmark = [pytest.mark.quick, *backend_param("cpu").marks]
 
 
 # Relative. In bfloat16 some levels round the weights of attention too, as PyTorch's attention does.

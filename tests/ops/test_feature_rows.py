@@ -11,7 +11,7 @@ from ops.contracts.decoder import decoder_case, feature_case
 
 from gsd_kernels.ops.feature_rows import feature_rows
 
-pytestmark = backend_param("cpu").marks
+pytestmark = [pytest.mark.quick, *backend_param("cpu").marks]
 
 
 # Relative, as of decoder_rows.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.contracts.backends import ALL, backend_param, cases
 from ops.contracts.graph import (
     check_flatten_of_any_graph,
 )
+
+pytestmark = pytest.mark.quick
 
 COMPILED = backend_param("cpu").marks[0]
 

@@ -12,6 +12,8 @@ import gsd_kernels as gsd
 from gsd_kernels.ops.history import WEIGHTS, Recollection, history_append, history_recall
 from gsd_kernels.ops.history import records as r
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", KNOWN)

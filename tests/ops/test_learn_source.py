@@ -12,6 +12,8 @@ from ops.contracts.learn import COUNTS, check_learning, questions, tables
 from gsd_kernels.ops.learn import Asked, Mixture, learn_source
 from gsd_kernels.ops.learn.api import MAX_LEVELS
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("reliable", [True, False])
 @backends("cpu", "cuda")

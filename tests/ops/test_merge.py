@@ -25,6 +25,8 @@ from ops.contracts.graph import (
 import gsd_kernels as gsd
 from gsd_kernels.graph import unpack_bits
 
+pytestmark = pytest.mark.quick
+
 oracle = hundred_lines.load()
 
 

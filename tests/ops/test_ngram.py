@@ -27,6 +27,8 @@ from ops.contracts.ngram import (
 import gsd_kernels as gsd
 from gsd_kernels.ops.ngram import calibrate_candidates, ngram_recall, ngram_remember
 
+pytestmark = pytest.mark.quick
+
 EVERYWHERE = ("reference", "cpu", "interpreter", "triton", "cuda")
 OTHERS = EVERYWHERE[1:]
 SEEDS = {"cpu": range(4), "interpreter": range(3), "triton": range(10), "cuda": range(10)}

@@ -17,7 +17,9 @@ from gsd_kernels.ops.decoder_rows.weights import MATRICES
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+pytestmark = pytest.mark.quick
+
+DTYPES = (torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.many))
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 

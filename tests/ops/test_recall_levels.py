@@ -18,6 +18,8 @@ from gsd_kernels.ops.history import Recollection, history_recall
 from gsd_kernels.ops.ngram import calibrate_candidates
 from gsd_kernels.ops.recall_levels import RecalledLevels, recall_levels
 
+pytestmark = pytest.mark.quick
+
 
 @dataclass(frozen=True)
 class Case:

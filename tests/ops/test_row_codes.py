@@ -23,7 +23,7 @@ from gsd_kernels.ops.row_linear import row_linear
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NO_CPU = unavailable_reason("cpu", torch.device("cpu"))
 LEVELS = [] if NO_CPU else [n for n, why in cpu_levels.levels().items() if why is None] + ["amx_in_software"]
-pytestmark = pytest.mark.skipif(bool(NO_CPU), reason=str(NO_CPU))
+pytestmark = [pytest.mark.quick, pytest.mark.skipif(bool(NO_CPU), reason=str(NO_CPU))]
 kinds = pytest.mark.parametrize("kind", CODE_KINDS, ids=lambda kind: kind.name)
 levels = pytest.mark.parametrize("level", LEVELS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)

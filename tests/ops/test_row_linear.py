@@ -8,6 +8,8 @@ from ops.contracts.backends import backends
 
 from gsd_kernels.ops.row_linear import row_linear
 
+pytestmark = pytest.mark.quick
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [
     (1, 16, 1),

@@ -13,6 +13,8 @@ import gsd_kernels as gsd
 from gsd_kernels.ops.sampling import warped_log_probs
 from gsd_kernels.ops.sampling.reference import warp
 
+pytestmark = pytest.mark.quick
+
 EVERYWHERE = ("reference", "cpu", "interpreter", "triton", "cuda")
 ON_A_GPU = list(itertools.product((1, 63, 1000, 128256), FLOATS))
 SHAPES = {"cpu": [*itertools.product((1, 63, 111, 1000), FLOATS), (32003, torch.float32)], "cuda": ON_A_GPU}

@@ -16,6 +16,8 @@ from ops.contracts.select_rows import CONFIG, path, posterior, problem
 import gsd_kernels as gsd
 from gsd_kernels.ops.select_rows import FEATURES, LogisticPosterior, select_rows, update_edge_model
 
+pytestmark = pytest.mark.quick
+
 LIMITS = {"max_rows": CONFIG.max_rows, "max_path": CONFIG.max_path}
 AS_CLAIMED = LogisticPosterior(
     torch.tensor([0.0, 1.0, *[0.0] * (FEATURES - 2)], dtype=torch.float64),

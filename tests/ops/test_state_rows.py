@@ -12,6 +12,8 @@ from ops.contracts.backends import backends
 
 from gsd_kernels.ops.state_rows import StateWindow, state_commit, state_rows
 
+pytestmark = pytest.mark.quick
+
 CASES = {  # heads, groups, key, value, decays, whether the rule is the delta rule
     "gated-delta": (4, 2, 24, 19, 1, True),
     "state-space": (4, 1, 16, 32, 1, False),

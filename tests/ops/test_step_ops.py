@@ -24,6 +24,8 @@ from ops.contracts.step import (
 import gsd_kernels as gsd
 from gsd_kernels.ops import step
 
+pytestmark = pytest.mark.quick
+
 CHECKS = {f.__name__: f for f in (check_start, check_feed, check_chain, check_path, check_commit)}
 
 

@@ -13,6 +13,8 @@ from ops.contracts.graph import (
 
 import gsd_kernels as gsd
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("seed", range(24))
 @backends("reference", "cpu", "interpreter", "triton", "cuda")

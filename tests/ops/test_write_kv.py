@@ -12,6 +12,8 @@ from ops.contracts.kv import WRITES, check_write
 
 import gsd_kernels as gsd
 
+pytestmark = pytest.mark.quick
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPES = {
     f"{dtype}-D{dim}-{heads}-{rows}": (dtype, (dim, dim), heads, rows)

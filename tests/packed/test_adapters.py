@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from models import noised, prompts
+from models import prompts
 from quantised import SCHEMES, dense_of, gptq, original
 from torch import nn
 
@@ -24,9 +24,7 @@ from gsd_kernels_hf.packed import copies
 from gsd_kernels_hf.packed.adapters import stored_in
 from gsd_kernels_hf.packed.modules import matrix_of
 
-SHAPE = gsd.GraphConfig(depth=3, width=3, branch=2, max_rows=16, history_depth=2)
 GREEDY = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": False}
-SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8, "seed": 7}
 names = pytest.mark.parametrize("name", SCHEMES)
 
 
@@ -61,28 +59,6 @@ def test_matrices_have_the_bits_of_the_librarys_dequantisation(name, made):
             x = torch.randn(128, matrix.inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
             for rows in (1, 2, 17, 128):
                 assert torch.equal(row_linear(x[:rows], matrix), row_linear(x[:rows], dense))
-
-
-@names
-def test_the_text_is_that_of_the_dense_weights_with_any_draft(name, made):
-    model = made(name)
-    dense = dense_of(model, SCHEMES[name], original())
-    draft, inputs = noised(dense, 0.02), prompts(3, 9, vocab=96)
-    asked = {"return_dict_in_generate": True, "output_logits": True}
-    for call in (GREEDY, SAMPLED):
-        expected = gsd.generate(dense, **inputs, **call, **asked, graph_config="plain")
-        assert len(set(expected.sequences[:, 9:].flatten().tolist())) > 15
-        for way in (
-            {"graph_config": "plain"},
-            {"assistant_model": draft, "draft_sources": ("model", "history"), "graph_config": SHAPE},
-            {},
-        ):
-            out = gsd.generate(model, **inputs, **call, **asked, **way)
-            assert out.stats.why_modules is None
-            assert torch.equal(out.sequences, expected.sequences), way
-            assert all(map(torch.equal, out.logits, expected.logits)), way
-    out = gsd.generate(model, **inputs, **GREEDY, **asked, assistant_model=draft, graph_config=SHAPE)
-    assert out.stats.tokens_per_step > 1 and sum(out.stats.accepted[2:]) > 0
 
 
 @names

@@ -13,8 +13,7 @@ from torch import nn
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.packed import KINDS, PACKERS, pack_matrix
-from gsd_kernels_hf.model.fused import why_not
-from gsd_kernels_hf.packed.modules import Packed, packed_in
+from gsd_kernels_hf.packed.modules import packed_in
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
@@ -35,23 +34,12 @@ def test_the_gguf_package_packs_the_same_bytes(kind):
     assert torch.equal(pack_matrix(dense, kind).data, torch.from_numpy(theirs))
 
 
-@pytest.mark.parametrize("kind", PACKERS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_text_is_that_of_the_matrices_it_stands_for(kind, tied):
+def test_every_matrix_is_packed_and_stays_tied(tied):
     dense = tiny(tie_word_embeddings=tied, **SIZES).to(torch.bfloat16)
-    draft = noised(dense, 0.01)
-    packed = gsd.pack(copy.deepcopy(dense), kind)
+    packed = gsd.pack(copy.deepcopy(dense), "q4_0")
     assert len(packed_in(packed)) == sum(isinstance(m, (nn.Linear, nn.Embedding)) for m in dense.modules())
-    for name, module in packed.named_modules():
-        if isinstance(module, Packed):
-            dense.get_submodule(name).weight.data.copy_(module.weight)
-    assert why_not(packed, "auto") is None and why_not(dense, "auto") is None
-    call = prompts(2, 9) | {"max_new_tokens": 24, "do_sample": True, "seed": 4, "eos_token_id": None}
-    expected = gsd.generate(dense, **call, graph_config="plain")
-    for way in ({"graph_config": "plain"}, {}, {"assistant_model": draft, "graph_config": "graph"}):
-        assert torch.equal(gsd.generate(packed, **call, **way), expected), way
-    tied_now = packed.lm_head.packed.data_ptr() == packed.model.embed_tokens.packed.data_ptr()
-    assert tied_now is tied
+    assert (packed.lm_head.packed.data_ptr() == packed.model.embed_tokens.packed.data_ptr()) is tied
     with pytest.raises(ValueError, match="save_pretrained: packed weights"):
         packed.save_pretrained("nowhere")
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import noised, prompts
+from models import prompts
 from quantised import compressed, decompressed, original
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.packed import codes, unpack_rows
-from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.packed.adapters import stored_in
 from gsd_kernels_hf.packed.modules import packed_in
 
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.skipif(
 )
 FORM = "int-quantized"
 TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
-SHAPE = gsd.GraphConfig(depth=3, width=3, branch=2, max_rows=16, history_depth=2)
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -53,26 +51,12 @@ def test_weights_and_rows_have_the_librarys_bits(dtype, strategy):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_the_text_is_the_same_with_any_draft_and_begins_as_the_librarys(dtype, sampled):
-    inputs = prompts(3, 9, vocab=96)
-    call = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": sampled, "return_dict_in_generate": True}
-    call |= {"temperature": 0.8, "seed": 7} if sampled else {}
-    model, library = gsd.keep_packed(made(dtype)), made(dtype)
-    assert why_not(model, "auto") is None
-    expected = gsd.generate(model, **inputs, **call, graph_config="plain").sequences
-    for way in (
-        {"assistant_model": noised(original(dtype), 0.02), "graph_config": SHAPE},
-        {"draft_sources": ("history",), "graph_config": SHAPE},
-        {},
-    ):
-        out = gsd.generate(model, **inputs, **call, **way)
-        assert out.stats.why_modules is None and torch.equal(out.sequences, expected), way
-    assert len(set(expected[:, 9:].flatten().tolist())) > 15
+def test_its_logits_are_near_the_librarys(dtype):
+    """The rows are rounded: they are further from the dense model's."""
     with torch.no_grad():
-        own, ours, plain = (m(**inputs).logits.double() for m in (library, model, original(dtype)))
-    spread = (own - own.mean(-1, keepdim=True)).norm()
-    assert (ours - own).norm() / spread < 0.3 * (ours - plain).norm() / spread, "the rows are not rounded"
+        models = made(dtype), gsd.keep_packed(made(dtype)), original(dtype)
+        own, ours, plain = (model(**prompts(3, 9, vocab=96)).logits.double() for model in models)
+    assert (ours - own).norm() < 0.3 * (ours - plain).norm()
 
 
 def test_bytes_without_activations_are_plain_int8():

@@ -30,7 +30,6 @@ FILES = {
     "qwen2": ("qwen2", 64, ["q5_1", "q8_0"], False),
     "qwen3": ("qwen3", 64, ["q8_0", "bf16", "q4_0"], True),
 }
-SHAPE = gsd.GraphConfig(depth=3, width=3, branch=2, max_rows=16, history_depth=2)
 
 
 @pytest.fixture(scope="module", params=FILES)
@@ -46,35 +45,6 @@ def pair(request, tmp_path_factory):
     for model in (target, dense):
         model.generation_config.eos_token_id = None
     return target, dense, draft
-
-
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_the_text_is_the_dense_models_with_any_draft(pair, sampled):
-    target, dense, draft = pair
-    call = prompts(3, 9, vocab=90) | {"max_new_tokens": 30, "do_sample": sampled, "seed": 7, "temperature": 0.8}
-    call |= {"pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
-    if not sampled:
-        del call["temperature"], call["seed"]
-    plain = {"graph_config": "chain", "draft_sources": ("history",)}
-    expected = gsd.generate(dense, **call, **plain)
-    assert expected.stats.why_modules is None and len(set(expected.sequences[:, 9:].flatten().tolist())) > (
-        10 if sampled else 1
-    )
-    ways = {
-        "plain": {},
-        "history": {"draft_sources": ("history",), "graph_config": SHAPE},
-        "draft": {"assistant_model": draft, "graph_config": SHAPE},
-        "dense draft": {"assistant_model": dense, "graph_config": "tree"},
-        "skip": {"assistant_model": gsd.LayerSkip(target, mlp=[1]), "graph_config": "chain"},
-        "heads": {"draft_heads": gsd.DraftHeads.for_model(target, 2), "graph_config": SHAPE},
-        "auto": {"assistant_model": draft},
-    }
-    for name, way in ways.items():
-        out = gsd.generate(target, **call, **way)
-        assert out.stats.why_modules is None, name
-        assert torch.equal(out.sequences, expected.sequences), name
-        assert all(map(torch.equal, out.logits, expected.logits)), name
-    assert gsd.generate(target, **call, **ways["dense draft"]).stats.tokens_per_step > 2
 
 
 def test_no_whole_matrix_is_unpacked(pair, monkeypatch):

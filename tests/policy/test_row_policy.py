@@ -21,7 +21,7 @@ SETTINGS = RowSettings()
 
 
 @pytest.mark.parametrize("free_rows", [4.0, 60.0])
-@pytest.mark.parametrize("bandwidth", [0.25, 1.0, 4.0])
+@pytest.mark.parametrize("bandwidth", [1.0, *(pytest.param(other, marks=pytest.mark.many) for other in (0.25, 4.0))])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_as_fast_as_the_best_fixed_number_of_rows(machine, bandwidth, free_rows):
     """Whatever was believed of the machine before."""

@@ -41,7 +41,7 @@ def usual_rate(world: World, shapes) -> float:
     return world.rate(Counter(shapes).most_common(1)[0][0])
 
 
-@pytest.mark.parametrize("bandwidth", [0.25, 1.0, 4.0])
+@pytest.mark.parametrize("bandwidth", [1.0, *(pytest.param(other, marks=pytest.mark.many) for other in (0.25, 4.0))])
 @pytest.mark.parametrize("text", [EASY, USUAL, HOPELESS], ids=["easy", "usual", "hopeless"])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_ends_with_the_best_shape(machine, text, bandwidth):

@@ -11,6 +11,8 @@ from gsd_kernels_cli import comparison
 from gsd_kernels_cli.comparison import first_divergence
 from gsd_kernels_hf.model.fused import why_not
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_gap_of_a_runner_up_is_the_samplers(temperature):

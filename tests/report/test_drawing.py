@@ -14,6 +14,8 @@ from gsd_kernels import GraphConfig
 from gsd_kernels_cli.drawing import ACCEPTED, REJECTED, ROOT, UNCHECKED, StepPicture, draw_step, visible
 from gsd_kernels_hf import generate
 
+pytestmark = pytest.mark.quick
+
 CONFIG = GraphConfig(depth=4, width=4, branch=3, max_rows=12, merge_context=0)
 
 

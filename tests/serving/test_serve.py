@@ -29,7 +29,7 @@ def openai():
     return client
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 PROMPT = "def add(a, b):\n"

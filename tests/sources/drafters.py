@@ -124,6 +124,7 @@ def text_of(target, count: int = 12, new: int = 30):
         return text, target(text, output_hidden_states=True).hidden_states
 
 
+@torch.enable_grad()  # whoever asks first
 def fit_eagle3(module: Eagle3, target, steps: int = 60) -> Eagle3:
     """Fit a drafter to the target's own text: two levels, each reading the last one's output."""
     text, states = text_of(target)
@@ -148,6 +149,7 @@ def fit_eagle3(module: Eagle3, target, steps: int = 60) -> Eagle3:
     return module.requires_grad_(False).to(target.dtype)
 
 
+@torch.enable_grad()  # whoever asks first
 def fit_parallel(module: Eagle3, target, steps: int = 80) -> Eagle3:
     """Fit P-EAGLE to the target's own text: the masks behind a place of every text a step."""
     text, states = text_of(target)
@@ -239,6 +241,7 @@ class Block(list):
         return scaled_dot_product_attention(query, keys, values, enable_gqa=True, scale=module.scaling)
 
 
+@torch.enable_grad()  # whoever asks first
 def fit_dflash(module: DFlash, target, steps: int = 80) -> DFlash:
     """Fit a drafter to the target's own text, a block of every text at a place a step."""
     text, states = text_of(target)

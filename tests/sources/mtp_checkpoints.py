@@ -164,6 +164,7 @@ class Causal:
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value.repeat_interleave(group, 1)
 
 
+@torch.enable_grad()  # whoever asks first
 def fit(module: Mtp, target, steps: int = 60) -> Mtp:
     """Fit a head to the target's own text: two levels, each reading the last one's output."""
     text, states = text_of(target)

@@ -9,7 +9,6 @@ import torch
 from models import prompts, tiny
 from sources.drafters import (
     FixedText,
-    check_own_text,
     dflash_config,
     fit_dflash,
     generate,
@@ -52,12 +51,6 @@ def drafter_of(kind: str) -> DFlash:
     config = dflash_config(target_of(), **KINDS[kind])
     module = random_dflash(config, own=kind == "DSpark reduced", confidence=confidence)
     return fit_dflash(module, target_of(), steps=50)
-
-
-@pytest.mark.parametrize("kind", [*KINDS])
-def test_text_is_the_targets_own(kind):
-    ways = ((("drafter",), TREE), (("drafter", "history"), LATTICE))
-    check_own_text(target_of(), drafter_of(kind), ways, seed=len(kind))
 
 
 def graphs_of(drafter: DFlash, shape: GraphConfig) -> list[tuple[dict, torch.Tensor, torch.Tensor, torch.Tensor]]:

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from models import noised, prompts, tiny
+from models import prompts, tiny
 from sources.drafters import eagle3_config, fit_eagle3, generate, random_eagle3, safeailab, save
 
 import gsd_kernels as gsd
@@ -26,8 +26,6 @@ VARIANTS = {
     "layers": {"num_hidden_layers": 2, "eagle_aux_hidden_state_layer_ids": [1, 3]},
 }
 
-FAST = [("reduced", "alone"), ("norms", "history"), ("plain", "all")]  # the rest is marked slow
-
 
 @functools.cache
 def target_of(**config):
@@ -38,64 +36,6 @@ def target_of(**config):
 def drafter_of(variant: str) -> Eagle3:
     config = eagle3_config(target_of(), **VARIANTS[variant])
     return fit_eagle3(random_eagle3(config, own_embedding=variant == "before"), target_of())
-
-
-@functools.cache
-def draft_of():
-    return noised(target_of(), 0.03).float()
-
-
-def mixed_with(name: str) -> dict:
-    return {
-        "alone": {"draft_sources": ("drafter",)},
-        "history": {"draft_sources": ("drafter", "history")},
-        "all": {"assistant_model": draft_of(), "draft_sources": ("model", "drafter", "history")},
-    }[name]
-
-
-CASES = [
-    pytest.param(variant, mixed, marks=() if (variant, mixed) in FAST else pytest.mark.slow)
-    for variant in VARIANTS
-    for mixed in ("alone", "history", "all")
-]
-
-
-@pytest.mark.parametrize(("variant", "mixed"), CASES)
-def test_text_is_the_targets_own(variant, mixed):
-    target, drafter = target_of(), drafter_of(variant)
-    for sampled in (False, True):
-        options = {"do_sample": sampled, **prompts(3, 14, seed=len(variant), vocab=VOCAB)}
-        options |= {"seed": 4, "temperature": 0.6, "top_p": 0.95} if sampled else {}
-        plain = generate(target, **options).sequences
-        accepted = rejected = 0
-        for graph in GRAPHS.values() if mixed == "alone" else (GRAPHS["graph"],):
-            out = generate(target, **options, drafter=drafter, **mixed_with(mixed), graph_config=graph)
-            assert torch.equal(out.sequences, plain)
-            assert out.stats.draft_rows > 0
-            accepted += sum(out.stats.accepted[2:])
-            rejected += sum(n for emitted, n in enumerate(out.stats.accepted) if 0 < emitted <= graph.max_path)
-        assert accepted > 0 and rejected > 0, "nothing could have failed"
-
-
-@pytest.mark.parametrize(
-    "processor", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"output_scores": True}], ids=str
-)
-def test_processors_see_what_they_always_see(processor):
-    target, options = target_of(), {"do_sample": False, **prompts(2, 9, vocab=VOCAB), **processor}
-    expected = target.generate(**options, max_new_tokens=14, eos_token_id=[2, 5], pad_token_id=0)
-    out = generate(target, **options, drafter=drafter_of("reduced"), graph_config=GRAPHS["graph"])
-    assert torch.equal(out.sequences, expected if isinstance(expected, torch.Tensor) else expected.sequences)
-    assert sum(out.stats.accepted[2:]) > 0
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 150])
-def test_prompts_of_any_length(length):
-    """One token has no feature yet; a long prompt is read in pieces."""
-    target, inputs = target_of(), prompts(3, length, vocab=VOCAB)
-    options = {"do_sample": False, **inputs}
-    plain = generate(target, **options).sequences
-    out = generate(target, **options, drafter=drafter_of("plain"), graph_config=GRAPHS["tree"], prefill_chunk_size=40)
-    assert torch.equal(out.sequences, plain) and sum(out.stats.accepted[2:]) > 0
 
 
 def first_candidates(target, drafter, **options):
@@ -111,55 +51,6 @@ def first_candidates(target, drafter, **options):
         **options,
     )
     return seen[0]
-
-
-def test_drafts_do_not_depend_on_padding_or_chunks():
-    """The same prompt alone, behind padding, and read in pieces: the same drafts, to rounding."""
-    target, drafter = target_of(), drafter_of("norms")
-    ids = prompts(1, 17, vocab=VOCAB)["input_ids"]
-    alone = first_candidates(target, drafter, input_ids=ids)
-    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1)
-    mask = (torch.arange(22) >= 5).long()[None]
-    both = torch.cat([padded, prompts(1, 22, seed=3, vocab=VOCAB)["input_ids"]])
-    masks = torch.cat([mask, torch.ones_like(mask)])
-    for options in (
-        {"input_ids": padded, "attention_mask": mask},
-        {"input_ids": both, "attention_mask": masks},
-        {"input_ids": ids, "prefill_chunk_size": 3},
-    ):
-        tokens, scores = first_candidates(target, drafter, **options)
-        count = alone[0].shape[1]
-        assert torch.equal(tokens[:1, :count], alone[0])
-        torch.testing.assert_close(scores[:1, :count], alone[1])
-
-
-def test_a_chats_next_turn_drafts_as_a_new_call_does():
-    """What was reused has its entries in the drafter's cache; plain steps in between are made up for."""
-    target, drafter = tiny(num_hidden_layers=3, vocab_size=VOCAB), drafter_of("plain")
-    first, more = prompts(1, 12, vocab=VOCAB)["input_ids"], prompts(1, 6, seed=8, vocab=VOCAB)["input_ids"]
-    options = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": False, "return_dict_in_generate": True}
-    drafts: list = []
-
-    def keep(verified):
-        drafts.append((verified.rows.token_ids.clone(), verified.rows.scores.clone()))
-
-    gsd.patch(target, drafter=drafter, draft_sources=("drafter",), graph_config=GRAPHS["tree"], observer=keep)
-    try:
-        answer = target.generate(first, **options).sequences
-        turn = torch.cat([answer, more], 1)
-        for reuse in (True, False):
-            drafts.clear()
-            out = target.generate(turn, reuse_prefix=reuse, **options)
-            found = list(drafts)
-            if reuse:
-                reused, sequences = found, out.sequences
-        assert torch.equal(out.sequences, sequences)
-        assert len(found) == len(reused)
-        for a, b in zip(found, reused, strict=True):
-            assert torch.equal(a[0], b[0])
-            torch.testing.assert_close(a[1], b[1])
-    finally:
-        gsd.unpatch(target)
 
 
 def test_steps_without_the_drafter_are_made_up_for(monkeypatch):

@@ -8,7 +8,7 @@ import functools
 import pytest
 import tiny_configs
 import torch
-from hybrids import CHAIN, GRAPH, TREE, build, inputs_of
+from hybrids import CHAIN, TREE, build, inputs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import noised, tiny, tokenizer
@@ -91,25 +91,6 @@ def test_rows_of_a_level_follow_those_of_earlier_ones(family, block, levels, cou
 
 def close(found: torch.Tensor, right: torch.Tensor) -> bool:
     return float((found - right).norm()) < 1e-4 * float((right - right.mean()).norm())
-
-
-@pytest.mark.parametrize(
-    ("family", "sources", "batch"),
-    [
-        ("qwen3.5", ("model",), 3),
-        ("falcon-h1", ("model", "history"), 3),
-        ("kimi", ("model", "history"), 1),
-    ],
-)
-def test_greedy_text_with_a_hybrid_draft_of_a_hybrid_is_transformers_own(family, sources, batch):
-    target = model_of(family)
-    text = target.generate(**inputs_of(batch), **GREEDY)
-    assert len(text[0].unique()) >= 15
-    shape = GRAPH if "history" in sources else TREE
-    out = generate(target, noised(target, 0.02), batch, draft_sources=sources, graph_config=shape)
-    assert torch.equal(out.sequences, text)
-    assert sum(out.stats.accepted[:2]) > 0, "nothing was rejected"
-    assert sum(out.stats.accepted[2:]) > 5, "nothing was accepted"
 
 
 def test_greedy_text_of_a_target_without_a_state_is_its_own():

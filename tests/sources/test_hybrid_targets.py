@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 from hybrids import CHAIN, FAMILIES, GRAPH, TREE, build, inputs_of
-from sources.drafters import dflash_config, eagle3_config, fit_dflash, fit_eagle3, random_dflash, random_eagle3
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits
@@ -104,31 +103,6 @@ def test_a_draft_without_any_attention_is_refused_by_name():
 @functools.lru_cache
 def text_of(family: str):
     return target_of(family).generate(**inputs_of(3), **GREEDY)
-
-
-@functools.lru_cache
-def drafting(family: str, kind: str) -> dict:
-    target = target_of(family)
-    if kind == "heads":
-        heads = gsd.DraftHeads.for_model(target, 3).requires_grad_(False)
-        heads.weight.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
-        return {"draft_heads": heads, "draft_sources": ("heads", "history")}
-    if kind == "eagle3":
-        return {"drafter": fit_eagle3(random_eagle3(eagle3_config(target)), target, steps=20)}
-    return {"drafter": fit_dflash(random_dflash(dflash_config(target)), target, steps=20)}
-
-
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [("qwen3.5", "heads"), ("qwen3.5", "eagle3"), ("qwen3.5", "dflash"), ("lfm2", "heads")],
-)
-def test_text_with_a_drafter_of_a_hybrid_is_its_own(family, kind):
-    target, options = target_of(family), drafting(family, kind)
-    out = generate(target, **options, graph_config=GRAPH)
-    assert torch.equal(out.sequences, text_of(family))
-    assert sum(out.stats.accepted[:2]) > 0 and sum(out.stats.accepted[2:]) > 0
-    sampled = generate(target, **options, graph_config=TREE if kind != "heads" else GRAPH, **SAMPLED)
-    assert torch.equal(sampled.sequences, gsd.generate(target, **inputs_of(3), **SAMPLED))
 
 
 @pytest.mark.parametrize(("family", "block"), [("qwen3.5", 4), ("qwen3.5", 0), ("lfm2", 4), ("nemotron-h", 4)])

@@ -14,7 +14,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels.backends import unavailable_reason
 
 MISSING = unavailable_reason("cpu", torch.device("cpu"))
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
+pytestmark = [pytest.mark.quick, pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")]
 VOCAB, LAYERS = 41, 3
 GRAPHS = (
     GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1),
@@ -32,7 +32,7 @@ def drafter_of(kind: str):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.many)], ids=str)
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_text_is_the_targets_own_in_half_precision(kind, dtype, sampled):
     target, drafter = tiny(num_hidden_layers=LAYERS, vocab_size=VOCAB, dtype=dtype), drafter_of(kind)

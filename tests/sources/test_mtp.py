@@ -13,7 +13,7 @@ import pytest
 import tiny_configs
 import torch
 import transformers
-from models import noised, prompts, tiny
+from models import prompts, tiny
 from safetensors.torch import load_file, save_file
 from sources.drafters import generate
 from sources.mtp_checkpoints import FAMILIES, add, fit, give_head, saved, target_of
@@ -28,11 +28,6 @@ GRAPHS = {
     "tree": GraphConfig(depth=3, width=2, branch=3, max_rows=16, merge_context=-1),
     "graph": GraphConfig(depth=4, width=3, branch=3, max_rows=32, merge_context=0, history_depth=2, history_width=4),
 }
-CASES = [
-    ("glm", "alone"),
-    ("deepseek", "all"),
-    *(pytest.param(name, "history", marks=pytest.mark.slow) for name in ("mimo", "mimo-v2", "mellum", "exaone")),
-]
 
 
 @functools.cache
@@ -44,98 +39,6 @@ def head_of(name: str) -> Mtp:
         return fit(Mtp.from_pretrained(folder, target_of(name)), target_of(name), steps=40)
     finally:
         shutil.rmtree(folder)
-
-
-@functools.cache
-def draft_of(name: str):
-    return noised(target_of(name), 0.03).double()
-
-
-def vocab_of(target) -> int:
-    return target.config.get_text_config(decoder=True).vocab_size
-
-
-def mixed_with(name: str, mixed: str) -> dict:
-    return {
-        "alone": lambda: {"draft_sources": ("drafter",)},
-        "history": lambda: {"draft_sources": ("drafter", "history")},
-        "all": lambda: {"assistant_model": draft_of(name), "draft_sources": ("model", "drafter", "history")},
-    }[mixed]()
-
-
-@pytest.mark.parametrize(("name", "mixed"), CASES)
-def test_text_is_the_targets_own(name, mixed):
-    target, head = target_of(name), head_of(name)
-    texts = []
-    for sampled in (False, True):
-        options = {"do_sample": sampled, **prompts(3, 14, seed=len(name), vocab=vocab_of(target))}
-        options |= {"seed": 4, "temperature": 0.6, "top_p": 0.95} if sampled else {}
-        plain = generate(target, **options).sequences
-        texts.append(plain[:, 14:].flatten())
-        accepted = rejected = 0
-        for graph in GRAPHS.values() if mixed == "alone" else (GRAPHS["graph"],):
-            out = generate(target, **options, drafter=head, **mixed_with(name, mixed), graph_config=graph)
-            assert torch.equal(out.sequences, plain)
-            assert out.stats.draft_rows > 0
-            accepted += sum(out.stats.accepted[2:])
-            rejected += sum(n for emitted, n in enumerate(out.stats.accepted) if 0 < emitted <= graph.max_path)
-        assert accepted > 0 and rejected > 0, "nothing could have failed"
-    assert len(torch.cat(texts).unique()) >= 15
-
-
-@pytest.mark.parametrize(
-    "processor", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"output_scores": True}], ids=str
-)
-def test_processors_see_what_they_always_see(processor):
-    target = target_of("glm")
-    options = {"do_sample": False, **prompts(2, 9, vocab=vocab_of(target)), **processor}
-    expected = target.generate(**options, max_new_tokens=12, eos_token_id=[5], pad_token_id=0)
-    out = generate(target, 12, **options, drafter=head_of("glm"), graph_config=GRAPHS["graph"])
-    assert torch.equal(out.sequences, expected if isinstance(expected, torch.Tensor) else expected.sequences)
-    assert sum(out.stats.accepted[2:]) > 0
-
-
-@pytest.mark.parametrize("length", [1, 2, 150])
-def test_prompts_of_any_length(length):
-    """One token has no feature yet; a long prompt is read in pieces."""
-    target = target_of("deepseek")
-    options = {"do_sample": False, **prompts(3, length, vocab=vocab_of(target))}
-    plain = generate(target, **options).sequences
-    out = generate(target, **options, drafter=head_of("deepseek"), graph_config=GRAPHS["tree"], prefill_chunk_size=40)
-    assert torch.equal(out.sequences, plain) and sum(out.stats.accepted[2:]) > 0
-
-
-def test_drafts_do_not_depend_on_padding_or_pieces():
-    target, head, vocab = target_of("deepseek"), head_of("deepseek"), 60
-    ids = prompts(1, 17, vocab=vocab)["input_ids"]
-
-    def first(**options):
-        seen = []
-        options = {"draft_sources": ("drafter",), "graph_config": GRAPHS["tree"], "do_sample": False, **options}
-        generate(
-            target, drafter=head, observer=lambda v: seen.append((v.rows.token_ids + 0, v.rows.scores + 0)), **options
-        )
-        return seen[0]
-
-    alone = first(input_ids=ids)
-    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1)
-    mask = (torch.arange(22) >= 5).long()[None]
-    for options in ({"input_ids": padded, "attention_mask": mask}, {"input_ids": ids, "prefill_chunk_size": 3}):
-        tokens, scores = first(**options)
-        assert torch.equal(tokens, alone[0])
-        torch.testing.assert_close(scores, alone[1])
-
-
-def test_a_second_turn_reads_only_what_is_new():
-    """What was reused of the prompt has its entries and features; the same drafts as of a new session."""
-    target, head = target_of("glm"), head_of("glm")
-    ids = prompts(1, 12, vocab=60)["input_ids"]
-    more = prompts(1, 6, seed=8, vocab=60)["input_ids"]
-    options = {"max_new_tokens": 20, "eos_token_id": None, "do_sample": False, "return_dict_in_generate": True}
-    with gsd.patch(target, drafter=head, draft_sources=("drafter",), graph_config=GRAPHS["tree"]):
-        turn = torch.cat([target.generate(ids, **options).sequences, more], 1)
-        reused, anew = (target.generate(turn, reuse_prefix=reuse, **options) for reuse in (True, False))
-    assert torch.equal(reused.sequences, anew.sequences) and reused.stats.accepted == anew.stats.accepted
 
 
 # From the target's own checkpoint.

@@ -10,7 +10,6 @@ import torch
 from models import prompts, tiny
 from sources.drafters import (
     FixedText,
-    check_own_text,
     eagle3_config,
     fit_parallel,
     random_eagle3,
@@ -26,9 +25,6 @@ from gsd_kernels_hf.sources.load import load_drafter, source_of
 from gsd_kernels_hf.sources.parallel_eagle import ParallelDrafts
 
 VOCAB = 41
-CHAIN = GraphConfig.preset("chain", depth=6)
-TREE = GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1)
-LATTICE = GraphConfig(depth=5, width=4, branch=3, max_rows=32, merge_context=0, history_depth=1, history_width=4)
 SAYS = {"mask_token_id": 3, "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]}}
 VARIANTS = {
     "plain": {},
@@ -54,13 +50,6 @@ def random_of(variant: str) -> Eagle3:
 @functools.cache
 def drafter_of(variant: str) -> Eagle3:
     return fit_parallel(random_of(variant), target_of(), steps=60)
-
-
-@pytest.mark.parametrize("variant", ["reduced", "norms"])
-def test_text_is_the_targets_own(variant):
-    """Shapes of more and of fewer levels than it drafts at once."""
-    ways = ((("drafter",), CHAIN), (("drafter",), TREE), (("drafter", "history"), LATTICE))
-    check_own_text(target_of(), drafter_of(variant), ways, seed=len(variant))
 
 
 def started(module: Eagle3, tokens: torch.Tensor) -> ParallelDrafts:

@@ -24,13 +24,6 @@ from gsd_kernels_hf.sources.own_text import OwnText
 from gsd_kernels_hf.sources.retokenised import Retokenised
 
 SHAPES = two.shapes(4)
-PROCESSORS = (
-    {},
-    {"repetition_penalty": 1.2},
-    {"no_repeat_ngram_size": 5},
-    {"min_new_tokens": 9, "bad_words_ids": [[7]]},
-)
-SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "seed": 5}
 TEXT = {"max_new_tokens": 28, "pad_token_id": 0}
 PROMPTS = (two.TEXT[:60], two.TEXT[29:56], two.TEXT[100:152])
 
@@ -59,40 +52,6 @@ def test_these_pairs_are_read_as_text():
         target, draft, both = models_of(pair)
         (source,) = Sources.of(Options(draft, **both, draft_sources=("model",)), target).every
         assert isinstance(source, Retokenised), pair
-
-
-@functools.cache
-def expected(pair: str, number: int, sampled: bool):
-    """The target's own text: transformers' where it is greedy, ours without a draft of the same seed otherwise."""
-    target, _, both = models_of(pair)
-    options = {**TEXT, **PROCESSORS[number], **encoded(both["tokenizer"])}
-    if sampled:
-        return gsd.generate(target, **options, **SAMPLED, graph_config="plain")
-    return target.generate(**options, do_sample=False)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sources", [("model",), ("model", "history")], ids="+".join)
-@pytest.mark.parametrize("pair", PAIRS)
-def test_text_is_the_targets_own(pair, sources, shape):
-    """A batch with padding, greedy and by seed; processors in turn."""
-    target, draft, both = models_of(pair, 0.04)
-    length = encoded(both["tokenizer"])["input_ids"].shape[1]
-    accepted = rejected = 0
-    tokens: set[int] = set()
-    for sampled in (False, True):
-        number = (list(SHAPES).index(shape) + sampled + len(sources)) % len(PROCESSORS)
-        options = {**TEXT, **PROCESSORS[number], **encoded(both["tokenizer"]), **both}
-        options |= SAMPLED if sampled else {"do_sample": False}
-        options |= {"assistant_model": draft, "draft_sources": sources, "return_dict_in_generate": True}
-        out = gsd.generate(target, **options, graph_config=SHAPES[shape])
-        assert torch.equal(out.sequences, expected(pair, number, sampled)), (sampled, PROCESSORS[number])
-        accepted += sum(out.stats.accepted[2:])
-        rejected += out.stats.accepted[1]
-        tokens |= set(out.sequences[:, length:].unique().tolist())
-    # what auto drafts is by measured times, which are the machine's
-    drafted = shape == "auto" or (accepted > 0 and rejected > 0)
-    assert drafted and len(tokens) >= 15, "nothing could have failed"
 
 
 def test_most_of_a_draft_that_knows_the_text_is_accepted():

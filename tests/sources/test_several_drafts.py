@@ -36,37 +36,11 @@ def eagle3():
     return fit_eagle3(random_eagle3(eagle3_config(target_of())), target_of(), steps=30)
 
 
-MIXTURES = {
-    "models": {"draft_sources": ("model",)},
-    "history": {"draft_sources": ("model", "history")},
-    "every": {"drafter": True},
-}
-
-
 def generate(ids, **options):
     if options.get("drafter") is True:
         options["drafter"] = eagle3()
     options = {"max_new_tokens": 20, "eos_token_id": [2, 5], "pad_token_id": 0, "assistant_model": drafts(), **options}
     return gsd.generate(target_of(), ids, return_dict_in_generate=True, **options)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("mixture", MIXTURES)
-def test_greedy_text_is_the_targets(mixture, shape):
-    ids, mask = prompts(2, 9, vocab=VOCAB).values()
-    plain = target_of().generate(
-        ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=[2, 5], pad_token_id=0
-    )
-    out = generate(ids, attention_mask=mask, graph_config=SHAPES[shape], **MIXTURES[mixture])
-    assert torch.equal(out.sequences, plain)
-
-
-@pytest.mark.parametrize("mixture", MIXTURES)
-def test_sampled_text_is_that_of_the_seed(mixture):
-    ids, mask = prompts(2, 9, vocab=VOCAB).values()
-    options = {"attention_mask": mask, "do_sample": True, "temperature": 0.8, "seed": 3}
-    plain = generate(ids, assistant_model=None, **options)
-    assert torch.equal(generate(ids, graph_config=GRAPH, **options, **MIXTURES[mixture]).sequences, plain.sequences)
 
 
 def test_a_list_of_one_is_that_model():

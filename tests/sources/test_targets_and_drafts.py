@@ -162,7 +162,12 @@ def others() -> list[tuple[str, str]]:
     return [(target, draft) for target in TARGETS for draft in DRAFTS if (target, draft) not in ENDED]
 
 
-@pytest.mark.parametrize("pair", random.Random(5).sample(others(), 20), ids=named)  # all of them take minutes
+OTHERS = random.Random(5).sample(others(), 20)  # all of them take minutes
+
+
+@pytest.mark.parametrize(
+    "pair", [*OTHERS[:7], *(pytest.param(p, marks=pytest.mark.many) for p in OTHERS[7:])], ids=named
+)
 def test_the_targets_own_text_or_a_refusal(pair):
     try:
         decode(*pair)

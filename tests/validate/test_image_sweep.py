@@ -17,7 +17,10 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sorted(tiny_vision.FAMILIES))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.many if i % 3 else ()) for i, n in enumerate(sorted(tiny_vision.FAMILIES))],
+)
 def test_served_exactly_or_refused_by_name(name):
     transformers.logging.set_verbosity_error()
     found = image_sweep.row(image_sweep.sweep(name))

@@ -24,7 +24,13 @@ def finding(name: str) -> model_sweep.Finding:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", tiny_configs.classes())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.many if number % 3 else ())
+        for number, name in enumerate(tiny_configs.classes())
+    ],
+)
 def test_served_exactly_or_refused_by_name(name):
     """A class that nobody has seen fails only if a token is wrong, or on any other error than a refusal by name."""
     transformers.logging.set_verbosity_error()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..model import replay
