@@ -62,7 +62,7 @@ def corpus_recall(
     kv_start: Tensor,
     vocab: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What followed nodes' contexts in a corpus, with probabilities by counts.
+    """Recall what followed nodes' contexts in a corpus, with probabilities by counts.
 
     The context of a node is its token and those before it, along primary paths and on into the text, 16 at most. Of n
     tokens, the most that occur, c(t) of C occurrences (64 at most are counted, evenly spaced) were followed by t, by D

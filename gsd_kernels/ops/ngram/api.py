@@ -107,7 +107,7 @@ def ngram_insert(
 
 
 def ngram_lookup(table: NgramTable, contexts: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
-    """What followed each context, by the longest one known. The table stays as it is.
+    """Look up what followed each context, by the longest one known. The table stays as it is.
 
     Args:
         table: the tables.

@@ -19,7 +19,7 @@ def state_rows(
     lengths: Tensor,
     window: StateWindow,
 ) -> Tensor:
-    """What R rows of a tree read from a recurrent state that each of them reaches by its own path.
+    """Read a recurrent state for R rows of a tree, each of which reaches it by its own path.
 
     With S the state at the boundary before the one that row i last passed, G the sum of logarithms of decays from there
     to a token, and a ≺ i the tokens and rows on its path since:

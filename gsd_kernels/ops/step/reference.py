@@ -92,7 +92,7 @@ def feed_chain(tokens: Tensor, end: Tensor, cached: Tensor, width: int) -> Chain
 
 
 def accepted_path(accepted: Acceptance, rows: Rows) -> tuple[Tensor, Tensor]:
-    """What a step emits, and the graph nodes that it went through.
+    """Say what a step emits, and the graph nodes that it went through.
 
     Args:
         accepted: a path of P rows.
