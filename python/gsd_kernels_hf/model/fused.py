@@ -133,7 +133,7 @@ def _unserved_by_cuda(weights: DecoderWeights) -> str | None:
 
 
 def ways() -> dict[str, rows_proof.Way]:
-    """What is proved, and what it is held to."""
+    """The way that is proved, and the one that it is held to."""
     return {"operator": FusedRows, "modules": RowModel}
 
 
