@@ -137,11 +137,12 @@ def entry(name: str, value: Any) -> str:
 
 
 def methods(cls: type) -> Iterator[tuple[str, Any]]:
-    """Documented functions that the class defines itself, in the order of the source."""
-    for name, member in vars(cls).items():
-        function = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
-        if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
-            yield name, getattr(cls, name) if isinstance(member, classmethod) else function
+    """Documented functions that the class or its base, if that is ours, defines, in the order of the sources."""
+    for name in {**vars(cls), **vars(cls.__base__)}:
+        member = getattr(cls, name)
+        function = inspect.isfunction(member) or inspect.ismethod(member)
+        if not name.startswith("_") and function and member.__doc__ and member.__module__.startswith("gsd_"):
+            yield name, member
 
 
 def signature(value: Any) -> str:

@@ -110,7 +110,7 @@ DFLASH = {
     "layers": ({"inner": {"target_layer_ids": [0, 3]}}, "reads hidden state 4, and the target has 3 layers"),
     "no layers": ({"inner": {"target_layer_ids": None}}, "target_layer_ids in its config: expected a list"),
     "no block": ({"block_size": None}, "block_size in its config: expected an integer of at least 2"),
-    "mask": ({"inner": {"mask_token_id": 97}}, "mask_token_id=97 has no row in an embedding of 97"),
+    "mask": ({"inner": {"mask_token_id": 97}}, "mask token 97 has no row in an embedding of 97"),
     "no mask": ({"inner": {"mask_token_id": None}}, "mask_token_id in its config: expected an integer"),
     "reduced without a matrix": ({"draft_vocab_size": 50}, "needs an output matrix of its own"),
     "layer count": ({"num_hidden_layers": 3}, "has no tensor layers.2."),

@@ -14,7 +14,8 @@ import gsd_kernels as gsd
 from gsd_kernels_cli import values
 from gsd_kernels_hf.sources import shipped
 from gsd_kernels_hf.sources.checkpoints import Checkpoint, read_json
-from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Config, weight_name
+from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Config
+from gsd_kernels_hf.sources.feature_drafter import weight_name
 from gsd_kernels_hf.sources.shipped import SHIPPED_DRAFTERS, SHIPPED_FOLDER, Shipped, fingerprint
 
 NAME = "tiny-instruct"

@@ -291,7 +291,7 @@ def test_bad_options_are_refused_by_name(folder, tmp_path):
     assert line("eagle3", "--hidden-layers", "1,1").startswith("hidden_layers: expected different numbers")
     assert line("eagle3", "--hidden-layers", "1,9").startswith("hidden_layers: expected numbers from 0 to 2")
     assert line("dflash", "--hidden-layers", "0,1").startswith("hidden_layers: expected numbers from 1 on")
-    assert "mask_token_id=1000 has no row" in line("dflash", "--mask-token-id", 1000)
+    assert "mask token 1000 has no row" in line("dflash", "--mask-token-id", 1000)
     assert line("eagle3", "--depth", 23).startswith("length: expected more than 24 for 23 guesses, got 24")
     assert not (tmp_path / "out").exists()
 

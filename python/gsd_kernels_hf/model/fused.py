@@ -166,16 +166,31 @@ def weights_of(model: PreTrainedModel, kinds: Sequence[Kind]) -> DecoderWeights:
     Some classes ignore the window of their configuration.
     """
     decoder: Any = model.model
-    layers, inv_freq = layers_of(model), decoder.rotary_emb.inv_freq.float()
+    rotary, head = decoder.rotary_emb, model.lm_head
+    inv_freq, scale = rotary.inv_freq.float(), float(rotary.attention_scaling)
+    return decoder_weights(decoder.embed_tokens, layers_of(model), kinds, decoder.norm, head, inv_freq, scale)
+
+
+def decoder_weights(
+    embed: Any, layers: Any, kinds: Sequence[Kind], norm: Any, head: Any, inv_freq: Tensor, scale: float
+) -> DecoderWeights:
+    """The parameters of modules, with the frequencies of the rotation and what cosines and sines are multiplied with.
+
+    Args:
+        embed, layers, norm, head: embedding, LLaMA-like layers, norm behind them, output layer.
+        kinds: what the attention of each layer does.
+        inv_freq: float32 [head_dim / 2].
+        scale: see above.
+    """
     return DecoderWeights(
-        embedding=matrix_of(decoder.embed_tokens),
+        embedding=matrix_of(embed),
         layers=[layer_weights(*at) for at in zip(layers, kinds, strict=True)],
-        final_norm=decoder.norm.weight.detach(),
-        head=matrix_of(model.lm_head),
+        final_norm=norm.weight.detach(),
+        head=matrix_of(head),
         inv_freq=inv_freq,
-        rope_scale=float(decoder.rotary_emb.attention_scaling),
+        rope_scale=scale,
         heads=shape_of(layers[0].self_attn.q_proj)[0] // (2 * inv_freq.numel()),
-        eps=decoder.norm.variance_epsilon,
+        eps=norm.variance_epsilon,
     )
 
 

@@ -230,6 +230,11 @@ class DraftSource:
         return 0
 
 
+def rows_at(values: Tensor, at: Tensor) -> Tensor:
+    """Vectors [B, n, D] of values [B, S, D], where they lie, at places int64 [B, n]."""
+    return values.gather(1, at.to(values.device)[..., None].expand(-1, -1, values.shape[2]))
+
+
 @runtime_checkable
 class GrowsLevels(Protocol):
     """A source of this package that can propose for several levels at once, to save the host's time."""

@@ -40,7 +40,8 @@ SETTINGS = (
     "layer_types sliding_window use_sliding_window max_window_layers partial_rotary_factor"
 ).split()
 """Of a drafter's config, those that its layers depend on."""
-
+BELONGS = "a drafter belongs to the model that it was trained on"
+"""Why another's does not do, for errors."""
 
 _snapshots: dict[tuple[str, tuple[str, ...], str | None], Path] = {}
 """Folders of what the hub gave this process, by id, patterns and commit: it is asked for each of them once."""
@@ -119,12 +120,14 @@ class Checkpoint:
         config: of ``config.json``.
         files: path and shape of every tensor by its name.
         published: what a tensor that is not there would be called.
+        origin: what renamed tensors are called there, by their names.
     """
 
     folder: Path
     config: dict[str, Any]
     files: dict[str, tuple[Path, tuple[int, ...]]] = field(default_factory=dict)
     published: Callable[[str], str] = str
+    origin: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, where: str | os.PathLike[str]) -> Checkpoint:
@@ -192,7 +195,7 @@ class Checkpoint:
             BadCheckpoint: two get the same.
         """
         renamed: dict[str, tuple[Path, tuple[int, ...]]] = {}
-        self.origin: dict[str, str] = {}
+        self.origin = {}
         for name, place in self.files.items():
             new = new_name(name)
             if new is None:
@@ -206,7 +209,7 @@ class Checkpoint:
 
     def name_in_file(self, name: str) -> str:
         """What a tensor is called there, whether it has it or not."""
-        return getattr(self, "origin", {}).get(name) or self.published(name)
+        return self.origin.get(name) or self.published(name)
 
     def load_into(self, module: nn.Module) -> None:
         """Give ``module``, whose weights are on the meta device, those of the files.
@@ -246,13 +249,12 @@ class Checkpoint:
         return found
 
     def _read(self) -> dict[str, Tensor]:
-        origin = getattr(self, "origin", {})
         found = {}
         for path in {path for path, _ in self.files.values()}:
             with safe_open(path, "pt") as file:
                 for name, (where, _) in self.files.items():
                     if where == path:
-                        found[name] = file.get_tensor(origin.get(name, name))
+                        found[name] = file.get_tensor(self.origin.get(name, name))
         return found
 
 
@@ -270,12 +272,12 @@ def conversion(pickled: Path, safe: Path) -> str:
 
 
 def number(config: Mapping[str, Any], name: str, *, default: int | None = None, least: int = 1) -> int:
-    """An integer of a config.
+    """An integer of a config; ``default`` where it is missing or null.
 
     Raises:
         BadCheckpoint: it is missing, no integer, or too small.
     """
-    value = config.get(name, default)
+    value = default if config.get(name) is None else config[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise BadCheckpoint(f"drafter: {name} in its config: expected an integer of at least {least}, got {value!r}")
     return value
@@ -358,41 +360,43 @@ def check_vocabulary(kind: str, drafters: int, target: PreTrainedModel) -> None:
     if abs(drafters - vocabulary(target)) > MAX_VOCABULARY_PADDING:
         raise BadCheckpoint(
             f"drafter: this {kind} drafter was made for a vocabulary of {drafters} tokens, and the target has "
-            f"{vocabulary(target)}; a drafter belongs to the model that it was trained on"
+            f"{vocabulary(target)}; {BELONGS}"
         )
 
 
-def check_layers(kind: str, layers: tuple[int, ...], width: int, target: PreTrainedModel) -> None:
-    """Raise unless the target has hidden states of these numbers and this width.
+def check_sizes(kind: str, vocab_size: int, width: int, target: PreTrainedModel, layers: tuple[int, ...] = ()) -> None:
+    """Raise unless the target has the vocabulary, and hidden states of this width and these numbers.
 
     Raises:
-        BadCheckpoint: another hidden size, or layers that the target lacks.
+        BadCheckpoint: another vocabulary or hidden size, or layers that the target lacks.
     """
+    check_vocabulary(kind, vocab_size, target)
     config = target.config.get_text_config(decoder=True)
     if config.hidden_size != width:
         raise BadCheckpoint(
             f"drafter: this {kind} drafter reads hidden states of size {width}, and the target's are "
-            f"{config.hidden_size} wide; a drafter belongs to the model that it was trained on"
+            f"{config.hidden_size} wide; {BELONGS}"
         )
     blocks, _ = decoder_of(target)
     beyond = [layer for layer in layers if not 0 <= layer <= len(blocks)]
     if beyond:
         raise BadCheckpoint(
-            f"drafter: this {kind} drafter reads hidden state {beyond[0]}, and the target has {len(blocks)} layers; a "
-            "drafter belongs to the model that it was trained on"
+            f"drafter: this {kind} drafter reads hidden state {beyond[0]}, and the target has {len(blocks)} layers; "
+            f"{BELONGS}"
         )
 
 
-def check_device(kind: str, module: nn.Module, target: PreTrainedModel) -> None:
-    """Raise unless the drafter lies where the target takes its input.
+def check(module: Any, target: PreTrainedModel) -> None:
+    """Raise unless the drafter fits the target, and lies where the target takes its input.
 
     Raises:
-        BadCheckpoint: it is elsewhere.
+        BadCheckpoint: it does not, or is elsewhere.
     """
+    module.check_target(target)
     mine, theirs = next(module.parameters()).device, device_of(target)
     if mine != theirs:
         raise BadCheckpoint(
-            f"drafter: this {kind} drafter is on {mine}, and the target takes its input on {theirs}; move it"
+            f"drafter: this {module.kind} drafter is on {mine}, and the target takes its input on {theirs}; move it"
         )
 
 
@@ -401,25 +405,6 @@ def move_to(module: nn.Module, target: PreTrainedModel | None) -> None:
     module.eval().requires_grad_(False)
     if target is not None:
         module.to(device_of(target), target.dtype)
-
-
-def build(kind: type[Any], config: Any, checkpoint: Checkpoint, target: PreTrainedModel | None) -> Any:
-    """A drafter of ``kind`` with the checkpoint's weights, where ``target`` lies.
-
-    Raises:
-        ValueError: the drafter does not fit the target, or tensors do not fit the drafter; nothing was loaded.
-    """
-    if config.draft_vocab_size == config.layers.vocab_size:
-        checkpoint.files.pop("d2t", None)  # the identity
-    with torch.device("meta"):
-        module = kind(config)
-    if target is not None:
-        module.check_target(target)
-    checkpoint.load_into(module)
-    if module.d2t is not None:
-        check_map("d2t", module.target_ids(), config.layers.vocab_size)
-    move_to(module, target)
-    return module
 
 
 def check_map(name: str, target_ids: Tensor, vocabulary_size: int) -> None:

@@ -9,49 +9,42 @@ the earlier ones only), DSpark, DFlash 2. Layouts: z-lab's (``dflash_config``), 
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
-from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.graph import pack_bits
 
-from ..records import Verified
-from . import checkpoints
-from .base import Level, Proposal, Text
+from .base import Level, Proposal, Text, rows_at
 from .chain import Chain
-from .checkpoints import BadCheckpoint, Checkpoint
+from .checkpoints import Checkpoint
 from .dflash_config import DFlashConfig
 from .draft_vocabulary import DraftVocabulary
 from .edges import ConfidenceHead, ConvolvedLayer, MarkovHead, RecurrentHead, Selector
 from .expansion import NodeVectors
+from .feature_drafter import FeatureDrafter
+from .features import FeatureSource
 from .lattice import Lattice, shares_of
-from .layers import Layer, Rotary, RowPass
+from .layers import Layer, RowPass
 
 __all__ = ["DFlash"]
 
-UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
-"""Tensors of training, which drafting does not read."""
 
-
-class DFlash(nn.Module):
+class DFlash(FeatureDrafter):
     """A DFlash drafter: ``gsd_kernels.patch(model, drafter=DFlash.from_pretrained(folder_or_id, model))``.
 
     Args:
         config: see :class:`DFlashConfig`.
     """
 
+    kind = "DFlash"
+
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         sizes = config.layers
         size, eps = sizes.hidden_size, sizes.rms_norm_eps
-        self.rotary = Rotary(sizes)
-        self.embed_tokens = nn.Embedding(sizes.vocab_size, size) if config.own_embedding else None
         self.fc = nn.Linear(len(config.hidden_layers) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = LlamaRMSNorm(size, eps)
         count, taps, group = sizes.num_hidden_layers, config.taps, config.group
@@ -61,10 +54,7 @@ class DFlash(nn.Module):
         for layer in self.layers:
             if layer.self_attn.window is not None:
                 layer.self_attn.window += 1  # counted from the root, which every row of the block does
-        self.norm = LlamaRMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
-        reduced = config.draft_vocab_size < sizes.vocab_size
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if reduced else None)
+        self._add_outputs()
         vocab, drafted, rank = sizes.vocab_size, config.draft_vocab_size, config.markov_rank
         self.markov_head: MarkovHead | RecurrentHead | None = None
         if config.markov_type == "rnn":
@@ -82,67 +72,21 @@ class DFlash(nn.Module):
         return self.candidate_selector if self.markov_head is None else self.markov_head
 
     @classmethod
-    def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> DFlash:
-        """A drafter from a folder or hub id: as stored, or with ``target``'s dtype and device.
-
-        Raises:
-            ValueError: no DFlash checkpoint that can be served, or not one of ``target``'s; nothing was loaded.
-        """
-        return cls.from_checkpoint(Checkpoint.open(where), target)
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> DFlash:
-        """As :meth:`from_pretrained`, of an open checkpoint."""
-        checkpoint.rename(weight_name)
+    def read_config(cls, checkpoint: Checkpoint) -> DFlashConfig:
         has = {name: f"{name}.weight" in checkpoint.files for name in ("embed_tokens", "lm_head")}
         _, confidence = checkpoint.files.get("confidence_head.proj.weight", (None, None))
-        config = DFlashConfig.of(
+        return DFlashConfig.of(
             checkpoint.config,
             own_embedding=has["embed_tokens"],
             own_head=has["lm_head"],
             confidence=confidence,
             confidence_bias="confidence_head.proj.bias" in checkpoint.files,
         )
-        return checkpoints.build(cls, config, checkpoint, target)
 
     def __repr__(self) -> str:
         config = self.config
         sizes = f"{len(self.layers)} layer(s) of width {config.layers.hidden_size}, blocks of {config.block_size}"
         return f"<DFlash: {config.kind}, {sizes}, vocabulary of {config.draft_vocab_size:,} tokens>"
-
-    def check_target(self, target: PreTrainedModel) -> None:
-        """Raise unless the drafter fits a target's vocabulary, width and layers.
-
-        Raises:
-            ValueError: the difference and the cure.
-        """
-        config = self.config
-        checkpoints.check_vocabulary("DFlash", config.layers.vocab_size, target)
-        checkpoints.check_layers("DFlash", config.hidden_layers, config.target_hidden_size, target)
-        shared = self.embed_tokens is None or self.lm_head is None
-        if shared and config.layers.hidden_size != config.target_hidden_size:
-            raise BadCheckpoint(
-                f"drafter: this DFlash drafter shares the target's matrices, and is {config.layers.hidden_size} wide "
-                f"where these are {config.target_hidden_size}"
-            )
-        rows = (
-            config.layers.vocab_size if self.embed_tokens is not None else target.get_input_embeddings().weight.shape[0]
-        )
-        if config.mask_token_id >= rows:
-            raise BadCheckpoint(
-                f"drafter: this DFlash drafter's mask_token_id={config.mask_token_id} has no row in an embedding of "
-                f"{rows}"
-            )
-
-    @property
-    def windows(self) -> list[int | None]:
-        """The sliding window of every layer."""
-        return [layer.self_attn.window for layer in self.layers]
-
-    def target_ids(self) -> Tensor:
-        """The target's id of every draft token, int64 [draft_vocab_size]."""
-        at = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
-        return at if self.d2t is None else at + self.d2t
 
     def fuse(self, hidden: list[Tensor]) -> Tensor:
         """The feature of the target's hidden states, [B, n, Dt] each: [B, n, D]."""
@@ -178,13 +122,7 @@ class DFlash(nn.Module):
         return self.norm(hidden)
 
 
-def weight_name(name: str) -> str | None:
-    """The name here of a published tensor; ``None``: not needed."""
-    name = name.removeprefix("model.")
-    return None if name in UNUSED or name.endswith("rotary_emb.inv_freq") else name
-
-
-class DFlashDrafts(Lattice):
+class DFlashDrafts(FeatureSource, Lattice):
     """The draft source of a :class:`DFlash`: candidates by depth, from one forward a step.
 
     They are the same below every path, or with edges below every token of a depth: a lattice in a graph that merges
@@ -194,15 +132,10 @@ class DFlashDrafts(Lattice):
     name = "dflash"
 
     def __init__(self, module: DFlash) -> None:
-        self.module = module
+        super().__init__(module)
         self.hidden_layers = module.config.hidden_layers
         self.extra_slots = module.config.block_size
         self.shares = shares_of(module.config.num_drafted)
-
-    def check(self, target: PreTrainedModel) -> None:
-        """Refuse a target that the drafter was not made for."""
-        self.module.check_target(target)
-        checkpoints.check_device("DFlash", self.module, target)
 
     def begin(self, text: Text) -> None:
         self.start(text, self.module.config.layers)
@@ -234,20 +167,13 @@ class DFlashDrafts(Lattice):
             self.module.store(self.rows.at(chain.place), positions, RowPass(self.rows.cache, None))
         self.cached.add_(chain.count)
 
-    def propose(self, level: Level) -> Proposal | None:
-        """The block's candidates after nodes of each depth; the forward is at level 0. ``None`` beyond ``depth``."""
-        if level.number >= level.config.depth:
-            return None
-        if level.number == 0:
-            self.enter(self.state.out_len - 1, level.config.chain_rows)
-            self.look_ahead(level)
-        return self.at_depths(level)
+    def step(self, level: Level) -> None:
+        self.enter(self.state.out_len - 1, level.config.chain_rows)
+        self.look_ahead(level)
 
-    def warm(self, level: Level, verified: Verified) -> Proposal | None:
-        """The attention of a block and the storing of features, behind what is stored; candidates of a block."""
+    def warm_step(self, level: Level) -> None:
+        """The attention of a block and the storing of features, behind what is stored."""
         config, block_size = level.config, self.module.config.block_size
-        if config.depth == 0:
-            return None
         stored = self.state.out_len - 1
         self.rows.launch(stored, config.chain_rows, 0)
         self.rows.launch(stored, block_size, block_size)
@@ -255,7 +181,6 @@ class DFlashDrafts(Lattice):
         logits = self.lm_head.weight.new_zeros(len(features), drafted, self.module.config.draft_vocab_size)
         self.keep(features.new_zeros(len(features), drafted, features.shape[2]), logits, level)
         self.first = features.new_zeros(len(features), 1, self.module.config.markov_rank)
-        return self.at_depths(level)
 
     def look_ahead(self, level: Level) -> None:
         """Forward the block, and keep what candidates of its positions are made of until the next step."""
@@ -296,8 +221,8 @@ class DFlashDrafts(Lattice):
             return super().at_depths(level)
         drafted, frontier = self.module.config.num_drafted, level.frontier
         place = frontier.depths.long().clamp(max=drafted)  # [B, W]
-        at = place.clamp(max=drafted - 1)[..., None].to(self.logits.device)
-        hidden, logits = (found.gather(1, at.expand(-1, -1, found.shape[2])) for found in (self.hidden, self.logits))
+        at = place.clamp(max=drafted - 1).to(self.logits.device)
+        hidden, logits = rows_at(self.hidden, at), rows_at(self.logits, at)
         before = self.known_tokens(frontier.token_ids)
         scored = self.scored(level, logits, hidden, before)
         tokens, log_probs = self.ranked(scored, level.positions, level.config.branch)

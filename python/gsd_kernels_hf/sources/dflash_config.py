@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from . import checkpoints
 from .checkpoints import BadCheckpoint
@@ -94,7 +94,7 @@ class DFlashConfig:
                 "drafter: its config has neither dflash_config nor transformer_layer_config nor target_layer_ids"
             )
         sizes = checkpoints.layer_config({**flat, "model_type": "qwen3"}, "qwen3")
-        draft_vocab_size = checkpoints.number(checkpoints.set_in(config), "draft_vocab_size", default=sizes.vocab_size)
+        draft_vocab_size = checkpoints.number(config, "draft_vocab_size", default=sizes.vocab_size)
         if draft_vocab_size < sizes.vocab_size and not own_head:
             raise BadCheckpoint(
                 f"drafter: its draft vocabulary of {draft_vocab_size} needs an output matrix of its own, lm_head.weight"
@@ -115,10 +115,7 @@ class DFlashConfig:
             checkpoints.number(settings, "mask_token_id", least=0),
             layers,
             draft_vocab_size,
-            checkpoints.number(
-                {"target_hidden_size": sizes.hidden_size, **checkpoints.set_in(config), **settings},
-                "target_hidden_size",
-            ),
+            checkpoints.number({**config, **settings}, "target_hidden_size", default=sizes.hidden_size),
             checkpoints.flag(settings, "sample_from_anchor"),
             checkpoints.flag(settings, "sliding_window_non_causal"),
             own_embedding,
@@ -135,6 +132,10 @@ class DFlashConfig:
         if self.selector_rank or self.taps:
             return "DFlash 2"
         return "DSpark" if self.markov_rank else "JetSpec" if self.causal else "DFlash"
+
+    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
+        """The target's hidden states that are fused."""
+        return self.hidden_layers
 
     @property
     def num_drafted(self) -> int:

@@ -50,9 +50,6 @@ class DraftModel(Expansion):
         if not self.unread:  # else its cache holds what it held before
             self.rows.holds(self.state.tokens, self.cached)
 
-    def num_rows(self, config: GraphConfig) -> int:
-        return config.draft_rows if config.depth > 0 else 0
-
     def prepare(self, config: GraphConfig) -> None:
         """Cache the prompt and what other shapes' steps emitted, until at most a step's tokens are new."""
         super().prepare(config)

@@ -8,10 +8,9 @@ drafted edges. Layouts: SafeAILab's, SpecForge's (which SGLang serves) and that 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +24,15 @@ from . import checkpoints
 from .base import Level, Text
 from .checkpoints import BadCheckpoint, Checkpoint
 from .draft_vocabulary import DraftVocabulary
+from .feature_drafter import FeatureDrafter
 from .fused_features import FusedFeatures, why_not
-from .layers import Attention, Layer, Rotary, RowPass, Turns, mlp_of
+from .layers import Layer, RowPass, Turns
 from .recursion import Reading, Recursion
 
-__all__ = ["Eagle3"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
-"""Tensors of training, which drafting does not read."""
+__all__ = ["Eagle3"]
 
 UNITS_AT_ONCE = 64
 """Columns of the target's output matrix that are read at once."""
@@ -101,7 +101,7 @@ class Eagle3Config:
             raise BadCheckpoint("drafter: its config has no transformer_layer_config, which speculators' layout nests")
         flat = dict(nested) if isinstance(nested, dict) else dict(config)
         layers = checkpoints.layer_config(flat, "llama")
-        draft_vocab_size = checkpoints.number(checkpoints.set_in(config), "draft_vocab_size", default=layers.vocab_size)
+        draft_vocab_size = checkpoints.number(config, "draft_vocab_size", default=layers.vocab_size)
         if draft_vocab_size > layers.vocab_size:
             raise BadCheckpoint(
                 f"drafter: draft_vocab_size={draft_vocab_size} in its config is more than "
@@ -120,9 +120,7 @@ class Eagle3Config:
         return cls(
             layers,
             draft_vocab_size,
-            checkpoints.number(
-                {"target_hidden_size": layers.hidden_size, **checkpoints.set_in(config)}, "target_hidden_size"
-            ),
+            checkpoints.number(config, "target_hidden_size", default=layers.hidden_size),
             fused_layers(config),
             own_embedding=own_embedding,
             own_head=not checkpoints.flag(said, TARGET_HEAD),
@@ -183,18 +181,13 @@ def says_parallel(config: Mapping[str, Any]) -> bool:
     return kind == "peagle" or bool(config.get("parallel_drafting")) or any("peagle" in name for name in named)
 
 
-class FirstLayer(nn.Module):
+class FirstLayer(Layer):
     """EAGLE-3's first layer: queries, keys and values read the normed embedding beside the normed feature."""
 
     def __init__(self, config: PretrainedConfig, *, norm_before_residual: bool) -> None:
-        super().__init__()
-        size = config.hidden_size
+        super().__init__(config, 0, 2 * config.hidden_size)
         self.norm_before_residual = norm_before_residual
-        self.hidden_norm = LlamaRMSNorm(size, config.rms_norm_eps)
-        self.input_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
-        self.self_attn = Attention(config, 0, 2 * size)
-        self.post_attention_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
-        self.mlp = mlp_of(config)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, embedded: Tensor, features: Tensor, turns: Turns, rows: RowPass) -> Tensor:
         """[B, R, D] each → [B, R, D]."""
@@ -205,45 +198,43 @@ class FirstLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3(nn.Module):
+class Eagle3(FeatureDrafter):
     """An EAGLE-3 drafter: ``gsd_kernels.patch(model, drafter=Eagle3.from_pretrained(folder_or_id, model))``.
 
     Args:
         config: see :class:`Eagle3Config`.
     """
 
+    kind = "EAGLE-3"
+
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         layers, width = config.layers, config.num_fused * config.target_hidden_size
         size, eps = layers.hidden_size, layers.rms_norm_eps
-        self.rotary = Rotary(layers)
-        self.embed_tokens = nn.Embedding(layers.vocab_size, size) if config.own_embedding else None
         self.input_norm = LlamaRMSNorm(width, eps) if config.norm_before_fc else None
         norms = [LlamaRMSNorm(config.target_hidden_size, eps) for _ in range(config.num_fused)]
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.fc = nn.Linear(width, size, bias=False)
         first = FirstLayer(layers, norm_before_residual=config.norm_before_residual)
         self.layers = nn.ModuleList([first, *(Layer(layers, i) for i in range(1, layers.num_hidden_layers))])
-        self.norm = LlamaRMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
+        self._add_outputs()
         self.mask_hidden = None if config.mask_shape is None else nn.Parameter(torch.zeros(config.mask_shape))
-        reduced = config.draft_vocab_size < layers.vocab_size
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if reduced else None)
 
     @classmethod
-    def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> Eagle3:
-        """A drafter from a folder or hub id: as stored, or with ``target``'s dtype and device.
-
-        Raises:
-            ValueError: no EAGLE-3 checkpoint that can be served, or not one of ``target``'s; nothing was loaded.
-        """
-        return cls.from_checkpoint(Checkpoint.open(where), target)
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> Eagle3:
+    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> Self:
         """As :meth:`from_pretrained`, of an open checkpoint."""
-        checkpoint.rename(weight_name)
+        drafter = super().from_checkpoint(checkpoint, target)
+        if drafter.lm_head is None:
+            if target is None:
+                raise BadCheckpoint(
+                    f"drafter: this EAGLE-3 drafter in {checkpoint.folder} drafts by its target's output matrix; pass "
+                    "the target too"
+                )
+            drafter.share_head(target)
+        return drafter
+
+    @classmethod
+    def read_config(cls, checkpoint: Checkpoint) -> Eagle3Config:
         _, mask_shape = checkpoint.files.get(MASK, (None, None))
         if mask_shape is None and says_parallel(checkpoint.config):
             raise BadCheckpoint(f"drafter: a P-EAGLE checkpoint without its tensor {MASK} in {checkpoint.folder}")
@@ -257,54 +248,13 @@ class Eagle3(nn.Module):
         fc = checkpoint.files.get("fc.weight", (None, ()))[1]
         if config.num_fused != 2 and fc == (config.layers.hidden_size, 2 * config.layers.hidden_size):
             raise BadCheckpoint("drafter: an EAGLE-1 or EAGLE-2 checkpoint, which fuses no layers; not served")
-        if target is None and not config.own_head:
-            raise BadCheckpoint(
-                f"drafter: this EAGLE-3 drafter in {checkpoint.folder} drafts by its target's output matrix; pass the "
-                "target too"
-            )
-        drafter: Eagle3 = checkpoints.build(cls, config, checkpoint, target)
-        if target is not None and not config.own_head:
-            drafter.share_head(target)
-        return drafter
+        return config
 
     def __repr__(self) -> str:
         config = self.config
         sizes = f"{len(self.layers)} layer(s) of width {config.layers.hidden_size}"
         parallel = f" P-EAGLE, {config.num_parallel} tokens at once," if config.mask_shape is not None else ""
         return f"<Eagle3:{parallel} {sizes}, vocabulary of {config.draft_vocab_size:,} tokens>"
-
-    def check_target(self, target: PreTrainedModel) -> None:
-        """Raise unless the drafter fits a target's vocabulary, width and layers.
-
-        Raises:
-            ValueError: the difference and the cure.
-        """
-        config = self.config
-        checkpoints.check_vocabulary("EAGLE-3", config.layers.vocab_size, target)
-        checkpoints.check_layers("EAGLE-3", config.layers_of(target), config.target_hidden_size, target)
-        shared = self.embed_tokens is None or not config.own_head
-        if shared and config.layers.hidden_size != config.target_hidden_size:
-            what = "embedding" if self.embed_tokens is None else "output matrix"
-            raise BadCheckpoint(
-                f"drafter: this EAGLE-3 drafter has no {what} of its own, and is {config.layers.hidden_size} wide "
-                f"where the target's {what} is {config.target_hidden_size}"
-            )
-        embedding = target.get_input_embeddings() if self.embed_tokens is None else self.embed_tokens
-        if config.mask_token_id is not None and config.mask_token_id >= len(embedding.weight):
-            raise BadCheckpoint(
-                f"drafter: this P-EAGLE drafter's mask token {config.mask_token_id} has no row in an embedding of "
-                f"{len(embedding.weight)}"
-            )
-
-    @property
-    def windows(self) -> list[int | None]:
-        """The sliding window of every layer."""
-        return [layer.self_attn.window for layer in self.layers]
-
-    def target_ids(self) -> Tensor:
-        """The target's id of every draft token, int64 [draft_vocab_size]."""
-        at = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
-        return at if self.d2t is None else at + self.d2t
 
     @torch.no_grad()
     def share_head(self, target: PreTrainedModel) -> None:
@@ -355,24 +305,12 @@ class Eagle3(nn.Module):
         return normed if self.config.norm_output else hidden, self.lm_head(normed)
 
 
-def weight_name(name: str) -> str | None:
-    """The name here of a published tensor; ``None``: not needed."""
-    name = name.removeprefix("model.")
-    if name in UNUSED or name.endswith("rotary_emb.inv_freq"):
-        return None
-    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
-
-
 class Eagle3Reading(Reading):
     """What draft sources of an :class:`Eagle3` share."""
 
-    def __init__(self, module: Eagle3) -> None:
-        self.module = module
-
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the drafter was not made for."""
-        self.module.check_target(target)
-        checkpoints.check_device("EAGLE-3", self.module, target)
+        super().check(target)
         self.hidden_layers = self.module.config.layers_of(target)
 
     def begin(self, text: Text) -> None:

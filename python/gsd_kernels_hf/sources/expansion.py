@@ -9,7 +9,7 @@ from gsd_kernels import GraphConfig
 
 from ..model.runner import RowModel
 from ..records import Candidates, Verified
-from .base import DraftSource, Level, Proposal, Text
+from .base import DraftSource, Level, Proposal, Text, rows_at
 
 
 class Expansion(DraftSource):
@@ -17,9 +17,11 @@ class Expansion(DraftSource):
 
     Attributes:
         stem: of the prefix's positions, how many are rows of this step.
+        root_alone: whether level 0 forwards the root's row alone, rather than all tokens that the cache lacks.
     """
 
     stem = 0
+    root_alone = False
 
     def begin(self, text: Text) -> None:
         self.text, self.state, self.rows = text, text.state, self.row_model(text)
@@ -34,6 +36,10 @@ class Expansion(DraftSource):
     def root_logits(self, config: GraphConfig) -> Tensor:
         """Forward the tokens up to the root that the cache lacks; logits after it, float [B, 1, V]."""
         raise NotImplementedError
+
+    def num_rows(self, config: GraphConfig) -> int:
+        rows = 1 + config.draft_slots if self.root_alone else config.draft_rows
+        return rows if config.depth > 0 else 0
 
     def prefix(self) -> Tensor:
         """Positions of the cache before a level's nodes, the root's included: int32 [B]."""
@@ -85,7 +91,12 @@ class Expansion(DraftSource):
         """Candidates of one forward over the frontier; ``None`` beyond ``depth`` levels."""
         if level.number >= level.config.depth:
             return None
-        logits = self.root_logits(level.config) if level.number == 0 else self.frontier_logits(level)
+        return self.proposal(
+            level, self.root_logits(level.config) if level.number == 0 else self.frontier_logits(level)
+        )
+
+    def proposal(self, level: Level, logits: Tensor) -> Proposal:
+        """Candidates by logits [B, W, V] of the frontier, on the text's device."""
         tokens, log_probs = self.candidates(level, logits)
         device = self.state.tokens.device
         return Proposal(tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True))
@@ -125,7 +136,7 @@ class NodeVectors:
         """The values of the primary parents of a level's frontier, [B, W, D]."""
         vectors, node = self.by_shape[level.config], level.frontier.node_ids.long()
         parent = level.graph.parents.gather(1, node.clamp(min=0)).clamp(min=0).long()
-        return vectors.gather(1, parent[..., None].expand(-1, -1, vectors.shape[2]).to(vectors.device))
+        return rows_at(vectors, parent)
 
     def keep(self, level: Level, found: Tensor) -> None:
         """Keep those of a level's frontier, [B, W, D]."""

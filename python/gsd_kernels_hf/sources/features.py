@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig
 
@@ -17,7 +17,8 @@ from ..model.launching import launch_attention
 from ..model.replay import hold
 from ..model.runner import CachedText
 from ..records import Verified
-from .base import DraftSource, Text
+from . import checkpoints
+from .base import DraftSource, Text, rows_at
 
 READ_ROWS = 128
 """Of a prompt in one forward: as many as graph rows may be."""
@@ -60,7 +61,7 @@ class FeatureCache(CachedText):
 
     def at(self, place: Tensor) -> Tensor:
         """Features at positions int64 [B, n]: [B, n, D]."""
-        return self.features.gather(1, place[..., None].expand(-1, -1, self.features.shape[2]))
+        return rows_at(self.features, place)
 
     def inputs(self, kv_len: Tensor, ancestor_mask: Tensor, depths: Tensor, node_depths: Tensor) -> GraphInputs:
         """The inputs of rows behind ``kv_len`` [B] positions; arguments as of :class:`GraphInputs`."""
@@ -96,12 +97,17 @@ class FeatureSource(DraftSource):
     extra_slots = 0
     """Cache positions that a forward needs, more than the target's rows do."""
 
-    module: nn.Module
+    def __init__(self, module: Any) -> None:
+        self.module = module
 
     @property
     def forwards(self) -> tuple[nn.Module, ...]:
         """The drafter."""
         return (self.module,)
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Refuse a target that the drafter was not made for."""
+        checkpoints.check(self.module, target)
 
     def start(self, text: Text, config: PretrainedConfig) -> None:
         """Make the storage of a session."""
@@ -129,11 +135,7 @@ class FeatureSource(DraftSource):
     def observe(self, verified: Verified) -> None:
         """Keep the features of the accepted rows."""
         path, count = verified.accepted.accepted_rows, verified.accepted.num_accepted
-        states = []
-        for number in self.hidden_layers:
-            found = verified.hidden[number]
-            at = path.clamp(min=0).long().to(found.device)[..., None].expand(-1, -1, found.shape[2])
-            states.append(found.gather(1, at))
+        states = [rows_at(verified.hidden[number], path.clamp(min=0).long()) for number in self.hidden_layers]
         place = torch.arange(path.shape[1], device=path.device)
         at = (self.state.out_len - count - 1)[:, None].long() + place  # the target read the root there
         features = torch.where((place < count[:, None])[..., None], self.fuse(states), self.rows.at(at))

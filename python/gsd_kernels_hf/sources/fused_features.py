@@ -13,15 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from gsd_kernels.ops.decoder_rows import DecoderWeights
 from gsd_kernels.ops.feature_rows import FeatureWeights, feature_rows
 from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.step import FedRows
 
 from ..model.attention import Kind
 from ..model.foreign import SILU, STATIC_ROPE, foreign_code
-from ..model.fused import layer_weights, missing, storage_of
-from ..packed.modules import matrix_of
+from ..model.fused import decoder_weights, missing, storage_of
 from .features import FeatureCache
 
 
@@ -70,18 +68,9 @@ class FusedFeatures:
 
 def weights_of(module: Any, embed: Any) -> FeatureWeights:
     """A drafter's parameters as they lie in it."""
-    inv_freq, scale = module.rotary.frequencies(module.fc.weight.device)
-    first = module.layers[0]
-    decoder = DecoderWeights(
-        embedding=matrix_of(embed),
-        layers=[layer_weights(layer, Kind(layer.self_attn.window)) for layer in module.layers],
-        final_norm=module.norm.weight.detach(),
-        head=matrix_of(module.lm_head),
-        inv_freq=inv_freq,
-        rope_scale=scale,
-        heads=first.self_attn.q_proj.out_features // first.self_attn.head_dim,
-        eps=module.norm.variance_epsilon,
-    )
+    first, kinds = module.layers[0], [Kind(window) for window in module.windows]
+    frequencies = module.rotary.frequencies(module.fc.weight.device)
+    decoder = decoder_weights(embed, module.layers, kinds, module.norm, module.lm_head, *frequencies)
     return FeatureWeights(decoder, first.hidden_norm.weight.detach(), first.norm_before_residual)
 
 

@@ -72,6 +72,8 @@ class Gemma4Assistant(nn.Module):
         model: as transformers loads it, a ``Gemma4AssistantForCausalLM``.
     """
 
+    kind = KIND
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model, self.sizes = model, Sizes.of(model.config)
@@ -160,21 +162,19 @@ def check_sizes(sizes: Sizes, target: PreTrainedModel) -> None:
     Raises:
         BadCheckpoint: the difference and the cure.
     """
-    checkpoints.check_vocabulary(KIND, sizes.vocab_size, target)
-    checkpoints.check_layers(KIND, (), sizes.hidden_size, target)
+    checkpoints.check_sizes(KIND, sizes.vocab_size, sizes.hidden_size, target)
     missing = sorted(set(sizes.types) - storing_layers(target).keys())
     if missing:
         raise BadCheckpoint(
             f"drafter: this Gemma 4 assistant reads keys and values of {missing[0]} layers, which "
-            f"{type(target).__name__} does not have; an assistant belongs to the model that it was trained on"
+            f"{type(target).__name__} does not have; {checkpoints.BELONGS}"
         )
     theirs = stored_by(target.config.get_text_config(decoder=True))
     for kind, (heads, size) in sizes.stored.items():
         if theirs[kind] != (heads, size):
             raise BadCheckpoint(
                 f"drafter: this Gemma 4 assistant reads {heads} heads of {size} of {kind} layers, and those of "
-                f"{type(target).__name__} store {theirs[kind][0]} of {theirs[kind][1]}; an assistant belongs to the "
-                "model that it was trained on"
+                f"{type(target).__name__} store {theirs[kind][0]} of {theirs[kind][1]}; {checkpoints.BELONGS}"
             )
 
 
@@ -197,14 +197,14 @@ class AssistantDrafts(LastState, Expansion):
 
     name = "gemma4_assistant"
     shares = (0.1,)
+    root_alone = True
 
     def __init__(self, module: Gemma4Assistant) -> None:
         self.module, self.forwards = module, (module,)
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the assistant was not made for."""
-        self.module.check_target(target)
-        checkpoints.check_device(KIND, self.module, target)
+        checkpoints.check(self.module, target)
 
     def begin(self, text: Text) -> None:
         self.start(text, self.module.sizes.hidden_size)
@@ -215,9 +215,6 @@ class AssistantDrafts(LastState, Expansion):
         self.vectors, self.device = NodeVectors(), device_of(self.module.model)
         self.kinds = tuple(Kind(window) for window in self.module.sizes.windows)
 
-    def num_rows(self, config: GraphConfig) -> int:
-        return 1 + config.draft_slots if config.depth > 0 else 0
-
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape."""
         like = self.hidden.new_zeros(len(self.hidden), 0, device=self.device)
@@ -227,22 +224,22 @@ class AssistantDrafts(LastState, Expansion):
         """A forward of a frontier, which writes nothing, and its candidates."""
         if level.config.depth == 0:
             return None
-        logits = self.no_logits(level.frontier.node_ids.shape[1])
-        if self.has_read():
-            size = (*level.frontier.node_ids.shape, self.module.sizes.hidden_size)
-            logits = self.forward(level.frontier.token_ids, logits.new_zeros(size))[1]
-        if self.text.draws is not None:
-            return None
-        tokens, log_probs = self.candidates(level, logits)
-        device = self.state.tokens.device
-        return Proposal(tokens.to(device), log_probs.to(device))
+        tokens, dtype = level.frontier.token_ids, self.module.model.dtype
+        features = torch.zeros(*tokens.shape, self.module.sizes.hidden_size, dtype=dtype, device=self.device)
+        _, logits = self.forward(tokens, features)
+        return self.proposal(level, logits) if self.text.draws is None else None
 
     def has_read(self) -> bool:
         """Whether the target's layers have storage, as they have from the first token on that it has read."""
         return all(self.text.target.cache.layers[index].is_initialized for index in self.layers.values())
 
     def forward(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Vectors [B, W, D] and logits [B, W, V] of nodes with tokens int [B, W] after what handed on ``features``."""
+        """Vectors [B, W, D] and logits [B, W, V] of nodes with tokens int [B, W] after what handed on ``features``.
+
+        All 0 for a text of which the target has read nothing yet.
+        """
+        if not self.has_read():
+            return torch.zeros_like(features), self.no_logits(tokens.shape[1])
         kv_len, to = self.text.kv_len.to(self.device), self.device
         zeros = torch.zeros(tokens.shape, dtype=torch.int32, device=to)  # [B, W]; all rows are where the root is
         inputs = GraphInputs(
@@ -260,24 +257,19 @@ class AssistantDrafts(LastState, Expansion):
         positions = (kv_len - inputs.kv_start)[:, None].long().expand(tokens.shape)
         vectors, logits = self.module(embedded, features, positions, stored, inputs)
         inputs.check_complete()
-        return vectors, logits
+        known = self.known.to(self.device)[:, None, None]
+        return torch.where(known, vectors, 0.0), torch.where(known, logits, 0.0)
 
     def root_logits(self, config: GraphConfig) -> Tensor:
         features = self.hidden[:, None].to(self.device, self.module.model.dtype)
-        if not self.has_read():
-            return self.no_logits(1)
         vectors, logits = self.forward(self.state.root_tokens()[:, None], features)
-        known = self.known.to(self.device)[:, None, None]
-        self.vectors.keep_root(config, torch.where(known, vectors, 0.0))
-        return torch.where(known, logits, 0.0)
+        self.vectors.keep_root(config, vectors)
+        return logits
 
     def frontier_logits(self, level: Level) -> Tensor:
-        if not self.has_read():
-            return self.no_logits(level.frontier.node_ids.shape[1])
         vectors, logits = self.forward(level.frontier.token_ids, self.vectors.of_parents(level))
-        known = self.known.to(self.device)[:, None, None]
-        self.vectors.keep(level, torch.where(known, vectors, 0.0))
-        return torch.where(known, logits, 0.0)
+        self.vectors.keep(level, vectors)
+        return logits
 
     def no_logits(self, count: int) -> Tensor:
         shape = (len(self.known), count, self.module.sizes.vocab_size)

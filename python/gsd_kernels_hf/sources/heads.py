@@ -20,13 +20,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from gsd_kernels import GraphConfig
+
 from ..files import path_of
 from ..model.properties import device_of, vocabulary
 from ..packed.modules import device_of_weights
-from ..records import Candidates, Verified
-from .base import Level, Proposal, Text
+from ..records import Candidates
+from .base import Level, Text
 from .checkpoints import BadCheckpoint, Checkpoint, check_vocabulary, fetch
+from .draft_vocabulary import DraftVocabulary
 from .last_state import LastState
+from .lattice import Lattice, shares_of
 
 __all__ = ["CONFIG_FILE", "DraftHeads"]
 
@@ -36,7 +40,6 @@ CONFIG_FILE = "draft_heads.json"
 WEIGHTS_FILE = "draft_heads.safetensors"
 MEDUSA = re.compile(r"^(medusa_head\.)?\d+\.\d+\.(linear\.)?(weight|bias)$")
 """Names of the tensors of Medusa's heads; a checkpoint may hold the target's beside them."""
-FIRST_WEIGHT = 0.1  # beside another source, before anything was learned; what is too large costs rows at once
 
 
 class DraftHeads(nn.Module):
@@ -253,7 +256,7 @@ def _device(target: PreTrainedModel) -> torch.device:
     return device_of(target) if weight is None or weight.is_meta else weight.device
 
 
-class Heads(LastState):
+class Heads(LastState, Lattice):
     """Prediction heads on the target's last hidden state: candidates by depth, the same below every path.
 
     Blockwise parallel decoding (arXiv 1811.03115), Medusa (arXiv 2401.10774).
@@ -263,7 +266,7 @@ class Heads(LastState):
 
     def __init__(self, heads: DraftHeads) -> None:
         self.heads = heads
-        self.shares = (*[FIRST_WEIGHT] * heads.num_heads, 0.0)  # beyond the last head there is nothing
+        self.shares = shares_of(heads.num_heads)
 
     def check(self, target: PreTrainedModel) -> None:
         """Raise unless the heads were made for ``target`` and lie where its output matrix does."""
@@ -273,39 +276,21 @@ class Heads(LastState):
             raise ValueError(f"draft_heads: on {mine}, and the target's output matrix on {theirs}; move them there")
 
     def begin(self, text: Text) -> None:
-        self.state, self.sampler = text.state, text.sampler
-        self.lm_head, self.vocab_size = text.target.stepping.get_output_embeddings(), text.target.vocab_size
         self.start(text, self.heads.hidden_size)
+        self.sampler, self.lm_head = text.sampler, text.target.stepping.get_output_embeddings()
+        self.vocabulary = DraftVocabulary(None, text.target.vocab_size, text.target.vocab_size)
+        self.row = torch.arange(self.heads.num_heads, dtype=torch.int32, device=self.known.device)[None]
 
-    def propose(self, level: Level) -> Proposal | None:
-        """Candidates of head d after nodes of depth d; the heads run once a step, at level 0.
+    def levels(self, config: GraphConfig) -> int:
+        """As many as there are heads: the history is alone below, and would be weighed against nothing."""
+        return self.heads.num_heads
 
-        ``None`` below the last head: the history is alone there, and would be weighed against nothing.
-        """
-        if level.number >= self.heads.num_heads:
-            return None
-        if level.number == 0:
-            self.ahead = self.look_ahead(level.positions[:, 0], level.config.branch)
-        place = level.frontier.depths.long().clamp(max=self.heads.num_heads)  # [B, W]
-        at = place[..., None].expand(-1, -1, self.ahead[0].shape[2])
-        return Proposal(self.ahead[0].gather(1, at), self.ahead[1].gather(1, at), place)
+    def step(self, level: Level) -> None:
+        self.keep_positions(self.heads(self.hidden, self.lm_head), level)
 
-    def warm(self, level: Level, verified: Verified) -> Proposal | None:
-        """Run :meth:`propose` once, and leave nothing behind."""
-        return self.propose(level)
+    warm_step = step
 
-    def look_ahead(self, first_pick: Tensor, branch: int) -> Candidates:
-        """Candidates of all H heads [B, H + 1, K], the last entry empty.
-
-        Args:
-            first_pick: int [B], index of the token after the root in the text.
-            branch: K.
-        """
-        device = first_pick.device
-        logits = self.heads(self.hidden, self.lm_head)[..., : self.vocab_size]  # [B, H, V]
-        place = torch.arange(self.heads.num_heads, dtype=torch.int32, device=device)
-        tokens, log_probs = self.sampler.candidates(logits, first_pick[:, None] + place, branch)
-        known, pad = self.known[:, None, None], (0, 0, 0, 1)
-        tokens = torch.where(known, tokens.to(device), -1)
-        log_probs = torch.where(known, log_probs.to(device), -torch.inf)
-        return F.pad(tokens, pad, value=-1), F.pad(log_probs, pad, value=-torch.inf)
+    def ranked(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
+        tokens, log_probs = super().ranked(logits, positions, branch)
+        known = self.known[:, None, None]
+        return torch.where(known, tokens, -1), torch.where(known, log_probs, -torch.inf)

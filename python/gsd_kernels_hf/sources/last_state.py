@@ -10,7 +10,7 @@ from torch import Tensor
 from ..model.hidden import LAST
 from ..packed.modules import device_of_weights, dtype_of
 from ..records import Verified
-from .base import DraftSource, Text
+from .base import DraftSource, Text, rows_at
 
 
 class LastState(DraftSource):
@@ -42,7 +42,7 @@ class LastState(DraftSource):
     def observe(self, verified: Verified) -> None:
         """Keep the hidden state of the row whose pick is the next root."""
         hidden = verified.hidden[LAST]
-        at = verified.last_rows().to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[2])
+        last = rows_at(hidden, verified.last_rows()[:, None])[:, 0]
         running = verified.accepted.num_accepted > 0
-        self.hidden.copy_(torch.where(running.to(hidden.device)[:, None], hidden.gather(1, at)[:, 0], self.hidden))
+        self.hidden.copy_(torch.where(running.to(hidden.device)[:, None], last, self.hidden))
         self.known.logical_or_(running)

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..records import Candidates
-from .base import Level, Proposal
+from gsd_kernels import GraphConfig
+
+from ..records import Candidates, DecodeState, Sampler, Verified
+from .base import DraftSource, Level, Proposal, rows_at
 from .draft_vocabulary import DraftVocabulary
-from .features import FeatureSource
 
 FIRST_WEIGHT = 0.1  # beside another source, before anything was learned; what is too large costs rows at once
 
@@ -19,7 +20,7 @@ def shares_of(drafted: int) -> tuple[float, ...]:
     return (*[FIRST_WEIGHT] * drafted, 0.0)
 
 
-class Lattice(FeatureSource):
+class Lattice(DraftSource):
     """A draft source that keeps what a forward says of later positions until the next step.
 
     Attributes:
@@ -27,8 +28,37 @@ class Lattice(FeatureSource):
         row: int32 [B, n], 0 … n − 1.
     """
 
+    state: DecodeState
+    sampler: Sampler
     vocabulary: DraftVocabulary
     row: Tensor
+
+    def levels(self, config: GraphConfig) -> int:
+        """How many levels of a shape have candidates."""
+        return config.depth
+
+    def step(self, level: Level) -> None:
+        """Make entries of what was emitted, forward, and keep what :meth:`at_depths` reads."""
+        raise NotImplementedError
+
+    def warm_step(self, level: Level) -> None:
+        """Launch once what :meth:`step` launches, behind what is stored."""
+        raise NotImplementedError
+
+    def propose(self, level: Level) -> Proposal | None:
+        """Candidates after nodes of each depth; the forward is at level 0. ``None`` beyond the last."""
+        if level.number >= self.levels(level.config):
+            return None
+        if level.number == 0:
+            self.step(level)
+        return self.at_depths(level)
+
+    def warm(self, level: Level, verified: Verified) -> Proposal | None:
+        """The launches of a step, and candidates of as many positions."""
+        if self.levels(level.config) == 0:
+            return None
+        self.warm_step(level)
+        return self.at_depths(level)
 
     def keep_positions(self, logits: Tensor, level: Level) -> None:
         """Keep the candidates of logits [B, n, draft vocabulary] of the next n positions."""
@@ -41,8 +71,7 @@ class Lattice(FeatureSource):
         """Candidates after the nodes of a frontier, by their depths."""
         tokens, log_probs = self.block
         place = level.frontier.depths.long().clamp(max=tokens.shape[1] - 1)  # [B, W]
-        at = place[..., None].expand(-1, -1, tokens.shape[2])
-        return Proposal(tokens.gather(1, at), log_probs.gather(1, at), place)
+        return Proposal(rows_at(tokens, place), rows_at(log_probs, place), place)
 
     def ranked(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
         """The best tokens by logits [B, W, draft vocabulary] for positions int [B, W] of the text: [B, W, K]."""

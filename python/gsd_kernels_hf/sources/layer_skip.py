@@ -248,6 +248,7 @@ class SkippedLayers(Expansion):
 
     name = "layer_skip"
     stem = 1  # the root
+    root_alone = True
 
     def __init__(self, skip: LayerSkip) -> None:
         self.skip = skip
@@ -267,9 +268,6 @@ class SkippedLayers(Expansion):
 
     def prefix(self) -> Tensor:
         return self.text.kv_len + 1
-
-    def num_rows(self, config: GraphConfig) -> int:
-        return 1 + config.draft_slots if config.depth > 0 else 0
 
     def root_logits(self, config: GraphConfig) -> Tensor:
         """Forward the root alone; logits float [B, 1, V]. Its slot is the first that verification overwrites."""

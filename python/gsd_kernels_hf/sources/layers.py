@@ -116,20 +116,19 @@ class Attention(nn.Module):
         return (found if norm is None else norm(found)).transpose(1, 2)
 
 
-def mlp_of(config: PretrainedConfig) -> nn.Module:
-    """The feed-forward part of a layer."""
-    return Qwen3MLP(config) if config.model_type == "qwen3" else LlamaMLP(config)
-
-
 class Layer(nn.Module):
-    """A decoder layer."""
+    """A decoder layer.
 
-    def __init__(self, config: PretrainedConfig, layer: int) -> None:
+    Args:
+        config, layer, inputs: as of :class:`Attention`; ``None``: the width of the layers.
+    """
+
+    def __init__(self, config: PretrainedConfig, layer: int, inputs: int | None = None) -> None:
         super().__init__()
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer, config.hidden_size)
+        self.self_attn = Attention(config, layer, inputs or config.hidden_size)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = mlp_of(config)
+        self.mlp = (Qwen3MLP if config.model_type == "qwen3" else LlamaMLP)(config)
 
     def forward(self, hidden: Tensor, turns: Turns, rows: RowPass) -> Tensor:
         """[B, R, D] → [B, R, D]."""

@@ -61,12 +61,11 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
         return DraftHeads.from_pretrained(folder, target)
     config = checkpoints.read_json(folder / checkpoints.CONFIG)
     kind = kind_of(config, folder)
-    if kind == "gemma4":
-        return Gemma4Assistant.from_pretrained(folder, target)
-    if kind == "mtp":
-        return Mtp.from_pretrained(folder, target)
-    makers = {"eagle3": Eagle3.from_checkpoint, "dflash": DFlash.from_checkpoint, "medusa": DraftHeads.from_medusa}
-    return makers[kind](Checkpoint.open(folder), target)
+    if kind == "medusa":
+        return DraftHeads.from_medusa(Checkpoint.open(folder), target)
+    makers: dict[str, Any] = {"eagle3": Eagle3, "dflash": DFlash, "gemma4": Gemma4Assistant, "mtp": Mtp}
+    drafter: Drafter = makers[kind].from_pretrained(folder, target)
+    return drafter
 
 
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, tuple[object, Drafter]]] = weakref.WeakKeyDictionary()

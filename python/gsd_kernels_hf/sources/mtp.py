@@ -46,6 +46,7 @@ class Mtp(nn.Module):
         bias: whether the projection has one.
     """
 
+    kind = KIND
     embed_tokens = None  # the target's
     d2t = None  # it drafts all tokens
 
@@ -143,13 +144,12 @@ class Mtp(nn.Module):
         Raises:
             ValueError: the difference and the cure.
         """
-        checkpoints.check_vocabulary(KIND, self.config.vocab_size, target)
-        checkpoints.check_layers(KIND, (), self.config.hidden_size, target)
+        checkpoints.check_sizes(KIND, self.config.vocab_size, self.config.hidden_size, target)
         mine, theirs = type(self.block), type(decoder_of(target)[0][0])
         if mine is not theirs:
             raise BadCheckpoint(
-                f"drafter: this {KIND} head is a {mine.__name__}, and the target's layers are {theirs.__name__}; a "
-                "drafter belongs to the model that it was trained on"
+                f"drafter: this {KIND} head is a {mine.__name__}, and the target's layers are {theirs.__name__}; "
+                f"{checkpoints.BELONGS}"
             )
 
     @torch.no_grad()
@@ -257,13 +257,9 @@ class MtpDrafts(Recursion):
 
     name = "mtp"
 
-    def __init__(self, module: Mtp) -> None:
-        self.module = module
-
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the head does not belong to."""
-        self.module.check_target(target)
-        checkpoints.check_device(KIND, self.module, target)
+        super().check(target)
         self.module.check_block()
         self.hidden_layers = (len(decoder_of(target)[0]),)
 

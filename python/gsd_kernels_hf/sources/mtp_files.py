@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -44,12 +43,10 @@ def open_heads(
     """
     folder = fetch(where, wanted=("*.json",), revision=revision)
     found = Checkpoint(folder, checkpoints.read_json(folder / CONFIG))
-    index = found.index()
-    if index is None:
+    if not (folder / INDEX).is_file():
         fetch(where, wanted=(WEIGHTS,), revision=revision)
-        found.list_tensors([single_file(folder)])
+    index, names = listed(found)
     layers = len(decoder_of(target)[0])
-    names = list(found.files if index is None else index)
     heads = mtp_layouts.find(names, layers)
     if heads is None:
         others = [name for name in names if "mtp" in name.lower() or "nextn" in name.lower()]
@@ -92,27 +89,21 @@ def scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def single_file(folder: Path) -> Path:
-    """The file of weights in a folder without an index.
+def listed(found: Checkpoint) -> tuple[dict[str, str] | None, list[str]]:
+    """A checkpoint's index, or ``None`` with the header of its only file read; and the names of its tensors.
 
     Raises:
-        BadCheckpoint: none.
+        BadCheckpoint: neither is there, or it is unreadable.
     """
-    if not (folder / WEIGHTS).is_file():
-        raise BadCheckpoint(
-            f"drafter: no {WEIGHTS} and no {INDEX} in {folder}, where the multi-token-prediction heads would be"
-        )
-    return folder / WEIGHTS
-
-
-def names_in(where: str, revision: str | None) -> Iterable[str]:
-    """Names of the tensors in a checkpoint that is on this machine."""
-    folder = fetch(where, wanted=("*.json", WEIGHTS), revision=revision, download=False)
-    found = Checkpoint(folder, {})
-    index = found.index()
+    index, file = found.index(), found.folder / WEIGHTS
     if index is None:
-        found.list_tensors([single_file(folder)])
-    return found.files if index is None else index
+        if not file.is_file():
+            raise BadCheckpoint(
+                f"drafter: no {WEIGHTS} and no {INDEX} in {found.folder}, where the multi-token-prediction heads would "
+                "be"
+            )
+        found.list_tensors([file])
+    return index, list(found.files if index is None else index)
 
 
 def own_heads(target: PreTrainedModel) -> str | None:
@@ -120,7 +111,8 @@ def own_heads(target: PreTrainedModel) -> str | None:
     try:
         where, revision = place_of(target)
         layers = len(decoder_of(target)[0])
-        heads = mtp_layouts.find(names_in(where, revision), layers)
+        folder = fetch(where, wanted=("*.json", WEIGHTS), revision=revision, download=False)
+        heads = mtp_layouts.find(listed(Checkpoint(folder, {}))[1], layers)
     except ValueError:  # no checkpoint, or none that can be read: nothing to mention
         return None
     return None if heads is None else heads[0].recognised_by(layers)

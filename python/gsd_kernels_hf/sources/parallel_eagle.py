@@ -10,8 +10,7 @@ import torch
 
 from gsd_kernels import GraphConfig
 
-from ..records import Verified
-from .base import Level, Proposal, Text
+from .base import Level, Text
 from .eagle3 import Eagle3, Eagle3Reading
 from .lattice import Lattice, shares_of
 
@@ -39,24 +38,13 @@ class ParallelDrafts(Eagle3Reading, Lattice):
     def num_rows(self, config: GraphConfig) -> int:
         return config.chain_rows + self.masks(config) if config.depth > 0 else 0
 
-    def propose(self, level: Level) -> Proposal | None:
-        """Candidates after nodes of each depth; the forward is at level 0. ``None`` beyond ``depth``."""
-        config = level.config
-        if level.number >= config.depth:
-            return None
-        if level.number == 0:
-            masks = self.masks(config)
-            _, logits = self.feed(self.state.out_len - 1, config.chain_rows, unknown=masks, keep=1 + masks)
-            self.keep_positions(self.known(logits), level)
-        return self.at_depths(level)
+    def step(self, level: Level) -> None:
+        config, masks = level.config, self.masks(level.config)
+        _, logits = self.feed(self.state.out_len - 1, config.chain_rows, unknown=masks, keep=1 + masks)
+        self.keep_positions(self.known(logits), level)
 
-    def warm(self, level: Level, verified: Verified) -> Proposal | None:
-        """The attention of a step's forward, behind what is stored; candidates of as many positions."""
-        config = level.config
-        if config.depth == 0:
-            return None
-        rows = self.num_rows(config)
+    def warm_step(self, level: Level) -> None:
+        config, rows = level.config, self.num_rows(level.config)
         self.rows.launch(self.state.out_len - 1, rows, rows)
         shape = (len(self.cached), self.masks(config) + 1, self.module.config.draft_vocab_size)
         self.keep_positions(self.rows.features.new_zeros(shape), level)
-        return self.at_depths(level)

@@ -133,9 +133,6 @@ class Recursion(Reading, Expansion):
 
     shares = (0.1,)  # beside another source, before anything was learned; what is too large costs rows at once
 
-    def num_rows(self, config: GraphConfig) -> int:
-        return config.draft_rows if config.depth > 0 else 0
-
     def start(self, text: Text, config: PretrainedConfig) -> None:
         super().start(text, config)
         self.slot_depths: dict[GraphConfig, Tensor] = {}

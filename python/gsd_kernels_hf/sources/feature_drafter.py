@@ -1,0 +1,127 @@
+"""Drafters from checkpoints of their own that read the target's hidden states: what EAGLE-3 and DFlash share."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from . import checkpoints
+from .checkpoints import BadCheckpoint, Checkpoint
+from .layers import Rotary
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Tensors of training, which drafting does not read."""
+
+
+class FeatureDrafter(nn.Module):
+    """A drafter with layers, and with an embedding, an output matrix and a vocabulary of its own or the target's.
+
+    A subclass adds its layers, then what follows them: weights of a new drafter are drawn in this order.
+
+    Args:
+        config: what its checkpoint's config says.
+
+    Attributes:
+        kind: in errors.
+    """
+
+    kind: str
+    fc: nn.Linear
+    layers: nn.ModuleList
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, sizes = config, config.layers
+        self.rotary = Rotary(sizes)
+        self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size) if config.own_embedding else None
+
+    def _add_outputs(self) -> None:
+        """Make what follows the layers."""
+        config, sizes, drafted = self.config, self.config.layers, self.config.draft_vocab_size
+        self.norm = LlamaRMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.lm_head = nn.Linear(sizes.hidden_size, drafted, bias=False) if config.own_head else None
+        reduced = drafted < sizes.vocab_size
+        self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64) if reduced else None)
+
+    @classmethod
+    def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> Self:
+        """A drafter from a folder or hub id: as stored, or with ``target``'s dtype and device.
+
+        Raises:
+            ValueError: no checkpoint of this kind that can be served, or not one of ``target``'s; nothing was loaded.
+        """
+        return cls.from_checkpoint(Checkpoint.open(where), target)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> Self:
+        """As :meth:`from_pretrained`, of an open checkpoint."""
+        checkpoint.rename(weight_name)
+        config = cls.read_config(checkpoint)
+        vocab_size = config.layers.vocab_size
+        if config.draft_vocab_size == vocab_size:
+            checkpoint.files.pop("d2t", None)  # the identity
+        with torch.device("meta"):
+            module = cls(config)
+        if target is not None:
+            module.check_target(target)
+        checkpoint.load_into(module)
+        if module.d2t is not None:
+            checkpoints.check_map("d2t", module.target_ids(), vocab_size)
+        checkpoints.move_to(module, target)
+        return module
+
+    @classmethod
+    def read_config(cls, checkpoint: Checkpoint) -> Any:
+        """What the checkpoint's config and the names and shapes of its tensors say.
+
+        Raises:
+            BadCheckpoint: nothing that can be served.
+        """
+        raise NotImplementedError
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise unless the drafter fits a target's vocabulary, width and layers.
+
+        Raises:
+            ValueError: the difference and the cure.
+        """
+        config, kind, own = self.config, self.kind, self.embed_tokens
+        width, theirs = config.layers.hidden_size, config.target_hidden_size
+        checkpoints.check_sizes(kind, config.layers.vocab_size, theirs, target, config.layers_of(target))
+        if (own is None or not config.own_head) and width != theirs:
+            what = "embedding" if own is None else "output matrix"
+            raise BadCheckpoint(
+                f"drafter: this {kind} drafter has no {what} of its own, and is {width} wide where the target's {what} "
+                f"is {theirs}"
+            )
+        rows = len((target.get_input_embeddings() if own is None else own).weight)
+        if config.mask_token_id is not None and config.mask_token_id >= rows:
+            raise BadCheckpoint(
+                f"drafter: this {kind} drafter's mask token {config.mask_token_id} has no row in an embedding of {rows}"
+            )
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of every layer."""
+        return [layer.self_attn.window for layer in self.layers]
+
+    def target_ids(self) -> Tensor:
+        """The target's id of every draft token, int64 [draft_vocab_size]."""
+        at = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
+        return at if self.d2t is None else at + self.d2t
+
+
+def weight_name(name: str) -> str | None:
+    """The name here of a published tensor; ``None``: not needed."""
+    name = name.removeprefix("model.")
+    if name in UNUSED or name.endswith("rotary_emb.inv_freq"):
+        return None
+    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
