@@ -43,7 +43,7 @@ NO_OPENING = re.compile(r"(What|Whether|Which|Those|As)\b")
 OPENINGS_LEFT = {
     "examples": 1,
     "gsd_kernels": 4,
-    "gsd_kernels/ops": 38,
+    "gsd_kernels/ops": 37,
     "python/gsd_kernels_hf": 17,
     "python/gsd_kernels_hf/engine": 33,
     "python/gsd_kernels_hf/model": 83,

@@ -130,7 +130,7 @@ class Op:
         return results if self.result is None else self.result(*results)
 
     def compiled(self, *arguments: Any) -> Any:
-        """What C++ computes on the CPU or the GPU."""
+        """Call the operator in C++, on the CPU or the GPU."""
         given = list(self.flat(*arguments))
         for at in self.read:
             if given[at] is not None and not given[at].is_contiguous():
@@ -138,7 +138,7 @@ class Op:
         return self._made(self.operator(*given))
 
     def launched(self, *arguments: Any) -> Any:
-        """What Triton computes."""
+        """Call the Triton kernel."""
         return self._made(self.kernel(*self.flat(*arguments)))
 
     def _launch(self, *arguments: Any) -> Any:

@@ -14,7 +14,7 @@ __all__ = ["NO_NODE", "Chain", "FedRows", "accepted_path", "commit_text", "feed_
 
 
 def drafted(nodes: Tensor | None, graph: TokenGraph | None) -> tuple[Tensor | None, ...]:
-    """What commit_text reads of a graph: all or nothing."""
+    """The parts of a graph that commit_text reads: all or nothing."""
     return (nodes, None, None, None) if graph is None else (nodes, graph.parents, graph.num_nodes, graph.num_merges)
 
 
