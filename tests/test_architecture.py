@@ -43,10 +43,10 @@ NO_OPENING = re.compile(r"(What|Whether|Which|Those|As)\b")
 OPENINGS_LEFT = {
     "examples": 1,
     "gsd_kernels": 4,
-    "gsd_kernels/ops": 37,
+    "gsd_kernels/ops": 36,
     "python/gsd_kernels_hf": 17,
-    "python/gsd_kernels_hf/engine": 33,
-    "python/gsd_kernels_hf/model": 83,
+    "python/gsd_kernels_hf/engine": 31,
+    "python/gsd_kernels_hf/model": 82,
     "python/gsd_kernels_hf/sources": 32,
     "python/gsd_kernels_sglang": 6,
 }

@@ -119,7 +119,7 @@ def steps(work: Work) -> None:
 
 
 def verdict(points: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What every op's forms took, and which of them goes; of several sizes the geometric mean counts."""
+    """The times of every op's forms, and which of them goes; of several sizes the geometric mean counts."""
     found: dict[str, dict[str, list[float]]] = {}
     for name, point in points.items():
         operation, _, form = name.rpartition(" ")

@@ -262,7 +262,7 @@ def _drafters(report: dict[str, Any]) -> dict[str, str]:
 
 
 def _proof_table(device: str, kinds: dict[str, dict[str, Any]]) -> Table:
-    """What was found of the operator on a GPU, kind by kind: the operator's figure, and the modules' behind it."""
+    """The proof of the operator on a GPU, kind by kind: the operator's figure, and the modules' behind it."""
     counts = list(dict.fromkeys(rows for proof in kinds.values() for rows in proof["milliseconds"]))
     headers = ("error", "other bits", *(f"{rows} rows, ms" for rows in counts), "<verdict")
     rows = table(f"one operator on {device}, and its modules", *headers)

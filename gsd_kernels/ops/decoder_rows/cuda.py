@@ -75,13 +75,13 @@ def is_measured(device: torch.device) -> bool:
 
 
 def product_kernels(device: torch.device) -> list[str]:
-    """Those of :data:`PRODUCTS` that a GPU has."""
+    """The names among :data:`PRODUCTS` that a GPU has."""
     grouped = device.type != "cuda" or torch.cuda.get_device_capability(device) == GROUP_CAPABILITY
     return [name for name in PRODUCTS if name != "wgmma" or grouped]
 
 
 def selected(device: torch.device) -> str:
-    """Which of them calls take: the last whose variables are set so."""
+    """The one that calls take: the last whose variables are set so."""
 
     def is_set(name: str) -> bool:
         return all(os.environ.get(variable) == value for variable, value in PRODUCTS[name].items())

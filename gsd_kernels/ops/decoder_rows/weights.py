@@ -121,7 +121,7 @@ class DecoderWeights:
         return stored(self.embedding), self.flat_layers, *self.packing
 
     def behind_layers(self, k_caches: list[Tensor], v_caches: list[Tensor]) -> tuple[Any, ...]:
-        """Those from the norm behind the layers on, up to what only one operator has."""
+        """The tensors from the norm behind the layers on, up to what only one operator has."""
         output = self.final_norm, stored(self.head), self.inv_freq
         return *output, k_caches, v_caches, self.windows, self.heads, self.eps, self.rope_scale
 

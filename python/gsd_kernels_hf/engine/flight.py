@@ -69,7 +69,7 @@ class Launched:
         return launched
 
     def hear(self) -> Heard:
-        """What it tells the host: one read, which waits for it, and not for a step behind it."""
+        """Read what it tells the host: one read, which waits for it, and not for a step behind it."""
         clock, rule = self.session.clock, self.session.rule
         heard = self.told.read() if self.sent is None else self.sent.read()
         clock.over(self.parts, self.begin)
@@ -79,7 +79,7 @@ class Launched:
         return heard._replace(done=done)
 
     def observed(self, heard: Heard) -> Observation:
-        """What a policy learns of it, which has planned the next step since.
+        """The figures that a policy learns of it, which has planned the next step since.
 
         Seconds are 0 where they are not known, or say nothing about later steps, which will be captured.
         """

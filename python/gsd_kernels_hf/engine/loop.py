@@ -91,7 +91,7 @@ def without_left(session: Session, policy: Policy, out: Output) -> Policy:
 
 
 def may_fly(session: Session, out: Output, *, alone: bool) -> bool:
-    """Whether steps of this call may be queued before the host hears of the last one.
+    """Return whether steps of this call may be queued before the host hears of the last one.
 
     Not where the host decides something between two steps: token by token, by a clock, an observer or other ranks, or
     where sequences that ended are read on.
@@ -101,7 +101,7 @@ def may_fly(session: Session, out: Output, *, alone: bool) -> bool:
 
 
 def may_follow(session: Session, out: Output) -> bool:
-    """Whether a step may be queued behind one that the host has not heard of, however many tokens that emits.
+    """Return whether a step may be queued behind one that the host has not heard of, however many tokens that emits.
 
     There must be room and positions for both, and a sequence that may go on behind the first.
     """

@@ -87,7 +87,7 @@ class Output:
 
     @property
     def ends(self) -> bool:
-        """Whether every sequence ends with its next token at the latest."""
+        """Return whether every sequence ends with its next token at the latest."""
         request = self.request
         most = request.prompt_length + request.room - 1
         return all(done or length >= most for length, done in zip(self.lengths, self.done, strict=True))

@@ -51,7 +51,7 @@ class UnprovedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Kind:
-    """What of the operator is proved: kernels are compiled for each.
+    """The part of the operator that is proved: kernels are compiled for each.
 
     Attributes:
         dtype: float16 or bfloat16.
@@ -70,7 +70,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found.
+    """The outcome of a proof.
 
     Attributes:
         errors: against float32 by way, ``"operator"`` and ``"modules"``: of a row and of an element.
@@ -87,7 +87,7 @@ class Proof:
     error: str | None = None
 
     def why_not(self, dtype: torch.dtype) -> str | None:
-        """What keeps rows of this dtype with the modules, or ``None``."""
+        """The reason that keeps rows of this dtype with the modules, or ``None``."""
         if self.error is not None:
             return self.error
         found = rows_proof.too_large(self.errors["operator"], self.errors["modules"], dtype)
@@ -105,7 +105,7 @@ class Proof:
 
     @classmethod
     def of(cls, kept: Any) -> Proof:
-        """What a file says.
+        """The proof that a file holds.
 
         Raises:
             ValueError: it is none that can have been written.
@@ -298,7 +298,7 @@ def _made(
 
 
 def json_of(proof: Proof) -> dict[str, Any]:
-    """As it is kept."""
+    """The proof in the form in which it is kept."""
     return {**asdict(proof), "milliseconds": {str(rows): ms for rows, ms in proof.milliseconds.items()}}
 
 
@@ -323,7 +323,7 @@ def report(device: torch.device, ways: Mapping[str, Way], *, again: bool) -> dic
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, ways: Mapping[str, Way]) -> str | None:
-    """What keeps rows on a GPU with the modules, or ``None``; the GPU proves itself at the first question.
+    """The reason that keeps rows on a GPU with the modules, or ``None``; the GPU proves itself at the first question.
 
     Where nothing can be proved, GPUs on which the operator was measured go on with it.
 

@@ -1,4 +1,4 @@
-"""What a way to forward rows as one operator is held to: its error, its bits wherever they are due, and its time.
+"""Measures of a way to forward rows as one operator: its error, its bits wherever they are due, and its time.
 
 On a few layers with random weights, in the operator's dtype and in float32, beside the modules.
 """
@@ -105,7 +105,7 @@ def row_inputs(
 
 
 class Subject:
-    """What is proved: the rows of a model by one operator, beside its modules.
+    """The subject of a proof: the rows of a model by one operator, beside its modules.
 
     Args:
         make: makes the model, when it is first asked for.
@@ -191,7 +191,7 @@ def errors(logits: Tensor, exact: Tensor) -> dict[str, float]:
 
 
 def too_large(ours: Mapping[str, float], theirs: Mapping[str, float], dtype: torch.dtype) -> str | None:
-    """Which error is larger than twice the modules', or than rounding may cost; ``None``: none is."""
+    """Name the error that is larger than twice the modules', or than rounding may cost; ``None``: none is."""
     for kind, bound in BOUNDS[dtype].items():
         relative = TIMES_THE_MODULES * theirs[kind] + SLACK
         if not ours[kind] <= relative:
