@@ -45,8 +45,8 @@ OPENINGS_LEFT = {
     "gsd_kernels": 4,
     "gsd_kernels/ops": 34,
     "python/gsd_kernels_hf": 17,
-    "python/gsd_kernels_hf/engine": 33,
-    "python/gsd_kernels_hf/model": 83,
+    "python/gsd_kernels_hf/engine": 31,
+    "python/gsd_kernels_hf/model": 82,
     "python/gsd_kernels_hf/sources": 32,
     "python/gsd_kernels_sglang": 6,
 }

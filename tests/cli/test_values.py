@@ -192,7 +192,7 @@ SLIPS = [
         r"--dtype: there is no 'bf16'; did you mean 'bfloat16'\? expected one",
     ),
     (("bench", "real", "--dtype", "fp16"), r"--dtype: there is no 'fp16'; did you mean 'float16'\?"),
-    (("generate", "--criterion", "lucky", "x"), r"--criterion: there is no 'lucky'; expected one of exact"),
+    (("generate", "--criterion", "loose", "x"), r"--criterion: there is no 'loose'; expected one of exact"),
 ]
 
 

@@ -8,7 +8,7 @@ from . import reference
 from .matrix import PackedMatrix
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What rows are unpacked to and multiplied in."""
+"""Number formats that rows are unpacked to and multiplied in."""
 
 
 def stored(matrix: PackedMatrix, rows: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | int | None, ...]:

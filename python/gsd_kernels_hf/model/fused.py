@@ -72,7 +72,7 @@ def switch() -> str:
 
 
 def missing(device: torch.device, backend: str = "auto") -> str | None:
-    """What keeps every model on ``device`` from being forwarded by one operator, or ``None``; GPUs prove it besides.
+    """The reason that keeps every model on ``device`` from one operator, or ``None``; GPUs prove it besides.
 
     Raises:
         ValueError: ``GSD_KERNELS_FUSED_ROWS`` is none of :data:`SETTINGS`.
