@@ -201,7 +201,7 @@ class DFlashDrafts(FeatureSource, Lattice):
 
     @property
     def by_node(self) -> bool:
-        """Whether candidates depend on more than the depth of a node."""
+        """Candidates depend on more than the depth of a node."""
         return self.module.edges is not None or self.confident
 
     def keep(self, hidden: Tensor, logits: Tensor, level: Level) -> None:

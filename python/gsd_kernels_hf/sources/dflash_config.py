@@ -128,7 +128,7 @@ class DFlashConfig:
 
     @property
     def kind(self) -> str:
-        """What its authors call it."""
+        """The name that its authors gave it."""
         if self.selector_rank or self.taps:
             return "DFlash 2"
         return "DSpark" if self.markov_rank else "JetSpec" if self.causal else "DFlash"

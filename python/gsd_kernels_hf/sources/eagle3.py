@@ -222,7 +222,7 @@ class Eagle3(FeatureDrafter):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> Self:
-        """As :meth:`from_pretrained`, of an open checkpoint."""
+        """Load an open checkpoint, see :meth:`from_pretrained`."""
         drafter = super().from_checkpoint(checkpoint, target)
         if drafter.lm_head is None:
             if target is None:
@@ -306,7 +306,7 @@ class Eagle3(FeatureDrafter):
 
 
 class Eagle3Reading(Reading):
-    """What draft sources of an :class:`Eagle3` share."""
+    """The common part of draft sources of an :class:`Eagle3`."""
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the drafter was not made for."""

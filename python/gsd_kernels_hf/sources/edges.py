@@ -148,7 +148,7 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 
     def forward(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
-        """As :meth:`MarkovHead.forward`."""
+        """See :meth:`MarkovHead.forward`."""
         own, tokens = logits.topk(min(self.top_k, logits.shape[-1]), -1)  # [B, W, top_k]
         context = self.predecessor_codebook[before] * self.hidden_projection(hidden)  # [B, W, r]
         scores = torch.einsum("bwr,bwkr->bwk", context, self.successor_codebook[tokens])

@@ -62,7 +62,7 @@ class FeatureDrafter(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> Self:
-        """As :meth:`from_pretrained`, of an open checkpoint."""
+        """Load an open checkpoint, see :meth:`from_pretrained`."""
         checkpoint.rename(weight_name)
         config = cls.read_config(checkpoint)
         vocab_size = config.layers.vocab_size

@@ -282,7 +282,7 @@ class Heads(LastState, Lattice):
         self.row = torch.arange(self.heads.num_heads, dtype=torch.int32, device=self.known.device)[None]
 
     def levels(self, config: GraphConfig) -> int:
-        """As many as there are heads: the history is alone below, and would be weighed against nothing."""
+        """Return the number of heads: the history is alone below, and would be weighed against nothing."""
         return self.heads.num_heads
 
     def step(self, level: Level) -> None:

@@ -73,7 +73,7 @@ _loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, tuple[object, Draf
 
 
 def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
-    """As :func:`load_drafter`, once as long as the files, the target's dtype and its device stay the same.
+    """Load a drafter once (:func:`load_drafter`) as long as the files, the target's dtype and its device stay the same.
 
     Raises:
         ValueError: see :func:`load_drafter`.

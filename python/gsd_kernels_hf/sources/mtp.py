@@ -103,7 +103,7 @@ class Mtp(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, layout: Layout, target: PreTrainedModel) -> Mtp:
-        """As :meth:`from_pretrained`, of an open checkpoint whose tensors have their names here."""
+        """Load an open checkpoint (:meth:`from_pretrained`) whose tensors have their names here."""
         files = {name: shape for name, (_, shape) in checkpoint.files.items()}
         scales = {name for name in files if name.endswith(SCALE)}
         shapes = {name: shape for name, shape in files.items() if name not in scales}
