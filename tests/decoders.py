@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -82,6 +83,7 @@ class Text:
     caches: tuple[list[Tensor], list[Tensor]] = field(init=False)
     kv_start: Tensor = field(init=False)
     kv_len: Tensor = field(init=False)
+    spoiled: Tensor | None = None  # of the next call
 
     @property
     def device(self) -> torch.device:
@@ -117,6 +119,7 @@ class Text:
             self.kv_start,
             *self.caches,
             keep=last - first if keep is None else keep,
+            spoiled=self.spoiled,
             backend=self.backend,
         )
         return logits
@@ -129,6 +132,21 @@ class Text:
             found.append(self.rows(part, torch.ones(n, n).tril().bool(), torch.arange(n, dtype=torch.int32), 0, n))
             self.kv_len = self.kv_len + n
         return torch.cat(found, 1)
+
+
+def check_marks(text: Text) -> None:
+    """Rows with a key or value that is not finite are marked, in the last layer, too, and no others are."""
+    text.weights = copy.deepcopy(text.weights)
+    text.read(torch.full((2, 5), 6), 5)
+    tokens, alone = torch.tensor([[1, 7, 2, 6, 3], [8, 4, 5, 1, 7]]), tree([-1] * 5)
+    text.weights.embedding[7] = float("nan")
+    for expected in (tokens == 7, torch.ones(2, 5, dtype=torch.bool)):
+        text.spoiled = torch.full((2, 5), 3.0, device=text.device)
+        text.rows(tokens, *alone, 0, 5, keep=0)
+        assert torch.equal(text.spoiled.isnan().cpu(), expected)
+        assert (text.spoiled[~text.spoiled.isnan()] == 3.0).all()
+        values = text.weights.layers[-1].v
+        values.copy_(torch.randn(values.shape).sign() * torch.finfo(text.dtype).max)
 
 
 def tree(parents: list[int]) -> tuple[Tensor, Tensor]:

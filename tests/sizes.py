@@ -22,23 +22,23 @@ BUDGET = {
     "bench/kernels": 29,
     "bench/lib": 19,
     "bench/scale": 16,
-    "csrc/algorithms": 123,  # 117 before groups of warps multiplied
-    "csrc/cpu": 209,
+    "csrc/algorithms": 124,  # 117 before groups of warps multiplied
+    "csrc/cpu": 210,
     "csrc/cuda": 78,  # 67 before groups of warps multiplied
     "csrc/torch_ops": 45,  # 44 before the loader named the namespace of the ops
     "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 25,
     "gsd_kernels": 22,
-    "gsd_kernels/ops": 203,
+    "gsd_kernels/ops": 204,
     "hub": 11,  # what is laid out for the Hub
     "python/gsd_kernels_cli": 142,
     "python/gsd_kernels_hf": 47,  # 41 before it had the store of costs
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
     "python/gsd_kernels_hf/corpus": 8,
     "python/gsd_kernels_hf/costs": 24,
-    "python/gsd_kernels_hf/engine": 75,  # 72 before a step was queued ahead
+    "python/gsd_kernels_hf/engine": 76,  # 72 before a step was queued ahead
     "python/gsd_kernels_hf/exported": 7,
-    "python/gsd_kernels_hf/model": 166,  # 150 before GPUs proved themselves
+    "python/gsd_kernels_hf/model": 169,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 65,
     "python/gsd_kernels_hf/policy": 48,
     "python/gsd_kernels_hf/sources": 194,  # 187 before a grammar drafted
@@ -47,7 +47,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 48,
-    "tests": 1862,
+    "tests": 1869,
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -173,6 +173,7 @@ struct RowsTurn {
   const float* inv_freq;      // [head_dim / 2]
   uint16_t* q;                // [batch · rows, heads, head_dim], rounded
   uint16_t *k_cache, *v_cache;
+  float* spoiled;  // [batch · rows] or null: gets NaN where a key or value is not finite
   int64_t k_batch, k_head, k_slot, v_batch, v_head, v_slot;  // strides in elements, multiples of 4
   int batch, rows, heads, kv_heads, head_dim, capacity;      // head_dim 64 or 128
   float eps, rope_scale;

@@ -92,9 +92,12 @@ GSD_HD void cosine_and_sine(float angle, float& cosine, float& sine) {
 }
 
 // NaN becomes 0, infinities the largest values: what overflows in one row must not reach those that do not see it.
+// `changed` is set where it would not be finite in the cache.
 template <class Element>
-GSD_HD float finite(float x) {
+GSD_HD float finite(float x, bool& changed) {
   const float most = Element::widen(Element::kExponent - 1);
+  const float infinite = most + (most - Element::widen(Element::kExponent - 2)) / 2.0f;  // the least that rounds to it
+  changed |= !(x > -infinite && x < infinite);
   return x > most ? most : x < -most ? -most : x == x ? x : 0.0f;
 }
 
@@ -162,8 +165,10 @@ GSD_HD void turn_head(Machine& machine, const RowsTurn& a, int row, int head) {
   }
   const int64_t slot = a.slots[row], batch = row / a.rows;
   if (slot < 0 || slot >= a.capacity) return;
+  bool changed = false;
   GSD_UNROLL
-  for (int i = 0; i < 2 * kOwn; i++) part.x[i / kOwn][i % kOwn] = finite<Element>(part.x[i / kOwn][i % kOwn]);
+  for (int i = 0; i < 2 * kOwn; i++) part.x[i / kOwn][i % kOwn] = finite<Element>(part.x[i / kOwn][i % kOwn], changed);
+  if (changed && a.spoiled != nullptr) a.spoiled[row] = float_from_bits(0x7FC00000);  // by any lane that met one
   const int of_cache = (head - a.heads) % a.kv_heads;
   part.template store<Element>(value ? a.v_cache + batch * a.v_batch + of_cache * a.v_head + slot * a.v_slot
                                      : a.k_cache + batch * a.k_batch + of_cache * a.k_head + slot * a.k_slot,

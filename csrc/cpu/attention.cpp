@@ -88,23 +88,28 @@ std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const
 }
 
 // One row of a cache, finite: NaN becomes 0, infinities the largest values. Integers, so no rule of a float unit enters.
+// Returns whether one was not.
 template <class Int>
-void copy_finite(const char* from, int64_t step, char* to, int64_t width, Int infinity) {
+bool copy_finite(const char* from, int64_t step, char* to, int64_t width, Int infinity) {
   constexpr Int kMagnitude = static_cast<Int>(~(Int{1} << (8 * sizeof(Int) - 1)));
   const Int* source = reinterpret_cast<const Int*>(from);
   Int* target = reinterpret_cast<Int*>(to);
+  int changed = 0;
   for (int64_t i = 0; i < width; i++) {
     const Int bits = source[i * step], magnitude = bits & kMagnitude;
+    changed |= magnitude >= infinity;
     target[i] = magnitude > infinity ? 0 : static_cast<Int>(bits - (magnitude == infinity ? 1 : 0));
   }
+  return changed != 0;
 }
 
 void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
-              const Tensor& positions) {
+              const Tensor& positions, const std::optional<Tensor>& spoiled) {
   STD_TORCH_CHECK(positions.dim() == 2 && positions.scalar_type() == ScalarType::Long && positions.is_contiguous(),
                   "positions: expected int64 [batch, rows], contiguous");
   const int64_t batch = positions.size(0), rows = positions.size(1);
   const int64_t* position = read<int64_t>(positions);
+  float* const marks = written<float>("spoiled", spoiled, {batch, rows});
   for (const bool is_k : {true, false}) {
     const Tensor &cache = is_k ? k_cache : v_cache, &from = is_k ? k : v;
     const CacheTensor to = cache_tensor(cache, batch);
@@ -121,16 +126,18 @@ void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, con
                              (i / rows * from.stride(0) + h * from.stride(1) + i % rows * from.stride(2)) * size;
         char* target = to.data + i / rows * to.batch_stride + h * to.head_stride + position[i] * to.slot_stride;
         const int64_t step = width > 1 ? from.stride(3) : 1;
+        bool changed = false;
         if (dtype == ScalarType::Half) {
-          copy_finite<uint16_t>(source, step, target, width, 0x1F << 10);
+          changed = copy_finite<uint16_t>(source, step, target, width, 0x1F << 10);
         } else if (dtype == ScalarType::BFloat16) {
-          copy_finite<uint16_t>(source, step, target, width, 0xFF << 7);
+          changed = copy_finite<uint16_t>(source, step, target, width, 0xFF << 7);
         } else if (dtype == ScalarType::Float) {
-          copy_finite<uint32_t>(source, step, target, width, 0xFFu << 23);
+          changed = copy_finite<uint32_t>(source, step, target, width, 0xFFu << 23);
         } else {
           STD_TORCH_CHECK(dtype == ScalarType::Double, "k_cache: expected a float dtype");
-          copy_finite<uint64_t>(source, step, target, width, 0x7FFull << 52);
+          changed = copy_finite<uint64_t>(source, step, target, width, 0x7FFull << 52);
         }
+        if (changed && marks != nullptr) marks[i] = NAN;
       }
     }
   }

@@ -41,11 +41,12 @@ void rotate(float* x, int64_t head_dim, const float* cos, const float* sin) {
   }
 }
 
-// One head into its slot, finite: what overflows in one row must not reach those that do not see it.
-void store(float* x, const CacheTensor& cache, Element element, int64_t b, int64_t h, int64_t slot, int64_t head_dim) {
-  make_finite(x, element, head_dim);
+// One head into its slot, finite: what overflows in one row must not reach those that do not see it. Whether it was not.
+bool store(float* x, const CacheTensor& cache, Element element, int64_t b, int64_t h, int64_t slot, int64_t head_dim) {
+  const bool changed = make_finite(x, element, head_dim);
   write_row(x, cache.data + b * cache.batch_stride + h * cache.head_stride + slot * cache.slot_stride, element,
             head_dim);
+  return changed;
 }
 
 }  // namespace
@@ -234,14 +235,16 @@ void Decoder::turn_and_store_row(const DecoderLayer& layer, bool queries, int64_
     if (!layer.q_norm.empty()) rms_norm(q, layer.q_norm.data(), s_.eps, q, s_.head_dim);
     rotate(q, s_.head_dim, cos, sin);
   }
+  bool spoiled = false;
   for (int64_t h = 0; h < s_.kv_heads; h++) {
     float* k = k_.get() + row * s_.kv_size() + h * s_.head_dim;
     if (!layer.k_norm.empty()) rms_norm(k, layer.k_norm.data(), s_.eps, k, s_.head_dim);
     rotate(k, s_.head_dim, cos, sin);
-    store(k, layer.keys, layer.cache_element, b, h, r_.slots[row], s_.head_dim);
-    store(v_.get() + row * s_.kv_size() + h * s_.head_dim, layer.values, layer.cache_element, b, h, r_.slots[row],
-          s_.head_dim);
+    float* v = v_.get() + row * s_.kv_size() + h * s_.head_dim;
+    spoiled |= store(k, layer.keys, layer.cache_element, b, h, r_.slots[row], s_.head_dim);
+    spoiled |= store(v, layer.values, layer.cache_element, b, h, r_.slots[row], s_.head_dim);
   }
+  if (spoiled && r_.spoiled != nullptr) r_.spoiled[row] = NAN;
 }
 
 // The state and the queries of every sequence's last rows, moved to the front.

@@ -48,6 +48,7 @@ struct DecoderRows {
   const int32_t *tokens, *positions, *slots;  // [batch, rows]
   const int32_t *kv_len, *kv_start;           // [batch]
   const float* inv_freq;                      // [head_dim / 2]
+  float* spoiled;                             // [batch, rows] or null: gets NaN where a key or value is not finite
 };
 
 // The hidden state of all rows, which goes from layer to layer in float32.

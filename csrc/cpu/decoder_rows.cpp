@@ -107,7 +107,8 @@ struct Call {
        const Tensors& tensors, const std::vector<int64_t>& kinds, const Tensors& scales,
        const Tensor& final_norm, const Tensor& output, const Tensor& inv_freq, const Tensors& k_caches,
        const Tensors& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
-       double rope_scale, int64_t keep, int64_t inputs, bool rounded)
+       double rope_scale, int64_t keep, int64_t inputs, bool rounded,
+       const std::optional<Tensor>& spoiled = std::nullopt)
       : packing{kinds, scales, kinds.empty() ? element_of("embedding", embedded.scalar_type())
                                              : element_of("final norm", final_norm.scalar_type())} {
     check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
@@ -139,7 +140,8 @@ struct Call {
 
     embedding = packing.of("embedding", 0, embedded, vocab, s.hidden);
     rows = {read<int32_t>(token_ids), read<int32_t>(positions), read<int32_t>(slots),
-            read<int32_t>(kv_len),    read<int32_t>(kv_start),  read<float>(inv_freq)};
+            read<int32_t>(kv_len),    read<int32_t>(kv_start),  read<float>(inv_freq),
+            written<float>("spoiled", spoiled, {s.batch, s.rows})};
     check_ranges(rows, s, capacity, vocab);
     layers.reserve(depth);
     for (size_t l = 0; l < depth; l++) {
@@ -179,10 +181,11 @@ std::tuple<Tensor, Tensor, Tensor> decoder_rows(
     const Tensors& layers, const std::vector<int64_t>& kinds, const Tensors& scales,
     const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq, const Tensors& k_caches,
     const Tensors& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
-    double rope_scale, const std::vector<int64_t>& states, int64_t keep) {
+    double rope_scale, const std::vector<int64_t>& states, int64_t keep,
+    const std::optional<Tensor>& spoiled) {
   const Call call(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep, 1,
-                  true);
+                  true, spoiled);
   const DecoderSizes& s = call.s;
   const size_t depth = call.layers.size();
   for (const int64_t state : states) {

@@ -106,11 +106,19 @@ void write_row(const float* from, void* to, Element element, int64_t width) {
   }
 }
 
-void make_finite(float* x, Element element, int64_t width) {
+bool make_finite(float* x, Element element, int64_t width) {
   const float most = element == Element::kFloat16    ? 65504.0f
                      : element == Element::kBfloat16 ? float_from_bits(0x7F7F0000)
                                                      : float_from_bits(0x7F7FFFFF);
-  for (int64_t i = 0; i < width; i++) x[i] = x[i] > most ? most : x[i] < -most ? -most : x[i] == x[i] ? x[i] : 0.0f;
+  const float infinite = element == Element::kFloat16    ? 65520.0f  // the least that is rounded to infinity
+                         : element == Element::kBfloat16 ? float_from_bits(0x7F7F8000)
+                                                         : INFINITY;
+  int changed = 0;
+  for (int64_t i = 0; i < width; i++) {
+    changed |= !(std::fabs(x[i]) < infinite);
+    x[i] = x[i] > most ? most : x[i] < -most ? -most : x[i] == x[i] ? x[i] : 0.0f;
+  }
+  return changed != 0;
 }
 
 GSD_CLONES void scale_row(float* x, float by, int64_t width) {

@@ -24,7 +24,7 @@ void read_row(const Matrix& from, int64_t row, float* to, int64_t width);
 void write_row(const float* from, void* to, Element element, int64_t width);
 
 // NaN becomes 0, infinities the largest values.
-void make_finite(float* x, Element element, int64_t width);
+bool make_finite(float* x, Element element, int64_t width);
 
 // x · by
 void scale_row(float* x, float by, int64_t width);

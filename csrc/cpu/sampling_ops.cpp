@@ -294,11 +294,13 @@ void log_probs_row(const LogitRows& logits, int64_t row, const Warpers& w, Scrat
   for (int i = 0; i < logits.vocab(); i++) out[i] = x[i] - found.max - log_sum;
 }
 
-// Calls work(row, sequence, scratch) for every row, rows shared out among threads.
+// Calls work(row, sequence, scratch) for every row, rows shared out among threads where there are many: on a machine that
+// has other work, waiting for a thread that was sent away costs more than a few rows.
 template <class Work>
 void for_each_row(const LogitRows& logits, int64_t batch, int64_t rows, const Work& work) {
-  constexpr int64_t kTokensPerThread = 1 << 15;
-  const int64_t grain = std::max<int64_t>(1, kTokensPerThread / logits.padded());
+  constexpr int64_t kTokensPerThread = 1 << 15, kFewTokens = 1 << 18;
+  const bool few = batch * rows * logits.padded() <= kFewTokens;
+  const int64_t grain = few ? batch * rows : std::max<int64_t>(1, kTokensPerThread / logits.padded());
   torch::stable::parallel_for(0, batch * rows, grain, [&](int64_t begin, int64_t end) {
     Scratch scratch(logits.padded());
     for (int64_t row = begin; row < end; row++) work(row, row / rows, scratch);

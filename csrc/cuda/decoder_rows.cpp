@@ -31,14 +31,16 @@ RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const
                          const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
                          const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                          const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
-                         const std::vector<int64_t>& states, int64_t keep) {
+                         const std::vector<int64_t>& states, int64_t keep, const std::optional<Tensor>& spoiled) {
   check_device({&token_ids, &positions, &slots, &ancestor_mask, &node_depths, &kv_len, &kv_start, &embedding,
                 &final_norm, &head, &inv_freq});
   for (const auto* list : {&layers, &scales, &k_caches, &v_caches}) check_device(token_ids, *list);
+  check_device(token_ids, {&spoiled});
   const DeviceGuard guard(token_ids.get_device_index());
   const RowsCall call =
       prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
-                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
+                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep,
+                   spoiled);
   const RowsForward forward(call.decoder);
   Tensor memory = torch::stable::new_empty(embedding, {forward.bytes()}, ScalarType::Byte);
   Tensor cleared = torch::stable::narrow(memory, 0, 0, forward.cleared_bytes());

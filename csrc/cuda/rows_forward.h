@@ -36,6 +36,7 @@ struct RowsDecoder {
   RowsMatrix head;
   float* last;       // [B · keep, hidden]: what the output matrix reads
   uint16_t* logits;  // [B · keep, outputs of the head], of the weights' type
+  float* spoiled;    // [B · R] or null: gets NaN where a key or value is not finite
 };
 
 class RowsForward {
@@ -193,7 +194,7 @@ class RowsForward {
     made.positions = d.positions, made.slots = d.slots;
     made.inv_freq = d.inv_freq;
     made.q = at<uint16_t>(memory, queries);
-    made.k_cache = layer.keys, made.v_cache = layer.values;
+    made.k_cache = layer.keys, made.v_cache = layer.values, made.spoiled = d.spoiled;
     made.k_batch = layer.k_batch, made.k_head = layer.k_head, made.k_slot = layer.k_slot;
     made.v_batch = layer.v_batch, made.v_head = layer.v_head, made.v_slot = layer.v_slot;
     made.batch = d.batch, made.rows = d.rows, made.heads = d.heads, made.kv_heads = d.kv_heads;

@@ -161,7 +161,8 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
                              const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
                              const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                              const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
-                             const std::vector<int64_t>& states, int64_t keep) {
+                             const std::vector<int64_t>& states, int64_t keep,
+                             const std::optional<Tensor>& spoiled = std::nullopt) {
   check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
   const int64_t batch = token_ids.size(0), rows = token_ids.size(1);
   check("positions", positions, ScalarType::Int, {batch, rows});
@@ -212,6 +213,7 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
   d.mask = read<int32_t>(ancestor_mask), d.depths = read<int32_t>(node_depths);
   d.kv_len = read<int32_t>(kv_len), d.kv_start = read<int32_t>(kv_start);
   d.inv_freq = read<float>(inv_freq);
+  d.spoiled = written<float>("spoiled", spoiled, {batch, rows});
 
   const RowsTensors of(final_norm.scalar_type(), kinds, scales);
   d.embedding = of.matrix("embedding", 0, embedding, rows_size("embedding", embedding.size(0)), d.hidden);

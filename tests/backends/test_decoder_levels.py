@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoders import SIZES, Sizes, Text, decoder, random_parents, random_tokens, tree
+from decoders import SIZES, Sizes, Text, check_marks, decoder, random_parents, random_tokens, tree
 from models import add_noise, noised, prompts, tiny
 from ops.contracts.backends import LEVELS
 from torch import nn
@@ -298,6 +298,12 @@ def test_what_overflows_in_one_row_stays_there(level):
         found.append(text.rows(torch.tensor([[1, 2, token, 3, 4]]), sees, depths, 0, 5))
     assert torch.equal(found[0][:, [0, 1, 3]], found[1][:, [0, 1, 3]])
     assert not torch.equal(found[0][:, 4], found[1][:, 4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_whose_keys_or_values_are_not_finite_are_marked(level, dtype):
+    sizes = SIZES["llama-odd"]
+    check_marks(Text(decoder(sizes, dtype), sizes, dtype, [0, 3], 40))
 
 
 # Prompts and texts through the model.

@@ -15,7 +15,7 @@ import sys
 import pytest
 import torch
 from block_code import rows as block_code
-from decoders import Sizes, Text, decoder, random_parents, random_tokens, tree
+from decoders import Sizes, Text, check_marks, decoder, random_parents, random_tokens, tree
 from ops.contracts.packed import packed_matrix
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -278,6 +278,11 @@ def test_it_equals_the_reference_and_the_cpus_operator(device, name, dtype):
         for other in others:
             assert ours.shape == other.shape and (ours - other).norm() <= tolerance * other.norm()
     assert torch.equal(results[0][2][1], results[1][2][1]), "of layer 0 the embeddings"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_whose_keys_or_values_are_not_finite_are_marked(device, dtype):
+    check_marks(text(next(iter(SIZES.values())), dtype, [0, 3], device))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(name, DTYPES[i % 2]) for i, name in enumerate(SIZES)], ids=str)

@@ -151,10 +151,11 @@ RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const
                          const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
                          const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                          const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
-                         const std::vector<int64_t>& states, int64_t keep) {
+                         const std::vector<int64_t>& states, int64_t keep, const std::optional<Tensor>& spoiled) {
   const RowsCall call =
       prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
-                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
+                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep,
+                   spoiled);
   const RowsForward forward(call.decoder);
   std::vector<char> memory(static_cast<size_t>(forward.bytes()) + 256, static_cast<char>(0xA5));
   char* const begin = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256);
@@ -182,10 +183,11 @@ Tensor launches(const Tensor& token_ids, const Tensor& positions, const Tensor& 
                 const std::vector<Tensor>& scales, const Tensor& final_norm, const Tensor& head,
                 const Tensor& inv_freq, const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                 const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
-                const std::vector<int64_t>& states, int64_t keep) {
+                const std::vector<int64_t>& states, int64_t keep, const std::optional<Tensor>& spoiled) {
   const Recorder recorder =
       recorded(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
-                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
+                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep,
+                   spoiled);
   const Tensor found = fresh<int32_t>(token_ids, {static_cast<int64_t>(recorder.launched.size())});
   std::copy(recorder.launched.begin(), recorder.launched.end(), written<int32_t>(found));
   return found;
@@ -197,10 +199,11 @@ Tensor ahead(const Tensor& token_ids, const Tensor& positions, const Tensor& slo
                 const std::vector<Tensor>& scales, const Tensor& final_norm, const Tensor& head,
                 const Tensor& inv_freq, const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                 const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
-                const std::vector<int64_t>& states, int64_t keep) {
+                const std::vector<int64_t>& states, int64_t keep, const std::optional<Tensor>& spoiled) {
   const Recorder recorder =
       recorded(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
-                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
+                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep,
+                   spoiled);
   const Tensor found = torch::stable::new_empty(token_ids, {static_cast<int64_t>(recorder.ahead.size())}, ScalarType::Long);
   std::copy(recorder.ahead.begin(), recorder.ahead.end(), written<int64_t>(found));
   return found;

@@ -165,7 +165,7 @@ def test_a_prompt_has_memory_for_what_it_has_read(monkeypatch):
     """Attention keeps partial sums for every split of the positions that it is given, whatever the cache may hold."""
     given = []
 
-    def decoder_rows(weights, ids, *arguments, keep, states, backend):
+    def decoder_rows(weights, ids, *arguments, keep, states, spoiled, backend):
         *_, keys, values = arguments
         given.append((ids.shape[1], {cache.shape[2] for cache in (*keys, *values)}, keys[0].untyped_storage().nbytes()))
         return torch.zeros(1, keep, 8), torch.zeros(1, keep, 8), torch.zeros(0, 1, 1, 8)

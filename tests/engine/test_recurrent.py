@@ -215,6 +215,26 @@ def test_texts_of_a_batch_in_bfloat16_do_not_depend_on_the_draft(name, batch):
     assert sum(out.stats.accepted[1:]) > 40 and sum(out.stats.accepted[2:]) > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "batches"),
+    [
+        ("Qwen3_5ForCausalLM", range(1, 17)),
+        ("Zamba2ForCausalLM", (11, 16)),
+        ("LlamaForCausalLM", range(1, 17)),
+    ],
+)
+def test_a_text_is_the_same_alone_and_in_batches_of_2_to_16(name, batches):
+    """By window, and dense; 192 rows at most, more than other products than a step's are made for."""
+    target = tiny_configs.build(name, 4, vocab_size=VOCABULARY)
+    ids = prompts(16, 9, vocab=VOCABULARY)["input_ids"]  # as long as each other: no padding
+    given: dict = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    alone = torch.cat([target.generate(ids[b : b + 1], **given) for b in range(16)])
+    shape = gsd.GraphConfig(depth=3, width=3, branch=3, max_rows=12)
+    for batch in batches:
+        drafts = {"draft_sources": ("history",), "reference_ids": alone[:batch], "graph_config": shape}
+        assert torch.equal(gsd.generate(target, ids[:batch], **given, **drafts), alone[:batch]), batch
+
+
 class RowsOf:
     """A model behind 9 tokens of ``ids``, which takes rows step by step."""
 

@@ -194,8 +194,11 @@ def test_lm_eval(exported, pair, told):
     assert texts[0] == texts[1] and told
 
 
-def test_a_hub_id(exported, prompt, plain, tmp_path, monkeypatch):
-    """As the hub's cache has it, without a network."""
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
+def test_a_hub_id(level, exported, prompt, plain, tmp_path, monkeypatch, caplog):
+    """As the hub's cache has it, without a network. Where the log is read, the disk is asked for heads besides."""
+    caplog.set_level(level, logger="gsd_kernels")
+    monkeypatch.setattr(checkpoints, "_snapshots", {})
     commit = "0" * 40
     snapshot = tmp_path / "models--someone--model" / "snapshots" / commit
     snapshot.parent.mkdir(parents=True)
@@ -211,7 +214,8 @@ def test_a_hub_id(exported, prompt, plain, tmp_path, monkeypatch):
     model = loaded("someone/model")
     assert torch.equal(model.generate(prompt["input_ids"], **CALL), plain)
     assert "model" in handle_of(model).stats.sources
-    name, how = asked[0]
+    ((name, how),) = [(name, how) for name, how in asked if not how["local_files_only"]]
+    assert len(asked) == 1 + (level == logging.INFO)
     assert (name, how["revision"]) == ("someone/model", commit), "of the commit that the weights are of"
     assert {FILE, "draft/*"} <= set(how["allow_patterns"])
 

@@ -6,11 +6,10 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable
 
 import numpy as np
 import pytest
-from simulated import BFLOAT16, NO_AMX
+from simulated import BFLOAT16, DISTURBANCES, NO_AMX
 from simulated_rows import EASY, FLAT, HOPELESS, MACHINES, MEAGRE, STEEP, USUAL, World, experience
 
 from gsd_kernels_hf.costs.model import PLAIN
@@ -32,23 +31,6 @@ def test_as_fast_as_the_best_fixed_number_of_rows(machine, bandwidth, free_rows)
         world.run(policy, 60)
         found.append(world.share(policy, 300))
     assert np.mean(found) >= 0.97 and min(found) >= 0.92, found
-
-
-def at_random(share: float, factor: float) -> Callable[[int], float]:
-    """A share of the steps is slower by a factor."""
-    slow = np.random.default_rng(7).random(1000) < share
-    return lambda step: factor if slow[step] else 1.0
-
-
-DISTURBANCES: dict[str, Callable[[int], float]] = {
-    "spikes": at_random(0.1, 8.0),
-    "many spikes": at_random(0.35, 4.0),
-    "half of the steps": at_random(0.5, 3.0),
-    "a slow period": lambda step: 3.0 if 40 <= step < 90 else 1.0,
-    "half speed": lambda step: 2.0,
-    "every other step": lambda step: 2.5 if step % 2 else 1.0,
-    "by eight steps": lambda step: 2.5 if step // 8 % 2 else 1.0,
-}
 
 
 @functools.cache

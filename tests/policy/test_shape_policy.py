@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from simulated import BFLOAT16, EASY, FLOAT32, GPU, HOPELESS, KNOWN, NO_AMX, USUAL, World, experience
+from simulated import BFLOAT16, DISTURBANCES, EASY, FLOAT32, GPU, HOPELESS, KNOWN, NO_AMX, USUAL, World, experience
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.costs.model import PLAIN
@@ -332,6 +332,26 @@ def test_a_neighbour_process_makes_all_shapes_slower_and_none_more_promising():
             shapes += world.run(policy, 60)
             found.append(np.mean([world.rate(s) for s in shapes]) / world.best(pair.shapes.values()))
     assert np.median(found) >= 0.95 and min(found) >= 0.88, found
+
+
+@pytest.mark.parametrize("disturbance", DISTURBANCES)
+@pytest.mark.parametrize("machine", ["bfloat16", "no AMX"])
+def test_other_programs_do_not_switch_speculation_off(machine, disturbance):
+    """With a draft that pays: neither in the first text nor in those that go on with what it learned."""
+    found, plain = [], []
+    for seed in range(2):
+        world, policy, pair = start(machine, USUAL, seed=seed)
+        steps = itertools.count()
+        world.slow = lambda now, steps=steps: DISTURBANCES[disturbance](next(steps))
+        shapes = world.run(policy, 100)
+        policy.end()
+        policy = ShapePolicy(pair, prefix=200)
+        shapes += world.run(policy, 100)
+        policy.end()
+        found.append(np.mean([world.rate(s) for s in shapes]) / world.best(pair.shapes.values()))
+        plain.append(shapes.count(None))
+    assert max(plain) < 20, plain
+    assert np.mean(found) > 0.85, found
 
 
 def test_damaged_experience_is_refused_whole():

@@ -47,15 +47,22 @@ def resident() -> int:
     return int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024
 
 
+HELD = 2.0  # seconds beyond a client's own need that others may cost it
+
+
 @contextmanager
 def beside(server):
-    """A second client, which goes on being answered; it fails where an answer does not come."""
+    """A second client, which goes on being answered, and about as soon as alone; it fails where it is not."""
     over, answers, errors = threading.Event(), [], []
+    need = max(timed(server)[1] for _ in range(3))
+    held = []
 
     def ask() -> None:
         try:
             while not over.is_set():
-                answers.append(short(server))
+                answer, seconds = timed(server)
+                answers.append(answer)
+                held.append(seconds)
                 over.wait(0.05)
         except Exception as error:
             errors.append(error)
@@ -68,6 +75,12 @@ def beside(server):
         over.set()
         thread.join()
     assert not errors and answers and len(set(answers)) == 1
+    assert max(held) < HELD + 10 * need, (max(held), need)  # a busy machine makes both slow
+
+
+def timed(server) -> tuple[str, float]:
+    begin = time.monotonic()
+    return short(server), time.monotonic() - begin
 
 
 def short(server) -> str:

@@ -160,3 +160,80 @@ def test_the_tokens_of_proofs_have_embeddings():
     others = proof.text(model)
     assert model.get_input_embeddings()(others).isfinite().all() and not torch.equal(ids, others)
     assert (ids == others).any()
+
+
+OVERFLOWS = {
+    "keys": (llama, f"{AT}.self_attn.k_proj.weight", f"{AT}.self_attn.k_proj"),
+    "values": (llama, f"{AT}.self_attn.v_proj.weight", f"{AT}.self_attn.v_proj"),
+    "an MLP before keys": (llama, "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj"),
+    "GPT-2's keys and values": (gpt2, "transformer.h.1.attn.c_attn.weight", "transformer.h.1.attn.c_attn"),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["operator", "modules"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_numbers_that_overflow_name_their_layer(name, dtype, fused, monkeypatch):
+    """From finite weights: in a prompt, in one that is behind padding, and at the first row of a graph."""
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", str(int(fused)))
+    make, path, layer = OVERFLOWS[name]
+    model = make(dtype)
+    with torch.no_grad():
+        model.get_parameter(path)[-3:] = torch.finfo(dtype).max
+    padded, mask = torch.tensor([[0, 0, 5, 7], [3, 5, 7, 9]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    for ids, options in ((IDS, GRAPH), (IDS[:, :1], {}), (padded, GRAPH | {"attention_mask": mask})):
+        with pytest.raises(ValueError, match=f"^logits: NaN, since {layer} computes NaN"):
+            gsd.generate(model, ids, **CALL, **options)
+
+
+def rare(dtype, name):
+    """A model whose keys overflow at token 40 alone."""
+    model = llama(dtype)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 0.0
+        model.get_input_embeddings().weight[40] = 0.0
+        model.get_input_embeddings().weight[40, 0] = 1.0
+        weight = model.get_parameter(f"model.layers.0.self_attn.{name}.weight")
+        weight[2:4] = 0.0
+        weight[2:4, 0] = torch.finfo(dtype).max
+    return model
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["operator", "modules"])
+@pytest.mark.parametrize("name", ["k_proj", "v_proj"])
+def test_a_token_that_overflows_is_none_of_the_others_business(name, fused, monkeypatch):
+    """Drafted rows, other texts of a batch and, to the operator, padding may hold it; a prompt may not, wherever."""
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", str(int(fused)))
+    model = rare(torch.float32, name)
+    expected = type(model).generate(model, IDS, **CALL)
+    assert 40 not in expected[0].tolist()
+    if fused:  # transformers' attention lets masked keys that are not finite through, in the modules too
+        padded, mask = torch.tensor([[40, 40, *IDS[0].tolist()]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
+        assert torch.equal(gsd.generate(model, padded, attention_mask=mask, **CALL, **GRAPH)[:, 2:], expected)
+    drafted = torch.tensor([token for pair in zip(expected[0].tolist(), [40] * 99, strict=False) for token in pair])
+    assert torch.equal(gsd.generate(model, IDS, **CALL, **GRAPH, reference_ids=drafted), expected)
+    invalid = CALL | {"remove_invalid_values": True}
+    for at in (0, 1, 3):
+        ids = IDS.clone()
+        ids[0, at] = 40
+        with pytest.raises(ValueError, match=rf"^logits: NaN, since model\.layers\.0\.self_attn\.{name} "):
+            gsd.generate(model, ids, **CALL, **GRAPH)
+        both = torch.cat([ids, IDS])
+        own = type(model).generate(model, both, **invalid)
+        assert torch.equal(own[1:], expected)
+        if not own[0, 4:].any():  # else a key of −∞ was left out
+            assert torch.equal(gsd.generate(model, both, **invalid, **GRAPH), own)
+
+
+@pytest.mark.parametrize("processed", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
+def test_a_token_of_the_text_is_named_as_one_of_the_prompt_is(make, processed):
+    model = make()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    text = gsd.generate(model, IDS, **CALL)[0].tolist()
+    path = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
+    token = next(token for token in text[4:-1] if token not in text[:4])
+    spoil(model, path, token, math.nan)
+    options = {"logits_processor": [lambda ids, scores: scores]} if processed else {}
+    with pytest.raises(ValueError, match=f"^logits: NaN, since the embedding of token {token} in {path} "):
+        gsd.generate(model, IDS, **CALL, **GRAPH, **options)

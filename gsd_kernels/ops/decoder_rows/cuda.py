@@ -36,7 +36,7 @@ OTHERWISE = "; use backend='reference'"
 
 def decoder_rows(weights: DecoderWeights, token_ids: Tensor, *rows: Any) -> tuple[Tensor, Tensor, Tensor]:
     """csrc/cuda/decoder_rows.cpp; arguments as the reference takes them."""
-    *graph, k_caches, v_caches, keep, states = rows
+    *graph, k_caches, v_caches, keep, states, spoiled = rows
     check_device(token_ids.device)
     if "checked_for_cuda" not in vars(weights):  # hundreds of tensors, which stay as they are
         check(weights)
@@ -46,7 +46,8 @@ def decoder_rows(weights: DecoderWeights, token_ids: Tensor, *rows: Any) -> tupl
         expected = f"layers 0 … {len(weights.layers) - 1}, got {list(states)}"
         raise ValueError(f"states: backend 'cuda' expects {expected}{OTHERWISE}")
     distinct = sorted(set(states))
-    logits, hidden, read_by = run(weights, token_ids, *graph, k_caches, v_caches, keep, distinct)
+    given = weights, token_ids, *graph, k_caches, v_caches, keep, distinct, spoiled
+    logits, hidden, read_by = run(*given)
     if distinct != list(states):  # a layer's input is where it was computed, and there once
         read_by = torch.stack([read_by[distinct.index(state)] for state in states])
     return logits, hidden, read_by

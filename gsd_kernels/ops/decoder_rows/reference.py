@@ -26,6 +26,7 @@ def decoder_rows(
     v_caches: list[Tensor],
     keep: int,
     states: Sequence[int] = (),
+    spoiled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Forward rows of a token graph through all layers of a decoder in one call.
 
@@ -54,6 +55,8 @@ def decoder_rows(
         keep: logits of the last so many rows, 0 … R.
         states: numbers of layers, from 0, whose input is returned; the number of layers: what leaves the norm behind
             them, of every row (not on a GPU).
+        spoiled: float32 [B, R], gets NaN at rows with a key or value that is not finite, and stays as it is at others;
+            see :func:`~gsd_kernels.write_kv`.
 
     Returns:
         Logits [B, keep, V], float32, and by the compiled operators rounded to the weights' dtype; what the output
@@ -63,7 +66,8 @@ def decoder_rows(
     arithmetic = Arithmetic(weights)
     x = arithmetic.embedded(token_ids)
     graph = positions, slots, ancestor_mask, node_depths, kv_len, kv_start
-    read_by = arithmetic.layers(x, arithmetic.norm(x, weights.layers[0].input_norm), *graph, k_caches, v_caches)
+    normed = arithmetic.norm(x, weights.layers[0].input_norm)
+    read_by = arithmetic.layers(x, normed, *graph, k_caches, v_caches, spoiled)
     read_by[-1] = arithmetic.norm(read_by[-1], weights.final_norm)
     hidden = read_by[-1][:, x.shape[1] - keep :]
     return (
@@ -108,6 +112,7 @@ class Arithmetic:
         kv_start: Tensor,
         k_caches: list[Tensor],
         v_caches: list[Tensor],
+        spoiled: Tensor | None = None,
     ) -> list[Tensor]:
         """What every layer reads, and what leaves the last one, [B, R, hidden] each."""
         w = self.weights
@@ -126,7 +131,7 @@ class Arithmetic:
             query = turned(self.split(self.project(normed, layer.q, layer.q_bias)), layer.q_norm)
             key = turned(self.split(self.project(normed, layer.k, layer.k_bias)), layer.k_norm)
             value = self.split(self.project(normed, layer.v, layer.v_bias))
-            write_kv(k_cache, v_cache, key.to(k_cache.dtype), value.to(v_cache.dtype), slots.long())
+            write_kv(k_cache, v_cache, key.to(k_cache.dtype), value.to(v_cache.dtype), slots.long(), spoiled)
             sight = ancestor_mask, kv_len, kv_start, row_depths, node_depths
             visible = visibility(*sight, layer.window or None, capacity)
             scale = query.shape[-1] ** -0.5

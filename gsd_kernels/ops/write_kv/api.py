@@ -8,7 +8,8 @@ from ..table import Op
 from . import reference
 
 WRITE = Op(
-    "write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) -> ()",
+    "write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions, "
+    "Tensor(c!)? spoiled=None) -> ()",
     reference.write_kv,
     ranked=("triton", "cpu"),
     dense=False,
@@ -16,7 +17,14 @@ WRITE = Op(
 
 
 def write_kv(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, backend: str = "auto"
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    *,
+    spoiled: Tensor | None = None,
+    backend: str = "auto",
 ) -> None:
     """Store the rows of one layer at their cache positions, in place, every value finite.
 
@@ -27,6 +35,8 @@ def write_kv(
         k_cache, v_cache: float [B, Hkv, S, D], any strides with unit last dimension; v may have its own D.
         k, v: the rows [B, Hkv, R, D], any strides.
         positions: int64 [B, R], distinct within a sequence. The caller keeps ``0 ≤ positions < S``.
+        spoiled: float32 [B, R], gets NaN at rows with a key or value that is not finite, and stays as it is at others:
+            what such a row and those that see it answer is NaN, which the cache no longer says.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
@@ -39,4 +49,6 @@ def write_kv(
     check_tensor("positions", positions, (batch, None), (torch.int64,), device)
     check_tensor("k", k, (batch, heads, positions.shape[1], k_dim), dtype, device)
     check_tensor("v", v, (batch, heads, positions.shape[1], v_cache.shape[3]), dtype, device)
-    WRITE(k_cache, v_cache, k, v, positions.contiguous(), backend=backend)
+    if spoiled is not None:
+        check_tensor("spoiled", spoiled, positions.shape, (torch.float32,), device)
+    WRITE(k_cache, v_cache, k, v, positions.contiguous(), spoiled, backend=backend)

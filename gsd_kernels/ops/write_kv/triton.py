@@ -21,6 +21,7 @@ def _write_kernel(
     k_ptr,  # [B, H, R, D]
     v_ptr,
     positions_ptr,  # int64 [B, R]
+    spoiled_ptr,  # float32 [B, R], contiguous
     k_cache_stride_b,
     k_cache_stride_h,
     k_cache_stride_s,
@@ -41,6 +42,7 @@ def _write_kernel(
     HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
+    MARKS: tl.constexpr,  # whether there is spoiled
     INTEGER: tl.constexpr,
     INFINITY: tl.constexpr,  # its bits
     LARGEST_INTEGER: tl.constexpr,
@@ -73,9 +75,14 @@ def _write_kernel(
     finite = bits - (magnitude == INFINITY).to(INTEGER)
     finite = tl.where(magnitude > INFINITY, 0, finite)
     tl.store(target + d[None, :], finite.to(values.dtype, bitcast=True), mask=mask)
+    if MARKS:
+        found = tl.max((mask & (magnitude >= INFINITY)).to(tl.int32), 1) > 0
+        tl.store(spoiled_ptr + b * rows + row, tl.full([BLOCK_I], float("nan"), tl.float32), mask=real & found)
 
 
-def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+def write_kv(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor, spoiled: Tensor | None = None
+) -> None:
     batch, heads, rows, k_dim = k.shape
     v_dim = v.shape[3]
     block_d = max(16, triton.next_power_of_2(max(k_dim, v_dim)))
@@ -88,6 +95,7 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: 
         k,
         v,
         positions,
+        positions if spoiled is None else spoiled,
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         *k.stride(),
@@ -97,6 +105,7 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: 
         HEADS=heads,
         K_DIM=k_dim,
         V_DIM=v_dim,
+        MARKS=spoiled is not None,
         INTEGER=INTEGER[k.element_size()],
         INFINITY=INFINITY[k.dtype],
         LARGEST_INTEGER=2 ** (8 * k.element_size() - 1) - 1,

@@ -101,10 +101,14 @@ class OnHost:
         return stops.bool().tolist()
 
 
+class NothingToPick(ValueError):
+    """Scores from which nothing can be picked, of which no processor is known to be the cause."""
+
+
 def check_pick(token: int) -> None:
     """Raise for the mark of scores from which nothing can be picked."""
     if token < 0:
-        raise ValueError(
+        raise NothingToPick(
             "logits: NaN, or while sampling an infinite score or none that is finite, from the target or a "
             "logits_processor; check the weights, their dtype and the processors, or pass remove_invalid_values=True"
         )

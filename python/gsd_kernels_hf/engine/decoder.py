@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from .. import validate
 from ..acceptance.criteria import warn_lossy
+from ..acceptance.host import NothingToPick
 from ..model import properties
 from ..model.asking import asking
 from ..model.once import getting_ready, ready
@@ -119,7 +120,12 @@ class GraphDecoder(Options):
             out = Output(request, session)
             out.stats.left_out = [source.name for source in given if source not in sources]
             ready()
-            decode(session, policy, ranks, out)
+            try:
+                decode(session, policy, ranks, out)
+            except NothingToPick as error:
+                if ranks.alone and (why := out.why_not_finite()) is not None:
+                    raise ValueError(f"logits: NaN, since {why}; check the weights and their dtype") from error
+                raise
             estimate_plain_step(out.stats, policy, request.batch * (request.prompt_length + out.longest) / 2)
             result = out.result()
         if ranks.alone:

@@ -15,6 +15,7 @@ from gsd_kernels.config import PLAIN
 from ..acceptance.host import OnHost, check_pick
 from ..acceptance.tokenwise import TokenByToken
 from ..model import properties
+from ..model.finite import not_finite_for
 from ..policy.shapes import shape_name
 from .flight import Launched
 from .request import Request
@@ -132,6 +133,21 @@ class Output:
         verdicts = (timer(state.tokens, None) for timer in self.request.timers)
         self.finished |= any(bool(torch.as_tensor(v, dtype=torch.bool, device="cpu").any()) for v in verdicts)
         self._warn_of_length()
+
+    def why_not_finite(self) -> str | None:
+        """What of the target is not finite for the texts so far, in words; ``None``: nothing that was found."""
+        rule, request, state = self.session.rule, self.request, self.session.state
+        if isinstance(rule, TokenByToken):
+            lengths = rule.lengths
+        else:
+            lengths = [rule.final_length] * request.batch if isinstance(rule, OnHost) else state.out_len.tolist()
+        texts = rule.history if isinstance(rule, OnHost) else state.tokens
+        for text, padding, length in zip(texts, self.pads, lengths, strict=True):
+            ids = text[padding:length]
+            found = not_finite_for(self.session.target.model, ids[ids >= 0], words=request.inputs is None)
+            if found is not None:
+                return found
+        return None
 
     def _warn_of_length(self) -> None:
         """Say once that the text goes on beyond the model's positions, as transformers does."""

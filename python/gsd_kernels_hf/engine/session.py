@@ -17,6 +17,7 @@ from gsd_kernels.config import MAX_BRANCH
 from gsd_kernels.ops.step import commit_text
 
 from ..acceptance.criteria import ChainProposal, criterion_of
+from ..acceptance.host import OnHost
 from ..acceptance.lockstep import Lockstep, padded, padded_path
 from ..acceptance.rule import AcceptanceRule, OnDevice
 from ..acceptance.tokenwise import TokenByToken
@@ -111,6 +112,7 @@ class Session:
         self.target: RowModel = (
             rows_of(*arguments) if kind.axes is None else RowsBehindInputs(*arguments, axes=kind.axes)
         )
+        self.target.watch()
         self.row_models: list[CachedText] = [self.target]
         self.eos_ids = torch.tensor(kind.eos_ids, dtype=torch.int32, device=device)
         self.kv_len = torch.zeros_like(self.state.out_len)
@@ -416,6 +418,8 @@ class Session:
         path = accepted.accepted_rows, accepted.num_accepted
         if self.kind.padding:
             path = padded_path(accepted, state.done)
+        if isinstance(self.rule, OnHost):  # a processor may have made something of logits that are NaN
+            self.target.cache.keep_marks(*path)
         self.target.cache.commit(*path, self.kv_len, backend=self.backend)
         commit_text(
             verified.tokens,

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from gsd_kernels import commit_kv, write_kv
 from gsd_kernels.ops.write_kv.api import WRITE
 
+from . import replay
 from .asking import ask
 from .once import parameters_of
 from .recurrent.mixers import Form, LinearAttentionLayer, RowsCache
@@ -63,7 +64,8 @@ class GraphLayer(CacheLayerMixin):
         positions = self.parent.positions_on(self.device)
         if positions is not None:
             # Finite, because another row's overflow must not reach rows that do not see it: 0 · NaN would be NaN.
-            write_kv(self.keys, self.values, key_states, value_states, positions, backend=self.parent.write_backend)
+            rows, spoiled = (key_states, value_states, positions), self.parent.spoiled_on(self.device)
+            write_kv(self.keys, self.values, *rows, spoiled=spoiled, backend=self.parent.write_backend)
             return self.keys, self.values
         ask()
         begin = self.parent.prompt_length
@@ -72,6 +74,9 @@ class GraphLayer(CacheLayerMixin):
             raise ValueError(f"cache: full, {end} positions needed and {self.parent.capacity} allocated")
         self.keys[:, :, begin:end] = key_states.nan_to_num()  # padding may hold anything, attention wants it finite
         self.values[:, :, begin:end] = value_states.nan_to_num()
+        if self.parent.marks is not None:
+            zeros = (states * 0 for states in (key_states, value_states))  # NaN where they are not finite
+            self.parent.mark(sum(part.sum((1, 3), dtype=torch.float32) for part in zeros))
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_seq_length(self, *args: Any) -> int:
@@ -163,9 +168,11 @@ class GraphCache(RowsCache):
         by_length: layers to which rows are all at the cache's begin, see :mod:`.temperature`.
         forms: of the modules that keep recurrent states, by layer and class.
         begun: whether the forms go on from the states of a prompt.
+        marks: float32 [B], NaN for a text with a key or value that is not finite in its prompt; ``None``: nobody asks.
     """
 
     block: Tensor | None = None
+    marks: Tensor | None = None
 
     def __init__(
         self,
@@ -184,6 +191,7 @@ class GraphCache(RowsCache):
         self.write_backend = backend if backend in WRITE.implementations else "auto"
         self.prompt_length = 0
         self._positions: dict[torch.device, Tensor] = {}  # int64 [B, R] while graph rows are forwarded
+        self._spoiled: dict[torch.device, Tensor] = {}  # float32 [B, R] likewise, where there are marks
         layers, states = config.get_text_config(decoder=True).num_hidden_layers, recurrent or {}
         super().__init__(
             layers=[
@@ -205,6 +213,8 @@ class GraphCache(RowsCache):
     def restart(self, length: int) -> None:
         """Begin a prompt of which ``length`` positions are stored: where there are recurrent states, all or none."""
         self.prompt_length = length
+        if self.marks is not None:
+            self.marks.zero_()
         if length and self.begun:
             for form in self.forms.values():
                 form.end()
@@ -259,17 +269,62 @@ class GraphCache(RowsCache):
     @contextmanager
     def writing(self, positions: Tensor, tree: RowTree | None = None) -> Iterator[None]:
         """Store what a forward computes at ``positions``, int64 [B, R], rather than at the end of the prompt."""
-        self._positions, self.tree = {positions.device: positions}, tree
+        self._positions, self._spoiled, self.tree = {positions.device: positions}, {}, tree
         try:
             yield
         finally:
             self._positions, self.tree = {}, None
+
+    def new_marks(self, count: int, device: torch.device) -> Tensor | None:
+        """Zeros [B, count] that get NaN at rows with a key or value that is not finite; ``None``: nobody asks."""
+        return None if self.marks is None else torch.zeros(len(self.marks), count, dtype=torch.float32, device=device)
+
+    def spoiled_on(self, device: torch.device) -> Tensor | None:
+        """Marks of the rows being forwarded [B, R], of all layers on a device."""
+        if self.marks is not None and device not in self._spoiled:
+            marks = self.new_marks(next(iter(self._positions.values())).shape[1], device)
+            assert marks is not None
+            self._spoiled[device] = marks
+        return self._spoiled.get(device)
+
+    def mark(self, spoiled: Tensor) -> None:
+        """Take marks [B, R] of a piece of the prompt, but for those of its padding."""
+        assert self.marks is not None
+        if self.padding is not None and self.padding.shape == spoiled.shape:
+            spoiled = spoiled.masked_fill(self.padding.to(spoiled.device) == 0, 0.0)
+        self.marks += spoiled.sum(1).to(self.marks.device)
+
+    def marked(self, logits: Tensor, spoiled: Tensor | None = None) -> Tensor:
+        """Logits [B, R, V] of the last rows that were forwarded, NaN where transformers' are.
+
+        Those of rows with a key or value that is not finite, which are stored finite, and of all rows of a text with
+        one in its prompt. ``spoiled``: marks [B, R or more] of the rows; by default what their layers found.
+        """
+        if self.marks is None:
+            return logits
+        if spoiled is not None:
+            self._spoiled = {spoiled.device: spoiled}
+        marks = self.marks.to(logits.device)[:, None]
+        for part in self._spoiled.values():
+            marks = marks + part[:, -logits.shape[1] :].to(logits.device)
+        if not replay.is_gpu(logits.device) and bool(marks.isfinite().all()):
+            return logits
+        return logits + marks[..., None].to(logits.dtype)
 
     def positions_on(self, device: torch.device) -> Tensor | None:
         """Where to write, copied once a step for every device of a sharded model."""
         if self._positions and device not in self._positions:
             self._positions[device] = next(iter(self._positions.values())).to(device, non_blocking=True)
         return self._positions.get(device)
+
+    def keep_marks(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
+        """Mark texts [B] of which a row that was just forwarded is accepted and was marked itself."""
+        if self.marks is None:
+            return
+        kept = torch.arange(accepted_rows.shape[1], device=accepted_rows.device) < num_accepted[:, None]
+        for part in self._spoiled.values():
+            found = part.gather(1, accepted_rows.clamp(min=0).to(part.device, torch.int64))
+            self.marks += found.masked_fill(~kept.to(part.device), 0.0).sum(1).to(self.marks.device)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor, kv_len: Tensor, *, backend: str = "auto") -> None:
         """Move the accepted rows of all layers behind the prefix and advance ``kv_len``; one call a device."""

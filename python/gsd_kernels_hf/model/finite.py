@@ -7,8 +7,10 @@ weights are looked through once, and again when PyTorch counted a change of thei
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from ..packed.modules import Packed, PackedEmbedding, shape_of
 from ..packed.samples import versions
 from .identity import parts_of
 from .once import modules_of, once
-from .properties import vocabulary
+from .properties import device_of, logits_alone, vocabulary
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HALVES = {  # bytes of a block that hold float16 numbers
@@ -126,6 +128,34 @@ def _look(model: PreTrainedModel, weights: list[tuple[str, nn.Module, Tensor]]) 
         elif first is None:
             first = name
     return Spoiled(first, tuple(tables))
+
+
+def not_finite_for(model: PreTrainedModel, ids: Tensor, *, words: bool = True) -> str | None:
+    """What is not finite where ``model`` reads a text [n], in words: a token's embedding, or the first module's output.
+
+    words: whether tokens are all that it reads; else modules are not asked.
+    """
+    for table in spoiled(model).tables:
+        used = ids[torch.isin(ids.cpu(), table.rows).to(ids.device)] if table.by_token else ids[:0]
+        if len(used):
+            return f"the embedding of token {int(used[0])} in {table.name} holds NaN or infinite numbers"
+    first: list[str] = []
+    thread = threading.get_ident()
+
+    def look(name: str, output: Any) -> None:
+        if first or threading.get_ident() != thread or not isinstance(output, Tensor):
+            return
+        if output.is_floating_point() and not bool(output.isfinite().all()):
+            first.append(name)
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules() if words else ():
+            hooks.enter_context(module.register_forward_hook(lambda *call, name=name: look(name, call[-1])))
+        try:
+            model(input_ids=ids[None].to(device_of(model)), use_cache=False, logits_to_keep=1, **logits_alone(model))
+        except (RuntimeError, ValueError, TypeError):  # out of memory, say: there is an error already
+            return None
+    return f"{first[0]} computes NaN or infinite numbers for this text" if first else None
 
 
 def with_finite_embeddings(model: PreTrainedModel, ids: Tensor) -> Tensor:

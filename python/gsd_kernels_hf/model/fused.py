@@ -329,6 +329,7 @@ class FusedRows(RowModel):
             pads = at < self.kv_start[:, None]  # [B, R]; they see themselves alone, and nobody sees them
             causal = torch.ones(end - begin, end - begin, dtype=torch.bool, device=device).tril()
             seen = (causal & ~pads[:, None, :]) | torch.eye(end - begin, dtype=torch.bool, device=device)
+            self.cache.padding, spoiled = ~pads, self.cache.new_marks(end - begin, device)
             self._forward(
                 self.known(input_ids[:, begin:end]).to(torch.int32),
                 (at - self.kv_start[:, None]).clamp(min=0),
@@ -339,7 +340,10 @@ class FusedRows(RowModel):
                 keep=int(end == length and LAST in self.hidden_layers),
                 # Of what lies behind, a GPU would have memory for attention's partial sums, and blocks without work.
                 seen=end if self.operator == "cuda" else None,
+                spoiled=spoiled,
             )
+            if spoiled is not None:
+                self.cache.mark(spoiled)
             self.cache.prompt_length = end
             if listener is not None:
                 listener(self.hidden, begin)
@@ -359,7 +363,9 @@ class FusedRows(RowModel):
         """As :meth:`RowModel.rows`."""
         fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int32)
         mask, node_depths, kv_len = (t.to(self.device) for t in (ancestor_mask, node_depths, kv_len))
-        return self._forward(fed.ids, fed.positions, fed.places, mask, node_depths, kv_len, keep)
+        spoiled = self.cache.new_marks(fed.ids.shape[1], self.device)
+        logits = self._forward(fed.ids, fed.positions, fed.places, mask, node_depths, kv_len, keep, spoiled=spoiled)
+        return logits if spoiled is None else self.cache.marked(logits, spoiled)
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """Nothing: the operator was compiled ahead, for sizes known at run time."""
@@ -374,8 +380,14 @@ class FusedRows(RowModel):
         kv_len: Tensor,
         keep: int,
         seen: int | None = None,
+        spoiled: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the last ``keep`` rows; ``seen``: positions of the cache that any row reads or writes, at most."""
+        """Logits of the last ``keep`` rows.
+
+        Args:
+            token_ids, positions, slots, ancestor_mask, node_depths, kv_len, keep, spoiled: as of the operator.
+            seen: positions of the cache that any row reads or writes, at most.
+        """
         keys, values = self.caches(token_ids.shape[0])
         if seen is not None:
             keys, values = ([cache[:, :, :seen] for cache in caches] for caches in (keys, values))
@@ -392,6 +404,7 @@ class FusedRows(RowModel):
             values,
             keep=keep,
             states=self.states,
+            spoiled=spoiled,
             backend=self.operator,
         )
         dtype = self.weights.dtype

@@ -46,7 +46,8 @@ def launch_attention(
             for cached in (layer.keys, layer.values)
         ]
         positions = lengths[:, None].long() + torch.arange(count, device=layer.device)
-        write_kv(layer.keys, layer.values, *new, positions, backend=cache.write_backend)
+        spoiled = cache.new_marks(count, layer.device)
+        write_kv(layer.keys, layer.values, *new, positions, spoiled=spoiled, backend=cache.write_backend)
         for kind in dict.fromkeys(kinds):
             dag_attention(
                 layer.keys.new_zeros(batch, count, group * heads, size).transpose(1, 2),

@@ -154,6 +154,14 @@ class RowModel(CachedText):
             model = with_mixers(model, lambda module: self.cache.form_of(module, self.new_form))
         return model if self.sides is None else self.sides.view(model)
 
+    def watch(self) -> None:
+        """Let logits be NaN where keys or values are not finite, as transformers' are.
+
+        But for a sharded model: a rank knows of its own heads, and ranks must not go different ways.
+        """
+        if getattr(self.model, "_device_mesh", None) is None:
+            self.cache.marks = torch.zeros(len(self.kv_start), dtype=torch.float32, device=self.device)
+
     def new_form(self, module: nn.Module, layer: StateLayer) -> Form:
         """How the rows of a module with a recurrent state are computed."""
         if self.block and is_windowed(module):
@@ -279,7 +287,7 @@ class RowModel(CachedText):
             )
         inputs.check_complete()
         self.hidden = {layer: plain(states) for layer, states in hidden.items()}
-        return plain(output.logits)[:, -keep:]
+        return self.cache.marked(plain(output.logits)[:, -keep:])
 
     def tree_of(self, ancestor_mask: Tensor, slots: Tensor | int, shape: torch.Size, stem: int) -> RowTree:
         """The rows [B, R] as a tree, for layers that keep a state; arguments as of :meth:`rows`.

@@ -77,10 +77,12 @@ def check_write(dtype: torch.dtype, dims: tuple[int, int], heads: int, rows: int
     rare = torch.tensor([NAN, -NAN, math.inf, -math.inf, info.max, info.min, info.smallest_normal, 0.0, -0.0])
     rare = torch.cat([rare.to(dtype), torch.tensor([info.tiny / 2, -info.tiny / 2], dtype=dtype)])
 
+    plain = (torch.arange(rows) % 3 > 0)[None, :, None, None]  # other rows are finite
+
     def rows_of(dim: int, spare: int) -> Tensor:
         values = torch.randn(batch, rows, heads, dim + spare, generator=gen).to(dtype)
         picked = torch.randint(0, 2 * len(rare), values.shape, generator=gen)
-        return torch.where(picked < len(rare), rare[picked % len(rare)], values)
+        return torch.where((picked < len(rare)) & plain, rare[picked % len(rare)], values)
 
     k, v = rows_of(dims[0], 3)[..., 3:].transpose(1, 2), rows_of(dims[1], 0).transpose(1, 2)
     v = v.mT.contiguous().mT if rows % 2 else v  # dimensions need not be next to each other
@@ -93,6 +95,13 @@ def check_write(dtype: torch.dtype, dims: tuple[int, int], heads: int, rows: int
     results = []
     for to, name in ((on.to, on.name), (on.to_reference, "reference")):
         mine = [to(copied(cache)) for cache in caches.values()]
-        gsd.write_kv(*(c[..., :d] for c, d in zip(mine, dims, strict=True)), to(k), to(v), to(positions), backend=name)
-        results.append(mine)
+        into, spoiled = [c[..., :d] for c, d in zip(mine, dims, strict=True)], to(torch.arange(batch * rows).float())
+        spoiled = spoiled.view(batch, rows)
+        gsd.write_kv(*into, to(k), to(v), to(positions), spoiled=spoiled, backend=name)
+        results.append([*mine, spoiled])
+        written = [torch.zeros_like(cache) for cache in into]
+        gsd.write_kv(*written, to(k), to(v), to(positions), backend=name)
+        for b in range(batch):
+            for cache, found in zip(written, into, strict=True):
+                assert torch.equal(cache[b, :, positions[b]], found[b, :, positions[b]])
     assert_bit_equal(*results)
