@@ -104,7 +104,7 @@ def test_two_versions_live_in_one_process(same_file, layout, kernel, tmp_path):
     for folder in ("gsd_kernels", "hub"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(ROOT / "LICENSE", source)
-    file = source / "gsd_kernels/compiled.py"
+    file = source / "gsd_kernels/ops/verify/api.py"
     file.write_text(file.read_text().replace('"verify(Tensor token_ids', f'"verify(Tensor token_ids_{same_file}'))
     (folder,) = runpy.run_path(str(source / "hub/layout.py"))["lay_out"](libraries, tmp_path)
     if same_file:
