@@ -17,7 +17,7 @@ C_LIKE = (".h", ".cpp", ".cu", ".cuh", ".hpp")
 
 BUDGET = {
     "bench": 12,
-    "bench/generation": 98,
+    "bench/generation": 99,  # 98 before a drafter was raced alone
     "bench/gpu": 69,
     "bench/kernels": 29,
     "bench/lib": 19,

@@ -135,7 +135,7 @@ class Output:
         self._warn_of_length()
 
     def why_not_finite(self) -> str | None:
-        """What of the target is not finite for the texts so far, in words; ``None``: nothing that was found."""
+        """Name what of the target is not finite for the texts so far; ``None``: nothing that was found."""
         rule, request, state = self.session.rule, self.request, self.session.state
         if isinstance(rule, TokenByToken):
             lengths = rule.lengths

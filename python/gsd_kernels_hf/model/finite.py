@@ -131,7 +131,7 @@ def _look(model: PreTrainedModel, weights: list[tuple[str, nn.Module, Tensor]]) 
 
 
 def not_finite_for(model: PreTrainedModel, ids: Tensor, *, words: bool = True) -> str | None:
-    """What is not finite where ``model`` reads a text [n], in words: a token's embedding, or the first module's output.
+    """Name what is not finite where ``model`` reads a text [n]: a token's embedding, or the first module's output.
 
     words: whether tokens are all that it reads; else modules are not asked.
     """
