@@ -30,7 +30,7 @@ BUDGET = {
     "examples": 25,
     "gsd_kernels": 22,
     "gsd_kernels/ops": 204,
-    "hub": 11,  # what is laid out for the Hub
+    "python/gsd_kernels_hub": 11,  # what is laid out for the Hub
     "python/gsd_kernels_cli": 142,
     "python/gsd_kernels_hf": 47,  # 41 before it had the store of costs
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
@@ -47,7 +47,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 48,
-    "tests": 1869,
+    "tests": 1870,
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

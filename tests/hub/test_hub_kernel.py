@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def layout():
-    return runpy.run_path(str(ROOT / "hub/layout.py"))["lay_out"]
+    return runpy.run_path(str(ROOT / "python/gsd_kernels_hub/layout.py"))["lay_out"]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_two_versions_live_in_one_process(same_file, layout, kernel, tmp_path):
     shutil.copy(ROOT / "LICENSE", source)
     file = source / "gsd_kernels/ops/verify/api.py"
     file.write_text(file.read_text().replace('"verify(Tensor token_ids', f'"verify(Tensor token_ids_{same_file}'))
-    (folder,) = runpy.run_path(str(source / "hub/layout.py"))["lay_out"](libraries, tmp_path)
+    (folder,) = runpy.run_path(str(source / "python/gsd_kernels_hub/layout.py"))["lay_out"](libraries, tmp_path)
     if same_file:
         (folder / "_cpu.abi3.so").unlink()
         (folder / "_cpu.abi3.so").hardlink_to(libraries / "_cpu.abi3.so")
@@ -248,7 +248,7 @@ def test_ci_lays_it_out_and_runs_its_tests_and_benchmarks(tmp_path):
 
 
 def test_a_benchmark_of_other_bits_is_refused(kernel):
-    made = runpy.run_path(str(ROOT / "hub/benchmarks/benchmark_attention.py"))["Attention"]()
+    made = runpy.run_path(str(ROOT / "python/gsd_kernels_hub/benchmarks/benchmark_attention.py"))["Attention"]()
     made.kernel = kernel
     made.setup_decode()
     made.benchmark_decode()

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 HUB = Path(__file__).resolve().parent
-ROOT = HUB.parent
+ROOT = HUB.parents[1]
 NAME, VERSION = "gsd-kernels", 1
 STABLE_ABI = "210"  # of the oldest torch that the libraries serve: OLDEST_TORCH in setup.py
 
