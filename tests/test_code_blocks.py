@@ -115,7 +115,9 @@ def with_heads(folder: Path) -> dict[str, Any]:
 def laid_out() -> None:
     """What ``.ci/hub`` leaves."""
     pytest.importorskip("kernels", reason="needs the extra [test]")
-    runpy.run_path(str(ROOT / "python/gsd_kernels_hub/layout.py"))["lay_out"](Path(gsd_kernels.__file__).parent, Path("dist/hub"))
+    runpy.run_path(str(ROOT / "python/gsd_kernels_hub/layout.py"))["lay_out"](
+        Path(gsd_kernels.__file__).parent, Path("dist/hub")
+    )
 
 
 def grammars(tokenizer: Any) -> dict[str, Any]:
