@@ -19,9 +19,9 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{
 
 
 def test_prompts_are_varied_and_none_is_measured_on(monkeypatch):
-    chats, _ = prompts(60, 5)
+    chats, _ = prompts(300, 5)
     texts = ["\n".join(turn["content"] for turn in chat) for chat in chats]
-    assert len(set(texts)) == 60 and not overlapping(texts) and chats == prompts(60, 5)[0]
+    assert len(set(texts)) == 300 and not overlapping(texts) and chats == prompts(300, 5)[0]
     assert {turn["role"] for chat in chats for turn in chat} == {"system", "user", "assistant", "tool"}
     measured = json.loads(MEASURED_ON[0].read_text(encoding="utf-8"))["prompts"][0]["messages"][-1]["content"]
     words = measured.split()

@@ -38,7 +38,8 @@ def dag_attention(
         out, lse = kernel(packed, k, v, 0.0, False, attn_mask=bias, scale=scale)
         out, lse = out.view(batch, heads, rows, -1), lse.reshape(batch, heads, rows)
         out = (out * share(lse, sinks)).to(q.dtype)
-    if not bool(out.sum().isfinite()):  # the mask is added, and −∞ + ∞ is NaN: a score overflowed where no row may look
+    # The mask is added, and −∞ + ∞ is NaN: a score overflowed where no row may look. Memory of a CPU is read as it is.
+    if not out.detach().sum().isfinite().numpy():
         return reference.dag_attention(call, dense=dense)
     if trusted:
         return out, None
