@@ -129,13 +129,17 @@ class Op:
     def _made(self, results: Any) -> Any:
         return results if self.result is None else self.result(*results)
 
-    def compiled(self, *arguments: Any) -> Any:
-        """Compute in C++, on the CPU or the GPU."""
+    def operands(self, *arguments: Any) -> list[Any]:
+        """Return the operator's arguments, of those that the reference takes; without gaps where it takes none."""
         given = list(self.flat(*arguments))
         for at in self.read:
             if given[at] is not None and not given[at].is_contiguous():
                 given[at] = given[at].contiguous()
-        return self._made(self.operator(*given))
+        return given
+
+    def compiled(self, *arguments: Any) -> Any:
+        """Compute in C++, on the CPU or the GPU."""
+        return self._made(self.operator(*self.operands(*arguments)))
 
     def launched(self, *arguments: Any) -> Any:
         """Compute by Triton."""

@@ -18,7 +18,6 @@ from block_code import rows as block_code
 from decoders import Sizes, Text, check_marks, decoder, random_parents, random_tokens, tree
 from ops.contracts.packed import packed_matrix
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsd_kernels import backends
 from gsd_kernels.graph import pack_bits
@@ -126,31 +125,6 @@ def test_auto_never_takes_it(monkeypatch):
         monkeypatch.setattr(backends, "compiled_first", lambda first=first: first == "compiled")
         assert decoder_rows.chosen("auto", torch.device("cuda")) is decoder_rows.reference
     assert decoder_rows.chosen("cuda", torch.device("cuda")) is cuda.decoder_rows
-
-
-def test_shapes_are_known_without_running(monkeypatch):
-    monkeypatch.setattr(backends, "unavailable_reason", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    given = decoder(SMALL, HALF)
-    ids, lengths = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    tensors = (ids, ids, ids, ids[..., None], ids, lengths, lengths)
-    with FakeTensorMode():
-
-        def there(tensor):
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
-
-        layers = [
-            dataclasses.replace(layer, **{name: there(t) for name, t in layer.named.items() if t is not None})
-            for layer in given.layers
-        ]
-        parts = {name: there(getattr(given, name)) for name in ("embedding", "final_norm", "head", "inv_freq")}
-        weights = dataclasses.replace(given, layers=layers, **parts)
-        caches = [[torch.empty(2, 2, 40, 64, dtype=HALF, device="cuda") for _ in range(2)] for _ in range(2)]
-        graph = [there(t) for t in tensors]
-        logits, hidden, states = decoder_rows(weights, *graph, *caches, keep=3, states=(0, 1), backend="cuda")
-    assert logits.shape == (2, 3, 63) and hidden.shape == (2, 3, 64) and states.shape == (2, 2, 5, 64)
-    assert [t.dtype for t in (logits, hidden, states)] == [HALF, torch.float32, torch.float32]
-    assert logits.device.type == "cuda"
 
 
 # What is launched, and what it computes.
@@ -422,7 +396,7 @@ def test_one_captured_forward_serves_every_text(dtype):
 def test_opcheck_and_mixed_devices():
     case = text(SMALL, HALF, [0, 3], "cuda")
     case.read(random_tokens(2, 9), 9)
-    given = decoder_rows.flat(case.weights, *graph_rows(case, 5), 3, (1,))
+    given = decoder_rows.operands(case.weights, *graph_rows(case, 5), 3, (1,), None)
     given = tuple([t.nan_to_num(0.0) for t in g] if g is case.caches[0] or g is case.caches[1] else g for g in given)
     results = torch.library.opcheck(torch.ops.gsd_kernels.decoder_rows.default, given, test_utils="test_schema")
     assert set(results.values()) == {"SUCCESS"}, results

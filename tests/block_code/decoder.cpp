@@ -155,7 +155,7 @@ struct Problem {
         gsd::Decoder decoder(team, sizes, given, paths, gsd::Element::kBfloat16, embedding);
         for (int64_t i = 1; i < layers; i++) decoder.forward(layer);
         decoder.forward_last(layer, keep);
-        decoder.finish(norm, part(0, kVocab), normed.data(), out.data());
+        decoder.finish(norm, part(0, kVocab), normed.data(), gsd::Element::kFloat32, out.data());
       });
     }
     if (of == 1) std::fprintf(stderr, "%ld\n", most - before);

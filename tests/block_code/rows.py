@@ -54,18 +54,18 @@ def operators(factory: pytest.TempPathFactory) -> Any:
 
 def launches(factory: pytest.TempPathFactory, *arguments: Any) -> list[str]:
     """Names of the kernels that a call launches, in order; arguments as of an implementation of decoder_rows."""
-    found = operators(factory).launches(*decoder_rows.flat(*arguments, None))
+    found = operators(factory).launches(*decoder_rows.operands(*arguments, None))
     return [KERNELS[kernel] for kernel in found[1:].tolist()]
 
 
 def begins_early(factory: pytest.TempPathFactory, *arguments: Any) -> bool:
     """Whether the launches of a call begin while the one before ends, on a GPU that can."""
-    return bool(operators(factory).launches(*decoder_rows.flat(*arguments, None))[0])
+    return bool(operators(factory).launches(*decoder_rows.operands(*arguments, None))[0])
 
 
 def asked_ahead(factory: pytest.TempPathFactory, *arguments: Any) -> list[list[int]]:
     """What products ask for of the next one's weights: number of the product, address and bytes, a piece each."""
-    return operators(factory).ahead(*decoder_rows.flat(*arguments, None)).view(-1, 3).tolist()
+    return operators(factory).ahead(*decoder_rows.operands(*arguments, None)).view(-1, 3).tolist()
 
 
 def take_for_gpus(monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFactory) -> None:
@@ -73,7 +73,7 @@ def take_for_gpus(monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFacto
     ops, known = operators(factory), backends.unavailable_reason
 
     def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.decoder_rows(*decoder_rows.flat(*arguments))
+        return ops.decoder_rows(*decoder_rows.operands(*arguments))
 
     def reason(backend: str, device: torch.device) -> str | None:
         return None if backend == "cuda" else known(backend, device)
