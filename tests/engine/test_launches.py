@@ -35,7 +35,7 @@ PLANS = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "seed": 5},
 }
-MOST = 62  # what a policy is told among them: five that would follow the step uncaptured
+MOST = 64  # among them what a policy is told (five that would follow the step uncaptured), and marks of rows (two)
 
 LAUNCHES = {"commit_kv": 2}  # copies, whose blocks all read the old lengths, and their advance; all others: 1
 SEVERAL = {"constant_pad_nd": 2}  # a fill and a copy

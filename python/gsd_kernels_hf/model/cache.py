@@ -306,7 +306,7 @@ class GraphCache(RowsCache):
         marks = self.marks.to(logits.device)[:, None]
         for part in self._spoiled.values():
             marks = marks + part[:, -logits.shape[1] :].to(logits.device)
-        if logits.device.type == "cpu" and type(marks) is Tensor and not marks.numpy().any():  # 0 or NaN, if it has values
+        if logits.device.type == "cpu" and type(marks) is Tensor and not marks.numpy().any():  # 0 or NaN, if any values
             return logits
         return logits + marks[..., None].to(logits.dtype)
 
