@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 from models import prompts
 
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip, generate
@@ -30,3 +32,10 @@ def text(pair, name, rows=2, **options):
     """A text of one of :data:`CONFIGS`."""
     options = {"max_new_tokens": 24, "pad_token_id": 0, **sources(name, *pair), **options}
     return generate(pair[0], **prompts(rows, 9), **options)
+
+
+def both(work):
+    """Two threads that begin at once; what one raises is raised."""
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(work, i) for i in range(2)]:
+            done.result(60)

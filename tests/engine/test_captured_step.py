@@ -7,14 +7,13 @@ import copy
 import itertools
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import fake_cuda
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from engine.capturing import CONFIGS, SAMPLED, sources, text
+from engine.capturing import CONFIGS, SAMPLED, both, sources, text
 from engine.host_data import NoHostData, Placed, watch_steps
 from models import noised, prompts, tiny
 from transformers import StoppingCriteria
@@ -22,7 +21,6 @@ from transformers import StoppingCriteria
 from gsd_kernels import generate, patch, unpatch
 from gsd_kernels.compiled import UNAVAILABLE as COMPILED_UNAVAILABLE
 from gsd_kernels.ops.dag_attention.api import ATTENTION
-from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.engine import capture, decoder, loop, session, stats
 from gsd_kernels_hf.engine.capture import WARM_STEPS, can_capture
 from gsd_kernels_hf.engine.engine import engines_of
@@ -381,13 +379,6 @@ def test_messages_of_nccl_are_captured(config, can, monkeypatch):
     assert can_be_captured(object()) is can
 
 
-def both(work):
-    """Two threads that begin at once; what one raises is raised."""
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(work, i) for i in range(2)]:
-            done.result(60)
-
-
 @pytest.mark.slow
 def test_threads_capture_on_one_gpu_one_after_the_other(pair, cuda, caplog):
     expected = [text(pair, "graph", rows=1 + i) for i in range(2)]
@@ -403,56 +394,6 @@ def test_threads_capture_on_one_gpu_one_after_the_other(pair, cuda, caplog):
         both(lambda i: torch.testing.assert_close(text(pair, "graph", rows=1 + i), expected[i]))
     assert not caplog.records
     assert cuda.counts["captures"] == 4 * GRAPHS
-
-
-def test_measuring_spoils_no_capture_of_another_thread(cuda, monkeypatch):
-    """Waiting for the whole device would: a first call measures its memory while another one's step is captured."""
-    monkeypatch.setattr(machine, "READ_BYTES", 1 << 12)
-
-    def function():
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(machine.measure_bandwidth, torch.device("cpu")).result(20)
-
-    lane_of(torch.device("cpu")).capture(function)
-    assert cuda.counts["waits"] == 2 * 3, "of its own work it waits"
-    with pytest.raises(RuntimeError, match="stream is capturing"):
-        lane_of(torch.device("cpu")).capture(lambda: replay.wait(torch.device("cpu")))
-
-
-def test_gpus_have_streams_and_locks_of_their_own(cuda):
-    devices = [torch.device("cuda", i) for i in range(2)]
-    meet, captured_on = threading.Barrier(2), []
-
-    def work(i):
-        def function():
-            captured_on.append((cuda.device, cuda.current_stream()))
-            meet.wait(20)
-
-        lane_of(devices[i]).capture(function)
-        assert cuda.device == torch.device("cpu")
-
-    both(work)
-    assert {device for device, _ in captured_on} == set(devices)
-    assert all(stream is lane_of(device).stream for device, stream in captured_on)
-    assert lane_of(devices[0]) is lane_of(devices[0])
-
-
-def test_replays_on_other_streams_wait_for_each_other(cuda):
-    """They share the workspace of the stream that they were captured on."""
-    lane, one, two = lane_of(torch.device("cpu")), cuda.new_stream(), cuda.new_stream()
-    graph, _ = lane.capture(lambda: torch.zeros(1))
-    for stream in (one, one, two, one):
-        with cuda.on(stream):
-            graph()
-    replay = id(graph.graph)
-    assert cuda.log == [
-        ("replay", one, replay),
-        ("replay", one, replay),
-        ("wait", two, one),
-        ("replay", two, replay),
-        ("wait", one, two),
-        ("replay", one, replay),
-    ]
 
 
 def test_cpu_models_are_not_captured(pair, monkeypatch):

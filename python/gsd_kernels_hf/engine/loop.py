@@ -51,7 +51,8 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
     try:
         while not out.finished:
             if queued is not None and not may_follow(session, out):
-                queued = _hear(queued, policy, ranks, out)
+                _hear(queued, policy, ranks, out)
+                queued = None
                 continue
             session.reserve(out.longest)
             policy = without_left(session, policy, out)
@@ -62,7 +63,8 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
             if before is not None:
                 _hear(before, policy, ranks, out)
             if queued.sent is None and not out.finished:
-                queued = _hear(queued, policy, ranks, out, learns=not between)
+                _hear(queued, policy, ranks, out, learns=not between)
+                queued = None
     finally:
         if queued is not None:
             queued.wait()
