@@ -13,11 +13,11 @@ class Attention(Benchmark):
 
     def rows(self, count):
         def random(heads, length):
-            return torch.randn(BATCH, heads, length, HEAD_DIM, device=self.device).bfloat16()
+            return torch.randn(BATCH, heads, length, HEAD_DIM, device=self.device, dtype=torch.bfloat16)
 
         self.query, self.key, self.value = random(HEADS, count), random(KV_HEADS, LENGTH), random(KV_HEADS, LENGTH)
         self.padding = [0, 37, 101, 255]
-        starts = torch.tensor(self.padding, device=self.device)
+        starts = torch.tensor(self.padding, device=self.device, dtype=torch.int64)
         self.mask = torch.arange(LENGTH, device=self.device) >= starts[:, None]  # [B, S]
 
     def setup_decode(self):

@@ -92,10 +92,10 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
 @cache
 def _block(device: torch.device) -> tuple[Tensor, Tensor]:
     """A block's places [1, BLOCK], and a mask's words by which each sees all up to itself [1, BLOCK, BLOCK / 32]."""
-    places = torch.arange(BLOCK, dtype=torch.int32)
+    places = torch.arange(BLOCK, dtype=torch.int32, device=device)
     bits = (places[:, None] >= places).view(BLOCK, -1, 32).long()  # [row, word, bit]
-    words = (bits << torch.arange(32)).sum(-1)
-    return places[None].to(device), words.to(torch.int32)[None].to(device)  # the 32nd bit becomes the sign
+    words = (bits << torch.arange(32, device=device)).sum(-1)
+    return places[None], words.to(torch.int32)[None]  # the 32nd bit becomes the sign
 
 
 def _check(query: Tensor, mask: Tensor | None, dropout: float, causal: bool, options: dict[str, Any]) -> None:
