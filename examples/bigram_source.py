@@ -25,12 +25,10 @@ class Bigram(DraftSource):
 
     name = "bigram"
 
-    def begin(self, text):  # once a session: storage, which later steps update in place
-        self.state = text.state
-        batch, device = len(self.state.tokens), self.state.tokens.device
-        self.after = torch.empty(batch, text.target.vocab_size, dtype=torch.int32, device=device)
-
-    def restart(self):  # once a text, its prompt in the state; may wait for the device
+    def attach(self, text):  # once a text, its prompt in the state; may wait for the device
+        if text.first:  # of the session: storage, which later texts and all steps update in place
+            self.state, device = text.state, text.state.tokens.device
+            self.after = torch.empty(len(text.state.tokens), text.target.vocab_size, dtype=torch.int32, device=device)
         self.after.fill_(-1)
         prompt = self.state.tokens[:, : int(self.state.out_len.min())].int()  # [B, P]
         for i in range(prompt.shape[1] - 1):

@@ -30,7 +30,7 @@ class Reciting(DraftSource):
         at = torch.nn.functional.one_hot(rank, 3).bool() & said[..., None]
         self.tokens = torch.where(at, known[..., None], beside).to(torch.int32)  # [B, L, 3]
 
-    def begin(self, text) -> None:
+    def attach(self, text) -> None:
         self.state = text.state
 
     def propose(self, level: Level) -> Proposal:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .policy.shape_policy import ShapeSettings
     from .policy.tuning import StepCosts, tune
     from .records import Verified
-    from .sources.base import DraftSource, Level, Proposal
+    from .sources.base import DraftSource, Level, Prefilled, Proposal
     from .sources.corpus import Corpus
     from .sources.dflash import DFlash
     from .sources.eagle3 import Eagle3
@@ -52,6 +52,7 @@ _HOMES = {
     "Verified": "records",
     "DraftSource": "sources.base",
     "Level": "sources.base",
+    "Prefilled": "sources.base",
     "Proposal": "sources.base",
     "custom_generate": "exported.call",
     "custom_generate_folder": "exported.call",

@@ -148,9 +148,10 @@ def test_what_a_drafter_reads_are_the_states_of_the_prompt_with_its_image():
         hidden_layers = (0, 1, count)
         states: ClassVar[dict[int, torch.Tensor]] = {}
 
-        def read(self, hidden, begin):
-            assert begin == 0
-            self.states.update(hidden)
+        def observe(self, seen):
+            if isinstance(seen, gsd.Prefilled):
+                assert seen.begin == 0
+                self.states.update(seen.hidden)
 
     text = own(model, **call, **GREEDY)
     source = Reads(text, VOCAB)

@@ -155,7 +155,7 @@ class Keeps(gsd.DraftSource):
 
     name = "keeps"
 
-    def begin(self, text):
+    def attach(self, text):
         self.state, self.tokens, self.sizes = text.state, text.state.tokens, []
         Keeps.last = self
 

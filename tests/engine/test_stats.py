@@ -20,7 +20,7 @@ class Guess(gsd.DraftSource):
 
     name = "guess"
 
-    def begin(self, text) -> None:
+    def attach(self, text) -> None:
         self.device = text.state.tokens.device
 
     def propose(self, level):

@@ -26,9 +26,23 @@ class Listening(DraftSource):
     def __init__(self, layers=LAYERS):
         self.hidden_layers, self.used = layers, []
 
-    def begin(self, text):
+    def attach(self, text):
         self.text, self.pieces, self.states = text, [], {}
         self.used.append(self)  # the session's copy
+
+    def propose(self, level):
+        after = ((level.frontier.token_ids + 1) % 97)[..., None]
+        return Proposal(after, torch.full_like(after, -0.5, dtype=torch.float32))
+
+    def observe(self, verified):
+        if isinstance(verified, gsd.Prefilled):
+            self.read(verified.hidden, verified.begin)
+            return
+        place = int(self.text.state.out_len[0] - verified.accepted.num_accepted[0])
+        for i in range(int(verified.accepted.num_accepted[0])):
+            row = int(verified.accepted.accepted_rows[0, i])
+            for number, found in verified.hidden.items():
+                self.states[number, place - 1 + i] = found[:, row]
 
     def read(self, hidden, begin):
         self.pieces.append(begin)
@@ -36,17 +50,6 @@ class Listening(DraftSource):
             for i in range(found.shape[1]):  # of the last layer, the last position alone
                 first = hidden[0].shape[1] - found.shape[1]
                 self.states[number, begin + first + i] = found[:, i]
-
-    def propose(self, level):
-        after = ((level.frontier.token_ids + 1) % 97)[..., None]
-        return Proposal(after, torch.full_like(after, -0.5, dtype=torch.float32))
-
-    def observe(self, verified):
-        place = int(self.text.state.out_len[0] - verified.accepted.num_accepted[0])
-        for i in range(int(verified.accepted.num_accepted[0])):
-            row = int(verified.accepted.accepted_rows[0, i])
-            for number, found in verified.hidden.items():
-                self.states[number, place - 1 + i] = found[:, row]
 
 
 @pytest.mark.parametrize("operator", [False, True], ids=["modules", "operator"])

@@ -25,6 +25,7 @@ from speculators.models.peagle.data import generate_cod_sample_indices
 from training.options import options_for
 from transformers import LlamaConfig, Qwen3Config
 
+from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.dflash import DFlash, DFlashDrafts
 from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Drafts
 from gsd_kernels_hf.sources.parallel_eagle import ParallelDrafts
@@ -105,9 +106,8 @@ def test_eagle3_equals_speculators(name, tmp_path):
     text = FixedText(target, tokens[:, :-1].expand(length, -1), torch.zeros(length, dtype=torch.int32))
     source = Eagle3Drafts(ours)
     source.check(target)
-    source.begin(text)
-    source.restart()
-    source.read(dict(enumerate(hidden.expand(length, -1, -1).chunk(3, -1))), 0)
+    source.attach(text)
+    source.observe(Prefilled(dict(enumerate(hidden.expand(length, -1, -1).chunk(3, -1))), 0))
     text.state.out_len.copy_(torch.arange(length) + 2)  # entries 0 … i
     assert source.operator is not None
     vectors, logits = source.feed(text.state.out_len - 1, length, keep=1)
@@ -171,9 +171,8 @@ def test_parallel_eagle_equals_speculators(name, tmp_path):
     text = FixedText(target, tokens.expand(length, -1), torch.zeros(length, dtype=torch.int32))
     source = ParallelDrafts(ours)
     source.check(target)
-    source.begin(text)
-    source.restart()
-    source.read(dict(enumerate(hidden.expand(length, -1, -1).chunk(3, -1))), 0)
+    source.attach(text)
+    source.observe(Prefilled(dict(enumerate(hidden.expand(length, -1, -1).chunk(3, -1))), 0))
     text.state.out_len.copy_(torch.arange(length) + 2)  # entries 0 … i
     _, logits = source.feed(text.state.out_len - 1, length, unknown=depths - 1, keep=depths)
     real = anchors >= 0  # it samples masks behind no position, too
@@ -187,9 +186,8 @@ def blocks_at(places, ours, target, hidden, tokens) -> DFlashDrafts:
     text = FixedText(target, tokens.expand(count, -1), torch.zeros(count, dtype=torch.int32))
     source = DFlashDrafts(ours)
     source.check(target)
-    source.begin(text)
-    source.restart()
-    source.read(dict(enumerate(hidden.expand(count, -1, -1).chunk(3, -1))), 0)
+    source.attach(text)
+    source.observe(Prefilled(dict(enumerate(hidden.expand(count, -1, -1).chunk(3, -1))), 0))
     text.state.out_len.copy_(places + 1)
     source.enter(text.state.out_len - 1, tokens.shape[1])
     return source

@@ -34,6 +34,8 @@ def generate(target, new=14, **options):
 class FixedText:
     """What a source is told of a session, without one."""
 
+    first = True
+
     def __init__(self, target, tokens, kv_start):
         batch, length = tokens.shape
         self.state = DecodeState.empty(batch, length, 8, tokens.device)

@@ -34,7 +34,7 @@ class Oracle(DraftSource):
         """What to propose from here on."""
         self.told.update(text=text, change=change)
 
-    def begin(self, text):
+    def attach(self, text):
         self.state = text.state
 
     def propose(self, level: Level) -> Any:

@@ -18,6 +18,7 @@ from sources.drafters import (
 )
 
 from gsd_kernels import DFlash, GraphConfig
+from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
 from gsd_kernels_hf.sources.dflash_config import DFlashConfig
 from gsd_kernels_hf.sources.edges import DynamicConvolution, MarkovHead, RecurrentHead, Selector, along
@@ -251,11 +252,10 @@ def started(module, tokens):
     text = FixedText(target, tokens, torch.zeros(len(tokens), dtype=torch.int32))
     source = DFlashDrafts(module)
     source.check(target)
-    source.begin(text)
-    source.restart()
+    source.attach(text)
     with torch.no_grad():
         states = target(tokens, output_hidden_states=True).hidden_states
-        source.read({number: states[number][:, :-1] for number in source.hidden_layers}, 0)
+        source.observe(Prefilled({number: states[number][:, :-1] for number in source.hidden_layers}, 0))
         source.enter(text.state.out_len - 1, tokens.shape[1])
     return source
 

@@ -12,6 +12,7 @@ from sources.drafters import FixedText, check_own_text, eagle3_config, fit_eagle
 from torch import nn
 
 from gsd_kernels import Eagle3, GraphConfig
+from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.eagle3 import Eagle3Drafts
 from gsd_kernels_hf.sources.fused_features import FusedFeatures, why_not
 
@@ -38,12 +39,11 @@ def drafter_of(variant: str, dtype: torch.dtype) -> Eagle3:
 def started(module: Eagle3, target, tokens: torch.Tensor, pads: torch.Tensor) -> Eagle3Drafts:
     source = Eagle3Drafts(module)
     source.check(target)
-    source.begin(FixedText(target, tokens, pads))
-    source.restart()
+    source.attach(FixedText(target, tokens, pads))
     gen = torch.Generator().manual_seed(3)
     for begin, length in ((0, 5), (5, tokens.shape[1] - 5)):
         states = [torch.randn(len(tokens), length, 32, generator=gen).to(target.dtype) for _ in source.hidden_layers]
-        source.read(dict(zip(source.hidden_layers, states, strict=True)), begin)
+        source.observe(Prefilled(dict(zip(source.hidden_layers, states, strict=True)), begin))
     return source
 
 

@@ -214,7 +214,7 @@ def test_what_is_likely_is_remembered_and_no_noise():
     state = DecodeState.empty(1, 20, 4, torch.device("cpu"))
     sampler = Sampler(torch.tensor(3), torch.zeros(1, dtype=torch.int32), warpers)
     history = History()
-    history.begin(SimpleNamespace(state=state, sampler=sampler, branch=3, continues=False, reference_ids=None))
+    history.start(SimpleNamespace(state=state, sampler=sampler, branch=3, continues=False, reference_ids=None))
     config = GraphConfig(depth=1, width=1, branch=3, max_rows=4)
     graph = gsd.TokenGraph.empty(1, config, "cpu")
     graph.reset(torch.tensor([7], dtype=torch.int32), torch.tensor([[4, 5, -1, -1, -1, -1, -1, -1]], dtype=torch.int32))

@@ -183,10 +183,7 @@ class Forwarding(DraftSource):
             return None
         self.levels.append(level.number)
         tokens = (level.frontier.token_ids[..., None] + 1) % VOCAB
-        return Proposal(tokens, torch.full_like(tokens, -0.1, dtype=torch.float32))
-
-    def num_rows(self, config):
-        return config.draft_slots
+        return Proposal(tokens, torch.full_like(tokens, -0.1, dtype=torch.float32), rows=level.config.width)
 
 
 ENCODER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -236,7 +233,11 @@ class Declares(Oracle):
         ({"name": 5}, "Declares.name: expected a name, got 5"),
         ({"name": ""}, "Declares.name: expected a name"),
         ({"name": "history"}, "history: the name of a source of this package; give Declares a name of its own"),
-        ({"num_rows": lambda config: None}, "hostile: expected num_rows to return a number, got None"),
+        ({"num_rows": lambda config: None}, "hostile: num_rows is no longer an attribute .* say in Proposal.rows"),
+        *(
+            ({hook: None}, f"hostile: {hook} is no longer an attribute of draft sources; attach")
+            for hook in ("begin", "restart", "prepare")
+        ),
     ],
     ids=lambda value: next(iter(value.items()))[0] if isinstance(value, dict) else "",
 )

@@ -13,6 +13,7 @@ from sources.drafters import FixedText
 from sources.mtp_checkpoints import FAMILIES, Causal, saved, target_of
 
 from gsd_kernels import Mtp
+from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.mtp import MtpDrafts
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -131,9 +132,8 @@ def test_rows_of_a_cache_are_the_same_forward(name, tmp_path):
     text = FixedText(target, ids, torch.zeros(1, dtype=torch.int32))
     source = MtpDrafts(module)
     source.check(target)
-    source.begin(text)
-    source.restart()
-    source.read({len(target.model.layers): states}, 0)
+    source.attach(text)
+    source.observe(Prefilled({len(target.model.layers): states}, 0))
     with torch.no_grad():
         whole = mine(module, target, ids, states)
         for end in (2, 3, LENGTH):

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import gsd_kernels as gsd
 from gsd_kernels import Eagle3, GraphConfig
+from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.load import load_drafter, source_of
 from gsd_kernels_hf.sources.parallel_eagle import ParallelDrafts
 
@@ -58,11 +59,10 @@ def started(module: Eagle3, tokens: torch.Tensor) -> ParallelDrafts:
     source = source_of(module)
     assert isinstance(source, ParallelDrafts)
     source.check(target)
-    source.begin(FixedText(target, tokens, torch.zeros(len(tokens), dtype=torch.int32)))
-    source.restart()
+    source.attach(FixedText(target, tokens, torch.zeros(len(tokens), dtype=torch.int32)))
     with torch.no_grad():
         states = target(tokens, output_hidden_states=True).hidden_states
-        source.read({number: states[number][:, :-1] for number in source.hidden_layers}, 0)
+        source.observe(Prefilled({number: states[number][:, :-1] for number in source.hidden_layers}, 0))
     return source
 
 

@@ -31,7 +31,7 @@ class Oracle(DraftSource):
         self.known = {"right": right, "asked": 0}  # one for all copies
         self.forwards = (nn.Linear(2, 2),)  # what automatic shapes take for its model
 
-    def begin(self, text):
+    def attach(self, text):
         self.state = text.state
 
     def propose(self, level):
@@ -42,10 +42,7 @@ class Oracle(DraftSource):
         tokens = self.text[0][at].int()[..., None]
         if not self.known["right"]:
             tokens = (tokens + 1) % 40
-        return Proposal(tokens, torch.full_like(tokens, -0.1, dtype=torch.float32))
-
-    def num_rows(self, config):
-        return config.depth
+        return Proposal(tokens, torch.full_like(tokens, -0.1, dtype=torch.float32), rows=1)
 
 
 def first_wait(steps: int, monkeypatch) -> None:

@@ -350,3 +350,9 @@ def test_every_model_of_a_source_is_known():
     for pair in ((stranger, drafts[0]), (drafts[0], stranger)):
         with pytest.raises(ValueError, match=r"draft_sources: two.*mean different tokenizers"):
             Sources.of(Options(draft_sources=(Two(*pair), "history")), target)
+
+
+def test_a_source_is_four_calls():
+    """What is attached to a text, asked, told and ended is the whole of what one has to know to write a source."""
+    calls = {name for name, value in vars(gsd.DraftSource).items() if callable(value) and not name.startswith("_")}
+    assert calls == {"attach", "propose", "observe", "end"}

@@ -17,6 +17,7 @@ from training.test_losses import windows  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gsd_kernels as gsd
+from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
 from gsd_kernels_hf.sources.eagle3 import Eagle3Drafts
 from gsd_kernels_hf.sources.edges import along
@@ -131,9 +132,10 @@ def source_on(kind, trained, target, tokens, states):
     text = FixedText(target, tokens.expand(length, -1), torch.zeros(length, dtype=torch.int32))
     source = kind(trained.module)
     source.check(target)
-    source.begin(text)
-    source.restart()
-    source.read({n: s.expand(length, -1, -1) for n, s in zip(trained.hidden_layers, states, strict=True)}, 0)
+    source.attach(text)
+    source.observe(
+        Prefilled({n: s.expand(length, -1, -1) for n, s in zip(trained.hidden_layers, states, strict=True)}, 0)
+    )
     return text, source
 
 

@@ -21,7 +21,7 @@ from ..parallel import ranks_of
 from ..policy.automatic import Situation, automatic_policy
 from ..policy.base import Policy
 from ..policy.fixed import FixedPolicy
-from ..sources.base import DraftSource
+from ..sources.base import DraftSource, reaches
 from ..sources.grammar import Grammar
 from .engine import Engines, Statistics, engines_of
 from .gain import estimate_plain_step
@@ -106,7 +106,7 @@ class GraphDecoder(Options):
         given = request.sources.used(automatic=automatic)
         given += [Grammar()] if request.drafts_by_grammar else []
         sources = statistics.retention.staying(given) if automatic else given
-        sources = [source for source in sources if source.reaches(request.reach)]
+        sources = [source for source in sources if reaches(source, request.reach)]
         policy = self.policy(request, sources, statistics, automatic=automatic)
         session, current = engine.session(request, policy, sources, alone=ranks.alone)
         if self.streamer is not None:

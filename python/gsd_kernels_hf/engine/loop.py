@@ -7,6 +7,7 @@ from typing import Protocol
 from ..model import replay
 from ..policy.base import Plan, Policy
 from ..records import Verified
+from ..sources.base import reaches
 from .capture import Capturers, stepping
 from .crossing import cross
 from .flight import Launched
@@ -111,4 +112,4 @@ def may_follow(session: Session, out: Output) -> bool:
     reach, positions = out.reach + width, session.target.positions
     there = positions is None or reach + width <= positions
     fits = out.longest + width + session.kind.slots <= session.capacity
-    return there and fits and all(source.reaches(reach) for source in sources) and not out.ends
+    return there and fits and all(reaches(source, reach) for source in sources) and not out.ends

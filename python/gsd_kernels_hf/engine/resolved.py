@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .. import validate
 from ..sources import border
-from ..sources.base import DraftSource
+from ..sources.base import DraftSource, OwnSource
 from ..sources.drafts import draft_source
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
@@ -59,7 +59,8 @@ class Sources:
             raise ValueError("drafter: these are heads, and draft_heads has others; give one of the two")
         found = cls(options, drafter, heads, tuple(_made(options, drafter, heads)))
         for source in found.every:
-            source.check(target)
+            if isinstance(source, OwnSource):
+                source.check(target)
             border.check_hidden_layers(source, target)
         for name, (source, draft) in found._named_models.items():
             if not source.other_tokens:

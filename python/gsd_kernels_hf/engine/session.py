@@ -28,7 +28,7 @@ from ..model.replay import hold
 from ..model.runner import CachedText, Listener, RowModel
 from ..policy.base import Plan
 from ..records import DecodeState, Sampler, Unverified, Verified, lone_root
-from ..sources.base import DraftSource
+from ..sources.base import DraftSource, OwnSource
 from ..sources.learned import Known
 from ..sources.memory import HistoryMemory
 from ..sources.mixer import Mixer
@@ -78,7 +78,7 @@ class Session:
         sources: in the order in which they are mixed, of this session alone.
 
     Attributes:
-        state, sampler, target, branch, draws, reference_ids, memory, learned, kv_len: see
+        state, sampler, target, branch, first, draws, reference_ids, memory, learned, kv_len: see
             :class:`~gsd_kernels_hf.sources.base.Text`.
         plan: of the next step.
         rule: accepts rows; of the call.
@@ -106,7 +106,8 @@ class Session:
         self.proposal = ChainProposal(self.sampler) if kind.draws else None
         self.draws = None if self.proposal is None else self.proposal.draw
         for source in sources:
-            source.check(model)  # and note what it needs of this target
+            if isinstance(source, OwnSource):
+                source.check(model)  # and note what it needs of this target
         layers = tuple(sorted({layer for source in sources for layer in source.hidden_layers}))
         arguments = model, capacity, self.state.kv_start, self.backend, layers
         self.target: RowModel = (
@@ -125,7 +126,7 @@ class Session:
             self.mixer = Mixer(sources, weights, self.state, self.backend, vocab_size=self.target.vocab_size)
             if kind.calibrated:
                 self.mixer.calibration = Calibration(kind.branch, device)
-        self.begun = self.continues = False
+        self.first, self.continues = True, False
         self.memory: HistoryMemory | None = None
         self.learned: Known | None = None
         self.models: dict[str, ModelState] = {}  # what the models were when the text was begun, see engine.engine
@@ -174,10 +175,10 @@ class Session:
         self.continues = self.target.reused > 0
         if self.mixer is not None:
             # No cycle: caches go with their session, at once.
-            self.mixer.restart(weakref.proxy(self), weights, first=not self.begun)
+            self.mixer.restart(weakref.proxy(self), weights)
         with self.reading():
             self._read(self.target, None if self.mixer is None else self.mixer.read)
-        self.begun = True
+        self.first = False
         self.rule = self._rule(request)
 
     def _rule(self, request: Request) -> AcceptanceRule:
@@ -311,8 +312,8 @@ class Session:
 
     @property
     def drafted_rows(self) -> int:
-        """Rows that drafts forward in a step of the current shape, padding included."""
-        return 0 if self.config is None or self.mixer is None else self.mixer.num_rows(self.config)
+        """Rows that drafts forwarded in the last step, padding included."""
+        return 0 if self.config is None or self.mixer is None else self.mixer.drafted_rows
 
     @property
     def max_path(self) -> int:

@@ -21,7 +21,7 @@ from gsd_kernels.config import MAX_CONTEXT
 
 from ..model import replay
 from ..records import Verified
-from ..sources.base import Level
+from ..sources.base import Level, OwnSource
 from .session import Session
 
 
@@ -94,7 +94,7 @@ def _warm_candidates(session: Session, shape: GraphConfig, verified: Verified) -
         root = torch.zeros(batch, width, dtype=torch.int32, device=device)
         frontier = Frontier(root, root, root, root[..., None])
         level = Level(0, shape, verified.graph, frontier, session.kv_len)
-        proposals = (source.warm(level, verified) for source in sources)
+        proposals = (source.warm(level, verified) for source in sources if isinstance(source, OwnSource))
         found = [proposal.candidates for proposal in proposals if proposal is not None]
         here = [tuple(tensor.to(device) for tensor in candidates) for candidates in found]
         for first, other in pairwise(here):

@@ -175,7 +175,7 @@ def measure(
         sources = [*(forwarded if shape.depth else []), History()]
         weights = {s.name: SourceWeights(s.shares, s.reliability, text.branch, device) for s in sources}
         mixer = Mixer(sources, weights, state, backend, vocab_size=text.target.vocab_size)
-        mixer.restart(text, {}, first=True)
+        mixer.restart(text, {})
         mixer.prepare(shape)
 
         def once(config: GraphConfig = shape, mixer: Mixer = mixer) -> None:
@@ -191,7 +191,7 @@ def measure(
 class SyntheticText:
     """A text of zeros that sources draft for while they are timed; see :class:`~gsd_kernels_hf.sources.base.Text`."""
 
-    continues, draws, reference_ids, memory = False, None, None, None
+    first, continues, draws, reference_ids, memory = True, False, None, None, None
 
     def __init__(self, model: PreTrainedModel, state: DecodeState, capacity: int, branch: int, backend: str) -> None:
         self.state, self.capacity, self.branch, self.backend = state, capacity, branch, backend

@@ -36,6 +36,7 @@ class Text(Protocol):
             ended where that is read too.
         branch: the most candidates that any shape has after one node.
         continues: whether this text goes on from the last one.
+        first: whether it is the session's first, for which sources make the storage that later ones write in place.
         draws: function that draws a forward's candidates rather than take the best, as speculative sampling needs:
             (level, logits [B, W, V], positions int32 [B, W]) → candidates; else ``None``.
         reference_ids: int64 [length] or [batch, length], a text that the output may repeat; ``None`` for none.
@@ -51,6 +52,7 @@ class Text(Protocol):
     kv_len: Tensor
     branch: int
     continues: bool
+    first: bool
     draws: Callable[[int, Tensor, Tensor], Candidates] | None
     memory: HistoryMemory | None
     learned: Known | None
@@ -115,11 +117,13 @@ class Proposal:
         log_probs: float32 (or another float) [B, W, K], at most 0; −inf for none.
         index: int [B, W], which of the source's interpolation weights holds for each node (length of the matched
             context, number of the head); ``None``: it has one.
+        rows: that were forwarded for it, padding included.
     """
 
     tokens: Tensor
     log_probs: Tensor
     index: Tensor | None = None
+    rows: int = 0
 
     @property
     def candidates(self) -> Candidates:
@@ -127,21 +131,37 @@ class Proposal:
         return self.tokens, self.log_probs
 
 
-class DraftSource:
-    """A draft source. Every session works on a copy of its own (:func:`copy.copy`), from :meth:`begin` on.
+@dataclass(frozen=True)
+class Prefilled:
+    """A piece of the prompt that the target has read.
 
-    What is proposed changes the speed, never the output. Nothing in :meth:`propose` and :meth:`observe` may wait for
+    Where its cache holds the beginning of the prompt since the last text, pieces begin behind it
+    (``text.target.reused``), and what was derived from that beginning has to be kept.
+
+    Attributes:
+        hidden: [B, n, D] by layer, of those in ``hidden_layers``, on the device of their layer.
+        begin: position of the first of the n tokens, padding included.
+    """
+
+    hidden: Mapping[int, Tensor]
+    begin: int
+
+
+class DraftSource:
+    """A draft source: it attaches to a text, proposes, observes what became of it, and ends.
+
+    Every session works on a copy of its own (:func:`copy.copy`), from its first :meth:`attach` on. What is proposed
+    changes the speed, never the output. Nothing in :meth:`propose` and :meth:`observe` may wait for
     the device, and both must do the same work at every step of a shape, so that a step can be captured.
 
     Attributes:
         name: in ``draft_sources`` and in statistics.
-        forwards: the modules that it runs to propose, or a :class:`~gsd_kernels.LayerSkip`; ``auto`` weighs what they
-            cost. Models of transformers among them are drafts: they take part in the checks of a call. Where a source
-            runs none, ``history_depth`` levels follow the ``depth`` ones; all are asked there too, and those that run
-            one return ``None``.
-        hidden_layers: numbers of the target's hidden states that :meth:`read` and
-            :class:`~gsd_kernels_hf.records.Verified` must hold: i as transformers' ``hidden_states[i]``, so 0 are the
-            embeddings; −1 is what the output matrix reads (of a prompt the last position alone).
+        forwards: the modules that it runs to propose; ``auto`` weighs what they cost. Models of transformers among them
+            are drafts: they take part in the checks of a call. Where a source runs none, ``history_depth`` levels
+            follow the ``depth`` ones; all are asked there too, and those that run one return ``None``.
+        hidden_layers: numbers of the target's hidden states that are to be observed: i as transformers'
+            ``hidden_states[i]``, so 0 are the embeddings; −1 is what the output matrix reads (of a prompt the last
+            position alone).
         shares: prior interpolation weight w in (1 − w) · P(sources before it) + w · P(this one), by ``Proposal.index``.
         reliability: prior ratio of how often its candidates are right to their probability, by ``Proposal.index``, for
             levels where it is alone; ``None``: its probabilities are taken as they are.
@@ -166,41 +186,43 @@ class DraftSource:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
 
-    def reaches(self, length: int) -> bool:
-        """Return whether it drafts behind texts of ``length`` tokens."""
-        return self.max_length is None or length < self.max_length
+    def attach(self, text: Text) -> None:
+        """Start a batch of texts, whose prompt is in the state: forget the last one, in place; this may wait.
+
+        ``text`` stays valid as long as the session. With its first one (``text.first``) the storage is made.
+
+        Raises:
+            ValueError: it cannot draft for this target: the reason and the cure.
+        """
+
+    def propose(self, level: Level) -> Proposal | None:
+        """Candidates after every frontier node, [B, W, K] with any K; ``None`` for nothing at this level.
+
+        What ``level`` holds is to be read, not written.
+        """
+        raise NotImplementedError
+
+    def observe(self, seen: Verified | Prefilled) -> None:
+        """Learn from a verified step, or with ``hidden_layers`` from a piece of the prompt, before the first step."""
+
+    def end(self) -> None:
+        """End a text, after its last step."""
+
+
+class OwnSource(DraftSource):
+    """A source of this package, of which its engine asks more: nothing here is a step's part, and all may wait."""
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the source cannot draft for; set what depends on it, as ``hidden_layers`` may.
 
-        Called before every call, and on a session's copy before :meth:`begin`.
+        Called before every call, and on a session's copy before it is attached.
 
         Raises:
             ValueError: the reason and the cure.
         """
 
-    def begin(self, text: Text) -> None:
-        """Make the storage for texts of a session, once; ``text`` stays valid as long as the session."""
-
-    def restart(self) -> None:
-        """Start a batch of texts, whose prompt is in the state: forget the last one, in place."""
-
-    def read(self, hidden: Mapping[int, Tensor], begin: int) -> None:
-        """Take the target's hidden states of a piece of the prompt; after :meth:`restart`, piece by piece.
-
-        Only of what is read: where the target's cache holds the beginning of the prompt since the last text, pieces
-        begin behind it (``text.target.reused``), and what was derived from that beginning has to be kept.
-
-        Args:
-            hidden: [B, n, D] by layer, of those in ``hidden_layers``, on the device of their layer.
-            begin: position of the first of the n tokens, padding included.
-        """
-
-    def end(self) -> None:
-        """End a text, after its last step."""
-
     def prepare(self, config: GraphConfig) -> None:
-        """Get ready for steps of another shape; outside the step, so this may wait for the device."""
+        """Get ready for steps of another shape."""
 
     def warm(self, level: Level, verified: Verified) -> Proposal | None:
         """Launch once what :meth:`propose` and :meth:`observe` launch, on a GPU and before a shape's first step.
@@ -215,19 +237,10 @@ class DraftSource:
             What was proposed, so that its mixture is launched, too; ``None`` for a source that compiles nothing.
         """
 
-    def propose(self, level: Level) -> Proposal | None:
-        """Candidates after every frontier node, [B, W, K] with any K; ``None`` for nothing at this level.
 
-        What ``level`` holds is to be read, not written.
-        """
-        raise NotImplementedError
-
-    def observe(self, verified: Verified) -> None:
-        """Learn from a verified step."""
-
-    def num_rows(self, config: GraphConfig) -> int:
-        """Rows that a step of this shape forwards, padding included."""
-        return 0
+def reaches(source: DraftSource, length: int) -> bool:
+    """Return whether a source drafts behind texts of ``length`` tokens."""
+    return source.max_length is None or length < source.max_length
 
 
 def rows_at(values: Tensor, at: Tensor) -> Tensor:

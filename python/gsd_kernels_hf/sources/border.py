@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gsd_kernels import Frontier, GraphConfig
+from gsd_kernels import Frontier
 
 from ..model.hidden import why_no_states
 from ..model.probe import examine
-from .base import DraftSource, Level, Proposal
+from .base import DraftSource, Level, OwnSource, Proposal
 from .layer_skip import LayerSkip
 
 ROUNDING_LOG_PROB = 0.01  # above 0, of a log-probability: what half precision makes of a probability of 1
@@ -25,6 +26,8 @@ TOKEN_TYPES = (torch.int32, torch.int64)
 REPLACED = {
     "costs_forward": "declare forwards, the modules that it runs; without them it costs no forward",
     "models": "declare them in forwards, a tuple of the modules that it runs",
+    **dict.fromkeys(("begin", "restart", "prepare"), "attach(text) starts every text"),
+    "num_rows": "say it in Proposal.rows",
 }
 FAULTS = ("nothing", "a token id that the target does not have", "NaN", "a log-probability above 0")
 """What is wrong with a candidate, by number."""
@@ -55,7 +58,7 @@ def check_source(source: DraftSource, reserved: Sequence[str]) -> None:
     if source.name in reserved:
         raise ValueError(f"{where}the name of a source of this package; give {kind} a name of its own")
     for attribute, cure in REPLACED.items():
-        if hasattr(source, attribute):
+        if hasattr(source, attribute) and not isinstance(source, OwnSource):
             raise TypeError(f"{where}{attribute} is no longer an attribute of draft sources; {cure}")
     forwards = source.forwards
     if not isinstance(forwards, (tuple, list)) or not all(isinstance(m, (nn.Module, LayerSkip)) for m in forwards):
@@ -104,18 +107,6 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-def row_count(source: DraftSource, config: GraphConfig) -> int:
-    """Rows that a source forwards in a step of this shape.
-
-    Raises:
-        TypeError: the source does not say.
-    """
-    rows = source.num_rows(config)
-    if not isinstance(rows, int):
-        raise TypeError(f"draft_sources: {source.name}: expected num_rows to return a number, got {shown(rows)}")
-    return rows
-
-
 class Border:
     """Checks what sources of one's own propose, and copies it.
 
@@ -155,7 +146,7 @@ class Border:
         if proposal is None:
             return None
         check_tensors(source.name, proposal, level)
-        return self._values(source.name, proposal, level)
+        return replace(self._values(source.name, proposal, level), rows=proposal.rows)
 
     def _values(self, name: str, proposal: Proposal, level: Level) -> Proposal:
         """A copy of a proposal of the right shapes, as many candidates as the graph takes, without those of no meaning.
@@ -228,6 +219,8 @@ def check_tensors(name: str, proposal: object, level: Level) -> None:
             f"{where}expected propose to return a Proposal, or None for nothing at this level, got "
             f"{type(proposal).__name__}; return Proposal(tokens, log_probs)"
         )
+    if not isinstance(proposal.rows, int):
+        raise TypeError(f"{where}rows: expected how many were forwarded, got {shown(proposal.rows)}")
     nodes = level.frontier.node_ids
     parts = {"tokens": proposal.tokens, "log_probs": proposal.log_probs, "index": proposal.index}
     for part, tensor in parts.items():

@@ -13,10 +13,10 @@ from gsd_kernels.ops.corpus import MAX_MATCH, SortedCorpus, corpus_recall
 from ..corpus.index import open_corpus
 from ..files import path_of
 from ..model import properties
-from .base import DraftSource, Level, Proposal, Text
+from .base import Level, OwnSource, Proposal, Text
 
 
-class Corpus(DraftSource):
+class Corpus(OwnSource):
     """A source of what followed the longest known context in a corpus that ``gsd-kernels index`` wrote, by counts.
 
     Retrieval as in REST (arXiv 2311.08252), at every node of the graph: each backs off by itself to shorter contexts.
@@ -66,7 +66,7 @@ class Corpus(DraftSource):
                 "index the files anew with the target's"
             )
 
-    def begin(self, text: Text) -> None:
+    def attach(self, text: Text) -> None:
         self.state, self.sampler, self.vocab = text.state, text.sampler, text.target.vocab_size
         device = self.state.tokens.device
         if device not in self.copies:

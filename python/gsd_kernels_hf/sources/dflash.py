@@ -137,7 +137,13 @@ class DFlashDrafts(FeatureSource, Lattice):
         self.extra_slots = module.config.block_size
         self.shares = shares_of(module.config.num_drafted)
 
-    def begin(self, text: Text) -> None:
+    def attach(self, text: Text) -> None:
+        if text.first:
+            self.start_block(text)
+        super().attach(text)
+
+    def start_block(self, text: Text) -> None:
+        """Make the storage of a session, and what the block's rows see."""
         self.start(text, self.module.config.layers)
         config, device, batch = self.module.config, self.cached.device, len(self.cached)
         self.lm_head = self.module.lm_head or text.target.stepping.get_output_embeddings()
@@ -151,7 +157,7 @@ class DFlashDrafts(FeatureSource, Lattice):
         self.sees_window = self.sees_all if config.bidirectional_window else earlier
 
     def num_rows(self, config: GraphConfig) -> int:
-        return config.chain_rows + self.module.config.block_size if config.depth > 0 else 0
+        return config.chain_rows + self.module.config.block_size
 
     def prepare(self, config: GraphConfig) -> None:
         """See :meth:`FeatureSource.prepare`; and room for a recurrent head's states, one a node."""

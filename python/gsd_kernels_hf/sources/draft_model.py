@@ -38,11 +38,10 @@ class DraftModel(Expansion):
     def row_model(self, text: Text) -> RowModel:
         return text.rows_of(self.model)
 
-    def begin(self, text: Text) -> None:
-        super().begin(text)
-        self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; tokens in the draft's cache, padding included
-
-    def restart(self) -> None:
+    def attach(self, text: Text) -> None:
+        super().attach(text)
+        if text.first:
+            self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; tokens in its cache, padding included
         self.unread = True  # a draft that does not pay reads no prompt
         self.cached.copy_(self.state.out_len - 1)
 

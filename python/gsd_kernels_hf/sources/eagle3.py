@@ -313,13 +313,12 @@ class Eagle3Reading(Reading):
         super().check(target)
         self.hidden_layers = self.module.config.layers_of(target)
 
-    def begin(self, text: Text) -> None:
-        self.start(text, self.module.config.layers)
-        self.vocab_size = text.target.vocab_size
-        self.vocabulary = DraftVocabulary.of(self.module, self.vocab_size)
-
-    def restart(self) -> None:
-        super().restart()
+    def attach(self, text: Text) -> None:
+        if text.first:
+            self.start(text, self.module.config.layers)
+            self.vocab_size = text.target.vocab_size
+            self.vocabulary = DraftVocabulary.of(self.module, self.vocab_size)
+        super().attach(text)
         reason = why_not(self.module, self.embedding, self.rows.backend)
         # Parameters as they lie now: a cast replaces them.
         self.operator = FusedFeatures(self.module, self.embedding, self.rows) if reason is None else None

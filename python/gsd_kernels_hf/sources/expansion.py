@@ -9,10 +9,10 @@ from gsd_kernels import GraphConfig
 
 from ..model.runner import RowModel
 from ..records import Candidates, Verified
-from .base import DraftSource, Level, Proposal, Text, rows_at
+from .base import Level, OwnSource, Proposal, Text, rows_at
 
 
-class Expansion(DraftSource):
+class Expansion(OwnSource):
     """A draft source with one forward a level over the frontier nodes; their keys and values lie behind the prefix.
 
     Attributes:
@@ -23,7 +23,9 @@ class Expansion(DraftSource):
     stem = 0
     root_alone = False
 
-    def begin(self, text: Text) -> None:
+    def attach(self, text: Text) -> None:
+        if not text.first:
+            return
         self.text, self.state, self.rows = text, text.state, self.row_model(text)
         self.vocab_size = min(text.target.vocab_size, self.rows.vocab_size)
         self.sampler = text.sampler  # a copy on the draft's device would keep the first text's seed
@@ -37,9 +39,9 @@ class Expansion(DraftSource):
         """Forward the tokens up to the root that the cache lacks; logits after it, float [B, 1, V]."""
         raise NotImplementedError
 
-    def num_rows(self, config: GraphConfig) -> int:
-        rows = 1 + config.draft_slots if self.root_alone else config.draft_rows
-        return rows if config.depth > 0 else 0
+    def first_rows(self, config: GraphConfig) -> int:
+        """Rows of the forward up to the root."""
+        return 1 if self.root_alone else config.chain_rows
 
     def prefix(self) -> Tensor:
         """Positions of the cache before a level's nodes, the root's included: int32 [B]."""
@@ -72,7 +74,7 @@ class Expansion(DraftSource):
         if config.depth == 0:
             return None
         stored = self.state.out_len - 1
-        first = self.num_rows(config) - config.draft_slots  # of the forward up to the root
+        first = self.first_rows(config)
         self.rows.launch(stored, first, first)
         if config.depth > 1:
             self.rows.launch(stored, config.width, config.draft_slots)
@@ -99,7 +101,8 @@ class Expansion(DraftSource):
         """Candidates by logits [B, W, V] of the frontier, on the text's device."""
         tokens, log_probs = self.candidates(level, logits)
         device = self.state.tokens.device
-        return Proposal(tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True))
+        rows = level.config.width if level.number else self.first_rows(level.config)
+        return Proposal(tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True), rows=rows)
 
     def positions(self, level: Level, count: int) -> Tensor:
         """Index in the text of the token after each of the last ``count`` rows forwarded, int32 [B, W]."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..model.replay import hold
 from ..model.runner import CachedText
 from ..records import Verified
 from . import checkpoints
-from .base import DraftSource, Text, rows_at
+from .base import OwnSource, Prefilled, Text, rows_at
 
 READ_ROWS = 128
 """Of a prompt in one forward: as many as graph rows may be."""
@@ -84,7 +83,7 @@ class FeatureCache(CachedText):
         return ((kv_len - self.text_kv_start)[:, None] + depths).clamp(min=0).long()
 
 
-class FeatureSource(DraftSource):
+class FeatureSource(OwnSource):
     """A draft source whose model reads the target's hidden states.
 
     Its cache has an entry for every position of the text that the target has read. Features come in while the target
@@ -117,7 +116,7 @@ class FeatureSource(DraftSource):
         self.embed = text.target.stepping.get_input_embeddings()
         self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; entries in the cache, padding included
 
-    def restart(self) -> None:
+    def attach(self, text: Text) -> None:
         prompt = self.state.tokens[:, : int(self.state.out_len[0])]
         reused = self.rows.common(prompt, self.state.kv_start) - self.ahead
         self.cached.fill_(max(0, min(reused, prompt.shape[1] - 1 - self.ahead)))
@@ -127,15 +126,14 @@ class FeatureSource(DraftSource):
         if self.used:  # else its cache holds what it held before
             self.rows.holds(self.state.tokens, self.cached + self.ahead)
 
-    def read(self, hidden: Mapping[int, Tensor], begin: int) -> None:
-        """Keep the features of a piece of the prompt."""
-        fused = self.fuse([hidden[number] for number in self.hidden_layers])
-        self.rows.features[:, begin : begin + fused.shape[1]] = fused
-
-    def observe(self, verified: Verified) -> None:
-        """Keep the features of the accepted rows."""
-        path, count = verified.accepted.accepted_rows, verified.accepted.num_accepted
-        states = [rows_at(verified.hidden[number], path.clamp(min=0).long()) for number in self.hidden_layers]
+    def observe(self, seen: Verified | Prefilled) -> None:
+        """Keep the features of a piece of the prompt, or of the accepted rows."""
+        if isinstance(seen, Prefilled):
+            fused = self.fuse([seen.hidden[number] for number in self.hidden_layers])
+            self.rows.features[:, seen.begin : seen.begin + fused.shape[1]] = fused
+            return
+        path, count = seen.accepted.accepted_rows, seen.accepted.num_accepted
+        states = [rows_at(seen.hidden[number], path.clamp(min=0).long()) for number in self.hidden_layers]
         place = torch.arange(path.shape[1], device=path.device)
         at = (self.state.out_len - count - 1)[:, None].long() + place  # the target read the root there
         features = torch.where((place < count[:, None])[..., None], self.fuse(states), self.rows.at(at))

@@ -206,7 +206,13 @@ class AssistantDrafts(LastState, Expansion):
         """Refuse a target that the assistant was not made for."""
         checkpoints.check(self.module, target)
 
-    def begin(self, text: Text) -> None:
+    def attach(self, text: Text) -> None:
+        if text.first:
+            self.start_nodes(text)
+        super().attach(text)
+
+    def start_nodes(self, text: Text) -> None:
+        """Make the storage of a session."""
         self.start(text, self.module.sizes.hidden_size)
         self.text, self.sampler, self.vocab_size = text, text.sampler, text.target.vocab_size
         self.embed = text.target.stepping.get_input_embeddings()

@@ -64,11 +64,8 @@ class Grammar(DraftSource):
     shares = (0.0, 0.3, 0.7, 0.95)
     reliability = (0.0, 0.6, 0.8, 1.0)
 
-    def begin(self, text: Text) -> None:
-        self.text, self.state, self.sampler = text, text.state, text.sampler
-
-    def restart(self) -> None:
-        text, batch = self.text, len(self.state.tokens)
+    def attach(self, text: Text) -> None:
+        self.text, self.state, self.sampler, batch = text, text.state, text.sampler, len(text.state.tokens)
         tokenizer, vocabulary = text.tokenizer, None
         if tokenizer is not None:
             with suppress(TypeError, ValueError):  # one for stop strings alone, or of bytes that are not known

@@ -275,11 +275,13 @@ class Heads(LastState, Lattice):
         if mine != theirs:
             raise ValueError(f"draft_heads: on {mine}, and the target's output matrix on {theirs}; move them there")
 
-    def begin(self, text: Text) -> None:
-        self.start(text, self.heads.hidden_size)
-        self.sampler, self.lm_head = text.sampler, text.target.stepping.get_output_embeddings()
-        self.vocabulary = DraftVocabulary(None, text.target.vocab_size, text.target.vocab_size)
-        self.row = torch.arange(self.heads.num_heads, dtype=torch.int32, device=self.known.device)[None]
+    def attach(self, text: Text) -> None:
+        if text.first:
+            self.start(text, self.heads.hidden_size)
+            self.sampler, self.lm_head = text.sampler, text.target.stepping.get_output_embeddings()
+            self.vocabulary = DraftVocabulary(None, text.target.vocab_size, text.target.vocab_size)
+            self.row = torch.arange(self.heads.num_heads, dtype=torch.int32, device=self.known.device)[None]
+        super().attach(text)
 
     def levels(self, config: GraphConfig) -> int:
         """Return the number of heads: the history is alone below, and would be weighed against nothing."""

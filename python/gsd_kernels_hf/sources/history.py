@@ -20,13 +20,13 @@ from gsd_kernels.ops.recall_levels import recall_levels
 from ..model import replay
 from ..model.properties import device_of
 from ..records import Verified
-from .base import DraftSource, Level, Proposal, Text
+from .base import Level, OwnSource, Proposal, Text
 from .priors import PRIOR, weights_of
 
 PROMPT_PROBABILITY = 0.6  # of a continuation that was read in the prompt
 
 
-class History(DraftSource):
+class History(OwnSource):
     """The target's most likely tokens after every context that it was given, and what the text itself goes on with.
 
     Filled from the prompt and from every verified row, accepted or not. Looked up for every expanded node: at the
@@ -52,29 +52,32 @@ class History(DraftSource):
         if self.mixes:
             self.reliability = (0.0, *(1.0,) * ELSEWHERE)  # chances of a mixture are calibrated
 
-    def begin(self, text: Text) -> None:
+    def attach(self, text: Text) -> None:
+        if text.first:
+            self.start(text)
+        self.unread = True  # the text so far is read when it is first needed
+        if not text.continues:
+            self.table.clear()
+            if text.memory is not None:
+                text.memory.restore(self.table)
+        if self.known is not None:
+            self.known.clear()
+            learned = text.learned
+            self.known.learned = None if learned is None else learned.table
+            self.known.weights = weights_of(PRIOR) if learned is None else learned.weights
+        reference = text.reference_ids
+        if reference is not None:
+            texts = per_sequence(reference.to(self.state.tokens.device), self.state.tokens.shape[0])
+            lengths = torch.full_like(self.state.kv_start, texts.shape[1])
+            self.read(texts, torch.zeros_like(self.state.kv_start), lengths)
+
+    def start(self, text: Text) -> None:
+        """Make the storage of a session."""
         self.text, self.state, self.sampler = text, text.state, text.sampler
         batch, device = self.state.tokens.shape[0], self.state.tokens.device
         branch = max(text.branch, REMEMBERED) if self.mixes else text.branch
         self.table = NgramTable.empty(batch, branch, device)
         self.known = Recollection.empty(self.table, weights_of(PRIOR)) if self.mixes else None
-
-    def restart(self) -> None:
-        self.unread = True  # the text so far is read when it is first needed
-        if not self.text.continues:
-            self.table.clear()
-            if self.text.memory is not None:
-                self.text.memory.restore(self.table)
-        if self.known is not None:
-            self.known.clear()
-            learned = self.text.learned
-            self.known.learned = None if learned is None else learned.table
-            self.known.weights = weights_of(PRIOR) if learned is None else learned.weights
-        reference = self.text.reference_ids
-        if reference is not None:
-            texts = per_sequence(reference.to(self.state.tokens.device), self.state.tokens.shape[0])
-            lengths = torch.full_like(self.state.kv_start, texts.shape[1])
-            self.read(texts, torch.zeros_like(self.state.kv_start), lengths)
 
     def prepare(self, config: GraphConfig) -> None:
         """Read the text so far."""

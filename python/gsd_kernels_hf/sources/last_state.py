@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor
 
 from ..model.hidden import LAST
 from ..packed.modules import device_of_weights, dtype_of
 from ..records import Verified
-from .base import DraftSource, Text, rows_at
+from .base import OwnSource, Prefilled, Text, rows_at
 
 
-class LastState(DraftSource):
+class LastState(OwnSource):
     """A draft source that reads one hidden state a step.
 
     Attributes:
@@ -30,19 +27,18 @@ class LastState(DraftSource):
         self.hidden = torch.zeros(batch, size, dtype=dtype_of(head), device=device_of_weights(head))
         self.known = torch.zeros(batch, dtype=torch.bool, device=self.state.tokens.device)
 
-    def restart(self) -> None:
+    def attach(self, text: Text) -> None:
         self.known.zero_()
 
-    def read(self, hidden: Mapping[int, Tensor], begin: int) -> None:
-        """Keep the hidden state of the prompt's last position but one, which the root follows."""
-        if LAST in hidden:  # not of every piece
-            self.hidden.copy_(hidden[LAST][:, -1])
-            self.known.copy_(self.state.kv_start < self.state.out_len - 1)
-
-    def observe(self, verified: Verified) -> None:
-        """Keep the hidden state of the row whose pick is the next root."""
-        hidden = verified.hidden[LAST]
-        last = rows_at(hidden, verified.last_rows()[:, None])[:, 0]
-        running = verified.accepted.num_accepted > 0
+    def observe(self, seen: Verified | Prefilled) -> None:
+        """Keep the hidden state that the next root follows: of the prompt's last position but one, or of a row."""
+        if isinstance(seen, Prefilled):
+            if LAST in seen.hidden:  # not of every piece
+                self.hidden.copy_(seen.hidden[LAST][:, -1])
+                self.known.copy_(self.state.kv_start < self.state.out_len - 1)
+            return
+        hidden = seen.hidden[LAST]
+        last = rows_at(hidden, seen.last_rows()[:, None])[:, 0]
+        running = seen.accepted.num_accepted > 0
         self.hidden.copy_(torch.where(running.to(hidden.device)[:, None], last, self.hidden))
         self.known.logical_or_(running)

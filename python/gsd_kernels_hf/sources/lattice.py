@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -9,7 +11,7 @@ from torch.nn.functional import pad
 from gsd_kernels import GraphConfig
 
 from ..records import Candidates, DecodeState, Sampler, Verified
-from .base import DraftSource, Level, Proposal, rows_at
+from .base import Level, OwnSource, Proposal, rows_at
 from .draft_vocabulary import DraftVocabulary
 
 FIRST_WEIGHT = 0.1  # beside another source, before anything was learned; what is too large costs rows at once
@@ -20,7 +22,7 @@ def shares_of(drafted: int) -> tuple[float, ...]:
     return (*[FIRST_WEIGHT] * drafted, 0.0)
 
 
-class Lattice(DraftSource):
+class Lattice(OwnSource):
     """A draft source that keeps what a forward says of later positions until the next step.
 
     Attributes:
@@ -37,6 +39,10 @@ class Lattice(DraftSource):
         """How many levels of a shape have candidates."""
         return config.depth
 
+    def num_rows(self, config: GraphConfig) -> int:
+        """Rows that :meth:`step` forwards."""
+        return 0
+
     def step(self, level: Level) -> None:
         """Make entries of what was emitted, forward, and keep what :meth:`at_depths` reads."""
         raise NotImplementedError
@@ -49,9 +55,10 @@ class Lattice(DraftSource):
         """Candidates after nodes of each depth; the forward is at level 0. ``None`` beyond the last."""
         if level.number >= self.levels(level.config):
             return None
-        if level.number == 0:
-            self.step(level)
-        return self.at_depths(level)
+        if level.number:
+            return self.at_depths(level)
+        self.step(level)
+        return replace(self.at_depths(level), rows=self.num_rows(level.config))
 
     def warm(self, level: Level, verified: Verified) -> Proposal | None:
         """The launches of a step, and candidates of as many positions."""

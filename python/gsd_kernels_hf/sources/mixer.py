@@ -15,8 +15,8 @@ from gsd_kernels.ops.step import start_graph
 
 from ..model import replay
 from ..records import Candidates, DecodeState, Verified
-from .base import DraftSource, GrowsLevels, Level, Proposal, Text
-from .border import Border, is_own, row_count
+from .base import DraftSource, GrowsLevels, Level, OwnSource, Prefilled, Proposal, Text, reaches
+from .border import Border, is_own
 from .figures import Figures, Held, side_by_side
 from .tally import Tally
 from .weights import Calibration, SourceWeights
@@ -31,6 +31,7 @@ class MixedLevel:
     costs_forward: bool = False  # whether a source that forwards a model proposed
     asked: dict[str, Asked] = field(default_factory=dict)  # by source: what it proposed, and the mixture before it
     lookup: str | None = None  # the last source that costs no forward
+    rows: int = 0  # that sources forwarded
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Mixer:
         tally: what each brought to this text.
 
     Args:
-        sources: in the order in which they are mixed; already begun.
+        sources: in the order in which they are mixed.
         weights: statistics of each source, by name; updated in place.
         state: of the text.
         backend: of the ops.
@@ -88,18 +89,17 @@ class Mixer:
 
     def leave(self, length: int) -> list[str]:
         """Leave out, until the next text, sources that do not reach behind ``length`` tokens; their names."""
-        left = [source.name for source in self.sources if not source.reaches(length)]
+        left = [source.name for source in self.sources if not reaches(source, length)]
         if left:
-            self._take([source for source in self.sources if source.reaches(length)])
+            self._take([source for source in self.sources if reaches(source, length)])
         return left
 
-    def restart(self, text: Text, weights: Mapping[str, SourceWeights], *, first: bool) -> None:
+    def restart(self, text: Text, weights: Mapping[str, SourceWeights]) -> None:
         """Start all sources on a batch of texts.
 
         Args:
             text: the session.
             weights: statistics of earlier calls, by name; a source that is not among them keeps its own.
-            first: whether this is the session's first text.
         """
         self.border.restart()
         self.tally.restart()
@@ -107,15 +107,13 @@ class Mixer:
         for source in self.sources:
             if source.name in weights:
                 self.weights[source.name].copy_(weights[source.name])
-            if first:
-                source.begin(text)
-            source.restart()
+            source.attach(text)
 
     def read(self, hidden: Mapping[int, Tensor], begin: int) -> None:
         """Hand the hidden states of a piece of the prompt, [B, n, D] by layer, to the sources that declared any."""
         for source in self.sources:
             if source.hidden_layers:
-                source.read(hidden, begin)
+                source.observe(Prefilled(hidden, begin))
 
     def prepare(self, config: GraphConfig) -> None:
         """Get ready for steps of ``config``: make its storage, let sources catch up. May wait for the device."""
@@ -124,11 +122,13 @@ class Mixer:
             self.shapes[config] = Storage(graph, graph.root_frontier())
         self.current = self.shapes[config]
         for source in self.sources:
-            source.prepare(config)
+            if isinstance(source, OwnSource):
+                source.prepare(config)
 
-    def num_rows(self, config: GraphConfig) -> int:
-        """Rows that the sources forward in a step."""
-        return sum(row_count(source, config) for source in self.sources)
+    @property
+    def drafted_rows(self) -> int:
+        """Rows that the sources forwarded in the last step."""
+        return 0 if self.current is None else sum(level.rows for level in self.current.levels)
 
     def draft(self, config: GraphConfig, *, trims: bool = False) -> TokenGraph:
         """Grow a step's graph: draft and merge, once a level.
@@ -181,6 +181,7 @@ class Mixer:
             self.tally.end(source.name, begin)
             if proposal is None:
                 continue
+            drafted.rows += proposal.rows
             proposal = fitted(proposal, level)
             # With the mixture before it: a source's weight learns from what it would add to that.
             asked = Asked(drafted.node_ids, *proposal.candidates, proposal.index, *(found or (None, None)))

@@ -263,11 +263,13 @@ class MtpDrafts(Recursion):
         self.module.check_block()
         self.hidden_layers = (len(decoder_of(target)[0]),)
 
-    def begin(self, text: Text) -> None:
-        self.start(text, self.module.config)
-        self.lm_head = text.target.stepping.get_output_embeddings()
-        self.vocab_size = text.target.vocab_size
-        self.kinds = tuple(Kind(window) for window in self.module.windows)
+    def attach(self, text: Text) -> None:
+        if text.first:
+            self.start(text, self.module.config)
+            self.lm_head = text.target.stepping.get_output_embeddings()
+            self.vocab_size = text.target.vocab_size
+            self.kinds = tuple(Kind(window) for window in self.module.windows)
+        super().attach(text)
 
     def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
         inputs = replace(inputs, kinds=self.kinds)

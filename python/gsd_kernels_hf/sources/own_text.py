@@ -74,7 +74,7 @@ class OwnText:
     """
 
     reference_ids = memory = None
-    continues = False
+    first, continues = True, False
 
     def __init__(self, text: Text, translation: Translation) -> None:
         self.text, self.translation, self.sampler = text, translation, text.sampler

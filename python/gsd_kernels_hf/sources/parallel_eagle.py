@@ -25,8 +25,10 @@ class ParallelDrafts(Eagle3Reading, Lattice):
         self.extra_slots = module.config.num_parallel - 1  # of the masks
         self.shares = shares_of(module.config.num_parallel)
 
-    def begin(self, text: Text) -> None:
-        super().begin(text)
+    def attach(self, text: Text) -> None:
+        super().attach(text)
+        if not text.first:
+            return
         config, batch = self.module.config, len(self.cached)
         self.row = torch.arange(config.num_parallel, dtype=torch.int32, device=self.cached.device).expand(batch, -1)
         self.unknown = config.mask_token_id, self.module.mask_feature()
@@ -36,7 +38,7 @@ class ParallelDrafts(Eagle3Reading, Lattice):
         return min(config.depth, self.module.config.num_parallel) - 1
 
     def num_rows(self, config: GraphConfig) -> int:
-        return config.chain_rows + self.masks(config) if config.depth > 0 else 0
+        return config.chain_rows + self.masks(config)
 
     def step(self, level: Level) -> None:
         config, masks = level.config, self.masks(level.config)

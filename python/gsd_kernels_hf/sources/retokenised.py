@@ -17,7 +17,7 @@ from ..model import properties
 from ..model.recurrent.mixers import mixers_of
 from ..model.spelling import Speller
 from ..model.vocabulary import Translation
-from .base import DraftSource, Level, Proposal, Text
+from .base import Level, OwnSource, Proposal, Text
 from .mixer import Mixer
 from .own_text import END_ROWS, OwnText, Reader
 from .trie import Trie
@@ -43,7 +43,7 @@ class DraftedPath:
     mark: tuple[int, int] | None
 
 
-class Retokenised(DraftSource):
+class Retokenised(OwnSource):
     """A draft model that drafts in its own tokens: a graph of its own, over a text and a cache of its own.
 
     SLEM of arXiv 2502.05202, for a graph: the text of each of the best paths is cut by the target's tokenizer, together
@@ -62,7 +62,7 @@ class Retokenised(DraftSource):
 
     def __init__(self, model: PreTrainedModel, translation: Translation, *, name: str = "model") -> None:
         self.model, self.translation, self.name = model, translation, name
-        self.forwards, self.max_length = (model,), properties.positions(model)
+        self.forwards, self.most_tokens = (model,), properties.positions(model)
         self.speller = Speller(translation.tokenizer, translation.target)
 
     def __repr__(self) -> str:
@@ -82,25 +82,25 @@ class Retokenised(DraftSource):
             )
         self.translation.check(target, self.model)
 
-    def begin(self, text: Text) -> None:
+    def attach(self, text: Text) -> None:
+        if text.first:
+            self.start(text)
+        self.own.restart()
+        self.own.first = text.first
+        self.drafts.restart(self.own, {})
+
+    def start(self, text: Text) -> None:
+        """Make the storage of a session."""
         self.state, self.sampler = text.state, text.sampler
         self.vocab_size = text.target.vocab_size
-        self.own, self.draft, self.begun = OwnText(text, self.translation), Reader(self.model), False
+        self.own, self.draft = OwnText(text, self.translation), Reader(self.model)
         state, device = self.own.state, self.state.tokens.device
         weights = {self.draft.name: SourceWeights(self.draft.shares, None, MAX_BRANCH, device)}
         vocabulary = properties.vocabulary(self.model)
         self.drafts = Mixer([self.draft], weights, state, self.sampler.backend, vocab_size=vocabulary)
 
-    def restart(self) -> None:
-        self.own.restart()
-        self.drafts.restart(self.own, {}, first=not self.begun)
-        self.begun = True
-
     def end(self) -> None:
         self.draft.end()
-
-    def num_rows(self, config: GraphConfig) -> int:
-        return own_shape(config).draft_rows if config.depth > 0 else 0
 
     def prepare(self, config: GraphConfig) -> None:
         """Cache the prompt and what other shapes' steps emitted."""
@@ -119,11 +119,12 @@ class Retokenised(DraftSource):
     def fits(self, depth: int = 1) -> bool:
         """Return whether the draft has positions for ``depth`` tokens behind its text, which are not the target's."""
         state = self.own.state
-        return self.max_length is None or int((state.out_len - state.kv_start).max()) + depth <= self.max_length
+        return self.most_tokens is None or int((state.out_len - state.kv_start).max()) + depth <= self.most_tokens
 
-    def reaches(self, length: int) -> bool:
-        """Return whether the base does, of the draft's own text once there is one."""
-        return self.fits() if hasattr(self, "own") else super().reaches(length)
+    @property
+    def max_length(self) -> int | None:  # type: ignore[override]
+        """The draft's positions; once there is a text of its own that counts: ``None``, or 0 where it is full."""
+        return (None if self.fits() else 0) if hasattr(self, "own") else self.most_tokens
 
     def propose(self, level: Level) -> Proposal | None:
         """Propose what follows each frontier node in the re-tokenised paths; ``None`` beyond ``depth`` levels."""
