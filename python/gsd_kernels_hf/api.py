@@ -131,7 +131,7 @@ def generate(
 
 
 def handle_of(model: PreTrainedModel) -> Patch | None:
-    """What :func:`patch` returned for a model; ``None`` where it is not patched."""
+    """Return the handle that :func:`patch` returned for a model; ``None`` where it is not patched."""
     return vars(model).get(_PATCH)
 
 
@@ -184,7 +184,7 @@ def _without_prompt(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Patch(threading.local):
-    """What :func:`patch` returns; it keeps caches, captured steps and what was learned for later calls.
+    """The handle that :func:`patch` returns; it keeps caches, captured steps and what was learned for later calls.
 
     ``with patch(model) as handle:`` unpatches at the end, also on an exception, unless that was done inside.
 
@@ -215,7 +215,7 @@ class Patch(threading.local):
 
     @property
     def patched(self) -> bool:
-        """Whether the model's ``generate`` is still this handle's."""
+        """Return whether the model's ``generate`` is still this handle's."""
         return handle_of(self.model) is self
 
     def __enter__(self) -> Patch:
@@ -235,7 +235,7 @@ class Patch(threading.local):
                 _restore(self.model)
 
     def __repr__(self) -> str:
-        """What is kept, in one line."""
+        """Say what is kept, in one line."""
         kind, idle = type(self.model).__name__, self.engines.idle
         if not self.patched:
             return f"<Patch of {kind}: unpatched>"

@@ -119,7 +119,7 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        """Whether the best token is taken and nothing is drawn."""
+        """Return whether the best token is taken and nothing is drawn."""
         return is_off(self.warpers["temperature"], 0.0)
 
     def on(self, device: torch.device) -> Sampler:
@@ -197,7 +197,7 @@ class Sampler:
 
 @dataclass
 class Unverified:
-    """What a step knows before anything is accepted.
+    """A step before anything of it is accepted.
 
     Attributes:
         graph, rows, logits, hidden, tail: see :class:`Verified`.

@@ -41,7 +41,7 @@ class Capturers(Protocol):
     captures: bool
 
     def agree(self, yes: bool) -> bool:
-        """Whether all ranks say yes; all must ask."""
+        """Return whether all ranks say yes; all must ask."""
         ...
 
 
@@ -55,7 +55,7 @@ def stepping(session: Session, ranks: Capturers) -> Callable[[], Verified]:
 
 
 def can_capture(session: Session) -> bool:
-    """Whether all that this process forwards lies on one GPU, and nothing in a step waits for it."""
+    """Return whether all that this process forwards lies on one GPU, and nothing in a step waits for it."""
     sources = session.mixer.sources if session.mixer is not None else ()
     waits = any(rows.recurrent for rows in session.row_models) or any(source.on_host for source in sources)
     if waits or not replay.is_gpu(session.kv_len.device):

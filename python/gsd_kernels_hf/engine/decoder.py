@@ -159,7 +159,7 @@ class GraphDecoder(Options):
 
 
 def forwarded(sources: Sequence[DraftSource]) -> list[Any]:
-    """What the sources forward, each once: modules and views of the target, in the order of the sources."""
+    """The modules that sources forward, each once: modules and views of the target, in the order of the sources."""
     found: list[Any] = []
     for source in sources:
         found += [module for module in source.forwards if not any(module is known for known in found)]

@@ -115,14 +115,14 @@ class Engine:
         self._statistics: dict[bool, Statistics] = {}  # by whether tokens are sampled
 
     def serves(self, parts: Sequence[Any], criterion: object) -> bool:
-        """Whether the engine was made for these sources' objects and this criterion."""
+        """Return whether the engine was made for these sources' objects and this criterion."""
         mine = [part() for part in self.parts]
         same = len(mine) == len(parts) and all(a is b for a, b in zip(mine, parts, strict=True))
         return same and self.criterion == criterion
 
     @property
     def orphaned(self) -> bool:
-        """Whether an object that a source is made of was deleted."""
+        """Return whether an object that a source is made of was deleted."""
         return any(part() is None for part in self.parts)
 
     def statistics(self, *, sampled: bool) -> Statistics:
@@ -190,7 +190,7 @@ class Engine:
 
 
 class Learner(Protocol):
-    """What learns from the calls of a patched model, see :mod:`gsd_kernels_train.online`."""
+    """A listener that learns from the calls of a patched model, see :mod:`gsd_kernels_train.online`."""
 
     def call(self, sources: Sources, prompt: Any, attention_mask: Any) -> AbstractContextManager[None]:
         """Hold a call that drafts with these: watch it, and learn when it is over."""

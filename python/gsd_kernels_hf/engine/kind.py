@@ -1,4 +1,4 @@
-"""Which sessions may serve a call."""
+"""The key by which a call finds sessions that may serve it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``gsd_kernels.learn`` left of a model in the cache folder: found by the model's fingerprint, read once."""
+"""The file that ``gsd_kernels.learn`` left of a model in the cache folder: found by its fingerprint, read once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def learned_file(model: nn.Module) -> Path:
 
 
 def learned_of(model: Any) -> Known | None:
-    """What was learned of a model; ``None`` where nothing was, or its file cannot be used, which is said once.
+    """Read what was learned of a model; ``None`` where nothing was, or its file cannot be used, which is said once.
 
     And on a GPU, where the history is the table of its text alone.
     """

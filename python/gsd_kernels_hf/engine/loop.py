@@ -82,7 +82,7 @@ def _hear(launched: Launched, policy: Policy, ranks: Ranks, out: Output, *, lear
 
 
 def without_left(session: Session, policy: Policy, out: Output) -> Policy:
-    """What chooses the next shape, once sources are left out that the text has outgrown."""
+    """Return the policy of the next shape, once sources are left out that the text has outgrown."""
     left = session.leave(out.reach)
     if not left or session.mixer is None:
         return policy

@@ -159,7 +159,7 @@ class Output:
             self.positions = None
 
     def result(self) -> Tensor | GraphGenerateOutput:
-        """What ``generate`` returns: int64 [batch, length], or transformers' output with the statistics."""
+        """The return value of ``generate``: int64 [batch, length], or transformers' output with the statistics."""
         session, state, request = self.session, self.session.state, self.request
         stats = self.stats
         stats.drafted_nodes, stats.merges, stats.accepted_merges = self.counted or session.counts.tolist()

@@ -143,42 +143,42 @@ class Request:
 
     @property
     def as_dict(self) -> bool:
-        """Whether transformers' output object is returned rather than token ids."""
+        """Return whether transformers' output object is returned rather than token ids."""
         return bool(self.generation_config.return_dict_in_generate)
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether the output has processed scores [B, V] of every token."""
+        """Return whether the output has processed scores [B, V] of every token."""
         return self.as_dict and bool(self.generation_config.output_scores)
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether the output has logits [B, V] of every token."""
+        """Return whether the output has logits [B, V] of every token."""
         return self.as_dict and bool(self.generation_config.output_logits)
 
     @property
     def per_token(self) -> bool:
-        """Whether something is called for every token on the host."""
+        """Return whether something is called for every token on the host."""
         return bool(self.plan.processors or self.criteria or self.keeps_scores or self.keeps_logits)
 
     @property
     def lockstep(self) -> bool:
-        """Whether all sequences must be asked for together, token by token."""
+        """Return whether all sequences must be asked for together, token by token."""
         return not self.plan.row_wise
 
     @property
     def reads_padding(self) -> bool:
-        """Whether the target reads on in sequences that ended, for those who see its logits there."""
+        """Return whether the target reads on in sequences that ended, for those who see its logits there."""
         return self.lockstep and self.pads_finished and self.batch > 1
 
     @property
     def draws_from_draft(self) -> bool:
-        """Whether the draft's own samples are verified, as speculative sampling does."""
+        """Return whether the draft's own samples are verified, as speculative sampling does."""
         return self.options.criterion in DRAWN and self.plan.temperature > 0 and bool(self.options.named)
 
     @property
     def drafts_by_grammar(self) -> bool:
-        """Whether a grammar among the processors drafts: where it is named, or by default on a CPU."""
+        """Return whether a grammar among the processors drafts: where it is named, or by default on a CPU."""
         options = self.options
         if not options.named or options.criterion in DRAWN or not holds_grammar(self.plan.processors):
             return False

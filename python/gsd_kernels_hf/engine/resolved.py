@@ -1,4 +1,4 @@
-"""What one call drafts with: its options, resolved for its target once."""
+"""The draft sources of one call: its options, resolved for its target once."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Sources:
         return [part for part in given if part is not None]
 
     def agreed(self) -> dict[str, object]:
-        """What the ranks of a tensor-parallel model must have been given alike, by the option's name."""
+        """The options that the ranks of a tensor-parallel model must have been given alike, by the option's name."""
         names = ("graph_config", "draft_sources", "reference_ids", "criterion", "backend")
         options = self.options
         read = tuple(None if between is None else between.shared.reads for between in options.translations)

@@ -1,4 +1,4 @@
-"""What is refused of a call before transformers looks at it."""
+"""Refusals of a call before transformers looks at it."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ class Session:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """What is done inside is the reading of a prompt, and no part of a step."""
+        """Count what is done inside as the reading of a prompt, and no part of a step."""
         with self.clock.part("prefill"):
             yield
         self.clock.begin_step()
@@ -343,7 +343,7 @@ class Session:
         return Unverified(graph, rows, logits, self.target.hidden, self.positions(rows), tail)
 
     def accept(self, unverified: Unverified) -> Acceptance:
-        """What the call's rule accepts, on the device or on the host."""
+        """Accept rows by the call's rule, on the device or on the host."""
         return self.rule.accept(unverified.rows, unverified.logits, unverified.positions, self.max_path)
 
     def settle(self, unverified: Unverified, accepted: Acceptance) -> Verified:
@@ -361,7 +361,7 @@ class Session:
 
     @property
     def drafted(self) -> tuple[Any, ...]:
-        """What the last draft left on the host: the shape's storage, and what its tokens were drawn from."""
+        """The last draft's leavings on the host: the shape's storage, and what its tokens were drawn from."""
         storage = None if self.mixer is None else copy.copy(self.mixer.current)
         return storage, None if self.proposal is None else list(self.proposal.distributions)
 

@@ -18,7 +18,7 @@ from ..model import replay
 
 @dataclass
 class SourceStats:
-    """What one draft source brought.
+    """The counts of one draft source.
 
     Attributes:
         proposed: drafted tokens that the target verified. One that several sources proposed counts for the first of
@@ -140,7 +140,7 @@ class GenerationStats:
         return {**asdict(self), "tokens_per_step": self.tokens_per_step, "gain": self.gain}
 
     def table(self) -> list[tuple[str, str]]:
-        """What a user asks first, as (name, text), line by line."""
+        """The answers to what a user asks first, as (name, text), line by line."""
         if self.why is not None:
             return [("served by", f"transformers' own generate: {self.why}"), ("seconds", self._times())]
         total = self.seconds.get("total", 0.0)

@@ -1,4 +1,4 @@
-"""What a step tells the host: one tensor, read once."""
+"""A step's report to the host: one tensor, read once."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Told:
 
     @classmethod
     def of(cls, state: DecodeState, figures: Figures | None = None) -> Told:
-        """What the state says, in its own storage, and where figures are wanted on a GPU beside a copy of them."""
+        """The report of a state, in its own storage, and where figures are wanted on a GPU beside a copy of them."""
         whole = state.told
         if figures is not None and replay.is_gpu(whole.device):
             whole = as_one([whole, *figures.tensors()])

@@ -87,7 +87,7 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
 
 
 def _warm_candidates(session: Session, shape: GraphConfig, verified: Verified) -> None:
-    """What sources propose after one node and after a frontier and make of a step, and the mixture of proposals."""
+    """Launch proposals after one node and after a frontier, what sources make of a step, and the mixture."""
     batch, device = session.kind.batch, session.kv_len.device
     sources = session.mixer.sources if session.mixer is not None else ()
     for width in dict.fromkeys((1, shape.width, shape.history_width)):

@@ -35,7 +35,7 @@ EAGER = "eager_attention_forward"
 
 
 class Attends(Protocol):
-    """What a forward is given as ``graph=``."""
+    """The object that a forward is given as ``graph=``."""
 
     def attend(
         self,
@@ -53,7 +53,7 @@ class Attends(Protocol):
 
 @dataclass(frozen=True)
 class Kind:
-    """What an attention call asks for beside softmax over all positions up to a row's own."""
+    """The demands of an attention call beside softmax over all positions up to a row's own."""
 
     window: int | None = None  # positions that a row sees, its own included
     chunk: int | None = None  # positions of a chunk, of which a row sees its own alone
@@ -63,7 +63,7 @@ class Kind:
 
 @dataclass
 class GraphInputs:
-    """What the attention of graph rows needs; device tensors with static addresses. R rows over N graph nodes."""
+    """Inputs of the attention of graph rows; device tensors with static addresses. R rows over N graph nodes."""
 
     ancestor_mask: Tensor  # int32 [B, R, ceil(N/32)]
     kv_len: Tensor  # int32 [B]
@@ -176,7 +176,7 @@ class GraphInputs:
 
 
 def changed_meanwhile(calls: int, expected: int) -> str:
-    """What to say of a forward in which attention calls were missed."""
+    """The message about a forward in which attention calls were missed."""
     return (
         f"model: {calls} attention calls saw the graph's rows where {expected} were expected; the model or its "
         "attention implementation was changed while it generated; change it between two calls"

@@ -50,13 +50,13 @@ class PromptInputs:
 
     @classmethod
     def of(cls, input_ids: Tensor, model_kwargs: Mapping[str, Any], unread: tuple[str, ...]) -> PromptInputs:
-        """Those of a call; its own cache, which is empty, is not used."""
+        """The inputs of a call; its own cache, which is empty, is not used."""
         kept = {name: value for name, value in model_kwargs.items() if name not in CACHES}
         return cls(input_ids, {**kept, "use_cache": True}, unread)
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """What the model's positions have before [B, P]: nothing, or a number of axes."""
+        """The dimensions of the model's positions before [B, P]: nothing, or a number of axes."""
         positions = self.kwargs.get("position_ids")
         return () if positions is None else tuple(positions.shape[:-2])
 
@@ -120,7 +120,7 @@ class RowsBehindInputs(RowModel):
         self.why_modules = "the prompt has more than tokens, which the operator does not read"
 
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
-        """As :meth:`RowModel.sharing_cache`, at the same positions."""
+        """Share the cache as :meth:`RowModel.sharing_cache` does, at the same positions."""
         axes = tuple(self.ahead.shape[:-2])
         rows = RowsBehindInputs(view, self.cache.capacity, self.kv_start, self.backend, axes=axes, cache=self.cache)
         rows.ahead = self.ahead
@@ -153,7 +153,7 @@ class RowsBehindInputs(RowModel):
             listener({layer: states[:, :end] for layer, states in hidden.items()}, 0)
 
     def feed(self, *args: Any, **kwargs: Any) -> FedRows:
-        """As :meth:`RowModel.feed`, at the positions behind the prompt: int64 [*axes, B, R]."""
+        """Feed rows as :meth:`RowModel.feed` does, at the positions behind the prompt: int64 [*axes, B, R]."""
         fed = super().feed(*args, **kwargs)
         return fed._replace(positions=fed.positions + self.ahead)
 
@@ -193,7 +193,7 @@ class _Read(Exception):
 
 
 def ends_in_words(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor) -> bool:
-    """Whether the first layer reads the same of the prompts' last tokens there and where they stand alone.
+    """Return whether the first layer reads the same of the prompts' last tokens there and where they stand alone.
 
     It does not of a placeholder, which the prompt's forward puts something else in the place of. ``False`` as well
     where that cannot be told.

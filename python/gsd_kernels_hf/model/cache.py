@@ -131,7 +131,7 @@ def grown(storage: Tensor, capacity: int) -> Tensor:
 
 
 def lies_in_a_block(model: PreTrainedModel) -> bool:
-    """Whether all layers of a model are likely to store keys and values alike, on one GPU.
+    """Return whether all layers of a model are likely to store keys and values alike, on one GPU.
 
     There the commit of a stacked cache is one launch, whichever backend it has. On a CPU nothing is launched, and
     storage by layer grows layer by layer.

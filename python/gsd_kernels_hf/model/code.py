@@ -1,4 +1,4 @@
-"""Which Python a model's forward runs, noticed cheaply when it changes.
+"""The Python that a model's forward runs; a change of it is noticed cheaply.
 
 Looked at once for a set of classes: their ``forward`` and how ``torch.nn.Module`` calls it, the functions that these
 name, and what those name in turn, as far as they lie in the modelling file, in transformers or in ``torch.nn``; the
@@ -44,7 +44,7 @@ def top_of(name: str | None) -> str:
 
 @dataclass(eq=False)
 class Code:
-    """What forwards of some classes run; the same object as long as that is.
+    """The code that forwards of some classes run; the same object as long as that is.
 
     Attributes:
         foreign: the first function that is not what transformers or PyTorch brought, in words; ``None``: there is none.
@@ -59,7 +59,7 @@ class Code:
     cells: list[tuple[Any, Any]] = field(default_factory=list)
 
     def is_current(self) -> bool:
-        """Whether everything still is where it was found."""
+        """Return whether everything still is where it was found."""
         return (
             all(space.get(name, MISSING) is value for space, name, value in self.places.values())
             and all(len(space) == size for space, size in self.sizes.values())
@@ -72,7 +72,7 @@ class Code:
 
 
 def content_of(cell: Any) -> Any:
-    """What a closure's cell holds, which may be nothing."""
+    """The content of a closure's cell, which may be nothing."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -101,7 +101,7 @@ def described(function: Any) -> str:
 
 
 def is_shipped(function: Any) -> bool:
-    """Whether transformers, PyTorch or this package brought a function."""
+    """Return whether transformers, PyTorch or this package brought a function."""
     return top_of(home_of(function)) in SHIPPED
 
 
@@ -206,7 +206,7 @@ class _Look:
 
 
 def looked_into(function: types.FunctionType) -> bool:
-    """Whether what a function names may matter: PyTorch outside of its modules is taken as a whole."""
+    """Return whether what a function names may matter: PyTorch outside of its modules is taken as a whole."""
     home = str(function.__globals__.get("__name__"))
     return top_of(home) not in (SHIPPED - {"transformers"}) or home.startswith("torch.nn")
 
@@ -236,7 +236,7 @@ def global_hooks() -> tuple[Callable[..., Any], ...]:
 
 
 def ambient(device: torch.device) -> tuple[Any, ...]:
-    """What this thread's PyTorch does to every operation: autocast, modes that functions or operators go through."""
+    """Modes of this thread's PyTorch that every operation goes through: autocast, those of functions and operators."""
     kind = "cpu" if device.type == "meta" else device.type  # of weights that are offloaded, which no forward runs on
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     modes = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()

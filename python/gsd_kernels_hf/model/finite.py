@@ -1,4 +1,4 @@
-"""Which weights of a model hold numbers that are not finite.
+"""A look through a model's weights for numbers that are not finite.
 
 A cache holds finite numbers alone, so that what overflows in one row does not reach rows that do not see it. Where a
 weight makes every key or value NaN, or a token's embedding is, the logits behind it would look like any others. So the
@@ -51,7 +51,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Spoiled:
-    """What is not finite of a model: the first weight that every token goes through, if there is one, and tables."""
+    """The weights that are not finite: the first one that every token goes through, if there is one, and tables."""
 
     weight: str | None = None
     tables: tuple[Table, ...] = ()
@@ -62,7 +62,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Spoiled]] = weakref.Weak
 
 @once
 def spoiled(model: PreTrainedModel) -> Spoiled:
-    """What is not finite of what a text goes through; looked for once, and again after changes that PyTorch counts.
+    """Find the weights of a text's way that are not finite; once, and again after changes that PyTorch counts.
 
     Of a model that is sharded nothing is: ranks must not go different ways.
     """

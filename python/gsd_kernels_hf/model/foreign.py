@@ -1,4 +1,4 @@
-"""What of a model the operator would not compute, as far as that is written on it.
+"""Properties of a model that the operator would not compute, as far as they are written on it.
 
 Numbers are read where a forward reads them, in every layer. What a list of them forgets, :mod:`.proof` finds; what
 rounding or a few tokens would hide stands here: an epsilon, a scale, code that may do anything at any time.
@@ -31,7 +31,7 @@ PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, PackedLinear, PackedEmb
 
 @once
 def foreign(model: PreTrainedModel) -> str | None:
-    """What keeps a LLaMA-like model from being what the operator computes, or ``None``."""
+    """Name what keeps a LLaMA-like model from being what the operator computes, or ``None``."""
     return (
         _foreign_config(model)
         or foreign_code(model)
@@ -68,7 +68,7 @@ def foreign_code(model: nn.Module, *, shipped: bool = True) -> str | None:
 
 
 def _is_kept(module: nn.Module, name: str, function: Any) -> bool:
-    """Whether a function stands in the place of none of the module's class, and reaches no other module."""
+    """Return whether a function stands in the place of none of the module's class, and reaches no other module."""
     owner = getattr(function, "__self__", None)
     return not hasattr(type(module), name) and not (isinstance(owner, nn.Module) and owner._modules)
 
@@ -140,7 +140,7 @@ def _foreign_parameter(model: Any) -> str | None:
 
 
 def _foreign_layer(model: Any) -> str | None:
-    """What a layer does otherwise than the operator, or than the first one."""
+    """Name what a layer does otherwise than the operator, or than the first one."""
     layers, kinds = layers_of(model), kinds_of(model)
     if not layers or len(layers) != len(kinds):
         return f"{len(layers)} layers with {len(kinds)} attention calls"
@@ -178,7 +178,7 @@ def _sizes(layer: Any) -> dict[str, torch.Size]:
 
 
 def _unfit(model: Any, layer: Any, head_dim: int) -> str | None:
-    """Which matrix of a layer does not go with the others."""
+    """Name the matrix of a layer that does not go with the others."""
     vocab, hidden = shape_of(model.model.embed_tokens)
     found = _sizes(layer)
     heads, kv_heads, inner = found["q"][0] // head_dim, found["k"][0] // head_dim, found["gate"][0]

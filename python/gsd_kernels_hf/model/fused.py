@@ -60,7 +60,7 @@ PROMPT_ROWS = 128
 
 
 def switch() -> str:
-    """What ``GSD_KERNELS_FUSED_ROWS`` says, one of :data:`SETTINGS`.
+    """The value of ``GSD_KERNELS_FUSED_ROWS``, one of :data:`SETTINGS`.
 
     Raises:
         ValueError: it is none of them.
@@ -95,7 +95,7 @@ def error_of(check: Callable[..., None], *arguments: object) -> str | None:
 
 
 def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...] = ()) -> str | None:
-    """What keeps ``model`` from being forwarded by one operator that keeps these hidden states, or ``None``.
+    """Name what keeps ``model`` from being forwarded by one operator that keeps these hidden states, or ``None``.
 
     Raises:
         ValueError: a variable of the environment says what there is not.
@@ -234,7 +234,7 @@ def check_rows(model: PreTrainedModel, name: str) -> None:
 
 
 def why_not_by_modules(model: PreTrainedModel, steps: int) -> proof.Difference | None:
-    """What rows through the modules compute otherwise than the model, or ``None``."""
+    """Name what rows through the modules compute otherwise than the model, or ``None``."""
     least = least_piece(model)
 
     def forward(of: PreTrainedModel) -> Tensor:
@@ -245,7 +245,7 @@ def why_not_by_modules(model: PreTrainedModel, steps: int) -> proof.Difference |
 
 
 def reads_whole(model: PreTrainedModel) -> bool:
-    """Whether its prompts are read in one piece, since its layers begin with no state at every one."""
+    """Return whether its prompts are read in one piece, since its layers begin with no state at every one."""
     return bool(mixers_of(model)) and proof.why_not_in_pieces(model) is not None
 
 
@@ -294,7 +294,7 @@ class FusedRows(RowModel):
         self.kv_heads = self.weights.layers[0].k.shape[0] // self.head_dim
 
     def changed(self) -> bool:
-        """As :meth:`RowModel.changed`: matrices that a library keeps in an order of its own are read anew."""
+        """See :meth:`RowModel.changed`; matrices that a library keeps in an order of its own are read anew."""
         super().changed()
         before, self.weights = self.weights, weights_of(self.model, self.kinds)
         if before.inv_freq.shape == self.weights.inv_freq.shape:  # which may be a copy, that restart fills
@@ -302,7 +302,7 @@ class FusedRows(RowModel):
         return before.places != self.weights.places
 
     def restart(self, input_ids: Tensor, chunk: int | None = None) -> None:
-        """As :meth:`RowModel.restart`. Frequencies that are a copy of the model's follow them."""
+        """Begin a text as :meth:`RowModel.restart` does. Frequencies that are a copy of the model's follow them."""
         inv_freq = self.model.model.rotary_emb.inv_freq
         if inv_freq.data_ptr() != self.weights.inv_freq.data_ptr():
             self.weights.inv_freq.copy_(inv_freq)
@@ -316,7 +316,7 @@ class FusedRows(RowModel):
     def read(
         self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None
     ) -> None:
-        """As :meth:`RowModel.read`, at most ``chunk`` tokens at a time. Padding is where ``kv_start`` says."""
+        """Read as :meth:`RowModel.read` does, ``chunk`` tokens at most at once. Padding is where ``kv_start`` says."""
         (batch, length), device = input_ids.shape, self.device
         input_ids = input_ids.to(device)
         most = min(chunk or PROMPT_ROWS, max(1, PROMPT_ROWS // batch))
@@ -360,7 +360,7 @@ class FusedRows(RowModel):
         shift: int = 0,
         stem: int = 0,
     ) -> Tensor:
-        """As :meth:`RowModel.rows`."""
+        """Forward graph rows; see :meth:`RowModel.rows`."""
         fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int32)
         mask, node_depths, kv_len = (t.to(self.device) for t in (ancestor_mask, node_depths, kv_len))
         spoiled = self.cache.new_marks(fed.ids.shape[1], self.device)

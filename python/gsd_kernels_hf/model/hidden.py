@@ -51,7 +51,7 @@ def kept(last: int, length: int, layers: Sequence[int], model: PreTrainedModel) 
 
 @torch.no_grad()
 def why_no_states(model: PreTrainedModel, layers: Sequence[int]) -> str | None:
-    """What keeps hidden states of these numbers from being read as [B, n, D], or ``None``: one token shows it."""
+    """Name what keeps hidden states of these numbers from being read as [B, n, D], or ``None``: one token shows it."""
     chosen = [layer for layer in layers if layer != LAST]
     if not chosen:
         return None

@@ -50,7 +50,7 @@ OWN = __name__.partition(".")[0]
 
 @dataclass(frozen=True)
 class ModelState:
-    """What a model was at some time; equal while nothing was changed.
+    """The state of a model at some time; equal while nothing was changed.
 
     Attributes:
         structure: what captured steps and prepared weights depend on.
@@ -143,7 +143,7 @@ def first_device(model: nn.Module) -> torch.device:
 
 
 def pinned(value: Any) -> Any:
-    """What equals itself alone, and keeps ``value`` alive only where it must."""
+    """A stand-in that equals itself alone, and keeps ``value`` alive only where it must."""
     try:
         return weakref.ref(value)
     except TypeError:
@@ -156,7 +156,7 @@ def foreign_global_hooks() -> list[Callable[..., Any]]:
 
 
 def is_own(hook: Callable[..., Any]) -> bool:
-    """Whether this package set a hook, for the length of a forward."""
+    """Return whether this package set a hook, for the length of a forward."""
     return str(getattr(hook, "__module__", "")).startswith(OWN)
 
 
@@ -178,7 +178,7 @@ def held_by(function: Callable[..., Any]) -> Iterator[Tensor]:
 
 
 def tensors_of(module: nn.Module) -> Iterable[Tensor]:
-    """What holds the module's own parameters, buffers and other tensors, and what a library keeps beside, each once."""
+    """The tensors behind the module's own parameters, buffers and variables, and a library's beside, each once."""
     values = [named for holder in (module._parameters, module._buffers, vars(module)) for named in list(holder.items())]
     own = [value for name, value in values if isinstance(value, Tensor) and name not in LEFT]
     found = {id(part): part for tensor in own for part in parts_of(tensor)}

@@ -112,13 +112,13 @@ def _view(module: Any, kind: type[CpuLinear]) -> Any:
 
 
 def serves(weight: Tensor) -> bool:
-    """Whether PyTorch's own products are slower for this weight."""
+    """Return whether PyTorch's own products are slower for this weight."""
     # Hardware for bfloat16 is what PyTorch's products use and these do not.
     served = FLOATS if not torch.cpu._is_avx512_bf16_supported() else (torch.float32,)
     return is_plain(weight) and weight.dtype in served
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Whether the operator takes this weight."""
+    """Return whether the operator takes this weight."""
     plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.is_contiguous()
     return plain and weight.dtype in FLOATS

@@ -1,4 +1,4 @@
-"""What a call finds out about its models while it gets ready, once.
+"""Answers that a call finds about its models while it gets ready, once.
 
 Whether a model can be served, how it is forwarded and what it is now is asked in several rooms, each for its own
 reason. Walking through its modules takes milliseconds, and no call changes its models before it decodes.

@@ -1,4 +1,4 @@
-"""What a model does with graph rows, found by one forward of a few tokens.
+"""One forward of a few tokens, which shows how a model treats graph rows.
 
 Nothing here knows a family by name. The forward's attention is a stand-in in which every row sees itself alone, so that
 whatever else mixes rows or sequences shows; the rows are chosen so that one position is at two places of the cache.
@@ -47,7 +47,7 @@ BY_LENGTH = "computes with the cache's length in its layers, which differs from 
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """What was found. ``problem`` completes a sentence that begins with the model's class; ``None``: there is none."""
+    """The findings. ``problem`` completes a sentence that begins with the model's class; ``None``: there is none."""
 
     kinds: tuple[Kind, ...] = ()  # of every attention call of a forward, in their order
     unwritten: frozenset[int] = frozenset()  # layers of the cache that get nothing, before others that do
@@ -132,7 +132,7 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, opt
 
 
 def differing_twin(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """What differs between two rows with one token at one position."""
+    """Name what differs between two rows with one token at one position."""
     a, b = TWINS
     for what, states in (("queries", query), ("keys", key[:, :, CACHED:]), ("values", value[:, :, CACHED:])):
         one, other = states[0, :, a].float(), states[0, :, b].float()
@@ -159,12 +159,12 @@ class ProbeCache(GraphCache):
         self.updated: list[int] = []  # layers, in the order in which they were stored
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As its base, noted."""
+        """Store like its base, and note the layer."""
         self.updated.append(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> Any:
-        """As its base, noted; before anything is stored, as if the prompt were."""
+        """Answer like its base, and note who asked; before anything is stored, as if the prompt were."""
         begun = any(layer.is_initialized for layer in self.layers)
         (self.asked if begun else self.early).add(layer_idx)
         if self.length is not None:
@@ -177,7 +177,7 @@ _known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, AttentionReport]] 
 
 @once
 def examine(model: PreTrainedModel) -> AttentionReport:
-    """What ``model`` does with graph rows.
+    """Look at what ``model`` does with graph rows.
 
     One forward of 2 × 5 tokens, remembered until the model's structure is another one, see :mod:`.identity`; what an
     error cut short is not. The model is left as it was.
@@ -192,7 +192,7 @@ def examine(model: PreTrainedModel) -> AttentionReport:
 
 
 def kinds_of(model: PreTrainedModel, name: str = "model") -> tuple[Kind, ...]:
-    """What every attention call of a forward asks for.
+    """The demands of every attention call of a forward.
 
     Raises:
         ValueError: ``model``, the argument ``name``, cannot be forwarded with graph rows.
@@ -242,7 +242,7 @@ def random_numbers_kept(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _at_place_zero(model: PreTrainedModel, asked: frozenset[int]) -> Probe:
-    """What a forward notes in which layers that ask for the cache's length believe that all rows are at its begin.
+    """Note a forward in which layers that ask for the cache's length believe that all rows are at its begin.
 
     Raises:
         Unserved: what they make of other lengths is not what :class:`~.temperature.Temperature` says.
@@ -359,7 +359,7 @@ def _poison(model: PreTrainedModel, poisoned: bool) -> Iterator[None]:
 
 
 def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[Kind]:
-    """What every attention call asks for.
+    """The demands of every attention call.
 
     What a call says is what flash attention goes by, the mask is what every other implementation goes by.
     """

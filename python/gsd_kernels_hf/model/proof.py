@@ -46,7 +46,7 @@ Forward = Callable[[PreTrainedModel], Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """What keeps a way to forward rows from a model.
+    """The difference that keeps a way to forward rows from a model.
 
     Attributes:
         what: in words.
@@ -75,7 +75,7 @@ def padding(ids: Tensor) -> Tensor:
 
 
 def own_logits(model: PreTrainedModel, *, singly: bool = False, steps: int = 1) -> Tensor:
-    """As transformers' ``generate`` computes them of a prompt; ``singly``: of a prompt and tokens behind it."""
+    """Logits as transformers' ``generate`` computes them of a prompt; ``singly``: of a prompt and tokens behind it."""
     ids, cache = text(model, steps), DynamicCache(config=model.config)
     length = ids.shape[1]
     mask = padding(ids)
@@ -191,7 +191,7 @@ def why_not_proved(
     steps: int = 1,
     own: Forward | None = None,
 ) -> Difference | None:
-    """What ``forward`` computes otherwise than the model, or ``None``.
+    """Name what ``forward`` computes otherwise than the model, or ``None``.
 
     Remembered until the model's structure is another one, see :mod:`.identity`.
 
@@ -256,7 +256,7 @@ def _difference(
 
 
 def precision_of(model: PreTrainedModel) -> torch.dtype:
-    """What a model rounds to: recurrent states are float32 at best, whatever the weights are; codes have eight bits."""
+    """The type that a model rounds to: recurrent states are float32 at best; codes have eight bits."""
     if rounds_rows(model):
         return torch.bfloat16
     return torch.float32 if mixers_of(model) and model.dtype == torch.float64 else model.dtype

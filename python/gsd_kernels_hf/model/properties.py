@@ -1,4 +1,4 @@
-"""What the rest asks of a transformers model: what is inside its wrappers, its vocabulary, where it takes its input."""
+"""Properties of a transformers model: the one inside its wrappers, its vocabulary, where it takes its input."""
 
 from __future__ import annotations
 

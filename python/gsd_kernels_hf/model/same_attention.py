@@ -1,4 +1,4 @@
-"""Whether a model's own attention function computes what graph rows get: softmax over what a row sees, and a sink.
+"""A comparison of a model's own attention with that of graph rows: softmax over what a row sees, and a sink.
 
 Graph rows go through this package's attention. A function that a user registered or put in place of transformers' may
 do something else, so it is called beside ours with the same numbers, in float32 where the model is in half precision:
@@ -49,7 +49,7 @@ class AttentionCall:
 
     @property
     def window(self) -> int | None:
-        """What the call says."""
+        """The window that the call says."""
         return self.options.get("sliding_window")
 
     @property
@@ -59,12 +59,12 @@ class AttentionCall:
 
     @property
     def foreign(self) -> bool:
-        """Whether the function is not transformers' own."""
+        """Return whether the function is not transformers' own."""
         return not is_shipped(self.own)
 
 
 def check_attention(call: AttentionCall, visible: Tensor) -> str | None:
-    """What differs between the model's attention function and ours, or ``None``.
+    """Name what differs between the model's attention function and ours, or ``None``.
 
     Args:
         call: as it was seen.

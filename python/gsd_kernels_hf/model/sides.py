@@ -40,7 +40,7 @@ def longropes_of(model: nn.Module) -> list[Any]:
 
 
 def is_longrope(module: nn.Module) -> bool:
-    """Whether a module is a rotary embedding with two sides."""
+    """Return whether a module is a rotary embedding with two sides."""
     return getattr(module, "rope_type", None) == LONGROPE
 
 
@@ -50,13 +50,13 @@ def original_of(module: Any) -> int:
 
 
 def rereads(model: PreTrainedModel) -> bool:
-    """Whether transformers reads a text of ``model`` anew once it crosses the border, as Phi 3's classes ask for."""
+    """Return whether transformers reads a text anew once it crosses the border, as Phi 3's classes ask for."""
     prepare = inspect.unwrap(type(model).prepare_inputs_for_generation)
     return ORIGINAL in prepare.__code__.co_names and hasattr(model.config, ORIGINAL)
 
 
 def frequencies(module: Any, *, long: bool) -> Tensor:
-    """What a forward on one side has in ``inv_freq``."""
+    """The numbers that a forward on one side has in ``inv_freq``."""
     found = module.original_inv_freq
     if long:
         found = getattr(module, "long_inv_freq", None)

@@ -1,4 +1,4 @@
-"""Which tokens of two tokenizers mean the same bytes."""
+"""Tokens of two tokenizers that mean the same bytes."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def spelling(pieces: Mapping[int, str], what: str) -> dict[int, bytes]:
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """What a target's tokens are to a draft of another tokenizer, on the CPU.
+    """The meaning of a target's tokens to a draft of another tokenizer, on the CPU.
 
     Attributes:
         same: int64 [target's tokens], the draft's token of the same bytes, content or role; −1 for none.
@@ -230,7 +230,7 @@ class Translation:
 
     @classmethod
     def between(cls, tokenizer: Any, assistant_tokenizer: Any) -> Translation | None:
-        """What is between two tokenizers; ``None`` where their tokens are the same. Read once, as vocabularies are.
+        """Compare two tokenizers; ``None`` where their tokens are the same. Read once, as vocabularies are.
 
         Raises:
             TypeError, ValueError: see :meth:`Vocabulary.of`.

@@ -82,7 +82,7 @@ class Form(Protocol):
     takes_states: bool
 
     def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """What the module's forward returns of rows [B, R], given what it was called with."""
+        """Return what the module's forward does of rows [B, R], given what it was called with."""
         ...
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
@@ -112,7 +112,7 @@ class Mixer(nn.Module):
         self.train(module.training)
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """As the module; a cache of graph rows says which it is."""
+        """Forward like the module; a cache of graph rows says which it is."""
         cache = argument(RowsCache, args, options)
         if cache is None:
             return self.module(*args, **options)
@@ -127,7 +127,7 @@ class Mixer(nn.Module):
 def masked(
     module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], mask: Tensor | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a mixer is called with, but for another mask [B, n] of its tokens, where it takes one."""
+    """The arguments of a mixer, but for another mask [B, n] of its tokens, where it takes one."""
     forward = written(type(module).forward)
     names = () if forward is None else forward.__code__.co_varnames[1 : forward.__code__.co_argcount]
     for place, name in enumerate(names):
@@ -140,7 +140,7 @@ def masked(
 
 @functools.lru_cache(maxsize=1024)
 def keeps_state(cls: type) -> bool:
-    """Whether code of a module's class moves a recurrent state of a cache on."""
+    """Return whether code of a module's class moves a recurrent state of a cache on."""
     if not hasattr(LinearAttentionLayer, "update_recurrent_state"):
         return False
     for base in cls.__mro__:
