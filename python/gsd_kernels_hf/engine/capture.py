@@ -178,7 +178,7 @@ class CapturedStep:
             CaptureError: something in the device's parts cannot be captured.
         """
         session = self.session
-        accepted = nothing_accepted(session.kind.batch, session.max_path + 1, session.kv_len.device)
+        accepted = nothing_accepted(session.key.batch, session.max_path + 1, session.kv_len.device)
         propose, unverified = self._capture(session.propose)
         drafted = session.drafted
         settle, verified = self._capture(lambda: session.settle(unverified, accepted))
@@ -199,11 +199,11 @@ class CapturedStep:
         session = self.session
         with session.clock.capture() as parts:
             graph, result = replay.lane_of(session.state.tokens.device).capture(function, self.pool)
-        self.pool, told = graph.pool, session.told
+        self.pool, report = graph.pool, session.report
 
         def run() -> None:
             graph()
-            session.told = told
+            session.report = report
             session.clock.replayed(parts)
 
         return run, result

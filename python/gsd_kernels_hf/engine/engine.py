@@ -21,11 +21,11 @@ from ..sources.memory import HistoryMemory
 from ..sources.retention import Retention
 from ..sources.weights import SourceWeights
 from . import room
-from .kind import Kind
 from .parked import Parked
 from .request import Request
 from .resolved import Sources
 from .session import Session
+from .session_key import SessionKey
 
 MOST_ENGINES = 8  # of a target; the least recently used one goes
 MOST_SESSIONS = 4  # that wait for later calls, of all engines of a target; the least recently used one goes
@@ -58,9 +58,11 @@ class Idle:
         self._kept: list[tuple[Engine, Parked]] = []  # the most recently used last
         self._lock = threading.Lock()
 
-    def take(self, engine: Engine, kind: Kind, request: Request, states: Mapping[str, ModelState]) -> Session | None:
-        """One of this engine and kind whose models have the structure they had, of several that which holds most of
-        the prompt. The engine's sessions of another structure go."""
+    def take(
+        self, engine: Engine, key: SessionKey, request: Request, states: Mapping[str, ModelState]
+    ) -> Session | None:
+        """Take a session of this engine and key whose models have the structure they had; of several that which holds
+        most of the prompt. The engine's sessions of another structure go."""
         structure = {name: state.structure for name, state in states.items()}
 
         def fits(session: Session) -> bool:
@@ -69,7 +71,7 @@ class Idle:
         with self._lock:
             waiting = [(owner, parked, parked.session) for owner, parked in self._kept]
             here = [found for found in waiting if found[2] is not None and (found[0] is not engine or fits(found[2]))]
-            fitting = [(p, s) for owner, p, s in here if owner is engine and s is not None and s.kind == kind]
+            fitting = [(p, s) for owner, p, s in here if owner is engine and s is not None and s.key == key]
             best = max(fitting, key=lambda found: found[1].holds(request))[0] if fitting else None
             self._kept = [(owner, parked) for owner, parked, _ in here if parked is not best]
             return None if best is None else best.resume()
@@ -141,20 +143,20 @@ class Engine:
             alone: whether no other rank must do the same at the same time.
 
         Returns:
-            An idle session of this kind, the one that holds most of the prompt, or a new one.
+            An idle session of this key, the one that holds most of the prompt, or a new one.
         """
-        kind = Kind.of(request, policy, sources, alone=alone)
-        prompt, most = request.prompt_length, request.prompt_length + request.room + kind.slots
-        capacity = room.to_begin(prompt, kind.slots, request.room, request.device)
+        key = SessionKey.of(request, policy, sources, alone=alone)
+        prompt, most = request.prompt_length, request.prompt_length + request.room + key.slots
+        capacity = room.to_begin(prompt, key.slots, request.room, request.device)
         if self.idle.weakly and not replay.is_gpu(request.device):
-            return Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources]), False
+            return Session(key, request.model, request.device, capacity, [copy.copy(s) for s in sources]), False
         capacity = room.rounded(capacity)
         # As they are now: what is changed while a text is written is a change to the next call.
         modules = {**request.models, "drafter": request.sources.drafter}
         states = {name: ModelState.of(module) for name, module in modules.items() if module is not None}
-        session, current = self.idle.take(self, kind, request, states), False
+        session, current = self.idle.take(self, key, request, states), False
         if session is None:
-            session = Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources])
+            session = Session(key, request.model, request.device, capacity, [copy.copy(s) for s in sources])
         else:
             if capacity > session.capacity:
                 session.grow(room.larger(session.capacity, capacity, room.rounded(most)))

@@ -21,8 +21,8 @@ from .flight import Launched
 from .request import Request
 from .session import Session
 from .stats import GenerationStats, SourceStats
+from .step_report import HostReport
 from .streaming import Streaming
-from .told import Heard
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -93,12 +93,12 @@ class Output:
         most = request.prompt_length + request.room - 1
         return all(done or length >= most for length, done in zip(self.lengths, self.done, strict=True))
 
-    def emit(self, launched: Launched, heard: Heard) -> None:
+    def emit(self, launched: Launched, heard: HostReport) -> None:
         """Hand a step's tokens to the streamer.
 
         Args:
             launched: the step.
-            heard: what it told the host.
+            heard: its report.
 
         Raises:
             ValueError: the target's logits held NaN, its table of positions ends before the text, or a source proposed

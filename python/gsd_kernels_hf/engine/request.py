@@ -15,8 +15,8 @@ from .. import validate
 from ..acceptance.criteria import DRAWN
 from ..acceptance.sampling import SamplingPlan, draw_seed
 from ..model import properties
-from ..model.beside import PromptInputs
 from ..model.finite import spoiled
+from ..model.prompt_inputs import PromptInputs
 from ..parallel import honoured
 from ..sources.matchers import holds_grammar
 from .options import Options

@@ -48,7 +48,7 @@ def warm(session: Session, shapes: Sequence[GraphConfig]) -> None:
 
 def _warm_graph(session: Session, shape: GraphConfig) -> None:
     """Everything but the forwards: merge at every level, flatten, verify, commit, samplers, look-ups, mixing."""
-    batch, device, backend = session.kind.batch, session.state.tokens.device, session.backend
+    batch, device, backend = session.key.batch, session.state.tokens.device, session.backend
     graph = TokenGraph.empty(batch, shape, device)
     graph.reset(
         torch.zeros(batch, device=device, dtype=torch.float32),
@@ -88,7 +88,7 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
 
 def _warm_candidates(session: Session, shape: GraphConfig, verified: Verified) -> None:
     """Launch proposals after one node and after a frontier, what sources make of a step, and the mixture."""
-    batch, device = session.kind.batch, session.kv_len.device
+    batch, device = session.key.batch, session.kv_len.device
     sources = session.mixer.sources if session.mixer is not None else ()
     for width in dict.fromkeys((1, shape.width, shape.history_width)):
         root = torch.zeros(batch, width, dtype=torch.int32, device=device)

@@ -52,7 +52,7 @@ class Attends(Protocol):
 
 
 @dataclass(frozen=True)
-class Kind:
+class AttentionKind:
     """The demands of an attention call beside softmax over all positions up to a row's own."""
 
     window: int | None = None  # positions that a row sees, its own included
@@ -71,7 +71,7 @@ class GraphInputs:
     row_depths: Tensor  # int32 [B, R]; position minus kv_len
     node_depths: Tensor  # int32 [B, N]
     backend: str = "auto"
-    kinds: tuple[Kind, ...] | None = None  # of every attention call; None: as each call says
+    kinds: tuple[AttentionKind, ...] | None = None  # of every attention call; None: as each call says
     row_invariant: bool = False  # whether a row is to have the same bits alone and among others
     calls: int = 0  # so far
     _masks: dict[tuple[int, int | None, int | None], DenseMask] = field(default_factory=dict, repr=False)
@@ -90,7 +90,7 @@ class GraphInputs:
     ) -> Tensor:
         """Attend over the whole cache; see :class:`Attends`."""
         if self.kinds is None:
-            kind = Kind(options.get("sliding_window"))
+            kind = AttentionKind(options.get("sliding_window"))
         elif self.calls < len(self.kinds):
             kind = self.kinds[self.calls]
         else:

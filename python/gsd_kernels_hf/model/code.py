@@ -28,7 +28,7 @@ from transformers.utils.generic import GeneralInterface
 
 ENTRIES = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__")
 OWN = {"gsd_kernels", "gsd_kernels_hf", "gsd_kernels_train", "gsd_kernels_serve", "gsd_kernels_cli"}
-SHIPPED = ({"torch", "transformers", "accelerate", "peft", *OWN} | sys.stdlib_module_names) - {"unittest"}
+HOME_PACKAGES = ({"torch", "transformers", "accelerate", "peft", *OWN} | sys.stdlib_module_names) - {"unittest"}
 """Packages whose functions are at home in a modelling file."""
 CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 """What a forward stores keys and values in."""
@@ -102,7 +102,7 @@ def described(function: Any) -> str:
 
 def is_shipped(function: Any) -> bool:
     """Return whether transformers, PyTorch or this package brought a function."""
-    return top_of(home_of(function)) in SHIPPED
+    return top_of(home_of(function)) in HOME_PACKAGES
 
 
 class _Look:
@@ -155,7 +155,7 @@ class _Look:
             written = top_of(type(value).__module__)
         else:
             return None
-        if written not in SHIPPED and written != home and self.code.foreign is None:
+        if written not in HOME_PACKAGES and written != home and self.code.foreign is None:
             self.code.foreign = f"{where} is {described(value)}"
         return value if isinstance(value, types.FunctionType) else None
 
@@ -208,7 +208,7 @@ class _Look:
 def looked_into(function: types.FunctionType) -> bool:
     """Return whether what a function names may matter: PyTorch outside of its modules is taken as a whole."""
     home = str(function.__globals__.get("__name__"))
-    return top_of(home) not in (SHIPPED - {"transformers"}) or home.startswith("torch.nn")
+    return top_of(home) not in (HOME_PACKAGES - {"transformers"}) or home.startswith("torch.nn")
 
 
 _known: dict[tuple[frozenset[type], frozenset[str]], Code] = {}

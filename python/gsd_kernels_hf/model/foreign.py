@@ -18,7 +18,7 @@ from gsd_kernels.ops.packed.api import FLOATS
 
 from ..packed.adapters import stored_in
 from ..packed.modules import Packed, PackedEmbedding, PackedLinear, dtype_of, shape_of
-from .attention import Kind
+from .attention import AttentionKind
 from .code import ambient, described, is_shipped
 from .identity import code_run_by, first_device, foreign_global_hooks, put_on
 from .once import modules_of, once, parameters_of
@@ -148,7 +148,7 @@ def _foreign_layer(model: Any) -> str | None:
     sizes = _sizes(first)
     for number, layer in enumerate(layers):
         attention, mlp = layer.self_attn, layer.mlp
-        if kinds[number] != Kind(kinds[number].window):
+        if kinds[number] != AttentionKind(kinds[number].window):
             return f"attention with more than a window in layer {number}, {kinds[number]}"
         if attention.head_dim != head_dim:
             return f"heads that are turned in part, or of another size, in layer {number}"

@@ -34,7 +34,7 @@ from gsd_kernels.ops.state_rows import BLOCK
 from ..packed.modules import matrix_of, shape_of
 from . import gpu_proof, proof, replay, rows_proof
 from .asking import ask
-from .attention import Kind
+from .attention import AttentionKind
 from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
 from .pieces import SEVERAL, WHOLE
@@ -137,7 +137,7 @@ def ways() -> dict[str, rows_proof.Way]:
     return {"operator": FusedRows, "modules": RowModel}
 
 
-def layer_weights(layer: Any, kind: Kind) -> LayerWeights:
+def layer_weights(layer: Any, kind: AttentionKind) -> LayerWeights:
     """The parameters of a LLaMA-like layer; ``kind``: what its attention does."""
     a, m = layer.self_attn, layer.mlp
     projections = {
@@ -160,7 +160,7 @@ def layer_weights(layer: Any, kind: Kind) -> LayerWeights:
     )
 
 
-def weights_of(model: PreTrainedModel, kinds: Sequence[Kind]) -> DecoderWeights:
+def weights_of(model: PreTrainedModel, kinds: Sequence[AttentionKind]) -> DecoderWeights:
     """The parameters as they lie in the model; ``kinds``: what each attention call was seen to do.
 
     Some classes ignore the window of their configuration.
@@ -172,7 +172,7 @@ def weights_of(model: PreTrainedModel, kinds: Sequence[Kind]) -> DecoderWeights:
 
 
 def decoder_weights(
-    embed: Any, layers: Any, kinds: Sequence[Kind], norm: Any, head: Any, inv_freq: Tensor, scale: float
+    embed: Any, layers: Any, kinds: Sequence[AttentionKind], norm: Any, head: Any, inv_freq: Tensor, scale: float
 ) -> DecoderWeights:
     """The parameters of modules, with the frequencies of the rotation and what cosines and sines are multiplied with.
 

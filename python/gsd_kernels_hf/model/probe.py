@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from ..packed.modules import PackedLinear, dtype_of
-from .attention import Kind, configs_of, implementation_of, switched_configs, watching
+from .attention import AttentionKind, configs_of, implementation_of, switched_configs, watching
 from .cache import GraphCache
 from .finite import with_finite_embeddings
 from .identity import structure_of
@@ -49,7 +49,7 @@ BY_LENGTH = "computes with the cache's length in its layers, which differs from 
 class AttentionReport:
     """The findings. ``problem`` completes a sentence that begins with the model's class; ``None``: there is none."""
 
-    kinds: tuple[Kind, ...] = ()  # of every attention call of a forward, in their order
+    kinds: tuple[AttentionKind, ...] = ()  # of every attention call of a forward, in their order
     unwritten: frozenset[int] = frozenset()  # layers of the cache that get nothing, before others that do
     by_length: frozenset[int] = frozenset()  # layers that scale their queries by the cache's length
     positions: int | None = None  # that it has entries for in a table; ``None``: there is no table
@@ -191,7 +191,7 @@ def examine(model: PreTrainedModel) -> AttentionReport:
     return known[1]
 
 
-def kinds_of(model: PreTrainedModel, name: str = "model") -> tuple[Kind, ...]:
+def kinds_of(model: PreTrainedModel, name: str = "model") -> tuple[AttentionKind, ...]:
     """The demands of every attention call of a forward.
 
     Raises:
@@ -321,7 +321,7 @@ def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | N
     return probe, not bool(unknown.any())
 
 
-def check_own_attention(model: PreTrainedModel, calls: list[AttentionCall], kinds: tuple[Kind, ...]) -> None:
+def check_own_attention(model: PreTrainedModel, calls: list[AttentionCall], kinds: tuple[AttentionKind, ...]) -> None:
     """Raise unless the model's own attention function computes what graph rows get."""
     padding = torch.tensor(PADDING, device=device_of(model), dtype=torch.int64)[:, None, None]
     position = torch.arange(CACHED + ROWS, device=device_of(model)) - padding  # [2, 1, S]
@@ -358,7 +358,7 @@ def _poison(model: PreTrainedModel, poisoned: bool) -> Iterator[None]:
         handle.remove()
 
 
-def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[Kind]:
+def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[AttentionKind]:
     """The demands of every attention call.
 
     What a call says is what flash attention goes by, the mask is what every other implementation goes by.
@@ -384,7 +384,7 @@ def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[Kind]:
                 + ("sees all of them" if most is None else f"sees {most}")
             )
         sinks = None if call.sinks is None else call.sinks.dtype
-        yield Kind(*limits, sinks, probe.temperatures.get(call.layer))
+        yield AttentionKind(*limits, sinks, probe.temperatures.get(call.layer))
 
 
 def _windows_of_cache(model: PreTrainedModel) -> dict[int | None, int]:

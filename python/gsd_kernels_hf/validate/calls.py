@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from ..model import beside
-from ..model.beside import PromptInputs
+from ..model import prompt_inputs
 from ..model.once import modules_of
+from ..model.prompt_inputs import PromptInputs
 from ..model.properties import CACHES
 from ..model.sides import longropes_of
 from .modes import OTHERWISE, Unsupported
@@ -63,7 +63,7 @@ def check_inputs(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor)
     if longropes_of(model):
         raise Unsupported(f"{inputs.unread[0]}: not supported of a model with longrope; {LEAVE_OUT}")
     try:
-        beside.check_inputs(model, inputs, kv_start)
+        prompt_inputs.check_inputs(model, inputs, kv_start)
     except ValueError as error:
         raise Unsupported(f"{error}{OTHERWISE}") from error.__cause__ or error
 
