@@ -28,7 +28,7 @@ from .engine.resolved import Sources
 from .engine.screen import check_names, report_draft_lengths, screen
 from .engine.stats import GenerationStats
 from .model import properties
-from .model.once import getting_ready
+from .model.facts import looking
 from .packed import copies
 from .sources.layer_skip import LayerSkip
 from .sources.memory import HistoryMemory
@@ -65,7 +65,7 @@ def _takes_options(function: _Function) -> _Function:
 
 
 @_takes_options
-@getting_ready()
+@looking()
 def generate(
     model: PreTrainedModel,
     inputs: Tensor | None = None,
@@ -95,7 +95,7 @@ def generate(
         TypeError, ValueError: something cannot be served; the message names it and the cure, and nothing was changed.
     """
     model = properties.unwrap(model)
-    validate.check_model("model", model)
+    facts = validate.check_model("model", model)
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     check_names(tuple(kwargs), model)
     validate.check_arguments(kwargs)
@@ -104,7 +104,7 @@ def generate(
     prompt = kwargs.get("input_ids") if inputs is None else inputs
     merged, _ = model._prepare_generation_config(generation_config, **_without_prompt(kwargs))
     # Before transformers looks at them: it drops a mask of ones, whatever its shape.
-    sources = decoder.sources = screen(decoder, model, prompt, kwargs.get("attention_mask"), merged)
+    sources = decoder.sources = screen(decoder, facts, prompt, kwargs.get("attention_mask"), merged)
     if merged.stop_strings is not None:
         # transformers hands no tokenizer to a custom decoding function, so its criterion is made here.
         if decoder.tokenizer is None:

@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from .. import validate
 from ..acceptance.criteria import DRAWN
 from ..acceptance.sampling import SamplingPlan, draw_seed
-from ..model import properties
+from ..model.facts import Facts
 from ..model.finite import spoiled
 from ..model.prompt_inputs import PromptInputs
 from ..parallel import honoured
@@ -31,9 +31,7 @@ class Request:
     """A call of ``generate``, checked.
 
     Attributes:
-        sources: what it drafts with.
-        model: the target, unwrapped.
-        device: where it takes its input.
+        sources: what it drafts with, and the facts of its target.
         input_ids: int64 [B, P], left-padded.
         attention_mask: int64 [B, P], 0 for padding; ``None`` where there is none.
         inputs: what the prompt has beside text; ``None``: nothing.
@@ -49,8 +47,6 @@ class Request:
     """
 
     sources: Sources
-    model: PreTrainedModel
-    device: torch.device
     input_ids: Tensor
     attention_mask: Tensor | None
     inputs: PromptInputs | None
@@ -68,7 +64,6 @@ class Request:
     def of(
         cls,
         sources: Sources,
-        model: PreTrainedModel,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
@@ -83,12 +78,13 @@ class Request:
         """
         prompt, attention_mask = input_ids.shape[1], model_kwargs.get("attention_mask")
         validate.check_padding(attention_mask, inferred=True)  # the caller's own was screened
-        options, unread = sources.options, validate.check_call(model, model_kwargs)
-        for table in spoiled(model).tables:
+        options, facts = sources.options, sources.facts
+        unread = validate.check_call(facts, model_kwargs)
+        for table in spoiled(facts).tables:
             validate.check_table(table, input_ids, attention_mask)
         if options.reference_ids is not None:
-            copies, vocabulary = generation_config.num_return_sequences or 1, properties.vocabulary(model)
-            validate.check_reference(options.reference_ids, input_ids.shape[0], vocabulary, copies)
+            copies = generation_config.num_return_sequences or 1
+            validate.check_reference(options.reference_ids, input_ids.shape[0], facts.vocabulary, copies)
         samples = bool(generation_config.do_sample)
         plan = SamplingPlan.of(logits_processor, samples)
         given = options.seed if seed is None else seed
@@ -97,11 +93,9 @@ class Request:
         inputs = None
         if unread:
             inputs = PromptInputs.of(input_ids, model_kwargs, unread)
-            validate.check_inputs(model, inputs, padding_of(input_ids, attention_mask))
+            validate.check_inputs(facts, inputs, padding_of(input_ids, attention_mask))
         return cls(
             sources,
-            model,
-            properties.device_of(model),
             input_ids,
             attention_mask,
             inputs,
@@ -120,6 +114,22 @@ class Request:
     def options(self) -> Options:
         """Of speculation, as given."""
         return self.sources.options
+
+    @property
+    def facts(self) -> Facts:
+        """All that is known of the target."""
+        return self.sources.facts
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The target, unwrapped."""
+        model: PreTrainedModel = self.facts.model
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target takes its input."""
+        return self.facts.device
 
     @property
     def batch(self) -> int:

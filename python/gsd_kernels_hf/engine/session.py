@@ -21,6 +21,7 @@ from ..acceptance.host import OnHost
 from ..acceptance.lockstep import Lockstep, padded, padded_path
 from ..acceptance.rule import AcceptanceRule, OnDevice
 from ..acceptance.tokenwise import TokenByToken
+from ..model.facts import Facts
 from ..model.fused import rows_of
 from ..model.identity import ModelState
 from ..model.prompt_inputs import RowsBehindInputs
@@ -72,8 +73,7 @@ class Session:
 
     Args:
         key: what the calls that it serves have in common.
-        model: the target.
-        device: where it takes its input.
+        facts: of the target.
         capacity: cache positions to begin with.
         sources: in the order in which they are mixed, of this session alone.
 
@@ -89,14 +89,8 @@ class Session:
         most: cache positions that the text can need.
     """
 
-    def __init__(
-        self,
-        key: SessionKey,
-        model: PreTrainedModel,
-        device: torch.device,
-        capacity: int,
-        sources: Sequence[DraftSource],
-    ) -> None:
+    def __init__(self, key: SessionKey, facts: Facts, capacity: int, sources: Sequence[DraftSource]) -> None:
+        device = facts.device
         self.key, self.backend, self.branch, self.capacity = key, key.backend, key.branch, capacity
         # Ranks that differ must find out by their hashes, not by messages of different sizes.
         self.trims = key.alone and device.type == "cpu"
@@ -111,9 +105,9 @@ class Session:
         self.proposal = ChainProposal(self.sampler) if key.draws else None
         self.draws = None if self.proposal is None else self.proposal.draw
         for source in sources:
-            source.check(model)  # and note what it needs of this target
+            source.check(facts.model)  # and note what it needs of this target
         layers = tuple(sorted({layer for source in sources for layer in source.hidden_layers}))
-        arguments = model, capacity, self.state.kv_start, self.backend, layers
+        arguments = facts, capacity, self.state.kv_start, self.backend, layers
         self.target: RowModel = rows_of(*arguments) if key.axes is None else RowsBehindInputs(*arguments, axes=key.axes)
         self.target.watch()
         self.row_models: list[CachedText] = [self.target]

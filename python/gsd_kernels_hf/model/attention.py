@@ -27,7 +27,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from gsd_kernels import dag_attention
 from gsd_kernels.ops.dag_attention import DenseMask, dense_mask
 
-from .once import modules_of
 from .temperature import Temperature
 
 PREFIX = "gsd_"
@@ -287,17 +286,21 @@ def original_attention(name: str, module: nn.Module) -> Callable[..., Any]:
 
 def configs_of(model: nn.Module) -> list[PretrainedConfig]:
     """Every config that a module of ``model`` may read its attention implementation from."""
-    found: dict[int, PretrainedConfig] = {}
-    modules = (module for _, module in modules_of(model))
+    return configs_in(model.modules())
+
+
+def configs_in(modules: Iterable[nn.Module]) -> list[PretrainedConfig]:
+    """Every config of modules, and those inside them."""
+    configs: dict[int, PretrainedConfig] = {}
     waiting = [module.config for module in modules if isinstance(vars(module).get("config"), PretrainedConfig)]
     while waiting:
         config = waiting.pop()
-        if id(config) in found:
+        if id(config) in configs:
             continue
-        found[id(config)] = config
+        configs[id(config)] = config
         nested = (getattr(config, key, None) for key in config.sub_configs)
         waiting += [sub for sub in nested if isinstance(sub, PretrainedConfig)]
-    return list(found.values())
+    return list(configs.values())
 
 
 def name_beside(original: str) -> str:

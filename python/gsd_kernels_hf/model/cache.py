@@ -16,7 +16,7 @@ from gsd_kernels import commit_kv, write_kv
 from gsd_kernels.ops.write_kv.api import WRITE
 
 from .asking import ask
-from .once import parameters_of
+from .facts import Facts
 from .recurrent.mixers import Form, LinearAttentionLayer, RowsCache
 from .recurrent.tree import RowTree
 from .replay import hold
@@ -130,14 +130,15 @@ def grown(storage: Tensor, capacity: int) -> Tensor:
     return new
 
 
-def lies_in_a_block(model: PreTrainedModel) -> bool:
+def lies_in_a_block(model: PreTrainedModel | Facts) -> bool:
     """Return whether all layers of a model are likely to store keys and values alike, on one GPU.
 
     There the commit of a stacked cache is one launch, whichever backend it has. On a CPU nothing is launched, and
     storage by layer grows layer by layer.
     """
-    config = model.config.get_text_config(decoder=True)
-    devices = {parameter.device for _, parameter in parameters_of(model)}
+    facts = Facts.of(model)
+    config = facts.model.config.get_text_config(decoder=True)
+    devices = {parameter.device for _, parameter in facts.parameters}
     kinds = getattr(config, "layer_types", None) or ()
     unlike = ("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads", "cross_attention_layers")
     return (

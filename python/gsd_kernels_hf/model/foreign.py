@@ -19,9 +19,8 @@ from gsd_kernels.ops.packed.api import FLOATS
 from ..packed.adapters import stored_in
 from ..packed.modules import Packed, PackedEmbedding, PackedLinear, dtype_of, shape_of
 from .attention import AttentionKind
-from .code import ambient, described, is_shipped
-from .identity import code_run_by, first_device, foreign_global_hooks, put_on
-from .once import modules_of, once, parameters_of
+from .code import described, is_shipped
+from .facts import Facts, fact, foreign_global_hooks
 from .probe import kinds_of
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
@@ -29,33 +28,33 @@ SILU = (nn.SiLU, ACT2CLS["silu"])
 PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, PackedLinear, PackedEmbedding, *SILU)
 
 
-@once
-def foreign(model: PreTrainedModel) -> str | None:
+@fact
+def foreign(facts: Facts) -> str | None:
     """Name what keeps a LLaMA-like model from being what the operator computes, or ``None``."""
     return (
-        _foreign_config(model)
-        or foreign_code(model)
-        or _foreign_module(model)
-        or _foreign_parameter(model)
-        or _foreign_layer(model)
+        _foreign_config(facts.model)
+        or foreign_code(facts)
+        or _foreign_module(facts)
+        or _foreign_parameter(facts)
+        or _foreign_layer(facts)
     )
 
 
-@once
-def foreign_code(model: nn.Module, *, shipped: bool = True) -> str | None:
-    """Code in a forward of ``model`` that neither transformers nor PyTorch brought, or that runs round all code.
+@fact
+def foreign_code(facts: Facts, *, shipped: bool = True) -> str | None:
+    """Code in a model's forward that neither transformers nor PyTorch brought, or that runs round all code.
 
     ``shipped``: whether their own counts where it is a hook or lies on a module, as accelerate's does. A function that
     a module of theirs keeps under a name of its own, as activations do, is none that was put there.
     """
-    cast, *modes = ambient(first_device(model))
+    cast, *modes = facts.ambient
     if cast is not None:
         return f"autocast to {cast}"
     if modes:
         return f"a mode that PyTorch's operations go through, {modes[0].__qualname__}"
     for hook in foreign_global_hooks():
         return f"a hook of all modules, {described(hook)}"
-    for (name, module), put in zip(modules_of(model), put_on(model), strict=True):
+    for (name, module), put in zip(facts.modules, facts.put, strict=True):
         if not put.hooks and not put.functions:
             continue
         hooks = [*put.hooks.values(), *(put.functions[own] for own in put.functions if own == "forward")]
@@ -64,7 +63,7 @@ def foreign_code(model: nn.Module, *, shipped: bool = True) -> str | None:
         for function, value in put.functions.items():
             if not is_shipped(value) or (shipped and not _is_kept(module, function, value)):
                 return f"{name or 'the model'} has a function of its own, {function}"
-    return code_run_by(model).foreign
+    return facts.code.foreign
 
 
 def _is_kept(module: nn.Module, name: str, function: Any) -> bool:
@@ -89,8 +88,9 @@ def _foreign_config(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _foreign_module(model: Any) -> str | None:
-    for name, module in modules_of(model):
+def _foreign_module(facts: Facts) -> str | None:
+    model = facts.model
+    for name, module in facts.modules:
         kind, stored = type(module), stored_in(module)
         if stored is not None:
             if stored.problem is not None:
@@ -110,24 +110,25 @@ def _foreign_module(model: Any) -> str | None:
     return None
 
 
-def _foreign_parameter(model: Any) -> str | None:
+def _foreign_parameter(facts: Facts) -> str | None:
+    model = facts.model
     dtype, device = dtype_of(model.lm_head), model.device  # which looks for a parameter every time
-    for name, module in modules_of(model):
+    for name, module in facts.modules:
         if isinstance(module, Packed) and (module.packed.device != device or module.like.dtype != dtype):
             return f"{name} is packed on {module.packed.device} for {module.like.dtype}, not on {device} for {dtype}"
         dense = module._parameters.get("weight") if type(module) is nn.Linear else None
         if type(dense) is nn.Parameter and dense.dtype in FLOATS and dense.dtype != dtype:  # no forward would succeed
             return f"{name}.weight is {dense.dtype}, the output matrix {dtype}"
-    kinds_of(model)  # a forward: in the first one a library may rewrite its weights
+    kinds_of(facts)  # a forward: in the first one a library may rewrite its weights
     read: set[int] = set()
-    for name, module in modules_of(model):
+    for name, module in facts.modules:
         stored = stored_in(module)
         if stored is None:
             continue
         read.add(id(module._parameters.get("weight")))
         if not stored.is_for(dtype) or any(tensor.device != device for tensor in stored.tensors):
             return f"{name} stands for {stored.dtype}, the output matrix is {dtype} on {device}"
-    for name, parameter in parameters_of(model):
+    for name, parameter in facts.parameters:
         if id(parameter) in read:
             continue
         if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS or not parameter.is_contiguous():
@@ -139,9 +140,9 @@ def _foreign_parameter(model: Any) -> str | None:
     return None
 
 
-def _foreign_layer(model: Any) -> str | None:
+def _foreign_layer(facts: Facts) -> str | None:
     """Name what a layer does otherwise than the operator, or than the first one."""
-    layers, kinds = layers_of(model), kinds_of(model)
+    model, layers, kinds = facts.model, layers_of(facts.model), kinds_of(facts)
     if not layers or len(layers) != len(kinds):
         return f"{len(layers)} layers with {len(kinds)} attention calls"
     head_dim, eps, first = 2 * model.model.rotary_emb.inv_freq.numel(), model.model.norm.variance_epsilon, layers[0]

@@ -25,7 +25,7 @@ except ImportError:  # an earlier transformers, where modules keep states in cac
 
 
 from ..code import code_names
-from ..once import modules_of, once
+from ..facts import Facts, fact
 from ..view import with_children
 from .tree import RowTree
 
@@ -174,16 +174,17 @@ def calling(function: types.FunctionType, others: dict[str, Any]) -> types.Funct
     return made
 
 
-@once
-def mixers_of(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
+@fact
+def mixers_of(facts: Facts) -> tuple[tuple[str, nn.Module], ...]:
     """The modules of a model that keep a recurrent state in transformers' cache, by name."""
-    return tuple((name, module) for name, module in modules_of(model) if keeps_state(type(module)))
+    return tuple((name, module) for name, module in facts.modules if keeps_state(type(module)))
 
 
-def states_of(model: PreTrainedModel) -> dict[int, int]:
+@fact
+def states_of(facts: Facts) -> dict[int, int]:
     """Layers of the cache that keep recurrent states, and how many each keeps."""
-    found = {getattr(module, "layer_idx", None) for _, module in mixers_of(model)}
-    own = DynamicCache(config=model.config).layers if found else ()
+    found = {getattr(module, "layer_idx", None) for _, module in mixers_of(facts)}
+    own = DynamicCache(config=facts.model.config).layers if found else ()
     return {i: getattr(layer, "number_of_states", 1) for i, layer in enumerate(own) if i in found}
 
 
