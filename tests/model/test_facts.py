@@ -26,7 +26,14 @@ def function():
 
 def test_a_fact_is_found_once(function):
     one, other = Facts(nn.Linear(2, 2)), Facts(nn.Linear(2, 2))
-    rest = function(other), function(one), function(one, "a"), function(one, b=1), function(one, b=2), function(one, b=1)
+    rest = (
+        function(other),
+        function(one),
+        function(one, "a"),
+        function(one, b=1),
+        function(one, b=2),
+        function(one, b=1),
+    )
     assert rest == (1, 2, 3, 4, 5, 4) and (function(other), function(one)) == (1, 2)
     assert Facts.of(one) is one
 

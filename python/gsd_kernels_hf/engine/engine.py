@@ -70,9 +70,9 @@ class Idle:
 
         with self._lock:
             waiting = [(owner, parked, parked.session) for owner, parked in self._kept]
-            here = [found for found in waiting if found[2] is not None and (found[0] is not engine or fits(found[2]))]
+            here = [entry for entry in waiting if entry[2] is not None and (entry[0] is not engine or fits(entry[2]))]
             fitting = [(p, s) for owner, p, s in here if owner is engine and s is not None and s.key == key]
-            best = max(fitting, key=lambda found: found[1].holds(request))[0] if fitting else None
+            best = max(fitting, key=lambda entry: entry[1].holds(request))[0] if fitting else None
             self._kept = [(owner, parked) for owner, parked, _ in here if parked is not best]
             return None if best is None else best.resume()
 
@@ -82,7 +82,7 @@ class Idle:
             return  # there is nothing in it that a new one would not have
         with self._lock:
             if not engine.ended:
-                others = [found for found in self._kept if not (self.weakly and found[0] is engine)]
+                others = [entry for entry in self._kept if not (self.weakly and entry[0] is engine)]
                 parked = Parked(session, objects if self.weakly else ())
                 self._kept = [*others, (engine, parked)][-MOST_SESSIONS:]
 
@@ -178,7 +178,7 @@ class Engine:
             automatic: whether a policy chose them, which may leave sources out of the next call.
         """
         if session.mixer is not None:
-            learned = {name: found.clone() for name, found in session.mixer.weights.items()}
+            learned = {name: own.clone() for name, own in session.mixer.weights.items()}
             statistics.weights = {**statistics.weights, **learned}
             if automatic:
                 statistics.retention.observe(session.mixer.every, statistics.weights, steps)
@@ -186,7 +186,7 @@ class Engine:
             session.memory = None  # what was forgotten meanwhile stays so
         request = session.request
         parts = [part() for part in self.parts]
-        objects = [found for found in (*request.models.values(), request.sources.drafter, *parts) if found is not None]
+        objects = [one for one in (*request.models.values(), request.sources.drafter, *parts) if one is not None]
         session.end()
         self.idle.add(self, session, objects)
 
@@ -222,12 +222,12 @@ class Engines:
         """The engine of a call's sources and criterion; made at the first call."""
         parts, criterion = sources.parts, sources.options.criterion
         with self._lock:
-            found = next((e for e in self._engines if e.serves(parts, criterion)), None)
-            if found is None:
-                found = Engine(parts, criterion, self.idle)
-            others = [e for e in self._engines if e is not found and not e.orphaned]
-            self._keep([*others, found][-MOST_ENGINES:])
-            return found
+            engine = next((e for e in self._engines if e.serves(parts, criterion)), None)
+            if engine is None:
+                engine = Engine(parts, criterion, self.idle)
+            others = [e for e in self._engines if e is not engine and not e.orphaned]
+            self._keep([*others, engine][-MOST_ENGINES:])
+            return engine
 
     def clear(self) -> None:
         """Forget everything and return the memory, of calls that are running when they end."""

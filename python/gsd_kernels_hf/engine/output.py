@@ -144,9 +144,9 @@ class Output:
         texts = rule.history if isinstance(rule, OnHost) else state.tokens
         for text, padding, length in zip(texts, self.pads, lengths, strict=True):
             ids = text[padding:length]
-            found = not_finite_for(self.session.target.model, ids[ids >= 0], words=request.inputs is None)
-            if found is not None:
-                return found
+            reason = not_finite_for(self.session.target.model, ids[ids >= 0], words=request.inputs is None)
+            if reason is not None:
+                return reason
         return None
 
     def _warn_of_length(self) -> None:
@@ -170,7 +170,7 @@ class Output:
         if session.mixer is not None:
             brought = session.mixer.tally.sources
             stats.sources = {
-                name: SourceStats(**vars(found)) if found else SourceStats() for name, found in brought.items()
+                name: SourceStats(**vars(counts)) if counts else SourceStats() for name, counts in brought.items()
             }
         if self.streaming is not None:
             self.streaming.end()

@@ -95,8 +95,8 @@ def _warm_candidates(session: Session, shape: GraphConfig, verified: Verified) -
         frontier = Frontier(root, root, root, root[..., None])
         level = Level(0, shape, verified.graph, frontier, session.kv_len)
         proposals = (source.warm(level, verified) for source in sources)
-        found = [proposal.candidates for proposal in proposals if proposal is not None]
-        here = [tuple(tensor.to(device) for tensor in candidates) for candidates in found]
+        proposed = [proposal.candidates for proposal in proposals if proposal is not None]
+        here = [tuple(tensor.to(device) for tensor in candidates) for candidates in proposed]
         for first, other in pairwise(here):
             weight = torch.zeros(batch, width, device=device, dtype=torch.float32)
             mix_candidates(*first, *other, weight, backend=session.backend)

@@ -193,8 +193,8 @@ class Watcher(Protocol):
         """An attention call came without ``graph=``; its output, [B, Hq, R, D]."""
         ...
 
-    def found(self, own: Callable[..., Any]) -> None:
-        """An attention call came with ``graph=``; what the model would have called."""
+    def came(self, own: Callable[..., Any]) -> None:
+        """An attention call came with ``graph=``; the model would have called ``own``."""
         ...
 
 
@@ -233,7 +233,7 @@ def _attention_beside(original: str) -> Callable[..., tuple[Tensor, Tensor | Non
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
             )
         if watcher is not None:
-            watcher.found(original_attention(original, module))
+            watcher.came(original_attention(original, module))
         out = graph.attend(module, query, key, value, attention_mask, scaling, kwargs)
         return out.transpose(1, 2).contiguous(), None  # [B, R, Hq, D]
 

@@ -323,8 +323,8 @@ class GraphCache(RowsCache):
             return
         kept = torch.arange(accepted_rows.shape[1], device=accepted_rows.device) < num_accepted[:, None]
         for part in self._spoiled.values():
-            found = part.gather(1, accepted_rows.clamp(min=0).to(part.device, torch.int64))
-            self.marks += found.masked_fill(~kept.to(part.device), 0.0).sum(1).to(self.marks.device)
+            marks = part.gather(1, accepted_rows.clamp(min=0).to(part.device, torch.int64))
+            self.marks += marks.masked_fill(~kept.to(part.device), 0.0).sum(1).to(self.marks.device)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor, kv_len: Tensor, *, backend: str = "auto") -> None:
         """Move the accepted rows of all layers behind the prefix and advance ``kv_len``; one call a device."""

@@ -217,17 +217,17 @@ _known: dict[tuple[frozenset[type], frozenset[str]], Code] = {}
 def code_of(classes: Iterable[type], implementations: Iterable[str]) -> Code:
     """The code that forwards of ``classes`` run with these attention ``implementations``."""
     key = frozenset(classes), frozenset(implementations)
-    found = _known.get(key)
-    if found is None or not found.is_current():
+    code = _known.get(key)
+    if code is None or not code.is_current():
         look = _Look(key[1])
         for cls in sorted(key[0], key=lambda cls: cls.__qualname__):
             look.at_class(cls)
         look.code.names.update(ENTRIES)
         _known.pop(key, None)
-        found = _known[key] = look.code
+        code = _known[key] = look.code
         while len(_known) > MOST:
             _known.pop(next(iter(_known)), None)
-    return found
+    return code
 
 
 def global_hooks() -> tuple[Callable[..., Any], ...]:
@@ -251,8 +251,8 @@ def ambient(device: torch.device) -> tuple[Any, ...]:
 def own_callables(module: nn.Module, names: set[str]) -> dict[str, Any]:
     """Functions on a module itself, rather than on its class, of those ``names``."""
     variables = vars(module)
-    found = sorted(variables.keys() & names)
-    return {name: variables[name] for name in found if _is_function(variables[name])}
+    there = sorted(variables.keys() & names)
+    return {name: variables[name] for name in there if _is_function(variables[name])}
 
 
 def _is_function(value: Any) -> bool:

@@ -185,8 +185,8 @@ def fact(
         facts, key = Facts.of(model), (function, rest, tuple(options.items()))
         if key not in facts.answers:
             facts.answers[key] = function(facts, *rest, **options)
-        found: _Answer = facts.answers[key]
-        return found
+        known: _Answer = facts.answers[key]
+        return known
 
     return answer
 

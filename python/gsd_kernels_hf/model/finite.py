@@ -115,7 +115,7 @@ def _look(facts: Facts, weights: list[tuple[str, nn.Module, Tensor]]) -> Spoiled
     for _, module, tensor in weights:
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         sums.setdefault(tensor.device, []).append(numbers_in(module, tensor).sum(dtype=wide).double())
-    finite = {device: iter(torch.stack(found).isfinite().cpu().tolist()) for device, found in sums.items()}
+    finite = {device: iter(torch.stack(parts).isfinite().cpu().tolist()) for device, parts in sums.items()}
     suspects = [weight for weight in weights if not next(finite[weight[2].device])]
     entry, tables, first = facts.model.get_input_embeddings(), [], None
     for name, module, tensor in suspects:
@@ -169,7 +169,7 @@ def with_finite_embeddings(facts: Facts, ids: Tensor) -> Tensor:
     size = min(facts.vocabulary, shape_of(facts.model.get_input_embeddings())[0])
     usable = torch.ones(size, dtype=torch.bool, device="cpu")
     usable[rows[rows < size]] = False
-    found = usable.nonzero()[:, 0].to(ids.device)
-    if not len(found):
+    others = usable.nonzero()[:, 0].to(ids.device)
+    if not len(others):
         return ids
-    return torch.where(torch.isin(ids, rows.to(ids.device)), found[ids % len(found)], ids)
+    return torch.where(torch.isin(ids, rows.to(ids.device)), others[ids % len(others)], ids)

@@ -159,9 +159,9 @@ def _foreign_layer(facts: Facts) -> str | None:
             return f"another activation in layer {number}, {type(mlp.act_fn).__name__}"
         if any(norm.variance_epsilon != eps for norm in _norms(layer)):
             return f"a norm with another epsilon in layer {number}"
-        found = _sizes(layer)
-        if found != sizes:
-            return f"layers of different sizes: {found} in layer {number}, {sizes} in layer 0"
+        own = _sizes(layer)
+        if own != sizes:
+            return f"layers of different sizes: {own} in layer {number}, {sizes} in layer 0"
     return _unfit(model, first, head_dim)
 
 
@@ -181,13 +181,13 @@ def _sizes(layer: Any) -> dict[str, torch.Size]:
 def _unfit(model: Any, layer: Any, head_dim: int) -> str | None:
     """Name the matrix of a layer that does not go with the others."""
     vocab, hidden = shape_of(model.model.embed_tokens)
-    found = _sizes(layer)
-    heads, kv_heads, inner = found["q"][0] // head_dim, found["k"][0] // head_dim, found["gate"][0]
+    sizes = _sizes(layer)
+    heads, kv_heads, inner = sizes["q"][0] // head_dim, sizes["k"][0] // head_dim, sizes["gate"][0]
     q, kv = (heads * head_dim, hidden), (kv_heads * head_dim, hidden)
     expected = {"q": q, "k": kv, "v": kv, "o": q[::-1], "gate": (inner, hidden), "up": (inner, hidden)}
     expected["down"] = (hidden, inner)
-    if found != expected or not kv_heads or heads % kv_heads:
-        return f"matrices of sizes that do not go together, {found}"
+    if sizes != expected or not kv_heads or heads % kv_heads:
+        return f"matrices of sizes that do not go together, {sizes}"
     output = tuple(shape_of(model.lm_head))
     if output != (model.config.vocab_size, hidden) or vocab < model.config.vocab_size:
         return f"an output matrix of {output} for {model.config.vocab_size} tokens"

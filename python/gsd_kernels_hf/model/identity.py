@@ -69,11 +69,11 @@ def tensors_of(module: nn.Module) -> Iterable[Tensor]:
     """The tensors behind the module's own parameters, buffers and variables, and a library's beside, each once."""
     values = [named for holder in (module._parameters, module._buffers, vars(module)) for named in list(holder.items())]
     own = [value for name, value in values if isinstance(value, Tensor) and name not in LEFT]
-    found = {id(part): part for tensor in own for part in parts_of(tensor)}
+    tensors = {id(part): part for tensor in own for part in parts_of(tensor)}
     stored = stored_in(module)
     if stored is not None:
-        found |= {id(tensor): tensor for tensor in stored.tensors}
-    return found.values()
+        tensors |= {id(tensor): tensor for tensor in stored.tensors}
+    return tensors.values()
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:

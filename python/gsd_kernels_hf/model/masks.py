@@ -50,14 +50,14 @@ def limits_of_mask(
         made: masks and what they were made of.
         padding: of every sequence.
     """
-    found = [arguments for own, arguments in made if mask is own and own is not None]
-    found = found or [arguments for own, arguments in made if _is_view(mask, own)]
-    found = found or [arguments for own, arguments in made if _equal(mask, own)]
-    if not found:
+    origins = [arguments for own, arguments in made if mask is own and own is not None]
+    origins = origins or [arguments for own, arguments in made if _is_view(mask, own)]
+    origins = origins or [arguments for own, arguments in made if _equal(mask, own)]
+    if not origins:
         raise Unserved("makes an attention mask of its own, which graph rows cannot follow")
-    if any(arguments.get("attention_mask") is None for arguments in found):
+    if any(arguments.get("attention_mask") is None for arguments in origins):
         raise Unserved("leaves padding out of its attention mask")
-    limits = {limits_of(arguments.get("mask_function", causal_mask_function), padding) for arguments in found}
+    limits = {limits_of(arguments.get("mask_function", causal_mask_function), padding) for arguments in origins}
     if len(limits) > 1:
         limits = {one for one in limits if one.window == call_window}
     if len(limits) != 1:

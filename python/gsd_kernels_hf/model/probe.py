@@ -72,7 +72,7 @@ class Probe:
         self.by_place: str | None = None  # what differs between equal rows at equal positions
         self.own: Callable[..., Any]
 
-    def found(self, own: Callable[..., Any]) -> None:
+    def came(self, own: Callable[..., Any]) -> None:
         """Note the function that the next call would have gone to."""
         self.own = own
 
@@ -252,9 +252,9 @@ def _at_place_zero(facts: Facts, asked: frozenset[int]) -> Probe:
     except TypeError:  # it takes numbers alone, as transformers' first Llama 4 does
         raise Unserved(BY_LENGTH) from None
     known = {call.layer: Temperature.of(call.module) for call in probe.calls}
-    probe.temperatures = {layer: found for layer in asked if (found := known.get(layer)) is not None}
+    probe.temperatures = {layer: temperature for layer in asked if (temperature := known.get(layer)) is not None}
     differs = len(probe.temperatures) < len(asked)
-    for length in sorted({n for found in probe.temperatures.values() for n in found.lengths(ROWS)}):
+    for length in sorted({n for temperature in probe.temperatures.values() for n in temperature.lengths(ROWS)}):
         other, _ = _forward(facts, poisoned=False, length=length)
         for call, query, scaled in zip(probe.calls, probe.queries, other.queries, strict=True):
             temperature = probe.temperatures.get(call.layer)

@@ -42,8 +42,8 @@ def positions(model: PreTrainedModel) -> int | None:
 
     Rotary positions go on beyond, as do texts.
     """
-    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
+    count = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return count if isinstance(count, int) else None
 
 
 def cache_argument(model: PreTrainedModel) -> str:

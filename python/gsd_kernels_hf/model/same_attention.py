@@ -73,15 +73,15 @@ def check_attention(call: AttentionCall, visible: Tensor) -> str | None:
     home = str(getattr(call.own, "__module__", ""))
     if home.startswith(UNTRIED):
         return None
-    found = _difference(call, visible, call.mask)
-    if found is None and call.foreign:
+    difference = _difference(call, visible, call.mask)
+    if difference is None and call.foreign:
         visible, mask = _longer(call, visible)
-        found = _difference(call, visible, mask) if mask is not None else None
-    if found is None:
+        difference = _difference(call, visible, mask) if mask is not None else None
+    if difference is None:
         return None
     return (
         f"{described(call.own)} in layer {call.layer} gives results that differ from softmax attention"
-        f"{'' if call.sinks is None else ' with sinks'} by {found:.1g}"
+        f"{'' if call.sinks is None else ' with sinks'} by {difference:.1g}"
     )
 
 
@@ -103,13 +103,13 @@ def _difference(call: AttentionCall, visible: Tensor, mask: Any) -> float | None
     """The largest difference relative to the largest output, where that is more than rounding."""
     exact = torch.float64 if call.dtype == torch.float64 else torch.float32
     try:
-        found = _relative(call, visible, mask, exact)
+        difference = _relative(call, visible, mask, exact)
     except Exception:
         if exact == call.dtype:
             raise
         exact = call.dtype  # kernels for half precision alone
-        found = _relative(call, visible, mask, exact)
-    return None if found <= TOLERANCE.get(exact, 0.05) else found
+        difference = _relative(call, visible, mask, exact)
+    return None if difference <= TOLERANCE.get(exact, 0.05) else difference
 
 
 def _relative(call: AttentionCall, visible: Tensor, mask: Any, dtype: torch.dtype) -> float:

@@ -57,13 +57,13 @@ def rereads(model: PreTrainedModel) -> bool:
 
 def frequencies(module: Any, *, long: bool) -> Tensor:
     """The numbers that a forward on one side has in ``inv_freq``."""
-    found = module.original_inv_freq
+    numbers = module.original_inv_freq
     if long:
-        found = getattr(module, "long_inv_freq", None)
-        if found is None:
+        numbers = getattr(module, "long_inv_freq", None)
+        if numbers is None:
             device = module.inv_freq.device
-            found, _ = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, device, seq_len=original_of(module) + 1)
-    return torch.empty_like(module.inv_freq).copy_(found)
+            numbers, _ = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, device, seq_len=original_of(module) + 1)
+    return torch.empty_like(module.inv_freq).copy_(numbers)
 
 
 def frozen(module: Any, *, long: bool) -> Any:

@@ -183,9 +183,9 @@ def mixers_of(facts: Facts) -> tuple[tuple[str, nn.Module], ...]:
 @fact
 def states_of(facts: Facts) -> dict[int, int]:
     """Layers of the cache that keep recurrent states, and how many each keeps."""
-    found = {getattr(module, "layer_idx", None) for _, module in mixers_of(facts)}
-    own = DynamicCache(config=facts.model.config).layers if found else ()
-    return {i: getattr(layer, "number_of_states", 1) for i, layer in enumerate(own) if i in found}
+    indices = {getattr(module, "layer_idx", None) for _, module in mixers_of(facts)}
+    own = DynamicCache(config=facts.model.config).layers if indices else ()
+    return {i: getattr(layer, "number_of_states", 1) for i, layer in enumerate(own) if i in indices}
 
 
 def with_mixers(model: PreTrainedModel, form_of: Callable[[nn.Module], Form]) -> PreTrainedModel:
