@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, and why another cannot.
+"""Choice of the implementation that runs an op, and why another cannot.
 
 ``reference`` is plain PyTorch on any device and the specification. ``auto`` picks the fastest that is available for a
 tensor's device; naming a backend never falls back to another.
@@ -70,7 +70,7 @@ FIRST = ("triton", "compiled")
 
 @cache
 def compiled_first() -> bool:
-    """Whether ``auto`` takes CUDA C++, compiled ahead for sizes known at run time, before Triton, compiled for each.
+    """Return whether ``auto`` takes CUDA C++, compiled ahead for any size, before Triton, compiled for each size.
 
     An op whose Triton form is a kernel behind several launches of PyTorch's names CUDA C++ first in any case.
 
@@ -84,7 +84,7 @@ def compiled_first() -> bool:
 
 
 def compiles(backend: str, device: torch.device) -> bool:
-    """Whether ops that ``backend`` names on ``device`` may be compiled when they are first used, as Triton's are."""
+    """Return whether ops of ``backend`` on ``device`` may be compiled when they are first used, as Triton's are."""
     own = "cuda" if device.type == "cuda" else "cpu"
     if COMPILED_UNAVAILABLE[own] is not None or backend not in ("auto", own):
         return True

@@ -163,7 +163,7 @@ class Rows:
 
 @dataclass
 class Acceptance:
-    """What the target agreed to: a path of rows from the root, and the token that it picked after the last one."""
+    """The part that the target accepts: a path of rows from the root, and the token that it picked behind it."""
 
     accepted_rows: Tensor  # int32 [B, max_path + 1]; −1 padded
     num_accepted: Tensor  # int32 [B]; rows on the path, the root included; 0 for a finished sequence

@@ -42,11 +42,7 @@ SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.3, "seed": 3}
 NO_OPENING = re.compile(r"(What|Whether|Which|Those|As)\b")
 OPENINGS_LEFT = {
     "examples": 1,
-    "gsd_kernels": 4,
-    "gsd_kernels/ops": 32,
-    "python/gsd_kernels_hf": 17,
-    "python/gsd_kernels_hf/engine": 31,
-    "python/gsd_kernels_hf/model": 82,
+    "python/gsd_kernels_hf": 4,
     "python/gsd_kernels_hf/sources": 25,
     "python/gsd_kernels_sglang": 6,
 }

@@ -1,4 +1,4 @@
-"""What the Triton rooms share. Importing this imports triton."""
+"""Parts that the Triton rooms share. Importing this imports triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NO_GPU_ARCH = 80
 
 
 def interpreting() -> bool:
-    """Whether kernels run in triton's interpreter, on CPU tensors."""
+    """Return whether kernels run in triton's interpreter, on CPU tensors."""
     return triton.knobs.runtime.interpret
 
 
@@ -27,6 +27,6 @@ def current_arch(device: torch.device) -> int:
 
 @triton.jit
 def plain(log_prob):
-    """What a log-probability counts as: NaN → −inf, above 0 → +0, −0 → +0."""
+    """The value that a log-probability counts as: NaN → −inf, above 0 → +0, −0 → +0."""
     # The sum comes first: compilers make a minimum of a choice below 0, and a GPU's minimum of −0 and +0 is −0.
     return tl.where(log_prob > float("-inf"), tl.where(log_prob <= 0.0, log_prob + 0.0, 0.0), float("-inf"))

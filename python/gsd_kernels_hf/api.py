@@ -28,7 +28,7 @@ from .engine.resolved import Sources
 from .engine.screen import check_names, report_draft_lengths, screen
 from .engine.stats import GenerationStats
 from .model import properties
-from .model.once import getting_ready
+from .model.facts import looking
 from .packed import copies
 from .sources.layer_skip import LayerSkip
 from .sources.memory import HistoryMemory
@@ -65,7 +65,7 @@ def _takes_options(function: _Function) -> _Function:
 
 
 @_takes_options
-@getting_ready()
+@looking()
 def generate(
     model: PreTrainedModel,
     inputs: Tensor | None = None,
@@ -95,7 +95,7 @@ def generate(
         TypeError, ValueError: something cannot be served; the message names it and the cure, and nothing was changed.
     """
     model = properties.unwrap(model)
-    validate.check_model("model", model)
+    facts = validate.check_model("model", model)
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     check_names(tuple(kwargs), model)
     validate.check_arguments(kwargs)
@@ -104,7 +104,7 @@ def generate(
     prompt = kwargs.get("input_ids") if inputs is None else inputs
     merged, _ = model._prepare_generation_config(generation_config, **_without_prompt(kwargs))
     # Before transformers looks at them: it drops a mask of ones, whatever its shape.
-    sources = decoder.sources = screen(decoder, model, prompt, kwargs.get("attention_mask"), merged)
+    sources = decoder.sources = screen(decoder, facts, prompt, kwargs.get("attention_mask"), merged)
     if merged.stop_strings is not None:
         # transformers hands no tokenizer to a custom decoding function, so its criterion is made here.
         if decoder.tokenizer is None:
@@ -131,7 +131,7 @@ def generate(
 
 
 def handle_of(model: PreTrainedModel) -> Patch | None:
-    """What :func:`patch` returned for a model; ``None`` where it is not patched."""
+    """Return the handle that :func:`patch` returned for a model; ``None`` where it is not patched."""
     return vars(model).get(_PATCH)
 
 
@@ -184,7 +184,7 @@ def _without_prompt(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Patch(threading.local):
-    """What :func:`patch` returns; it keeps caches, captured steps and what was learned for later calls.
+    """The handle that :func:`patch` returns; it keeps caches, captured steps and what was learned for later calls.
 
     ``with patch(model) as handle:`` unpatches at the end, also on an exception, unless that was done inside.
 
@@ -215,7 +215,7 @@ class Patch(threading.local):
 
     @property
     def patched(self) -> bool:
-        """Whether the model's ``generate`` is still this handle's."""
+        """Return whether the model's ``generate`` is still this handle's."""
         return handle_of(self.model) is self
 
     def __enter__(self) -> Patch:
@@ -235,7 +235,7 @@ class Patch(threading.local):
                 _restore(self.model)
 
     def __repr__(self) -> str:
-        """What is kept, in one line."""
+        """Say what is kept, in one line."""
         kind, idle = type(self.model).__name__, self.engines.idle
         if not self.patched:
             return f"<Patch of {kind}: unpatched>"

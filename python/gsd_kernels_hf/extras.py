@@ -11,7 +11,7 @@ DISTRIBUTION = "gsd-kernels"
 
 
 def packages(extra: str) -> list[str]:
-    """What the installed package says that its extra needs, as pip takes it: ``["accelerate>=1.1", "gguf>=0.17"]``."""
+    """The packages that an extra needs, as pip takes them: ``["accelerate>=1.1", "gguf>=0.17"]``."""
     try:
         needed = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # sources on the path, not installed

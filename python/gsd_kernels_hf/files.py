@@ -114,7 +114,7 @@ def checkpoint_place(
 
 
 def model_place(where: str, what: str, *, gguf: bool = True) -> str:
-    """As :func:`checkpoint_place`, for a model: a folder must hold one; with ``gguf`` a GGUF file's path will do too.
+    """Find a model like :func:`checkpoint_place`: a folder must hold one; with ``gguf`` a GGUF file's path will do too.
 
     Raises:
         ValueError: no such folder or file, or a folder without a checkpoint.

@@ -76,7 +76,7 @@ class Alone:
     alone = captures = True
 
     def agree(self, yes: bool) -> bool:
-        """What this process says."""
+        """Return what this process says."""
         return yes
 
     def start(self, own_seed: int, given: dict[str, object]) -> int:
@@ -107,12 +107,12 @@ def ranks_of(models: dict[str, PreTrainedModel], device: torch.device) -> Agreem
 
 
 def can_be_captured(group: dist.ProcessGroup) -> bool:
-    """Whether a GPU's messages to the group can be part of a CUDA graph: NCCL's can, gloo's wait for the host."""
+    """Return whether a GPU's messages to the group can be in a CUDA graph: NCCL's can, gloo's wait for the host."""
     return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
 class Agreement:
-    """What the ranks of one ``generate`` call hold each other to.
+    """The agreement that the ranks of one ``generate`` call hold each other to.
 
     Args:
         group: the tensor-parallel ranks.
@@ -186,7 +186,7 @@ class Agreement:
         return finished
 
     def agree(self, yes: bool) -> bool:
-        """Whether all ranks say yes; all must ask."""
+        """Return whether all ranks say yes; all must ask."""
         return bool(self._gather(torch.tensor([int(yes)], dtype=torch.int64, device="cpu")).all())
 
     def _gather(self, mine: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def pause_at_exit() -> None:
 
 
 def _ranks(column: Tensor) -> str:
-    """Which ranks differ from the first: ``rank 1 from rank 0``."""
+    """Name the ranks that differ from the first: ``rank 1 from rank 0``."""
     others = [str(rank) for rank in range(len(column)) if column[rank] != column[0]]
     return f"rank{'s' * (len(others) > 1)} {', '.join(others)} from rank 0"
 

@@ -38,7 +38,7 @@ class DecodeState:
     emitted: Tensor  # int32 [B, E]; what the last step emitted, first token first
     num_emitted: Tensor  # int32 [B]
     faults: Tensor  # int32 [B]; of what sources proposed, 0 for none
-    told: Tensor  # int32 [n]; the last four, one behind the other, which the host reads once a step
+    report: Tensor  # int32 [n]; the last four, one behind the other, which the host reads once a step
     pad: int = 0  # what lies behind a text's end
 
     @classmethod
@@ -48,8 +48,8 @@ class DecodeState:
         def per_sequence(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
-        told = torch.zeros(sum(told_sizes(batch, width)), dtype=torch.int32, device=device)
-        done, num_emitted, emitted, faults = told.split(told_sizes(batch, width))
+        report = torch.zeros(sum(report_sizes(batch, width)), dtype=torch.int32, device=device)
+        done, num_emitted, emitted, faults = report.split(report_sizes(batch, width))
         return cls(
             tokens=per_sequence(length, dtype=torch.int64),
             out_len=per_sequence(),
@@ -59,7 +59,7 @@ class DecodeState:
             emitted=emitted.view(batch, width),
             num_emitted=num_emitted,
             faults=faults,
-            told=told,
+            report=report,
         )
 
     def restart(self, input_ids: Tensor, kv_start: Tensor, room: int, pad: int) -> None:
@@ -77,7 +77,7 @@ class DecodeState:
         self.out_len.fill_(prompt)
         self.kv_start.copy_(kv_start)
         self.remaining.fill_(room)
-        self.told.zero_()
+        self.report.zero_()
 
     def grow(self, length: int) -> None:
         """Make room for ``length`` tokens a sequence; what is there stays, in the same tensor at another address."""
@@ -96,8 +96,8 @@ class DecodeState:
         return torch.where(place >= self.kv_start[:, None], tail, -1).to(torch.int32)
 
 
-def told_sizes(batch: int, width: int) -> list[int]:
-    """Elements of ``DecodeState.told``: of ``done`` (four flags each), ``num_emitted``, ``emitted``, ``faults``."""
+def report_sizes(batch: int, width: int) -> list[int]:
+    """Elements of ``DecodeState.report``: of ``done`` (four flags each), ``num_emitted``, ``emitted``, ``faults``."""
     return [-(-batch // 4), batch, batch * width, batch]
 
 
@@ -119,7 +119,7 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        """Whether the best token is taken and nothing is drawn."""
+        """Return whether the best token is taken and nothing is drawn."""
         return is_off(self.warpers["temperature"], 0.0)
 
     def on(self, device: torch.device) -> Sampler:
@@ -197,7 +197,7 @@ class Sampler:
 
 @dataclass
 class Unverified:
-    """What a step knows before anything is accepted.
+    """A step before anything of it is accepted.
 
     Attributes:
         graph, rows, logits, hidden, tail: see :class:`Verified`.

@@ -150,7 +150,7 @@ def test_few_sessions_wait(made):
                 )
                 assert len(handle.engines.idle.sessions) <= rooms.MOST_SESSIONS
         kept = handle.engines.idle.sessions
-        assert len(kept) == rooms.MOST_SESSIONS and {s.kind.batch for s in kept} == {3}, "the latest ones"
+        assert len(kept) == rooms.MOST_SESSIONS and {s.key.batch for s in kept} == {3}, "the latest ones"
         assert handle.engines.cache_bytes == sum(s.cache_bytes for s in kept) > 0
         for i in range(rooms.MOST_ENGINES + 2):
             ask(target, words(1, 5, seed=1), criterion=gsd.Typical(0.1 + i / 100), tokens=2)

@@ -15,7 +15,7 @@ from reciting import Reciting
 from tiny_vision import IMAGE, VOCAB, prompts
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.model import beside
+from gsd_kernels_hf.model import prompt_inputs
 from gsd_kernels_hf.model.probe import examine
 
 torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def test_nothing_of_an_image_is_left_for_another_call(name, caplog):
             assert torch.equal(model.generate(**call, **SHORT), text), number
             assert handle.stats.why is None
         assert handle.stats.steps < SHORT["max_new_tokens"], "the history has seen this image's text"
-        reused = [session for session in handle.engines.idle.sessions if session.kind.axes is not None]
+        reused = [session for session in handle.engines.idle.sessions if session.key.axes is not None]
         assert reused and all(session.target.inputs is None for session in reused), "pixels are not kept"
     assert not caplog.records
 
@@ -165,8 +165,8 @@ def test_what_the_rows_do_not_compute_is_handed_over_by_name(monkeypatch, caplog
     name = QWEN
     model, call = tiny_vision.build(name), prompts(name, 1)
     text = own(model, **call, **GREEDY)
-    ahead = beside.PromptInputs.ahead
-    monkeypatch.setattr(beside.PromptInputs, "ahead", lambda *args: torch.zeros_like(ahead(*args)))
+    ahead = prompt_inputs.PromptInputs.ahead
+    monkeypatch.setattr(prompt_inputs.PromptInputs, "ahead", lambda *args: torch.zeros_like(ahead(*args)))
     with pytest.raises(ValueError, match=r"mm_encoder_outputs, .*: Qwen2_5_VL\w+ cannot be forwarded with graph"):
         gsd.generate(model, **call, **GREEDY)
     with gsd.patch(model) as handle, caplog.at_level(logging.WARNING, "gsd_kernels"):

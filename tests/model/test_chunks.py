@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.model import probe
-from gsd_kernels_hf.model.attention import Kind
+from gsd_kernels_hf.model.attention import AttentionKind
 from gsd_kernels_hf.model.temperature import Temperature
 
 ATTENTION = transformers.models.llama4.modeling_llama4.Llama4TextAttention
@@ -53,10 +53,10 @@ def plain(batch: int) -> torch.Tensor:
 
 
 def test_kinds_of_calls():
-    chunked, scaled = Kind(chunk=CHUNK), Kind(temperature=Temperature(FLOOR, SCALE))
+    chunked, scaled = AttentionKind(chunk=CHUNK), AttentionKind(temperature=Temperature(FLOOR, SCALE))
     assert probe.kinds_of(llama4()) == (chunked, chunked, scaled)
     assert probe.examine(llama4()).by_length == {2}
-    assert probe.kinds_of(llama4(attn_temperature_tuning=False)) == (chunked, chunked, Kind())
+    assert probe.kinds_of(llama4(attn_temperature_tuning=False)) == (chunked, chunked, AttentionKind())
 
 
 @pytest.mark.parametrize("pieces", [1, 4])

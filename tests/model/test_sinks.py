@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.model import probe
-from gsd_kernels_hf.model.attention import Kind
+from gsd_kernels_hf.model.attention import AttentionKind
 
 NEW = 24  # behind prompts of 11 tokens, windows of 5
 CLASSES = {  # each with full layers and such with windows
@@ -129,7 +129,9 @@ def test_sinks_of_another_size_are_refused():
 
 def test_half_precision_sinks_take_part_in_their_dtype():
     model = gpt_oss().to(torch.bfloat16)
-    assert set(probe.kinds_of(model)) == {Kind(window, sinks=torch.bfloat16) for window in (tiny_configs.WINDOW, None)}
+    assert set(probe.kinds_of(model)) == {
+        AttentionKind(window, sinks=torch.bfloat16) for window in (tiny_configs.WINDOW, None)
+    }
     options = {"draft_sources": ("history",), "graph_config": "tree", "max_new_tokens": 12, "do_sample": False}
     assert gsd.generate(model, unpadded(), **options).shape == (1, unpadded().shape[1] + 12)
 

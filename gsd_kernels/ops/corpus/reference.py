@@ -136,7 +136,7 @@ def corpus_recall(
 
 
 def _first_of_its_kind(token: Tensor) -> Tensor:
-    """Which of [Q, n] are tokens that no earlier one of their row equals."""
+    """Mark those of [Q, n] that are tokens which no earlier one of their row equals."""
     n = token.shape[1]
     earlier = torch.ones(n, n, dtype=torch.bool, device=token.device).tril(-1)
     return (token >= 0) & ~((token[:, :, None] == token[:, None, :]) & earlier).any(2)

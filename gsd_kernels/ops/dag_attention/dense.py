@@ -14,7 +14,7 @@ from .records import AttentionCall
 
 @dataclass
 class DenseMask:
-    """Which cache positions each row sees."""
+    """The cache positions that each row sees."""
 
     visible: Tensor  # bool [B, R, S]
     kv_len: Tensor  # int32 [B]
@@ -27,7 +27,7 @@ class DenseMask:
         return min(self.visible.shape[2], int(self.kv_len.max()) + self.nodes)
 
     def bias(self, groups: int, dtype: torch.dtype) -> Tensor:
-        """What to add to the scores of ``groups`` query heads packed as rows: [B, 1, G·R, end], 0 or −inf."""
+        """The summand of the scores of ``groups`` query heads packed as rows: [B, 1, G·R, end], 0 or −inf."""
         key = (groups, dtype)
         if key not in self._biases:
             visible = self.visible[:, :, : self.end]
@@ -67,7 +67,7 @@ def visibility(
     capacity: int,
     chunk: int | None = None,
 ) -> Tensor:
-    """Which cache positions each row sees: bool [B, R, S]."""
+    """The cache positions that each row sees: bool [B, R, S]."""
     bits = ancestor_mask.shape[-1] * WORD_BITS
     position = torch.arange(capacity, device=ancestor_mask.device)
     in_prefix = position < kv_len[:, None]  # [B, S]

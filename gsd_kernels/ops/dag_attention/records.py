@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class AttentionCall(NamedTuple):
-    """What every implementation is given, in the order of the operator's schema; see :func:`dag_attention`."""
+    """The arguments of every implementation, in the order of the operator's schema; see :func:`dag_attention`."""
 
     q: Tensor  # [B, Hq, R, D]
     k: Tensor  # [B, Hkv, S, D]

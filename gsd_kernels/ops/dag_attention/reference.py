@@ -46,7 +46,7 @@ def attend(
 
 
 def share(lse: Tensor, sinks: Tensor) -> Tensor:
-    """What a head's sink [Hq] leaves to the visible positions: e^lse / (e^lse + e^sink), [B, Hq, R, 1]."""
+    """The share that a head's sink [Hq] leaves to the visible positions: e^lse / (e^lse + e^sink), [B, Hq, R, 1]."""
     above = torch.where(lse == float("-inf"), lse, lse - sinks.to(lse.dtype)[:, None])  # no −inf minus −inf
     return above.sigmoid().unsqueeze(-1)
 

@@ -15,7 +15,7 @@ from .reference import share
 def dag_attention(
     call: AttentionCall, *, dense: DenseMask | None = None, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """As the reference; a soft cap, which the fused kernel lacks, and a log-sum-exp that it hides, are like it."""
+    """Attend like the reference, which takes calls with a soft cap or a log-sum-exp that the fused kernel lacks."""
     (q, k, v), scale, sinks = call[:3], call.scale, call.sinks
     trusted = dense is not None
     dense = dense_mask_of(call) if dense is None else dense

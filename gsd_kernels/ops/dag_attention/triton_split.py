@@ -1,4 +1,4 @@
-"""What one split of the attention of graph rows is made of. Parts of ``_split_kernel``, in the order of its calls."""
+"""Parts of one split of the attention of graph rows, those of ``_split_kernel``, in the order of its calls."""
 
 from __future__ import annotations
 

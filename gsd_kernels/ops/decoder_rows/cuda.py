@@ -71,7 +71,7 @@ def check_device(device: torch.device) -> None:
 
 
 def is_measured(device: torch.device) -> bool:
-    """Whether it was run on such a GPU; of other devices nothing is said."""
+    """Return whether it was run on such a GPU; of other devices nothing is said."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) in MEASURED
 
 

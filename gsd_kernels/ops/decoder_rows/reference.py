@@ -78,7 +78,7 @@ def decoder_rows(
 
 
 class Arithmetic:
-    """What the layers of a decoder compute, in float32."""
+    """The arithmetic of a decoder's layers, in float32."""
 
     def __init__(self, weights: DecoderWeights) -> None:
         self.weights = weights if not weights.packing[0] else weights.dense()
@@ -114,7 +114,7 @@ class Arithmetic:
         v_caches: list[Tensor],
         spoiled: Tensor | None = None,
     ) -> list[Tensor]:
-        """What every layer reads, and what leaves the last one, [B, R, hidden] each."""
+        """The states that every layer reads, and those that leave the last one, [B, R, hidden] each."""
         w = self.weights
         angles = positions[..., None].float() * w.inv_freq  # [B, R, D/2]
         cos, sin = (angles.cos() * w.rope_scale)[:, None], (angles.sin() * w.rope_scale)[:, None]  # [B, 1, R, D/2]

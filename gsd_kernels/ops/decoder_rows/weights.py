@@ -74,7 +74,7 @@ class DecoderWeights:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """What rows are multiplied in."""
+        """The type that rows are multiplied in."""
         return self.embedding.dtype if isinstance(self.embedding, Tensor) else self.final_norm.dtype
 
     @cached_property

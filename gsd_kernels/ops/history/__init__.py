@@ -1,4 +1,4 @@
-"""What may follow a node, by all that is remembered of its text: one mixture over every source's candidates."""
+"""Tokens that may follow a node, by all that is remembered of its text: one mixture over every source's candidates."""
 
 from .api import history_append, history_recall
 from .records import WEIGHTS, Recollection

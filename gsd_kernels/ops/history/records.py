@@ -1,4 +1,4 @@
-"""What is remembered of a text and of others, and the layout of the mixture's weights."""
+"""Records of what is remembered of a text and of others, and the layout of the mixture's weights."""
 
 from __future__ import annotations
 

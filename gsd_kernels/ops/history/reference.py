@@ -19,7 +19,7 @@ Vote = list[tuple[int, float]]
 
 @dataclass
 class Evidence:
-    """What is known of one node.
+    """All that is known of one node.
 
     Attributes:
         votes: by candidate, in the order in which sources name them, one of each source that does.
@@ -111,7 +111,7 @@ def history_recall(
 def evidence(
     known: Recollection, graph: TokenGraph, b: int, node: int, noise: dict[str, Tensor] | None = None
 ) -> Evidence:
-    """What sequence ``b``'s own text says of a node, with the noise that it will be drawn with."""
+    """All that sequence ``b``'s own text says of a node, with the noise that it will be drawn with."""
     depth, token = int(graph.depths[b, node]), int(graph.token_ids[b, node])
     context = _context(known, graph, b, node)
     recent = [token, *graph.contexts[b, node].tolist()]
@@ -186,7 +186,7 @@ def _clipped(tokens: Tensor, log_probs: Tensor) -> list[tuple[int, float]]:
 def _lists(
     table: NgramTable, b: int, recent: list[int], orders: int, noise: dict[str, Tensor] | None
 ) -> list[list[tuple[int, float]]]:
-    """What a table holds of every length of a context; empty lists where it holds nothing."""
+    """The lists that a table holds of every length of a context; empty lists where it holds nothing."""
     lengths = min(table.max_context, orders)
     keys = context_keys(torch.tensor([[recent[:lengths]]], dtype=torch.int32, device="cpu"), lengths)[0, 0]  # [lengths]
     sets = table.keys[b].view(-1, table.ways)
@@ -223,7 +223,7 @@ def _hash(known: Recollection, nearest: list[int]) -> int:
 
 
 def _copies(known: Recollection, b: int, context: list[int]) -> list[tuple[int, int]]:
-    """What followed the longest matches of a context, and their lengths; of equal ones the newest."""
+    """The tokens that followed the longest matches of a context, and their lengths; of equal ones the newest."""
     at = _hash(known, context[: r.COPY_CONTEXT])
     text, length, found = known.text[b].tolist(), int(known.length[b]), dict[int, int]()
     place = int(known.heads[b, at]) if at >= 0 else 0

@@ -1,4 +1,4 @@
-"""What learn_source reads and writes."""
+"""Records that learn_source reads and writes."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _probability(asked: Sequence[Asked], tokens: str, log_probs: str, at: Tensor
 
 
 def _unnamed(asked: Sequence[Asked], log_probs: str, at: Tensor) -> Tensor:
-    """What candidates leave to a token that is none of them, float32 [B, P]: half of what it could be at most."""
+    """Chance that candidates leave to a token that is none of them, float32 [B, P]: half of the most it could be."""
     probs = _take([getattr(level, log_probs) for level in asked], at).exp()
     return 0.5 * torch.minimum((1.0 - probs.sum(-1)).clamp(min=0.0), probs.amin(-1))
 

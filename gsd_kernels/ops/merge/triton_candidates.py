@@ -1,4 +1,4 @@
-"""What becomes of a level's candidates: pruned, put in order, joined with nodes that exist and with each other.
+"""The way of a level's candidates: pruned, put in order, joined with nodes that exist and with each other.
 
 Parts of ``_merge_kernel``. Between them the candidates of a sequence lie in scratch memory, int32 [12, M]: as they came
 in (:func:`given_fields`), in order (:func:`ranked_fields`), then the node joined, the leader and the new node's id.

@@ -1,4 +1,4 @@
-"""What a level writes: its nodes, its edges and the next frontier. Parts of ``_merge_kernel``."""
+"""The results of a level: its nodes, its edges and the next frontier. Parts of ``_merge_kernel``."""
 
 from __future__ import annotations
 

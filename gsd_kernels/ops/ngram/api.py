@@ -134,7 +134,7 @@ def perturb_candidates(
     sequence_ids: Tensor,
     backend: str = "auto",
 ) -> Tensor:
-    """What the target is likely to pick, given the noise that it will use: log_softmax(log p + g) of a few tokens.
+    """Likely picks of the target, given the noise that it will use: log_softmax(log p + g) of a few tokens.
 
     As :func:`draft_candidates` for a whole vocabulary. All tokens that are not listed count as one with the
     probability that is left and the average noise.

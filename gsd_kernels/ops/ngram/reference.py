@@ -107,7 +107,7 @@ def row_contexts(rows: Rows, tail: Tensor, length: int) -> Tensor:
 
 
 def real_rows(rows: Rows) -> Tensor:
-    """Which rows are no padding, bool [B, R]."""
+    """Mark the rows that are no padding, bool [B, R]."""
     return torch.arange(rows.token_ids.shape[1], device=rows.num_rows.device) < rows.num_rows[:, None]
 
 

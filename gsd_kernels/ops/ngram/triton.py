@@ -1,4 +1,4 @@
-"""What the n-gram table finds, one launch a call, and what its candidates go through."""
+"""The n-gram table's look-ups, one launch a call, and what its candidates go through."""
 
 from __future__ import annotations
 

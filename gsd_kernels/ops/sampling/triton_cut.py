@@ -116,7 +116,7 @@ def row_cut(
     HAS_MIN_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What a row's warpers keep, by one program: (NaN is there, largest logit / temperature, key of the smallest one
+    """The cut of a row's warpers, by one program: (NaN is there, largest logit / temperature, key of the smallest one
     that top-k and top-p keep, whether all that is kept was collected, number of tokens collected)."""
     lanes = tl.full([BLOCK], float("-inf"), tl.float32)
     spoiled = tl.full([BLOCK], 0, tl.int32)

@@ -13,7 +13,7 @@ BLOCKS = 3
 
 @dataclass
 class StateWindow:
-    """What one layer keeps of B texts: states at two boundaries of blocks, and what the tokens since put into them.
+    """All that one layer keeps of B texts: states at two boundaries of blocks, and what the tokens since put into them.
 
     H heads of values [V], G groups of keys [K] (head h has the keys of group h // (H / G)); D is 1, or K where every
     channel of a key decays by itself. Tokens count from where the window begins; token t lies at place

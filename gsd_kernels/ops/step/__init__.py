@@ -1,4 +1,4 @@
-"""What lies between the larger ops of a step: the graph's root, what a model reads of rows, the text that grows."""
+"""Small ops between the larger ones of a step: the graph's root, what a model reads of rows, the text that grows."""
 
 from .api import NO_NODE, Chain, FedRows, accepted_path, commit_text, feed_chain, feed_rows, start_graph
 

@@ -1,4 +1,4 @@
-"""What the ops of this folder return."""
+"""Records that the ops of this folder return."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ class Lockstep(OnHost):
             if not self.done[b]:
                 only = (slice(b, b + 1), slice(row, row + 1))
                 picks.append(self.pick(rows, self.history[b : b + 1], scores[b : b + 1], positions[only], only))
-        found = iter(torch.stack(picks).tolist())
-        tokens = [self.pad if done else next(found) for done in self.done]
+        picked = iter(torch.stack(picks).tolist())
+        tokens = [self.pad if done else next(picked) for done in self.done]
         if min(tokens) < 0:
             b = min(range(self.batch), key=tokens.__getitem__)
             self._blame(b, logits[b, at[b]], after)

@@ -41,7 +41,7 @@ class Capturers(Protocol):
     captures: bool
 
     def agree(self, yes: bool) -> bool:
-        """Whether all ranks say yes; all must ask."""
+        """Return whether all ranks say yes; all must ask."""
         ...
 
 
@@ -55,7 +55,7 @@ def stepping(session: Session, ranks: Capturers) -> Callable[[], Verified]:
 
 
 def can_capture(session: Session) -> bool:
-    """Whether all that this process forwards lies on one GPU, and nothing in a step waits for it."""
+    """Return whether all that this process forwards lies on one GPU, and nothing in a step waits for it."""
     sources = session.mixer.sources if session.mixer is not None else ()
     waits = any(rows.recurrent for rows in session.row_models) or any(source.on_host for source in sources)
     if waits or not replay.is_gpu(session.kv_len.device):
@@ -178,7 +178,7 @@ class CapturedStep:
             CaptureError: something in the device's parts cannot be captured.
         """
         session = self.session
-        accepted = nothing_accepted(session.kind.batch, session.max_path + 1, session.kv_len.device)
+        accepted = nothing_accepted(session.key.batch, session.max_path + 1, session.kv_len.device)
         propose, unverified = self._capture(session.propose)
         drafted = session.drafted
         settle, verified = self._capture(lambda: session.settle(unverified, accepted))
@@ -199,11 +199,11 @@ class CapturedStep:
         session = self.session
         with session.clock.capture() as parts:
             graph, result = replay.lane_of(session.state.tokens.device).capture(function, self.pool)
-        self.pool, told = graph.pool, session.told
+        self.pool, report = graph.pool, session.report
 
         def run() -> None:
             graph()
-            session.told = told
+            session.report = report
             session.clock.replayed(parts)
 
         return run, result

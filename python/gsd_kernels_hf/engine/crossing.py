@@ -24,7 +24,7 @@ def cross(session: Session, lengths: Sequence[int], done: Sequence[bool]) -> boo
     if sides is None or not sides.pending:
         return False
     longest, mask = max(lengths), session.request.attention_mask
-    lengths = [longest] * len(lengths) if session.kind.padding else lengths
+    lengths = [longest] * len(lengths) if session.key.padding else lengths
     crossed = [length > sides.original for length in lengths]
     if any(long and column for long, column in zip(crossed, sides.columns, strict=True)):
         if mask is not None:
@@ -33,4 +33,4 @@ def cross(session: Session, lengths: Sequence[int], done: Sequence[bool]) -> boo
             session.target.cross(crossed, session.state.tokens[:, : longest - 1], mask)
     before = [n for n, long, end in zip(lengths, crossed, done, strict=True) if not long and not end]
     sides.pending = bool(before)
-    return any(length + session.kind.width > sides.original for length in before)
+    return any(length + session.key.width > sides.original for length in before)

@@ -16,7 +16,7 @@ from ..acceptance.criteria import warn_lossy
 from ..acceptance.host import NothingToPick
 from ..model import properties
 from ..model.asking import asking
-from ..model.once import getting_ready, ready
+from ..model.facts import looked, looking
 from ..parallel import ranks_of
 from ..policy.automatic import Situation, automatic_policy
 from ..policy.base import Policy
@@ -81,12 +81,12 @@ class GraphDecoder(Options):
         """Called by transformers' ``generate`` with prepared inputs; returns what ``generate`` returns."""
         model = properties.unwrap(model)
         sources = self.sources
-        with getting_ready() if sources is None else nullcontext():
+        with looking() if sources is None else nullcontext():
             if sources is None:
-                validate.check_model("model", model)
-                sources = screen(self, model, input_ids, model_kwargs.get("attention_mask"), generation_config)
+                facts = validate.check_model("model", model)
+                sources = screen(self, facts, input_ids, model_kwargs.get("attention_mask"), generation_config)
             request = Request.of(
-                sources, model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs
+                sources, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs
             )
             # Whatever outlives this call must not be an inference tensor, which no later call could update.
             with torch.inference_mode(False), torch.no_grad():
@@ -113,13 +113,13 @@ class GraphDecoder(Options):
             self.streamer.put(request.input_ids.cpu())
         with ranks.explained(), asking(getattr(self.streamer, "ask", None)):  # a draft's prompt is read in a step
             memory = engines.memory if ranks.alone and self.reuse_history else None
-            learned = learned_of(request.model) if ranks.alone and self.learned and "history" in self.named else None
+            learned = learned_of(request.facts) if ranks.alone and self.learned and "history" in self.named else None
             reuse = current and self.reuse_prefix
             session.begin(request, statistics.weights, reuse_prefix=reuse, memory=memory, learned=learned)
             warn_lossy(session.rule.criterion)
             out = Output(request, session)
             out.stats.left_out = [source.name for source in given if source not in sources]
-            ready()
+            looked()
             try:
                 decode(session, policy, ranks, out)
             except NothingToPick as error:
@@ -159,8 +159,8 @@ class GraphDecoder(Options):
 
 
 def forwarded(sources: Sequence[DraftSource]) -> list[Any]:
-    """What the sources forward, each once: modules and views of the target, in the order of the sources."""
-    found: list[Any] = []
+    """The modules that sources forward, each once: modules and views of the target, in the order of the sources."""
+    modules: list[Any] = []
     for source in sources:
-        found += [module for module in source.forwards if not any(module is known for known in found)]
-    return found
+        modules += [module for module in source.forwards if not any(module is known for known in modules)]
+    return modules

@@ -21,11 +21,11 @@ from ..sources.memory import HistoryMemory
 from ..sources.retention import Retention
 from ..sources.weights import SourceWeights
 from . import room
-from .kind import Kind
 from .parked import Parked
 from .request import Request
 from .resolved import Sources
 from .session import Session
+from .session_key import SessionKey
 
 MOST_ENGINES = 8  # of a target; the least recently used one goes
 MOST_SESSIONS = 4  # that wait for later calls, of all engines of a target; the least recently used one goes
@@ -58,9 +58,11 @@ class Idle:
         self._kept: list[tuple[Engine, Parked]] = []  # the most recently used last
         self._lock = threading.Lock()
 
-    def take(self, engine: Engine, kind: Kind, request: Request, states: Mapping[str, ModelState]) -> Session | None:
-        """One of this engine and kind whose models have the structure they had, of several that which holds most of
-        the prompt. The engine's sessions of another structure go."""
+    def take(
+        self, engine: Engine, key: SessionKey, request: Request, states: Mapping[str, ModelState]
+    ) -> Session | None:
+        """Take a session of this engine and key whose models have the structure they had; of several that which holds
+        most of the prompt. The engine's sessions of another structure go."""
         structure = {name: state.structure for name, state in states.items()}
 
         def fits(session: Session) -> bool:
@@ -68,9 +70,9 @@ class Idle:
 
         with self._lock:
             waiting = [(owner, parked, parked.session) for owner, parked in self._kept]
-            here = [found for found in waiting if found[2] is not None and (found[0] is not engine or fits(found[2]))]
-            fitting = [(p, s) for owner, p, s in here if owner is engine and s is not None and s.kind == kind]
-            best = max(fitting, key=lambda found: found[1].holds(request))[0] if fitting else None
+            here = [entry for entry in waiting if entry[2] is not None and (entry[0] is not engine or fits(entry[2]))]
+            fitting = [(p, s) for owner, p, s in here if owner is engine and s is not None and s.key == key]
+            best = max(fitting, key=lambda entry: entry[1].holds(request))[0] if fitting else None
             self._kept = [(owner, parked) for owner, parked, _ in here if parked is not best]
             return None if best is None else best.resume()
 
@@ -80,7 +82,7 @@ class Idle:
             return  # there is nothing in it that a new one would not have
         with self._lock:
             if not engine.ended:
-                others = [found for found in self._kept if not (self.weakly and found[0] is engine)]
+                others = [entry for entry in self._kept if not (self.weakly and entry[0] is engine)]
                 parked = Parked(session, objects if self.weakly else ())
                 self._kept = [*others, (engine, parked)][-MOST_SESSIONS:]
 
@@ -115,14 +117,14 @@ class Engine:
         self._statistics: dict[bool, Statistics] = {}  # by whether tokens are sampled
 
     def serves(self, parts: Sequence[Any], criterion: object) -> bool:
-        """Whether the engine was made for these sources' objects and this criterion."""
+        """Return whether the engine was made for these sources' objects and this criterion."""
         mine = [part() for part in self.parts]
         same = len(mine) == len(parts) and all(a is b for a, b in zip(mine, parts, strict=True))
         return same and self.criterion == criterion
 
     @property
     def orphaned(self) -> bool:
-        """Whether an object that a source is made of was deleted."""
+        """Return whether an object that a source is made of was deleted."""
         return any(part() is None for part in self.parts)
 
     def statistics(self, *, sampled: bool) -> Statistics:
@@ -141,20 +143,20 @@ class Engine:
             alone: whether no other rank must do the same at the same time.
 
         Returns:
-            An idle session of this kind, the one that holds most of the prompt, or a new one.
+            An idle session of this key, the one that holds most of the prompt, or a new one.
         """
-        kind = Kind.of(request, policy, sources, alone=alone)
-        prompt, most = request.prompt_length, request.prompt_length + request.room + kind.slots
-        capacity = room.to_begin(prompt, kind.slots, request.room, request.device)
+        key = SessionKey.of(request, policy, sources, alone=alone)
+        prompt, most = request.prompt_length, request.prompt_length + request.room + key.slots
+        capacity = room.to_begin(prompt, key.slots, request.room, request.device)
         if self.idle.weakly and not replay.is_gpu(request.device):
-            return Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources]), False
+            return Session(key, request.facts, capacity, [copy.copy(s) for s in sources]), False
         capacity = room.rounded(capacity)
         # As they are now: what is changed while a text is written is a change to the next call.
         modules = {**request.models, "drafter": request.sources.drafter}
         states = {name: ModelState.of(module) for name, module in modules.items() if module is not None}
-        session, current = self.idle.take(self, kind, request, states), False
+        session, current = self.idle.take(self, key, request, states), False
         if session is None:
-            session = Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources])
+            session = Session(key, request.facts, capacity, [copy.copy(s) for s in sources])
         else:
             if capacity > session.capacity:
                 session.grow(room.larger(session.capacity, capacity, room.rounded(most)))
@@ -176,7 +178,7 @@ class Engine:
             automatic: whether a policy chose them, which may leave sources out of the next call.
         """
         if session.mixer is not None:
-            learned = {name: found.clone() for name, found in session.mixer.weights.items()}
+            learned = {name: own.clone() for name, own in session.mixer.weights.items()}
             statistics.weights = {**statistics.weights, **learned}
             if automatic:
                 statistics.retention.observe(session.mixer.every, statistics.weights, steps)
@@ -184,13 +186,13 @@ class Engine:
             session.memory = None  # what was forgotten meanwhile stays so
         request = session.request
         parts = [part() for part in self.parts]
-        objects = [found for found in (*request.models.values(), request.sources.drafter, *parts) if found is not None]
+        objects = [one for one in (*request.models.values(), request.sources.drafter, *parts) if one is not None]
         session.end()
         self.idle.add(self, session, objects)
 
 
 class Learner(Protocol):
-    """What learns from the calls of a patched model, see :mod:`gsd_kernels_train.online`."""
+    """A listener that learns from the calls of a patched model, see :mod:`gsd_kernels_train.online`."""
 
     def call(self, sources: Sources, prompt: Any, attention_mask: Any) -> AbstractContextManager[None]:
         """Hold a call that drafts with these: watch it, and learn when it is over."""
@@ -220,12 +222,12 @@ class Engines:
         """The engine of a call's sources and criterion; made at the first call."""
         parts, criterion = sources.parts, sources.options.criterion
         with self._lock:
-            found = next((e for e in self._engines if e.serves(parts, criterion)), None)
-            if found is None:
-                found = Engine(parts, criterion, self.idle)
-            others = [e for e in self._engines if e is not found and not e.orphaned]
-            self._keep([*others, found][-MOST_ENGINES:])
-            return found
+            engine = next((e for e in self._engines if e.serves(parts, criterion)), None)
+            if engine is None:
+                engine = Engine(parts, criterion, self.idle)
+            others = [e for e in self._engines if e is not engine and not e.orphaned]
+            self._keep([*others, engine][-MOST_ENGINES:])
+            return engine
 
     def clear(self) -> None:
         """Forget everything and return the memory, of calls that are running when they end."""

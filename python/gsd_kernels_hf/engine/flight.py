@@ -15,7 +15,7 @@ from ..policy.base import Observation
 from ..records import Verified
 from .session import Session
 from .stats import Part
-from .told import Heard, Sent, Told
+from .step_report import HostReport, ReportOnItsWay, StepReport
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Launched:
         verified: its record.
         shape: of its graph; ``None``: nothing is drafted.
         drafted_rows: that drafts forward in it, padding included.
-        told: what it tells.
+        report: to the host.
         begin: when it was queued, by the clock.
         typical: whether its times say something of later ones.
         sent: its copy on the way to the host; ``None``: it is heard of before another is queued.
@@ -39,10 +39,10 @@ class Launched:
     verified: Verified
     shape: GraphConfig | None
     drafted_rows: int
-    told: Told
+    report: StepReport
     begin: float
     typical: bool
-    sent: Sent | None = None
+    sent: ReportOnItsWay | None = None
     parts: list[Part] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -61,24 +61,24 @@ class Launched:
             captured.ahead = behind is not None
         verified = step()
         begin, typical = session.clock.step_start, captured is None or captured.typical
-        launched = cls(session, verified, session.config, session.drafted_rows, session.told, begin, typical)
+        launched = cls(session, verified, session.config, session.drafted_rows, session.report, begin, typical)
         if behind is not None and (captured is None or captured.added):
             behind.typical = False  # the host hears of it later than it could
         if may_fly and captured is not None and captured.last is not None:
-            launched.sent, launched.parts = session.told.send(session.counts), session.clock.hand_over()
+            launched.sent, launched.parts = session.report.send(session.counts), session.clock.hand_over()
         return launched
 
-    def hear(self) -> Heard:
+    def hear(self) -> HostReport:
         """Hear what it tells the host: one read, which waits for it, and not for a step behind it."""
         clock, rule = self.session.clock, self.session.rule
-        heard = self.told.read() if self.sent is None else self.sent.read()
+        heard = self.report.read() if self.sent is None else self.sent.read()
         clock.over(self.parts, self.begin)
         self.seconds = clock.since_step()
         # What a rule on the host has marked behind the step, it knows.
         done = [a or b for a, b in zip(heard.done, rule.done or heard.done, strict=True)]
         return heard._replace(done=done)
 
-    def observed(self, heard: Heard) -> Observation:
+    def observed(self, heard: HostReport) -> Observation:
         """Give what a policy learns of it, which has planned the next step since.
 
         Seconds are 0 where they are not known, or say nothing about later steps, which will be captured.

@@ -1,4 +1,4 @@
-"""What a plain step would have taken, where a call took none: by the costs that its policy learned."""
+"""An estimate of a plain step's time, where a call took none: by the costs that its policy learned."""
 
 from __future__ import annotations
 

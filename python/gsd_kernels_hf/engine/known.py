@@ -1,4 +1,4 @@
-"""What ``gsd_kernels.learn`` left of a model in the cache folder: found by the model's fingerprint, read once."""
+"""The file that ``gsd_kernels.learn`` left of a model in the cache folder: found by its fingerprint, read once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..costs.pair import fingerprint
-from ..model import properties
+from ..model.facts import Facts
 from ..sources.learned import Known, read_learned
 from ..store import cache_dir
 
@@ -35,12 +35,14 @@ def learned_file(model: nn.Module) -> Path:
     return cache_dir() / f"learned-{fingerprint(model)}.safetensors"
 
 
-def learned_of(model: Any) -> Known | None:
-    """What was learned of a model; ``None`` where nothing was, or its file cannot be used, which is said once.
+def learned_of(model: nn.Module | Facts) -> Known | None:
+    """Read what was learned of a model; ``None`` where nothing was, or its file cannot be used, which is said once.
 
     And on a GPU, where the history is the table of its text alone.
     """
-    if properties.device_of(model).type != "cpu":
+    facts = Facts.of(model)
+    model = facts.model
+    if facts.device.type != "cpu":
         return None
     file = learned_file(model)
     try:
@@ -50,16 +52,15 @@ def learned_of(model: Any) -> Known | None:
         return None
     seen, before = (written.st_mtime_ns, written.st_size), _read.get(model)
     if before is None or before[:2] != (file, seen):
-        before = _read[model] = _Read(file, seen, _known(file, model))
+        before = _read[model] = _Read(file, seen, _known(file, facts))
     return before.known
 
 
-def _known(file: Path, model: Any) -> Known | None:
-    vocabulary = properties.vocabulary(model)
+def _known(file: Path, facts: Facts) -> Known | None:
     try:
-        found = read_learned(file, fingerprint=fingerprint(model), vocab_size=vocabulary)
+        learned = read_learned(file, fingerprint=fingerprint(facts.model), vocab_size=facts.vocabulary)
     except (OSError, ValueError) as error:
         logger.warning("ignoring %s, which cannot be used: %s", file, error)
         return None
-    logger.info("drafting with what was learned of the model: %s (%s contexts)", file, f"{len(found.keys):,}")
-    return Known(found.table(), found.weights)
+    logger.info("drafting with what was learned of the model: %s (%s contexts)", file, f"{len(learned.keys):,}")
+    return Known(learned.table(), learned.weights)

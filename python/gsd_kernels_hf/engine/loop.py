@@ -83,7 +83,7 @@ def _hear(launched: Launched, policy: Policy, ranks: Ranks, out: Output, *, lear
 
 
 def without_left(session: Session, policy: Policy, out: Output) -> Policy:
-    """What chooses the next shape, once sources are left out that the text has outgrown."""
+    """Return the policy of the next shape, once sources are left out that the text has outgrown."""
     left = session.leave(out.reach)
     if not left or session.mixer is None:
         return policy
@@ -99,7 +99,7 @@ def may_fly(session: Session, out: Output, *, alone: bool) -> bool:
     Not where the host decides something between two steps: token by token, by a clock, an observer or other ranks, or
     where sequences that ended are read on.
     """
-    decides = not session.rule.on_device or session.target.sides is not None or session.kind.padding
+    decides = not session.rule.on_device or session.target.sides is not None or session.key.padding
     return replay.is_gpu(session.kv_len.device) and alone and not decides and out.observer is None and not out.timed
 
 
@@ -108,8 +108,8 @@ def may_follow(session: Session, out: Output) -> bool:
 
     There must be room and positions for both, and a sequence that may go on behind the first.
     """
-    width, sources = session.kind.width, session.mixer.sources if session.mixer is not None else ()
+    width, sources = session.key.width, session.mixer.sources if session.mixer is not None else ()
     reach, positions = out.reach + width, session.target.positions
     there = positions is None or reach + width <= positions
-    fits = out.longest + width + session.kind.slots <= session.capacity
+    fits = out.longest + width + session.key.slots <= session.capacity
     return there and fits and all(reaches(source, reach) for source in sources) and not out.ends

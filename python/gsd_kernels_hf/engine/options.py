@@ -222,8 +222,8 @@ def drafts_in(given: object) -> tuple[PreTrainedModel | LayerSkip, ...]:
                 f"assistant_model: expected a model, got the path {os.fspath(draft)!r}; load it, as by "
                 "AutoModelForCausalLM.from_pretrained, or pass drafter= for the folder of a drafter"
             )
-    found = [draft if isinstance(draft, LayerSkip) else properties.unwrap(draft) for draft in given]
-    for draft in found:
+    drafts = [draft if isinstance(draft, LayerSkip) else properties.unwrap(draft) for draft in given]
+    for draft in drafts:
         if type(draft).__name__ == GEMMA_ASSISTANT:
             raise validate.Unsupported(
                 f"assistant_model: a {GEMMA_ASSISTANT} has no keys and values of its own; pass drafter= its folder, or "
@@ -231,6 +231,6 @@ def drafts_in(given: object) -> tuple[PreTrainedModel | LayerSkip, ...]:
             )
         if not isinstance(draft, LayerSkip):
             validate.check_model("assistant_model", draft)
-    if len({id(draft) for draft in found}) < len(found):
+    if len({id(draft) for draft in drafts}) < len(drafts):
         raise ValueError("assistant_model: the same draft model twice; give each once")
-    return tuple(found)
+    return tuple(drafts)

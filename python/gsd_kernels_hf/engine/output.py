@@ -21,8 +21,8 @@ from .flight import Launched
 from .request import Request
 from .session import Session
 from .stats import GenerationStats, SourceStats
+from .step_report import HostReport
 from .streaming import Streaming
-from .told import Heard
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -93,12 +93,12 @@ class Output:
         most = request.prompt_length + request.room - 1
         return all(done or length >= most for length, done in zip(self.lengths, self.done, strict=True))
 
-    def emit(self, launched: Launched, heard: Heard) -> None:
+    def emit(self, launched: Launched, heard: HostReport) -> None:
         """Hand a step's tokens to the streamer.
 
         Args:
             launched: the step.
-            heard: what it told the host.
+            heard: its report.
 
         Raises:
             ValueError: the target's logits held NaN, its table of positions ends before the text, or a source proposed
@@ -144,9 +144,9 @@ class Output:
         texts = rule.history if isinstance(rule, OnHost) else state.tokens
         for text, padding, length in zip(texts, self.pads, lengths, strict=True):
             ids = text[padding:length]
-            found = not_finite_for(self.session.target.model, ids[ids >= 0], words=request.inputs is None)
-            if found is not None:
-                return found
+            reason = not_finite_for(self.session.target.model, ids[ids >= 0], words=request.inputs is None)
+            if reason is not None:
+                return reason
         return None
 
     def _warn_of_length(self) -> None:
@@ -159,7 +159,7 @@ class Output:
             self.positions = None
 
     def result(self) -> Tensor | GraphGenerateOutput:
-        """What ``generate`` returns: int64 [batch, length], or transformers' output with the statistics."""
+        """The return value of ``generate``: int64 [batch, length], or transformers' output with the statistics."""
         session, state, request = self.session, self.session.state, self.request
         stats = self.stats
         stats.drafted_nodes, stats.merges, stats.accepted_merges = self.counted or session.counts.tolist()
@@ -170,7 +170,7 @@ class Output:
         if session.mixer is not None:
             brought = session.mixer.tally.sources
             stats.sources = {
-                name: SourceStats(**vars(found)) if found else SourceStats() for name, found in brought.items()
+                name: SourceStats(**vars(counts)) if counts else SourceStats() for name, counts in brought.items()
             }
         if self.streaming is not None:
             self.streaming.end()

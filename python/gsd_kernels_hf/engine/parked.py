@@ -42,7 +42,7 @@ class Parked:
             if parked is not None:
                 parked.session = None
 
-        refs = {id(found): weakref.ref(found, end) for found in objects}
+        refs = {id(one): weakref.ref(one, end) for one in objects}
         self.refs = list(refs.values())
         self.session: Session | None = session
         self._places: list[tuple[dict[str, Any], str]] = []
@@ -61,7 +61,7 @@ class Parked:
         """The session, as it was; ``None`` where one of its objects is gone. Once."""
         alive = [ref() for ref in self.refs]  # held until it is back in its places
         session, self.session = self.session, None
-        if session is None or any(found is None for found in alive):
+        if session is None or any(one is None for one in alive):
             return None
         for variables, name in self._places:
             variables[name] = _exchanged(variables[name], lambda value: value.to() if type(value) is Held else value)

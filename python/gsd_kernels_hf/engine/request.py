@@ -14,9 +14,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from .. import validate
 from ..acceptance.criteria import DRAWN
 from ..acceptance.sampling import SamplingPlan, draw_seed
-from ..model import properties
-from ..model.beside import PromptInputs
+from ..model.facts import Facts
 from ..model.finite import spoiled
+from ..model.prompt_inputs import PromptInputs
 from ..parallel import honoured
 from ..sources.matchers import holds_grammar
 from .options import Options
@@ -31,9 +31,7 @@ class Request:
     """A call of ``generate``, checked.
 
     Attributes:
-        sources: what it drafts with.
-        model: the target, unwrapped.
-        device: where it takes its input.
+        sources: what it drafts with, and the facts of its target.
         input_ids: int64 [B, P], left-padded.
         attention_mask: int64 [B, P], 0 for padding; ``None`` where there is none.
         inputs: what the prompt has beside text; ``None``: nothing.
@@ -49,8 +47,6 @@ class Request:
     """
 
     sources: Sources
-    model: PreTrainedModel
-    device: torch.device
     input_ids: Tensor
     attention_mask: Tensor | None
     inputs: PromptInputs | None
@@ -68,7 +64,6 @@ class Request:
     def of(
         cls,
         sources: Sources,
-        model: PreTrainedModel,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
@@ -83,12 +78,13 @@ class Request:
         """
         prompt, attention_mask = input_ids.shape[1], model_kwargs.get("attention_mask")
         validate.check_padding(attention_mask, inferred=True)  # the caller's own was screened
-        options, unread = sources.options, validate.check_call(model, model_kwargs)
-        for table in spoiled(model).tables:
+        options, facts = sources.options, sources.facts
+        unread = validate.check_call(facts, model_kwargs)
+        for table in spoiled(facts).tables:
             validate.check_table(table, input_ids, attention_mask)
         if options.reference_ids is not None:
-            copies, vocabulary = generation_config.num_return_sequences or 1, properties.vocabulary(model)
-            validate.check_reference(options.reference_ids, input_ids.shape[0], vocabulary, copies)
+            copies = generation_config.num_return_sequences or 1
+            validate.check_reference(options.reference_ids, input_ids.shape[0], facts.vocabulary, copies)
         samples = bool(generation_config.do_sample)
         plan = SamplingPlan.of(logits_processor, samples)
         given = options.seed if seed is None else seed
@@ -97,11 +93,9 @@ class Request:
         inputs = None
         if unread:
             inputs = PromptInputs.of(input_ids, model_kwargs, unread)
-            validate.check_inputs(model, inputs, padding_of(input_ids, attention_mask))
+            validate.check_inputs(facts, inputs, padding_of(input_ids, attention_mask))
         return cls(
             sources,
-            model,
-            properties.device_of(model),
             input_ids,
             attention_mask,
             inputs,
@@ -120,6 +114,22 @@ class Request:
     def options(self) -> Options:
         """Of speculation, as given."""
         return self.sources.options
+
+    @property
+    def facts(self) -> Facts:
+        """All that is known of the target."""
+        return self.sources.facts
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The target, unwrapped."""
+        model: PreTrainedModel = self.facts.model
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target takes its input."""
+        return self.facts.device
 
     @property
     def batch(self) -> int:
@@ -143,42 +153,42 @@ class Request:
 
     @property
     def as_dict(self) -> bool:
-        """Whether transformers' output object is returned rather than token ids."""
+        """Return whether transformers' output object is returned rather than token ids."""
         return bool(self.generation_config.return_dict_in_generate)
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether the output has processed scores [B, V] of every token."""
+        """Return whether the output has processed scores [B, V] of every token."""
         return self.as_dict and bool(self.generation_config.output_scores)
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether the output has logits [B, V] of every token."""
+        """Return whether the output has logits [B, V] of every token."""
         return self.as_dict and bool(self.generation_config.output_logits)
 
     @property
     def per_token(self) -> bool:
-        """Whether something is called for every token on the host."""
+        """Return whether something is called for every token on the host."""
         return bool(self.plan.processors or self.criteria or self.keeps_scores or self.keeps_logits)
 
     @property
     def lockstep(self) -> bool:
-        """Whether all sequences must be asked for together, token by token."""
+        """Return whether all sequences must be asked for together, token by token."""
         return not self.plan.row_wise
 
     @property
     def reads_padding(self) -> bool:
-        """Whether the target reads on in sequences that ended, for those who see its logits there."""
+        """Return whether the target reads on in sequences that ended, for those who see its logits there."""
         return self.lockstep and self.pads_finished and self.batch > 1
 
     @property
     def draws_from_draft(self) -> bool:
-        """Whether the draft's own samples are verified, as speculative sampling does."""
+        """Return whether the draft's own samples are verified, as speculative sampling does."""
         return self.options.criterion in DRAWN and self.plan.temperature > 0 and bool(self.options.named)
 
     @property
     def drafts_by_grammar(self) -> bool:
-        """Whether a grammar among the processors drafts: where it is named, or by default on a CPU."""
+        """Return whether a grammar among the processors drafts: where it is named, or by default on a CPU."""
         options = self.options
         if not options.named or options.criterion in DRAWN or not holds_grammar(self.plan.processors):
             return False

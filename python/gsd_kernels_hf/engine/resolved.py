@@ -1,4 +1,4 @@
-"""What one call drafts with: its options, resolved for its target once."""
+"""The draft sources of one call: its options, resolved for its target once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import validate
+from ..model.facts import Facts
 from ..sources import border
 from ..sources.base import DraftSource, OwnSource
 from ..sources.drafts import draft_source
@@ -32,40 +33,43 @@ class Sources:
 
     Attributes:
         options: as given.
+        facts: of the target.
         drafter: loaded, where ``options`` name a place.
         heads: loaded likewise.
         every: all that a policy may use, in the order in which they are mixed.
     """
 
     options: Options
+    facts: Facts
     drafter: Drafter | None
     heads: DraftHeads | None
     every: tuple[DraftSource, ...]
 
     @classmethod
-    def of(cls, options: Options, target: PreTrainedModel) -> Sources:
+    def of(cls, options: Options, target: PreTrainedModel | Facts) -> Sources:
         """Load a drafter and heads that were named by their places, once, and make the sources of ``target``.
 
         Raises:
             TypeError, ValueError: no drafter that can be served, a source that cannot draft for the target,
                 ``reference_ids`` without a history that reads them.
         """
-        drafter, heads = options.drafter, options.draft_heads
+        facts, drafter, heads = Facts.of(target), options.drafter, options.draft_heads
+        target = facts.model
         if isinstance(drafter, (str, os.PathLike)):
             drafter = loaded_drafter(drafter, target)
         if isinstance(heads, (str, os.PathLike)):
             heads = loaded_heads(heads, target)
         if isinstance(drafter, DraftHeads) and heads is not None:
             raise ValueError("drafter: these are heads, and draft_heads has others; give one of the two")
-        found = cls(options, drafter, heads, tuple(_made(options, drafter, heads)))
-        for source in found.every:
+        sources = cls(options, facts, drafter, heads, tuple(_made(options, drafter, heads)))
+        for source in sources.every:
             if isinstance(source, OwnSource):
                 source.check(target)
             border.check_hidden_layers(source, target)
-        for name, (source, draft) in found._named_models.items():
+        for name, (source, draft) in sources._named_models.items():
             if not source.other_tokens:
                 validate.check_pair(target, draft, name)
-        return found
+        return sources
 
     def used(self, *, automatic: bool) -> list[DraftSource]:
         """The sources of the call's steps.
@@ -91,15 +95,15 @@ class Sources:
 
     @cached_property
     def _named_models(self) -> dict[str, tuple[DraftSource, PreTrainedModel]]:
-        found = {}
+        named = {}
         for source in self.every:
             models = models_of(source)
             name = "assistant_model" if source.name in NAMES else f"draft_sources: {source.name}"
             if border.is_own(source) and any(model is draft for model in models for draft in self.options.drafts[1:]):
                 name = source.name.replace("model", "assistant_model", 1)
             for number, model in enumerate(models, 1):
-                found[name if number == 1 else f"{name} {number}"] = source, model
-        return found
+                named[name if number == 1 else f"{name} {number}"] = source, model
+        return named
 
     @cached_property
     def parts(self) -> list[Any]:
@@ -112,7 +116,7 @@ class Sources:
         return [part for part in given if part is not None]
 
     def agreed(self) -> dict[str, object]:
-        """What the ranks of a tensor-parallel model must have been given alike, by the option's name."""
+        """The options that the ranks of a tensor-parallel model must have been given alike, by the option's name."""
         names = ("graph_config", "draft_sources", "reference_ids", "criterion", "backend")
         options = self.options
         read = tuple(None if between is None else between.shared.reads for between in options.translations)
@@ -139,16 +143,16 @@ def _made(options: Options, drafter: Drafter | None, heads: DraftHeads | None) -
         "drafter": lambda: [source_of(drafter)],
         "heads": lambda: [Heads(heads)],
     }
-    found = [source for name, make in makers.items() if name in options.named for source in make()]
-    found += [source for source in options.draft_sources or () if isinstance(source, DraftSource)]
+    sources = [source for name, make in makers.items() if name in options.named for source in make()]
+    sources += [source for source in options.draft_sources or () if isinstance(source, DraftSource)]
     if "history" in options.named:
-        found.append(History())
+        sources.append(History())
     elif options.reference_ids is not None:
         raise ValueError(NO_HISTORY)
-    return found
+    return sources
 
 
 def models_of(source: DraftSource) -> list[PreTrainedModel]:
     """Of what a source forwards, the language models of transformers; an encoder has no output matrix."""
-    found = [module.view if isinstance(module, LayerSkip) else module for module in source.forwards]
-    return [m for m in found if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
+    modules = [module.view if isinstance(module, LayerSkip) else module for module in source.forwards]
+    return [m for m in modules if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]

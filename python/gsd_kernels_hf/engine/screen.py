@@ -1,4 +1,4 @@
-"""What is refused of a call before transformers looks at it."""
+"""Refusals of a call before transformers looks at it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from gsd_kernels.names import did_you_mean
 
 from .. import validate
-from ..model import properties
+from ..model.facts import Facts
 from ..validate.options import CONFIG_FIELDS, GENERATE_PARAMETERS
 from .options import Options
 from .resolved import Sources
@@ -75,7 +75,7 @@ def report_draft_lengths(given: Mapping[str, Any], config: GenerationConfig | No
 
 def screen(
     options: Options,
-    model: PreTrainedModel,
+    facts: Facts,
     input_ids: Tensor | None,
     attention_mask: Tensor | None,
     generation_config: GenerationConfig,
@@ -84,20 +84,20 @@ def screen(
 
     Args:
         options: of speculation.
-        model: the target, unwrapped and checked.
+        facts: of the target, which is checked.
         input_ids: the prompt [B, P]; ``None``: transformers begins with the token that texts begin with.
         attention_mask: [B, P], 0 for padding; ``None`` where there is none.
         generation_config: transformers' options, the model's own included.
 
     Returns:
-        What the call drafts with.
+        What the call drafts with, and the facts of its target.
 
     Raises:
         TypeError, ValueError: the reason and the cure.
     """
-    sources = Sources.of(options, model)
-    validate.check_paths(options.graph_config, (model, *sources.models.values()))
+    sources = Sources.of(options, facts)
+    validate.check_paths(options.graph_config, (facts.model, *sources.models.values()))
     if input_ids is not None:
-        validate.check_prompt(input_ids, attention_mask, properties.vocabulary(model))
+        validate.check_prompt(input_ids, attention_mask, facts.vocabulary)
     validate.check_generation_config(generation_config)
     return sources

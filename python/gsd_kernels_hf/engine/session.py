@@ -21,9 +21,10 @@ from ..acceptance.host import OnHost
 from ..acceptance.lockstep import Lockstep, padded, padded_path
 from ..acceptance.rule import AcceptanceRule, OnDevice
 from ..acceptance.tokenwise import TokenByToken
-from ..model.beside import RowsBehindInputs
+from ..model.facts import Facts
 from ..model.fused import rows_of
 from ..model.identity import ModelState
+from ..model.prompt_inputs import RowsBehindInputs
 from ..model.replay import hold
 from ..model.runner import CachedText, Listener, RowModel
 from ..policy.base import Plan
@@ -34,10 +35,10 @@ from ..sources.memory import HistoryMemory
 from ..sources.mixer import Mixer
 from ..sources.weights import Calibration, SourceWeights
 from . import room
-from .kind import Kind
 from .request import Request
+from .session_key import SessionKey
 from .stats import Clock
-from .told import Told
+from .step_report import StepReport
 
 
 class Captured(Protocol):
@@ -71,9 +72,8 @@ class Session:
     :class:`~gsd_kernels_hf.sources.base.Text` of its sources.
 
     Args:
-        kind: of the calls that it serves.
-        model: the target.
-        device: where it takes its input.
+        key: what the calls that it serves have in common.
+        facts: of the target.
         capacity: cache positions to begin with.
         sources: in the order in which they are mixed, of this session alone.
 
@@ -82,50 +82,47 @@ class Session:
             :class:`~gsd_kernels_hf.sources.base.Text`.
         plan: of the next step.
         rule: accepts rows; of the call.
-        told: what the last step tells the host.
+        report: of the last step, to the host.
         trims: draft only levels that have a node to expand, and forward only rows that hold a token; else shapes are
             static and nothing waits for the device.
         continues: whether the text goes on from what the target's cache held.
         most: cache positions that the text can need.
     """
 
-    def __init__(
-        self, kind: Kind, model: PreTrainedModel, device: torch.device, capacity: int, sources: Sequence[DraftSource]
-    ) -> None:
-        self.kind, self.backend, self.branch, self.capacity = kind, kind.backend, kind.branch, capacity
+    def __init__(self, key: SessionKey, facts: Facts, capacity: int, sources: Sequence[DraftSource]) -> None:
+        device = facts.device
+        self.key, self.backend, self.branch, self.capacity = key, key.backend, key.branch, capacity
         # Ranks that differ must find out by their hashes, not by messages of different sizes.
-        self.trims = kind.alone and device.type == "cpu"
-        self.state = DecodeState.empty(kind.batch, capacity + kind.width, kind.width, device)
+        self.trims = key.alone and device.type == "cpu"
+        self.state = DecodeState.empty(key.batch, capacity + key.width, key.width, device)
         self.sampler = Sampler(
             torch.zeros((), dtype=torch.int64, device=device),
-            torch.arange(kind.batch, dtype=torch.int32, device=device),
-            dict(kind.warpers),
+            torch.arange(key.batch, dtype=torch.int32, device=device),
+            dict(key.warpers),
             self.backend,
         )
-        self.told = Told.of(self.state)
-        self.proposal = ChainProposal(self.sampler) if kind.draws else None
+        self.report = StepReport.of(self.state)
+        self.proposal = ChainProposal(self.sampler) if key.draws else None
         self.draws = None if self.proposal is None else self.proposal.draw
         for source in sources:
             if isinstance(source, OwnSource):
-                source.check(model)  # and note what it needs of this target
+                source.check(facts.model)  # and note what it needs of this target
         layers = tuple(sorted({layer for source in sources for layer in source.hidden_layers}))
-        arguments = model, capacity, self.state.kv_start, self.backend, layers
-        self.target: RowModel = (
-            rows_of(*arguments) if kind.axes is None else RowsBehindInputs(*arguments, axes=kind.axes)
-        )
+        arguments = facts, capacity, self.state.kv_start, self.backend, layers
+        self.target: RowModel = rows_of(*arguments) if key.axes is None else RowsBehindInputs(*arguments, axes=key.axes)
         self.target.watch()
         self.row_models: list[CachedText] = [self.target]
-        self.eos_ids = torch.tensor(kind.eos_ids, dtype=torch.int32, device=device)
+        self.eos_ids = torch.tensor(key.eos_ids, dtype=torch.int32, device=device)
         self.kv_len = torch.zeros_like(self.state.out_len)
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # nodes, merges, accepted merges
-        self.lone_root = lone_root(kind.batch, device)
+        self.lone_root = lone_root(key.batch, device)
         self.plan = Plan(None)
         self.mixer: Mixer | None = None
         if sources:
             weights = {s.name: SourceWeights(s.shares, s.reliability, MAX_BRANCH, device) for s in sources}
             self.mixer = Mixer(sources, weights, self.state, self.backend, vocab_size=self.target.vocab_size)
-            if kind.calibrated:
-                self.mixer.calibration = Calibration(kind.branch, device)
+            if key.calibrated:
+                self.mixer.calibration = Calibration(key.branch, device)
         self.first, self.continues = True, False
         self.memory: HistoryMemory | None = None
         self.learned: Known | None = None
@@ -158,7 +155,7 @@ class Session:
         """
         self.request, self.clock, self.plan, self.memory = request, Clock(request.device), Plan(None), memory
         self.learned = learned
-        self.most = request.prompt_length + request.room + self.kind.slots
+        self.most = request.prompt_length + request.room + self.key.slots
         pad = request.generation_config._pad_token_tensor
         self.state.restart(request.input_ids, request.kv_start, request.room, 0 if pad is None else int(pad))
         self.kv_len.copy_(self.state.out_len - 1)  # the root is not in the target's cache yet
@@ -209,7 +206,7 @@ class Session:
             return
         self.capacity = capacity
         hold(self.state.tokens)
-        self.state.grow(capacity + self.kind.width)
+        self.state.grow(capacity + self.key.width)
         for rows in self.row_models:
             rows.grow(capacity)
         if self.captured is not None:
@@ -217,7 +214,7 @@ class Session:
 
     def reserve(self, longest: int) -> None:
         """Make room for the next step, where the longest sequence has ``longest`` tokens, padding included."""
-        needed = longest + self.kind.slots
+        needed = longest + self.key.slots
         if needed > self.capacity:
             self.grow(room.larger(self.capacity, needed, self.most))
 
@@ -279,7 +276,7 @@ class Session:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """What is done inside is the reading of a prompt, and no part of a step."""
+        """Count what is done inside as the reading of a prompt, and no part of a step."""
         with self.clock.part("prefill"):
             yield
         self.clock.begin_step()
@@ -338,13 +335,13 @@ class Session:
         graph = self.draft()
         tail = self.state.tail() if graph is None else graph.contexts[:, 0]  # of the root: the text's
         rows = self.flatten(graph)
-        if self.kind.padding:
+        if self.key.padding:
             rows = padded(rows, self.state, self.kv_len)
         logits = self.attend(rows)
         return Unverified(graph, rows, logits, self.target.hidden, self.positions(rows), tail)
 
     def accept(self, unverified: Unverified) -> Acceptance:
-        """What the call's rule accepts, on the device or on the host."""
+        """Accept rows by the call's rule, on the device or on the host."""
         return self.rule.accept(unverified.rows, unverified.logits, unverified.positions, self.max_path)
 
     def settle(self, unverified: Unverified, accepted: Acceptance) -> Verified:
@@ -357,12 +354,12 @@ class Session:
                 self.mixer.observe(verified)
             if self.mixer.calibration is not None and verified.graph is not None:
                 figures = self.mixer.figures(verified)
-        self.told = Told.of(self.state, figures)
+        self.report = StepReport.of(self.state, figures)
         return verified
 
     @property
     def drafted(self) -> tuple[Any, ...]:
-        """What the last draft left on the host: the shape's storage, and what its tokens were drawn from."""
+        """The last draft's leavings on the host: the shape's storage, and what its tokens were drawn from."""
         storage = None if self.mixer is None else copy.copy(self.mixer.current)
         return storage, None if self.proposal is None else list(self.proposal.distributions)
 
@@ -417,7 +414,7 @@ class Session:
         """Keep the accepted rows' keys and values and append the emitted tokens."""
         state, accepted, graph = self.state, verified.accepted, verified.graph
         path = accepted.accepted_rows, accepted.num_accepted
-        if self.kind.padding:
+        if self.key.padding:
             path = padded_path(accepted, state.done)
         if isinstance(self.rule, OnHost):  # a processor may have made something of logits that are NaN
             self.target.cache.keep_marks(*path)

@@ -18,7 +18,7 @@ from ..model import replay
 
 @dataclass
 class SourceStats:
-    """What one draft source brought.
+    """The counts of one draft source.
 
     Attributes:
         proposed: drafted tokens that the target verified. One that several sources proposed counts for the first of
@@ -140,13 +140,13 @@ class GenerationStats:
         return {**asdict(self), "tokens_per_step": self.tokens_per_step, "gain": self.gain}
 
     def table(self) -> list[tuple[str, str]]:
-        """What a user asks first, as (name, text), line by line."""
+        """The answers to what a user asks first, as (name, text), line by line."""
         if self.why is not None:
             return [("served by", f"transformers' own generate: {self.why}"), ("seconds", self._times())]
         total = self.seconds.get("total", 0.0)
         speed = f", {self.new_tokens / total:.1f} a second with the prompt" if total else ""
         way = "one operator" if self.why_modules is None else f"its modules ({self.why_modules})"
-        found = [
+        lines = [
             ("new tokens", f"{self.new_tokens:,} in {self.sequences:,} sequence{'s' * (self.sequences != 1)}{speed}"),
             ("steps", f"{self.steps:,}, of which {self.plain_steps:,} plain"),
             ("tokens per step", f"{self.tokens_per_step:.2f}; 1 is plain decoding"),
@@ -157,12 +157,12 @@ class GenerationStats:
             ("merge edges", f"{self.merges:,}, of which {self.accepted_merges:,} on accepted paths"),
             ("caches", f"{self.cache_bytes / 2**20:.1f} MiB"),
         ]
-        found += [(f"source {name}", str(source)) for name, source in self.sources.items()]
+        lines += [(f"source {name}", str(source)) for name, source in self.sources.items()]
         if self.left_out:
-            found.append(("left out", ", ".join(self.left_out)))
+            lines.append(("left out", ", ".join(self.left_out)))
         if not self.lossless:
-            found.append(("output", f"not the target's own: criterion {self.criterion}"))
-        return found
+            lines.append(("output", f"not the target's own: criterion {self.criterion}"))
+        return lines
 
     def _gain(self) -> str:
         if self.gain is None:

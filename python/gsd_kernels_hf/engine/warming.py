@@ -48,7 +48,7 @@ def warm(session: Session, shapes: Sequence[GraphConfig]) -> None:
 
 def _warm_graph(session: Session, shape: GraphConfig) -> None:
     """Everything but the forwards: merge at every level, flatten, verify, commit, samplers, look-ups, mixing."""
-    batch, device, backend = session.kind.batch, session.state.tokens.device, session.backend
+    batch, device, backend = session.key.batch, session.state.tokens.device, session.backend
     graph = TokenGraph.empty(batch, shape, device)
     graph.reset(
         torch.zeros(batch, device=device, dtype=torch.float32),
@@ -87,16 +87,16 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
 
 
 def _warm_candidates(session: Session, shape: GraphConfig, verified: Verified) -> None:
-    """What sources propose after one node and after a frontier and make of a step, and the mixture of proposals."""
-    batch, device = session.kind.batch, session.kv_len.device
+    """Launch proposals after one node and after a frontier, what sources make of a step, and the mixture."""
+    batch, device = session.key.batch, session.kv_len.device
     sources = session.mixer.sources if session.mixer is not None else ()
     for width in dict.fromkeys((1, shape.width, shape.history_width)):
         root = torch.zeros(batch, width, dtype=torch.int32, device=device)
         frontier = Frontier(root, root, root, root[..., None])
         level = Level(0, shape, verified.graph, frontier, session.kv_len)
         proposals = (source.warm(level, verified) for source in sources if isinstance(source, OwnSource))
-        found = [proposal.candidates for proposal in proposals if proposal is not None]
-        here = [tuple(tensor.to(device) for tensor in candidates) for candidates in found]
+        proposed = [proposal.candidates for proposal in proposals if proposal is not None]
+        here = [tuple(tensor.to(device) for tensor in candidates) for candidates in proposed]
         for first, other in pairwise(here):
             weight = torch.zeros(batch, width, device=device, dtype=torch.float32)
             mix_candidates(*first, *other, weight, backend=session.backend)

@@ -27,7 +27,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from gsd_kernels import dag_attention
 from gsd_kernels.ops.dag_attention import DenseMask, dense_mask
 
-from .once import modules_of
 from .temperature import Temperature
 
 PREFIX = "gsd_"
@@ -35,7 +34,7 @@ EAGER = "eager_attention_forward"
 
 
 class Attends(Protocol):
-    """What a forward is given as ``graph=``."""
+    """The object that a forward is given as ``graph=``."""
 
     def attend(
         self,
@@ -52,8 +51,8 @@ class Attends(Protocol):
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What an attention call asks for beside softmax over all positions up to a row's own."""
+class AttentionKind:
+    """The demands of an attention call beside softmax over all positions up to a row's own."""
 
     window: int | None = None  # positions that a row sees, its own included
     chunk: int | None = None  # positions of a chunk, of which a row sees its own alone
@@ -63,7 +62,7 @@ class Kind:
 
 @dataclass
 class GraphInputs:
-    """What the attention of graph rows needs; device tensors with static addresses. R rows over N graph nodes."""
+    """Inputs of the attention of graph rows; device tensors with static addresses. R rows over N graph nodes."""
 
     ancestor_mask: Tensor  # int32 [B, R, ceil(N/32)]
     kv_len: Tensor  # int32 [B]
@@ -71,7 +70,7 @@ class GraphInputs:
     row_depths: Tensor  # int32 [B, R]; position minus kv_len
     node_depths: Tensor  # int32 [B, N]
     backend: str = "auto"
-    kinds: tuple[Kind, ...] | None = None  # of every attention call; None: as each call says
+    kinds: tuple[AttentionKind, ...] | None = None  # of every attention call; None: as each call says
     row_invariant: bool = False  # whether a row is to have the same bits alone and among others
     calls: int = 0  # so far
     _masks: dict[tuple[int, int | None, int | None], DenseMask] = field(default_factory=dict, repr=False)
@@ -90,7 +89,7 @@ class GraphInputs:
     ) -> Tensor:
         """Attend over the whole cache; see :class:`Attends`."""
         if self.kinds is None:
-            kind = Kind(options.get("sliding_window"))
+            kind = AttentionKind(options.get("sliding_window"))
         elif self.calls < len(self.kinds):
             kind = self.kinds[self.calls]
         else:
@@ -176,7 +175,7 @@ class GraphInputs:
 
 
 def changed_meanwhile(calls: int, expected: int) -> str:
-    """What to say of a forward in which attention calls were missed."""
+    """The message about a forward in which attention calls were missed."""
     return (
         f"model: {calls} attention calls saw the graph's rows where {expected} were expected; the model or its "
         "attention implementation was changed while it generated; change it between two calls"
@@ -194,8 +193,8 @@ class Watcher(Protocol):
         """An attention call came without ``graph=``; its output, [B, Hq, R, D]."""
         ...
 
-    def found(self, own: Callable[..., Any]) -> None:
-        """An attention call came with ``graph=``; what the model would have called."""
+    def came(self, own: Callable[..., Any]) -> None:
+        """An attention call came with ``graph=``; the model would have called ``own``."""
         ...
 
 
@@ -234,7 +233,7 @@ def _attention_beside(original: str) -> Callable[..., tuple[Tensor, Tensor | Non
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
             )
         if watcher is not None:
-            watcher.found(original_attention(original, module))
+            watcher.came(original_attention(original, module))
         out = graph.attend(module, query, key, value, attention_mask, scaling, kwargs)
         return out.transpose(1, 2).contiguous(), None  # [B, R, Hq, D]
 
@@ -287,17 +286,21 @@ def original_attention(name: str, module: nn.Module) -> Callable[..., Any]:
 
 def configs_of(model: nn.Module) -> list[PretrainedConfig]:
     """Every config that a module of ``model`` may read its attention implementation from."""
-    found: dict[int, PretrainedConfig] = {}
-    modules = (module for _, module in modules_of(model))
+    return configs_in(model.modules())
+
+
+def configs_in(modules: Iterable[nn.Module]) -> list[PretrainedConfig]:
+    """Every config of modules, and those inside them."""
+    configs: dict[int, PretrainedConfig] = {}
     waiting = [module.config for module in modules if isinstance(vars(module).get("config"), PretrainedConfig)]
     while waiting:
         config = waiting.pop()
-        if id(config) in found:
+        if id(config) in configs:
             continue
-        found[id(config)] = config
+        configs[id(config)] = config
         nested = (getattr(config, key, None) for key in config.sub_configs)
         waiting += [sub for sub in nested if isinstance(sub, PretrainedConfig)]
-    return list(found.values())
+    return list(configs.values())
 
 
 def name_beside(original: str) -> str:

@@ -16,7 +16,7 @@ from gsd_kernels import commit_kv, write_kv
 from gsd_kernels.ops.write_kv.api import WRITE
 
 from .asking import ask
-from .once import parameters_of
+from .facts import Facts
 from .recurrent.mixers import Form, LinearAttentionLayer, RowsCache
 from .recurrent.tree import RowTree
 from .replay import hold
@@ -130,14 +130,15 @@ def grown(storage: Tensor, capacity: int) -> Tensor:
     return new
 
 
-def lies_in_a_block(model: PreTrainedModel) -> bool:
-    """Whether all layers of a model are likely to store keys and values alike, on one GPU.
+def lies_in_a_block(model: PreTrainedModel | Facts) -> bool:
+    """Return whether all layers of a model are likely to store keys and values alike, on one GPU.
 
     There the commit of a stacked cache is one launch, whichever backend it has. On a CPU nothing is launched, and
     storage by layer grows layer by layer.
     """
-    config = model.config.get_text_config(decoder=True)
-    devices = {parameter.device for _, parameter in parameters_of(model)}
+    facts = Facts.of(model)
+    config = facts.model.config.get_text_config(decoder=True)
+    devices = {parameter.device for _, parameter in facts.parameters}
     kinds = getattr(config, "layer_types", None) or ()
     unlike = ("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads", "cross_attention_layers")
     return (
@@ -322,8 +323,8 @@ class GraphCache(RowsCache):
             return
         kept = torch.arange(accepted_rows.shape[1], device=accepted_rows.device) < num_accepted[:, None]
         for part in self._spoiled.values():
-            found = part.gather(1, accepted_rows.clamp(min=0).to(part.device, torch.int64))
-            self.marks += found.masked_fill(~kept.to(part.device), 0.0).sum(1).to(self.marks.device)
+            marks = part.gather(1, accepted_rows.clamp(min=0).to(part.device, torch.int64))
+            self.marks += marks.masked_fill(~kept.to(part.device), 0.0).sum(1).to(self.marks.device)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor, kv_len: Tensor, *, backend: str = "auto") -> None:
         """Move the accepted rows of all layers behind the prefix and advance ``kv_len``; one call a device."""

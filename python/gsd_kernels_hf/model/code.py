@@ -1,4 +1,4 @@
-"""Which Python a model's forward runs, noticed cheaply when it changes.
+"""The Python that a model's forward runs; a change of it is noticed cheaply.
 
 Looked at once for a set of classes: their ``forward`` and how ``torch.nn.Module`` calls it, the functions that these
 name, and what those name in turn, as far as they lie in the modelling file, in transformers or in ``torch.nn``; the
@@ -28,7 +28,7 @@ from transformers.utils.generic import GeneralInterface
 
 ENTRIES = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__")
 OWN = {"gsd_kernels", "gsd_kernels_hf", "gsd_kernels_train", "gsd_kernels_serve", "gsd_kernels_cli"}
-SHIPPED = ({"torch", "transformers", "accelerate", "peft", *OWN} | sys.stdlib_module_names) - {"unittest"}
+HOME_PACKAGES = ({"torch", "transformers", "accelerate", "peft", *OWN} | sys.stdlib_module_names) - {"unittest"}
 """Packages whose functions are at home in a modelling file."""
 CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 """What a forward stores keys and values in."""
@@ -44,7 +44,7 @@ def top_of(name: str | None) -> str:
 
 @dataclass(eq=False)
 class Code:
-    """What forwards of some classes run; the same object as long as that is.
+    """The code that forwards of some classes run; the same object as long as that is.
 
     Attributes:
         foreign: the first function that is not what transformers or PyTorch brought, in words; ``None``: there is none.
@@ -59,7 +59,7 @@ class Code:
     cells: list[tuple[Any, Any]] = field(default_factory=list)
 
     def is_current(self) -> bool:
-        """Whether everything still is where it was found."""
+        """Return whether everything still is where it was found."""
         return (
             all(space.get(name, MISSING) is value for space, name, value in self.places.values())
             and all(len(space) == size for space, size in self.sizes.values())
@@ -72,7 +72,7 @@ class Code:
 
 
 def content_of(cell: Any) -> Any:
-    """What a closure's cell holds, which may be nothing."""
+    """The content of a closure's cell, which may be nothing."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -101,8 +101,8 @@ def described(function: Any) -> str:
 
 
 def is_shipped(function: Any) -> bool:
-    """Whether transformers, PyTorch or this package brought a function."""
-    return top_of(home_of(function)) in SHIPPED
+    """Return whether transformers, PyTorch or this package brought a function."""
+    return top_of(home_of(function)) in HOME_PACKAGES
 
 
 class _Look:
@@ -155,7 +155,7 @@ class _Look:
             written = top_of(type(value).__module__)
         else:
             return None
-        if written not in SHIPPED and written != home and self.code.foreign is None:
+        if written not in HOME_PACKAGES and written != home and self.code.foreign is None:
             self.code.foreign = f"{where} is {described(value)}"
         return value if isinstance(value, types.FunctionType) else None
 
@@ -206,9 +206,9 @@ class _Look:
 
 
 def looked_into(function: types.FunctionType) -> bool:
-    """Whether what a function names may matter: PyTorch outside of its modules is taken as a whole."""
+    """Return whether what a function names may matter: PyTorch outside of its modules is taken as a whole."""
     home = str(function.__globals__.get("__name__"))
-    return top_of(home) not in (SHIPPED - {"transformers"}) or home.startswith("torch.nn")
+    return top_of(home) not in (HOME_PACKAGES - {"transformers"}) or home.startswith("torch.nn")
 
 
 _known: dict[tuple[frozenset[type], frozenset[str]], Code] = {}
@@ -217,17 +217,17 @@ _known: dict[tuple[frozenset[type], frozenset[str]], Code] = {}
 def code_of(classes: Iterable[type], implementations: Iterable[str]) -> Code:
     """The code that forwards of ``classes`` run with these attention ``implementations``."""
     key = frozenset(classes), frozenset(implementations)
-    found = _known.get(key)
-    if found is None or not found.is_current():
+    code = _known.get(key)
+    if code is None or not code.is_current():
         look = _Look(key[1])
         for cls in sorted(key[0], key=lambda cls: cls.__qualname__):
             look.at_class(cls)
         look.code.names.update(ENTRIES)
         _known.pop(key, None)
-        found = _known[key] = look.code
+        code = _known[key] = look.code
         while len(_known) > MOST:
             _known.pop(next(iter(_known)), None)
-    return found
+    return code
 
 
 def global_hooks() -> tuple[Callable[..., Any], ...]:
@@ -236,7 +236,7 @@ def global_hooks() -> tuple[Callable[..., Any], ...]:
 
 
 def ambient(device: torch.device) -> tuple[Any, ...]:
-    """What this thread's PyTorch does to every operation: autocast, modes that functions or operators go through."""
+    """Modes of this thread's PyTorch that every operation goes through: autocast, those of functions and operators."""
     kind = "cpu" if device.type == "meta" else device.type  # of weights that are offloaded, which no forward runs on
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     modes = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
@@ -251,8 +251,8 @@ def ambient(device: torch.device) -> tuple[Any, ...]:
 def own_callables(module: nn.Module, names: set[str]) -> dict[str, Any]:
     """Functions on a module itself, rather than on its class, of those ``names``."""
     variables = vars(module)
-    found = sorted(variables.keys() & names)
-    return {name: variables[name] for name in found if _is_function(variables[name])}
+    there = sorted(variables.keys() & names)
+    return {name: variables[name] for name in there if _is_function(variables[name])}
 
 
 def _is_function(value: Any) -> bool:

@@ -45,7 +45,7 @@ def own_bits(wanted: bool, *, in_parts: bool = False) -> Iterator[None]:
 
 
 def are_own_bits_wanted() -> bool:
-    """Whether this thread is in an :func:`own_bits` that wants them."""
+    """Return whether this thread is in an :func:`own_bits` that wants them."""
     return _now()[0]
 
 

@@ -1,4 +1,4 @@
-"""Which weights of a model hold numbers that are not finite.
+"""A look through a model's weights for numbers that are not finite.
 
 A cache holds finite numbers alone, so that what overflows in one row does not reach rows that do not see it. Where a
 weight makes every key or value NaN, or a token's embedding is, the logits behind it would look like any others. So the
@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 from ..packed.adapters import stored_in
 from ..packed.modules import Packed, PackedEmbedding, shape_of
 from ..packed.samples import versions
+from .facts import Facts, fact
 from .identity import parts_of
-from .once import modules_of, once
-from .properties import device_of, logits_alone, vocabulary
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HALVES = {  # bytes of a block that hold float16 numbers
@@ -51,7 +50,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Spoiled:
-    """What is not finite of a model: the first weight that every token goes through, if there is one, and tables."""
+    """The weights that are not finite: the first one that every token goes through, if there is one, and tables."""
 
     weight: str | None = None
     tables: tuple[Table, ...] = ()
@@ -60,29 +59,31 @@ class Spoiled:
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Spoiled]] = weakref.WeakKeyDictionary()
 
 
-@once
-def spoiled(model: PreTrainedModel) -> Spoiled:
-    """What is not finite of what a text goes through; looked for once, and again after changes that PyTorch counts.
+@fact
+def spoiled(facts: Facts) -> Spoiled:
+    """Find the weights of a text's way that are not finite; once, and again after changes that PyTorch counts.
 
     Of a model that is sharded nothing is: ranks must not go different ways.
     """
+    model = facts.model
     if getattr(model, "_device_mesh", None) is not None:
         return Spoiled()
-    weights = list(weights_of(model))
+    weights = list(weights_of(facts))
     tensors = [tensor for _, _, tensor in weights]
     key = tuple(tensor.data_ptr() for tensor in tensors), versions(tensors)
     known = _known.get(model)
     if known is None or known[0] != key:
-        known = _known[model] = key, _look(model, weights)
+        known = _known[model] = key, _look(facts, weights)
     return known[1]
 
 
-def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, Tensor]]:
+def weights_of(facts: Facts) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """Floating-point weights of the decoder by their names, each once, and the bytes of those that are packed."""
+    model = facts.model
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     inside = {id(module) for module in (decoder if isinstance(decoder, nn.Module) else model).modules()}
     seen: set[int] = set()
-    for prefix, module in modules_of(model):
+    for prefix, module in facts.modules:
         if id(module) not in inside:
             continue
         named = [(name, p) for name, p in module._parameters.items() if p is not None and not name.endswith(SINKS)]
@@ -108,22 +109,22 @@ def numbers_in(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _look(model: PreTrainedModel, weights: list[tuple[str, nn.Module, Tensor]]) -> Spoiled:
+def _look(facts: Facts, weights: list[tuple[str, nn.Module, Tensor]]) -> Spoiled:
     """Sum every weight, which leaves no number out that is not finite, and wait for each device once."""
     sums: dict[torch.device, list[Tensor]] = {}
     for _, module, tensor in weights:
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         sums.setdefault(tensor.device, []).append(numbers_in(module, tensor).sum(dtype=wide).double())
-    finite = {device: iter(torch.stack(found).isfinite().cpu().tolist()) for device, found in sums.items()}
+    finite = {device: iter(torch.stack(parts).isfinite().cpu().tolist()) for device, parts in sums.items()}
     suspects = [weight for weight in weights if not next(finite[weight[2].device])]
-    entry, tables, first = model.get_input_embeddings(), [], None
+    entry, tables, first = facts.model.get_input_embeddings(), [], None
     for name, module, tensor in suspects:
         numbers = numbers_in(module, tensor)
         if bool(numbers.isfinite().all()):  # large ones, whose sum is not
             continue
         if isinstance(module, (nn.Embedding, PackedEmbedding)) or module is entry:
             rows = (~numbers.flatten(1).isfinite().all(1)).nonzero()[:, 0].cpu()
-            by_token = module is entry or len(numbers) >= vocabulary(model)
+            by_token = module is entry or len(numbers) >= facts.vocabulary
             tables.append(Table(name, by_token, rows))
         elif first is None:
             first = name
@@ -135,7 +136,8 @@ def not_finite_for(model: PreTrainedModel, ids: Tensor, *, words: bool = True) -
 
     words: whether tokens are all that it reads; else modules are not asked.
     """
-    for table in spoiled(model).tables:
+    facts = Facts.of(model)
+    for table in spoiled(facts).tables:
         used = ids[torch.isin(ids.cpu(), table.rows).to(ids.device)] if table.by_token else ids[:0]
         if len(used):
             return f"the embedding of token {int(used[0])} in {table.name} holds NaN or infinite numbers"
@@ -152,22 +154,22 @@ def not_finite_for(model: PreTrainedModel, ids: Tensor, *, words: bool = True) -
         for name, module in model.named_modules() if words else ():
             hooks.enter_context(module.register_forward_hook(lambda *call, name=name: look(name, call[-1])))
         try:
-            model(input_ids=ids[None].to(device_of(model)), use_cache=False, logits_to_keep=1, **logits_alone(model))
+            model(input_ids=ids[None].to(facts.device), use_cache=False, logits_to_keep=1, **facts.logits_alone)
         except (RuntimeError, ValueError, TypeError):  # out of memory, say: there is an error already
             return None
     return f"{first[0]} computes NaN or infinite numbers for this text" if first else None
 
 
-def with_finite_embeddings(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def with_finite_embeddings(facts: Facts, ids: Tensor) -> Tensor:
     """Tokens ``ids``, of which those whose embedding is not finite are replaced by others, if the model has any."""
-    wrong = [table.rows for table in spoiled(model).tables if table.by_token]
+    wrong = [table.rows for table in spoiled(facts).tables if table.by_token]
     if not wrong:
         return ids
     rows = torch.cat(wrong)
-    size = min(vocabulary(model), shape_of(model.get_input_embeddings())[0])  # type: ignore[operator]
+    size = min(facts.vocabulary, shape_of(facts.model.get_input_embeddings())[0])
     usable = torch.ones(size, dtype=torch.bool, device="cpu")
     usable[rows[rows < size]] = False
-    found = usable.nonzero()[:, 0].to(ids.device)
-    if not len(found):
+    others = usable.nonzero()[:, 0].to(ids.device)
+    if not len(others):
         return ids
-    return torch.where(torch.isin(ids, rows.to(ids.device)), found[ids % len(found)], ids)
+    return torch.where(torch.isin(ids, rows.to(ids.device)), others[ids % len(others)], ids)

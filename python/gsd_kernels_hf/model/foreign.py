@@ -1,4 +1,4 @@
-"""What of a model the operator would not compute, as far as that is written on it.
+"""Properties of a model that the operator would not compute, as far as they are written on it.
 
 Numbers are read where a forward reads them, in every layer. What a list of them forgets, :mod:`.proof` finds; what
 rounding or a few tokens would hide stands here: an epsilon, a scale, code that may do anything at any time.
@@ -18,10 +18,9 @@ from gsd_kernels.ops.packed.api import FLOATS
 
 from ..packed.adapters import stored_in
 from ..packed.modules import Packed, PackedEmbedding, PackedLinear, dtype_of, shape_of
-from .attention import Kind
-from .code import ambient, described, is_shipped
-from .identity import code_run_by, first_device, foreign_global_hooks, put_on
-from .once import modules_of, once, parameters_of
+from .attention import AttentionKind
+from .code import described, is_shipped
+from .facts import Facts, fact, foreign_global_hooks
 from .probe import kinds_of
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
@@ -29,33 +28,33 @@ SILU = (nn.SiLU, ACT2CLS["silu"])
 PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, PackedLinear, PackedEmbedding, *SILU)
 
 
-@once
-def foreign(model: PreTrainedModel) -> str | None:
-    """What keeps a LLaMA-like model from being what the operator computes, or ``None``."""
+@fact
+def foreign(facts: Facts) -> str | None:
+    """Name what keeps a LLaMA-like model from being what the operator computes, or ``None``."""
     return (
-        _foreign_config(model)
-        or foreign_code(model)
-        or _foreign_module(model)
-        or _foreign_parameter(model)
-        or _foreign_layer(model)
+        _foreign_config(facts.model)
+        or foreign_code(facts)
+        or _foreign_module(facts)
+        or _foreign_parameter(facts)
+        or _foreign_layer(facts)
     )
 
 
-@once
-def foreign_code(model: nn.Module, *, shipped: bool = True) -> str | None:
-    """Code in a forward of ``model`` that neither transformers nor PyTorch brought, or that runs round all code.
+@fact
+def foreign_code(facts: Facts, *, shipped: bool = True) -> str | None:
+    """Code in a model's forward that neither transformers nor PyTorch brought, or that runs round all code.
 
     ``shipped``: whether their own counts where it is a hook or lies on a module, as accelerate's does. A function that
     a module of theirs keeps under a name of its own, as activations do, is none that was put there.
     """
-    cast, *modes = ambient(first_device(model))
+    cast, *modes = facts.ambient
     if cast is not None:
         return f"autocast to {cast}"
     if modes:
         return f"a mode that PyTorch's operations go through, {modes[0].__qualname__}"
     for hook in foreign_global_hooks():
         return f"a hook of all modules, {described(hook)}"
-    for (name, module), put in zip(modules_of(model), put_on(model), strict=True):
+    for (name, module), put in zip(facts.modules, facts.put, strict=True):
         if not put.hooks and not put.functions:
             continue
         hooks = [*put.hooks.values(), *(put.functions[own] for own in put.functions if own == "forward")]
@@ -64,11 +63,11 @@ def foreign_code(model: nn.Module, *, shipped: bool = True) -> str | None:
         for function, value in put.functions.items():
             if not is_shipped(value) or (shipped and not _is_kept(module, function, value)):
                 return f"{name or 'the model'} has a function of its own, {function}"
-    return code_run_by(model).foreign
+    return facts.code.foreign
 
 
 def _is_kept(module: nn.Module, name: str, function: Any) -> bool:
-    """Whether a function stands in the place of none of the module's class, and reaches no other module."""
+    """Return whether a function stands in the place of none of the module's class, and reaches no other module."""
     owner = getattr(function, "__self__", None)
     return not hasattr(type(module), name) and not (isinstance(owner, nn.Module) and owner._modules)
 
@@ -89,8 +88,9 @@ def _foreign_config(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _foreign_module(model: Any) -> str | None:
-    for name, module in modules_of(model):
+def _foreign_module(facts: Facts) -> str | None:
+    model = facts.model
+    for name, module in facts.modules:
         kind, stored = type(module), stored_in(module)
         if stored is not None:
             if stored.problem is not None:
@@ -110,24 +110,25 @@ def _foreign_module(model: Any) -> str | None:
     return None
 
 
-def _foreign_parameter(model: Any) -> str | None:
+def _foreign_parameter(facts: Facts) -> str | None:
+    model = facts.model
     dtype, device = dtype_of(model.lm_head), model.device  # which looks for a parameter every time
-    for name, module in modules_of(model):
+    for name, module in facts.modules:
         if isinstance(module, Packed) and (module.packed.device != device or module.like.dtype != dtype):
             return f"{name} is packed on {module.packed.device} for {module.like.dtype}, not on {device} for {dtype}"
         dense = module._parameters.get("weight") if type(module) is nn.Linear else None
         if type(dense) is nn.Parameter and dense.dtype in FLOATS and dense.dtype != dtype:  # no forward would succeed
             return f"{name}.weight is {dense.dtype}, the output matrix {dtype}"
-    kinds_of(model)  # a forward: in the first one a library may rewrite its weights
+    kinds_of(facts)  # a forward: in the first one a library may rewrite its weights
     read: set[int] = set()
-    for name, module in modules_of(model):
+    for name, module in facts.modules:
         stored = stored_in(module)
         if stored is None:
             continue
         read.add(id(module._parameters.get("weight")))
         if not stored.is_for(dtype) or any(tensor.device != device for tensor in stored.tensors):
             return f"{name} stands for {stored.dtype}, the output matrix is {dtype} on {device}"
-    for name, parameter in parameters_of(model):
+    for name, parameter in facts.parameters:
         if id(parameter) in read:
             continue
         if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS or not parameter.is_contiguous():
@@ -139,16 +140,16 @@ def _foreign_parameter(model: Any) -> str | None:
     return None
 
 
-def _foreign_layer(model: Any) -> str | None:
-    """What a layer does otherwise than the operator, or than the first one."""
-    layers, kinds = layers_of(model), kinds_of(model)
+def _foreign_layer(facts: Facts) -> str | None:
+    """Name what a layer does otherwise than the operator, or than the first one."""
+    model, layers, kinds = facts.model, layers_of(facts.model), kinds_of(facts)
     if not layers or len(layers) != len(kinds):
         return f"{len(layers)} layers with {len(kinds)} attention calls"
     head_dim, eps, first = 2 * model.model.rotary_emb.inv_freq.numel(), model.model.norm.variance_epsilon, layers[0]
     sizes = _sizes(first)
     for number, layer in enumerate(layers):
         attention, mlp = layer.self_attn, layer.mlp
-        if kinds[number] != Kind(kinds[number].window):
+        if kinds[number] != AttentionKind(kinds[number].window):
             return f"attention with more than a window in layer {number}, {kinds[number]}"
         if attention.head_dim != head_dim:
             return f"heads that are turned in part, or of another size, in layer {number}"
@@ -158,9 +159,9 @@ def _foreign_layer(model: Any) -> str | None:
             return f"another activation in layer {number}, {type(mlp.act_fn).__name__}"
         if any(norm.variance_epsilon != eps for norm in _norms(layer)):
             return f"a norm with another epsilon in layer {number}"
-        found = _sizes(layer)
-        if found != sizes:
-            return f"layers of different sizes: {found} in layer {number}, {sizes} in layer 0"
+        own = _sizes(layer)
+        if own != sizes:
+            return f"layers of different sizes: {own} in layer {number}, {sizes} in layer 0"
     return _unfit(model, first, head_dim)
 
 
@@ -178,15 +179,15 @@ def _sizes(layer: Any) -> dict[str, torch.Size]:
 
 
 def _unfit(model: Any, layer: Any, head_dim: int) -> str | None:
-    """Which matrix of a layer does not go with the others."""
+    """Name the matrix of a layer that does not go with the others."""
     vocab, hidden = shape_of(model.model.embed_tokens)
-    found = _sizes(layer)
-    heads, kv_heads, inner = found["q"][0] // head_dim, found["k"][0] // head_dim, found["gate"][0]
+    sizes = _sizes(layer)
+    heads, kv_heads, inner = sizes["q"][0] // head_dim, sizes["k"][0] // head_dim, sizes["gate"][0]
     q, kv = (heads * head_dim, hidden), (kv_heads * head_dim, hidden)
     expected = {"q": q, "k": kv, "v": kv, "o": q[::-1], "gate": (inner, hidden), "up": (inner, hidden)}
     expected["down"] = (hidden, inner)
-    if found != expected or not kv_heads or heads % kv_heads:
-        return f"matrices of sizes that do not go together, {found}"
+    if sizes != expected or not kv_heads or heads % kv_heads:
+        return f"matrices of sizes that do not go together, {sizes}"
     output = tuple(shape_of(model.lm_head))
     if output != (model.config.vocab_size, hidden) or vocab < model.config.vocab_size:
         return f"an output matrix of {output} for {model.config.vocab_size} tokens"

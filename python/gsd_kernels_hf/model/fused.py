@@ -34,7 +34,8 @@ from gsd_kernels.ops.state_rows import BLOCK
 from ..packed.modules import matrix_of, shape_of
 from . import gpu_proof, proof, replay, rows_proof
 from .asking import ask
-from .attention import Kind
+from .attention import AttentionKind
+from .facts import Facts, fact
 from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
 from .pieces import SEVERAL, WHOLE
@@ -60,7 +61,7 @@ PROMPT_ROWS = 128
 
 
 def switch() -> str:
-    """What ``GSD_KERNELS_FUSED_ROWS`` says, one of :data:`SETTINGS`.
+    """The value of ``GSD_KERNELS_FUSED_ROWS``, one of :data:`SETTINGS`.
 
     Raises:
         ValueError: it is none of them.
@@ -94,12 +95,14 @@ def error_of(check: Callable[..., None], *arguments: object) -> str | None:
     return None
 
 
-def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...] = ()) -> str | None:
-    """What keeps ``model`` from being forwarded by one operator that keeps these hidden states, or ``None``.
+@fact
+def why_not(facts: Facts, backend: str, hidden_layers: tuple[int, ...] = ()) -> str | None:
+    """Name what keeps a model from being forwarded by one operator that keeps these hidden states, or ``None``.
 
     Raises:
         ValueError: a variable of the environment says what there is not.
     """
+    model = facts.model
     reason = missing(model.device, backend)
     if reason is not None:
         return reason
@@ -110,15 +113,15 @@ def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...]
     gpu = replay.is_gpu(model.device)
     if gpu and model.config.num_hidden_layers in hidden_layers:
         return "the hidden state behind the last norm is read at every row of a prompt, which the operator leaves out"
-    reason = foreign(model) or (_unserved_by_cuda(weights_of(model, kinds_of(model))) if gpu else None)
+    reason = foreign(facts) or (_unserved_by_cuda(weights_of(model, kinds_of(facts))) if gpu else None)
     if reason is not None:
         return reason
 
-    def forward(of: PreTrainedModel) -> Tensor:
+    def forward(of: Facts) -> Tensor:
         return proof.logits_of_rows(FusedRows(of, proof.capacity(), proof.kv_start(of), backend), of)
 
-    found = proof.why_not_proved(model, f"operator, backend {backend}", forward, closely=not gpu)
-    return None if found is None else found.what
+    difference = proof.why_not_proved(facts, f"operator, backend {backend}", forward, closely=not gpu)
+    return None if difference is None else difference.what
 
 
 def _unserved_by_cuda(weights: DecoderWeights) -> str | None:
@@ -137,7 +140,7 @@ def ways() -> dict[str, rows_proof.Way]:
     return {"operator": FusedRows, "modules": RowModel}
 
 
-def layer_weights(layer: Any, kind: Kind) -> LayerWeights:
+def layer_weights(layer: Any, kind: AttentionKind) -> LayerWeights:
     """The parameters of a LLaMA-like layer; ``kind``: what its attention does."""
     a, m = layer.self_attn, layer.mlp
     projections = {
@@ -160,7 +163,7 @@ def layer_weights(layer: Any, kind: Kind) -> LayerWeights:
     )
 
 
-def weights_of(model: PreTrainedModel, kinds: Sequence[Kind]) -> DecoderWeights:
+def weights_of(model: PreTrainedModel, kinds: Sequence[AttentionKind]) -> DecoderWeights:
     """The parameters as they lie in the model; ``kinds``: what each attention call was seen to do.
 
     Some classes ignore the window of their configuration.
@@ -172,7 +175,7 @@ def weights_of(model: PreTrainedModel, kinds: Sequence[Kind]) -> DecoderWeights:
 
 
 def decoder_weights(
-    embed: Any, layers: Any, kinds: Sequence[Kind], norm: Any, head: Any, inv_freq: Tensor, scale: float
+    embed: Any, layers: Any, kinds: Sequence[AttentionKind], norm: Any, head: Any, inv_freq: Tensor, scale: float
 ) -> DecoderWeights:
     """The parameters of modules, with the frequencies of the rotation and what cosines and sines are multiplied with.
 
@@ -204,7 +207,7 @@ def storage_of(
     return [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
-def check_rows(model: PreTrainedModel, name: str) -> None:
+def check_rows(facts: Facts, name: str) -> None:
     """Raise unless rows through a target's modules are what the model computes, where anything may make a difference.
 
     Code that is not transformers' own may go by what it is called with: one token at a time, transformers' cache, the
@@ -213,65 +216,66 @@ def check_rows(model: PreTrainedModel, name: str) -> None:
     Raises:
         ValueError: ``model``, the argument ``name``, computes something else of graph rows.
     """
-    code, steps = foreign_code(model, shipped=False), 1
-    if mixers_of(model):
-        if block_of(model, "auto"):
+    code, unwritten, steps = foreign_code(facts, shipped=False), examine(facts).unwritten, 1
+    if mixers := mixers_of(facts):
+        if block_of(facts, "auto"):
             return
-        suspect, steps = f"its layers keep a recurrent state ({mixers_of(model)[0][0]})", STATE_STEPS
+        suspect, steps = f"its layers keep a recurrent state ({mixers[0][0]})", STATE_STEPS
     elif code is not None:
         suspect = f"it has code that is not transformers' own: {code}"
-    elif examine(model).unwritten:
-        suspect = f"no layer of it has the number {min(examine(model).unwritten)} (layer_idx)"
+    elif unwritten:
+        suspect = f"no layer of it has the number {min(unwritten)} (layer_idx)"
     else:
         return
 
-    found = why_not_by_modules(model, steps)
-    if found is not None:
+    difference = why_not_by_modules(facts, steps)
+    if difference is not None:
         raise ValueError(
-            f"{name}: {type(model).__name__} cannot be forwarded with graph rows, since {found.what}; {suspect}; "
-            "not supported"
-        ) from found.cause
+            f"{name}: {type(facts.model).__name__} cannot be forwarded with graph rows, since {difference.what}; "
+            f"{suspect}; not supported"
+        ) from difference.cause
 
 
-def why_not_by_modules(model: PreTrainedModel, steps: int) -> proof.Difference | None:
-    """What rows through the modules compute otherwise than the model, or ``None``."""
-    least = least_piece(model)
+def why_not_by_modules(facts: Facts, steps: int) -> proof.Difference | None:
+    """Name what rows through the modules compute otherwise than the model, or ``None``."""
+    least = least_piece(facts)
 
-    def forward(of: PreTrainedModel) -> Tensor:
+    def forward(of: Facts) -> Tensor:
         rows = RowModel(of, proof.capacity(steps), proof.kv_start(of), "auto", least=least)
         return proof.logits_of_rows(rows, of, steps)
 
-    return proof.why_not_proved(model, "modules", forward, singly=True, steps=steps)
+    return proof.why_not_proved(facts, "modules", forward, singly=True, steps=steps)
 
 
-def reads_whole(model: PreTrainedModel) -> bool:
-    """Whether its prompts are read in one piece, since its layers begin with no state at every one."""
-    return bool(mixers_of(model)) and proof.why_not_in_pieces(model) is not None
+def reads_whole(facts: Facts) -> bool:
+    """Return whether its prompts are read in one piece, since its layers begin with no state at every one."""
+    return bool(mixers_of(facts)) and proof.why_not_in_pieces(facts) is not None
 
 
-def least_piece(model: PreTrainedModel) -> int:
+def least_piece(facts: Facts) -> int:
     """Fewest tokens of a piece of its prompts behind the first, see :mod:`.pieces`."""
-    if reads_whole(model):
+    if reads_whole(facts):
         return WHOLE
-    return SEVERAL if any(limit_of(module) is not None for _, module in mixers_of(model)) else 1
+    return SEVERAL if any(limit_of(module) is not None for _, module in mixers_of(facts)) else 1
 
 
-def block_of(model: PreTrainedModel, backend: str) -> int:
+@fact
+def block_of(facts: Facts, backend: str) -> int:
     """Tokens of a block where recurrent layers keep a window of the text; 0 where their rows are computed by depth."""
-    mixers = mixers_of(model)
-    if not mixers or not any(is_windowed(module) for _, module in mixers) or reads_whole(model):
+    mixers = mixers_of(facts)
+    if not mixers or not any(is_windowed(module) for _, module in mixers) or reads_whole(facts):
         return 0
     devices = {parameter.device for _, module in mixers for parameter in module.parameters()}
     if backend not in ("auto", "cpu") or any(unavailable_reason("cpu", device) is not None for device in devices):
         return 0
 
-    def forward(of: PreTrainedModel) -> Tensor:
+    def forward(of: Facts) -> Tensor:
         capacity = proof.capacity(STATE_STEPS)
         rows = RowModel(of, capacity, proof.kv_start(of), backend, block=PROVED_BLOCK, least=least_piece(of))
         return proof.logits_of_rows(rows, of, STATE_STEPS)
 
-    found = proof.why_not_proved(model, f"windows, backend {backend}", forward, singly=True, steps=STATE_STEPS)
-    return BLOCK if found is None else 0
+    difference = proof.why_not_proved(facts, f"windows, backend {backend}", forward, singly=True, steps=STATE_STEPS)
+    return BLOCK if difference is None else 0
 
 
 class FusedRows(RowModel):
@@ -279,14 +283,14 @@ class FusedRows(RowModel):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Facts,
         capacity: int,
         kv_start: Tensor,
         backend: str,
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
         super().__init__(model, capacity, kv_start, backend, hidden_layers=hidden_layers)
-        self.weights = weights_of(model, self.kinds)
+        self.weights = weights_of(self.model, self.kinds)
         self.states = [layer for layer in hidden_layers if layer != LAST]
         # On a GPU "auto" never takes it; that rows come here is what the switch says.
         self.operator = "cuda" if replay.is_gpu(self.device) else backend
@@ -294,7 +298,7 @@ class FusedRows(RowModel):
         self.kv_heads = self.weights.layers[0].k.shape[0] // self.head_dim
 
     def changed(self) -> bool:
-        """As :meth:`RowModel.changed`: matrices that a library keeps in an order of its own are read anew."""
+        """See :meth:`RowModel.changed`; matrices that a library keeps in an order of its own are read anew."""
         super().changed()
         before, self.weights = self.weights, weights_of(self.model, self.kinds)
         if before.inv_freq.shape == self.weights.inv_freq.shape:  # which may be a copy, that restart fills
@@ -302,7 +306,7 @@ class FusedRows(RowModel):
         return before.places != self.weights.places
 
     def restart(self, input_ids: Tensor, chunk: int | None = None) -> None:
-        """As :meth:`RowModel.restart`. Frequencies that are a copy of the model's follow them."""
+        """Begin a text as :meth:`RowModel.restart` does. Frequencies that are a copy of the model's follow them."""
         inv_freq = self.model.model.rotary_emb.inv_freq
         if inv_freq.data_ptr() != self.weights.inv_freq.data_ptr():
             self.weights.inv_freq.copy_(inv_freq)
@@ -316,7 +320,7 @@ class FusedRows(RowModel):
     def read(
         self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None
     ) -> None:
-        """As :meth:`RowModel.read`, at most ``chunk`` tokens at a time. Padding is where ``kv_start`` says."""
+        """Read as :meth:`RowModel.read` does, ``chunk`` tokens at most at once. Padding is where ``kv_start`` says."""
         (batch, length), device = input_ids.shape, self.device
         input_ids = input_ids.to(device)
         most = min(chunk or PROMPT_ROWS, max(1, PROMPT_ROWS // batch))
@@ -360,7 +364,7 @@ class FusedRows(RowModel):
         shift: int = 0,
         stem: int = 0,
     ) -> Tensor:
-        """As :meth:`RowModel.rows`."""
+        """Forward graph rows; see :meth:`RowModel.rows`."""
         fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int32)
         mask, node_depths, kv_len = (t.to(self.device) for t in (ancestor_mask, node_depths, kv_len))
         spoiled = self.cache.new_marks(fed.ids.shape[1], self.device)
@@ -419,15 +423,16 @@ def _log_once(kind: str, reason: str) -> None:
 
 
 def rows_of(
-    model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: str, hidden_layers: tuple[int, ...] = ()
+    model: PreTrainedModel | Facts, capacity: int, kv_start: Tensor, backend: str, hidden_layers: tuple[int, ...] = ()
 ) -> RowModel:
     """The fastest way to forward the rows of a target or draft; arguments as of :class:`RowModel`."""
-    reason = why_not(model, backend, hidden_layers)
+    facts = Facts.of(model)
+    reason = why_not(facts, backend, hidden_layers)
     if reason is None:
-        return FusedRows(model, capacity, kv_start, backend, hidden_layers)
-    _log_once(type(model).__name__, reason)
-    block = block_of(model, backend)
-    least = least_piece(model)
-    rows = RowModel(model, capacity, kv_start, backend, hidden_layers=hidden_layers, block=block, least=least)
+        return FusedRows(facts, capacity, kv_start, backend, hidden_layers)
+    _log_once(type(facts.model).__name__, reason)
+    block = block_of(facts, backend)
+    least = least_piece(facts)
+    rows = RowModel(facts, capacity, kv_start, backend, hidden_layers=hidden_layers, block=block, least=least)
     rows.why_modules = reason
     return rows

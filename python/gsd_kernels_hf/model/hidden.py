@@ -51,18 +51,18 @@ def kept(last: int, length: int, layers: Sequence[int], model: PreTrainedModel) 
 
 @torch.no_grad()
 def why_no_states(model: PreTrainedModel, layers: Sequence[int]) -> str | None:
-    """What keeps hidden states of these numbers from being read as [B, n, D], or ``None``: one token shows it."""
+    """Name what keeps hidden states of these numbers from being read as [B, n, D], or ``None``: one token shows it."""
     chosen = [layer for layer in layers if layer != LAST]
     if not chosen:
         return None
     width = model.config.get_text_config(decoder=True).hidden_size
     try:
-        with listening(model, chosen) as found:
+        with listening(model, chosen) as states:
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)), use_cache=False)
     except ValueError as error:
         return str(error)
     for layer in chosen:
-        shape = tuple(found[layer].shape) if layer in found else None
+        shape = tuple(states[layer].shape) if layer in states else None
         if shape != (1, 1, width):
             what = (
                 "is not computed for a text" if shape is None else f"is {list(shape)} for a token, and not one vector"
@@ -82,19 +82,19 @@ def listening(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[in
     Yields:
         An empty dict, which the forward fills: [B, R, D] by number, on the device of their layer.
     """
-    found: dict[int, Tensor] = {}
+    states: dict[int, Tensor] = {}
     thread = threading.get_ident()
 
     def before(number: int) -> Any:
         def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if threading.get_ident() == thread:
-                found[number] = args[0] if args else kwargs["hidden_states"]
+                states[number] = args[0] if args else kwargs["hidden_states"]
 
         return keep
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if threading.get_ident() == thread:
-            found[len(blocks)] = output
+            states[len(blocks)] = output
 
     with ExitStack() as hooks:
         if LAST in layers:
@@ -107,4 +107,4 @@ def listening(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[in
                     hooks.enter_context(norm.register_forward_hook(after))
                 else:
                     hooks.enter_context(blocks[number].register_forward_pre_hook(before(number), with_kwargs=True))
-        yield found
+        yield states

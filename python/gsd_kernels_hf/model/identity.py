@@ -21,36 +21,20 @@ After those, ``handle.clear()`` forgets everything.
 
 from __future__ import annotations
 
-import enum
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
-
-from gsd_kernels.ops.packed import Kind
 
 from ..packed.adapters import stored_in
 from ..packed.samples import samples, versions
-from .attention import configs_of, implementation_of
-from .code import MISSING, Code, ambient, code_of, global_hooks, own_callables
-from .once import modules_of, once, parameters_of
-
-LEFT = ("rope_deltas",)
-"""What transformers' ``generate`` leaves on a module for its own steps; forwards of ours are given positions."""
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Kind, enum.Enum)
-MOST_PARTS = 256  # of a list or a dict of settings
-HOLDERS = frozenset(vars(nn.Module()))
-"""What PyTorch keeps of every module: its parts and hooks, which are looked at by themselves, and ``training``."""
-OWN = __name__.partition(".")[0]
+from .facts import LEFT, Facts
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """What a model was at some time; equal while nothing was changed.
+    """The state of a model at some time; equal while nothing was changed.
 
     Attributes:
         structure: what captured steps and prepared weights depend on.
@@ -61,111 +45,15 @@ class ModelState:
     content: tuple[Any, ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelState:
+    def of(cls, model: nn.Module | Facts) -> ModelState:
         """The state now. Reads a few elements of every tensor, so it waits for every device once."""
-        modules = [module for _, module in modules_of(model)]
-        hooks = [put.hooks for put in put_on(model)]
-        tensors = [tensor for module in modules for tensor in tensors_of(module)]
-        held = [part for found in hooks for hook in found.values() for t in held_by(hook) for part in parts_of(t)]
+        facts = Facts.of(model)
+        tensors = [tensor for _, module in facts.modules for tensor in tensors_of(module)]
+        hooks = [hook for put in facts.put for hook in put.hooks.values()]
+        held = [part for hook in hooks for tensor in held_by(hook) for part in parts_of(tensor)]
         places = tuple((t.data_ptr(), t.dtype, t.device, tuple(t.shape)) for t in tensors if not t.is_meta)
-        structure = (structure_of(model), places)
+        structure = (facts.structure, places)
         return cls(structure, (versions([*tensors, *held]), samples([*tensors, *held])))
-
-
-@once
-def structure_of(model: nn.Module) -> tuple[Any, ...]:
-    """Equal as long as the model's modules, their settings and its configs are.
-
-    Modules are weak references, which equal only themselves. A forward of ours that is running changes nothing here.
-    """
-    modules = []
-    for (_, module), put in zip(modules_of(model), put_on(model), strict=True):
-        variables = vars(module)
-        modules.append(
-            (
-                weakref.ref(module),
-                type(module),
-                tuple(put.hooks),
-                tuple((name, pinned(function)) for name, function in put.functions.items()),
-                settings_of(variables),
-                tuple(type(parameter) for parameter in module._parameters.values()),
-            )
-        )
-    configs = []
-    for config in configs_of(model):
-        fields = {k: repr(v) for k, v in list(vars(config).items()) if not isinstance(v, PretrainedConfig)}
-        fields["_attn_implementation_internal"] = str(implementation_of(config))
-        configs.append((weakref.ref(config), fields))
-    around = tuple(pinned(hook) for hook in foreign_global_hooks())
-    return modules, configs, code_run_by(model), around, ambient(first_device(model))
-
-
-def settings_of(variables: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The numbers, strings and flags among a module's variables, and the lists, tuples and dicts of such."""
-    found = [(name, setting(value, name)) for name, value in list(variables.items()) if name not in LEFT]
-    return tuple((name, value) for name, value in found if value is not MISSING)
-
-
-def setting(value: Any, name: str = "") -> Any:
-    """A setting as it is now, or :data:`MISSING` for what is none."""
-    if isinstance(value, PLAIN):
-        return value
-    if not isinstance(value, (list, tuple, dict)) or name in HOLDERS or len(value) > MOST_PARTS:
-        return MISSING
-    parts = [setting(part) for part in (value.items() if isinstance(value, dict) else value)]
-    return MISSING if any(part is MISSING for part in parts) else (type(value), *parts)
-
-
-class Put(NamedTuple):
-    """Code that was put on one module."""
-
-    hooks: dict[int, Callable[..., Any]]
-    functions: dict[str, Any]  # by the name that a forward may call them by
-
-
-@once
-def put_on(model: nn.Module) -> tuple[Put, ...]:
-    """Code on the modules themselves, in the order of :func:`~.once.modules_of`."""
-    names = code_run_by(model).names
-    return tuple(Put(hooks_of(module), own_callables(module, names)) for _, module in modules_of(model))
-
-
-@once
-def code_run_by(model: nn.Module) -> Code:
-    """The code that a forward runs; the same object as long as that is."""
-    names = {implementation_of(config) for config in configs_of(model)}
-    return code_of({type(module) for _, module in modules_of(model)}, {name for name in names if name})
-
-
-def first_device(model: nn.Module) -> torch.device:
-    """Of the first parameter."""
-    return next((parameter.device for _, parameter in parameters_of(model)), torch.device("cpu"))
-
-
-def pinned(value: Any) -> Any:
-    """What equals itself alone, and keeps ``value`` alive only where it must."""
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return value
-
-
-def foreign_global_hooks() -> list[Callable[..., Any]]:
-    """Forward hooks of all modules of this process, without those of this package."""
-    return [hook for hook in global_hooks() if not is_own(hook)]
-
-
-def is_own(hook: Callable[..., Any]) -> bool:
-    """Whether this package set a hook, for the length of a forward."""
-    return str(getattr(hook, "__module__", "")).startswith(OWN)
-
-
-def hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """The module's forward hooks by their number, without those that this package sets for a forward."""
-    if not module._forward_pre_hooks and not module._forward_hooks:
-        return {}
-    found = [*list(module._forward_pre_hooks.items()), *list(module._forward_hooks.items())]
-    return {key: hook for key, hook in found if not is_own(hook)}
 
 
 def held_by(function: Callable[..., Any]) -> Iterator[Tensor]:
@@ -178,14 +66,14 @@ def held_by(function: Callable[..., Any]) -> Iterator[Tensor]:
 
 
 def tensors_of(module: nn.Module) -> Iterable[Tensor]:
-    """What holds the module's own parameters, buffers and other tensors, and what a library keeps beside, each once."""
+    """The tensors behind the module's own parameters, buffers and variables, and a library's beside, each once."""
     values = [named for holder in (module._parameters, module._buffers, vars(module)) for named in list(holder.items())]
     own = [value for name, value in values if isinstance(value, Tensor) and name not in LEFT]
-    found = {id(part): part for tensor in own for part in parts_of(tensor)}
+    tensors = {id(part): part for tensor in own for part in parts_of(tensor)}
     stored = stored_in(module)
     if stored is not None:
-        found |= {id(tensor): tensor for tensor in stored.tensors}
-    return found.values()
+        tensors |= {id(tensor): tensor for tensor in stored.tensors}
+    return tensors.values()
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:

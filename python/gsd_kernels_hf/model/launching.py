@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from gsd_kernels import dag_attention, write_kv
 from gsd_kernels.graph import num_words
 
-from .attention import Kind
+from .attention import AttentionKind
 from .cache import GraphCache
 
 
@@ -22,7 +22,7 @@ def launch_attention(
     kv_start: Tensor,
     count: int,
     nodes: int,
-    kinds: Iterable[Kind],
+    kinds: Iterable[AttentionKind],
     backend: str,
 ) -> None:
     """Write keys of ``count`` rows behind the prefix and attend, once for each geometry of layers and kind of call.

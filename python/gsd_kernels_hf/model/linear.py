@@ -23,6 +23,7 @@ from gsd_kernels.ops.row_linear import row_linear
 
 from . import proof
 from .elementwise import are_own_bits_wanted, as_rows, plain
+from .facts import Facts
 from .foreign import foreign_code
 from .view import with_children
 
@@ -90,10 +91,13 @@ def with_cpu_linears(model: PreTrainedModel, backend: str, kind: type[CpuLinear]
     unserved = backend not in ("auto", "cpu") or unavailable_reason("cpu", model.device) is not None
     if unserved or getattr(model, "_device_mesh", None) is not None:
         return model
-    if foreign_code(model) is not None:
+    facts = Facts.of(model)
+    if foreign_code(facts) is not None:
         return model
     view: PreTrainedModel = _view(model, kind)
-    if view is model or proof.why_not_proved(model, kind.__name__, lambda _: proof.own_logits(view)) is not None:
+    if view is model:
+        return model
+    if proof.why_not_proved(facts, kind.__name__, lambda _: proof.own_logits(Facts.of(view))) is not None:
         return model
     return view
 
@@ -112,13 +116,13 @@ def _view(module: Any, kind: type[CpuLinear]) -> Any:
 
 
 def serves(weight: Tensor) -> bool:
-    """Whether PyTorch's own products are slower for this weight."""
+    """Return whether PyTorch's own products are slower for this weight."""
     # Hardware for bfloat16 is what PyTorch's products use and these do not.
     served = FLOATS if not torch.cpu._is_avx512_bf16_supported() else (torch.float32,)
     return is_plain(weight) and weight.dtype in served
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Whether the operator takes this weight."""
+    """Return whether the operator takes this weight."""
     plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.is_contiguous()
     return plain and weight.dtype in FLOATS

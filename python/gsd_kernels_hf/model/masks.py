@@ -17,13 +17,13 @@ class Unserved(Exception):
 
 
 class Limits(NamedTuple):
-    """What limits the sight of rows that see no later position; without either, they see all positions before."""
+    """The limits of the sight of rows that see no later position; without either, they see all positions before."""
 
     window: int | None = None  # positions that a row sees, its own included
     chunk: int | None = None  # positions of a chunk, of which a row sees its own alone; counted from the text's begin
 
     def seen(self, row: Tensor, position: Tensor) -> Tensor:
-        """Whether rows at positions ``row`` of a text see ``position``."""
+        """Return whether rows at positions ``row`` of a text see ``position``."""
         visible = (position <= row) & (position >= 0)
         if self.window is not None:
             visible &= row - position < self.window
@@ -50,14 +50,14 @@ def limits_of_mask(
         made: masks and what they were made of.
         padding: of every sequence.
     """
-    found = [arguments for own, arguments in made if mask is own and own is not None]
-    found = found or [arguments for own, arguments in made if _is_view(mask, own)]
-    found = found or [arguments for own, arguments in made if _equal(mask, own)]
-    if not found:
+    origins = [arguments for own, arguments in made if mask is own and own is not None]
+    origins = origins or [arguments for own, arguments in made if _is_view(mask, own)]
+    origins = origins or [arguments for own, arguments in made if _equal(mask, own)]
+    if not origins:
         raise Unserved("makes an attention mask of its own, which graph rows cannot follow")
-    if any(arguments.get("attention_mask") is None for arguments in found):
+    if any(arguments.get("attention_mask") is None for arguments in origins):
         raise Unserved("leaves padding out of its attention mask")
-    limits = {limits_of(arguments.get("mask_function", causal_mask_function), padding) for arguments in found}
+    limits = {limits_of(arguments.get("mask_function", causal_mask_function), padding) for arguments in origins}
     if len(limits) > 1:
         limits = {one for one in limits if one.window == call_window}
     if len(limits) != 1:
@@ -76,14 +76,14 @@ def _is_view(mask: Any, own: Any) -> bool:
 
 
 def _equal(mask: Any, own: Any) -> bool:
-    """Whether ``mask`` is a copy of ``own``."""
+    """Return whether ``mask`` is a copy of ``own``."""
     if not isinstance(mask, Tensor) or not isinstance(own, Tensor) or mask.dtype != own.dtype:
         return False
     return mask.shape == own.shape and bool((mask == own.to(mask.device)).all())
 
 
 def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,)) -> Limits:
-    """What limits a mask function (b, h, q, k) → bool of columns, for sequences behind ``padding``.
+    """Find what limits a mask function (b, h, q, k) → bool of columns, for sequences behind ``padding``.
 
     Raises:
         Unserved: the function is not that of a causal mask, with or without a window or chunks.

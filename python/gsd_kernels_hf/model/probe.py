@@ -1,4 +1,4 @@
-"""What a model does with graph rows, found by one forward of a few tokens.
+"""One forward of a few tokens, which shows how a model treats graph rows.
 
 Nothing here knows a family by name. The forward's attention is a stand-in in which every row sees itself alone, so that
 whatever else mixes rows or sequences shows; the rows are chosen so that one position is at two places of the cache.
@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from ..packed.modules import PackedLinear, dtype_of
-from .attention import Kind, configs_of, implementation_of, switched_configs, watching
+from .attention import AttentionKind, implementation_of, switched_configs, watching
 from .cache import GraphCache
+from .facts import Facts, fact
 from .finite import with_finite_embeddings
-from .identity import structure_of
 from .masks import Limits, Unserved, limits_of_mask
-from .once import modules_of, once
-from .properties import cache_argument, device_of, logits_alone, vocabulary
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
@@ -47,9 +45,9 @@ BY_LENGTH = "computes with the cache's length in its layers, which differs from 
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """What was found. ``problem`` completes a sentence that begins with the model's class; ``None``: there is none."""
+    """The findings. ``problem`` completes a sentence that begins with the model's class; ``None``: there is none."""
 
-    kinds: tuple[Kind, ...] = ()  # of every attention call of a forward, in their order
+    kinds: tuple[AttentionKind, ...] = ()  # of every attention call of a forward, in their order
     unwritten: frozenset[int] = frozenset()  # layers of the cache that get nothing, before others that do
     by_length: frozenset[int] = frozenset()  # layers that scale their queries by the cache's length
     positions: int | None = None  # that it has entries for in a table; ``None``: there is no table
@@ -74,7 +72,7 @@ class Probe:
         self.by_place: str | None = None  # what differs between equal rows at equal positions
         self.own: Callable[..., Any]
 
-    def found(self, own: Callable[..., Any]) -> None:
+    def came(self, own: Callable[..., Any]) -> None:
         """Note the function that the next call would have gone to."""
         self.own = own
 
@@ -132,7 +130,7 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, opt
 
 
 def differing_twin(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """What differs between two rows with one token at one position."""
+    """Name what differs between two rows with one token at one position."""
     a, b = TWINS
     for what, states in (("queries", query), ("keys", key[:, :, CACHED:]), ("values", value[:, :, CACHED:])):
         one, other = states[0, :, a].float(), states[0, :, b].float()
@@ -159,12 +157,12 @@ class ProbeCache(GraphCache):
         self.updated: list[int] = []  # layers, in the order in which they were stored
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As its base, noted."""
+        """Store like its base, and note the layer."""
         self.updated.append(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> Any:
-        """As its base, noted; before anything is stored, as if the prompt were."""
+        """Answer like its base, and note who asked; before anything is stored, as if the prompt were."""
         begun = any(layer.is_initialized for layer in self.layers)
         (self.asked if begun else self.early).add(layer_idx)
         if self.length is not None:
@@ -175,52 +173,53 @@ class ProbeCache(GraphCache):
 _known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, AttentionReport]] = weakref.WeakKeyDictionary()
 
 
-@once
-def examine(model: PreTrainedModel) -> AttentionReport:
-    """What ``model`` does with graph rows.
+@fact
+def examine(facts: Facts) -> AttentionReport:
+    """Look at what a model does with graph rows.
 
-    One forward of 2 × 5 tokens, remembered until the model's structure is another one, see :mod:`.identity`; what an
+    One forward of 2 × 5 tokens, remembered until the model's structure is another one, see :class:`.Facts`; what an
     error cut short is not. The model is left as it was.
     """
-    structure = structure_of(model)
-    known = _known.get(model)
-    if known is None or known[0] != structure:
-        known = structure, _examine(model)
-        if not known[1].passing:
-            _known[model] = known
-    return known[1]
+    known = _known.get(facts.model)
+    if known is not None and known[0] == facts.structure:
+        return known[1]
+    report = _examine(facts)
+    if not report.passing:
+        _known[facts.model] = facts.structure, report
+    return report
 
 
-def kinds_of(model: PreTrainedModel, name: str = "model") -> tuple[Kind, ...]:
-    """What every attention call of a forward asks for.
+def kinds_of(model: PreTrainedModel | Facts, name: str = "model") -> tuple[AttentionKind, ...]:
+    """The demands of every attention call of a forward.
 
     Raises:
         ValueError: ``model``, the argument ``name``, cannot be forwarded with graph rows.
     """
-    report = examine(model)
+    facts = Facts.of(model)
+    report = examine(facts)
     if report.problem is not None:
-        raise ValueError(f"{name}: {type(model).__name__} {report.problem}; not supported") from report.cause
+        raise ValueError(f"{name}: {type(facts.model).__name__} {report.problem}; not supported") from report.cause
     return report.kinds
 
 
 @torch.no_grad()
-def _examine(model: PreTrainedModel) -> AttentionReport:
+def _examine(facts: Facts) -> AttentionReport:
     try:
-        with random_numbers_kept(model):
-            check_linears(model)
-            check_sides(model)
-            probe, clean = _forward(model, poisoned=True)
+        with random_numbers_kept(facts):
+            check_linears(facts)
+            check_sides(facts)
+            probe, clean = _forward(facts, poisoned=True)
             if not clean:
                 # Weights that hold NaN show nothing; they are found out by their logits.
-                _, clean = _forward(model, poisoned=False)
+                _, clean = _forward(facts, poisoned=False)
                 if clean:
                     raise Unserved("lets a token's row reach other rows or sequences otherwise than by attention")
             if probe.asked:
-                probe = _at_place_zero(model, probe.asked)
+                probe = _at_place_zero(facts, probe.asked)
             if probe.by_place is not None:
                 raise Unserved(f"computes {probe.by_place} by place in the cache rather than by position_ids")
-            kinds = tuple(_kinds(model, probe))
-            check_own_attention(model, probe.calls, kinds)
+            kinds = tuple(_kinds(facts.model, probe))
+            check_own_attention(facts, probe.calls, kinds)
         passing = any(call.foreign for call in probe.calls)
         return AttentionReport(kinds, probe.unwritten, probe.asked, probe.positions, passing=passing)
     except Unserved as error:
@@ -228,35 +227,35 @@ def _examine(model: PreTrainedModel) -> AttentionReport:
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
         first = " ".join(str(error).split())[:200]
         problem = f"cannot be forwarded with graph rows ({type(error).__name__}: {first})"
-        if getattr(model.config, "return_dict", True) is False:
+        if getattr(facts.model.config, "return_dict", True) is False:
             problem += ", nor by transformers while model.config.return_dict is False: set it to True"
         return AttentionReport(problem=problem, cause=error, passing=True)
 
 
 @contextmanager
-def random_numbers_kept(model: PreTrainedModel) -> Iterator[None]:
+def random_numbers_kept(facts: Facts) -> Iterator[None]:
     """Leave torch's generators as they are: a model in training mode draws from them."""
-    device = device_of(model)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" and model.training else []):
+    device = facts.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" and facts.model.training else []):
         yield
 
 
-def _at_place_zero(model: PreTrainedModel, asked: frozenset[int]) -> Probe:
-    """What a forward notes in which layers that ask for the cache's length believe that all rows are at its begin.
+def _at_place_zero(facts: Facts, asked: frozenset[int]) -> Probe:
+    """Note a forward in which layers that ask for the cache's length believe that all rows are at its begin.
 
     Raises:
         Unserved: what they make of other lengths is not what :class:`~.temperature.Temperature` says.
     """
-    rows = torch.arange(ROWS, device=device_of(model))
+    rows = torch.arange(ROWS, device=facts.device)
     try:
-        probe, _ = _forward(model, poisoned=False, length=-rows)
+        probe, _ = _forward(facts, poisoned=False, length=-rows)
     except TypeError:  # it takes numbers alone, as transformers' first Llama 4 does
         raise Unserved(BY_LENGTH) from None
     known = {call.layer: Temperature.of(call.module) for call in probe.calls}
-    probe.temperatures = {layer: found for layer in asked if (found := known.get(layer)) is not None}
+    probe.temperatures = {layer: temperature for layer in asked if (temperature := known.get(layer)) is not None}
     differs = len(probe.temperatures) < len(asked)
-    for length in sorted({n for found in probe.temperatures.values() for n in found.lengths(ROWS)}):
-        other, _ = _forward(model, poisoned=False, length=length)
+    for length in sorted({n for temperature in probe.temperatures.values() for n in temperature.lengths(ROWS)}):
+        other, _ = _forward(facts, poisoned=False, length=length)
         for call, query, scaled in zip(probe.calls, probe.queries, other.queries, strict=True):
             temperature = probe.temperatures.get(call.layer)
             places = (length + rows)[None].to(query.device)
@@ -267,31 +266,31 @@ def _at_place_zero(model: PreTrainedModel, asked: frozenset[int]) -> Probe:
     return probe
 
 
-def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | None = None) -> tuple[Probe, bool]:
+def _forward(facts: Facts, *, poisoned: bool, length: int | Tensor | None = None) -> tuple[Probe, bool]:
     """Forward the rows: what was noted, and whether NaN appeared nowhere but where it was put.
 
     ``length``: what layers are told of the cache's.
     """
-    device, probe = device_of(model), Probe()
-    cache = ProbeCache(model.config, states_of(model), length)
-    if mixers_of(model):  # whose rows see themselves alone as well; how they see others is proved apart
+    model, device, probe = facts.model, facts.device, Probe()
+    cache = ProbeCache(model.config, states_of(facts), length)
+    if mixers_of(facts):  # whose rows see themselves alone as well; how they see others is proved apart
         cache.tree = RowTree.apart(2, ROWS, device)
         model = with_mixers(model, lambda module: cache.form_of(module, ByDepth))
-    tokens = torch.tensor([[5, 7, 9, 7, 8], [5, 7, 9, 7, 8]], device=device, dtype=torch.int64) % vocabulary(model)
-    tokens = with_finite_embeddings(model, tokens)
+    tokens = torch.tensor([[5, 7, 9, 7, 8], [5, 7, 9, 7, 8]], device=device, dtype=torch.int64) % facts.vocabulary
+    tokens = with_finite_embeddings(facts, tokens)
     mask = torch.ones(2, CACHED + ROWS, dtype=torch.int64, device=device)
     mask[1, : CACHED + POISONED] = 0
     positions = torch.tensor(POSITIONS, device=device, dtype=torch.int64)
-    lookups = Lookups(model, positions)
-    with switched_configs(configs_of(model)), watching(probe), _poison(model, poisoned), lookups:
+    lookups = Lookups(facts, positions)
+    with switched_configs(facts.configs), watching(probe), _poison(model, poisoned), lookups:
         output = model(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,
-            **{cache_argument(model): cache},
+            **{facts.cache_argument: cache},
             use_cache=True,
             graph=probe,
-            **logits_alone(model),
+            **facts.logits_alone,
         )
     attends = bool(probe.calls or probe.without_graph)
     if cache.forms and not attends:
@@ -321,16 +320,16 @@ def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | N
     return probe, not bool(unknown.any())
 
 
-def check_own_attention(model: PreTrainedModel, calls: list[AttentionCall], kinds: tuple[Kind, ...]) -> None:
+def check_own_attention(facts: Facts, calls: list[AttentionCall], kinds: tuple[AttentionKind, ...]) -> None:
     """Raise unless the model's own attention function computes what graph rows get."""
-    padding = torch.tensor(PADDING, device=device_of(model), dtype=torch.int64)[:, None, None]
-    position = torch.arange(CACHED + ROWS, device=device_of(model)) - padding  # [2, 1, S]
+    padding = torch.tensor(PADDING, device=facts.device, dtype=torch.int64)[:, None, None]
+    position = torch.arange(CACHED + ROWS, device=facts.device) - padding  # [2, 1, S]
     for call, kind in zip(calls, kinds, strict=True):
         visible = Limits(kind.window, kind.chunk).seen(position[..., CACHED:].mT, position)  # [2, R, S]
         # A layer may lie elsewhere than the embedding.
         differs = check_attention(call, visible.to(call.mask.device) if isinstance(call.mask, Tensor) else visible)
         if differs is not None:
-            name = implementation_of(model.config.get_text_config(decoder=True))
+            name = implementation_of(facts.model.config.get_text_config(decoder=True))
             other = "sdpa" if call.sinks is None else "eager"
             raise Unserved(
                 f"has an attention implementation, {name!r}, that graph rows cannot follow: {differs}; "
@@ -358,8 +357,8 @@ def _poison(model: PreTrainedModel, poisoned: bool) -> Iterator[None]:
         handle.remove()
 
 
-def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[Kind]:
-    """What every attention call asks for.
+def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[AttentionKind]:
+    """The demands of every attention call.
 
     What a call says is what flash attention goes by, the mask is what every other implementation goes by.
     """
@@ -384,7 +383,7 @@ def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[Kind]:
                 + ("sees all of them" if most is None else f"sees {most}")
             )
         sinks = None if call.sinks is None else call.sinks.dtype
-        yield Kind(*limits, sinks, probe.temperatures.get(call.layer))
+        yield AttentionKind(*limits, sinks, probe.temperatures.get(call.layer))
 
 
 def _windows_of_cache(model: PreTrainedModel) -> dict[int | None, int]:
@@ -393,20 +392,20 @@ def _windows_of_cache(model: PreTrainedModel) -> dict[int | None, int]:
     return {i: layer.sliding_window for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
 
 
-def check_linears(model: PreTrainedModel) -> None:
+def check_linears(facts: Facts) -> None:
     """Raise if what a linear layer says of a row depends on the other rows, as with activations quantised together."""
-    dtype = dtype_of(model.get_input_embeddings())  # type: ignore[operator]
-    for name, module in modules_of(model):
+    dtype, training = dtype_of(facts.model.get_input_embeddings()), facts.model.training
+    for name, module in facts.modules:
         if not _is_special_linear(module):
             continue
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(2, module.in_features, generator=generator, dtype=torch.float32, device="cpu")
-        x = x.to(device_of_linear(module, model), dtype if dtype.is_floating_point else torch.float32)
+        x = x.to(device_of_linear(module, facts), dtype if dtype.is_floating_point else torch.float32)
         try:
-            if model.training:
+            if training:
                 torch.manual_seed(0)  # dropout drops the same
             alone = module(x)[:1].float()
-            if model.training:
+            if training:
                 torch.manual_seed(0)
             beside = module(torch.cat([x[:1], LOUD * x[1:]]))[:1].float()
         except Exception:  # it takes something else than rows; the forward shows what it does with them
@@ -429,7 +428,7 @@ def _is_special_linear(module: nn.Module) -> bool:
     return type(module) is not nn.Linear or type(weight) not in (Tensor, nn.Parameter)
 
 
-def device_of_linear(module: nn.Module, model: PreTrainedModel) -> torch.device:
+def device_of_linear(module: nn.Module, facts: Facts) -> torch.device:
     """Where a linear layer takes its rows."""
     tensor = next((t for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta"), None)
-    return device_of(model) if tensor is None else tensor.device
+    return facts.device if tensor is None else tensor.device

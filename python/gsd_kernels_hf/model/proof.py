@@ -20,9 +20,9 @@ from transformers import DynamicCache, PreTrainedModel
 from gsd_kernels.graph import pack_bits
 
 from ..packed.modules import as_packed, rounds_rows, shape_of
+from .facts import Facts
 from .finite import with_finite_embeddings
 from .probe import examine, random_numbers_kept
-from .properties import cache_argument, device_of, logits_alone, vocabulary
 from .recurrent.by_depth import KINDS
 from .recurrent.mixers import mixers_of, states_of
 from .view import with_children
@@ -40,13 +40,13 @@ NOISE_FACTOR_ALWAYS = 3.0  # × that change, where a model multiplies roundings 
 PROVED_TOKENS = 64  # tokens of the vocabulary that a proof in float32 has
 MOST_WEIGHTS, MOST_LAYERS = 8_000_000, 3  # in float32; one layer in any case
 
-Forward = Callable[[PreTrainedModel], Tensor]
+Forward = Callable[[Facts], Tensor]
 """Logits of :data:`TEXT`, [2, len(TEXT), V], the way that is to be proved."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What keeps a way to forward rows from a model.
+    """The difference that keeps a way to forward rows from a model.
 
     Attributes:
         what: in words.
@@ -59,12 +59,12 @@ class Difference:
     passing: bool = False
 
 
-def text(model: PreTrainedModel, steps: int = 1) -> Tensor:
+def text(model: PreTrainedModel | Facts, steps: int = 1) -> Tensor:
     """Tokens [2, PROMPT + steps · len(TEXT)], spread over the vocabulary."""
-    length = PROMPT + steps * len(TEXT)
-    ids = 11 + 7919 * torch.arange(2 * length, device=device_of(model)).view(2, length)
-    ids %= min(vocabulary(model), shape_of(model.get_input_embeddings())[0])  # type: ignore[operator]
-    return with_finite_embeddings(model, ids)
+    facts, length = Facts.of(model), PROMPT + steps * len(TEXT)
+    ids = 11 + 7919 * torch.arange(2 * length, device=facts.device).view(2, length)
+    ids %= min(facts.vocabulary, shape_of(facts.model.get_input_embeddings())[0])
+    return with_finite_embeddings(facts, ids)
 
 
 def padding(ids: Tensor) -> Tensor:
@@ -74,67 +74,67 @@ def padding(ids: Tensor) -> Tensor:
     return mask
 
 
-def own_logits(model: PreTrainedModel, *, singly: bool = False, steps: int = 1) -> Tensor:
-    """As transformers' ``generate`` computes them of a prompt; ``singly``: of a prompt and tokens behind it."""
-    ids, cache = text(model, steps), DynamicCache(config=model.config)
+def own_logits(facts: Facts, *, singly: bool = False, steps: int = 1) -> Tensor:
+    """Logits as transformers' ``generate`` computes them of a prompt; ``singly``: of a prompt and tokens behind it."""
+    ids, cache = text(facts, steps), DynamicCache(config=facts.model.config)
     length = ids.shape[1]
     mask = padding(ids)
     ends = [*range(PROMPT + 1, length + 1)] if singly else [length]
     logits, begin = [], 0
     for end in ends:
-        found = _piece(model, cache, ids, mask, begin, end)
-        logits.append(found[:, -1:] if singly else found[:, PROMPT - length :])
+        piece = _piece(facts, cache, ids, mask, begin, end)
+        logits.append(piece[:, -1:] if singly else piece[:, PROMPT - length :])
         begin = end
     return torch.cat(logits, 1)
 
 
-def _piece(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor, begin: int, end: int) -> Tensor:
+def _piece(facts: Facts, cache: DynamicCache, ids: Tensor, mask: Tensor, begin: int, end: int) -> Tensor:
     """Logits [B, end − begin, V] of a piece of a text [B, n], behind what the cache holds."""
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    output = model(
+    output = facts.model(
         input_ids=ids[:, begin:end],
         attention_mask=mask[:, :end],
         position_ids=positions[:, begin:end],
-        **{cache_argument(model): cache},
+        **{facts.cache_argument: cache},
         use_cache=True,
         return_dict=True,
-        **logits_alone(model),
+        **facts.logits_alone,
     )
     logits: Tensor = output.logits
     return logits
 
 
-def why_not_in_pieces(model: PreTrainedModel) -> Difference | None:
+def why_not_in_pieces(facts: Facts) -> Difference | None:
     """Why a prompt must be read in one piece, or ``None``: layers begin with no state at every piece, as Jamba's do.
 
     It is no question of closeness, which rounding in half precision would hide: a state that a piece left is made NaN,
     and the logits of the next piece show whether it was read. One layer of each class, one of its states at a time.
     """
-    proofs, key = examine(model).proofs, ("pieces", model.dtype, device_of(model))
+    proofs, key = examine(facts).proofs, ("pieces", facts.model.dtype, facts.device)
     if key not in proofs:
-        with random_numbers_kept(model), torch.inference_mode(False), torch.no_grad():
+        with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad():
             try:
-                proofs[key] = _unread_state(model)
+                proofs[key] = _unread_state(facts)
             except Exception:  # what cannot be forwarded, the proof of its rows names
                 return None
     answer: Difference | None = proofs[key]
     return answer
 
 
-def _unread_state(model: PreTrainedModel) -> Difference | None:
-    ids = text(model)
+def _unread_state(facts: Facts) -> Difference | None:
+    ids = text(facts)
     mask = torch.ones_like(ids)
-    layers = {type(module): (name, module.layer_idx) for name, module in reversed(mixers_of(model))}
+    layers = {type(module): (name, module.layer_idx) for name, module in reversed(mixers_of(facts))}
     for name, layer in layers.values():
         for kind in KINDS:
-            for index in range(states_of(model)[layer]):
-                cache = DynamicCache(config=model.config)
-                _piece(model, cache, ids, mask, 0, PIECE)
+            for index in range(states_of(facts)[layer]):
+                cache = DynamicCache(config=facts.model.config)
+                _piece(facts, cache, ids, mask, 0, PIECE)
                 states = getattr(cache.layers[layer], kind)[index]
                 if states is None:
                     continue
                 states.fill_(torch.nan)
-                if bool(_piece(model, cache, ids, mask, PIECE, ids.shape[1]).isfinite().all()):
+                if bool(_piece(facts, cache, ids, mask, PIECE, ids.shape[1]).isfinite().all()):
                     return Difference(f"{name} begins with no state ({kind}) at every piece of a prompt")
     return None
 
@@ -150,7 +150,7 @@ def tree_of(parents: Sequence[int], batch: int, device: torch.device) -> tuple[T
     return words.contiguous().to(device), depths.expand(batch, -1).contiguous().to(device)
 
 
-def logits_of_rows(rows: Any, model: PreTrainedModel, steps: int = 1) -> Tensor:
+def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, steps: int = 1) -> Tensor:
     """The same through a row model: a prompt in pieces, then rows of a tree, and more behind its accepted path."""
     ids, count = text(model, steps), len(PARENTS)
     device = ids.device
@@ -164,16 +164,16 @@ def logits_of_rows(rows: Any, model: PreTrainedModel, steps: int = 1) -> Tensor:
     for step in range(steps):
         path_tokens = ids[:, PROMPT + step * len(TEXT) :][:, : len(TEXT)]
         tokens = torch.cat([path_tokens, path_tokens[:, :1]], 1)[:, [order.index(row) for row in range(count)]]
-        found = rows.rows(tokens, stored, torch.arange(count, device=device), words, depths, depths, keep=count)
-        logits.append(found[:, list(TEXT)])
+        here = rows.rows(tokens, stored, torch.arange(count, device=device), words, depths, depths, keep=count)
+        logits.append(here[:, list(TEXT)])
         if step + 1 < steps:
             rows.cache.commit(path, torch.full_like(stored, len(TEXT)), stored)
     return torch.cat(logits, 1)
 
 
-def kv_start(model: PreTrainedModel) -> Tensor:
+def kv_start(model: PreTrainedModel | Facts) -> Tensor:
     """Padding of the two sequences, int32 [2]."""
-    return torch.tensor([0, PADS], dtype=torch.int32, device=device_of(model))
+    return torch.tensor([0, PADS], dtype=torch.int32, device=Facts.of(model).device)
 
 
 def capacity(steps: int = 1) -> int:
@@ -182,7 +182,7 @@ def capacity(steps: int = 1) -> int:
 
 
 def why_not_proved(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Facts,
     way: str,
     forward: Forward,
     *,
@@ -191,9 +191,9 @@ def why_not_proved(
     steps: int = 1,
     own: Forward | None = None,
 ) -> Difference | None:
-    """What ``forward`` computes otherwise than the model, or ``None``.
+    """Name what ``forward`` computes otherwise than the model, or ``None``.
 
-    Remembered until the model's structure is another one, see :mod:`.identity`.
+    Remembered until the model's structure is another one, see :class:`.Facts`.
 
     Args:
         model: left as it is.
@@ -206,45 +206,46 @@ def why_not_proved(
         own: logits of another text, [B, n, V], by transformers' own steps.
     """
 
-    def of_text(of: PreTrainedModel) -> Tensor:
+    def of_text(of: Facts) -> Tensor:
         return own_logits(of, singly=singly, steps=steps)
 
-    def at_once(of: PreTrainedModel) -> Tensor:
+    def at_once(of: Facts) -> Tensor:
         return own_logits(of, steps=steps)
 
-    proofs, key = examine(model).proofs, (way, model.dtype, device_of(model))
+    facts = Facts.of(model)
+    proofs, key = examine(facts).proofs, (way, facts.model.dtype, facts.device)
     if key not in proofs:
-        closely = closely and precision_of(model) in (torch.float16, torch.bfloat16)
-        found = _difference(model, forward, own or of_text, own or at_once, closely=closely)
-        if found is not None and found.passing:
-            return found
-        proofs[key] = found
+        closely = closely and precision_of(facts) in (torch.float16, torch.bfloat16)
+        difference = _difference(facts, forward, own or of_text, own or at_once, closely=closely)
+        if difference is not None and difference.passing:
+            return difference
+        proofs[key] = difference
     answer: Difference | None = proofs[key]
     return answer
 
 
 def _difference(
-    model: PreTrainedModel, forward: Forward, own_steps: Forward, own_prompt: Forward, *, closely: bool
+    facts: Facts, forward: Forward, own_steps: Forward, own_prompt: Forward, *, closely: bool
 ) -> Difference | None:
-    with random_numbers_kept(model), torch.inference_mode(False), torch.no_grad():
+    with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad():
         try:
-            for found in ([in_float(model)] if closely else []) + [model]:
-                own = own_steps(found).double()
-                ours = forward(found).double()
+            for part in ([Facts(in_float(facts.model))] if closely else []) + [facts]:
+                own = own_steps(part).double()
+                ours = forward(part).double()
                 if not bool(own.isfinite().all()):
                     return Difference("the logits of a few tokens are not finite", passing=True)
                 difference = worst(own, ours)
-                if difference <= TOLERANCE[precision_of(found)]:
+                if difference <= TOLERANCE[precision_of(part)]:
                     continue
-                rounding = worst(own, shaken(found, own_steps))
-                if mixers_of(found):  # which have other code for prompts than for single tokens
-                    codes = worst(own, own_prompt(found).double())
-                    bound = max(TOLERANCE[precision_of(found)], NOISE_FACTOR_BELOW_MAX * rounding)
+                rounding = worst(own, shaken(part, own_steps))
+                if mixers_of(part):  # which have other code for prompts than for single tokens
+                    codes = worst(own, own_prompt(part).double())
+                    bound = max(TOLERANCE[precision_of(part)], NOISE_FACTOR_BELOW_MAX * rounding)
                     if codes <= bound:  # else it is another formula
                         rounding = max(rounding, codes)
                 bound = min(MAX_RELATIVE_ERROR, NOISE_FACTOR_BELOW_MAX * rounding)
                 if difference > max(bound, NOISE_FACTOR_ALWAYS * rounding):
-                    what = "some layers in float32" if found is not model else "a few tokens"
+                    what = "some layers in float32" if part is not facts else "a few tokens"
                     return Difference(
                         f"its logits of {what} differ from the modules' by {difference:.1g} of their spread"
                     )
@@ -255,23 +256,24 @@ def _difference(
     return None
 
 
-def precision_of(model: PreTrainedModel) -> torch.dtype:
-    """What a model rounds to: recurrent states are float32 at best, whatever the weights are; codes have eight bits."""
-    if rounds_rows(model):
+def precision_of(facts: Facts) -> torch.dtype:
+    """The type that a model rounds to: recurrent states are float32 at best; codes have eight bits."""
+    if rounds_rows(facts.model):
         return torch.bfloat16
-    return torch.float32 if mixers_of(model) and model.dtype == torch.float64 else model.dtype
+    dtype: torch.dtype = facts.model.dtype
+    return torch.float32 if mixers_of(facts) and dtype == torch.float64 else dtype
 
 
 def worst(own: Tensor, ours: Tensor) -> float:
     """The largest difference of a row's logits [B, n, V], relative to their spread."""
     spread = (own - own.mean(-1, keepdim=True)).norm(dim=-1)
-    found = ((ours - own).norm(dim=-1) / spread.clamp(min=1e-30)).max()
-    return float(found.nan_to_num(float("inf")))
+    largest = ((ours - own).norm(dim=-1) / spread.clamp(min=1e-30)).max()
+    return float(largest.nan_to_num(float("inf")))
 
 
-def shaken(model: PreTrainedModel, own: Forward) -> Tensor:
+def shaken(facts: Facts, own: Forward) -> Tensor:
     """The model's ``own`` logits, [B, n, V], of embeddings that are rounded otherwise."""
-    thread, eps = threading.get_ident(), torch.finfo(precision_of(model)).eps
+    thread, eps = threading.get_ident(), torch.finfo(precision_of(facts)).eps
 
     def shake(_: nn.Module, __: Any, output: Any) -> Any:
         if threading.get_ident() != thread:
@@ -282,9 +284,9 @@ def shaken(model: PreTrainedModel, own: Forward) -> Tensor:
         )
         return output + output * (noise * eps).to(output)
 
-    handle = model.get_input_embeddings().register_forward_hook(shake)  # type: ignore[operator]
+    handle = facts.model.get_input_embeddings().register_forward_hook(shake)
     try:
-        return own(model).double()
+        return own(facts).double()
     finally:
         handle.remove()
 

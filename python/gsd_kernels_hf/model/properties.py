@@ -1,4 +1,4 @@
-"""What the rest asks of a transformers model: what is inside its wrappers, its vocabulary, where it takes its input."""
+"""Properties of a transformers model: the one inside its wrappers, its vocabulary, where it takes its input."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def positions(model: PreTrainedModel) -> int | None:
 
     Rotary positions go on beyond, as do texts.
     """
-    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
+    count = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return count if isinstance(count, int) else None
 
 
 def cache_argument(model: PreTrainedModel) -> str:

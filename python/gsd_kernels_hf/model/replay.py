@@ -23,7 +23,7 @@ class DeviceLostError(RuntimeError):
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether work on ``device`` can be captured, and is timed by events."""
+    """Return whether work on ``device`` can be captured, and is timed by events."""
     return device.type == "cuda"
 
 
@@ -43,7 +43,7 @@ def send(tensor: Tensor) -> Tensor:
 
 
 def lost(device: torch.device) -> str | None:
-    """What a GPU answers to everything since it failed for good (an illegal address, say), or ``None``.
+    """The answer of a GPU to everything since it failed for good (an illegal address, say), or ``None``.
 
     CUDA reports such an error with whatever is called next, and PyTorch not always as another type.
     """
@@ -68,7 +68,7 @@ def hold(memory: Tensor) -> None:
 
 
 class CaptureLane:
-    """What all graphs of one GPU share: a stream to capture on, a lock round captures, and the order of replays.
+    """The share of all graphs of one GPU: a stream to capture on, a lock round captures, and the order of replays.
 
     PyTorch's own default is one stream for the process, of the GPU that was current when it was first needed. Two
     captures on one stream would end up in one graph, and a capture begins by waiting for the device, which fails while

@@ -186,8 +186,8 @@ def errors(logits: Tensor, exact: Tensor) -> dict[str, float]:
     """Of logits [B, R, V]: a row's error over its norm, and the largest one over the root mean square of its row."""
     away, size = logits - exact, exact.norm(dim=-1)
     width = exact.shape[-1] ** 0.5
-    found = {"row": (away.norm(dim=-1) / size).max(), "element": (away.abs().amax(-1) * width / size).max()}
-    return {kind: min(float(value.nan_to_num(NO_NUMBER, NO_NUMBER)), NO_NUMBER) for kind, value in found.items()}
+    largest = {"row": (away.norm(dim=-1) / size).max(), "element": (away.abs().amax(-1) * width / size).max()}
+    return {kind: min(float(value.nan_to_num(NO_NUMBER, NO_NUMBER)), NO_NUMBER) for kind, value in largest.items()}
 
 
 def too_large(ours: Mapping[str, float], theirs: Mapping[str, float], dtype: torch.dtype) -> str | None:
@@ -222,11 +222,11 @@ def sequences_apart(of: Subject, case: Case) -> Iterator[tuple[str, list[int]]]:
         yield f"sequence {number} alone", apart(of.alone(case, number), whole[[number]])
 
 
-def apart(found: Tensor, expected: Tensor) -> list[int]:
+def apart(logits: Tensor, expected: Tensor) -> list[int]:
     """Rows of logits [B, R, V], one sequence behind the other, with other bits."""
-    if torch.equal(found, expected):
+    if torch.equal(logits, expected):
         return []
-    rows: list[int] = (found != expected).flatten(0, -2).any(-1).nonzero().flatten().tolist()
+    rows: list[int] = (logits != expected).flatten(0, -2).any(-1).nonzero().flatten().tolist()
     return rows or [-1]  # NaN with other bits
 
 
@@ -280,7 +280,7 @@ def replays_apart(of: Subject, case: Case, count: int) -> int:
 def milliseconds(of: Subject, case: Case, counts: tuple[int, ...]) -> dict[int, dict[str, float]]:
     """Of a forward of so many rows, by the operator and by the modules, each as a step replays it."""
     ways = {way: of.behind(case, way, backend="auto") for way in of.ways}
-    found: dict[int, dict[str, float]] = {}
+    times: dict[int, dict[str, float]] = {}
     for count in counts:
         inputs = of.inputs(case, count)
         calls = {
@@ -289,8 +289,8 @@ def milliseconds(of: Subject, case: Case, counts: tuple[int, ...]) -> dict[int, 
             )
             for way, rows in ways.items()
         }
-        found[count] = {way: 1e3 * seconds_of(call, of.device) for way, call in calls.items()}
-    return found
+        times[count] = {way: 1e3 * seconds_of(call, of.device) for way, call in calls.items()}
+    return times
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:

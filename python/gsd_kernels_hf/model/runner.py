@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +15,15 @@ from gsd_kernels.ops.step import FedRows, feed_rows
 
 from ..packed.modules import dtype_of
 from .asking import ask
-from .attention import GraphInputs, configs_of, switched_configs
+from .attention import GraphInputs, switched_configs
 from .cache import GraphCache, StateLayer, lies_in_a_block
 from .elementwise import own_bits, plain
+from .facts import Facts
 from .hidden import LAST, kept, listening
 from .launching import launch_attention
 from .linear import CpuLinear, RowLinear, with_cpu_linears
 from .pieces import pieces
 from .probe import examine, kinds_of
-from .properties import cache_argument, device_of, logits_alone, vocabulary
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import Form, mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
@@ -37,14 +38,15 @@ class CachedText:
     """A cache, and which tokens it holds of the last text.
 
     Args:
-        model: whose keys and values they are.
+        model: whose keys and values they are, or its facts.
         cache: of keys and values.
         kv_start: int32 [B], left padding of every sequence of the text being written.
     """
 
-    def __init__(self, model: nn.Module, cache: GraphCache, kv_start: Tensor) -> None:
-        self.model, self.cache = model, cache
-        self.recurrent = bool(mixers_of(model))  # whether layers keep a state, which knows one position alone
+    def __init__(self, model: Any, cache: GraphCache, kv_start: Tensor) -> None:
+        facts = Facts.of(model)
+        self.model, self.cache = facts.model, cache
+        self.recurrent = bool(mixers_of(facts))  # whether layers keep a state, which knows one position alone
         self.text_kv_start = kv_start
         self.stored: tuple[Tensor, Tensor] | None = None  # tokens [B, n] and padding [B] of the last text, on the CPU
 
@@ -95,7 +97,7 @@ class RowModel(CachedText):
     """A causal language model that takes rows of a graph.
 
     Args:
-        model: target or draft.
+        model: target or draft, or its facts.
         capacity: cache positions.
         kv_start: int32 [B], left padding of every sequence.
         backend: of the attention, cache write and commit ops.
@@ -112,7 +114,7 @@ class RowModel(CachedText):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Facts,
         capacity: int,
         kv_start: Tensor,
         backend: str,
@@ -122,21 +124,23 @@ class RowModel(CachedText):
         least: int = 1,
         sides: Sides | None = None,
     ) -> None:
+        facts = Facts.of(model)
+        report, kinds = examine(facts), kinds_of(facts)
         if cache is None:
-            recurrent = states_of(model)
-            cache = GraphCache(model.config, capacity, backend, stacked=lies_in_a_block(model), recurrent=recurrent)
-        super().__init__(model, cache, kv_start)
-        self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
-        self.cache_argument = cache_argument(model)
-        self.outputs = logits_alone(model)
-        self.kinds = kinds_of(model)
-        self.positions = examine(model).positions  # of a table that has an end
-        cache.by_length |= examine(model).by_length
+            config, stacked = facts.model.config, lies_in_a_block(facts)
+            cache = GraphCache(config, capacity, backend, stacked=stacked, recurrent=states_of(facts))
+        super().__init__(facts, cache, kv_start)
+        self.configs = facts.configs  # switched for every forward by itself, and as they were in between
+        self.cache_argument = facts.cache_argument
+        self.outputs = facts.logits_alone
+        self.kinds = kinds
+        self.positions = report.positions  # of a table that has an end
+        cache.by_length |= report.by_length
         self.backend, self.block, self.least = backend, block, least
-        self.device = device_of(model)
-        self.vocab_size = vocabulary(model)
+        self.device = facts.device
+        self.vocab_size = facts.vocabulary
         self.kv_start = kv_start.to(self.device)
-        self.sides = sides or sides_of(model, len(kv_start))
+        self.sides = sides or sides_of(facts, len(kv_start))
         # Any 4D mask reaches the attention function untouched and keeps the model from building one.
         self.no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.hidden_layers = hidden_layers

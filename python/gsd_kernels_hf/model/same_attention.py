@@ -1,4 +1,4 @@
-"""Whether a model's own attention function computes what graph rows get: softmax over what a row sees, and a sink.
+"""A comparison of a model's own attention with that of graph rows: softmax over what a row sees, and a sink.
 
 Graph rows go through this package's attention. A function that a user registered or put in place of transformers' may
 do something else, so it is called beside ours with the same numbers, in float32 where the model is in half precision:
@@ -49,7 +49,7 @@ class AttentionCall:
 
     @property
     def window(self) -> int | None:
-        """What the call says."""
+        """The window that the call says."""
         return self.options.get("sliding_window")
 
     @property
@@ -59,12 +59,12 @@ class AttentionCall:
 
     @property
     def foreign(self) -> bool:
-        """Whether the function is not transformers' own."""
+        """Return whether the function is not transformers' own."""
         return not is_shipped(self.own)
 
 
 def check_attention(call: AttentionCall, visible: Tensor) -> str | None:
-    """What differs between the model's attention function and ours, or ``None``.
+    """Name what differs between the model's attention function and ours, or ``None``.
 
     Args:
         call: as it was seen.
@@ -73,15 +73,15 @@ def check_attention(call: AttentionCall, visible: Tensor) -> str | None:
     home = str(getattr(call.own, "__module__", ""))
     if home.startswith(UNTRIED):
         return None
-    found = _difference(call, visible, call.mask)
-    if found is None and call.foreign:
+    difference = _difference(call, visible, call.mask)
+    if difference is None and call.foreign:
         visible, mask = _longer(call, visible)
-        found = _difference(call, visible, mask) if mask is not None else None
-    if found is None:
+        difference = _difference(call, visible, mask) if mask is not None else None
+    if difference is None:
         return None
     return (
         f"{described(call.own)} in layer {call.layer} gives results that differ from softmax attention"
-        f"{'' if call.sinks is None else ' with sinks'} by {found:.1g}"
+        f"{'' if call.sinks is None else ' with sinks'} by {difference:.1g}"
     )
 
 
@@ -103,13 +103,13 @@ def _difference(call: AttentionCall, visible: Tensor, mask: Any) -> float | None
     """The largest difference relative to the largest output, where that is more than rounding."""
     exact = torch.float64 if call.dtype == torch.float64 else torch.float32
     try:
-        found = _relative(call, visible, mask, exact)
+        difference = _relative(call, visible, mask, exact)
     except Exception:
         if exact == call.dtype:
             raise
         exact = call.dtype  # kernels for half precision alone
-        found = _relative(call, visible, mask, exact)
-    return None if found <= TOLERANCE.get(exact, 0.05) else found
+        difference = _relative(call, visible, mask, exact)
+    return None if difference <= TOLERANCE.get(exact, 0.05) else difference
 
 
 def _relative(call: AttentionCall, visible: Tensor, mask: Any, dtype: torch.dtype) -> float:

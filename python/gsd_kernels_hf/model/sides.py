@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .facts import Facts, fact
 from .masks import Unserved
-from .once import modules_of
-from .properties import device_of
 from .view import with_children
 
 LONGROPE = "longrope"
@@ -34,13 +33,14 @@ def rope_types(config: PretrainedConfig) -> set[str]:
     return {str(p.get("rope_type", p.get("type", "default"))) for p in nested}
 
 
-def longropes_of(model: nn.Module) -> list[Any]:
-    """The rotary embeddings of ``model`` that have two sides."""
-    return [module for _, module in modules_of(model) if is_longrope(module)]
+@fact
+def longropes_of(facts: Facts) -> list[Any]:
+    """The rotary embeddings of a model that have two sides."""
+    return [module for _, module in facts.modules if is_longrope(module)]
 
 
 def is_longrope(module: nn.Module) -> bool:
-    """Whether a module is a rotary embedding with two sides."""
+    """Return whether a module is a rotary embedding with two sides."""
     return getattr(module, "rope_type", None) == LONGROPE
 
 
@@ -50,20 +50,20 @@ def original_of(module: Any) -> int:
 
 
 def rereads(model: PreTrainedModel) -> bool:
-    """Whether transformers reads a text of ``model`` anew once it crosses the border, as Phi 3's classes ask for."""
+    """Return whether transformers reads a text anew once it crosses the border, as Phi 3's classes ask for."""
     prepare = inspect.unwrap(type(model).prepare_inputs_for_generation)
     return ORIGINAL in prepare.__code__.co_names and hasattr(model.config, ORIGINAL)
 
 
 def frequencies(module: Any, *, long: bool) -> Tensor:
-    """What a forward on one side has in ``inv_freq``."""
-    found = module.original_inv_freq
+    """The numbers that a forward on one side has in ``inv_freq``."""
+    numbers = module.original_inv_freq
     if long:
-        found = getattr(module, "long_inv_freq", None)
-        if found is None:
+        numbers = getattr(module, "long_inv_freq", None)
+        if numbers is None:
             device = module.inv_freq.device
-            found, _ = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, device, seq_len=original_of(module) + 1)
-    return torch.empty_like(module.inv_freq).copy_(found)
+            numbers, _ = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, device, seq_len=original_of(module) + 1)
+    return torch.empty_like(module.inv_freq).copy_(numbers)
 
 
 def frozen(module: Any, *, long: bool) -> Any:
@@ -104,7 +104,7 @@ class Sides:
     """On which side of the border the positions of a batch of texts are.
 
     Args:
-        model: with ``longrope``.
+        facts: of a model with ``longrope``.
         batch: B, sequences.
 
     Attributes:
@@ -113,10 +113,10 @@ class Sides:
         pending: whether the text is read anew where it crosses the border.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: int) -> None:
-        self.original, self.rereads = original_of(longropes_of(model)[0]), rereads(model)
+    def __init__(self, facts: Facts, batch: int) -> None:
+        self.original, self.rereads = original_of(longropes_of(facts)[0]), rereads(facts.model)
         self.columns, self.pending = [0] * batch, False
-        self.border = torch.zeros(batch, 1, dtype=torch.int64, device=device_of(model))
+        self.border = torch.zeros(batch, 1, dtype=torch.int64, device=facts.device)
         self.made: list[TwoSided] = []
 
     def view(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -162,27 +162,27 @@ class Sides:
         return min((min(mine, other) for mine, other in pairs if mine != other), default=None)
 
 
-def sides_of(model: PreTrainedModel, batch: int) -> Sides | None:
+def sides_of(facts: Facts, batch: int) -> Sides | None:
     """The sides of a batch of texts; ``None`` where a model turns all by the same frequencies."""
-    return Sides(model, batch) if longropes_of(model) else None
+    return Sides(facts, batch) if longropes_of(facts) else None
 
 
-def check_sides(model: PreTrainedModel) -> None:
+def check_sides(facts: Facts) -> None:
     """Raise where ``longrope`` is asked for and what the model makes of it is not what the view here does.
 
     Raises:
         Unserved: the sides differ in more than their frequencies, or there is no module known to have them.
     """
-    found = longropes_of(model)
-    if not found and LONGROPE in rope_types(model.config.get_text_config(decoder=True)):
+    model, rotaries = facts.model, longropes_of(facts)
+    if not rotaries and LONGROPE in rope_types(model.config.get_text_config(decoder=True)):
         raise Unserved("has longrope in modules of a form that is not known, or for some types of layers alone")
-    for name, module in modules_of(model) if found else ():
-        if "forward" in vars(module) and longropes_of(module):
+    for name, module in facts.modules if rotaries else ():
+        if "forward" in vars(module) and any(map(is_longrope, module.modules())):
             raise Unserved(
                 f"has longrope inside {name or 'the model'}, whose forward was replaced, as accelerate does where "
                 "layers lie on several devices"
             )
-    for module in found:
+    for module in rotaries:
         own = copy.copy(module)  # what a forward writes is its own
         own.__dict__["_buffers"] = {**module._buffers, "inv_freq": module.inv_freq.clone()}
         last = original_of(module)

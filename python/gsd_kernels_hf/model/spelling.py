@@ -48,13 +48,13 @@ class Speller:
         """
         wholes = [readable(*job) for job in jobs]
         texts = [whole.decode() for whole, _ in filter(None, wholes)]
-        found = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
+        token_ids = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
         spelled = []
         for (_, text), whole in zip(jobs, wholes, strict=True):
             if whole is None:
                 spelled.append(self.longest(text))
             else:
-                spelled.append(self._behind(next(found), *whole) or self.longest(whole[0][whole[1] :]))
+                spelled.append(self._behind(next(token_ids), *whole) or self.longest(whole[0][whole[1] :]))
         return spelled
 
     def _behind(self, tokens: list[int], whole: bytes, border: int) -> Spelled | None:

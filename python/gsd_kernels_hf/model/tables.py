@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from .facts import Facts
 from .identity import tensors_of
-from .once import modules_of
 
 INDEX_SELECTS = (torch.index_select, Tensor.index_select)
 
@@ -20,17 +20,17 @@ class Lookups(TorchFunctionMode):
     """Notes the shortest table of a model that a forward looks its tokens' positions up in.
 
     Args:
-        model: whose parameters, buffers and other tensors are its tables.
+        facts: of the model, whose parameters, buffers and other tensors are its tables.
         positions: int [B, R], as ``position_ids`` of the forward.
 
     Attributes:
         end: positions that the table has entries for; ``None``: none was looked into.
     """
 
-    def __init__(self, model: nn.Module, positions: Tensor) -> None:
+    def __init__(self, facts: Facts, positions: Tensor) -> None:
         super().__init__()
         self.positions = positions.flatten()
-        self.owned = {tensor.data_ptr() for _, module in modules_of(model) for tensor in tensors_of(module)}
+        self.owned = {tensor.data_ptr() for _, module in facts.modules for tensor in tensors_of(module)}
         self.end: int | None = None
 
     def __torch_function__(

@@ -22,7 +22,7 @@ class Temperature:
 
     @classmethod
     def of(cls, module: nn.Module) -> Temperature | None:
-        """What a module's numbers say, which may be something else: it has to be proved."""
+        """Read a module's numbers, which may mean something else: it has to be proved."""
         numbers = getattr(module, "floor_scale", None), getattr(module, "attn_scale", None)
         if not all(isinstance(number, (int, float)) for number in numbers):
             return None

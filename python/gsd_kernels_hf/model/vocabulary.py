@@ -1,4 +1,4 @@
-"""Which tokens of two tokenizers mean the same bytes."""
+"""Tokens of two tokenizers that mean the same bytes."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class Vocabulary:
     @cached_property
     def first_bytes(self) -> np.ndarray:
         """The byte that each token begins with, int64 [size]; :data:`NO_TEXT` for those that are none."""
-        found = np.full(self.size, NO_TEXT, dtype=np.int64)
+        first = np.full(self.size, NO_TEXT, dtype=np.int64)
         for token, spelled in self.spelled.items():
-            found[token] = spelled[0] if spelled else NO_TEXT
-        return found
+            first[token] = spelled[0] if spelled else NO_TEXT
+        return first
 
     @cached_property
     def ordered(self) -> list[bytes]:
@@ -96,9 +96,9 @@ class Vocabulary:
         """The token here that is ``token`` of another vocabulary: of the same bytes, content or role."""
         if token in other.spelled:
             return self.ids.get(other.spelled[token])
-        found = self.marks.get(other.contents.get(token, ""))
+        mark = self.marks.get(other.contents.get(token, ""))
         same = [role for role, its in other.roles.items() if its == token and role in self.roles]
-        return self.roles[same[0]] if found is None and same else found
+        return self.roles[same[0]] if mark is None and same else mark
 
     def rank(self, token: int, other: Vocabulary) -> tuple[bool, int, int]:
         """Order of the marks: those that another vocabulary has too, then by role: padding may end a text there."""
@@ -118,11 +118,11 @@ class Vocabulary:
             ValueError: its tokens are no bytes that are known here.
         """
         check_tokenizer(tokenizer, name)
-        count, found = _known.get(tokenizer, (None, None))
-        if found is None or count != len(tokenizer):
-            found = _read(cls, tokenizer, name)
-            _known[tokenizer] = len(tokenizer), found
-        return found
+        count, vocabulary = _known.get(tokenizer, (None, None))
+        if vocabulary is None or count != len(tokenizer):
+            vocabulary = _read(cls, tokenizer, name)
+            _known[tokenizer] = len(tokenizer), vocabulary
+        return vocabulary
 
 
 _known: weakref.WeakKeyDictionary[Any, tuple[int, Vocabulary]] = weakref.WeakKeyDictionary()
@@ -167,14 +167,14 @@ def spelling(pieces: Mapping[int, str], what: str) -> dict[int, bytes]:
             "known; use a draft of the target's own tokenizer"
         )
     return {
-        token: bytes([int(found[1], 16)]) if (found := BYTE.fullmatch(piece)) else piece.replace(SPACE, " ").encode()
+        token: bytes([int(byte[1], 16)]) if (byte := BYTE.fullmatch(piece)) else piece.replace(SPACE, " ").encode()
         for token, piece in pieces.items()
     }
 
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """What a target's tokens are to a draft of another tokenizer, on the CPU.
+    """The meaning of a target's tokens to a draft of another tokenizer, on the CPU.
 
     Attributes:
         same: int64 [target's tokens], the draft's token of the same bytes, content or role; −1 for none.
@@ -195,15 +195,15 @@ class SharedTokens:
         shared = 0
         marks = sorted(target.contents, key=lambda token: target.rank(token, draft))
         for token in (*sorted(target.spelled, reverse=True), *marks):
-            found = draft.counterpart(token, target)
+            other = draft.counterpart(token, target)
             # Of two tokens of the same bytes one alone can follow: the one that the tokenizer gives.
-            if found is not None and found not in taken:
-                same[token] = found
-                taken.add(found)
+            if other is not None and other not in taken:
+                same[token] = other
+                taken.add(other)
                 shared += len(target.spelled.get(token, b"")) > 1
-            if found is None and token in target.spelled:
-                found = draft.last_of(target.spelled[token])
-            reads[token] = reads[token] if found is None else found
+            if other is None and token in target.spelled:
+                other = draft.last_of(target.spelled[token])
+            reads[token] = reads[token] if other is None else other
         most = max(sum(len(spelled) > 1 for spelled in own.spelled.values()) for own in (target, draft))
         return cls(
             torch.tensor(same, dtype=torch.int64, device="cpu"),
@@ -230,7 +230,7 @@ class Translation:
 
     @classmethod
     def between(cls, tokenizer: Any, assistant_tokenizer: Any) -> Translation | None:
-        """What is between two tokenizers; ``None`` where their tokens are the same. Read once, as vocabularies are.
+        """Compare two tokenizers; ``None`` where their tokens are the same. Read once, as vocabularies are.
 
         Raises:
             TypeError, ValueError: see :meth:`Vocabulary.of`.

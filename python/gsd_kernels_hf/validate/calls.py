@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from ..model import beside
-from ..model.beside import PromptInputs
-from ..model.once import modules_of
+from ..model import prompt_inputs
+from ..model.facts import Facts
+from ..model.prompt_inputs import PromptInputs
 from ..model.properties import CACHES
 from ..model.sides import longropes_of
 from .modes import OTHERWISE, Unsupported
@@ -24,11 +24,11 @@ COUNTED = (*CACHES, "cache_position", "logits_to_keep", "use_cache")
 LEAVE_OUT = "leave it out" + OTHERWISE
 
 
-def check_call(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+def check_call(facts: Facts, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """Raise for what this call would have the model read, and graph-speculative generation does not.
 
     Args:
-        model: the target.
+        facts: of the target.
         model_kwargs: the model inputs beside ``input_ids``, as transformers' ``generate`` prepared them.
 
     Returns:
@@ -38,32 +38,33 @@ def check_call(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> tuple
         Unsupported: a model input that is not used, adapters that need more than their layers, a model that feeds
             itself in its own way, or weights that are not there.
     """
-    check_feeding(model)
-    check_adapters(model)
+    check_feeding(facts.model)
+    check_adapters(facts)
     unread = _unread(model_kwargs)
     for name in unread:
-        if name in COUNTED or not reads_more(model):
+        if name in COUNTED or not reads_more(facts.model):
             raise Unsupported(f"{name}: {_why_unread(name)}; {LEAVE_OUT}")
     return tuple(sorted(unread))
 
 
-def check_inputs(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor) -> None:
+def check_inputs(model: PreTrainedModel | Facts, inputs: PromptInputs, kv_start: Tensor) -> None:
     """Raise unless what a prompt has beside its tokens is served.
 
     Args:
-        model: the target.
+        model: the target, or its facts.
         inputs: the prompt.
         kv_start: int32 [B], left padding.
 
     Raises:
         Unsupported: rows of graphs behind such a prompt are not what the model computes.
     """
-    if getattr(model, "_device_mesh", None) is not None:
+    facts = Facts.of(model)
+    if getattr(facts.model, "_device_mesh", None) is not None:
         raise Unsupported(f"{inputs.unread[0]}: not supported of a model that is sharded among ranks; {LEAVE_OUT}")
-    if longropes_of(model):
+    if longropes_of(facts):
         raise Unsupported(f"{inputs.unread[0]}: not supported of a model with longrope; {LEAVE_OUT}")
     try:
-        beside.check_inputs(model, inputs, kv_start)
+        prompt_inputs.check_inputs(facts, inputs, kv_start)
     except ValueError as error:
         raise Unsupported(f"{error}{OTHERWISE}") from error.__cause__ or error
 
@@ -136,13 +137,13 @@ def check_feeding(model: PreTrainedModel) -> None:
         )
 
 
-def check_adapters(model: PreTrainedModel) -> None:
+def check_adapters(facts: Facts) -> None:
     """Raise for activated LoRA: where its weights act depends on the text, which PEFT tells its layers every call."""
-    configs = getattr(model, "peft_config", None) or {}
+    configs = getattr(facts.model, "peft_config", None) or {}
     activated = {name for name, config in configs.items() if getattr(config, "alora_invocation_tokens", None)}
     if not activated:
         return
-    for _, module in modules_of(model):
+    for _, module in facts.modules:
         if getattr(module, "disable_adapters", False):
             continue
         used = activated & set(getattr(module, "lora_variant", ())) & set(getattr(module, "active_adapters", ()))

@@ -12,9 +12,9 @@ from gsd_kernels import BACKENDS
 from gsd_kernels.names import did_you_mean
 from gsd_kernels.ops.state_rows import BLOCK
 
+from ..model.facts import Facts
 from ..model.finite import spoiled
 from ..model.fused import check_rows
-from ..model.once import modules_of
 from ..model.probe import kinds_of
 from ..model.properties import vocabulary
 from ..model.recurrent import mixers
@@ -36,8 +36,8 @@ def check_backend(backend: object) -> None:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}{near}")
 
 
-def check_model(name: str, model: Any) -> None:
-    """Raise unless graph rows can be verified in (or drafted by) ``model``.
+def check_model(name: str, model: Any) -> Facts:
+    """Raise unless graph rows can be verified in (or drafted by) ``model``; return what is known of it.
 
     What the config does not say, one forward of a few tokens shows; see :mod:`gsd_kernels_hf.model.probe`.
 
@@ -47,11 +47,11 @@ def check_model(name: str, model: Any) -> None:
     """
     if not isinstance(model, PreTrainedModel) or not callable(getattr(model, "generate", None)):
         raise TypeError(f"{name}: expected a transformers causal language model, got {type(model).__name__}")
-    config = model.config.get_text_config(decoder=True)
+    facts, config = Facts.of(model), model.config.get_text_config(decoder=True)
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{name}: {kind} is an encoder-decoder; only decoder-only models are supported")
-    recurrent = keeps_state(name, model)
+    recurrent = keeps_state(name, facts)
     if "dynamic" in rope_types(config):
         raise Unsupported(f"{name}: rope type 'dynamic' changes with the length; not supported")
     types = set(getattr(config, "layer_types", None) or ())
@@ -75,19 +75,20 @@ def check_model(name: str, model: Any) -> None:
     mesh = getattr(model, "_device_mesh", None)
     if mesh is not None:
         check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
-    check_weights(name, model)
+    check_weights(name, facts)
     if name == "model":
-        check_numbers(model)
-    check_forwards(name, model)
+        check_numbers(facts)
+    check_forwards(name, facts)
+    return facts
 
 
-def keeps_state(name: str, model: PreTrainedModel) -> bool:
+def keeps_state(name: str, facts: Facts) -> bool:
     """Return whether layers keep a recurrent state.
 
     Raises:
         Unsupported: they do, on several ranks.
     """
-    recurrent = mixers.mixers_of(model)
+    recurrent, model = mixers.mixers_of(facts), facts.model
     if not recurrent:
         return False
     what = f"{name}: {type(model).__name__} keeps a recurrent state ({recurrent[0][0]})"
@@ -107,37 +108,37 @@ def check_paths(shape: object, models: Iterable[PreTrainedModel]) -> None:
             )
 
 
-def check_forwards(name: str, model: PreTrainedModel) -> None:
+def check_forwards(name: str, facts: Facts) -> None:
     """Raise where a few tokens, forwarded as graph rows, show that these are not what the model computes."""
     try:
-        kinds_of(model, name)
+        kinds_of(facts, name)
         if name == "model":  # a draft costs speed at most
-            check_rows(model, name)
+            check_rows(facts, name)
     except ValueError as error:
         raise Unsupported(str(error)) from error.__cause__ or error
 
 
-def check_weights(name: str, model: PreTrainedModel) -> None:
+def check_weights(name: str, facts: Facts) -> None:
     """Raise where the weights hold no values, or where a target's products mix the rows of a forward.
 
     bitsandbytes' int8 takes columns with an activation above ``llm_int8_threshold`` out of the product of all rows, so
     a drafted row may change the result of another. No forward of a few tokens shows that: it takes an outlier.
     """
-    threshold = max((threshold_of(module) for _, module in modules_of(model)), default=0.0) if name == "model" else 0.0
+    threshold = max((threshold_of(module) for _, module in facts.modules), default=0.0) if name == "model" else 0.0
     if threshold > 0:
         raise Unsupported(
             f"{name}: int8 of bitsandbytes with llm_int8_threshold={threshold}, by which the rows of a forward depend "
             "on each other; load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or set "
             "state.threshold = 0.0 in its Linear8bitLt modules"
         )
-    embedding: Any = model.get_input_embeddings()
+    embedding: Any = facts.model.get_input_embeddings()
     if not isinstance(embedding, Packed) and embedding.weight.is_meta and not hasattr(embedding, "_hf_hook"):
         raise ValueError(f"{name}: its weights are on the meta device, which holds no values; load them first")
 
 
-def check_numbers(model: PreTrainedModel) -> None:
+def check_numbers(facts: Facts) -> None:
     """Raise where a weight that every token goes through holds numbers that are not finite."""
-    weight = spoiled(model).weight
+    weight = spoiled(facts).weight
     if weight is not None:
         raise Unsupported(
             f"logits: nothing to go by, since {weight} of the model holds NaN or infinite numbers; check how it was "

@@ -87,11 +87,11 @@ class ByDepth:
                 states = getattr(own, kind)[index] if own.has_previous_state[index] and not all_of_them else None
                 states = None if states is None else states[sequence]
                 if some and (after := self.after.get((kind, index))) is not None:
-                    found = after[sequence, parent.clamp(min=0)]
+                    moved = after[sequence, parent.clamp(min=0)]
                     if not all_of_them:
-                        states = torch.zeros_like(found) if states is None else states
-                        found = torch.where(follows.view(-1, *[1] * (found.dim() - 1)), found, states)
-                    states = found
+                        states = torch.zeros_like(moved) if states is None else states
+                        moved = torch.where(follows.view(-1, *[1] * (moved.dim() - 1)), moved, states)
+                    states = moved
                 getattr(layer, kind)[index] = states
                 getattr(layer, f"is_{kind}_initialized")[index] = states is not None
                 if states is not None:

@@ -25,7 +25,7 @@ except ImportError:  # an earlier transformers, where modules keep states in cac
 
 
 from ..code import code_names
-from ..once import modules_of, once
+from ..facts import Facts, fact
 from ..view import with_children
 from .tree import RowTree
 
@@ -82,7 +82,7 @@ class Form(Protocol):
     takes_states: bool
 
     def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """What the module's forward returns of rows [B, R], given what it was called with."""
+        """Return what the module's forward does of rows [B, R], given what it was called with."""
         ...
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
@@ -112,7 +112,7 @@ class Mixer(nn.Module):
         self.train(module.training)
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """As the module; a cache of graph rows says which it is."""
+        """Forward like the module; a cache of graph rows says which it is."""
         cache = argument(RowsCache, args, options)
         if cache is None:
             return self.module(*args, **options)
@@ -127,7 +127,7 @@ class Mixer(nn.Module):
 def masked(
     module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], mask: Tensor | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a mixer is called with, but for another mask [B, n] of its tokens, where it takes one."""
+    """The arguments of a mixer, but for another mask [B, n] of its tokens, where it takes one."""
     forward = written(type(module).forward)
     names = () if forward is None else forward.__code__.co_varnames[1 : forward.__code__.co_argcount]
     for place, name in enumerate(names):
@@ -140,7 +140,7 @@ def masked(
 
 @functools.lru_cache(maxsize=1024)
 def keeps_state(cls: type) -> bool:
-    """Whether code of a module's class moves a recurrent state of a cache on."""
+    """Return whether code of a module's class moves a recurrent state of a cache on."""
     if not hasattr(LinearAttentionLayer, "update_recurrent_state"):
         return False
     for base in cls.__mro__:
@@ -174,17 +174,18 @@ def calling(function: types.FunctionType, others: dict[str, Any]) -> types.Funct
     return made
 
 
-@once
-def mixers_of(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
+@fact
+def mixers_of(facts: Facts) -> tuple[tuple[str, nn.Module], ...]:
     """The modules of a model that keep a recurrent state in transformers' cache, by name."""
-    return tuple((name, module) for name, module in modules_of(model) if keeps_state(type(module)))
+    return tuple((name, module) for name, module in facts.modules if keeps_state(type(module)))
 
 
-def states_of(model: PreTrainedModel) -> dict[int, int]:
+@fact
+def states_of(facts: Facts) -> dict[int, int]:
     """Layers of the cache that keep recurrent states, and how many each keeps."""
-    found = {getattr(module, "layer_idx", None) for _, module in mixers_of(model)}
-    own = DynamicCache(config=model.config).layers if found else ()
-    return {i: getattr(layer, "number_of_states", 1) for i, layer in enumerate(own) if i in found}
+    indices = {getattr(module, "layer_idx", None) for _, module in mixers_of(facts)}
+    own = DynamicCache(config=facts.model.config).layers if indices else ()
+    return {i: getattr(layer, "number_of_states", 1) for i, layer in enumerate(own) if i in indices}
 
 
 def with_mixers(model: PreTrainedModel, form_of: Callable[[nn.Module], Form]) -> PreTrainedModel:

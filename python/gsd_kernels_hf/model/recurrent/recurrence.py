@@ -1,4 +1,4 @@
-"""What recurrent kernels share: a window of the text, see :mod:`gsd_kernels.ops.state_rows`."""
+"""Parts that recurrent kernels share: a window of the text, see :mod:`gsd_kernels.ops.state_rows`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Recurrence:
         self.behind_prompt = False  # whether none was taken into the text
 
     def __call__(self, tree: RowTree, *args: Any, **options: Any) -> Any:
-        """What the kernel returns of rows."""
+        """Return what the kernel does of rows."""
         raise NotImplementedError
 
     def laid_out(self, state: Tensor) -> Tensor:

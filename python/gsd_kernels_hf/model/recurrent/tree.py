@@ -90,10 +90,10 @@ class RowTree:
             text = torch.arange(-1, width - 2, device=self.parents.device).expand(batch, -1)
             follows = torch.where(self.parents < 0, width - 2, self.parents + width - 1)
             follows = torch.cat([text, follows], 1)  # [B, width − 1 + T]; what each one follows
-            found = [torch.arange(width - 1, width - 1 + count, device=text.device).expand(batch, -1)]
+            rows = [torch.arange(width - 1, width - 1 + count, device=text.device).expand(batch, -1)]
             for _ in range(width - 1):
-                found.append(follows.gather(1, found[-1]))
-            self._before[width] = torch.stack(found, -1)
+                rows.append(follows.gather(1, rows[-1]))
+            self._before[width] = torch.stack(rows, -1)
         return self._before[width]
 
     @cached_property
@@ -104,14 +104,14 @@ class RowTree:
     def levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The rows that are forwarded now, so that each is behind its parent: sequence, row of R and parent of T,
         int64 [n] each (waits for the device)."""
-        parents, found = self.parents[:, self.first :], []
+        parents, levels = self.parents[:, self.first :], []
         waiting, ready = torch.ones_like(parents, dtype=torch.bool), parents < self.first
         while bool(ready.any()):
             sequence, row = ready.nonzero(as_tuple=True)
-            found.append((sequence, row, parents[sequence, row]))
+            levels.append((sequence, row, parents[sequence, row]))
             waiting &= ~ready
             ready = waiting & ~waiting.gather(1, (parents - self.first).clamp(min=0))
-        return found
+        return levels
 
     def on(self, device: torch.device) -> RowTree:
         """The same on another device, copied once for all layers there."""

@@ -106,7 +106,7 @@ class Windowed:
 
 
 class Beside(Cache):
-    """What a module's code finds in place of the cache: no state, so that it takes its way for prompts."""
+    """A stand-in that a module's code finds in place of the cache: no state, so that it takes its way for prompts."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -137,7 +137,7 @@ class Beside(Cache):
 
 
 def is_windowed(module: nn.Module) -> bool:
-    """Whether a module is tried in this form: it calls kernels that are known; a proof says whether it is right."""
+    """Return whether a module is tried in this form: it calls known kernels; a proof says whether it is right."""
     forward = written(type(module).forward)
     names = set() if forward is None else set(code_names(forward.__code__))
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):

@@ -1,4 +1,4 @@
-"""Which sessions may serve a call."""
+"""The key by which a call finds sessions that may serve it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .request import Request
 
 
 @dataclass(frozen=True)
-class Kind:
+class SessionKey:
     """Key of sessions that may serve a call: what storage and captured steps depend on, besides the models."""
 
     batch: int
@@ -29,8 +29,8 @@ class Kind:
     axes: tuple[int, ...] | None  # of positions, behind prompts of more than text; None: of text
 
     @classmethod
-    def of(cls, request: Request, policy: Policy, sources: Sequence[DraftSource], *, alone: bool) -> Kind:
-        """The kind of session that a call needs.
+    def of(cls, request: Request, policy: Policy, sources: Sequence[DraftSource], *, alone: bool) -> SessionKey:
+        """The key of the sessions that may serve a call.
 
         Args:
             request: the call.

@@ -23,8 +23,9 @@ from gsd_kernels.ops.step import FedRows
 
 from . import proof
 from .cache import GraphCache
+from .facts import Facts
 from .hidden import LAST, decoder_of, kept, listening
-from .properties import CACHES, cache_argument, device_of, logits_alone
+from .properties import CACHES, cache_argument, logits_alone
 from .runner import Listener, RowModel
 
 BY_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -50,13 +51,13 @@ class PromptInputs:
 
     @classmethod
     def of(cls, input_ids: Tensor, model_kwargs: Mapping[str, Any], unread: tuple[str, ...]) -> PromptInputs:
-        """Those of a call; its own cache, which is empty, is not used."""
+        """The inputs of a call; its own cache, which is empty, is not used."""
         kept = {name: value for name, value in model_kwargs.items() if name not in CACHES}
         return cls(input_ids, {**kept, "use_cache": True}, unread)
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """What the model's positions have before [B, P]: nothing, or a number of axes."""
+        """The dimensions of the model's positions before [B, P]: nothing, or a number of axes."""
         positions = self.kwargs.get("position_ids")
         return () if positions is None else tuple(positions.shape[:-2])
 
@@ -106,7 +107,7 @@ class RowsBehindInputs(RowModel):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Facts,
         capacity: int,
         kv_start: Tensor,
         backend: str,
@@ -120,7 +121,7 @@ class RowsBehindInputs(RowModel):
         self.why_modules = "the prompt has more than tokens, which the operator does not read"
 
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
-        """As :meth:`RowModel.sharing_cache`, at the same positions."""
+        """Share the cache as :meth:`RowModel.sharing_cache` does, at the same positions."""
         axes = tuple(self.ahead.shape[:-2])
         rows = RowsBehindInputs(view, self.cache.capacity, self.kv_start, self.backend, axes=axes, cache=self.cache)
         rows.ahead = self.ahead
@@ -153,12 +154,12 @@ class RowsBehindInputs(RowModel):
             listener({layer: states[:, :end] for layer, states in hidden.items()}, 0)
 
     def feed(self, *args: Any, **kwargs: Any) -> FedRows:
-        """As :meth:`RowModel.feed`, at the positions behind the prompt: int64 [*axes, B, R]."""
+        """Feed rows as :meth:`RowModel.feed` does, at the positions behind the prompt: int64 [*axes, B, R]."""
         fed = super().feed(*args, **kwargs)
         return fed._replace(positions=fed.positions + self.ahead)
 
 
-def check_inputs(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor) -> None:
+def check_inputs(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> None:
     """Raise unless rows behind such a prompt are what the model computes there.
 
     The first prompt with these inputs is read twice, once by transformers' own steps with a few tokens behind it, once
@@ -166,7 +167,7 @@ def check_inputs(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor)
     prompt's last token is read as a word by the first row: one that is none has a proof of its own.
 
     Args:
-        model: the target.
+        facts: of the target.
         inputs: of the call.
         kv_start: int32 [B], left padding.
 
@@ -174,33 +175,36 @@ def check_inputs(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor)
         ValueError: the logits differ, or there are none.
     """
     padded = inputs.kwargs.get("attention_mask") is not None
-    kv_start = kv_start.to(device_of(model))
+    kv_start = kv_start.to(facts.device)
     way = f"rows behind {inputs.names}, {inputs.axes}, {padded}"
     end = ""
-    if not ends_in_words(model, inputs, kv_start):
+    if not ends_in_words(facts, inputs, kv_start):
         end = f" where prompts end in {sorted(set(inputs.input_ids[:, -1].tolist()))}, which is no word"
         way += end
-    found = proof.why_not_proved(model, way, lambda of: _ours(of, inputs, kv_start), own=lambda of: _own(of, inputs))
-    if found is not None:
+    difference = proof.why_not_proved(
+        facts, way, lambda of: _ours(of, inputs, kv_start), own=lambda of: _own(of, inputs)
+    )
+    if difference is not None:
+        name = type(facts.model).__name__
         raise ValueError(
-            f"{', '.join(inputs.unread)}: {type(model).__name__} cannot be forwarded with graph rows behind it{end}, "
-            f"since {found.what}; not supported by graph-speculative generation"
-        ) from found.cause
+            f"{', '.join(inputs.unread)}: {name} cannot be forwarded with graph rows behind it{end}, since "
+            f"{difference.what}; not supported by graph-speculative generation"
+        ) from difference.cause
 
 
 class _Read(Exception):
     """The first layer was called: nothing else of a forward is needed."""
 
 
-def ends_in_words(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor) -> bool:
-    """Whether the first layer reads the same of the prompts' last tokens there and where they stand alone.
+def ends_in_words(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> bool:
+    """Return whether the first layer reads the same of the prompts' last tokens there and where they stand alone.
 
     It does not of a placeholder, which the prompt's forward puts something else in the place of. ``False`` as well
     where that cannot be told.
 
     kv_start: int32 [B], left padding, on the model's device.
     """
-    thread, read = threading.get_ident(), list[Tensor]()
+    model, thread, read = facts.model, threading.get_ident(), list[Tensor]()
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if threading.get_ident() == thread:
@@ -215,7 +219,7 @@ def ends_in_words(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor
     except (AttributeError, IndexError, ValueError):
         return False
     try:
-        with torch.no_grad(), proof.random_numbers_kept(model):
+        with torch.no_grad(), proof.random_numbers_kept(facts):
             with suppress(_Read):
                 inputs.read(model, DynamicCache(config=model.config))
             with suppress(_Read):
@@ -227,35 +231,36 @@ def ends_in_words(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor
     return len(read) == 2 and torch.equal(*read)
 
 
-def _tail(model: PreTrainedModel, inputs: PromptInputs) -> Tensor:
+def _tail(facts: Facts, inputs: PromptInputs) -> Tensor:
     """Tokens behind the prompt, int64 [B, TAIL]."""
-    ids = proof.text(model)[:1, :TAIL]
+    ids = proof.text(facts)[:1, :TAIL]
     return ids.expand(len(inputs.input_ids), -1).to(inputs.input_ids.device)
 
 
-def _own(model: PreTrainedModel, inputs: PromptInputs) -> Tensor:
+def _own(facts: Facts, inputs: PromptInputs) -> Tensor:
     """Logits as transformers computes them of the prompt and of each token behind it, [B, 1 + TAIL, V]."""
-    ids, cache, kwargs = inputs.input_ids, DynamicCache(config=model.config), inputs.again()
+    model, ids, kwargs = facts.model, inputs.input_ids, inputs.again()
+    cache = DynamicCache(config=model.config)
     output = inputs.read(model, cache)
     logits = [output.logits[:, -1:]]
-    for token in _tail(model, inputs).T:
-        given = {**kwargs, cache_argument(model): cache}
+    for token in _tail(facts, inputs).T:
+        given = {**kwargs, facts.cache_argument: cache}
         kwargs = model._update_model_kwargs_for_generation(output, given, is_encoder_decoder=False)
         ids = torch.cat([ids, token[:, None]], 1)
         prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
-        output = model(**{**prepared, **logits_alone(model)}, return_dict=True)
+        output = model(**{**prepared, **facts.logits_alone}, return_dict=True)
         logits.append(output.logits[:, -1:])
     return torch.cat(logits, 1)
 
 
-def _ours(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor) -> Tensor:
+def _ours(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> Tensor:
     """The same through rows of a tree behind the prompt."""
     batch, length = inputs.input_ids.shape
     count, device = len(PARENTS), kv_start.device
-    rows = RowsBehindInputs(model, length + count, kv_start, "auto", axes=inputs.axes)
+    rows = RowsBehindInputs(facts, length + count, kv_start, "auto", axes=inputs.axes)
     rows.inputs = inputs
     rows.read(inputs.input_ids, None, None)
-    tail = torch.cat([inputs.input_ids[:, -1:], _tail(model, inputs)], 1).to(device)
+    tail = torch.cat([inputs.input_ids[:, -1:], _tail(facts, inputs)], 1).to(device)
     words, depths = proof.tree_of(PARENTS, batch, device)
     logits = rows.rows(
         tail[:, [PATH.index(row) if row in PATH else -1 for row in range(count)]],

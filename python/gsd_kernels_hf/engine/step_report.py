@@ -1,4 +1,4 @@
-"""What a step tells the host: one tensor, read once."""
+"""A step's report to the host: one tensor, read once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..model import replay
 from ..policy.base import Profiles
-from ..records import DecodeState, told_sizes
+from ..records import DecodeState, report_sizes
 from ..sources.figures import Figures, as_one
 
 
-class Heard(NamedTuple):
+class HostReport(NamedTuple):
     """A step in the host's memory.
 
     Attributes:
@@ -40,32 +40,32 @@ class Heard(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sent:
+class ReportOnItsWay:
     """A step on its way to the host.
 
     Attributes:
-        told: the step.
+        report: the step.
         whole, counts: in the host's memory, once ``event`` is over.
         event: behind the step and the copies.
     """
 
-    told: Told
+    report: StepReport
     whole: Tensor
     counts: Tensor
     event: torch.cuda.Event
 
-    def read(self) -> Heard:
+    def read(self) -> HostReport:
         """Wait for the step, and for nothing behind it."""
         self.event.synchronize()
-        return self.told.heard(self.whole)._replace(counted=self.counts.tolist())
+        return self.report.heard(self.whole)._replace(counted=self.counts.tolist())
 
 
 @dataclass(frozen=True)
-class Told:
+class StepReport:
     """A step on the device, for the host.
 
     Attributes:
-        whole: int32 [n]: ``DecodeState.told``, and on a GPU the figures behind it.
+        whole: int32 [n]: ``DecodeState.report``, and on a GPU the figures behind it.
         batch, width: sequences, and places for emitted tokens.
         figures: for a policy; ``None``: it wants none.
     """
@@ -76,18 +76,18 @@ class Told:
     figures: Figures | None = None
 
     @classmethod
-    def of(cls, state: DecodeState, figures: Figures | None = None) -> Told:
-        """What the state says, in its own storage, and where figures are wanted on a GPU beside a copy of them."""
-        whole = state.told
+    def of(cls, state: DecodeState, figures: Figures | None = None) -> StepReport:
+        """The report of a state, in its own storage, and where figures are wanted on a GPU beside a copy of them."""
+        whole = state.report
         if figures is not None and replay.is_gpu(whole.device):
             whole = as_one([whole, *figures.tensors()])
         return cls(whole, *state.emitted.shape, figures)
 
-    def read(self) -> Heard:
+    def read(self) -> HostReport:
         """Wait for the step, and bring it to the host in one copy."""
         return self.heard(self.whole.cpu())
 
-    def send(self, counts: Tensor) -> Sent:
+    def send(self, counts: Tensor) -> ReportOnItsWay:
         """Queue its copy to the host behind the step, before the next one writes the same storage.
 
         ``counts``: of the session, int64 [n], as they are behind the step.
@@ -95,12 +95,12 @@ class Told:
         copies = [replay.send(tensor) for tensor in (self.whole, counts)]
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.whole.device))
-        return Sent(self, copies[0], copies[1], event)
+        return ReportOnItsWay(self, copies[0], copies[1], event)
 
-    def heard(self, whole: Tensor) -> Heard:
+    def heard(self, whole: Tensor) -> HostReport:
         """The step out of ``whole``, as it is in the host's memory."""
         figures = self.figures
-        sizes = told_sizes(self.batch, self.width)
+        sizes = report_sizes(self.batch, self.width)
         size = sum(sizes)
         numbers = iter(whole[:size].tolist())  # one call, where a tensor for each part would be ten
         flags, counts, emitted, faults = (list(islice(numbers, part)) for part in sizes)
@@ -108,4 +108,4 @@ class Told:
         tokens = [emitted[i * self.width : i * self.width + count] for i, count in enumerate(counts)]
         if figures is not None and len(whole) > size:
             figures = figures.read_from(whole[size:])
-        return Heard(done, tokens, faults, {} if figures is None else figures.profiles())
+        return HostReport(done, tokens, faults, {} if figures is None else figures.profiles())

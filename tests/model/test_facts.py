@@ -1,4 +1,4 @@
-"""What a call finds out about its models once, and until when it counts."""
+"""The facts of a model: found once a call, and until when they count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import StoppingCriteria
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels_hf.model import identity, once, probe
+from gsd_kernels_hf.model.facts import Facts, fact, looked, looking
 from gsd_kernels_hf.model.fused import why_not
 
 
@@ -21,62 +21,74 @@ from gsd_kernels_hf.model.fused import why_not
 def function():
     """Answers how often it ran."""
     runs = itertools.count(1)
-    return once.once(lambda model, *rest, **options: next(runs))
+    return fact(lambda facts, *rest, **options: next(runs))
 
 
-def test_an_answer_is_kept_while_a_call_gets_ready(function):
+def test_a_fact_is_found_once(function):
+    one, other = Facts(nn.Linear(2, 2)), Facts(nn.Linear(2, 2))
+    rest = (
+        function(other),
+        function(one),
+        function(one, "a"),
+        function(one, b=1),
+        function(one, b=2),
+        function(one, b=1),
+    )
+    assert rest == (1, 2, 3, 4, 5, 4) and (function(other), function(one)) == (1, 2)
+    assert Facts.of(one) is one
+
+
+def test_a_call_makes_the_facts_of_a_model_once(function):
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    assert [function(one), function(one)] == [1, 2]
-    with once.getting_ready():
-        assert [function(one), function(one)] == [3, 3]
-        rest = function(other), function(one, "a"), function(one, b=1), function(one, b=2), function(one, b=1)
-        assert rest == (4, 5, 6, 7, 6)
-        with once.getting_ready():  # another call, from a callback
-            assert [function(one), function(one)] == [8, 8]
+    assert [function(one), function(one)] == [1, 2], "outside of a call a model is looked at anew"
+    with looking():
+        assert [function(one), function(one), function(other)] == [3, 3, 4]
+        handed_on = Facts.of(one)
+        with looking():  # another call, from a callback
+            assert [function(one), function(one)] == [5, 5]
         assert function(one) == 3
-        once.ready()
-        assert [function(one), function(one)] == [9, 10]
-        with once.getting_ready():
-            assert [function(one), function(one)] == [11, 11]
-        assert function(one) == 12
-    assert [function(one), function(one)] == [13, 14]
+        looked()
+        assert [function(one), function(one)] == [6, 7]
+        assert function(handed_on) == 3, "a record is what it was"
+        with looking():
+            assert [function(one), function(one)] == [8, 8]
+        assert function(one) == 9
+    assert [function(one), function(one)] == [10, 11]
 
 
 def test_an_error_is_no_answer():
-    model, errors = nn.Linear(2, 2), [ValueError("once")]
+    model, errors = Facts(nn.Linear(2, 2)), [ValueError("once")]
 
-    @once.once
-    def function(model):
+    @fact
+    def function(facts):
         if errors:
             raise errors.pop()
         return 5
 
-    with once.getting_ready():
-        with pytest.raises(ValueError, match="once"):
-            function(model)
-        assert function(model) == 5
-    with pytest.raises(ZeroDivisionError), once.getting_ready():
-        _ = 1 / 0
-    errors.append(ValueError("after"))
-    with pytest.raises(ValueError, match="after"):
+    with pytest.raises(ValueError, match="once"):
         function(model)
+    assert function(model) == 5
+    with pytest.raises(ZeroDivisionError), looking():
+        _ = 1 / 0
+    assert Facts.of(model.model) is not Facts.of(model.model)
 
 
-def test_threads_get_ready_by_themselves(function):
-    model, found = nn.Linear(2, 2), []
-    with once.getting_ready():
+def test_threads_make_facts_of_their_own(function):
+    model, answers = nn.Linear(2, 2), []
+    with looking():
         assert function(model) == 1
-        thread = threading.Thread(target=lambda: found.extend([function(model), function(model)]))
+        thread = threading.Thread(target=lambda: answers.extend([function(model), function(model)]))
         thread.start()
         thread.join()
-        assert found == [2, 3] and function(model) == 1
+        assert answers == [2, 3] and function(model) == 1
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-tied", "qwen2"])
 def test_modules_and_parameters(family):
     model = tiny(family)
-    assert list(once.modules_of(model)) == list(model.named_modules())
-    mine, theirs = once.parameters_of(model), list(model.named_parameters())
+    facts = Facts(model)
+    assert list(facts.modules) == list(model.named_modules())
+    mine, theirs = facts.parameters, list(model.named_parameters())
     assert [name for name, _ in mine] == [name for name, _ in theirs]
     assert all(a is b for (_, a), (_, b) in zip(mine, theirs, strict=True))
 
@@ -84,8 +96,15 @@ def test_modules_and_parameters(family):
 def test_a_call_looks_at_each_model_once(monkeypatch):
     target = tiny()
     draft, looks = noised(target), []
-    inner = identity.structure_of.__wrapped__
-    monkeypatch.setattr(probe, "structure_of", once.once(lambda model: looks.append(model) or inner(model)))
+    inner = Facts.structure.func
+
+    class Counted:
+        def __get__(self, facts, _):
+            looks.append(facts.model)
+            vars(facts)["structure"] = inner(facts)
+            return vars(facts)["structure"]
+
+    monkeypatch.setattr(Facts, "structure", Counted())
     prompt = torch.arange(3, 9)[None]
     gsd.generate(target, prompt, assistant_model=draft, max_new_tokens=8)
     assert [looks.count(model) for model in (target, draft)] == [1, 1]

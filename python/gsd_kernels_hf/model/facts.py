@@ -1,0 +1,233 @@
+"""The facts of a model as it is now: looked up once a call, before it decodes, and handed on.
+
+Whether a model can be served, how it is forwarded and what it was at the last call are questions of several rooms.
+Walking through its modules takes milliseconds, and no call changes its models before it decodes; so a call makes one
+:class:`Facts` of each model, and what one room finds out the next one reads there. The structure says when something
+has to be found out anew, never that it is right: that say :mod:`.probe` and :mod:`.proof`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from gsd_kernels.ops.packed import Kind as WeightFormat
+
+from . import properties
+from .attention import configs_in, implementation_of
+from .code import MISSING, Code, ambient, code_of, global_hooks, own_callables
+
+LEFT = ("rope_deltas",)
+"""Names of what transformers' ``generate`` leaves on modules for its own steps; our forwards are given positions."""
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, WeightFormat, enum.Enum)
+MOST_PARTS = 256  # parts of a list or a dict of settings
+HOLDERS = frozenset(vars(nn.Module()))
+"""Names of what PyTorch keeps of every module: its parts and hooks, which are looked at apart, and ``training``."""
+OWN = __name__.partition(".")[0]
+
+_Rest = ParamSpec("_Rest")
+_Answer = TypeVar("_Answer")
+
+
+class Put(NamedTuple):
+    """Code that was put on one module."""
+
+    hooks: dict[int, Callable[..., Any]]
+    functions: dict[str, Any]  # by the name that a forward may call them by
+
+
+class Facts:
+    """The facts of one model, each found when it is first asked for; the model is not changed meanwhile.
+
+    Args:
+        model: a model, or any other module.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.answers: dict[Hashable, Any] = {}  # of functions that are :func:`fact`
+
+    @classmethod
+    def of(cls, model: nn.Module | Facts) -> Facts:
+        """The facts that this call made of a model; new ones outside of :func:`looking`. Facts stay what they are."""
+        if isinstance(model, Facts):
+            return model
+        made = _made.get()
+        if made is None:
+            return cls(model)
+        if model not in made:
+            made[model] = cls(model)
+        return made[model]
+
+    @cached_property
+    def modules(self) -> tuple[tuple[str, nn.Module], ...]:
+        """All modules, by name."""
+        return tuple(self.model.named_modules())
+
+    @cached_property
+    def parameters(self) -> tuple[tuple[str, nn.Parameter], ...]:
+        """All parameters, by name; a shared one once."""
+        names: dict[nn.Parameter, str] = {}
+        for prefix, module in self.modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    names.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
+        return tuple((name, parameter) for parameter, name in names.items())
+
+    @cached_property
+    def configs(self) -> list[PretrainedConfig]:
+        """Every config that a module may read its attention implementation from."""
+        return configs_in(module for _, module in self.modules)
+
+    @cached_property
+    def code(self) -> Code:
+        """The code that a forward runs; the same object as long as that is."""
+        names = {implementation_of(config) for config in self.configs}
+        return code_of({type(module) for _, module in self.modules}, {name for name in names if name})
+
+    @cached_property
+    def put(self) -> tuple[Put, ...]:
+        """Code on the modules themselves, in the order of :attr:`modules`."""
+        names = self.code.names
+        return tuple(Put(hooks_of(module), own_callables(module, names)) for _, module in self.modules)
+
+    @cached_property
+    def ambient(self) -> tuple[Any, ...]:
+        """All that this thread's PyTorch does to operations on the device of the first parameter."""
+        return ambient(next((parameter.device for _, parameter in self.parameters), torch.device("cpu")))
+
+    @cached_property
+    def structure(self) -> tuple[Any, ...]:
+        """Equal as long as the model's modules, their settings and its configs are.
+
+        Modules are weak references, which equal only themselves. A forward of ours that is running changes nothing
+        here.
+        """
+        modules = []
+        for (_, module), put in zip(self.modules, self.put, strict=True):
+            modules.append(
+                (
+                    weakref.ref(module),
+                    type(module),
+                    tuple(put.hooks),
+                    tuple((name, pinned(function)) for name, function in put.functions.items()),
+                    settings_of(vars(module)),
+                    tuple(type(parameter) for parameter in module._parameters.values()),
+                )
+            )
+        configs = []
+        for config in self.configs:
+            fields = {k: repr(v) for k, v in list(vars(config).items()) if not isinstance(v, PretrainedConfig)}
+            fields["_attn_implementation_internal"] = str(implementation_of(config))
+            configs.append((weakref.ref(config), fields))
+        around = tuple(pinned(hook) for hook in foreign_global_hooks())
+        return modules, configs, self.code, around, self.ambient
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the model takes its input."""
+        return properties.device_of(self.model)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Rows of the output embedding, padding included."""
+        return properties.vocabulary(self.model)
+
+    @cached_property
+    def cache_argument(self) -> str:
+        """Name by which a forward takes a KV cache."""
+        return properties.cache_argument(self.model)
+
+    @cached_property
+    def logits_alone(self) -> dict[str, bool]:
+        """Arguments of a forward that leave out what a config asks for beside logits."""
+        return properties.logits_alone(self.model)
+
+
+_made: ContextVar[dict[nn.Module, Facts] | None] = ContextVar("facts", default=None)
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Make facts of a model once, until :func:`looked` or the end of the block.
+
+    A block inside it, of a call that a callback makes, makes facts of its own.
+    """
+    token = _made.set({})
+    try:
+        yield
+    finally:
+        _made.reset(token)
+
+
+def looked() -> None:
+    """Keep no facts any longer: from here on callbacks run, which may change a model."""
+    _made.set(None)
+
+
+def fact(
+    function: Callable[Concatenate[Facts, _Rest], _Answer],
+) -> Callable[Concatenate[nn.Module | Facts, _Rest], _Answer]:
+    """Find an answer once for the :class:`Facts` of a model, which may be given itself; an error is no answer."""
+
+    @functools.wraps(function)
+    def answer(model: nn.Module | Facts, *rest: _Rest.args, **options: _Rest.kwargs) -> _Answer:
+        facts, key = Facts.of(model), (function, rest, tuple(options.items()))
+        if key not in facts.answers:
+            facts.answers[key] = function(facts, *rest, **options)
+        known: _Answer = facts.answers[key]
+        return known
+
+    return answer
+
+
+def settings_of(variables: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The numbers, strings and flags among a module's variables, and the lists, tuples and dicts of such."""
+    settings = [(name, setting(value, name)) for name, value in list(variables.items()) if name not in LEFT]
+    return tuple((name, value) for name, value in settings if value is not MISSING)
+
+
+def setting(value: Any, name: str = "") -> Any:
+    """A setting as it is now, or :data:`MISSING` for what is none."""
+    if isinstance(value, PLAIN):
+        return value
+    if not isinstance(value, (list, tuple, dict)) or name in HOLDERS or len(value) > MOST_PARTS:
+        return MISSING
+    parts = [setting(part) for part in (value.items() if isinstance(value, dict) else value)]
+    return MISSING if any(part is MISSING for part in parts) else (type(value), *parts)
+
+
+def pinned(value: Any) -> Any:
+    """A stand-in that equals itself alone, and keeps ``value`` alive only where it must."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return value
+
+
+def foreign_global_hooks() -> list[Callable[..., Any]]:
+    """Forward hooks of all modules of this process, without those of this package."""
+    return [hook for hook in global_hooks() if not is_own(hook)]
+
+
+def is_own(hook: Callable[..., Any]) -> bool:
+    """Return whether this package set a hook, for the length of a forward."""
+    return str(getattr(hook, "__module__", "")).startswith(OWN)
+
+
+def hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The module's forward hooks by their number, without those that this package sets for a forward."""
+    if not module._forward_pre_hooks and not module._forward_hooks:
+        return {}
+    hooks = [*list(module._forward_pre_hooks.items()), *list(module._forward_hooks.items())]
+    return {key: hook for key, hook in hooks if not is_own(hook)}
