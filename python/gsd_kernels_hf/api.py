@@ -30,7 +30,7 @@ from .engine.stats import GenerationStats
 from .model import properties
 from .model.facts import looking
 from .packed import copies
-from .sources.layer_skip import LayerSkip
+from .sources.base import DraftSource
 from .sources.memory import HistoryMemory
 from .sources.mtp import Mtp
 from .sources.mtp_files import mention_heads
@@ -164,7 +164,7 @@ def theirs(kwargs: dict[str, Any], reason: str, cause: BaseException | None) -> 
     """
     kept, ours = {}, []
     for name, value in kwargs.items():
-        own = name in ("assistant_model", "assistant_tokenizer") and isinstance(value, (list, tuple, LayerSkip))
+        own = name in ("assistant_model", "assistant_tokenizer") and isinstance(value, (list, tuple, DraftSource))
         if name in _WITHOUT and value is False:
             continue  # the patch's is left out in any case
         if name not in _OURS and not own:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -356,3 +357,11 @@ def test_a_source_is_four_calls():
     """What is attached to a text, asked, told and ended is the whole of what one has to know to write a source."""
     calls = {name for name, value in vars(gsd.DraftSource).items() if callable(value) and not name.startswith("_")}
     assert calls == {"attach", "propose", "observe", "end"}
+
+
+def test_layer_skip_is_a_source_like_others():
+    """Nothing outside its file asks whether a draft is one."""
+    package = Path(gsd.__file__).parents[1] / "python"
+    asking = re.compile(r"(isinstance|type)\([^()]*\([^()]*LayerSkip|(isinstance|type)\([^()]*LayerSkip")
+    found = [path.name for path in package.rglob("*.py") if asking.search(path.read_text(encoding="utf-8"))]
+    assert not found and issubclass(LayerSkip, gsd.DraftSource)

@@ -21,7 +21,6 @@ from ..model.attention import implementation_of
 from ..model.fused import why_not
 from ..packed.adapters import stored_in
 from ..packed.modules import packed_in
-from ..sources.layer_skip import LayerSkip
 from ..store import Document
 from .machine import bandwidth, gemm_speed, machine
 from .model import CostModel
@@ -39,7 +38,7 @@ MAX_PAIRS = 32  # kept in a process; what was learned of the others is on disk
 COSTS = "costs"  # section of a pair's document
 FINGERPRINT_VALUES = 16  # of a weight, that tell models of the same sizes apart
 
-Draft = PreTrainedModel | LayerSkip | nn.Module | None
+Draft = PreTrainedModel | nn.Module | None
 """A draft model, a view of the target, or a drafter that reads its hidden states."""
 
 
@@ -72,11 +71,10 @@ class CostPair:
         self.document = document
         self.sections = document.read()  # and what this process learned since, where generations ended
         self.device = properties.device_of(model)
-        view = draft.view if isinstance(draft, LayerSkip) else draft
         about = document.about
         prior = CostPrior.of(
             model,
-            view,
+            draft,
             bandwidth(self.device),
             gemm_speed=None if replay.is_gpu(self.device) else gemm_speed(model.dtype, target_level(about)),
             one_op=about["draft_forward"] == "operator",
@@ -124,7 +122,6 @@ def pair_of(
 def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> dict[str, Any]:
     """Everything that the cost of a step depends on: the identity of a pair."""
     device = properties.device_of(model)
-    skip = isinstance(draft, LayerSkip)
 
     def identity(m: nn.Module) -> dict[str, Any]:
         if not isinstance(m, PreTrainedModel):
@@ -136,11 +133,12 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
         stored = {stored.name for module in m.modules() if (stored := stored_in(module)) is not None}
         kinds = sorted({module.kind.name for module in packed_in(m)} | stored)
         size |= {"packed": kinds} if kinds else {}
+        size |= {"lacks": vars(m)["lacks"]} if "lacks" in vars(m) else {}
         return {"class": type(m).__name__, "dtype": str(m.dtype), "device": str(properties.device_of(m)), **size}
 
     return {
         "target": identity(model),
-        "draft": str(draft) if skip else None if draft is None else identity(draft),
+        "draft": None if draft is None else identity(draft),
         **({"others": [identity(other) for other in others]} if others else {}),
         "machine": machine(device),
         "backend": backend,
@@ -154,8 +152,9 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
 def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, str | None]:
     """Say whether an operator or the modules forward each model's rows, and with which instructions."""
 
-    def way(m: nn.Module | LayerSkip | None) -> str:
-        return "operator" if isinstance(m, PreTrainedModel) and why_not(m, backend) is None else "modules"
+    def way(m: nn.Module | None) -> str:
+        whole = isinstance(m, PreTrainedModel) and "lacks" not in vars(m)  # a view shares its model's cache, by modules
+        return "operator" if whole and why_not(m, backend) is None else "modules"
 
     ways = {"target_forward": way(model), "draft_forward": way(draft)}
     on_cpu = "operator" in ways.values() and not replay.is_gpu(properties.device_of(model))

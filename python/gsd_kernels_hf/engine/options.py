@@ -25,6 +25,7 @@ from ..records import Verified
 from ..sources.base import DraftSource
 from ..sources.border import check_source
 from ..sources.drafts import check_probabilities, translations_of
+from ..sources.expansion import Expansion
 from ..sources.gemma_assistant import CLASS as GEMMA_ASSISTANT
 from ..sources.heads import DraftHeads
 from ..sources.layer_skip import LayerSkip
@@ -128,7 +129,7 @@ class Options:
             self.automatic_settings, self.graph_config = self.graph_config, AUTO
         shape = shape_for(self.criterion, self.graph_config)
         self.drafts = drafts_in(self.assistant_model)
-        models = [draft for draft in self.drafts if not isinstance(draft, LayerSkip)]
+        models = [draft for draft in self.drafts if not isinstance(draft, DraftSource)]
         self.translations = translations_of(self.tokenizer, self.assistant_tokenizer, models)
         if self.draft_heads is not None and not isinstance(self.draft_heads, (DraftHeads, str, os.PathLike)):
             got = type(self.draft_heads).__name__
@@ -161,10 +162,9 @@ class Options:
 
     def _names(self) -> tuple[str, ...]:
         """Names of the sources in use; by default all that are given, and the history."""
-        skips = any(isinstance(draft, LayerSkip) for draft in self.drafts)
+        drafts = {draft.name if isinstance(draft, DraftSource) else "model" for draft in self.drafts}
         there = {
-            "model": bool(self.drafts) and not skips,
-            "layer_skip": skips,
+            **{name: name in drafts for name in NEEDS},
             "drafter": self.drafter is not None,
             "heads": self.draft_heads is not None,
         }
@@ -202,7 +202,7 @@ class Options:
         return names
 
 
-def drafts_in(given: object) -> tuple[PreTrainedModel | LayerSkip, ...]:
+def drafts_in(given: object) -> tuple[PreTrainedModel | Expansion, ...]:
     """The draft models of ``assistant_model``, unwrapped.
 
     Raises:
@@ -214,7 +214,7 @@ def drafts_in(given: object) -> tuple[PreTrainedModel | LayerSkip, ...]:
         given = [given]
     elif not given:
         raise ValueError("assistant_model: expected draft models, got an empty list; leave it out for none")
-    if len(given) > 1 and any(isinstance(draft, LayerSkip) or draft is None for draft in given):
+    if len(given) > 1 and any(isinstance(draft, Expansion) or draft is None for draft in given):
         raise TypeError("assistant_model: expected a list of models; a LayerSkip is given alone")
     for draft in given:
         if isinstance(draft, (str, os.PathLike)):
@@ -222,14 +222,14 @@ def drafts_in(given: object) -> tuple[PreTrainedModel | LayerSkip, ...]:
                 f"assistant_model: expected a model, got the path {os.fspath(draft)!r}; load it, as by "
                 "AutoModelForCausalLM.from_pretrained, or pass drafter= for the folder of a drafter"
             )
-    drafts = [draft if isinstance(draft, LayerSkip) else properties.unwrap(draft) for draft in given]
+    drafts = [draft if isinstance(draft, Expansion) else properties.unwrap(draft) for draft in given]
     for draft in drafts:
         if type(draft).__name__ == GEMMA_ASSISTANT:
             raise validate.Unsupported(
                 f"assistant_model: a {GEMMA_ASSISTANT} has no keys and values of its own; pass drafter= its folder, or "
                 "gsd_kernels.Gemma4Assistant(model)"
             )
-        if not isinstance(draft, LayerSkip):
+        if not isinstance(draft, Expansion):
             validate.check_model("assistant_model", draft)
     if len({id(draft) for draft in drafts}) < len(drafts):
         raise ValueError("assistant_model: the same draft model twice; give each once")

@@ -17,7 +17,6 @@ from ..sources.base import DraftSource, OwnSource
 from ..sources.drafts import draft_source
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
-from ..sources.layer_skip import LayerSkip, SkippedLayers
 from ..sources.load import Drafter, loaded_drafter, loaded_heads, source_of
 from .options import NAMES, Options
 
@@ -122,7 +121,8 @@ class Sources:
         read = tuple(None if between is None else between.shared.reads for between in options.translations)
         return {
             # The same names on every rank, however many drafts each was given.
-            "assistant_model": tuple(d.view if isinstance(d, LayerSkip) else d for d in options.drafts) or (None,),
+            "assistant_model": tuple(d.forwards[0] if isinstance(d, DraftSource) else d for d in options.drafts)
+            or (None,),
             **{name: getattr(options, name) for name in names},
             "draft_heads": self.heads,
             "drafter": self.drafter,
@@ -139,7 +139,7 @@ def _made(options: Options, drafter: Drafter | None, heads: DraftHeads | None) -
             draft_source(model, "model" if i == 1 else f"model {i}", between)
             for i, (model, between) in enumerate(zip(options.drafts, options.translations, strict=True), 1)
         ],
-        "layer_skip": lambda: [SkippedLayers(options.drafts[0])],
+        "layer_skip": lambda: options.drafts,  # a source as it is given
         "drafter": lambda: [source_of(drafter)],
         "heads": lambda: [Heads(heads)],
     }
@@ -154,5 +154,4 @@ def _made(options: Options, drafter: Drafter | None, heads: DraftHeads | None) -
 
 def models_of(source: DraftSource) -> list[PreTrainedModel]:
     """Of what a source forwards, the language models of transformers; an encoder has no output matrix."""
-    modules = [module.view if isinstance(module, LayerSkip) else module for module in source.forwards]
-    return [m for m in modules if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
+    return [m for m in source.forwards if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]

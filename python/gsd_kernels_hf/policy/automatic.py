@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from ..costs.pair import COSTS, CostPair, Draft, fingerprint, forwards, pair_of
 from ..model.properties import device_of
-from ..sources.layer_skip import LayerSkip
 from ..store import Saver, cache_dir
 from .row_policy import RowExperience, RowPolicy
 from .settings import Automatic
@@ -79,8 +78,7 @@ def automatic_policy(
 def learned(situation: Situation) -> tuple[ShapeExperience | RowExperience, Saver]:
     """The experience of earlier generations like this one, in this process and others; and what keeps it on disk."""
     pair = own_pair(situation.model, situation.draft, situation.backend, situation.others)
-    alone = situation.draft is None or isinstance(situation.draft, LayerSkip)
-    models = [situation.model, *([] if alone else [situation.draft]), *situation.others]
+    models = [situation.model, *([] if situation.draft is None else [situation.draft]), *situation.others]
     rows = ["rows by chances"] if situation.by_rows else []
     about = " ".join([*rows, situation.about, *situation.sources, *(fingerprint(m) for m in models)])
     section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import statistics
@@ -29,7 +30,7 @@ from ..records import DecodeState, Sampler
 from ..sources.base import DraftSource
 from ..sources.draft_model import DraftModel
 from ..sources.history import History
-from ..sources.layer_skip import LayerSkip, SkippedLayers
+from ..sources.layer_skip import LayerSkip
 from ..sources.mixer import Mixer
 from ..sources.weights import SourceWeights
 from .automatic import own_pair
@@ -108,8 +109,8 @@ def tune(
     Raises:
         TypeError, ValueError: the pair cannot be served.
     """
-    model, skip = properties.unwrap(model), draft if isinstance(draft, LayerSkip) else None
-    draft = properties.unwrap(draft) if skip is None else skip.view
+    model, source = properties.unwrap(model), draft if isinstance(draft, DraftSource) else None
+    draft = properties.unwrap(draft) if source is None else source.forwards[0]
     validate.check_model("model", model)
     if draft is not None:
         validate.check_model("draft", draft)
@@ -118,7 +119,7 @@ def tune(
     if any(tensor_parallel_group(name, m) for name, m in models.items()):
         raise ValueError("model: tensor-parallel models decode with a fixed graph_config, so there is nothing to tune")
     prefix = prefix_bucket(prefix_length)
-    pair = own_pair(model, skip or draft, backend)
+    pair = own_pair(model, draft, backend)
     section = f"tuned {json.dumps([batch_size, prefix])}"
     if not refresh and section in pair.sections:
         try:
@@ -126,9 +127,9 @@ def tune(
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             pair.document.ignore(error)
     begin = time.perf_counter()
-    about = {**describe(model, skip or draft, backend), "batch": batch_size, "prefix": prefix}
+    about = {**describe(model, draft, backend), "batch": batch_size, "prefix": prefix}
     with torch.no_grad():
-        costs = measure(model, draft, batch_size, prefix, backend, about, skip)
+        costs = measure(model, draft, batch_size, prefix, backend, about, source)
     logger.info("tuned in %.1f s, kept in %s", time.perf_counter() - begin, pair.document.path)
     costs.teach(pair.costs, batch_size, prefix)
     pair.sections[section] = json.loads(json.dumps(asdict(costs)))
@@ -143,7 +144,7 @@ def measure(
     prefix: int,
     backend: str,
     about: dict[str, Any],
-    skip: LayerSkip | None = None,
+    source: DraftSource | None = None,
 ) -> StepCosts:
     """Time target forwards by rows and whole drafts by shape, on caches of ``prefix`` committed tokens."""
     device = properties.device_of(model)
@@ -166,8 +167,8 @@ def measure(
         if target[rows] > MAX_FORWARDS * target[1]:
             break
     forwarded: list[DraftSource] = []
-    if skip is not None:
-        forwarded.append(SkippedLayers(skip))
+    if source is not None:
+        forwarded.append(copy.copy(source))
     elif draft is not None:
         forwarded.append(DraftModel(draft))
     by_shape: dict[str, float] = {}

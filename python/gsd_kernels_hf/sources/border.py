@@ -19,7 +19,6 @@ from gsd_kernels import Frontier
 from ..model.hidden import why_no_states
 from ..model.probe import examine
 from .base import DraftSource, Level, OwnSource, Proposal
-from .layer_skip import LayerSkip
 
 ROUNDING_LOG_PROB = 0.01  # above 0, of a log-probability: what half precision makes of a probability of 1
 TOKEN_TYPES = (torch.int32, torch.int64)
@@ -61,7 +60,7 @@ def check_source(source: DraftSource, reserved: Sequence[str]) -> None:
         if hasattr(source, attribute) and not isinstance(source, OwnSource):
             raise TypeError(f"{where}{attribute} is no longer an attribute of draft sources; {cure}")
     forwards = source.forwards
-    if not isinstance(forwards, (tuple, list)) or not all(isinstance(m, (nn.Module, LayerSkip)) for m in forwards):
+    if not isinstance(forwards, (tuple, list)) or not all(isinstance(m, nn.Module) for m in forwards):
         raise TypeError(f"{where}forwards: expected a tuple of torch modules, got {shown(forwards)}; () for none")
     if not numbers_in(source.shares, most=1.0):
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -15,6 +15,40 @@ __all__ = ["DFlashConfig"]
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 """Kinds of DSpark's head."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A kind of ``config.json``: where it says what.
+
+    Attributes:
+        mark: a key that it has, and those before it in :data:`LAYOUTS` do not.
+        layers: name of the list of fused layers.
+        shift: what is added to their numbers: 1 where it lists layers whose outputs are fused, not what layers read.
+        sizes, settings: the key that the sizes of the layers, or the rest, is nested in; empty: it is not.
+        fixed: settings that it has no word for.
+    """
+
+    mark: str
+    layers: str = "target_layer_ids"
+    shift: int = 1
+    sizes: str = ""
+    settings: str = ""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def is_of(self, config: Mapping[str, Any]) -> bool:
+        """Return whether a config is of this kind."""
+        nests = self.mark in (self.sizes, self.settings)
+        return isinstance(config.get(self.mark), dict) if nests else self.mark in config
+
+
+NESTED = "transformer_layer_config"
+LAYOUTS = (
+    Layout("dflash_config", settings="dflash_config"),  # z-lab
+    Layout(NESTED, "aux_hidden_state_layer_ids", 0, sizes=NESTED),  # speculators
+    Layout("target_layer_ids", fixed={"sample_from_anchor": True}),  # DeepSpec, whose root's row always drafts
+)
+"""What published drafters come in; a new layout is a row."""
 
 
 @dataclass(frozen=True)
@@ -70,29 +104,16 @@ class DFlashConfig:
     ) -> DFlashConfig:
         """Read a ``config.json``, beside which there are tensors; ``confidence``: the shape of that head's weight.
 
-        z-lab's layout and DeepSpec's list the layers whose outputs are fused, that of speculators what layers read. In
-        DeepSpec's the root's row always drafts; it has no word for it.
-
         Raises:
             BadCheckpoint: a setting is missing, impossible, or not served.
         """
-        inner = config.get("dflash_config")
-        nested = config.get("transformer_layer_config")
-        if isinstance(inner, dict):
-            flat = dict(config)
-            settings = {"block_size": config.get("block_size"), **checkpoints.set_in(inner)}
-            layers = checkpoints.layer_numbers("target_layer_ids", inner.get("target_layer_ids"), shift=1)
-        elif isinstance(nested, dict):
-            flat, settings = dict(nested), checkpoints.set_in(config)
-            name = "aux_hidden_state_layer_ids"
-            layers = checkpoints.layer_numbers(name, config.get(name))
-        elif "target_layer_ids" in config:
-            flat, settings = dict(config), {**checkpoints.set_in(config), "sample_from_anchor": True}
-            layers = checkpoints.layer_numbers("target_layer_ids", config["target_layer_ids"], shift=1)
-        else:
-            raise BadCheckpoint(
-                "drafter: its config has neither dflash_config nor transformer_layer_config nor target_layer_ids"
-            )
+        layout = next((one for one in LAYOUTS if one.is_of(config)), None)
+        if layout is None:
+            raise BadCheckpoint(f"drafter: its config has neither {' nor '.join(one.mark for one in LAYOUTS)}")
+        said = config[layout.settings] if layout.settings else config
+        settings = {"block_size": config.get("block_size"), **checkpoints.set_in(said), **layout.fixed}
+        layers = checkpoints.layer_numbers(layout.layers, said.get(layout.layers), shift=layout.shift)
+        flat = config[layout.sizes] if layout.sizes else config
         sizes = checkpoints.layer_config({**flat, "model_type": "qwen3"}, "qwen3")
         draft_vocab_size = checkpoints.number(config, "draft_vocab_size", default=sizes.vocab_size)
         if draft_vocab_size < sizes.vocab_size and not own_head:

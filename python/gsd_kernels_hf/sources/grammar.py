@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from ..model.spelling import Speller
 from ..model.vocabulary import NO_TEXT, Vocabulary
 from .base import DraftSource, Level, Proposal, Text
 from .matchers import Walk, vocabulary_in, walks_of
-from .trie import Trie
+from .trie import Trie, proposal_of
 
 CONTEXT_TOKENS = 8  # tokens before the root, which decide how what follows is cut
 CUT_BYTES = 32  # bytes before a text, behind which it is cut
@@ -248,21 +249,8 @@ class Grammar(DraftSource):
 
     def _proposal(self, likely: list[list[list[tuple[float, int]]]], level: Level) -> Proposal:
         """Log-probabilities and tokens [B][W][any number], the best of them first."""
-        most = max(len(after) for row in likely for after in row)
-        tokens_there = np.full((len(likely), len(likely[0]), most), -1, dtype=np.int32)  # [B, W, K]
-        known = np.full(tokens_there.shape, -np.inf, dtype=np.float32)
-        for b, row in enumerate(likely):
-            for w, after in enumerate(row):
-                for k, (log_prob, token) in enumerate(after):
-                    tokens_there[b, w, k], known[b, w, k] = token, log_prob
-        kind = (np.searchsorted(INDEX_EDGES, np.exp(known[..., 0]), side="right") + (tokens_there[..., 0] >= 0)).astype(
-            np.int32
-        )
-        device = self.state.tokens.device
-        tokens, log_probs, index = (torch.from_numpy(one).to(device) for one in (tokens_there, known, kind))
-        if not self.sampler.greedy:
-            log_probs = self.sampler.perturb(tokens, log_probs, level.positions)
-            log_probs, order = log_probs.sort(dim=-1, descending=True, stable=True)
-            tokens = tokens.gather(-1, order)
-        branch = level.graph.branch
-        return Proposal(tokens[..., :branch].contiguous(), log_probs[..., :branch].contiguous(), index)
+        kinds = [
+            [bisect_right(INDEX_EDGES, math.exp(after[0][0])) + 1 if after else 0 for after in row] for row in likely
+        ]
+        index = torch.tensor(kinds, dtype=torch.int32, device=self.state.tokens.device)
+        return proposal_of(likely, level, self.sampler, index=index)

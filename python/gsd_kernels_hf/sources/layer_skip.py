@@ -39,7 +39,7 @@ PARTS = {"attention": "self_attn", "mlp": "mlp"}
 LONGEST_DRAFT = 10  # tokens of the longest chain that the search considers
 
 
-class LayerSkip:
+class LayerSkip(Expansion):
     """``model`` without some attention and MLP blocks, as the draft of ``model``: ``assistant_model=LayerSkip(model)``.
 
     It shares the weights and the prefix of the cache. :meth:`search` finds what to skip.
@@ -57,6 +57,10 @@ class LayerSkip:
     Raises:
         TypeError, ValueError: not such a model, an index that is no layer's, or nothing to skip.
     """
+
+    name = "layer_skip"
+    stem = 1  # the root
+    root_alone = True
 
     def __init__(self, model: PreTrainedModel, *, attention: Iterable[int] = (), mlp: Iterable[int] = ()) -> None:
         self.model = properties.unwrap(model)
@@ -82,6 +86,7 @@ class LayerSkip:
         _check_blocks(self.model, **skipped)
         self.attention, self.mlp = skipped["attention"], skipped["mlp"]
         self.view = _without(self.model, self.attention, self.mlp)
+        self.forwards = (self.view,)
         problem = examine(self.view).problem
         if problem is not None:  # where others read a layer's keys and values, as those of Gemma 4 do
             raise ValueError(
@@ -93,6 +98,36 @@ class LayerSkip:
 
     def __repr__(self) -> str:
         return f"LayerSkip(attention={list(self.attention)}, mlp={list(self.mlp)}, cost={self.cost:.2f})"
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Refuse a target whose layers these are not.
+
+        Raises:
+            ValueError: they are another model's.
+        """
+        if self.model is not target:
+            raise ValueError("assistant_model: a LayerSkip of another model; make one of the model that generates")
+
+    def row_model(self, text: Text) -> RowModel:
+        """The committed prefix is there already, in the target's own cache."""
+        return text.target.sharing_cache(self.view)
+
+    def prefix(self) -> Tensor:
+        return self.text.kv_len + 1
+
+    def root_logits(self, config: GraphConfig) -> Tensor:
+        """Forward the root alone; logits float [B, 1, V]. Its slot is the first that verification overwrites."""
+        state = self.state
+        zeros = torch.zeros_like(state.out_len)[:, None]
+        return self.rows.rows(
+            state.root_tokens()[:, None],
+            self.text.kv_len,
+            0,
+            torch.ones_like(zeros)[..., None],
+            zeros,
+            zeros,
+            keep=1,
+        )
 
     @classmethod
     @torch.no_grad()
@@ -243,47 +278,6 @@ def expected_speed(agreement: float, cost: float) -> float:
     return max(sum(agreement**i for i in range(n + 1)) / (1 + n * cost) for n in lengths)
 
 
-class SkippedLayers(Expansion):
-    """The draft source of a :class:`LayerSkip`: the committed prefix is there already, in the target's own cache."""
-
-    name = "layer_skip"
-    stem = 1  # the root
-    root_alone = True
-
-    def __init__(self, skip: LayerSkip) -> None:
-        self.skip = skip
-        self.forwards = (skip,)
-
-    def check(self, target: PreTrainedModel) -> None:
-        """Refuse a target whose layers these are not.
-
-        Raises:
-            ValueError: they are another model's.
-        """
-        if self.skip.model is not target:
-            raise ValueError("assistant_model: a LayerSkip of another model; make one of the model that generates")
-
-    def row_model(self, text: Text) -> RowModel:
-        return text.target.sharing_cache(self.skip.view)
-
-    def prefix(self) -> Tensor:
-        return self.text.kv_len + 1
-
-    def root_logits(self, config: GraphConfig) -> Tensor:
-        """Forward the root alone; logits float [B, 1, V]. Its slot is the first that verification overwrites."""
-        state = self.state
-        zeros = torch.zeros_like(state.out_len)[:, None]
-        return self.rows.rows(
-            state.root_tokens()[:, None],
-            self.text.kv_len,
-            0,
-            torch.ones_like(zeros)[..., None],
-            zeros,
-            zeros,
-            keep=1,
-        )
-
-
 class _NoAttention(nn.Module):
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         return torch.zeros_like(hidden_states), None
@@ -377,7 +371,9 @@ def _without(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int,
     decoder = with_children(
         getattr(model, model.base_model_prefix), {"layers": nn.ModuleList(kept).train(model.training)}
     )
-    return with_children(model, {model.base_model_prefix: decoder})
+    view = with_children(model, {model.base_model_prefix: decoder})
+    vars(view)["lacks"] = [list(attention), list(mlp)]  # tells what forwards cost from those of the whole model
+    return view
 
 
 def _read(layers: nn.ModuleList, model: PreTrainedModel) -> int:

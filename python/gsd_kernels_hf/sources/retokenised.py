@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig, Rows, flatten
@@ -20,7 +18,7 @@ from ..model.vocabulary import Translation
 from .base import Level, OwnSource, Proposal, Text
 from .mixer import Mixer
 from .own_text import END_ROWS, OwnText, Reader
-from .trie import Trie
+from .trie import Trie, proposal_of
 from .weights import SourceWeights
 
 
@@ -144,31 +142,16 @@ class Retokenised(OwnSource):
             [places[node].best() if node in places else [] for node in row]
             for places, row in zip(self.places, nodes, strict=True)
         ]
-        return self._proposal(paths, level)
-
-    def _proposal(self, likely: list[list[list[tuple[float, int]]]], level: Level) -> Proposal:
-        """Log-probabilities and tokens [B][W][any number], the best of them first."""
-        most = max(1, *(len(after) for row in likely for after in row))
-        none = (-math.inf, -1)
-        padded = [[after + [none] * (most - len(after)) for after in row] for row in likely]
-        device = self.state.tokens.device
-        both = torch.tensor(padded, dtype=torch.float64, device="cpu")  # [B, W, K, 2]; exact for ids
-        tokens = both[..., 1].to(device, torch.int32)
-        log_probs = both[..., 0].to(device, torch.float32)
-        if not self.sampler.greedy:
-            log_probs = self.sampler.perturb(tokens, log_probs, level.positions)
-            log_probs, order = log_probs.sort(dim=-1, descending=True, stable=True)
-            tokens = tokens.gather(-1, order)
-        branch = level.graph.branch
-        return Proposal(tokens[..., :branch].contiguous(), log_probs[..., :branch].contiguous())
+        return proposal_of(paths, level, self.sampler, rows=0 if level.number else self.forwarded)
 
     def look_ahead(self, config: GraphConfig) -> list[Trie]:
         """Draft, and read the best paths as the target's tokens: what may follow, by sequence."""
-        shape = self._catch_up(config)
+        shape, self.forwarded = self._catch_up(config), 0
         if not self.fits(shape.depth):
             return [Trie() for _ in self.own.ids]
         self.own.branch = shape.branch
         rows = flatten(self.drafts.draft(shape), shape.max_rows, int(shape.max_path or 0), backend=self.sampler.backend)
+        self.forwarded = self.drafts.drafted_rows
         tries, paths = [Trie() for _ in self.own.ids], self.paths(rows)
         probs = [dict(enumerate(of_rows)) for of_rows in rows.scores.exp().tolist()]
         jobs = [(self.own.before(p.sequence), p.text[len(self.own.begun[p.sequence]) :]) for p in paths]

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..records import Sampler
+from .base import Level, Proposal
 
 
 class Trie:
@@ -47,3 +53,19 @@ class Trie:
         return sorted(
             ((math.log(prob), token) for prob, token in shares if prob > 0.0), key=lambda one: (-one[0], one[1])
         )
+
+
+def proposal_of(
+    likely: Sequence[Sequence[list[tuple[float, int]]]], level: Level, sampler: Sampler, **more: Any
+) -> Proposal:
+    """Of log-probabilities and tokens [B][W][any number], best first: the likeliest with the noise of their places."""
+    most, device = max(1, *(len(after) for row in likely for after in row)), level.positions.device
+    padded = [[after + [(-math.inf, -1)] * (most - len(after)) for after in row] for row in likely]
+    both = torch.tensor(padded, dtype=torch.float64, device="cpu")  # [B, W, K, 2]; exact for ids
+    tokens, log_probs = both[..., 1].to(device, torch.int32), both[..., 0].to(device, torch.float32)
+    if not sampler.greedy:
+        log_probs = sampler.perturb(tokens, log_probs, level.positions)
+        log_probs, order = log_probs.sort(dim=-1, descending=True, stable=True)
+        tokens = tokens.gather(-1, order)
+    branch = level.graph.branch
+    return Proposal(tokens[..., :branch].contiguous(), log_probs[..., :branch].contiguous(), **more)
