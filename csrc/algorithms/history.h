@@ -57,20 +57,45 @@ struct CopyIndex {
     for (int i = 0; i < kCopyContext; i++) key = keys.next(token(i));
     return key == 0 ? -1 : static_cast<int>((key >> 17) & (hashes - 1));
   }
-
-  GSD_HD void append(int32_t token) {
-    const int place = *length;
-    if (place < 0 || place >= room) return;
-    text[place] = token;
-    previous[place] = 0;
-    *length = place + 1;
-    if (place + 1 < kCopyContext) return;
-    const int at = hash([&](int i) { return text[place - i]; });
-    if (at < 0) return;
-    previous[place] = heads[at];
-    heads[at] = place + 1;
-  }
 };
+
+constexpr int kAppended = 128;  // tokens at a time
+
+GSD_HD size_t append_bytes() { return arena_bytes(kAppended, sizeof(int32_t)); }
+
+// Append as many of the tokens as there is room for.
+template <class Group>
+GSD_HD void append_copies(Group& group, const CopyIndex& index, const int32_t* tokens, int count, char* memory) {
+  int32_t* hashes = reinterpret_cast<int32_t*>(memory);  // [kAppended], −1 for none
+  const int rank = group.rank(), step = group.size(), start = *index.length;
+  if (start < 0 || start >= index.room) return;
+  count = min_int(count, index.room - start);
+  for (int first = 0; first < count; first += kAppended) {
+    const int n = min_int(count - first, kAppended), begin = start + first;
+    for (int i = rank; i < n; i += step) {
+      const int place = begin + i;
+      index.text[place] = tokens[first + i];
+      const auto back = [&](int k) {
+        return place - k >= start ? tokens[place - k - start] : index.text[place - k];
+      };
+      hashes[i] = place + 1 < kCopyContext ? -1 : index.hash(back);
+    }
+    group.sync("history: hashes known");
+    for (int i = rank; i < n; i += step) {
+      int before = i - 1;
+      while (before >= 0 && hashes[before] != hashes[i]) before--;
+      index.previous[begin + i] = hashes[i] < 0 ? 0 : before < 0 ? index.heads[hashes[i]] : begin + before + 1;
+    }
+    group.sync("history: places linked");
+    for (int i = rank; i < n; i += step) {
+      int behind = i + 1;
+      while (behind < n && hashes[behind] != hashes[i]) behind++;
+      if (hashes[i] >= 0 && behind == n) index.heads[hashes[i]] = begin + i + 1;
+    }
+    group.sync("history: last places known");
+  }
+  if (rank == 0 && count > 0) *index.length = start + count;
+}
 
 struct HistoryArgs {
   NgramTable table;               // of the text
@@ -96,60 +121,102 @@ struct HistoryArgs {
   }
 };
 
-// Candidates of one node and their scores.
-struct Candidates {
-  int32_t tokens[kHistoryCandidates];
-  double scores[kHistoryCandidates];
-  int size = 0;
+// What is asked, of the first sequence, and all that is known.
+struct HistoryRecall {
+  NgramRecallArgs asked;
+  HistoryArgs history;
+};
 
-  GSD_HD void add(int32_t token, double score) {
-    int i = 0;
-    while (i < size && tokens[i] != token) i++;
-    if (i == size) {
-      tokens[size] = token;
-      scores[size++] = 0.0;
+// What a step leaves: the tokens that it emitted and, where it drafted, what the target found likely at its rows.
+struct FollowArgs {
+  NgramInsertArgs seen;          // its tokens null: nothing was drafted
+  CopyIndex copies;
+  int32_t* runners;              // [G]
+  float* runner_log_probs;       // [G]
+  int32_t* emitted;              // [1]
+  const int32_t* tokens;         // [P]
+  const int32_t* counts;         // [1], of P
+  const int32_t* accepted_rows;  // [Q]; null: nothing was drafted
+  int num_runners, given, path;  // G, P, Q
+
+  GSD_HD FollowArgs at(const NgramSizes& s, int64_t b) const {
+    FollowArgs mine = *this;
+    if (accepted_rows != nullptr) {
+      mine.seen = seen.at(s, b);
+      mine.accepted_rows = accepted_rows + b * path;
     }
-    scores[i] += score;
+    mine.copies = copies.at(b);
+    mine.runners = runners + b * num_runners;
+    mine.runner_log_probs = runner_log_probs + b * num_runners;
+    mine.emitted = emitted + b;
+    mine.tokens = tokens + b * given;
+    mine.counts = counts + b;
+    return mine;
   }
 };
 
-// An entry's continuations with the noise that the target will draw with.
-struct Evidence {
-  int32_t tokens[kRemembered];
-  float log_probs[kRemembered];
-  int size = 0;
+GSD_HD size_t follow_bytes(const FollowArgs& a, const NgramSizes& s) {
+  const size_t seen = a.accepted_rows == nullptr ? 0 : NgramArena::bytes(s);
+  return seen > append_bytes() ? seen : append_bytes();
+}
 
-  GSD_HD void read(const int32_t* from, const float* claimed, int most) {
-    size = most < kRemembered ? most : kRemembered;
-    for (int k = 0; k < size; k++) {
-      tokens[k] = from[k];
-      log_probs[k] = from[k] >= 0 ? claimed[k] : negative_infinity();
+template <class Group>
+GSD_HD void follow_step(Group& group, const FollowArgs& a, const NgramSizes& s, char* memory) {
+  const int count = min_int(*a.counts, a.given);
+  if (count > 0) {
+    int row = -1;
+    if (a.accepted_rows != nullptr) row = min_int(max_int(a.accepted_rows[min_int(count, a.path) - 1], 0), s.rows - 1);
+    for (int k = group.rank(); k < a.num_runners; k += group.size()) {
+      const bool known = row >= 0 && k < s.branch;
+      a.runners[k] = known ? a.seen.tokens[static_cast<int64_t>(row) * s.branch + k] : -1;
+      if (known) a.runner_log_probs[k] = a.seen.log_probs[static_cast<int64_t>(row) * s.branch + k];
     }
+    if (group.rank() == 0) *a.emitted = count;
+    append_copies(group, a.copies, a.tokens, count, memory);
+  }
+  if (a.accepted_rows != nullptr) insert_rows(group, a.seen, s, memory);
+}
+
+constexpr int kListed = kLists * kRemembered;
+constexpr int kRunners = kLists - 1;  // the list of the runners-up, behind those of the text and of what was learned
+
+// All that is known of one node, found by a group.
+struct HistoryArena {
+  double *votes, *scores, *parts;  // [kHistoryCandidates] each
+  double* rests;                   // [3], the logarithm of what the longest lists leave, see below
+  double* pace;                    // [1], the logarithm of the tokens that the step before emitted
+  double* none;                    // [1], its score
+  int32_t* named;                  // [kHistoryCandidates], tokens in the order in which sources name them
+  int32_t* tokens;                 // [kListed], list by list, −1 for none
+  float* log_probs;                // [kListed]
+  int32_t* sizes;                  // [kLists], entries of a list that is known, else 0
+  int32_t* context;                // [kCopyMost], the last tokens at the node, its own first
+  int32_t* places;                 // [kCopyVisits], what follows five tokens like the node's last
+  int32_t* matches;                // [kCopyVisits], lengths of the matches there; 0 for none
+  int32_t* counts;                 // [3], of context, places and named
+
+  static GSD_HD size_t bytes() {
+    return 3 * arena_bytes(kHistoryCandidates, 8) + arena_bytes(3, 8) + 2 * arena_bytes(1, 8) +
+           arena_bytes(kHistoryCandidates, 4) + 2 * arena_bytes(kListed, 4) + arena_bytes(kLists, 4) +
+           arena_bytes(kCopyMost, 4) + 2 * arena_bytes(kCopyVisits, 4) + arena_bytes(3, 4);
   }
 
-  GSD_HD double clipped(int k) const {
-    const double log_prob = log_probs[k];
-    return log_prob > kLeastEvidence ? (log_prob < 0.0 ? log_prob : 0.0) : kLeastEvidence;  // NaN: the least
-  }
-
-  // The logarithm of what they leave to all other tokens.
-  GSD_HD double log_rest() const {
-    double rest = 1.0;
-    for (int k = 0; k < size; k++) rest -= tokens[k] >= 0 ? std::exp(clipped(k)) : 0.0;
-    return std::log(rest > kLeastRemaining ? rest : kLeastRemaining);
-  }
-
-  // `pace`: more for the best, where the last steps say how easy the text is. `skipped`: a token that is none of them.
-  GSD_HD void vote(const double* w, bool longest, double pace, int32_t skipped, Candidates* found) const {
-    const bool alone = size < 2 || tokens[1] < 0;
-    bool first = true;
-    for (int k = 0; k < size; k++) {
-      if (tokens[k] < 0 || tokens[k] == skipped) continue;
-      double score = w[0] + w[1] * clipped(k) + (first ? w[2] : 0.0) + (alone ? w[3] : 0.0);
-      if (longest) score += w[4] + w[5] * clipped(k) + (first ? w[6] + pace : 0.0) + (alone ? w[7] : 0.0);
-      found->add(tokens[k], score);
-      first = false;
-    }
+  GSD_HD explicit HistoryArena(char* memory) {
+    Carver carve{memory};
+    votes = carve.take<double>(kHistoryCandidates);
+    scores = carve.take<double>(kHistoryCandidates);
+    parts = carve.take<double>(kHistoryCandidates);
+    rests = carve.take<double>(3);
+    pace = carve.take<double>(1);
+    none = carve.take<double>(1);
+    named = carve.take<int32_t>(kHistoryCandidates);
+    tokens = carve.take<int32_t>(kListed);
+    log_probs = carve.take<float>(kListed);
+    sizes = carve.take<int32_t>(kLists);
+    context = carve.take<int32_t>(kCopyMost);
+    places = carve.take<int32_t>(kCopyVisits);
+    matches = carve.take<int32_t>(kCopyVisits);
+    counts = carve.take<int32_t>(3);
   }
 };
 
@@ -161,145 +228,251 @@ GSD_HD int depth_bucket(int depth) {
   return depth < 3 ? max_int(depth, 0) : depth < 5 ? 3 : depth < 9 ? 4 : 5;
 }
 
-// What followed the places of the text that end like `context`: of different tokens the longest matches, of equal
-// lengths the newest. Returns how many.
-GSD_HD int find_copies(const CopyIndex& index, const int32_t* context, int known, int32_t* tokens, int* lengths) {
-  int found = 0;
-  const int at = known < kCopyContext ? -1 : index.hash([&](int i) { return context[i]; });
-  int place = at < 0 ? 0 : index.heads[at];
-  for (int visit = 0; visit < kCopyVisits && place > 0 && place <= index.room; visit++, place = index.previous[place - 1]) {
-    if (place >= *index.length || index.text[place] < 0) continue;  // nothing follows yet
-    int same = 0;
-    while (same < known && same < place && index.text[place - 1 - same] == context[same]) same++;
-    if (same < kCopyContext) continue;
-    const int32_t token = index.text[place];
-    int i = 0;
-    while (i < found && tokens[i] != token) i++;
-    if (i < found && lengths[i] >= same) continue;
-    if (i == found) {
-      if (found == kCopies && lengths[found - 1] >= same) continue;
-      found = min_int(found + 1, kCopies);
-      i = found - 1;
-    }
-    for (; i > 0 && lengths[i - 1] < same; i--) tokens[i] = tokens[i - 1], lengths[i] = lengths[i - 1];
-    tokens[i] = token, lengths[i] = same;
-  }
-  return found;
+GSD_HD double clipped(double log_prob) {
+  return log_prob > kLeastEvidence ? (log_prob < 0.0 ? log_prob : 0.0) : kLeastEvidence;  // NaN: the least
 }
 
 struct HistoryNode {
   const HistoryArgs& h;
   const NgramRecallArgs& a;
   const NgramSizes& s;
-  const int node;
-  const NoiseStream* noise;  // null: none
+  const HistoryArena& m;
+  const int node, depth;
 
-  int32_t context[kCopyMost];
-  int known = 0, depth = 0;
+  GSD_HD HistoryNode(const HistoryArgs& history, const NgramRecallArgs& args, const NgramSizes& sizes,
+                     const HistoryArena& arena, int id)
+      : h(history), a(args), s(sizes), m(arena), node(id), depth(args.depths[id]) {}
 
-  GSD_HD HistoryNode(const HistoryArgs& history, const NgramRecallArgs& args, const NgramSizes& sizes, int id,
-                     const NoiseStream* stream)
-      : h(history), a(args), s(sizes), node(id), noise(stream) {}
-
-  // The last tokens at the node, its own first: up the graph, then on in the text before the root.
-  GSD_HD void read_context() {
-    depth = a.depths[node];
-    int at = node;
-    for (; at >= 0 && at < a.graph_nodes && known < kCopyMost; at = h.parents[at]) context[known++] = a.token_ids[at];
-    for (int place = *h.copies.length - 2; at < 0 && place >= 0 && known < kCopyMost; place--) {
-      if (place >= h.copies.room || h.copies.text[place] < 0) break;
-      context[known++] = h.copies.text[place];
+  // One list: what a table holds of one length of the context, with the noise that the target will draw with; or the
+  // runners-up, behind the root.
+  GSD_HD void read_list(int list) const {
+    int32_t* tokens = m.tokens + list * kRemembered;
+    float* log_probs = m.log_probs + list * kRemembered;
+    m.sizes[list] = 0;
+    if (list == kRunners) {
+      if (depth == 0 && h.num_runners > 0 && h.runners[0] >= 0) {
+        m.sizes[list] = take(h.runners, h.runner_log_probs, h.num_runners, tokens, log_probs);
+      }
+      return;
     }
-  }
-
-  // What a table holds of every length of the context; the longest of them, 0 for none.
-  GSD_HD int look_up(const NgramTable& table, const NgramSizes& sizes, int orders, Evidence* found) const {
+    const bool own = list < kHistoryOrders;
+    const NgramTable table = own ? h.table : h.learned;
+    const NgramSizes sizes = own ? s : h.learned_sizes;
+    const int order = own ? list : list - kHistoryOrders;
+    if (table.keys == nullptr || order >= sizes.lengths) return;
     const int32_t* before = a.contexts + static_cast<int64_t>(node) * s.context;
     ContextKeys keys;
-    int longest = 0;
-    for (int i = 0; i < orders; i++) {
-      const int64_t key = keys.next(i == 0 ? a.token_ids[node] : before[i - 1]);
-      if (key == 0) break;
-      const int64_t set = static_cast<int64_t>(set_of(key, sizes)) * sizes.ways;
-      for (int way = 0; way < sizes.ways; way++) {
-        if (table.keys[set + way] != key) continue;
-        const int64_t at = (set + way) * sizes.branch;
-        found[i].read(table.tokens + at, table.log_probs + at, sizes.branch);
-        if (noise != nullptr) perturb(*noise, found[i].tokens, found[i].log_probs, found[i].log_probs, found[i].size);
-        longest = i + 1;
-        break;
-      }
-    }
-    return longest;
+    int64_t key = 0;
+GSD_ROLLED
+    for (int i = 0; i <= order; i++) key = keys.next(i == 0 ? a.token_ids[node] : before[i - 1]);
+    if (key == 0) return;
+    const int64_t set = static_cast<int64_t>(set_of(key, sizes)) * sizes.ways;
+    int way = 0;
+    while (way < sizes.ways && table.keys[set + way] != key) way++;
+    if (way == sizes.ways) return;
+    const int64_t at = (set + way) * sizes.branch;
+    m.sizes[list] = take(table.tokens + at, table.log_probs + at, sizes.branch, tokens, log_probs);
+    if (a.first_pick == nullptr) return;
+    const uint32_t position = static_cast<uint32_t>(*a.first_pick) + static_cast<uint32_t>(depth);
+    const NoiseStream noise = noise_stream(*a.seed, static_cast<int32_t>(position), *a.sequence_ids);
+    perturb(noise, tokens, log_probs, log_probs, m.sizes[list]);
   }
 
-  // The candidates' scores; returns that of none, and in `matched` what the source's statistics tell apart.
-  GSD_HD double weigh(Candidates* found, int* matched) {
-    read_context();
+  static GSD_HD int take(const int32_t* from, const float* claimed, int most, int32_t* tokens, float* log_probs) {
+    const int size = min_int(most, kRemembered);
+GSD_ROLLED
+    for (int k = 0; k < size; k++) {
+      tokens[k] = from[k];
+      log_probs[k] = from[k] >= 0 ? claimed[k] : negative_infinity();
+    }
+    return size;
+  }
+
+  // The last tokens at the node, up the graph, then on in the text before the root; and the places of the text that end
+  // in five like them.
+  GSD_HD void find_places() const {
+    int known = 0, at = node;
+    for (; at >= 0 && at < a.graph_nodes && known < kCopyMost; at = h.parents[at]) m.context[known++] = a.token_ids[at];
+    for (int place = *h.copies.length - 2; at < 0 && place >= 0 && known < kCopyMost; place--) {
+      if (place >= h.copies.room || h.copies.text[place] < 0) break;
+      m.context[known++] = h.copies.text[place];
+    }
+    int visits = 0;
+    const int hash = known < kCopyContext ? -1 : h.copies.hash([&](int i) { return m.context[i]; });
+    int place = hash < 0 ? 0 : h.copies.heads[hash];
+    for (; visits < kCopyVisits && place > 0 && place <= h.copies.room; place = h.copies.previous[place - 1]) {
+      m.places[visits++] = place;
+    }
+    m.counts[0] = known, m.counts[1] = visits;
+    *m.pace = std::log(static_cast<double>(max_int(*h.emitted, 1)));
+  }
+
+  GSD_HD void measure(int visit) const {
+    const int place = m.places[visit], most = min_int(m.counts[0], place);
+    int same = 0;
+    if (place < *h.copies.length && place < h.copies.room && h.copies.text[place] >= 0) {  // else nothing follows yet
+      while (same < most && h.copies.text[place - 1 - same] == m.context[same]) same++;
+    }
+    m.matches[visit] = same < kCopyContext ? 0 : same;
+  }
+
+  // Of some lists in a row the last that is known, counted from 1; 0 for none.
+  GSD_HD int longest(int first, int lists) const {
+    int found = 0;
+    for (int i = 0; i < lists; i++) found = m.sizes[first + i] > 0 ? i + 1 : found;
+    return found;
+  }
+
+  GSD_HD double weight_by_depth(int first) const { return h.weights[first + (depth > 0 ? 1 : 0)]; }
+
+  GSD_HD bool skipped(int list, int32_t token) const {
+    return token < 0 || (list == kRunners && token == a.token_ids[node]);
+  }
+
+  // What a list says of one of its candidates; of the first of the longest context more, where the last steps say how
+  // easy the text is.
+  GSD_HD double vote(int entry) const {
+    const int list = entry / kRemembered, k = entry % kRemembered;
+    const int32_t* tokens = m.tokens + list * kRemembered;
+    if (k >= m.sizes[list] || skipped(list, tokens[k])) return 0.0;
+    const double* w = h.weights + list * kListFeatures;
+    const double log_prob = clipped(m.log_probs[entry]);
+    const bool alone = m.sizes[list] < 2 || tokens[1] < 0;
+    bool first = true;
+    for (int i = 0; i < k; i++) first = first && skipped(list, tokens[i]);
+    double score = w[0] + w[1] * log_prob + (first ? w[2] : 0.0) + (alone ? w[3] : 0.0);
+    const bool own = list < kHistoryOrders;
+    const int order = own ? longest(0, kHistoryOrders) : longest(kHistoryOrders, kLearnedOrders) + kHistoryOrders;
+    if (list == kRunners || list + 1 != order) return score;
+    const double more = own && first ? weight_by_depth(kPaceWeights + 2) * *m.pace : 0.0;
+    score += w[4] + w[5] * log_prob + (first ? w[6] + more : 0.0) + (alone ? w[7] : 0.0);
+    return score;
+  }
+
+  // The logarithm of what a list leaves to all other tokens: 0 the longest of the text, 1 the longest learned, 2 the
+  // runners-up.
+  GSD_HD void measure_rest(int which) const {
+    const int begin = which == 0 ? 0 : which == 1 ? kHistoryOrders : kRunners;
+    const int list = which == 2 ? kRunners : begin + longest(begin, which == 0 ? kHistoryOrders : kLearnedOrders) - 1;
+    double rest = 1.0;
+GSD_ROLLED
+    for (int k = 0; list >= begin && k < m.sizes[list]; k++) {
+      const int entry = list * kRemembered + k;
+      if (m.tokens[entry] >= 0) rest -= std::exp(clipped(m.log_probs[entry]));
+    }
+    m.rests[which] = std::log(rest > kLeastRemaining ? rest : kLeastRemaining);
+  }
+
+  GSD_HD void name(int32_t token, double vote) const {
+    const int at = m.counts[2]++;
+    m.named[at] = token;
+    m.votes[at] = vote;
+  }
+
+  GSD_HD void name_lists(int first, int lists) const {
+    for (int list = first; list < first + lists; list++) {
+      for (int k = 0; k < m.sizes[list]; k++) {
+        const int entry = list * kRemembered + k;
+        if (!skipped(list, m.tokens[entry])) name(m.tokens[entry], m.parts[entry]);
+      }
+    }
+  }
+
+  // What followed the places of the text that end like the context: of different tokens the two longest matches, of
+  // equal lengths the newest. Returns the bucket of the longest, −1 for none.
+  GSD_HD int name_copies() const {
+    int32_t token = -1, next = -1;
+    int length = 0, shorter = 0;
+    for (int visit = 0; visit < m.counts[1]; visit++) {
+      const int same = m.matches[visit];
+      if (same <= shorter) continue;
+      const int32_t following = h.copies.text[m.places[visit]];
+      if (same > length) {
+        if (following != token) next = token, shorter = length;
+        token = following, length = same;
+      } else if (following != token) {
+        next = following, shorter = same;
+      }
+    }
+    if (length == 0) return -1;
+    name(token, h.weights[kCopyWeights + copy_bucket(length)] + weight_by_depth(kPaceWeights) * *m.pace);
+    if (shorter > 0) name(next, h.weights[kCopyWeights + kCopyBuckets + copy_bucket(shorter)]);
+    return copy_bucket(length);
+  }
+
+  // All candidates in order and the score of none; returns what the source's statistics tell apart.
+  GSD_HD int name_all() const {
     const double* w = h.weights;
-    Evidence text[kHistoryOrders], learned[kLearnedOrders], runners;
-    const int longest = look_up(h.table, s, min_int(s.lengths, kHistoryOrders), text);
-    const double pace = std::log(static_cast<double>(max_int(*h.emitted, 1)));
-    const int deeper = depth > 0 ? 1 : 0;
-    double none = w[kNoneWeights] + w[kNoneText + longest] + w[kNoneDepth + depth_bucket(depth)] +
-                  w[kNonePace + deeper] * pace;
-    for (int i = 0; i < kHistoryOrders; i++) {
-      text[i].vote(w + i * kListFeatures, i + 1 == longest, w[kPaceWeights + 2 + deeper] * pace, -1, found);
+    const int own = longest(0, kHistoryOrders), learned = longest(kHistoryOrders, kLearnedOrders);
+    m.counts[2] = 0;
+    double none = w[kNoneWeights] + w[kNoneText + own] + w[kNoneDepth + depth_bucket(depth)] +
+                  weight_by_depth(kNonePace) * *m.pace;
+    name_lists(0, kHistoryOrders);
+    if (own > 0) none += w[kNoneRest + own - 1] * m.rests[0];
+    name_lists(kRunners, 1);
+    if (m.sizes[kRunners] > 0) {
+      none += w[kNoneRest + kHistoryOrders + 1] * m.rests[2] +
+              w[kNoneRunner] * clipped(m.log_probs[kRunners * kRemembered]);
     }
-    if (longest > 0) none += w[kNoneRest + longest - 1] * text[longest - 1].log_rest();
-    if (depth == 0 && h.num_runners > 0 && h.runners[0] >= 0) {
-      runners.read(h.runners, h.runner_log_probs, h.num_runners);
-      runners.vote(w + (kLists - 1) * kListFeatures, false, 0.0, a.token_ids[node], found);
-      none += w[kNoneRest + kHistoryOrders + 1] * runners.log_rest() + w[kNoneRunner] * runners.clipped(0);
+    const int copied = name_copies();
+    none += w[kNoneCopy + 1 + copied];
+    name_lists(kHistoryOrders, kLearnedOrders);
+    none += w[kNoneLearned + learned];
+    if (learned > 0) none += w[kNoneRest + kHistoryOrders] * m.rests[1];
+    *m.none = none;
+    return copied >= 0 ? kHistoryOrders + 1 : own > 0 ? own : m.counts[2] > 0 ? kHistoryOrders + 2 : 0;
+  }
+
+  // What all that name a candidate say of it; NaN where another place stands for it.
+  GSD_HD double score(int i) const {
+    int at = 0;
+    while (m.named[at] != m.named[i]) at++;
+    if (at < i) return NAN;
+    double sum = m.votes[i];
+    for (at = i + 1; at < m.counts[2]; at++) {
+      if (m.named[at] == m.named[i]) sum += m.votes[at];
     }
-    int32_t tokens[kCopies];
-    int lengths[kCopies];
-    const int copies = find_copies(h.copies, context, known, tokens, lengths);
-    none += w[kNoneCopy + (copies > 0 ? 1 + copy_bucket(lengths[0]) : 0)];
-    for (int i = 0; i < copies; i++) {
-      const double more = i == 0 ? w[kPaceWeights + deeper] * pace : 0.0;
-      found->add(tokens[i], w[kCopyWeights + i * kCopyBuckets + copy_bucket(lengths[i])] + more);
-    }
-    const int lengths_learned = h.learned.keys == nullptr ? 0 : min_int(h.learned_sizes.lengths, kLearnedOrders);
-    const int elsewhere = look_up(h.learned, h.learned_sizes, lengths_learned, learned);
-    for (int i = 0; i < kLearnedOrders; i++) {
-      learned[i].vote(w + (kHistoryOrders + i) * kListFeatures, i + 1 == elsewhere, 0.0, -1, found);
-    }
-    none += w[kNoneLearned + elsewhere];
-    if (elsewhere > 0) none += w[kNoneRest + kHistoryOrders] * learned[elsewhere - 1].log_rest();
-    *matched = copies > 0 ? kHistoryOrders + 1 : longest > 0 ? longest : found->size > 0 ? kHistoryOrders + 2 : 0;
-    return none;
+    return sum;
   }
 };
 
-// The best candidates of each node, best first, of equal ones that which was named first.
+// The best candidates of a row's node, best first, of equal ones that which was named first.
 template <class Group>
-GSD_HD void recall_history(Group& group, const NgramRecallArgs& a, const HistoryArgs& h, const NgramSizes& s) {
-  for (int row = group.rank(); row < s.rows; row += group.size()) {
-    const int node = min_int(max_int(a.nodes[row], 0), a.graph_nodes - 1);
-    NoiseStream noise;
-    if (a.first_pick != nullptr) {
-      const uint32_t position = static_cast<uint32_t>(*a.first_pick) + static_cast<uint32_t>(a.depths[node]);
-      noise = noise_stream(*a.seed, static_cast<int32_t>(position), *a.sequence_ids);
-    }
-    HistoryNode asked(h, a, s, node, a.first_pick != nullptr ? &noise : nullptr);
-    Candidates found;
-    const double none = asked.weigh(&found, a.matched + row);
-    double top = none, total = 0.0;
-    for (int i = 0; i < found.size; i++) top = found.scores[i] > top ? found.scores[i] : top;
-    total = std::exp(none - top);
-    for (int i = 0; i < found.size; i++) total += std::exp(found.scores[i] - top);
-    const double log_total = top + std::log(total);
-    for (int k = 0; k < a.wanted; k++) {
-      int best = -1;
-      for (int i = 0; i < found.size; i++) {
-        if (found.tokens[i] >= 0 && (best < 0 || found.scores[i] > found.scores[best])) best = i;
-      }
-      const int64_t at = static_cast<int64_t>(row) * a.wanted + k;
-      a.tokens[at] = best < 0 ? -1 : found.tokens[best];
-      a.log_probs[at] = best < 0 ? negative_infinity() : static_cast<float>(found.scores[best] - log_total);
-      if (best >= 0) found.tokens[best] = -1;  // taken
-    }
+GSD_HD void recall_history(Group& group, const NgramRecallArgs& a, const HistoryArgs& h, const NgramSizes& s, int row,
+                           char* memory) {
+  const HistoryArena m(memory);
+  const HistoryNode asked(h, a, s, m, min_int(max_int(a.nodes[row], 0), a.graph_nodes - 1));
+  const int rank = group.rank(), step = group.size();
+  int32_t* tokens = a.tokens + static_cast<int64_t>(row) * a.wanted;
+  float* log_probs = a.log_probs + static_cast<int64_t>(row) * a.wanted;
+  for (int k = rank; k < a.wanted; k += step) tokens[k] = -1, log_probs[k] = negative_infinity();
+  for (int list = rank; list < kLists; list += step) asked.read_list(list);
+  if (rank == step - 1) asked.find_places();
+  group.sync("history: lists and places read");
+  for (int entry = rank; entry < kListed; entry += step) m.parts[entry] = asked.vote(entry);
+  for (int visit = rank; visit < m.counts[1]; visit += step) asked.measure(visit);
+  for (int which = rank; which < 3; which += step) asked.measure_rest(which);
+  group.sync("history: votes known");
+  if (rank == 0) a.matched[row] = asked.name_all();
+  group.sync("history: candidates named");
+  const int size = m.counts[2];
+  for (int i = rank; i < size; i += step) m.scores[i] = asked.score(i);
+  group.sync("history: scores known");
+  double top = *m.none;
+  for (int i = 0; i < size; i++) top = m.scores[i] > top ? m.scores[i] : top;
+  for (int i = rank; i < size; i += step) m.parts[i] = std::exp(m.scores[i] - top);
+  group.sync("history: chances known");
+  double total = std::exp(*m.none - top);
+  for (int i = 0; i < size; i++) total += m.scores[i] == m.scores[i] ? m.parts[i] : 0.0;
+  const double log_total = top + std::log(total);
+  for (int i = rank; i < size; i += step) {
+    const double score = m.scores[i];
+    if (!(score == score)) continue;
+    int better = 0;
+    for (int j = 0; j < size && better < a.wanted; j++) better += m.scores[j] > score || (j < i && m.scores[j] == score) ? 1 : 0;
+    if (better >= a.wanted) continue;
+    tokens[better] = m.named[i];
+    log_probs[better] = static_cast<float>(score - log_total);
   }
 }
 

@@ -10,16 +10,15 @@ namespace {
 
 void answer(const HistoryCall& call) {
   const NgramRecallCall& recall = call.asked.recall;
-  for_each_sequence(recall.batch, 0, [&](int64_t b, char*) {
-    SerialGroup group;
-    call.asked.answer(group, recall.args.at(recall.sizes, b), b);
+  for_each_sequence(recall.batch, HistoryArena::bytes(), [&](int64_t b, char* arena) {
+    call.asked.answer(recall.args.at(recall.sizes, b), b, arena);
   });
 }
 
-void append(const CopyCall& call) {
-  for_each_sequence(call.batch, 0, [&](int64_t b, char*) {
-    CopyIndex index = call.index.at(b);
-    for (int64_t i = 0; i < call.given && i < call.counts[b]; i++) index.append(call.tokens[b * call.given + i]);
+void follow(const FollowCall& call) {
+  for_each_sequence(call.batch, follow_bytes(call.args, call.sizes), [&](int64_t b, char* arena) {
+    SerialGroup group;
+    follow_step(group, call.args.at(call.sizes, b), call.sizes, arena);
   });
 }
 
@@ -28,5 +27,5 @@ void append(const CopyCall& call) {
 
 GSD_OPS(CPU, m) {
   m.impl("history_recall", TORCH_BOX((&gsd::Op<gsd::prepare_history, gsd::answer>::call)));
-  m.impl("history_append", TORCH_BOX((&gsd::Op<gsd::prepare_copies, gsd::append>::call)));
+  m.impl("history_append", TORCH_BOX((&gsd::Op<gsd::prepare_follow, gsd::follow>::call)));
 }

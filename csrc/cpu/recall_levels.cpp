@@ -21,7 +21,7 @@ void grow_sequence(const LevelsCall& call, int64_t b, char* arena) {
     recall.nodes = level.nodes, recall.tokens = level.tokens, recall.log_probs = level.log_probs;
     recall.matched = level.matched;
     const bool empty = std::all_of(level.nodes, level.nodes + sizes.frontier, [](int32_t node) { return node < 0; });
-    if (!empty) call.history.answer(group, recall, b);
+    if (!empty) call.history.answer(recall, b, arena);
     level.clear_absent(call.sizes);
     level.calibrate(call.sizes);
     merge.frontier = level.nodes, merge.tokens = level.tokens, merge.log_probs = level.calibrated;
@@ -30,7 +30,7 @@ void grow_sequence(const LevelsCall& call, int64_t b, char* arena) {
 }
 
 void grow(const LevelsCall& call) {
-  for_each_sequence(call.batch, MergeArena::bytes(call.merge.sizes),
+  for_each_sequence(call.batch, std::max(MergeArena::bytes(call.merge.sizes), HistoryArena::bytes()),
                     [&](int64_t b, char* arena) { grow_sequence(call, b, arena); });
   const int32_t* nodes = call.merge.args.num_nodes;
   const int32_t needed = *std::max_element(nodes, nodes + call.batch);

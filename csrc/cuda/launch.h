@@ -6,6 +6,7 @@
 
 #include "../algorithms/attention.h"
 #include "../algorithms/flatten.h"
+#include "../algorithms/history.h"
 #include "../algorithms/learn.h"
 #include "../algorithms/merge.h"
 #include "../algorithms/verify.h"
@@ -24,6 +25,10 @@ int launch_ngram_insert(const NgramInsertArgs& first, const NgramSizes& sizes, i
 int launch_ngram_lookup(const NgramLookupArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
 
 int launch_ngram_recall(const NgramRecallArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
+
+// A thread block takes one node.
+int launch_history_recall(const HistoryRecall& first, const NgramSizes& sizes, int64_t batch, void* stream);
+int launch_history_append(const FollowArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
 
 // One thread block.
 int launch_learn(const LearnArgs& args, const LearnSizes& sizes, void* stream);

@@ -64,6 +64,7 @@ class Student(History):
     """The history, which notes what it knew of every accepted node."""
 
     name = "student"
+    on_host = True  # it notes
 
     def __init__(self) -> None:
         self.lessons: list[Lesson] = []  # of all sessions: copies share it

@@ -21,6 +21,7 @@ from ops.contracts.step import accepted as accepted_rows
 from ops.contracts.step import chained, fed, graph_of, int32, state, texts
 
 import gsd_kernels as gsd
+from gsd_kernels.ops.history import Seen
 from gsd_kernels.ops.state_rows import StateWindow
 from gsd_kernels.ops.table import all_ops
 
@@ -140,10 +141,18 @@ def history_inputs(first, stream):
     fresh = gsd.TokenGraph.empty(2, config, "cpu")
     fresh.reset(text[:, -1].contiguous(), tail_of(text))
     level = (known.sizes, 0, 2, 3, 0, -1.0, float("-inf"))
-    index = (known.text, known.length, known.heads, known.previous)
+    _, rows, tail = tree_of(Memory(), 0)
+    tokens, path = torch.zeros(2, 20, 8, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
+    seen = Seen(rows, tail, path, tokens, tokens.float()).tensors()
     return {
         "history_recall": (known.tensors(), *drafted, first, *stream),
-        "history_append": (*index, torch.tensor([[3, -1], [4, 5]]).int(), torch.tensor([1, 2]).int()),
+        "history_append": (
+            known.written(),
+            torch.tensor([[3, -1], [4, 5]]).int(),
+            torch.tensor([1, 2]).int(),
+            seen,
+            known.sizes,
+        ),
         "recall_levels": (
             *(known.tensors(), [*fresh.tensors()], fresh.root_frontier(), torch.rand(7, 2)),
             *(*level, first, *stream),
@@ -283,8 +292,9 @@ def graph_of_one():
         ("history_recall", 2, torch.zeros(2, 1, dtype=torch.int32), "parents: expected size"),
         ("history_recall", 7, [4, 8, 3], "sizes: expected 4, got 3"),
         ("history_recall", 8, None, "expected all or none"),
-        ("history_append", 2, torch.zeros(2, 6, dtype=torch.int32), "heads: expected a power of two"),
-        ("history_append", 5, torch.zeros(3, dtype=torch.int32), "counts: expected size"),
+        ("history_append", 0, KNOWN["usual"].build()[0].tensors(), "history: expected 10 tensors, got 11"),
+        ("history_append", 2, torch.zeros(3, dtype=torch.int32), "counts: expected size"),
+        ("history_append", 3, [torch.zeros(2)], "seen: expected 8 tensors or none, got 1"),
         ("recall_levels", 1, graph_of_one(), "keys: expected 1 sequences, got 2"),
         ("recall_levels", 2, torch.full((2, 1), 99, dtype=torch.int32), "frontier: node 99 of"),
         ("recall_levels", 3, torch.rand(4, 1), "log_ratio: expected at least 2 ranks, got 1"),

@@ -17,6 +17,7 @@
 #include "../../csrc/algorithms/verify.h"
 #include "../../csrc/algorithms/ngram.h"
 #include "../../csrc/algorithms/sampling.h"
+#include "history_rounds.h"
 #include "hostile_rounds.h"
 #include "learn_rounds.h"
 #include "fiber_group.h"
@@ -26,7 +27,7 @@ using namespace gsd;
 
 namespace {
 
-constexpr int kPoison = 0xA5;
+constexpr int32_t kPoison = 0xA5;
 
 // Exactly as large as asked, so that AddressSanitizer sees the first byte beyond; poisoned, as shared memory is.
 struct Arena {
@@ -361,6 +362,8 @@ int main(int argc, char** argv) {
     printf("pick_kernel %zu\n", PickArena::bytes(kPickThreads));
     const NgramSizes memory{1 << 15, atoi(argv[7]), p.branch, p.rows, kMostLengths, atoi(argv[6])};
     printf("ngram_insert_kernel %zu\n", NgramArena::bytes(memory));
+    printf("history_append_kernel %zu\n", follow_bytes({.accepted_rows = &kPoison, .path = 1}, memory));
+    printf("history_recall_kernel %zu\n", HistoryArena::bytes());
     printf("mix_kernel %zu\n", MixArena::bytes({p.branch, p.branch, 0}));
     printf("verify_kernel %zu\n", VerifyArena::bytes({p.rows, 1, p.max_path}));
     return 0;
@@ -400,7 +403,7 @@ int main(int argc, char** argv) {
     if (!round_agrees(p, threads, faults, random) || !picks_agree(threads, faults, random) ||
         !memories_agree(threads, faults, random) || !mixtures_agree(threads, faults, random) ||
         !steps_agree(threads, faults, random) || !learning_agrees(threads, faults, random) ||
-        !recollections_agree(threads, faults, random)) {
+        !recollections_agree(threads, faults, random) || !histories_agree(threads, faults, random)) {
       fprintf(stderr, "round %d differs\n", round);
       return 3;
     }

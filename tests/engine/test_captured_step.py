@@ -30,7 +30,6 @@ from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.parallel import Agreement, Alone, can_be_captured
 from gsd_kernels_hf.policy import shape_policy
 from gsd_kernels_hf.policy.shapes import ladder
-from gsd_kernels_hf.sources import history
 
 GRAPHS = 2  # of a shape: a step is queued before the host has heard of the one before
 
@@ -309,8 +308,6 @@ def test_a_policy_learns_from_replayed_steps_what_it_learns_from_others(pair, re
         return list(learned)
 
     monkeypatch.setattr(loop, "may_fly", lambda *_, **__: False)  # else it is asked for a plan more
-    # Captured steps draft from the history's table; the others here, too, though this CPU has the mixture.
-    monkeypatch.setattr(history, "unavailable_reason", lambda *_: "not in this test")
     monkeypatch.setattr(shape_policy.ShapePolicy, "observe", observe)
     expected, cuda = run(), request.getfixturevalue("cuda")
     hours, now = [], time.perf_counter

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from ops.contracts.backends import assert_bit_equal, backends
-from ops.contracts.history import KNOWN, Known, changed, close_candidates, noise, tail_of
-from ops.contracts.ngram import poisoned
+from ops.contracts.history import KNOWN, Known, changed, close_candidates, noise, on_device, tail_of
+from ops.contracts.ngram import Memory, poisoned, tree_of
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.history import WEIGHTS, Recollection, history_append, history_recall
+from gsd_kernels.ops.history import WEIGHTS, Recollection, Seen, history_append, history_recall
 from gsd_kernels.ops.history import records as r
 
 pytestmark = pytest.mark.quick
@@ -17,16 +17,18 @@ pytestmark = pytest.mark.quick
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", KNOWN)
-@backends("cpu")
+@backends("cpu", "cuda")
 def test_the_compiled_mixture_is_the_references(on, name, sampled):
     case = KNOWN[name]
-    (known, text), (theirs, _) = case.build(on.name), case.build()
+    (known, text), (theirs, _) = case.build("reference" if on.device == "cuda" else on.name), case.build()
     assert_bit_equal(known.tensors(), theirs.tensors())
+    known = on_device(known, on.device)
     graph = case.graph(text)
     nodes = torch.arange(-1, min(12, graph.capacity), dtype=torch.int32).repeat(case.batch, 1)
     draws = noise(case.batch) if sampled else {}
     with poisoned():
-        got = history_recall(known, graph, nodes, **draws, backend=on.name)
+        got = history_recall(known, *on.to((graph, nodes)), **on.to(draws), backend=on.name)
+    got = tuple(t.cpu() for t in got)
     expected = history_recall(theirs, graph, nodes, **draws, backend="reference")
     close_candidates(got, expected, 2e-5 if sampled else 1e-6)
     assert torch.equal(got[2], expected[2])
@@ -44,7 +46,7 @@ def history_of(texts, **weights):
     values = torch.zeros(WEIGHTS, dtype=torch.float64)
     for place, value in weights.items():
         values[int(place.removeprefix("w"))] = value
-    known = Recollection.empty(table, values, room=4)
+    known = Recollection.empty(table, values, room=200)
     for text in texts:
         tokens = torch.tensor([[-1, *text]], dtype=torch.int32)
         history_append(known, tokens, torch.tensor([len(text) + 1], dtype=torch.int32))
@@ -103,16 +105,17 @@ def test_what_nearly_was_the_root_is_proposed_behind_it_alone(drafted):
 
 
 @backends("cpu", "reference")
-def test_a_text_in_pieces_is_the_text_at_once_and_its_room_grows(on):
+def test_a_text_in_pieces_is_the_text_at_once_as_far_as_there_is_room(on):
     text = torch.randint(-1, 3, (2, 300), generator=torch.Generator().manual_seed(0)).int()
     case, pieces = Known(text=0, runners=0), []
     for size in (300, 7):
         known = Recollection.empty(*(getattr(case.build()[0], name) for name in ("table", "weights")), room=16)
+        assert known.reserve(290) and not known.reserve(289)
         for piece in text.split(size, 1):
             counts = torch.full((2,), piece.shape[1], dtype=torch.int32)
             history_append(known, piece, counts, backend=on.name)
-        pieces.append([known.text[:, :300], known.length, known.heads, known.previous[:, :300]])
-        assert known.length.tolist() == [300, 300] and torch.equal(pieces[-1][0], text)
+        pieces.append([known.text, known.length, known.heads, known.previous])
+        assert known.length.tolist() == [290, 290] and torch.equal(known.text, text[:, :290])
     assert_bit_equal(*pieces)
     known.clear()
     assert known.length.tolist() == [0, 0] and not known.heads.any()
@@ -125,6 +128,43 @@ def test_of_each_sequence_as_many_tokens_are_appended_as_it_says(on):
     tokens = torch.arange(12, dtype=torch.int32).view(3, 4)
     history_append(known, tokens, torch.tensor([4, 0, 2], dtype=torch.int32), backend=on.name)
     assert known.length.tolist() == [4, 0, 2] and known.text[2, :2].tolist() == [8, 9]
+
+
+def step_of(case, known, number):
+    """A step's tokens, how many of them, and what the target found likely at its rows."""
+    graph, rows, tail = tree_of(Memory(batch=case.batch, vocab=case.vocab), number)
+    gen = torch.Generator().manual_seed(number)
+    shape = (*rows.token_ids.shape, known.table.tokens.shape[2])
+    best = torch.randint(-1, case.vocab, shape, generator=gen).int()
+    chances = torch.rand(shape, generator=gen).log()
+    tokens = torch.randint(0, case.vocab, (case.batch, 6), generator=gen).int()
+    accepted = torch.randint(-1, shape[1], (case.batch, 6), generator=gen).int()
+    counts = torch.randint(0, 7, (case.batch,), generator=gen).int()
+    return tokens, counts, Seen(rows, tail, accepted, best, chances)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@backends("cpu", "cuda")
+def test_what_a_step_leaves_is_the_references(on, name):
+    case = KNOWN[name]
+    theirs, _ = case.build()
+    known = on_device(theirs, on.device)
+    for number in range(4):
+        tokens, counts, seen = step_of(case, theirs, number)
+        seen = None if number == 2 else seen  # nothing was drafted
+        history_append(theirs, tokens, counts, seen, backend="reference")
+        history_append(known, *on.to((tokens, counts)), None if seen is None else on.to(seen), backend=on.name)
+        assert_bit_equal(known.tensors(), theirs.tensors())
+    assert theirs.length.min() > case.text
+
+
+@backends("cpu", "reference")
+def test_a_sequence_that_emits_nothing_keeps_its_runners_up(on):
+    known = KNOWN["usual"].build()[0]
+    before = [t.clone() for t in known.tensors()[3:]]
+    tokens, _, seen = step_of(KNOWN["usual"], known, 0)
+    history_append(known, tokens, torch.zeros(2, dtype=torch.int32), seen, backend=on.name)
+    assert_bit_equal(known.tensors()[3:], before)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from models import prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
-from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.policy.base import Plan
 from gsd_kernels_hf.policy.fixed import FixedPolicy
+from gsd_kernels_hf.sources import history as sources_history
 from gsd_kernels_hf.sources.history import History
 
 SHAPE = GraphConfig(depth=0, branch=3, max_rows=12, history_depth=4, history_width=3)
@@ -84,10 +84,10 @@ def test_a_reference_lies_before_the_text_and_apart_from_it(monkeypatch):
     assert begun == [[[-1, *range(20, 26), -1, *row] for row in ids.tolist()]]
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_where_steps_are_captured_it_is_the_table_alone(monkeypatch, gpu):
-    monkeypatch.setattr(replay, "is_gpu", lambda device: gpu)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_without_compiled_ops_it_is_the_table_alone(monkeypatch, compiled):
+    monkeypatch.setattr(sources_history, "unavailable_reason", lambda *_: None if compiled else "not built")
     history = History()
     history.check(tiny())
-    assert history.mixes is not gpu
+    assert history.mixes is compiled
     assert len(history.shares) == len(history.reliability) == len(History.reliability)

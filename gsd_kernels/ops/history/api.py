@@ -1,27 +1,24 @@
-"""On the CPU only: on a GPU a step is captured, and the history is the table alone (``ngram_recall``)."""
-
 from __future__ import annotations
 
 from torch import Tensor
 
 from ..table import Op
 from . import reference
-from .records import Recollection
+from .records import Recollection, Seen
 
 __all__ = ["history_append", "history_recall"]
 
 
-def appended(known: Recollection, tokens: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
-    """The index as the operator takes it, with room for the tokens."""
-    known.reserve(tokens.shape[1])
-    return known.text, known.length, known.heads, known.previous, tokens, counts
+def followed(known: Recollection, tokens: Tensor, counts: Tensor, seen: Seen | None) -> tuple[object, ...]:
+    """The operator's lists: what is written, and what the target found likely."""
+    return known.written(), tokens, counts, [] if seen is None else seen.tensors(), known.sizes
 
 
 history_recall = Op(
     "history_recall(Tensor[] history, Tensor token_ids, Tensor parents, Tensor contexts, Tensor depths, Tensor nodes, "
     "int branch, int[] sizes, Tensor? first_pick, Tensor? seed, Tensor? sequence_ids) -> (Tensor, Tensor, Tensor)",
     reference.history_recall,
-    ranked=("cpu",),
+    ranked=("cpu", "cuda"),
     lacks=("triton",),
     flat=lambda known, graph, nodes, *noise: (
         *(known.tensors(), graph.token_ids, graph.parents, graph.contexts, graph.depths, nodes),
@@ -30,10 +27,9 @@ history_recall = Op(
     tolerance=2e-5,
 )
 history_append = Op(
-    "history_append(Tensor(a!) text, Tensor(b!) length, Tensor(c!) heads, Tensor(d!) previous, Tensor tokens, "
-    "Tensor counts) -> ()",
+    "history_append(Tensor(a!)[] history, Tensor tokens, Tensor counts, Tensor[] seen, int[] sizes) -> ()",
     reference.history_append,
-    ranked=("cpu",),
+    ranked=("cpu", "cuda"),
     lacks=("triton",),
-    flat=appended,
+    flat=followed,
 )

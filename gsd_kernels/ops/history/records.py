@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...checks import check_tensor
+from ...graph import Rows
 from ..ngram import NgramTable
 
 ORDERS = 4  # contexts of the text, 1 … 4 tokens
@@ -45,6 +47,22 @@ COPIED, ELSEWHERE = ORDERS + 1, ORDERS + 2
 """What ``matched`` says behind the lengths of contexts: a match of five tokens or more; no context of the text."""
 
 
+class Seen(NamedTuple):
+    """What the target found likely after the rows of a step."""
+
+    rows: Rows
+    tail: Tensor  # int32 [B, C], the tokens before the root, nearest first
+    accepted_rows: Tensor  # int32 [B, P]
+    tokens: Tensor  # int32 [B, R, K], of the table's K; best first
+    log_probs: Tensor  # float32 [B, R, K]
+
+    def tensors(self) -> list[Tensor]:
+        """All of it, in the order of csrc/torch_ops/history.h."""
+        rows = self.rows
+        tree = rows.token_ids, rows.parent_rows, rows.depths, rows.num_rows
+        return [t.contiguous() for t in (*tree, *self[1:])]
+
+
 @dataclass
 class Recollection:
     """All by which the history answers, one of each a sequence but for the last two, which all share.
@@ -60,7 +78,7 @@ class Recollection:
     previous: Tensor  # int32 [B, S]; 1 + the place before of the same hash, 0 for none
     runners: Tensor  # int32 [B, G]; the likeliest tokens where the root was picked, best first, −1 for none
     runner_log_probs: Tensor  # float32 [B, G]
-    emitted: Tensor  # int32 [B]; tokens of the step before
+    emitted: Tensor  # int32 [B]; tokens of the step before, at least 1
     weights: Tensor  # float64 [WEIGHTS]; of the mixture
     learned: NgramTable | None = None  # of one sequence, contexts of 1 … 3 tokens in other texts
 
@@ -80,7 +98,7 @@ class Recollection:
             table: empty, whose storage is used.
             weights: float64 [WEIGHTS].
             learned: see the class.
-            room: tokens of a text to begin with; it grows.
+            room: tokens of a text to begin with, see :meth:`reserve`.
             hashes: a power of two.
 
         Raises:
@@ -110,12 +128,15 @@ class Recollection:
             learned=learned,
         )
 
-    def tensors(self) -> list[Tensor]:
-        """All storage, in the order of csrc/torch_ops/history.h."""
+    def written(self) -> list[Tensor]:
+        """What steps write, in the order of csrc/torch_ops/history.h."""
         known = [self.table.keys, self.table.tokens, self.table.log_probs]
         known += [self.text, self.length, self.heads, self.previous]
-        known += [self.runners, self.runner_log_probs, self.emitted, self.weights]
-        learned = self.learned
+        return [*known, self.runners, self.runner_log_probs, self.emitted]
+
+    def tensors(self) -> list[Tensor]:
+        """All storage, in the order of csrc/torch_ops/history.h."""
+        known, learned = [*self.written(), self.weights], self.learned
         return known if learned is None else [*known, learned.keys, learned.tokens, learned.log_probs]
 
     @property
@@ -131,11 +152,11 @@ class Recollection:
         self.runners.fill_(-1)
         self.emitted.fill_(1)
 
-    def reserve(self, more: int) -> None:
-        """Make room for so many tokens more."""
-        needed, room = int(self.length.max()) + more, self.text.shape[1]
-        if needed <= room:
-            return
-        added = max(needed, 2 * room) - room
+    def reserve(self, room: int) -> bool:
+        """Make room for texts of so many tokens; return whether they lie elsewhere now."""
+        added = room - self.text.shape[1]
+        if added <= 0:
+            return False
         self.text = torch.nn.functional.pad(self.text, (0, added), value=-1)
         self.previous = torch.nn.functional.pad(self.previous, (0, added))
+        return True

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...graph import TokenGraph
 from ..ngram import NgramTable
-from ..ngram.reference import context_keys, perturb_candidates, sets_of
+from ..ngram.reference import context_keys, ngram_remember, perturb_candidates, sets_of
 from . import records as r
-from .records import Recollection
+from .records import Recollection, Seen
 
 Vote = list[tuple[int, float]]
 """Weights by their number, and the feature that each is multiplied by."""
@@ -242,17 +242,26 @@ def _copies(known: Recollection, b: int, context: list[int]) -> list[tuple[int, 
     return sorted(found.items(), key=lambda item: -item[1])[: r.COPIES]
 
 
-def history_append(known: Recollection, tokens: Tensor, counts: Tensor) -> None:
-    """Append tokens to the text, in place; its room grows as they need it.
+def history_append(known: Recollection, tokens: Tensor, counts: Tensor, seen: Seen | None = None) -> None:
+    """Append what a step emitted to the text, in place, and remember what the target found likely at its rows.
+
+    The runners-up are those where the last token was picked. Tokens for which there is no room are left out.
 
     Args:
         known: what they are appended to.
         tokens: int32 [B, M], −1 where no match may go across.
-        counts: int32 [B], how many of each row.
+        counts: int32 [B], how many of each row; where there is none, the text and the runners-up stay as they are.
+        seen: of the step; ``None`` where nothing was drafted: nothing is remembered, and there are no runners-up.
     """
-    known.reserve(tokens.shape[1])
     for b, row in enumerate(tokens.tolist()):
-        for token in row[: int(counts[b])]:
+        count = min(max(int(counts[b]), 0), len(row))
+        if count:
+            known.emitted[b], known.runners[b] = count, -1
+        if count and seen is not None:
+            at, kept = max(int(seen.accepted_rows[b, count - 1]), 0), min(known.runners.shape[1], seen.tokens.shape[2])
+            known.runners[b, :kept] = seen.tokens[b, at, :kept]
+            known.runner_log_probs[b, :kept] = seen.log_probs[b, at, :kept]
+        for token in row[:count]:
             place = int(known.length[b])
             if place >= known.text.shape[1]:
                 break
@@ -262,3 +271,5 @@ def history_append(known: Recollection, tokens: Tensor, counts: Tensor) -> None:
             if at >= 0:
                 known.previous[b, place] = known.heads[b, at]
                 known.heads[b, at] = place + 1
+    if seen is not None:
+        ngram_remember(known.table, seen.rows, seen.tail, seen.tokens, seen.log_probs)

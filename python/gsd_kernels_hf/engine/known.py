@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..costs.pair import fingerprint
@@ -20,10 +21,10 @@ __all__ = ["learned_file", "learned_of"]
 
 
 class _Read(NamedTuple):
-    """A file as it was when it was read, and what it holds; ``None`` where that cannot be used."""
+    """A file as it was when it was read, for which device, and what it holds; ``None`` where that cannot be used."""
 
     file: Path
-    written: tuple[int, int]
+    written: tuple[int, int, torch.device]
     known: Known | None
 
 
@@ -36,21 +37,16 @@ def learned_file(model: nn.Module) -> Path:
 
 
 def learned_of(model: nn.Module | Facts) -> Known | None:
-    """Read what was learned of a model; ``None`` where nothing was, or its file cannot be used, which is said once.
-
-    And on a GPU, where the history is the table of its text alone.
-    """
+    """Read what was learned of a model; ``None`` where nothing was, or its file cannot be used, which is said once."""
     facts = Facts.of(model)
     model = facts.model
-    if facts.device.type != "cpu":
-        return None
     file = learned_file(model)
     try:
         written = file.stat()
     except OSError:
         _read.pop(model, None)
         return None
-    seen, before = (written.st_mtime_ns, written.st_size), _read.get(model)
+    seen, before = (written.st_mtime_ns, written.st_size, facts.device), _read.get(model)
     if before is None or before[:2] != (file, seen):
         before = _read[model] = _Read(file, seen, _known(file, facts))
     return before.known
@@ -63,4 +59,4 @@ def _known(file: Path, facts: Facts) -> Known | None:
         logger.warning("ignoring %s, which cannot be used: %s", file, error)
         return None
     logger.info("drafting with what was learned of the model: %s (%s contexts)", file, f"{len(learned.keys):,}")
-    return Known(learned.table(), learned.weights)
+    return Known(learned.table(facts.device), learned.weights)

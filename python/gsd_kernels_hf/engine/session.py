@@ -209,6 +209,12 @@ class Session:
         self.state.grow(capacity + self.key.width)
         for rows in self.row_models:
             rows.grow(capacity)
+        if self.mixer is not None and not self.first:
+            self.mixer.grow()
+        self.recapture()
+
+    def recapture(self) -> None:
+        """Capture steps anew, since storage was replaced."""
         if self.captured is not None:
             self.captured.forget()
 
@@ -221,15 +227,15 @@ class Session:
     def leave(self, length: int) -> list[str]:
         """Draft without sources whose model has no positions behind texts of ``length`` tokens; names of new ones."""
         left = [] if self.mixer is None else self.mixer.leave(length)
-        if left and self.captured is not None:
-            self.captured.forget()
+        if left:
+            self.recapture()
         return left
 
     def forget(self, models: Sequence[nn.Module]) -> None:
         """Use nothing of these models for the next text as they were before they were changed in place."""
         moved = [rows.changed() for rows in self.row_models if any(rows.model is model for model in models)]
-        if any(moved) and self.captured is not None:
-            self.captured.forget()
+        if any(moved):
+            self.recapture()
 
     def holds(self, request: Request) -> int:
         """Number of positions of a call's prompt that are in the target's cache."""

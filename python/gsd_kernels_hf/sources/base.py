@@ -82,6 +82,10 @@ class Text(Protocol):
         """Let a cache of the source's own grow with the session, count as its memory, and forget when it does."""
         ...
 
+    def recapture(self) -> None:
+        """Take nothing of steps that were captured: storage of theirs was replaced."""
+        ...
+
 
 @dataclass(frozen=True)
 class Level:
@@ -220,6 +224,9 @@ class OwnSource(DraftSource):
         Raises:
             ValueError: the reason and the cure.
         """
+
+    def grow(self) -> None:
+        """Make room for a longer text, as the state has; what was captured is captured anew."""
 
     def prepare(self, config: GraphConfig) -> None:
         """Get ready for steps of another shape."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from gsd_kernels import GraphConfig, NgramTable, ngram_insert
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.config import MAX_CONTEXT
-from gsd_kernels.ops.history import Recollection, history_append, history_recall
+from gsd_kernels.ops.history import Recollection, Seen, history_append, history_recall
 from gsd_kernels.ops.history.records import ELSEWHERE, REMEMBERED
 from gsd_kernels.ops.learn import Asked
 from gsd_kernels.ops.ngram import ngram_recall, ngram_remember
@@ -32,10 +32,9 @@ class History(OwnSource):
     Filled from the prompt and from every verified row, accepted or not. Looked up for every expanded node: at the
     levels of a draft model, with whose candidates it is mixed, and at ``history_depth`` levels beyond.
 
-    On a CPU all that is remembered of a node is weighed by one mixture, see
-    :func:`~gsd_kernels.ops.history.history_recall`. On a GPU, where steps are captured, it is the table alone and of a
-    node the longest context that it knows; so it is where no compiled ops are. :meth:`check` decides that, and nothing
-    else does. Texts are the same either way.
+    All that is remembered of a node is weighed by one mixture, see
+    :func:`~gsd_kernels.ops.history.history_recall`. Where no compiled ops are it is the table alone and of a node the
+    longest context that it knows. :meth:`check` decides that, and nothing else does. Texts are the same either way.
     """
 
     name = "history"
@@ -48,7 +47,7 @@ class History(OwnSource):
     def check(self, target: PreTrainedModel) -> None:
         """Decide whether it is a mixture, see above; no target is refused."""
         device = device_of(target)
-        self.mixes = not replay.is_gpu(device) and unavailable_reason("cpu", device) is None
+        self.mixes = unavailable_reason(device.type, device) is None
         if self.mixes:
             self.reliability = (0.0, *(1.0,) * ELSEWHERE)  # chances of a mixture are calibrated
 
@@ -60,16 +59,16 @@ class History(OwnSource):
             self.table.clear()
             if text.memory is not None:
                 text.memory.restore(self.table)
-        if self.known is not None:
-            self.known.clear()
-            learned = text.learned
-            self.known.learned = None if learned is None else learned.table
-            self.known.weights = weights_of(PRIOR) if learned is None else learned.weights
         reference = text.reference_ids
+        self.before = 0 if reference is None else 1 + reference.shape[-1]
+        if self.known is not None:
+            self._begin(self.known)
         if reference is not None:
             texts = per_sequence(reference.to(self.state.tokens.device), self.state.tokens.shape[0])
             lengths = torch.full_like(self.state.kv_start, texts.shape[1])
             self.read(texts, torch.zeros_like(self.state.kv_start), lengths)
+        if replay.is_gpu(self.state.tokens.device):
+            self._read_text()  # a captured step that drafts nothing appends to it, or never does
 
     def start(self, text: Text) -> None:
         """Make the storage of a session."""
@@ -77,7 +76,32 @@ class History(OwnSource):
         batch, device = self.state.tokens.shape[0], self.state.tokens.device
         branch = max(text.branch, REMEMBERED) if self.mixes else text.branch
         self.table = NgramTable.empty(batch, branch, device)
-        self.known = Recollection.empty(self.table, weights_of(PRIOR)) if self.mixes else None
+        self.known: Recollection | None = None
+        if self.mixes:
+            weights = weights_of(PRIOR).to(device)
+            self.known = Recollection.empty(self.table, weights, room=1 + self.state.tokens.shape[1])
+
+    def _begin(self, known: Recollection) -> None:
+        """Forget the last text; captured steps read and write where they did, unless there is too little room."""
+        known.clear()
+        learned = self.text.learned
+        table = None if learned is None else learned.table
+        moved, known.learned = table is not known.learned, table
+        known.weights.copy_(weights_of(PRIOR) if learned is None else learned.weights)
+        if self._reserve(known) or moved:
+            self.text.recapture()
+
+    def grow(self) -> None:
+        """Make room for the text that the session has room for."""
+        if self.known is not None:
+            self._reserve(self.known)
+
+    def _reserve(self, known: Recollection) -> bool:
+        old = known.text, known.previous
+        moved = known.reserve(self.before + 1 + self.state.tokens.shape[1])
+        for part in old if moved else ():
+            replay.hold(part)
+        return moved
 
     def prepare(self, config: GraphConfig) -> None:
         """Read the text so far."""
@@ -109,6 +133,7 @@ class History(OwnSource):
         if self.known is not None:
             apart = torch.full_like(lengths, -1)[:, None]  # no match goes on from one text to the next
             history_append(self.known, torch.cat([apart, real], 1), lengths + 1, backend=self.sampler.backend)
+            self.known.emitted.fill_(1)
         if tokens.shape[1] < 2:
             return
         padded = torch.nn.functional.pad(real, (MAX_CONTEXT - 1, 0), value=-1)
@@ -121,24 +146,15 @@ class History(OwnSource):
 
     def observe(self, verified: Verified) -> None:
         """Remember the target's best tokens at every verified row, and what was emitted."""
-        rows, backend = verified.rows, self.sampler.backend
-        if self.known is not None and not self.unread:
-            self._follow(self.known, verified)
-        if verified.graph is None:
-            return
-        best = self.sampler.candidates(verified.logits, rows.depths, self.table.tokens.shape[2], noise=False)
-        ngram_remember(self.table, rows, verified.tail, *best, backend=backend)
-        if self.known is not None:
-            at = verified.last_rows()[:, None, None].expand(-1, 1, REMEMBERED)
-            self.known.runners, self.known.runner_log_probs = (
-                part[..., :REMEMBERED].gather(1, at).squeeze(1).contiguous() for part in best
-            )
-
-    def _follow(self, known: Recollection, verified: Verified) -> None:
-        """Append what a step emitted; what nearly was its last token is not known yet."""
-        history_append(known, verified.tokens, verified.accepted.num_accepted, backend=self.sampler.backend)
-        torch.clamp(verified.accepted.num_accepted, min=1, out=known.emitted)
-        known.runners.fill_(-1)
+        known, rows, backend, seen = self.known, verified.rows, self.sampler.backend, None
+        if verified.graph is not None:
+            best = self.sampler.candidates(verified.logits, rows.depths, self.table.tokens.shape[2], noise=False)
+            if known is None:
+                ngram_remember(self.table, rows, verified.tail, *best, backend=backend)
+                return
+            seen = Seen(rows, verified.tail, verified.accepted.accepted_rows, *best)
+        if known is not None and not self.unread:
+            history_append(known, verified.tokens, verified.accepted.num_accepted, seen, backend=backend)
 
     def _insert(self, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:
         ngram_insert(self.table, contexts, tokens, log_probs, valid, backend=self.sampler.backend)

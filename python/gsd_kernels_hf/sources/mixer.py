@@ -115,6 +115,12 @@ class Mixer:
             if source.hidden_layers:
                 source.observe(Prefilled(hidden, begin))
 
+    def grow(self) -> None:
+        """Let sources make room for a longer text."""
+        for source in self.every:
+            if isinstance(source, OwnSource):
+                source.grow()
+
     def prepare(self, config: GraphConfig) -> None:
         """Get ready for steps of ``config``: make its storage, let sources catch up. May wait for the device."""
         if config not in self.shapes:

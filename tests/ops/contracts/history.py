@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class Known:
         if self.weights == "none":
             weights = torch.zeros(WEIGHTS, dtype=torch.float64)
         known = Recollection.empty(table, weights, learned, room=16, hashes=8)
+        known.reserve(self.text + 9)
         text = torch.randint(0, self.vocab, (self.batch, self.text + 9), generator=gen).int()
         text[:, 7::11] = -1
         if self.text:
@@ -112,6 +113,17 @@ def close_candidates(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], atol
         chances = others[tuple(at[:-1])]
         near = (chances - chances[at[-1]]).abs() <= 2 * atol
         assert near.sum() > 1 or at[-1] == chances.shape[0] - 1
+
+
+def on_device(known: Recollection, device: str) -> Recollection:
+    """The same in storage of its own."""
+
+    def moved(part: Tensor | gsd.NgramTable | None) -> Tensor | gsd.NgramTable | None:
+        if isinstance(part, gsd.NgramTable):
+            return gsd.NgramTable(*map(moved, (part.keys, part.tokens, part.log_probs)), part.max_context, part.ways)
+        return None if part is None else part.to(device, copy=True)
+
+    return Recollection(**{one.name: moved(getattr(known, one.name)) for one in fields(known)})
 
 
 def changed(case: Known, **changes: object) -> Known:

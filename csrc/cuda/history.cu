@@ -1,0 +1,40 @@
+// history_recall by one thread block a node, history_append by one a sequence: csrc/algorithms/history.h.
+#include "block_launch.h"
+#include "launch.h"
+
+namespace gsd {
+namespace {
+
+constexpr int kNodeThreads = 96;  // lists and their votes in two warps, what takes long by itself in the third
+
+__global__ void __launch_bounds__(kNodeThreads, 10)  // blocks a multiprocessor; unsaid, ptxas takes fewer registers, and spills
+    history_recall_kernel(const __grid_constant__ HistoryRecall first, const __grid_constant__ NgramSizes sizes) {
+  extern __shared__ __align__(16) char arena[];
+  CudaBlock group;
+  const int64_t b = blockIdx.x / sizes.rows;
+  const NgramRecallArgs asked = first.asked.at(sizes, b);
+  recall_history(group, asked, first.history.at(sizes, b, asked.graph_nodes), sizes,
+                 static_cast<int>(blockIdx.x % sizes.rows), arena);
+}
+
+__global__ void __launch_bounds__(kBlockThreads)
+    history_append_kernel(const __grid_constant__ FollowArgs first, const __grid_constant__ NgramSizes sizes) {
+  extern __shared__ __align__(16) char arena[];
+  CudaBlock group;
+  follow_step(group, first.at(sizes, blockIdx.x), sizes, arena);
+}
+
+}  // namespace
+
+int launch_history_recall(const HistoryRecall& first, const NgramSizes& sizes, int64_t batch, void* stream) {
+  return launch_blocks(history_recall_kernel, first, sizes, batch * sizes.rows, kNodeThreads, HistoryArena::bytes(),
+                       stream);
+}
+
+int launch_history_append(const FollowArgs& first, const NgramSizes& sizes, int64_t batch, void* stream) {
+  const int entries = first.accepted_rows == nullptr ? 0 : sizes.chunk_entries();
+  const int items = max_int(max_int(entries, min_int(first.given, kAppended)), 1);
+  return launch_blocks(history_append_kernel, first, sizes, batch, items, follow_bytes(first, sizes), stream);
+}
+
+}  // namespace gsd
