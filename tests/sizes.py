@@ -22,10 +22,10 @@ BUDGET = {
     "bench/kernels": 29,
     "bench/lib": 19,
     "bench/scale": 16,
-    "csrc/algorithms": 124,  # 117 before groups of warps multiplied
+    "csrc/algorithms": 128,  # 124 before blocks weighed the history; 117 before groups of warps multiplied
     "csrc/cpu": 210,
-    "csrc/cuda": 78,  # 67 before groups of warps multiplied
-    "csrc/torch_ops": 45,  # 44 before the loader named the namespace of the ops
+    "csrc/cuda": 79,  # 67 before groups of warps multiplied
+    "csrc/torch_ops": 46,  # 44 before the loader named the namespace of the ops
     "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 25,
     "gsd_kernels": 22,

@@ -330,32 +330,6 @@ struct NgramRecallArgs {
   }
 };
 
-template <class Group>
-GSD_HD void recall_nodes(Group& group, const NgramRecallArgs& a, const NgramSizes& s) {
-  for (int row = group.rank(); row < s.rows; row += group.size()) {
-    const int node = min_int(max_int(a.nodes[row], 0), a.graph_nodes - 1);
-    const int32_t* before = a.contexts + static_cast<int64_t>(node) * s.context;
-    const NgramMatch found =
-        longest_match(a.table, s, [&](int i) { return i == 0 ? a.token_ids[node] : before[i - 1]; });
-    int32_t* tokens = a.tokens + static_cast<int64_t>(row) * a.wanted;
-    float* log_probs = a.log_probs + static_cast<int64_t>(row) * a.wanted;
-    a.matched[row] = found.length;
-    for (int k = 0; k < a.wanted; k++) {
-      const int64_t at = found.entry * s.branch + k;
-      tokens[k] = found.length > 0 ? a.table.tokens[at] : -1;
-      log_probs[k] = found.length > 0 ? a.table.log_probs[at] : negative_infinity();
-    }
-    if (a.first_pick != nullptr) {
-      const uint32_t position = static_cast<uint32_t>(*a.first_pick) + static_cast<uint32_t>(a.depths[node]);
-      perturb(noise_stream(*a.seed, static_cast<int32_t>(position), *a.sequence_ids), tokens, log_probs, log_probs,
-              a.wanted);
-    }
-    for (int k = 0; k < a.wanted; k++) {
-      if (tokens[k] < 0) log_probs[k] = negative_infinity();
-    }
-  }
-}
-
 // One candidate's log-probability by one thread, corrected by a table: by an index of its row and by its rank, or by its
 // rank and by the bin of its probability; never above 0.
 struct CalibrateArgs {

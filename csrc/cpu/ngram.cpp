@@ -22,13 +22,6 @@ void look_up(const NgramLookupCall& call) {
   });
 }
 
-void recall(const NgramRecallCall& call) {
-  for_each_sequence(call.batch, 0, [&](int64_t b, char*) {
-    SerialGroup group;
-    recall_nodes(group, call.args.at(call.sizes, b), call.sizes);
-  });
-}
-
 void calibrate(const CalibrateCall& call) {
   for (int64_t i = 0; i < call.candidates; i++) calibrate_candidate(call.args, i);
 }
@@ -50,8 +43,6 @@ void mix(const MixCall& call) {
 GSD_OPS(CPU, m) {
   m.impl("ngram_insert", TORCH_BOX((&gsd::Op<gsd::prepare_ngram_insert, gsd::insert>::call)));
   m.impl("ngram_lookup", TORCH_BOX((&gsd::Op<gsd::prepare_ngram_lookup, gsd::look_up>::call)));
-  m.impl("ngram_remember", TORCH_BOX((&gsd::Op<gsd::prepare_ngram_remember, gsd::insert>::call)));
-  m.impl("ngram_recall", TORCH_BOX((&gsd::Op<gsd::prepare_ngram_recall, gsd::recall>::call)));
   m.impl("calibrate_candidates", TORCH_BOX((&gsd::Op<gsd::prepare_calibrate, gsd::calibrate>::call)));
   m.impl("perturb_candidates", TORCH_BOX((&gsd::Op<gsd::prepare_perturb, gsd::perturb_rows>::call)));
   m.impl("mix_candidates", TORCH_BOX((&gsd::Op<gsd::prepare_mix, gsd::mix>::call)));

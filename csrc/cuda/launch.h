@@ -24,8 +24,6 @@ int launch_verify(const VerifyArgs& first, const VerifySizes& sizes, int64_t bat
 int launch_ngram_insert(const NgramInsertArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
 int launch_ngram_lookup(const NgramLookupArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
 
-int launch_ngram_recall(const NgramRecallArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
-
 // A thread block takes one node.
 int launch_history_recall(const HistoryRecall& first, const NgramSizes& sizes, int64_t batch, void* stream);
 int launch_history_append(const FollowArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);

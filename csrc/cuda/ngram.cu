@@ -19,12 +19,6 @@ __global__ void __launch_bounds__(kBlockThreads)
   look_up_rows(group, first.at(sizes, blockIdx.x), sizes);
 }
 
-__global__ void __launch_bounds__(kBlockThreads)
-    ngram_recall_kernel(const __grid_constant__ NgramRecallArgs first, const __grid_constant__ NgramSizes sizes) {
-  CudaBlock group;
-  recall_nodes(group, first.at(sizes, blockIdx.x), sizes);
-}
-
 constexpr int kPerturbThreads = 32;
 
 __global__ void __launch_bounds__(kPerturbThreads)
@@ -57,11 +51,6 @@ int launch_ngram_insert(const NgramInsertArgs& first, const NgramSizes& sizes, i
 int launch_ngram_lookup(const NgramLookupArgs& first, const NgramSizes& sizes, int64_t batch, void* stream) {
   if (sizes.rows == 0) return cudaSuccess;
   return launch_blocks(ngram_lookup_kernel, first, sizes, batch, sizes.rows, 0, stream);
-}
-
-int launch_ngram_recall(const NgramRecallArgs& first, const NgramSizes& sizes, int64_t batch, void* stream) {
-  if (sizes.rows == 0) return cudaSuccess;
-  return launch_blocks(ngram_recall_kernel, first, sizes, batch, sizes.rows, 0, stream);
 }
 
 int launch_calibrate(const CalibrateArgs& args, int64_t candidates, void* stream) {

@@ -252,8 +252,6 @@ GSD_OPS(CUDA, m) {
   m.impl("warped_log_probs", TORCH_BOX(&warped_log_probs));
   m.impl("ngram_insert", TORCH_BOX((&LaunchedOp<prepare_ngram_insert, launch_ngram_insert>::call)));
   m.impl("ngram_lookup", TORCH_BOX((&LaunchedOp<prepare_ngram_lookup, launch_ngram_lookup>::call)));
-  m.impl("ngram_remember", TORCH_BOX((&LaunchedOp<prepare_ngram_remember, launch_ngram_insert>::call)));
-  m.impl("ngram_recall", TORCH_BOX((&LaunchedOp<prepare_ngram_recall, launch_ngram_recall>::call)));
   m.impl("calibrate_candidates", TORCH_BOX((&LaunchedOp<prepare_calibrate, launch_calibration>::call)));
   m.impl("perturb_candidates", TORCH_BOX((&LaunchedOp<prepare_perturb, launch_perturbation>::call)));
   m.impl("mix_candidates", TORCH_BOX((&LaunchedOp<prepare_mix, launch_mix>::call)));

@@ -139,17 +139,6 @@ inline NgramRecallCall prepare_recall(const NgramTensors& table, const NodeTenso
   return {sizes, args, batch, found.results()};
 }
 
-inline NgramRecallCall prepare_ngram_recall(const Tensor& keys, const Tensor& table_tokens,
-                                            const Tensor& table_log_probs, const Tensor& token_ids,
-                                            const Tensor& contexts, const Tensor& depths, const Tensor& nodes,
-                                            int64_t branch, int64_t max_context, int64_t ways,
-                                            const MaybeTensor& first_pick, const MaybeTensor& seed,
-                                            const MaybeTensor& sequence_ids) {
-  const NgramTensors table = NgramTensors::of(keys, table_tokens, table_log_probs);
-  const NodeTensors graph = NodeTensors::of(token_ids, contexts, depths, table.batch);
-  return prepare_recall(table, graph, nodes, branch, max_context, ways, first_pick, seed, sequence_ids);
-}
-
 struct CalibrateCall {
   CalibrateArgs args;
   int64_t candidates;

@@ -89,7 +89,7 @@ def op_inputs():
         ),
         "learn_source": learn_inputs(),
         **select_rows_inputs(),
-        **tree_inputs(stream),
+        **history_inputs(stream),
         **step_inputs(),
     }
 
@@ -117,25 +117,11 @@ def learn_inputs():
     return nodes, picked, *lists, *mixture, *reliability, 8.0, 40.0
 
 
-def tree_inputs(stream):
-    case = Memory()
-    graph, rows, tail = tree_of(case, 0)
-    tree = (rows.token_ids, rows.parent_rows, rows.depths, rows.num_rows, tail)
-    tokens = torch.zeros(2, 20, 2, dtype=torch.int32)
-    nodes, first = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    drafted_nodes = (graph.token_ids, graph.contexts, graph.depths, nodes)
-    return {
-        "ngram_remember": (*ngram_tensors(), *tree, tokens, tokens.float(), 3, 4),
-        "ngram_recall": (*ngram_tensors(), *drafted_nodes, 2, 3, 4, first, *stream),
-        **history_inputs(first, stream),
-    }
-
-
-def history_inputs(first, stream):
+def history_inputs(stream):
     case = KNOWN["with what was learned"]
     known, text = case.build()
     graph = case.graph(text)
-    nodes = torch.zeros(2, 3, dtype=torch.int32)
+    nodes, first = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     drafted = (graph.token_ids, graph.parents, graph.contexts, graph.depths, nodes, 2, known.sizes)
     config = gsd.GraphConfig(depth=0, width=3, branch=2, max_rows=8, merge_context=0, history_depth=2)
     fresh = gsd.TokenGraph.empty(2, config, "cpu")
@@ -285,9 +271,7 @@ def graph_of_one():
         ("commit_text", 12, None, "expected all or none"),
         ("learn_source", 1, torch.zeros(3, 7, dtype=torch.int64), "picked: wrong dtype"),
         ("learn_source", 3, [torch.zeros(3, 1, 4, dtype=torch.int32)], "node_ids: expected 1 ... 64 levels"),
-        ("ngram_remember", 4, torch.zeros(2, 3, dtype=torch.int32), "parent_rows: expected size"),
-        ("ngram_recall", 7, 3, "branch: expected at most 2, got 3"),
-        ("ngram_recall", 10, None, "expected all or none"),
+        ("history_recall", 6, 9, "branch: expected at most 8, got 9"),
         ("history_recall", 0, KNOWN["usual"].build()[0].tensors()[:10], "history: expected 11 tensors, or 14"),
         ("history_recall", 2, torch.zeros(2, 1, dtype=torch.int32), "parents: expected size"),
         ("history_recall", 7, [4, 8, 3], "sizes: expected 4, got 3"),

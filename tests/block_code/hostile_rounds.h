@@ -9,6 +9,7 @@
 
 #include "../../csrc/algorithms/corpus.h"
 #include "../../csrc/algorithms/flatten.h"
+#include "../../csrc/algorithms/history.h"
 #include "../../csrc/algorithms/learn.h"
 #include "../../csrc/algorithms/merge.h"
 #include "../../csrc/algorithms/ngram.h"
@@ -252,13 +253,29 @@ inline bool wild_memory_stands(int threads, Wild& wild) {
   const int64_t seed = wild.id(9);
   std::vector<int32_t> matched(rows), found(rows * s.branch);
   std::vector<float> log_probs(rows * s.branch), calibrated(rows * s.branch), mixed_scores(s.branch);
-  run_wild(threads, 0, [&](auto& group, char*) {
-    recall_nodes(group,
-                 NgramRecallArgs{table, graph_tokens.data(), graph_contexts.data(), graph_depths.data(), nodes.data(),
-                                 first.data(), &seed, sequence.data(), found.data(), log_probs.data(), matched.data(),
-                                 graph_nodes, s.branch},
-                 s);
-  });
+  const int room = wild.between(1, 200), hashes = 1 << wild.between(0, 4), added = wild.between(0, 20);
+  auto text = wild.ids(room, 3), length = wild.counts(1, room), heads = wild.counts(hashes, room);
+  auto previous = wild.counts(room, room), runners = wild.ids(4, 9), emitted = wild.counts(1, 9);
+  auto runner_scores = wild.scores(4);
+  const CopyIndex copies{text.data(), length.data(), heads.data(), previous.data(), room, hashes};
+  const auto appended = wild.ids(added, 3), count = wild.counts(1, added), path = wild.ids(5, rows);
+  FollowArgs follow{{table, nullptr, tokens.data(), scores.data(), nullptr,
+                     {row_tokens.data(), parents.data(), depths.data(), num_rows.data(), tail.data()}},
+                    copies, runners.data(), runner_scores.data(), emitted.data(), appended.data(), count.data(),
+                    wild.between(0, 1) == 1 ? path.data() : nullptr, 4, added, 5};
+  run_wild(threads, follow_bytes(follow, s), [&](auto& group, char* arena) { follow_step(group, follow, s, arena); });
+  std::vector<double> weights;
+  for (int i = 0; i < kHistoryWeights; i++) weights.push_back(wild.score());
+  const auto graph_parents = wild.ids(graph_nodes, graph_nodes);
+  const HistoryArgs known{table, wild.between(0, 1) == 1 ? table : NgramTable{}, copies, runners.data(),
+                          runner_scores.data(), emitted.data(), weights.data(), graph_parents.data(), s, 4};
+  const NgramRecallArgs asked{table, graph_tokens.data(), graph_contexts.data(), graph_depths.data(), nodes.data(),
+                              first.data(), &seed, sequence.data(), found.data(), log_probs.data(), matched.data(),
+                              graph_nodes, s.branch};
+  for (int row = 0; row < min_int(rows, 3); row++) {
+    run_wild(threads, HistoryArena::bytes(),
+             [&](auto& group, char* arena) { recall_history(group, asked, known, s, row, arena); });
+  }
   const int entries = wild.between(1, 4), columns = s.branch + 1;
   const auto ratio = wild.scores(entries * columns), bounds = wild.scores(columns - 1);
   const auto wide = wild.scores(s.branch * columns);

@@ -1,11 +1,10 @@
-// csrc/algorithms/learn.h, and recall and calibration of ngram.h, by one thread and by a block.
+// csrc/algorithms/learn.h by one thread and by a block.
 #pragma once
 
 #include <random>
 #include <vector>
 
 #include "../../csrc/algorithms/learn.h"
-#include "../../csrc/algorithms/ngram.h"
 #include "fiber_group.h"
 #include "step_rounds.h"
 
@@ -76,57 +75,6 @@ inline bool learning_agrees(int threads, const Faults& faults, std::mt19937& ran
   learn_all(serial, with(expected), sizes);
   run_block(threads, faults, [&](FiberGroup& group) { learn_all(group, with(got), sizes); });
   return expected == got;
-}
-
-// A table filled from a tree's rows, then asked about nodes of a graph.
-inline bool recollections_agree(int threads, const Faults& faults, std::mt19937& random) {
-  constexpr int kNodes = 12;
-  const NgramSizes s{32, 4, 3, 1 + static_cast<int>(random() % 90), 8, 3};
-  Ints parents(static_cast<size_t>(s.rows), -1), depths(parents.size(), 0);
-  for (size_t row = 1; row < parents.size(); row++) {
-    parents[row] = static_cast<int32_t>(random() % row);
-    depths[row] = depths[parents[row]] + 1;
-  }
-  const Ints rows = drawn(random, s.rows, 0, 2), tail = drawn(random, s.context, 0, 2);
-  const Ints num_rows = drawn(random, 1, 1, s.rows), tokens = drawn(random, s.rows * s.branch, -1, 90);
-  const Floats log_probs = drawn_floats(random, s.rows * s.branch);
-  struct Table {
-    std::vector<int64_t> keys = std::vector<int64_t>(32, 0);
-    Ints tokens = Ints(32 * 3, -1);
-    Floats log_probs = Floats(32 * 3, 0.0f);
-    bool operator==(const Table&) const = default;
-  } expected, got;
-  const auto filled = [&](Table& t) {
-    const NgramTree tree{rows.data(), parents.data(), depths.data(), num_rows.data(), tail.data()};
-    return NgramInsertArgs{{t.keys.data(), t.tokens.data(), t.log_probs.data()}, nullptr, tokens.data(),
-                           log_probs.data(), nullptr, tree};
-  };
-  std::vector<char> serial_arena(NgramArena::bytes(s)), block_arena(NgramArena::bytes(s));
-  SerialGroup serial;
-  insert_rows(serial, filled(expected), s, serial_arena.data());
-  run_block(threads, faults, [&](FiberGroup& group) { insert_rows(group, filled(got), s, block_arena.data()); });
-  if (!(expected == got)) return false;
-
-  const Ints graph_tokens = drawn(random, kNodes, 0, 2), contexts = drawn(random, kNodes * s.context, 0, 2);
-  const Ints graph_depths = drawn(random, kNodes, 0, 5), nodes = drawn(random, s.rows, -1, kNodes - 1);
-  const Ints first{17}, sequence{3};
-  const int64_t seed = static_cast<int64_t>(random());
-  const bool noisy = random() % 2 == 0;
-  struct Answers {
-    Ints tokens, matched;
-    Floats log_probs;
-    bool operator==(const Answers&) const = default;
-  } answers{Ints(tokens.size(), -7), Ints(nodes.size(), -7), Floats(tokens.size(), -7.0f)}, block_answers = answers;
-  const auto asked = [&](Answers& a) {
-    return NgramRecallArgs{{expected.keys.data(), expected.tokens.data(), expected.log_probs.data()},
-                           graph_tokens.data(), contexts.data(), graph_depths.data(), nodes.data(),
-                           noisy ? first.data() : nullptr, noisy ? &seed : nullptr,
-                           noisy ? sequence.data() : nullptr, a.tokens.data(), a.log_probs.data(), a.matched.data(),
-                           kNodes, 2};
-  };
-  recall_nodes(serial, asked(answers), s);
-  run_block(threads, faults, [&](FiberGroup& group) { recall_nodes(group, asked(block_answers), s); });
-  return answers == block_answers;
 }
 
 }  // namespace gsd

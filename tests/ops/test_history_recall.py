@@ -132,7 +132,7 @@ def test_of_each_sequence_as_many_tokens_are_appended_as_it_says(on):
 
 def step_of(case, known, number):
     """A step's tokens, how many of them, and what the target found likely at its rows."""
-    graph, rows, tail = tree_of(Memory(batch=case.batch, vocab=case.vocab), number)
+    _, rows, tail = tree_of(Memory(batch=case.batch, vocab=case.vocab), number)
     gen = torch.Generator().manual_seed(number)
     shape = (*rows.token_ids.shape, known.table.tokens.shape[2])
     best = torch.randint(-1, case.vocab, shape, generator=gen).int()

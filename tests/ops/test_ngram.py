@@ -20,12 +20,11 @@ from ops.contracts.ngram import (
     check_perturbed,
     check_remembered_rows,
     contents,
-    tree_of,
     two_sources,
 )
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.ngram import calibrate_candidates, ngram_recall, ngram_remember
+from gsd_kernels.ops.ngram import calibrate_candidates
 
 pytestmark = pytest.mark.quick
 
@@ -270,16 +269,8 @@ def test_calibration_by_index_and_by_bin(on, ranks):
 
 @backends("cpu")
 def test_bad_arguments_of_the_newer_ops_are_named(on):
-    case = MEMORIES["usual"]
-    table, (graph, rows, tail) = case.empty(), tree_of(case, 0)
     tokens = torch.zeros(2, 20, 2, dtype=torch.int32)
-    root, more = graph.root_frontier(), tree_of(Memory(branch=3), 0)[0]
     for op, asked, match in (
-        (ngram_remember, (table, rows, tail, tokens.long(), tokens.float()), "tokens: wrong dtype"),
-        (ngram_remember, (table, rows, tail[:, :2], tokens, tokens.float()), "contexts: expected at least 3 tokens"),
-        (ngram_recall, (table, graph, root[:1]), "nodes: expected size 2"),
-        (ngram_recall, (table, graph, root, None, torch.tensor(1)), "expected all or none"),
-        (ngram_recall, (table, more, root), "branch: expected at most 2, got 3"),
         (calibrate_candidates, (tokens.float(), torch.zeros(2, 2), tokens[..., 0], torch.zeros(1)), "index, edges"),
         (calibrate_candidates, (tokens.float(), torch.zeros(2, 1)), "log_ratio: expected at least 2 ranks"),
     ):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...checks import check_tensor
+from ...graph import Rows, TokenGraph
 from ..table import Op, same
 from . import reference
 from .table import NgramTable
@@ -36,7 +37,7 @@ PERTURB = Op(
     whole=same,
     tolerance=2e-5,
 )
-# These three are one launch compiled; Triton's kernels stand behind PyTorch's operators, 191 launches a step more.
+# One launch compiled; Triton's kernel stands behind PyTorch's operators.
 MIX = Op(
     "mix_candidates(Tensor tokens, Tensor log_probs, Tensor other_tokens, Tensor other_log_probs, Tensor weight, "
     "Tensor? index=None) -> (Tensor, Tensor)",
@@ -44,28 +45,6 @@ MIX = Op(
     ranked=("cpu", "cuda", "triton"),
     whole=same,
     tolerance=1e-5,
-)
-ngram_remember = Op(
-    "ngram_remember(Tensor(a!) keys, Tensor(b!) table_tokens, Tensor(c!) table_log_probs, Tensor token_ids, "
-    "Tensor parent_rows, Tensor depths, Tensor num_rows, Tensor tail, Tensor tokens, Tensor log_probs, "
-    "int max_context, int ways) -> ()",
-    reference.ngram_remember,
-    ranked=("cpu", "cuda", "triton"),
-    own={"triton": partial(reference.ngram_remember, insert=INSERT.launched)},
-    flat=lambda table, rows, *rest: stored(table, rows.token_ids, rows.parent_rows, rows.depths, rows.num_rows, *rest),
-)
-ngram_recall = Op(
-    "ngram_recall(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor token_ids, Tensor contexts, "
-    "Tensor depths, Tensor nodes, int branch, int max_context, int ways, Tensor? first_pick, Tensor? seed, "
-    "Tensor? sequence_ids) -> (Tensor, Tensor, Tensor)",
-    reference.ngram_recall,
-    ranked=("cpu", "cuda", "triton"),
-    own={"triton": partial(reference.ngram_recall, lookup=LOOKUP.launched, perturb=PERTURB.launched)},
-    flat=lambda table, graph, nodes, *noise: (
-        *stored(table, graph.token_ids, graph.contexts, graph.depths, nodes, graph.branch),
-        *noise,
-    ),
-    tolerance=2e-5,
 )
 calibrate_candidates = Op(
     "calibrate_candidates(Tensor log_probs, Tensor log_ratio, Tensor? index, Tensor? edges) -> Tensor",
@@ -203,3 +182,18 @@ def mix_candidates(
         if not table:
             raise ValueError("weight: expected a table with an index, got one for each row")
     return MIX(tokens, log_probs, other_tokens, other_log_probs, weight, index, backend=backend)
+
+
+def ngram_remember(
+    table: NgramTable, rows: Rows, tail: Tensor, tokens: Tensor, log_probs: Tensor, *, backend: str = "auto"
+) -> None:
+    """:func:`ngram_insert` of a tree's rows, see the reference; for the history where no compiled ops are."""
+    reference.ngram_remember(table, rows, tail, tokens, log_probs, insert=partial(INSERT, backend=backend))
+
+
+def ngram_recall(
+    table: NgramTable, graph: TokenGraph, nodes: Tensor, *, backend: str = "auto", **noise: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`ngram_lookup` of a graph's nodes, see the reference; for the history where no compiled ops are."""
+    look_up, perturb = (partial(op, backend=backend) for op in (LOOKUP, PERTURB))
+    return reference.ngram_recall(table, graph, nodes, **noise, lookup=look_up, perturb=perturb)
