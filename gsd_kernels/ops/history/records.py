@@ -48,7 +48,7 @@ COPIED, ELSEWHERE = ORDERS + 1, ORDERS + 2
 
 
 class Seen(NamedTuple):
-    """What the target found likely after the rows of a step."""
+    """The rows of a step, and what the target found likely after each."""
 
     rows: Rows
     tail: Tensor  # int32 [B, C], the tokens before the root, nearest first
@@ -129,7 +129,7 @@ class Recollection:
         )
 
     def written(self) -> list[Tensor]:
-        """What steps write, in the order of csrc/torch_ops/history.h."""
+        """All that steps write, in the order of csrc/torch_ops/history.h."""
         known = [self.table.keys, self.table.tokens, self.table.log_probs]
         known += [self.text, self.length, self.heads, self.previous]
         return [*known, self.runners, self.runner_log_probs, self.emitted]

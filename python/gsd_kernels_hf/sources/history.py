@@ -142,7 +142,7 @@ class History(OwnSource):
         following = torch.nn.functional.pad(real[:, 1:, None], (0, k - 1), value=-1)
         log_probs = torch.full_like(following, math.log(PROMPT_PROBABILITY), dtype=torch.float32)
         known = (contexts[..., 0] >= 0) & (following[..., 0] >= 0)
-        self._insert(contexts.contiguous(), following, log_probs, known)
+        ngram_insert(self.table, contexts.contiguous(), following, log_probs, known, backend=self.sampler.backend)
 
     def observe(self, verified: Verified) -> None:
         """Remember the target's best tokens at every verified row, and what was emitted."""
@@ -155,9 +155,6 @@ class History(OwnSource):
             seen = Seen(rows, verified.tail, verified.accepted.accepted_rows, *best)
         if known is not None and not self.unread:
             history_append(known, verified.tokens, verified.accepted.num_accepted, seen, backend=backend)
-
-    def _insert(self, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:
-        ngram_insert(self.table, contexts, tokens, log_probs, valid, backend=self.sampler.backend)
 
     def warm(self, level: Level, verified: Verified) -> Proposal:
         """Look up what the root is followed by, and remember no row."""
