@@ -18,16 +18,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..model.attention import GraphInputs
+from ..model.cache import GraphCache
 from ..packed.modules import device_of_weights, dtype_of
-from ..records import Candidates
 from . import checkpoints
-from .base import Level, Text
 from .checkpoints import BadCheckpoint, Checkpoint
-from .draft_vocabulary import DraftVocabulary
 from .feature_drafter import FeatureDrafter
-from .fused_features import FusedFeatures, why_not
 from .layers import Layer, RowPass, Turns
-from .recursion import Reading, Recursion
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -220,6 +216,11 @@ class Eagle3(FeatureDrafter):
         self._add_outputs()
         self.mask_hidden = None if config.mask_shape is None else nn.Parameter(torch.zeros(config.mask_shape))
 
+    @property
+    def name(self) -> str:
+        """Of its draft source."""
+        return "eagle3" if self.mask_hidden is None else "p-eagle"
+
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> Self:
         """Load an open checkpoint, see :meth:`from_pretrained`."""
@@ -276,6 +277,16 @@ class Eagle3(FeatureDrafter):
         whole = torch.cat(hidden, -1)
         return self.fc(whole if self.input_norm is None else self.input_norm(whole))
 
+    @property
+    def hands_on_normed(self) -> bool:
+        """A node's vector is what the output matrix reads; else what the norm before it reads."""
+        return self.config.norm_output
+
+    def first_parameters(self) -> dict[str, Any]:
+        """Those of the first layer that :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has by name."""
+        first: Any = self.layers[0]
+        return {"feature_norm": first.hidden_norm.weight.detach(), "normed_residual": first.norm_before_residual}
+
     def mask_feature(self) -> Tensor:
         """The feature that stands for that of a token which is not known, [D]."""
         parts: tuple[Tensor, ...] = self.mask_hidden.reshape(1, 1, -1).chunk(self.config.num_fused, -1)
@@ -299,47 +310,13 @@ class Eagle3(FeatureDrafter):
             hidden = layer(hidden, turns, rows)
         return hidden
 
-    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def run(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs, cache: GraphCache
+    ) -> Tensor:
+        """:meth:`forward`, keys and values written where ``cache`` is told to."""
+        return self(embedded, features, positions, RowPass(cache, inputs))
+
+    def outputs(self, hidden: Tensor, head: Any = None) -> tuple[Tensor, Tensor]:
         """The vectors that nodes hand on [B, R, D], and logits over the draft vocabulary [B, R, V]."""
         normed = self.norm(hidden)
-        return normed if self.config.norm_output else hidden, self.lm_head(normed)
-
-
-class Eagle3Reading(Reading):
-    """The common part of draft sources of an :class:`Eagle3`."""
-
-    def check(self, target: PreTrainedModel) -> None:
-        """Refuse a target that the drafter was not made for."""
-        super().check(target)
-        self.hidden_layers = self.module.config.layers_of(target)
-
-    def attach(self, text: Text) -> None:
-        if text.first:
-            self.start(text, self.module.config.layers)
-            self.vocab_size = text.target.vocab_size
-            self.vocabulary = DraftVocabulary.of(self.module, self.vocab_size)
-        super().attach(text)
-        reason = why_not(self.module, self.embedding, self.rows.backend)
-        # Parameters as they lie now: a cast replaces them.
-        self.operator = FusedFeatures(self.module, self.embedding, self.rows) if reason is None else None
-
-    def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
-        return self.module(embedded, features, positions, RowPass(self.rows.cache, inputs))
-
-    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return self.module.outputs(hidden)
-
-
-class Eagle3Drafts(Eagle3Reading, Recursion):
-    """The draft source of an :class:`Eagle3`: one forward a level over the frontier, as a draft model's."""
-
-    name = "eagle3"
-
-    def no_logits(self, count: int) -> Tensor:
-        return self.rows.features.new_zeros(len(self.cached), count, self.vocabulary.ranked_size(self.sampler))
-
-    def candidates(self, level: Level, logits: Tensor) -> Candidates:
-        """As :meth:`Expansion.candidates`, in the target's ids."""
-        if self.text.draws is not None:
-            return super().candidates(level, self.vocabulary.whole(logits))
-        return self.vocabulary.ranked(self.sampler, logits, level.positions, level.config.branch)
+        return normed if self.hands_on_normed else hidden, self.lm_head(normed)
