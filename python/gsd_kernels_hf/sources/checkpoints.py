@@ -208,7 +208,7 @@ class Checkpoint:
         self.files = renamed
 
     def name_in_file(self, name: str) -> str:
-        """What a tensor is called there, whether it has it or not."""
+        """Name of a tensor there, whether it has it or not."""
         return self.origin.get(name) or self.published(name)
 
     def load_into(self, module: nn.Module) -> None:
@@ -259,7 +259,7 @@ class Checkpoint:
 
 
 def finite(value: Tensor) -> Tensor:
-    """Whether all numbers are, bool []; bytes of FP8 are compared as wider ones."""
+    """Return whether all numbers are, bool []; bytes of FP8 are compared as wider ones."""
     return (value.float() if value.element_size() == 1 else value).isfinite().all()
 
 

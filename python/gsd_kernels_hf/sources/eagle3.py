@@ -48,7 +48,7 @@ PARALLEL = 8
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """What an EAGLE-3 checkpoint's config says.
+    """The config of an EAGLE-3 checkpoint.
 
     Attributes:
         layers: sizes and rotary settings of the decoder layers; ``vocab_size`` is the target's.
@@ -151,7 +151,7 @@ def fused_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...]) -> dict[str, Any]:
-    """What a P-EAGLE checkpoint's config says beside EAGLE-3's settings.
+    """Read of a P-EAGLE checkpoint's config what EAGLE-3's has not.
 
     Raises:
         BadCheckpoint: no mask token, or settings that are impossible.
@@ -171,7 +171,7 @@ def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...]) ->
 
 
 def says_parallel(config: Mapping[str, Any]) -> bool:
-    """Whether a config is of P-EAGLE."""
+    """Return whether a config is of P-EAGLE."""
     named = [str(name).lower() for name in config.get("architectures") or ()]
     kind = config.get("speculators_model_type")
     return kind == "peagle" or bool(config.get("parallel_drafting")) or any("peagle" in name for name in named)
@@ -283,7 +283,7 @@ class Eagle3(FeatureDrafter):
         return self.config.norm_output
 
     def first_parameters(self) -> dict[str, Any]:
-        """Those of the first layer that :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has by name."""
+        """Parameters of the first layer that :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has by name."""
         first: Any = self.layers[0]
         return {"feature_norm": first.hidden_norm.weight.detach(), "normed_residual": first.norm_before_residual}
 

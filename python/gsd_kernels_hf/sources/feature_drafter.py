@@ -80,7 +80,7 @@ class FeatureDrafter(nn.Module):
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> Any:
-        """What the checkpoint's config and the names and shapes of its tensors say.
+        """Read the checkpoint's config, and the names and shapes of its tensors.
 
         Raises:
             BadCheckpoint: nothing that can be served.

@@ -40,7 +40,7 @@ Stored = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an assistant's config must say of a target.
+    """The sizes that an assistant's config says of a target.
 
     Attributes:
         hidden_size: of the target.
@@ -239,7 +239,7 @@ class AssistantDrafts(LastState, Recursion):
         return self.proposal(level, logits) if self.text.draws is None else None
 
     def has_read(self) -> bool:
-        """Whether the target's layers have storage, as they have from the first token on that it has read."""
+        """Return whether the target's layers have storage, as they have from the first token on that it has read."""
         return all(self.text.target.cache.layers[index].is_initialized for index in self.layers.values())
 
     def forward(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:

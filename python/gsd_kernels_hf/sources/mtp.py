@@ -194,7 +194,7 @@ class Mtp(nn.Module):
         return self.output_norm
 
     def first_parameters(self) -> dict[str, Any]:
-        """What :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has by name, of embedding and feature."""
+        """Parameters for embedding and feature, as :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has them."""
         weight, bias = self.projection.weight.detach(), self.projection.bias
         norms = [norm.weight.detach() for norm in (self.hidden_norm, self.embedding_norm)]
         made = Projection(weight, norms[1], None if bias is None else bias.detach(), self.layout.hidden_first)
@@ -221,7 +221,7 @@ class Mtp(nn.Module):
     def forward(
         self, embedded: Tensor, features: Tensor, positions: Tensor, graph: Attends, cache: GraphCache | None = None
     ) -> Tensor:
-        """What the target's output matrix reads, and the next level's features.
+        """Forward to what the target's output matrix reads, and the next level as its features.
 
         Args:
             embedded: [B, R, D], of the token after each position.

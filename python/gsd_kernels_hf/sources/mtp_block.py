@@ -72,7 +72,7 @@ class TargetRotary:
         self.options = {"layer_type": block.attention} if typed else {}
 
     def frequencies(self, device: torch.device) -> tuple[Tensor, float]:
-        """Those of the rotation, float32 [head_dim / 2], and what cosines and sines are multiplied with."""
+        """Frequencies of the rotation, float32 [head_dim / 2], and what cosines and sines are multiplied with."""
         return self.module.inv_freq.to(device, torch.float32), float(self.module.attention_scaling)
 
     def __call__(self, like: Tensor, positions: Tensor) -> Turns:
