@@ -24,7 +24,7 @@ BUDGET = {
     "bench/scale": 16,
     "csrc/algorithms": 126,  # 124 before a launch normed token and feature
     "csrc/cpu": 211,  # 210 before heads of multi-token prediction were one operator
-    "csrc/cuda": 82,  # 78 before drafters that read features were one operator
+    "csrc/cuda": 83,  # 78 before drafters that read features were one operator
     "csrc/torch_ops": 45,  # 44 before the loader named the namespace of the ops
     "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 25,
