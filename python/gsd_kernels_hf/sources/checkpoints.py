@@ -300,18 +300,6 @@ def set_in(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if value is not None}
 
 
-def layer_numbers(name: str, value: Any, shift: int = 0) -> tuple[int, ...]:
-    """Numbers of hidden states that a config lists, each ``shift`` higher.
-
-    Raises:
-        BadCheckpoint: not a list of different layers.
-    """
-    good = isinstance(value, (list, tuple)) and value and all(type(i) is int and i + shift >= 0 for i in value)
-    if not good or len(set(value)) < len(value):
-        raise BadCheckpoint(f"drafter: {name} in its config: expected a list of different layers, got {value!r}")
-    return tuple(i + shift for i in value)
-
-
 def layer_config(config: Mapping[str, Any], default: str) -> PretrainedConfig:
     """The sizes, activation and rotary settings of a drafter's decoder layers.
 

@@ -22,6 +22,7 @@ from ..model.cache import GraphCache
 from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints
 from .checkpoints import BadCheckpoint, Checkpoint
+from .config_layouts import NESTED, ConfigLayout, layer_numbers, layout_of
 from .feature_drafter import FeatureDrafter
 from .layers import Layer, RowPass, Turns
 
@@ -32,6 +33,14 @@ __all__ = ["Eagle3"]
 
 UNITS_AT_ONCE = 64
 """Columns of the target's output matrix that are read at once."""
+
+FUSED, INNER = "eagle_aux_hidden_state_layer_ids", "eagle_config"
+LAYOUTS = (
+    ConfigLayout(NESTED, FUSED, sizes=NESTED),  # speculators
+    ConfigLayout(FUSED, FUSED),  # SafeAILab, SpecForge
+    ConfigLayout(INNER, FUSED, 1, settings=INNER),  # SGLang: layers whose outputs are fused
+)
+"""What published drafters come in, by where their fused layers stand; a new layout is a row."""
 
 MASK = "mask_hidden"
 """P-EAGLE's tensor."""
@@ -87,24 +96,24 @@ class Eagle3Config:
     ) -> Eagle3Config:
         """Read a ``config.json``.
 
-        SGLang's layout lists the layers whose outputs are fused, in ``eagle_config``; the others what layers read.
-
         Raises:
             BadCheckpoint: a setting is missing, impossible, or not served.
         """
-        nested = config.get("transformer_layer_config")
-        if config.get("speculators_model_type") and not isinstance(nested, dict):
-            raise BadCheckpoint("drafter: its config has no transformer_layer_config, which speculators' layout nests")
-        flat = dict(nested) if isinstance(nested, dict) else dict(config)
-        layers = checkpoints.layer_config(flat, "llama")
+        layout = layout_of(config, LAYOUTS) or LAYOUTS[1]
+        if config.get("speculators_model_type") and not layout.sizes:
+            raise BadCheckpoint(f"drafter: its config has no {NESTED}, which speculators' layout nests")
+        layers = checkpoints.layer_config(layout.sizes_in(config), "llama")
         draft_vocab_size = checkpoints.number(config, "draft_vocab_size", default=layers.vocab_size)
         if draft_vocab_size > layers.vocab_size:
             raise BadCheckpoint(
                 f"drafter: draft_vocab_size={draft_vocab_size} in its config is more than "
                 f"vocab_size={layers.vocab_size}"
             )
-        inner = config.get("eagle_config")
+        inner = config.get(INNER)
         said = {**config, **(inner if isinstance(inner, dict) else {})}
+        fused = layout.settings_in(config).get(FUSED)
+        if fused is None and said.get("use_aux_hidden_state") is False:
+            raise BadCheckpoint("drafter: its config turns use_aux_hidden_state off; only fused layers are served")
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         found = {name: checkpoints.flag(said, name) for name in flags}
         if said.get("logit_scale") not in (None, 1):
@@ -117,7 +126,7 @@ class Eagle3Config:
             layers,
             draft_vocab_size,
             checkpoints.number(config, "target_hidden_size", default=layers.hidden_size),
-            fused_layers(config),
+            None if fused is None else layer_numbers(FUSED, fused, layout.shift),
             own_embedding=own_embedding,
             own_head=not checkpoints.flag(said, TARGET_HEAD),
             **found,
@@ -135,19 +144,6 @@ class Eagle3Config:
             return self.hidden_layers
         count = int(target.config.get_text_config(decoder=True).num_hidden_layers)
         return (2, count // 2, count - 3)
-
-
-def fused_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Numbers of the hidden states that a config says are fused."""
-    name, inner = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config")
-    if config.get(name) is not None:
-        return checkpoints.layer_numbers(name, config[name])
-    if isinstance(inner, dict):
-        if inner.get("use_aux_hidden_state") is False:
-            raise BadCheckpoint("drafter: its config turns use_aux_hidden_state off; only fused layers are served")
-        if inner.get(name) is not None:
-            return checkpoints.layer_numbers(f"eagle_config.{name}", inner[name], shift=1)
-    return None
 
 
 def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...]) -> dict[str, Any]:
