@@ -108,8 +108,7 @@ class Text:
         batch, tokens, sees, depths = len(self.pads), *(t.to(self.device) for t in (tokens, sees, depths))
         mask = pack_bits(sees)[first:last].expand(batch, -1, -1).contiguous()
         slots = torch.arange(first, last, dtype=torch.int32, device=self.device)
-        logits, _, _ = decoder_rows(
-            self.weights,
+        logits, _, _ = self.forward(
             tokens[:, first:last].to(torch.int32),
             (self.kv_len - self.kv_start)[:, None] + depths[first:last],
             self.kv_len[:, None] + slots,
@@ -123,6 +122,10 @@ class Text:
             backend=self.backend,
         )
         return logits
+
+    def forward(self, ids: Tensor, *rows: Tensor, **options: object) -> tuple[Tensor, Tensor, Tensor]:
+        """The operator of rows."""
+        return decoder_rows(self.weights, ids, *rows, **options)
 
     def read(self, tokens: Tensor, step: int) -> Tensor:
         """Append [B, n] tokens, ``step`` at a time; their logits."""

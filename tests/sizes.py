@@ -17,37 +17,37 @@ C_LIKE = (".h", ".cpp", ".cu", ".cuh", ".hpp")
 
 BUDGET = {
     "bench": 12,
-    "bench/generation": 99,  # 98 before a drafter was raced alone
+    "bench/generation": 98,  # 98 before a drafter was raced alone
     "bench/gpu": 69,
     "bench/kernels": 29,
     "bench/lib": 19,
     "bench/scale": 16,
-    "csrc/algorithms": 128,  # 124 before blocks weighed the history; 117 before groups of warps multiplied
-    "csrc/cpu": 210,
-    "csrc/cuda": 79,  # 67 before groups of warps multiplied
+    "csrc/algorithms": 130,  # 124 before blocks weighed the history; 117 before groups of warps multiplied
+    "csrc/cpu": 210,  # 210 before heads of multi-token prediction were one operator
+    "csrc/cuda": 84,  # 78 before drafters that read features were one operator
     "csrc/torch_ops": 46,  # 44 before the loader named the namespace of the ops
     "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 25,
     "gsd_kernels": 22,
-    "gsd_kernels/ops": 204,
+    "gsd_kernels/ops": 206,  # 204 before feature_rows had a projection, and a GPU
     "python/gsd_kernels_hub": 11,  # what is laid out for the Hub
     "python/gsd_kernels_cli": 142,
     "python/gsd_kernels_hf": 47,  # 41 before it had the store of costs
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
     "python/gsd_kernels_hf/corpus": 8,
     "python/gsd_kernels_hf/costs": 24,
-    "python/gsd_kernels_hf/engine": 76,  # 72 before a step was queued ahead
+    "python/gsd_kernels_hf/engine": 77,  # 72 before a step was queued ahead
     "python/gsd_kernels_hf/exported": 7,
-    "python/gsd_kernels_hf/model": 169,  # 150 before GPUs proved themselves
+    "python/gsd_kernels_hf/model": 170,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 65,
     "python/gsd_kernels_hf/policy": 48,
-    "python/gsd_kernels_hf/sources": 194,  # 187 before a grammar drafted
+    "python/gsd_kernels_hf/sources": 197,  # 194 before heads of multi-token prediction were one operator
     "python/gsd_kernels_hf/validate": 21,
     "python/gsd_kernels_serve": 98,  # 97 before names were spelled out
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 48,
-    "tests": 1878,  # 1870 before the history was run as blocks and captured
+    "tests": 1894,  # 1870 before drafters that read features were one operator on a GPU
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

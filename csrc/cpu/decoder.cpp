@@ -82,8 +82,15 @@ void Decoder::forward_last(const DecoderLayer& layer, int64_t keep) {
 }
 
 void Decoder::forward_paired(const DecoderLayer& layer, const Features& features, int64_t keep) {
-  pair_and_pack(layer.input_norm, features, {&layer.q, &layer.k, &layer.v});
+  pair_and_pack(features, {&layer.q, &layer.k, &layer.v});
   forward_packed(layer, keep);
+}
+
+void Decoder::project_pairs(const Projection& projection, const Features& features) {
+  pair_and_pack(features, {&projection});
+  share_outputs(team_, s_.hidden, count(), projection.weights.inputs, [&](int64_t, int64_t begin, int64_t end) {
+    multiply(projection, count(), begin, end, x_.get() + begin, s_.hidden);
+  });
 }
 
 // From the rows that q, k and v read.
@@ -159,17 +166,18 @@ void Decoder::norm_and_pack(const std::vector<float>& norm, Readers readers) {
   });
 }
 
-void Decoder::pair_and_pack(const std::vector<float>& norm, const Features& features, Readers readers) {
+void Decoder::pair_and_pack(const Features& features, Readers readers) {
   const int64_t hidden = s_.hidden, width = 2 * hidden;
   make_room(count(), width, readers);
   const std::unique_ptr<float[]> pairs = floats(count() * width);
   share_rows(team_, count(), width, kernel_.group, [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
       float *x = x_.get() + m * hidden, *pair = pairs.get() + m * width;
-      rms_norm(x, norm.data(), s_.eps, pair, hidden);
+      float *token = pair + (features.first ? hidden : 0), *feature = pair + (features.first ? 0 : hidden);
+      rms_norm(x, features.token_norm.data(), s_.eps, token, hidden);
       read_row(features.rows, m, x, hidden);
-      rms_norm(x, features.norm.data(), s_.eps, pair + hidden, hidden);
-      if (features.normed_residual) std::copy_n(pair + hidden, hidden, x);
+      rms_norm(x, features.norm.data(), s_.eps, feature, hidden);
+      if (features.normed_residual) std::copy_n(feature, hidden, x);
     }
     pack_rows(pairs.get(), first, last, width, readers);
   });

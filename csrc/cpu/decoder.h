@@ -36,12 +36,12 @@ struct DecoderLayer {
   int64_t window;  // 0: none
 };
 
-// What the first layer of an EAGLE-3 drafter (arXiv 2503.01840) reads beside the embeddings: one vector a row, from which
-// the residual begins.
+// What a drafter reads beside the embeddings: one vector a row.
 struct Features {
   Matrix rows;  // [batch · rows, hidden]
-  std::vector<float> norm;
-  bool normed_residual;  // or as they are
+  std::vector<float> norm, token_norm;
+  bool first;            // before the embeddings, side by side
+  bool normed_residual;  // the residual begins as they are normed, or as they are
 };
 
 struct DecoderRows {
@@ -63,8 +63,12 @@ class Decoder {
   // The last layer: keys and values of all rows, and the state of no more than the last `keep` of every sequence.
   void forward_last(const DecoderLayer& layer, int64_t keep);
 
-  // The first layer, whose queries, keys and values read [normed embedding, normed feature]; `keep` as of the last one.
+  // The first layer of an EAGLE-3 drafter (arXiv 2503.01840): queries, keys and values read normed embeddings and normed
+  // features side by side; `keep` as of the last one.
   void forward_paired(const DecoderLayer& layer, const Features& features, int64_t keep);
+
+  // The state that multi-token prediction (arXiv 2412.19437) begins with: such pairs times a matrix.
+  void project_pairs(const Projection& projection, const Features& features);
 
   // What the next layer reads of the rows that are kept, [batch · rows, hidden].
   void copy_state(float* out) const;
@@ -84,7 +88,7 @@ class Decoder {
   int64_t count() const { return s_.batch * kept_; }
   int64_t strip() const;
   void norm_and_pack(const std::vector<float>& norm, Readers readers);
-  void pair_and_pack(const std::vector<float>& norm, const Features& features, Readers readers);
+  void pair_and_pack(const Features& features, Readers readers);
   void forward_packed(const DecoderLayer& layer, int64_t keep);
   void pack(const float* x, int64_t rows, int64_t k, Readers readers);
   void make_room(int64_t rows, int64_t k, Readers readers);

@@ -1,5 +1,5 @@
-// A decoder's forward over graph rows in one call: embedding, layers, norm and output matrix; and that of a drafter whose
-// first layer reads a feature a row besides.
+// A decoder's forward over graph rows in one call: embedding, layers, norm and output matrix; and that of a drafter which
+// reads a feature a row besides.
 //
 // Called module by module, a forward of few rows reads its weights far slower than memory gives them, and its rounding
 // depends on how many rows there are. gsd_kernels/ops/decoder_rows/reference.py is the specification, and that in
@@ -214,22 +214,38 @@ std::tuple<Tensor, Tensor, Tensor> feature_rows(
     const Tensor& token_ids, const Tensor& features, const Tensor& positions, const Tensor& slots,
     const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start,
     const Tensor& embedding, const Tensors& layers, const std::vector<int64_t>& kinds,
-    const Tensors& scales, const Tensor& feature_norm, bool normed_residual, const Tensor& final_norm,
-    const Tensor& head, const Tensor& inv_freq, const Tensors& k_caches,
+    const Tensors& scales, const Tensor& feature_norm, bool normed_residual, const Tensors& projection,
+    bool feature_first, const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq, const Tensors& k_caches,
     const Tensors& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
     double rope_scale, int64_t keep) {
+  const bool projected = !projection.empty();
+  STD_TORCH_CHECK(!projected || projection.size() == 3,
+                  "projection: expected the matrix, the norm of embeddings and a bias, or nothing");
   const Call call(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
-                  scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep, 2,
-                  false);
+                  scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep,
+                  projected ? 1 : 2, false);
   const DecoderSizes& s = call.s;
   check("features", features, features.scalar_type(), {s.batch, s.rows, s.hidden});
   const Features paired{{features.const_data_ptr(), s.hidden, element_of("features", features.scalar_type())},
                         vector_of("feature norm", feature_norm, s.hidden),
+                        projected ? vector_of("token norm", projection[1], s.hidden) : call.layers[0].input_norm,
+                        feature_first,
                         normed_residual};
+  Projection first{};
+  if (projected) {
+    first = {weights_of("projection", projection[0], kDense, nullptr, s.hidden, 2 * s.hidden, call.packing.element),
+             vector_of("projection bias", projection[2], s.hidden, true)};
+  }
   const size_t depth = call.layers.size();
   const Tensor state = torch::stable::new_empty(final_norm, {s.batch, keep, s.hidden}, ScalarType::Float);
   call.run([&](Decoder& decoder) {
-    decoder.forward_paired(call.layers[0], paired, depth > 1 ? s.rows : keep);
+    const int64_t rows = depth > 1 ? s.rows : keep;
+    if (projected) {
+      decoder.project_pairs(first, paired);
+      decoder.forward_last(call.layers[0], rows);
+    } else {
+      decoder.forward_paired(call.layers[0], paired, rows);
+    }
     for (size_t l = 1; l < depth; l++) decoder.forward_last(call.layers[l], l + 1 < depth ? s.rows : keep);
     decoder.copy_state(written<float>(state));
   });

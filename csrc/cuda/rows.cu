@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 
 #include "../algorithms/rows_product.h"
-#include "../algorithms/rows_turn.h"
 #include "kernel_facts.h"
 #include "warp_machine.h"
 
@@ -90,6 +89,15 @@ __global__ void __launch_bounds__(kRowThreads) rows_embed_kernel(const __grid_co
 #endif
 }
 
+template <class Element>
+__global__ void __launch_bounds__(kRowThreads) rows_pair_kernel(const __grid_constant__ RowsPair args) {
+#if defined(GSD_HAS_MMA)
+  __shared__ __align__(16) char arena[kNormArenaBytes];
+  CudaMachine machine(arena);
+  pair_row<Element>(machine, args, static_cast<int>(blockIdx.x));
+#endif
+}
+
 // Makes a kernel ready on a device: the shared memory that it needs is allowed. `waits`: whether it was compiled with
 // its wait. That is of the code, not of the GPU: what was compiled for an older one, and translated when it was loaded,
 // does not wait.
@@ -134,6 +142,14 @@ int launch(void (*kernel)(Args...), dim3 blocks, int threads, const RowsLaunch& 
   return launch_with(0, kernel, blocks, threads, how, args...);
 }
 
+// A block a row, behind everything before.
+template <class Args>
+int launch_first(void (*bfloat16)(Args), void (*half)(Args), const std::remove_const_t<Args>& args, RowsLaunch how) {
+  if (args.rows == 0) return cudaSuccess;
+  how.overlap = false;  // whatever wrote the weights is done, which products rely on; and it may be no kernel
+  return launch(how.bfloat16 ? bfloat16 : half, dim3(static_cast<unsigned>(args.rows)), kRowThreads, how, args);
+}
+
 template <class Element>
 int launch_product(const RowsProduct& args, const RowsLaunch& how) {
   const RowsCut cut(args, args.tile_outputs());
@@ -169,12 +185,11 @@ int launch_turn(const RowsTurn& args, const RowsLaunch& how) {
 }  // namespace
 
 int launch_rows_embed(const RowsEmbed& args, const RowsLaunch& how) {
-  if (args.rows == 0) return cudaSuccess;
-  const dim3 blocks(static_cast<unsigned>(args.rows));
-  RowsLaunch first = how;
-  first.overlap = false;  // whatever wrote the weights is done, which products rely on; and it may be no kernel
-  return how.bfloat16 ? launch(rows_embed_kernel<Bfloat16>, blocks, kRowThreads, first, args)
-                      : launch(rows_embed_kernel<Half>, blocks, kRowThreads, first, args);
+  return launch_first(rows_embed_kernel<Bfloat16>, rows_embed_kernel<Half>, args, how);
+}
+
+int launch_rows_pair(const RowsPair& args, const RowsLaunch& how) {
+  return launch_first(rows_pair_kernel<Bfloat16>, rows_pair_kernel<Half>, args, how);
 }
 
 int launch_rows_norm(const RowsNorm& args, const RowsLaunch& how) {

@@ -2,7 +2,7 @@
 // cudaError_t as int and neither allocates nor reads from the device, so it can be captured in a CUDA graph.
 #pragma once
 
-#include "../algorithms/rows.h"
+#include "../algorithms/rows_pair.h"
 
 namespace gsd {
 
@@ -13,9 +13,10 @@ struct RowsLaunch {
   bool group;     // products of many rows by groups of warps, where there is code for it (rows_group.cu)
 };
 
-// The embedding comes first: it waits for everything before, and so do the products' weights.
+// The embedding, or the pairs, come first: they wait for everything before, and so do the products' weights.
 
 int launch_rows_embed(const RowsEmbed& args, const RowsLaunch& how);
+int launch_rows_pair(const RowsPair& args, const RowsLaunch& how);
 int launch_rows_norm(const RowsNorm& args, const RowsLaunch& how);
 int launch_rows_product(const RowsProduct& args, const RowsLaunch& how);
 // By groups of warps; `taken` is false, and nothing launched, where the library or the GPU has no code for it.

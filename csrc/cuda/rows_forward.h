@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "../algorithms/path_attention.h"
-#include "../algorithms/rows.h"
+#include "../algorithms/rows_pair.h"
 
 namespace gsd {
 
@@ -18,6 +18,7 @@ struct RowsLayer {
   uint16_t *keys, *values;                                       // [B, Hkv, S, D]
   int64_t k_batch, k_head, k_slot, v_batch, v_head, v_slot;      // strides in elements
   int window;                                                    // positions that a row sees; 0: all
+  bool paired;                                                   // q, k, v read embedding and feature side by side
   float* state;                                                  // [B · R, hidden]: takes what the layer reads; or null
 };
 
@@ -34,6 +35,10 @@ struct RowsDecoder {
   std::vector<RowsLayer> layers;
   const uint16_t* final_norm;  // [hidden]
   RowsMatrix head;
+  RowsPair pair;           // of a drafter that reads features; `out` and `x` are not set here
+  RowsMatrix projection;   // [hidden, 2 hidden], of such pairs to what the first layer reads; null: none
+  float* state;      // [B · keep, hidden]: what the final norm reads; or null
+  float* normed;     // [B · R, hidden]: what leaves the final norm, of every row; or null
   float* last;       // [B · keep, hidden]: what the output matrix reads
   uint16_t* logits;  // [B · keep, outputs of the head], of the weights' type
   float* spoiled;    // [B · R] or null: gets NaN where a key or value is not finite
@@ -42,19 +47,22 @@ struct RowsDecoder {
 class RowsForward {
  public:
   explicit RowsForward(const RowsDecoder& decoder) : d(decoder), count(decoder.batch * decoder.rows) {
-    RowsScratch most = rows_product_scratch(output(nullptr));
+    RowsScratch most{};
+    const auto needs = [&](const RowsProduct& product) {
+      const RowsScratch needed = rows_product_scratch(product);
+      most.partials = needed.partials > most.partials ? needed.partials : most.partials;
+      most.counters = needed.counters > most.counters ? needed.counters : most.counters;
+    };
+    needs(output(nullptr));
+    if (projects()) needs(projection(nullptr));
     for (const RowsLayer& layer : d.layers) {
-      for (const RowsProduct& product : {qkv(layer, nullptr), o(layer, nullptr), gated(layer, nullptr),
-                                         down(layer, nullptr)}) {
-        const RowsScratch needed = rows_product_scratch(product);
-        most.partials = needed.partials > most.partials ? needed.partials : most.partials;
-        most.counters = needed.counters > most.counters ? needed.counters : most.counters;
-      }
+      needs(qkv(layer, nullptr)), needs(o(layer, nullptr)), needs(gated(layer, nullptr)), needs(down(layer, nullptr));
     }
     counters = place(4 * most.counters);  // first, so that one piece has to be cleared
     cleared = size;
     x = place(4 * int64_t{count} * d.hidden);
     normed = place(2 * int64_t{count} * d.hidden);
+    pairs = place(reads_features() ? 4 * int64_t{count} * d.hidden : 0);
     projected = place(4 * int64_t{count} * qkv_size());
     queries = place(2 * int64_t{count} * q_size());
     attended = place(2 * int64_t{count} * q_size());
@@ -68,24 +76,32 @@ class RowsForward {
   int64_t bytes() const { return size; }             // of scratch memory, at a multiple of 256 bytes
   int64_t cleared_bytes() const { return cleared; }  // of its beginning, which have to be 0
 
-  // Calls `launch` for every kernel in order, up to the first error, which is returned. Without rows to keep the last
-  // layer ends with its keys and values.
+  // Calls `launch` for every kernel in order, up to the first error, which is returned. Where nothing is asked of the last
+  // layer, it ends with its keys and values.
   template <class Launch>
   int run(char* memory, Launch& launch) const {
     if (count == 0) return 0;
-    int error = launch.embed(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, d.hidden});
+    int error = reads_features()
+                    ? launch.pair(pair(memory))
+                    : launch.embed(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, d.hidden});
     if (error == 0) error = launch.ancestors(ancestor_lists(memory));
+    if (error == 0 && projects()) error = launch.product(before(projection(memory), qkv(d.layers[0], nullptr)));
     for (size_t l = 0; l < d.layers.size() && error == 0; l++) {
       const RowsLayer& layer = d.layers[l];
-      const bool last = l + 1 == d.layers.size(), ends = last && d.keep == 0;
+      const bool last = l + 1 == d.layers.size(), ends = last && d.keep == 0 && d.normed == nullptr;
       error = store_keys(layer, ends, memory, launch);
       if (error != 0 || ends) continue;
       error = finish_layer(layer, last ? output(nullptr) : qkv(d.layers[l + 1], nullptr), memory, launch);
     }
+    if (error == 0 && d.normed != nullptr) {
+      RowsNorm every = norm_of(d.final_norm, memory);
+      every.exact = d.normed;
+      error = launch.norm(every);
+    }
     if (error != 0 || d.keep == 0) return error;
     RowsNorm norm = norm_of(d.final_norm, memory);
     norm.keep = d.keep;
-    norm.exact = d.last;
+    norm.exact = d.last, norm.copy = d.state;
     error = launch.norm(norm);
     return error != 0 ? error : launch.product(output(memory));
   }
@@ -93,9 +109,12 @@ class RowsForward {
  private:
   template <class Launch>
   int store_keys(const RowsLayer& layer, bool ends, char* memory, Launch& launch) const {
-    RowsNorm norm = norm_of(layer.input_norm, memory);
-    norm.copy = layer.state;
-    int error = launch.norm(norm);
+    int error = 0;
+    if (!layer.paired) {
+      RowsNorm norm = norm_of(layer.input_norm, memory);
+      norm.copy = layer.state;
+      error = launch.norm(norm);
+    }
     if (error == 0) error = launch.product(before(qkv(layer, memory), ends ? RowsProduct{} : o(layer, nullptr)));
     return error != 0 ? error : launch.turn(turn(layer, memory));
   }
@@ -115,6 +134,8 @@ class RowsForward {
     return made;
   }
 
+  bool reads_features() const { return d.pair.features != nullptr; }
+  bool projects() const { return d.projection.weight != nullptr; }
   int q_size() const { return d.heads * d.head_dim; }
   int kv_size() const { return d.kv_heads * d.head_dim; }
   int qkv_size() const { return q_size() + 2 * kv_size(); }
@@ -147,8 +168,23 @@ class RowsForward {
     return made;
   }
 
+  RowsPair pair(char* memory) const {
+    RowsPair made = d.pair;
+    made.out = at<uint16_t>(memory, pairs);
+    made.x = projects() ? nullptr : at<float>(memory, x);
+    return made;
+  }
+
+  RowsProduct projection(char* memory) const {
+    RowsProduct made = product(memory, pairs, 2 * d.hidden, RowsEnd::kStore, d.hidden);
+    made.matrices[0] = d.projection;
+    made.matrices[0].out = at<float>(memory, x);
+    return made;
+  }
+
   RowsProduct qkv(const RowsLayer& layer, char* memory) const {
-    RowsProduct made = product(memory, normed, d.hidden, RowsEnd::kStore, qkv_size());
+    RowsProduct made = layer.paired ? product(memory, pairs, 2 * d.hidden, RowsEnd::kStore, qkv_size())
+                                    : product(memory, normed, d.hidden, RowsEnd::kStore, qkv_size());
     made.count = 3;
     const RowsMatrix* of[] = {&layer.q, &layer.k, &layer.v};
     int64_t place = projected;
@@ -233,7 +269,7 @@ class RowsForward {
   const int count;  // of rows, B · R
   int64_t size = 0, cleared = 0;
   // Places in the scratch memory.
-  int64_t counters = 0, x = 0, normed = 0, projected = 0, queries = 0, attended = 0, products = 0, ancestors = 0;
+  int64_t counters = 0, x = 0, normed = 0, pairs = 0, projected = 0, queries = 0, attended = 0, products = 0, ancestors = 0;
   int64_t lengths = 0, path = 0, partials = 0;
 };
 

@@ -67,6 +67,11 @@ class RowsTensors {
     return const_cast<uint16_t*>(halves(name, t));
   }
 
+  const uint16_t* halves(const char* name, const Tensor& t) const {
+    STD_TORCH_CHECK(t.scalar_type() == dtype, name, ": expected the dtype of the norms");
+    return static_cast<const uint16_t*>(aligned(name, t));
+  }
+
  private:
   static RowsKind kind_of(const char* name, int64_t number) {
     const RowsKind kind = static_cast<RowsKind>(number);
@@ -99,11 +104,6 @@ class RowsTensors {
     m.scales = static_cast<const float*>(aligned(name, t));
   }
 
-  const uint16_t* halves(const char* name, const Tensor& t) const {
-    STD_TORCH_CHECK(t.scalar_type() == dtype, name, ": expected the dtype of the norms");
-    return static_cast<const uint16_t*>(aligned(name, t));
-  }
-
   static const void* aligned(const char* name, const Tensor& t) {
     STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, name,
                     ": expected an address that is a multiple of 16 bytes");
@@ -125,7 +125,7 @@ inline bool rows_setting(const char* name, bool otherwise) {
 }
 
 // `t`: tensors of layer l in the order of LayerWeights.tensors.
-inline RowsLayer rows_layer(const RowsTensors& of, const Tensor* t, size_t l, const RowsDecoder& d) {
+inline RowsLayer rows_layer(const RowsTensors& of, const Tensor* t, size_t l, const RowsDecoder& d, bool paired) {
   const int64_t q_size = int64_t{d.heads} * d.head_dim, kv_size = int64_t{d.kv_heads} * d.head_dim;
   const auto projection = [&](const char* name, size_t at, int64_t outputs, int64_t inputs) {
     const size_t among = at < 5 ? at - 1 : at - 2;  // the layer's matrices; q, k, v, o: 1 … 4; gate, up, down: 6 … 8
@@ -134,13 +134,15 @@ inline RowsLayer rows_layer(const RowsTensors& of, const Tensor* t, size_t l, co
     return m;
   };
   RowsLayer layer{};
+  layer.paired = paired;
+  const int64_t read = paired ? 2 * d.hidden : d.hidden;
   layer.input_norm = of.vector("input norm", t[0], d.hidden);
   layer.second_norm = of.vector("second norm", t[5], d.hidden);
   layer.q_norm = of.vector("q norm", t[16], d.head_dim, true);
   layer.k_norm = of.vector("k norm", t[17], d.head_dim, true);
-  layer.q = projection("q", 1, q_size, d.hidden);
-  layer.k = projection("k", 2, kv_size, d.hidden);
-  layer.v = projection("v", 3, kv_size, d.hidden);
+  layer.q = projection("q", 1, q_size, read);
+  layer.k = projection("k", 2, kv_size, read);
+  layer.v = projection("v", 3, kv_size, read);
   layer.o = projection("o", 4, d.hidden, q_size);
   layer.gate = projection("gate", 6, d.inner, d.hidden);
   layer.up = projection("up", 7, d.inner, d.hidden);
@@ -162,7 +164,7 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
                              const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                              const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
                              const std::vector<int64_t>& states, int64_t keep,
-                             const std::optional<Tensor>& spoiled = std::nullopt) {
+                             const std::optional<Tensor>& spoiled = std::nullopt, bool paired = false) {
   check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
   const int64_t batch = token_ids.size(0), rows = token_ids.size(1);
   check("positions", positions, ScalarType::Int, {batch, rows});
@@ -218,7 +220,7 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
   const RowsTensors of(final_norm.scalar_type(), kinds, scales);
   d.embedding = of.matrix("embedding", 0, embedding, rows_size("embedding", embedding.size(0)), d.hidden);
   for (size_t l = 0; l < depth; l++) {
-    d.layers.push_back(rows_layer(of, layers.data() + l * kTensorsPerLayer, l, d));
+    d.layers.push_back(rows_layer(of, layers.data() + l * kTensorsPerLayer, l, d, paired && l == 0));
     RowsLayer& layer = d.layers.back();
     layer.keys = of.cache("k_caches", k_caches[l], d, layer.k_batch, layer.k_head, layer.k_slot);
     layer.values = of.cache("v_caches", v_caches[l], d, layer.v_batch, layer.v_head, layer.v_slot);
@@ -235,14 +237,41 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
       embedding, {static_cast<int64_t>(states.size()), batch, rows, d.hidden}, ScalarType::Float);
   d.logits = static_cast<uint16_t*>(logits.mutable_data_ptr()), d.last = written<float>(last);
   for (size_t i = 0; i < states.size(); i++) {
-    STD_TORCH_CHECK(states[i] >= 0 && states[i] < static_cast<int64_t>(depth) &&
-                        d.layers[static_cast<size_t>(states[i])].state == nullptr,
-                    "states: expected different layers of 0 ... ", depth - 1, ", got ", states[i]);
-    d.layers[static_cast<size_t>(states[i])].state =
-        written<float>(read_by) + static_cast<int64_t>(i) * batch * rows * d.hidden;
+    STD_TORCH_CHECK(states[i] >= 0 && states[i] <= static_cast<int64_t>(depth), "states: expected layers 0 ... ", depth,
+                    ", got ", states[i]);
+    const size_t at = static_cast<size_t>(states[i]);
+    float*& state = at < depth ? d.layers[at].state : d.normed;
+    STD_TORCH_CHECK(state == nullptr, "states: expected different layers, got ", states[i], " twice");
+    state = written<float>(read_by) + static_cast<int64_t>(i) * batch * rows * d.hidden;
   }
   call.outputs = {logits, last, read_by};
   return call;
+}
+
+// What a drafter that reads features has besides. The third output becomes what the final norm reads.
+inline void add_features(RowsCall& call, const Tensor& features, const Tensor& feature_norm, bool normed_residual,
+                         const std::vector<Tensor>& projection, bool feature_first, const Tensor& final_norm) {
+  const bool projected = !projection.empty();
+  STD_TORCH_CHECK(!projected || projection.size() == 3,
+                  "projection: expected the matrix, the norm of embeddings and a bias, or nothing");
+  RowsDecoder& d = call.decoder;
+  check("features", features, final_norm.scalar_type(), {d.batch, d.rows, d.hidden});
+  const std::vector<int64_t> dense;
+  const std::vector<Tensor> nothing;
+  const RowsTensors of(final_norm.scalar_type(), dense, nothing);
+  d.pair.tokens = d.tokens, d.pair.embedding = d.embedding;
+  d.pair.features = of.halves("features", features);
+  d.pair.feature_norm = of.vector("feature norm", feature_norm, d.hidden);
+  d.pair.token_norm = projected ? of.vector("token norm", projection[1], d.hidden) : d.layers[0].input_norm;
+  d.pair.feature_first = feature_first, d.pair.normed_residual = normed_residual;
+  d.pair.rows = d.batch * d.rows, d.pair.hidden = d.hidden, d.pair.eps = d.eps;
+  if (projected) {
+    d.projection = of.matrix("projection", 0, projection[0], d.hidden, 2 * d.hidden);
+    d.projection.bias = of.vector("projection bias", projection[2], d.hidden, true);
+  }
+  Tensor& state = std::get<2>(call.outputs);
+  state = torch::stable::new_empty(final_norm, {d.batch, d.keep, d.hidden}, ScalarType::Float);
+  d.state = written<float>(state);
 }
 
 }  // namespace gsd

@@ -180,7 +180,7 @@ def feature_inputs():
     w, k_caches, v_caches = weights.decoder, case.pop("k_caches"), case.pop("v_caches")
     features = case.pop("features")
     ids, *rows = case.values()
-    first = w.embedding, w.flat_layers, *w.packing, weights.feature_norm, weights.normed_residual
+    first = w.embedding, w.flat_layers, *w.packing, *weights.first
     rest = w.final_norm, w.head, w.inv_freq, k_caches, v_caches, w.windows, w.heads, w.eps, w.rope_scale, 3
     return ids, features, *rows, *first, *rest
 

@@ -26,7 +26,7 @@ KERNELS = (
 ATTENTION = ("attention_split_kernel", "attention_combine_kernel", "path_split_kernel", "path_end_kernel")
 ROWS = (
     *("rows_product_kernel", "rows_wide_product_kernel", "rows_packed_product_kernel"),
-    *("rows_turn_kernel", "rows_norm_kernel", "rows_embed_kernel", "rows_group_kernel"),
+    *("rows_turn_kernel", "rows_norm_kernel", "rows_embed_kernel", "rows_pair_kernel", "rows_group_kernel"),
 )
 CUDA_OPS = (
     *("merge", "flatten", "verify", "commit_kv", "dag_attention"),
@@ -34,11 +34,12 @@ CUDA_OPS = (
     *("ngram_insert", "ngram_lookup", "perturb_candidates", "mix_candidates"),
     *("calibrate_candidates", "learn_source", "history_recall", "history_append"),
     *("start_graph", "feed_rows", "feed_chain", "accepted_path", "commit_text"),
-    "decoder_rows",
+    *("decoder_rows", "feature_rows"),
 )
 
 ELEMENTS, HEAD_DIMS, WARPS = ("Half", "Bfloat16"), (64, 128), (1, 2, 4)  # of the attention
 TILE_ROWS = (16, 32, 64)  # of a product
+ONE_SIZE = ("rows_wide_product", "rows_norm", "rows_embed", "rows_pair")
 GROUP_ROWS = (64, 128, 256)  # of one by groups of warps
 PATH_WARPS = (1, 4)
 
@@ -163,7 +164,7 @@ def rows_kernels() -> list[str]:
     sizes = {"rows_product": TILE_ROWS, "rows_packed_product": TILE_ROWS, "rows_turn": HEAD_DIMS}
     sizes["rows_group"] = GROUP_ROWS
     templates = [f"{name} {e} {size}" for name in sizes for e in ELEMENTS for size in sizes[name]]
-    return templates + [f"{name} {e}" for name in ("rows_wide_product", "rows_norm", "rows_embed") for e in ELEMENTS]
+    return templates + [f"{name} {e}" for name in ONE_SIZE for e in ELEMENTS]
 
 
 @pytest.fixture(scope="module")

@@ -162,11 +162,13 @@ def test_a_layer_is_nine_launches(tmp_path_factory):
     assert len(LAYER) <= 10
     assert launched(5) == launched(1) == launched(1, count=1) == whole
     assert launched(5, states=(0, 2)) == whole, "hidden states are copied by launches that are there"
+    assert launched(1, states=(3,)) == [*whole[:-2], "norm", "norm", "product"], "those behind the last norm are not"
     folder = block_code.SOURCE.parents[2] / "csrc/cuda"
     attention, others = ((folder / file).read_text() for file in ("path_attention.cu", "rows.cu"))
     assert attention.count("<<<") == 3, "the lists, the prefix, the ends of rows"
     assert others.count("cudaLaunchKernelEx(") == 1 and "<<<" not in others, "one launch a call"
     assert launched(0) == ["embed", "ancestors", *(2 * LAYER), *LAYER[:3]], "of a prompt the last layer's keys suffice"
+    assert launched(0, states=(3,)) == whole[:-1], "unless its states are read"
 
 
 @pytest.mark.slow
@@ -243,7 +245,7 @@ def test_it_equals_the_reference_and_the_cpus_operator(device, name, dtype):
             for cache in (*case.caches[0], *case.caches[1]):
                 cache.zero_()  # it reads every slot
         case.read(random_tokens(2, 40), 30)
-        found = decoder_rows(case.weights, *graph_rows(case, 21), keep=17, states=(1, 0, 1), backend=backend)
+        found = decoder_rows(case.weights, *graph_rows(case, 21), keep=17, states=(1, 0, 2, 1), backend=backend)
         results.append([t.cpu() for t in found])
     assert len(results) >= 2 and results[0][0].dtype is dtype, "the output matrix rounds"
     tolerance = {BFLOAT16: 3e-2, HALF: 3e-3}[dtype]
@@ -252,6 +254,7 @@ def test_it_equals_the_reference_and_the_cpus_operator(device, name, dtype):
         for other in others:
             assert ours.shape == other.shape and (ours - other).norm() <= tolerance * other.norm()
     assert torch.equal(results[0][2][1], results[1][2][1]), "of layer 0 the embeddings"
+    assert torch.equal(results[0][2][2][:, 4:], results[0][1]), "behind the last norm every row's, kept or not"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

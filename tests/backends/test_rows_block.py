@@ -14,7 +14,7 @@ from block_code.programs import BUILDS, CXX, DIFFERENT, ONE_TYPE, RACE, ROOT, bu
 from shared import once
 
 SOURCE = ROOT / "tests/block_code/rows.cpp"
-HEADERS = {name: ROOT / f"csrc/algorithms/{name}.h" for name in ("rows", "rows_product", "rows_turn")}
+HEADERS = {name: ROOT / f"csrc/algorithms/{name}.h" for name in ("rows", "rows_product", "rows_turn", "rows_pair")}
 BANK_CONFLICT = 5
 
 pytestmark = [
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 TEXTS = {name: path.read_text() if path.exists() else "" for name, path in HEADERS.items()}
-PARTS = {"product": TEXTS["rows_product"], "between": TEXTS["rows_turn"]}  # of the program
+PARTS = {"product": TEXTS["rows_product"], "between": TEXTS["rows_turn"] + TEXTS["rows_pair"]}  # of the program
 
 
 def named(call: str) -> list[tuple[str, str]]:
@@ -151,9 +151,9 @@ def test_the_runtime_is_asked_once_about_a_kernel(tmp_path):
 
 
 def test_everything_with_a_name_is_listed():
-    calls = {"sync": 3, "any": 1, "wait<": 1, "copy": 2, "load_matrices<": 2, "await_previous": 4}
+    calls = {"sync": 4, "any": 1, "wait<": 1, "copy": 2, "load_matrices<": 2, "await_previous": 5}
     for call, count in calls.items():
         found = sum(len(re.findall(rf"machine\.(?:template )?{call}\(?", text)) for text in PARTS.values())
         assert found == count, call
-    assert len(set(BARRIERS)) == 4 and len(WAITS) == 1 and len(AWAITS) == 4
+    assert len(set(BARRIERS)) == 5 and len(WAITS) == 1 and len(AWAITS) == 5
     assert set(COPIES) == set(LOADS) == {("product", "weights"), ("product", "rows")}

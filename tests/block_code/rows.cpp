@@ -3,9 +3,9 @@
 //     rows product|packed|between|alone ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME |
 //                                             --misplace-load NAME | --no-await NAME]
 //
-// product: products with all their ends. packed: packed matrices, against their dense ones. between: norms, turned heads, the embedding. alone: rows alone and among up to
+// product: products with all their ends. packed: packed matrices, against their dense ones. between: norms, turned heads, the embedding, beside features. alone: rows alone and among up to
 // 128 others. Exit status: 0 right, 3 wrong, 4 divergent, 5 bank conflict, 6 a source that changes while it is copied.
-#include "../../csrc/algorithms/rows_turn.h"
+#include "../../csrc/algorithms/rows_pair.h"
 #include "row_problems.h"
 
 using namespace gsd;
@@ -264,11 +264,63 @@ bool turn_is_right(std::mt19937& random) {
 }
 
 template <class Element>
+bool pair_is_right(std::mt19937& random) {
+  RowsPair a{};
+  a.rows = between(random, 2, 4), a.hidden = 8 * between(random, 1, 300), a.eps = 1e-5f, a.embedding.outputs = 5;
+  a.feature_first = random() % 2 == 0, a.normed_residual = random() % 2 == 0;
+  const size_t hidden = static_cast<size_t>(a.hidden), size = a.rows * hidden;
+  const std::vector<uint16_t> embedding = drawn<Element>(5 * hidden, random);
+  const std::vector<uint16_t> norms[] = {drawn<Element>(hidden, random), drawn<Element>(hidden, random)};
+  const PackedRows packed(5, a.hidden, random);
+  std::vector<int32_t> drawn_tokens;
+  for (int i = 0; i < a.rows; i++) drawn_tokens.push_back(between(random, -1, 5));
+  Awaited<int32_t> tokens(drawn_tokens);
+  Awaited<uint16_t> features(drawn<Element>(size, random));
+  std::vector<uint16_t> out(2 * size, 0xFFFF);
+  std::vector<float> x(size, NAN);
+  const bool begins = random() % 2 == 0;
+  a.tokens = tokens.there.data(), a.features = features.there.data(), a.embedding.weight = embedding.data();
+  a.token_norm = norms[0].data(), a.feature_norm = norms[1].data();
+  a.out = out.data(), a.x = begins ? x.data() : nullptr;
+  packed.put(a.embedding);
+  Previous previous;
+  previous.write = [&] { tokens.arrive(), features.arrive(); };
+  run_grid(
+      kRowWarps, a.rows, kNormArenaBytes, faults, machine_faults,
+      [&](FiberMachine& machine, int b) { pair_row<Element>(machine, a, b); }, 1, &previous);
+  for (int i = 0; i < a.rows; i++) {
+    const size_t token = static_cast<size_t>(std::clamp(tokens.values[i], 0, 4));
+    for (int part = 0; part < 2; part++) {
+      std::vector<float> row;
+      for (size_t n = 0; n < hidden; n++) {
+        const bool dense = packed.kind == RowsKind::kDense;
+        const uint16_t embedded = dense ? embedding[token * hidden + n]
+                                        : Element::round(packed.at(static_cast<int>(token), static_cast<int>(n)));
+        row.push_back(Element::widen(part == 0 ? embedded : features.values[i * hidden + n]));
+      }
+      double square = 0;
+      for (const float value : row) square += static_cast<double>(value) * value;
+      const size_t place = (2 * i + (a.feature_first ? 1 - part : part)) * hidden;
+      for (size_t n = 0; n < hidden; n++) {
+        const double normed = row[n] / std::sqrt(square / a.hidden + a.eps) * Element::widen(norms[part][n]);
+        const double allowed = 1.01 * unit<Element>() * std::abs(normed) + 0x1p-24;
+        const int column = static_cast<int>(n);
+        if (!close(Element::widen(out[place + n]), normed, allowed, "pair", i, column)) return false;
+        if (part == 0 || !begins) continue;
+        const double first = a.normed_residual ? normed : row[n];
+        if (!close(x[i * hidden + n], first, 0x1p-20 * std::abs(first), "residual", i, column)) return false;
+      }
+    }
+  }
+  return true;
+}
+
+template <class Element>
 bool round_is_right(const char* what, int round, std::mt19937& random) {
   if (strcmp(what, "product") == 0) return product_round<Element>(round, random);
   if (strcmp(what, "packed") == 0) return packed_round(round, random);
   if (strcmp(what, "alone") == 0) return alone<Element>(random);
-  return norm_is_right<Element>(random) && embedding_is_right<Element>(random) &&
+  return norm_is_right<Element>(random) && embedding_is_right<Element>(random) && pair_is_right<Element>(random) &&
          turn_is_right<Element, 64>(random) && turn_is_right<Element, 128>(random);
 }
 

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from gsd_kernels import backends
 from gsd_kernels.ops.decoder_rows import cuda, decoder_rows
+from gsd_kernels.ops.feature_rows import cuda as features_on_cuda
+from gsd_kernels.ops.feature_rows import feature_rows
 from gsd_kernels_hf.model import fused
 
 from .programs import CXX, ROOT, build
 
 SOURCE = ROOT / "tests/block_code/rows_op.cpp"
 MISSING = "no C++ compiler (CXX, g++)" if CXX is None else None if SOURCE.exists() else "not a source checkout"
-KERNELS = ("embed", "ancestors", "norm", "product", "turn", "attend", "combine")
+KERNELS = ("embed", "ancestors", "norm", "product", "turn", "attend", "combine", "pair")
 TORCH = Path(torch.__file__).parent
 BLOCKS = pytest.param(
     "cpu",
@@ -48,6 +50,9 @@ def operators(factory: pytest.TempPathFactory) -> Any:
         torch.library.define("gsd_block_code::decoder_rows", f"{arguments} -> {results}")
         torch.library.define("gsd_block_code::launches", f"{arguments} -> Tensor")
         torch.library.define("gsd_block_code::ahead", f"{arguments} -> Tensor")
+        arguments, _, results = feature_rows.schema.partition(" -> ")
+        torch.library.define("gsd_block_code::feature_rows", f"{arguments} -> {results}")
+        torch.library.define("gsd_block_code::feature_launches", f"{arguments} -> Tensor")
         torch.ops.load_library(str(folder / "rows_op.so"))
     return torch.ops.gsd_block_code
 
@@ -55,6 +60,12 @@ def operators(factory: pytest.TempPathFactory) -> Any:
 def launches(factory: pytest.TempPathFactory, *arguments: Any) -> list[str]:
     """Names of the kernels that a call launches, in order; arguments as of an implementation of decoder_rows."""
     found = operators(factory).launches(*decoder_rows.operands(*arguments, None))
+    return [KERNELS[kernel] for kernel in found[1:].tolist()]
+
+
+def feature_launches(factory: pytest.TempPathFactory, *arguments: Any) -> list[str]:
+    """As :func:`launches`, of feature_rows."""
+    found = operators(factory).feature_launches(*feature_rows.operands(*arguments))
     return [KERNELS[kernel] for kernel in found[1:].tolist()]
 
 
@@ -69,15 +80,19 @@ def asked_ahead(factory: pytest.TempPathFactory, *arguments: Any) -> list[list[i
 
 
 def take_for_gpus(monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFactory) -> None:
-    """``backend="cuda"`` of decoder_rows runs here, on CPU tensors."""
+    """``backend="cuda"`` of decoder_rows and feature_rows runs here, on CPU tensors."""
     ops, known = operators(factory), backends.unavailable_reason
 
     def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         return ops.decoder_rows(*decoder_rows.operands(*arguments))
 
+    def run_features(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return ops.feature_rows(*feature_rows.operands(*arguments))
+
     def reason(backend: str, device: torch.device) -> str | None:
         return None if backend == "cuda" else known(backend, device)
 
     monkeypatch.setattr(cuda, "run", run)
+    monkeypatch.setattr(features_on_cuda, "run", run_features)
     monkeypatch.setattr(backends, "unavailable_reason", reason)
     monkeypatch.setattr(fused, "unavailable_reason", reason)

@@ -1,7 +1,9 @@
 // decoder_rows of the CUDA library with its kernels run on the CPU, as an operator of tensors there:
 //
 //     gsd_block_code::decoder_rows   as gsd_kernels::decoder_rows; blocks in any order
-//     gsd_block_code::launches       the same arguments; whether launches begin early, and what is launched, as numbers
+//     gsd_block_code::feature_rows   as gsd_kernels::feature_rows, likewise
+//     gsd_block_code::feature_launches  its arguments, and what `launches` returns
+//     gsd_block_code::launches       as decoder_rows; whether launches begin early, and what is launched, as numbers
 //                                    of Kernel, in order
 //     gsd_block_code::ahead          the same arguments; what products ask for ahead: number of the product, address and
 //                                    size of a piece, three numbers each
@@ -22,7 +24,7 @@
 namespace gsd {
 namespace {
 
-enum Kernel : int32_t { kEmbed, kAncestors, kNorm, kProduct, kTurn, kAttend, kCombine };
+enum Kernel : int32_t { kEmbed, kAncestors, kNorm, kProduct, kTurn, kAttend, kCombine, kPair };
 
 struct Recorder {
   std::vector<int32_t> launched;
@@ -34,6 +36,7 @@ struct Recorder {
     return 0;
   }
   int embed(const RowsEmbed&) { return add({kEmbed}); }
+  int pair(const RowsPair&) { return add({kPair}); }
   int ancestors(const AncestorListArgs&) { return add({kAncestors}); }
   int norm(const RowsNorm&) { return add({kNorm}); }
   int product(const RowsProduct& a) {
@@ -66,6 +69,10 @@ struct BlockLaunches {
 
   int embed(const RowsEmbed& a) const {
     return run_blocks(kRowWarps, a.rows, 0, [&](FiberMachine& m, int block) { embed_row<Element>(m, a, block); });
+  }
+  int pair(const RowsPair& a) const {
+    return run_blocks(kRowWarps, a.rows, kNormArenaBytes,
+                      [&](FiberMachine& m, int block) { pair_row<Element>(m, a, block); });
   }
   int norm(const RowsNorm& a) const {
     return run_blocks(kRowWarps, a.batch * a.keep, kNormArenaBytes,
@@ -144,6 +151,20 @@ struct BlockLaunches {
   }
 };
 
+RowsOutputs launched(const RowsCall& call, const Tensor& like) {
+  const RowsForward forward(call.decoder);
+  std::vector<char> memory(static_cast<size_t>(forward.bytes()) + 256, static_cast<char>(0xA5));
+  char* const begin = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256);
+  memset(begin, 0, static_cast<size_t>(forward.cleared_bytes()));
+  BlockLaunches<Half> half{call.decoder.group};
+  BlockLaunches<Bfloat16> bfloat16{call.decoder.group};
+  const int error = like.scalar_type() == ScalarType::Half ? forward.run(begin, half) : forward.run(begin, bfloat16);
+  STD_TORCH_CHECK(error == 0, "launch failed");
+  const auto left = std::count_if(begin, begin + forward.cleared_bytes(), [](char c) { return c != 0; });
+  STD_TORCH_CHECK(left == 0, "counters are not left at 0");
+  return call.outputs;
+}
+
 RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
                          const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
                          const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
@@ -156,25 +177,38 @@ RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const
       prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
                    scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep,
                    spoiled);
-  const RowsForward forward(call.decoder);
-  std::vector<char> memory(static_cast<size_t>(forward.bytes()) + 256, static_cast<char>(0xA5));
-  char* const begin = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256);
-  memset(begin, 0, static_cast<size_t>(forward.cleared_bytes()));
-  BlockLaunches<Half> half{call.decoder.group};
-  BlockLaunches<Bfloat16> bfloat16{call.decoder.group};
-  const int error = final_norm.scalar_type() == ScalarType::Half ? forward.run(begin, half) : forward.run(begin, bfloat16);
-  STD_TORCH_CHECK(error == 0, "launch failed");
-  const auto left = std::count_if(begin, begin + forward.cleared_bytes(), [](char c) { return c != 0; });
-  STD_TORCH_CHECK(left == 0, "counters are not left at 0");
-  return call.outputs;
+  return launched(call, final_norm);
 }
 
-template <class... Args>
-Recorder recorded(const Args&... args) {
-  const RowsCall call = prepare_rows(args...);
+// Of the arguments of feature_rows, `use` of what is to be launched and a tensor of the weights' type.
+template <auto use>
+auto with_features(const Tensor& token_ids, const Tensor& features, const Tensor& positions, const Tensor& slots,
+                         const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
+                         const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
+                         const std::vector<int64_t>& kinds, const std::vector<Tensor>& scales,
+                         const Tensor& feature_norm, bool normed_residual, const std::vector<Tensor>& projection,
+                         bool feature_first, const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
+                         const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
+                         const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
+                         int64_t keep) {
+  RowsCall call = prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding,
+                               layers, kinds, scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads,
+                               eps, rope_scale, {}, keep, std::nullopt, projection.empty());
+  add_features(call, features, feature_norm, normed_residual, projection, feature_first, final_norm);
+  return use(call, final_norm);
+}
+
+Recorder recorded(const RowsCall& call) {
   Recorder recorder{{call.decoder.overlap}, {}};
   RowsForward(call.decoder).run(nullptr, recorder);
   return recorder;
+}
+
+Tensor kernels_of(const RowsCall& call, const Tensor& like) {
+  const Recorder recorder = recorded(call);
+  const Tensor found = fresh<int32_t>(like, {static_cast<int64_t>(recorder.launched.size())});
+  std::copy(recorder.launched.begin(), recorder.launched.end(), written<int32_t>(found));
+  return found;
 }
 
 Tensor launches(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
@@ -184,13 +218,11 @@ Tensor launches(const Tensor& token_ids, const Tensor& positions, const Tensor& 
                 const Tensor& inv_freq, const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                 const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
                 const std::vector<int64_t>& states, int64_t keep, const std::optional<Tensor>& spoiled) {
-  const Recorder recorder =
-      recorded(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
+  return kernels_of(
+      prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
                    scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep,
-                   spoiled);
-  const Tensor found = fresh<int32_t>(token_ids, {static_cast<int64_t>(recorder.launched.size())});
-  std::copy(recorder.launched.begin(), recorder.launched.end(), written<int32_t>(found));
-  return found;
+                   spoiled),
+      token_ids);
 }
 
 Tensor ahead(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
@@ -201,9 +233,9 @@ Tensor ahead(const Tensor& token_ids, const Tensor& positions, const Tensor& slo
                 const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
                 const std::vector<int64_t>& states, int64_t keep, const std::optional<Tensor>& spoiled) {
   const Recorder recorder =
-      recorded(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
-                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep,
-                   spoiled);
+      recorded(prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers,
+                            kinds, scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps,
+                            rope_scale, states, keep, spoiled));
   const Tensor found = torch::stable::new_empty(token_ids, {static_cast<int64_t>(recorder.ahead.size())}, ScalarType::Long);
   std::copy(recorder.ahead.begin(), recorder.ahead.end(), written<int64_t>(found));
   return found;
@@ -214,6 +246,8 @@ Tensor ahead(const Tensor& token_ids, const Tensor& positions, const Tensor& slo
 
 STABLE_TORCH_LIBRARY_IMPL(gsd_block_code, CPU, m) {
   m.impl("decoder_rows", TORCH_BOX(&gsd::decoder_rows));
+  m.impl("feature_rows", TORCH_BOX(&gsd::with_features<&gsd::launched>));
   m.impl("launches", TORCH_BOX(&gsd::launches));
+  m.impl("feature_launches", TORCH_BOX(&gsd::with_features<&gsd::kernels_of>));
   m.impl("ahead", TORCH_BOX(&gsd::ahead));
 }

@@ -27,8 +27,8 @@ from transformers import LlamaConfig, Qwen3Config
 
 from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.dflash import DFlash, DFlashDrafts
-from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Drafts
-from gsd_kernels_hf.sources.parallel_eagle import ParallelDrafts
+from gsd_kernels_hf.sources.eagle3 import Eagle3
+from gsd_kernels_hf.sources.recursion import Parallel, Recursive
 from gsd_kernels_train.drafter import DrafterOptions
 from gsd_kernels_train.eagle3 import Eagle3Training
 from gsd_kernels_train.job import load_target
@@ -104,7 +104,7 @@ def test_eagle3_equals_speculators(name, tmp_path):
     # One sequence for every position, which ends there.
     target = tiny(hidden_size=size, num_hidden_layers=2, num_attention_heads=4, dtype=torch.float32)
     text = FixedText(target, tokens[:, :-1].expand(length, -1), torch.zeros(length, dtype=torch.int32))
-    source = Eagle3Drafts(ours)
+    source = Recursive(ours)
     source.check(target)
     source.attach(text)
     source.observe(Prefilled(dict(enumerate(hidden.expand(length, -1, -1).chunk(3, -1))), 0))
@@ -169,7 +169,7 @@ def test_parallel_eagle_equals_speculators(name, tmp_path):
     if ours.embed_tokens is None:
         theirs.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
     text = FixedText(target, tokens.expand(length, -1), torch.zeros(length, dtype=torch.int32))
-    source = ParallelDrafts(ours)
+    source = Parallel(ours)
     source.check(target)
     source.attach(text)
     source.observe(Prefilled(dict(enumerate(hidden.expand(length, -1, -1).chunk(3, -1))), 0))

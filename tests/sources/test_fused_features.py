@@ -1,20 +1,27 @@
-"""An EAGLE-3 drafter as one operator: what its modules compute, and the same drafts; texts are the target's own."""
+"""Drafters that read features as one operator: what their modules compute; texts are the target's own."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
+import fake_cuda
 import pytest
 import torch
+from block_code import rows as block_code
 from models import prompts, tiny
 from ops.contracts.backends import backend_param
-from sources.drafters import FixedText, check_own_text, eagle3_config, fit_eagle3, random_eagle3
+from sources import mtp_checkpoints
+from sources.drafters import FixedText, check_own_text, eagle3_config, fit_eagle3, random_eagle3, random_tensors
 from torch import nn
 
-from gsd_kernels import Eagle3, GraphConfig
+import gsd_kernels as gsd
+from gsd_kernels import Eagle3, GraphConfig, Mtp
+from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.sources.base import Prefilled
-from gsd_kernels_hf.sources.eagle3 import Eagle3Drafts
 from gsd_kernels_hf.sources.fused_features import FusedFeatures, why_not
+from gsd_kernels_hf.sources.mtp_block import block_to_train
+from gsd_kernels_hf.sources.recursion import Recursive
 
 pytestmark = backend_param("cpu").marks
 VOCAB = 41
@@ -24,20 +31,40 @@ VARIANTS = {
     "layers": {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True, "norm_before_fc": True},
     "rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
 }
+HEADS = {
+    "llama": ("llama-gqa", {"attention_bias": True, "mlp_bias": True}),
+    "yarn": ("llama-tied", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}}),
+    "mistral": ("mistral-window", {"head_dim": 8}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+}
+"""Targets of heads of multi-token prediction."""
+FIRST = ("yarn", "qwen2")
+"""Of them those whose heads read the feature first, with a bias."""
 GRAPH = GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=0)
 
 
-def target_of(dtype: torch.dtype):
-    return tiny(num_hidden_layers=3, vocab_size=VOCAB, dtype=dtype)
+def target_of(dtype: torch.dtype, name: str = "", **sizes: int):
+    family, config = HEADS.get(name, ("llama-gqa", {}))
+    return tiny(family, num_hidden_layers=3, vocab_size=VOCAB, dtype=dtype, **{**config, **sizes})
 
 
-def drafter_of(variant: str, dtype: torch.dtype) -> Eagle3:
-    config = eagle3_config(target_of(dtype), **VARIANTS[variant])
+def drafter_of(variant: str, dtype: torch.dtype, **sizes: int) -> Eagle3 | Mtp:
+    if variant in HEADS:
+        torch.manual_seed(0)
+        target = target_of(torch.float64, variant, **sizes)
+        module = Mtp.new(block_to_train(target)).requires_grad_(False)
+        if variant in FIRST:
+            module.layout = replace(module.layout, hidden_first=True)
+            module.projection = nn.Linear(64, 32, dtype=torch.float64).requires_grad_(False)
+        random_tensors(module)
+        return module.to(dtype)
+    config = eagle3_config(target_of(dtype), **{**VARIANTS[variant], **sizes})
     return random_eagle3(config, own_embedding=variant == "layers").to(dtype)
 
 
-def started(module: Eagle3, target, tokens: torch.Tensor, pads: torch.Tensor) -> Eagle3Drafts:
-    source = Eagle3Drafts(module)
+def started(module: Eagle3 | Mtp, target, tokens: torch.Tensor, pads: torch.Tensor) -> Recursive:
+    source = Recursive(module)
     source.check(target)
     source.attach(FixedText(target, tokens, pads))
     gen = torch.Generator().manual_seed(3)
@@ -47,21 +74,21 @@ def started(module: Eagle3, target, tokens: torch.Tensor, pads: torch.Tensor) ->
     return source
 
 
-def levels(source: Eagle3Drafts) -> list[torch.Tensor]:
+def levels(source: Recursive) -> list[torch.Tensor]:
     """Vectors and logits: entries in two pieces, the last three kept; a fork of two behind the root, one more each."""
-    state, batch = source.state, len(source.cached)
+    state, batch, device = source.state, len(source.cached), source.cached.device
     found = [*source.feed(state.out_len - 6, 8, keep=0), *source.feed(state.out_len - 1, 6, keep=3)]
     source.feed(state.out_len - 1, 2, keep=1)  # nothing is missing
-    vectors, node_depths = found[-2][:, -1:].expand(-1, 2, -1), torch.zeros(batch, 4, dtype=torch.int32)
+    vectors, node_depths = found[-2][:, -1:].expand(-1, 2, -1), torch.zeros(batch, 4, dtype=torch.int32, device=device)
     for level, mask in ((0, [1, 2]), (1, [0b101, 0b1010])):
-        tokens = torch.tensor([[level + 3, 40]], dtype=torch.int32).expand(batch, -1).contiguous()
-        graph = torch.tensor(mask, dtype=torch.int32)[:, None].expand(batch, -1, -1).contiguous()
-        depths = torch.full((batch, 2), level + 1, dtype=torch.int32)
+        tokens = torch.tensor([[level + 3, 40]], dtype=torch.int32, device=device).expand(batch, -1).contiguous()
+        graph = torch.tensor(mask, dtype=torch.int32, device=device)[:, None].expand(batch, -1, -1).contiguous()
+        depths = torch.full((batch, 2), level + 1, dtype=torch.int32, device=device)
         found += source.forward(
             tokens, vectors, state.out_len - 1, 2 * level, graph, depths, node_depths, keep=2, shift=1
         )
         vectors = found[-2]
-    layers = source.rows.cache.layers
+    layers = source.rows.cache.layers[: len(source.module.layers)]
     end = int(source.state.out_len.max()) + 3
     pads = source.rows.text_kv_start.tolist()
     stored = [
@@ -72,10 +99,10 @@ def levels(source: Eagle3Drafts) -> list[torch.Tensor]:
 
 # Relative. Modules in half precision round after each operation, the operator does not.
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 3e-3)])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *HEADS])
 @torch.no_grad()
 def test_the_operator_computes_what_the_modules_do(variant, dtype, most):
-    target, module = target_of(dtype), drafter_of(variant, dtype)
+    target, module = target_of(dtype, variant), drafter_of(variant, dtype)
     tokens, pads = prompts(3, 17, vocab=VOCAB)["input_ids"], torch.tensor([0, 4, 16], dtype=torch.int32)
     found = []
     for modules in (False, True):
@@ -88,6 +115,43 @@ def test_the_operator_computes_what_the_modules_do(variant, dtype, most):
         assert ours.shape == theirs.shape
         assert (ours - theirs).norm() <= most * theirs.norm()
     assert not torch.equal(found[0][3][:, 0], found[0][3][:, 1])
+
+
+@pytest.fixture(params=["own", *block_code.DEVICES])
+def device(request, monkeypatch, tmp_path_factory):
+    """A CPU; a GPU, or a CPU that is taken for one."""
+    if request.param == "own":
+        return "cpu"
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "cuda")
+    if request.param == "cpu":
+        block_code.take_for_gpus(monkeypatch, tmp_path_factory)
+        fake_cuda.install(monkeypatch)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [(name, (torch.bfloat16, torch.float16)[i % 2]) for i, name in enumerate(("norms", "layers", "llama", "yarn"))],
+    ids=str,
+)
+@torch.no_grad()
+def test_the_error_is_at_most_twice_the_modules(device, variant, dtype):
+    """Against the modules in float64: vectors, logits, keys and values."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    target, module = target_of(dtype, variant, **sizes).to(device), drafter_of(variant, dtype, **sizes).to(device)
+    tokens, pads = prompts(2, 17, vocab=VOCAB)["input_ids"], torch.tensor([0, 4], dtype=torch.int32)
+    found = []
+    for exact, modules in ((True, True), (False, True), (False, False)):
+        of = (copy.deepcopy(target).double(), copy.deepcopy(module).double()) if exact else (target, module)
+        source = started(of[1], of[0], tokens.to(device), pads.to(device))
+        if modules:
+            source.operator = None
+        else:
+            assert source.operator.backend == ("cuda" if replay.is_gpu(source.rows.device) else "auto")
+        found.append([t.double() for t in levels(source)])
+    for number, (exactly, theirs, ours) in enumerate(zip(*found, strict=True)):
+        assert ours.isfinite().all()
+        assert (ours - exactly).norm() <= 2 * (theirs - exactly).norm() + 1e-6 * exactly.norm(), number
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,6 +168,42 @@ def test_text_is_the_targets_own(dtype, monkeypatch):
     assert not calls
 
 
+def fitted(variant: str, **sizes: int) -> Eagle3 | Mtp:
+    target, module = target_of(torch.float64, variant, **sizes), drafter_of(variant, torch.float64, **sizes)
+    return (mtp_checkpoints.fit if variant in HEADS else fit_eagle3)(module, target, steps=40)
+
+
+def test_text_beside_a_head_is_the_targets_own(monkeypatch):
+    calls, honest = [], FusedFeatures.__call__
+    monkeypatch.setattr(FusedFeatures, "__call__", lambda self, *rest: calls.append(1) or honest(self, *rest))
+    target, module = target_of(torch.bfloat16, "qwen2"), fitted("qwen2").to(torch.bfloat16)
+    check_own_text(target, module, [(("drafter",), GRAPH)], seed=2)
+    assert calls
+
+
+@pytest.mark.parametrize("variant", ["reduced", "llama"])
+def test_captured_steps_take_it(device, variant, monkeypatch, request):
+    """Target and drafter are operators, and a step of both is one graph; texts are the target's own."""
+    if request.node.callspec.params["device"] == "own":
+        pytest.skip("nothing is captured on a CPU")
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    target, module = target_of(torch.bfloat16, variant, **sizes).to(device), fitted(variant, **sizes)
+    calls, graphs, honest, capture = [], [], FusedFeatures.__call__, replay.CaptureLane.capture
+    monkeypatch.setattr(
+        FusedFeatures, "__call__", lambda self, *rest: calls.append(self.backend) or honest(self, *rest)
+    )
+    monkeypatch.setattr(replay.CaptureLane, "capture", lambda *args: graphs.append(1) or capture(*args))
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    options |= {name: t.to(device) for name, t in prompts(2, 9, vocab=VOCAB).items()}
+    alone = gsd.generate(target, **options, graph_config="plain")
+    assert alone.stats.why_modules is None
+    graphs.clear()
+    given = {"drafter": module.to(device, torch.bfloat16), "draft_sources": ("drafter",)}
+    out = gsd.generate(target, **options, **given, graph_config=GRAPH.replace(depth=2))
+    assert torch.equal(out.sequences, alone.sequences) and out.stats.why_modules is None
+    assert set(calls) == {"cuda"} and graphs and sum(out.stats.accepted[2:]) > 0
+
+
 class Scaled(nn.Embedding):
     def forward(self, input):
         return super().forward(input) * 2
@@ -111,14 +211,15 @@ class Scaled(nn.Embedding):
 
 def test_what_is_no_operator_keeps_its_modules(monkeypatch):
     embed, module = nn.Embedding(VOCAB, 32), drafter_of("norms", torch.float32)
-    assert why_not(module, embed, "auto") is why_not(module, embed, "cpu") is None
-    assert "backend 'reference'" in why_not(module, embed, "reference")
-    assert "Scaled" in why_not(module, Scaled(VOCAB, 32), "auto")
-    assert "no plain tensor of torch.float64" in why_not(copy.deepcopy(module).double(), embed.double(), "auto")
-    assert "the embedding is no plain tensor" in why_not(module, embed.bfloat16(), "auto")
+    assert why_not(module, embed, module.lm_head, "auto") is why_not(module, embed, module.lm_head, "cpu") is None
+    assert "backend 'reference'" in why_not(module, embed, module.lm_head, "reference")
+    assert "Scaled" in why_not(module, Scaled(VOCAB, 32), module.lm_head, "auto")
+    doubled = copy.deepcopy(module).double()
+    assert "no plain tensor of torch.float64" in why_not(doubled, embed.double(), doubled.lm_head, "auto")
+    assert "the embedding is no plain tensor" in why_not(module, embed.bfloat16(), module.lm_head, "auto")
     embed = embed.float()
     handle = module.layers[0].mlp.register_forward_hook(lambda *_: None)
-    assert "hook" in why_not(module, embed, "auto")
+    assert "hook" in why_not(module, embed, module.lm_head, "auto")
     handle.remove()
     for change, match in (
         (lambda m: setattr(m.norm, "variance_epsilon", 1e-3), "another epsilon"),
@@ -129,6 +230,6 @@ def test_what_is_no_operator_keeps_its_modules(monkeypatch):
     ):
         changed = copy.deepcopy(module)
         change(changed)
-        assert match in why_not(changed, embed, "auto")
+        assert match in why_not(changed, embed, changed.lm_head, "auto")
     monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "0")
-    assert "GSD_KERNELS_FUSED_ROWS=0" in why_not(module, embed, "auto")
+    assert "GSD_KERNELS_FUSED_ROWS=0" in why_not(module, embed, module.lm_head, "auto")

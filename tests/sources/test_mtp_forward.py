@@ -14,7 +14,7 @@ from sources.mtp_checkpoints import FAMILIES, Causal, saved, target_of
 
 from gsd_kernels import Mtp
 from gsd_kernels_hf.sources.base import Prefilled
-from gsd_kernels_hf.sources.mtp import MtpDrafts
+from gsd_kernels_hf.sources.recursion import Recursive
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 LENGTH = 5  # within every sliding window
@@ -130,7 +130,7 @@ def test_rows_of_a_cache_are_the_same_forward(name, tmp_path):
     target, _, module = loaded(name, tmp_path)
     ids, states = inputs_for(target)
     text = FixedText(target, ids, torch.zeros(1, dtype=torch.int32))
-    source = MtpDrafts(module)
+    source = Recursive(module)
     source.check(target)
     source.attach(text)
     source.observe(Prefilled({len(target.model.layers): states}, 0))

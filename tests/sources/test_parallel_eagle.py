@@ -23,7 +23,7 @@ import gsd_kernels as gsd
 from gsd_kernels import Eagle3, GraphConfig
 from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.load import load_drafter, source_of
-from gsd_kernels_hf.sources.parallel_eagle import ParallelDrafts
+from gsd_kernels_hf.sources.recursion import Parallel
 
 VOCAB = 41
 SAYS = {"mask_token_id": 3, "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]}}
@@ -53,11 +53,11 @@ def drafter_of(variant: str) -> Eagle3:
     return fit_parallel(random_of(variant), target_of(), steps=60)
 
 
-def started(module: Eagle3, tokens: torch.Tensor) -> ParallelDrafts:
+def started(module: Eagle3, tokens: torch.Tensor) -> Parallel:
     """A source that has been told of a text's hidden states."""
     target = target_of()
     source = source_of(module)
-    assert isinstance(source, ParallelDrafts)
+    assert isinstance(source, Parallel)
     source.check(target)
     source.attach(FixedText(target, tokens, torch.zeros(len(tokens), dtype=torch.int32)))
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_layouts_are_the_same_drafter(layout, tmp_path):
             del config["speculators_config"]
     # A copy: matrices mapped from a file may lie unaligned, where PyTorch's products differ by a last bit.
     found = copy.deepcopy(load_drafter(save(tmp_path, config, tensors), target))
-    assert "P-EAGLE" in repr(found) and isinstance(source_of(found), ParallelDrafts)
+    assert "P-EAGLE" in repr(found) and isinstance(source_of(found), Parallel)
     assert found.config.mask_token_id == 3 and found.config.num_parallel == (8 if layout == "vLLM" else 5)
     assert torch.equal(found.mask_feature(), module.mask_feature())
     tokens = prompts(1, 9, vocab=VOCAB)["input_ids"]

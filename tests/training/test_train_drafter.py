@@ -19,10 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import gsd_kernels as gsd
 from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
-from gsd_kernels_hf.sources.eagle3 import Eagle3Drafts
 from gsd_kernels_hf.sources.edges import along
 from gsd_kernels_hf.sources.load import load_drafter
-from gsd_kernels_hf.sources.mtp import MtpDrafts
+from gsd_kernels_hf.sources.recursion import Recursive
 from gsd_kernels_train import loop
 from gsd_kernels_train.dflash import DFlashTraining
 from gsd_kernels_train.drafters import DrafterOptions, frequent_tokens
@@ -146,7 +145,7 @@ def test_levels_are_what_drafting_computes(folder, windows, kind, layers):  # no
     states, _ = trained.read(window)
     levels = trained.levels(window, states)
     places = levels[0].shape[1]
-    text, source = source_on({"eagle3": Eagle3Drafts, "mtp": MtpDrafts}[kind], trained, target, window, states)
+    text, source = source_on(Recursive, trained, target, window, states)
     text.state.out_len.copy_((torch.arange(13) + 2).clamp(max=13))  # entries 0 … i
     vectors, logits = source.feed(text.state.out_len - 1, 13, keep=1)
     torch.testing.assert_close(levels[0][0], logits[:places, 0])

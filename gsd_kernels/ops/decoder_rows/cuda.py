@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,9 +42,6 @@ def decoder_rows(weights: DecoderWeights, token_ids: Tensor, *rows: Any) -> tupl
         check(weights)
         vars(weights)["checked_for_cuda"] = True
     check_caches(weights, k_caches, v_caches)
-    if len(weights.layers) in states:
-        expected = f"layers 0 … {len(weights.layers) - 1}, got {list(states)}"
-        raise ValueError(f"states: backend 'cuda' expects {expected}{OTHERWISE}")
     distinct = sorted(set(states))
     given = weights, token_ids, *graph, k_caches, v_caches, keep, distinct, spoiled
     logits, hidden, read_by = run(*given)
@@ -117,7 +114,16 @@ def check(weights: DecoderWeights) -> None:
         raise TypeError(f"embedding: backend 'cuda' expects float16 or bfloat16, got {_name(dtype)}{OTHERWISE}")
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"q: backend 'cuda' expects heads of 64 or 128, got {head_dim}{OTHERWISE}")
-    for name, tensor in _named(weights):
+    check_tensors(dtype, _named(weights))
+
+
+def check_tensors(dtype: torch.dtype, named: Iterable[tuple[str, Tensor | PackedMatrix]]) -> None:
+    """Raise for tensors, by name, that kernels for weights of ``dtype`` do not take.
+
+    Raises:
+        TypeError, ValueError: see :func:`check`.
+    """
+    for name, tensor in named:
         if isinstance(tensor, PackedMatrix):
             _check_packed(name, tensor)
             continue

@@ -54,7 +54,7 @@ def decoder_rows(
         k_caches, v_caches: a layer each, [B, Hkv, S, D].
         keep: logits of the last so many rows, 0 … R.
         states: numbers of layers, from 0, whose input is returned; the number of layers: what leaves the norm behind
-            them, of every row (not on a GPU).
+            them, of every row.
         spoiled: float32 [B, R], gets NaN at rows with a key or value that is not finite, and stays as it is at others;
             see :func:`~gsd_kernels.write_kv`.
 

@@ -1,6 +1,6 @@
-"""A drafter's forward over graph rows as one operator: a decoder whose first layer reads a feature a row."""
+"""A drafter's forward over graph rows as one operator: a decoder that reads a feature a row."""
 
 from .api import feature_rows
-from .weights import FeatureWeights
+from .weights import FeatureWeights, Projection
 
-__all__ = ["FeatureWeights", "feature_rows"]
+__all__ = ["FeatureWeights", "Projection", "feature_rows"]

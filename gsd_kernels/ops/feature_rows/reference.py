@@ -21,29 +21,37 @@ def feature_rows(
     v_caches: list[Tensor],
     keep: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward rows of a token graph through an EAGLE-3 drafter (arXiv 2503.01840) in one call.
+    """Forward rows of a token graph through a drafter that reads features in one call.
 
-    As :func:`~gsd_kernels.ops.decoder_rows.decoder_rows`, with the same arithmetic and caches, but for the first layer:
-    its queries, keys and values read the normed embedding beside the normed feature, and the residual begins as the
-    feature. A row's bits depend on its token, feature, position and what it sees alone.
+    As :func:`~gsd_kernels.ops.decoder_rows.decoder_rows`, with the same arithmetic and caches, but for what the first
+    layer reads: the normed embedding beside the normed feature. In EAGLE-3 (arXiv 2503.01840) its queries, keys and
+    values read both, and the residual begins as the feature. In multi-token prediction (arXiv 2412.19437) a projection
+    makes one vector of them, with which the layers begin. A row's bits depend on its token, feature, position and what
+    it sees alone.
 
     Args:
         weights: of the drafter.
         token_ids: int32 [B, R], inside the vocabulary of the embedding: of the token after each position.
-        features: [B, R, hidden] in float32, bfloat16 or float16.
+        features: [B, R, hidden] in float32, bfloat16 or float16; on a GPU in the weights' dtype.
         positions, slots, ancestor_mask, node_depths, kv_len, kv_start, k_caches, v_caches: as of ``decoder_rows``.
         keep: logits of the last so many rows, 0 … R; with 0 keys and values are stored alone.
 
     Returns:
-        Of the last ``keep`` rows, float32: logits [B, keep, V], what the output matrix read, and what the norm before
-        it read, [B, keep, hidden] each.
+        Of the last ``keep`` rows logits [B, keep, V], float32, and by the CUDA operator rounded to the weights' dtype;
+        what the output matrix read, and what the norm before it read, float32 [B, keep, hidden] each.
     """
-    w, arithmetic = weights.decoder, Arithmetic(weights.decoder)
+    w, arithmetic, projection = weights.decoder, Arithmetic(weights.decoder), weights.projection
     x = features.float()
-    normed = arithmetic.norm(x, weights.feature_norm)
-    both = torch.cat([arithmetic.norm(arithmetic.embedded(token_ids), w.layers[0].input_norm), normed], -1)
+    feature = arithmetic.norm(x, weights.feature_norm)
+    token = arithmetic.norm(arithmetic.embedded(token_ids), weights.token_norm)
+    if projection is None:
+        x, read = feature if weights.normed_residual else x, torch.cat([token, feature], -1)
+    else:
+        both = torch.cat([feature, token] if projection.feature_first else [token, feature], -1)
+        x = arithmetic.project(both, projection.matrix, projection.bias)
+        read = arithmetic.norm(x, w.layers[0].input_norm)
     graph = positions, slots, ancestor_mask, node_depths, kv_len, kv_start
-    x = arithmetic.layers(normed if weights.normed_residual else x, both, *graph, k_caches, v_caches)[-1]
+    x = arithmetic.layers(x, read, *graph, k_caches, v_caches)[-1]
     state = x[:, x.shape[1] - keep :]
     hidden = arithmetic.norm(state, w.final_norm)
     return arithmetic.project(hidden, arithmetic.weights.head), hidden, state

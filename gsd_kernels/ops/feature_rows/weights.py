@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -10,15 +11,43 @@ from ..decoder_rows import DecoderWeights
 
 
 @dataclass(frozen=True)
+class Projection:
+    """The matrix that makes one vector of an embedding and a feature."""
+
+    matrix: Tensor  # [hidden, 2 · hidden]
+    token_norm: Tensor  # [hidden], of the embeddings
+    bias: Tensor | None = None  # [hidden]
+    feature_first: bool = False  # whether it reads the feature before the embedding
+
+
+@dataclass(frozen=True)
 class FeatureWeights:
-    """The parameters of an EAGLE-3 drafter, as they lie in the model; nothing is copied.
+    """The parameters of a drafter that reads features, as they lie in the model; nothing is copied.
 
     Attributes:
-        decoder: whose first layer has q, k and v of [outputs, 2 · hidden], for embedding and feature.
+        decoder: its layers; without a projection the first one has q, k and v of [outputs, 2 · hidden], for embedding
+            and feature.
         feature_norm: [hidden], of the features.
-        normed_residual: whether the residual begins as the normed feature; else as the feature.
+        normed_residual: without a projection, whether the residual begins as the normed feature; else as the feature.
+        projection: of embedding and feature to what the first layer reads, as multi-token prediction has it; ``None``:
+            the first layer reads both, as EAGLE-3's does.
     """
 
     decoder: DecoderWeights
     feature_norm: Tensor
-    normed_residual: bool
+    normed_residual: bool = False
+    projection: Projection | None = None
+
+    @property
+    def token_norm(self) -> Tensor:
+        """[hidden], of the embeddings."""
+        return self.decoder.layers[0].input_norm if self.projection is None else self.projection.token_norm
+
+    @cached_property
+    def first(self) -> tuple[Tensor, bool, list[Tensor], bool]:
+        """Of the operator's arguments those of embedding and feature."""
+        p = self.projection
+        if p is None:
+            return self.feature_norm, self.normed_residual, [], False
+        bias = self.feature_norm.new_empty(0) if p.bias is None else p.bias
+        return self.feature_norm, False, [p.matrix, p.token_norm, bias], p.feature_first

@@ -111,8 +111,6 @@ def why_not(facts: Facts, backend: str, hidden_layers: tuple[int, ...] = ()) -> 
     if type(model) not in CLASSES:
         return f"{type(model).__name__} is not one of {', '.join(c.__name__ for c in CLASSES)}"
     gpu = replay.is_gpu(model.device)
-    if gpu and model.config.num_hidden_layers in hidden_layers:
-        return "the hidden state behind the last norm is read at every row of a prompt, which the operator leaves out"
     reason = foreign(facts) or (_unserved_by_cuda(weights_of(model, kinds_of(facts))) if gpu else None)
     if reason is not None:
         return reason
@@ -126,9 +124,13 @@ def why_not(facts: Facts, backend: str, hidden_layers: tuple[int, ...] = ()) -> 
 
 def _unserved_by_cuda(weights: DecoderWeights) -> str | None:
     """Why a GPU's operator does not multiply these weights, or ``None``."""
-    reason = error_of(cuda.check, weights)
-    if reason is not None or switch() == "cuda":
-        return reason
+    return error_of(cuda.check, weights) or unproved(weights)
+
+
+def unproved(weights: DecoderWeights) -> str | None:
+    """Say what a GPU's operator, which takes such weights, has not proved; ``None``: nothing, or it is asked for."""
+    if switch() == "cuda":
+        return None
     if weights.packing[0]:
         return f"packed weights have not been measured on a GPU: on request, {SWITCH}=cuda"
     head_dim = 2 * weights.inv_freq.shape[0]

@@ -208,7 +208,7 @@ class Checkpoint:
         self.files = renamed
 
     def name_in_file(self, name: str) -> str:
-        """What a tensor is called there, whether it has it or not."""
+        """Name of a tensor there, whether it has it or not."""
         return self.origin.get(name) or self.published(name)
 
     def load_into(self, module: nn.Module) -> None:
@@ -259,7 +259,7 @@ class Checkpoint:
 
 
 def finite(value: Tensor) -> Tensor:
-    """Whether all numbers are, bool []; bytes of FP8 are compared as wider ones."""
+    """Return whether all numbers are, bool []; bytes of FP8 are compared as wider ones."""
     return (value.float() if value.element_size() == 1 else value).isfinite().all()
 
 
@@ -298,18 +298,6 @@ def flag(config: Mapping[str, Any], name: str) -> bool:
 def set_in(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a config that are not null."""
     return {name: value for name, value in config.items() if value is not None}
-
-
-def layer_numbers(name: str, value: Any, shift: int = 0) -> tuple[int, ...]:
-    """Numbers of hidden states that a config lists, each ``shift`` higher.
-
-    Raises:
-        BadCheckpoint: not a list of different layers.
-    """
-    good = isinstance(value, (list, tuple)) and value and all(type(i) is int and i + shift >= 0 for i in value)
-    if not good or len(set(value)) < len(value):
-        raise BadCheckpoint(f"drafter: {name} in its config: expected a list of different layers, got {value!r}")
-    return tuple(i + shift for i in value)
 
 
 def layer_config(config: Mapping[str, Any], default: str) -> PretrainedConfig:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
 from . import checkpoints
 from .checkpoints import BadCheckpoint
+from .config_layouts import NESTED, ConfigLayout, layer_numbers, layout_of
 
 __all__ = ["DFlashConfig"]
 
@@ -17,36 +18,11 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 """Kinds of DSpark's head."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A kind of ``config.json``: where it says what.
-
-    Attributes:
-        mark: a key that it has, and those before it in :data:`LAYOUTS` do not.
-        layers: name of the list of fused layers.
-        shift: what is added to their numbers: 1 where it lists layers whose outputs are fused, not what layers read.
-        sizes, settings: the key that the sizes of the layers, or the rest, is nested in; empty: it is not.
-        fixed: settings that it has no word for.
-    """
-
-    mark: str
-    layers: str = "target_layer_ids"
-    shift: int = 1
-    sizes: str = ""
-    settings: str = ""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-
-    def is_of(self, config: Mapping[str, Any]) -> bool:
-        """Return whether a config is of this kind."""
-        nests = self.mark in (self.sizes, self.settings)
-        return isinstance(config.get(self.mark), dict) if nests else self.mark in config
-
-
-NESTED = "transformer_layer_config"
+LAYERS = "target_layer_ids"
 LAYOUTS = (
-    Layout("dflash_config", settings="dflash_config"),  # z-lab
-    Layout(NESTED, "aux_hidden_state_layer_ids", 0, sizes=NESTED),  # speculators
-    Layout("target_layer_ids", fixed={"sample_from_anchor": True}),  # DeepSpec, whose root's row always drafts
+    ConfigLayout("dflash_config", LAYERS, 1, settings="dflash_config"),  # z-lab
+    ConfigLayout(NESTED, "aux_hidden_state_layer_ids", sizes=NESTED),  # speculators
+    ConfigLayout(LAYERS, LAYERS, 1, fixed={"sample_from_anchor": True}),  # DeepSpec, whose root's row always drafts
 )
 """What published drafters come in; a new layout is a row."""
 
@@ -107,14 +83,13 @@ class DFlashConfig:
         Raises:
             BadCheckpoint: a setting is missing, impossible, or not served.
         """
-        layout = next((one for one in LAYOUTS if one.is_of(config)), None)
+        layout = layout_of(config, LAYOUTS)
         if layout is None:
             raise BadCheckpoint(f"drafter: its config has neither {' nor '.join(one.mark for one in LAYOUTS)}")
-        said = config[layout.settings] if layout.settings else config
+        said = layout.settings_in(config)
         settings = {"block_size": config.get("block_size"), **checkpoints.set_in(said), **layout.fixed}
-        layers = checkpoints.layer_numbers(layout.layers, said.get(layout.layers), shift=layout.shift)
-        flat = config[layout.sizes] if layout.sizes else config
-        sizes = checkpoints.layer_config({**flat, "model_type": "qwen3"}, "qwen3")
+        layers = layer_numbers(layout.layers, said.get(layout.layers), shift=layout.shift)
+        sizes = checkpoints.layer_config({**layout.sizes_in(config), "model_type": "qwen3"}, "qwen3")
         draft_vocab_size = checkpoints.number(config, "draft_vocab_size", default=sizes.vocab_size)
         if draft_vocab_size < sizes.vocab_size and not own_head:
             raise BadCheckpoint(

@@ -29,8 +29,8 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, module: Any, vocab_size: int) -> DraftVocabulary:
-        """That of a drafter with ``config.layers``, ``d2t`` and ``target_ids()``, for a target of ``vocab_size``."""
-        return cls(None if module.d2t is None else module.target_ids(), module.config.layers.vocab_size, vocab_size)
+        """That of a drafter with ``sizes``, ``d2t`` and ``target_ids()``, for a target of ``vocab_size``."""
+        return cls(None if module.d2t is None else module.target_ids(), module.sizes.vocab_size, vocab_size)
 
     def reduces(self, sampler: Sampler) -> bool:
         """Return whether draft tokens are ranked among themselves; noise and filters go by the target's ids."""

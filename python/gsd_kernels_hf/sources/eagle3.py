@@ -18,16 +18,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..model.attention import GraphInputs
+from ..model.cache import GraphCache
 from ..packed.modules import device_of_weights, dtype_of
-from ..records import Candidates
 from . import checkpoints
-from .base import Level, Text
 from .checkpoints import BadCheckpoint, Checkpoint
-from .draft_vocabulary import DraftVocabulary
+from .config_layouts import NESTED, ConfigLayout, layer_numbers, layout_of
 from .feature_drafter import FeatureDrafter
-from .fused_features import FusedFeatures, why_not
 from .layers import Layer, RowPass, Turns
-from .recursion import Reading, Recursion
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,6 +33,14 @@ __all__ = ["Eagle3"]
 
 UNITS_AT_ONCE = 64
 """Columns of the target's output matrix that are read at once."""
+
+FUSED, INNER = "eagle_aux_hidden_state_layer_ids", "eagle_config"
+LAYOUTS = (
+    ConfigLayout(NESTED, FUSED, sizes=NESTED),  # speculators
+    ConfigLayout(FUSED, FUSED),  # SafeAILab, SpecForge
+    ConfigLayout(INNER, FUSED, 1, settings=INNER),  # SGLang: layers whose outputs are fused
+)
+"""What published drafters come in, by where their fused layers stand; a new layout is a row."""
 
 MASK = "mask_hidden"
 """P-EAGLE's tensor."""
@@ -52,7 +57,7 @@ PARALLEL = 8
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """What an EAGLE-3 checkpoint's config says.
+    """The config of an EAGLE-3 checkpoint.
 
     Attributes:
         layers: sizes and rotary settings of the decoder layers; ``vocab_size`` is the target's.
@@ -91,24 +96,24 @@ class Eagle3Config:
     ) -> Eagle3Config:
         """Read a ``config.json``.
 
-        SGLang's layout lists the layers whose outputs are fused, in ``eagle_config``; the others what layers read.
-
         Raises:
             BadCheckpoint: a setting is missing, impossible, or not served.
         """
-        nested = config.get("transformer_layer_config")
-        if config.get("speculators_model_type") and not isinstance(nested, dict):
-            raise BadCheckpoint("drafter: its config has no transformer_layer_config, which speculators' layout nests")
-        flat = dict(nested) if isinstance(nested, dict) else dict(config)
-        layers = checkpoints.layer_config(flat, "llama")
+        layout = layout_of(config, LAYOUTS) or LAYOUTS[1]
+        if config.get("speculators_model_type") and not layout.sizes:
+            raise BadCheckpoint(f"drafter: its config has no {NESTED}, which speculators' layout nests")
+        layers = checkpoints.layer_config(layout.sizes_in(config), "llama")
         draft_vocab_size = checkpoints.number(config, "draft_vocab_size", default=layers.vocab_size)
         if draft_vocab_size > layers.vocab_size:
             raise BadCheckpoint(
                 f"drafter: draft_vocab_size={draft_vocab_size} in its config is more than "
                 f"vocab_size={layers.vocab_size}"
             )
-        inner = config.get("eagle_config")
+        inner = config.get(INNER)
         said = {**config, **(inner if isinstance(inner, dict) else {})}
+        fused = layout.settings_in(config).get(FUSED)
+        if fused is None and said.get("use_aux_hidden_state") is False:
+            raise BadCheckpoint("drafter: its config turns use_aux_hidden_state off; only fused layers are served")
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         found = {name: checkpoints.flag(said, name) for name in flags}
         if said.get("logit_scale") not in (None, 1):
@@ -121,7 +126,7 @@ class Eagle3Config:
             layers,
             draft_vocab_size,
             checkpoints.number(config, "target_hidden_size", default=layers.hidden_size),
-            fused_layers(config),
+            None if fused is None else layer_numbers(FUSED, fused, layout.shift),
             own_embedding=own_embedding,
             own_head=not checkpoints.flag(said, TARGET_HEAD),
             **found,
@@ -141,21 +146,8 @@ class Eagle3Config:
         return (2, count // 2, count - 3)
 
 
-def fused_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Numbers of the hidden states that a config says are fused."""
-    name, inner = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config")
-    if config.get(name) is not None:
-        return checkpoints.layer_numbers(name, config[name])
-    if isinstance(inner, dict):
-        if inner.get("use_aux_hidden_state") is False:
-            raise BadCheckpoint("drafter: its config turns use_aux_hidden_state off; only fused layers are served")
-        if inner.get(name) is not None:
-            return checkpoints.layer_numbers(f"eagle_config.{name}", inner[name], shift=1)
-    return None
-
-
 def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...]) -> dict[str, Any]:
-    """What a P-EAGLE checkpoint's config says beside EAGLE-3's settings.
+    """Read of a P-EAGLE checkpoint's config what EAGLE-3's has not.
 
     Raises:
         BadCheckpoint: no mask token, or settings that are impossible.
@@ -175,7 +167,7 @@ def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...]) ->
 
 
 def says_parallel(config: Mapping[str, Any]) -> bool:
-    """Whether a config is of P-EAGLE."""
+    """Return whether a config is of P-EAGLE."""
     named = [str(name).lower() for name in config.get("architectures") or ()]
     kind = config.get("speculators_model_type")
     return kind == "peagle" or bool(config.get("parallel_drafting")) or any("peagle" in name for name in named)
@@ -219,6 +211,11 @@ class Eagle3(FeatureDrafter):
         self.layers = nn.ModuleList([first, *(Layer(layers, i) for i in range(1, layers.num_hidden_layers))])
         self._add_outputs()
         self.mask_hidden = None if config.mask_shape is None else nn.Parameter(torch.zeros(config.mask_shape))
+
+    @property
+    def name(self) -> str:
+        """Of its draft source."""
+        return "eagle3" if self.mask_hidden is None else "p-eagle"
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> Self:
@@ -276,6 +273,16 @@ class Eagle3(FeatureDrafter):
         whole = torch.cat(hidden, -1)
         return self.fc(whole if self.input_norm is None else self.input_norm(whole))
 
+    @property
+    def hands_on_normed(self) -> bool:
+        """A node's vector is what the output matrix reads; else what the norm before it reads."""
+        return self.config.norm_output
+
+    def first_parameters(self) -> dict[str, Any]:
+        """Parameters of the first layer that :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has by name."""
+        first: Any = self.layers[0]
+        return {"feature_norm": first.hidden_norm.weight.detach(), "normed_residual": first.norm_before_residual}
+
     def mask_feature(self) -> Tensor:
         """The feature that stands for that of a token which is not known, [D]."""
         parts: tuple[Tensor, ...] = self.mask_hidden.reshape(1, 1, -1).chunk(self.config.num_fused, -1)
@@ -299,47 +306,13 @@ class Eagle3(FeatureDrafter):
             hidden = layer(hidden, turns, rows)
         return hidden
 
-    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def run(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs, cache: GraphCache
+    ) -> Tensor:
+        """:meth:`forward`, keys and values written where ``cache`` is told to."""
+        return self(embedded, features, positions, RowPass(cache, inputs))
+
+    def outputs(self, hidden: Tensor, head: Any = None) -> tuple[Tensor, Tensor]:
         """The vectors that nodes hand on [B, R, D], and logits over the draft vocabulary [B, R, V]."""
         normed = self.norm(hidden)
-        return normed if self.config.norm_output else hidden, self.lm_head(normed)
-
-
-class Eagle3Reading(Reading):
-    """The common part of draft sources of an :class:`Eagle3`."""
-
-    def check(self, target: PreTrainedModel) -> None:
-        """Refuse a target that the drafter was not made for."""
-        super().check(target)
-        self.hidden_layers = self.module.config.layers_of(target)
-
-    def attach(self, text: Text) -> None:
-        if text.first:
-            self.start(text, self.module.config.layers)
-            self.vocab_size = text.target.vocab_size
-            self.vocabulary = DraftVocabulary.of(self.module, self.vocab_size)
-        super().attach(text)
-        reason = why_not(self.module, self.embedding, self.rows.backend)
-        # Parameters as they lie now: a cast replaces them.
-        self.operator = FusedFeatures(self.module, self.embedding, self.rows) if reason is None else None
-
-    def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
-        return self.module(embedded, features, positions, RowPass(self.rows.cache, inputs))
-
-    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return self.module.outputs(hidden)
-
-
-class Eagle3Drafts(Eagle3Reading, Recursion):
-    """The draft source of an :class:`Eagle3`: one forward a level over the frontier, as a draft model's."""
-
-    name = "eagle3"
-
-    def no_logits(self, count: int) -> Tensor:
-        return self.rows.features.new_zeros(len(self.cached), count, self.vocabulary.ranked_size(self.sampler))
-
-    def candidates(self, level: Level, logits: Tensor) -> Candidates:
-        """As :meth:`Expansion.candidates`, in the target's ids."""
-        if self.text.draws is not None:
-            return super().candidates(level, self.vocabulary.whole(logits))
-        return self.vocabulary.ranked(self.sampler, logits, level.positions, level.config.branch)
+        return normed if self.hands_on_normed else hidden, self.lm_head(normed)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from . import checkpoints
@@ -80,7 +80,7 @@ class FeatureDrafter(nn.Module):
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> Any:
-        """What the checkpoint's config and the names and shapes of its tensors say.
+        """Read the checkpoint's config, and the names and shapes of its tensors.
 
         Raises:
             BadCheckpoint: nothing that can be served.
@@ -107,6 +107,20 @@ class FeatureDrafter(nn.Module):
             raise BadCheckpoint(
                 f"drafter: this {kind} drafter's mask token {config.mask_token_id} has no row in an embedding of {rows}"
             )
+
+    def check_block(self) -> None:
+        """Raise unless the layers can be forwarded, as those can that are ours."""
+
+    @property
+    def sizes(self) -> PretrainedConfig:
+        """Sizes and rotary settings of the layers."""
+        layers: PretrainedConfig = self.config.layers
+        return layers
+
+    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
+        """The target's hidden states that are fused."""
+        numbers: tuple[int, ...] = self.config.layers_of(target)
+        return numbers
 
     @property
     def windows(self) -> list[int | None]:

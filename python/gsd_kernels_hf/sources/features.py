@@ -38,6 +38,7 @@ class FeatureCache(CachedText):
 
     def __init__(self, model: nn.Module, config: PretrainedConfig, text: Text, extra: int) -> None:
         target, self.config, self.extra = text.target, config, extra
+        self.compiled = False  # whether the forward is one operator, which was compiled ahead
         cache = GraphCache(config, target.cache.capacity + extra, target.backend)
         super().__init__(model, cache, text.state.kv_start)
         self.backend, self.device = target.backend, next(model.parameters()).device
@@ -75,6 +76,8 @@ class FeatureCache(CachedText):
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """Begin a forward of rows, as a row model does; no ``nodes``: rows whose keys are stored only."""
+        if self.compiled:
+            return
         kinds = [AttentionKind(window) for window in self.model.windows] if nodes else []
         launch_attention(self.cache, self.config, kv_len, self.text_kv_start, count, nodes, kinds, self.backend)
 

@@ -1,44 +1,56 @@
-"""The layers of an EAGLE-3 drafter over rows as one operator, where that is possible.
+"""The layers of a drafter that reads features, over rows as one operator, where that is possible.
 
-Module by module a level of drafting on a CPU is many small calls, which take longer than reading the weights.
-:func:`gsd_kernels.ops.feature_rows` computes what :class:`~gsd_kernels_hf.sources.eagle3.Eagle3` defines, to rounding:
-it rounds less in between. Drafts need no proof: the target verifies them.
+Module by module a level of drafting is many small calls, which take longer than reading the weights.
+:func:`gsd_kernels.ops.feature_rows` computes what :class:`~gsd_kernels_hf.sources.eagle3.Eagle3` and
+:class:`~gsd_kernels_hf.sources.mtp.Mtp` define, to rounding: it rounds less in between. Drafts need no proof: the
+target verifies them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
-from gsd_kernels.ops.feature_rows import FeatureWeights, feature_rows
+from gsd_kernels.ops.feature_rows import FeatureWeights, cuda, feature_rows
 from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.step import FedRows
 
+from ..model import replay
 from ..model.attention import AttentionKind
 from ..model.foreign import SILU, STATIC_ROPE, foreign_code
-from ..model.fused import decoder_weights, missing, storage_of
+from ..model.fused import decoder_weights, error_of, missing, storage_of, unproved
+from ..model.linear import CpuLinear, RowLinear
 from .features import FeatureCache
+from .layers import Layer
+
+LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+PLAIN = (nn.Linear, CpuLinear, RowLinear, nn.Embedding, *NORMS, *SILU)
 
 
 class FusedFeatures:
-    """An :class:`~gsd_kernels_hf.sources.eagle3.Eagle3` over rows of its cache.
+    """A drafter over rows of its cache.
 
     Args:
         module: the drafter.
-        embed: its embedding, or the target's.
+        embed, head: its embedding and output matrix, or the target's.
         rows: its cache.
     """
 
-    def __init__(self, module: Any, embed: Any, rows: FeatureCache) -> None:
-        self.module, self.rows, self.weights = module, rows, weights_of(module, embed)
+    def __init__(self, module: Any, embed: Any, head: Any, rows: FeatureCache) -> None:
+        self.module, self.rows, self.weights = module, rows, weights_of(module, embed, head)
+        # On a GPU "auto" never takes it; that rows come here is what was asked.
+        self.backend = "cuda" if replay.is_gpu(rows.device) else rows.backend
 
     def __call__(
         self, fed: FedRows, features: Tensor, ancestor_mask: Tensor, node_depths: Tensor, kv_len: Tensor, keep: int
     ) -> tuple[Tensor, Tensor]:
-        """Of the last ``keep`` rows the vectors that nodes hand on [B, keep, D], and logits float32 [B, keep, V].
+        """Of the last ``keep`` rows the vectors that nodes hand on [B, keep, D], and logits [B, keep, V].
 
         Args:
             fed: R rows, int32.
@@ -47,7 +59,7 @@ class FusedFeatures:
             keep: rows.
         """
         decoder = self.weights.decoder
-        layers, size = self.rows.cache.layers, 2 * len(decoder.inv_freq)
+        layers, size = self.rows.cache.layers[: len(decoder.layers)], 2 * len(decoder.inv_freq)
         keys, values = storage_of(layers, len(features), decoder.layers[0].k.shape[0] // size, size, features)
         logits, normed, state = feature_rows(
             self.weights,
@@ -62,54 +74,66 @@ class FusedFeatures:
             keys,
             values,
             keep=keep,
+            backend=self.backend,
         )
-        return (normed if self.module.config.norm_output else state).to(features.dtype), logits
+        return (normed if self.module.hands_on_normed else state).to(features.dtype), logits
 
 
-def weights_of(module: Any, embed: Any) -> FeatureWeights:
+def weights_of(module: Any, embed: Any, head: Any) -> FeatureWeights:
     """A drafter's parameters as they lie in it."""
-    first, kinds = module.layers[0], [AttentionKind(window) for window in module.windows]
-    frequencies = module.rotary.frequencies(module.fc.weight.device)
-    decoder = decoder_weights(embed, module.layers, kinds, module.norm, module.lm_head, *frequencies)
-    return FeatureWeights(decoder, first.hidden_norm.weight.detach(), first.norm_before_residual)
+    kinds = [AttentionKind(window) for window in module.windows]
+    frequencies = module.rotary.frequencies(module.norm.weight.device)
+    decoder = decoder_weights(embed, module.layers, kinds, module.norm, head, *frequencies)
+    return FeatureWeights(decoder, **module.first_parameters())
 
 
-def why_not(module: Any, embed: Any, backend: str) -> str | None:
+def why_not(module: Any, embed: Any, head: Any, backend: str) -> str | None:
     """The reason that keeps a drafter from being one operator, or ``None``.
 
     Raises:
         ValueError: a variable of the environment says what there is not.
     """
-    device, dtype = module.fc.weight.device, module.fc.weight.dtype
-    if device.type != "cpu":
-        return f"there is no such operator for {device.type}"
-    reason = missing(device, backend) or foreign_code(module) or foreign_code(embed)
+    device = module.norm.weight.device
+    reason = missing(device, backend) or foreign_code(module) or foreign_code(embed) or foreign_code(head)
     if reason is not None:
         return reason
-    if type(embed) is not nn.Embedding or embed.max_norm is not None:
-        return f"the embedding is no plain one, but {type(embed).__name__}"
-    config = module.config.layers
+    reason = _foreign_config(module) or _foreign_part(module, embed, head) or _foreign_tensor(module, embed, head)
+    if reason is not None or not replay.is_gpu(device):
+        return reason
+    weights = weights_of(module, embed, head)
+    return error_of(cuda.check, weights) or unproved(weights.decoder)
+
+
+def _foreign_config(module: Any) -> str | None:
+    config = module.sizes
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act} instead of silu"
     if (config.rope_parameters or {}).get("rope_type", "default") not in STATIC_ROPE:
         return "frequencies of the rotary embedding that depend on the length"
-    for name, part in parts_of(module):
-        if type(part) not in (nn.Linear, LlamaRMSNorm, *SILU):
+    return None
+
+
+def _foreign_part(module: Any, embed: Any, head: Any) -> str | None:
+    if type(embed) is not nn.Embedding or embed.max_norm is not None:
+        return f"the embedding is no plain one, but {type(embed).__name__}"
+    for layer in module.layers:
+        if not isinstance(layer, Layer) and type(layer) not in LAYERS:
+            return f"its layer is a {type(layer).__name__}"
+    for name, part in (("the output matrix", head), *module.named_modules()):
+        if any(part.children()):
+            continue
+        if type(part) not in PLAIN:
             return f"{name} is no plain module, but {type(part).__name__}"
-        if isinstance(part, LlamaRMSNorm) and part.variance_epsilon != module.norm.variance_epsilon:
+        if type(part) in NORMS and part.variance_epsilon != module.norm.variance_epsilon:
             return f"{name} has another epsilon"
-    if module.lm_head.bias is not None:
-        return "a bias of the output matrix"
-    for name, parameter in (("the embedding", embed.weight), *module.named_parameters()):
+    return None if head.bias is None else "a bias of the output matrix"
+
+
+def _foreign_tensor(module: Any, embed: Any, head: Any) -> str | None:
+    device, dtype = module.norm.weight.device, module.norm.weight.dtype
+    others = ("the embedding", embed.weight), ("the output matrix", head.weight)
+    for name, parameter in (*others, *module.named_parameters()):
         plain = type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter.device == device
         if not plain or parameter.dtype != dtype or dtype not in FLOATS:
             return f"{name} is no plain tensor of {dtype} on {device}, or that is none of float32, bfloat16, float16"
     return None
-
-
-def parts_of(module: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The tensors that the layers and the output run, by name."""
-    yield from (("norm", module.norm), ("lm_head", module.lm_head))
-    for name, part in module.layers.named_modules():
-        if not any(part.children()):
-            yield f"layers.{name}", part

@@ -26,8 +26,10 @@ from ..records import Verified
 from . import checkpoints
 from .base import Level, Proposal, Text
 from .checkpoints import CONFIG, BadCheckpoint
-from .expansion import Expansion, NodeVectors
+from .draft_vocabulary import DraftVocabulary
+from .expansion import NodeVectors
 from .last_state import LastState
+from .recursion import Recursion
 
 __all__ = ["Gemma4Assistant"]
 
@@ -38,7 +40,7 @@ Stored = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an assistant's config must say of a target.
+    """The sizes that an assistant's config says of a target.
 
     Attributes:
         hidden_size: of the target.
@@ -192,11 +194,10 @@ def storing_layers(target: PreTrainedModel) -> dict[str, int]:
     return {kind: index for index, kind in enumerate((getattr(config, "layer_types", None) or ())[:own])}
 
 
-class AssistantDrafts(LastState, Expansion):
-    """The draft source of a :class:`Gemma4Assistant`: one forward a level over the frontier."""
+class AssistantDrafts(LastState, Recursion):
+    """The draft source of a :class:`Gemma4Assistant`: keys and values are the target's, as they lie there."""
 
     name = "gemma4_assistant"
-    shares = (0.1,)
     root_alone = True
 
     def __init__(self, module: Gemma4Assistant) -> None:
@@ -215,10 +216,12 @@ class AssistantDrafts(LastState, Expansion):
         """Make the storage of a session."""
         self.start(text, self.module.sizes.hidden_size)
         self.text, self.sampler, self.vocab_size = text, text.sampler, text.target.vocab_size
+        self.head, self.vectors = self.module.model.lm_head, NodeVectors()
+        self.vocabulary = DraftVocabulary(None, self.module.sizes.vocab_size, self.vocab_size)
         self.embed = text.target.stepping.get_input_embeddings()
         stored = storing_layers(text.target.model)
         self.layers = {kind: stored[kind] for kind in self.module.sizes.types}
-        self.vectors, self.device = NodeVectors(), device_of(self.module.model)
+        self.device = device_of(self.module.model)
         self.kinds = tuple(AttentionKind(window) for window in self.module.sizes.windows)
 
     def prepare(self, config: GraphConfig) -> None:
@@ -236,7 +239,7 @@ class AssistantDrafts(LastState, Expansion):
         return self.proposal(level, logits) if self.text.draws is None else None
 
     def has_read(self) -> bool:
-        """Whether the target's layers have storage, as they have from the first token on that it has read."""
+        """Return whether the target's layers have storage, as they have from the first token on that it has read."""
         return all(self.text.target.cache.layers[index].is_initialized for index in self.layers.values())
 
     def forward(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,20 +269,9 @@ class AssistantDrafts(LastState, Expansion):
         known = self.known.to(self.device)[:, None, None]
         return torch.where(known, vectors, 0.0), torch.where(known, logits, 0.0)
 
-    def root_logits(self, config: GraphConfig) -> Tensor:
+    def at_root(self, config: GraphConfig) -> tuple[Tensor, Tensor]:
         features = self.hidden[:, None].to(self.device, self.module.model.dtype)
-        vectors, logits = self.forward(self.state.root_tokens()[:, None], features)
-        self.vectors.keep_root(config, vectors)
-        return logits
+        return self.forward(self.state.root_tokens()[:, None], features)
 
-    def frontier_logits(self, level: Level) -> Tensor:
-        vectors, logits = self.forward(level.frontier.token_ids, self.vectors.of_parents(level))
-        self.vectors.keep(level, vectors)
-        return logits
-
-    def no_logits(self, count: int) -> Tensor:
-        shape = (len(self.known), count, self.module.sizes.vocab_size)
-        return torch.zeros(shape, dtype=self.module.model.dtype, device=self.device)
-
-    def positions(self, level: Level, count: int) -> Tensor:
-        return level.positions
+    def at_level(self, level: Level, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        return self.forward(level.frontier.token_ids, vectors)

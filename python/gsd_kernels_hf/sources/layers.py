@@ -38,7 +38,7 @@ class Rotary:
         return self.on(like.device)(like, positions)
 
     def frequencies(self, device: torch.device) -> tuple[Tensor, float]:
-        """Those of the rotation, float32 [head_dim / 2], and what cosines and sines are multiplied with."""
+        """Frequencies of the rotation, float32 [head_dim / 2], and what cosines and sines are multiplied with."""
         rotary = self.on(device)
         return rotary.inv_freq.float(), float(rotary.attention_scaling)
 

@@ -15,22 +15,22 @@ from . import checkpoints
 from .base import DraftSource
 from .checkpoints import BadCheckpoint, Checkpoint
 from .dflash import DFlash, DFlashDrafts
-from .eagle3 import Eagle3, Eagle3Drafts
+from .eagle3 import Eagle3
 from .gemma_assistant import CLASS, AssistantDrafts, Gemma4Assistant
 from .heads import CONFIG_FILE, DraftHeads, Heads
-from .mtp import Mtp, MtpDrafts
+from .mtp import Mtp
 from .mtp_files import open_heads, place_of
-from .parallel_eagle import ParallelDrafts
+from .recursion import Parallel, Recursive
 from .shipped import folder_of, warn_of_other_weights
 
 Drafter = Eagle3 | DFlash | DraftHeads | Mtp | Gemma4Assistant
 """What ``drafter=`` takes, beside the place of one."""
 
 SOURCES: dict[type[Any], Callable[[Any], DraftSource]] = {
-    Eagle3: lambda drafter: (Eagle3Drafts if drafter.config.mask_shape is None else ParallelDrafts)(drafter),
+    Eagle3: lambda drafter: (Recursive if drafter.config.mask_shape is None else Parallel)(drafter),
     DFlash: DFlashDrafts,
     DraftHeads: Heads,
-    Mtp: MtpDrafts,
+    Mtp: Recursive,
     Gemma4Assistant: AssistantDrafts,
 }
 """The draft source of a loaded drafter, by its class."""

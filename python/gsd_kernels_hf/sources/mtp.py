@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+
+from gsd_kernels.ops.feature_rows import Projection
 
 from ..model.attention import Attends, AttentionKind, GraphInputs, configs_of, switched_configs
 from ..model.cache import GraphCache
@@ -23,12 +25,10 @@ from ..model.hidden import decoder_of
 from ..model.properties import cache_argument, device_of
 from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints
-from .base import Text
 from .checkpoints import BadCheckpoint, Checkpoint
 from .mtp_block import Block, TargetRotary, assembled, block_for, stored_as
 from .mtp_files import open_heads, scale_block
 from .mtp_layouts import SCALE, WRITTEN, Layout
-from .recursion import Recursion
 
 __all__ = ["Mtp"]
 
@@ -46,8 +46,9 @@ class Mtp(nn.Module):
         bias: whether the projection has one.
     """
 
-    kind = KIND
-    embed_tokens = None  # the target's
+    name, kind = "mtp", KIND
+    hands_on_normed = True
+    embed_tokens = lm_head = None  # the target's
     d2t = None  # it drafts all tokens
 
     def __init__(self, layout: Layout, block: Block, *, bias: bool) -> None:
@@ -182,9 +183,35 @@ class Mtp(nn.Module):
             f"positions and a cache for it ({why}); not supported"
         )
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Its decoder layer."""
+        return [self.block]
+
+    @property
+    def norm(self) -> nn.Module:
+        """The one before the output matrix."""
+        return self.output_norm
+
+    def first_parameters(self) -> dict[str, Any]:
+        """Parameters for embedding and feature, as :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has them."""
+        weight, bias = self.projection.weight.detach(), self.projection.bias
+        norms = [norm.weight.detach() for norm in (self.hidden_norm, self.embedding_norm)]
+        made = Projection(weight, norms[1], None if bias is None else bias.detach(), self.layout.hidden_first)
+        return {"feature_norm": norms[0], "projection": made}
+
     def target_ids(self) -> Tensor:
         """The target's id of every draft token, int64 [vocabulary]: all of them."""
         return torch.arange(self.config.vocab_size, device=self.projection.weight.device)
+
+    @property
+    def sizes(self) -> PretrainedConfig:
+        """Of the decoder layer."""
+        return self.config
+
+    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
+        """The target's hidden state that a head reads: what leaves its final norm."""
+        return (len(decoder_of(target)[0]),)
 
     def fuse(self, hidden: list[Tensor]) -> Tensor:
         """The feature of the target's hidden states: what leaves its final norm, [B, n, D]."""
@@ -194,7 +221,7 @@ class Mtp(nn.Module):
     def forward(
         self, embedded: Tensor, features: Tensor, positions: Tensor, graph: Attends, cache: GraphCache | None = None
     ) -> Tensor:
-        """What the target's output matrix reads, and the next level's features.
+        """Forward to what the target's output matrix reads, and the next level as its features.
 
         Args:
             embedded: [B, R, D], of the token after each position.
@@ -221,6 +248,19 @@ class Mtp(nn.Module):
             )
         normed: Tensor = self.output_norm(hidden)
         return normed
+
+    def run(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs, cache: GraphCache
+    ) -> Tensor:
+        """:meth:`forward`, keys and values written where ``cache`` is told to."""
+        inputs = replace(inputs, kinds=tuple(AttentionKind(window) for window in self.windows))
+        hidden: Tensor = self(embedded, features, positions, inputs, cache)
+        inputs.check_complete()
+        return hidden
+
+    def outputs(self, hidden: Tensor, head: Any) -> tuple[Tensor, Tensor]:
+        """The vectors that nodes hand on [B, R, D], and logits [B, R, V] by the target's output matrix."""
+        return hidden, head(hidden.to(device_of_weights(head), dtype_of(head)))
 
 
 class OneToken:
@@ -250,36 +290,3 @@ def unscaled(found: Mapping[str, Tensor], scale: str, block: tuple[int, int]) ->
     for dim, size in enumerate(block):
         factors = factors.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
     return weight * factors
-
-
-class MtpDrafts(Recursion):
-    """The draft source of an :class:`Mtp`: one forward of its layer a level over the frontier."""
-
-    name = "mtp"
-
-    def check(self, target: PreTrainedModel) -> None:
-        """Refuse a target that the head does not belong to."""
-        super().check(target)
-        self.module.check_block()
-        self.hidden_layers = (len(decoder_of(target)[0]),)
-
-    def attach(self, text: Text) -> None:
-        if text.first:
-            self.start(text, self.module.config)
-            self.lm_head = text.target.stepping.get_output_embeddings()
-            self.vocab_size = text.target.vocab_size
-            self.kinds = tuple(AttentionKind(window) for window in self.module.windows)
-        super().attach(text)
-
-    def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
-        inputs = replace(inputs, kinds=self.kinds)
-        hidden: Tensor = self.module(embedded, features, positions, inputs, self.rows.cache)
-        inputs.check_complete()
-        return hidden
-
-    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return hidden, self.lm_head(hidden.to(device_of_weights(self.lm_head), dtype_of(self.lm_head)))
-
-    def no_logits(self, count: int) -> Tensor:
-        shape = (len(self.cached), count, self.vocab_size)
-        return torch.zeros(shape, dtype=dtype_of(self.lm_head), device=device_of_weights(self.lm_head))

@@ -71,6 +71,10 @@ class TargetRotary:
         typed = "layer_type" in inspect.signature(self.module.forward).parameters
         self.options = {"layer_type": block.attention} if typed else {}
 
+    def frequencies(self, device: torch.device) -> tuple[Tensor, float]:
+        """Frequencies of the rotation, float32 [head_dim / 2], and what cosines and sines are multiplied with."""
+        return self.module.inv_freq.to(device, torch.float32), float(self.module.attention_scaling)
+
     def __call__(self, like: Tensor, positions: Tensor) -> Turns:
         """Of int positions [B, R], in the dtype and on the device of ``like``."""
         turns: Turns = self.module(like, positions, **self.options)

@@ -57,7 +57,7 @@ class Layout:
         return f"{self.prefix}{self.projection}.weight".replace("{layers}", str(layers))
 
     def published_name(self, name: str, prefix: str | None = None) -> str:
-        """What a tensor that is called ``name`` here is called in a file; the inverse of :meth:`own_name`.
+        """Name in a file of a tensor that is called ``name`` here; the inverse of :meth:`own_name`.
 
         prefix: as of :func:`find`; ``None``: the layout's own.
         """
@@ -72,7 +72,7 @@ class Layout:
         return f"{begin}{self.block}{inner}"
 
     def own_name(self, name: str) -> str | None:
-        """What a tensor, named behind the prefix, is called here; ``None``: it is not read."""
+        """Name here of a tensor, named behind the prefix; ``None``: it is not read."""
         parts = {getattr(self, part): part for part in PARTS}
         module, _, kind = name.rpartition(".")
         if module in parts:
@@ -165,5 +165,5 @@ def find(names: Iterable[str], layers: int) -> tuple[Layout, str] | None:
 
 
 def looked_for(layers: int) -> str:
-    """What :func:`find` looks for, for an error."""
+    """Say what :func:`find` looks for, for an error."""
     return ", ".join(f"{layout.recognised_by(layers)} ({layout.families})" for layout in LAYOUTS)

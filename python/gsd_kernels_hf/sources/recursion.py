@@ -1,32 +1,77 @@
-"""Drafting with layers that read the target's features: what EAGLE-3, P-EAGLE and multi-token prediction share.
+"""Drafting with the target's features: what EAGLE-3, P-EAGLE, multi-token prediction and Gemma's assistants share.
 
-At every position the layers read a feature of the target and the embedding of the token after. Drafted tokens have no
-feature of the target's. Recursively, the layers' own output stands in for it: one vector a node, which travels along
-the drafted edges.
+A row reads a feature and the embedding of the token after it. Drafted tokens have no feature of the target's, so the
+layers' own output stands in for it: one vector a node, which travels along the drafted edges.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PretrainedConfig
+from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.step import feed_rows
 
-from ..model.attention import GraphInputs
+from ..packed.modules import device_of_weights, dtype_of
+from ..records import Candidates
 from .base import Level, Text
 from .chain import Chain
+from .draft_vocabulary import DraftVocabulary
 from .expansion import Expansion, NodeVectors
 from .features import FeatureSource
-from .fused_features import FusedFeatures
+from .fused_features import FusedFeatures, why_not
+from .lattice import Lattice, shares_of
+
+
+class Recursion(Expansion):
+    """A draft source with one forward a level over the frontier, in which every node reads its parent's vector.
+
+    Attributes:
+        head: the drafter's output matrix, or the target's.
+        vocabulary: of the drafter.
+        vectors: of every expanded node.
+    """
+
+    shares = (0.1,)  # beside another source, before anything was learned; what is too large costs rows at once
+    head: Any
+    vocabulary: DraftVocabulary
+    vectors: NodeVectors
+
+    def at_root(self, config: GraphConfig) -> tuple[Tensor, Tensor]:
+        """Forward up to the root: its vector [B, 1, D] and logits [B, 1, V]."""
+        raise NotImplementedError
+
+    def at_level(self, level: Level, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Forward a frontier, whose nodes read ``vectors`` [B, W, D]: theirs, and logits [B, W, V]."""
+        raise NotImplementedError
+
+    def root_logits(self, config: GraphConfig) -> Tensor:
+        vectors, logits = self.at_root(config)
+        self.vectors.keep_root(config, vectors)
+        return logits
+
+    def frontier_logits(self, level: Level) -> Tensor:
+        vectors, logits = self.at_level(level, self.vectors.of_parents(level))
+        self.vectors.keep(level, vectors)
+        return logits
+
+    def no_logits(self, count: int) -> Tensor:
+        shape = (len(self.state.out_len), count, self.vocabulary.ranked_size(self.sampler))
+        return torch.zeros(shape, dtype=dtype_of(self.head), device=device_of_weights(self.head))
+
+    def candidates(self, level: Level, logits: Tensor) -> Candidates:
+        """The best in the target's ids, see :meth:`Expansion.candidates`."""
+        if self.text.draws is not None:
+            return self.text.draws(level.number, self.vocabulary.whole(logits), level.positions)
+        return self.vocabulary.ranked(self.sampler, logits, level.positions, level.config.branch)
 
 
 class Reading(FeatureSource):
-    """A draft source whose layers read a feature and the token after it at every position.
-
-    A subclass says how its layers run.
+    """A draft source whose layers have keys and values of their own, of every position that the target has read.
 
     Attributes:
         operator: the layers as one operator; ``None``: as modules.
@@ -37,20 +82,27 @@ class Reading(FeatureSource):
     operator: FusedFeatures | None = None
     unknown: tuple[int, Tensor]
 
-    def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
-        """The layers' output of rows [B, R, D], their keys and values written where the cache is told to.
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.name = module.name
 
-        Args:
-            embedded: [B, R, D], of the token after each position.
-            features: [B, R, D], of the target, or vectors of drafted nodes' parents.
-            positions: int64 [B, R], in the text without padding.
-            inputs: what the rows see.
-        """
-        raise NotImplementedError
+    def check(self, target: PreTrainedModel) -> None:
+        """Refuse a target that the drafter was not made for."""
+        super().check(target)
+        self.module.check_block()
+        self.hidden_layers = self.module.layers_of(target)
 
-    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The vectors that nodes hand on [B, R, D], and logits [B, R, V], of what :meth:`run` returned."""
-        raise NotImplementedError
+    def attach(self, text: Text) -> None:
+        if text.first:
+            self.start(text, self.module.sizes)
+            own, self.vocab_size = self.module.lm_head, text.target.vocab_size
+            self.head = text.target.stepping.get_output_embeddings() if own is None else own
+            self.vocabulary = DraftVocabulary.of(self.module, self.vocab_size)
+        super().attach(text)
+        reason = why_not(self.module, self.embedding, self.head, self.rows.backend)
+        # Parameters as they lie now: a cast replaces them.
+        made = None if reason is not None else FusedFeatures(self.module, self.embedding, self.head, self.rows)
+        self.operator, self.rows.compiled = made, made is not None
 
     def enter(self, end: Tensor, width: int) -> None:
         self.feed(end, width, keep=0)
@@ -96,7 +148,8 @@ class Reading(FeatureSource):
     ) -> tuple[Tensor, Tensor]:
         """Vectors that nodes hand on [B, keep, D] and logits [B, keep, V] of the last rows.
 
-        Arguments as of :meth:`~gsd_kernels_hf.model.runner.RowModel.rows`; features [B, R, D], as of :meth:`run`.
+        Arguments as of :meth:`~gsd_kernels_hf.model.runner.RowModel.rows`; features [B, R, D] of the target, or vectors
+        of drafted nodes' parents.
         """
         given = isinstance(slots, Tensor)
         fed = feed_rows(
@@ -117,44 +170,37 @@ class Reading(FeatureSource):
             return self.operator(fed, features, ancestor_mask, node_depths, kv_len, keep)
         inputs = self.rows.inputs(kv_len, ancestor_mask, fed.depths, node_depths)
         with self.rows.cache.writing(fed.places):
-            hidden = self.run(self.embedded(fed.ids), features, fed.positions, inputs)
-        return self.outputs(hidden[:, hidden.shape[1] - keep :])
+            hidden = self.module.run(self.embedded(fed.ids), features, fed.positions, inputs, self.rows.cache)
+        return self.module.outputs(hidden[:, hidden.shape[1] - keep :], self.head)
 
     def known(self, logits: Tensor) -> Tensor:
         """Logits [B, n, V], all 0 where the text has no position with a feature yet, and nothing to go by."""
         return torch.where((self.state.out_len - 1 > self.state.kv_start)[:, None, None], logits, 0.0)
 
 
-class Recursion(Reading, Expansion):
-    """A draft source with one forward a level over the frontier, in which every node reads its parent's output.
+class Recursive(Reading, Recursion):
+    """The draft source of an Eagle3 or an Mtp."""
 
-    A subclass begins with :meth:`start`.
-    """
-
-    shares = (0.1,)  # beside another source, before anything was learned; what is too large costs rows at once
-
-    def start(self, text: Text, config: PretrainedConfig) -> None:
-        super().start(text, config)
-        self.slot_depths: dict[GraphConfig, Tensor] = {}
-        self.vectors = NodeVectors()
+    def attach(self, text: Text) -> None:
+        super().attach(text)
+        if text.first:
+            self.slot_depths, self.vectors = {}, NodeVectors()
 
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape, and let entries catch up."""
-        Expansion.prepare(self, config)
-        self.vectors.prepare(config, self.rows.features, self.rows.features.shape[2])
+        Recursion.prepare(self, config)
+        self.vectors.prepare(config, self.rows.features, self.module.sizes.hidden_size)
         FeatureSource.prepare(self, config)
 
-    def root_logits(self, config: GraphConfig) -> Tensor:
+    def at_root(self, config: GraphConfig) -> tuple[Tensor, Tensor]:
         vectors, logits = self.feed(self.state.out_len - 1, config.chain_rows, keep=1)
-        self.vectors.keep_root(config, vectors)
-        return self.known(logits)
+        return vectors, self.known(logits)
 
-    def frontier_logits(self, level: Level) -> Tensor:
-        frontier = level.frontier
-        width = level.config.width
-        found, logits = self.forward(
+    def at_level(self, level: Level, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        frontier, width = level.frontier, level.config.width
+        return self.forward(
             frontier.token_ids,
-            self.vectors.of_parents(level),
+            vectors,
             self.state.out_len - 1,  # the root's entry lies in the prefix
             (level.number - 1) * width,
             frontier.ancestor_mask,
@@ -163,8 +209,42 @@ class Recursion(Reading, Expansion):
             keep=width,
             shift=1,
         )
-        self.vectors.keep(level, found)
-        return logits
 
-    def positions(self, level: Level, count: int) -> Tensor:
-        return level.positions
+
+class Parallel(Reading, Lattice):
+    """The draft source of an Eagle3 with masks, P-EAGLE (arXiv 2602.01469): several tokens from one forward a step.
+
+    Behind the text's last position come rows of mask tokens, with one learned feature for all of them. Each sees the
+    text and the masks before it, and predicts the token of its own depth: the same below every path.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.extra_slots = module.config.num_parallel - 1  # of the masks
+        self.shares = shares_of(module.config.num_parallel)
+
+    def attach(self, text: Text) -> None:
+        super().attach(text)
+        if not text.first:
+            return
+        config, batch = self.module.config, len(self.cached)
+        self.row = torch.arange(config.num_parallel, dtype=torch.int32, device=self.cached.device).expand(batch, -1)
+        self.unknown = config.mask_token_id, self.module.mask_feature()
+
+    def masks(self, config: GraphConfig) -> int:
+        """Rows of masks in a step of a shape; its depth is as many as are read."""
+        return min(config.depth, self.module.config.num_parallel) - 1
+
+    def num_rows(self, config: GraphConfig) -> int:
+        return config.chain_rows + self.masks(config)
+
+    def step(self, level: Level) -> None:
+        config, masks = level.config, self.masks(level.config)
+        _, logits = self.feed(self.state.out_len - 1, config.chain_rows, unknown=masks, keep=1 + masks)
+        self.keep_positions(self.known(logits), level)
+
+    def warm_step(self, level: Level) -> None:
+        config, rows = level.config, self.num_rows(level.config)
+        self.rows.launch(self.state.out_len - 1, rows, rows)
+        shape = (len(self.cached), self.masks(config) + 1, self.module.config.draft_vocab_size)
+        self.keep_positions(self.rows.features.new_zeros(shape), level)

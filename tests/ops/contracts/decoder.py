@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights
-from gsd_kernels.ops.feature_rows import FeatureWeights
+from gsd_kernels.ops.feature_rows import FeatureWeights, Projection
 
 
 def decoder_case(dtype=torch.float32, batch=2, rows=5):
@@ -52,17 +52,34 @@ def decoder_case(dtype=torch.float32, batch=2, rows=5):
     }
 
 
-def feature_case(dtype=torch.float32, layers=2, normed_residual=False):
+WIRINGS = ("feature", "normed feature", "projection", "projection, feature first")
+"""What the layers of a drafter begin with."""
+
+
+def reading_features(decoder: DecoderWeights, wiring: str = "feature") -> FeatureWeights:
+    """The weights of a drafter with these layers, one of :data:`WIRINGS`."""
+    gen, like = torch.Generator().manual_seed(1), decoder.final_norm
+
+    def noise(*shape):
+        return (torch.randn(shape, generator=gen) * shape[-1] ** -0.5).to(like)
+
+    def norm():
+        return (1 + 0.1 * torch.randn(len(like), generator=gen)).to(like)
+
+    if wiring.startswith("projection"):
+        bias = noise(len(like)) if "first" in wiring else None
+        projection = Projection(noise(len(like), 2 * len(like)), norm(), bias, feature_first="first" in wiring)
+        return FeatureWeights(decoder, norm(), projection=projection)
+    first = decoder.layers[0]
+    first = replace(
+        first, **{name: torch.cat([getattr(first, name), noise(*getattr(first, name).shape)], 1) for name in "qkv"}
+    )
+    return FeatureWeights(replace(decoder, layers=[first, *decoder.layers[1:]]), norm(), wiring == "normed feature")
+
+
+def feature_case(dtype=torch.float32, layers=2, wiring="feature"):
     """A drafter of random weights, and rows with features, of :func:`decoder_case`."""
     decoder, case = decoder_case(dtype)
-    gen = torch.Generator().manual_seed(1)
-
-    def wide(matrix):
-        return torch.cat([matrix, torch.randn(matrix.shape, generator=gen).to(dtype) * matrix.shape[1] ** -0.5], 1)
-
-    first = replace(decoder.layers[0], **{name: wide(getattr(decoder.layers[0], name)) for name in "qkv"})
-    decoder = replace(decoder, layers=[first, *decoder.layers[1:layers]])
-    norm = (1 + 0.1 * torch.randn(32, generator=gen)).to(dtype)
     case |= {name: case[name][:layers] for name in ("k_caches", "v_caches")}
-    case["features"] = torch.randn(2, 5, 32, generator=gen).to(dtype)
-    return FeatureWeights(decoder, norm, normed_residual), case
+    case["features"] = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
+    return reading_features(replace(decoder, layers=decoder.layers[:layers]), wiring), case

@@ -1,0 +1,44 @@
+"""The CUDA C++ decoder for drafters that read features: one launch makes of a row's token and feature what is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..decoder_rows import cuda
+from ..table import OPS
+from .weights import FeatureWeights
+
+
+def feature_rows(weights: FeatureWeights, token_ids: Tensor, *rows: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """csrc/cuda/decoder_rows.cpp; arguments as the reference takes them."""
+    features, *graph, k_caches, v_caches, keep = rows
+    features = features.contiguous()
+    cuda.check_device(token_ids.device)
+    if "checked_for_cuda" not in vars(weights):
+        check(weights)
+        vars(weights)["checked_for_cuda"] = True
+    cuda.check_caches(weights.decoder, k_caches, v_caches)
+    cuda.check_tensors(weights.decoder.dtype, [("features", features)])
+    return run(weights, token_ids, features, *graph, k_caches, v_caches, keep)
+
+
+def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator."""
+    return OPS["feature_rows"].compiled(*arguments)
+
+
+def check(weights: FeatureWeights) -> None:
+    """Raise for weights that the kernels do not take.
+
+    Raises:
+        TypeError, ValueError: see :func:`gsd_kernels.ops.decoder_rows.cuda.check`.
+    """
+    cuda.check(weights.decoder)
+    projection = weights.projection
+    named = {"feature_norm": weights.feature_norm}
+    if projection is not None:
+        named |= {"projection": projection.matrix, "token_norm": projection.token_norm}
+        named |= {} if projection.bias is None else {"projection_bias": projection.bias}
+    cuda.check_tensors(weights.decoder.dtype, named.items())
