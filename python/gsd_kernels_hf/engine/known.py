@@ -16,8 +16,6 @@ from ..store import cache_dir
 
 logger = logging.getLogger("gsd_kernels")
 
-__all__ = ["learned_file", "learned_of"]
-
 
 class _Read(NamedTuple):
     """A file as it was when it was read, and what it holds; ``None`` where that cannot be used."""
@@ -35,12 +33,11 @@ def learned_file(model: nn.Module) -> Path:
     return cache_dir() / f"learned-{fingerprint(model)}.safetensors"
 
 
-def learned_of(model: nn.Module | Facts) -> Known | None:
+def learned_of(facts: Facts) -> Known | None:
     """Read what was learned of a model; ``None`` where nothing was, or its file cannot be used, which is said once.
 
     And on a GPU, where the history is the table of its text alone.
     """
-    facts = Facts.of(model)
     model = facts.model
     if facts.device.type != "cpu":
         return None

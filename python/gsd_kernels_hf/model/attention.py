@@ -182,28 +182,12 @@ def changed_meanwhile(calls: int, expected: int) -> str:
     )
 
 
-class Watcher(Protocol):
-    """Sees the masks of this thread's forwards and the attention calls that were not given ``graph=``."""
-
-    def made(self, mask: Any, arguments: dict[str, Any]) -> None:
-        """A mask was made by the model's mask function."""
-        ...
-
-    def missed(self, module: nn.Module, query: Tensor, value: Tensor) -> Tensor:
-        """An attention call came without ``graph=``; its output, [B, Hq, R, D]."""
-        ...
-
-    def came(self, own: Callable[..., Any]) -> None:
-        """An attention call came with ``graph=``; the model would have called ``own``."""
-        ...
-
-
 _local = threading.local()
 
 
 @contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Let ``watcher`` see this thread's forwards."""
+def watching(watcher: Any) -> Iterator[None]:
+    """Let ``watcher``, a :class:`~.probe.Probe`, see the masks and attention calls of this thread's forwards."""
     _local.watcher = watcher
     try:
         yield
@@ -225,7 +209,7 @@ def _attention_beside(original: str) -> Callable[..., tuple[Tensor, Tensor | Non
         graph: Attends | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        watcher: Watcher | None = getattr(_local, "watcher", None)
+        watcher = getattr(_local, "watcher", None)
         if graph is None:
             if watcher is not None:
                 return watcher.missed(module, query, value).transpose(1, 2).contiguous(), None
@@ -245,7 +229,7 @@ def _mask_beside(original: str) -> Callable[..., Any]:
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         made = ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
-        watcher: Watcher | None = getattr(_local, "watcher", None)
+        watcher = getattr(_local, "watcher", None)
         if watcher is not None:
             watcher.made(made, kwargs)
         return made

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from gsd_kernels import commit_kv, write_kv
 from gsd_kernels.ops.write_kv.api import WRITE
 
 from .asking import ask
-from .facts import Facts
+from .facts import Facts, fact
 from .recurrent.mixers import Form, LinearAttentionLayer, RowsCache
 from .recurrent.tree import RowTree
 from .replay import hold
@@ -130,13 +130,13 @@ def grown(storage: Tensor, capacity: int) -> Tensor:
     return new
 
 
-def lies_in_a_block(model: PreTrainedModel | Facts) -> bool:
+@fact
+def lies_in_a_block(facts: Facts) -> bool:
     """Return whether all layers of a model are likely to store keys and values alike, on one GPU.
 
     There the commit of a stacked cache is one launch, whichever backend it has. On a CPU nothing is launched, and
     storage by layer grows layer by layer.
     """
-    facts = Facts.of(model)
     config = facts.model.config.get_text_config(decoder=True)
     devices = {parameter.device for _, parameter in facts.parameters}
     kinds = getattr(config, "layer_types", None) or ()

@@ -21,7 +21,7 @@ from ..packed.modules import Packed, PackedEmbedding, PackedLinear, dtype_of, sh
 from .attention import AttentionKind
 from .code import described, is_shipped
 from .facts import Facts, fact, foreign_global_hooks
-from .probe import kinds_of
+from .probe import served
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
 SILU = (nn.SiLU, ACT2CLS["silu"])
@@ -119,7 +119,7 @@ def _foreign_parameter(facts: Facts) -> str | None:
         dense = module._parameters.get("weight") if type(module) is nn.Linear else None
         if type(dense) is nn.Parameter and dense.dtype in FLOATS and dense.dtype != dtype:  # no forward would succeed
             return f"{name}.weight is {dense.dtype}, the output matrix {dtype}"
-    kinds_of(facts)  # a forward: in the first one a library may rewrite its weights
+    served(facts)  # a forward: in the first one a library may rewrite its weights
     read: set[int] = set()
     for name, module in facts.modules:
         stored = stored_in(module)
@@ -142,7 +142,7 @@ def _foreign_parameter(facts: Facts) -> str | None:
 
 def _foreign_layer(facts: Facts) -> str | None:
     """Name what a layer does otherwise than the operator, or than the first one."""
-    model, layers, kinds = facts.model, layers_of(facts.model), kinds_of(facts)
+    model, layers, kinds = facts.model, layers_of(facts.model), served(facts).kinds
     if not layers or len(layers) != len(kinds):
         return f"{len(layers)} layers with {len(kinds)} attention calls"
     head_dim, eps, first = 2 * model.model.rotary_emb.inv_freq.numel(), model.model.norm.variance_epsilon, layers[0]

@@ -7,10 +7,9 @@ whatever else mixes rows or sequences shows; the rows are chosen so that one pos
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,7 +52,6 @@ class AttentionReport:
     positions: int | None = None  # that it has entries for in a table; ``None``: there is no table
     problem: str | None = None
     passing: bool = False  # whether another look may find something else
-    proofs: dict[Any, Any] = field(default_factory=dict)  # what was proved of this model since, see :mod:`.proof`
     cause: BaseException | None = None  # an error of the model's, which may be a passing one, as full memory is
 
 
@@ -73,7 +71,7 @@ class Probe:
         self.own: Callable[..., Any]
 
     def came(self, own: Callable[..., Any]) -> None:
-        """Note the function that the next call would have gone to."""
+        """Note of a call with ``graph=`` the function that it would have gone to."""
         self.own = own
 
     def made(self, mask: Any, arguments: dict[str, Any]) -> None:
@@ -170,9 +168,6 @@ class ProbeCache(GraphCache):
         return super().get_seq_length(layer_idx, *args, **kwargs) if begun else self.prompt_length
 
 
-_known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, AttentionReport]] = weakref.WeakKeyDictionary()
-
-
 @fact
 def examine(facts: Facts) -> AttentionReport:
     """Look at what a model does with graph rows.
@@ -180,26 +175,20 @@ def examine(facts: Facts) -> AttentionReport:
     One forward of 2 × 5 tokens, remembered until the model's structure is another one, see :class:`.Facts`; what an
     error cut short is not. The model is left as it was.
     """
-    known = _known.get(facts.model)
-    if known is not None and known[0] == facts.structure:
-        return known[1]
-    report = _examine(facts)
-    if not report.passing:
-        _known[facts.model] = facts.structure, report
-    return report
+    return facts.proved("rows", lambda: _examine(facts))
 
 
-def kinds_of(model: PreTrainedModel | Facts, name: str = "model") -> tuple[AttentionKind, ...]:
-    """The demands of every attention call of a forward.
+@fact
+def served(facts: Facts, name: str = "model") -> AttentionReport:
+    """The findings of :func:`examine`, without a problem.
 
     Raises:
-        ValueError: ``model``, the argument ``name``, cannot be forwarded with graph rows.
+        ValueError: the model, the argument ``name``, cannot be forwarded with graph rows.
     """
-    facts = Facts.of(model)
     report = examine(facts)
     if report.problem is not None:
         raise ValueError(f"{name}: {type(facts.model).__name__} {report.problem}; not supported") from report.cause
-    return report.kinds
+    return report
 
 
 @torch.no_grad()

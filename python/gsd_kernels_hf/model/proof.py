@@ -110,15 +110,12 @@ def why_not_in_pieces(facts: Facts) -> Difference | None:
     It is no question of closeness, which rounding in half precision would hide: a state that a piece left is made NaN,
     and the logits of the next piece show whether it was read. One layer of each class, one of its states at a time.
     """
-    proofs, key = examine(facts).proofs, ("pieces", facts.model.dtype, facts.device)
-    if key not in proofs:
-        with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad():
-            try:
-                proofs[key] = _unread_state(facts)
-            except Exception:  # what cannot be forwarded, the proof of its rows names
-                return None
-    answer: Difference | None = proofs[key]
-    return answer
+    with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad():
+        try:
+            key, anew = ("pieces", facts.model.dtype, facts.device), examine(facts).passing
+            return facts.proved(key, lambda: _unread_state(facts), anew=anew)
+        except Exception:  # what cannot be forwarded, the proof of its rows names
+            return None
 
 
 def _unread_state(facts: Facts) -> Difference | None:
@@ -213,23 +210,21 @@ def why_not_proved(
         return own_logits(of, steps=steps)
 
     facts = Facts.of(model)
-    proofs, key = examine(facts).proofs, (way, facts.model.dtype, facts.device)
-    if key not in proofs:
-        closely = closely and precision_of(facts) in (torch.float16, torch.bfloat16)
-        difference = _difference(facts, forward, own or of_text, own or at_once, closely=closely)
-        if difference is not None and difference.passing:
-            return difference
-        proofs[key] = difference
-    answer: Difference | None = proofs[key]
-    return answer
+
+    def prove() -> Difference | None:
+        parts = [facts]
+        if closely and precision_of(facts) in (torch.float16, torch.bfloat16):
+            parts = [Facts(in_float(facts.model)), facts]
+        return _difference(parts, forward, own or of_text, own or at_once)
+
+    # Code that may do anything at any time is proved in every call.
+    return facts.proved((way, facts.model.dtype, facts.device), prove, anew=examine(facts).passing)
 
 
-def _difference(
-    facts: Facts, forward: Forward, own_steps: Forward, own_prompt: Forward, *, closely: bool
-) -> Difference | None:
-    with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad():
+def _difference(parts: Sequence[Facts], forward: Forward, own_steps: Forward, own_prompt: Forward) -> Difference | None:
+    with random_numbers_kept(parts[-1]), torch.inference_mode(False), torch.no_grad():
         try:
-            for part in ([Facts(in_float(facts.model))] if closely else []) + [facts]:
+            for part in parts:
                 own = own_steps(part).double()
                 ours = forward(part).double()
                 if not bool(own.isfinite().all()):
@@ -245,7 +240,7 @@ def _difference(
                         rounding = max(rounding, codes)
                 bound = min(MAX_RELATIVE_ERROR, NOISE_FACTOR_BELOW_MAX * rounding)
                 if difference > max(bound, NOISE_FACTOR_ALWAYS * rounding):
-                    what = "some layers in float32" if part is not facts else "a few tokens"
+                    what = "some layers in float32" if part is not parts[-1] else "a few tokens"
                     return Difference(
                         f"its logits of {what} differ from the modules' by {difference:.1g} of their spread"
                     )
