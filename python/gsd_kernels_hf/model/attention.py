@@ -60,6 +60,11 @@ class AttentionKind:
     temperature: Temperature | None = None  # of queries that come as of place 0
 
 
+def windowed(windows: Iterable[int | None]) -> tuple[AttentionKind, ...]:
+    """The kinds of layers that ask for a window or none."""
+    return tuple(map(AttentionKind, windows))
+
+
 @dataclass
 class GraphInputs:
     """Inputs of the attention of graph rows; device tensors with static addresses. R rows over N graph nodes."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -36,13 +36,6 @@ HOLDERS = frozenset(vars(nn.Module()))
 OWN = __name__.partition(".")[0]
 
 _Answer = TypeVar("_Answer")
-
-
-class Put(NamedTuple):
-    """Code that was put on one module."""
-
-    hooks: dict[int, Callable[..., Any]]
-    functions: dict[str, Any]  # by the name that a forward may call them by
 
 
 class Facts:
@@ -95,10 +88,10 @@ class Facts:
         return code_of({type(module) for _, module in self.modules}, {name for name in names if name})
 
     @cached_property
-    def put(self) -> tuple[Put, ...]:
-        """Code on the modules themselves, in the order of :attr:`modules`."""
+    def put(self) -> tuple[tuple[dict[int, Any], dict[str, Any]], ...]:
+        """Code on the modules themselves, in their order: hooks, and functions by the name that forwards call them by."""
         names = self.code.names
-        return tuple(Put(hooks_of(module), own_callables(module, names)) for _, module in self.modules)
+        return tuple((hooks_of(module), own_callables(module, names)) for _, module in self.modules)
 
     @cached_property
     def ambient(self) -> tuple[Any, ...]:
@@ -116,12 +109,12 @@ class Facts:
             (
                 weakref.ref(module),
                 type(module),
-                tuple(put.hooks),
-                tuple((name, pinned(function)) for name, function in put.functions.items()),
+                tuple(hooks),
+                tuple((name, pinned(function)) for name, function in functions.items()),
                 settings_of(vars(module)),
                 tuple(map(type, module._parameters.values())),
             )
-            for (_, module), put in zip(self.modules, self.put, strict=True)
+            for (_, module), (hooks, functions) in zip(self.modules, self.put, strict=True)
         ]
         configs = []
         for config in self.configs:

@@ -54,13 +54,11 @@ def foreign_code(facts: Facts, *, shipped: bool = True) -> str | None:
         return f"a mode that PyTorch's operations go through, {modes[0].__qualname__}"
     for hook in foreign_global_hooks():
         return f"a hook of all modules, {described(hook)}"
-    for (name, module), put in zip(facts.modules, facts.put, strict=True):
-        if not put.hooks and not put.functions:
-            continue
-        hooks = [*put.hooks.values(), *(put.functions[own] for own in put.functions if own == "forward")]
-        if any(shipped or not is_shipped(hook) for hook in hooks):
+    for (name, module), (hooks, functions) in zip(facts.modules, facts.put, strict=True):
+        called = [*hooks.values(), *(functions[own] for own in functions if own == "forward")]
+        if any(shipped or not is_shipped(hook) for hook in called):
             return f"{name or 'the model'} has a hook"
-        for function, value in put.functions.items():
+        for function, value in functions.items():
             if not is_shipped(value) or (shipped and not _is_kept(module, function, value)):
                 return f"{name or 'the model'} has a function of its own, {function}"
     return facts.code.foreign

@@ -40,7 +40,7 @@ from .facts import Facts, fact
 from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
 from .pieces import SEVERAL, WHOLE
-from .probe import AttentionReport, served
+from .probe import served
 from .recurrent.mixers import mixers_of
 from .recurrent.step_limit import limit_of
 from .recurrent.tree import RowTree
@@ -209,7 +209,7 @@ def storage_of(
     return [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
-def check_rows(facts: Facts, report: AttentionReport, name: str) -> None:
+def check_rows(facts: Facts, name: str) -> None:
     """Raise unless rows through a target's modules are what the model computes, where anything may make a difference.
 
     Code that is not transformers' own may go by what it is called with: one token at a time, transformers' cache, the
@@ -218,7 +218,7 @@ def check_rows(facts: Facts, report: AttentionReport, name: str) -> None:
     Raises:
         ValueError: ``model``, the argument ``name``, computes something else of graph rows.
     """
-    code, unwritten, steps = foreign_code(facts, shipped=False), report.unwritten, 1
+    code, unwritten, steps = foreign_code(facts, shipped=False), served(facts).unwritten, 1
     if mixers := mixers_of(facts):
         if block_of(facts, "auto"):
             return

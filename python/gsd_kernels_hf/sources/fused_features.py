@@ -17,7 +17,7 @@ from gsd_kernels.ops.feature_rows import FeatureWeights, feature_rows
 from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.step import FedRows
 
-from ..model.attention import AttentionKind
+from ..model.attention import windowed
 from ..model.foreign import SILU, STATIC_ROPE, foreign_code
 from ..model.fused import decoder_weights, missing, storage_of
 from .features import FeatureCache
@@ -68,7 +68,7 @@ class FusedFeatures:
 
 def weights_of(module: Any, embed: Any) -> FeatureWeights:
     """A drafter's parameters as they lie in it."""
-    first, kinds = module.layers[0], [AttentionKind(window) for window in module.windows]
+    first, kinds = module.layers[0], windowed(module.windows)
     frequencies = module.rotary.frequencies(module.fc.weight.device)
     decoder = decoder_weights(embed, module.layers, kinds, module.norm, module.lm_head, *frequencies)
     return FeatureWeights(decoder, first.hidden_norm.weight.detach(), first.norm_before_residual)

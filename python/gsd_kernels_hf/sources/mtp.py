@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..model.attention import Attends, AttentionKind, GraphInputs, configs_of, switched_configs
+from ..model.attention import Attends, GraphInputs, configs_of, switched_configs, windowed
 from ..model.cache import GraphCache
 from ..model.hidden import decoder_of
 from ..model.properties import cache_argument, device_of
@@ -268,7 +268,7 @@ class MtpDrafts(Recursion):
             self.start(text, self.module.config)
             self.lm_head = text.target.stepping.get_output_embeddings()
             self.vocab_size = text.target.vocab_size
-            self.kinds = tuple(AttentionKind(window) for window in self.module.windows)
+            self.kinds = windowed(self.module.windows)
         super().attach(text)
 
     def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
