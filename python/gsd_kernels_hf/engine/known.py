@@ -38,10 +38,9 @@ def learned_of(facts: Facts) -> Known | None:
 
     And on a GPU, where the history is the table of its text alone.
     """
-    model = facts.model
     if facts.device.type != "cpu":
         return None
-    file = learned_file(model)
+    model, file = facts.model, learned_file(facts.model)
     try:
         written = file.stat()
     except OSError:

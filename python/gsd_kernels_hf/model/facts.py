@@ -89,7 +89,7 @@ class Facts:
 
     @cached_property
     def put(self) -> tuple[tuple[dict[int, Any], dict[str, Any]], ...]:
-        """Code on the modules themselves, in their order: hooks, and functions by the name that forwards call them by."""
+        """Code on the modules themselves, in their order: hooks, and functions by the names that forwards call."""
         names = self.code.names
         return tuple((hooks_of(module), own_callables(module, names)) for _, module in self.modules)
 
