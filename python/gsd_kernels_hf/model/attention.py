@@ -34,20 +34,14 @@ EAGER = "eager_attention_forward"
 
 
 class Attends(Protocol):
-    """The object that a forward is given as ``graph=``."""
+    """The object that a forward is given as ``graph=``.
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,  # [B, Hq, R, D]
-        key: Tensor,  # [B, Hkv, S, D]
-        value: Tensor,
-        attention_mask: Any,
-        scaling: float | None,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """The output of one attention module, [B, Hq, R, D]; ``options`` are its other keywords."""
-        ...
+    Attributes:
+        attend: (module, query [B, Hq, R, D], key [B, Hkv, S, D], value, attention_mask, scaling, options) → the output
+            of one attention module, [B, Hq, R, D]; ``options`` are its other keywords.
+    """
+
+    attend: Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -85,8 +79,8 @@ class GraphInputs:
     def attend(
         self,
         module: nn.Module,
-        query: Tensor,
-        key: Tensor,
+        query: Tensor,  # [B, Hq, R, D]
+        key: Tensor,  # [B, Hkv, S, D]
         value: Tensor,
         attention_mask: Any,
         scaling: float | None,
@@ -102,7 +96,7 @@ class GraphInputs:
         self.calls += 1
         inputs = self.on(query.device).last(query.shape[2])
         if kind.temperature is not None:
-            query = kind.temperature.applied(query, inputs.kv_len[:, None] + inputs.row_depths)
+            query = kind.temperature.applied(query, inputs.kv_len[:, None] + inputs.row_depths)  # [B, Hq, R, D]
         return dag_attention(
             query,
             key,
@@ -150,32 +144,24 @@ class GraphInputs:
         if rows == self.ancestor_mask.shape[1]:
             return self
         if rows not in self._last:
-            self._last[rows] = replace(
-                self,
+            self._last[rows] = self._with(
                 ancestor_mask=self.ancestor_mask[:, -rows:].contiguous(),
                 row_depths=self.row_depths[:, -rows:].contiguous(),
-                _masks={},
-                _by_device={},
-                _last={},
             )
         return self._last[rows]
+
+    def _with(self, **tensors: Tensor) -> GraphInputs:
+        """These inputs with other tensors, and nothing of what was made of them."""
+        return replace(self, **tensors, _masks={}, _by_device={}, _last={})
 
     def on(self, device: torch.device) -> GraphInputs:
         """These inputs on ``device``, copied once a step for every device of a sharded model."""
         if self.kv_len.device == device:
             return self
         if device not in self._by_device:
-            moved = [
-                None if t is None else t.to(device, non_blocking=True)
-                for t in (
-                    self.ancestor_mask,
-                    self.kv_len,
-                    self.kv_start,
-                    self.row_depths,
-                    self.node_depths,
-                )
-            ]
-            self._by_device[device] = GraphInputs(*moved, backend=self.backend, row_invariant=self.row_invariant)
+            tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+            self._by_device[device] = self._with(**moved)
         return self._by_device[device]
 
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as calls
 from torch.utils._device import DeviceContext
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -223,11 +222,6 @@ def code_of(classes: Iterable[type], implementations: Iterable[str]) -> Code:
     return code
 
 
-def global_hooks() -> tuple[Callable[..., Any], ...]:
-    """Forward hooks of all modules of this process."""
-    return (*calls._global_forward_pre_hooks.values(), *calls._global_forward_hooks.values())
-
-
 def ambient(device: torch.device) -> tuple[Any, ...]:
     """Modes of this thread's PyTorch that every operation goes through: autocast, those of functions and operators."""
     kind = "cpu" if device.type == "meta" else device.type  # of weights that are offloaded, which no forward runs on
@@ -243,10 +237,5 @@ def ambient(device: torch.device) -> tuple[Any, ...]:
 
 def own_callables(module: nn.Module, names: set[str]) -> dict[str, Any]:
     """Functions on a module itself, rather than on its class, of those ``names``."""
-    variables = vars(module)
-    there = sorted(variables.keys() & names)
-    return {name: variables[name] for name in there if _is_function(variables[name])}
-
-
-def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type)
+    own = ((name, vars(module)[name]) for name in sorted(vars(module).keys() & names))
+    return {name: value for name, value in own if callable(value) and not isinstance(value, type)}

@@ -19,13 +19,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules import module as calls
 from transformers import PretrainedConfig
 
 from gsd_kernels.ops.packed import Kind as WeightFormat
 
 from . import properties
 from .attention import configs_in, implementation_of
-from .code import MISSING, Code, ambient, code_of, global_hooks, own_callables
+from .code import MISSING, Code, ambient, code_of, own_callables
 
 LEFT = ("rope_deltas",)
 """Names of what transformers' ``generate`` leaves on modules for its own steps; our forwards are given positions."""
@@ -227,7 +228,8 @@ def pinned(value: Any) -> Any:
 
 def foreign_global_hooks() -> list[Callable[..., Any]]:
     """Forward hooks of all modules of this process, without those of this package."""
-    return [hook for hook in global_hooks() if not is_own(hook)]
+    hooks = (*calls._global_forward_pre_hooks.values(), *calls._global_forward_hooks.values())
+    return [hook for hook in hooks if not is_own(hook)]
 
 
 def is_own(hook: Callable[..., Any]) -> bool:

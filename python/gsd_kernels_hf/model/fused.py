@@ -39,7 +39,7 @@ from .attention import AttentionKind
 from .facts import Facts, fact
 from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
-from .pieces import SEVERAL, WHOLE
+from .pieces import SEVERAL_TOKENS, WHOLE_TOKENS
 from .probe import served
 from .recurrent.mixers import mixers_of
 from .recurrent.step_limit import limit_of
@@ -257,8 +257,8 @@ def reads_whole(facts: Facts) -> bool:
 def least_piece(facts: Facts) -> int:
     """Fewest tokens of a piece of its prompts behind the first, see :mod:`.pieces`."""
     if reads_whole(facts):
-        return WHOLE
-    return SEVERAL if any(limit_of(module) is not None for _, module in mixers_of(facts)) else 1
+        return WHOLE_TOKENS
+    return SEVERAL_TOKENS if any(limit_of(module) is not None for _, module in mixers_of(facts)) else 1
 
 
 @fact
@@ -398,7 +398,7 @@ class FusedRows(RowModel):
         )
         dtype = self.weights.dtype
         self.hidden = {LAST: hidden.to(dtype)} if LAST in self.hidden_layers and keep else {}
-        self.hidden |= zip(self.states, read_by.to(dtype), strict=True)
+        self.hidden |= zip(self.states, read_by.to(dtype), strict=True)  # [B, R, D] each
         return logits.to(dtype)
 
 

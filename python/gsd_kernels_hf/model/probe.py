@@ -33,12 +33,12 @@ from .temperature import Temperature
 CACHED = 3  # positions that the cache holds already
 POSITIONS = [[3, 4, 5, 4, 5], [0, 0, 0, 1, 2]]  # [2, ROWS]; the second sequence is padded up to its column 2
 ROWS = len(POSITIONS[0])
-TWINS = (1, 3)  # columns of the first sequence with one token at one position
+TWIN_COLUMNS = (1, 3)  # columns of the first sequence with one token at one position
 POISONED = 2  # the first sequence's column whose embedding is NaN
-DIFFERENT = 0.05  # relative difference that no rounding makes
+UNLIKE_RATIO = 0.05  # relative difference that no rounding makes
 PADDING = (0, CACHED + POISONED)  # of the sequences
-SAME = 0.01  # relative difference that rounding may make
-LOUD = 1e3  # times as large as the other rows
+ROUNDING_RATIO = 0.01  # relative difference that rounding may make
+LOUD_FACTOR = 1e3  # times as large as the other rows
 BY_LENGTH = "computes with the cache's length in its layers, which differs from the positions of graph rows"
 
 
@@ -129,10 +129,10 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, opt
 
 def differing_twin(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Name what differs between two rows with one token at one position."""
-    a, b = TWINS
+    a, b = TWIN_COLUMNS
     for what, states in (("queries", query), ("keys", key[:, :, CACHED:]), ("values", value[:, :, CACHED:])):
         one, other = states[0, :, a].float(), states[0, :, b].float()
-        if float((one - other).norm()) > DIFFERENT * float(one.norm()):
+        if float((one - other).norm()) > UNLIKE_RATIO * float(one.norm()):
             return what
     return None
 
@@ -249,7 +249,7 @@ def _at_place_zero(facts: Facts, asked: frozenset[int]) -> Probe:
             temperature = probe.temperatures.get(call.layer)
             places = (length + rows)[None].to(query.device)
             expected = query if temperature is None else temperature.applied(query, places)
-            differs |= not bool((scaled - expected).float().norm() <= SAME * expected.float().norm())
+            differs |= not bool((scaled - expected).float().norm() <= ROUNDING_RATIO * expected.float().norm())
     if differs:
         raise Unserved(BY_LENGTH)
     return probe
@@ -396,10 +396,10 @@ def check_linears(facts: Facts) -> None:
             alone = module(x)[:1].float()
             if training:
                 torch.manual_seed(0)
-            beside = module(torch.cat([x[:1], LOUD * x[1:]]))[:1].float()
+            beside = module(torch.cat([x[:1], LOUD_FACTOR * x[1:]]))[:1].float()
         except Exception:  # it takes something else than rows; the forward shows what it does with them
             continue
-        if float((alone - beside).norm()) > 2 * DIFFERENT * float(alone.norm()):
+        if float((alone - beside).norm()) > 2 * UNLIKE_RATIO * float(alone.norm()):
             raise Unserved(
                 f"has activations that are quantised over all rows of a forward ({name}: {type(module).__name__}), so "
                 "drafted tokens would change the output; quantise weights only, or activations row by row"

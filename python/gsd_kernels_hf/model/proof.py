@@ -27,7 +27,7 @@ from .recurrent.by_depth import KINDS
 from .recurrent.mixers import mixers_of, states_of
 from .view import with_children
 
-PROMPT, PADS, PIECE = 7, 3, 4  # tokens; of the second sequence; of a piece
+PROMPT_TOKENS, PAD_TOKENS, PIECE_TOKENS = 7, 3, 4  # tokens; of the second sequence; of a piece
 PARENTS = (-1, 0, 0, 1, 3, 4)  # of the rows
 TEXT = (0, 1, 3, 4, 5)  # rows that are a path; the other one is beside it
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -60,8 +60,8 @@ class Difference:
 
 
 def text(model: PreTrainedModel | Facts, steps: int = 1) -> Tensor:
-    """Tokens [2, PROMPT + steps · len(TEXT)], spread over the vocabulary."""
-    facts, length = Facts.of(model), PROMPT + steps * len(TEXT)
+    """Tokens [2, PROMPT_TOKENS + steps · len(TEXT)], spread over the vocabulary."""
+    facts, length = Facts.of(model), PROMPT_TOKENS + steps * len(TEXT)
     ids = 11 + 7919 * torch.arange(2 * length, device=facts.device).view(2, length)
     ids %= min(facts.vocabulary, shape_of(facts.model.get_input_embeddings())[0])
     return with_finite_embeddings(facts, ids)
@@ -70,7 +70,7 @@ def text(model: PreTrainedModel | Facts, steps: int = 1) -> Tensor:
 def padding(ids: Tensor) -> Tensor:
     """1 for tokens, 0 for padding."""
     mask = torch.ones_like(ids)
-    mask[1, :PADS] = 0
+    mask[1, :PAD_TOKENS] = 0
     return mask
 
 
@@ -79,11 +79,11 @@ def own_logits(facts: Facts, *, singly: bool = False, steps: int = 1) -> Tensor:
     ids, cache = text(facts, steps), DynamicCache(config=facts.model.config)
     length = ids.shape[1]
     mask = padding(ids)
-    ends = [*range(PROMPT + 1, length + 1)] if singly else [length]
+    ends = [*range(PROMPT_TOKENS + 1, length + 1)] if singly else [length]
     logits, begin = [], 0
     for end in ends:
-        piece = _piece(facts, cache, ids, mask, begin, end)
-        logits.append(piece[:, -1:] if singly else piece[:, PROMPT - length :])
+        piece = _piece(facts, cache, ids, mask, begin, end)  # [B, end − begin, V]
+        logits.append(piece[:, -1:] if singly else piece[:, PROMPT_TOKENS - length :])
         begin = end
     return torch.cat(logits, 1)
 
@@ -126,12 +126,12 @@ def _unread_state(facts: Facts) -> Difference | None:
         for kind in KINDS:
             for index in range(states_of(facts)[layer]):
                 cache = DynamicCache(config=facts.model.config)
-                _piece(facts, cache, ids, mask, 0, PIECE)
+                _piece(facts, cache, ids, mask, 0, PIECE_TOKENS)
                 states = getattr(cache.layers[layer], kind)[index]
                 if states is None:
                     continue
                 states.fill_(torch.nan)
-                if bool(_piece(facts, cache, ids, mask, PIECE, ids.shape[1]).isfinite().all()):
+                if bool(_piece(facts, cache, ids, mask, PIECE_TOKENS, ids.shape[1]).isfinite().all()):
                     return Difference(f"{name} begins with no state ({kind}) at every piece of a prompt")
     return None
 
@@ -154,12 +154,12 @@ def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, steps: int = 1) ->
     beside = next(row for row in range(count) if row not in TEXT)
     order = [*TEXT, beside]
     words, depths = tree_of(PARENTS, 2, device)
-    rows.prefill(ids[:, :PROMPT], padding(ids)[:, :PROMPT], PIECE)
-    stored = torch.full((2,), PROMPT, dtype=torch.int32, device=device)
-    path = torch.tensor([TEXT, TEXT], dtype=torch.int32, device=device)
+    rows.prefill(ids[:, :PROMPT_TOKENS], padding(ids)[:, :PROMPT_TOKENS], PIECE_TOKENS)
+    stored = torch.full((2,), PROMPT_TOKENS, dtype=torch.int32, device=device)  # [2]
+    path = torch.tensor([TEXT, TEXT], dtype=torch.int32, device=device)  # [2, len(TEXT)]
     logits = []
     for step in range(steps):
-        path_tokens = ids[:, PROMPT + step * len(TEXT) :][:, : len(TEXT)]
+        path_tokens = ids[:, PROMPT_TOKENS + step * len(TEXT) :][:, : len(TEXT)]
         tokens = torch.cat([path_tokens, path_tokens[:, :1]], 1)[:, [order.index(row) for row in range(count)]]
         here = rows.rows(tokens, stored, torch.arange(count, device=device), words, depths, depths, keep=count)
         logits.append(here[:, list(TEXT)])
@@ -170,12 +170,12 @@ def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, steps: int = 1) ->
 
 def kv_start(model: PreTrainedModel | Facts) -> Tensor:
     """Padding of the two sequences, int32 [2]."""
-    return torch.tensor([0, PADS], dtype=torch.int32, device=Facts.of(model).device)
+    return torch.tensor([0, PAD_TOKENS], dtype=torch.int32, device=Facts.of(model).device)
 
 
 def capacity(steps: int = 1) -> int:
     """Cache positions that the text needs."""
-    return PROMPT + (steps - 1) * len(TEXT) + len(PARENTS)
+    return PROMPT_TOKENS + (steps - 1) * len(TEXT) + len(PARENTS)
 
 
 def why_not_proved(
@@ -261,7 +261,7 @@ def precision_of(facts: Facts) -> torch.dtype:
 
 def worst(own: Tensor, ours: Tensor) -> float:
     """The largest difference of a row's logits [B, n, V], relative to their spread."""
-    spread = (own - own.mean(-1, keepdim=True)).norm(dim=-1)
+    spread = (own - own.mean(-1, keepdim=True)).norm(dim=-1)  # [B, n]
     largest = ((ours - own).norm(dim=-1) / spread.clamp(min=1e-30)).max()
     return float(largest.nan_to_num(float("inf")))
 

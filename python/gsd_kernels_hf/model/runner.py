@@ -87,7 +87,7 @@ class CachedText:
         if not torch.equal(padding, kv_start.cpu()):
             return 0
         both = min(tokens.shape[1], input_ids.shape[1])
-        same = (tokens[:, :both] == input_ids[:, :both].cpu()).all(0)
+        same = (tokens[:, :both] == input_ids[:, :both].cpu()).all(0)  # [n]
         common = int(same.long().cumprod(0).sum())
         return 0 if self.recurrent and common < tokens.shape[1] else common
 
@@ -141,9 +141,7 @@ class RowModel(CachedText):
         self.device = facts.device
         self.vocab_size = facts.vocabulary
         self.kv_start = kv_start.to(self.device)
-        self.sides = sides
-        if sides is None and longropes_of(facts):
-            self.sides = Sides(facts, len(kv_start))
+        self.sides = sides or (Sides(facts, len(kv_start)) if longropes_of(facts) else None)
         # Any 4D mask reaches the attention function untouched and keeps the model from building one.
         self.no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.hidden_layers = hidden_layers
@@ -216,10 +214,10 @@ class RowModel(CachedText):
         if self.positions is not None:
             self.check_length("input_ids", length - int(self.kv_start.min()))
         if attention_mask is None:
-            positions = torch.arange(length, device=self.device).expand(input_ids.shape[0], -1)
+            positions = torch.arange(length, device=self.device).expand(input_ids.shape[0], -1)  # [B, P]
         else:
             attention_mask = attention_mask.to(self.device)
-            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)  # [B, P]
         for begin, end in pieces(self.reused, length, chunk, self.least):
             ask()
             self.cache.padding = None if attention_mask is None else attention_mask[:, begin:end]
@@ -303,7 +301,7 @@ class RowModel(CachedText):
                 **self.outputs,
             )
         inputs.check_complete()
-        self.hidden = {layer: plain(states) for layer, states in hidden.items()}
+        self.hidden = {layer: plain(states) for layer, states in hidden.items()}  # [B, R, D]
         return self.cache.marked(plain(output.logits)[:, -keep:])
 
     def tree_of(self, ancestor_mask: Tensor, slots: Tensor | int, shape: torch.Size, stem: int) -> RowTree:
@@ -314,7 +312,7 @@ class RowModel(CachedText):
         self.cache.begin_rows()
         own, earlier = None, None
         if isinstance(slots, Tensor):
-            own = slots.to(self.device, torch.int64).expand(shape)
+            own = slots.to(self.device, torch.int64).expand(shape)  # [B, R]
         elif self.tree is not None:
             earlier = self.tree.until(stem + slots)
         self.tree = RowTree.of(ancestor_mask, shape[1], slots=own, earlier=earlier, stem=stem)
