@@ -17,7 +17,7 @@ from tiny_vision import IMAGE, VOCAB, prompts
 from transformers import PreTrainedModel
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.model.probe import examine
+from gsd_kernels_hf.model.facts import Facts
 
 NEW = 16
 SHORT = 6  # tokens
@@ -40,7 +40,7 @@ def sweep(name: str) -> Finding:
     check_endings(name, model)
     findings = [behind(model, call, text) for call, text in zip(calls, texts, strict=True)]
     check_endings(name, model)
-    apart = [way for way, *_ in examine(model).proofs if "no word" in way]
+    apart = [way for way, *_ in Facts(model).proofs if "no word" in way]
     assert all(f"{IMAGE}]" in way for way in apart), f"{name}: a word at the end is taken for none: {apart}"
     assert same(before, state_of(model)), f"{name}: not as it was"
     alone, batch = findings

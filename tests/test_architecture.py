@@ -13,15 +13,21 @@ import pytest
 import sizes
 import torch
 from models import noised, prompts, tiny
+from transformers import PreTrainedModel
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
+from gsd_kernels_hf.engine.session import Session
+from gsd_kernels_hf.model.facts import Facts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
 EXAMPLE = ROOT / "examples" / "bigram_source.py"
 CONFIG = GraphConfig(depth=2, width=3, branch=2, max_rows=16, merge_context=0, history_depth=2, history_width=3)
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 450, 80
+MOST_STAYS = 60
+FACTS = ("answer", "proved", "device", "vocabulary", "cache_argument", "logits_alone")
+MAKING = {("policy/automatic.py", "learned"), *(("model/facts.py", name) for name in FACTS)}
 CORE_OF_SATELLITES = {
     "gsd_kernels_train": (
         "api engine.resolved files model.hidden model.properties parallel progress records sources.checkpoints "
@@ -162,8 +168,6 @@ def test_the_size_of_code_does_not_count_what_explains_it():
 
 
 def test_every_verb_of_the_step_is_a_method():
-    from gsd_kernels_hf.engine.session import Session
-
     page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     verbs = re.findall(r"^\| \*\*(\w+)\*\* \|", page, re.MULTILINE)
     assert verbs == ["draft", "merge", "flatten", "attend", "verify", "commit"]
@@ -183,36 +187,80 @@ def test_two_sources_of_one_name_are_refused(source, target):
         gsd.generate(target, **prompts(1, 5), **GREEDY, draft_sources=(source(), source()))
 
 
-def test_input_ids_enters_each_file_once():
-    """On its way from ``generate`` to the first step: no file hands it back, and none checks it twice."""
-    target, entered = tiny(dtype=torch.float32), []
-    inputs = prompts(1, 9)
-    options = {"assistant_model": noised(target), "graph_config": CONFIG, **GREEDY}
-    storage = inputs["input_ids"].untyped_storage().data_ptr()
+def file_of(frame):
+    """The file of the bindings that a frame is in, or was called from; ``None``: none."""
+    while frame is not None and "/gsd_kernels_hf/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return None if frame is None else frame.f_code.co_filename.partition("/gsd_kernels_hf/")[2]
 
-    def holds(value):
-        if isinstance(value, dict):
-            return any(holds(v) for v in value.values())
-        return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == storage
 
-    def inside(frame):
-        while frame is not None and "/gsd_kernels_hf/" not in frame.f_code.co_filename:
-            frame = frame.f_back
-        return None if frame is None else frame.f_code.co_filename.partition("/gsd_kernels_hf/")[2]
+def entries(call, counts):
+    """Calls from one file of the bindings into another up to the first step: (file, frame) where ``counts(frame)``."""
+    found = []
 
     def watch(frame, event, _):
-        if event == "call" and "/gsd_kernels_hf/" in frame.f_code.co_filename:
-            file = inside(frame)
-            if any(holds(value) for value in frame.f_locals.values()) and inside(frame.f_back) != file:
-                entered.append(file)
-
-    def stop(_):
-        sys.setprofile(None)
+        if event != "call" or "/gsd_kernels_hf/" not in frame.f_code.co_filename:
+            return
+        if frame.f_code is Session.propose.__code__:
+            sys.setprofile(None)
+        elif file_of(frame.f_back) != file_of(frame) and counts(frame):
+            found.append((file_of(frame), frame))
 
     sys.setprofile(watch)
     try:
-        gsd.generate(target, **inputs, **options, observer=stop)
+        call()
     finally:
         sys.setprofile(None)
+    return found
+
+
+def holds(value, storage):
+    if isinstance(value, dict):
+        return any(holds(part, storage) for part in value.values())
+    return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == storage
+
+
+def test_input_ids_enters_each_file_once():
+    """On its way from ``generate`` to the first step: no file hands it back, and none checks it twice."""
+    target, inputs = tiny(dtype=torch.float32), prompts(1, 9)
+    options = {"assistant_model": noised(target), "graph_config": CONFIG, **GREEDY}
+    storage = inputs["input_ids"].untyped_storage().data_ptr()
+    found = entries(
+        lambda: gsd.generate(target, **inputs, **options),
+        lambda frame: any(holds(value, storage) for value in frame.f_locals.values()),
+    )
+    entered = [file for file, _ in found]
     assert {"api.py", "validate/inputs.py", "engine/request.py", "records.py"} <= set(entered)
     assert len(entered) == len(set(entered)) <= 8, entered
+
+
+DOORS = {
+    "generate": lambda target, draft: lambda **call: gsd.generate(target, assistant_model=draft, **call),
+    "custom_generate": lambda target, draft: (
+        lambda **call: target.generate(custom_generate=gsd.GraphDecoder(draft, graph_config=CONFIG), **call)
+    ),
+    "patch": lambda target, draft: gsd.patch(target, assistant_model=draft, graph_config=CONFIG) and target.generate,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_nobody_asks_the_model_again(door):
+    """From a door to the first step, of a model that was never seen and of one that was.
+
+    A stay is a call from another file that hands on the prompt, a model or its facts. Where facts of a model, or costs
+    of a pair, are made for the first time, that is one.
+    """
+    target, inputs = tiny(dtype=torch.float32), prompts(1, 9)
+    storage = inputs["input_ids"].untyped_storage().data_ptr()
+    call = DOORS[door](target, noised(target))
+
+    def stays(frame):
+        values, outside = frame.f_locals.values(), frame.f_back
+        while outside is not None and (file_of(outside), outside.f_code.co_name) not in MAKING:
+            outside = outside.f_back
+        return outside is None and any(isinstance(v, PreTrainedModel | Facts) or holds(v, storage) for v in values)
+
+    for _ in range(2):
+        walked = entries(lambda: call(**inputs, **GREEDY), stays)
+        ways = {f"{file_of(frame.f_back)} → {file} {frame.f_code.co_name}" for file, frame in walked}
+        assert 20 < len(ways) <= MOST_STAYS, "\n".join(sorted(ways))

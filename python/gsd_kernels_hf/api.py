@@ -343,7 +343,7 @@ def patch(
     if sources.every and sources.drafter is None:
         mention_drafter(inner)
     if "history" in sources.options.named and sources.options.learned:
-        learned_of(inner)  # says what it found
+        learned_of(sources.facts)  # says what it found
     memory = HistoryMemory(properties.vocabulary(inner))
     handle = Patch(inner, Engines(keeps_sessions=True, memory=memory), vars(inner).get("generate"))
     accelerated = _Accelerated(inner, handle, {**options, **loaded})

@@ -16,7 +16,7 @@ from tiny_vision import IMAGE, VOCAB, prompts
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.model import prompt_inputs
-from gsd_kernels_hf.model.probe import examine
+from gsd_kernels_hf.model.facts import Facts
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(
@@ -193,4 +193,4 @@ def test_the_end_of_a_prompt_is_known_without_a_proof_of_its_own():
     for seed in (1, 2):
         for words in (1, 2, 4):
             gsd.generate(model, **tiny_vision.endings(LLAVA, words), **SHORT, seed=seed)
-    assert sum("rows behind" in way for way, *_ in examine(model).proofs) == 1
+    assert sum("rows behind" in way for way, *_ in Facts(model).proofs) == 1

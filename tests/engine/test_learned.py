@@ -17,6 +17,7 @@ import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf import learning
 from gsd_kernels_hf.engine.known import learned_file, learned_of
+from gsd_kernels_hf.model.facts import Facts
 from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.sources.learned import FORMAT, read_learned
 
@@ -105,7 +106,7 @@ def test_prompts_are_texts_chats_and_ids_and_texts_are_read_beside(target, tmp_p
     words = tokenizer(target.config.vocab_size)
     assert gsd.learn(target, words, prompts=given, new_tokens=6, file=file, progress=False) == file
     found = read_learned(file, fingerprint=learning.fingerprint(target), vocab_size=target.config.vocab_size)
-    assert found.seen <= 18 and learned_of(target) is None, "another file is not found by itself"
+    assert found.seen <= 18 and learned_of(Facts(target)) is None, "another file is not found by itself"
     gsd.learn(target, prompts=[], texts=[torch.arange(20)], file=file, progress=False)
     read = read_learned(file, fingerprint=found.fingerprint, vocab_size=found.vocab_size)
     assert read.seen == 20 and read.table().keys.ne(0).sum() == len(read.keys) == 19

@@ -54,9 +54,9 @@ def plain(batch: int) -> torch.Tensor:
 
 def test_kinds_of_calls():
     chunked, scaled = AttentionKind(chunk=CHUNK), AttentionKind(temperature=Temperature(FLOOR, SCALE))
-    assert probe.kinds_of(llama4()) == (chunked, chunked, scaled)
+    assert probe.served(llama4()).kinds == (chunked, chunked, scaled)
     assert probe.examine(llama4()).by_length == {2}
-    assert probe.kinds_of(llama4(attn_temperature_tuning=False)) == (chunked, chunked, AttentionKind())
+    assert probe.served(llama4(attn_temperature_tuning=False)).kinds == (chunked, chunked, AttentionKind())
 
 
 @pytest.mark.parametrize("pieces", [1, 4])

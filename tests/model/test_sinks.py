@@ -64,7 +64,7 @@ def plain(name: str, batch: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", CLASSES)
 def test_sinks_matter_and_are_of_the_layers_that_have_them(name):
     model = model_of(name)
-    kinds = probe.kinds_of(model)
+    kinds = probe.served(model).kinds
     with_sinks = [hasattr(layer.self_attn, "sinks") and layer.self_attn.sinks is not None for layer in layers_of(model)]
     assert [kind.sinks is not None for kind in kinds] == with_sinks
     assert any(with_sinks) and tiny_configs.WINDOW in [kind.window for kind in kinds]
@@ -129,7 +129,7 @@ def test_sinks_of_another_size_are_refused():
 
 def test_half_precision_sinks_take_part_in_their_dtype():
     model = gpt_oss().to(torch.bfloat16)
-    assert set(probe.kinds_of(model)) == {
+    assert set(probe.served(model).kinds) == {
         AttentionKind(window, sinks=torch.bfloat16) for window in (tiny_configs.WINDOW, None)
     }
     options = {"draft_sources": ("history",), "graph_config": "tree", "max_new_tokens": 12, "do_sample": False}

@@ -27,7 +27,7 @@ def test_the_statistics_and_the_log_say_why(caplog, monkeypatch):
     changed.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     with caplog.at_level(logging.INFO, "gsd_kernels"):
         assert why(target, assistant_model=noised(target)) is None
-        assert not caplog.records
+        assert not any("its modules" in record.getMessage() for record in caplog.records)
         for _ in range(2):
             assert why(changed) == "model.layers.1.mlp has a hook"
         assert why(tiny()) == "model.embed_tokens.weight is not a plain tensor of float32, bfloat16 or float16"

@@ -133,7 +133,7 @@ def test_weights_are_looked_through_once_and_after_a_change(monkeypatch):
     before = len(looks)
     for _ in range(2):
         assert torch.equal(gsd.generate(model, IDS, **CALL), expected)
-    assert sum(seen is model for seen in looks) == 1 and len(looks) == before
+    assert sum(seen.model is model for seen in looks) == 1 and len(looks) == before
     weight = model.model.layers[0].self_attn.v_proj.weight
     kept = weight.detach().clone()
     with torch.no_grad():

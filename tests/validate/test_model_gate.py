@@ -195,7 +195,7 @@ def test_a_passing_error_is_not_remembered():
         gsd.patch(model)
     assert isinstance(refusal.value.__cause__, MemoryError)
     with pytest.raises(ValueError, match="full"):
-        probe.kinds_of(model)
+        probe.served(model)
     handle.remove()
     with pytest.MonkeyPatch.context() as patched:  # the same structure, then: the first found is asked for again
         patched.setattr(probe, "structure_of", lambda model: "one")

@@ -182,8 +182,8 @@ class ChainProposal:
         Returns:
             The token and its log-probability, [B, 1, 1]; −1 and NaN where the logits hold NaN.
         """
-        log_q = self.sampler.log_probs(logits)
-        token = self.own.pick(log_q, step_keys(positions - level, level))[..., None]
+        log_q = self.sampler.log_probs(logits)  # [B, 1, draft's V]
+        token = self.own.pick(log_q, step_keys(positions - level, level))[..., None]  # [B, 1, 1]
         self.distributions[level:] = [log_q.exp().to(self.sampler.seed.device, non_blocking=True)]
         return token, log_q.gather(-1, token.clamp(min=0).long())
 
@@ -192,7 +192,7 @@ class ChainProposal:
 
         In a chain the row at depth d is row d, and its one child was drawn from level d's distribution.
         """
-        q = torch.cat(self.distributions, 1)[:, :rows]
+        q = torch.cat(self.distributions, 1)[:, :rows]  # [B, levels, draft's V]
         return torch.nn.functional.pad(q, (0, vocabulary - q.shape[-1], 0, rows - q.shape[1]))
 
 
@@ -218,13 +218,13 @@ class SpeculativeSampling(ExactMatch):
     def picks(self, rows: Rows, logits: Tensor, positions: Tensor, at: At = EVERY) -> Tensor:
         """See :meth:`ExactMatch.picks`."""
         p = self.sampler.log_probs(logits).exp()  # [b, r, V]
-        q = self.proposal.wide(rows.token_ids.shape[1], p.shape[-1])[at]
+        q = self.proposal.wide(rows.token_ids.shape[1], p.shape[-1])[at]  # [b, r, V]
         child = children_of(rows)[at].amax(-1)  # [b, r], −1 where nothing was drafted
-        index = child.clamp(min=0).long()[..., None]
-        p_child, q_child = p.gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
+        index = child.clamp(min=0).long()[..., None]  # [b, r, 1]
+        p_child, q_child = p.gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)  # [b, r] each
         u = uniform_of(self.proposal.accept_seed, positions, self.sampler.sequence_ids[at[0]][:, None])
         accepted = (child >= 0) & (p_child > 0) & (u * q_child <= p_child)
-        rest = torch.where(child[..., None] >= 0, (p - q).clamp(min=0), p)
+        rest = torch.where(child[..., None] >= 0, (p - q).clamp(min=0), p)  # [b, r, V]
         rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # p = q: never rejected but for rounding
         return torch.where(accepted, child, self.residual.pick(rest.log(), positions, at))
 
@@ -243,11 +243,11 @@ class BlockVerification(SpeculativeSampling):
         """See :meth:`ExactMatch.picks`; of :data:`EVERY` row, since what follows decides about what comes before."""
         count = rows.token_ids.shape[1]
         p = self.sampler.log_probs(logits).exp()  # [B, R, V]
-        q = self.proposal.wide(count, p.shape[-1])
+        q = self.proposal.wide(count, p.shape[-1])  # [B, R, V]
         child = children_of(rows).amax(-1)  # [B, R], −1 where nothing was drafted
-        keep, rest = block_verification(p, q, child)
+        keep, rest = block_verification(p, q, child)  # [B, R], [B, R, V]
         place = torch.arange(count, dtype=torch.int32, device=p.device)
-        keys = step_keys(positions[:, :1], place)
+        keys = step_keys(positions[:, :1], place)  # [B, R]
         u = uniform_of(self.proposal.accept_seed, keys, self.sampler.sequence_ids[:, None])
         kept = (place > 0) & (place < rows.num_rows[:, None]) & (u <= keep)
         last = (kept * place).amax(-1, keepdim=True)  # the deepest row that is kept, 0 is the root
@@ -268,14 +268,14 @@ def block_verification(p: Tensor, q: Tensor, child: Tensor) -> tuple[Tensor, Ten
         The probability h [B, R] that a step which does not go beyond a row keeps it, and what its next token is then
         drawn from, not normalised [B, R, V]: max(0, w·p − q), w being the weight of the tokens up to the row.
     """
-    index = child.clamp(min=0).long()[..., None]
+    index = child.clamp(min=0).long()[..., None]  # [B, R, 1]
     ratio = (p.gather(-1, index) / q.gather(-1, index)).squeeze(-1)  # [B, R]
     weights = [torch.ones_like(ratio[:, 0])]
     for row in range(child.shape[1] - 1):
         weights.append((weights[-1] * ratio[:, row]).clamp(max=1))
     w = torch.stack(weights, 1)  # [B, R]
-    rest = (w[..., None] * p - q).clamp(min=0)
-    gain = rest.sum(-1)
+    rest = (w[..., None] * p - q).clamp(min=0)  # [B, R, V]
+    gain = rest.sum(-1)  # [B, R]
     keep = torch.where(w >= 1, 1.0, gain / (gain + 1 - w))
     drafted = child >= 0
     return torch.where(drafted, keep, w), torch.where(drafted[..., None], rest, p)
@@ -305,12 +305,12 @@ class TypicalAcceptance(ExactMatch):
         """See :meth:`ExactMatch.picks`."""
         own = super().picks(rows, logits, positions, at)
         p = self.sampler.log_probs(logits).exp()  # [b, r, V]
-        entropy = torch.special.entr(p).sum(-1, keepdim=True)
+        entropy = torch.special.entr(p).sum(-1, keepdim=True)  # [b, r, 1]
         threshold = (self.thresholds.delta * torch.exp(-entropy)).clamp(max=self.thresholds.epsilon)  # [b, r, 1]
         children = children_of(rows)[at]  # [b, r, R]
-        likely = p.gather(-1, children.clamp(min=0).long())
+        likely = p.gather(-1, children.clamp(min=0).long())  # [b, r, R]
         likely = torch.where((children >= 0) & (likely > threshold), likely, -1.0)
-        instead = children.gather(-1, likely.argmax(-1, keepdim=True)).squeeze(-1)
+        instead = children.gather(-1, likely.argmax(-1, keepdim=True)).squeeze(-1)  # [b, r]
         ends = (children == own[..., None]).any(-1) | (likely < 0).all(-1)
         return torch.where(ends, own, instead)
 
@@ -338,7 +338,7 @@ def criterion_of(
 
 def children_of(rows: Rows) -> Tensor:
     """The drafted tokens after every row, by the row that holds them: int32 [B, R, R], −1 elsewhere."""
-    place = torch.arange(rows.token_ids.shape[1], device=rows.token_ids.device)
+    place = torch.arange(rows.token_ids.shape[1], device=rows.token_ids.device)  # [R]
     return torch.where(rows.parent_rows[:, None] == place[:, None], rows.token_ids[:, None], -1)
 
 

@@ -71,7 +71,7 @@ class OnHost:
             return self.criterion.picks(rows, scores[None], position, at).view(())
         if self.plan.temperature == 0.0:
             return torch.where(scores.isnan().any(), -1, scores.argmax()).to(torch.int32)
-        log_probs = self.plan.warpers(history, scores).double().log_softmax(-1).float()
+        log_probs = self.plan.warpers(history, scores).double().log_softmax(-1).float()  # [1, V]
         return self.warped_criterion.picks(rows, log_probs[None], position, at).view(())
 
     def settle(self) -> None:
@@ -90,7 +90,7 @@ class OnHost:
 
     def verdicts(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
         """Ask the criteria which sequences end, as transformers asks them: ids [B, L], scores [B, V] a position."""
-        stops = torch.zeros(self.batch, dtype=torch.bool, device=ids.device)
+        stops = torch.zeros(self.batch, dtype=torch.bool, device=ids.device)  # [B]
         for criterion in self.criteria:
             stops = stops | criterion(ids, scores)
             if stops.shape != (self.batch,):

@@ -166,9 +166,9 @@ def padded(rows: Rows, state: DecodeState, kv_len: Tensor) -> Rows:
     All on the device. There is nothing to learn from such rows, so none counts in ``num_rows``.
     """
     count, device = rows.token_ids.shape[1], rows.token_ids.device
-    place = torch.arange(count, dtype=torch.int32, device=device)
-    behind = (kv_len[:, None].long() + place).clamp(max=state.tokens.shape[1] - 1)
-    done = state.done[:, None]
+    place = torch.arange(count, dtype=torch.int32, device=device)  # [R]
+    behind = (kv_len[:, None].long() + place).clamp(max=state.tokens.shape[1] - 1)  # [B, R]
+    done = state.done[:, None]  # [B, 1]
     return replace(
         rows,
         token_ids=torch.where(done, state.tokens.gather(1, behind).to(torch.int32), rows.token_ids),
@@ -181,7 +181,7 @@ def padded(rows: Rows, state: DecodeState, kv_len: Tensor) -> Rows:
 
 def padded_path(accepted: Acceptance, done: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [B, P] whose keys and values stay, and their number [B]: of sequences that are ``done``, as much padding."""
-    count = torch.where(done, accepted.num_accepted.max(), accepted.num_accepted)
-    place = torch.arange(accepted.accepted_rows.shape[1], dtype=torch.int32, device=done.device)
-    chain = torch.where(place < count[:, None], place, -1)
+    count = torch.where(done, accepted.num_accepted.max(), accepted.num_accepted)  # [B]
+    place = torch.arange(accepted.accepted_rows.shape[1], dtype=torch.int32, device=done.device)  # [P]
+    chain = torch.where(place < count[:, None], place, -1)  # [B, P]
     return torch.where(done[:, None], chain, accepted.accepted_rows), count

@@ -104,8 +104,8 @@ class TokenByToken(OnHost):
             self.taken_back += max(0, -count)
             kept.append(path[: max(0, count)] + [-1] * (width - min(len(path), max(0, count))))
             picks.append(int(self.history[b, self.lengths[b] - 1]) if count > 0 else 0)
-        accepted_rows = torch.tensor(kept, dtype=torch.int32, device=device)
-        num_accepted = (accepted_rows >= 0).sum(1, dtype=torch.int32)
+        accepted_rows = torch.tensor(kept, dtype=torch.int32, device=device)  # [B, P]
+        num_accepted = (accepted_rows >= 0).sum(1, dtype=torch.int32)  # [B]
         return Acceptance(accepted_rows, num_accepted, torch.tensor(picks, dtype=torch.int32, device=device))
 
     def _judge(self) -> None:
@@ -134,7 +134,7 @@ class TokenByToken(OnHost):
             blank = torch.zeros_like(next(row[0] for row in self.scores if row))
             at = length - self.prompt - 1
             known = [row[at] if at < len(row) else blank for row in self.scores]
-            self.judged_scores += (torch.stack(known),)
+            self.judged_scores += (torch.stack(known),)  # [B, V]
         ids = self.history[:, :length].clone()  # a criterion may keep it
         return self.verdicts(ids, self.judged_scores if self.keep_scores else None)
 

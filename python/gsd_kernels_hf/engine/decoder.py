@@ -79,11 +79,10 @@ class GraphDecoder(Options):
         **model_kwargs: Any,
     ) -> Tensor | GraphGenerateOutput:
         """Called by transformers' ``generate`` with prepared inputs; returns what ``generate`` returns."""
-        model = properties.unwrap(model)
         sources = self.sources
         with looking() if sources is None else nullcontext():
             if sources is None:
-                facts = validate.check_model("model", model)
+                facts = validate.check_model("model", properties.unwrap(model))
                 sources = screen(self, facts, input_ids, model_kwargs.get("attention_mask"), generation_config)
             request = Request.of(
                 sources, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs

@@ -148,15 +148,16 @@ class Engine:
         key = SessionKey.of(request, policy, sources, alone=alone)
         prompt, most = request.prompt_length, request.prompt_length + request.room + key.slots
         capacity = room.to_begin(prompt, key.slots, request.room, request.device)
+        own = [copy.copy(source) for source in sources]
         if self.idle.weakly and not replay.is_gpu(request.device):
-            return Session(key, request.facts, capacity, [copy.copy(s) for s in sources]), False
+            return Session(key, request.facts, capacity, own), False
         capacity = room.rounded(capacity)
         # As they are now: what is changed while a text is written is a change to the next call.
         modules = {**request.models, "drafter": request.sources.drafter}
         states = {name: ModelState.of(module) for name, module in modules.items() if module is not None}
         session, current = self.idle.take(self, key, request, states), False
         if session is None:
-            session = Session(key, request.facts, capacity, [copy.copy(s) for s in sources])
+            session = Session(key, request.facts, capacity, own)
         else:
             if capacity > session.capacity:
                 session.grow(room.larger(session.capacity, capacity, room.rounded(most)))

@@ -17,8 +17,6 @@ from ..store import cache_dir
 
 logger = logging.getLogger("gsd_kernels")
 
-__all__ = ["learned_file", "learned_of"]
-
 
 class _Read(NamedTuple):
     """A file as it was when it was read, for which device, and what it holds; ``None`` where that cannot be used."""
@@ -36,11 +34,9 @@ def learned_file(model: nn.Module) -> Path:
     return cache_dir() / f"learned-{fingerprint(model)}.safetensors"
 
 
-def learned_of(model: nn.Module | Facts) -> Known | None:
+def learned_of(facts: Facts) -> Known | None:
     """Read what was learned of a model; ``None`` where nothing was, or its file cannot be used, which is said once."""
-    facts = Facts.of(model)
-    model = facts.model
-    file = learned_file(model)
+    model, file = facts.model, learned_file(facts.model)
     try:
         written = file.stat()
     except OSError:

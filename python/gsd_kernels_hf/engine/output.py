@@ -144,8 +144,8 @@ class Output:
         texts = rule.history if isinstance(rule, OnHost) else state.tokens
         for text, padding, length in zip(texts, self.pads, lengths, strict=True):
             ids = text[padding:length]
-            reason = not_finite_for(self.session.target.model, ids[ids >= 0], words=request.inputs is None)
-            if reason is not None:
+            model, words = self.session.target.model, request.inputs is None
+            if reason := not_finite_for(model, ids[ids >= 0], words=words):
                 return reason
         return None
 

@@ -123,8 +123,7 @@ class Request:
     @property
     def model(self) -> PreTrainedModel:
         """The target, unwrapped."""
-        model: PreTrainedModel = self.facts.model
-        return model
+        return self.facts.model  # type: ignore[no-any-return]
 
     @property
     def device(self) -> torch.device:

@@ -6,10 +6,10 @@ import torch
 
 from ..model import replay
 
-GRAIN = 256
+GRAIN_TOKENS = 256
 """Positions by which storage is sized."""
 
-FIRST, FIRST_ON_GPU = 256, 1024
+FIRST_TOKENS, FIRST_GPU_TOKENS = 256, 1024
 """New tokens that a text has room for at first: on a GPU growing means capturing anew."""
 
 GROWTH = 1.5
@@ -17,13 +17,13 @@ GROWTH = 1.5
 
 
 def rounded(positions: int) -> int:
-    """A multiple of :data:`GRAIN`."""
-    return -(-positions // GRAIN) * GRAIN
+    """A multiple of :data:`GRAIN_TOKENS`."""
+    return -(-positions // GRAIN_TOKENS) * GRAIN_TOKENS
 
 
 def to_begin(prompt: int, slots: int, room: int, device: torch.device) -> int:
     """Positions for a ``prompt`` and its first new tokens, of which there are ``room`` at most, and for a step."""
-    first = FIRST_ON_GPU if replay.is_gpu(device) else FIRST
+    first = FIRST_GPU_TOKENS if replay.is_gpu(device) else FIRST_TOKENS
     return min(prompt + room + slots, rounded(prompt + first + slots))
 
 

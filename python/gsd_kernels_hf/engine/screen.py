@@ -30,7 +30,7 @@ DRAFT_LENGTHS = (
 ).split()
 """Settings of transformers' own assisted generation, which decide how much it drafts; they have no effect here."""
 
-NEAR = 0.75  # of difflib's ratio; transformers refuses what is further away from every name
+NEAR_RATIO = 0.75  # of difflib's ratio; transformers refuses what is further away from every name
 
 _said: set[tuple[str, str]] = set()
 
@@ -48,7 +48,7 @@ def check_names(given: Iterable[str], model: PreTrainedModel) -> None:
     for function in (model.forward, model.prepare_inputs_for_generation) if strange else ():
         known |= inspect.signature(function).parameters.keys()
     for name in strange:
-        if name not in known and get_close_matches(name, known, n=1, cutoff=NEAR):
+        if name not in known and get_close_matches(name, known, n=1, cutoff=NEAR_RATIO):
             raise TypeError(f"generate: unknown argument {name!r}{did_you_mean(name, known)}")
 
 

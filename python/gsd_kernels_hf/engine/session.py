@@ -112,8 +112,8 @@ class Session:
         self.target: RowModel = rows_of(*arguments) if key.axes is None else RowsBehindInputs(*arguments, axes=key.axes)
         self.target.watch()
         self.row_models: list[CachedText] = [self.target]
-        self.eos_ids = torch.tensor(key.eos_ids, dtype=torch.int32, device=device)
-        self.kv_len = torch.zeros_like(self.state.out_len)
+        self.eos_ids = torch.tensor(key.eos_ids, dtype=torch.int32, device=device)  # [E]
+        self.kv_len = torch.zeros_like(self.state.out_len)  # int32 [B]
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # nodes, merges, accepted merges
         self.lone_root = lone_root(key.batch, device)
         self.plan = Plan(None)
@@ -343,7 +343,7 @@ class Session:
         rows = self.flatten(graph)
         if self.key.padding:
             rows = padded(rows, self.state, self.kv_len)
-        logits = self.attend(rows)
+        logits = self.attend(rows)  # [B, R, V]
         return Unverified(graph, rows, logits, self.target.hidden, self.positions(rows), tail)
 
     def accept(self, unverified: Unverified) -> Acceptance:
@@ -388,14 +388,14 @@ class Session:
     def flatten(self, graph: TokenGraph | None) -> Rows:
         """The best paths of the graph as rows; the root alone in plain decoding."""
         if graph is None or self.config is None:
-            self.lone_root.token_ids.copy_(self.state.root_tokens()[:, None])
+            self.lone_root.token_ids.copy_(self.state.root_tokens()[:, None])  # [B, 1]
             return self.lone_root
         with self.clock.part("draft"):
             # Of drawn tokens every one is verified: which of them are must not depend on what was drawn.
             if self.trims and self.plan.rows is not None and self.proposal is None:
                 return self.plan.rows(graph, self.config, int(self.state.remaining.max()))
             rows = flatten(graph, self.config.max_rows, self.max_path, backend=self.backend)
-            return rows.first(int(rows.num_rows.max())) if self.trims else rows
+            return rows.first(int(rows.num_rows.max())) if self.trims else rows  # [B, R] each
 
     def attend(self, rows: Rows) -> Tensor:
         """Forward the rows through the target; logits float [B, R, V], on the state's device."""
@@ -419,7 +419,7 @@ class Session:
     def commit(self, verified: Verified) -> None:
         """Keep the accepted rows' keys and values and append the emitted tokens."""
         state, accepted, graph = self.state, verified.accepted, verified.graph
-        path = accepted.accepted_rows, accepted.num_accepted
+        path = accepted.accepted_rows, accepted.num_accepted  # int32 [B, P], [B]
         if self.key.padding:
             path = padded_path(accepted, state.done)
         if isinstance(self.rule, OnHost):  # a processor may have made something of logits that are NaN

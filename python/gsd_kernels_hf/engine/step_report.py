@@ -78,7 +78,7 @@ class StepReport:
     @classmethod
     def of(cls, state: DecodeState, figures: Figures | None = None) -> StepReport:
         """The report of a state, in its own storage, and where figures are wanted on a GPU beside a copy of them."""
-        whole = state.report
+        whole = state.report  # int32 [n]
         if figures is not None and replay.is_gpu(whole.device):
             whole = as_one([whole, *figures.tensors()])
         return cls(whole, *state.emitted.shape, figures)

@@ -34,20 +34,14 @@ EAGER = "eager_attention_forward"
 
 
 class Attends(Protocol):
-    """The object that a forward is given as ``graph=``."""
+    """The object that a forward is given as ``graph=``.
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,  # [B, Hq, R, D]
-        key: Tensor,  # [B, Hkv, S, D]
-        value: Tensor,
-        attention_mask: Any,
-        scaling: float | None,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """The output of one attention module, [B, Hq, R, D]; ``options`` are its other keywords."""
-        ...
+    Attributes:
+        attend: (module, query [B, Hq, R, D], key [B, Hkv, S, D], value, attention_mask, scaling, options) → the output
+            of one attention module, [B, Hq, R, D]; ``options`` are its other keywords.
+    """
+
+    attend: Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,6 +52,11 @@ class AttentionKind:
     chunk: int | None = None  # positions of a chunk, of which a row sees its own alone
     sinks: torch.dtype | None = None  # of s_aux, a score of each head that has no value
     temperature: Temperature | None = None  # of queries that come as of place 0
+
+
+def windowed(windows: Iterable[int | None]) -> tuple[AttentionKind, ...]:
+    """The kinds of layers that ask for a window or none."""
+    return tuple(map(AttentionKind, windows))
 
 
 @dataclass
@@ -80,8 +79,8 @@ class GraphInputs:
     def attend(
         self,
         module: nn.Module,
-        query: Tensor,
-        key: Tensor,
+        query: Tensor,  # [B, Hq, R, D]
+        key: Tensor,  # [B, Hkv, S, D]
         value: Tensor,
         attention_mask: Any,
         scaling: float | None,
@@ -97,7 +96,7 @@ class GraphInputs:
         self.calls += 1
         inputs = self.on(query.device).last(query.shape[2])
         if kind.temperature is not None:
-            query = kind.temperature.applied(query, inputs.kv_len[:, None] + inputs.row_depths)
+            query = kind.temperature.applied(query, inputs.kv_len[:, None] + inputs.row_depths)  # [B, Hq, R, D]
         return dag_attention(
             query,
             key,
@@ -145,32 +144,24 @@ class GraphInputs:
         if rows == self.ancestor_mask.shape[1]:
             return self
         if rows not in self._last:
-            self._last[rows] = replace(
-                self,
+            self._last[rows] = self._with(
                 ancestor_mask=self.ancestor_mask[:, -rows:].contiguous(),
                 row_depths=self.row_depths[:, -rows:].contiguous(),
-                _masks={},
-                _by_device={},
-                _last={},
             )
         return self._last[rows]
+
+    def _with(self, **tensors: Tensor) -> GraphInputs:
+        """These inputs with other tensors, and nothing of what was made of them."""
+        return replace(self, **tensors, _masks={}, _by_device={}, _last={})
 
     def on(self, device: torch.device) -> GraphInputs:
         """These inputs on ``device``, copied once a step for every device of a sharded model."""
         if self.kv_len.device == device:
             return self
         if device not in self._by_device:
-            moved = [
-                None if t is None else t.to(device, non_blocking=True)
-                for t in (
-                    self.ancestor_mask,
-                    self.kv_len,
-                    self.kv_start,
-                    self.row_depths,
-                    self.node_depths,
-                )
-            ]
-            self._by_device[device] = GraphInputs(*moved, backend=self.backend, row_invariant=self.row_invariant)
+            tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+            self._by_device[device] = self._with(**moved)
         return self._by_device[device]
 
 
@@ -182,28 +173,12 @@ def changed_meanwhile(calls: int, expected: int) -> str:
     )
 
 
-class Watcher(Protocol):
-    """Sees the masks of this thread's forwards and the attention calls that were not given ``graph=``."""
-
-    def made(self, mask: Any, arguments: dict[str, Any]) -> None:
-        """A mask was made by the model's mask function."""
-        ...
-
-    def missed(self, module: nn.Module, query: Tensor, value: Tensor) -> Tensor:
-        """An attention call came without ``graph=``; its output, [B, Hq, R, D]."""
-        ...
-
-    def came(self, own: Callable[..., Any]) -> None:
-        """An attention call came with ``graph=``; the model would have called ``own``."""
-        ...
-
-
 _local = threading.local()
 
 
 @contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Let ``watcher`` see this thread's forwards."""
+def watching(watcher: Any) -> Iterator[None]:
+    """Let ``watcher``, a :class:`~.probe.Probe`, see the masks and attention calls of this thread's forwards."""
     _local.watcher = watcher
     try:
         yield
@@ -225,7 +200,7 @@ def _attention_beside(original: str) -> Callable[..., tuple[Tensor, Tensor | Non
         graph: Attends | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        watcher: Watcher | None = getattr(_local, "watcher", None)
+        watcher = getattr(_local, "watcher", None)
         if graph is None:
             if watcher is not None:
                 return watcher.missed(module, query, value).transpose(1, 2).contiguous(), None
@@ -245,7 +220,7 @@ def _mask_beside(original: str) -> Callable[..., Any]:
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         made = ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
-        watcher: Watcher | None = getattr(_local, "watcher", None)
+        watcher = getattr(_local, "watcher", None)
         if watcher is not None:
             watcher.made(made, kwargs)
         return made

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from gsd_kernels import commit_kv, write_kv
 from gsd_kernels.ops.write_kv.api import WRITE
 
 from .asking import ask
-from .facts import Facts
+from .facts import Facts, fact
 from .recurrent.mixers import Form, LinearAttentionLayer, RowsCache
 from .recurrent.tree import RowTree
 from .replay import hold
@@ -63,7 +63,7 @@ class GraphLayer(CacheLayerMixin):
         positions = self.parent.positions_on(self.device)
         if positions is not None:
             # Finite, because another row's overflow must not reach rows that do not see it: 0 · NaN would be NaN.
-            rows, spoiled = (key_states, value_states, positions), self.parent.spoiled_on(self.device)
+            rows, spoiled = (key_states, value_states, positions), self.parent.spoiled_on(self.device)  # [B, R]
             write_kv(self.keys, self.values, *rows, spoiled=spoiled, backend=self.parent.write_backend)
             return self.keys, self.values
         ask()
@@ -130,13 +130,13 @@ def grown(storage: Tensor, capacity: int) -> Tensor:
     return new
 
 
-def lies_in_a_block(model: PreTrainedModel | Facts) -> bool:
+@fact
+def lies_in_a_block(facts: Facts) -> bool:
     """Return whether all layers of a model are likely to store keys and values alike, on one GPU.
 
     There the commit of a stacked cache is one launch, whichever backend it has. On a CPU nothing is launched, and
     storage by layer grows layer by layer.
     """
-    facts = Facts.of(model)
     config = facts.model.config.get_text_config(decoder=True)
     devices = {parameter.device for _, parameter in facts.parameters}
     kinds = getattr(config, "layer_types", None) or ()
@@ -239,7 +239,7 @@ class GraphCache(RowsCache):
         if not self.stacked or keys.shape[-1] != values.shape[-1] or keys.dtype != values.dtype:
             return None
         if self.block is None:
-            self.block = keys.new_zeros((len(self.layers), 2, *shape))
+            self.block = keys.new_zeros((len(self.layers), 2, *shape))  # [layers, 2, B, Hkv, capacity, D]
         block = self.block
         alike = block.shape[2:] == shape and block.dtype == keys.dtype and block.device == keys.device
         return block if alike else None
@@ -260,7 +260,7 @@ class GraphCache(RowsCache):
         device = getattr(self.layers[layer_idx], "device", None)  # none before anything was stored there
         places = self.positions_on(next(iter(self._positions)) if device is None else device)
         assert places is not None
-        return -torch.arange(places.shape[1], device=places.device)
+        return -torch.arange(places.shape[1], device=places.device)  # [R]
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the first row of a prompt's chunk, the same for layers that have not run yet."""
@@ -304,7 +304,7 @@ class GraphCache(RowsCache):
             return logits
         if spoiled is not None:
             self._spoiled = {spoiled.device: spoiled}
-        marks = self.marks.to(logits.device)[:, None]
+        marks = self.marks.to(logits.device)[:, None]  # [B, 1], then [B, R]
         for part in self._spoiled.values():
             marks = marks + part[:, -logits.shape[1] :].to(logits.device)
         if logits.device.type == "cpu" and type(marks) is Tensor and not marks.numpy().any():  # 0 or NaN, if any values
@@ -321,9 +321,9 @@ class GraphCache(RowsCache):
         """Mark texts [B] of which a row that was just forwarded is accepted and was marked itself."""
         if self.marks is None:
             return
-        kept = torch.arange(accepted_rows.shape[1], device=accepted_rows.device) < num_accepted[:, None]
+        kept = torch.arange(accepted_rows.shape[1], device=accepted_rows.device) < num_accepted[:, None]  # [B, P]
         for part in self._spoiled.values():
-            marks = part.gather(1, accepted_rows.clamp(min=0).to(part.device, torch.int64))
+            marks = part.gather(1, accepted_rows.clamp(min=0).to(part.device, torch.int64))  # [B, P]
             self.marks += marks.masked_fill(~kept.to(part.device), 0.0).sum(1).to(self.marks.device)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor, kv_len: Tensor, *, backend: str = "auto") -> None:

@@ -14,13 +14,12 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as calls
 from torch.utils._device import DeviceContext
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -32,9 +31,10 @@ HOME_PACKAGES = ({"torch", "transformers", "accelerate", "peft", *OWN} | sys.std
 """Packages whose functions are at home in a modelling file."""
 CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 """What a forward stores keys and values in."""
-DEEPEST = 3  # calls from a forward down to the last function that is looked into
-MOST = 64  # sets of classes that are remembered
+DEEPEST_CALLS = 3  # from a forward down to the last function that is looked into
+MOST_SETS = 64  # of classes, that are remembered
 MISSING = object()
+ATTRIBUTED = (types.FunctionType, types.CellType)
 
 
 def top_of(name: str | None) -> str:
@@ -49,33 +49,29 @@ class Code:
     Attributes:
         foreign: the first function that is not what transformers or PyTorch brought, in words; ``None``: there is none.
         names: everything that the functions name, and their own names.
+        places: objects, names in them and what stood there: of classes and modules, of functions, of closures' cells.
+        sizes: of classes, how many names each has.
     """
 
     foreign: str | None = None
     names: set[str] = field(default_factory=set)
-    places: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = field(default_factory=dict)
+    places: dict[tuple[int, str], tuple[Any, str, Any]] = field(default_factory=dict)
     sizes: dict[int, tuple[Mapping[str, Any], int]] = field(default_factory=dict)
-    functions: dict[int, tuple[types.FunctionType, Any, Any, Any]] = field(default_factory=dict)
-    cells: list[tuple[Any, Any]] = field(default_factory=list)
 
     def is_current(self) -> bool:
         """Return whether everything still is where it was found."""
-        return (
-            all(space.get(name, MISSING) is value for space, name, value in self.places.values())
-            and all(len(space) == size for space, size in self.sizes.values())
-            and all(
-                f.__code__ is code and f.__defaults__ is defaults and f.__kwdefaults__ is named
-                for f, code, defaults, named in self.functions.values()
-            )
-            and all(content_of(cell) is value for cell, value in self.cells)
+        return all(standing(owner, name) is value for owner, name, value in self.places.values()) and all(
+            len(space) == size for space, size in self.sizes.values()
         )
 
 
-def content_of(cell: Any) -> Any:
-    """The content of a closure's cell, which may be nothing."""
+def standing(owner: Any, name: str) -> Any:
+    """Return what stands under a name: of a module's or class's names, or an attribute of a function or a cell."""
+    if not isinstance(owner, ATTRIBUTED):
+        return owner.get(name, MISSING)
     try:
-        return cell.cell_contents
-    except ValueError:
+        return getattr(owner, name)
+    except ValueError:  # a cell that is empty
         return MISSING
 
 
@@ -118,12 +114,14 @@ class _Look:
             self.counted(base)
             for name, value in vars(base).items():
                 if isinstance(value, types.FunctionType):
-                    self.follow(self.at(base, name), f"{base.__qualname__}.{name}", top_of(base.__module__), DEEPEST)
+                    self.follow(
+                        self.at(base, name), f"{base.__qualname__}.{name}", top_of(base.__module__), DEEPEST_CALLS
+                    )
 
-    def at(self, owner: type | dict[str, Any], name: str) -> Any:
-        """Note what ``name`` is in a class or in the names of a module."""
+    def at(self, owner: Any, name: str) -> Any:
+        """Note what ``name`` is in a class, in the names of a module, of a function or of a closure's cell."""
         space = vars(owner) if isinstance(owner, type) else owner
-        value = space.get(name, MISSING)
+        value = standing(space, name)
         self.code.places[id(owner), name] = (space, name, value)
         return value
 
@@ -162,19 +160,13 @@ class _Look:
     def follow(self, value: Any, where: str, home: str, depth: int) -> None:
         """Note a function, what it holds and what it names."""
         function = self.check(value, where, home)
-        if function is None or id(function) in self.code.functions:
+        if function is None or (id(function), "__code__") in self.code.places:
             return
-        self.code.functions[id(function)] = (
-            function,
-            function.__code__,
-            function.__defaults__,
-            function.__kwdefaults__,
-        )
+        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            self.at(function, name)
         for cell in function.__closure__ or ():
-            held = content_of(cell)
-            self.code.cells.append((cell, held))
-            self.follow(held, where, home, depth)
-        if depth >= DEEPEST or not looked_into(function):
+            self.follow(self.at(cell, "cell_contents"), where, home, depth)
+        if depth >= DEEPEST_CALLS or not looked_into(function):
             return
         names = set(code_names(function.__code__))
         self.code.names |= names
@@ -225,14 +217,9 @@ def code_of(classes: Iterable[type], implementations: Iterable[str]) -> Code:
         look.code.names.update(ENTRIES)
         _known.pop(key, None)
         code = _known[key] = look.code
-        while len(_known) > MOST:
+        while len(_known) > MOST_SETS:
             _known.pop(next(iter(_known)), None)
     return code
-
-
-def global_hooks() -> tuple[Callable[..., Any], ...]:
-    """Forward hooks of all modules of this process."""
-    return (*calls._global_forward_pre_hooks.values(), *calls._global_forward_hooks.values())
 
 
 def ambient(device: torch.device) -> tuple[Any, ...]:
@@ -250,10 +237,5 @@ def ambient(device: torch.device) -> tuple[Any, ...]:
 
 def own_callables(module: nn.Module, names: set[str]) -> dict[str, Any]:
     """Functions on a module itself, rather than on its class, of those ``names``."""
-    variables = vars(module)
-    there = sorted(variables.keys() & names)
-    return {name: variables[name] for name in there if _is_function(variables[name])}
-
-
-def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type)
+    own = ((name, vars(module)[name]) for name in sorted(vars(module).keys() & names))
+    return {name: value for name, value in own if callable(value) and not isinstance(value, type)}

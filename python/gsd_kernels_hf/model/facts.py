@@ -15,17 +15,18 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules import module as calls
 from transformers import PretrainedConfig
 
 from gsd_kernels.ops.packed import Kind as WeightFormat
 
 from . import properties
 from .attention import configs_in, implementation_of
-from .code import MISSING, Code, ambient, code_of, global_hooks, own_callables
+from .code import MISSING, Code, ambient, code_of, own_callables
 
 LEFT = ("rope_deltas",)
 """Names of what transformers' ``generate`` leaves on modules for its own steps; our forwards are given positions."""
@@ -35,15 +36,7 @@ HOLDERS = frozenset(vars(nn.Module()))
 """Names of what PyTorch keeps of every module: its parts and hooks, which are looked at apart, and ``training``."""
 OWN = __name__.partition(".")[0]
 
-_Rest = ParamSpec("_Rest")
 _Answer = TypeVar("_Answer")
-
-
-class Put(NamedTuple):
-    """Code that was put on one module."""
-
-    hooks: dict[int, Callable[..., Any]]
-    functions: dict[str, Any]  # by the name that a forward may call them by
 
 
 class Facts:
@@ -96,10 +89,10 @@ class Facts:
         return code_of({type(module) for _, module in self.modules}, {name for name in names if name})
 
     @cached_property
-    def put(self) -> tuple[Put, ...]:
-        """Code on the modules themselves, in the order of :attr:`modules`."""
+    def put(self) -> tuple[tuple[dict[int, Any], dict[str, Any]], ...]:
+        """Code on the modules themselves, in their order: hooks, and functions by the names that forwards call."""
         names = self.code.names
-        return tuple(Put(hooks_of(module), own_callables(module, names)) for _, module in self.modules)
+        return tuple((hooks_of(module), own_callables(module, names)) for _, module in self.modules)
 
     @cached_property
     def ambient(self) -> tuple[Any, ...]:
@@ -113,18 +106,17 @@ class Facts:
         Modules are weak references, which equal only themselves. A forward of ours that is running changes nothing
         here.
         """
-        modules = []
-        for (_, module), put in zip(self.modules, self.put, strict=True):
-            modules.append(
-                (
-                    weakref.ref(module),
-                    type(module),
-                    tuple(put.hooks),
-                    tuple((name, pinned(function)) for name, function in put.functions.items()),
-                    settings_of(vars(module)),
-                    tuple(type(parameter) for parameter in module._parameters.values()),
-                )
+        modules = [
+            (
+                weakref.ref(module),
+                type(module),
+                tuple(hooks),
+                tuple((name, pinned(function)) for name, function in functions.items()),
+                settings_of(vars(module)),
+                tuple(map(type, module._parameters.values())),
             )
+            for (_, module), (hooks, functions) in zip(self.modules, self.put, strict=True)
+        ]
         configs = []
         for config in self.configs:
             fields = {k: repr(v) for k, v in list(vars(config).items()) if not isinstance(v, PretrainedConfig)}
@@ -132,6 +124,26 @@ class Facts:
             configs.append((weakref.ref(config), fields))
         around = tuple(pinned(hook) for hook in foreign_global_hooks())
         return modules, configs, self.code, around, self.ambient
+
+    @cached_property
+    def proofs(self) -> dict[Hashable, Any]:
+        """Answers of proofs since the structure is what it is, in whatever call they were found."""
+        kept = _kept.get(self.model)
+        if kept is None or kept[0] != self.structure:
+            kept = _kept[self.model] = self.structure, {}
+        proofs: dict[Hashable, Any] = kept[1]
+        return proofs
+
+    def proved(self, key: Hashable, prove: Callable[[], _Answer], *, anew: bool = False) -> _Answer:
+        """The answer of a proof; one that says that it is passing is not kept. ``anew``: in every call."""
+        answers = self.answers if anew else self.proofs
+        if key not in answers:
+            answer = prove()
+            if getattr(answer, "passing", False):
+                return answer
+            answers[key] = answer
+        kept: _Answer = answers[key]
+        return kept
 
     @cached_property
     def device(self) -> torch.device:
@@ -154,6 +166,7 @@ class Facts:
         return properties.logits_alone(self.model)
 
 
+_kept: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # structures, and their proofs
 _made: ContextVar[dict[nn.Module, Facts] | None] = ContextVar("facts", default=None)
 
 
@@ -175,13 +188,11 @@ def looked() -> None:
     _made.set(None)
 
 
-def fact(
-    function: Callable[Concatenate[Facts, _Rest], _Answer],
-) -> Callable[Concatenate[nn.Module | Facts, _Rest], _Answer]:
+def fact(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
     """Find an answer once for the :class:`Facts` of a model, which may be given itself; an error is no answer."""
 
     @functools.wraps(function)
-    def answer(model: nn.Module | Facts, *rest: _Rest.args, **options: _Rest.kwargs) -> _Answer:
+    def answer(model: nn.Module | Facts, *rest: Any, **options: Any) -> _Answer:
         facts, key = Facts.of(model), (function, rest, tuple(options.items()))
         if key not in facts.answers:
             facts.answers[key] = function(facts, *rest, **options)
@@ -217,7 +228,8 @@ def pinned(value: Any) -> Any:
 
 def foreign_global_hooks() -> list[Callable[..., Any]]:
     """Forward hooks of all modules of this process, without those of this package."""
-    return [hook for hook in global_hooks() if not is_own(hook)]
+    hooks = (*calls._global_forward_pre_hooks.values(), *calls._global_forward_hooks.values())
+    return [hook for hook in hooks if not is_own(hook)]
 
 
 def is_own(hook: Callable[..., Any]) -> bool:

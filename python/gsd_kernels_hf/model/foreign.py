@@ -21,7 +21,7 @@ from ..packed.modules import Packed, PackedEmbedding, PackedLinear, dtype_of, sh
 from .attention import AttentionKind
 from .code import described, is_shipped
 from .facts import Facts, fact, foreign_global_hooks
-from .probe import kinds_of
+from .probe import served
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
 SILU = (nn.SiLU, ACT2CLS["silu"])
@@ -54,13 +54,11 @@ def foreign_code(facts: Facts, *, shipped: bool = True) -> str | None:
         return f"a mode that PyTorch's operations go through, {modes[0].__qualname__}"
     for hook in foreign_global_hooks():
         return f"a hook of all modules, {described(hook)}"
-    for (name, module), put in zip(facts.modules, facts.put, strict=True):
-        if not put.hooks and not put.functions:
-            continue
-        hooks = [*put.hooks.values(), *(put.functions[own] for own in put.functions if own == "forward")]
-        if any(shipped or not is_shipped(hook) for hook in hooks):
+    for (name, module), (hooks, functions) in zip(facts.modules, facts.put, strict=True):
+        called = [*hooks.values(), *(functions[own] for own in functions if own == "forward")]
+        if any(shipped or not is_shipped(hook) for hook in called):
             return f"{name or 'the model'} has a hook"
-        for function, value in put.functions.items():
+        for function, value in functions.items():
             if not is_shipped(value) or (shipped and not _is_kept(module, function, value)):
                 return f"{name or 'the model'} has a function of its own, {function}"
     return facts.code.foreign
@@ -119,7 +117,7 @@ def _foreign_parameter(facts: Facts) -> str | None:
         dense = module._parameters.get("weight") if type(module) is nn.Linear else None
         if type(dense) is nn.Parameter and dense.dtype in FLOATS and dense.dtype != dtype:  # no forward would succeed
             return f"{name}.weight is {dense.dtype}, the output matrix {dtype}"
-    kinds_of(facts)  # a forward: in the first one a library may rewrite its weights
+    served(facts)  # a forward: in the first one a library may rewrite its weights
     read: set[int] = set()
     for name, module in facts.modules:
         stored = stored_in(module)
@@ -142,7 +140,7 @@ def _foreign_parameter(facts: Facts) -> str | None:
 
 def _foreign_layer(facts: Facts) -> str | None:
     """Name what a layer does otherwise than the operator, or than the first one."""
-    model, layers, kinds = facts.model, layers_of(facts.model), kinds_of(facts)
+    model, layers, kinds = facts.model, layers_of(facts.model), served(facts).kinds
     if not layers or len(layers) != len(kinds):
         return f"{len(layers)} layers with {len(kinds)} attention calls"
     head_dim, eps, first = 2 * model.model.rotary_emb.inv_freq.numel(), model.model.norm.variance_epsilon, layers[0]

@@ -30,6 +30,7 @@ from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, decoder_rows
 from gsd_kernels.ops.state_rows import BLOCK
+from gsd_kernels.ops.step import FedRows
 
 from ..packed.modules import matrix_of, shape_of
 from . import gpu_proof, proof, replay, rows_proof
@@ -38,10 +39,11 @@ from .attention import AttentionKind
 from .facts import Facts, fact
 from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
-from .pieces import SEVERAL, WHOLE
-from .probe import examine, kinds_of
+from .pieces import SEVERAL_TOKENS, WHOLE_TOKENS
+from .probe import served
 from .recurrent.mixers import mixers_of
 from .recurrent.step_limit import limit_of
+from .recurrent.tree import RowTree
 from .recurrent.windowed import is_windowed
 from .runner import Listener, RowModel
 
@@ -111,7 +113,7 @@ def why_not(facts: Facts, backend: str, hidden_layers: tuple[int, ...] = ()) -> 
     if type(model) not in CLASSES:
         return f"{type(model).__name__} is not one of {', '.join(c.__name__ for c in CLASSES)}"
     gpu = replay.is_gpu(model.device)
-    reason = foreign(facts) or (_unserved_by_cuda(weights_of(model, kinds_of(facts))) if gpu else None)
+    reason = foreign(facts) or (_unserved_by_cuda(weights_of(model, served(facts).kinds)) if gpu else None)
     if reason is not None:
         return reason
 
@@ -218,7 +220,7 @@ def check_rows(facts: Facts, name: str) -> None:
     Raises:
         ValueError: ``model``, the argument ``name``, computes something else of graph rows.
     """
-    code, unwritten, steps = foreign_code(facts, shipped=False), examine(facts).unwritten, 1
+    code, unwritten, steps = foreign_code(facts, shipped=False), served(facts).unwritten, 1
     if mixers := mixers_of(facts):
         if block_of(facts, "auto"):
             return
@@ -257,8 +259,8 @@ def reads_whole(facts: Facts) -> bool:
 def least_piece(facts: Facts) -> int:
     """Fewest tokens of a piece of its prompts behind the first, see :mod:`.pieces`."""
     if reads_whole(facts):
-        return WHOLE
-    return SEVERAL if any(limit_of(module) is not None for _, module in mixers_of(facts)) else 1
+        return WHOLE_TOKENS
+    return SEVERAL_TOKENS if any(limit_of(module) is not None for _, module in mixers_of(facts)) else 1
 
 
 @fact
@@ -282,6 +284,8 @@ def block_of(facts: Facts, backend: str) -> int:
 
 class FusedRows(RowModel):
     """A :class:`RowModel` whose rows, of graphs and of prompts, are one operator."""
+
+    ids_dtype = torch.int32
 
     def __init__(
         self,
@@ -331,10 +335,10 @@ class FusedRows(RowModel):
         for begin in range(self.reused, length, most):
             ask()
             end = min(begin + most, length)
-            at = torch.arange(begin, end, dtype=torch.int32, device=device)
+            at = torch.arange(begin, end, dtype=torch.int32, device=device)  # [R]
             pads = at < self.kv_start[:, None]  # [B, R]; they see themselves alone, and nobody sees them
-            causal = torch.ones(end - begin, end - begin, dtype=torch.bool, device=device).tril()
-            seen = (causal & ~pads[:, None, :]) | torch.eye(end - begin, dtype=torch.bool, device=device)
+            causal = torch.ones(end - begin, end - begin, dtype=torch.bool, device=device).tril()  # [R, R]
+            seen = (causal & ~pads[:, None, :]) | torch.eye(end - begin, dtype=torch.bool, device=device)  # [B, R, R]
             self.cache.padding, spoiled = ~pads, self.cache.new_marks(end - begin, device)
             self._forward(
                 self.known(input_ids[:, begin:end]).to(torch.int32),
@@ -354,57 +358,38 @@ class FusedRows(RowModel):
             if listener is not None:
                 listener(self.hidden, begin)
 
-    def rows(
+    def forward(
         self,
-        token_ids: Tensor,  # int [B, R]
-        kv_len: Tensor,  # int32 [B]
-        slots: Tensor | int,  # int [B, R] or [R]
+        fed: FedRows,
         ancestor_mask: Tensor,  # int32 [B, R, words]
-        depths: Tensor,  # int32 [B, R]
+        kv_len: Tensor,  # int32 [B]
         node_depths: Tensor,  # int32 [B, N]
         keep: int,
-        shift: int = 0,
-        stem: int = 0,
+        tree: RowTree | None,
     ) -> Tensor:
-        """Forward graph rows; see :meth:`RowModel.rows`."""
-        fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int32)
-        mask, node_depths, kv_len = (t.to(self.device) for t in (ancestor_mask, node_depths, kv_len))
-        spoiled = self.cache.new_marks(fed.ids.shape[1], self.device)
-        logits = self._forward(fed.ids, fed.positions, fed.places, mask, node_depths, kv_len, keep, spoiled=spoiled)
+        """Forward rows as they were fed; see :meth:`RowModel.forward`."""
+        spoiled = self.cache.new_marks(fed.ids.shape[1], self.device)  # [B, R]
+        rows = fed.ids, fed.positions, fed.places, ancestor_mask, node_depths.to(torch.int32), kv_len
+        logits = self._forward(*rows, keep=keep, spoiled=spoiled)  # [B, keep, V]
         return logits if spoiled is None else self.cache.marked(logits, spoiled)
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """Nothing: the operator was compiled ahead, for sizes known at run time."""
 
-    def _forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        ancestor_mask: Tensor,
-        node_depths: Tensor,
-        kv_len: Tensor,
-        keep: int,
-        seen: int | None = None,
-        spoiled: Tensor | None = None,
-    ) -> Tensor:
+    def _forward(self, *rows: Tensor, keep: int, seen: int | None = None, spoiled: Tensor | None = None) -> Tensor:
         """Logits of the last ``keep`` rows.
 
         Args:
-            token_ids, positions, slots, ancestor_mask, node_depths, kv_len, keep, spoiled: as of the operator.
+            rows: int32 token_ids, positions, slots, ancestor_mask, node_depths and kv_len, as of the operator.
+            keep, spoiled: likewise.
             seen: positions of the cache that any row reads or writes, at most.
         """
-        keys, values = self.caches(token_ids.shape[0])
+        keys, values = self.caches(rows[0].shape[0])  # [B, Hkv, capacity, D] a layer
         if seen is not None:
             keys, values = ([cache[:, :, :seen] for cache in caches] for caches in (keys, values))
         logits, hidden, read_by = decoder_rows(
             self.weights,
-            token_ids,
-            positions.to(torch.int32),
-            slots,
-            ancestor_mask,
-            node_depths.to(torch.int32),
-            kv_len,
+            *rows,
             self.kv_start,
             keys,
             values,
@@ -415,7 +400,7 @@ class FusedRows(RowModel):
         )
         dtype = self.weights.dtype
         self.hidden = {LAST: hidden.to(dtype)} if LAST in self.hidden_layers and keep else {}
-        self.hidden |= zip(self.states, read_by.to(dtype), strict=True)
+        self.hidden |= zip(self.states, read_by.to(dtype), strict=True)  # [B, R, D] each
         return logits.to(dtype)
 
 

@@ -49,8 +49,13 @@ class ModelState:
         """The state now. Reads a few elements of every tensor, so it waits for every device once."""
         facts = Facts.of(model)
         tensors = [tensor for _, module in facts.modules for tensor in tensors_of(module)]
-        hooks = [hook for put in facts.put for hook in put.hooks.values()]
-        held = [part for hook in hooks for tensor in held_by(hook) for part in parts_of(tensor)]
+        held = [
+            part
+            for hooks, _ in facts.put
+            for hook in hooks.values()
+            for tensor in held_by(hook)
+            for part in parts_of(tensor)
+        ]
         places = tuple((t.data_ptr(), t.dtype, t.device, tuple(t.shape)) for t in tensors if not t.is_meta)
         structure = (facts.structure, places)
         return cls(structure, (versions([*tensors, *held]), samples([*tensors, *held])))

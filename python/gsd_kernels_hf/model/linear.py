@@ -29,7 +29,7 @@ from .view import with_children
 
 MOST_ROWS = 64
 """With many more rows general products are as fast."""
-WIDENED_AT_ONCE = 1 << 20
+WIDENED_WEIGHTS = 1 << 20
 """Weights in float32, 4 MiB: they stay in a cache until they are used."""
 
 
@@ -74,7 +74,7 @@ class RowLinear(CpuLinear):
 
 def widened_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x · weightᵀ in float32, for half precision: [rows, in] and [out, in] → [rows, out]."""
-    wide, columns = x.float(), max(1, WIDENED_AT_ONCE // weight.shape[1])
+    wide, columns = x.float(), max(1, WIDENED_WEIGHTS // weight.shape[1])
     out = x.new_empty(x.shape[0], weight.shape[0])
     for begin in range(0, weight.shape[0], columns):
         end = begin + columns

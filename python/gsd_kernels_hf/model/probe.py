@@ -7,10 +7,9 @@ whatever else mixes rows or sequences shows; the rows are chosen so that one pos
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,12 +33,12 @@ from .temperature import Temperature
 CACHED = 3  # positions that the cache holds already
 POSITIONS = [[3, 4, 5, 4, 5], [0, 0, 0, 1, 2]]  # [2, ROWS]; the second sequence is padded up to its column 2
 ROWS = len(POSITIONS[0])
-TWINS = (1, 3)  # columns of the first sequence with one token at one position
+TWIN_COLUMNS = (1, 3)  # columns of the first sequence with one token at one position
 POISONED = 2  # the first sequence's column whose embedding is NaN
-DIFFERENT = 0.05  # relative difference that no rounding makes
+UNLIKE_RATIO = 0.05  # relative difference that no rounding makes
 PADDING = (0, CACHED + POISONED)  # of the sequences
-SAME = 0.01  # relative difference that rounding may make
-LOUD = 1e3  # times as large as the other rows
+ROUNDING_RATIO = 0.01  # relative difference that rounding may make
+LOUD_FACTOR = 1e3  # times as large as the other rows
 BY_LENGTH = "computes with the cache's length in its layers, which differs from the positions of graph rows"
 
 
@@ -53,7 +52,6 @@ class AttentionReport:
     positions: int | None = None  # that it has entries for in a table; ``None``: there is no table
     problem: str | None = None
     passing: bool = False  # whether another look may find something else
-    proofs: dict[Any, Any] = field(default_factory=dict)  # what was proved of this model since, see :mod:`.proof`
     cause: BaseException | None = None  # an error of the model's, which may be a passing one, as full memory is
 
 
@@ -73,7 +71,7 @@ class Probe:
         self.own: Callable[..., Any]
 
     def came(self, own: Callable[..., Any]) -> None:
-        """Note the function that the next call would have gone to."""
+        """Note of a call with ``graph=`` the function that it would have gone to."""
         self.own = own
 
     def made(self, mask: Any, arguments: dict[str, Any]) -> None:
@@ -131,10 +129,10 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, opt
 
 def differing_twin(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Name what differs between two rows with one token at one position."""
-    a, b = TWINS
+    a, b = TWIN_COLUMNS
     for what, states in (("queries", query), ("keys", key[:, :, CACHED:]), ("values", value[:, :, CACHED:])):
         one, other = states[0, :, a].float(), states[0, :, b].float()
-        if float((one - other).norm()) > DIFFERENT * float(one.norm()):
+        if float((one - other).norm()) > UNLIKE_RATIO * float(one.norm()):
             return what
     return None
 
@@ -170,9 +168,6 @@ class ProbeCache(GraphCache):
         return super().get_seq_length(layer_idx, *args, **kwargs) if begun else self.prompt_length
 
 
-_known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, AttentionReport]] = weakref.WeakKeyDictionary()
-
-
 @fact
 def examine(facts: Facts) -> AttentionReport:
     """Look at what a model does with graph rows.
@@ -180,26 +175,20 @@ def examine(facts: Facts) -> AttentionReport:
     One forward of 2 × 5 tokens, remembered until the model's structure is another one, see :class:`.Facts`; what an
     error cut short is not. The model is left as it was.
     """
-    known = _known.get(facts.model)
-    if known is not None and known[0] == facts.structure:
-        return known[1]
-    report = _examine(facts)
-    if not report.passing:
-        _known[facts.model] = facts.structure, report
-    return report
+    return facts.proved("rows", lambda: _examine(facts))
 
 
-def kinds_of(model: PreTrainedModel | Facts, name: str = "model") -> tuple[AttentionKind, ...]:
-    """The demands of every attention call of a forward.
+@fact
+def served(facts: Facts, name: str = "model") -> AttentionReport:
+    """The findings of :func:`examine`, without a problem.
 
     Raises:
-        ValueError: ``model``, the argument ``name``, cannot be forwarded with graph rows.
+        ValueError: the model, the argument ``name``, cannot be forwarded with graph rows.
     """
-    facts = Facts.of(model)
     report = examine(facts)
     if report.problem is not None:
         raise ValueError(f"{name}: {type(facts.model).__name__} {report.problem}; not supported") from report.cause
-    return report.kinds
+    return report
 
 
 @torch.no_grad()
@@ -260,7 +249,7 @@ def _at_place_zero(facts: Facts, asked: frozenset[int]) -> Probe:
             temperature = probe.temperatures.get(call.layer)
             places = (length + rows)[None].to(query.device)
             expected = query if temperature is None else temperature.applied(query, places)
-            differs |= not bool((scaled - expected).float().norm() <= SAME * expected.float().norm())
+            differs |= not bool((scaled - expected).float().norm() <= ROUNDING_RATIO * expected.float().norm())
     if differs:
         raise Unserved(BY_LENGTH)
     return probe
@@ -407,10 +396,10 @@ def check_linears(facts: Facts) -> None:
             alone = module(x)[:1].float()
             if training:
                 torch.manual_seed(0)
-            beside = module(torch.cat([x[:1], LOUD * x[1:]]))[:1].float()
+            beside = module(torch.cat([x[:1], LOUD_FACTOR * x[1:]]))[:1].float()
         except Exception:  # it takes something else than rows; the forward shows what it does with them
             continue
-        if float((alone - beside).norm()) > 2 * DIFFERENT * float(alone.norm()):
+        if float((alone - beside).norm()) > 2 * UNLIKE_RATIO * float(alone.norm()):
             raise Unserved(
                 f"has activations that are quantised over all rows of a forward ({name}: {type(module).__name__}), so "
                 "drafted tokens would change the output; quantise weights only, or activations row by row"

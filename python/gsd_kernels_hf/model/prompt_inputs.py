@@ -212,7 +212,7 @@ def ends_in_words(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> bool:
             raise _Read
 
     last = inputs.input_ids[:, -1:]
-    positions = (inputs.input_ids.shape[1] - 1 - kv_start.long())[:, None] + inputs.ahead(kv_start)
+    positions = (inputs.input_ids.shape[1] - 1 - kv_start.long())[:, None] + inputs.ahead(kv_start)  # [*axes, B, 1]
     try:
         layers, _ = decoder_of(model)
         handle = layers[0].register_forward_pre_hook(keep, with_kwargs=True)
@@ -260,7 +260,7 @@ def _ours(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> Tensor:
     rows = RowsBehindInputs(facts, length + count, kv_start, "auto", axes=inputs.axes)
     rows.inputs = inputs
     rows.read(inputs.input_ids, None, None)
-    tail = torch.cat([inputs.input_ids[:, -1:], _tail(facts, inputs)], 1).to(device)
+    tail = torch.cat([inputs.input_ids[:, -1:], _tail(facts, inputs)], 1).to(device)  # [B, 1 + TAIL]
     words, depths = proof.tree_of(PARENTS, batch, device)
     logits = rows.rows(
         tail[:, [PATH.index(row) if row in PATH else -1 for row in range(count)]],

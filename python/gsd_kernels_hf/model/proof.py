@@ -27,7 +27,7 @@ from .recurrent.by_depth import KINDS
 from .recurrent.mixers import mixers_of, states_of
 from .view import with_children
 
-PROMPT, PADS, PIECE = 7, 3, 4  # tokens; of the second sequence; of a piece
+PROMPT_TOKENS, PAD_TOKENS, PIECE_TOKENS = 7, 3, 4  # tokens; of the second sequence; of a piece
 PARENTS = (-1, 0, 0, 1, 3, 4)  # of the rows
 TEXT = (0, 1, 3, 4, 5)  # rows that are a path; the other one is beside it
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -60,8 +60,8 @@ class Difference:
 
 
 def text(model: PreTrainedModel | Facts, steps: int = 1) -> Tensor:
-    """Tokens [2, PROMPT + steps · len(TEXT)], spread over the vocabulary."""
-    facts, length = Facts.of(model), PROMPT + steps * len(TEXT)
+    """Tokens [2, PROMPT_TOKENS + steps · len(TEXT)], spread over the vocabulary."""
+    facts, length = Facts.of(model), PROMPT_TOKENS + steps * len(TEXT)
     ids = 11 + 7919 * torch.arange(2 * length, device=facts.device).view(2, length)
     ids %= min(facts.vocabulary, shape_of(facts.model.get_input_embeddings())[0])
     return with_finite_embeddings(facts, ids)
@@ -70,7 +70,7 @@ def text(model: PreTrainedModel | Facts, steps: int = 1) -> Tensor:
 def padding(ids: Tensor) -> Tensor:
     """1 for tokens, 0 for padding."""
     mask = torch.ones_like(ids)
-    mask[1, :PADS] = 0
+    mask[1, :PAD_TOKENS] = 0
     return mask
 
 
@@ -79,11 +79,11 @@ def own_logits(facts: Facts, *, singly: bool = False, steps: int = 1) -> Tensor:
     ids, cache = text(facts, steps), DynamicCache(config=facts.model.config)
     length = ids.shape[1]
     mask = padding(ids)
-    ends = [*range(PROMPT + 1, length + 1)] if singly else [length]
+    ends = [*range(PROMPT_TOKENS + 1, length + 1)] if singly else [length]
     logits, begin = [], 0
     for end in ends:
-        piece = _piece(facts, cache, ids, mask, begin, end)
-        logits.append(piece[:, -1:] if singly else piece[:, PROMPT - length :])
+        piece = _piece(facts, cache, ids, mask, begin, end)  # [B, end − begin, V]
+        logits.append(piece[:, -1:] if singly else piece[:, PROMPT_TOKENS - length :])
         begin = end
     return torch.cat(logits, 1)
 
@@ -110,15 +110,12 @@ def why_not_in_pieces(facts: Facts) -> Difference | None:
     It is no question of closeness, which rounding in half precision would hide: a state that a piece left is made NaN,
     and the logits of the next piece show whether it was read. One layer of each class, one of its states at a time.
     """
-    proofs, key = examine(facts).proofs, ("pieces", facts.model.dtype, facts.device)
-    if key not in proofs:
-        with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad():
-            try:
-                proofs[key] = _unread_state(facts)
-            except Exception:  # what cannot be forwarded, the proof of its rows names
-                return None
-    answer: Difference | None = proofs[key]
-    return answer
+    with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad():
+        try:
+            key, anew = ("pieces", facts.model.dtype, facts.device), examine(facts).passing
+            return facts.proved(key, lambda: _unread_state(facts), anew=anew)
+        except Exception:  # what cannot be forwarded, the proof of its rows names
+            return None
 
 
 def _unread_state(facts: Facts) -> Difference | None:
@@ -129,12 +126,12 @@ def _unread_state(facts: Facts) -> Difference | None:
         for kind in KINDS:
             for index in range(states_of(facts)[layer]):
                 cache = DynamicCache(config=facts.model.config)
-                _piece(facts, cache, ids, mask, 0, PIECE)
+                _piece(facts, cache, ids, mask, 0, PIECE_TOKENS)
                 states = getattr(cache.layers[layer], kind)[index]
                 if states is None:
                     continue
                 states.fill_(torch.nan)
-                if bool(_piece(facts, cache, ids, mask, PIECE, ids.shape[1]).isfinite().all()):
+                if bool(_piece(facts, cache, ids, mask, PIECE_TOKENS, ids.shape[1]).isfinite().all()):
                     return Difference(f"{name} begins with no state ({kind}) at every piece of a prompt")
     return None
 
@@ -157,12 +154,12 @@ def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, steps: int = 1) ->
     beside = next(row for row in range(count) if row not in TEXT)
     order = [*TEXT, beside]
     words, depths = tree_of(PARENTS, 2, device)
-    rows.prefill(ids[:, :PROMPT], padding(ids)[:, :PROMPT], PIECE)
-    stored = torch.full((2,), PROMPT, dtype=torch.int32, device=device)
-    path = torch.tensor([TEXT, TEXT], dtype=torch.int32, device=device)
+    rows.prefill(ids[:, :PROMPT_TOKENS], padding(ids)[:, :PROMPT_TOKENS], PIECE_TOKENS)
+    stored = torch.full((2,), PROMPT_TOKENS, dtype=torch.int32, device=device)  # [2]
+    path = torch.tensor([TEXT, TEXT], dtype=torch.int32, device=device)  # [2, len(TEXT)]
     logits = []
     for step in range(steps):
-        path_tokens = ids[:, PROMPT + step * len(TEXT) :][:, : len(TEXT)]
+        path_tokens = ids[:, PROMPT_TOKENS + step * len(TEXT) :][:, : len(TEXT)]
         tokens = torch.cat([path_tokens, path_tokens[:, :1]], 1)[:, [order.index(row) for row in range(count)]]
         here = rows.rows(tokens, stored, torch.arange(count, device=device), words, depths, depths, keep=count)
         logits.append(here[:, list(TEXT)])
@@ -173,12 +170,12 @@ def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, steps: int = 1) ->
 
 def kv_start(model: PreTrainedModel | Facts) -> Tensor:
     """Padding of the two sequences, int32 [2]."""
-    return torch.tensor([0, PADS], dtype=torch.int32, device=Facts.of(model).device)
+    return torch.tensor([0, PAD_TOKENS], dtype=torch.int32, device=Facts.of(model).device)
 
 
 def capacity(steps: int = 1) -> int:
     """Cache positions that the text needs."""
-    return PROMPT + (steps - 1) * len(TEXT) + len(PARENTS)
+    return PROMPT_TOKENS + (steps - 1) * len(TEXT) + len(PARENTS)
 
 
 def why_not_proved(
@@ -213,23 +210,21 @@ def why_not_proved(
         return own_logits(of, steps=steps)
 
     facts = Facts.of(model)
-    proofs, key = examine(facts).proofs, (way, facts.model.dtype, facts.device)
-    if key not in proofs:
-        closely = closely and precision_of(facts) in (torch.float16, torch.bfloat16)
-        difference = _difference(facts, forward, own or of_text, own or at_once, closely=closely)
-        if difference is not None and difference.passing:
-            return difference
-        proofs[key] = difference
-    answer: Difference | None = proofs[key]
-    return answer
+
+    def prove() -> Difference | None:
+        parts = [facts]
+        if closely and precision_of(facts) in (torch.float16, torch.bfloat16):
+            parts = [Facts(in_float(facts.model)), facts]
+        return _difference(parts, forward, own or of_text, own or at_once)
+
+    # Code that may do anything at any time is proved in every call.
+    return facts.proved((way, facts.model.dtype, facts.device), prove, anew=examine(facts).passing)
 
 
-def _difference(
-    facts: Facts, forward: Forward, own_steps: Forward, own_prompt: Forward, *, closely: bool
-) -> Difference | None:
-    with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad():
+def _difference(parts: Sequence[Facts], forward: Forward, own_steps: Forward, own_prompt: Forward) -> Difference | None:
+    with random_numbers_kept(parts[-1]), torch.inference_mode(False), torch.no_grad():
         try:
-            for part in ([Facts(in_float(facts.model))] if closely else []) + [facts]:
+            for part in parts:
                 own = own_steps(part).double()
                 ours = forward(part).double()
                 if not bool(own.isfinite().all()):
@@ -245,7 +240,7 @@ def _difference(
                         rounding = max(rounding, codes)
                 bound = min(MAX_RELATIVE_ERROR, NOISE_FACTOR_BELOW_MAX * rounding)
                 if difference > max(bound, NOISE_FACTOR_ALWAYS * rounding):
-                    what = "some layers in float32" if part is not facts else "a few tokens"
+                    what = "some layers in float32" if part is not parts[-1] else "a few tokens"
                     return Difference(
                         f"its logits of {what} differ from the modules' by {difference:.1g} of their spread"
                     )
@@ -266,7 +261,7 @@ def precision_of(facts: Facts) -> torch.dtype:
 
 def worst(own: Tensor, ours: Tensor) -> float:
     """The largest difference of a row's logits [B, n, V], relative to their spread."""
-    spread = (own - own.mean(-1, keepdim=True)).norm(dim=-1)
+    spread = (own - own.mean(-1, keepdim=True)).norm(dim=-1)  # [B, n]
     largest = ((ours - own).norm(dim=-1) / spread.clamp(min=1e-30)).max()
     return float(largest.nan_to_num(float("inf")))
 

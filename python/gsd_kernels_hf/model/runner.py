@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gsd_kernels.graph import num_words
 from gsd_kernels.ops.step import FedRows, feed_rows
 
 from ..packed.modules import dtype_of
@@ -23,12 +22,12 @@ from .hidden import LAST, kept, listening
 from .launching import launch_attention
 from .linear import CpuLinear, RowLinear, with_cpu_linears
 from .pieces import pieces
-from .probe import examine, kinds_of
+from .probe import served
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import Form, mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
 from .recurrent.windowed import Windowed, is_windowed
-from .sides import Sides, sides_of
+from .sides import Sides, longropes_of
 
 Listener = Callable[[Mapping[int, Tensor], int], None]
 """Takes the hidden states of a piece of the prompt, [B, n, D] by layer, and the position of its first token."""
@@ -88,7 +87,7 @@ class CachedText:
         if not torch.equal(padding, kv_start.cpu()):
             return 0
         both = min(tokens.shape[1], input_ids.shape[1])
-        same = (tokens[:, :both] == input_ids[:, :both].cpu()).all(0)
+        same = (tokens[:, :both] == input_ids[:, :both].cpu()).all(0)  # [n]
         common = int(same.long().cumprod(0).sum())
         return 0 if self.recurrent and common < tokens.shape[1] else common
 
@@ -112,6 +111,8 @@ class RowModel(CachedText):
         sides: of the texts' rotary embedding, ``None`` where it has no two, see :mod:`.sides`.
     """
 
+    ids_dtype = torch.int64
+
     def __init__(
         self,
         model: PreTrainedModel | Facts,
@@ -125,7 +126,7 @@ class RowModel(CachedText):
         sides: Sides | None = None,
     ) -> None:
         facts = Facts.of(model)
-        report, kinds = examine(facts), kinds_of(facts)
+        report = served(facts)
         if cache is None:
             config, stacked = facts.model.config, lies_in_a_block(facts)
             cache = GraphCache(config, capacity, backend, stacked=stacked, recurrent=states_of(facts))
@@ -133,14 +134,14 @@ class RowModel(CachedText):
         self.configs = facts.configs  # switched for every forward by itself, and as they were in between
         self.cache_argument = facts.cache_argument
         self.outputs = facts.logits_alone
-        self.kinds = kinds
+        self.kinds = report.kinds
         self.positions = report.positions  # of a table that has an end
         cache.by_length |= report.by_length
         self.backend, self.block, self.least = backend, block, least
         self.device = facts.device
         self.vocab_size = facts.vocabulary
         self.kv_start = kv_start.to(self.device)
-        self.sides = sides or sides_of(facts, len(kv_start))
+        self.sides = sides or (Sides(facts, len(kv_start)) if longropes_of(facts) else None)
         # Any 4D mask reaches the attention function untouched and keeps the model from building one.
         self.no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.hidden_layers = hidden_layers
@@ -213,10 +214,10 @@ class RowModel(CachedText):
         if self.positions is not None:
             self.check_length("input_ids", length - int(self.kv_start.min()))
         if attention_mask is None:
-            positions = torch.arange(length, device=self.device).expand(input_ids.shape[0], -1)
+            positions = torch.arange(length, device=self.device).expand(input_ids.shape[0], -1)  # [B, P]
         else:
             attention_mask = attention_mask.to(self.device)
-            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)  # [B, P]
         for begin, end in pieces(self.reused, length, chunk, self.least):
             ask()
             self.cache.padding = None if attention_mask is None else attention_mask[:, begin:end]
@@ -259,22 +260,32 @@ class RowModel(CachedText):
         Where ``slots`` is an int and ``node_depths`` not ``depths`` itself, those of the rows' slots are written.
         ``stem``: of the ``kv_len`` positions that all rows see, how many are rows since the last commit.
         """
-        fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int64)
-        stepping, tree = (
-            self.stepping,
-            self.tree_of(ancestor_mask, slots, token_ids.shape, stem) if self.recurrent else None,
-        )
+        fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift)
+        mask, lengths, nodes = (t.to(self.device) for t in (ancestor_mask, kv_len, node_depths))
+        tree = self.tree_of(mask, slots, token_ids.shape, stem) if self.recurrent else None
+        return self.forward(fed, mask, lengths, nodes, keep, tree)
+
+    def forward(
+        self,
+        fed: FedRows,  # [B, R] each
+        ancestor_mask: Tensor,  # int32 [B, R, ceil(N/32)]
+        kv_len: Tensor,  # int32 [B]
+        node_depths: Tensor,  # int32 [B, N]
+        keep: int,
+        tree: RowTree | None,
+    ) -> Tensor:
+        """Forward rows as they were fed, all on the model's device; logits of the last ``keep``, [B, keep, V]."""
         inputs = GraphInputs(
-            ancestor_mask=ancestor_mask.to(self.device),
-            kv_len=kv_len.to(self.device),
+            ancestor_mask=ancestor_mask,
+            kv_len=kv_len,
             kv_start=self.kv_start,
             row_depths=fed.depths,
-            node_depths=node_depths.to(self.device),
+            node_depths=node_depths,
             backend=self.backend,
             kinds=self.kinds,
             row_invariant=self.block > 0,
         )
-        assert inputs.ancestor_mask.shape[-1] == num_words(node_depths.shape[-1])
+        stepping = self.stepping
         listens = listening(stepping, self.hidden_layers)
         exactly, writing = own_bits(self.block > 0), self.cache.writing(fed.places, tree)
         with switched_configs(self.configs), writing, exactly, listens as hidden:
@@ -290,7 +301,7 @@ class RowModel(CachedText):
                 **self.outputs,
             )
         inputs.check_complete()
-        self.hidden = {layer: plain(states) for layer, states in hidden.items()}
+        self.hidden = {layer: plain(states) for layer, states in hidden.items()}  # [B, R, D]
         return self.cache.marked(plain(output.logits)[:, -keep:])
 
     def tree_of(self, ancestor_mask: Tensor, slots: Tensor | int, shape: torch.Size, stem: int) -> RowTree:
@@ -301,10 +312,10 @@ class RowModel(CachedText):
         self.cache.begin_rows()
         own, earlier = None, None
         if isinstance(slots, Tensor):
-            own = slots.to(self.device, torch.int64).expand(shape)
+            own = slots.to(self.device, torch.int64).expand(shape)  # [B, R]
         elif self.tree is not None:
             earlier = self.tree.until(stem + slots)
-        self.tree = RowTree.of(ancestor_mask.to(self.device), shape[1], slots=own, earlier=earlier, stem=stem)
+        self.tree = RowTree.of(ancestor_mask, shape[1], slots=own, earlier=earlier, stem=stem)
         # No path that can be accepted is longer; sequences that ended may have rows that are.
         return self.tree.shallow(self.block) if self.block else self.tree
 
@@ -341,7 +352,6 @@ class RowModel(CachedText):
         depths: Tensor,
         node_depths: Tensor,
         shift: int,
-        dtype: torch.dtype,
     ) -> FedRows:
         """Rows as the model reads them, on its device; arguments as of :meth:`rows`."""
         to, given = self.device, isinstance(slots, Tensor)
@@ -355,7 +365,7 @@ class RowModel(CachedText):
             first_slot=0 if given else slots,
             shift=shift,
             node_depths=None if given or node_depths is depths else node_depths,
-            dtype=dtype,
+            dtype=self.ids_dtype,
             backend=self.backend,
         )
         self.after = fed.after

@@ -21,9 +21,9 @@ from .code import described, is_shipped
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 """Largest difference, relative to the largest output; transformers takes the softmax of float64 in float32."""
-SPREAD = 3.0  # of scores, so that what bends them shows
-HIGHEST = 100.0  # score: beyond, float32 has no digits left for the others
-LONG = 160  # positions, for functions that are not transformers': a window of their own may be long
+SCORE_SPREAD = 3.0  # of scores, so that what bends them shows
+MAX_SCORE = 100.0  # score: beyond, float32 has no digits left for the others
+LONG_TOKENS = 160  # positions, for functions that are not transformers': a window of their own may be long
 UNTRIED = ("transformers.integrations.flash", "transformers.integrations.flex", "kernels")
 """Transformers' own that take half precision alone, or compile first."""
 
@@ -87,7 +87,7 @@ def check_attention(call: AttentionCall, visible: Tensor) -> str | None:
 
 def _longer(call: AttentionCall, visible: Tensor) -> tuple[Tensor, Tensor | None]:
     """The call's mask with more positions in front, all of which are seen, and what is visible then."""
-    more = LONG - visible.shape[-1]
+    more = LONG_TOKENS - visible.shape[-1]
     mask = call.mask
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] != visible.shape[-1]:
         return visible, None
@@ -122,7 +122,7 @@ def _relative(call: AttentionCall, visible: Tensor, mask: Any, dtype: torch.dtyp
         )
 
     scale = call.scaling if call.scaling is not None else call.query[-1] ** -0.5
-    query = values(*call.query) * (SPREAD / math.sqrt(call.query[-1]) / scale)
+    query = values(*call.query) * (SCORE_SPREAD / math.sqrt(call.query[-1]) / scale)
     key = values(*call.key[:2], length, call.key[-1])
     softcap = call.options.get("softcap")
     if call.sinks is not None and softcap is None:
@@ -141,6 +141,6 @@ def _relative(call: AttentionCall, visible: Tensor, mask: Any, dtype: torch.dtyp
 
 def _raise_to_sinks(query: Tensor, key: Tensor, sinks: Tensor, scale: float) -> None:
     """Give all scores of a head as much more as brings them near its sink: far from it, neither would show."""
-    sinks = sinks.detach().to(query).nan_to_num(0.0).clamp(-HIGHEST, HIGHEST)
-    query[..., 0] = (sinks - SPREAD)[:, None] / scale
+    sinks = sinks.detach().to(query).nan_to_num(0.0).clamp(-MAX_SCORE, MAX_SCORE)
+    query[..., 0] = (sinks - SCORE_SPREAD)[:, None] / scale
     key[..., 0] = 1.0

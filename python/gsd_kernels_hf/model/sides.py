@@ -162,11 +162,6 @@ class Sides:
         return min((min(mine, other) for mine, other in pairs if mine != other), default=None)
 
 
-def sides_of(facts: Facts, batch: int) -> Sides | None:
-    """The sides of a batch of texts; ``None`` where a model turns all by the same frequencies."""
-    return Sides(facts, batch) if longropes_of(facts) else None
-
-
 def check_sides(facts: Facts) -> None:
     """Raise where ``longrope`` is asked for and what the model makes of it is not what the view here does.
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from gsd_kernels import Frontier
 
+from ..model.facts import Facts
 from ..model.hidden import why_no_states
-from ..model.probe import examine
 from .base import DraftSource, Level, OwnSource, Proposal
 
 ROUNDING_LOG_PROB = 0.01  # above 0, of a log-probability: what half precision makes of a probability of 1
@@ -86,11 +86,9 @@ def check_hidden_layers(source: DraftSource, target: PreTrainedModel) -> None:
             f"draft_sources: {source.name}: hidden_layers: expected a tuple of numbers from −1 to {last}, since the "
             f"target has {last} layers, got {shown(layers)}"
         )
-    proofs, key = examine(target).proofs, ("hidden states", tuple(layers))
-    if key not in proofs:
-        proofs[key] = why_no_states(target, layers)
-    if proofs[key] is not None:
-        raise ValueError(f"draft_sources: {source.name} reads hidden states, and {proofs[key]}; not supported")
+    reason = Facts.of(target).proved(("hidden states", tuple(layers)), lambda: why_no_states(target, layers))
+    if reason is not None:
+        raise ValueError(f"draft_sources: {source.name} reads hidden states, and {reason}; not supported")
 
 
 def numbers_in(values: Any, *, most: float) -> bool:

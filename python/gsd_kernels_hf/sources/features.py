@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig
 
-from ..model.attention import AttentionKind, GraphInputs
+from ..model.attention import GraphInputs, windowed
 from ..model.cache import GraphCache
 from ..model.launching import launch_attention
 from ..model.replay import hold
@@ -78,7 +78,7 @@ class FeatureCache(CachedText):
         """Begin a forward of rows, as a row model does; no ``nodes``: rows whose keys are stored only."""
         if self.compiled:
             return
-        kinds = [AttentionKind(window) for window in self.model.windows] if nodes else []
+        kinds = windowed(self.model.windows) if nodes else ()
         launch_attention(self.cache, self.config, kv_len, self.text_kv_start, count, nodes, kinds, self.backend)
 
     def positions(self, kv_len: Tensor, depths: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.step import FedRows
 
 from ..model import replay
-from ..model.attention import AttentionKind
+from ..model.attention import windowed
 from ..model.foreign import SILU, STATIC_ROPE, foreign_code
 from ..model.fused import decoder_weights, error_of, missing, storage_of, unproved
 from ..model.linear import CpuLinear, RowLinear
@@ -81,7 +81,7 @@ class FusedFeatures:
 
 def weights_of(module: Any, embed: Any, head: Any) -> FeatureWeights:
     """A drafter's parameters as they lie in it."""
-    kinds = [AttentionKind(window) for window in module.windows]
+    kinds = windowed(module.windows)
     frequencies = module.rotary.frequencies(module.norm.weight.device)
     decoder = decoder_weights(embed, module.layers, kinds, module.norm, head, *frequencies)
     return FeatureWeights(decoder, **module.first_parameters())

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig
 
-from ..model.attention import AttentionKind, GraphInputs, configs_of, switched_configs
+from ..model.attention import GraphInputs, configs_of, switched_configs, windowed
 from ..model.hidden import decoder_of
 from ..model.properties import device_of
 from ..records import Verified
@@ -222,7 +222,7 @@ class AssistantDrafts(LastState, Recursion):
         stored = storing_layers(text.target.model)
         self.layers = {kind: stored[kind] for kind in self.module.sizes.types}
         self.device = device_of(self.module.model)
-        self.kinds = tuple(AttentionKind(window) for window in self.module.sizes.windows)
+        self.kinds = windowed(self.module.sizes.windows)
 
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape."""

@@ -87,11 +87,11 @@ class LayerSkip(Expansion):
         self.attention, self.mlp = skipped["attention"], skipped["mlp"]
         self.view = _without(self.model, self.attention, self.mlp)
         self.forwards = (self.view,)
-        problem = examine(self.view).problem
-        if problem is not None:  # where others read a layer's keys and values, as those of Gemma 4 do
+        report = examine(self.view)
+        if report.problem is not None:  # where others read a layer's keys and values, as those of Gemma 4 do
             raise ValueError(
-                f"attention, mlp: without these blocks {type(self.model).__name__} {problem}; name others"
-            ) from examine(self.view).cause
+                f"attention, mlp: without these blocks {type(self.model).__name__} {report.problem}; name others"
+            ) from report.cause
         left = getattr(self.view, self.view.base_model_prefix).layers
         whole, kept = _read(layers, self.model), _read(left, self.model)
         self.cost = kept / whole

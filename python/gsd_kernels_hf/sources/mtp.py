@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels.ops.feature_rows import Projection
 
-from ..model.attention import Attends, AttentionKind, GraphInputs, configs_of, switched_configs
+from ..model.attention import Attends, GraphInputs, configs_of, switched_configs, windowed
 from ..model.cache import GraphCache
 from ..model.hidden import decoder_of
 from ..model.properties import cache_argument, device_of
@@ -253,7 +253,7 @@ class Mtp(nn.Module):
         self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs, cache: GraphCache
     ) -> Tensor:
         """:meth:`forward`, keys and values written where ``cache`` is told to."""
-        inputs = replace(inputs, kinds=tuple(AttentionKind(window) for window in self.windows))
+        inputs = replace(inputs, kinds=windowed(self.windows))
         hidden: Tensor = self(embedded, features, positions, inputs, cache)
         inputs.check_complete()
         return hidden

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..model.finite import Table
 from .modes import OTHERWISE, Unsupported
 
-OFFSET = 2  # OPT's positions begin that far into their table
+OFFSET_ROWS = 2  # OPT's positions begin that far into their table
 NOT_FINITE = "holds NaN or infinite numbers, so that no logits behind it are to be had"
 
 
@@ -63,7 +63,7 @@ def check_table(table: Table, input_ids: Tensor, attention_mask: Tensor | None) 
     """Raise where tokens [B, P] of a prompt, or their positions, look up rows of a table that are not finite."""
     if not table.by_token:
         row = int(table.rows[0])
-        if row < input_ids.shape[1] + OFFSET:
+        if row < input_ids.shape[1] + OFFSET_ROWS:
             raise Unsupported(f"input_ids: row {row} of {table.name} {NOT_FINITE}{OTHERWISE}")
         return
     tokens = input_ids.cpu()

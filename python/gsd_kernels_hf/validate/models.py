@@ -15,7 +15,7 @@ from gsd_kernels.ops.state_rows import BLOCK
 from ..model.facts import Facts
 from ..model.finite import spoiled
 from ..model.fused import check_rows
-from ..model.probe import kinds_of
+from ..model.probe import served
 from ..model.properties import vocabulary
 from ..model.recurrent import mixers
 from ..model.sides import rope_types
@@ -76,9 +76,12 @@ def check_model(name: str, model: Any) -> Facts:
     if mesh is not None:
         check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
     check_weights(name, facts)
-    if name == "model":
-        check_numbers(facts)
-    check_forwards(name, facts)
+    try:
+        served(facts, name)
+        if name == "model":  # a draft costs speed at most
+            check_rows(facts, name)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error.__cause__ or error
     return facts
 
 
@@ -88,13 +91,13 @@ def keeps_state(name: str, facts: Facts) -> bool:
     Raises:
         Unsupported: they do, on several ranks.
     """
-    recurrent, model = mixers.mixers_of(facts), facts.model
-    if not recurrent:
-        return False
-    what = f"{name}: {type(model).__name__} keeps a recurrent state ({recurrent[0][0]})"
-    if getattr(model, "_device_mesh", None) is not None:
-        raise Unsupported(f"{what} and is sharded among ranks; not supported")
-    return True
+    recurrent = mixers.mixers_of(facts)
+    if recurrent and getattr(facts.model, "_device_mesh", None) is not None:
+        raise Unsupported(
+            f"{name}: {type(facts.model).__name__} keeps a recurrent state ({recurrent[0][0]}) and is sharded among "
+            "ranks; not supported"
+        )
+    return bool(recurrent)
 
 
 def check_paths(shape: object, models: Iterable[PreTrainedModel]) -> None:
@@ -108,18 +111,8 @@ def check_paths(shape: object, models: Iterable[PreTrainedModel]) -> None:
             )
 
 
-def check_forwards(name: str, facts: Facts) -> None:
-    """Raise where a few tokens, forwarded as graph rows, show that these are not what the model computes."""
-    try:
-        kinds_of(facts, name)
-        if name == "model":  # a draft costs speed at most
-            check_rows(facts, name)
-    except ValueError as error:
-        raise Unsupported(str(error)) from error.__cause__ or error
-
-
 def check_weights(name: str, facts: Facts) -> None:
-    """Raise where the weights hold no values, or where a target's products mix the rows of a forward.
+    """Raise where the weights hold no values, where a target's are not finite, or its products mix a forward's rows.
 
     bitsandbytes' int8 takes columns with an activation above ``llm_int8_threshold`` out of the product of all rows, so
     a drafted row may change the result of another. No forward of a few tokens shows that: it takes an outlier.
@@ -134,12 +127,7 @@ def check_weights(name: str, facts: Facts) -> None:
     embedding: Any = facts.model.get_input_embeddings()
     if not isinstance(embedding, Packed) and embedding.weight.is_meta and not hasattr(embedding, "_hf_hook"):
         raise ValueError(f"{name}: its weights are on the meta device, which holds no values; load them first")
-
-
-def check_numbers(facts: Facts) -> None:
-    """Raise where a weight that every token goes through holds numbers that are not finite."""
-    weight = spoiled(facts).weight
-    if weight is not None:
+    if name == "model" and (weight := spoiled(facts).weight) is not None:
         raise Unsupported(
             f"logits: nothing to go by, since {weight} of the model holds NaN or infinite numbers; check how it was "
             f"loaded or trained{OTHERWISE}"
