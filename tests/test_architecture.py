@@ -235,7 +235,7 @@ def test_input_ids_enters_each_file_once():
 
 
 DOORS = {
-    "generate": lambda target, draft: lambda **call: gsd.generate(target, assistant_model=draft, **call),
+    "generate": lambda model, draft: lambda **call: gsd.generate(model, assistant_model=draft, **call),
     "custom_generate": lambda target, draft: (
         lambda **call: target.generate(custom_generate=gsd.GraphDecoder(draft, graph_config=CONFIG), **call)
     ),

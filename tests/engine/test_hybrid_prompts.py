@@ -9,7 +9,7 @@ import tiny_configs
 import torch
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.model import fused, probe
+from gsd_kernels_hf.model import facts, fused
 from gsd_kernels_hf.model.recurrent import by_depth, mamba2, mixers
 from gsd_kernels_hf.model.recurrent.step_limit import limit_of
 
@@ -88,11 +88,11 @@ def test_a_proof_in_float64_calls_no_other_formula_a_rounding(monkeypatch):
     """Single tokens without the limit differ by hundredths from prompts with it; by so much no way may differ."""
     target = target_of("Zamba2")
     right = fused.block_of(target, "auto")
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(facts, "_kept", {})
     monkeypatch.setattr(mamba2.Mamba2, "begin", lambda self, state: unlimited(self, state))
     monkeypatch.setattr(by_depth, "limit_of", lambda module: None)
     assert right and fused.block_of(target, "auto") == 0
-    assert "differ" in fused.why_not_by_modules(target, fused.STATE_STEPS).what
+    assert "differ" in fused.why_not_by_modules(facts.Facts(target), fused.STATE_STEPS).what
 
 
 def unlimited(kernel, state):

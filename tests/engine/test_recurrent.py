@@ -16,6 +16,7 @@ import gsd_kernels as gsd
 from gsd_kernels.ops.state_rows import BLOCK
 from gsd_kernels_hf import validate
 from gsd_kernels_hf.model import fused
+from gsd_kernels_hf.model.facts import Facts
 from gsd_kernels_hf.model.fused import block_of
 from gsd_kernels_hf.model.recurrent import mixers
 from gsd_kernels_hf.model.recurrent.tree import RowTree
@@ -110,7 +111,7 @@ def test_layers_that_forget_their_state_are_found_in_any_dtype():
     for family in FAMILIES:
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             target = copy.deepcopy(target_of(family)).to(dtype)
-            assert fused.reads_whole(target) == (family == "jamba"), (family, dtype)
+            assert fused.reads_whole(Facts(target)) == (family == "jamba"), (family, dtype)
 
 
 def test_prompts_are_read_whole_where_layers_forget_their_state():

@@ -40,7 +40,7 @@ def test_a_fact_is_found_once(function):
 
 def test_a_call_makes_the_facts_of_a_model_once(function):
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    assert [function(one), function(one)] == [1, 2], "outside of a call a model is looked at anew"
+    assert [function(one), function(one)] == [1, 2]  # outside of a call a model is looked at anew
     with looking():
         assert [function(one), function(one), function(other)] == [3, 3, 4]
         handed_on = Facts.of(one)
@@ -49,7 +49,7 @@ def test_a_call_makes_the_facts_of_a_model_once(function):
         assert function(one) == 3
         looked()
         assert [function(one), function(one)] == [6, 7]
-        assert function(handed_on) == 3, "a record is what it was"
+        assert function(handed_on) == 3  # a record is what it was
         with looking():
             assert [function(one), function(one)] == [8, 8]
         assert function(one) == 9

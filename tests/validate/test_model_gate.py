@@ -19,6 +19,7 @@ from transformers.models.llama import modeling_llama
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.model import probe
+from gsd_kernels_hf.model.facts import Facts
 from gsd_kernels_hf.model.masks import Limits, Unserved, limits_of
 from gsd_kernels_hf.model.recurrent import mixers
 
@@ -198,7 +199,7 @@ def test_a_passing_error_is_not_remembered():
         probe.served(model)
     handle.remove()
     with pytest.MonkeyPatch.context() as patched:  # the same structure, then: the first found is asked for again
-        patched.setattr(probe, "structure_of", lambda model: "one")
+        patched.setattr(Facts.structure, "func", lambda facts: "one")
         handle = model.model.layers[1].register_forward_pre_hook(fail)
         assert probe.examine(model).problem is not None
         handle.remove()
