@@ -159,7 +159,4 @@ class GraphDecoder(Options):
 
 def forwarded(sources: Sequence[DraftSource]) -> list[Any]:
     """The modules that sources forward, each once: modules and views of the target, in the order of the sources."""
-    modules: list[Any] = []
-    for source in sources:
-        modules += [module for module in source.forwards if not any(module is known for known in modules)]
-    return modules
+    return list({id(module): module for source in sources for module in source.forwards}.values())
