@@ -186,7 +186,7 @@ def watching(watcher: Any) -> Iterator[None]:
         _local.watcher = None
 
 
-def _attention_beside(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _graph_attention(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The attention function of a model whose own implementation is ``original``."""
 
     def forward(
@@ -215,7 +215,7 @@ def _attention_beside(original: str) -> Callable[..., tuple[Tensor, Tensor | Non
     return forward
 
 
-def _mask_beside(original: str) -> Callable[..., Any]:
+def _watched_mask(original: str) -> Callable[..., Any]:
     """The mask function of a model whose own implementation is ``original``."""
 
     def mask(*args: Any, **kwargs: Any) -> Any:
@@ -278,8 +278,8 @@ def configs_in(modules: Iterable[nn.Module]) -> list[PretrainedConfig]:
     return list(configs.values())
 
 
-def name_beside(original: str) -> str:
-    """The name of :func:`_attention_beside`: without "flash", for which transformers would look up a kernel."""
+def switched_name(original: str) -> str:
+    """The name of :func:`_graph_attention`: without "flash", for which transformers would look up a kernel."""
     return PREFIX + original.replace("flash_attention_", "fa_")
 
 
@@ -305,14 +305,14 @@ def _enter(config: PretrainedConfig) -> None:
     """Route the attention of ``config``'s modules through this module, once more; under the lock."""
     original = implementation_of(config)
     if original is not None and config._attn_implementation == original:
-        name = name_beside(original)
+        name = switched_name(original)
         if original != "eager" and original not in ALL_ATTENTION_FUNCTIONS:
             raise ValueError(f"has an unknown attention implementation, {original!r}; use 'sdpa'")
         if original not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise ValueError(f"has an attention implementation without a mask function, {original!r}; use 'sdpa'")
         if name not in ALL_ATTENTION_FUNCTIONS:
-            AttentionInterface.register(name, _attention_beside(original))
-            AttentionMaskInterface.register(name, _mask_beside(original))
+            AttentionInterface.register(name, _graph_attention(original))
+            AttentionMaskInterface.register(name, _watched_mask(original))
         config._attn_implementation_internal = name
     _users[id(config)] = _users.get(id(config), 0) + 1
 

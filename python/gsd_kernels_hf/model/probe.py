@@ -396,10 +396,10 @@ def check_linears(facts: Facts) -> None:
             alone = module(x)[:1].float()
             if training:
                 torch.manual_seed(0)
-            beside = module(torch.cat([x[:1], LOUD_FACTOR * x[1:]]))[:1].float()
+            among = module(torch.cat([x[:1], LOUD_FACTOR * x[1:]]))[:1].float()
         except Exception:  # it takes something else than rows; the forward shows what it does with them
             continue
-        if float((alone - beside).norm()) > 2 * UNLIKE_RATIO * float(alone.norm()):
+        if float((alone - among).norm()) > 2 * UNLIKE_RATIO * float(alone.norm()):
             raise Unserved(
                 f"has activations that are quantised over all rows of a forward ({name}: {type(module).__name__}), so "
                 "drafted tokens would change the output; quantise weights only, or activations row by row"

@@ -151,8 +151,8 @@ def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, steps: int = 1) ->
     """The same through a row model: a prompt in pieces, then rows of a tree, and more behind its accepted path."""
     ids, count = text(model, steps), len(PARENTS)
     device = ids.device
-    beside = next(row for row in range(count) if row not in TEXT)
-    order = [*TEXT, beside]
+    sibling = next(row for row in range(count) if row not in TEXT)
+    order = [*TEXT, sibling]
     words, depths = tree_of(PARENTS, 2, device)
     rows.prefill(ids[:, :PROMPT_TOKENS], padding(ids)[:, :PROMPT_TOKENS], PIECE_TOKENS)
     stored = torch.full((2,), PROMPT_TOKENS, dtype=torch.int32, device=device)  # [2]

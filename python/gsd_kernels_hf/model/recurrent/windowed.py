@@ -55,10 +55,10 @@ class Windowed:
 
     def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """See :class:`~.mixers.Form`."""
-        self.tree, self.beside = tree.on(hidden_in(args, options).device), Beside()
+        self.tree, self.no_state = tree.on(hidden_in(args, options).device), NoState()
         args, options = masked(self.module, args, options, None)  # rows are never padding
-        given = [self.beside if isinstance(value, RowsCache) else value for value in args]
-        named = {n: self.beside if isinstance(v, RowsCache) else v for n, v in options.items() if n != "graph"}
+        given = [self.no_state if isinstance(value, RowsCache) else value for value in args]
+        named = {n: self.no_state if isinstance(v, RowsCache) else v for n, v in options.items() if n != "graph"}
         with own_bits(True, in_parts=True):
             out = self.forward(self.module, *given, **named)
         return tuple(map(plain, out)) if isinstance(out, tuple) else plain(out)
@@ -66,7 +66,7 @@ class Windowed:
     def convolve(self, *args: Any, **options: Any) -> Tensor:
         """In place of the convolution."""
         options = {name: plain(value) for name, value in options.items()}
-        return self.convolutions[self.beside.state_idx](self.tree, *map(plain, args), **options)
+        return self.convolutions[self.no_state.state_idx](self.tree, *map(plain, args), **options)
 
     def recur(self, *args: Any, **options: Any) -> Any:
         """In place of the recurrence."""
@@ -105,7 +105,7 @@ class Windowed:
         return convolutions + (0 if self.recurrence is None else self.recurrence.nbytes)
 
 
-class Beside(Cache):
+class NoState(Cache):
     """A stand-in that a module's code finds in place of the cache: no state, so that it takes its way for prompts."""
 
     def __init__(self) -> None:
