@@ -188,9 +188,7 @@ def table(simulation: Simulation) -> list[dict[str, Any]]:
         for with_model in (True, False) if curve.device == "cuda" else (True,):  # a CPU chooses rows without a model
             deepest = 10 if curve.device == "cpu" else 64
             among = [
-                i
-                for i, s in enumerate(simulation.shapes)
-                if (with_model or not s.depth) and s.history_depth <= deepest
+                i for i, s in enumerate(simulation.shapes) if (with_model or not s.depth) and s.history_depth <= deepest
             ]
             some = [simulation.shapes.index(s) for s in ladder(curve.device, with_model=with_model).values()]
             row: dict[str, Any] = {"curve": name, "sources": "model, history" if with_model else "history"}
