@@ -110,8 +110,8 @@ def test_shapes_in_turns_and_a_cache_that_grows(pair, sampling, flown, request, 
     options = {**sampling, "max_new_tokens": 60}
     expected = text(pair, "graph", 2, **options)
     fake_cuda.install(monkeypatch)
-    monkeypatch.setattr(room, "GRAIN", 8)
-    monkeypatch.setattr(room, "FIRST_ON_GPU", 8)
+    monkeypatch.setattr(room, "GRAIN_TOKENS", 8)
+    monkeypatch.setattr(room, "FIRST_GPU_TOKENS", 8)
     shapes = [shape for shape in ladder("cpu", with_model=True).values() if shape.depth][:2]
     taken = itertools.cycle(3 * [shapes[0]] + 3 * [shapes[1]] + 2 * [None])
     monkeypatch.setattr(shape_policy.ShapePolicy, "shape", lambda self: next(taken))

@@ -66,9 +66,9 @@ def small(monkeypatch):
         honest(self, capacity)
         grown.append(self.capacity)
 
-    monkeypatch.setattr(room, "GRAIN", 4)
-    monkeypatch.setattr(room, "FIRST", 4)
-    monkeypatch.setattr(room, "FIRST_ON_GPU", 4)
+    monkeypatch.setattr(room, "GRAIN_TOKENS", 4)
+    monkeypatch.setattr(room, "FIRST_TOKENS", 4)
+    monkeypatch.setattr(room, "FIRST_GPU_TOKENS", 4)
     monkeypatch.setattr(Session, "grow", grow)
     return grown
 
@@ -366,8 +366,8 @@ def test_a_captured_draft_is_left_out(request):
 def test_an_outgrown_text_is_held_until_its_copy_is_done(monkeypatch):
     """As caches are: what was queued before reads it on another stream than it was made on."""
     cuda, outgrown, own = fake_cuda.install(monkeypatch), [], DecodeState.grow
-    monkeypatch.setattr(room, "FIRST_ON_GPU", 4)
-    monkeypatch.setattr(room, "GRAIN", 8)
+    monkeypatch.setattr(room, "FIRST_GPU_TOKENS", 4)
+    monkeypatch.setattr(room, "GRAIN_TOKENS", 8)
 
     def grow(self, length):
         outgrown.append(self.tokens.data_ptr())
