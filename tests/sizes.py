@@ -17,13 +17,13 @@ C_LIKE = (".h", ".cpp", ".cu", ".cuh", ".hpp")
 
 BUDGET = {
     "bench": 12,
-    "bench/generation": 98,  # 98 before a drafter was raced alone
+    "bench/generation": 99,  # 98 before a drafter was raced alone
     "bench/gpu": 69,
     "bench/kernels": 29,
     "bench/lib": 19,
     "bench/scale": 16,
     "csrc/algorithms": 130,  # 124 before blocks weighed the history; 117 before groups of warps multiplied
-    "csrc/cpu": 210,  # 210 before heads of multi-token prediction were one operator
+    "csrc/cpu": 212,  # 210 before heads of a drafter were one operator and candidates read at once
     "csrc/cuda": 84,  # 78 before drafters that read features were one operator
     "csrc/torch_ops": 46,  # 44 before the loader named the namespace of the ops
     "docs": 7,  # 6 before commands, classes and fields were built as well

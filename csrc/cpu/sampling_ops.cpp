@@ -222,42 +222,89 @@ int sample_row(const LogitRows& logits, int64_t row, const Warpers& w, const Noi
   return gumbel_argmax(logits, scratch, stream, found.max, warper_floor(logits, scratch, w, found.max));
 }
 
-// The `branch` largest of scratch.row, best first, lowest id first at ties; then the lowest of the remaining ids.
-void top_candidates(const LogitRows& logits, const Scratch& scratch, int branch, int32_t* tokens, float* scores) {
-  const float* x = scratch.row.data();
-  int kept = 0;
-  for (int block = 0; block < logits.padded() / kBlock; block++) {
-    if (kept == branch && !(scratch.block_max[block] > scores[branch - 1])) continue;
-    for (int token = block * kBlock; token < (block + 1) * kBlock; token++) {
-      if (!(x[token] > (kept == branch ? scores[branch - 1] : kNegInf))) continue;
+// The `branch` largest logits, best first, lowest id first at ties.
+struct Largest {
+  int32_t* tokens;
+  float* scores;
+  int branch, kept = 0;
+
+  float least() const { return kept == branch ? scores[branch - 1] : kNegInf; }
+
+  // A block of tokens from `first` on, after those before them.
+  void take(const float* x, int first) {
+    for (int i = 0; i < kBlock; i++) {
+      if (!(x[i] > least())) continue;
       int at = kept < branch ? kept++ : branch - 1;
-      for (; at > 0 && scores[at - 1] < x[token]; at--) {
+      for (; at > 0 && scores[at - 1] < x[i]; at--) {
         scores[at] = scores[at - 1];
         tokens[at] = tokens[at - 1];
       }
-      scores[at] = x[token];
-      tokens[at] = token;
+      scores[at] = x[i];
+      tokens[at] = first + i;
     }
   }
-  const int found = kept;
-  for (int token = 0; token < logits.vocab() && kept < branch; token++) {
-    if (std::find(tokens, tokens + found, token) != tokens + found) continue;
-    tokens[kept] = token;
-    scores[kept++] = kNegInf;
+
+  // Then the lowest of the remaining ids.
+  void fill(int vocab) {
+    const int found = kept;
+    for (int token = 0; token < vocab && kept < branch; token++) {
+      if (std::find(tokens, tokens + found, token) != tokens + found) continue;
+      tokens[kept] = token;
+      scores[kept++] = kNegInf;
+    }
+    for (; kept < branch; kept++) {
+      tokens[kept] = -1;
+      scores[kept] = kNegInf;
+    }
   }
-  for (; kept < branch; kept++) {
-    tokens[kept] = -1;
-    scores[kept] = kNegInf;
+
+  // log_softmax of the scores; a constant that all of them share would cancel, so log q needs no normalising first.
+  void normalise(const Extremes& found, double sum) {
+    const float log_sum = static_cast<float>(std::log(sum));
+    for (int i = 0; i < branch; i++) {
+      if (found.has_nan) scores[i] = std::numeric_limits<float>::quiet_NaN();
+      if (scores[i] > kNegInf) scores[i] = scores[i] - found.max - log_sum;
+    }
   }
+};
+
+// Candidates of a row of which nothing is cut and no noise is drawn: logits are read once, in parts that stay near.
+void read_candidates(const LogitRows& logits, int64_t row, float temperature, Largest largest) {
+  constexpr int kPart = 16 * kBlock;
+  float buffer[kPart], block_max[kPart / kBlock];
+  Extremes all{kNegInf, false};
+  double sum = 0.0;
+  for (int begin = 0; begin < logits.vocab(); begin += kPart) {
+    const int n = std::min(kPart, logits.vocab() - begin), padded = (n + kBlock - 1) / kBlock * kBlock;
+    const float* from = logits.read_part(row, begin, n, buffer);
+    if (from != buffer) std::copy_n(from, n, buffer);
+    std::fill(buffer + n, buffer + padded, kNegInf);
+    const Extremes found = scale_and_block_maxima(buffer, padded, temperature, block_max);
+    all.has_nan = all.has_nan || found.has_nan;
+    if (found.max == kNegInf) continue;
+    if (found.max > all.max) {
+      sum *= std::exp(static_cast<double>(all.max) - found.max);
+      all.max = found.max;
+    }
+    sum += sum_exp(buffer, padded, all.max);
+    for (int block = 0; block < padded; block += kBlock) {
+      if (block_max[block / kBlock] > largest.least()) largest.take(buffer + block, begin + block);
+    }
+  }
+  largest.fill(logits.vocab());
+  largest.normalise(all, sum);
 }
 
 void draft_row(const LogitRows& logits, int64_t row, const Warpers& w, const NoiseStream& stream, bool noisy,
                int branch, Scratch& scratch, int32_t* tokens, float* log_probs) {
+  Largest largest{tokens, log_probs, branch};
+  const bool greedy = w.temperature <= 0.0f, cuts = w.top_k >= 1.0f || w.top_p < 1.0f || w.min_p > 0.0f;
+  const float temperature = greedy ? 1.0f : w.temperature;
+  if (greedy || (!cuts && !noisy)) return read_candidates(logits, row, temperature, largest);
   float* x = scratch.row.data();
   logits.copy(row, x);
-  const bool greedy = w.temperature <= 0.0f;
-  Extremes found = scale_and_block_maxima(x, logits.padded(), greedy ? 1.0f : w.temperature, scratch.block_max.data());
-  if (!greedy && !found.has_nan) {
+  Extremes found = scale_and_block_maxima(x, logits.padded(), temperature, scratch.block_max.data());
+  if (!found.has_nan) {
     const float floor = warper_floor(logits, scratch, w, found.max);
     if (floor > kNegInf) cut_below(x, logits.padded(), floor);
     uint32_t bits[kBlock];
@@ -268,13 +315,11 @@ void draft_row(const LogitRows& logits, int64_t row, const Warpers& w, const Noi
     }
     found = scale_and_block_maxima(x, logits.padded(), 1.0f, scratch.block_max.data());
   }
-  top_candidates(logits, scratch, branch, tokens, log_probs);
-  // log_softmax of the scores; a constant that all of them share would cancel, so log q needs no normalising first.
-  const float log_sum = static_cast<float>(std::log(sum_exp(x, logits.padded(), found.max)));
-  for (int i = 0; i < branch; i++) {
-    if (found.has_nan) log_probs[i] = std::numeric_limits<float>::quiet_NaN();
-    if (log_probs[i] > kNegInf) log_probs[i] = log_probs[i] - found.max - log_sum;
+  for (int block = 0; block < logits.padded() / kBlock; block++) {
+    if (scratch.block_max[block] > largest.least()) largest.take(x + block * kBlock, block * kBlock);
   }
+  largest.fill(logits.vocab());
+  largest.normalise(found, sum_exp(x, logits.padded(), found.max));
 }
 
 // Log-probabilities of a whole row after the warpers; NaN where there is no distribution, as PyTorch's log_softmax.

@@ -148,7 +148,8 @@ def test_a_policy_learns_the_same(pair, flown, request, monkeypatch):
         assert all(map(np.array_equal, itertools.chain(*got[0].values()), itertools.chain(*want[0].values())))
     known = [(target, other) for *_, target, other in found if target > 0]
     assert len(known) >= sum(flown) - 1, "but of the step behind which another one was captured"
-    assert all(other >= 0 for _, other in known)
+    # The last one took its time when it was queued, before the host heard of the one before.
+    assert all(other >= 0 for _, other in known[:-1])
 
 
 class NeverStops(StoppingCriteria):

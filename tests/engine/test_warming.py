@@ -25,6 +25,7 @@ from gsd_kernels_hf.engine import capture, loop, warming
 from gsd_kernels_hf.model import fused
 from gsd_kernels_hf.policy import shape_policy
 from gsd_kernels_hf.policy.shapes import ladder
+from gsd_kernels_hf.sources import history
 
 KERNELS = {"_commit_kernel", "_split_kernel", "_combine_kernel", "_flatten_kernel", "_merge_kernel", "_verify_kernel"}
 KERNELS |= {"_write_kernel", "_insert_kernel", "_lookup_kernel", "_mix_kernel"}
@@ -59,6 +60,8 @@ def compiled(monkeypatch):
         return run(self, *args, warmup=True, **kwargs)
 
     fake_cuda.install(monkeypatch)
+    # The history of a GPU without compiled ops has kernels of Triton's; the mixture's are compiled with the package.
+    monkeypatch.setattr(history, "unavailable_reason", lambda *_: "not built")
     monkeypatch.setattr(capture, "can_capture", lambda session: False)  # launch code runs in every step
     run_launch_code(monkeypatch)
     monkeypatch.setattr(JITFunction, "_do_compile", compile_nothing)
@@ -148,7 +151,7 @@ def test_shapes_of_a_ladder_share_kernels(compiled, monkeypatch):
     counts = Counter(compiled)
     assert counts["_merge_kernel"] == 1
     assert counts["_flatten_kernel"] <= 5, "one a power of two of the rows"
-    assert counts["_verify_kernel"] <= 4
+    assert counts["_verify_kernel"] <= 5
 
 
 def test_the_count_notices(compiled, monkeypatch):

@@ -32,7 +32,7 @@ FREE = ((2, 2), (6, 4))
 
 
 def full_set() -> list[GraphConfig]:
-    """576 shapes: four families with a draft model, two without, by depth and rows."""
+    """576 shapes: four families with a draft model, two without, by depth and rows; and a GPU's deepest."""
     reuse = {"history_depth": 4, "history_width": 8}
     with_model = [
         GraphConfig(depth=d, width=w, branch=b, max_rows=r, **reuse) for w, b in FAMILIES for d in DEPTHS for r in ROWS
@@ -45,7 +45,8 @@ def full_set() -> list[GraphConfig]:
         for d in DEPTHS
         for r in ROWS
     ]
-    return with_model + without
+    deepest = max(ladder("cuda", with_model=False).values(), key=lambda shape: shape.history_depth)
+    return [*with_model, *without, deepest]
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,10 @@ def table(simulation: Simulation) -> list[dict[str, Any]]:
     rows = []
     for name, curve in CURVES.items():
         for with_model in (True, False) if curve.device == "cuda" else (True,):  # a CPU chooses rows without a model
-            among = [i for i, s in enumerate(simulation.shapes) if with_model or not s.depth]
+            deepest = 10 if curve.device == "cpu" else 64
+            among = [
+                i for i, s in enumerate(simulation.shapes) if (with_model or not s.depth) and s.history_depth <= deepest
+            ]
             some = [simulation.shapes.index(s) for s in ladder(curve.device, with_model=with_model).values()]
             row: dict[str, Any] = {"curve": name, "sources": "model, history" if with_model else "history"}
             row |= {k: round(100 * loss(simulation.rates(curve, k), some, among), 2) for k in KINDS}

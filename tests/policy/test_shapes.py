@@ -45,7 +45,7 @@ def test_a_forecast_counts_no_level_that_is_not_drafted():
 
 def test_every_shape_of_a_ladder_is_one_of_the_full_set():
     full = set(bench.full_set())
-    assert len(full) == 576
+    assert len(full) == 577
     for device in ("cpu", "cuda"):
         for with_model in (True, False):
             assert set(ladder(device, with_model=with_model).values()) <= full | {row_shape()}

@@ -7,7 +7,6 @@ import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ..costs.pair import fingerprint
@@ -22,7 +21,7 @@ class _Read(NamedTuple):
     """A file as it was when it was read, for which device, and what it holds; ``None`` where that cannot be used."""
 
     file: Path
-    written: tuple[int, int, torch.device]
+    written: tuple[Any, ...]
     known: Known | None
 
 

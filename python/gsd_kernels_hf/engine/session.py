@@ -209,7 +209,7 @@ class Session:
         self.state.grow(capacity + self.key.width)
         for rows in self.row_models:
             rows.grow(capacity)
-        if self.mixer is not None and not self.first:
+        if self.mixer is not None:
             self.mixer.grow()
         self.recapture()
 

@@ -25,11 +25,10 @@ WITH_MODEL: dict[str, tuple[_Shapes, _Shapes]] = {  # shapes with, and without t
     ),
     "cuda": (
         ((8, 4, 1, 16), (8, 4, 2, 16), (8, 4, 3, 32), (8, 4, 8, 128)),
-        ((2, 2, 10, 48), (6, 4, 10, 16), (6, 4, 10, 32), (6, 4, 10, 64)),
+        ((6, 4, 10, 16), (6, 4, 10, 32), (6, 4, 10, 64), (6, 4, 18, 40)),
     ),
 }
 WITHOUT_MODEL: _Shapes = (  # on a GPU
-    (2, 2, 10, 48),
     (6, 4, 3, 6),
     (6, 4, 6, 12),
     (6, 4, 6, 24),
@@ -37,6 +36,7 @@ WITHOUT_MODEL: _Shapes = (  # on a GPU
     (6, 4, 10, 32),
     (6, 4, 10, 64),
     (6, 4, 10, 96),
+    (6, 4, 18, 40),
 )
 BRANCH = 4  # the widest of them
 ROWS = (3, 3, 20, 32)  # the shape whose rows are chosen: more of them than a step ever forwards

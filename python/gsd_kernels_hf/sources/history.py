@@ -43,6 +43,7 @@ class History(OwnSource):
     shares = (0.0, 0.3, 0.5, 0.7, 0.85, 0.9, 0.15)
     reliability = (0.0, 0.5, 0.7, 0.85, 0.95, 0.95, 0.5)
     mixes = False
+    known: Recollection | None = None  # made with a session's first text
 
     def check(self, target: PreTrainedModel) -> None:
         """Decide whether it is a mixture, see above; no target is refused."""
@@ -76,7 +77,6 @@ class History(OwnSource):
         batch, device = self.state.tokens.shape[0], self.state.tokens.device
         branch = max(text.branch, REMEMBERED) if self.mixes else text.branch
         self.table = NgramTable.empty(batch, branch, device)
-        self.known: Recollection | None = None
         if self.mixes:
             weights = weights_of(PRIOR).to(device)
             self.known = Recollection.empty(self.table, weights, room=1 + self.state.tokens.shape[1])
