@@ -220,7 +220,7 @@ std::tuple<Tensor, Tensor, Tensor> feature_rows(
     double rope_scale, int64_t keep) {
   const bool projected = !projection.empty();
   STD_TORCH_CHECK(!projected || projection.size() == 3,
-                  "projection: expected the matrix, the norm of embeddings and a bias, or nothing");
+                  "projection: expected matrix, norm and bias, or nothing");
   const Call call(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep,
                   projected ? 1 : 2, false);

@@ -253,7 +253,7 @@ inline void add_features(RowsCall& call, const Tensor& features, const Tensor& f
                          const std::vector<Tensor>& projection, bool feature_first, const Tensor& final_norm) {
   const bool projected = !projection.empty();
   STD_TORCH_CHECK(!projected || projection.size() == 3,
-                  "projection: expected the matrix, the norm of embeddings and a bias, or nothing");
+                  "projection: expected matrix, norm and bias, or nothing");
   RowsDecoder& d = call.decoder;
   check("features", features, final_norm.scalar_type(), {d.batch, d.rows, d.hidden});
   const std::vector<int64_t> dense;
