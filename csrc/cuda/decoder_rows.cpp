@@ -22,7 +22,7 @@ struct CudaLaunches {
   int turn(const RowsTurn& args) const { return launch_rows_turn(args, how); }
   int ancestors(const AncestorListArgs& args) const { return launch_ancestors(args, how.stream); }
   int attention(const PathAttentionArgs& args, const PathAttentionSizes& sizes) const {
-    return launch_path_attention(args, sizes, how.bfloat16, how.stream);
+    return launch_path_attention(args, sizes, how);
   }
 };
 
