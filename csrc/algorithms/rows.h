@@ -158,6 +158,7 @@ struct RowsNorm {
   uint16_t* out;           // [batch · keep, hidden], rounded
   float* exact;            // the same in float32, or null
   float* copy;             // x itself, as `exact`, or null
+  const float* marks;      // [batch · rows] or null: a row whose mark is NaN becomes NaN in `out`
   int batch, rows, keep;   // the last `keep` rows of every sequence; keep = rows: all
   int hidden;              // a multiple of 8
   float eps;

@@ -49,6 +49,7 @@ GSD_HD void norm_row(Machine& machine, const RowsNorm& a, int kept) {
   const int row = kept / a.keep * a.rows + a.rows - a.keep + kept % a.keep;
   const float* x = a.x + static_cast<int64_t>(row) * a.hidden;
   const int64_t start = static_cast<int64_t>(kept) * a.hidden;
+  const float mark = a.marks != nullptr ? a.marks[row] : 0.0f;
   float sum = 0.0f, value[8], weight[8];
   for (int i = 8 * machine.thread(); i < a.hidden; i += 8 * kRowThreads) {
     load_eight(machine, x + i, value);
@@ -71,7 +72,9 @@ GSD_HD void norm_row(Machine& machine, const RowsNorm& a, int kept) {
     if (a.exact != nullptr) store_eight(machine, a.exact + start + i, value);
     Chunk rounded;
     GSD_UNROLL
-    for (int j = 0; j < 4; j++) rounded.words[j] = Element::pack(value[2 * j], value[2 * j + 1]);
+    for (int j = 0; j < 4; j++) {
+      rounded.words[j] = mark == mark ? Element::pack(value[2 * j], value[2 * j + 1]) : Element::pack(mark, mark);
+    }
     *reinterpret_cast<Chunk*>(a.out + start + i) = rounded;
   }
 }

@@ -102,6 +102,7 @@ class RowsForward {
     RowsNorm norm = norm_of(d.final_norm, memory);
     norm.keep = d.keep;
     norm.exact = d.last, norm.copy = d.state;
+    norm.marks = d.spoiled;  // so that a marked row's logits are NaN
     error = launch.norm(norm);
     return error != 0 ? error : launch.product(output(memory));
   }
@@ -151,7 +152,7 @@ class RowsForward {
   }
 
   RowsNorm norm_of(const uint16_t* weight, char* memory) const {
-    return {at<float>(memory, x), weight, at<uint16_t>(memory, normed), nullptr, nullptr,
+    return {at<float>(memory, x), weight, at<uint16_t>(memory, normed), nullptr, nullptr, nullptr,
             d.batch,              d.rows, d.rows,                       d.hidden, d.eps};
   }
 
