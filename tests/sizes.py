@@ -38,7 +38,7 @@ BUDGET = {
     "python/gsd_kernels_hf/costs": 24,
     "python/gsd_kernels_hf/engine": 76,  # 72 before a step was queued ahead
     "python/gsd_kernels_hf/exported": 7,
-    "python/gsd_kernels_hf/model": 169,  # 150 before GPUs proved themselves
+    "python/gsd_kernels_hf/model": 170,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 65,
     "python/gsd_kernels_hf/policy": 48,
     "python/gsd_kernels_hf/sources": 197,  # 194 before heads of multi-token prediction were one operator
