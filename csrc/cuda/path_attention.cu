@@ -36,9 +36,16 @@ __global__ void __launch_bounds__(kLanes* kWarps)
 #endif
 }
 
-// Three blocks share a multiprocessor of 9.0, by registers and by memory, which has to be opted into.
+// Three blocks share a multiprocessor of 9.0, by registers and by memory, which has to be opted into. From 8.6 on others
+// have memory for one of the largest.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kEndBlocks = 1;
+#else
+constexpr int kEndBlocks = 3;
+#endif
+
 template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(PathEnd<Element, kHeadDim>::kThreads, 3)
+__global__ void __launch_bounds__(PathEnd<Element, kHeadDim>::kThreads, kHeadDim == 64 ? 3 : kEndBlocks)
     path_end_kernel(const __grid_constant__ PathAttentionArgs args, const __grid_constant__ PathAttentionSizes sizes) {
 #if defined(GSD_HAS_MMA)
   extern __shared__ __align__(128) char end_arena[];

@@ -24,19 +24,20 @@ __global__ void __launch_bounds__(ProductBlock<Element, kRows>::kThreads, kRows 
 #endif
 }
 
-// Twice as many outputs a block, in shared memory that has to be opted into.
-template <class Element>
-using WideBlock = ProductBlock<Element, kMostTileRows, kWideOutputs>;
-static_assert(WideBlock<Half>::kArenaBytes <= 80 * 1024, "two blocks on every multiprocessor");
+// Twice as many outputs a block, in shared memory that has to be opted into; of few rows for heads of as many.
+template <class Element, int kRows>
+using WideBlock = ProductBlock<Element, kRows, kWideOutputs>;
+static_assert(WideBlock<Half, kMostTileRows>::kArenaBytes <= 80 * 1024, "two blocks on every multiprocessor");
+static_assert(WideBlock<Half, 32>::kArenaBytes <= 80 * 1024, "two blocks on every multiprocessor");
 
-template <class Element>
-__global__ void __launch_bounds__(WideBlock<Element>::kThreads, 2)
+template <class Element, int kRows>
+__global__ void __launch_bounds__(WideBlock<Element, kRows>::kThreads, 2)
     rows_wide_product_kernel(const __grid_constant__ RowsProduct args, const __grid_constant__ RowsCut cut) {
 #if defined(GSD_HAS_MMA)
   extern __shared__ __align__(128) char wide_arena[];
   CudaMachine machine(wide_arena);
-  WideBlock<Element>::run(machine, args, cut, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
-                          static_cast<int>(blockIdx.z));
+  WideBlock<Element, kRows>::run(machine, args, cut, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+                                 static_cast<int>(blockIdx.z));
 #endif
 }
 
@@ -83,6 +84,12 @@ __global__ void __launch_bounds__(kRowThreads) rows_embed_kernel(const __grid_co
 #endif
 }
 
+template <class Element, int kRows>
+int launch_wide(const RowsProduct& args, const RowsCut& cut, dim3 blocks, const RowsLaunch& how) {
+  using Block = WideBlock<Element, kRows>;
+  return launch_with(Block::kArenaBytes, rows_wide_product_kernel<Element, kRows>, blocks, Block::kThreads, how, args, cut);
+}
+
 template <class Element>
 __global__ void __launch_bounds__(kRowThreads) rows_pair_kernel(const __grid_constant__ RowsPair args) {
 #if defined(GSD_HAS_MMA)
@@ -106,8 +113,8 @@ int launch_product(const RowsProduct& args, const RowsLaunch& how) {
   const dim3 blocks(static_cast<unsigned>(args.row_blocks()), static_cast<unsigned>(cut.output_blocks),
                     static_cast<unsigned>(cut.splits));
   if (args.tile_outputs() == kWideOutputs) {
-    return launch_with(WideBlock<Element>::kArenaBytes, rows_wide_product_kernel<Element>, blocks,
-                       WideBlock<Element>::kThreads, how, args, cut);
+    return args.tile_rows() == 32 ? launch_wide<Element, 32>(args, cut, blocks, how)
+                                  : launch_wide<Element, kMostTileRows>(args, cut, blocks, how);
   }
   constexpr int kThreads = ProductBlock<Element, 16>::kThreads;
   const auto product = [&](auto dense, auto packed) {

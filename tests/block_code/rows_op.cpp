@@ -85,10 +85,15 @@ struct BlockLaunches {
     if (group && a.grouped()) {
       return a.group_rows() == 64 ? grouped<64>(a) : a.group_rows() == 128 ? grouped<128>(a) : grouped<256>(a);
     }
+    if (a.wide_heads()) {
+      return a.tile_rows() == 32 ? product<ProductBlock<Element, 32, kWideOutputs>>(a, kWideOutputs)
+                                 : product<ProductBlock<Element, kMostTileRows, kWideOutputs>>(a, kWideOutputs);
+    }
     if (a.tile_rows() == 16) return product<16>(a);
     if (a.tile_rows() == 32) return product<32>(a);
-    if (!a.packed()) wide = !wide;
-    return wide && !a.packed() ? product<ProductBlock<Element, kMostTileRows, kWideOutputs>>(a, kWideOutputs)
+    const bool either = !a.packed() && a.end != RowsEnd::kTurn;
+    if (either) wide = !wide;
+    return wide && either ? product<ProductBlock<Element, kMostTileRows, kWideOutputs>>(a, kWideOutputs)
                                : product<kMostTileRows>(a);
   }
   int turn(const RowsTurn& a) const {
