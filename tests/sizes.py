@@ -22,9 +22,9 @@ BUDGET = {
     "bench/kernels": 29,
     "bench/lib": 19,
     "bench/scale": 16,
-    "csrc/algorithms": 130,  # 124 before blocks weighed the history; 117 before groups of warps multiplied
+    "csrc/algorithms": 141,  # 130 before a warp ended a row, and products turned heads
     "csrc/cpu": 210,  # 210 before heads of multi-token prediction were one operator
-    "csrc/cuda": 84,  # 78 before drafters that read features were one operator
+    "csrc/cuda": 85,  # 78 before drafters that read features were one operator
     "csrc/torch_ops": 46,  # 44 before the loader named the namespace of the ops
     "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 25,
@@ -47,7 +47,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 48,
-    "tests": 1896,  # 1870 before drafters that read features were one operator on a GPU
+    "tests": 1908,  # 1896 before attention of rows was held to a contract number by number
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.
