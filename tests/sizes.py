@@ -17,14 +17,14 @@ C_LIKE = (".h", ".cpp", ".cu", ".cuh", ".hpp")
 
 BUDGET = {
     "bench": 12,
-    "bench/generation": 99,  # 98 before a drafter was raced alone
+    "bench/generation": 98,  # 98 before a drafter was raced alone
     "bench/gpu": 69,
     "bench/kernels": 29,
     "bench/lib": 19,
     "bench/scale": 16,
-    "csrc/algorithms": 130,  # 124 before blocks weighed the history; 117 before groups of warps multiplied
+    "csrc/algorithms": 141,  # 130 before a warp ended a row, and products turned heads
     "csrc/cpu": 212,  # 210 before heads of a drafter were one operator and candidates read at once
-    "csrc/cuda": 84,  # 78 before drafters that read features were one operator
+    "csrc/cuda": 85,  # 78 before drafters that read features were one operator
     "csrc/torch_ops": 46,  # 44 before the loader named the namespace of the ops
     "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 25,
@@ -38,7 +38,7 @@ BUDGET = {
     "python/gsd_kernels_hf/costs": 24,
     "python/gsd_kernels_hf/engine": 76,  # 72 before a step was queued ahead
     "python/gsd_kernels_hf/exported": 7,
-    "python/gsd_kernels_hf/model": 169,  # 150 before GPUs proved themselves
+    "python/gsd_kernels_hf/model": 170,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 65,
     "python/gsd_kernels_hf/policy": 48,
     "python/gsd_kernels_hf/sources": 197,  # 194 before heads of multi-token prediction were one operator
@@ -47,7 +47,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 48,
-    "tests": 1896,  # 1870 before drafters that read features were one operator on a GPU
+    "tests": 1909,  # 1896 before attention of rows was held to a contract number by number
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -115,23 +115,15 @@ struct AttentionTiles {
       if (!warp_has_rows) continue;
 
       float scores[kScoreTiles][4] = {};
-      multiply_keys(machine, scores, q, stage);
+      multiply_keys(machine, scores, q, Layout::keys(stage));
       finish_scores(machine, rows.scale, rows.softcap(), scores);
-      if (masked) {
-        GSD_UNROLL
-        for (int n = 0; n < kScoreTiles; n++) {
-          GSD_UNROLL
-          for (int e = 0; e < 4; e++) {
-            if ((seen[e / 2] >> (8 * n + 2 * (lane % 4) + e % 2) & 1u) == 0) scores[n][e] = negative_infinity();
-          }
-        }
-      }
+      if (masked) hide(lane, seen, scores);
       accumulate(machine, scores, state);
       GSD_UNROLL
       for (int i = 0; i < 2; i++) {
         if ((seen[i] & spoiled) != 0) state.total[i] = float_from_bits(0x7FC00000u);  // NaN reaches who does see it
       }
-      multiply_values(machine, scores, state.out, stage);
+      multiply_values(machine, scores, state.out, Layout::values(stage));
     }
   }
 
@@ -213,18 +205,19 @@ struct AttentionTiles {
     return columns;
   }
 
+ protected:
   // Keys lie as [column][dimension], which is the second operand's own order. Four matrices: columns 0–7 with the
   // step's two chunks, columns 8–15 with the same.
   template <class Machine>
   static GSD_HD void multiply_keys(Machine& machine, float (&scores)[kScoreTiles][4], const uint32_t (&q)[kSteps][4],
-                                   int stage) {
+                                   int keys) {
     const int lane = machine.lane(), place = Layout::at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
     GSD_UNROLL
     for (int step = 0; step < kSteps; step++) {
       int at[kScoreTiles / 2];
       GSD_UNROLL
       for (int pair = 0; pair < kScoreTiles / 2; pair++) {
-        at[pair] = Layout::keys(stage) + 16 * pair * Layout::kRowBytes + Layout::later(place, 2 * step);
+        at[pair] = keys + 16 * pair * Layout::kRowBytes + Layout::later(place, 2 * step);
       }
       uint32_t matrices[kScoreTiles / 2][4];
       machine.template load_matrices<false>("keys", matrices, at);
@@ -245,6 +238,17 @@ struct AttentionTiles {
     for (int n = 0; n < kScoreTiles; n++) {
       GSD_UNROLL
       for (int e = 0; e < 4; e++) scores[n][e] = tanh(machine, scores[n][e]) * softcap;
+    }
+  }
+
+  // Of both rows of the lane: a column that is not seen weighs nothing.
+  static GSD_HD void hide(int lane, const uint32_t (&seen)[2], float (&scores)[kScoreTiles][4]) {
+    GSD_UNROLL
+    for (int n = 0; n < kScoreTiles; n++) {
+      GSD_UNROLL
+      for (int e = 0; e < 4; e++) {
+        if ((seen[e / 2] >> (8 * n + 2 * (lane % 4) + e % 2) & 1u) == 0) scores[n][e] = negative_infinity();
+      }
     }
   }
 
@@ -295,7 +299,7 @@ struct AttentionTiles {
   // by the load: columns 0–7 and 8–15 of one chunk, then of the next.
   template <class Machine>
   static GSD_HD void multiply_values(Machine& machine, const float (&weights)[kScoreTiles][4],
-                                     float (&out)[kOutputTiles][4], int stage) {
+                                     float (&out)[kOutputTiles][4], int values) {
     const int lane = machine.lane(), place = Layout::at(lane % 16, lane / 16);
     GSD_UNROLL
     for (int step = 0; step < kTileColumns / 16; step++) {
@@ -307,7 +311,7 @@ struct AttentionTiles {
         int at[4];
         GSD_UNROLL
         for (int pair = 0; pair < 4; pair++) {
-          at[pair] = Layout::values(stage) + 16 * step * Layout::kRowBytes + Layout::later(place, first + 2 * pair);
+          at[pair] = values + 16 * step * Layout::kRowBytes + Layout::later(place, first + 2 * pair);
         }
         uint32_t matrices[4][4];
         machine.template load_matrices<true>("values", matrices, at);

@@ -5,8 +5,8 @@
 // follow from what it sees alone: not from other rows, their number, the batch, padding, the cache's capacity, nor
 // from how many of its ancestors are committed. Two launches:
 //   PathPrefix  the whole tiles of the prefix, for all rows of a cache head together, split by split;
-//   PathEnd     row by row the rest of the prefix and the ancestors, gathered into tiles. It goes on from the state that
-//               PathPrefix left of the split in which the prefix ends, and then combines the row's splits.
+//   PathEnd     (path_end.h) row by row the rest of the prefix and the ancestors, gathered into tiles. It goes on from the
+//               state that PathPrefix left of the split in which the prefix ends, and then combines the row's splits.
 // docs/how-it-works.md has the reasons.
 #pragma once
 
@@ -14,20 +14,21 @@
 
 namespace gsd {
 
-constexpr int kFirstSplitPositions = 256, kSplitsPerSize = 16;
+constexpr int kFirstSplitPositions = 128, kSplitsPerSize = 8;
 
-// A split has 256 positions; behind every 16 splits they are twice as long: parallel where the text is short, few where
-// it is long. The cut follows from the position only.
+// The first 16 splits have 128 positions, eight each have 256, 512, …: many where the text is short, few where it is
+// long, since every split of every row is a state to keep. A border is a number of four leading bits in units of 128, and
+// a split's number the exponent and the rest of it. The cut follows from the position only.
 GSD_HD int64_t path_split_begin(int split) {
-  const int64_t size = int64_t{1} << split / kSplitsPerSize;
-  return kFirstSplitPositions * (kSplitsPerSize * (size - 1) + split % kSplitsPerSize * size);
+  const int size = split / kSplitsPerSize, within = split % kSplitsPerSize;
+  const int64_t first = size == 0 ? within : int64_t{kSplitsPerSize + within} << (size - 1);
+  return kFirstSplitPositions * first;
 }
 
 GSD_HD int path_split_of(int position) {
-  int split = 0;
-  while (path_split_begin(split + kSplitsPerSize) <= position) split += kSplitsPerSize;
-  const auto within = static_cast<unsigned>(position - path_split_begin(split));
-  return split + static_cast<int>(within / (static_cast<unsigned>(kFirstSplitPositions) << split / kSplitsPerSize));
+  int units = position / kFirstSplitPositions, size = 0;
+  for (; units >= 2 * kSplitsPerSize; units /= 2) size++;
+  return kSplitsPerSize * size + units;
 }
 
 GSD_HD int clamped(int value, int most) { return min_int(max_int(value, 0), most); }
@@ -210,26 +211,6 @@ struct PrefixRows : PathRows {
   GSD_HD uint32_t seen(int m, int column, int) const { return ~bits_below(oldest_position(a, flat_row(m)) - column); }
 };
 
-// The heads of one row.
-struct EndRows : PathRows {
-  const int64_t flat_row;
-  const int start, prefix, oldest;
-  const int32_t* path;
-
-  GSD_HD EndRows(const PathAttentionArgs& a, const PathAttentionSizes& s, int first, int batch, int head, int row,
-                 const PathText& text)
-      : PathRows(a, s, first, s.group, batch, head, 0), flat_row(static_cast<int64_t>(batch) * s.rows + row),
-        start(text.start), prefix(text.prefix), oldest(oldest_position(a, flat_row)),
-        path(a.slots + flat_row * a.path) {}
-
-  GSD_HD const uint16_t* query(int m) const { return query_of(flat_row, m); }
-  GSD_HD int slot(int column) const {
-    if (column < oldest) return -1;
-    return column < prefix ? start + column : path[column - prefix];
-  }
-  GSD_HD uint32_t seen(int, int column, int) const { return ~bits_below(oldest - column); }
-};
-
 // A block takes the whole tiles of one split for 16 rows a warp. A split without any leaves no state.
 template <class Element, int kHeadDim, int kWarps>
 struct PathPrefix {
@@ -239,6 +220,7 @@ struct PathPrefix {
   static GSD_HD void run(Machine& machine, const PathAttentionArgs& a, const PathAttentionSizes& s, int m_block,
                          int batch_head, int split) {
     machine.await_previous("prefix");  // all blocks: a launch is over when they are, with what came before it
+    machine.release_next();
     const int batch = batch_head / s.kv_heads, head = batch_head % s.kv_heads;
     const PathText text(a, s, batch);
     const int64_t split_begin = path_split_begin(split), split_end = path_split_begin(split + 1);
@@ -252,82 +234,6 @@ struct PathPrefix {
     const int64_t at = (static_cast<int64_t>(batch_head) * s.splits() + split) * s.query_rows() + m_first;
     const int local = 16 * machine.warp() + machine.lane() / 4;
     PathStates<Tiles, kHeadDim>(a, s).save(machine, at, local, s.query_rows() - m_first, state);
-  }
-};
-
-// A block ends one row, 64 of its heads.
-template <class Element, int kHeadDim>
-struct PathEnd {
-  static constexpr int kWarps = 4;
-  using Tiles = AttentionTiles<Element, kHeadDim, kWarps>;
-  using States = PathStates<Tiles, kHeadDim>;
-
-  template <class Machine>
-  static GSD_HD void run(Machine& machine, const PathAttentionArgs& a, const PathAttentionSizes& s, int row,
-                         int batch_head, int m_block) {
-    machine.await_previous("end");
-    const int batch = batch_head / s.kv_heads, head = batch_head % s.kv_heads, m_first = m_block * Tiles::kRows;
-    const PathText text(a, s, batch);
-    const EndRows rows(a, s, m_first, batch, head, row, text);
-    const int end = text.prefix + a.lengths[rows.flat_row], heads = min_int(s.group - m_first, Tiles::kRows);
-    const States states(a, s);
-    // Of split 0; those of the next are query_rows() later.
-    const int64_t at = static_cast<int64_t>(batch_head) * s.splits() * s.query_rows() + row * s.group + m_first;
-    const int local = 16 * machine.warp() + machine.lane() / 4;
-
-    int split = path_split_of(text.whole);
-    GSD_ROLLED
-    for (int begin = text.whole; begin < end; split++) {
-      if (begin != text.whole) machine.sync("tiles read");  // of the split before; the next ones go where they lie
-      const int64_t split_end = path_split_begin(split + 1);
-      const int stop = split_end < end ? static_cast<int>(split_end) : end;
-      typename Tiles::State state;
-      if (text.first < begin && path_split_begin(split) < begin) {
-        states.load(machine, at + static_cast<int64_t>(split) * s.query_rows(), local, heads, state);
-      }
-      Tiles::run(machine, rows, begin, stop, state);
-      states.save(machine, at + static_cast<int64_t>(split) * s.query_rows(), local, heads, state);
-      begin = stop;
-    }
-    machine.sync("states written");
-    const int first_split = path_split_of(text.first), splits = end > text.first ? path_split_of(end - 1) + 1 : 0;
-    for (int own = machine.warp(); own < heads; own += kWarps) {
-      const int64_t to = static_cast<int64_t>(head * s.group + m_first + own) * kHeadDim;
-      uint16_t* out = a.out + rows.flat_row * a.out_row + to;
-      combine(machine, states, at + own, s.query_rows(), first_split, splits, out);
-    }
-  }
-
- private:
-  // out = Σ 2^(b_s − b) out_s / Σ 2^(b_s − b) total_s with b = max b_s, one split after the other.
-  template <class Machine>
-  static GSD_HD void combine(Machine& machine, const States& states, int64_t at, int64_t stride, int first, int splits,
-                             uint16_t* out) {
-    constexpr int kOwn = kHeadDim / kLanes;  // dimensions of a lane
-    const int lane = machine.lane();
-    float best = kEmpty;
-    for (int split = first + lane; split < splits; split += kLanes) {
-      best = machine.max(best, *states.best(at + split * stride));
-    }
-    GSD_UNROLL
-    for (int step = 1; step < kLanes; step *= 2) best = machine.max(best, machine.shuffle_xor(best, step));
-
-    float sums[kOwn] = {}, total = 0.0f;
-    GSD_UNROLL_4
-    for (int split = first; split < splits; split++) {
-      const int64_t from = at + split * stride;
-      float part[kOwn], totals[4];
-      machine.load(states.out(from) + kOwn * lane, part);
-      machine.load(states.totals(from), totals);
-      const float share = machine.exp2(*states.best(from) - best);
-      total = machine.fma(share, totals[0] + totals[1] + (totals[2] + totals[3]), total);
-      GSD_UNROLL
-      for (int d = 0; d < kOwn; d++) sums[d] = machine.fma(share, part[d], sums[d]);
-    }
-    const float inverse = total != 0.0f ? 1.0f / total : 0.0f;  // 0: the row sees nothing
-    uint32_t* target = reinterpret_cast<uint32_t*>(out) + kOwn / 2 * lane;
-    GSD_UNROLL
-    for (int d = 0; d < kOwn / 2; d++) target[d] = Element::pack(sums[2 * d] * inverse, sums[2 * d + 1] * inverse);
   }
 };
 

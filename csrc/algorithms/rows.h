@@ -43,6 +43,22 @@ enum class RowsEnd {
   kAdd,    // out += x · weightᵀ + bias
   kGate,   // matrices 0 and 1 are gate and up: rounded = silu(gate) · up
   kRound,  // one matrix: rounded = x · weightᵀ + bias
+  kTurn,   // matrices 0, 1 and 2 are q, k and v: x · weightᵀ + bias goes where `turn` says
+};
+
+// Queries and keys normed (Qwen3) and turned by their position, keys and values into the cache.
+struct RowsTurn {
+  const float* qkv;        // [batch · rows, (heads + 2 kv_heads) · head_dim], where a launch of its own turns them
+  const float* turns;      // [batch · rows, head_dim / 2, 2], of RowsAngles
+  const uint16_t* q_norm;  // [head_dim] or null
+  const uint16_t* k_norm;  // likewise
+  const int32_t* slots;    // [batch · rows]; one outside 0 … capacity − 1 is not written
+  uint16_t* q;             // [batch · rows, heads, head_dim], rounded
+  uint16_t *k_cache, *v_cache;
+  float* spoiled;  // [batch · rows] or null: gets NaN where a key or value is not finite
+  int64_t k_batch, k_head, k_slot, v_batch, v_head, v_slot;  // strides in elements, multiples of 4
+  int batch, rows, heads, kv_heads, head_dim, capacity;      // head_dim 64 or 128
+  float eps;
 };
 
 // What the launches behind a product read first of the next one's weights, in pieces: of every row the beginning of each
@@ -80,6 +96,7 @@ struct RowsProduct {
   float* partials;     // rows_product_scratch says how much of both, at a multiple of 16 bytes; null if nothing
   int32_t* counters;   // zero before the first launch; every launch leaves them so
   RowsAhead ahead;     // of the product that follows; all zeros: nothing
+  RowsTurn turn;       // kTurn, of dense matrices
 
   // Blocks that lie side by side over the outputs.
   GSD_HD int output_blocks(int tile = kTileOutputs) const {
@@ -94,6 +111,7 @@ struct RowsProduct {
     for (int i = 0; i < count; i++) found |= matrices[i].kind != RowsKind::kDense;
     return found;
   }
+  GSD_HD bool wide_heads() const { return end == RowsEnd::kTurn && turn.head_dim == kWideOutputs; }
   GSD_HD int stages() const { return (inputs + kTileInputs - 1) / kTileInputs; }
   // Stages of a split, but for the last one: a power of two splits that leave a multiprocessor for every wide tile.
   GSD_HD int split_stages() const {
@@ -103,13 +121,15 @@ struct RowsProduct {
   }
   GSD_HD int splits() const { return max_int((stages() + split_stages() - 1) / split_stages(), 1); }
   // Rows of a block. Does not change any row's bits.
-  GSD_HD int tile_rows() const { return rows <= 16 ? 16 : rows <= 32 ? 32 : kMostTileRows; }
+  GSD_HD int tile_rows() const { return rows <= 16 && !wide_heads() ? 16 : rows <= 32 ? 32 : kMostTileRows; }
   GSD_HD int row_blocks() const { return (rows + tile_rows() - 1) / tile_rows(); }
   // Rows of a block of groups of warps (rows_group_product.h), which is for dense matrices and more rows than launch early.
   GSD_HD bool grouped() const { return rows > kMostEarlyRows && !packed(); }
   GSD_HD int group_rows() const { return rows <= 64 ? 64 : rows <= 128 ? 128 : 256; }
-  // Outputs of a block, likewise: a cut goes through the inputs. Wide ones read the rows half as often.
+  // Outputs of a block, likewise: a cut goes through the inputs. Wide ones read the rows half as often. A head that is
+  // turned lies in one block.
   GSD_HD int tile_outputs() const {
+    if (end == RowsEnd::kTurn) return turn.head_dim;
     const bool filled = 2 * output_blocks(kWideOutputs) * splits() >= kMultiprocessors;
     return tile_rows() == kMostTileRows && filled && !packed() ? kWideOutputs : kTileOutputs;
   }
@@ -158,25 +178,19 @@ struct RowsNorm {
   uint16_t* out;           // [batch · keep, hidden], rounded
   float* exact;            // the same in float32, or null
   float* copy;             // x itself, as `exact`, or null
+  const float* marks;      // [batch · rows] or null: a row whose mark is NaN becomes NaN in `out`
   int batch, rows, keep;   // the last `keep` rows of every sequence; keep = rows: all
   int hidden;              // a multiple of 8
   float eps;
 };
 
-// Queries and keys normed (Qwen3) and turned by their position, keys and values into the cache.
-struct RowsTurn {
-  const float* qkv;           // [batch · rows, (heads + 2 kv_heads) · head_dim]
-  const uint16_t* q_norm;     // [head_dim] or null
-  const uint16_t* k_norm;     // likewise
-  const int32_t* positions;   // [batch · rows], of the text
-  const int32_t* slots;       // [batch · rows]; one outside 0 … capacity − 1 is not written
-  const float* inv_freq;      // [head_dim / 2]
-  uint16_t* q;                // [batch · rows, heads, head_dim], rounded
-  uint16_t *k_cache, *v_cache;
-  float* spoiled;  // [batch · rows] or null: gets NaN where a key or value is not finite
-  int64_t k_batch, k_head, k_slot, v_batch, v_head, v_slot;  // strides in elements, multiples of 4
-  int batch, rows, heads, kv_heads, head_dim, capacity;      // head_dim 64 or 128
-  float eps, rope_scale;
+// What every row's heads turn by, in all layers; made by the first launch.
+struct RowsAngles {
+  const int32_t* positions;  // [rows], of the text
+  const float* inv_freq;     // [half]
+  float* turns;              // [rows, half, 2]: cosine and sine of the angle, times rope_scale
+  int half;                  // of a head
+  float rope_scale;
 };
 
 // Rows of the embedding as the first residual. Tokens outside the vocabulary read its nearest end.
@@ -185,6 +199,7 @@ struct RowsEmbed {
   RowsMatrix embedding;   // [vocab, hidden]
   float* x;               // [rows, hidden]
   int rows, hidden;       // hidden: a multiple of 8
+  RowsAngles angles;
 };
 
 }  // namespace gsd

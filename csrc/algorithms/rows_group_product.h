@@ -24,7 +24,7 @@
 // CudaWarpgroupMachine (cuda/warpgroup_machine.h) is PTX of 9.0a; GroupMachine (tests/block_code) is fibers.
 #pragma once
 
-#include "rows_tiles.h"
+#include "rows_heads.h"
 
 namespace gsd {
 
@@ -43,6 +43,9 @@ struct GroupProduct {
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(kGroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "of a multiprocessor");
   static_assert(kRowTiles * kConsumers * kGroupThreads * 16 <= kArenaBytes, "sums are exchanged there");
+
+  // Whether a thread has outputs that go together, of boxes of eight in turn: gates and ups, or pairs that turn.
+  static GSD_HD bool paired(const RowsProduct& a) { return a.end == RowsEnd::kGate || a.end == RowsEnd::kTurn; }
 
   // `block` of `blocks`: with splits, those of a tile lie side by side.
   template <class Machine>
@@ -109,16 +112,25 @@ struct GroupProduct {
     }
   }
 
+  // The first output of a tile's pair.
+  static GSD_HD int first_of_pair(const RowsProduct& a, const RowsTile& tile, int pair) {
+    if (a.end == RowsEnd::kGate) return tile.first + pair;
+    const int half = a.turn.head_dim / 2;
+    return tile.first + pair / half * 2 * half + pair % half;
+  }
+
   template <class Machine>
   static GSD_HD void ask_weights(Machine& machine, const RowsProduct& a, const Share& share, int i) {
     const RowsTile tile(a, share.output_block(i / share.stages), kOutputs);
     const int stage = i % kStages, input = (share.begin + i % share.stages) * kTileInputs;
     machine.expect(there(stage), kStageBytes);
-    if (a.end == RowsEnd::kGate) {
+    if (paired(a)) {
+      const bool gate = a.end == RowsEnd::kGate;
       GSD_ROLLED
       for (int eight = 0; eight < kOutputs / 8; eight++) {
-        machine.load_box("weights", there(stage), weights_at(stage) + eight * 8 * kRowBytes, 1 + eight % 2, input,
-                         tile.first + eight / 2 * 8);
+        const int first = first_of_pair(a, tile, eight / 2 * 8), row = first + (gate ? 0 : eight % 2 * a.turn.head_dim / 2);
+        machine.load_box("weights", there(stage), weights_at(stage) + eight * 8 * kRowBytes,
+                         1 + (gate ? eight % 2 : tile.matrix), input, row);
       }
       return;
     }
@@ -182,10 +194,20 @@ struct GroupProduct {
     GSD_HD Place(Machine& machine, const RowsProduct& a, const Share& share, int number)
         : tile(a, share.output_block(number), kOutputs) {
       const int warp = machine.warp() - kGroupThreads / kLanes, lane = machine.lane();
-      output = tile.first + (a.end == RowsEnd::kGate ? 8 : 16) * warp + lane / 4;
+      output = paired(a) ? first_of_pair(a, tile, 8 * warp + lane / 4) : tile.first + 16 * warp + lane / 4;
       row = share.first_row(number) + 2 * (lane % 4);
     }
   };
+
+  template <class Machine, int kTiles>
+  static GSD_HD void end(Machine& machine, const RowsProduct& a, const Place& place, int later,
+                         const float (&sums)[kTiles][4]) {
+    if (a.end == RowsEnd::kTurn) {
+      TurnedSums<Element, kTiles, 0>::finish(machine, a, place.tile, place.output, place.row + later, sums);
+    } else {
+      RowsSums<Element, kTiles>::finish(machine, a, place.tile, place.output, 8, place.row + later, sums);
+    }
+  }
 
   template <class Machine>
   static GSD_HD void finish(Machine& machine, const RowsProduct& a, const Share& share, int number,
@@ -199,7 +221,7 @@ struct GroupProduct {
         GSD_UNROLL
         for (int i = 0; i < 4; i++) part[j][i] = sums[first + j][i];
       }
-      RowsSums<Element, kPartTiles>::finish(machine, a, place.tile, place.output, 8, place.row + 8 * first, part);
+      end(machine, a, place, 8 * first, part);
     }
   }
 
@@ -230,7 +252,7 @@ struct GroupProduct {
           sum[0][i] = s == 0 ? one : sum[0][i] + one;
         }
       }
-      RowsSums<Element, 1>::finish(machine, a, place.tile, place.output, 8, place.row + 8 * j, sum);
+      end(machine, a, place, 8 * j, sum);
     }
     machine.cluster_sync("partial sums read");
   }

@@ -20,8 +20,8 @@
 #pragma once
 
 #include "attention.h"
+#include "rows_heads.h"
 #include "rows_packed.h"
-#include "rows_tiles.h"
 
 namespace gsd {
 
@@ -81,6 +81,11 @@ struct ProductBlock {
 
     if (cut.splits > 1 && !add_splits(machine, a, cut, sums, row_block, output_block, split)) return;
     const int output = weights.tile.first + 8 * machine.warp() + machine.lane() / 4, row = first_row + 2 * (machine.lane() % 4);
+    if constexpr (!kPacked) {
+      if (a.end == RowsEnd::kTurn) {
+        return TurnedSums<Element, kRowTiles, kWarps>::finish(machine, a, weights.tile, output, row, sums);
+      }
+    }
     RowsSums<Element, kRowTiles>::finish(machine, a, weights.tile, output, kHalf, row, sums);
   }
 

@@ -76,7 +76,8 @@ struct RowsSums {
       GSD_UNROLL
       for (int j = 0; j < 2 * kRowTiles; j++) {
         const int later = 8 * (j / 2) + j % 2;
-        if (row + later < a.rows) to[later * a.out_stride] = values[j / 2][j % 2] + (own[j / 2][2 * m + j % 2] + bias);
+        const float sum = own[j / 2][2 * m + j % 2] + bias;  // of kStore with the sign of its zero, as heads that turn
+        if (row + later < a.rows) to[later * a.out_stride] = a.end == RowsEnd::kAdd ? values[j / 2][j % 2] + sum : sum;
       }
     }
   }

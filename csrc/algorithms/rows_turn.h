@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention.h"
+#include "rows_heads.h"
 #include "rows_packed.h"
 
 namespace gsd {
@@ -49,6 +50,7 @@ GSD_HD void norm_row(Machine& machine, const RowsNorm& a, int kept) {
   const int row = kept / a.keep * a.rows + a.rows - a.keep + kept % a.keep;
   const float* x = a.x + static_cast<int64_t>(row) * a.hidden;
   const int64_t start = static_cast<int64_t>(kept) * a.hidden;
+  const float mark = a.marks != nullptr ? a.marks[row] : 0.0f;
   float sum = 0.0f, value[8], weight[8];
   for (int i = 8 * machine.thread(); i < a.hidden; i += 8 * kRowThreads) {
     load_eight(machine, x + i, value);
@@ -71,7 +73,9 @@ GSD_HD void norm_row(Machine& machine, const RowsNorm& a, int kept) {
     if (a.exact != nullptr) store_eight(machine, a.exact + start + i, value);
     Chunk rounded;
     GSD_UNROLL
-    for (int j = 0; j < 4; j++) rounded.words[j] = Element::pack(value[2 * j], value[2 * j + 1]);
+    for (int j = 0; j < 4; j++) {
+      rounded.words[j] = mark == mark ? Element::pack(value[2 * j], value[2 * j + 1]) : Element::pack(mark, mark);
+    }
     *reinterpret_cast<Chunk*>(a.out + start + i) = rounded;
   }
 }
@@ -89,16 +93,6 @@ GSD_HD void cosine_and_sine(float angle, float& cosine, float& sine) {
   cosine = swapped ? s : c, sine = swapped ? c : s;
   if (((quarter + 1) & 2) != 0) cosine = -cosine;
   if ((quarter & 2) != 0) sine = -sine;
-}
-
-// NaN becomes 0, infinities the largest values: what overflows in one row must not reach those that do not see it.
-// `changed` is set where it would not be finite in the cache.
-template <class Element>
-GSD_HD float finite(float x, bool& changed) {
-  const float most = Element::widen(Element::kExponent - 1);
-  const float infinite = most + (most - Element::widen(Element::kExponent - 2)) / 2.0f;  // the least that rounds to it
-  changed |= !(x > -infinite && x < infinite);
-  return x > most ? most : x < -most ? -most : x == x ? x : 0.0f;
 }
 
 // A lane's dimensions of a head: kOwn neighbours of the first half, and those of the second half that turn with them.
@@ -121,66 +115,59 @@ struct HeadPart {
   }
 };
 
-// One warp: head 0 … heads + 2 kv_heads − 1 of one row.
+// One warp: head 0 … heads + 2 kv_heads − 1 of one row, where the product has left it in memory.
 template <class Element, int kHeadDim, class Machine>
-GSD_HD void turn_head(Machine& machine, const RowsTurn& a, int row, int head) {
+GSD_HD void turn_head(Machine& machine, const RowsTurn& a, int row, int number) {
   using Part = HeadPart<kHeadDim>;
   constexpr int kHalf = Part::kHalf, kOwn = Part::kOwn;
   machine.await_previous("heads");
   machine.release_next();
   const int lane = machine.lane(), first = kOwn * lane;
-  const float* from = a.qkv + (static_cast<int64_t>(row) * (a.heads + 2 * a.kv_heads) + head) * kHeadDim;
+  const float* from = a.qkv + (static_cast<int64_t>(row) * (a.heads + 2 * a.kv_heads) + number) * kHeadDim;
   Part part;
   GSD_UNROLL
   for (int i = 0; i < 2 * kOwn; i++) part.x[i / kOwn][i % kOwn] = from[i / kOwn * kHalf + first + i % kOwn];
 
-  const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
-  const uint16_t* norm = query ? a.q_norm : value ? nullptr : a.k_norm;
-  if (norm != nullptr) {
-    float sum = 0.0f;
+  const RowsHead head(a, number);
+  float by = 1.0f;
+  if (head.norm != nullptr) {
+    float sum = 0.0f, squares = 0.0f;
     GSD_UNROLL
-    for (int i = 0; i < 2 * kOwn; i++) sum += part.x[i / kOwn][i % kOwn] * part.x[i / kOwn][i % kOwn];
-    const float by = machine.inverse_root(sum_of_lanes(machine, sum) / static_cast<float>(kHeadDim) + a.eps);
+    for (int i = 0; i < kOwn; i++) sum += square_of_pair(machine, part.x[0][i], part.x[1][i]);
     GSD_UNROLL
-    for (int i = 0; i < 2 * kOwn; i++) {
-      float& x = part.x[i / kOwn][i % kOwn];
-      x = x * by * Element::widen(norm[i / kOwn * kHalf + first + i % kOwn]);
-    }
-  }
-  if (!value) {
-    const float position = static_cast<float>(a.positions[row]);
+    for (int step = 1; step < 8 / kOwn; step *= 2) sum += machine.shuffle_xor(sum, step);
     GSD_UNROLL
-    for (int i = 0; i < kOwn; i++) {
-      float cosine, sine;
-      cosine_and_sine(position * a.inv_freq[first + i], cosine, sine);
-      cosine *= a.rope_scale, sine *= a.rope_scale;
-      const float x = part.x[0][i], y = part.x[1][i];
-      part.x[0][i] = x * cosine - y * sine;
-      part.x[1][i] = y * cosine + x * sine;
-    }
+    for (int eight = 0; eight < kHalf / 8; eight++) squares += machine.shuffle(sum, 8 / kOwn * eight);
+    by = norm_of_head(machine, a, squares);
   }
-  if (query) {
-    part.template store<Element>(a.q + (static_cast<int64_t>(row) * a.heads + head) * kHeadDim, lane);
-    return;
-  }
-  const int64_t slot = a.slots[row], batch = row / a.rows;
-  if (slot < 0 || slot >= a.capacity) return;
   bool changed = false;
   GSD_UNROLL
-  for (int i = 0; i < 2 * kOwn; i++) part.x[i / kOwn][i % kOwn] = finite<Element>(part.x[i / kOwn][i % kOwn], changed);
-  if (changed && a.spoiled != nullptr) a.spoiled[row] = float_from_bits(0x7FC00000);  // by any lane that met one
-  const int of_cache = (head - a.heads) % a.kv_heads;
-  part.template store<Element>(value ? a.v_cache + batch * a.v_batch + of_cache * a.v_head + slot * a.v_slot
-                                     : a.k_cache + batch * a.k_batch + of_cache * a.k_head + slot * a.k_slot,
-                               lane);
+  for (int i = 0; i < kOwn; i++) {
+    head.template turn<Element>(machine, a, row, first + i, by, part.x[0][i], part.x[1][i], changed);
+  }
+  uint16_t* const to = head.place(a, row);
+  if (to == nullptr) return;
+  part.template store<Element>(to, lane);
+  head.mark(a, row, changed);  // by any lane that met one
 }
 
-// One block: a token's row of the embedding.
+// One block: what the row's heads turn by.
+template <class Machine>
+GSD_HD void store_angles(Machine& machine, const RowsAngles& a, int row) {
+  for (int i = machine.thread(); i < a.half; i += kRowThreads) {
+    float cosine, sine;
+    cosine_and_sine(static_cast<float>(a.positions[row]) * a.inv_freq[i], cosine, sine);
+    machine.store(a.turns + 2 * (static_cast<int64_t>(row) * a.half + i), cosine * a.rope_scale, sine * a.rope_scale);
+  }
+}
+
+// One block: a token's row of the embedding, and the angles.
 template <class Element, class Machine>
 GSD_HD void embed_row(Machine& machine, const RowsEmbed& a, int row) {
   machine.await_previous("embedding");
   machine.release_next();
   const RowsMatrix& m = a.embedding;
+  store_angles(machine, a.angles, row);
   const int token = max_int(min_int(a.tokens[row], m.outputs - 1), 0);
   float value[8];
   with_format(m.kind, [&](auto format) {

@@ -1,4 +1,4 @@
-// A decoder's forward over graph rows on a GPU: embedding, layers, norm and output matrix, nine launches a layer; and that
+// A decoder's forward over graph rows on a GPU: embedding, layers, norm and output matrix, eight launches a layer; and that
 // of a drafter which reads a feature a row besides.
 //
 // gsd_kernels/ops/decoder_rows/reference.py is the specification. One call allocates once beside its outputs and reads
@@ -22,7 +22,7 @@ struct CudaLaunches {
   int turn(const RowsTurn& args) const { return launch_rows_turn(args, how); }
   int ancestors(const AncestorListArgs& args) const { return launch_ancestors(args, how.stream); }
   int attention(const PathAttentionArgs& args, const PathAttentionSizes& sizes) const {
-    return launch_path_attention(args, sizes, how.bfloat16, how.stream);
+    return launch_path_attention(args, sizes, how);
   }
 };
 

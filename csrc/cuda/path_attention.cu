@@ -1,8 +1,8 @@
 // The attention of decoder_rows: a launch for the prefix, one for the ends of the rows.
 #include "path_attention.h"
 
-#include <cuda_runtime.h>
-
+#include "../algorithms/path_end.h"
+#include "rows_launch.h"
 #include "warp_machine.h"
 
 namespace gsd {
@@ -36,44 +36,48 @@ __global__ void __launch_bounds__(kLanes* kWarps)
 #endif
 }
 
+// Three blocks share a multiprocessor of 9.0, by registers and by memory, which has to be opted into. From 8.6 on others
+// have memory for one of the largest.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kEndBlocks = 1;
+#else
+constexpr int kEndBlocks = 3;
+#endif
+
 template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(kLanes* PathEnd<Element, kHeadDim>::kWarps, kHeadDim == 64 ? 3 : 2)
+__global__ void __launch_bounds__(PathEnd<Element, kHeadDim>::kThreads, kHeadDim == 64 ? 3 : kEndBlocks)
     path_end_kernel(const __grid_constant__ PathAttentionArgs args, const __grid_constant__ PathAttentionSizes sizes) {
 #if defined(GSD_HAS_MMA)
-  using End = PathEnd<Element, kHeadDim>;
-  __shared__ __align__(128) char arena[End::Tiles::kArenaBytes];
-  CudaMachine machine(arena);
-  End::run(machine, args, sizes, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
-           static_cast<int>(blockIdx.z));
+  extern __shared__ __align__(128) char end_arena[];
+  CudaMachine machine(end_arena);
+  PathEnd<Element, kHeadDim>::run(machine, args, sizes, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y));
 #endif
 }
 
 unsigned blocks_of(int rows, int size) { return static_cast<unsigned>((rows + size - 1) / size); }
 
 template <class Element, int kHeadDim, int kWarps>
-int launch_prefix(const PathAttentionArgs& args, const PathAttentionSizes& sizes, cudaStream_t stream) {
+int launch_prefix(const PathAttentionArgs& args, const PathAttentionSizes& sizes, const RowsLaunch& how) {
   using Tiles = AttentionTiles<Element, kHeadDim, kWarps>;
   const dim3 grid(blocks_of(sizes.query_rows(), Tiles::kRows), static_cast<unsigned>(sizes.batch * sizes.kv_heads),
                   static_cast<unsigned>(sizes.splits()));
-  path_split_kernel<Element, kHeadDim, kWarps><<<grid, Tiles::kThreads, 0, stream>>>(args, sizes);
-  return cudaGetLastError();
+  return launch(path_split_kernel<Element, kHeadDim, kWarps>, grid, Tiles::kThreads, how, args, sizes);
 }
 
 template <class Element, int kHeadDim>
-int launch(const PathAttentionArgs& args, const PathAttentionSizes& sizes, cudaStream_t stream) {
+int launch_both(const PathAttentionArgs& args, const PathAttentionSizes& sizes, const RowsLaunch& how) {
   using End = PathEnd<Element, kHeadDim>;
-  const int error = sizes.query_rows() <= 16 ? launch_prefix<Element, kHeadDim, 1>(args, sizes, stream)
-                                             : launch_prefix<Element, kHeadDim, 4>(args, sizes, stream);
+  const int error = sizes.query_rows() <= 16 ? launch_prefix<Element, kHeadDim, 1>(args, sizes, how)
+                                             : launch_prefix<Element, kHeadDim, 4>(args, sizes, how);
   if (error != cudaSuccess) return error;
-  const dim3 grid(static_cast<unsigned>(sizes.rows), static_cast<unsigned>(sizes.batch * sizes.kv_heads),
-                  blocks_of(sizes.group, End::Tiles::kRows));
-  path_end_kernel<Element, kHeadDim><<<grid, End::Tiles::kThreads, 0, stream>>>(args, sizes);
-  return cudaGetLastError();
+  const dim3 grid(static_cast<unsigned>(End::blocks(sizes)), static_cast<unsigned>(sizes.batch * sizes.kv_heads));
+  return launch_with(End::kArenaBytes, path_end_kernel<Element, kHeadDim>, grid, End::kThreads, how, args, sizes);
 }
 
 template <class Element>
-int launch_dims(const PathAttentionArgs& args, const PathAttentionSizes& sizes, cudaStream_t stream) {
-  return sizes.head_dim == 64 ? launch<Element, 64>(args, sizes, stream) : launch<Element, 128>(args, sizes, stream);
+int launch_dims(const PathAttentionArgs& args, const PathAttentionSizes& sizes, const RowsLaunch& how) {
+  return sizes.head_dim == 64 ? launch_both<Element, 64>(args, sizes, how)
+                              : launch_both<Element, 128>(args, sizes, how);
 }
 
 }  // namespace
@@ -85,10 +89,9 @@ int launch_ancestors(const AncestorListArgs& args, void* stream) {
   return cudaGetLastError();
 }
 
-int launch_path_attention(const PathAttentionArgs& args, const PathAttentionSizes& sizes, bool bfloat16, void* stream) {
+int launch_path_attention(const PathAttentionArgs& args, const PathAttentionSizes& sizes, const RowsLaunch& how) {
   if (sizes.batch * sizes.kv_heads == 0 || sizes.query_rows() == 0) return cudaSuccess;
-  const auto on = static_cast<cudaStream_t>(stream);
-  return bfloat16 ? launch_dims<Bfloat16>(args, sizes, on) : launch_dims<Half>(args, sizes, on);
+  return how.bfloat16 ? launch_dims<Bfloat16>(args, sizes, how) : launch_dims<Half>(args, sizes, how);
 }
 
 }  // namespace gsd

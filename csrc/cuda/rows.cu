@@ -1,18 +1,12 @@
 // The forward of rows but for its attention: one kernel each for the embedding, a norm, a product, the turning of heads.
-#include "rows.h"
-
-#include <cuda_runtime.h>
-
 #include "../algorithms/rows_product.h"
-#include "kernel_facts.h"
+#include "rows_launch.h"
 #include "warp_machine.h"
 
 namespace gsd {
 namespace {
 
 constexpr int kTurnWarps = 4;
-constexpr int kOldestMajor = 8;  // compute capability; code for older GPUs is empty, so that the others build there
-constexpr int kOverlappingCode = 90;  // the oldest architecture for which kernels are compiled with their wait
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define GSD_HAS_MMA
@@ -30,19 +24,20 @@ __global__ void __launch_bounds__(ProductBlock<Element, kRows>::kThreads, kRows 
 #endif
 }
 
-// Twice as many outputs a block, in shared memory that has to be opted into.
-template <class Element>
-using WideBlock = ProductBlock<Element, kMostTileRows, kWideOutputs>;
-static_assert(WideBlock<Half>::kArenaBytes <= 80 * 1024, "two blocks on every multiprocessor");
+// Twice as many outputs a block, in shared memory that has to be opted into; of few rows for heads of as many.
+template <class Element, int kRows>
+using WideBlock = ProductBlock<Element, kRows, kWideOutputs>;
+static_assert(WideBlock<Half, kMostTileRows>::kArenaBytes <= 80 * 1024, "two blocks on every multiprocessor");
+static_assert(WideBlock<Half, 32>::kArenaBytes <= 80 * 1024, "two blocks on every multiprocessor");
 
-template <class Element>
-__global__ void __launch_bounds__(WideBlock<Element>::kThreads, 2)
+template <class Element, int kRows>
+__global__ void __launch_bounds__(WideBlock<Element, kRows>::kThreads, 2)
     rows_wide_product_kernel(const __grid_constant__ RowsProduct args, const __grid_constant__ RowsCut cut) {
 #if defined(GSD_HAS_MMA)
   extern __shared__ __align__(128) char wide_arena[];
   CudaMachine machine(wide_arena);
-  WideBlock<Element>::run(machine, args, cut, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
-                          static_cast<int>(blockIdx.z));
+  WideBlock<Element, kRows>::run(machine, args, cut, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+                                 static_cast<int>(blockIdx.z));
 #endif
 }
 
@@ -89,6 +84,12 @@ __global__ void __launch_bounds__(kRowThreads) rows_embed_kernel(const __grid_co
 #endif
 }
 
+template <class Element, int kRows>
+int launch_wide(const RowsProduct& args, const RowsCut& cut, dim3 blocks, const RowsLaunch& how) {
+  using Block = WideBlock<Element, kRows>;
+  return launch_with(Block::kArenaBytes, rows_wide_product_kernel<Element, kRows>, blocks, Block::kThreads, how, args, cut);
+}
+
 template <class Element>
 __global__ void __launch_bounds__(kRowThreads) rows_pair_kernel(const __grid_constant__ RowsPair args) {
 #if defined(GSD_HAS_MMA)
@@ -96,50 +97,6 @@ __global__ void __launch_bounds__(kRowThreads) rows_pair_kernel(const __grid_con
   CudaMachine machine(arena);
   pair_row<Element>(machine, args, static_cast<int>(blockIdx.x));
 #endif
-}
-
-// Makes a kernel ready on a device: the shared memory that it needs is allowed. `waits`: whether it was compiled with
-// its wait. That is of the code, not of the GPU: what was compiled for an older one, and translated when it was loaded,
-// does not wait.
-int make_ready(int device, const void* kernel, int arena, bool& waits) {
-  static KernelFacts<bool> facts;
-  return facts.find(device, kernel, waits, [&](bool& found) -> int {
-    int major = 0;
-    cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (error != cudaSuccess) return error;
-    if (major < kOldestMajor) return cudaErrorNoKernelImageForDevice;
-    if (arena > 0) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, arena);
-    cudaFuncAttributes code{};
-    if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kernel);
-    found = code.ptxVersion >= kOverlappingCode;
-    return error;
-  });
-}
-
-template <class... Args>
-int launch_with(int arena, void (*kernel)(Args...), dim3 blocks, int threads, const RowsLaunch& how,
-                const Args&... args) {
-  int device = 0;
-  bool waits = false;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  const int ready = make_ready(device, reinterpret_cast<const void*>(kernel), arena, waits);
-  if (ready != 0) return ready;
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = blocks, config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(arena);
-  config.stream = static_cast<cudaStream_t>(how.stream);
-  config.attrs = &overlap, config.numAttrs = how.overlap && waits ? 1 : 0;
-  error = cudaLaunchKernelEx(&config, kernel, args...);
-  return error == cudaSuccess ? cudaGetLastError() : error;
-}
-
-template <class... Args>
-int launch(void (*kernel)(Args...), dim3 blocks, int threads, const RowsLaunch& how, const Args&... args) {
-  return launch_with(0, kernel, blocks, threads, how, args...);
 }
 
 // A block a row, behind everything before.
@@ -156,8 +113,8 @@ int launch_product(const RowsProduct& args, const RowsLaunch& how) {
   const dim3 blocks(static_cast<unsigned>(args.row_blocks()), static_cast<unsigned>(cut.output_blocks),
                     static_cast<unsigned>(cut.splits));
   if (args.tile_outputs() == kWideOutputs) {
-    return launch_with(WideBlock<Element>::kArenaBytes, rows_wide_product_kernel<Element>, blocks,
-                       WideBlock<Element>::kThreads, how, args, cut);
+    return args.tile_rows() == 32 ? launch_wide<Element, 32>(args, cut, blocks, how)
+                                  : launch_wide<Element, kMostTileRows>(args, cut, blocks, how);
   }
   constexpr int kThreads = ProductBlock<Element, 16>::kThreads;
   const auto product = [&](auto dense, auto packed) {

@@ -1,4 +1,4 @@
-// The launches of a decoder's forward of rows, in order: at most ten a layer. The glue runs them on a GPU; tests count
+// The launches of a decoder's forward of rows, in order: at most nine a layer. The glue runs them on a GPU; tests count
 // them, and run them on a CPU.
 #pragma once
 
@@ -63,7 +63,10 @@ class RowsForward {
     x = place(4 * int64_t{count} * d.hidden);
     normed = place(2 * int64_t{count} * d.hidden);
     pairs = place(reads_features() ? 4 * int64_t{count} * d.hidden : 0);
-    projected = place(4 * int64_t{count} * qkv_size());
+    bool all = true;
+    for (const RowsLayer& layer : d.layers) all &= turned(layer);
+    projected = place(all ? 0 : 4 * int64_t{count} * qkv_size());
+    turns = place(4 * int64_t{count} * d.head_dim);
     queries = place(2 * int64_t{count} * q_size());
     attended = place(2 * int64_t{count} * q_size());
     products = place(2 * int64_t{count} * d.inner);
@@ -81,9 +84,9 @@ class RowsForward {
   template <class Launch>
   int run(char* memory, Launch& launch) const {
     if (count == 0) return 0;
-    int error = reads_features()
-                    ? launch.pair(pair(memory))
-                    : launch.embed(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, d.hidden});
+    int error = reads_features() ? launch.pair(pair(memory))
+                                 : launch.embed(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, d.hidden,
+                                                          angles(memory)});
     if (error == 0) error = launch.ancestors(ancestor_lists(memory));
     if (error == 0 && projects()) error = launch.product(before(projection(memory), qkv(d.layers[0], nullptr)));
     for (size_t l = 0; l < d.layers.size() && error == 0; l++) {
@@ -102,6 +105,7 @@ class RowsForward {
     RowsNorm norm = norm_of(d.final_norm, memory);
     norm.keep = d.keep;
     norm.exact = d.last, norm.copy = d.state;
+    norm.marks = d.spoiled;  // so that a marked row's logits are NaN
     error = launch.norm(norm);
     return error != 0 ? error : launch.product(output(memory));
   }
@@ -116,7 +120,15 @@ class RowsForward {
       error = launch.norm(norm);
     }
     if (error == 0) error = launch.product(before(qkv(layer, memory), ends ? RowsProduct{} : o(layer, nullptr)));
-    return error != 0 ? error : launch.turn(turn(layer, memory));
+    return error != 0 || turned(layer) ? error : launch.turn(turn(layer, memory));
+  }
+
+  // Whether the product of q, k and v ends with their heads turned: packed matrices have tiles of half a head of 128, and
+  // groups of warps no place to add up a head's squares.
+  bool turned(const RowsLayer& layer) const {
+    const RowsProduct product = qkv(layer, nullptr, false);
+    const bool norms = layer.q_norm != nullptr || layer.k_norm != nullptr;
+    return !product.packed() && !(norms && d.group && product.grouped());
   }
 
   template <class Launch>
@@ -151,7 +163,7 @@ class RowsForward {
   }
 
   RowsNorm norm_of(const uint16_t* weight, char* memory) const {
-    return {at<float>(memory, x), weight, at<uint16_t>(memory, normed), nullptr, nullptr,
+    return {at<float>(memory, x), weight, at<uint16_t>(memory, normed), nullptr, nullptr, nullptr,
             d.batch,              d.rows, d.rows,                       d.hidden, d.eps};
   }
 
@@ -168,10 +180,16 @@ class RowsForward {
     return made;
   }
 
+  // What heads turn by, in all layers.
+  RowsAngles angles(char* memory) const {
+    return {d.positions, d.inv_freq, at<float>(memory, turns), d.head_dim / 2, d.rope_scale};
+  }
+
   RowsPair pair(char* memory) const {
     RowsPair made = d.pair;
     made.out = at<uint16_t>(memory, pairs);
     made.x = projects() ? nullptr : at<float>(memory, x);
+    made.angles = angles(memory);
     return made;
   }
 
@@ -182,7 +200,8 @@ class RowsForward {
     return made;
   }
 
-  RowsProduct qkv(const RowsLayer& layer, char* memory) const {
+  RowsProduct qkv(const RowsLayer& layer, char* memory) const { return qkv(layer, memory, turned(layer)); }
+  RowsProduct qkv(const RowsLayer& layer, char* memory, bool turned) const {
     RowsProduct made = layer.paired ? product(memory, pairs, 2 * d.hidden, RowsEnd::kStore, qkv_size())
                                     : product(memory, normed, d.hidden, RowsEnd::kStore, qkv_size());
     made.count = 3;
@@ -193,6 +212,7 @@ class RowsForward {
       made.matrices[i].out = at<float>(memory, place);
       place += 4 * of[i]->outputs;
     }
+    if (turned) made.end = RowsEnd::kTurn, made.turn = turn(layer, memory);
     return made;
   }
 
@@ -227,15 +247,14 @@ class RowsForward {
     RowsTurn made{};
     made.qkv = at<float>(memory, projected);
     made.q_norm = layer.q_norm, made.k_norm = layer.k_norm;
-    made.positions = d.positions, made.slots = d.slots;
-    made.inv_freq = d.inv_freq;
+    made.turns = at<float>(memory, turns), made.slots = d.slots;
     made.q = at<uint16_t>(memory, queries);
     made.k_cache = layer.keys, made.v_cache = layer.values, made.spoiled = d.spoiled;
     made.k_batch = layer.k_batch, made.k_head = layer.k_head, made.k_slot = layer.k_slot;
     made.v_batch = layer.v_batch, made.v_head = layer.v_head, made.v_slot = layer.v_slot;
     made.batch = d.batch, made.rows = d.rows, made.heads = d.heads, made.kv_heads = d.kv_heads;
     made.head_dim = d.head_dim, made.capacity = d.capacity;
-    made.eps = d.eps, made.rope_scale = d.rope_scale;
+    made.eps = d.eps;
     return made;
   }
 
@@ -269,8 +288,8 @@ class RowsForward {
   const int count;  // of rows, B · R
   int64_t size = 0, cleared = 0;
   // Places in the scratch memory.
-  int64_t counters = 0, x = 0, normed = 0, pairs = 0, projected = 0, queries = 0, attended = 0, products = 0, ancestors = 0;
-  int64_t lengths = 0, path = 0, partials = 0;
+  int64_t counters = 0, x = 0, normed = 0, pairs = 0, projected = 0, turns = 0, queries = 0, attended = 0, products = 0;
+  int64_t ancestors = 0, lengths = 0, path = 0, partials = 0;
 };
 
 }  // namespace gsd

@@ -80,7 +80,7 @@ int launch(const RowsProduct& args, const RowsLaunch& how, const GroupFacts& fac
   const RowsCut cut(args, Group::kOutputs);
   GroupMaps maps{};
   int error = make_map(maps.rows, args.x, args.rows, args.inputs, kRows, how.bfloat16);
-  const int box = args.end == RowsEnd::kGate ? 8 : Group::kOutputs / 2;
+  const int box = Group::paired(args) ? 8 : Group::kOutputs / 2;
   for (int i = 0; i < args.count && error == cudaSuccess; i++) {
     const RowsMatrix& m = args.matrices[i];
     error = make_map(maps.matrices[i], m.weight, m.outputs, args.inputs, box, how.bfloat16);

@@ -17,6 +17,7 @@ struct CudaMachine {
   __device__ __forceinline__ int warp() const { return thread() / 32; }
 
   __device__ __forceinline__ void sync(const char*) const { __syncthreads(); }
+  __device__ __forceinline__ void sync_warp(const char*) const { __syncwarp(); }
   __device__ __forceinline__ bool any(const char*, bool predicate) const { return __syncthreads_or(predicate) != 0; }
 
   // 16 bytes from global memory to arena + at, past the first-level cache. Zeros unless `inside`: nothing is read then.

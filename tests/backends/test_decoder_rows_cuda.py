@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 import subprocess
 import sys
 
@@ -143,12 +144,12 @@ def text(sizes: Sizes, dtype: torch.dtype, pads: list[int], device: str, capacit
     return Text(weights, sizes, dtype, pads, capacity, backend)
 
 
-LAYER = ["norm", "product", "turn", "attend", "combine", "product", "norm", "product", "product"]
+LAYER = ["norm", "product", "attend", "combine", "product", "norm", "product", "product"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
-def test_a_layer_is_nine_launches(tmp_path_factory):
+def test_a_layer_is_eight_launches(tmp_path_factory):
     sizes = dataclasses.replace(SMALL, layers=3)
     weights, ids = decoder(sizes, HALF), torch.zeros(2, 5, dtype=torch.int32)
     caches = [[torch.zeros(2, 2, 40, 64, dtype=HALF) for _ in range(3)] for _ in range(2)]
@@ -159,16 +160,36 @@ def test_a_layer_is_nine_launches(tmp_path_factory):
         return block_code.launches(tmp_path_factory, weights, *first, *caches, keep, states)
 
     whole = ["embed", "ancestors", *(3 * LAYER), "norm", "product"]
-    assert len(LAYER) <= 10
     assert launched(5) == launched(1) == launched(1, count=1) == whole
     assert launched(5, states=(0, 2)) == whole, "hidden states are copied by launches that are there"
     assert launched(1, states=(3,)) == [*whole[:-2], "norm", "norm", "product"], "those behind the last norm are not"
     folder = block_code.SOURCE.parents[2] / "csrc/cuda"
-    attention, others = ((folder / file).read_text() for file in ("path_attention.cu", "rows.cu"))
-    assert attention.count("<<<") == 3, "the lists, the prefix, the ends of rows"
-    assert others.count("cudaLaunchKernelEx(") == 1 and "<<<" not in others, "one launch a call"
-    assert launched(0) == ["embed", "ancestors", *(2 * LAYER), *LAYER[:3]], "of a prompt the last layer's keys suffice"
+    lists, *attention = (folder / "path_attention.cu").read_text().split("launch_prefix(")
+    assert lists.count("<<<") == 0 and "".join(attention).count("<<<") == 1, "the lists"
+    assert len(re.findall(r"return launch(?:_with)?\(", "".join(attention))) == 2, "the prefix, the ends of rows"
+    launching, others = ((folder / file).read_text() for file in ("rows_launch.h", "rows.cu"))
+    assert launching.count("cudaLaunchKernelEx(") == 1 and "<<<" not in launching + others, "one launch a call"
+    assert launched(0) == ["embed", "ancestors", *(2 * LAYER), *LAYER[:2]], "of a prompt the last layer's keys suffice"
     assert launched(0, states=(3,)) == whole[:-1], "unless its states are read"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+@pytest.mark.parametrize(("name", "group", "count"), [*((name, "0", 5) for name in SIZES), ("qwen3-128", "1", 32)])
+def test_products_turn_heads(tmp_path_factory, name, group, count, monkeypatch):
+    """But packed ones, and those of groups of warps where heads are normed: a launch does it."""
+    monkeypatch.setenv(cuda.GROUP, group)
+    sizes, weights = SIZES[name], decoder(SIZES[name], HALF)
+    ids = torch.zeros(1, count, dtype=torch.int32)
+    cache = torch.zeros(1, sizes.kv_heads, 40, sizes.head_dim, dtype=HALF)
+    rest = ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], *2 * [[cache] * len(weights.layers)], 1, ()
+    assert "turn" not in block_code.launches(tmp_path_factory, weights, *rest)
+    part = packed_matrix(BY_NAME["int8"], *weights.layers[1].v.shape)
+    mixed = dataclasses.replace(weights, layers=[weights.layers[0], dataclasses.replace(weights.layers[1], v=part)])
+    assert block_code.launches(tmp_path_factory, mixed, *rest).count("turn") == 1
+    if sizes.head_norms and group == "1":
+        many = [t.repeat(1, 2, *[1] * (t.dim() - 2)) if torch.is_tensor(t) and t.dim() > 1 else t for t in rest]
+        assert block_code.launches(tmp_path_factory, weights, *many).count("turn") == 2
 
 
 @pytest.mark.slow
@@ -260,6 +281,24 @@ def test_it_equals_the_reference_and_the_cpus_operator(device, name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_whose_keys_or_values_are_not_finite_are_marked(device, dtype):
     check_marks(text(next(iter(SIZES.values())), dtype, [0, 3], device))
+
+
+def test_logits_of_a_marked_row_are_none(device):
+    """Marked by an earlier step, by its keys in this one, or not at all; also of the last rows alone."""
+    case, tokens, alone = text(SMALL, HALF, [0, 3], device), random_tokens(2, 5), tree([-1] * 5)
+    case.read(random_tokens(2, 9), 9)
+    right = case.rows(tokens, *alone, 0, 5)
+    for keep in (5, 2):
+        case.spoiled = torch.zeros(2, 5, device=device)
+        case.spoiled[1, 3] = float("nan")
+        found = case.rows(tokens, *alone, 0, 5, keep)
+        expected = right.clone()
+        expected[1, 3] = float("nan")
+        assert torch.equal(found.nan_to_num(7.0), expected[:, -keep:].nan_to_num(7.0))
+    case.weights = dataclasses.replace(case.weights, embedding=case.weights.embedding.clone())
+    case.weights.embedding[tokens[0, 2]] = float("nan")
+    case.spoiled = torch.zeros(2, 5, device=device)
+    assert case.rows(tokens, *alone, 0, 5)[0, 2].isnan().all() and case.spoiled[0, 2].isnan()
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(name, DTYPES[i % 2]) for i, name in enumerate(SIZES)], ids=str)

@@ -15,6 +15,7 @@ from shared import once
 
 SOURCE = ROOT / "tests/block_code/path_attention.cpp"
 HEADER = ROOT / "csrc/algorithms/path_attention.h"
+END = ROOT / "csrc/algorithms/path_end.h"
 TILES = ROOT / "csrc/algorithms/attention_tiles.h"
 
 pytestmark = [
@@ -24,10 +25,11 @@ pytestmark = [
     pytest.mark.skipif(not SOURCE.exists() or not HEADER.exists(), reason="not a source checkout"),
 ]
 
-TEXT = HEADER.read_text() if HEADER.exists() else ""
-BARRIERS = re.findall(r'machine\.sync\("([^"]+)"', TEXT)
-AWAITS = re.findall(r'machine\.await_previous\("([^"]+)"\)', TEXT)
-WAITS = re.findall(r'machine\.template wait<[^>]+>\("([^"]+)"\)', TILES.read_text() if TILES.exists() else "")
+TEXT, ENDS, LOOP = (file.read_text() if file.exists() else "" for file in (HEADER, END, TILES))
+BARRIERS = re.findall(r'machine\.sync_warp\("([^"]+)"', ENDS)
+AWAITS = re.findall(r'machine\.await_previous\("([^"]+)"\)', TEXT + ENDS)
+WAITS = re.findall(r'machine\.template wait<[^>]+>\("([^"]+)"\)', LOOP + ENDS)
+COPIES = re.findall(r' copy\(machine, "([^"]+)"', ENDS)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +62,9 @@ def test_ancestors_are_listed_by_depth(programs):
 
 
 def test_barriers_and_waits_are_listed():
-    assert BARRIERS == ["tiles read", "states written"] and len(WAITS) == 2 and AWAITS == ["prefix", "end"]
-    assert not re.search(r"machine\.(?:any|copy|template)", TEXT)
+    assert len(BARRIERS) == 6 and len(WAITS) == 4 and AWAITS == ["prefix", "end"] and len(set(COPIES)) == 2
+    assert not re.search(r"machine\.(?:any|copy|template|sync)", TEXT)
+    assert not re.search(r"machine\.(?:any|sync)\(", ENDS), "a warp without a row has left"
 
 
 @pytest.mark.parametrize("barrier", BARRIERS)
@@ -72,6 +75,11 @@ def test_a_dropped_barrier_is_caught(programs, barrier):
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_dropped_wait_is_caught(programs, wait):
     assert run(programs["address"], 2, 2, "--hurry", wait)[0] == DIFFERENT
+
+
+@pytest.mark.parametrize("name", sorted(set(COPIES)))
+def test_a_wrong_place_is_caught(programs, name):
+    assert run(programs["address"], 2, 2, "--misplace-copy", name)[0] == DIFFERENT
 
 
 @pytest.mark.parametrize("name", AWAITS)
@@ -107,31 +115,55 @@ def waits_behind_an_early_return(text: str) -> str:
     return text.replace(wait, f"if (mutation() != NUMBER || path_split_begin(split) < a.kv_len[0]) {wait}")
 
 
-MUTATIONS = (tiles_at_kv_len, splits_by_rows, sums_of_lanes, waits_behind_an_early_return)
+def leaves_out_a_split(text: str) -> str:
+    count = "min_int(splits - begin, kLanes)"
+    return text.replace(count, f"{count} - (mutation() == NUMBER && splits - begin > 1)")
+
+
+def puts_all_splits_in_one_place(text: str) -> str:
+    return text.replace("s.splits() + split)", "s.splits() + split * (mutation() != NUMBER))")
+
+
+def takes_the_row_of_the_warp_beside(text: str) -> str:
+    return text.replace("row = own / parts(s)", "row = max_int(own - (mutation() == NUMBER), 0) / parts(s)")
+
+
+def reads_states_late(text: str) -> str:
+    """What the prefix left is taken behind the end's own tiles, and not before them."""
+    load = re.search(r"    if \(text\.first < begin && .*?\n    }\n", text, re.DOTALL).group()
+    tiles = re.search(r"    Tiles::run\(machine, rows, .*?;\n", text).group()
+    early, late = (f"if ((mutation() == NUMBER) == {when}) {{\n{load}}}\n" for when in ("false", "true"))
+    return text.replace(load + tiles, early + tiles + late)
+
+
+OF_THE_PREFIX = (tiles_at_kv_len, splits_by_rows, sums_of_lanes, waits_behind_an_early_return)
+OF_THE_ENDS = (leaves_out_a_split, puts_all_splits_in_one_place, takes_the_row_of_the_warp_beside, reads_states_late)
+MUTATIONS = OF_THE_PREFIX + OF_THE_ENDS
 NOT_AWAITED = 7
 
 
 @pytest.fixture(scope="module")
 def mutated(tmp_path_factory):
     def make(folder: Path) -> None:
-        text = TEXT
+        texts = {HEADER: TEXT, END: ENDS}
         for number, mutation in enumerate(MUTATIONS, 1):
-            changed = mutation(text)
-            assert changed != text
-            text = changed.replace("NUMBER", str(number))
-        build_mutated(SOURCE, folder, {HEADER: text})
+            file = HEADER if mutation in OF_THE_PREFIX else END
+            changed = mutation(texts[file])
+            assert changed != texts[file]
+            texts[file] = changed.replace("NUMBER", str(number))
+        build_mutated(SOURCE, folder, texts)
 
     return once(tmp_path_factory, "path_attention_mutated", make) / "mutated"
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS[:-1])
+@pytest.mark.parametrize("mutation", (*OF_THE_PREFIX[:-1], *OF_THE_ENDS))
 def test_what_depends_on_more_than_the_text_is_caught(mutated, mutation):
     status, output = run(mutated, 3, 1, mutation=MUTATIONS.index(mutation) + 1)
-    assert status == DIFFERENT and "other bits" in output, output
+    assert status == DIFFERENT, output
 
 
 def test_a_block_that_ends_without_waiting_is_caught(mutated):
-    status, output = run(mutated, 3, 1, mutation=len(MUTATIONS))
+    status, output = run(mutated, 3, 1, mutation=len(OF_THE_PREFIX))
     assert status == NOT_AWAITED, output
 
 

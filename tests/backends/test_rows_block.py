@@ -14,7 +14,8 @@ from block_code.programs import BUILDS, CXX, DIFFERENT, ONE_TYPE, RACE, ROOT, bu
 from shared import once
 
 SOURCE = ROOT / "tests/block_code/rows.cpp"
-HEADERS = {name: ROOT / f"csrc/algorithms/{name}.h" for name in ("rows", "rows_product", "rows_turn", "rows_pair")}
+NAMES = ("rows", "rows_product", "rows_turn", "rows_heads", "rows_pair")
+HEADERS = {name: ROOT / f"csrc/algorithms/{name}.h" for name in NAMES}
 BANK_CONFLICT = 5
 
 pytestmark = [
@@ -25,7 +26,12 @@ pytestmark = [
 ]
 
 TEXTS = {name: path.read_text() if path.exists() else "" for name, path in HEADERS.items()}
-PARTS = {"product": TEXTS["rows_product"], "between": TEXTS["rows_turn"] + TEXTS["rows_pair"]}  # of the program
+#: Of the program.
+PARTS = {
+    "product": TEXTS["rows_product"],
+    "between": TEXTS["rows_turn"] + TEXTS["rows_pair"],
+    "turned": TEXTS["rows_heads"],
+}
 
 
 def named(call: str) -> list[tuple[str, str]]:
@@ -52,8 +58,9 @@ def test_random_problems_are_right_and_clean(programs, part, sanitizer, rounds):
     """Odd sizes, one to three matrices with and without bias, all ends, one to three splits; caches of both orders.
 
     Held against double precision; a row of every product must have the same bits alone, its splits in another order.
+    Heads that a product turns have the bits of the contract's product, turned by a launch of its own.
     """
-    status, output = run(programs[sanitizer], part, rounds, 1, timeout=300)
+    status, output = run(programs[sanitizer], part, rounds // 2 if part == "turned" else rounds, 1, timeout=300)
     assert status == 0, output[-3000:]
 
 
@@ -113,6 +120,12 @@ MUTATIONS = {
         "alone",
         DIFFERENT,
     ),
+    "a sine of the other sign": (
+        *("rows_heads", "-machine.times(y, angle[1])", "machine.times(y, angle[1])", "between", DIFFERENT),
+    ),
+    "another pair": ("rows_heads", "output % t.head_dim", "(output % t.head_dim ^ 1)", "turned", DIFFERENT),
+    "values among the keys": ("rows_heads", "(tile.matrix - 1) * t.kv_heads", "0 * t.kv_heads", "turned", DIFFERENT),
+    "squares of a part of the head": ("rows_heads", "w < kWarps", "w < kWarps - 1", "turned", DIFFERENT),
     "a sum that is added behind its products": (
         *(
             "rows_product",
@@ -140,9 +153,10 @@ def mutated(tmp_path_factory):
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_changed_source_is_caught(mutated, mutation):
     *_, part, expected = MUTATIONS[mutation]
-    status, output = run(mutated, part, 1, 1, mutation=list(MUTATIONS).index(mutation) + 1)
+    rounds = 4 if part == "turned" else 1
+    status, output = run(mutated, part, rounds, 1, mutation=list(MUTATIONS).index(mutation) + 1)
     assert status == expected, (status, output)
-    assert run(mutated, part, 1, 1)[0] == 0
+    assert run(mutated, part, rounds, 1)[0] == 0
 
 
 def test_the_runtime_is_asked_once_about_a_kernel(tmp_path):
@@ -151,9 +165,9 @@ def test_the_runtime_is_asked_once_about_a_kernel(tmp_path):
 
 
 def test_everything_with_a_name_is_listed():
-    calls = {"sync": 4, "any": 1, "wait<": 1, "copy": 2, "load_matrices<": 2, "await_previous": 5}
+    calls = {"sync": 6, "any": 1, "wait<": 1, "copy": 2, "load_matrices<": 2, "await_previous": 5}
     for call, count in calls.items():
         found = sum(len(re.findall(rf"machine\.(?:template )?{call}\(?", text)) for text in PARTS.values())
         assert found == count, call
-    assert len(set(BARRIERS)) == 5 and len(WAITS) == 1 and len(AWAITS) == 5
+    assert len(set(BARRIERS)) == 7 and len(WAITS) == 1 and len(AWAITS) == 5
     assert set(COPIES) == set(LOADS) == {("product", "weights"), ("product", "rows")}

@@ -66,6 +66,13 @@ def test_random_problems_keep_the_contract_and_are_clean(programs, sanitizer, ro
     assert status == 0, output[-3000:]
 
 
+@pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 4), ("address", 8)])
+def test_heads_that_turn_are_those_of_the_kernel_of_few_rows(programs, sanitizer, rounds):
+    """Of 64 and 128, keys and values into caches of both orders, some of them not finite."""
+    status, output = run(programs[sanitizer], "turned", rounds, 1, timeout=300)
+    assert status == 0, output[-3000:]
+
+
 def test_a_row_has_the_same_bits_in_every_size_of_block(programs):
     """33 … 300 rows in blocks of 64, 128 and 256."""
     status, output = run(programs["address"], "sizes", 1, 3, timeout=300)
@@ -91,6 +98,7 @@ MUTATIONS = {
     "a share that is not the split's": ("split * cut.split_stages", "0 * cut.split_stages", DIFFERENT),
     "sums that no fence orders": ("machine.multiply_begin()", "(void)0", UNFENCED),
     "ups beside other gates": ("eight / 2 * 8", "(eight / 2 ^ eight % 2) * 8", DIFFERENT),
+    "a pair of another head": ("pair / half * 2 * half", "0", DIFFERENT),
     "half of the arrivals": ("kConsumers * kGroupThreads / kLanes", "kConsumers * kGroupThreads / kLanes / 2", MISUSED),
 }
 
@@ -111,9 +119,10 @@ def mutated(tmp_path_factory):
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_changed_source_is_caught(mutated, mutation):
     *_, expected = MUTATIONS[mutation]
-    status, output = run(mutated, "random", 6, 1, mutation=list(MUTATIONS).index(mutation) + 1)
+    part = "turned" if "head" in mutation else "random"
+    status, output = run(mutated, part, 6, 1, mutation=list(MUTATIONS).index(mutation) + 1)
     assert status == expected, (status, output)
-    assert run(mutated, "random", 2, 1)[0] == 0
+    assert run(mutated, part, 2, 1)[0] == 0
 
 
 def split_float(value: float, smallest: int) -> tuple[Fraction, int]:

@@ -80,6 +80,7 @@ struct FiberWarp {
     bool predicate;
   };
   Barrier barrier{kLanes};
+  Barriers syncs{kLanes};  // which order memory
   Posted posted[2][kLanes];  // in turn: nobody is two instructions ahead of anybody
 };
 
@@ -110,6 +111,9 @@ class FiberMachine {
   int warp() const { return thread() / kLanes; }
 
   void sync(const char* name) const { group.sync(name); }
+  void sync_warp(const char* name) {
+    if (!same(name, block->group.faults.dropped_barrier)) block->warps[warp()].syncs.each[sync_turn ^= 1].arrive_and_wait();
+  }
 
   bool any(const char* name, bool predicate) {
     std::vector<char>& votes = block->votes[vote_turn];
@@ -127,7 +131,7 @@ class FiberMachine {
 
   void copy(const char* name, int at, const void* from, bool inside) {
     if (same(name, block->faults.misplaced_copy)) at ^= at >> 4 & 16;
-    memset(shared(at), 0xA5, sizeof(Chunk));
+    write(at, {{0xA5A5A5A5u, 0xA5A5A5A5u, 0xA5A5A5A5u, 0xA5A5A5A5u}});  // a memset is none to ThreadSanitizer
     waiting.push_back({at, inside ? from : nullptr, {}});
     if (inside) memcpy(&waiting.back().seen, from, sizeof(Chunk));
   }
@@ -144,7 +148,7 @@ class FiberMachine {
           if (memcmp(copy.from, &copy.seen, sizeof(Chunk)) != 0) stop(kChangedSource, "changed source", name);
           memcpy(shared(copy.at), copy.from, sizeof(Chunk));
         } else {
-          memset(shared(copy.at), 0, sizeof(Chunk));
+          write(copy.at, {});
         }
       }
       groups.pop_front();
@@ -311,7 +315,7 @@ class FiberMachine {
 
   FiberMachineBlock* block;
   FiberGroup group;
-  int turn = 0, vote_turn = 0;
+  int turn = 0, vote_turn = 0, sync_turn = 0;
   std::vector<Copy> waiting;
   std::deque<std::vector<Copy>> groups;
 };

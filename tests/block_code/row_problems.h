@@ -114,6 +114,7 @@ struct Problem {
   std::vector<std::vector<uint16_t>> weights, biases;
   std::vector<float> before;       // [rows, width]
   std::vector<PackedRows> packed;  // of every matrix, or none
+  const RowsTurn* turn = nullptr;  // kTurn
 
   Problem(const Shape& shape, std::mt19937& random)
       : shape(shape), x(drawn<Element>(static_cast<size_t>(shape.rows) * shape.inputs, random)) {
@@ -161,6 +162,7 @@ RowsProduct shaped(const Problem<Element>& p) {
   RowsProduct a{};
   a.count = static_cast<int>(p.shape.outputs.size()), a.rows = p.shape.rows, a.inputs = p.shape.inputs;
   a.end = p.shape.end;
+  if (p.turn != nullptr) a.turn = *p.turn;
   for (int i = 0; i < a.count; i++) a.matrices[i].outputs = p.shape.outputs[i];
   return a;
 }

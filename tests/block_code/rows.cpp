@@ -1,12 +1,13 @@
 // The forward of rows but for its attention, of random problems on the machine of fibers, against double precision.
 //
-//     rows product|packed|between|alone ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME |
+//     rows product|packed|turned|between|alone ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME |
 //                                             --misplace-load NAME | --no-await NAME]
 //
-// product: products with all their ends. packed: packed matrices, against their dense ones. between: norms, turned heads, the embedding, beside features. alone: rows alone and among up to
-// 128 others. Exit status: 0 right, 3 wrong, 4 divergent, 5 bank conflict, 6 a source that changes while it is copied.
+// product: products with all their ends but the next. turned: those that turn heads. packed: packed matrices, against
+// their dense ones. between: norms, turned heads, the embedding, beside features. alone:
+// rows alone and among up to 128 others. Exit status: 0 right, 3 wrong, 4 divergent, 5 bank conflict, 6 a source that changes while it is copied.
 #include "../../csrc/algorithms/rows_pair.h"
-#include "row_problems.h"
+#include "turn_problems.h"
 
 using namespace gsd;
 
@@ -52,6 +53,10 @@ Result multiplied(const Problem<Element>& p, bool backwards) {
 
 template <class Element>
 Result multiplied(const Problem<Element>& p, bool backwards = false, bool wide = false) {
+  if (shaped(p).wide_heads()) {
+    return shaped(p).tile_rows() == 32 ? multiplied<ProductBlock<Element, 32, kWideOutputs>>(p, kWideOutputs, backwards)
+                                       : multiplied<ProductBlock<Element, 64, kWideOutputs>>(p, kWideOutputs, backwards);
+  }
   switch (shaped(p).tile_rows()) {
     case 16:
       return multiplied<Element, 16>(p, backwards);
@@ -155,6 +160,13 @@ bool embedding_is_right(std::mt19937& random) {
   for (int i = 0; i < a.rows; i++) drawn_tokens.push_back(between(random, -1, 5));
   Awaited<int32_t> tokens(drawn_tokens);
   std::vector<float> x(static_cast<size_t>(a.rows) * a.hidden, NAN);
+  RowsAngles& angles = a.angles;
+  angles.half = 8 * between(random, 1, 70), angles.rope_scale = 1.25f;
+  std::vector<int32_t> positions;
+  for (int i = 0; i < a.rows; i++) positions.push_back(between(random, 0, i % 2 == 0 ? 100 : 1000000));
+  std::vector<float> inv_freq, turns(static_cast<size_t>(a.rows) * angles.half * 2, NAN);
+  for (int i = 0; i < angles.half; i++) inv_freq.push_back(std::pow(10000.0f, -1.0f * i / angles.half));
+  angles.positions = positions.data(), angles.inv_freq = inv_freq.data(), angles.turns = turns.data();
   a.tokens = tokens.there.data(), a.embedding.weight = embedding.data(), a.x = x.data();
   packed.put(a.embedding);
   Previous previous;
@@ -164,6 +176,12 @@ bool embedding_is_right(std::mt19937& random) {
       [&](FiberMachine& machine, int b) { embed_row<Element>(machine, a, b); }, 1, &previous);
   for (int i = 0; i < a.rows; i++) {
     const int token = std::clamp(tokens.values[i], 0, 4);
+    for (int n = 0; n < angles.half; n++) {
+      const double angle = static_cast<float>(positions[i]) * inv_freq[n];
+      const float* turn = &turns[2 * (static_cast<size_t>(i) * angles.half + n)];
+      if (!close(turn[0], 1.25 * std::cos(angle), 0x1p-21, "cosine", i, n)) return false;
+      if (!close(turn[1], 1.25 * std::sin(angle), 0x1p-21, "sine", i, n)) return false;
+    }
     for (int n = 0; n < a.hidden; n++) {
       const bool dense = packed.kind == RowsKind::kDense;
       const float expected = Element::widen(dense ? embedding[static_cast<size_t>(token) * a.hidden + n]
@@ -174,68 +192,13 @@ bool embedding_is_right(std::mt19937& random) {
   return true;
 }
 
-template <class Element>
-struct Turn {
-  RowsTurn a{};
-  std::vector<float> qkv, inv_freq;
-  std::vector<uint16_t> q_norm, k_norm;
-  std::vector<int32_t> positions, slots;
-
-  explicit Turn(int head_dim, std::mt19937& random) {
-    a.batch = between(random, 1, 2), a.rows = between(random, 1, 3), a.head_dim = head_dim, a.capacity = 7;
-    a.kv_heads = between(random, 1, 2), a.heads = a.kv_heads * between(random, 1, 2);
-    a.eps = 1e-6f, a.rope_scale = 1.25f;
-    qkv = drawn_floats(static_cast<size_t>(count()) * heads() * head_dim, random);
-    for (int i = 0; i < head_dim / 2; i++) inv_freq.push_back(std::pow(10000.0f, -2.0f * i / head_dim));
-    if (random() % 2 == 0) q_norm = drawn<Element>(head_dim, random), k_norm = drawn<Element>(head_dim, random);
-    for (int i = 0; i < count(); i++) {
-      positions.push_back(between(random, 0, i % 2 == 0 ? 100 : 1000000));
-      slots.push_back(i % a.rows * 2 + between(random, 0, 1));
-    }
-    if (random() % 4 == 0) slots[0] = random() % 2 == 0 ? -1 : a.capacity;
-    qkv[qkv.size() - 1] = NAN, qkv[qkv.size() - 2] = 1e30f, qkv[qkv.size() - 3] = -INFINITY;  // of a value
-  }
-  int count() const { return a.batch * a.rows; }
-  int heads() const { return a.heads + 2 * a.kv_heads; }
-
-  double exact(int row, int head, int d) const {
-    const int half = a.head_dim / 2;
-    const float* x = &qkv[(static_cast<size_t>(row) * heads() + head) * a.head_dim];
-    if (head >= a.heads + a.kv_heads) return x[d];
-    const std::vector<uint16_t>& norm = head < a.heads ? q_norm : k_norm;
-    double square = 0;
-    for (int i = 0; i < a.head_dim; i++) square += static_cast<double>(x[i]) * x[i];
-    const auto normed = [&](int i) {
-      return norm.empty() ? x[i] : x[i] / std::sqrt(square / a.head_dim + a.eps) * Element::widen(norm[i]);
-    };
-    const double angle = static_cast<float>(positions[row]) * inv_freq[d % half];  // rounded, as the reference's
-    const double other = normed((d + half) % a.head_dim);
-    return a.rope_scale * (normed(d) * std::cos(angle) + (d < half ? -other : other) * std::sin(angle));
-  }
-};
-
 template <class Element, int kHeadDim>
 bool turn_is_right(std::mt19937& random) {
   Turn<Element> t(kHeadDim, random);
   RowsTurn& a = t.a;
-  const size_t cache_size = static_cast<size_t>(a.batch) * a.kv_heads * a.capacity * kHeadDim;
-  std::vector<uint16_t> q(static_cast<size_t>(t.count()) * a.heads * kHeadDim, 0xFFFF), k(cache_size, 0xFFFF), v = k;
-  Awaited<float> qkv(t.qkv);
-  a.qkv = qkv.there.data(), a.inv_freq = t.inv_freq.data(), a.q = q.data(), a.k_cache = k.data(), a.v_cache = v.data();
-  a.q_norm = t.q_norm.empty() ? nullptr : t.q_norm.data(), a.k_norm = t.k_norm.empty() ? nullptr : t.k_norm.data();
-  a.positions = t.positions.data(), a.slots = t.slots.data();
-  const bool positions_first = random() % 2 == 0;  // caches stored [B, S, Hkv, D]
-  a.k_slot = a.v_slot = positions_first ? kHeadDim * a.kv_heads : kHeadDim;
-  a.k_head = a.v_head = positions_first ? kHeadDim : kHeadDim * a.capacity;
-  a.k_batch = a.v_batch = static_cast<int64_t>(kHeadDim) * a.capacity * a.kv_heads;
-  Previous previous;
-  previous.write = [&] { qkv.arrive(); };
-  run_grid(
-      1, t.count() * t.heads(), 0, faults, machine_faults,
-      [&](FiberMachine& machine, int b) {
-        turn_head<Element, kHeadDim>(machine, a, b / t.heads(), b % t.heads());
-      },
-      1, &previous);
+  const TurnedHeads<Element> heads(t, a, random() % 2 == 0);
+  const auto& [q, k, v, spoiled] = heads;
+  turn_heads(t, a, faults, machine_faults);
   size_t written = 0;
   const double most = Element::widen(Element::kExponent - 1);
   for (int row = 0; row < t.count(); row++) {
@@ -259,7 +222,7 @@ bool turn_is_right(std::mt19937& random) {
   const auto untouched = [](const std::vector<uint16_t>& cache) {
     return static_cast<size_t>(std::count(cache.begin(), cache.end(), 0xFFFF));
   };
-  if (untouched(k) + untouched(v) + written == 2 * cache_size) return true;
+  if (untouched(k) + untouched(v) + written == k.size() + v.size()) return true;
   return fprintf(stderr, "the cache is written elsewhere\n"), false;
 }
 
@@ -320,6 +283,13 @@ bool round_is_right(const char* what, int round, std::mt19937& random) {
   if (strcmp(what, "product") == 0) return product_round<Element>(round, random);
   if (strcmp(what, "packed") == 0) return packed_round(round, random);
   if (strcmp(what, "alone") == 0) return alone<Element>(random);
+  if (strcmp(what, "turned") == 0) {
+    constexpr int kRows[] = {3, 40, 20, 66};
+    const int inputs = round % 4 < 2 ? between(random, 33, 45) : between(random, 1, round % 4 == 2 ? 8 : 20);
+    return turned_is_right<Element>(round % 3 == 0 ? 64 : 128, kRows[round / 2 % 4] + between(random, -2, 2), 8 * inputs,
+                                    round % 8 < 6, random,
+                                    [&](const Problem<Element>& p) { multiplied(p, round % 5 == 4); });
+  }
   return norm_is_right<Element>(random) && embedding_is_right<Element>(random) && pair_is_right<Element>(random) &&
          turn_is_right<Element, 64>(random) && turn_is_right<Element, 128>(random);
 }

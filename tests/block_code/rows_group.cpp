@@ -2,13 +2,13 @@
 //
 //     rows_group cut END INPUTS OUTPUTS...
 //     rows_group dots COUNT SEED
-//     rows_group random|sizes ROUNDS SEED [--drop BARRIER | --no-wait NAME | --parity NAME | --no-multiply-wait NAME |
+//     rows_group random|turned|sizes ROUNDS SEED [--drop BARRIER | --no-wait NAME | --parity NAME | --no-multiply-wait NAME |
 //                                          --no-publish NAME | --no-await NAME | --no-arrival NAME | --early-end block]
 //
-// random: odd sizes, all ends, with and without splits. sizes: every row count's kernel, and the kernel of few rows beside
+// random: odd sizes, all ends but the next, with and without splits. turned: heads that turn, likewise. sizes: every row count's kernel, and the kernel of few rows beside
 // it. Exit status: 0 right, 3 wrong, 4 divergent or stuck, 7 … 10 what the machine says.
 #include "../../csrc/algorithms/rows_group_product.h"
-#include "row_problems.h"
+#include "turn_problems.h"
 #include "warpgroup_machine.h"
 
 using namespace gsd;
@@ -81,6 +81,11 @@ bool sizes_agree(std::mt19937& random) {
 
 template <class Element>
 bool round_is_right(const char* what, int round, std::mt19937& random) {
+  if (strcmp(what, "turned") == 0) {
+    return turned_is_right<Element>(round % 2 == 0 ? 128 : 64, between(random, 33, 64),
+                                    8 * (round / 2 % 2 == 0 ? between(random, 33, 45) : between(random, 1, 20)), false, random,
+                                    [&](const Problem<Element>& p) { multiplied(p, 1 + round / 2 % 2, round % 3 < 2); });
+  }
   return strcmp(what, "sizes") == 0 ? sizes_agree<Element>(random) : random_round<Element>(round, random);
 }
 

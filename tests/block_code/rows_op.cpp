@@ -14,6 +14,7 @@
 #include <numeric>
 #include <random>
 
+#include "../../csrc/algorithms/path_end.h"
 #include "../../csrc/algorithms/rows_group_product.h"
 #include "../../csrc/algorithms/rows_product.h"
 #include "../../csrc/algorithms/rows_turn.h"
@@ -84,10 +85,15 @@ struct BlockLaunches {
     if (group && a.grouped()) {
       return a.group_rows() == 64 ? grouped<64>(a) : a.group_rows() == 128 ? grouped<128>(a) : grouped<256>(a);
     }
+    if (a.wide_heads()) {
+      return a.tile_rows() == 32 ? product<ProductBlock<Element, 32, kWideOutputs>>(a, kWideOutputs)
+                                 : product<ProductBlock<Element, kMostTileRows, kWideOutputs>>(a, kWideOutputs);
+    }
     if (a.tile_rows() == 16) return product<16>(a);
     if (a.tile_rows() == 32) return product<32>(a);
-    if (!a.packed()) wide = !wide;
-    return wide && !a.packed() ? product<ProductBlock<Element, kMostTileRows, kWideOutputs>>(a, kWideOutputs)
+    const bool either = !a.packed() && a.end != RowsEnd::kTurn;
+    if (either) wide = !wide;
+    return wide && either ? product<ProductBlock<Element, kMostTileRows, kWideOutputs>>(a, kWideOutputs)
                                : product<kMostTileRows>(a);
   }
   int turn(const RowsTurn& a) const {
@@ -113,9 +119,9 @@ struct BlockLaunches {
   int attend(const PathAttentionArgs& a, const PathAttentionSizes& s) const {
     s.query_rows() <= 16 ? attend_prefix<kHeadDim, 1>(a, s) : attend_prefix<kHeadDim, 4>(a, s);
     using End = PathEnd<Element, kHeadDim>;
-    const int heads = s.batch * s.kv_heads, parts = (s.group + End::Tiles::kRows - 1) / End::Tiles::kRows;
-    return run_blocks(End::kWarps, s.rows * heads * parts, End::Tiles::kArenaBytes, [&](FiberMachine& m, int block) {
-      End::run(m, a, s, block % s.rows, block / s.rows % heads, block / s.rows / heads);
+    const int blocks = End::blocks(s);
+    return run_blocks(End::kWarps, blocks * s.batch * s.kv_heads, End::kArenaBytes, [&](FiberMachine& m, int block) {
+      End::run(m, a, s, block % blocks, block / blocks);
     });
   }
   template <int kHeadDim, int kWarps>

@@ -285,6 +285,10 @@ class GroupMachine {
     if (!awaited) stop(kMisused, "released before it waited", "a launch");
   }
 
+  float inverse_root(float x) const { return 1.0f / std::sqrt(x); }
+  float times(float a, float b) const { return a * b; }
+  float fma(float a, float b, float c) const { return std::fma(a, b, c); }
+  void load(const float* at, float (&values)[2]) const { memcpy(values, at, sizeof values); }
   float exp2(float x) const { return std::exp2(x); }
   float divide(float a, float b) const { return a / b; }
 
@@ -322,7 +326,7 @@ struct GroupLaunch {
     const int tiles = cut.output_blocks * ((a.rows + rows - 1) / rows);
     blocks = cut.splits > 1 ? tiles * cut.splits : min_int(tiles, multiprocessors);
     sources[0] = {a.x, a.rows, a.inputs, rows};
-    const int box = a.end == RowsEnd::kGate ? 8 : outputs / 2;
+    const int box = a.end == RowsEnd::kGate || a.end == RowsEnd::kTurn ? 8 : outputs / 2;
     for (int i = 0; i < a.count; i++) sources[1 + i] = {a.matrices[i].weight, a.matrices[i].outputs, a.inputs, box};
   }
 };

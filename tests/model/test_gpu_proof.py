@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import random
+import re
 
 import pytest
 import torch
@@ -281,7 +282,20 @@ def test_what_breaks_off_is_no_answer(error, reason, monkeypatch):
                 patched.setattr(cuda, "is_measured", lambda device, found=measured: found)
                 assert gpu_proof.why_not(CPU, torch.bfloat16, 64, fused.ways()) == said
     made = given(monkeypatch, figures())
-    assert proved() == figures() and made == [KIND]
+    if reason is not None:
+        with pytest.raises(gpu_proof.UnprovedError, match=re.escape(reason)):
+            proved()
+        assert not made, "the process tried once, and a session's begin does not try again"
+        gpu_proof._known.clear()
+    assert proved() == figures() and made == [KIND], "another process tries"
+
+
+def test_what_broke_off_is_tried_again_where_that_is_asked(monkeypatch):
+    monkeypatch.setattr(gpu_proof, "prove", broken_off)
+    with pytest.raises(gpu_proof.UnprovedError, match="full"):
+        proved()
+    made = given(monkeypatch, figures())
+    assert proved(again=True) == proved() == figures() and made == [KIND]
 
 
 def test_a_gpu_that_fails_is_remembered(monkeypatch):
@@ -292,6 +306,10 @@ def test_a_gpu_that_fails_is_remembered(monkeypatch):
     gpu_proof._known.clear()
     made = given(monkeypatch, figures())
     assert "the GPU failed while" in proved().error and not made
+
+
+def broken_off(*_):
+    raise gpu_proof.UnprovedError("full")
 
 
 def dies():

@@ -1,4 +1,4 @@
-"""The CUDA C++ decoder: at most ten launches a layer, which a CUDA graph can hold."""
+"""The CUDA C++ decoder: at most nine launches a layer, which a CUDA graph can hold."""
 
 from __future__ import annotations
 

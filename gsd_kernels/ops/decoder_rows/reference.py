@@ -56,7 +56,7 @@ def decoder_rows(
         states: numbers of layers, from 0, whose input is returned; the number of layers: what leaves the norm behind
             them, of every row.
         spoiled: float32 [B, R], gets NaN at rows with a key or value that is not finite, and stays as it is at others;
-            see :func:`~gsd_kernels.write_kv`.
+            see :func:`~gsd_kernels.write_kv`. The CUDA operator's logits of a row whose mark is NaN are NaN.
 
     Returns:
         Logits [B, keep, V], float32, and by the compiled operators rounded to the weights' dtype; what the output

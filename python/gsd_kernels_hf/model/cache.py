@@ -275,9 +275,16 @@ class GraphCache(RowsCache):
         finally:
             self._positions, self.tree = {}, None
 
-    def new_marks(self, count: int, device: torch.device) -> Tensor | None:
-        """Zeros [B, count] that get NaN at rows with a key or value that is not finite; ``None``: nobody asks."""
-        return None if self.marks is None else torch.zeros(len(self.marks), count, dtype=torch.float32, device=device)
+    def new_marks(self, count: int, device: torch.device, *, of_texts: bool = False) -> Tensor | None:
+        """Zeros [B, count] that get NaN at rows with a key or value that is not finite; ``None``: nobody asks.
+
+        ``of_texts``: the texts' own marks, and not zeros.
+        """
+        if self.marks is None:
+            return None
+        if of_texts:
+            return self.marks.to(device)[:, None].repeat(1, count)
+        return torch.zeros(len(self.marks), count, dtype=torch.float32, device=device)
 
     def spoiled_on(self, device: torch.device) -> Tensor | None:
         """Marks of the rows being forwarded [B, R], of all layers on a device."""
@@ -294,16 +301,19 @@ class GraphCache(RowsCache):
             spoiled = spoiled.masked_fill(self.padding.to(spoiled.device) == 0, 0.0)
         self.marks += spoiled.sum(1).to(self.marks.device)
 
-    def marked(self, logits: Tensor, spoiled: Tensor | None = None) -> Tensor:
+    def marked(self, logits: Tensor, spoiled: Tensor | None = None, *, already: bool = False) -> Tensor:
         """Logits [B, R, V] of the last rows that were forwarded, NaN where transformers' are.
 
         Those of rows with a key or value that is not finite, which are stored finite, and of all rows of a text with
         one in its prompt. ``spoiled``: marks [B, R or more] of the rows; by default what their layers found.
+        ``already``: they were marked where they were computed.
         """
         if self.marks is None:
             return logits
         if spoiled is not None:
             self._spoiled = {spoiled.device: spoiled}
+        if already:
+            return logits
         marks = self.marks.to(logits.device)[:, None]  # [B, 1], then [B, R]
         for part in self._spoiled.values():
             marks = marks + part[:, -logits.shape[1] :].to(logits.device)

@@ -60,6 +60,8 @@ STATE_STEPS, PROVED_BLOCK = 2, 4
 """Steps of a proof of recurrent layers, and tokens between two states in it: rows read the second one."""
 PROMPT_ROWS = 128
 """Of a prompt at a time, all sequences together: what they need stays in a CPU's second cache."""
+GROUP_PROMPT_ROWS = 256
+"""The same on a GPU where groups of warps multiply, which read weights once for so many."""
 
 
 def switch() -> str:
@@ -329,7 +331,9 @@ class FusedRows(RowModel):
         """Read as :meth:`RowModel.read` does, ``chunk`` tokens at most at once. Padding is where ``kv_start`` says."""
         (batch, length), device = input_ids.shape, self.device
         input_ids = input_ids.to(device)
-        most = min(chunk or PROMPT_ROWS, max(1, PROMPT_ROWS // batch))
+        grouped = self.operator == "cuda" and not self.weights.packing[0] and cuda.selected(device) == "wgmma"
+        rows = GROUP_PROMPT_ROWS if grouped else PROMPT_ROWS
+        most = min(chunk or rows, max(1, rows // batch))
         if length > self.cache.capacity:
             raise ValueError(f"cache: full, {length} positions needed and {self.cache.capacity} allocated")
         for begin in range(self.reused, length, most):
@@ -368,10 +372,11 @@ class FusedRows(RowModel):
         tree: RowTree | None,
     ) -> Tensor:
         """Forward rows as they were fed; see :meth:`RowModel.forward`."""
-        spoiled = self.cache.new_marks(fed.ids.shape[1], self.device)  # [B, R]
+        marks = self.operator == "cuda"  # it marks logits itself, by the marks that it is given
+        spoiled = self.cache.new_marks(fed.ids.shape[1], self.device, of_texts=marks)  # [B, R]
         rows = fed.ids, fed.positions, fed.places, ancestor_mask, node_depths.to(torch.int32), kv_len
         logits = self._forward(*rows, keep=keep, spoiled=spoiled)  # [B, keep, V]
-        return logits if spoiled is None else self.cache.marked(logits, spoiled)
+        return logits if spoiled is None else self.cache.marked(logits, spoiled, already=marks)
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """Nothing: the operator was compiled ahead, for sizes known at run time."""

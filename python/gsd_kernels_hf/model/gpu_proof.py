@@ -241,7 +241,8 @@ def kept(kind: Kind, document: Document) -> Proof | None:
 
 
 BEGUN = {"begun": True}
-_known: dict[tuple[Path, Kind], Proof] = {}
+_known: dict[tuple[Path, Kind], Proof | str] = {}
+"""Of this process: proofs, and why there is none. An error itself would keep what it was raised with."""
 _lock = threading.Lock()
 
 
@@ -254,6 +255,8 @@ def proof_of(
     backend: str = "auto",
 ) -> Proof:
     """The proof of a kind on a GPU: known, kept, or made now. Processes that ask at once wait for one.
+
+    Where there is no answer, a process does not look for one again unless it is asked to: every text would wait for it.
 
     Args:
         kind: of the operator.
@@ -271,8 +274,14 @@ def proof_of(
         if again or known not in _known:
             with locked(document.path.with_suffix(".lock"), WAIT_SECONDS):
                 found = None if again else kept(kind, document)
-                _known[known] = found or _made(kind, device, ways, document, backend)
-        return _known[known]
+                try:
+                    _known[known] = found or _made(kind, device, ways, document, backend)
+                except UnprovedError as error:
+                    _known[known] = str(error)
+        proof = _known[known]
+    if isinstance(proof, str):
+        raise UnprovedError(proof)
+    return proof
 
 
 def _made(
