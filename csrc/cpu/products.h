@@ -41,9 +41,10 @@ struct RowKernel {
 
 // Products of few rows with packed weights of the model's bfloat16, decoded in registers, by Kind; null: by strips. As
 // `multiply` in weights.h; false, and all is to be done by strips, where groups or numbers beside them are of unusual sizes.
+typedef bool (*Unpack)(const void* packed, int64_t rows, const Weights& w, int64_t begin, int64_t end, float* out,
+                       int64_t out_stride);
 struct UnpackingProducts {
-  bool (*of[kKinds])(const void* packed, int64_t rows, const Weights& w, int64_t begin, int64_t end, float* out,
-                     int64_t out_stride);
+  Unpack of[kKinds];
   int64_t most_rows;  // with more a strip is decoded once for all
 };
 

@@ -13,9 +13,10 @@ namespace {
 
 constexpr int kLanes = 16;
 #include "products_tile.h"
-#include "decode.h"
+#include "plain.h"
 #include "decode_ymm.h"
 #include "decode_vectors.h"
+#include "decode.h"
 
 struct Avx2 {
   typedef float Seen;

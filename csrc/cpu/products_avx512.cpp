@@ -1,7 +1,7 @@
 // Products with AVX-512: thirty-two registers of sixteen floats.
 #include "../algorithms/elements.h"
 #include "instructions.h"
-#include "products.h"
+#include "row_forms.h"
 
 namespace gsd {
 
@@ -11,19 +11,20 @@ namespace {
 
 constexpr int kLanes = 16;
 #include "products_tile.h"
-#include "decode.h"
+#include "plain.h"
 #include "decode_zmm.h"
 #include "decode_vectors.h"
+#include "decode.h"
 #include "products_zmm.h"
 #include "units.h"
 #include "unpacking.h"
 
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kBfloat16 = kernel_of<PairedBfloat16>(),
                     kFloat16 = kernel_of<Float16>();
-#define GSD_OF(Kind) unpacking_of<Unpacking<PairedBfloat16, UnitOf<Kind>>>
+#define GSD_UNPACKED(F) unpacking_unless<has_codes(form_of(Kind::k##F)), PairedBfloat16, F>()
 constexpr IsaKernels kKernels{
     "avx512", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS,
-    {GSD_BY_KIND(GSD_OF), 5}, &kAvx512Integers};
+    {{nullptr, nullptr, nullptr, GSD_FORMATS(GSD_UNPACKED)}, 5}, &kAvx512Integers};
 
 }  // namespace
 GSD_END_TARGET

@@ -3,7 +3,7 @@
 
 #include "../algorithms/elements.h"
 #include "instructions.h"
-#include "products.h"
+#include "row_forms.h"
 
 namespace gsd {
 
@@ -13,10 +13,11 @@ namespace {
 
 constexpr int kLanes = 16;
 #include "products_tile.h"
-#include "decode.h"
+#include "plain.h"
 #define GSD_ROUNDS_BFLOAT16
 #include "decode_zmm.h"
 #include "decode_vectors.h"
+#include "decode.h"
 #include "products_zmm.h"
 #include "units.h"
 #include "unpacking.h"
@@ -146,10 +147,10 @@ void weighted_pairs(const float* weights, int64_t weights_stride, int64_t rows, 
 
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kFloat16 = kernel_of<Float16>();
 constexpr RowKernel kBfloat16{1, kOutputs, row_bytes_of<Dots>, pack_of<Dots>, products_of<Dots>, weighted_pairs};
-#define GSD_OF(Kind) unpacking_of<Unpacking<Dots, UnitOf<Kind>>>
+#define GSD_UNPACKED(F) unpacking_unless<has_codes(form_of(Kind::k##F)), Dots, F>()
 constexpr IsaKernels kKernels{
     "avx512_bf16", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS,
-    {GSD_BY_KIND(GSD_OF), 5}, &kVnniIntegers};
+    {{nullptr, nullptr, nullptr, GSD_FORMATS(GSD_UNPACKED)}, 5}, &kVnniIntegers};
 
 }  // namespace
 GSD_END_TARGET

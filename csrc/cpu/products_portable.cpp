@@ -9,6 +9,27 @@ namespace gsd {
 namespace {
 
 #include "products_tile.h"
+#include "plain.h"
+
+typedef Plain Machine;
+template <class F, class To, bool>
+struct Strip {
+  template <class N>
+  struct Held {
+    N numbers;
+    int step;
+  };
+  template <class N>
+  GSD_TILE Held<N> hold(const N& numbers, int step) {
+    return {numbers, step};
+  }
+  template <class N>
+  GSD_TILE void put(const Held<N>& held, const Plain::Codes& codes, typename To::Stored* to) {
+    float values[32];
+    plain_values<F>(codes, held.numbers, held.step, values);
+    To::store(values, 32, to);
+  }
+};
 #include "decode.h"
 
 struct Generic {
@@ -51,27 +72,14 @@ struct Scalars : Generic {
   typedef typename E::Stored Stored;
   GSD_TILE void widen_part(const Stored* from, int n, Floats& to) {
     float wide[kLanes] = {};
-    for (int i = 0; i < n; i++) wide[i] = E::widen_one(from[i]);
+    for (int i = 0; i < n; i++) wide[i] = E::widen(from[i]);
     load(wide, to);
   }
   GSD_TILE void widen(const Stored* from, Floats& to) { widen_part(from, kLanes, to); }
   GSD_TILE void widen_lanes(const Stored* from, int part, Floats& to) { widen_part(from, part, to); }
 };
 
-struct One32 {
-  typedef float Stored;
-  GSD_TILE float widen_one(float x) { return x; }
-};
-struct OneBfloat16 {
-  typedef uint16_t Stored;
-  GSD_TILE float widen_one(uint16_t x) { return Bfloat16::widen(x); }
-};
-struct OneHalf {
-  typedef uint16_t Stored;
-  GSD_TILE float widen_one(uint16_t x) { return Half::widen(x); }
-};
-
-struct Rounding : Scalars<OneBfloat16> {  // as the levels do that multiply in bfloat16
+struct Rounding : Scalars<PlainBfloat16> {  // as the levels do that multiply in bfloat16
   GSD_TILE void arrange(const float* from, float* to) {
     for (int i = 0; i < kLanes; i++) to[i] = Bfloat16::widen(Bfloat16::round(from[i]));
   }
@@ -80,8 +88,8 @@ struct Rounding : Scalars<OneBfloat16> {  // as the levels do that multiply in b
 }  // namespace
 
 const IsaKernels* portable_kernels() {
-  static const RowKernel float32 = kernel_of<Scalars<One32>>(), bfloat16 = kernel_of<Rounding>(),
-                         float16 = kernel_of<Scalars<OneHalf>>();
+  static const RowKernel float32 = kernel_of<Scalars<PlainFloat32>>(), bfloat16 = kernel_of<Rounding>(),
+                         float16 = kernel_of<Scalars<PlainFloat16>>();
   static const IsaKernels kernels{
       "portable", {float32, bfloat16, float16}, {float32, bfloat16, float16}, GSD_DECODERS, {}, &kPortableIntegers};
   return &kernels;
