@@ -41,33 +41,6 @@ void decode_packed(const void* row, const float* scales, int64_t groups, int64_t
   }
 }
 
-template <class Number, class To>
-void decode_floats(const void* row, const float*, int64_t, int64_t inputs, void* out) {
-  const typename Number::Stored* from = static_cast<const typename Number::Stored*>(row);
-  typename To::Stored* to = static_cast<typename To::Stored*>(out);
-  for (int64_t i = 0; i < inputs; i += 32) {
-    float values[32];
-    const int n = static_cast<int>(fewer(32, inputs - i));
-    for (int j = 0; j < n; j++) values[j] = Number::widen(from[i + j]);
-    To::store(values, n, to + i);
-  }
-}
-struct PlainFloat32 {
-  typedef float Stored;
-  GSD_TILE float widen(float x) { return x; }
-};
-struct PlainBfloat16 {
-  typedef uint16_t Stored;
-  GSD_TILE float widen(uint16_t bits) { return Bfloat16::widen(bits); }
-};
-struct PlainFloat16 {
-  typedef uint16_t Stored;
-  GSD_TILE float widen(uint16_t bits) { return Half::widen(bits); }
-};
-
 // By Kind and Element.
-#define GSD_OF_ELEMENTS(decode, From) {decode<From, ToFloat32>, decode<From, ToBfloat16>, decode<From, ToFloat16>}
-#define GSD_DECODER(F) GSD_OF_ELEMENTS(decode_packed, F)
-#define GSD_DECODERS                                                                                     \
-  {{GSD_OF_ELEMENTS(decode_floats, PlainFloat32), GSD_OF_ELEMENTS(decode_floats, PlainBfloat16),         \
-    GSD_OF_ELEMENTS(decode_floats, PlainFloat16), GSD_FORMATS(GSD_DECODER)}}
+#define GSD_DECODER(F) {decode_packed<F, ToFloat32>, decode_packed<F, ToBfloat16>, decode_packed<F, ToFloat16>}
+#define GSD_DECODERS {{GSD_FLOATS(kFloat32), GSD_FLOATS(kBfloat16), GSD_FLOATS(kFloat16), GSD_FORMATS(GSD_DECODER)}}

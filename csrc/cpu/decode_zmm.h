@@ -76,14 +76,14 @@ struct Registers {
   }
 };
 
-// Words of bfloat16 as Bfloat16::round gives them.
-GSD_TILE __m256i bfloat16_words(__m512 x) {
+// Bfloat16 as Bfloat16::round gives it: in the high halves, over rests; in words.
+GSD_TILE __m512i rounded_bits(__m512 x) {
   const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  const __m512i both = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16));
+  return _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
 }
+GSD_TILE __m256i bfloat16_words(__m512 x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(x), 16)); }
 GSD_TILE __m512i joined(__m256i first, __m256i second) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
 }

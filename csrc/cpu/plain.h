@@ -97,12 +97,7 @@ struct ToFloat32 {
 struct ToBfloat16 {
   typedef uint16_t Stored;
   GSD_TILE void store(const float* from, int n, Stored* to) {
-    for (int i = 0; i < n; i++) {  // as Bfloat16::round
-      uint32_t bits;
-      __builtin_memcpy(&bits, from + i, sizeof bits);
-      const uint32_t up = bits + 0x7FFFu + (bits >> 16 & 1u), nan = bits | 0x400000u;
-      to[i] = static_cast<uint16_t>(((bits & 0x7FFFFFFFu) > 0x7F800000u ? nan : up) >> 16);
-    }
+    for (int i = 0; i < n; i++) to[i] = Bfloat16::round(from[i]);
   }
 };
 struct ToFloat16 {

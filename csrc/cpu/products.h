@@ -56,7 +56,6 @@ struct IntegerProducts {
   void (*products)(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
                    int64_t end, float* out, int64_t out_stride, bool resident);
 };
-extern const IntegerProducts kPortableIntegers, kAvx2Integers, kAvx512Integers, kVnniIntegers;
 
 struct IsaKernels {
   const char* name;
@@ -64,7 +63,7 @@ struct IsaKernels {
   RowKernel small[3];  // of the cache, whose products are short
   Decoders decoders;   // of packed weights
   UnpackingProducts unpacking;
-  const IntegerProducts* integers;
+  IntegerProducts integers;
 };
 
 // What each translation unit was compiled to; null where the compiler or the architecture has no such instructions.

@@ -39,6 +39,12 @@ void pack_of(const float* x, int64_t x_stride, int64_t first, int64_t last, int6
   }
 }
 
+// What T has where weights lie as they are multiplied.
+struct Dense {
+  static constexpr int kParts = 0, kStepBytes = 0;
+  static constexpr bool kPacked = false;
+};
+
 // Four outputs: their weights, and the numbers beside them where packed weights have some, for every `size` inputs.
 template <class Stored>
 struct Columns {
@@ -275,4 +281,9 @@ void weighted_of(const float* weights, int64_t weights_stride, int64_t rows, con
 template <class T>
 constexpr RowKernel kernel_of() {
   return {1, kOutputs, row_bytes_of<T>, pack_of<T>, products_of<T>, weighted_of<T>};
+}
+
+template <class T>
+constexpr IntegerProducts integers_of(int offset) {
+  return {offset, row_bytes_of<T>, products_of<T>};
 }

@@ -39,6 +39,21 @@ constexpr int64_t beside(Kind kind) { return kSizes[static_cast<int>(kind)].besi
 // row, for kinds that have theirs beside them.
 typedef void (*Decode)(const void* row, const float* scales, int64_t groups, int64_t inputs, void* out);
 
+// Of floats, through float32.
+template <Element from, Element to>
+void decode_floats(const void* row, const float*, int64_t, int64_t inputs, void* out) {
+  constexpr int64_t kAtOnce = 64;
+  float values[kAtOnce];
+  for (int64_t i = 0; i < inputs; i += kAtOnce) {
+    const int64_t n = inputs - i < kAtOnce ? inputs - i : kAtOnce;
+    read_row({static_cast<const char*>(row) + i * bytes_of(from), 0, from}, 0, values, n);
+    write_row(values, static_cast<char*>(out) + i * bytes_of(to), to, n);
+  }
+}
+#define GSD_FLOATS(k)                                                                                      \
+  {decode_floats<Element::k, Element::kFloat32>, decode_floats<Element::k, Element::kBfloat16>,            \
+   decode_floats<Element::k, Element::kFloat16>}
+
 // By kind and by Element of the model.
 struct Decoders {
   Decode of[kKinds][3];
