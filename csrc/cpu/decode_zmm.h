@@ -29,26 +29,23 @@ struct Registers {
   GSD_TILE Sixteen wide_signed(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
   GSD_TILE Sixteen wide_unsigned(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)); }
 
-  // Of sixteen bytes those at `places`, two a word, shifted.
-  GSD_TILE Codes shifted_bytes(const uint8_t* from, __m512i places, __m512i shifts) {
-    const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    return _mm512_srlv_epi16(_mm512_shuffle_epi8(all, places), shifts);
-  }
+  // A shift of four-byte words, half as wide as what it is for: a neighbour's bits stand above a code then.
   GSD_TILE Codes nibbles(const uint8_t* from) {
-    const __m512i places = _mm512_set4_epi64(0x0F0F0E0E0D0D0C0C, 0x0B0B0A0A09090808, 0x0707060605050404, 0x0303020201010000);
-    constexpr int64_t kShifts = 0x0004000400040004;
-    return shifted_bytes(from, places, _mm512_set_epi64(kShifts, kShifts, kShifts, kShifts, 0, 0, 0, 0));
+    const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm512_cvtepu8_epi16(_mm256_srlv_epi32(twice, _mm256_set_epi32(4, 4, 4, 4, 0, 0, 0, 0)));
   }
   template <bool kHighFirst>
   GSD_TILE Codes half_bytes(const uint8_t* from) {
     constexpr int64_t kFours = 0x0404040404040404, kEights = 2 * kFours, kTwelves = 3 * kFours;
+    const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     const __m512i lanes = _mm512_set4_epi32(0x03030303, 0x02020202, 0x01010101, 0);
     const __m512i first = _mm512_set_epi64(kTwelves, kTwelves, kEights, kEights, kFours, kFours, 0, 0);
-    return shifted_bytes(from, _mm512_add_epi8(lanes, first), _mm512_set1_epi32(kHighFirst ? 4 : 4 << 16));
+    const __m512i bytes = _mm512_shuffle_epi8(all, _mm512_add_epi8(lanes, first));
+    return _mm512_srlv_epi16(bytes, _mm512_set1_epi32(kHighFirst ? 4 : 4 << 16));
   }
   GSD_TILE __m256i bytes_at(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
   GSD_TILE Codes either_nibbles(const uint8_t* from, int high) {
-    return _mm512_srlv_epi16(_mm512_cvtepu8_epi16(bytes_at(from)), _mm512_set1_epi16(static_cast<int16_t>(high * 4)));
+    return _mm512_cvtepu8_epi16(_mm256_srlv_epi32(bytes_at(from), _mm256_set1_epi32(4 * high)));
   }
   GSD_TILE __mmask32 bits_at(const uint8_t* from) {
     uint32_t bits;
