@@ -49,10 +49,10 @@ struct Bfloat16 {
 
   GSD_HD static float widen(uint16_t bits) { return float_from_bits(static_cast<uint32_t>(bits) << 16); }
 
+  // Without a branch, so that loops over it become vectors.
   GSD_HD static uint16_t round(float value) {
-    const uint32_t bits = float_bits(value);
-    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);
-    return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+    const uint32_t bits = float_bits(value), up = bits + 0x7FFFu + (bits >> 16 & 1u);
+    return static_cast<uint16_t>(((bits & 0x7FFFFFFFu) > 0x7F800000u ? bits | 0x400000u : up) >> 16);
   }
 };
 

@@ -8,6 +8,7 @@
 
 #include "../algorithms/elements.h"
 #include "lanes.h"
+#include "row_math.h"
 
 namespace gsd {
 namespace {
@@ -170,21 +171,9 @@ GSD_CLONES void silu_times(float* gate, const float* up, int64_t width) {
   }
 }
 
-GSD_CLONES float largest(const float* scores, int64_t padded) {
-  Eight best = negative_infinity() - Eight{}, seen;
-  EightInts nan{};
-  for (int64_t i = 0; i < padded; i += kEight) {
-    load(scores + i, seen);
-    nan |= seen != seen;
-    best = seen > best ? seen : best;
-  }
-  float top = negative_infinity();
-  bool found = false;
-  for (int lane = 0; lane < kEight; lane++) {
-    top = best[lane] > top ? best[lane] : top;
-    found |= nan[lane] != 0;
-  }
-  return found ? float_from_bits(0x7FC00000) : top;  // NaN gets through
+float largest(const float* scores, int64_t padded) {
+  const Extremes found = extremes(scores, static_cast<int>(padded));
+  return found.has_nan ? float_from_bits(0x7FC00000) : found.max;  // NaN gets through
 }
 
 GSD_CLONES float exp_row(float* scores, int64_t padded, float shift) {

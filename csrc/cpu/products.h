@@ -41,9 +41,10 @@ struct RowKernel {
 
 // Products of few rows with packed weights of the model's bfloat16, decoded in registers, by Kind; null: by strips. As
 // `multiply` in weights.h; false, and all is to be done by strips, where groups or numbers beside them are of unusual sizes.
+typedef bool (*Unpack)(const void* packed, int64_t rows, const Weights& w, int64_t begin, int64_t end, float* out,
+                       int64_t out_stride);
 struct UnpackingProducts {
-  bool (*of[kKinds])(const void* packed, int64_t rows, const Weights& w, int64_t begin, int64_t end, float* out,
-                     int64_t out_stride);
+  Unpack of[kKinds];
   int64_t most_rows;  // with more a strip is decoded once for all
 };
 
@@ -55,7 +56,6 @@ struct IntegerProducts {
   void (*products)(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
                    int64_t end, float* out, int64_t out_stride, bool resident);
 };
-extern const IntegerProducts kPortableIntegers, kAvx2Integers, kAvx512Integers, kVnniIntegers;
 
 struct IsaKernels {
   const char* name;
@@ -63,7 +63,7 @@ struct IsaKernels {
   RowKernel small[3];  // of the cache, whose products are short
   Decoders decoders;   // of packed weights
   UnpackingProducts unpacking;
-  const IntegerProducts* integers;
+  IntegerProducts integers;
 };
 
 // What each translation unit was compiled to; null where the compiler or the architecture has no such instructions.

@@ -3,20 +3,21 @@
 
 #include "../algorithms/elements.h"
 #include "instructions.h"
-#include "products.h"
+#include "row_forms.h"
 
 namespace gsd {
 
 #if GSD_X86
-GSD_BEGIN_TARGET("avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")
+GSD_BEGIN_TARGET("avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni,avx2,fma,f16c")
 namespace {
 
 constexpr int kLanes = 16;
 #include "products_tile.h"
-#include "decode.h"
+#include "plain.h"
 #define GSD_ROUNDS_BFLOAT16
 #include "decode_zmm.h"
 #include "decode_vectors.h"
+#include "decode.h"
 #include "products_zmm.h"
 #include "units.h"
 #include "unpacking.h"
@@ -38,9 +39,7 @@ struct Dots : Avx512 {
     sum = _mm512_dpbf16_ps(sum, (__m512bh)row, (__m512bh)weights);
   }
   GSD_TILE void arrange(const float* from, uint16_t* to) {
-    const __m512i low = rounded_words(from), high = rounded_words(from + 16);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(low, 16)));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 16), _mm512_cvtepi32_epi16(_mm512_srli_epi32(high, 16)));
+    _mm512_storeu_si512(to, joined(bfloat16_words(_mm512_loadu_ps(from)), bfloat16_words(_mm512_loadu_ps(from + 16))));
   }
 };
 
@@ -144,12 +143,24 @@ void weighted_pairs(const float* weights, int64_t weights_stride, int64_t rows, 
   }
 }
 
+// Four products an instruction and word, of bytes with a sign by bytes without: 128 is added to the weights.
+struct Codes : IntegerSums {
+  static constexpr int kStep = 64;
+  GSD_TILE __m512i without_sign(__m512i bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)); }
+  GSD_TILE void see(const int8_t* from, Row& row) { row = _mm512_loadu_si512(from); }
+  GSD_TILE void widen(const int8_t* from, Weights& to) { to = without_sign(_mm512_loadu_si512(from)); }
+  GSD_TILE void widen_part(const int8_t* from, int n, Weights& to) {
+    to = without_sign(_mm512_maskz_loadu_epi8((uint64_t{1} << n) - 1, from));
+  }
+  GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) { sum = _mm512_dpbusd_epi32(sum, weights, row); }
+};
+
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kFloat16 = kernel_of<Float16>();
 constexpr RowKernel kBfloat16{1, kOutputs, row_bytes_of<Dots>, pack_of<Dots>, products_of<Dots>, weighted_pairs};
-#define GSD_OF(Kind) unpacking_of<Unpacking<Dots, UnitOf<Kind>>>
+#define GSD_UNPACKED(F) unpacking_unless<has_codes(form_of(Kind::k##F)), Dots, F>()
 constexpr IsaKernels kKernels{
     "avx512_bf16", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS,
-    {GSD_BY_KIND(GSD_OF), 5}, &kVnniIntegers};
+    {{nullptr, nullptr, nullptr, GSD_FORMATS(GSD_UNPACKED)}, 5}, integers_of<Codes>(128)};
 
 }  // namespace
 GSD_END_TARGET

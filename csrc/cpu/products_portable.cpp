@@ -9,16 +9,36 @@ namespace gsd {
 namespace {
 
 #include "products_tile.h"
+#include "plain.h"
+
+typedef Plain Machine;
+template <class F, class To, bool>
+struct Strip {
+  template <class N>
+  struct Held {
+    N numbers;
+    int step;
+  };
+  template <class N>
+  GSD_TILE Held<N> hold(const N& numbers, int step) {
+    return {numbers, step};
+  }
+  template <class N>
+  GSD_TILE void put(const Held<N>& held, const Plain::Codes& codes, typename To::Stored* to) {
+    float values[32];
+    plain_values<F>(codes, held.numbers, held.step, values);
+    To::store(values, 32, to);
+  }
+};
 #include "decode.h"
 
-struct Generic {
+struct Generic : Dense {
   typedef float Seen;
   typedef Floats Weights;
   typedef Floats Row;
   typedef Floats Sum;
   typedef Floats Lanes;
-  static constexpr int kStep = kLanes, kRows = 1, kVectors = 1, kTall = 1, kParts = 0, kStepBytes = 0;
-  static constexpr bool kPacked = false;
+  static constexpr int kStep = kLanes, kRows = 1, kVectors = 1, kTall = 1;
 
   GSD_TILE void clear(Sum& sum) { sum = Floats{}; }
   GSD_TILE void see(const float* from, Row& row) { load(from, row); }
@@ -46,44 +66,54 @@ struct Generic {
   GSD_TILE void add_lanes(const Lanes& value, float weight, Lanes& sum) { sum += value * weight; }
 };
 
-template <class E>
+template <class Element, float (*kWiden)(Element)>
 struct Scalars : Generic {
-  typedef typename E::Stored Stored;
+  typedef Element Stored;
   GSD_TILE void widen_part(const Stored* from, int n, Floats& to) {
     float wide[kLanes] = {};
-    for (int i = 0; i < n; i++) wide[i] = E::widen_one(from[i]);
+    for (int i = 0; i < n; i++) wide[i] = kWiden(from[i]);
     load(wide, to);
   }
   GSD_TILE void widen(const Stored* from, Floats& to) { widen_part(from, kLanes, to); }
   GSD_TILE void widen_lanes(const Stored* from, int part, Floats& to) { widen_part(from, part, to); }
 };
 
-struct One32 {
-  typedef float Stored;
-  GSD_TILE float widen_one(float x) { return x; }
-};
-struct OneBfloat16 {
-  typedef uint16_t Stored;
-  GSD_TILE float widen_one(uint16_t x) { return Bfloat16::widen(x); }
-};
-struct OneHalf {
-  typedef uint16_t Stored;
-  GSD_TILE float widen_one(uint16_t x) { return Half::widen(x); }
-};
-
-struct Rounding : Scalars<OneBfloat16> {  // as the levels do that multiply in bfloat16
+struct Rounding : Scalars<uint16_t, Bfloat16::widen> {  // as the levels do that multiply in bfloat16
   GSD_TILE void arrange(const float* from, float* to) {
     for (int i = 0; i < kLanes; i++) to[i] = Bfloat16::widen(Bfloat16::round(from[i]));
   }
 };
 
+// Codes of int8: sums are exact, so all levels have the same bits; what they leave in `out` are words of 32 bits.
+struct Codes : Dense {
+  typedef int8_t Stored;
+  typedef int8_t Seen;
+  static constexpr int kStep = 16, kRows = 1;
+  struct Weights {
+    int8_t of[kStep];
+  };
+  typedef Weights Row;
+  typedef int32_t Sum;
+  GSD_TILE void clear(Sum& sum) { sum = 0; }
+  GSD_TILE void see(const int8_t* from, Row& row) { memcpy(row.of, from, kStep); }
+  GSD_TILE void widen(const int8_t* from, Weights& to) { see(from, to); }
+  GSD_TILE void widen_part(const int8_t* from, int n, Weights& to) {
+    to = {};
+    memcpy(to.of, from, static_cast<size_t>(n));
+  }
+  GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) {
+    for (int i = 0; i < kStep; i++) sum += row.of[i] * weights.of[i];
+  }
+  GSD_TILE void sums(const Sum x[kOutputs], float* out) { memcpy(out, x, kOutputs * sizeof(Sum)); }
+};
+
 }  // namespace
 
 const IsaKernels* portable_kernels() {
-  static const RowKernel float32 = kernel_of<Scalars<One32>>(), bfloat16 = kernel_of<Rounding>(),
-                         float16 = kernel_of<Scalars<OneHalf>>();
+  static const RowKernel float32 = kernel_of<Scalars<float, Plain::same>>(), bfloat16 = kernel_of<Rounding>(),
+                         float16 = kernel_of<Scalars<uint16_t, Half::widen>>();
   static const IsaKernels kernels{
-      "portable", {float32, bfloat16, float16}, {float32, bfloat16, float16}, GSD_DECODERS, {}, &kPortableIntegers};
+      "portable", {float32, bfloat16, float16}, {float32, bfloat16, float16}, GSD_DECODERS, {}, integers_of<Codes>(0)};
   return &kernels;
 }
 

@@ -4,11 +4,10 @@
 GSD_TILE void keep_in_register(__m512& x) { asm("" : "+v"(x)); }
 GSD_TILE void keep_in_register(__m512i& x) { asm("" : "+v"(x)); }
 
-struct Avx512 {
+struct Avx512 : Dense {
   typedef __m512 Sum;
   typedef __m512 Lanes;
-  static constexpr int kRows = 6, kVectors = 4, kTall = 4, kParts = 0, kStepBytes = 0;
-  static constexpr bool kPacked = false;
+  static constexpr int kRows = 6, kVectors = 4, kTall = 4;
 
   GSD_TILE void clear(Sum& sum) { sum = _mm512_setzero_ps(); }
 
@@ -46,16 +45,6 @@ GSD_TILE __m512i part_of_line(const uint16_t* from, int n) {
   return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), from);
 }
 
-GSD_TILE __m512i rounded_words(const float* from) {  // bfloat16 in the high halves, to the nearest, as Bfloat16::round
-  const __m512i bits = _mm512_loadu_si512(from);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-  const __mmask16 nan = _mm512_cmpgt_epu32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF)),
-                                                _mm512_set1_epi32(0x7F800000));
-  const __m512i both = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
-  return _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)));
-}
-
 struct Float32 : Avx512 {
   typedef float Stored;
   typedef float Seen;
@@ -75,21 +64,14 @@ struct Float32 : Avx512 {
   GSD_TILE void widen_lanes(const float* from, int part, Lanes& to) { load_lanes(from, part, to); }
 };
 
-struct Float16 : Avx512 {
+struct Float16 : Float32 {
   typedef uint16_t Stored;
-  typedef float Seen;
-  typedef __m512 Weights;
-  typedef __m512 Row;
-  static constexpr int kStep = 16;
-  GSD_TILE void see(const float* from, Row& row) { row = _mm512_loadu_ps(from); }
   GSD_TILE void widen(const uint16_t* from, Weights& to) {
     to = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
   GSD_TILE void widen_part(const uint16_t* from, int n, Weights& to) {
     to = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), from));
   }
-  GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) { sum = _mm512_fmadd_ps(row, weights, sum); }
-  GSD_TILE void arrange(const float* from, float* to) { _mm512_storeu_ps(to, _mm512_loadu_ps(from)); }
   GSD_TILE void widen_lanes(const uint16_t* from, int part, Lanes& to) {
     if (part == kLanes) widen(from, to);
     else widen_part(from, part, to);
@@ -122,12 +104,33 @@ struct PairedBfloat16 : Avx512 {
     sum = _mm512_fmadd_ps(row.second, weights.second, sum);
   }
   GSD_TILE void arrange(const float* from, float* to) {
-    const __m512 low = _mm512_castsi512_ps(rounded_words(from)), high = _mm512_castsi512_ps(rounded_words(from + 16));
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+    const __m512 low = _mm512_castsi512_ps(_mm512_and_si512(rounded_bits(_mm512_loadu_ps(from)), upper));
+    const __m512 high = _mm512_castsi512_ps(_mm512_and_si512(rounded_bits(_mm512_loadu_ps(from + 16)), upper));
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, even, high));
     _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(low, _mm512_add_epi32(even, _mm512_set1_epi32(1)), high));
   }
   GSD_TILE void widen_lanes(const uint16_t* from, int part, Lanes& to) {
     to = _mm512_castsi512_ps(_mm512_slli_epi32(wide_words(from, part), 16));
+  }
+};
+
+// Codes of int8, by any instruction.
+struct IntegerSums : Dense {
+  static constexpr int kRows = 6;
+  typedef int8_t Stored;
+  typedef int8_t Seen;
+  typedef __m512i Weights;
+  typedef __m512i Row;
+  typedef __m512i Sum;
+  GSD_TILE void clear(Sum& sum) { sum = _mm512_setzero_si512(); }
+  GSD_TILE void sums(const Sum x[kOutputs], float* out) {
+    const __m512i first = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+    const __m512i second = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
+    const __m512i both = _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
+                     _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
   }
 };

@@ -20,15 +20,10 @@ static_assert(sizeof(Beside) <= kFree);
 
 constexpr float kShift = 12582912.0f;  // 1.5 · 2²³: the last bit of a sum with it is one
 
+GSD_INLINE float rounded_bfloat16(float x) { return Bfloat16::widen(Bfloat16::round(x)); }
 float rounded(float x, Element element) {
-  if (element == Element::kBfloat16) return Bfloat16::widen(Bfloat16::round(x));
+  if (element == Element::kBfloat16) return rounded_bfloat16(x);
   return element == Element::kFloat16 ? Half::widen(Half::round(x)) : x;
-}
-
-// The same for bfloat16, without a branch, so that loops over it become vectors.
-GSD_INLINE float rounded_bfloat16(float x) {
-  const uint32_t bits = float_bits(x), up = bits + 0x7FFFu + (bits >> 16 & 1u);
-  return float_from_bits(((bits & 0x7FFFFFFFu) > 0x7F800000u ? bits | 0x400000u : up) & 0xFFFF0000u);
 }
 
 // To float16: infinite from 65520 on, and below its normal numbers by a sum with ¾, whose last bit is 2⁻²⁴.
@@ -93,7 +88,7 @@ RowScale vectorwise_scale(float most) { return {most, most > 0.0f && most < INFI
 
 void pack_codes(const IsaKernels& level, Element element, RowForm form, const float* x, int64_t x_stride, int64_t first,
                 int64_t last, int64_t k, void* packed) {
-  const int64_t bytes = level.integers->row_bytes(k);
+  const int64_t bytes = level.integers.row_bytes(k);
   std::vector<float> row(static_cast<size_t>(k));
   for (int64_t r = first; r < last; r++) {
     int8_t* to = static_cast<int8_t*>(packed) + r * bytes;
@@ -170,7 +165,7 @@ GSD_CLONES void finish_vectorwise(float* out, int64_t n, int32_t taken, float by
 }  // namespace
 
 int64_t packed_row_bytes(const IsaKernels& level, Element element, RowForm form, int64_t k) {
-  return has_codes(form) ? level.integers->row_bytes(k) : level.large[static_cast<int>(element)].row_bytes(k);
+  return has_codes(form) ? level.integers.row_bytes(k) : level.large[static_cast<int>(element)].row_bytes(k);
 }
 
 void pack_rows(const IsaKernels& level, Element element, RowForm form, const float* x, int64_t x_stride, int64_t first,
@@ -191,7 +186,7 @@ void multiply_codes(const IsaKernels& level, Element element, const Weights& w, 
                     int64_t begin, int64_t end, float* out, int64_t out_stride) {
   constexpr decltype(&finish_float32) kFinish[] = {finish_float32, finish_bfloat16, finish_float16};
   const auto of_row = form_of(w.kind) == RowForm::kVectorwise ? finish_vectorwise : kFinish[static_cast<int>(element)];
-  const IntegerProducts& integers = *level.integers;
+  const IntegerProducts& integers = level.integers;
   const int64_t bytes = integers.row_bytes(w.inputs);
   integers.products(packed, rows, w.inputs, w.data + begin * w.row_bytes, w.row_bytes, 0, end - begin, out, out_stride,
                     false);

@@ -2,7 +2,7 @@
 // the tiles before them are multiplied. Sums have the order of products_amx.cpp.
 #include "../algorithms/elements.h"
 #include "instructions.h"
-#include "products.h"
+#include "row_forms.h"
 
 namespace gsd {
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kLanes = 16;
 #include "products_tile.h"
-#include "decode.h"
+#include "plain.h"
 #define GSD_ROUNDS_BFLOAT16
 #include "decode_zmm.h"
 #include "decode_vectors.h"
@@ -29,7 +29,7 @@ struct Decoded {
 };
 
 template <class Unit>
-struct Strip {
+struct Decoding {
   Four columns[kQuads];
   typename Unit::Read read;
   typename Unit::Held held[2];
@@ -80,26 +80,27 @@ struct Place {
   int quad;
 };
 
-template <class Unit, bool Both>
+template <class F, bool Both>
 bool strips_of(const uint16_t* x, int64_t rows, const Weights& w, int64_t begin, int64_t end, float* out,
                int64_t out_stride) {
+  typedef UnitOf<F> Unit;
   HardTiles tiles;
-  Strip<Unit> strip;
+  Decoding<Unit> strip;
   alignas(64) float sums[kTile * kTile];
-  const int64_t k = w.inputs, numbers = w.groups * Unit::kBeside, block_size = k * kRowBlock;
+  const int64_t k = w.inputs, numbers = w.groups * F::kBeside, block_size = k * kRowBlock;
   const uint8_t* from = reinterpret_cast<const uint8_t*>(w.data);
   const char* ahead = w.data + begin * w.row_bytes;
   const char *touched = ahead, *at_end = w.data + end * w.row_bytes;
   for (int64_t n = begin; n < end; n += kWide) {
     const int outputs = static_cast<int>(fewer(kWide, end - n)), quads = (outputs + kOutputs - 1) / kOutputs;
-    if (!are_normal<Unit>(w, n, n + outputs)) return false;
+    if (!are_normal<F>(w, n, n + outputs)) return false;
     for (int quad = 0; quad < quads; quad++) {
       for (int j = 0; j < kOutputs; j++) {
         const int64_t output = fewer(n + quad * kOutputs + j, end - 1);
         strip.columns[quad].weights[j] = from + output * w.row_bytes;
         strip.columns[quad].beside[j] = w.scales + output * numbers;
       }
-      strip.columns[quad].size = Unit::kBeside > 0 ? k / w.groups : k;
+      strip.columns[quad].size = F::kBeside > 0 ? k / w.groups : k;
     }
     tiles.clear();
     const char* next = w.data + (n + kWide) * w.row_bytes;  // what follows is asked for meanwhile
@@ -160,17 +161,22 @@ bool strips_of(const uint16_t* x, int64_t rows, const Weights& w, int64_t begin,
 }
 
 // As UnpackingProducts has them.
-template <class Unit>
+template <class F>
 bool unpacking_of(const void* packed, int64_t rows, const Weights& w, int64_t begin, int64_t end, float* out,
                   int64_t out_stride) {
-  if (!has_units<Unit>(w)) return false;
+  if (!has_units<F>(w)) return false;
   const uint16_t* x = static_cast<const uint16_t*>(packed);
-  if (rows <= kRowBlock) return strips_of<Unit, false>(x, rows, w, begin, end, out, out_stride);
-  return strips_of<Unit, true>(x, rows, w, begin, end, out, out_stride);
+  if (rows <= kRowBlock) return strips_of<F, false>(x, rows, w, begin, end, out, out_stride);
+  return strips_of<F, true>(x, rows, w, begin, end, out, out_stride);
 }
 
-#define GSD_OF(Kind) unpacking_of<UnitOf<Kind>>
-constexpr UnpackingProducts kUnpacking{GSD_BY_KIND(GSD_OF), 2 * kRowBlock};
+template <bool kCodes, class F>
+constexpr Unpack unpacking_unless() {
+  if constexpr (kCodes) return nullptr;
+  else return unpacking_of<F>;
+}
+#define GSD_UNPACKED(F) unpacking_unless<has_codes(form_of(Kind::k##F)), F>()
+constexpr UnpackingProducts kUnpacking{{nullptr, nullptr, nullptr, GSD_FORMATS(GSD_UNPACKED)}, 2 * kRowBlock};
 
 }  // namespace
 GSD_END_TARGET

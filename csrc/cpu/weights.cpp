@@ -12,14 +12,6 @@ namespace {
 constexpr int64_t kStripBytes = 24 << 10;  // of decoded weights: they stay in the nearest cache beside a few rows
 constexpr int64_t kLine = 64;
 
-struct Block {
-  int64_t weights, bytes;
-};
-constexpr Block kBlocks[kKinds] = {{1, 4},    {1, 2},    {1, 2},     {32, 18},   {32, 20},   {32, 22},  {32, 24},
-                                   {32, 34},  {32, 18},  {32, 17},   {256, 144}, {256, 176}, {256, 210}, {1, 1},
-                                   {1, 1},    {2, 1},    {2, 1},     {2, 1},     {2, 1},   {1, 1},
-                                   {1, 1},    {1, 1}};
-
 // Of the asking thread, on a cache line; it keeps its size.
 char* strip_of(int64_t bytes) {
   static thread_local std::vector<char> storage;
@@ -33,9 +25,6 @@ void decode_row(const Weights& w, int64_t n, void* to) {
 }
 
 }  // namespace
-
-int64_t block_weights(Kind kind) { return kBlocks[static_cast<int>(kind)].weights; }
-int64_t block_bytes(Kind kind) { return kBlocks[static_cast<int>(kind)].bytes; }
 
 void multiply(const IsaKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
               int64_t begin, int64_t end, float* out, int64_t out_stride) {

@@ -13,26 +13,46 @@ namespace gsd {
 
 struct IsaKernels;
 
-// The formats. Their numbers are those of gsd_kernels/ops/packed/kinds.py.
-enum class Kind : int {
-  kFloat32, kBfloat16, kFloat16,                        // as the model's dtype: dense
-  kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kIQ4_NL, kMXFP4,   // blocks of 32, as GGUF has them
-  kQ4_K, kQ5_K, kQ6_K,                                  // of 256
-  kInt8, kUint8,                                        // a byte a weight; what scales it lies beside the rows
-  kInt4, kInt4Offset, kNF4, kFP4,                       // half a byte
-  kInt8Dynamic, kInt8Rounded, kInt8Vectorwise,          // as kInt8, for rows that are rounded first: see row_forms.h
-  kCount
-};
+namespace formats {
+#define GSD_FORMAT static inline
+#include "../algorithms/weight_formats.h"
+#undef GSD_FORMAT
+}  // namespace formats
+
+// Floats of a model's dtypes, then the formats. Their numbers are those of gsd_kernels/ops/packed/kinds.py.
+#define GSD_KIND(F) k##F
+enum class Kind : int { kFloat32, kBfloat16, kFloat16, GSD_FORMATS(GSD_KIND), kCount };
 constexpr int kKinds = static_cast<int>(Kind::kCount);
 
-// Floats beside the rows for a group of inputs: none, a scale, or a scale and a zero point or offset.
-constexpr int64_t beside(Kind kind) {
-  return kind < Kind::kInt8 ? 0 : kind == Kind::kUint8 || kind == Kind::kInt4 || kind == Kind::kInt4Offset ? 2 : 1;
-}
+// Weights of a block and its bytes, 1 weight where there are no blocks. Floats beside the rows for a group of inputs: none, a
+// scale, or a scale and a zero point or offset.
+struct FormatSizes {
+  int64_t weights, bytes, beside;
+};
+#define GSD_SIZES(F) {formats::F::kWeights, formats::F::kBytes, formats::F::kBeside}
+constexpr FormatSizes kSizes[kKinds] = {{1, 4, 0}, {1, 2, 0}, {1, 2, 0}, GSD_FORMATS(GSD_SIZES)};
+constexpr int64_t block_weights(Kind kind) { return kSizes[static_cast<int>(kind)].weights; }
+constexpr int64_t block_bytes(Kind kind) { return kSizes[static_cast<int>(kind)].bytes; }
+constexpr int64_t beside(Kind kind) { return kSizes[static_cast<int>(kind)].beside; }
 
 // One row of `inputs` weights from where it lies into the model's dtype. scales: float32 [groups, beside(kind)], of this
 // row, for kinds that have theirs beside them.
 typedef void (*Decode)(const void* row, const float* scales, int64_t groups, int64_t inputs, void* out);
+
+// Of floats, through float32.
+template <Element from, Element to>
+void decode_floats(const void* row, const float*, int64_t, int64_t inputs, void* out) {
+  constexpr int64_t kAtOnce = 64;
+  float values[kAtOnce];
+  for (int64_t i = 0; i < inputs; i += kAtOnce) {
+    const int64_t n = inputs - i < kAtOnce ? inputs - i : kAtOnce;
+    read_row({static_cast<const char*>(row) + i * bytes_of(from), 0, from}, 0, values, n);
+    write_row(values, static_cast<char*>(out) + i * bytes_of(to), to, n);
+  }
+}
+#define GSD_FLOATS(k)                                                                                      \
+  {decode_floats<Element::k, Element::kFloat32>, decode_floats<Element::k, Element::kBfloat16>,            \
+   decode_floats<Element::k, Element::kFloat16>}
 
 // By kind and by Element of the model.
 struct Decoders {
@@ -47,10 +67,6 @@ struct Weights {
   const float* scales;  // [outputs, groups, beside(kind)], or null
   int64_t groups;
 };
-
-// Weights of a block, and its bytes; 1 weight where there are no blocks.
-int64_t block_weights(Kind kind);
-int64_t block_bytes(Kind kind);
 
 // out[r, n − begin] = Σ_k x[r, k] · w[n, k] for the outputs begin … end − 1 of packed rows, in the form of w's kind.
 void multiply(const IsaKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,

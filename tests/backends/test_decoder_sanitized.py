@@ -19,7 +19,7 @@ UNITS = (
             "model_math",
             "instruction_sets",
             "products_portable",
-            "products_integers",
+            "row_math",
             "row_forms",
         )
     ),

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kinds import BY_NAME, CODE_KINDS, ROUNDING_KINDS, Kind
+from .kinds import CODE_KINDS, Kind
 
-SIGNED = (BY_NAME["int8"], *ROUNDING_KINDS)
 MOST_CODES = (1 << 31) // (128 * 128) - 1
 """Inputs whose products of codes fit into 32 bits."""
 
@@ -38,7 +37,7 @@ class PackedMatrix:
 
     def __post_init__(self) -> None:
         width = self.kind.row_bytes(self.inputs)
-        dtype = torch.int8 if self.kind in SIGNED else torch.uint8
+        dtype = torch.int8 if self.kind.signed else torch.uint8
         if self.data.dtype != dtype:
             raise TypeError(f"data: {self.kind.name} lies in {dtype}, got {self.data.dtype}")
         if self.data.dim() != 2 or self.data.shape[1] != width or not self.data.is_contiguous():

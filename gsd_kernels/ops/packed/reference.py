@@ -19,7 +19,6 @@ NF4 = (
 )
 """Quantiles of a normal distribution (arXiv 2305.14314); these and FP4 as bitsandbytes has them."""
 FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
-HIGH_FIRST = ("nf4", "fp4")
 
 
 def unpack_rows(matrix: PackedMatrix, rows: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -39,7 +38,7 @@ def unpack_rows(matrix: PackedMatrix, rows: Tensor | None = None, dtype: torch.d
     if rows is not None:
         data, scales = data[rows], None if scales is None else scales[rows]
     if scales is not None:
-        codes = data if kind.weights == 1 else halves.split(data, high_first=kind.name in HIGH_FIRST)
+        codes = data if kind.weights == 1 else halves.split(data, high_first=kind.high_first)
         groups = scales.shape[1]
         wide = GROUPS[kind.name](codes.unflatten(1, (groups, -1)), scales.view(len(data), groups, 1, -1))
     else:
@@ -184,5 +183,5 @@ GROUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 """Codes [n, groups, inputs / groups] and the numbers beside them [n, groups, 1, 1 or 2] → weights, as the codes."""
 BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
-    function.__name__: function for function in (q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k)
+    f.__name__: f for f in (q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k)
 }

@@ -25,11 +25,6 @@ from .facts import Facts, fact
 from .identity import parts_of
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-HALVES = {  # bytes of a block that hold float16 numbers
-    **dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl"), slice(0, 2)),
-    **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), slice(0, 4)),
-    "q6_k": slice(208, 210),
-}
 SINKS = "sinks"  # −∞ is a sink that takes nothing
 
 
@@ -93,7 +88,7 @@ def weights_of(facts: Facts) -> Iterator[tuple[str, nn.Module, Tensor]]:
             named += [("weight", tensor) for tensor in stored.tensors]
         for name, tensor in named:
             for part in parts_of(tensor):
-                usable = part.dtype in FLOATS or (name == "packed" and module.kind.name in HALVES)
+                usable = part.dtype in FLOATS or (name == "packed" and module.kind.halves)
                 if usable and part.numel() and not part.is_meta and id(part) not in seen:
                     seen.add(id(part))
                     yield f"{prefix}.{name}" if prefix else name, module, part
@@ -104,8 +99,8 @@ def numbers_in(module: nn.Module, tensor: Tensor) -> Tensor:
     if tensor.dtype in FLOATS:
         return tensor.detach()
     assert isinstance(module, Packed)
-    blocks = tensor.unflatten(1, (-1, module.kind.bytes))
-    return blocks[..., HALVES[module.kind.name]].contiguous().view(torch.float16).flatten(1)
+    blocks, halves = tensor.unflatten(1, (-1, module.kind.bytes)), module.kind.halves
+    return blocks[..., halves[0] : halves[-1] + 2].contiguous().view(torch.float16).flatten(1)
 
 
 @torch.no_grad()

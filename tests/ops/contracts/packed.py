@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 
 from gsd_kernels.ops.packed import KINDS, Kind, PackedMatrix
-from gsd_kernels.ops.packed.matrix import SIGNED
-
-HALVES = {"q6_k": (208,), "mxfp4": (), "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2)}
-"""Bytes of a block at which a float16 scale or minimum lies; 0 where a kind is not listed."""
 
 
 def packed_matrix(kind: Kind, outputs: int, inputs: int, seed: int = 0, *, groups: int | None = None) -> PackedMatrix:
@@ -23,10 +19,10 @@ def packed_matrix(kind: Kind, outputs: int, inputs: int, seed: int = 0, *, group
         if kind.beside == 2:
             second = torch.randint(0, 16, scales.shape, generator=gen) * (scales if kind.name == "int4_offset" else 1.0)
             scales = torch.stack([scales, second], -1)
-        return PackedMatrix(kind, data.view(torch.int8) if kind in SIGNED else data, inputs, scales)
+        return PackedMatrix(kind, data.view(torch.int8) if kind.signed else data, inputs, scales)
     shape = (outputs, inputs // kind.weights, kind.bytes)
     blocks = torch.randint(0, 256, shape, generator=gen, dtype=torch.uint8)
-    for at in HALVES.get(kind.name, (0,)):
+    for at in kind.halves:
         scale = (torch.rand(shape[:2], generator=gen) + 0.1) * (0.02 if kind.weights == 32 else 0.0001)
         blocks[..., at : at + 2] = scale.half()[..., None].view(torch.uint8)
     if kind.name == "mxfp4":
