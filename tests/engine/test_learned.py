@@ -216,6 +216,7 @@ HOSTILE = {
     "NaN weights": ("weights", lambda t: t * torch.nan, "weights that none has"),
     "infinite weights": ("weights", lambda t: t + torch.inf, "weights that none has"),
     "NaN probabilities": ("log_probs", lambda t: t * torch.nan, "probabilities that none has"),
+    "a probability of zero": ("log_probs", lambda t: t - torch.inf, "probabilities that none has"),
     "probabilities above 1": ("log_probs", lambda t: t * 0 + 1, "probabilities that none has"),
     "tokens beyond the vocabulary": ("tokens", lambda t: t + 1000, "tokens outside the vocabulary"),
     "negative tokens": ("tokens", lambda t: t - 1000, "tokens outside the vocabulary"),
@@ -258,18 +259,24 @@ ELSEWHERE = {
     "a newer version": ({"version": "99"}, "newer than"),
     "no number": ({"seen": "many"}, "damaged"),
     "another format": ({"format": "else"}, "was not written by gsd-kernels learn"),
+    "no fingerprint": ({"fingerprint": None}, "damaged"),
+    "no vocabulary": ({"vocab_size": None}, "damaged"),
+    "no version": ({"version": None}, "damaged"),
+    "a number below zero": ({"seen": "-1"}, "damaged"),
 }
 
 
-@pytest.mark.parametrize("name", [*ELSEWHERE, "noise", "empty", "folder", "too large"])
+@pytest.mark.parametrize("name", [*ELSEWHERE, "noise", "empty", "folder", "too large", "too many contexts"])
 def test_a_file_of_something_else_is_refused(once, tmp_path, name, monkeypatch):
     (file, print_), place, match = once, tmp_path / "else.safetensors", "."
     if name in ELSEWHERE:
         changes, match = ELSEWHERE[name]
-        save_file(load_file(file), place, metadata=metadata(file) | changes)
-    elif name == "too large":
+        about = {name: value for name, value in (metadata(file) | changes).items() if value is not None}
+        save_file(load_file(file), place, metadata=about)
+    elif name.startswith("too"):
         place.write_bytes(file.read_bytes())
-        monkeypatch.setattr("gsd_kernels_hf.sources.learned.MOST_BYTES", 100)
+        most, match = ("MOST_BYTES", "bytes") if name == "too large" else ("MOST_CONTEXTS", "[0-9]+ contexts")
+        monkeypatch.setattr(f"gsd_kernels_hf.sources.learned.{most}", 3)
     elif name == "folder":
         place.mkdir()
     else:

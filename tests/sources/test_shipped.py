@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
-from gsd_kernels_bench.generation.real.prompts import FILE, UNSEEN
+from gsd_kernels_bench.generation.real.prompts import FILE
 from gsd_kernels_hf import learning
 from gsd_kernels_hf.costs.pair import fingerprint
 from gsd_kernels_hf.engine.known import learned_file, learned_of
@@ -26,6 +26,7 @@ from gsd_kernels_hf.sources import shipped
 from gsd_kernels_hf.sources.learned import read_learned
 from gsd_kernels_hf.sources.shipped import FOLDER, SHIPPED, Shipped, print_of_vectors
 
+UNSEEN = FILE.parents[2] / "prompts" / "unseen.json"  # prompts of the same kinds on which nothing was chosen
 NAME = "tiny-instruct"
 ASKED = prompts(1, 9, vocab=61)["input_ids"]
 CALL = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}

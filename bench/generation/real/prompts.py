@@ -13,8 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from ..pairs import Prompt
 
 FILE = Path(__file__).resolve().parent / "prompts.json"
-UNSEEN = Path(__file__).resolve().parents[2] / "prompts" / "unseen.json"
-"""Prompts of the same kinds on which nothing was chosen."""
 PARQUET = ".parquet"
 OWN = "own"  # kind of a user's prompts that name none
 TUNED_ON = 2  # of a user's prompts, where the file sets none aside
