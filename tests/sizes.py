@@ -36,7 +36,7 @@ BUDGET = {
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
     "python/gsd_kernels_hf/corpus": 8,
     "python/gsd_kernels_hf/costs": 24,
-    "python/gsd_kernels_hf/engine": 76,  # 72 before a step was queued ahead
+    "python/gsd_kernels_hf/engine": 77,  # 76 before files of the package were found too
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 169,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 65,
@@ -47,7 +47,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 32,
-    "tests": 1896,  # 1870 before drafters that read features were one operator on a GPU
+    "tests": 1899,  # 1870 before drafters that read features were one operator on a GPU
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

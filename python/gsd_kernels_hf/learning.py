@@ -129,7 +129,7 @@ def learn(
 
     The file holds a table of contexts of 1 … 3 tokens of the answers with what followed them, and weights of the
     history's mixture fitted to them: less than 1 MB for 100,000 tokens. It lies in the cache folder under the model's
-    fingerprint, where :func:`~gsd_kernels.generate` and :func:`~gsd_kernels.patch` find it on a CPU, before the one
+    fingerprint, where :func:`~gsd_kernels.generate` and :func:`~gsd_kernels.patch` find it, before the one
     that comes with this package for some models. It changes how fast a text comes, never the text. Interrupted
     (Ctrl-C), what was answered so far is kept.
 

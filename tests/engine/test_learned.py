@@ -108,7 +108,7 @@ def test_captured_steps_have_the_same_texts(target, decoding, request, monkeypat
     inputs = {"input_ids": torch.stack(ASKED[:2]), "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
     plain = gsd.generate(target, **inputs, **decoding, graph_config="plain")
     learned(target)
-    assert learned_of(target) is not None
+    assert learned_of(Facts(target)) is not None
     cuda = fake_cuda.install(monkeypatch)
     for on in (True, False):
         assert torch.equal(run(target, inputs, decoding, learned=on).sequences, plain)

@@ -20,6 +20,7 @@ from gsd_kernels_cli.app import app
 from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_hf import learning
 from gsd_kernels_hf.engine.known import learned_of
+from gsd_kernels_hf.model.facts import Facts
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 compiled = pytest.mark.skipif(
@@ -234,7 +235,7 @@ def test_a_chat_of_five_turns_with_edits(half):
 
 def test_what_comes_with_the_package_is_found_in_every_form_and_changes_no_text(full, half, caplog):
     packed, inputs = gsd.from_gguf(smollm2.gguf_path()), half.chats("What is a list in Python?")
-    assert learned_of(full.model) is not None and learned_of(packed) is not None
+    assert learned_of(Facts(full.model)) is not None and learned_of(Facts(packed)) is not None
     plain = text_of(half, inputs, max_new_tokens=40, graph_config="plain").sequences
     steps = {}
     for learned in (True, False):

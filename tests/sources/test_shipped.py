@@ -21,6 +21,7 @@ from gsd_kernels_bench.generation.real.prompts import FILE
 from gsd_kernels_hf import learning
 from gsd_kernels_hf.costs.pair import fingerprint
 from gsd_kernels_hf.engine.known import learned_file, learned_of
+from gsd_kernels_hf.model.facts import Facts
 from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.sources import shipped
 from gsd_kernels_hf.sources.learned import read_learned
@@ -92,14 +93,14 @@ def test_a_users_own_file_comes_first_and_a_damaged_one_counts_as_none(target, c
     with caplog.at_level(logging.INFO, "gsd_kernels"):
         own = gsd.learn(target, prompts=ASKED + 1, new_tokens=8, progress=False)
         assert own == learned_file(target)
-        mine = learned_of(target)
+        mine = learned_of(Facts(target))
         assert str(own) in found_in(caplog)[0] and "package" not in found_in(caplog)[0]
         own.write_bytes(b"\xff" * 300)
-        others = learned_of(target)
+        others = learned_of(Facts(target))
         assert "which cannot be used" in caplog.text and "comes with this package" in found_in(caplog)[-1]
         assert others is not None and not torch.equal(others.table.keys, mine.table.keys)
         own.unlink()
-        assert learned_of(target) is not None and learned_of(target) is learned_of(target)
+        assert learned_of(Facts(target)) is not None and learned_of(Facts(target)) is learned_of(Facts(target))
 
 
 CHANGES = {
@@ -113,13 +114,13 @@ CHANGES = {
 @torch.no_grad()
 def test_another_model_has_none(target, change):
     CHANGES[change](target)
-    assert learned_of(target) is None
+    assert learned_of(Facts(target)) is None
 
 
 def test_an_adapter_in_the_matrices_leaves_it_and_sizes_are_compared_first(target, monkeypatch):
     with torch.no_grad():
         target.model.layers[1].mlp.down_proj.weight[3:].mul_(1.01)
-    assert learned_of(target) is not None
+    assert learned_of(Facts(target)) is not None
     monkeypatch.setattr(shipped, "print_of_vectors", lambda model: pytest.fail("weights were read"))
     assert shipped.shipped_file(packed_tiny("llama", 32)) is None
 

@@ -62,5 +62,7 @@ def _known(facts: Facts, file: Path, print_: str, whose: str = "") -> Known | No
     except (OSError, ValueError) as error:
         logger.warning("ignoring %s, which cannot be used: %s", file, error)
         return None
-    logger.info("drafting with what was learned of the model: %s (%s contexts)%s", file, f"{len(learned.keys):,}", whose)
+    logger.info(
+        "drafting with what was learned of the model: %s (%s contexts)%s", file, f"{len(learned.keys):,}", whose
+    )
     return Known(learned.table(facts.device), learned.weights)
