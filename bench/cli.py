@@ -12,6 +12,7 @@ import typer
 
 from .generation import commands as generation
 from .generation.real.command import command as real
+from .generation.real.counted import command as sources
 from .gpu import commands as gpu
 from .kernels import commands as kernels
 from .scale import commands as scale
@@ -51,6 +52,7 @@ BENCHMARKS = {
     },
     "Generation": {
         "real": real,
+        "sources": sources,
         "generate": generation.generate,
     },
     "Scale": {

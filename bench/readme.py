@@ -15,8 +15,6 @@ from typing import Any
 
 from .generation.competitors import AUTO, GREEDY, PLAIN
 from .generation.real import report as real_report
-from .generation.real.names import DRAFTER, DRAFTER_ALONE, HISTORY
-from .generation.real.names import PLAIN as PLAIN_WAY
 from .gpu import table as gpu_table
 from .lib.intervals import Ratio
 from .lib.report import Report, caption, markdown, micros, speedups
@@ -26,11 +24,6 @@ from .scale import messages as scale_messages
 BLOCK = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
 ENGINES = ("openvino", "llama-cpp")
 KERNEL_CASES = ("attention", "merge", "sample", "commit")
-DRAFTS = "bfloat16-drafts"
-DRAFTS_COMMAND = (
-    "real --drafter smollm2-135m-instruct --rounds 3 "
-    f"--ways {','.join((PLAIN_WAY, HISTORY, DRAFTER_ALONE, DRAFTER))} --name real-{DRAFTS}"
-)
 
 
 class MissingResultError(Exception):
@@ -59,26 +52,18 @@ def real_all(results: Path, *kinds: str) -> str:
     return "\n\n".join(section for section in sections if section)
 
 
-def _real_runs(results: Path, *kinds: str, command: str = "real") -> list[dict[str, Any]]:
+def _real_runs(results: Path, *kinds: str) -> list[dict[str, Any]]:
     """The runs of ``bench real`` on its own model and prompts, bfloat16 first."""
     paths = (results / f"real-{kind}.json" for kind in kinds or ("bfloat16", "float32"))
     if not (runs := [_read(path) for path in paths if path.exists()]):
-        raise MissingResultError(f"`gsd-kernels bench {command}`")
+        raise MissingResultError("`gsd-kernels bench real`")
     return runs
 
 
 def equal(results: Path) -> str:
     """Texts with drafts that are those without, by engine, arithmetic and drafts, of all these runs."""
-    runs = _real_runs(results, "bfloat16", "float32", "bfloat16-file", DRAFTS)
+    runs = _real_runs(results, "bfloat16", "float32", "bfloat16-file")
     return real_report.equal_table(runs)
-
-
-def drafts(results: Path) -> str:
-    """A drafter alone, the history alone, and both."""
-    (data,) = _real_runs(results, DRAFTS, command=DRAFTS_COMMAND)
-    head = f"{real_report.what(data)}; {_place(data['environment'])}:"
-    kinds = "Tokens a second by kind of work, and tokens a step:"
-    return "\n\n".join([head, real_report.table(data), kinds, real_report.kinds_table(data)])
 
 
 def headline(results: Path) -> str:
@@ -285,7 +270,6 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "real-all": real_all,
     "real-file": lambda results: real_all(results, "bfloat16-file"),
     "equal": equal,
-    "drafts": drafts,
     "headline": headline,
     "rows": rows,
     "gpu": gpu,

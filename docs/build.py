@@ -43,7 +43,6 @@ SECTIONS = {
         "from_gguf",
         "keep_packed",
         "pack",
-        "tune",
         "GenerationStats",
         "SourceStats",
         "GraphConfig",

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
         learn,
         pack,
         patch,
-        tune,
         unpatch,
     )
 
@@ -103,7 +102,6 @@ __all__ = [
     "patch",
     "perturb_candidates",
     "sample_rows",
-    "tune",
     "unpatch",
     "verify",
     "write_kv",

@@ -150,7 +150,6 @@ class Ranks:
         found = {
             "heads": refused(generate, *odd, **fixed),
             "draft heads": refused(generate, target, load(self.folder, "odd-draft", sharded=True), **fixed),
-            "tune": refused(gsd_kernels.tune, target, draft),
             "hybrid": refused(generate, load(self.folder, HYBRID, sharded=True), draft, **fixed),
             "prompt": refused(generate, target, draft, inputs=prompts(1, PROMPT, seed=int(last)), **fixed),
             "length": refused(generate, target, draft, inputs=prompts(1, PROMPT + mine), **fixed),

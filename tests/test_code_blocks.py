@@ -45,7 +45,6 @@ OTHERS = {
 FILLED = {
     '"someone/EAGLE3-LLaMA3.1-Instruct-8B"': "eagle3",
     '"eagle3-folder"': "eagle3",
-    '"smollm2-135m-instruct"': "eagle3",
     '"folder-or-id"': "whole",
     '"HuggingFaceTB/SmolLM2-135M-Instruct"': "folder",
     "max_new_tokens=256": "max_new_tokens=12",

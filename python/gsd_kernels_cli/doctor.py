@@ -36,7 +36,7 @@ def command(
     ] = None,
     model: Annotated[
         str | None,
-        options.checkpoint_option("Load it, too, and say which drafters come with it or with this package."),
+        options.checkpoint_option("Load it, too, and say which drafters come with it."),
     ] = None,
     prove: Annotated[
         bool,
@@ -114,7 +114,7 @@ def proofs(*, again: bool = False) -> dict[str, dict[str, Any]]:
 
 
 def drafters_of(model: str) -> dict[str, str]:
-    """List what ``drafter=`` takes for a model and comes with it or with this package, and what that is.
+    """List what ``drafter=`` takes for a model and comes with it, and what that is.
 
     Raises:
         OSError, ValueError: the model cannot be loaded.
@@ -123,18 +123,13 @@ def drafters_of(model: str) -> dict[str, str]:
 
     from gsd_kernels_hf.files import model_place
     from gsd_kernels_hf.sources.mtp_files import own_heads
-    from gsd_kernels_hf.sources.shipped import drafter_of
 
     from .pair import quiet_transformers
 
     quiet_transformers()
     target = AutoModelForCausalLM.from_pretrained(model_place(model, "--model", gguf=False), dtype="auto")
-    drafters, heads, name = {}, own_heads(target), drafter_of(target)
-    if heads is not None:
-        drafters["mtp"] = f"the multi-token-prediction heads in its checkpoint ({heads} …)"
-    if name is not None:
-        drafters[name] = "the drafter that this package brings for it"
-    return drafters
+    heads = own_heads(target)
+    return {} if heads is None else {"mtp": f"the multi-token-prediction heads in its checkpoint ({heads} …)"}
 
 
 def flash_attention(gpu: bool) -> dict[str, str | None]:

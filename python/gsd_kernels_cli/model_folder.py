@@ -14,7 +14,6 @@ from gsd_kernels_hf.files import path_of, write_folder, write_text
 from gsd_kernels_hf.progress import tracked
 from gsd_kernels_hf.sources.checkpoints import INDEX, WEIGHTS, fetch
 from gsd_kernels_hf.sources.load import OWN
-from gsd_kernels_hf.sources.shipped import folder_of
 
 from .card import card_of
 
@@ -70,7 +69,7 @@ def folders_of(named: Mapping[str, str | None], draft_revision: str | None) -> d
         if option == "assistant_model":
             folders[option] = checkpoint_folder(where, option, draft_revision)
         else:
-            folders[option] = path_of(where) if option == "corpus" else fetch(folder_of(where), option)
+            folders[option] = path_of(where) if option == "corpus" else fetch(where, option)
     return folders
 
 

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from gsd_kernels_hf.files import SHIPPED_FOLDER, checkpoint_place, model_place
+from gsd_kernels_hf.files import checkpoint_place, model_place
 
 BACKENDS = ("auto", "cpu", "cuda", "triton", "reference")
 """As :data:`gsd_kernels.BACKENDS`, whose package imports torch; a test holds them together."""
@@ -105,9 +105,8 @@ FOLDERS = {"assistant_model": "draft", "drafter": "drafter", "draft_heads": "hea
 
 
 def drafter(value: str | None) -> str | None:
-    """``--drafter``: a folder, a hub id, ``mtp``, or in a clone of the repository the name of one that is there."""
-    known = ("mtp", *(folder.name for folder in SHIPPED_FOLDER.glob("*")))
-    return value if value in known else _place("--drafter", checkpoint_place)(value)
+    """``--drafter``: a folder, a hub id, or ``mtp``."""
+    return value if value == "mtp" else _place("--drafter", checkpoint_place)(value)
 
 
 def check_draft(model: str | None, draft: str | None) -> None:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .policy.row_policy import RowSettings
     from .policy.settings import Automatic
     from .policy.shape_policy import ShapeSettings
-    from .policy.tuning import StepCosts, tune
     from .records import Verified
     from .sources.base import DraftSource, Level, Prefilled, Proposal
     from .sources.corpus import Corpus
@@ -46,7 +45,6 @@ _HOMES = {
     "RowSettings": "policy.row_policy",
     "ShapeSettings": "policy.shape_policy",
     "Mtp": "sources.mtp",
-    "StepCosts": "policy.tuning",
     "OnlineLearner": "gsd_kernels_train.online",
     "Typical": "acceptance.criteria",
     "Verified": "records",
@@ -62,7 +60,6 @@ _HOMES = {
     "learn": "learning",
     "pack": "packed.pack",
     "patch": "api",
-    "tune": "policy.tuning",
     "unpatch": "api",
 }
 

@@ -34,7 +34,6 @@ from .sources.base import DraftSource
 from .sources.memory import HistoryMemory
 from .sources.mtp import Mtp
 from .sources.mtp_files import mention_heads
-from .sources.shipped import mention_drafter
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -340,8 +339,6 @@ def patch(
     loaded = {"drafter": sources.drafter, "draft_heads": sources.heads}
     if sources.every and not isinstance(sources.drafter, Mtp):
         mention_heads(inner)
-    if sources.every and sources.drafter is None:
-        mention_drafter(inner)
     if "history" in sources.options.named and sources.options.learned:
         learned_of(sources.facts)  # says what it found
     memory = HistoryMemory(properties.vocabulary(inner))

@@ -20,9 +20,6 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 """What a name on the hub looks like, ``owner/name``; the few without an owner are of no family that is served."""
 
 
-SHIPPED_FOLDER = Path(__file__).resolve().parents[2] / "bench/drafters/chat"
-"""In a clone, folders of drafters for published models, by their names; not in the wheel."""
-
 GGUF = ".gguf"
 """How the name of a file with a packed model ends."""
 

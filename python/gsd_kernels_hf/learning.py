@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -128,8 +129,9 @@ def learn(
 
     The file holds a table of contexts of 1 … 3 tokens of the answers with what followed them, and weights of the
     history's mixture fitted to them: less than 1 MB for 100,000 tokens. It lies in the cache folder under the model's
-    fingerprint, where :func:`~gsd_kernels.generate` and :func:`~gsd_kernels.patch` find it on a CPU. It changes how
-    fast a text comes, never the text. Interrupted (Ctrl-C), what was answered so far is kept.
+    fingerprint, where :func:`~gsd_kernels.generate` and :func:`~gsd_kernels.patch` find it, before the one
+    that comes with this package for some models. It changes how fast a text comes, never the text. Interrupted
+    (Ctrl-C), what was answered so far is kept.
 
     Args:
         model: as of :func:`~gsd_kernels.generate`.
@@ -147,30 +149,47 @@ def learn(
 
     Raises:
         TypeError, ValueError: the model cannot be served, nothing was answered, or an argument makes no sense.
+        OSError: the file cannot be written there.
     """
     model = properties.unwrap(model)
     validate.check_model("model", model)
     if not isinstance(new_tokens, int) or isinstance(new_tokens, bool) or new_tokens < 1:
         raise ValueError(f"new_tokens: expected an int of at least 1, got {new_tokens!r}")
-    device = properties.device_of(model)
-    asked = [_ids(p, tokenizer, device) for p in (everyday_prompts() if prompts is None else prompts)]
-    read = [_ids(text, tokenizer, device, chat=False) for text in texts]
+    asked = _encoded("prompts", everyday_prompts() if prompts is None else prompts, model, tokenizer)
+    read = _encoded("texts", texts, model, tokenizer)
     if not asked and not read:
         raise ValueError("prompts: expected at least one, or texts; leave prompts out to take those of the package")
+    place = learned_file(model) if file is None else path_of(file)
+    if place.is_dir():
+        raise ValueError(f"file: expected the name of a file to write, got the folder {place}")
+    place.parent.mkdir(parents=True, exist_ok=True)  # before the minutes that follow
     answers = Answers(read=[ids[0].tolist() for ids in read])
     _answer(model, asked, answers, new_tokens, progress)
     if not answers.seen:
         raise ValueError("prompts: the model answered none of them")
     found = learned_from(answers, properties.vocabulary(model), fingerprint(model))
-    place = learned_file(model) if file is None else path_of(file)
-    place.parent.mkdir(parents=True, exist_ok=True)
     found.save(place)
     logger.info("learned %s contexts of %s tokens: %s", f"{len(found.keys):,}", f"{found.seen:,}", place)
     return place
 
 
-def _ids(given: Prompt, tokenizer: Any, device: torch.device, *, chat: bool = True) -> Tensor:
-    """A prompt's ids int64 [1, P]."""
+def _encoded(name: str, given: Iterable[Prompt], model: PreTrainedModel, tokenizer: Any) -> list[Tensor]:
+    """The ids of all prompts, or texts, int64 [1, P] each."""
+    if isinstance(given, str) or (isinstance(given, Tensor) and given.dim() < 2):
+        raise TypeError(f"{name}: expected several, got one {type(given).__name__}; put it into a list")
+    found, vocabulary = [], properties.vocabulary(model)
+    for number, one in enumerate(given, 1):
+        ids = _ids(one, tokenizer, properties.device_of(model), chat=name == "prompts")
+        if ids.is_floating_point() or not ids.numel() or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ValueError(
+                f"{name}: number {number}: expected ids from 0 to {vocabulary - 1}, at least one, got {ids}"
+            )
+        found.append(ids.long())
+    return found
+
+
+def _ids(given: Prompt, tokenizer: Any, device: torch.device, *, chat: bool) -> Tensor:
+    """A prompt's ids int [1, P]."""
     if isinstance(given, Tensor):
         return given.reshape(1, -1).to(device)
     if tokenizer is None:
@@ -212,7 +231,10 @@ def learned_from(answers: Answers, vocab_size: int, print_: str) -> Learned:
     if len(answers.lessons) >= FEWEST_NODES:
         # What an answer teaches of the table's worth must come from a table that has not seen it.
         halves = [counted(answers.tokens[1 - half :: 2]) for half in (0, 1)]
-        weights = fitted(answers.lessons, halves, weights)
+        try:
+            weights = fitted(answers.lessons, halves, weights)
+        except KeyboardInterrupt:
+            logger.warning("learning: interrupted; the table is kept, with the weights that ship")
     return Learned(*tabled(counted([*answers.tokens, *answers.read])), weights, vocab_size, print_, answers.seen)
 
 
@@ -277,8 +299,10 @@ def fitted(lessons: Sequence[Lesson], halves: Sequence[Counts], start: Tensor) -
     at = torch.tensor([rows, columns], dtype=torch.int64, device="cpu")
     given = torch.tensor(values, dtype=torch.float64, device="cpu")
     size = (len(owners), WEIGHTS)
-    features = torch.sparse_coo_tensor(at, given, size).coalesce().to_sparse_csr()
-    turned = torch.sparse_coo_tensor(at.flip(0), given, size[::-1]).coalesce().to_sparse_csr()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse ", UserWarning)  # a beta, and its checks
+        features = torch.sparse_coo_tensor(at, given, size).coalesce().to_sparse_csr()
+        turned = torch.sparse_coo_tensor(at.flip(0), given, size[::-1]).coalesce().to_sparse_csr()
     of, at = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (owners, targets))
     return _most_likely(features, turned, of, at, start)
 

@@ -1,8 +1,8 @@
 """Files of what was learned, on disk between processes.
 
-One small JSON file for a pair: its costs, the result of :func:`~gsd_kernels.tune` if that ran, and what was learned of
-its sources under every kind of sampling. Files are replaced whole, so a reader never sees half of one; of two processes
-that write at once the later one wins. A file that cannot be read is ignored.
+One small JSON file for a pair: its costs, and what was learned of its sources under every kind of sampling. Files are
+replaced whole, so a reader never sees half of one; of two processes that write at once the later one wins. A file that
+cannot be read is ignored.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -17,13 +18,17 @@ from gsd_kernels_bench import readme
 from gsd_kernels_bench.cli import app
 from gsd_kernels_bench.generation.peers import race
 from gsd_kernels_bench.generation.real import run as real_run
+from gsd_kernels_bench.generation.real import ways
 from gsd_kernels_bench.generation.real.models import load_real
-from gsd_kernels_bench.generation.real.names import DRAFTER, DRAFTER_ALONE, HF, HF_LOOKUP, HISTORY, PLAIN
+from gsd_kernels_bench.generation.real.names import DRAFTER, DRAFTER_ALONE, HF, HF_LOOKUP, HISTORY, PLAIN, UNLEARNED
 from gsd_kernels_bench.generation.real.prompts import encoded, read_chats
 from gsd_kernels_bench.generation.real.report import RealReport
 from gsd_kernels_bench.generation.real.run import Settings
 from gsd_kernels_cli import demo
 from gsd_kernels_cli.demo.drafters import FOLDER
+from gsd_kernels_hf.costs.pair import fingerprint
+from gsd_kernels_hf.engine import known
+from gsd_kernels_hf.learning import learn
 
 NEW = 8
 PROMPTS = ("for name in names:\n    print(name)\nfor name in", "import os\nimport sys\nimport")
@@ -71,19 +76,49 @@ def test_all_ways_decode_every_prompt_from_a_cold_start(settings, tmp_path, monk
 
 
 def test_a_drafter_alone_the_history_alone_and_both(settings, tmp_path):
-    """One command makes what the page's table is made of."""
-    with pytest.raises(readme.MissingResultError, match=r"bench real --drafter .* --ways gsd-plain,gsd-history,"):
-        readme.drafts(tmp_path)
-    ways = (PLAIN, HISTORY, DRAFTER_ALONE, DRAFTER)
+    raced = (PLAIN, HISTORY, DRAFTER_ALONE, DRAFTER)
     drafter = str(FOLDER / "eagle3")
-    report = real_run.run(dataclasses.replace(settings, ways=ways, drafter=drafter))
+    report = real_run.run(dataclasses.replace(settings, ways=raced, drafter=drafter))
     rows = {row["way"]: row for row in report.summary}
     assert list(rows) == [PLAIN, HISTORY, DRAFTER_ALONE, DRAFTER]
-    for way in ways[1:]:
+    for way in raced[1:]:
         assert rows[way]["same_as_plain"] == rows[way]["compared_with_plain"] == 2, way
-    report.write(tmp_path, f"real-{readme.DRAFTS}")
-    for page, shown in ((readme.drafts, " (1."), (readme.equal, "| drafter and history | float32 | 2 of 2 |")):
-        assert shown in page(tmp_path) and "drafter alone" in page(tmp_path)
+    report.write(tmp_path, "real-float32")
+    shown = readme.equal(tmp_path)
+    assert "| drafter and history | float32 | 2 of 2 |" in shown and "drafter alone" in shown
+
+
+def test_the_history_with_what_was_learned_and_without_is_counted_and_raced(settings, tmp_path, monkeypatch):
+    """Where the package brings something of the model; rows of every step, and auto's."""
+    model, _, tokenizer = demo.load(torch.float32, "cpu")
+    asked = ("def mean(", "class Queue")
+    settings.prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
+    place = learn(model, tokenizer, prompts=asked, new_tokens=NEW, file=tmp_path / "learned", progress=False)
+    monkeypatch.setattr(known, "shipped_file", lambda model: (place, fingerprint(model)))
+    monkeypatch.setattr(ways, "shipped_file", known.shipped_file)
+    arguments = ["--model", settings.model, "--prompts", str(settings.prompts), "--dtype", "float32"]
+    arguments += ["--new-tokens", str(NEW), "--rows", "4,auto", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, ["sources", *arguments])
+    assert done.exit_code == 0, done.output
+    counts = json.loads((tmp_path / "sources-float32-prompts.json").read_text())["counts"]
+    steps = Counter()
+    for run in counts:
+        assert run["same"] and run["tokens"] == NEW
+        steps[run["way"]] += run["steps"]
+    assert list(steps) == ["plain", "4 rows", "4 rows, not learned", "auto", "auto, not learned"]
+    assert steps["plain"] == 2 * NEW and steps["4 rows"] < steps["4 rows, not learned"]
+    assert all(run["rows"] <= 4 * run["steps"] for run in counts if run["way"].startswith("4"))
+    assert f"| 4 rows | {2 * NEW / steps['4 rows']:.2f} |" in done.stdout and "| 2 of 2 |" in done.stdout
+    report = real_run.run(dataclasses.replace(settings, ways=(PLAIN, HISTORY, UNLEARNED)))
+    rows = {row["way"]: row for row in report.summary}
+    assert rows[HISTORY]["tokens_per_step"] > rows[UNLEARNED]["tokens_per_step"]
+    assert rows[UNLEARNED]["same_as_plain"] == 2
+
+
+@pytest.mark.parametrize("rows", ["1", "129", "some", "8,x"])
+def test_rows_that_no_step_has_are_refused(rows):
+    done = CliRunner().invoke(app, ["sources", "--rows", rows])
+    assert isinstance(done.exception, ValueError) and "--rows: expected numbers from 2 to 128" in str(done.exception)
 
 
 def test_later_turns_go_on_with_the_first_ways_answer(settings, tmp_path):

@@ -12,7 +12,6 @@ from sources.mtp_checkpoints import saved
 from terminal import one_line_error, run
 
 import gsd_kernels
-from gsd_kernels_hf.sources import shipped
 
 
 def test_doctor(monkeypatch):
@@ -106,24 +105,16 @@ def test_doctor_has_nothing_to_prove_without_a_gpu():
     assert result.exit_code == 1 and "nothing to prove: no GPU here can run the operator of rows" in result.stderr
 
 
-def test_doctor_on_drafters_of_a_model(tmp_path, monkeypatch):
-    """Heads in its checkpoint, and what this package brings; a model without either has none."""
+def test_doctor_on_drafters_of_a_model(tmp_path):
+    """Heads in its checkpoint; a model without has none."""
     folder = tmp_path / "mtp"
     saved("glm", folder)
     report = json.loads(run("doctor", "--model", folder, "--json").stdout)
     assert list(report["drafters"]) == ["mtp"] and "layers.2.eh_proj.weight" in report["drafters"]["mtp"]
     assert "drafters" not in json.loads(run("doctor", "--json").stdout)
-    model, name = tiny(num_hidden_layers=1, dtype=torch.float32), "tiny-instruct"
-    model.save_pretrained(tmp_path / "plain")
+    tiny(num_hidden_layers=1, dtype=torch.float32).save_pretrained(tmp_path / "plain")
     says = " ".join(run("doctor", "--model", tmp_path / "plain").stdout.split())
     assert "drafters none comes with the model" in says
-    sizes = tuple(getattr(model.config, size) for size in shipped.SIZES)
-    monkeypatch.setattr(shipped, "SHIPPED_DRAFTERS", {name: shipped.Shipped(sizes, shipped.fingerprint(model))})
-    assert shipped.drafter_of(model) is None, "an installed wheel has no drafter"
-    monkeypatch.setattr(shipped, "SHIPPED_FOLDER", tmp_path)
-    (tmp_path / name).mkdir()
-    says = " ".join(run("doctor", "--model", tmp_path / "plain").stdout.split())
-    assert f'drafters drafter="{name}" drafts with the drafter that this package brings for it; used where' in says
     assert "--model" in one_line_error(run("doctor", "--model", tmp_path / "missing"), 2)
 
 

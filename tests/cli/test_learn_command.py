@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
-from checkpoints import save_pair
+import torch
+from checkpoints import byte_tokenizer, save_pair
+from gguf_files import tiny as packed_tiny
+from gguf_files import write_gguf
+from models import tiny
 from typer.testing import CliRunner
 
+from gsd_kernels_cli import pair
 from gsd_kernels_cli.app import app
-from gsd_kernels_hf import learning
+from gsd_kernels_hf import learning, progress
 
 
 def run(*arguments):
@@ -45,3 +51,51 @@ def test_without_prompts_those_of_the_package_are_asked(target, tmp_path, monkey
 def test_a_file_that_is_not_there_is_named(target, tmp_path):
     done = run("learn", target, "--prompts", tmp_path / "none.txt")
     assert done.exit_code != 0 and "--prompts" in done.output
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "packed"])
+def test_other_families_dense_and_packed(family, tmp_path, monkeypatch):
+    """One command learns, the next ones find it and write what they wrote before."""
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
+    words, model = byte_tokenizer(), tmp_path / "model"
+    model.mkdir()
+    if family == "packed":
+        model = write_gguf(model / "m.gguf", packed_tiny("llama", vocab_size=len(words)), "llama", ["q8_0", "q4_0"])
+        monkeypatch.setattr(pair, "load_tokenizer", lambda *_, **__: words)
+    else:
+        tiny(family, vocab_size=len(words), dtype=torch.float32).save_pretrained(model)
+        words.save_pretrained(model)
+    (tmp_path / "asked.txt").write_text("one two three\nfour five\n")
+    asking = ("generate", "one two three", "--model", model, "--max-new-tokens", 16, "--no-stream")
+    before = run(*asking)
+    done = run("learn", model, "--prompts", tmp_path / "asked.txt", "--max-new-tokens", 16)
+    assert before.exit_code == done.exit_code == 0, done.output
+    assert [file.name in done.stdout for file in (tmp_path / "cache").glob("learned-*")] == [True]
+    after = run(*asking)
+    assert after.stdout == before.stdout and "which cannot be used" not in after.stderr
+
+
+def test_an_interrupt_keeps_what_is_there_and_progress_is_told(target, tmp_path, monkeypatch, caplog):
+    answer, calls = learning.generate, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return answer(*args, **kwargs)
+
+    monkeypatch.setattr(learning, "generate", interrupted)
+    monkeypatch.setattr(progress, "WAIT_SECONDS", 0.0)
+    (tmp_path / "asked.txt").write_text("one\ntwo\nthree\nfour\n")
+    done = run("learn", target, "--prompts", tmp_path / "asked.txt", "--max-new-tokens", 12)
+    assert done.exit_code == 0 and "interrupted after 2 of 4 prompts; what is there is kept" in caplog.text
+    assert "learning: 1 of 4 prompts, 12 tokens" in done.stderr
+    (file,) = (tmp_path / "cache").glob("learned-*")
+    assert str(file) in done.stdout
+
+
+def test_a_folder_is_no_file_to_write(target, tmp_path):
+    done = run("learn", target, "-o", tmp_path)
+    assert done.exit_code == 2 and f"error: file: expected the name of a file to write, got the folder {tmp_path}" in (
+        done.stderr
+    )

@@ -53,7 +53,6 @@ def kept(pair, tmp_path_factory) -> tuple[str, bytes]:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("sound")
         patch.setenv("GSD_KERNELS_CACHE", str(folder))
-        gsd.tune(*pair)
         decoded(pair)
         (file,) = folder.glob("pair-*.json")
         return file.name, file.read_bytes()
@@ -112,8 +111,6 @@ def section(whole: bytes, begin: str) -> tuple[dict, str]:
         ("costs", ("steps",), -8),
         ("learned", ("acceptance", "accepted"), {"model": [-10.0, -10.0], "lookup": [-16.0, -16.0]}),
         ("learned", ("acceptance", "hits", "model", 0, 0), 0.0),
-        ("tuned", ("target", "1"), float("nan")),
-        ("tuned", ("target", "1"), -1.0),
         ("costs", ("names", 0), "a" * store.MAX_BYTES),
     ],
 )
@@ -122,8 +119,6 @@ def test_numbers_that_none_has_are_ignored_with_one_line(begin, way, value, pair
     place.write_text(json.dumps(replaced(data, ("sections", name, *way), value)))
     with caplog.at_level(logging.WARNING, logger="gsd_kernels"):
         assert torch.equal(decoded(pair), plain)
-        if begin == "tuned":
-            gsd.tune(*pair)
     assert len(caplog.records) == 1 and str(place) in caplog.text
     caplog.clear()
     assert torch.equal(decoded(pair), plain) and not caplog.records  # what was written since is whole

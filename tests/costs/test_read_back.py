@@ -19,7 +19,6 @@ from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.costs.model import PLAIN, CostModel
 from gsd_kernels_hf.policy.row_policy import RowExperience, RowPolicy
 from gsd_kernels_hf.policy.shape_policy import ShapeExperience, ShapePolicy
-from gsd_kernels_hf.policy.tuning import StepCosts
 from gsd_kernels_hf.store import MAX_BYTES, Document
 
 REFUSED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # what a section is ignored for
@@ -142,29 +141,6 @@ def test_a_covariance_whose_digits_were_left_out_is_none_the_less_one():
 def test_counts_that_no_text_brings_are_refused(written, part, way, value):
     with pytest.raises(ValueError):
         fresh(part).load(replaced(written[part], way, value))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"target": {"1": math.nan}},
-        {"target": {"1": math.inf}},
-        {"target": {"1": 1e9}},
-        {"target": {"1": -1.0}},
-        {"target": {"0": 1.0}},
-        {"target": {"-1": 1.0}},
-        {"target": {"9" * 5000: 1.0}},
-        {"target": {"1": "1"}},
-        {"target": {}},
-        {"draft": {"plain": True}},
-        {"about": 3},
-    ],
-)
-def test_measured_seconds_that_are_none_are_refused(damage):
-    whole = {"target": {"1": 0.1, "8": 0.2}, "draft": {"plain": 0.01}, "about": {}}
-    assert StepCosts.of(whole) == StepCosts({1: 0.1, 8: 0.2}, {"plain": 0.01}, {})
-    with pytest.raises(ValueError):
-        StepCosts.of({**whole, **damage})
 
 
 def test_a_file_larger_than_memory_is_one_line(tmp_path, monkeypatch, caplog):

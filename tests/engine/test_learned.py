@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import fake_cuda
 import pytest
 import torch
 from gguf_files import tiny as packed_tiny
@@ -46,6 +47,8 @@ def run(model, inputs, decoding, **options):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_it_is_found_makes_texts_faster_and_changes_none(target, decoding, batch, caplog):
     inputs = {"input_ids": torch.stack(ASKED[:batch]), "attention_mask": torch.ones(batch, 9, dtype=torch.int64)}
+    for number in range(batch):  # of a batch some are padded
+        inputs["attention_mask"][number, :number] = 0
     before = run(target, inputs, decoding)
     plain = gsd.generate(target, **inputs, **decoding, graph_config="plain")
     with caplog.at_level(logging.INFO, "gsd_kernels"):
@@ -100,6 +103,18 @@ def test_other_families_dense_and_packed(family, monkeypatch, tmp_path):
     assert torch.equal(after.sequences, plain) and after.stats.steps < before
 
 
+@pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_captured_steps_have_the_same_texts(target, decoding, request, monkeypatch):
+    inputs = {"input_ids": torch.stack(ASKED[:2]), "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
+    plain = gsd.generate(target, **inputs, **decoding, graph_config="plain")
+    learned(target)
+    assert learned_of(Facts(target)) is not None
+    cuda = fake_cuda.install(monkeypatch)
+    for on in (True, False):
+        assert torch.equal(run(target, inputs, decoding, learned=on).sequences, plain)
+    assert cuda.counts["replays"] > 4
+
+
 def test_prompts_are_texts_chats_and_ids_and_texts_are_read_beside(target, tmp_path):
     given = ["first words", [{"role": "user", "content": "second words"}], ASKED[0]]
     file = tmp_path / "own.safetensors"
@@ -133,6 +148,17 @@ def test_interrupted_it_keeps_what_is_there(target, monkeypatch, caplog):
     assert not file.exists(), "nothing was answered"
 
 
+def test_interrupted_while_it_fits_it_keeps_the_table(target, monkeypatch, caplog):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(learning, "FEWEST_NODES", 1)
+    monkeypatch.setattr(learning, "fitted", interrupted)
+    found = read_learned(learned(target), fingerprint=learning.fingerprint(target), vocab_size=97)
+    assert len(found.keys) > 0 and torch.equal(found.weights, learning.weights_of(learning.PRIOR))
+    assert "the table is kept" in caplog.text
+
+
 def test_a_mixture_is_fitted_to_many_nodes_and_predicts_them_better(target, monkeypatch):
     monkeypatch.setattr(learning, "FEWEST_NODES", 60)
     kept = []
@@ -162,11 +188,26 @@ fit = learning.fitted
         ({"new_tokens": 0}, "new_tokens: expected an int of at least 1, got 0"),
         ({"prompts": ["words"]}, "tokenizer: prompts and texts that are no ids need the model's"),
         ({"prompts": []}, "prompts: expected at least one, or texts"),
+        ({"prompts": "words"}, "prompts: expected several, got one str; put it into a list"),
+        ({"texts": torch.arange(5)}, "texts: expected several, got one Tensor; put it into a list"),
+        (
+            {"texts": [torch.arange(5), torch.arange(95, 98)]},
+            "texts: number 2: expected ids from 0 to 96, at least one",
+        ),
+        ({"prompts": [torch.tensor([-1, 4])]}, "prompts: number 1: expected ids from 0 to 96"),
+        (
+            {"prompts": [torch.empty(0, dtype=torch.int64)]},
+            "prompts: number 1: expected ids from 0 to 96, at least one",
+        ),
+        ({"prompts": [torch.rand(3)]}, "prompts: number 1: expected ids"),
+        ({"file": "."}, "file: expected the name of a file to write, got the folder"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(target, wrong, match):
-    with pytest.raises(ValueError, match=match):
+def test_arguments_that_make_no_sense_are_refused_before_anything_is_answered(target, wrong, match, monkeypatch):
+    monkeypatch.setattr(learning, "_answer", lambda *_: pytest.fail("answered"))
+    with pytest.raises((ValueError, TypeError), match=match):
         gsd.learn(target, **{"prompts": ASKED, "progress": False} | wrong)
+    assert not learned_file(target).exists()
 
 
 HOSTILE = {
@@ -175,6 +216,7 @@ HOSTILE = {
     "NaN weights": ("weights", lambda t: t * torch.nan, "weights that none has"),
     "infinite weights": ("weights", lambda t: t + torch.inf, "weights that none has"),
     "NaN probabilities": ("log_probs", lambda t: t * torch.nan, "probabilities that none has"),
+    "a probability of zero": ("log_probs", lambda t: t - torch.inf, "probabilities that none has"),
     "probabilities above 1": ("log_probs", lambda t: t * 0 + 1, "probabilities that none has"),
     "tokens beyond the vocabulary": ("tokens", lambda t: t + 1000, "tokens outside the vocabulary"),
     "negative tokens": ("tokens", lambda t: t - 1000, "tokens outside the vocabulary"),
@@ -217,18 +259,24 @@ ELSEWHERE = {
     "a newer version": ({"version": "99"}, "newer than"),
     "no number": ({"seen": "many"}, "damaged"),
     "another format": ({"format": "else"}, "was not written by gsd-kernels learn"),
+    "no fingerprint": ({"fingerprint": None}, "damaged"),
+    "no vocabulary": ({"vocab_size": None}, "damaged"),
+    "no version": ({"version": None}, "damaged"),
+    "a number below zero": ({"seen": "-1"}, "damaged"),
 }
 
 
-@pytest.mark.parametrize("name", [*ELSEWHERE, "noise", "empty", "folder", "too large"])
+@pytest.mark.parametrize("name", [*ELSEWHERE, "noise", "empty", "folder", "too large", "too many contexts"])
 def test_a_file_of_something_else_is_refused(once, tmp_path, name, monkeypatch):
     (file, print_), place, match = once, tmp_path / "else.safetensors", "."
     if name in ELSEWHERE:
         changes, match = ELSEWHERE[name]
-        save_file(load_file(file), place, metadata=metadata(file) | changes)
-    elif name == "too large":
+        about = {name: value for name, value in (metadata(file) | changes).items() if value is not None}
+        save_file(load_file(file), place, metadata=about)
+    elif name.startswith("too"):
         place.write_bytes(file.read_bytes())
-        monkeypatch.setattr("gsd_kernels_hf.sources.learned.MOST_BYTES", 100)
+        most, match = ("MOST_BYTES", "bytes") if name == "too large" else ("MOST_CONTEXTS", "[0-9]+ contexts")
+        monkeypatch.setattr(f"gsd_kernels_hf.sources.learned.{most}", 3)
     elif name == "folder":
         place.mkdir()
     else:

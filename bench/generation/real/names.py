@@ -11,7 +11,8 @@ HF, HF_LOOKUP, HF_ASSISTED = "transformers", "transformers-lookup", "transformer
 PLAIN, HISTORY, DRAFT = "gsd-plain", "gsd-history", "gsd-draft"
 DRAFTER_ALONE, DRAFTER = "gsd-drafter-alone", "gsd-drafter"
 PACKED, PACKED_HISTORY = "gsd-packed", "gsd-packed-history"
-OURS = (PLAIN, HISTORY, PACKED, PACKED_HISTORY, DRAFT, DRAFTER_ALONE, DRAFTER)
+UNLEARNED, PACKED_UNLEARNED = "gsd-unlearned", "gsd-packed-unlearned"
+OURS = (PLAIN, HISTORY, UNLEARNED, PACKED, PACKED_HISTORY, PACKED_UNLEARNED, DRAFT, DRAFTER_ALONE, DRAFTER)
 KINDS = ("plain", "lookup", "draft")
 OPENVINO_WEIGHTS = ("", "int8", "int4")
 OPENVINO_FLOATS = ("int8-floats", "int4-floats")  # their activations rounded to eight bits no more
@@ -61,6 +62,8 @@ def label(name: str) -> Label:
         ways = {PLAIN: "plain", HISTORY: "history alone, no draft model", DRAFT: "draft model"}
         ways |= {DRAFTER_ALONE: "drafter alone", DRAFTER: "drafter and history"}
         ways |= {PACKED: "the file itself, plain", PACKED_HISTORY: "the file itself, history alone"}
+        ways |= {UNLEARNED: "history alone, nothing learned before"}
+        ways |= {PACKED_UNLEARNED: "the file itself, history alone, nothing learned before"}
         return Label("gsd_kernels", ways[name])
     if name.startswith("transformers"):
         ways = {HF: "plain", HF_LOOKUP: "prompt lookup", HF_ASSISTED: "assisted"}

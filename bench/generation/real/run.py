@@ -114,7 +114,7 @@ def _run(settings: Settings, folder: Path | None, name: str) -> RealReport:
         prompts={prompt.name: _about(prompt, chat) for prompt, chat in zip(prompts, chats, strict=True)},
     )
     with (
-        _cold_cache(),
+        cold_cache(),
         Peers(pair, names, others, new_tokens=settings.new_tokens, engines=engines, ends=real.ends) as peers,
     ):
         report.peers = peers.notes
@@ -167,7 +167,7 @@ def _named(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _cold_cache() -> Iterator[None]:
+def cold_cache() -> Iterator[None]:
     """Nothing that was learned before helps: a folder of the run's own in place of the user's cache."""
     before = os.environ.get("GSD_KERNELS_CACHE")
     # What costs have been learned is written behind a race, also behind one that is stopped while the folder goes.

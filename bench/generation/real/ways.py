@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gsd_kernels_cli import comparison
+from gsd_kernels_hf.sources.shipped import shipped_file
 
 from ..competitors import PROMPT_LOOKUP_TOKENS, Competitor, Decode
 from ..peers.base import Engine
@@ -27,7 +28,9 @@ from .names import (
     OPENVINO_WEIGHTS,
     PACKED,
     PACKED_HISTORY,
+    PACKED_UNLEARNED,
     PLAIN,
+    UNLEARNED,
 )
 
 NAMED = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -60,7 +63,9 @@ def names_of(real: Real, engines: Sequence[Engine]) -> list[str]:
     theirs = [name_of(engine, kind) for engine in engines for kind in kinds]
     assisted = [HF_ASSISTED] if real.draft is not None else []
     packed = [] if real.packed is None else [PACKED, PACKED_HISTORY]
-    return [HF, HF_LOOKUP, *assisted, *theirs, PLAIN, HISTORY, *packed, *real.drafts]
+    models = {UNLEARNED: real.model, PACKED_UNLEARNED: real.packed}
+    unlearned = [way for way, model in models.items() if model is not None and shipped_file(model) is not None]
+    return [HF, HF_LOOKUP, *assisted, *theirs, PLAIN, HISTORY, *packed, *unlearned, *real.drafts]
 
 
 def own_ways(real: Real, names: Sequence[str]) -> list[Competitor]:
@@ -74,6 +79,8 @@ def own_ways(real: Real, names: Sequence[str]) -> list[Competitor]:
         HISTORY: lambda: comparison.graph(model, draft_sources=("history",)),
         PACKED: lambda: comparison.undrafted(real.packed),
         PACKED_HISTORY: lambda: comparison.graph(real.packed, draft_sources=("history",)),
+        UNLEARNED: lambda: comparison.graph(model, draft_sources=("history",), learned=False),
+        PACKED_UNLEARNED: lambda: comparison.graph(real.packed, draft_sources=("history",), learned=False),
         **{way: _drafting(model, options) for way, options in real.drafts.items()},
     }
     return [Competitor(name, _decode(makers[name]())) for name in names if name in makers]

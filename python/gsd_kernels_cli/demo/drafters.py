@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gsd_kernels_hf.files import SHIPPED_FOLDER
 from gsd_kernels_hf.model.hidden import decoder_of
 from gsd_kernels_hf.model.properties import device_of, vocabulary
 from gsd_kernels_hf.sources.dflash import DFlash
@@ -26,7 +25,7 @@ from gsd_kernels_hf.sources.load import load_drafter
 __all__ = ["FOLDER", "KINDS", "embedded", "fitted_drafter", "heads_folder"]
 
 KINDS = ("eagle3", "dflash")
-FOLDER = SHIPPED_FOLDER.with_name("demo")
+FOLDER = Path(__file__).resolve().parents[3] / "bench/drafters/demo"
 """Of a clone: the kinds of drafters, and heads, each in a folder; not in the wheel."""
 
 _Kind = TypeVar("_Kind", Eagle3, DFlash)

@@ -54,7 +54,8 @@ class CostPair:
     """A target with a draft, or alone, on this machine: its document and its costs.
 
     Args:
-        model, draft: see :func:`~gsd_kernels.tune`.
+        model: the target.
+        draft: what drafts for it; see :data:`Draft`.
         backend: of the ops.
         document: where its sections are kept.
         shapes: by name, those that its steps can have.

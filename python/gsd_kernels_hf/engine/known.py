@@ -1,4 +1,4 @@
-"""The file that ``gsd_kernels.learn`` left of a model in the cache folder: found by its fingerprint, read once."""
+"""Finding what ``gsd_kernels.learn`` left of a model in the cache folder, or what comes with this package of it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from torch import nn
 from ..costs.pair import fingerprint
 from ..model.facts import Facts
 from ..sources.learned import Known, read_learned
+from ..sources.shipped import shipped_file
 from ..store import cache_dir
 
 logger = logging.getLogger("gsd_kernels")
 
 
-class _Read(NamedTuple):
-    """A file as it was when it was read, for which device, and what it holds; ``None`` where that cannot be used."""
+class _Found(NamedTuple):
+    """The user's file as it was when it was looked for, for which device, and what drafts; ``None``: nothing."""
 
     file: Path
-    written: tuple[Any, ...]
+    written: tuple[int, int] | None  # None: there is none
+    device: torch.device
     known: Known | None
 
 
-_read: weakref.WeakKeyDictionary[Any, _Read] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
 
 
 def learned_file(model: nn.Module) -> Path:
@@ -34,24 +36,32 @@ def learned_file(model: nn.Module) -> Path:
 
 
 def learned_of(facts: Facts) -> Known | None:
-    """Read what was learned of a model; ``None`` where nothing was, or its file cannot be used, which is said once."""
+    """Read what was learned of a model: the user's file, else this package's; ``None`` where nothing was.
+
+    A file that cannot be used is as none, which is said once.
+    """
     model, file = facts.model, learned_file(facts.model)
     try:
-        written = file.stat()
+        stat = file.stat()
+        written = (stat.st_mtime_ns, stat.st_size)
     except OSError:
-        _read.pop(model, None)
-        return None
-    seen, before = (written.st_mtime_ns, written.st_size, facts.device), _read.get(model)
-    if before is None or before[:2] != (file, seen):
-        before = _read[model] = _Read(file, seen, _known(file, facts))
+        written = None
+    before = _found.get(model)
+    if before is None or before[:3] != (file, written, facts.device):
+        known = None if written is None else _known(facts, file, fingerprint(model))
+        if known is None and (shipped := shipped_file(model)) is not None:
+            known = _known(facts, *shipped, ", which comes with this package")
+        before = _found[model] = _Found(file, written, facts.device, known)
     return before.known
 
 
-def _known(file: Path, facts: Facts) -> Known | None:
+def _known(facts: Facts, file: Path, print_: str, whose: str = "") -> Known | None:
     try:
-        learned = read_learned(file, fingerprint=fingerprint(facts.model), vocab_size=facts.vocabulary)
+        learned = read_learned(file, fingerprint=print_, vocab_size=facts.vocabulary)
     except (OSError, ValueError) as error:
         logger.warning("ignoring %s, which cannot be used: %s", file, error)
         return None
-    logger.info("drafting with what was learned of the model: %s (%s contexts)", file, f"{len(learned.keys):,}")
+    logger.info(
+        "drafting with what was learned of the model: %s (%s contexts)%s", file, f"{len(learned.keys):,}", whose
+    )
     return Known(learned.table(facts.device), learned.weights)

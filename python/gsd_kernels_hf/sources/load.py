@@ -21,7 +21,6 @@ from .heads import CONFIG_FILE, DraftHeads, Heads
 from .mtp import Mtp
 from .mtp_files import open_heads, place_of
 from .recursion import Parallel, Recursive
-from .shipped import folder_of, warn_of_other_weights
 
 Drafter = Eagle3 | DFlash | DraftHeads | Mtp | Gemma4Assistant
 """What ``drafter=`` takes, beside the place of one."""
@@ -44,7 +43,7 @@ _Kind = TypeVar("_Kind", Drafter, DraftHeads)
 
 
 def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
-    """Load the drafter of ``target`` from a folder or hub id, from its own (``"mtp"``), or one of ours by its name.
+    """Load the drafter of ``target`` from a folder or hub id, or from its own checkpoint (``"mtp"``).
 
     It is on the target's device, in its dtype.
 
@@ -55,8 +54,7 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     if where == OWN:
         place, revision = place_of(target)
         return Mtp.from_checkpoint(*open_heads(place, target, revision), target)
-    warn_of_other_weights(where, target)
-    folder = checkpoints.fetch(folder_of(where))
+    folder = checkpoints.fetch(where)
     if (folder / CONFIG_FILE).is_file():
         return DraftHeads.from_pretrained(folder, target)
     config = checkpoints.read_json(folder / checkpoints.CONFIG)
@@ -83,7 +81,7 @@ def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Dr
         folder = Path(place)
         key = stamp(folder) if folder.is_dir() else (place, revision)  # what was fetched from the hub stays the same
         return _loaded_once(key, target, "drafter", lambda: load_drafter(OWN, target))
-    folder = checkpoints.fetch(folder_of(where))
+    folder = checkpoints.fetch(where)
     return _loaded_once(stamp(folder), target, "drafter", lambda: load_drafter(where, target))
 
 

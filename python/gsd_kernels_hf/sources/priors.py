@@ -1,8 +1,8 @@
 """The weights with which the history's mixture begins, in the order of :mod:`gsd_kernels.ops.history.records`.
 
 Fitted as :func:`gsd_kernels.learn` fits its own, from zero: to 7,888 nodes that SmolLM2 accepted in its greedy answers
-to 72 of the training recipe's prompts, of which the benchmarks report none, with a table of the other half's answers
-and without.
+to 72 prompts, of which the benchmarks report none (of a recipe in commit a2049d6), with a table of the other half's
+answers and without.
 """
 
 from __future__ import annotations

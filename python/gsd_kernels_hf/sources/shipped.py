@@ -1,15 +1,14 @@
-"""Drafters for published models that a clone of this package has, each for the one model that it was trained for.
+"""Files of ``gsd_kernels.learn`` that come with this package, each for one published model in all its forms.
 
-A model is told by its sizes and by elements of every weight, rounded to bfloat16, so that it is the same in float32 and
-in bfloat16. Further training, merged adapters, another quantisation: all make another model. The output would be the
-target's for these too, but the drafter would guess worse.
+A model is told by its sizes and by all its weights of one dimension, which are its norms' and biases. No format
+quantises these: rounded to bfloat16 they are the same numbers in a checkpoint of any dtype and in a GGUF file of any
+number of bits. Further training changes them. Adapters that are merged into matrices do not, and then the file may
+guess worse; the text is the model's own in any case.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,108 +16,54 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..files import SHIPPED_FOLDER
+__all__ = ["FOLDER", "SHIPPED", "Shipped", "print_of_vectors", "shipped_file"]
 
-__all__ = [
-    "SHIPPED_DRAFTERS",
-    "Shipped",
-    "drafter_of",
-    "fingerprint",
-    "folder_of",
-    "mention_drafter",
-    "warn_of_other_weights",
-]
-
-logger = logging.getLogger("gsd_kernels")
+FOLDER = Path(__file__).resolve().parents[1] / "shipped"
 
 SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Of a config, those that are compared before any weight is read."""
 
-SAMPLED_ELEMENTS = 64
-"""Elements of every weight, evenly spaced."""
-
 
 @dataclass(frozen=True)
 class Shipped:
-    """The model that a drafter is for.
+    """The model that a file is of.
 
     Attributes:
         sizes: its :data:`SIZES`.
-        fingerprint: its :func:`fingerprint`.
+        fingerprint: its :func:`print_of_vectors`, which the file has too.
     """
 
     sizes: tuple[str | int, ...]
     fingerprint: str
 
 
-SHIPPED_DRAFTERS = {
-    "smollm2-135m-instruct": Shipped(("llama", 576, 1536, 30, 9, 49152), "a69f287760ae602c"),
+SHIPPED = {
+    "smollm2-135m-instruct": Shipped(("llama", 576, 1536, 30, 9, 49152), "824cf4dfddc66fb5"),
 }
-"""By name, which is that of the drafter's folder, too."""
+"""By name, which is the file's."""
 
 
-def folder_of(where: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The folder of a drafter of ours by its name, unless a folder is called so; anything else as it is.
-
-    Raises:
-        ValueError: a name of ours, and the wheel is installed, which has none.
-    """
-    if where not in SHIPPED_DRAFTERS or Path(where).exists():
-        return where
-    if not (SHIPPED_FOLDER / where).is_dir():
-        raise ValueError(
-            f"drafter: {where} is in a clone of gsd_kernels, not in its wheel; expected a folder, as a clone's "
-            f"bench/drafters/chat/{where}"
-        )
-    return SHIPPED_FOLDER / where
+def shipped_file(model: PreTrainedModel) -> tuple[Path, str] | None:
+    """The file that was learned of a model and comes with this package, and the fingerprint in it; else ``None``."""
+    config = model.config.get_text_config(decoder=True)
+    sizes = tuple(getattr(config, name, None) for name in SIZES)
+    alike = {shipped.fingerprint: name for name, shipped in SHIPPED.items() if shipped.sizes == sizes}
+    found = print_of_vectors(model) if alike else None
+    return None if found not in alike else (FOLDER / f"{alike[found]}.safetensors", found)
 
 
-def warn_of_other_weights(where: str | os.PathLike[str], target: PreTrainedModel) -> None:
-    """Say in a line of the log if ``where`` names a drafter of ours that was trained for other weights."""
-    if folder_of(where) == where:
-        return
-    if fingerprint(target) not in (None, SHIPPED_DRAFTERS[str(where)].fingerprint):
-        logger.warning(
-            "drafter: %s was trained for other weights than this model's; the output is this model's all the same, and "
-            "the guesses may be worse",
-            where,
-        )
+def print_of_vectors(model: nn.Module) -> str | None:
+    """64 bits of a model's weights of one dimension as hexadecimal digits.
 
-
-def fingerprint(target: PreTrainedModel) -> str | None:
-    """64 bits of a model's weights as hexadecimal digits.
-
-    ``None`` where one is not a plain tensor in float32 or bfloat16: sharded, quantised, not loaded, in another dtype.
+    ``None`` where one is not a plain tensor of floats: sharded, quantised, not loaded.
     """
     content = hashlib.sha256()
-    for name, parameter in sorted(target.named_parameters()):
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.dim() != 1:
+            continue
         plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor and not parameter.is_meta
-        if not plain or parameter.dtype not in (torch.float32, torch.bfloat16):
+        if not plain or not parameter.is_floating_point():
             return None
-        row = parameter.detach().reshape(-1)
-        samples = row[:: max(1, row.numel() // SAMPLED_ELEMENTS)][:SAMPLED_ELEMENTS].to(torch.bfloat16)
-        content.update(name.encode() + samples.cpu().view(torch.int16).numpy().tobytes())
+        rounded = parameter.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        content.update(name.encode() + rounded.view(torch.int16).numpy().tobytes())
     return content.hexdigest()[:16]
-
-
-def drafter_of(target: PreTrainedModel) -> str | None:
-    """The name of the drafter that was trained for ``target``, if this installation has one."""
-    config = target.config.get_text_config(decoder=True)
-    sizes = tuple(getattr(config, name, None) for name in SIZES)
-    alike = {
-        shipped.fingerprint: name
-        for name, shipped in SHIPPED_DRAFTERS.items()
-        if shipped.sizes == sizes and (SHIPPED_FOLDER / name).is_dir()
-    }
-    return alike.get(fingerprint(target) or "") if alike else None
-
-
-def mention_drafter(target: PreTrainedModel) -> None:
-    """Say in a line of the log if this package brings a drafter that was trained for ``target``."""
-    name = drafter_of(target) if logger.isEnabledFor(logging.INFO) else None
-    if name is not None:
-        logger.info(
-            "this package brings a drafter that was trained for this model, which is not used; "
-            'drafter="%s" drafts with it (whether that pays on a machine is another question: docs/drafts.md)',
-            name,
-        )
