@@ -48,8 +48,6 @@ SECTIONS = {
         "SourceStats",
         "GraphConfig",
         "Automatic",
-        "RowSettings",
-        "ShapeSettings",
         "Typical",
         "DraftHeads",
         "Eagle3",

@@ -35,12 +35,12 @@ BUDGET = {
     "python/gsd_kernels_hf": 47,  # 41 before it had the store of costs
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
     "python/gsd_kernels_hf/corpus": 8,
-    "python/gsd_kernels_hf/costs": 24,
+    "python/gsd_kernels_hf/costs": 20,
     "python/gsd_kernels_hf/engine": 76,  # 72 before a step was queued ahead
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 169,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 65,
-    "python/gsd_kernels_hf/policy": 48,
+    "python/gsd_kernels_hf/policy": 44,
     "python/gsd_kernels_hf/sources": 197,  # 194 before heads of multi-token prediction were one operator
     "python/gsd_kernels_hf/validate": 21,
     "python/gsd_kernels_serve": 98,  # 97 before names were spelled out
