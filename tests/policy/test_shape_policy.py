@@ -6,36 +6,20 @@ import itertools
 import logging
 import re
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from simulated import BFLOAT16, DISTURBANCES, EASY, FLOAT32, GPU, HOPELESS, KNOWN, NO_AMX, USUAL, World, experience
+from simulated import BFLOAT16, DISTURBANCES, EASY, HOPELESS, KNOWN, MACHINES, USUAL, World, experience, start
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.costs.model import PLAIN
-from gsd_kernels_hf.costs.prior import CostPrior
 from gsd_kernels_hf.policy.base import Observation
 from gsd_kernels_hf.policy.experience import MAX_CHOICE_INTERVAL_STEPS
 from gsd_kernels_hf.policy.fixed import FixedPolicy
 from gsd_kernels_hf.policy.settings import Automatic
-from gsd_kernels_hf.policy.shape_policy import KNOWN_CHOICE_STEPS, TRIAL_STEPS, ShapeExperience, ShapePolicy
+from gsd_kernels_hf.policy.shape_policy import KNOWN_CHOICE_STEPS, TRIAL_STEPS, ShapePolicy
 
 SETTINGS = Automatic()
-ON_GPU = CostPrior(1.6e10, 32, 2.4e9, 16, 1.3e5, bandwidth=4e12, free_rows=128.0, layer_seconds=1e-4)
-MACHINES = {
-    "float32": (FLOAT32, "cpu", KNOWN),
-    "bfloat16": (BFLOAT16, "cpu", KNOWN),
-    "no AMX": (NO_AMX, "cpu", replace(KNOWN, free_rows=8.0)),
-    "GPU": (GPU, "cuda", ON_GPU),
-}
-
-
-def start(machine: str, text, bandwidth: float = 1.0, **world) -> tuple[World, ShapePolicy, ShapeExperience]:
-    curve, device, known = MACHINES[machine]
-    extra = {"level": 0.002, "step": 0.001} if device == "cuda" else {}
-    pair = experience(replace(known, bandwidth=bandwidth * known.bandwidth), device)
-    return World(curve, text, **{**extra, **world}), ShapePolicy(pair, prefix=200), pair
 
 
 def usual_rate(world: World, shapes) -> float:
