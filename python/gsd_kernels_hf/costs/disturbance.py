@@ -65,24 +65,18 @@ class Period:
 
 
 class Spread:
-    """The differences between forwards of as many rows of late.
-
-    Attributes:
-        std: of their log seconds, as the mean deviation has it.
-    """
+    """The differences between forwards of as many rows of late."""
 
     def __init__(self) -> None:
         self.deviations: list[float] = []
-        self.std = 0.0
 
-    def observe(self, period: Period) -> None:
-        """Take in the steps of a period that have others of as many rows."""
-        for part, size in zip(period.parts, period.sizes, strict=True):
-            if size > 1:
-                logs = np.log(period.seconds[part])
+    def observe(self, period: Period) -> float:
+        """The standard deviation of their log seconds, as the mean deviation has it, with those of a period."""
+        for logs in (np.log(period.seconds[part]) for part in period.parts):
+            if logs.size > 1:
                 self.deviations += np.minimum(abs(logs - np.median(logs)), MAX_DEVIATION).tolist()
         del self.deviations[:-REMEMBERED_STEPS]
-        self.std = float(np.mean(self.deviations)) * (np.pi / 2) ** 0.5 if self.deviations else 0.0
+        return float(np.mean(self.deviations)) * (np.pi / 2) ** 0.5 if self.deviations else 0.0
 
 
 def mean(seconds: np.ndarray) -> float:

@@ -166,20 +166,13 @@ class CostModel:
 
     def target_weights(self, rows: np.ndarray, cached: float) -> np.ndarray:
         """The weights of the values in a forward's log seconds: rows [S] of all sequences → [S, row counts + 1]."""
-        octave = np.minimum(np.log2(np.maximum(rows, 1.0)), LOG2_ROWS[-1])
-        below = np.minimum(np.searchsorted(LOG2_ROWS, octave, side="right") - 1, len(ROW_COUNTS) - 2)
-        share = (octave - LOG2_ROWS[below]) / (LOG2_ROWS[below + 1] - LOG2_ROWS[below])
-        weights = np.zeros((len(rows), len(ROW_COUNTS) + 1))
-        place = np.arange(len(rows))
-        weights[place, below] = 1.0 - share
-        weights[place, below + 1] = share
-        weights[:, -1] = _doublings(cached)
-        return weights
+        octave = np.log2(np.maximum(rows, 1.0))
+        weights = [np.interp(octave, LOG2_ROWS, one) for one in np.eye(len(ROW_COUNTS))]
+        return np.stack([*weights, np.full(len(rows), _doublings(cached))], 1)
 
     def other_weights(self, names: Sequence[int] | np.ndarray, batch: int) -> np.ndarray:
         """The weights of the values in the log seconds of all else: indices [S] of names → [S, names + 1]."""
-        weights = np.zeros((len(names), len(self.names) + 1))
-        weights[np.arange(len(names)), names] = 1.0
+        weights = np.eye(len(self.names) + 1)[names]
         weights[:, -1] = np.log2(batch)
         return weights
 
@@ -242,17 +235,17 @@ class CostModel:
         period, before = Period(steps), copy.copy(self.target)
         self._correct(period.alone(np.median, noise), cached)
         self._count(name, len(steps))
-        self.spread.observe(period)
-        if self.spread.std <= max(CALM_STD, noise):
+        std = self.spread.observe(period)
+        if std <= max(CALM_STD, noise):
             return
         quick = period.quick(np.log(period.seconds / self.target_seconds(period.rows, cached)))
         self.target = before  # as if the medians had not been learned
         # The whole machine may be slower or faster than it was: steps say how row counts compare.
-        before.covariance = before.covariance + self.spread.std**2 * np.outer(before.common, before.common)
+        before.covariance = before.covariance + std**2 * np.outer(before.common, before.common)
         if quick is None:
-            self._correct(period.alone(mean, self.spread.std), cached, slow_share=0.0)
+            self._correct(period.alone(mean, std), cached, slow_share=0.0)
         else:
-            self._correct(period.fastest(quick, noise, self.spread.std), cached)
+            self._correct(period.fastest(quick, noise, std), cached)
 
     def _count(self, name: str, steps: int) -> None:
         self.steps += steps

@@ -68,9 +68,9 @@ class Pool:
     picks: np.ndarray
 
     @classmethod
-    def of(cls, profiles: np.ndarray, picks: np.ndarray | None = None) -> Pool:
-        """Profiles [n, K], and what was picked if it is known."""
-        return cls(profiles, np.full(len(profiles), UNKNOWN) if picks is None else picks)
+    def of(cls, profiles: np.ndarray) -> Pool:
+        """Profiles [n, K] of which nobody knows what was picked."""
+        return cls(profiles, np.full(len(profiles), UNKNOWN))
 
     @classmethod
     def prior(cls, profile: tuple[float, ...], branch: int, count: int = PRIOR_PROFILES) -> Pool:
@@ -132,13 +132,11 @@ class AcceptanceModel:
         # Before its correction, which would else be learned from itself.
         before = (predicted - 1.0) / max(self.ratio(kind), 1e-3)
         observed, expected = self.accepted.get(kind, (0.0, 0.0))
-        decay = RATIO_DECAY_PER_STEP
-        self.accepted[kind] = (decay * observed + accepted, decay * expected + before)
+        self.accepted[kind] = RATIO_DECAY_PER_STEP * observed + accepted, RATIO_DECAY_PER_STEP * expected + before
 
     def ratio(self, kind: str) -> float:
         """Accepted over predicted tokens beyond the first, of shapes of a kind."""
-        observed, expected = self.accepted.get(kind, (0.0, 0.0))
-        return (PRIORS[kind].tokens + observed) / (PRIORS[kind].tokens + expected)
+        return (PRIORS[kind].tokens + self.accepted.get(kind, (0.0, 0.0))[0]) / self.evidence(kind)
 
     def evidence(self, kind: str) -> float:
         """Number of predicted tokens that :meth:`ratio` rests on, those of its prior included."""
@@ -170,8 +168,7 @@ class AcceptanceModel:
     def as_dict(self) -> dict[str, Any]:
         """All of it, for the disk."""
         return {
-            "hits": {name: table.tolist() for name, table in self.hits.items()},
-            "expected": {name: table.tolist() for name, table in self.expected.items()},
+            **{part: {kind: n.tolist() for kind, n in getattr(self, part).items()} for part in ("hits", "expected")},
             "pools": {name: [p.profiles.tolist(), p.picks.tolist()] for name, p in self.pools.items()},
             "accepted": {name: list(pair) for name, pair in self.accepted.items()},
         }
@@ -182,7 +179,7 @@ class AcceptanceModel:
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
         """
-        size = self.branch, len(Calibration.EDGES) + 1
+        size = self.hits["model"].shape
         hits, expected = (  # a count begins with its prior's, and never falls below it
             {kind: numbers.array(part, data[part][kind], size, 0.999 * p.hits, MAX_HITS) for kind, p in PRIORS.items()}
             for part in ("hits", "expected")
@@ -243,11 +240,9 @@ class TreeForecast:
         self.deepest = total[:, 0]  # [S]; tokens beyond the first that a step brings at most
         self.last_row = rows[:, 0] - 1
         self.open = max(MIN_OPEN_NODES, int(self.last_row.max()) // 2)
-        self.predictions = 0
 
     def predict(self, pools: Mapping[str, Pool]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens per step and rows by shape, float64 [S] each."""
-        self.predictions += 1
         model, lookup = pools["model"], pools["lookup"]
         index = np.where(
             self.modelled[:, None], self._places(len(model.picks)), len(model.picks) + self._places(len(lookup.picks))

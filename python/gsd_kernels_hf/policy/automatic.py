@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -48,7 +48,7 @@ class Situation:
     reads_prompt: bool
     chooses_rows: bool
     backend: str
-    settings: Automatic = field(default_factory=Automatic)
+    settings: Automatic
 
     @property
     def by_rows(self) -> bool:
@@ -80,8 +80,7 @@ def learned(situation: Situation) -> tuple[Experience, Saver]:
     """The experience of earlier generations like this one, in this process and others; and what keeps it on disk."""
     pair = own_pair(situation.model, situation.draft, situation.backend, situation.others)
     models = [situation.model, *([] if situation.draft is None else [situation.draft]), *situation.others]
-    rows = ["rows by chances"] if situation.by_rows else []
-    about = " ".join([*rows, situation.about, *situation.sources, *(fingerprint(m) for m in models)])
+    about = " ".join([str(situation.by_rows), situation.about, *situation.sources, *(fingerprint(m) for m in models)])
     section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"
     experience: Experience
     if situation.by_rows:

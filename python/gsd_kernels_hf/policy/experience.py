@@ -116,16 +116,11 @@ class LearningPolicy:
     def end(self) -> None:
         """Keep what was learned."""
         self._learn()
-        self._keep()
         if self.saver is not None:
             self.saver.save()
 
     def _learn(self) -> None:
         """Learn from the steps since the last choice."""
-        raise NotImplementedError
-
-    def _keep(self) -> None:
-        """Remember where a generation ended."""
         raise NotImplementedError
 
 

@@ -250,5 +250,7 @@ class RowPolicy(LearningPolicy):
         """Itself: it has no model."""
         return self
 
-    def _keep(self) -> None:
+    def end(self) -> None:
+        """Keep what was learned, and whether speculation is off."""
         self.experience.off = self.off
+        super().end()

@@ -97,7 +97,7 @@ class RowSelector:
         """Learn which edges of the last step were right."""
         before, self.num_accepted = self.num_accepted, verified.accepted.num_accepted
         if verified.graph is not None and before is not None:
-            path, edges = (verified.nodes, verified.tokens), self.edges
-            edges.posterior = update_edge_model(
-                verified.graph, before, *path, edges.posterior, process_noise=PROCESS_NOISE, backend=self.backend
+            path, known = (verified.nodes, verified.tokens), self.edges.posterior
+            self.edges.posterior = update_edge_model(
+                verified.graph, before, *path, known, process_noise=PROCESS_NOISE, backend=self.backend
             )

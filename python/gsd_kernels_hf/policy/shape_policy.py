@@ -31,9 +31,6 @@ from .fixed import FixedPolicy
 from .settings import Automatic
 from .shapes import BRANCH
 
-# A shape that shows less (none of the draft model's candidates) must be better by so many standard deviations of what
-# shapes of its kind emit.
-UNSEEN_GAIN_STDS = 1.0
 TRIAL_STEPS, TRIAL_PAUSE_STEPS = 2, 8  # length of a trial; steps before the first, and between two
 TRIAL_TOKENS = 1.0  # that a trial must be worth beside its steps: other storage, cold caches
 KNOWN_CHOICE_STEPS = 10  # until the first choice, where an earlier call's shape goes on
@@ -71,8 +68,7 @@ class ShapeExperience(Experience):
             raise ValueError("last: of other shapes")
         acceptance.load(data["acceptance"])
         super().load(data)
-        self.last = dict([*last.items()][-REMEMBERED_BATCH_SIZES:])
-        self.acceptance = acceptance
+        self.last, self.acceptance = last, acceptance
 
 
 class ShapePolicy(LearningPolicy):
@@ -81,7 +77,7 @@ class ShapePolicy(LearningPolicy):
     A generation is in one of five states:
 
     ========  ===========================================  =========================================================
-    opening   ``in_opening``                               one plain step, while a draft model has a long prompt to read
+    opening   ``return_to`` before any choice              one plain step, while a draft model has a long prompt to read
     settled   ``current`` is the best shape known          learn and choose at ``next_choice``
     trial     ``return_to`` is the settled shape           ``TRIAL_STEPS`` of a shape of uncertain cost
     off       ``current`` is 0, plain decoding             ``experience.wait`` steps until a retry
@@ -110,15 +106,13 @@ class ShapePolicy(LearningPolicy):
         self.kinds = tuple(dict.fromkeys(kind_of(shape) for shape in experience.shapes.values()))
         self.return_to: int | None = None  # the shape behind a trial, or behind the opening step; else None
         self.before_retry: int | None = None  # the shape before a retry, until its first choice
-        self.resumed_at: int | None = None  # step of the last retry of speculation, until it is off, or has paid
         self.chosen = False  # whether a choice was made
         self.next_trial = TRIAL_PAUSE_STEPS  # step of the next trial of a shape, at the earliest
         self.current, self.next_choice = self._first()
         self.off = self.current == 0  # whether speculation is off, but for trials
         first = self.configs[self.current]
         long = prefix >= self.settings.long_prompt_tokens
-        self.in_opening = reads_prompt and long and first is not None and first.depth > 0
-        if self.in_opening:
+        if reads_prompt and long and first is not None and first.depth > 0:
             self.return_to, self.current = self.current, 0
 
     def _first(self) -> tuple[int, int]:
@@ -132,8 +126,8 @@ class ShapePolicy(LearningPolicy):
         # No generation of this batch size was seen: a shape with all sources is safe, and plain decoding is never
         # chosen by a prior.
         drafted = [i for i, shape in enumerate(self.configs) if shape is not None and shape.depth]
-        some = np.array(drafted or range(1, len(self.names)))
-        return int(some[self._rates(self.expected)[some].argmax()]), self.settings.first_choice_steps
+        some = drafted or range(1, len(self.names))
+        return max(some, key=self._rates(self.expected).__getitem__), self.settings.first_choice_steps
 
     def shape(self) -> GraphConfig | None:
         """The shape of the next step."""
@@ -153,10 +147,9 @@ class ShapePolicy(LearningPolicy):
             self.cached += sum(seen.tokens)
             return
         self._note(seen)
-        if self.in_opening:  # go on as if the generation began here
-            assert self.return_to is not None
+        if self.return_to is not None and not self.chosen:  # go on as if the generation began here
             self._learn()
-            self.current, self.return_to, self.in_opening = self.return_to, None, False
+            self.current, self.return_to = self.return_to, None
             self.steps = self.since = 0
             return
         if self.return_to is None and self._unseen(self.current):
@@ -193,11 +186,13 @@ class ShapePolicy(LearningPolicy):
         for step in self._later_steps(name):
             self._observe(name, step, OBSERVATION_STD)
 
-    def _keep(self) -> None:
+    def end(self) -> None:
+        """Keep what was learned, and where the generation ended."""
         settled = next(shape for shape in (self.before_retry, self.return_to, self.current) if shape is not None)
         last = {batch: name for batch, name in self.experience.last.items() if batch != str(self.batch)}
         last[str(self.batch)] = self.names[settled]
         self.experience.last = dict([*last.items()][-REMEMBERED_BATCH_SIZES:])
+        super().end()
 
     def without_model(self, *, reuses: bool) -> FixedPolicy:
         """The best of the shapes without a model's levels, or plain decoding."""
@@ -259,11 +254,6 @@ class ShapePolicy(LearningPolicy):
         if rates[home] * self.settings.min_gain >= rates[best]:
             best = home
         self._take(best, home, rates)
-        if best == 0:
-            self.resumed_at = None
-        elif self.resumed_at is not None and self.steps > self.resumed_at + experience.first_wait:
-            # It has paid for so long that the text is another by now.
-            self.resumed_at, experience.wait, experience.next_wait = None, 0, experience.first_wait
         if len(self._unseen(best)) > len(self._unseen(home)):
             experience.give_up()
         elif best and self._unseen(best) and experience.wait == 0:
@@ -281,7 +271,7 @@ class ShapePolicy(LearningPolicy):
         config, shown = self.configs[best], len(self._unseen(home))
         if config is None or len(self._unseen(best)) <= shown:
             return best
-        margin = UNSEEN_GAIN_STDS / self.experience.acceptance.evidence(kind_of(config)) ** 0.5
+        margin = self.experience.acceptance.evidence(kind_of(config)) ** -0.5
         some = [i for i in range(1, len(self.names)) if len(self._unseen(i)) <= shown]
         other = max(some, key=rates.__getitem__)
         return best if rates[best] > (1.0 + margin) * rates[other] else other
@@ -340,7 +330,5 @@ class ShapePolicy(LearningPolicy):
                 acceptance.assume_easy(kind)
         self._predict()
         self.before_retry = self.current
-        if self.current == 0:
-            self.resumed_at = self.steps
         self._take(best, self.current, rates)
         self.next_choice = self.steps + self.settings.retry_steps
