@@ -17,7 +17,7 @@ C_LIKE = (".h", ".cpp", ".cu", ".cuh", ".hpp")
 
 BUDGET = {
     "bench": 12,
-    "bench/generation": 98,  # 98 before a drafter was raced alone
+    "bench/generation": 100,  # 98 before first texts were timed
     "bench/gpu": 69,
     "bench/kernels": 29,
     "bench/lib": 19,
@@ -40,7 +40,7 @@ BUDGET = {
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 169,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 65,
-    "python/gsd_kernels_hf/policy": 44,
+    "python/gsd_kernels_hf/policy": 43,
     "python/gsd_kernels_hf/sources": 197,  # 194 before heads of multi-token prediction were one operator
     "python/gsd_kernels_hf/validate": 21,
     "python/gsd_kernels_serve": 98,  # 97 before names were spelled out

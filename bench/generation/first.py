@@ -51,10 +51,8 @@ def main(folder: str | None = None, draft: str | None = None) -> None:
                 text(number - other, WARMING_TOKENS)
             taken += first, text(number, TOKENS)
         rates = taken[:, 0] / taken[:, 1]
-        print(
-            f"{number + 1}: {rates[0]:.1f} first, {rates[1]:.1f} warmed tokens/s so far, {rates[0] / rates[1]:.3f}",
-            flush=True,
-        )
+        ratio = f"{rates[0]:.1f} first, {rates[1]:.1f} warmed tokens/s, {rates[0] / rates[1]:.3f}"
+        print(f"{number + 1} of {len(chats)} prompts: {ratio}", flush=True)
 
 
 if __name__ == "__main__":
