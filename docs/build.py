@@ -47,8 +47,6 @@ SECTIONS = {
         "SourceStats",
         "GraphConfig",
         "Automatic",
-        "RowSettings",
-        "ShapeSettings",
         "Typical",
         "DraftHeads",
         "Eagle3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,6 +27,14 @@ BFLOAT16 = {1: 0.052, 4: 0.055, 8: 0.060, 16: 0.068, 32: 0.097, 64: 0.150, 128: 
 NO_AMX = {1: 0.060, 2: 0.066, 4: 0.080, 8: 0.105, 16: 0.150, 32: 0.270, 64: 0.500, 128: 1.0}  # 16 rows: 2.5 times one
 MOST_NODES = 12
 GPU = {1: 0.0056, 16: 0.0058, 64: 0.0066, 128: 0.0076}
+
+ON_GPU = CostPrior(1.6e10, 32, 2.4e9, 16, 1.3e5, bandwidth=4e12, free_rows=128.0, layer_seconds=1e-4)
+MACHINES = {
+    "float32": (FLOAT32, "cpu", KNOWN),
+    "bfloat16": (BFLOAT16, "cpu", KNOWN),
+    "no AMX": (NO_AMX, "cpu", replace(KNOWN, free_rows=8.0)),
+    "GPU": (GPU, "cuda", ON_GPU),
+}
 
 
 def at_random(share: float, factor: float) -> Callable[[int], float]:
@@ -135,3 +144,11 @@ def experience(
     if acceptance is not None:
         found.acceptance = acceptance
     return found
+
+
+def start(machine: str, text, bandwidth: float = 1.0, **world) -> tuple[World, ShapePolicy, ShapeExperience]:
+    """A text of a pair that nobody ran, whose memory was believed to be faster by ``bandwidth`` than it is."""
+    curve, device, known = MACHINES[machine]
+    extra = {"level": 0.002, "step": 0.001} if device == "cuda" else {}
+    pair = experience(replace(known, bandwidth=bandwidth * known.bandwidth), device)
+    return World(curve, text, **{**extra, **world}), ShapePolicy(pair, prefix=200), pair

@@ -17,7 +17,7 @@ C_LIKE = (".h", ".cpp", ".cu", ".cuh", ".hpp")
 
 BUDGET = {
     "bench": 12,
-    "bench/generation": 103,  # 99 before bench sources counted tokens a step
+    "bench/generation": 105,  # 99 before bench sources counted tokens a step
     "bench/gpu": 69,
     "bench/kernels": 29,
     "bench/lib": 19,
@@ -35,19 +35,19 @@ BUDGET = {
     "python/gsd_kernels_hf": 48,  # 47 before learn looked at all that it was given first
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
     "python/gsd_kernels_hf/corpus": 8,
-    "python/gsd_kernels_hf/costs": 24,
+    "python/gsd_kernels_hf/costs": 20,
     "python/gsd_kernels_hf/engine": 77,  # 76 before files of the package were found too
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 170,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 65,
-    "python/gsd_kernels_hf/policy": 41,
+    "python/gsd_kernels_hf/policy": 36,
     "python/gsd_kernels_hf/sources": 196,  # 194 before heads of multi-token prediction were one operator
     "python/gsd_kernels_hf/validate": 21,
     "python/gsd_kernels_serve": 98,  # 97 before names were spelled out
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 32,
-    "tests": 1911,  # 1896 before attention of rows was held to a contract number by number
+    "tests": 1913,  # 1896 before attention of rows was held to a contract number by number
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from .packed.gguf import from_gguf
     from .packed.keep import keep_packed
     from .packed.pack import pack
-    from .policy.row_policy import RowSettings
     from .policy.settings import Automatic
-    from .policy.shape_policy import ShapeSettings
     from .records import Verified
     from .sources.base import DraftSource, Level, Prefilled, Proposal
     from .sources.corpus import Corpus
@@ -42,8 +40,6 @@ _HOMES = {
     "GraphDecoder": "engine.decoder",
     "GraphGenerateOutput": "engine.output",
     "LayerSkip": "sources.layer_skip",
-    "RowSettings": "policy.row_policy",
-    "ShapeSettings": "policy.shape_policy",
     "Mtp": "sources.mtp",
     "OnlineLearner": "gsd_kernels_train.online",
     "Typical": "acceptance.criteria",

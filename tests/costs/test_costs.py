@@ -12,12 +12,12 @@ from simulated import BFLOAT16, GPU, KNOWN, NO_AMX
 
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.costs import machine
-from gsd_kernels_hf.costs.model import PLAIN, CostModel, CostSettings, increasing
+from gsd_kernels_hf.costs.model import OBSERVATION_STD, PLAIN, SLOWER_STEPS, CostModel, increasing
 from gsd_kernels_hf.costs.prior import MAX_FREE_ROWS, CostPrior, weight_bytes
 from gsd_kernels_hf.policy.shapes import ladder
 
 SHAPES = ladder("cpu", with_model=True)
-FIRST, SETTINGS = next(iter(SHAPES)), CostSettings()
+FIRST = next(iter(SHAPES))
 
 
 def model(known: CostPrior = KNOWN) -> CostModel:
@@ -126,7 +126,7 @@ def test_step_after_step_slow_is_the_machine_and_one_shape_s_cost_is_not():
         for rows in (2, 4, 8, 16):
             found.observe(FIRST, rows, 0.0, 1, target(model(), rows), 0.003)
     before = {rows: target(found, rows) for rows in (2, 16)}
-    for _ in range(SETTINGS.slower_steps - 1):
+    for _ in range(SLOWER_STEPS - 1):
         found.observe(FIRST, 8, 0.0, 1, 2.5 * usual, 0.003)
     assert target(found, 8) < 1.3 * usual, "this could still be a hiccup"
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_step_after_step_slow_is_the_machine_and_one_shape_s_cost_is_not():
         assert target(found, rows) < 1.3 * seconds
     other, place = found.other_seconds(1), found.index
     last = [*SHAPES][-1]
-    for _ in range(SETTINGS.slower_steps + 2):  # nobody knew what this one needs
+    for _ in range(SLOWER_STEPS + 2):  # nobody knew what this one needs
         found.observe(last, 8, 0.0, 1, usual, 1.5 * other[place[last]])
     assert found.other_seconds(1)[place[FIRST]] < 1.15 * other[place[FIRST]]
 
@@ -215,7 +215,7 @@ def test_batches_enter_as_rows():
 def test_costs_survive_the_disk():
     found = model()
     for rows in (1, 8, 16):
-        found.observe(FIRST, rows, 50.0, 2, 0.01 * rows, 0.002, noise=SETTINGS.observation_std)
+        found.observe(FIRST, rows, 50.0, 2, 0.01 * rows, 0.002, noise=OBSERVATION_STD)
     copy = model()
     copy.load(found.as_dict())
     rows = np.array([1.0, 3.0, 16.0, 100.0])

@@ -58,7 +58,7 @@ def test_switched_off_everything_is_read(options):
 
 def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft(tmp_path, monkeypatch):
     """Under ``"auto"`` the draft reads the prompt after the first token was streamed; the text is the same."""
-    settings = gsd.Automatic(shapes=gsd.ShapeSettings(long_prompt_tokens=40))
+    settings = gsd.Automatic(long_prompt_tokens=40)
 
     class Streamer(BaseStreamer):
         def __init__(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gsd_kernels import GraphConfig
-from gsd_kernels_hf.policy.acceptance import MISS, SETTINGS, AcceptanceModel, Pool, TreeForecast
+from gsd_kernels_hf.policy.acceptance import MAX_PROFILES, MISS, AcceptanceModel, Pool, TreeForecast
 from gsd_kernels_hf.policy.shapes import LOOKUP_CONTEXT, ladder
 
 PROFILES = Path(__file__).parents[2] / "bench" / "results" / "profiles.npz"
@@ -145,7 +145,7 @@ def windows(file: Path = PROFILES) -> dict[str, list[dict[str, Pool]]]:
                 pools = {}
                 for name, (profiles, picks) in own.items():
                     end = max(8, int(share * len(picks)))
-                    begin = max(0, end - SETTINGS.max_profiles)
+                    begin = max(0, end - MAX_PROFILES)
                     pools[name] = Pool(profiles[begin:end], picks[begin:end])
                 found[kind].append(pools)
     return found

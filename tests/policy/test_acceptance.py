@@ -9,11 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gsd_kernels import GraphConfig
-from gsd_kernels_hf.policy.acceptance import MISS, PRIORS, SETTINGS, UNKNOWN, AcceptanceModel, Pool, TreeForecast
+from gsd_kernels_hf.policy.acceptance import (
+    MAX_PROFILES,
+    MIN_PROFILES,
+    MISS,
+    PRIORS,
+    UNKNOWN,
+    AcceptanceModel,
+    Pool,
+    TreeForecast,
+)
 from gsd_kernels_hf.policy.shapes import ladder
 from gsd_kernels_hf.sources.weights import Calibration
 
-MOST = SETTINGS.max_profiles
+MOST = MAX_PROFILES
 
 
 def pools(first, second=(0.0, 0.0, 0.0, 0.0)):
@@ -127,7 +136,7 @@ def test_a_pool_keeps_the_newest_and_guesses_what_a_wider_shape_had_found():
     model = AcceptanceModel(4)
     model.pools["lookup"] = pool
     model.assume_easy("lookup")
-    assert len(model.pools["lookup"].profiles) < SETTINGS.min_profiles and model.pools["lookup"].profiles[0, 0] > 0.9
+    assert len(model.pools["lookup"].profiles) < MIN_PROFILES and model.pools["lookup"].profiles[0, 0] > 0.9
 
 
 def test_what_steps_bring_corrects_the_prediction():

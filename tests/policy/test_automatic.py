@@ -20,7 +20,7 @@ from gsd_kernels_hf.engine import decoder, engine
 from gsd_kernels_hf.policy.automatic import own_pair
 from gsd_kernels_hf.policy.row_policy import RowPolicy
 from gsd_kernels_hf.policy.row_selector import RowSelector
-from gsd_kernels_hf.policy.shape_policy import ShapePolicy, ShapeSettings
+from gsd_kernels_hf.policy.shape_policy import KNOWN_CHOICE_STEPS, ShapePolicy
 
 OPTIONS = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
 
@@ -68,39 +68,28 @@ def generate(models, tokens: int = 24, batch: int = 1, length: int = 12, **optio
 def test_settings_are_objects_that_a_user_can_pass(models, opened):
     """They reach the policy of either kind and never change the text."""
     plain = generate(models, tokens=40, graph_config="plain").sequences
-    shapes, rows = gsd.ShapeSettings(first_choice_steps=9), gsd.RowSettings(first_choice_steps=7, min_gain=2.5)
-    settings = gsd.Automatic(rows=rows, shapes=shapes)
+    settings = gsd.Automatic(first_choice_steps=9, min_gain=2.5)
     assert torch.equal(generate(models, tokens=40, graph_config=settings).sequences, plain)
-    assert opened[-1].settings == shapes
+    assert opened[-1].settings == settings
     history = generate((models[0], None), tokens=40, graph_config=settings, draft_sources=("history",))
-    assert torch.equal(history.sequences, plain) and opened[-1].settings == rows and opened[-1].least == 7
+    assert torch.equal(history.sequences, plain) and opened[-1].settings == settings and opened[-1].least == 9
     generate(models, tokens=4)
-    assert opened[-1].settings == ShapeSettings() and opened[-1].experience is not opened[0].experience
+    assert opened[-1].settings == gsd.Automatic() and opened[-1].experience is not opened[0].experience
 
 
 @pytest.mark.parametrize(
-    ("error", "make"),
+    ("error", "settings"),
     [
-        (r"unknown setting 'min_gian'; did you mean 'min_gain'", lambda: gsd.RowSettings(min_gian=1.0)),
-        (r"unknown setting 'row'; did you mean 'rows'", lambda: gsd.Automatic(row=gsd.RowSettings())),
-        (r"rows: expected RowSettings, got ShapeSettings", lambda: gsd.Automatic(rows=gsd.ShapeSettings())),
-        (r"RowSettings: retry_steps: expected an int like 5, got 2\.5", lambda: rows_with(retry_steps=2.5)),
-        (
-            r"RowSettings: first_wait_steps: expected a finite number of at least 1",
-            lambda: rows_with(first_wait_steps=0),
-        ),
-        (r"RowSettings: min_gain: expected a finite number", lambda: rows_with(min_gain=float("nan"))),
-        (r"RowSettings: decay_per_step: expected a finite number from 0 to 1", lambda: rows_with(decay_per_step=1.5)),
-        (r"RowSettings: min_gain: expected a number like 1\.02, got True", lambda: rows_with(min_gain=True)),
+        (r"unknown setting 'min_gian'; did you mean 'min_gain'", {"min_gian": 1.0}),
+        (r"Automatic: retry_steps: expected an int like 5, got 2\.5", {"retry_steps": 2.5}),
+        (r"Automatic: payback_tokens: expected a finite number of at least 1", {"payback_tokens": 0}),
+        (r"Automatic: min_gain: expected a finite number", {"min_gain": float("nan")}),
+        (r"Automatic: min_gain: expected a number like 1\.02, got True", {"min_gain": True}),
     ],
 )
-def test_settings_that_cannot_be_are_refused_by_name(error, make):
+def test_settings_that_cannot_be_are_refused_by_name(error, settings):
     with pytest.raises((TypeError, ValueError), match=error):
-        make()
-
-
-def rows_with(**settings):
-    return gsd.Automatic(rows=gsd.RowSettings(**settings))
+        gsd.Automatic(**settings)
 
 
 def test_every_target_forward_is_decoding(models):
@@ -141,7 +130,7 @@ def test_a_second_process_takes_the_shapes_that_the_first_one_took_last(models, 
     forget()
     steps = []
     generate(models, tokens=60, observer=lambda record: steps.append(record.graph is None))
-    assert opened[-1]._first()[1] == ShapeSettings().known_choice_steps
+    assert opened[-1]._first()[1] == KNOWN_CHOICE_STEPS
     assert steps[:10] == [last is None] * len(steps[:10])
 
 

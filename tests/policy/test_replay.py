@@ -68,7 +68,7 @@ def shapes(machine: str, device: str, *, batch: int = 1, seed: int = 0, told: bo
         if number not in (2, 4):
             continue
         figures += figures_of(known.costs, policy.cached, batch, policy.names)
-        figures += [*policy.expected, *policy.rows, policy.lost, policy.elapsed, known.wait, known.next_wait]
+        figures += [*policy.expected, *policy.rows, known.wait, known.next_wait]
         figures += [known.acceptance.ratio(kind) for kind in policy.kinds]
         for table in (known.acceptance.hits, known.acceptance.expected):
             figures += [float(counts.sum()) for counts in table.values()]

@@ -14,9 +14,10 @@ from simulated_rows import EASY, FLAT, HOPELESS, MACHINES, MEAGRE, STEEP, USUAL,
 
 from gsd_kernels_hf.costs.model import PLAIN
 from gsd_kernels_hf.policy.base import Observation
-from gsd_kernels_hf.policy.row_policy import RowPolicy, RowSettings
+from gsd_kernels_hf.policy.row_policy import KNOWN_CHOICE_STEPS, NEW_TEXT_MAX_WAIT_STEPS, RowExperience, RowPolicy
+from gsd_kernels_hf.policy.settings import Automatic
 
-SETTINGS = RowSettings()
+SETTINGS, FIRST_WAIT = Automatic(), RowExperience.first_wait
 
 
 @pytest.mark.parametrize("free_rows", [4.0, 60.0])
@@ -81,13 +82,13 @@ def test_off_where_nothing_is_right_and_on_again():
     world, pair = World(NO_AMX, HOPELESS, drafting=0.02), experience()
     policy = RowPolicy(pair, prefix=200)
     rows = world.run(policy, 400)
-    assert rows[0] > 0 and rows.count(0) > 300 and pair.next_wait > SETTINGS.first_wait_steps
+    assert rows[0] > 0 and rows.count(0) > 300 and pair.next_wait > FIRST_WAIT
     tries = "".join("x" if n else " " for n in rows[60:]).split()
     assert tries and max(map(len, tries)) <= SETTINGS.retry_steps + 1
     world.text = EASY
     rows = world.run(policy, 600)
     assert all(rows[-50:]) and np.mean(rows[-50:]) > 4
-    assert pair.next_wait == SETTINGS.first_wait_steps
+    assert pair.next_wait == FIRST_WAIT
 
 
 def test_switches_are_logged_with_the_figures_that_caused_them(caplog):
@@ -113,7 +114,7 @@ def test_a_new_text_tries_again_soon():
     assert pair.off
     world.text = EASY
     rows = world.run(RowPolicy(pair, prefix=200), 60)
-    assert rows[0] == 0 and all(rows[SETTINGS.new_text_max_wait_steps + 2 :])
+    assert rows[0] == 0 and all(rows[NEW_TEXT_MAX_WAIT_STEPS + 2 :])
 
 
 def test_never_off_by_a_guess():
@@ -134,7 +135,7 @@ def test_the_next_process_begins_where_this_one_ended():
     other.load(pair.as_dict())
     assert other.known and other.as_dict() == pair.as_dict()
     following = RowPolicy(other, prefix=200)
-    assert following.next_choice == SETTINGS.known_choice_steps
+    assert following.next_choice == KNOWN_CHOICE_STEPS
     assert abs(np.mean(world.run(following, 40)) - np.mean(last)) < 2.0
 
 

@@ -20,7 +20,6 @@ from gsd_kernels_hf.costs.prior import CostPrior
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.engine.options import Options
 from gsd_kernels_hf.engine.resolved import Sources
-from gsd_kernels_hf.policy.shape_policy import ShapeSettings
 from gsd_kernels_hf.policy.shapes import ladder
 from gsd_kernels_hf.sources import layer_skip
 from gsd_kernels_hf.sources.base import DraftSource
@@ -103,7 +102,7 @@ def test_auto_drops_a_draft_that_does_not_pay(target, given_sources, tmp_path, m
         do_sample=False,
         return_dict_in_generate=True,
     )
-    drafted = ShapeSettings().first_choice_steps * (max(s.draft_rows for s in ladder("cpu", with_model=True).values()))
+    drafted = gsd.Automatic().first_choice_steps * (max(s.draft_rows for s in ladder("cpu", with_model=True).values()))
     assert out.stats.draft_rows <= drafted, "the first choice has no times to go by, and drops it"
     assert out.stats.plain_steps < out.stats.steps
 

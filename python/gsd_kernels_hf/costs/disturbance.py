@@ -7,8 +7,8 @@ steps are disturbed, more or less, only means compare.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -35,15 +35,10 @@ class Period:
         self.parts = [self.rows == rows for rows in self.alike]  # [n] each, by row count
         self.sizes = [int(part.sum()) for part in self.parts]
 
-    def medians(self, noise: float) -> Observations:
-        """Of forwards of as many rows, for ``noise`` of each."""
-        medians = [statistics.median(self.seconds[part].tolist()) for part in self.parts]
-        return self.alike, medians, [noise / size**0.5 for size in self.sizes]
-
-    def means(self, noise: float) -> Observations:
-        """Geometric means of forwards of as many rows, for ``noise`` of each."""
-        means = [_mean(self.seconds[part]) for part in self.parts]
-        return self.alike, means, [noise / size**0.5 for size in self.sizes]
+    def alone(self, value: Callable[[np.ndarray], Any], noise: float) -> Observations:
+        """One value of forwards of as many rows, their median or mean say, for ``noise`` of each."""
+        values = [float(value(self.seconds[part])) for part in self.parts]
+        return self.alike, values, [noise / size**0.5 for size in self.sizes]
 
     def quick(self, beyond: np.ndarray) -> np.ndarray | None:
         """Find the forwards that were not disturbed, bool [n]; ``None``: perhaps none.
@@ -61,33 +56,29 @@ class Period:
             quick: which were, bool [n].
             noise, disturbed: of a quick forward, and of another.
         """
-        some = [self.seconds[part & quick] for part in self.parts]
-        means = [
-            _mean(s) if s.size else float(self.seconds[part].min()) for s, part in zip(some, self.parts, strict=True)
-        ]
-        return self.alike, means, [noise / s.size**0.5 if s.size else disturbed for s in some]
+        seconds, noises = [], []
+        for part in self.parts:
+            some = self.seconds[part & quick]
+            seconds.append(mean(some) if some.size else float(self.seconds[part].min()))
+            noises.append(noise / some.size**0.5 if some.size else disturbed)
+        return self.alike, seconds, noises
 
 
 class Spread:
-    """The differences between forwards of as many rows of late.
-
-    Attributes:
-        std: of their log seconds, as the mean deviation has it.
-    """
+    """The differences between forwards of as many rows of late."""
 
     def __init__(self) -> None:
         self.deviations: list[float] = []
-        self.std = 0.0
 
-    def observe(self, period: Period) -> None:
-        """Take in the steps of a period that have others of as many rows."""
-        for part, size in zip(period.parts, period.sizes, strict=True):
-            if size > 1:
-                logs = np.log(period.seconds[part])
+    def observe(self, period: Period) -> float:
+        """The standard deviation of their log seconds, as the mean deviation has it, with those of a period."""
+        for logs in (np.log(period.seconds[part]) for part in period.parts):
+            if logs.size > 1:
                 self.deviations += np.minimum(abs(logs - np.median(logs)), MAX_DEVIATION).tolist()
         del self.deviations[:-REMEMBERED_STEPS]
-        self.std = float(np.mean(self.deviations)) * (np.pi / 2) ** 0.5 if self.deviations else 0.0
+        return float(np.mean(self.deviations)) * (np.pi / 2) ** 0.5 if self.deviations else 0.0
 
 
-def _mean(seconds: np.ndarray) -> float:
+def mean(seconds: np.ndarray) -> float:
+    """Geometric."""
     return float(np.exp(np.log(seconds).mean()))

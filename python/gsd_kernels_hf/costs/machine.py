@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels.graph import pack_bits
-from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, decoder_rows
+from gsd_kernels.ops.row_linear import row_linear
 
-from ..model.linear import CpuLinear
+from ..model.linear import serves
 from ..model.replay import wait
 from ..store import Document
 
 READ_BYTES = 128 << 20  # more than most caches hold
 FEW_ROWS, MANY_ROWS = 8, 32  # whose difference in seconds is arithmetic
-# Sizes of a layer whose weights stay in the last-level cache; of smaller ones, waiting for threads would be measured.
-HIDDEN, INNER, HEADS = 1024, 2816, 16
+# Of a matrix that stays in the last-level cache; of a smaller one, waiting for threads would be measured.
+OUTPUTS, INPUTS = 12288, 1024
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -82,59 +80,15 @@ def measure_bandwidth(device: torch.device) -> float:
 
 @torch.no_grad()
 def measure_gemm_speed(dtype: torch.dtype, *, operator: bool) -> float:
-    """Multiplications a second of rows with a layer's weights, beyond what a few rows of it take."""
-    weights, forward = (_layer if operator else _linear)(dtype)
-    few, many = (_fastest(lambda rows=rows: forward(rows), torch.device("cpu")) for rows in (FEW_ROWS, MANY_ROWS))
-    return (MANY_ROWS - FEW_ROWS) * weights / max(many - few, 1e-6)
-
-
-def _linear(dtype: torch.dtype) -> tuple[int, Callable[[int], Tensor]]:
-    """A linear layer as a target's modules have it: its weights, and its product with a number of rows."""
-    compiled = unavailable_reason("cpu", torch.device("cpu")) is None and dtype != torch.float64
-    kind = CpuLinear if compiled else torch.nn.Linear
-    linear = torch.nn.utils.skip_init(kind, HIDDEN, 4 * INNER, bias=False, dtype=dtype)  # which draws nothing
-    torch.nn.init.constant_(linear.weight, 1.0 / HIDDEN)
-    x = torch.ones(MANY_ROWS, HIDDEN, dtype=dtype, device="cpu")
-    return linear.weight.numel(), lambda rows: linear(x[:rows])
-
-
-def _layer(dtype: torch.dtype) -> tuple[int, Callable[[int], Tensor]]:
-    """A decoder of one layer: its weights, and the forward of a number of rows that see themselves alone."""
-
-    def matrix(outputs: int, inputs: int) -> Tensor:
-        return torch.full((outputs, inputs), 1.0 / inputs, dtype=dtype, device="cpu")
-
-    size, norm = HIDDEN // HEADS, torch.ones(HIDDEN, dtype=dtype, device="cpu")
-    layer = LayerWeights(
-        **{name: matrix(HIDDEN, HIDDEN) for name in ("q", "k", "v", "o")},
-        **{name: matrix(INNER, HIDDEN) for name in ("gate", "up")},
-        down=matrix(HIDDEN, INNER),
-        input_norm=norm,
-        second_norm=norm,
-    )
-    weights = DecoderWeights(
-        matrix(1, HIDDEN),
-        [layer],
-        norm,
-        matrix(1, HIDDEN),
-        torch.ones(size // 2, dtype=torch.float32, device="cpu"),
-        1.0,
-        HEADS,
-        1e-5,
-    )
-    caches = [torch.zeros(1, HEADS, MANY_ROWS, size, dtype=dtype, device="cpu") for _ in range(2)]
-    none, place = (
-        torch.zeros(1, MANY_ROWS, dtype=torch.int32, device="cpu"),
-        torch.arange(MANY_ROWS, dtype=torch.int32, device="cpu")[None],
-    )
-
-    def forward(rows: int) -> Tensor:
-        zeros, alone = none[:, :rows].contiguous(), pack_bits(torch.eye(rows, dtype=torch.bool, device="cpu"))[None]
-        slots, start = place[:, :rows].contiguous(), none[:, 0].contiguous()
-        text = zeros, zeros, slots, alone, zeros, start, start
-        return decoder_rows(weights, *text, caches[:1], caches[1:], keep=rows)[0]
-
-    return HIDDEN * (4 * HIDDEN + 3 * INNER), forward
+    """Multiplications a second of rows with a matrix, beyond what a few take: as the operator does them, or modules."""
+    cpu = torch.device("cpu")
+    weight = torch.full((OUTPUTS, INPUTS), 1.0 / INPUTS, dtype=dtype, device=cpu)
+    weight = torch.nn.Parameter(weight, requires_grad=False)
+    x = torch.ones(MANY_ROWS, INPUTS, dtype=dtype, device=cpu)
+    own = operator or (unavailable_reason("cpu", cpu) is None and serves(weight))
+    product = row_linear if own else torch.nn.functional.linear
+    few, many = (_fastest(lambda rows=rows: product(x[:rows], weight), cpu) for rows in (FEW_ROWS, MANY_ROWS))
+    return (MANY_ROWS - FEW_ROWS) * weight.numel() / max(many - few, 1e-6)
 
 
 def _fastest(function: Callable[[], object], device: torch.device) -> float:

@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -42,51 +42,37 @@ Draft = PreTrainedModel | nn.Module | None
 """A draft model, a view of the target, or a drafter that reads its hidden states."""
 
 
-class Section(Protocol):
-    """A part that a section of a document is loaded into."""
-
-    def load(self, data: Mapping[str, Any]) -> None:
-        """Raises ``ValueError``, ``KeyError`` or ``TypeError`` where it cannot be used, and then takes nothing over."""
-        ...
-
-
 class CostPair:
     """A target with a draft, or alone, on this machine: its document and its costs.
 
     Args:
-        model: the target.
-        draft: what drafts for it; see :data:`Draft`.
+        model, draft: the target, and what is forwarded beside it.
         backend: of the ops.
         document: where its sections are kept.
         shapes: by name, those that its steps can have.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        draft: Draft,
-        backend: str,
-        document: Document,
-        shapes: Mapping[str, GraphConfig],
+        self, model: PreTrainedModel, draft: Draft, backend: str, document: Document, shapes: Mapping[str, GraphConfig]
     ) -> None:
         self.document = document
         self.sections = document.read()  # and what this process learned since, where generations ended
         self.device = properties.device_of(model)
         about = document.about
+        level = about["cpu_level"] if about["target_forward"] == "operator" else None
         prior = CostPrior.of(
             model,
             draft,
             bandwidth(self.device),
-            gemm_speed=None if replay.is_gpu(self.device) else gemm_speed(model.dtype, target_level(about)),
+            gemm_speed=None if replay.is_gpu(self.device) else gemm_speed(model.dtype, level),
             one_op=about["draft_forward"] == "operator",
             compiled=about["compiled"] and backend in ("auto", "cpu"),
         )
-        rows_vary = self.device.type == "cpu" and draft is None
-        self.costs = CostModel(prior, shapes, rows_vary=rows_vary)
+        self.costs = CostModel(prior, shapes, rows_vary=self.device.type == "cpu" and draft is None)
         self.load(COSTS, self.costs)
 
-    def load(self, section: str, part: Section) -> None:
-        """Load a section, if there is one; one that cannot be used is ignored, with a warning."""
+    def load(self, section: str, part: Any) -> None:
+        """Load a section into ``part``, if there is one; one that ``part.load`` refuses is ignored, with a warning."""
         if section in self.sections:
             try:
                 part.load(self.sections[section])
@@ -160,11 +146,6 @@ def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, st
     ways = {"target_forward": way(model), "draft_forward": way(draft)}
     on_cpu = "operator" in ways.values() and not replay.is_gpu(properties.device_of(model))
     return {**ways, "cpu_level": cpu_levels.active() if on_cpu else None}
-
-
-def target_level(about: Mapping[str, Any]) -> str | None:
-    """Instructions of the operator that forwards the target's rows; ``None``: modules do."""
-    return about["cpu_level"] if about["target_forward"] == "operator" else None
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -69,9 +69,8 @@ class CostPrior:
         on_gpu = next(model.parameters()).device.type == "cuda"
         config = model.config.get_text_config(decoder=True)
         layers = int(config.num_hidden_layers)
-        heads, size = (_largest(size_in(config, key)) for key in ("num_key_value_heads", "head_dim"))
-        heads = heads or config.num_attention_heads
-        size = size or config.hidden_size // config.num_attention_heads
+        heads = _largest(size_in(config, "num_key_value_heads")) or config.num_attention_heads
+        size = _largest(size_in(config, "head_dim")) or config.hidden_size // config.num_attention_heads
         speeds = {"free_rows": 128.0, "layer_seconds": 1e-4, "draft_layer_seconds": 1e-4} if on_gpu else {}
         if gemm_speed is not None:
             speeds["free_rows"] = min(max(model.dtype.itemsize * gemm_speed / bandwidth, 1.0), MAX_FREE_ROWS)
@@ -101,12 +100,8 @@ class CostPrior:
         rows = config.chain_rows + max(0, config.depth - 1) * config.width
         reading = self.draft_bytes * (config.depth + rows / self.free_rows if config.depth else 0.0)
         levels = (config.depth + config.history_depth) * self.level_seconds
-        return (
-            self.step_seconds
-            + levels
-            + config.depth * (self.forward_seconds + self.draft_layers * self.draft_layer_seconds)
-            + (reading / self.bandwidth)
-        )
+        calls = config.depth * (self.forward_seconds + self.draft_layers * self.draft_layer_seconds)
+        return self.step_seconds + levels + calls + reading / self.bandwidth
 
 
 def layers_of(draft: nn.Module | None) -> int:

@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..costs.pair import fingerprint

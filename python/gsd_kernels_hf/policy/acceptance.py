@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,7 @@ MAX_HITS = 1e12  # a count beyond it is none
 MISS, UNKNOWN = -1, -2  # in the place of a rank
 
 
-@dataclass(frozen=True)
-class KindPrior:
+class KindPrior(NamedTuple):
     """Prior of one kind of levels, before anything was observed.
 
     Attributes:
@@ -39,37 +38,16 @@ class KindPrior:
 
 
 PRIORS = {
-    "model": KindPrior((0.62, 0.12, 0.06, 0.04), hits=6.0, tokens=10.0),  # a draft model with all other sources
-    "lookup": KindPrior((0.4, 0.08, 0.04, 0.02), hits=3.0, tokens=16.0),  # sources that cost no forward
+    "model": KindPrior((0.62, 0.12, 0.06, 0.04), 6.0, 10.0),  # a draft model with all other sources
+    "lookup": KindPrior((0.4, 0.08, 0.04, 0.02), 3.0, 16.0),  # sources that cost no forward
 }
-
-
-@dataclass(frozen=True)
-class AcceptanceSettings:
-    """Settings of :class:`AcceptanceModel` and :class:`TreeForecast`.
-
-    Attributes:
-        max_profiles: kept of a kind, the newest.
-        prior_profiles: copies of the prior that a pool starts with.
-        min_profiles: observed ones that replace the prior; from then on predictions are held against what came of them.
-        table_decay_per_step: weight of a count in the calibration table, one step later.
-        ratio_decay_per_step: weight of accepted and predicted tokens of a kind, one step later.
-        trees: grown for a prediction.
-        min_open_nodes: unexpanded nodes that a tree keeps, at least.
-        easy_by_rank: acceptance by rank in an easy text: what speculation could reach at best.
-    """
-
-    max_profiles: int = 96
-    prior_profiles: int = 4
-    min_profiles: int = 22
-    table_decay_per_step: float = 0.998
-    ratio_decay_per_step: float = 0.99
-    trees: int = 24
-    min_open_nodes: int = 24
-    easy_by_rank: tuple[float, ...] = (0.95, 0.03, 0.01, 0.005)
-
-
-SETTINGS = AcceptanceSettings()
+EASY_BY_RANK = (0.95, 0.03, 0.01, 0.005)  # acceptance in an easy text: what speculation could reach at best
+MAX_PROFILES = 96  # kept of a kind, the newest
+PRIOR_PROFILES = 4  # copies of the prior that a pool starts with
+MIN_PROFILES = 22  # observed ones that replace the prior; from then on predictions are held against what came of them
+TABLE_DECAY_PER_STEP, RATIO_DECAY_PER_STEP = 0.998, 0.99  # weight of earlier counts, and of earlier tokens of a kind
+TREES = 24  # grown for a prediction
+MIN_OPEN_NODES = 24  # unexpanded nodes that a tree keeps, at least
 
 
 def kind_of(config: GraphConfig) -> str:
@@ -82,7 +60,7 @@ class Pool:
     """Profiles: candidate probabilities after accepted tokens, in the order of the text.
 
     Attributes:
-        profiles: candidate probabilities, calibrated, [n, K], at most ``SETTINGS.max_profiles``, the oldest first.
+        profiles: candidate probabilities, calibrated, [n, K], at most ``MAX_PROFILES``, the oldest first.
         picks: rank of the candidate that was picked, :data:`MISS` for none, :data:`UNKNOWN` in a prior; int [n].
     """
 
@@ -90,13 +68,14 @@ class Pool:
     picks: np.ndarray
 
     @classmethod
-    def of(cls, profiles: np.ndarray, picks: np.ndarray | None = None) -> Pool:
-        """Profiles [n, K], and what was picked if it is known."""
-        return cls(profiles, np.full(len(profiles), UNKNOWN) if picks is None else picks)
+    def of(cls, profiles: np.ndarray) -> Pool:
+        """Profiles [n, K] of which nobody knows what was picked."""
+        return cls(profiles, np.full(len(profiles), UNKNOWN))
 
     @classmethod
-    def prior(cls, profile: tuple[float, ...], branch: int, count: int = SETTINGS.prior_profiles) -> Pool:
-        return cls.of(np.tile(padded(profile, branch), (count, 1)))
+    def prior(cls, profile: tuple[float, ...], branch: int, count: int = PRIOR_PROFILES) -> Pool:
+        """``count`` times a profile, cut or padded to ``branch``."""
+        return cls.of(np.tile(np.pad(profile, (0, branch))[:branch], (count, 1)))
 
     def add(self, probs: np.ndarray, hits: np.ndarray) -> None:
         """Candidates after accepted nodes and whether each was picked, [n, K'] both."""
@@ -107,9 +86,9 @@ class Pool:
             new[:, rank] = 0.5 * np.minimum(new[:, rank - 1], np.maximum(1.0 - new[:, :rank].sum(1), 0.0))
         profiles = np.concatenate([self.profiles, new])
         picks = np.concatenate([self.picks, np.where(hits.any(1), hits.argmax(1), MISS)])
-        if (seen := picks != UNKNOWN).sum() >= SETTINGS.min_profiles:  # drop the prior
+        if (seen := picks != UNKNOWN).sum() >= MIN_PROFILES:  # drop the prior
             profiles, picks = profiles[seen], picks[seen]
-        self.profiles, self.picks = profiles[-SETTINGS.max_profiles :], picks[-SETTINGS.max_profiles :]
+        self.profiles, self.picks = profiles[-MAX_PROFILES:], picks[-MAX_PROFILES:]
 
 
 class AcceptanceModel:
@@ -121,7 +100,11 @@ class AcceptanceModel:
         self.hits = {kind: np.full((branch, len(Calibration.EDGES) + 1), prior.hits) for kind, prior in PRIORS.items()}
         self.expected = {name: table.copy() for name, table in self.hits.items()}
         self.counted = object()  # another one whenever the counts have changed
-        self.pools = self._prior_pools()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was accepted lately; the calibration table is kept."""
+        self.pools = {kind: Pool.prior(prior.accepted_by_rank, self.branch) for kind, prior in PRIORS.items()}
         # Tokens beyond the first, accepted and predicted: by kind of shape, decayed sums.
         self.accepted: dict[str, tuple[float, float]] = {}
 
@@ -133,7 +116,7 @@ class AcceptanceModel:
         cells = _cells(probs)
         for table, counts in ((self.hits[name], hits), (self.expected[name], probs)):
             # Towards the prior, not towards 0: hits / expected never rests on nothing.
-            table += (PRIORS[name].hits - table) * (1.0 - SETTINGS.table_decay_per_step**steps)
+            table += (PRIORS[name].hits - table) * (1.0 - TABLE_DECAY_PER_STEP**steps)
             np.add.at(table, cells, counts.astype(float))
         self.counted = object()
         self.pools[name].add(self.calibrated(name, probs), hits)
@@ -144,18 +127,16 @@ class AcceptanceModel:
 
     def observe_accepted(self, kind: str, accepted: float, predicted: float) -> None:
         """Accepted tokens of a step, mean of its sequences, and the tokens that :meth:`tokens` had predicted."""
-        if len(self.pools[kind].profiles) < SETTINGS.min_profiles:  # predicted by the prior: nothing of the shape
+        if len(self.pools[kind].profiles) < MIN_PROFILES:  # predicted by the prior: nothing of the shape
             return
         # Before its correction, which would else be learned from itself.
         before = (predicted - 1.0) / max(self.ratio(kind), 1e-3)
         observed, expected = self.accepted.get(kind, (0.0, 0.0))
-        decay = SETTINGS.ratio_decay_per_step
-        self.accepted[kind] = (decay * observed + accepted, decay * expected + before)
+        self.accepted[kind] = RATIO_DECAY_PER_STEP * observed + accepted, RATIO_DECAY_PER_STEP * expected + before
 
     def ratio(self, kind: str) -> float:
         """Accepted over predicted tokens beyond the first, of shapes of a kind."""
-        observed, expected = self.accepted.get(kind, (0.0, 0.0))
-        return (PRIORS[kind].tokens + observed) / (PRIORS[kind].tokens + expected)
+        return (PRIORS[kind].tokens + self.accepted.get(kind, (0.0, 0.0))[0]) / self.evidence(kind)
 
     def evidence(self, kind: str) -> float:
         """Number of predicted tokens that :meth:`ratio` rests on, those of its prior included."""
@@ -163,16 +144,8 @@ class AcceptanceModel:
 
     def assume_easy(self, kind: str) -> None:
         """For a retry: forget what a kind of shape had accepted lately, and expect an easy text until one is seen."""
-        self.pools[kind] = Pool.prior(SETTINGS.easy_by_rank, self.branch, 1)
+        self.pools[kind] = Pool.prior(EASY_BY_RANK, self.branch, 1)
         self.accepted.pop(kind, None)
-
-    def forget(self) -> None:
-        """Forget what was accepted lately; the calibration table is kept."""
-        self.pools = self._prior_pools()
-        self.accepted.clear()
-
-    def _prior_pools(self) -> dict[str, Pool]:
-        return {kind: Pool.prior(prior.accepted_by_rank, self.branch) for kind, prior in PRIORS.items()}
 
     def write(self, calibration: Calibration | None) -> None:
         """Put the current ratios into the device table, unless they are there."""
@@ -189,14 +162,13 @@ class AcceptanceModel:
 
     def easy_tokens(self, forecast: TreeForecast, kinds: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Predicted tokens and rows, without :meth:`ratio`, on a text that is easy for the sources of these kinds."""
-        easy = Pool.prior(SETTINGS.easy_by_rank, self.branch, 1)
+        easy = Pool.prior(EASY_BY_RANK, self.branch, 1)
         return forecast.predict({name: easy if name in kinds else pool for name, pool in self.pools.items()})
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for the disk."""
         return {
-            "hits": {name: table.tolist() for name, table in self.hits.items()},
-            "expected": {name: table.tolist() for name, table in self.expected.items()},
+            **{part: {kind: n.tolist() for kind, n in getattr(self, part).items()} for part in ("hits", "expected")},
             "pools": {name: [p.profiles.tolist(), p.picks.tolist()] for name, p in self.pools.items()},
             "accepted": {name: list(pair) for name, pair in self.accepted.items()},
         }
@@ -207,29 +179,26 @@ class AcceptanceModel:
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
         """
-        size = self.branch, len(Calibration.EDGES) + 1
-        hits, expected = (
-            # A count begins with its prior's, and never falls below it.
-            {
-                name: numbers.array(part, data[part][name], size, 0.999 * prior.hits, MAX_HITS)
-                for name, prior in PRIORS.items()
-            }
+        size = self.hits["model"].shape
+        hits, expected = (  # a count begins with its prior's, and never falls below it
+            {kind: numbers.array(part, data[part][kind], size, 0.999 * p.hits, MAX_HITS) for kind, p in PRIORS.items()}
             for part in ("hits", "expected")
         )
         pools = {}
-        for name in self.pools:
-            profiles, picks = data["pools"][name]
+        for kind in PRIORS:
+            profiles, picks = data["pools"][kind]
             rows = numbers.array("profiles", profiles, (None, self.branch), 0.0, 1.0)
             ranks = numbers.array("picks", picks, (len(rows),), UNKNOWN, self.branch - 1)
-            if not 0 < len(rows) <= SETTINGS.max_profiles or (ranks % 1).any():
+            if not 0 < len(rows) <= MAX_PROFILES or (ranks % 1).any():
                 raise ValueError("pools: of another size, or picks that are no ranks")
-            pools[name] = Pool(rows, ranks.astype(int))
-        lists = numbers.table("accepted", data["accepted"], list)
-        if not lists.keys() <= PRIORS.keys():
-            raise ValueError("accepted: of other kinds")
-        # Less than a token could cancel what a kind begins with.
-        pairs = {name: numbers.array("accepted", pair, (2,), -1.0, MAX_HITS) for name, pair in lists.items()}
-        accepted = {name: (float(pair[0]), float(pair[1])) for name, pair in pairs.items()}
+            pools[kind] = Pool(rows, ranks.astype(int))
+        accepted = {}
+        for kind, pair in numbers.table("accepted", data["accepted"], list).items():
+            if kind not in PRIORS:
+                raise ValueError("accepted: of other kinds")
+            # Less than a token could cancel what a kind begins with.
+            observed, predicted = numbers.array("accepted", pair, (2,), -1.0, MAX_HITS).tolist()
+            accepted[kind] = observed, predicted
         self.hits, self.expected, self.pools, self.accepted = hits, expected, pools, accepted
         self.counted = object()
 
@@ -237,7 +206,7 @@ class AcceptanceModel:
 class TreeForecast:
     """Trees of several shapes, grown side by side over the places of a text that was just decoded.
 
-    A tree begins at one of ``SETTINGS.trees`` places of the pools and goes on with the profiles that followed there,
+    A tree begins at one of ``TREES`` places of the pools and goes on with the profiles that followed there,
     the same for all nodes of a level, so that runs of easy tokens stay runs. A shape's first ``depth`` levels read the
     pool ``"model"``, its history levels ``"lookup"``. A prediction is the mean of what the candidates' probabilities
     promise and of what the tree would have had accepted there. Merging is not modelled.
@@ -249,39 +218,31 @@ class TreeForecast:
 
     def __init__(self, shapes: Sequence[GraphConfig], branch: int) -> None:
         self.shapes = tuple(shapes)
-        self.branch = branch
-        depth = np.array([s.depth for s in shapes])
-        self.levels = max((s.depth + s.history_depth for s in shapes), default=0)
-        self.width = max((max(s.width if s.depth else 1, s.history_width) for s in shapes), default=1)
+        sizes = [
+            (s.depth, s.history_depth, s.width if s.depth else 1, s.history_width, s.branch, s.max_rows) for s in shapes
+        ]
+        depth, more, width, more_width, branches, rows = np.array(sizes).T[..., None]  # [S, 1] each
+        total = depth + more
+        self.levels = int(total.max())
         level = np.arange(self.levels)
-        total = depth + np.array([s.history_depth for s in shapes])
-        width = np.where(
-            level < depth[:, None],
-            np.array([s.width for s in shapes])[:, None],
-            np.array([s.history_width for s in shapes])[:, None],
-        )
-        width = np.where(level == 0, 1, width) * (level < total[:, None])  # [S, L]; nodes that a level expands
-        self.modelled = level < depth[:, None]  # [S, L]
-        self.inside = level < total[:, None]  # [S, L]
-        self.ranks = np.arange(branch) < np.array([s.branch for s in shapes])[:, None]  # [S, K]
+        self.modelled, self.inside = level < depth, level < total  # [S, L]
+        # Nodes that a level expands, [S, L].
+        widths = np.where(level == 0, 1, np.where(self.modelled, width, more_width)) * self.inside
+        self.ranks = np.arange(branch) < branches  # [S, K]
         # Trees that differ in rows or in how many levels the history adds are one tree, grown once: F families.
-        families: dict[tuple[int, ...], list[int]] = {}
-        for i, s in enumerate(shapes):
-            families.setdefault((s.depth, s.width if s.depth else 1, s.branch, s.history_width), []).append(i)
-        deepest = [max(group, key=total.__getitem__) for group in families.values()]
-        self.grown = np.array(deepest, dtype=int)  # [F]; a shape of each, which has all levels of the others
-        self.family = np.empty(len(shapes), dtype=int)  # [S]
-        for family, group in enumerate(families.values()):
-            self.family[group] = family
-        self.expands = np.arange(self.width) < width[self.grown, :, None]  # [F, L, W]
-        self.deepest = total  # [S]; tokens beyond the first that a step brings at most
-        self.last_row = np.array([s.max_rows for s in shapes]) - 1
-        self.open = max(SETTINGS.min_open_nodes, int(self.last_row.max(initial=0)) // 2)
-        self.predictions = 0
+        trees = np.hstack([depth, width, branches, more_width])
+        self.family = np.unique(trees, axis=0, return_inverse=True)[1].ravel()  # [S]
+        families = [np.flatnonzero(self.family == f) for f in range(self.family.max() + 1)]
+        # A shape of each, which has all levels of the others.
+        self.grown = np.array([family[total[family, 0].argmax()] for family in families])  # [F]
+        self.width = int(widths.max())
+        self.expands = np.arange(self.width) < widths[self.grown, :, None]  # [F, L, W]
+        self.deepest = total[:, 0]  # [S]; tokens beyond the first that a step brings at most
+        self.last_row = rows[:, 0] - 1
+        self.open = max(MIN_OPEN_NODES, int(self.last_row.max()) // 2)
 
     def predict(self, pools: Mapping[str, Pool]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens per step and rows by shape, float64 [S] each."""
-        self.predictions += 1
         model, lookup = pools["model"], pools["lookup"]
         index = np.where(
             self.modelled[:, None], self._places(len(model.picks)), len(model.picks) + self._places(len(lookup.picks))
@@ -310,7 +271,7 @@ class TreeForecast:
 
     def _places(self, count: int) -> np.ndarray:
         """Where in a pool of ``count`` profiles the levels of every tree look: [T, L]."""
-        return (np.arange(SETTINGS.trees)[:, None] * count // SETTINGS.trees + np.arange(self.levels)) % count
+        return (np.arange(TREES)[:, None] * count // TREES + np.arange(self.levels)) % count
 
     def _grow(self, profiles: np.ndarray) -> list[np.ndarray]:
         """Path probabilities of the nodes of every tree, [F, T, L, K] → [F, T, nodes], level by level."""
@@ -341,9 +302,3 @@ class TreeForecast:
 def _cells(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rank and bin of every probability, [n, K] each."""
     return np.broadcast_to(np.arange(probs.shape[1]), probs.shape), np.searchsorted(Calibration.EDGES, probs)
-
-
-def padded(profile: tuple[float, ...], branch: int) -> np.ndarray:
-    out = np.zeros(branch)
-    out[: len(profile)] = profile[:branch]
-    return out

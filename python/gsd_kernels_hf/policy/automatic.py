@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..costs.pair import COSTS, CostPair, Draft, fingerprint, forwards, pair_of
 from ..model.properties import device_of
 from ..store import Saver, cache_dir
+from .experience import Experience
 from .row_policy import RowExperience, RowPolicy
 from .settings import Automatic
 from .shape_policy import ShapeExperience, ShapePolicy
@@ -47,7 +48,7 @@ class Situation:
     reads_prompt: bool
     chooses_rows: bool
     backend: str
-    settings: Automatic = field(default_factory=Automatic)
+    settings: Automatic
 
     @property
     def by_rows(self) -> bool:
@@ -56,7 +57,7 @@ class Situation:
 
 
 def automatic_policy(
-    kept: MutableMapping[Any, tuple[ShapeExperience | RowExperience, Saver]], situation: Situation
+    kept: MutableMapping[Any, tuple[Experience, Saver]], situation: Situation
 ) -> ShapePolicy | RowPolicy:
     """The policy of one generation.
 
@@ -69,25 +70,24 @@ def automatic_policy(
     if key not in kept:
         kept.setdefault(key, learned(situation))
     experience, saver = kept[key]
-    batch, prefix = situation.batch, situation.prefix
+    common = {"batch": situation.batch, "prefix": situation.prefix, "saver": saver}
     if isinstance(experience, RowExperience):
-        return RowPolicy(experience, batch=batch, prefix=prefix, backend=situation.backend, saver=saver)
-    return ShapePolicy(experience, batch=batch, prefix=prefix, reads_prompt=situation.reads_prompt, saver=saver)
+        return RowPolicy(experience, backend=situation.backend, **common)
+    return ShapePolicy(experience, reads_prompt=situation.reads_prompt, **common)
 
 
-def learned(situation: Situation) -> tuple[ShapeExperience | RowExperience, Saver]:
+def learned(situation: Situation) -> tuple[Experience, Saver]:
     """The experience of earlier generations like this one, in this process and others; and what keeps it on disk."""
     pair = own_pair(situation.model, situation.draft, situation.backend, situation.others)
     models = [situation.model, *([] if situation.draft is None else [situation.draft]), *situation.others]
-    rows = ["rows by chances"] if situation.by_rows else []
-    about = " ".join([*rows, situation.about, *situation.sources, *(fingerprint(m) for m in models)])
+    about = " ".join([str(situation.by_rows), situation.about, *situation.sources, *(fingerprint(m) for m in models)])
     section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"
-    experience: ShapeExperience | RowExperience
+    experience: Experience
     if situation.by_rows:
-        experience = RowExperience(pair.costs, shape_name(row_shape()), row_shape(), situation.settings.rows)
+        experience = RowExperience(pair.costs, shape_name(row_shape()), row_shape(), situation.settings)
     else:
         shapes = ladder(pair.device.type, with_model=situation.draft is not None, reuses=situation.reuses)
-        experience = ShapeExperience(pair.costs, shapes, situation.settings.shapes)
+        experience = ShapeExperience(pair.costs, shapes, situation.settings)
     pair.load(section, experience)
     return experience, ExperienceSaver(pair, section, experience)
 
@@ -98,7 +98,7 @@ class ExperienceSaver(Saver):
     Of engines whose generations take turns the last one that ended a text is heard, as of processes.
     """
 
-    def __init__(self, pair: CostPair, section: str, experience: ShapeExperience | RowExperience) -> None:
+    def __init__(self, pair: CostPair, section: str, experience: Experience) -> None:
         super().__init__(pair.document, lambda: {COSTS: pair.costs.as_dict(), section: experience.as_dict()})
         self.pair, self.section, self.experience = pair, section, experience
 

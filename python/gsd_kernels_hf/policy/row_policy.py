@@ -8,105 +8,54 @@ tried again later.
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from gsd_kernels import GraphConfig
-from gsd_kernels.names import fields_named
 
 from .. import numbers
 from ..costs.model import PLAIN, CostModel
 from .acceptance import AcceptanceModel
-from .backoff import Backoff
 from .base import Observation, Plan
+from .experience import MAX_CHOICE_INTERVAL_STEPS, MIN_TOKENS_PER_STEP, Experience, LearningPolicy, logger, mean_of
 from .row_selector import EdgeModel, RowSelector
+from .settings import Automatic
 
-logger = logging.getLogger("gsd_kernels")
-
-
-@fields_named("RowSettings: unknown setting")
-@dataclass(frozen=True)
-class RowSettings:
-    """Settings of a :class:`RowPolicy`. Steps are those of a generation unless it says a pair's.
-
-    Attributes:
-        min_gain: throughput of plain decoding over that of speculation, at least, to switch speculation off.
-        min_tokens_per_step: mean below which speculation is useless whatever it costs, so that plain decoding need not
-            have been timed.
-        min_steps_before_off: steps of a text until speculation may be switched off.
-        first_wait_steps: plain steps until it is tried again, the first time: where few rows are forwarded, little is
-            lost.
-        new_text_max_wait_steps: plain steps of a new text until it is tried again, at most.
-        retry_steps: length of a trial.
-        first_choice_steps, known_choice_steps: steps until the first choice, of a pair that is new, that ran before.
-        max_choice_interval_steps: steps between choices, at most.
-        explore_steps: timed steps of a pair during which row counts of uncertain cost are tried in every step.
-        max_explore_interval_steps: steps between such trials later, at most.
-        optimism_std: row counts of uncertain cost are tried as if their log seconds were this many standard deviations
-            lower.
-        initial_tokens, initial_rows: means of a step before any was taken.
-        decay_per_step: weight of all earlier steps in running means, after one step more.
-        prior_steps: number of steps that the means known before a text count for.
-        outlier_cap: a step slower than this multiple of the running mean is counted as this multiple.
-        min_disturbance: steps that are slower by this factor than they are predicted to be are taken to be disturbed.
-        min_noise_std, max_noise_std: noise of one forward, log seconds: in a pair's first steps, and later. Machines
-            change within minutes, so that one step says little of the next.
-    """
-
-    min_gain: float = 1.02
-    min_tokens_per_step: float = 1.1
-    min_steps_before_off: int = 16
-    first_wait_steps: int = 16
-    new_text_max_wait_steps: int = 10
-    retry_steps: int = 5
-    first_choice_steps: int = 2
-    known_choice_steps: int = 8
-    max_choice_interval_steps: int = 16
-    explore_steps: int = 16
-    max_explore_interval_steps: int = 32
-    optimism_std: float = 0.75
-    initial_tokens: float = 2.0
-    initial_rows: float = 8.0
-    decay_per_step: float = 0.97
-    prior_steps: float = 4.0
-    outlier_cap: float = 2.0
-    min_disturbance: float = 1.1
-    min_noise_std: float = 0.05
-    max_noise_std: float = 0.2
+MIN_STEPS_BEFORE_OFF = 16  # of a text
+NEW_TEXT_MAX_WAIT_STEPS = 10  # plain steps of a new text until speculation is tried again
+KNOWN_CHOICE_STEPS = 8  # until the first choice of a pair that ran before
+EXPLORE_STEPS = 16  # timed steps of a pair, in each of which row counts of uncertain cost are tried
+MAX_EXPLORE_INTERVAL_STEPS = 32  # between such trials later
+OPTIMISM_STD = 0.75  # they are tried as if their log seconds were so many standard deviations lower
+INITIAL_TOKENS, INITIAL_ROWS = 2.0, 8.0  # means of a step before any was taken
+DECAY_PER_STEP = 0.97  # weight of all earlier steps in running means, after one step more
+PRIOR_STEPS = 4.0  # that the means known before a text count for
+OUTLIER_CAP = 2.0  # a step slower than this multiple of the running mean is counted as this multiple
+MIN_DISTURBANCE = 1.1  # steps slower by this factor than they are predicted to be are taken to be disturbed
+# Noise of one forward, log seconds: in a pair's first steps, and later. Machines change within minutes, so that one
+# step says little of the next.
+MIN_NOISE_STD, MAX_NOISE_STD = 0.05, 0.2
 
 
-class _Step(NamedTuple):
-    """Seconds of a step, and rows of all sequences."""
-
-    rows: int
-    target_seconds: float
-    other_seconds: float
-
-
-class RowExperience(Backoff):
-    """The experience of generations of a pair, together: calls that overlap in time share it.
+class RowExperience(Experience):
+    """The experience of generations whose rows are chosen.
 
     Args:
-        costs: of the pair, for any sources and sampling.
+        costs, settings: see :class:`Experience`.
         name, shape: the shape whose rows are chosen; ``costs`` knows it.
-        settings: of its policies.
     """
 
-    def __init__(self, costs: CostModel, name: str, shape: GraphConfig, settings: RowSettings | None = None) -> None:
-        self.settings = settings or RowSettings()
-        super().__init__(self.settings.first_wait_steps)
-        self.costs, self.name, self.shape = costs, name, shape
+    def __init__(self, costs: CostModel, name: str, shape: GraphConfig, settings: Automatic | None = None) -> None:
+        super().__init__(costs, settings)
+        self.name, self.shape = name, shape
         self.edges = EdgeModel()
-        self.tokens, self.rows = self.settings.initial_tokens, self.settings.initial_rows  # running means of a step
+        self.tokens, self.rows = INITIAL_TOKENS, INITIAL_ROWS  # running means of a step
         self.off = False
-        self.warm: set[str] = set()  # shapes that ran since this was made
 
     @property
     def known(self) -> bool:
@@ -115,61 +64,41 @@ class RowExperience(Backoff):
 
     def as_dict(self) -> dict[str, Any]:
         """All but the costs, for the disk."""
-        return {
-            "edges": self.edges.as_dict(),
-            "tokens": self.tokens,
-            "rows": self.rows,
-            "off": self.off,
-            **super().as_dict(),
-        }
+        means = {"tokens": self.tokens, "rows": self.rows, "off": self.off}
+        return {"edges": self.edges.as_dict(), **means, **super().as_dict()}
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """Load what :meth:`as_dict` gave.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is not that; nothing was taken over.
-        """
+        """Load what :meth:`as_dict` gave; see :meth:`Experience.load`."""
         tokens = numbers.number("tokens", data["tokens"], 1.0, 1.0 + (self.shape.max_path or 0))
         rows = numbers.number("rows", data["rows"], 1.0, self.shape.max_rows)
-        off, (wait, next_wait) = numbers.flag("off", data["off"]), self.from_dict(data)
-        self.edges.load(data["edges"])
-        self.tokens, self.rows, self.off, self.wait, self.next_wait = tokens, rows, off, wait, next_wait
+        off, edges = numbers.flag("off", data["off"]), EdgeModel()
+        edges.load(data["edges"])
+        super().load(data)
+        self.edges.posterior, self.tokens, self.rows, self.off = edges.posterior, tokens, rows, off
 
 
-class RowPolicy:
-    """One wide shape and a choice of its rows, or plain steps; see :class:`~gsd_kernels_hf.policy.base.Policy`.
+class RowPolicy(LearningPolicy):
+    """One wide shape and a choice of its rows, or plain steps.
 
     Args:
-        experience: of the pair.
-        batch: sequences.
-        prefix: tokens of the prompt.
+        experience, batch, prefix, saver: see :class:`LearningPolicy`.
         backend: of the ops.
-        saver: has ``save()``, called at the end.
     """
 
+    acceptance: AcceptanceModel | None = None  # wants no profiles
+
     def __init__(
-        self,
-        experience: RowExperience,
-        *,
-        batch: int = 1,
-        prefix: int = 0,
-        backend: str = "auto",
-        saver: Any = None,
+        self, experience: RowExperience, *, batch: int = 1, prefix: int = 0, backend: str = "auto", saver: Any = None
     ) -> None:
-        self.experience, self.batch, self.saver = experience, batch, saver
-        self.settings = settings = experience.settings
-        self.acceptance: AcceptanceModel | None = None  # wants no profiles
+        super().__init__(experience, batch, prefix, saver)
         self.selector = RowSelector(experience.edges, backend)
         self.counts = np.arange(1.0, 1.0 + experience.shape.max_rows)  # of rows, [R]
-        self.cached = float(batch * prefix)  # tokens in the target's cache, all sequences together
         self.off = experience.off
         if self.off:  # a new text may be easier
-            experience.wait = min(experience.wait, settings.new_text_max_wait_steps)
-        self.steps = self.since = 0  # of the text, and since speculation was switched on or off
+            experience.wait = min(experience.wait, NEW_TEXT_MAX_WAIT_STEPS)
         # Steps between choices, at least.
-        self.least = settings.known_choice_steps if experience.known else settings.first_choice_steps
-        self.next_choice, self.next_trial, self.settles = self.least, 0, settings.min_steps_before_off
-        self.log: list[_Step] = []  # since the last choice
+        self.least = KNOWN_CHOICE_STEPS if experience.known else self.settings.first_choice_steps
+        self.next_choice, self.next_trial, self.settles = self.least, 0, MIN_STEPS_BEFORE_OFF
         self._predict()
         self._restart_means()
         self._set_seconds()
@@ -177,7 +106,7 @@ class RowPolicy:
     def _restart_means(self) -> None:
         """Expect steps as they were lately, until some were taken."""
         tokens, rows = (1.0, 1.0) if self.off else (self.experience.tokens, self.experience.rows)
-        self.weight = self.settings.prior_steps  # of the sums of tokens, of seconds, and of steps by row count
+        self.weight = PRIOR_STEPS  # of the sums of tokens, of seconds, and of steps by row count
         self.taken = self.weight * np.clip(1.0 - abs(self.counts - rows), 0.0, None)  # [R]
         self.forwards = float(self.taken @ self.forward)
         self.tokens, self.seconds = self.weight * tokens, self.weight * self._seconds(rows, self._name)
@@ -189,7 +118,7 @@ class RowPolicy:
     @property
     def _explores(self) -> bool:
         """Return whether so little of the pair's costs is known that every step tries row counts of uncertain cost."""
-        return self.experience.costs.steps < self.settings.explore_steps
+        return self.experience.costs.steps < EXPLORE_STEPS
 
     def _seconds(self, rows: float, name: str) -> float:
         """Predicted seconds of a step."""
@@ -202,7 +131,7 @@ class RowPolicy:
         Predictions are those of undisturbed steps, so steps that were taken are not compared with them before.
         """
         factor = self.forwards / float(self.taken @ self.forward)
-        return factor if factor > self.settings.min_disturbance else 1.0
+        return factor if factor > MIN_DISTURBANCE else 1.0
 
     def _predict(self) -> None:
         """Predict seconds: of forwards of 1, 2, … rows, and of all else by name of the shape."""
@@ -214,13 +143,13 @@ class RowPolicy:
         """Tell the selector the seconds of a step by row count; now and then, for one step, optimistic ones."""
         if self.off:
             return
-        settings, costs = self.settings, self.experience.costs
+        costs = self.experience.costs
         other = self.other[costs.index[self._name]]
         self.by_rows = self.selector.seconds = torch.from_numpy(self.forward + other)
         if self.steps >= self.next_trial or self._explores:
-            interval = max(settings.max_choice_interval_steps // 2, costs.steps // 4)
-            self.next_trial = self.steps + min(settings.max_explore_interval_steps, interval)
-            optimistic = self.forward * np.exp(-settings.optimism_std * self._cost_std())
+            interval = max(MAX_CHOICE_INTERVAL_STEPS // 2, costs.steps // 4)
+            self.next_trial = self.steps + min(MAX_EXPLORE_INTERVAL_STEPS, interval)
+            optimistic = self.forward * np.exp(-OPTIMISM_STD * self._cost_std())
             self.selector.seconds = torch.from_numpy(optimistic + other)
 
     def _cost_std(self) -> np.ndarray:
@@ -245,18 +174,13 @@ class RowPolicy:
         """Learn which edges were right, and note the step; now and then learn from those noted, and choose anew."""
         if seen.verified is not None:
             self.selector.observe(seen.verified)
-        self.log.append(_Step(self.batch * seen.rows, seen.target_seconds, seen.other_seconds))
-        going = [count for count in seen.tokens if count > 0]
-        if going:
-            self._average(sum(going) / len(going), seen.rows, seen.target_seconds, seen.other_seconds)
-        self.cached += sum(seen.tokens)
-        self.steps += 1
-        self.since += 1
+        self._note(seen)
+        if tokens := mean_of(seen.tokens):
+            self._average(tokens, seen)
         if self.off:
             self.experience.wait = max(0, self.experience.wait - 1)
         if self.steps >= self.next_choice:
-            interval = min(self.settings.max_choice_interval_steps, max(self.least, self.steps // 2))
-            self.next_choice = self.steps + interval
+            self.next_choice = self.steps + self._interval(self.least)
             self._learn()
             self._predict()
             self._choose()
@@ -264,64 +188,51 @@ class RowPolicy:
         elif len(self.log) == 1 and not self.off and not self._explores:
             self.selector.seconds = self.by_rows
 
-    def _average(self, tokens: float, rows: int, target_seconds: float, other_seconds: float) -> None:
+    def _average(self, tokens: float, seen: Observation) -> None:
         """Take a step into the running means of tokens, rows and seconds."""
-        experience, decay = self.experience, self.settings.decay_per_step
-        if target_seconds > 0:
-            seconds = target_seconds + other_seconds
-            counted = min(1.0, self.settings.outlier_cap * self.seconds / self.weight / seconds)
-            self.weight = decay * self.weight + 1.0
-            self.tokens = decay * self.tokens + tokens
-            self.seconds = decay * self.seconds + counted * seconds
-            self.forwards = decay * self.forwards + counted * target_seconds
-            self.taken *= decay
-            self.taken[rows - 1] += 1.0
+        experience = self.experience
+        if seen.target_seconds > 0:
+            seconds = seen.target_seconds + seen.other_seconds
+            counted = min(1.0, OUTLIER_CAP * self.seconds / self.weight / seconds)
+            self.weight = DECAY_PER_STEP * self.weight + 1.0
+            self.tokens = DECAY_PER_STEP * self.tokens + tokens
+            self.seconds = DECAY_PER_STEP * self.seconds + counted * seconds
+            self.forwards = DECAY_PER_STEP * self.forwards + counted * seen.target_seconds
+            self.taken *= DECAY_PER_STEP
+            self.taken[seen.rows - 1] += 1.0
         if not self.off:
-            experience.tokens += (1.0 - decay) * (tokens - experience.tokens)
-            experience.rows += (1.0 - decay) * (rows - experience.rows)
+            experience.tokens += (1.0 - DECAY_PER_STEP) * (tokens - experience.tokens)
+            experience.rows += (1.0 - DECAY_PER_STEP) * (seen.rows - experience.rows)
 
     def _learn(self) -> None:
-        """Learn the seconds of the steps since the last choice, all with speculation or all without."""
-        experience, settings, name = self.experience, self.settings, self._name
-        if not self.log:
-            return
-        if name not in experience.warm:
-            experience.warm.add(name)
-            first = self.log.pop(0)
-            seconds = first.target_seconds, first.other_seconds
-            noise = experience.costs.settings.first_observation_std
-            experience.costs.observe(name, first.rows, self.cached, self.batch, *seconds, noise=noise)
-        growth = math.sqrt(1.0 + experience.costs.steps / settings.explore_steps)
-        noise = min(settings.min_noise_std * growth, settings.max_noise_std)
-        timed = [(step.rows, step.target_seconds) for step in self.log if step.target_seconds > 0]
-        experience.costs.observe_period(name, timed, self.cached, noise)
-        others = [step.other_seconds for step in self.log if step.other_seconds > 0]
-        if others:
-            experience.costs.observe(name, self.batch, self.cached, self.batch, 0.0, statistics.median(others))
-        self.log.clear()
+        name, costs = self._name, self.experience.costs
+        steps = self._later_steps(name)
+        noise = min(MIN_NOISE_STD * math.sqrt(1.0 + costs.steps / EXPLORE_STEPS), MAX_NOISE_STD)
+        forwards = [(self.batch * step.rows, step.target_seconds) for step in steps if step.target_seconds > 0]
+        costs.observe_period(name, forwards, self.cached, noise)
+        if others := [step.other_seconds for step in steps if step.other_seconds > 0]:
+            costs.observe(name, self.batch, self.cached, self.batch, 0.0, statistics.median(others))
 
     def _choose(self) -> None:
         """Switch speculation off where plain decoding is faster, and on again after a while."""
-        experience, settings = self.experience, self.settings
+        experience, least = self.experience, self.settings.min_gain * self.tokens
         if self.off:
             self.next_choice = min(self.next_choice, self.steps + experience.wait)
             if experience.wait == 0:
                 self._switch(off=False)
             return
-        if self.since > settings.first_wait_steps:
-            experience.next_wait = settings.first_wait_steps  # speculation pays
+        if self.since > experience.first_wait:
+            experience.next_wait = experience.first_wait  # speculation pays
         plain = self._disturbance() * self._seconds(1.0, PLAIN)
-        if self.since >= self.settles and self.seconds > settings.min_gain * plain * self.tokens:
+        if self.since >= self.settles and self.seconds > least * plain:
             # Never by a prior alone, unless steps emit one token anyhow.
-            useless = self.tokens <= settings.min_tokens_per_step * self.weight
-            std = 0.0 if useless else float(self._cost_std()[0])
-            if self.seconds > settings.min_gain * plain * math.exp(std) * self.tokens:
+            useless = self.tokens <= MIN_TOKENS_PER_STEP * self.weight
+            if useless or self.seconds > least * plain * np.exp(self._cost_std()[0]):
                 experience.give_up()
                 self._switch(off=True)
 
     def _switch(self, *, off: bool) -> None:
         """Speculation off or on."""
-        settings = self.settings
         logger.info(
             "auto: speculation %s after %d steps: %.1f tokens/s lately by %.2f tokens a step, plain has %.1f",
             "off" if off else "on",
@@ -330,9 +241,9 @@ class RowPolicy:
             self.tokens / self.weight,
             1.0 / (self._disturbance() * self._seconds(1.0, PLAIN)),
         )
-        self.off, self.since, self.settles = off, 0, settings.retry_steps
-        steps = self.experience.wait if off else settings.retry_steps
-        self.next_choice = self.steps + min(settings.max_choice_interval_steps, steps)
+        self.off, self.since, self.settles = off, 0, self.settings.retry_steps
+        steps = self.experience.wait if off else self.settles
+        self.next_choice = self.steps + min(MAX_CHOICE_INTERVAL_STEPS, steps)
         self._restart_means()
 
     def without_model(self, *, reuses: bool) -> RowPolicy:
@@ -340,8 +251,6 @@ class RowPolicy:
         return self
 
     def end(self) -> None:
-        """Keep what was learned."""
-        self._learn()
+        """Keep what was learned, and whether speculation is off."""
         self.experience.off = self.off
-        if self.saver is not None:
-            self.saver.save()
+        super().end()

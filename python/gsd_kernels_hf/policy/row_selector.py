@@ -9,7 +9,6 @@ less than their tokens; and more where it is hard.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,25 +20,12 @@ from gsd_kernels.ops.select_rows import FEATURES, LogisticPosterior, select_rows
 from .. import numbers
 from ..records import Verified
 
-
-@dataclass(frozen=True)
-class EdgeSettings:
-    """Prior and noise of an :class:`EdgeModel`, and what a row is worth beyond its own token.
-
-    Attributes:
-        prior_mean, prior_std: of the logistic weights, by feature, see :data:`gsd_kernels.ops.select_rows.FEATURES`;
-            fitted to the demo's target with the history alone, on five kinds of text.
-        process_noise: share of its prior variance by which each weight's variance grows with every edge observed.
-        max_weight: magnitude of a weight, at most; beyond it a file is damaged.
-        row_bonus: expected tokens of later steps that one more forwarded row is worth: the history learns what follows
-            it.
-    """
-
-    prior_mean: tuple[float, ...] = (0.9, 0.5, -1.4, -0.3, -0.9, 0.7, 0.33)
-    prior_std: tuple[float, ...] = (0.25, 0.1, 0.25, 0.1, 0.2, 0.15, 0.1)
-    process_noise: float = 2.5e-5
-    max_weight: float = 100.0
-    row_bonus: float = 0.03
+# Prior of the logistic weights, by feature, see gsd_kernels.ops.select_rows.FEATURES: fitted to the demo's target with
+# the history alone, on five kinds of text.
+PRIOR_MEAN, PRIOR_STD = (0.9, 0.5, -1.4, -0.3, -0.9, 0.7, 0.33), (0.25, 0.1, 0.25, 0.1, 0.2, 0.15, 0.1)
+PROCESS_NOISE = 2.5e-5  # share of its prior variance by which a weight's variance grows with every edge observed
+MAX_WEIGHT = 100.0  # beyond it a file is damaged
+ROW_BONUS = 0.03  # tokens of later steps that one more forwarded row is worth: the history learns what follows it
 
 
 class EdgeModel:
@@ -48,12 +34,9 @@ class EdgeModel:
     What a pair's generations learn, together; nothing of it is specific to a text.
     """
 
-    def __init__(self, settings: EdgeSettings | None = None) -> None:
-        self.settings = settings or EdgeSettings()
-        prior = torch.tensor(self.settings.prior_std, dtype=torch.float64, device="cpu") ** 2
-        self.posterior = LogisticPosterior(
-            torch.tensor(self.settings.prior_mean, dtype=torch.float64, device="cpu"), prior.diag(), prior
-        )
+    def __init__(self) -> None:
+        mean, std = (torch.tensor(part, dtype=torch.float64, device="cpu") for part in (PRIOR_MEAN, PRIOR_STD))
+        self.posterior = LogisticPosterior(mean, (std**2).diag(), std**2)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for the disk."""
@@ -65,8 +48,7 @@ class EdgeModel:
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
         """
-        most = self.settings.max_weight
-        weights = numbers.array("weights", data["weights"], (FEATURES,), -most, most)
+        weights = numbers.array("weights", data["weights"], (FEATURES,), -MAX_WEIGHT, MAX_WEIGHT)
         covariance = numbers.covariance("covariance", data["covariance"], 2 * self.posterior.prior.numpy())
         self.posterior = self.posterior._replace(
             weights=torch.from_numpy(weights), covariance=torch.from_numpy(covariance)
@@ -107,7 +89,7 @@ class RowSelector:
             self.seconds,
             max_rows=config.max_rows,
             max_path=max(0, min(int(config.max_path or 0), remaining - 1)),
-            row_bonus=self.edges.settings.row_bonus,
+            row_bonus=ROW_BONUS,
             backend=self.backend,
         )
 
@@ -115,8 +97,7 @@ class RowSelector:
         """Learn which edges of the last step were right."""
         before, self.num_accepted = self.num_accepted, verified.accepted.num_accepted
         if verified.graph is not None and before is not None:
-            path, edges = (verified.nodes, verified.tokens), self.edges
-            noise = edges.settings.process_noise
-            edges.posterior = update_edge_model(
-                verified.graph, before, *path, edges.posterior, process_noise=noise, backend=self.backend
+            path, known = (verified.nodes, verified.tokens), self.edges.posterior
+            self.edges.posterior = update_edge_model(
+                verified.graph, before, *path, known, process_noise=PROCESS_NOISE, backend=self.backend
             )
