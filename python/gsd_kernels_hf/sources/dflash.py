@@ -183,6 +183,7 @@ class DFlashDrafts(FeatureSource, Lattice):
 
     def enter(self, end: Tensor, width: int) -> None:
         """Store keys and values of up to ``width`` features before ``end`` [B]."""
+        end = torch.maximum(end, self.cached)
         chain = feed_chain(self.state.tokens, end, self.cached, width, backend=self.rows.backend)
         begin = chain.kv_len[:, None]
         with self.rows.cache.writing((begin + chain.slots).long()):
