@@ -41,13 +41,13 @@ BUDGET = {
     "python/gsd_kernels_hf/model": 169,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 65,
     "python/gsd_kernels_hf/policy": 48,
-    "python/gsd_kernels_hf/sources": 197,  # 194 before heads of multi-token prediction were one operator
+    "python/gsd_kernels_hf/sources": 198,  # 194 before heads of multi-token prediction and blocks were one operator
     "python/gsd_kernels_hf/validate": 21,
     "python/gsd_kernels_serve": 98,  # 97 before names were spelled out
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 48,
-    "tests": 1896,  # 1870 before drafters that read features were one operator on a GPU
+    "tests": 1900,  # 1870 before drafters that read features, and blocks, were one operator
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -21,6 +21,7 @@ from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import DecoderWeights, decoder_rows
 from gsd_kernels.ops.step import feed_chain
 
+from ..model import replay
 from .base import Level, Proposal, Text, rows_at
 from .checkpoints import Checkpoint
 from .dflash_config import DFlashConfig
