@@ -41,13 +41,13 @@ BUDGET = {
     "python/gsd_kernels_hf/model": 170,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 65,
     "python/gsd_kernels_hf/policy": 36,
-    "python/gsd_kernels_hf/sources": 196,  # 194 before heads of multi-token prediction were one operator
+    "python/gsd_kernels_hf/sources": 197,  # 194 before heads of multi-token prediction and blocks were one operator
     "python/gsd_kernels_hf/validate": 21,
     "python/gsd_kernels_serve": 98,  # 97 before names were spelled out
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 32,
-    "tests": 1913,  # 1896 before attention of rows was held to a contract number by number
+    "tests": 1917,  # 1896 before attention of rows was held to a contract number by number
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -62,11 +62,11 @@ def graphs_of(drafter: DFlash, shape: GraphConfig) -> list[tuple[dict, torch.Ten
         names = ("token_ids", "depths", "parents", "edge_targets", "edge_log_probs")
         graphs.append({name: getattr(verified.graph, name)[0].clone() for name in names})
 
-    honest, whole = DFlashDrafts.keep, DFlashDrafts.block_states
+    honest, whole = DFlashDrafts.keep, DFlashDrafts.forward_block
 
     def states(self):
         found = whole(self)
-        blocks.append([found[0].clone()])
+        blocks.append([found[0][0].clone()])
         return found
 
     def noted(self, hidden, logits, level):
@@ -76,7 +76,7 @@ def graphs_of(drafter: DFlash, shape: GraphConfig) -> list[tuple[dict, torch.Ten
     options = {"do_sample": False, "drafter": drafter, "draft_sources": ("drafter",), "observer": keep}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DFlashDrafts, "keep", noted)
-        patch.setattr(DFlashDrafts, "block_states", states)
+        patch.setattr(DFlashDrafts, "forward_block", states)
         generate(target_of(), **prompts(1, 14, vocab=VOCAB), **options, graph_config=shape)
     return [(graph, *block) for graph, block in zip(graphs, blocks, strict=True)]
 
@@ -268,7 +268,7 @@ def test_rows_of_a_causal_head_do_not_see_later_ones():
             random_dflash(dflash_config(target_of(), block_size=size, inner={"causal_head": causal})) for size in (6, 3)
         )
         with torch.no_grad():
-            a, b = (started(module, tokens).block_states()[:, :3] for module in (long, short))
+            a, b = (started(module, tokens).forward_block()[0][:, :3] for module in (long, short))
         assert torch.allclose(a, b) == causal
 
 

@@ -233,7 +233,7 @@ class Declares(Oracle):
         ({"name": 5}, "Declares.name: expected a name, got 5"),
         ({"name": ""}, "Declares.name: expected a name"),
         ({"name": "history"}, "history: the name of a source of this package; give Declares a name of its own"),
-        ({"num_rows": lambda config: None}, "hostile: num_rows is no longer an attribute .* say in Proposal.rows"),
+        ({"num_rows": lambda config: None}, "hostile: num_rows is no longer an attribute .* say it in Proposal.rows"),
         *(
             ({hook: None}, f"hostile: {hook} is no longer an attribute of draft sources; attach")
             for hook in ("begin", "restart", "prepare")

@@ -217,7 +217,7 @@ def test_expected_speed_is_a_geometric_sum():
         ({}, ValueError, "nothing is skipped"),
         ({"mlp": [4]}, ValueError, "mlp: expected indices 0 … 3, got 4"),
         ({"attention": ["a"]}, TypeError, "attention: expected indices of layers, got 'a'"),
-        ({"attention": range(4), "mlp": range(4)}, ValueError, "every layer is skipped"),
+        ({"attention": range(4), "mlp": range(4)}, ValueError, "all that attends is skipped"),
     ],
 )
 def test_layers_that_cannot_be_skipped_are_refused(arguments, error, match, target):

@@ -177,7 +177,7 @@ def test_blocks_are_what_drafting_computes(folder, windows, kind):  # noqa: F811
     text, source = source_on(DFlashDrafts, trained, target, window, states)
     text.state.out_len.copy_((torch.arange(13) + 2).clamp(max=13))  # roots 1 … 12
     source.enter(text.state.out_len - 1, 13)
-    hidden = source.block_states()[:8, -3:]
+    hidden = source.forward_block()[0][:8, -3:]
     expected = target.lm_head(hidden)
     if kind == "dspark":
         tokens = window[0, roots[:, None] + torch.arange(3)]

@@ -156,24 +156,14 @@ class Border:
         index = None if proposal.index is None else proposal.index.detach().to(torch.int32, copy=True)
         if not tokens.numel():
             return Proposal(tokens.int(), log_probs, index)
-        if self.faults is None:
-            low, high = torch.aminmax(tokens)
-            # A NaN makes the largest NaN, which is not at most anything.
-            if int(low) >= -1 and int(high) < self.vocab_size and float(log_probs.amax()) <= ROUNDING_LOG_PROB:
-                none = tokens < 0 if int(low) < 0 else None
-            else:
-                fault = self._faults(tokens, log_probs, level)
-                if bool(fault.any()):
-                    self._explain(name, tokens, log_probs, fault, level)
-                none = (tokens < 0) | (tokens >= self.vocab_size) | log_probs.isnan()
-        else:
-            fault = self._faults(tokens, log_probs, level)
+        fault = self._faults(tokens, log_probs, level)
+        if self.faults is not None:
             first = fault.amax((1, 2)) + 4 * self.foreign.index(name) * fault.any(2).any(1)
             self.faults.copy_(torch.where(self.faults > 0, self.faults, first))
-            none = (fault > 0) | (tokens < 0) | (tokens >= self.vocab_size) | log_probs.isnan()
-        log_probs = log_probs.clamp(max=0.0)
-        if none is not None:
-            tokens, log_probs = torch.where(none, -1, tokens), torch.where(none, -torch.inf, log_probs)
+        elif bool(fault.any()):
+            self._explain(name, tokens, log_probs, fault, level)
+        none = (fault > 0) | (tokens < 0) | (tokens >= self.vocab_size) | log_probs.isnan()
+        tokens, log_probs = torch.where(none, -1, tokens), torch.where(none, -torch.inf, log_probs.clamp(max=0.0))
         return Proposal(tokens.to(torch.int32, copy=True), log_probs.contiguous(), index)
 
     def _faults(self, tokens: Tensor, log_probs: Tensor, level: Level) -> Tensor:

@@ -9,6 +9,8 @@ the earlier ones only), DSpark, DFlash 2. Layouts: z-lab's (``dflash_config``), 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
@@ -16,9 +18,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.decoder_rows import DecoderWeights, decoder_rows
+from gsd_kernels.ops.step import feed_chain
 
+from ..model import replay
 from .base import Level, Proposal, Text, rows_at
-from .chain import Chain
 from .checkpoints import Checkpoint
 from .dflash_config import DFlashConfig
 from .draft_vocabulary import DraftVocabulary
@@ -26,6 +30,7 @@ from .edges import ConfidenceHead, ConvolvedLayer, MarkovHead, RecurrentHead, Se
 from .expansion import NodeVectors
 from .feature_drafter import FeatureDrafter
 from .features import FeatureSource
+from .fused_features import decoder_of, why_not
 from .lattice import Lattice, shares_of
 from .layers import Layer, RowPass
 
@@ -141,6 +146,18 @@ class DFlashDrafts(FeatureSource, Lattice):
         if text.first:
             self.start_block(text)
         super().attach(text)
+        # Parameters as they lie now: a cast replaces them.
+        self.weights = self.weights_of(self.module.lm_head or text.target.model.get_output_embeddings())
+
+    def weights_of(self, head: Any) -> DecoderWeights | None:
+        """The block's layers as one operator on a CPU reads them, before an output matrix; ``None``: they are modules.
+
+        They are a decoder's over rows that see each other. Not where layers are convolved, or have windows: these are
+        counted from the root, so that all rows see the same of the text.
+        """
+        parts = self.module, self.embedding, head
+        plain = not self.module.config.taps and not any(self.module.windows) and not replay.is_gpu(self.rows.device)
+        return decoder_of(*parts) if plain and why_not(*parts, self.rows.backend) is None else None
 
     def start_block(self, text: Text) -> None:
         """Make the storage of a session, and what the block's rows see."""
@@ -167,11 +184,12 @@ class DFlashDrafts(FeatureSource, Lattice):
 
     def enter(self, end: Tensor, width: int) -> None:
         """Store keys and values of up to ``width`` features before ``end`` [B]."""
-        chain = Chain.of(self.cached, end, width)
-        with self.rows.cache.writing((self.cached[:, None] + chain.slots).long()):
-            positions = self.rows.positions(self.cached, chain.depths)
-            self.module.store(self.rows.at(chain.place), positions, RowPass(self.rows.cache, None))
-        self.cached.add_(chain.count)
+        end = torch.maximum(end, self.cached)
+        chain = feed_chain(self.state.tokens, end, self.cached, width, backend=self.rows.backend)
+        begin = chain.kv_len[:, None]
+        with self.rows.cache.writing((begin + chain.slots).long()):
+            positions = self.rows.positions(chain.kv_len, chain.depths)
+            self.module.store(self.rows.at((begin + chain.depths).long()), positions, RowPass(self.rows.cache, None))
 
     def step(self, level: Level) -> None:
         self.enter(self.state.out_len - 1, level.config.chain_rows)
@@ -190,10 +208,9 @@ class DFlashDrafts(FeatureSource, Lattice):
 
     def look_ahead(self, level: Level) -> None:
         """Forward the block, and keep what candidates of its positions are made of until the next step."""
-        whole, config = self.block_states(), self.module.config
-        hidden = whole[:, config.block_size - config.num_drafted :]
-        self.keep(hidden, self.lm_head(hidden.to(self.lm_head.weight.dtype)), level)
-        edges, root = self.module.edges, whole[:, :1]
+        (states, logits), config = self.forward_block(), self.module.config
+        self.keep(states[:, config.block_size - config.num_drafted :], logits, level)
+        edges, root = self.module.edges, states[:, :1]
         if isinstance(edges, RecurrentHead):
             self.first = edges.begin(root)
             if not config.sample_from_anchor:  # the root's row went before, with the same token
@@ -253,14 +270,24 @@ class DFlashDrafts(FeatureSource, Lattice):
             self.states.keep(level, state)
         return logits + output.to(logits.dtype)
 
-    def block_states(self) -> Tensor:
-        """Forward the block behind all features; [B, block_size, D]."""
-        state, kv_len = self.state, self.cached
-        tokens = torch.full_like(self.row, self.module.config.mask_token_id, dtype=torch.int64)
-        tokens[:, 0] = state.root_tokens()
+    def forward_block(self) -> tuple[Tensor, Tensor]:
+        """Forward the block behind all features: states [B, block_size, D], and logits of what it drafts [B, n, V]."""
+        kv_len, config = self.cached, self.module.config
+        tokens = torch.full_like(self.row, config.mask_token_id, dtype=torch.int64)
+        tokens[:, 0] = self.state.root_tokens()
+        positions, places = self.rows.positions(kv_len, self.row), kv_len[:, None] + self.row
+        drafted = slice(config.block_size - config.num_drafted, None)
+        if self.weights is not None:
+            ids, storage = self.readable(tokens).int(), self.rows.storage(self.weights)
+            graph = positions.int(), places, self.sees_all, self.row, kv_len, self.rows.text_kv_start, *storage
+            logits, states, _ = decoder_rows(
+                self.weights, ids, *graph, keep=config.block_size, backend=self.rows.backend
+            )
+            return states.to(self.rows.features), logits[:, drafted]
         # Windows are counted from the root, so for attention all rows are where the root is.
         here = torch.zeros_like(self.row)
         inputs = self.rows.inputs(kv_len, self.sees_all, here, here)
         rows = RowPass(self.rows.cache, inputs, self.rows.inputs(kv_len, self.sees_window, here, here))
-        with self.rows.cache.writing((kv_len[:, None] + self.row).long()):
-            return self.module(self.embedded(tokens), self.rows.positions(kv_len, self.row), rows)
+        with self.rows.cache.writing(places.long()):
+            states = self.module(self.embedded(tokens), positions, rows)
+        return states, self.lm_head(states[:, drafted].to(self.lm_head.weight.dtype))

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig
+from gsd_kernels.ops.decoder_rows import DecoderWeights
 
 from ..model.attention import GraphInputs, windowed
 from ..model.cache import GraphCache
+from ..model.fused import storage_of
 from ..model.launching import launch_attention
 from ..model.replay import hold
 from ..model.runner import CachedText
@@ -58,6 +60,11 @@ class FeatureCache(CachedText):
     def nbytes(self) -> int:
         """Bytes allocated so far."""
         return super().nbytes + self.features.nbytes
+
+    def storage(self, weights: DecoderWeights) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of every layer, as an operator takes them."""
+        layers, size = self.cache.layers[: len(weights.layers)], 2 * len(weights.inv_freq)
+        return storage_of(layers, len(self.features), weights.layers[0].k.shape[0] // size, size, self.features)
 
     def at(self, place: Tensor) -> Tensor:
         """Features at positions int64 [B, n]: [B, n, D]."""
@@ -155,8 +162,11 @@ class FeatureSource(OwnSource):
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Embeddings of target ids [B, R], in the drafter's dtype; one beyond a smaller vocabulary reads as token 0."""
-        embed = self.embedding
-        return embed(torch.where(tokens < embed.num_embeddings, tokens, 0)).to(self.rows.features.dtype)
+        return self.embedding(self.readable(tokens)).to(self.rows.features.dtype)
+
+    def readable(self, tokens: Tensor) -> Tensor:
+        """Ids of the embedding, of target ids; see above."""
+        return torch.where(tokens < self.embedding.num_embeddings, tokens, 0)
 
     def prepare(self, config: GraphConfig) -> None:
         """Make entries of the prompt and of what other shapes' steps emitted, until at most a step's are missing."""

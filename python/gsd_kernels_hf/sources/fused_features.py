@@ -16,6 +16,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, Mi
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
+from gsd_kernels.ops.decoder_rows import DecoderWeights
 from gsd_kernels.ops.feature_rows import FeatureWeights, cuda, feature_rows
 from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.step import FedRows
@@ -23,7 +24,7 @@ from gsd_kernels.ops.step import FedRows
 from ..model import replay
 from ..model.attention import windowed
 from ..model.foreign import SILU, STATIC_ROPE, foreign_code
-from ..model.fused import decoder_weights, error_of, missing, storage_of, unproved
+from ..model.fused import decoder_weights, error_of, missing, unproved
 from ..model.linear import CpuLinear, RowLinear
 from .features import FeatureCache
 from .layers import Layer
@@ -58,9 +59,6 @@ class FusedFeatures:
             ancestor_mask, node_depths, kv_len: as of :class:`~gsd_kernels_hf.model.attention.GraphInputs`.
             keep: rows.
         """
-        decoder = self.weights.decoder
-        layers, size = self.rows.cache.layers[: len(decoder.layers)], 2 * len(decoder.inv_freq)
-        keys, values = storage_of(layers, len(features), decoder.layers[0].k.shape[0] // size, size, features)
         logits, normed, state = feature_rows(
             self.weights,
             fed.ids,
@@ -71,8 +69,7 @@ class FusedFeatures:
             node_depths,
             kv_len,
             self.rows.text_kv_start,
-            keys,
-            values,
+            *self.rows.storage(self.weights.decoder),
             keep=keep,
             backend=self.backend,
         )
@@ -81,10 +78,14 @@ class FusedFeatures:
 
 def weights_of(module: Any, embed: Any, head: Any) -> FeatureWeights:
     """A drafter's parameters as they lie in it."""
+    return FeatureWeights(decoder_of(module, embed, head), **module.first_parameters())
+
+
+def decoder_of(module: Any, embed: Any, head: Any) -> DecoderWeights:
+    """The parameters of a drafter's layers as they lie in it, with an embedding and an output matrix."""
     kinds = windowed(module.windows)
     frequencies = module.rotary.frequencies(module.norm.weight.device)
-    decoder = decoder_weights(embed, module.layers, kinds, module.norm, head, *frequencies)
-    return FeatureWeights(decoder, **module.first_parameters())
+    return decoder_weights(embed, module.layers, kinds, module.norm, head, *frequencies)
 
 
 def why_not(module: Any, embed: Any, head: Any, backend: str) -> str | None:

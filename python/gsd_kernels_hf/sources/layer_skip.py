@@ -77,8 +77,6 @@ class LayerSkip(Expansion):
             raise ValueError(
                 "attention, mlp: nothing is skipped; name layers, or use LayerSkip.search(model, input_ids)"
             )
-        if all(len(indices) == len(layers) for indices in skipped.values()):
-            raise ValueError("attention, mlp: every layer is skipped; leave some")
         if _attending(layers) <= set(skipped["attention"]):
             raise ValueError(
                 "attention: all that attends is skipped; leave a layer, of whose keys the cache has a length"
@@ -214,6 +212,10 @@ class _Search:
         skipped: frozenset[tuple[str, int]] = frozenset()
         agreement, done = 1.0, 0
         floor = self.head / (self.head + sum(self.layers))
+
+        def note(done: int) -> None:
+            update(done, f"{self.best[0]:.2f} times the speed at best")
+
         while len(skipped) < 2 * self.count - 1 and expected_speed(agreement, floor) > self.best[0]:
             taken: tuple[float, float, frozenset[tuple[str, int]]] | None = None
             # First what may become the fastest: a block that agreed less often earlier does not agree more often now.
@@ -229,12 +231,12 @@ class _Search:
                 if taken is None or speed > taken[0]:
                     taken = speed, share, skipped | {block}
                 done += not skipped
-                update(done, f"{self.best[0]:.2f} times the speed at best")
+                note(done)
             assert taken is not None
             _, agreement, skipped = taken
             done += 1
-            update(done, f"{self.best[0]:.2f} times the speed at best")
-        update(self.total, f"{self.best[0]:.2f} times the speed at best")
+            note(done)
+        note(self.total)
         return self.best[1]
 
     def promise(self, skipped: frozenset[tuple[str, int]], block: tuple[str, int], agreement: float) -> float:
