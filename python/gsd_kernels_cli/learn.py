@@ -25,7 +25,7 @@ def command(
         list[Path] | None,
         typer.Option("--texts", metavar="FILE", help="UTF-8, read beside the answers; it leaves phrases. Repeatable."),
     ] = None,
-    max_new_tokens: options.MaxNewTokens = 128,
+    max_new_tokens: options.MaxNewTokens = 288,
     out: Annotated[
         Path | None,
         typer.Option("-o", "--out", metavar="FILE", help="Instead of the cache folder, where it is found by itself."),

