@@ -234,15 +234,16 @@ def test_a_chat_of_five_turns_with_edits(half):
 
 
 def test_what_comes_with_the_package_is_found_in_every_form_and_changes_no_text(full, half, caplog):
-    packed, inputs = gsd.from_gguf(smollm2.gguf_path()), half.chats("What is a list in Python?")
+    packed, steps = gsd.from_gguf(smollm2.gguf_path()), {True: 0, False: 0}
     assert learned_of(Facts(full.model)) is not None and learned_of(Facts(packed)) is not None
-    plain = text_of(half, inputs, max_new_tokens=40, graph_config="plain").sequences
-    steps = {}
-    for learned in (True, False):
-        options = {"draft_sources": ("history",), "graph_config": learning.SHAPE, "learned": learned}
-        out = text_of(half, inputs, max_new_tokens=40, **options)
-        steps[learned] = out.stats.steps
-        assert torch.equal(out.sequences, plain)
+    for asked in ("What is a list in Python?", "How do plants make food?", "Write a short note to a neighbour."):
+        inputs = half.chats(asked)
+        plain = text_of(half, inputs, max_new_tokens=64, graph_config="plain").sequences
+        for learned in steps:
+            options = {"draft_sources": ("history",), "graph_config": learning.SHAPE, "learned": learned}
+            out = text_of(half, inputs, max_new_tokens=64, **options, reuse_history=False)
+            steps[learned] += out.stats.steps
+            assert torch.equal(out.sequences, plain)
     assert steps[True] < steps[False]
 
 
