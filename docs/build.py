@@ -58,7 +58,7 @@ SECTIONS = {
         "OnlineLearner",
         "GraphDecoder",
     ),
-    "Draft sources": ("DraftSource", "Level", "Proposal", "Verified", "Text", "DecodeState", "Sampler"),
+    "Draft sources": ("DraftSource", "Level", "Proposal", "Prefilled", "Verified", "Text", "DecodeState", "Sampler"),
     "One step": ("TokenGraph", "Frontier", "Rows", "Acceptance"),
     "Operations": (
         "merge",
