@@ -41,6 +41,7 @@ class Parked:
             parked = me()
             if parked is not None:
                 parked.session = None
+                parked._places.clear()  # these hold the caches as well
 
         refs = {id(one): weakref.ref(one, end) for one in objects}
         self.refs = list(refs.values())
