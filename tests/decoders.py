@@ -137,6 +137,15 @@ class Text:
         return torch.cat(found, 1)
 
 
+SIZES = {
+    "llama-64": Sizes(hidden=64, inner=104, heads=4, kv_heads=2, head_dim=64),
+    "qwen2-64": Sizes(hidden=72, inner=176, heads=2, kv_heads=1, head_dim=64, bias=True),
+    "qwen3-128": Sizes(hidden=104, inner=40, heads=3, kv_heads=1, head_dim=128, head_norms=True),
+    "mistral-128": Sizes(hidden=48, inner=136, heads=2, kv_heads=2, head_dim=128, window=9),
+}
+"""Of decoders that the CUDA operator takes, by what is theirs alone."""
+
+
 def check_marks(text: Text) -> None:
     """Rows with a key or value that is not finite are marked, in the last layer, too, and no others are."""
     text.weights = copy.deepcopy(text.weights)
@@ -150,6 +159,16 @@ def check_marks(text: Text) -> None:
         assert (text.spoiled[~text.spoiled.isnan()] == 3.0).all()
         values = text.weights.layers[-1].v
         values.copy_(torch.randn(values.shape).sign() * torch.finfo(text.dtype).max)
+
+
+def check_alike(results: list[list[Tensor]], dtype: torch.dtype) -> None:
+    """The first implementation's outputs, logits first, are finite and the others' but for rounding."""
+    assert len(results) >= 2 and results[0][0].dtype is dtype, "the output matrix rounds"
+    tolerance = {torch.bfloat16: 3e-2, torch.float16: 3e-3}[dtype]
+    for ours, *others in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        for other in others:
+            assert ours.shape == other.shape and (ours - other).norm() <= tolerance * other.norm()
 
 
 def tree(parents: list[int]) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from block_code import rows as block_code
-from decoders import VOCAB, Sizes, Text, decoder, random_parents, random_tokens, tree
+from decoders import VOCAB, Sizes, Text, check_alike, decoder, random_parents, random_tokens, tree
 from ops.contracts.decoder import WIRINGS, reading_features
 
 from gsd_kernels import backends
@@ -121,12 +121,7 @@ def test_it_equals_the_reference_and_the_cpus_operator(device, wiring, dtype):
         case.read(random_tokens(2, 40), 30)
         logits = case.rows(random_tokens(2, 21, 1), sees, depths, 0, 21, keep=17)
         results.append([t.cpu() for t in (logits, *case.others)])
-    assert len(results) >= 2 and results[0][0].dtype is dtype, "the output matrix rounds"
-    tolerance = {BFLOAT16: 3e-2, HALF: 3e-3}[dtype]
-    for ours, *others in zip(*results, strict=True):
-        assert ours.isfinite().all()
-        for other in others:
-            assert ours.shape == other.shape and (ours - other).norm() <= tolerance * other.norm()
+    check_alike(results, dtype)
 
 
 @pytest.mark.parametrize(("wiring", "dtype"), [(wiring, dtype) for wiring, dtype in CASES if "feature" in wiring])

@@ -1,0 +1,115 @@
+"""What the CUDA decoder launches, and in which order; run by tests/block_code/rows_op.cpp, without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+import torch
+from block_code import rows as block_code
+from decoders import SIZES, decoder
+from ops.contracts.packed import packed_matrix
+from torch import Tensor
+
+from gsd_kernels.ops.decoder_rows import cuda
+from gsd_kernels.ops.packed import BY_NAME
+
+pytestmark = pytest.mark.quick
+
+HALF = torch.float16
+SMALL = SIZES["llama-64"]
+LAYER = ["norm", "product", "attend", "combine", "product", "norm", "product", "product"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+def test_a_layer_is_eight_launches(tmp_path_factory):
+    sizes = dataclasses.replace(SMALL, layers=3)
+    weights, ids = decoder(sizes, HALF), torch.zeros(2, 5, dtype=torch.int32)
+    caches = [[torch.zeros(2, 2, 40, 64, dtype=HALF) for _ in range(3)] for _ in range(2)]
+    graph = (ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0])
+
+    def launched(keep, states=(), count=5):
+        first = [t[:, :count] if t.dim() > 1 and t.shape[1] == 5 else t for t in graph]
+        return block_code.launches(tmp_path_factory, weights, *first, *caches, keep, states)
+
+    whole = ["embed", "ancestors", *(3 * LAYER), "norm", "product"]
+    assert launched(5) == launched(1) == launched(1, count=1) == whole
+    assert launched(5, states=(0, 2)) == whole, "hidden states are copied by launches that are there"
+    assert launched(1, states=(3,)) == [*whole[:-2], "norm", "norm", "product"], "those behind the last norm are not"
+    folder = block_code.SOURCE.parents[2] / "csrc/cuda"
+    lists, *attention = (folder / "path_attention.cu").read_text().split("launch_prefix(")
+    assert lists.count("<<<") == 0 and "".join(attention).count("<<<") == 1, "the lists"
+    assert len(re.findall(r"return launch(?:_with)?\(", "".join(attention))) == 2, "the prefix, the ends of rows"
+    launching, others = ((folder / file).read_text() for file in ("rows_launch.h", "rows.cu"))
+    assert launching.count("cudaLaunchKernelEx(") == 1 and "<<<" not in launching + others, "one launch a call"
+    assert launched(0) == ["embed", "ancestors", *(2 * LAYER), *LAYER[:2]], "of a prompt the last layer's keys suffice"
+    assert launched(0, states=(3,)) == whole[:-1], "unless its states are read"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+@pytest.mark.parametrize(("name", "group", "count"), [*((name, "0", 5) for name in SIZES), ("qwen3-128", "1", 32)])
+def test_products_turn_heads(tmp_path_factory, name, group, count, monkeypatch):
+    """But packed ones, and those of groups of warps where heads are normed: a launch does it."""
+    monkeypatch.setenv(cuda.GROUP, group)
+    sizes, weights = SIZES[name], decoder(SIZES[name], HALF)
+    ids = torch.zeros(1, count, dtype=torch.int32)
+    cache = torch.zeros(1, sizes.kv_heads, 40, sizes.head_dim, dtype=HALF)
+    rest = ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], *2 * [[cache] * len(weights.layers)], 1, ()
+    assert "turn" not in block_code.launches(tmp_path_factory, weights, *rest)
+    part = packed_matrix(BY_NAME["int8"], *weights.layers[1].v.shape)
+    mixed = dataclasses.replace(weights, layers=[weights.layers[0], dataclasses.replace(weights.layers[1], v=part)])
+    assert block_code.launches(tmp_path_factory, mixed, *rest).count("turn") == 1
+    if sizes.head_norms and group == "1":
+        many = [t.repeat(1, 2, *[1] * (t.dim() - 2)) if torch.is_tensor(t) and t.dim() > 1 else t for t in rest]
+        assert block_code.launches(tmp_path_factory, weights, *many).count("turn") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+@pytest.mark.parametrize(("batch", "count", "early"), [(1, 1, True), (2, 16, True), (1, 33, False), (2, 17, False)])
+def test_launches_begin_early_where_they_gain_by_it(tmp_path_factory, batch, count, early, monkeypatch):
+    ids, caches = torch.zeros(batch, count, dtype=torch.int32), torch.zeros(batch, 2, 64, 64, dtype=HALF)
+    call = (decoder(SMALL, HALF), ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], [caches] * 2, [caches] * 2)
+    assert block_code.begins_early(tmp_path_factory, *call, 1, ()) is early
+    monkeypatch.setenv(cuda.GROUP, "1")
+    assert block_code.begins_early(tmp_path_factory, *call, 1, ()), "groups of warps ask for weights before they wait"
+    monkeypatch.setenv(cuda.OVERLAP, "0")
+    assert not block_code.begins_early(tmp_path_factory, *call, 1, ())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+@pytest.mark.parametrize(("inner", "count", "keep"), [(104, 5, 5), (104, 5, 0), (104, 33, 1), (48_000, 1, 1)])
+def test_products_ask_for_the_weights_of_the_next_one(tmp_path_factory, inner, count, keep):
+    """Pieces lie inside its matrices and apart; together they are all of them, or of every split as much as may be."""
+    sizes = dataclasses.replace(SMALL, inner=inner, hidden=512 if inner > 1000 else 64)
+    weights, ids = decoder(sizes, HALF), torch.zeros(1, count, dtype=torch.int32)
+    caches = [torch.zeros(1, sizes.kv_heads, 64, sizes.head_dim, dtype=HALF)] * len(weights.layers)
+    call = (weights, ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], caches, caches, keep, ())
+    products = [product for layer in weights.layers for product in products_of(layer)] + [[weights.head]]
+    if not keep:
+        products = products[:-4]  # the last layer ends with its keys and values
+    pieces = block_code.asked_ahead(tmp_path_factory, *call)
+    if count > 32:
+        assert not pieces
+        return
+    for number, next_one in enumerate(products[1:]):
+        asked = sorted((address, address + size) for product, address, size in pieces if product == number)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(asked))
+        places = [(matrix.data_ptr(), matrix.data_ptr() + matrix.nbytes) for matrix in next_one]
+        assert all(any(first <= begin and end <= last for first, last in places) for begin, end in asked)
+        assert all(begin % 16 == end % 16 == 0 for begin, end in asked)
+        total, whole = sum(end - begin for begin, end in asked), sum(matrix.nbytes for matrix in next_one)
+        assert total == whole if whole < MOST_AHEAD else MOST_AHEAD / 2 < total <= MOST_AHEAD
+    assert max(product for product, *_ in pieces) == len(products) - 2, "nothing comes behind the last one"
+
+
+MOST_AHEAD = 24 << 20  # bytes, kAheadBytes
+
+
+def products_of(layer) -> list[list[Tensor]]:
+    return [[layer.q, layer.k, layer.v], [layer.o], [layer.gate, layer.up], [layer.down]]
