@@ -13,12 +13,12 @@ from transformers import LogitsProcessor
 from gsd_kernels_cli import demo
 
 TEXTS = ("def make(", "import json\nx = ", "# a kind of thing\n")
-SCHEMAS = [
+OBJECTS = [
     {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["age"]},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3},
     {"type": "object", "properties": {"kind": {"enum": ["class", "def"]}}, "required": ["kind"]},
 ]
-SCHEMAS = [json.dumps({**schema, "additionalProperties": False}) for schema in SCHEMAS]
+SCHEMAS = [json.dumps({**schema, "additionalProperties": False}) for schema in OBJECTS]
 REGEXES = (r"\[1, [0-9]{2}\]", r"(True|False) and None", r"class [A-Z][a-z]{3,5}:")
 
 

@@ -15,8 +15,12 @@ INTEGERS = {"arange", "range", "randint", "randperm", "tril_indices", "triu_indi
 """Whose dtype is int64 whatever the default is; with other numbers they name it as well."""
 OF_MODULES = {"Parameter", "register_buffer"}
 """Parts of a module are made where a ``with torch.device`` block says, as those of PyTorch's own modules are."""
-FILES = sorted(path for folder in ("python", "gsd_kernels") for path in (ROOT / folder).rglob("*.py"))
-FILES = [path for path in FILES if "tests" not in path.parts]  # the Hub kernel carries its own
+FILES = [
+    path
+    for folder in ("python", "gsd_kernels")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "tests" not in path.parts  # the Hub kernel carries its own
+]
 
 
 def made_by_default(tree: ast.AST) -> Iterator[str]:

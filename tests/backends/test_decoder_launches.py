@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from block_code import rows as block_code
-from decoders import SIZES, decoder
+from decoders import CUDA_SIZES, decoder
 from ops.contracts.packed import packed_matrix
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from gsd_kernels.ops.packed import BY_NAME
 pytestmark = pytest.mark.quick
 
 HALF = torch.float16
-SMALL = SIZES["llama-64"]
+SMALL = CUDA_SIZES["llama-64"]
 LAYER = ["norm", "product", "attend", "combine", "product", "norm", "product", "product"]
 
 
@@ -51,11 +51,11 @@ def test_a_layer_is_eight_launches(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
-@pytest.mark.parametrize(("name", "group", "count"), [*((name, "0", 5) for name in SIZES), ("qwen3-128", "1", 32)])
+@pytest.mark.parametrize(("name", "group", "count"), [*((name, "0", 5) for name in CUDA_SIZES), ("qwen3-128", "1", 32)])
 def test_products_turn_heads(tmp_path_factory, name, group, count, monkeypatch):
     """But packed ones, and those of groups of warps where heads are normed: a launch does it."""
     monkeypatch.setenv(cuda.GROUP, group)
-    sizes, weights = SIZES[name], decoder(SIZES[name], HALF)
+    sizes, weights = CUDA_SIZES[name], decoder(CUDA_SIZES[name], HALF)
     ids = torch.zeros(1, count, dtype=torch.int32)
     cache = torch.zeros(1, sizes.kv_heads, 40, sizes.head_dim, dtype=HALF)
     rest = ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], *2 * [[cache] * len(weights.layers)], 1, ()

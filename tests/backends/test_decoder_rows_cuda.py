@@ -15,7 +15,7 @@ import sys
 import pytest
 import torch
 from block_code import rows as block_code
-from decoders import SIZES, Sizes, Text, check_alike, check_marks, decoder, random_parents, random_tokens, tree
+from decoders import CUDA_SIZES, Sizes, Text, check_alike, check_marks, decoder, random_parents, random_tokens, tree
 from ops.contracts.packed import packed_matrix
 from torch import Tensor
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.quick
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
 DTYPES = (HALF, BFLOAT16)
-SMALL = SIZES["llama-64"]
+SMALL = CUDA_SIZES["llama-64"]
 
 
 # What is refused, and how it is chosen.
@@ -153,13 +153,13 @@ def graph_rows(case: Text, count: int) -> tuple[Tensor, ...]:
     )
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(name, DTYPES[i % 2 - 1]) for i, name in enumerate(SIZES)], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [(name, DTYPES[i % 2 - 1]) for i, name in enumerate(CUDA_SIZES)], ids=str)
 def test_it_equals_the_reference_and_the_cpus_operator(device, name, dtype):
     results = []
     for backend, where in (("cuda", device), ("reference", device), ("cpu", "cpu")):
         if backends.unavailable_reason(backend, torch.device(where)) is not None:
             continue
-        case = text(SIZES[name], dtype, [0, 3], where, backend=backend)
+        case = text(CUDA_SIZES[name], dtype, [0, 3], where, backend=backend)
         if backend == "reference":
             for cache in (*case.caches[0], *case.caches[1]):
                 cache.zero_()  # it reads every slot
@@ -173,7 +173,7 @@ def test_it_equals_the_reference_and_the_cpus_operator(device, name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_whose_keys_or_values_are_not_finite_are_marked(device, dtype):
-    check_marks(text(next(iter(SIZES.values())), dtype, [0, 3], device))
+    check_marks(text(next(iter(CUDA_SIZES.values())), dtype, [0, 3], device))
 
 
 def test_logits_of_a_marked_row_are_none(device):
@@ -194,14 +194,14 @@ def test_logits_of_a_marked_row_are_none(device):
     assert case.rows(tokens, *alone, 0, 5)[0, 2].isnan().all() and case.spoiled[0, 2].isnan()
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(name, DTYPES[i % 2]) for i, name in enumerate(SIZES)], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [(name, DTYPES[i % 2]) for i, name in enumerate(CUDA_SIZES)], ids=str)
 def test_a_row_alone_among_others_and_committed(device, name, dtype):
     """Also in another batch, behind other padding, in a larger cache, and cut into other blocks."""
     count, pads, parents = 35, [0, 5, 2], random_parents(35)
     prompt, tokens, (sees, depths) = random_tokens(3, 19), random_tokens(3, count, 1), tree(parents)
 
     def logits(sequences: list[int], step: int, last: int = count, capacity: int = 80):
-        case = text(SIZES[name], dtype, [pads[b] for b in sequences], device, capacity)
+        case = text(CUDA_SIZES[name], dtype, [pads[b] for b in sequences], device, capacity)
         case.read(prompt[sequences], step)
         of = [case.rows(tokens[sequences], sees, depths, i, min(last, i + step)) for i in range(0, last, step)]
         return torch.cat(of, 1), case
