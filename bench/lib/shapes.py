@@ -5,11 +5,12 @@ from __future__ import annotations
 from gsd_kernels_cli.demo.inflate import SHAPES as INFLATED
 from gsd_kernels_cli.demo.inflate import ModelShape
 
-#: Besides the shapes that :mod:`gsd_kernels_cli.demo.inflate` names: a draft for Llama 3, one that takes no time, and
+#: Besides the shapes that :mod:`gsd_kernels_cli.demo.inflate` names: a draft for Llama 3, SmolLM2's, one that takes no time, and
 #: the demo pair's target with each key/value head twice, so that its heads divide among four ranks.
 SHAPES: dict[str, ModelShape] = {
     **INFLATED,
     "demo-mha": ModelShape(256, 704, 6, 4, 4, 64, 2048, tie_word_embeddings=True),
+    "smollm2-135m": ModelShape(576, 1536, 30, 9, 3, 64, 49152, tie_word_embeddings=True),
     "llama-3.2-1b": ModelShape(2048, 8192, 16, 32, 8, 64, 128256),
     "tiny": ModelShape(64, 128, 2, 4, 2, 16, 512),
 }
