@@ -314,11 +314,12 @@ class GraphCache(RowsCache):
             self._spoiled = {spoiled.device: spoiled}
         if already:
             return logits
+        found = (self.marks, *self._spoiled.values())
+        if all(type(part) is Tensor and part.device.type == "cpu" and not part.numpy().any() for part in found):
+            return logits  # marks are 0 or NaN
         marks = self.marks.to(logits.device)[:, None]  # [B, 1], then [B, R]
         for part in self._spoiled.values():
             marks = marks + part[:, -logits.shape[1] :].to(logits.device)
-        if logits.device.type == "cpu" and type(marks) is Tensor and not marks.numpy().any():  # 0 or NaN, if any values
-            return logits
         return logits + marks[..., None].to(logits.dtype)
 
     def positions_on(self, device: torch.device) -> Tensor | None:

@@ -237,5 +237,7 @@ def ambient(device: torch.device) -> tuple[Any, ...]:
 
 def own_callables(module: nn.Module, names: set[str]) -> dict[str, Any]:
     """Functions on a module itself, rather than on its class, of those ``names``."""
+    if names.isdisjoint(vars(module)):
+        return {}
     own = ((name, vars(module)[name]) for name in sorted(vars(module).keys() & names))
     return {name: value for name, value in own if callable(value) and not isinstance(value, type)}

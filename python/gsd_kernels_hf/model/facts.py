@@ -32,8 +32,8 @@ LEFT = ("rope_deltas",)
 """Names of what transformers' ``generate`` leaves on modules for its own steps; our forwards are given positions."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, WeightFormat, enum.Enum)
 MOST_PARTS = 256  # parts of a list or a dict of settings
-HOLDERS = frozenset(vars(nn.Module()))
-"""Names of what PyTorch keeps of every module: its parts and hooks, which are looked at apart, and ``training``."""
+HOLDERS = frozenset(name for name, value in vars(nn.Module()).items() if not isinstance(value, PLAIN))
+"""Names of what PyTorch keeps of every module, parts and hooks: they are no settings, and looked at apart."""
 OWN = __name__.partition(".")[0]
 
 _Answer = TypeVar("_Answer")
@@ -204,15 +204,15 @@ def fact(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 def settings_of(variables: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """The numbers, strings and flags among a module's variables, and the lists, tuples and dicts of such."""
-    settings = [(name, setting(value, name)) for name, value in list(variables.items()) if name not in LEFT]
-    return tuple((name, value) for name, value in settings if value is not MISSING)
+    named = [(name, value) for name, value in list(variables.items()) if name not in LEFT and name not in HOLDERS]
+    return tuple((name, found) for name, value in named if (found := setting(value)) is not MISSING)
 
 
-def setting(value: Any, name: str = "") -> Any:
+def setting(value: Any) -> Any:
     """A setting as it is now, or :data:`MISSING` for what is none."""
     if isinstance(value, PLAIN):
         return value
-    if not isinstance(value, (list, tuple, dict)) or name in HOLDERS or len(value) > MOST_PARTS:
+    if not isinstance(value, (list, tuple, dict)) or len(value) > MOST_PARTS:
         return MISSING
     parts = [setting(part) for part in (value.items() if isinstance(value, dict) else value)]
     return MISSING if any(part is MISSING for part in parts) else (type(value), *parts)
