@@ -37,6 +37,7 @@ struct RowsDecoder {
   RowsMatrix head;
   RowsPair pair;           // of a drafter that reads features; `out` and `x` are not set here
   RowsMatrix projection;   // [hidden, 2 hidden], of such pairs to what the first layer reads; null: none
+  const uint16_t* stored;  // [B · R, hidden]: every layer stores keys and values of it, and nothing else is done; or null
   float* state;      // [B · keep, hidden]: what the final norm reads; or null
   float* normed;     // [B · R, hidden]: what leaves the final norm, of every row; or null
   float* last;       // [B · keep, hidden]: what the output matrix reads
@@ -53,11 +54,12 @@ class RowsForward {
       most.partials = needed.partials > most.partials ? needed.partials : most.partials;
       most.counters = needed.counters > most.counters ? needed.counters : most.counters;
     };
-    needs(output(nullptr));
     if (projects()) needs(projection(nullptr));
     for (const RowsLayer& layer : d.layers) {
-      needs(qkv(layer, nullptr)), needs(o(layer, nullptr)), needs(gated(layer, nullptr)), needs(down(layer, nullptr));
+      needs(qkv(layer, nullptr));
+      if (!stores()) needs(o(layer, nullptr)), needs(gated(layer, nullptr)), needs(down(layer, nullptr));
     }
+    if (!stores()) needs(output(nullptr));
     counters = place(4 * most.counters);  // first, so that one piece has to be cleared
     cleared = size;
     x = place(4 * int64_t{count} * d.hidden);
@@ -72,7 +74,7 @@ class RowsForward {
     products = place(2 * int64_t{count} * d.inner);
     ancestors = place(4 * int64_t{count} * ancestor_lists(nullptr).width());
     lengths = place(4 * int64_t{count});
-    path = place(4 * path_scratch_floats(attention_sizes()));
+    path = place(stores() ? 0 : 4 * path_scratch_floats(attention_sizes()));
     partials = place(4 * most.partials);
   }
 
@@ -84,9 +86,11 @@ class RowsForward {
   template <class Launch>
   int run(char* memory, Launch& launch) const {
     if (count == 0) return 0;
+    const int embedded = stores() ? 0 : d.hidden;  // 0: angles alone
     int error = reads_features() ? launch.pair(pair(memory))
-                                 : launch.embed(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, d.hidden,
+                                 : launch.embed(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, embedded,
                                                           angles(memory)});
+    if (stores()) return error != 0 ? error : store(memory, launch);
     if (error == 0) error = launch.ancestors(ancestor_lists(memory));
     if (error == 0 && projects()) error = launch.product(before(projection(memory), qkv(d.layers[0], nullptr)));
     for (size_t l = 0; l < d.layers.size() && error == 0; l++) {
@@ -112,6 +116,16 @@ class RowsForward {
 
  private:
   template <class Launch>
+  int store(char* memory, Launch& launch) const {
+    int error = 0;
+    for (size_t l = 0; l < d.layers.size() && error == 0; l++) {
+      const bool last = l + 1 == d.layers.size();
+      error = project(d.layers[l], last ? RowsProduct{} : qkv(d.layers[l + 1], nullptr), memory, launch);
+    }
+    return error;
+  }
+
+  template <class Launch>
   int store_keys(const RowsLayer& layer, bool ends, char* memory, Launch& launch) const {
     int error = 0;
     if (!layer.paired) {
@@ -119,7 +133,13 @@ class RowsForward {
       norm.copy = layer.state;
       error = launch.norm(norm);
     }
-    if (error == 0) error = launch.product(before(qkv(layer, memory), ends ? RowsProduct{} : o(layer, nullptr)));
+    return error != 0 ? error : project(layer, ends ? RowsProduct{} : o(layer, nullptr), memory, launch);
+  }
+
+  // Queries, keys and values; `next`: the product behind it.
+  template <class Launch>
+  int project(const RowsLayer& layer, const RowsProduct& next, char* memory, Launch& launch) const {
+    const int error = launch.product(before(qkv(layer, memory), next));
     return error != 0 || turned(layer) ? error : launch.turn(turn(layer, memory));
   }
 
@@ -148,9 +168,10 @@ class RowsForward {
 
   bool reads_features() const { return d.pair.features != nullptr; }
   bool projects() const { return d.projection.weight != nullptr; }
+  bool stores() const { return d.stored != nullptr; }
   int q_size() const { return d.heads * d.head_dim; }
   int kv_size() const { return d.kv_heads * d.head_dim; }
-  int qkv_size() const { return q_size() + 2 * kv_size(); }
+  int qkv_size() const { return (stores() ? 0 : q_size()) + 2 * kv_size(); }
 
   int64_t place(int64_t bytes) {
     const int64_t begin = size;
@@ -206,11 +227,13 @@ class RowsForward {
                                     : product(memory, normed, d.hidden, RowsEnd::kStore, qkv_size());
     made.count = 3;
     const RowsMatrix* of[] = {&layer.q, &layer.k, &layer.v};
+    if (stores()) made.x = d.stored;
     int64_t place = projected;
     for (int i = 0; i < made.count; i++) {
       made.matrices[i] = *of[i];
+      if (stores() && i == 0) made.matrices[i].outputs = 0;  // nobody asks
       made.matrices[i].out = at<float>(memory, place);
-      place += 4 * of[i]->outputs;
+      place += 4 * made.matrices[i].outputs;
     }
     if (turned) made.end = RowsEnd::kTurn, made.turn = turn(layer, memory);
     return made;
@@ -252,7 +275,7 @@ class RowsForward {
     made.k_cache = layer.keys, made.v_cache = layer.values, made.spoiled = d.spoiled;
     made.k_batch = layer.k_batch, made.k_head = layer.k_head, made.k_slot = layer.k_slot;
     made.v_batch = layer.v_batch, made.v_head = layer.v_head, made.v_slot = layer.v_slot;
-    made.batch = d.batch, made.rows = d.rows, made.heads = d.heads, made.kv_heads = d.kv_heads;
+    made.batch = d.batch, made.rows = d.rows, made.heads = stores() ? 0 : d.heads, made.kv_heads = d.kv_heads;
     made.head_dim = d.head_dim, made.capacity = d.capacity;
     made.eps = d.eps;
     return made;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
 from shared import once
@@ -34,6 +35,8 @@ GPU = pytest.param(
 )
 DEVICES = (BLOCKS, GPU)
 """Where ``backend="cuda"`` takes its tensors: parameters of a fixture, which calls :func:`take_for_gpus` for "cpu"."""
+OWN = "own"
+"""Of :func:`drafting_on` a CPU as it is."""
 
 FLAGS = [
     *("-O1", "-fPIC", "-shared", "-fvisibility=hidden"),
@@ -96,3 +99,14 @@ def take_for_gpus(monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFacto
     monkeypatch.setattr(features_on_cuda, "run", run_features)
     monkeypatch.setattr(backends, "unavailable_reason", reason)
     monkeypatch.setattr(fused, "unavailable_reason", reason)
+
+
+def drafting_on(place: str, monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFactory) -> str:
+    """The device of a drafter whose layers are operators: a CPU, with :data:`OWN`; a GPU, or a CPU taken for one."""
+    if place == OWN:
+        return "cpu"
+    monkeypatch.setenv(fused.SWITCH, "cuda")
+    if place == "cpu":
+        take_for_gpus(monkeypatch, factory)
+        fake_cuda.install(monkeypatch)
+    return place
