@@ -101,7 +101,7 @@ class Arithmetic:
         return x.unflatten(-1, (-1, 2 * self.weights.inv_freq.shape[0])).transpose(1, 2)
 
     def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What heads turn by, int32 [B, R] → [B, 1, R, D/2] each."""
+        """Cosines and sines of positions int32 [B, R], [B, 1, R, D/2] each."""
         angles, scale = positions[..., None].float() * self.weights.inv_freq, self.weights.rope_scale  # [B, R, D/2]
         return (angles.cos() * scale)[:, None], (angles.sin() * scale)[:, None]
 
