@@ -24,7 +24,7 @@ BUDGET = {
     "bench/scale": 16,
     "csrc/algorithms": 147,  # 130 before a warp ended a row, and products turned heads
     "csrc/cpu": 192,  # 210 before heads of a drafter were one operator and candidates read at once
-    "csrc/cuda": 82,  # 78 before drafters that read features were one operator
+    "csrc/cuda": 83,  # 78 before drafters that read features were one operator
     "csrc/torch_ops": 50,  # 46 before arguments of the decoder's operators stood there, once for all devices
     "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 25,
@@ -47,7 +47,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 32,
-    "tests": 1922,  # 1896 before attention of rows was held to a contract number by number
+    "tests": 1925,  # 1896 before attention of rows was held to a contract number by number
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

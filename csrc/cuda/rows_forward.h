@@ -22,6 +22,9 @@ struct RowsLayer {
   float* state;                                                  // [B · R, hidden]: takes what the layer reads; or null
 };
 
+constexpr int kPieceRows = 16;
+constexpr int64_t kStateBytes = 64 << 20;  // of attention's states, beyond which rows attend piece by piece
+
 struct RowsDecoder {
   int batch, rows, keep, hidden, inner, heads, kv_heads, head_dim, capacity, words, nodes;
   bool overlap, group;  // of RowsLaunch
@@ -43,6 +46,7 @@ struct RowsDecoder {
   float* last;       // [B · keep, hidden]: what the output matrix reads
   uint16_t* logits;  // [B · keep, outputs of the head], of the weights' type
   float* spoiled;    // [B · R] or null: gets NaN where a key or value is not finite
+  int64_t state_bytes = kStateBytes;
 };
 
 class RowsForward {
@@ -74,7 +78,7 @@ class RowsForward {
     products = place(2 * int64_t{count} * d.inner);
     ancestors = place(4 * int64_t{count} * ancestor_lists(nullptr).width());
     lengths = place(4 * int64_t{count});
-    path = place(stores() ? 0 : 4 * path_scratch_floats(attention_sizes()));
+    path = place(stores() ? 0 : 4 * path_scratch_floats(piece()));
     partials = place(4 * most.partials);
   }
 
@@ -153,11 +157,41 @@ class RowsForward {
 
   template <class Launch>
   int finish_layer(const RowsLayer& layer, const RowsProduct& next, char* memory, Launch& launch) const {
-    int error = launch.attention(attention(layer, memory), attention_sizes());
+    int error = attend(layer, memory, launch);
     if (error == 0) error = launch.product(before(o(layer, memory), gated(layer, nullptr)));
     if (error == 0) error = launch.norm(norm_of(layer.second_norm, memory));
     if (error == 0) error = launch.product(before(gated(layer, memory), down(layer, nullptr)));
     return error != 0 ? error : launch.product(before(down(layer, memory), next));
+  }
+
+  // Pieces follow each other, in one memory for their states. It changes no bit.
+  template <class Launch>
+  int attend(const RowsLayer& layer, char* memory, Launch& launch) const {
+    const PathAttentionSizes most = piece();
+    int error = 0;
+    for (int batch = 0; batch < d.batch && error == 0; batch += most.batch) {
+      for (int row = 0; row < d.rows && error == 0; row += most.rows) {
+        PathAttentionSizes sizes = most;
+        sizes.batch = min_int(most.batch, d.batch - batch), sizes.rows = min_int(most.rows, d.rows - row);
+        error = launch.attention(attention(layer, memory, batch, row), sizes);
+      }
+    }
+    return error;
+  }
+
+  // What attends at a time: all sequences, or some; where states of one are too many, some rows of it.
+  PathAttentionSizes piece() const {
+    PathAttentionSizes sizes{1, d.kv_heads, d.heads / d.kv_heads, 1, d.head_dim, d.capacity};
+    const int64_t of_row = 4 * path_scratch_floats(sizes), rows = d.state_bytes / (of_row > 0 ? of_row : 1);
+    if (rows >= d.rows) {
+      const int64_t batch = rows / (d.rows > 0 ? d.rows : 1);
+      sizes.rows = d.rows, sizes.batch = batch < d.batch ? static_cast<int>(batch) : d.batch;
+    } else {
+      const int most = rows > kPieceRows ? static_cast<int>(rows) / kPieceRows * kPieceRows : kPieceRows;
+      const int pieces = (d.rows + most - 1) / most;
+      sizes.rows = ((d.rows + pieces - 1) / pieces + kPieceRows - 1) / kPieceRows * kPieceRows;
+    }
+    return sizes;
   }
 
   // A product of few rows that asks for the weights of the next one, where launches begin early.
@@ -286,22 +320,21 @@ class RowsForward {
             d.batch, d.rows,  d.words,  d.nodes,                        d.capacity};
   }
 
-  PathAttentionSizes attention_sizes() const {
-    return {d.batch, d.kv_heads, d.heads / d.kv_heads, d.rows, d.head_dim, d.capacity};
-  }
-
-  PathAttentionArgs attention(const RowsLayer& layer, char* memory) const {
+  // From a row of a sequence on.
+  PathAttentionArgs attention(const RowsLayer& layer, char* memory, int batch, int row) const {
+    const int64_t first = int64_t{batch} * d.rows + row, width = ancestor_lists(nullptr).width();
     PathAttentionArgs made{};
-    made.q = at<uint16_t>(memory, queries);
-    made.k = layer.keys, made.v = layer.values;
-    made.slots = at<int32_t>(memory, ancestors), made.lengths = at<int32_t>(memory, lengths);
-    made.kv_len = d.kv_len, made.kv_start = d.kv_start, made.positions = d.positions;
+    made.q = at<uint16_t>(memory, queries + 2 * first * q_size());
+    made.k = layer.keys + batch * layer.k_batch, made.v = layer.values + batch * layer.v_batch;
+    made.slots = at<int32_t>(memory, ancestors + 4 * first * width);
+    made.lengths = at<int32_t>(memory, lengths + 4 * first);
+    made.kv_len = d.kv_len + batch, made.kv_start = d.kv_start + batch, made.positions = d.positions + first;
     made.scratch = at<float>(memory, path);
-    made.out = at<uint16_t>(memory, attended);
+    made.out = at<uint16_t>(memory, attended + 2 * first * q_size());
     made.q_row = made.out_row = q_size();
     made.k_batch = layer.k_batch, made.k_head = layer.k_head, made.k_slot = static_cast<int>(layer.k_slot);
     made.v_batch = layer.v_batch, made.v_head = layer.v_head, made.v_slot = static_cast<int>(layer.v_slot);
-    made.path = ancestor_lists(nullptr).width();
+    made.path = static_cast<int>(width);
     made.window = layer.window;
     made.scale = kLog2E / std::sqrt(static_cast<float>(d.head_dim));
     return made;

@@ -53,6 +53,7 @@ def operators(factory: pytest.TempPathFactory) -> Any:
         torch.library.define("gsd_block_code::decoder_rows", f"{arguments} -> {results}")
         torch.library.define("gsd_block_code::launches", f"{arguments} -> Tensor")
         torch.library.define("gsd_block_code::ahead", f"{arguments} -> Tensor")
+        torch.library.define("gsd_block_code::bytes", f"{arguments} -> Tensor")
         arguments, _, results = feature_rows.schema.partition(" -> ")
         torch.library.define("gsd_block_code::feature_rows", f"{arguments} -> {results}")
         torch.library.define("gsd_block_code::feature_launches", f"{arguments} -> Tensor")
@@ -75,6 +76,11 @@ def feature_launches(factory: pytest.TempPathFactory, *arguments: Any) -> list[s
 def begins_early(factory: pytest.TempPathFactory, *arguments: Any) -> bool:
     """Whether the launches of a call begin while the one before ends, on a GPU that can."""
     return bool(operators(factory).launches(*decoder_rows.operands(*arguments, None))[0])
+
+
+def scratch_bytes(factory: pytest.TempPathFactory, *arguments: Any) -> int:
+    """Memory of a call beside its outputs."""
+    return int(operators(factory).bytes(*decoder_rows.operands(*arguments, None)))
 
 
 def asked_ahead(factory: pytest.TempPathFactory, *arguments: Any) -> list[list[int]]:

@@ -5,6 +5,7 @@
 //     gsd_block_code::feature_launches  its arguments, and what `launches` returns
 //     gsd_block_code::launches       as decoder_rows; whether launches begin early, and what is launched, as numbers
 //                                    of Kernel, in order
+//     gsd_block_code::bytes          the same arguments; of scratch memory
 //     gsd_block_code::ahead          the same arguments; what products ask for ahead: number of the product, address and
 //                                    size of a piece, three numbers each
 //
@@ -157,8 +158,16 @@ struct BlockLaunches {
   }
 };
 
+// With fewer bytes for states than a call would have, where the environment says so.
+RowsDecoder limited(const RowsCall& call) {
+  RowsDecoder decoder = call.decoder;
+  if (const char* bytes = std::getenv("GSD_BLOCK_STATE_BYTES")) decoder.state_bytes = std::atoll(bytes);
+  return decoder;
+}
+
 RowsOutputs launched(const RowsCall& call) {
-  const RowsForward forward(call.decoder);
+  const RowsDecoder decoder = limited(call);
+  const RowsForward forward(decoder);
   std::vector<char> memory(static_cast<size_t>(forward.bytes()) + 256, static_cast<char>(0xA5));
   char* const begin = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256);
   memset(begin, 0, static_cast<size_t>(forward.cleared_bytes()));
@@ -174,7 +183,8 @@ RowsOutputs launched(const RowsCall& call) {
 
 Recorder recorded(const RowsCall& call) {
   Recorder recorder{{call.decoder.overlap}, {}};
-  RowsForward(call.decoder).run(nullptr, recorder);
+  const RowsDecoder decoder = limited(call);
+  RowsForward(decoder).run(nullptr, recorder);
   return recorder;
 }
 
@@ -186,6 +196,7 @@ Tensor listed(const RowsCall& call, const std::vector<Number>& numbers) {
 }
 
 Tensor launches(const RowsCall& call) { return listed(call, recorded(call).launched); }
+Tensor bytes(const RowsCall& call) { return listed(call, std::vector{RowsForward(call.decoder).bytes()}); }
 Tensor ahead(const RowsCall& call) { return listed(call, recorded(call).ahead); }
 
 // An op: what `use` makes of a call of decoder_rows or feature_rows.
@@ -209,5 +220,6 @@ STABLE_TORCH_LIBRARY_IMPL(gsd_block_code, CPU, m) {
   m.impl("feature_rows", TORCH_BOX(&gsd::OfFeatures<gsd::launched>::call));
   m.impl("launches", TORCH_BOX(&gsd::OfDecoder<gsd::launches>::call));
   m.impl("feature_launches", TORCH_BOX(&gsd::OfFeatures<gsd::launches>::call));
+  m.impl("bytes", TORCH_BOX(&gsd::OfDecoder<gsd::bytes>::call));
   m.impl("ahead", TORCH_BOX(&gsd::OfDecoder<gsd::ahead>::call));
 }
