@@ -43,7 +43,7 @@ enum class RowsEnd {
   kAdd,    // out += x · weightᵀ + bias
   kGate,   // matrices 0 and 1 are gate and up: rounded = silu(gate) · up
   kRound,  // one matrix: rounded = x · weightᵀ + bias
-  kTurn,   // matrices 0, 1 and 2 are q, k and v: x · weightᵀ + bias goes where `turn` says
+  kTurn,   // matrices 0, 1 and 2 are q, k and v: x · weightᵀ + bias goes where `turn` says; q may have no outputs
 };
 
 // Queries and keys normed (Qwen3) and turned by their position, keys and values into the cache.
@@ -198,7 +198,7 @@ struct RowsEmbed {
   const int32_t* tokens;  // [rows]
   RowsMatrix embedding;   // [vocab, hidden]
   float* x;               // [rows, hidden]
-  int rows, hidden;       // hidden: a multiple of 8
+  int rows, hidden;       // hidden: a multiple of 8; 0: angles alone
   RowsAngles angles;
 };
 

@@ -93,6 +93,16 @@ void Decoder::project_pairs(const Projection& projection, const Features& featur
   });
 }
 
+void Decoder::store_features(const std::vector<DecoderLayer>& layers, const Matrix& features) {
+  for (int64_t m = 0; m < count(); m++) read_row(features, m, x_.get() + m * s_.hidden, s_.hidden);
+  for (const DecoderLayer& layer : layers) {
+    pack(x_.get(), count(), s_.hidden, {&layer.k, &layer.v});
+    project_heads(layer, false);
+    turn_and_store(layer, false);
+  }
+  keep_last(0);
+}
+
 // From the rows that q, k and v read.
 void Decoder::forward_packed(const DecoderLayer& layer, int64_t keep) {
   project_heads(layer, keep > 0);

@@ -70,6 +70,9 @@ class Decoder {
   // The state that multi-token prediction (arXiv 2412.19437) begins with: such pairs times a matrix.
   void project_pairs(const Projection& projection, const Features& features);
 
+  // Every layer's keys and values of the features as they are, and nothing else; of block drafters (arXiv 2602.06036).
+  void store_features(const std::vector<DecoderLayer>& layers, const Matrix& features);
+
   // What the next layer reads of the rows that are kept, [batch · rows, hidden].
   void copy_state(float* out) const;
 

@@ -6,6 +6,8 @@
 // feature_rows.
 #include <algorithm>
 
+#include "../torch_ops/decoder_rows.h"
+#include "../torch_ops/op.h"
 #include "../torch_ops/registration.h"
 #include "../torch_ops/weights.h"
 #include "decoder.h"
@@ -13,13 +15,10 @@
 namespace gsd {
 namespace {
 
-constexpr size_t kTensorsPerLayer = 18;  // as listed by LayerWeights.tensors
-constexpr size_t kMatricesBefore = 2, kMatricesPerLayer = 7;
-
 // Of the embedding, the output matrix and q, k, v, o, gate, up, down of every layer: how each is packed. Both are empty
 // where all are dense, in one dtype.
 struct Packing {
-  const std::vector<int64_t>& kinds;
+  const Numbers& kinds;
   const Tensors& scales;
   Element element;
 
@@ -93,69 +92,45 @@ void check_ranges(const DecoderRows& r, const DecoderSizes& s, int64_t capacity,
 struct Call {
   DecoderSizes s{};
   Packing packing;
+  int64_t keep;  // of the last rows logits and the normed state are returned
   DecoderRows rows{};
   Weights embedding{};
   std::vector<DecoderLayer> layers;
   std::vector<float> norm;
   Projection head;
   std::unique_ptr<const Paths> paths;
-  Tensor logits, hidden;  // of the last `keep` rows
+  RowsOutputs outputs;
 
   // `inputs`: of the first layer's queries, keys and values, in hidden sizes; `rounded`: logits are of the weights' dtype.
-  Call(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
-       const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedded,
-       const Tensors& tensors, const std::vector<int64_t>& kinds, const Tensors& scales,
-       const Tensor& final_norm, const Tensor& output, const Tensor& inv_freq, const Tensors& k_caches,
-       const Tensors& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
-       double rope_scale, int64_t keep, int64_t inputs, bool rounded,
-       const std::optional<Tensor>& spoiled = std::nullopt)
-      : packing{kinds, scales, kinds.empty() ? element_of("embedding", embedded.scalar_type())
-                                             : element_of("final norm", final_norm.scalar_type())} {
-    check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
-    s.batch = token_ids.size(0), s.rows = token_ids.size(1);
-    check("positions", positions, ScalarType::Int, {s.batch, s.rows});
-    check("slots", slots, ScalarType::Int, {s.batch, s.rows});
-    check("ancestor_mask", ancestor_mask, ScalarType::Int, {s.batch, s.rows, kAny});
-    check("node_depths", node_depths, ScalarType::Int, {s.batch, kAny});
-    check("kv_len", kv_len, ScalarType::Int, {s.batch});
-    check("kv_start", kv_start, ScalarType::Int, {s.batch});
-    check("inv_freq", inv_freq, ScalarType::Float, {kAny});
-    STD_TORCH_CHECK(embedded.dim() == 2 && output.dim() == 2 && final_norm.dim() == 1,
-                    "embedding, head: expected matrices; final norm: a vector");
-    const size_t depth = k_caches.size();
-    STD_TORCH_CHECK(depth > 0 && tensors.size() == kTensorsPerLayer * depth && v_caches.size() == depth &&
-                        windows.size() == depth,
-                    "layers: expected ", kTensorsPerLayer, " tensors a layer, two caches and a window for each");
-    STD_TORCH_CHECK(
-        kinds.size() == scales.size() && (kinds.empty() || kinds.size() == kMatricesBefore + depth * kMatricesPerLayer),
-        "kinds, scales: expected one for the embedding, the head and ", kMatricesPerLayer, " a layer, or none");
-    STD_TORCH_CHECK(k_caches[0].dim() == 4 && tensors[6].dim() == 2, "k_caches, layers: wrong number of dimensions");
-    const int64_t vocab = embedded.size(0), out_vocab = output.size(0), capacity = k_caches[0].size(2);
-    s.hidden = final_norm.size(0), s.head_dim = 2 * inv_freq.size(0), s.inner = tensors[6].size(0);
-    s.heads = heads, s.kv_heads = k_caches[0].size(1);
-    s.eps = static_cast<float>(eps), s.rope_scale = static_cast<float>(rope_scale);
-    STD_TORCH_CHECK(s.kv_heads > 0 && heads % s.kv_heads == 0, "heads: ", heads, " are not a multiple of the cache's ",
-                    s.kv_heads);
-    STD_TORCH_CHECK(keep >= 0 && keep <= s.rows, "keep: expected 0 ... ", s.rows, ", got ", keep);
+  Call(const DecoderInputs& in, int64_t inputs, bool rounded, const MaybeTensor& spoiled = std::nullopt)
+      : packing{in.kinds, in.scales, in.kinds.empty() ? element_of("embedding", in.embedding.scalar_type())
+                                                      : element_of("final norm", in.final_norm.scalar_type())},
+        keep(in.keep) {
+    in.check_all();
+    s.batch = in.batch(), s.rows = in.rows();
+    const int64_t vocab = in.embedding.size(0), out_vocab = in.head.size(0), capacity = in.k_caches[0].size(2);
+    s.hidden = in.final_norm.size(0), s.head_dim = 2 * in.inv_freq.size(0), s.inner = in.layers[6].size(0);
+    s.heads = in.heads, s.kv_heads = in.k_caches[0].size(1);
+    s.eps = static_cast<float>(in.eps), s.rope_scale = static_cast<float>(in.rope_scale);
 
-    embedding = packing.of("embedding", 0, embedded, vocab, s.hidden);
-    rows = {read<int32_t>(token_ids), read<int32_t>(positions), read<int32_t>(slots),
-            read<int32_t>(kv_len),    read<int32_t>(kv_start),  read<float>(inv_freq),
+    embedding = packing.of("embedding", 0, in.embedding, vocab, s.hidden);
+    rows = {read<int32_t>(in.token_ids), read<int32_t>(in.positions), read<int32_t>(in.slots),
+            read<int32_t>(in.kv_len),    read<int32_t>(in.kv_start),  read<float>(in.inv_freq),
             written<float>("spoiled", spoiled, {s.batch, s.rows})};
     check_ranges(rows, s, capacity, vocab);
-    layers.reserve(depth);
-    for (size_t l = 0; l < depth; l++) {
-      layers.push_back(layer_of(tensors.data() + l * kTensorsPerLayer, l, k_caches[l], v_caches[l], s, packing, capacity,
-                                windows[l], (l == 0 ? inputs : 1) * s.hidden));
+    layers.reserve(in.depth());
+    for (size_t l = 0; l < in.depth(); l++) {
+      layers.push_back(layer_of(in.layers.data() + l * kTensorsPerLayer, l, in.k_caches[l], in.v_caches[l], s, packing,
+                                capacity, in.windows[l], (l == 0 ? inputs : 1) * s.hidden));
     }
-    norm = vector_of("final norm", final_norm, s.hidden);
-    head = {packing.of("head", 1, output, out_vocab, s.hidden), {}};
-    paths = std::make_unique<const Paths>(read<int32_t>(ancestor_mask), read<int32_t>(node_depths), s.batch, s.rows,
-                                          ancestor_mask.size(2), node_depths.size(1), rows.kv_len, rows.kv_start,
+    norm = vector_of("final norm", in.final_norm, s.hidden);
+    head = {packing.of("head", 1, in.head, out_vocab, s.hidden), {}};
+    paths = std::make_unique<const Paths>(read<int32_t>(in.ancestor_mask), read<int32_t>(in.node_depths), s.batch, s.rows,
+                                          in.ancestor_mask.size(2), in.node_depths.size(1), rows.kv_len, rows.kv_start,
                                           capacity);
-    const ScalarType own = kinds.empty() ? embedded.scalar_type() : final_norm.scalar_type();
-    logits = torch::stable::new_empty(final_norm, {s.batch, keep, out_vocab}, rounded ? own : ScalarType::Float);
-    hidden = torch::stable::new_empty(final_norm, {s.batch, keep, s.hidden}, ScalarType::Float);
+    const ScalarType own = in.kinds.empty() ? in.embedding.scalar_type() : in.final_norm.scalar_type();
+    outputs = {torch::stable::new_empty(in.final_norm, {s.batch, keep, out_vocab}, rounded ? own : ScalarType::Float),
+               torch::stable::new_empty(in.final_norm, {s.batch, keep, s.hidden}, ScalarType::Float), in.final_norm};
   }
 
   // Done before other threads are awake.
@@ -169,93 +144,90 @@ struct Call {
     Team::run(is_small(), [&](Team& team) {
       Decoder decoder(team, s, rows, *paths, packing.element, embedding);
       body(decoder);
+      const Tensor& logits = std::get<0>(outputs);
       const Element element = logits.scalar_type() == ScalarType::Float ? Element::kFloat32 : packing.element;
-      decoder.finish(norm, head, written<float>(hidden), element, logits.mutable_data_ptr());
+      decoder.finish(norm, head, written<float>(std::get<1>(outputs)), element, logits.mutable_data_ptr());
     });
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> decoder_rows(
-    const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
-    const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedding,
-    const Tensors& layers, const std::vector<int64_t>& kinds, const Tensors& scales,
-    const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq, const Tensors& k_caches,
-    const Tensors& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
-    double rope_scale, const std::vector<int64_t>& states, int64_t keep,
-    const std::optional<Tensor>& spoiled) {
-  const Call call(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
-                  scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep, 1,
-                  true, spoiled);
+struct DecoderCall : Call {
+  const Numbers& states;
+  bool every_row;  // whether one is behind the last norm
+
+  DecoderCall(const DecoderInputs& in, const Numbers& states, const MaybeTensor& spoiled)
+      : Call(in, 1, true, spoiled), states(states) {
+    const auto depth = static_cast<int64_t>(in.depth());
+    for (const int64_t state : states) {
+      STD_TORCH_CHECK(state >= 0 && state <= depth, "states: expected layers 0 ... ", depth, ", got ", state);
+    }
+    every_row = std::count(states.begin(), states.end(), depth) > 0;
+    std::get<2>(outputs) = torch::stable::new_empty(
+        in.final_norm, {static_cast<int64_t>(states.size()), s.batch, s.rows, s.hidden}, ScalarType::Float);
+  }
+};
+
+void decoder_rows(const DecoderCall& call) {
   const DecoderSizes& s = call.s;
   const size_t depth = call.layers.size();
-  for (const int64_t state : states) {
-    STD_TORCH_CHECK(state >= 0 && state <= static_cast<int64_t>(depth), "states: expected layers 0 ... ", depth,
-                    ", got ", state);
-  }
-  const bool every_row = std::count(states.begin(), states.end(), static_cast<int64_t>(depth)) > 0;
-  const Tensor read_by = torch::stable::new_empty(
-      final_norm, {static_cast<int64_t>(states.size()), s.batch, s.rows, s.hidden}, ScalarType::Float);
   call.run([&](Decoder& decoder) {
     for (size_t l = 0; l <= depth; l++) {
-      for (size_t i = 0; i < states.size(); i++) {
-        if (states[i] != static_cast<int64_t>(l)) continue;
-        float* out = written<float>(read_by) + static_cast<int64_t>(i) * s.count() * s.hidden;
+      for (size_t i = 0; i < call.states.size(); i++) {
+        if (call.states[i] != static_cast<int64_t>(l)) continue;
+        float* out = written<float>(std::get<2>(call.outputs)) + static_cast<int64_t>(i) * s.count() * s.hidden;
         l < depth ? decoder.copy_state(out) : decoder.norm_state(call.norm, out);
       }
       if (l + 1 < depth) decoder.forward(call.layers[l]);
-      if (l + 1 == depth) decoder.forward_last(call.layers.back(), every_row ? s.rows : keep);
+      if (l + 1 == depth) decoder.forward_last(call.layers.back(), call.every_row ? s.rows : call.keep);
     }
-    decoder.keep_last(keep);
+    decoder.keep_last(call.keep);
   });
-  return {call.logits, call.hidden, read_by};
 }
 
-std::tuple<Tensor, Tensor, Tensor> feature_rows(
-    const Tensor& token_ids, const Tensor& features, const Tensor& positions, const Tensor& slots,
-    const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start,
-    const Tensor& embedding, const Tensors& layers, const std::vector<int64_t>& kinds,
-    const Tensors& scales, const Tensor& feature_norm, bool normed_residual, const Tensors& projection,
-    bool feature_first, const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq, const Tensors& k_caches,
-    const Tensors& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
-    double rope_scale, int64_t keep) {
-  const bool projected = !projection.empty();
-  STD_TORCH_CHECK(!projected || projection.size() == 3,
-                  "projection: expected matrix, norm and bias, or nothing");
-  const Call call(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
-                  scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep,
-                  projected ? 1 : 2, false);
-  const DecoderSizes& s = call.s;
-  check("features", features, features.scalar_type(), {s.batch, s.rows, s.hidden});
-  const Features paired{{features.const_data_ptr(), s.hidden, element_of("features", features.scalar_type())},
-                        vector_of("feature norm", feature_norm, s.hidden),
-                        projected ? vector_of("token norm", projection[1], s.hidden) : call.layers[0].input_norm,
-                        feature_first,
-                        normed_residual};
-  Projection first{};
-  if (projected) {
-    first = {weights_of("projection", projection[0], kDense, nullptr, s.hidden, 2 * s.hidden, call.packing.element),
-             vector_of("projection bias", projection[2], s.hidden, true)};
+struct FeatureCall : Call {
+  bool stores;
+  Features features;
+  Projection first{};  // of pairs; without inputs: the first layer reads them
+
+  FeatureCall(const DecoderInputs& in, const FeatureInputs& of)
+      : Call(in, of.projects() || of.stores() ? 1 : 2, false), stores(of.stores()) {
+    of.check_all(keep);
+    const Tensor& t = of.features;
+    check("features", t, t.scalar_type(), {s.batch, s.rows, s.hidden});
+    features = {{t.const_data_ptr(), s.hidden, element_of("features", t.scalar_type())},
+                vector_of("feature norm", of.feature_norm, s.hidden, true),
+                of.projects() ? vector_of("token norm", of.projection[1], s.hidden) : layers[0].input_norm,
+                of.feature_first,
+                of.normed_residual};
+    if (of.projects()) {
+      first = {weights_of("projection", of.projection[0], kDense, nullptr, s.hidden, 2 * s.hidden, packing.element),
+               vector_of("projection bias", of.projection[2], s.hidden, true)};
+    }
+    std::get<2>(outputs) = torch::stable::new_empty(in.final_norm, {s.batch, keep, s.hidden}, ScalarType::Float);
   }
+};
+
+void feature_rows(const FeatureCall& call) {
   const size_t depth = call.layers.size();
-  const Tensor state = torch::stable::new_empty(final_norm, {s.batch, keep, s.hidden}, ScalarType::Float);
   call.run([&](Decoder& decoder) {
-    const int64_t rows = depth > 1 ? s.rows : keep;
-    if (projected) {
-      decoder.project_pairs(first, paired);
+    if (call.stores) return decoder.store_features(call.layers, call.features.rows);
+    const int64_t rows = depth > 1 ? call.s.rows : call.keep;
+    if (call.first.weights.inputs > 0) {
+      decoder.project_pairs(call.first, call.features);
       decoder.forward_last(call.layers[0], rows);
     } else {
-      decoder.forward_paired(call.layers[0], paired, rows);
+      decoder.forward_paired(call.layers[0], call.features, rows);
     }
-    for (size_t l = 1; l < depth; l++) decoder.forward_last(call.layers[l], l + 1 < depth ? s.rows : keep);
-    decoder.copy_state(written<float>(state));
+    for (size_t l = 1; l < depth; l++) decoder.forward_last(call.layers[l], l + 1 < depth ? call.s.rows : call.keep);
+    decoder.copy_state(written<float>(std::get<2>(call.outputs)));
   });
-  return {call.logits, call.hidden, state};
 }
 
 }  // namespace
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("decoder_rows", TORCH_BOX(&gsd::decoder_rows));
-  m.impl("feature_rows", TORCH_BOX(&gsd::feature_rows));
+  using namespace gsd;
+  m.impl("decoder_rows", TORCH_BOX((&Op<decoder_call<DecoderCall>, decoder_rows>::call)));
+  m.impl("feature_rows", TORCH_BOX((&Op<feature_call<FeatureCall>, feature_rows>::call)));
 }

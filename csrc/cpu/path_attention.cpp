@@ -80,10 +80,17 @@ class Item {
   // Where pairs of them end, counted from the text's beginning, or its own window's for a row that keeps away from others.
   // A single one at the end pairs with the path's first node, so that it does not matter where the prefix ends.
   int64_t paired(int64_t m, int64_t first) const {
+    if (path_at(m) > dense(m)) return path_in(m, first);
     const int64_t dense = dense_in(m, first), begin = alone() ? std::max<int64_t>(0, low(m) - first) : 0;
     return dense - std::max<int64_t>(0, dense - begin) % 2;
   }
-  int64_t seen(int64_t m) const { return dense(m) + path_length(m); }
+  // Where the row's list begins. Of a row that keeps away from others it lacks what lies before the window, which may
+  // begin within the path: positions of the text they are even so.
+  int64_t path_at(int64_t m) const { return alone() ? std::max(dense(m), low(m)) : dense(m); }
+  int64_t path_in(int64_t m, int64_t first) const {
+    return std::min(kBlockPositions, std::max<int64_t>(0, path_at(m) - first));
+  }
+  int64_t seen(int64_t m) const { return path_at(m) + path_length(m); }
   // Whether a row has to keep away from what only its neighbours see of the prefix.
   bool alone() const { return limited() && !finite(); }
   bool finite() const { return a_.paths->finite; }
@@ -131,8 +138,8 @@ class Item {
 
   // Part of what a row's path lists that lies in a block: [begin, end) of its nodes.
   void path_part(int64_t m, int64_t first, int64_t& begin, int64_t& end) const {
-    begin = std::min(path_length(m), std::max<int64_t>(0, first - dense(m)));
-    end = std::min(path_length(m), std::max<int64_t>(0, first + kBlockPositions - dense(m)));
+    begin = std::min(path_length(m), std::max<int64_t>(0, first - path_at(m)));
+    end = std::min(path_length(m), std::max<int64_t>(0, first + kBlockPositions - path_at(m)));
   }
 
   // Rows m … last − 1: what is slot by slot together, up to the last position that one of them sees, then each row's rest.
@@ -163,17 +170,18 @@ class Item {
     float* scores = s_.scores.data() + m * kBlockPositions;
     int64_t begin, end;
     path_part(m, first, begin, end);
-    const int64_t dense = dense_in(m, first), filled = dense + end - begin, padded = padded_to_lanes(filled);
+    const int64_t before = begin < end ? path_in(m, first) : dense_in(m, first);
+    const int64_t filled = before + end - begin, padded = padded_to_lanes(filled);
     for (int64_t i = begin; i < end; i++) {
       const size_t at = path_begin(m) + static_cast<size_t>(i);
-      scores[dense + i - begin] = s_.node_scores[static_cast<size_t>(m * nodes_ + a_.paths->nodes[at])];
+      scores[before + i - begin] = s_.node_scores[static_cast<size_t>(m * nodes_ + a_.paths->nodes[at])];
     }
     scale_row(scores, a_.scale, padded);
     for (int64_t i = 0; a_.softcap > 0.0f && i < filled; i++) scores[i] = a_.softcap * std::tanh(scores[i] / a_.softcap);
-    std::fill(scores, scores + std::min(std::max(skipped, low(m) - first), dense), negative_infinity());
+    std::fill(scores, scores + std::min(std::max(skipped, low(m) - first), before), negative_infinity());
     for (int64_t i = begin; limited() && finite() && i < end; i++) {
       const int64_t text = a_.kv_len[b_] - start_ + a_.paths->node_depths[path_begin(m) + static_cast<size_t>(i)];
-      if (text < low(m)) scores[dense + i - begin] = negative_infinity();
+      if (text < low(m)) scores[before + i - begin] = negative_infinity();
     }
     std::fill(scores + filled, scores + padded, negative_infinity());
     const float decay = s_.running[static_cast<size_t>(m)].take(scores, padded);

@@ -1,4 +1,4 @@
-// What the CUDA ops share: the current stream, errors of launches, tensors on one device.
+// What the CUDA ops share: the current stream, errors of launches, tensors on one device, ops of two halves.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../torch_ops/common.h"
+#include "../torch_ops/op.h"
 
 #ifndef USE_CUDA
 #error "compile with -DUSE_CUDA: torch's stable headers declare their CUDA functions only then"
@@ -69,5 +70,27 @@ inline void find_tensor(const Tensor& t, const Tensor** found) {
 }
 template <class Other>
 void find_tensor(const Other&, const Tensor**) {}
+
+// An op from its halves (see torch_ops/op.h), the second one a launch on the current stream of its tensors' device.
+template <auto prepare, auto launch>
+struct LaunchedOp;
+
+template <class Call, class... Arguments, Call (*prepare)(Arguments...), auto launch>
+struct LaunchedOp<prepare, launch> {
+  static auto call(Arguments... arguments) {
+    const Tensor* on = nullptr;
+    (find_tensor(arguments, &on), ...);
+    (check_on(*on, arguments), ...);
+    const DeviceGuard guard(on->get_device_index());
+    const Call call = prepare(arguments...);
+    void* stream = current_stream(*on);
+    if constexpr (std::is_invocable_v<decltype(launch), const Call&, void*>) {
+      check_launch(launch(call, stream));
+    } else {  // as most of launch.h: arguments, sizes and a number of sequences or rows
+      check_launch(launch(call.args, call.sizes, call.batch, stream));
+    }
+    return outputs_of(call, 0);
+  }
+};
 
 }  // namespace gsd

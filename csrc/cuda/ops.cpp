@@ -7,7 +7,6 @@
 #include "../torch_ops/learn.h"
 #include "../torch_ops/merge.h"
 #include "../torch_ops/ngram.h"
-#include "../torch_ops/op.h"
 #include "../torch_ops/registration.h"
 #include "../torch_ops/step.h"
 #include "../torch_ops/verify.h"
@@ -16,28 +15,6 @@
 
 namespace gsd {
 namespace {
-
-// An op from its halves (see torch_ops/op.h), the second one a launch on the current stream of its tensors' device.
-template <auto prepare, auto launch>
-struct LaunchedOp;
-
-template <class Call, class... Arguments, Call (*prepare)(Arguments...), auto launch>
-struct LaunchedOp<prepare, launch> {
-  static auto call(Arguments... arguments) {
-    const Tensor* on = nullptr;
-    (find_tensor(arguments, &on), ...);
-    (check_on(*on, arguments), ...);
-    const DeviceGuard guard(on->get_device_index());
-    const Call call = prepare(arguments...);
-    void* stream = current_stream(*on);
-    if constexpr (std::is_invocable_v<decltype(launch), const Call&, void*>) {
-      check_launch(launch(call, stream));
-    } else {  // as most of launch.h: arguments, sizes and a number of sequences or rows
-      check_launch(launch(call.args, call.sizes, call.batch, stream));
-    }
-    return outputs_of(call, 0);
-  }
-};
 
 template <class Integer>
 int launch_feed_of(const FeedArgs<Integer>& args, const FeedSizes& sizes, int64_t batch, void* stream) {

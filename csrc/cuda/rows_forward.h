@@ -22,6 +22,9 @@ struct RowsLayer {
   float* state;                                                  // [B · R, hidden]: takes what the layer reads; or null
 };
 
+constexpr int kPieceRows = 16;
+constexpr int64_t kStateBytes = 64 << 20;  // of attention's states, beyond which rows attend piece by piece
+
 struct RowsDecoder {
   int batch, rows, keep, hidden, inner, heads, kv_heads, head_dim, capacity, words, nodes;
   bool overlap, group;  // of RowsLaunch
@@ -37,11 +40,13 @@ struct RowsDecoder {
   RowsMatrix head;
   RowsPair pair;           // of a drafter that reads features; `out` and `x` are not set here
   RowsMatrix projection;   // [hidden, 2 hidden], of such pairs to what the first layer reads; null: none
+  const uint16_t* stored;  // [B · R, hidden]: every layer stores keys and values of it, and nothing else is done; or null
   float* state;      // [B · keep, hidden]: what the final norm reads; or null
   float* normed;     // [B · R, hidden]: what leaves the final norm, of every row; or null
   float* last;       // [B · keep, hidden]: what the output matrix reads
   uint16_t* logits;  // [B · keep, outputs of the head], of the weights' type
   float* spoiled;    // [B · R] or null: gets NaN where a key or value is not finite
+  int64_t state_bytes = kStateBytes;
 };
 
 class RowsForward {
@@ -53,11 +58,12 @@ class RowsForward {
       most.partials = needed.partials > most.partials ? needed.partials : most.partials;
       most.counters = needed.counters > most.counters ? needed.counters : most.counters;
     };
-    needs(output(nullptr));
     if (projects()) needs(projection(nullptr));
     for (const RowsLayer& layer : d.layers) {
-      needs(qkv(layer, nullptr)), needs(o(layer, nullptr)), needs(gated(layer, nullptr)), needs(down(layer, nullptr));
+      needs(qkv(layer, nullptr));
+      if (!stores()) needs(o(layer, nullptr)), needs(gated(layer, nullptr)), needs(down(layer, nullptr));
     }
+    if (!stores()) needs(output(nullptr));
     counters = place(4 * most.counters);  // first, so that one piece has to be cleared
     cleared = size;
     x = place(4 * int64_t{count} * d.hidden);
@@ -72,7 +78,7 @@ class RowsForward {
     products = place(2 * int64_t{count} * d.inner);
     ancestors = place(4 * int64_t{count} * ancestor_lists(nullptr).width());
     lengths = place(4 * int64_t{count});
-    path = place(4 * path_scratch_floats(attention_sizes()));
+    path = place(stores() ? 0 : 4 * path_scratch_floats(piece()));
     partials = place(4 * most.partials);
   }
 
@@ -84,9 +90,11 @@ class RowsForward {
   template <class Launch>
   int run(char* memory, Launch& launch) const {
     if (count == 0) return 0;
+    const int embedded = stores() ? 0 : d.hidden;  // 0: angles alone
     int error = reads_features() ? launch.pair(pair(memory))
-                                 : launch.embed(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, d.hidden,
+                                 : launch.embed(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, embedded,
                                                           angles(memory)});
+    if (stores()) return error != 0 ? error : store(memory, launch);
     if (error == 0) error = launch.ancestors(ancestor_lists(memory));
     if (error == 0 && projects()) error = launch.product(before(projection(memory), qkv(d.layers[0], nullptr)));
     for (size_t l = 0; l < d.layers.size() && error == 0; l++) {
@@ -112,6 +120,16 @@ class RowsForward {
 
  private:
   template <class Launch>
+  int store(char* memory, Launch& launch) const {
+    int error = 0;
+    for (size_t l = 0; l < d.layers.size() && error == 0; l++) {
+      const bool last = l + 1 == d.layers.size();
+      error = project(d.layers[l], last ? RowsProduct{} : qkv(d.layers[l + 1], nullptr), memory, launch);
+    }
+    return error;
+  }
+
+  template <class Launch>
   int store_keys(const RowsLayer& layer, bool ends, char* memory, Launch& launch) const {
     int error = 0;
     if (!layer.paired) {
@@ -119,7 +137,13 @@ class RowsForward {
       norm.copy = layer.state;
       error = launch.norm(norm);
     }
-    if (error == 0) error = launch.product(before(qkv(layer, memory), ends ? RowsProduct{} : o(layer, nullptr)));
+    return error != 0 ? error : project(layer, ends ? RowsProduct{} : o(layer, nullptr), memory, launch);
+  }
+
+  // Queries, keys and values; `next`: the product behind it.
+  template <class Launch>
+  int project(const RowsLayer& layer, const RowsProduct& next, char* memory, Launch& launch) const {
+    const int error = launch.product(before(qkv(layer, memory), next));
     return error != 0 || turned(layer) ? error : launch.turn(turn(layer, memory));
   }
 
@@ -133,11 +157,41 @@ class RowsForward {
 
   template <class Launch>
   int finish_layer(const RowsLayer& layer, const RowsProduct& next, char* memory, Launch& launch) const {
-    int error = launch.attention(attention(layer, memory), attention_sizes());
+    int error = attend(layer, memory, launch);
     if (error == 0) error = launch.product(before(o(layer, memory), gated(layer, nullptr)));
     if (error == 0) error = launch.norm(norm_of(layer.second_norm, memory));
     if (error == 0) error = launch.product(before(gated(layer, memory), down(layer, nullptr)));
     return error != 0 ? error : launch.product(before(down(layer, memory), next));
+  }
+
+  // Pieces follow each other, in one memory for their states. It changes no bit.
+  template <class Launch>
+  int attend(const RowsLayer& layer, char* memory, Launch& launch) const {
+    const PathAttentionSizes most = piece();
+    int error = 0;
+    for (int batch = 0; batch < d.batch && error == 0; batch += most.batch) {
+      for (int row = 0; row < d.rows && error == 0; row += most.rows) {
+        PathAttentionSizes sizes = most;
+        sizes.batch = min_int(most.batch, d.batch - batch), sizes.rows = min_int(most.rows, d.rows - row);
+        error = launch.attention(attention(layer, memory, batch, row), sizes);
+      }
+    }
+    return error;
+  }
+
+  // What attends at a time: all sequences, or some; where states of one are too many, some rows of it.
+  PathAttentionSizes piece() const {
+    PathAttentionSizes sizes{1, d.kv_heads, d.heads / d.kv_heads, 1, d.head_dim, d.capacity};
+    const int64_t of_row = 4 * path_scratch_floats(sizes), rows = d.state_bytes / (of_row > 0 ? of_row : 1);
+    if (rows >= d.rows) {
+      const int64_t batch = rows / (d.rows > 0 ? d.rows : 1);
+      sizes.rows = d.rows, sizes.batch = batch < d.batch ? static_cast<int>(batch) : d.batch;
+    } else {
+      const int most = rows > kPieceRows ? static_cast<int>(rows) / kPieceRows * kPieceRows : kPieceRows;
+      const int pieces = (d.rows + most - 1) / most;
+      sizes.rows = ((d.rows + pieces - 1) / pieces + kPieceRows - 1) / kPieceRows * kPieceRows;
+    }
+    return sizes;
   }
 
   // A product of few rows that asks for the weights of the next one, where launches begin early.
@@ -148,9 +202,10 @@ class RowsForward {
 
   bool reads_features() const { return d.pair.features != nullptr; }
   bool projects() const { return d.projection.weight != nullptr; }
+  bool stores() const { return d.stored != nullptr; }
   int q_size() const { return d.heads * d.head_dim; }
   int kv_size() const { return d.kv_heads * d.head_dim; }
-  int qkv_size() const { return q_size() + 2 * kv_size(); }
+  int qkv_size() const { return (stores() ? 0 : q_size()) + 2 * kv_size(); }
 
   int64_t place(int64_t bytes) {
     const int64_t begin = size;
@@ -206,11 +261,13 @@ class RowsForward {
                                     : product(memory, normed, d.hidden, RowsEnd::kStore, qkv_size());
     made.count = 3;
     const RowsMatrix* of[] = {&layer.q, &layer.k, &layer.v};
+    if (stores()) made.x = d.stored;
     int64_t place = projected;
     for (int i = 0; i < made.count; i++) {
       made.matrices[i] = *of[i];
+      if (stores() && i == 0) made.matrices[i].outputs = 0;  // nobody asks
       made.matrices[i].out = at<float>(memory, place);
-      place += 4 * of[i]->outputs;
+      place += 4 * made.matrices[i].outputs;
     }
     if (turned) made.end = RowsEnd::kTurn, made.turn = turn(layer, memory);
     return made;
@@ -252,7 +309,7 @@ class RowsForward {
     made.k_cache = layer.keys, made.v_cache = layer.values, made.spoiled = d.spoiled;
     made.k_batch = layer.k_batch, made.k_head = layer.k_head, made.k_slot = layer.k_slot;
     made.v_batch = layer.v_batch, made.v_head = layer.v_head, made.v_slot = layer.v_slot;
-    made.batch = d.batch, made.rows = d.rows, made.heads = d.heads, made.kv_heads = d.kv_heads;
+    made.batch = d.batch, made.rows = d.rows, made.heads = stores() ? 0 : d.heads, made.kv_heads = d.kv_heads;
     made.head_dim = d.head_dim, made.capacity = d.capacity;
     made.eps = d.eps;
     return made;
@@ -263,22 +320,21 @@ class RowsForward {
             d.batch, d.rows,  d.words,  d.nodes,                        d.capacity};
   }
 
-  PathAttentionSizes attention_sizes() const {
-    return {d.batch, d.kv_heads, d.heads / d.kv_heads, d.rows, d.head_dim, d.capacity};
-  }
-
-  PathAttentionArgs attention(const RowsLayer& layer, char* memory) const {
+  // From a row of a sequence on.
+  PathAttentionArgs attention(const RowsLayer& layer, char* memory, int batch, int row) const {
+    const int64_t first = int64_t{batch} * d.rows + row, width = ancestor_lists(nullptr).width();
     PathAttentionArgs made{};
-    made.q = at<uint16_t>(memory, queries);
-    made.k = layer.keys, made.v = layer.values;
-    made.slots = at<int32_t>(memory, ancestors), made.lengths = at<int32_t>(memory, lengths);
-    made.kv_len = d.kv_len, made.kv_start = d.kv_start, made.positions = d.positions;
+    made.q = at<uint16_t>(memory, queries + 2 * first * q_size());
+    made.k = layer.keys + batch * layer.k_batch, made.v = layer.values + batch * layer.v_batch;
+    made.slots = at<int32_t>(memory, ancestors + 4 * first * width);
+    made.lengths = at<int32_t>(memory, lengths + 4 * first);
+    made.kv_len = d.kv_len + batch, made.kv_start = d.kv_start + batch, made.positions = d.positions + first;
     made.scratch = at<float>(memory, path);
-    made.out = at<uint16_t>(memory, attended);
+    made.out = at<uint16_t>(memory, attended + 2 * first * q_size());
     made.q_row = made.out_row = q_size();
     made.k_batch = layer.k_batch, made.k_head = layer.k_head, made.k_slot = static_cast<int>(layer.k_slot);
     made.v_batch = layer.v_batch, made.v_head = layer.v_head, made.v_slot = static_cast<int>(layer.v_slot);
-    made.path = ancestor_lists(nullptr).width();
+    made.path = static_cast<int>(width);
     made.window = layer.window;
     made.scale = kLog2E / std::sqrt(static_cast<float>(d.head_dim));
     return made;

@@ -83,6 +83,7 @@ int launch(const RowsProduct& args, const RowsLaunch& how, const GroupFacts& fac
   const int box = Group::paired(args) ? 8 : Group::kOutputs / 2;
   for (int i = 0; i < args.count && error == cudaSuccess; i++) {
     const RowsMatrix& m = args.matrices[i];
+    if (m.outputs == 0) continue;  // which no map describes, and no block has
     error = make_map(maps.matrices[i], m.weight, m.outputs, args.inputs, box, how.bfloat16);
   }
   if (error != cudaSuccess) return error;

@@ -1,31 +1,20 @@
-// The tensors of decoder_rows: checked by name, unpacked to pointers, outputs allocated. Nothing is read from them.
+// The tensors of decoder_rows and feature_rows: checked by name, unpacked to pointers, outputs allocated. Nothing is read
+// from them.
 #pragma once
 
 #include <cstdlib>
 #include <string>
-#include <tuple>
-#include <vector>
 
-#include "../torch_ops/common.h"
+#include "../torch_ops/decoder_rows.h"
 #include "rows_forward.h"
 
 namespace gsd {
-
-using RowsOutputs = std::tuple<Tensor, Tensor, Tensor>;
-
-// As listed by LayerWeights.tensors and DecoderWeights.matrices.
-constexpr size_t kTensorsPerLayer = 18, kFirstBias = 9, kMatricesPerLayer = 7, kMatricesBefore = 2;
-
-struct RowsCall {
-  RowsDecoder decoder;
-  RowsOutputs outputs;
-};
 
 // Takes pointers for 16-byte copies, of one dtype, and packed matrices that stand for such of it. kinds, scales: of
 // DecoderWeights.packing, both empty or one for every matrix.
 class RowsTensors {
  public:
-  RowsTensors(ScalarType dtype, const std::vector<int64_t>& kinds, const std::vector<Tensor>& scales)
+  RowsTensors(ScalarType dtype, const Numbers& kinds, const Tensors& scales)
       : dtype(dtype), kinds(kinds), scales(scales) {
     STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
                     "final norm: expected float16 or bfloat16");
@@ -111,8 +100,8 @@ class RowsTensors {
   }
 
   ScalarType dtype;
-  const std::vector<int64_t>& kinds;
-  const std::vector<Tensor>& scales;
+  const Numbers& kinds;
+  const Tensors& scales;
 };
 
 // A setting of the environment; asked at every call, and by a graph when it is captured.
@@ -156,52 +145,23 @@ inline int rows_size(const char* name, int64_t size, int64_t most = int64_t{1} <
   return static_cast<int>(size);
 }
 
-inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
-                             const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
-                             const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
-                             const std::vector<int64_t>& kinds, const std::vector<Tensor>& scales,
-                             const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
-                             const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
-                             const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
-                             const std::vector<int64_t>& states, int64_t keep,
-                             const std::optional<Tensor>& spoiled = std::nullopt, bool paired = false) {
-  check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
-  const int64_t batch = token_ids.size(0), rows = token_ids.size(1);
-  check("positions", positions, ScalarType::Int, {batch, rows});
-  check("slots", slots, ScalarType::Int, {batch, rows});
-  check("ancestor_mask", ancestor_mask, ScalarType::Int, {batch, rows, kAny});
-  check("node_depths", node_depths, ScalarType::Int, {batch, kAny});
-  check("kv_len", kv_len, ScalarType::Int, {batch});
-  check("kv_start", kv_start, ScalarType::Int, {batch});
-  check("inv_freq", inv_freq, ScalarType::Float, {kAny});
-  const size_t depth = k_caches.size();
-  STD_TORCH_CHECK(depth > 0 && layers.size() == kTensorsPerLayer * depth && v_caches.size() == depth &&
-                      windows.size() == depth,
-                  "layers: expected ", kTensorsPerLayer, " tensors a layer, two caches and a window for each");
-  STD_TORCH_CHECK(embedding.dim() == 2 && head.dim() == 2 && layers[6].dim() == 2 && k_caches[0].dim() == 4 &&
-                      final_norm.dim() == 1,
-                  "embedding, head, layers, k_caches, final_norm: wrong number of dimensions");
-  STD_TORCH_CHECK(kinds.size() == scales.size() &&
-                      (kinds.empty() || kinds.size() == kMatricesBefore + kMatricesPerLayer * depth),
-                  "kinds: expected one for every matrix, or none");
-  STD_TORCH_CHECK(keep >= 0 && keep <= rows, "keep: expected 0 ... ", rows, ", got ", keep);
-
-  RowsCall call{};
-  RowsDecoder& d = call.decoder;
+// Sizes, numbers and what is no weight.
+inline RowsDecoder rows_decoder(const DecoderInputs& in) {
+  in.check_all();
+  const int64_t batch = in.batch(), rows = in.rows();
+  RowsDecoder d{};
   d.batch = rows_size("token_ids", batch), d.rows = rows_size("token_ids", rows);
   rows_size("token_ids", batch * rows, int64_t{1} << 20);
-  d.keep = static_cast<int>(keep);
-  d.hidden = rows_size("embedding", final_norm.size(0), int64_t{1} << 20);
-  d.inner = rows_size("gate", layers[6].size(0), int64_t{1} << 20);
-  d.heads = rows_size("heads", heads, int64_t{1} << 16);
-  d.kv_heads = rows_size("k_caches", k_caches[0].size(1), int64_t{1} << 16);
-  d.head_dim = rows_size("inv_freq", 2 * inv_freq.size(0));
-  d.capacity = rows_size("k_caches", k_caches[0].size(2));
-  d.words = rows_size("ancestor_mask", ancestor_mask.size(2), int64_t{1} << 20);
-  d.nodes = rows_size("node_depths", node_depths.size(1), int64_t{1} << 25);
+  d.keep = static_cast<int>(in.keep);
+  d.hidden = rows_size("embedding", in.final_norm.size(0), int64_t{1} << 20);
+  d.inner = rows_size("gate", in.layers[6].size(0), int64_t{1} << 20);
+  d.heads = rows_size("heads", in.heads, int64_t{1} << 16);
+  d.kv_heads = rows_size("k_caches", in.k_caches[0].size(1), int64_t{1} << 16);
+  d.head_dim = rows_size("inv_freq", 2 * in.inv_freq.size(0));
+  d.capacity = rows_size("k_caches", in.k_caches[0].size(2));
+  d.words = rows_size("ancestor_mask", in.ancestor_mask.size(2), int64_t{1} << 20);
+  d.nodes = rows_size("node_depths", in.node_depths.size(1), int64_t{1} << 25);
   STD_TORCH_CHECK(d.head_dim == 64 || d.head_dim == 128, "q: expected heads of 64 or 128, got ", d.head_dim);
-  STD_TORCH_CHECK(d.kv_heads > 0 && heads % d.kv_heads == 0, "heads: ", heads, " are not a multiple of the cache's ",
-                  d.kv_heads);
   STD_TORCH_CHECK(batch * d.kv_heads <= 65535, "k_caches: ", batch, " sequences of ", d.kv_heads,
                   " heads are more than a launch takes");
   STD_TORCH_CHECK(d.hidden % 8 == 0 && d.inner % 8 == 0,
@@ -210,68 +170,84 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
   const bool early = rows_setting("GSD_KERNELS_ROWS_OVERLAP", true);
   d.group = rows_setting("GSD_KERNELS_ROWS_GROUP", false);
   d.overlap = early && (d.group || batch * rows <= kMostEarlyRows);
-  d.eps = static_cast<float>(eps), d.rope_scale = static_cast<float>(rope_scale);
-  d.tokens = read<int32_t>(token_ids), d.positions = read<int32_t>(positions), d.slots = read<int32_t>(slots);
-  d.mask = read<int32_t>(ancestor_mask), d.depths = read<int32_t>(node_depths);
-  d.kv_len = read<int32_t>(kv_len), d.kv_start = read<int32_t>(kv_start);
-  d.inv_freq = read<float>(inv_freq);
-  d.spoiled = written<float>("spoiled", spoiled, {batch, rows});
-
-  const RowsTensors of(final_norm.scalar_type(), kinds, scales);
-  d.embedding = of.matrix("embedding", 0, embedding, rows_size("embedding", embedding.size(0)), d.hidden);
-  for (size_t l = 0; l < depth; l++) {
-    d.layers.push_back(rows_layer(of, layers.data() + l * kTensorsPerLayer, l, d, paired && l == 0));
-    RowsLayer& layer = d.layers.back();
-    layer.keys = of.cache("k_caches", k_caches[l], d, layer.k_batch, layer.k_head, layer.k_slot);
-    layer.values = of.cache("v_caches", v_caches[l], d, layer.v_batch, layer.v_head, layer.v_slot);
-    constexpr int64_t kNarrow = 1 << 30;  // wider ones hide nothing
-    layer.window = windows[l] > 0 && windows[l] < kNarrow ? static_cast<int>(windows[l]) : 0;
-  }
-  d.final_norm = of.vector("final norm", final_norm, d.hidden);
-  const int outputs = rows_size("head", head.size(0));
-  d.head = of.matrix("head", 1, head, outputs, d.hidden);
-
-  const Tensor logits = torch::stable::new_empty(embedding, {batch, keep, outputs}, final_norm.scalar_type());
-  const Tensor last = torch::stable::new_empty(embedding, {batch, keep, d.hidden}, ScalarType::Float);
-  const Tensor read_by = torch::stable::new_empty(
-      embedding, {static_cast<int64_t>(states.size()), batch, rows, d.hidden}, ScalarType::Float);
-  d.logits = static_cast<uint16_t*>(logits.mutable_data_ptr()), d.last = written<float>(last);
-  for (size_t i = 0; i < states.size(); i++) {
-    STD_TORCH_CHECK(states[i] >= 0 && states[i] <= static_cast<int64_t>(depth), "states: expected layers 0 ... ", depth,
-                    ", got ", states[i]);
-    const size_t at = static_cast<size_t>(states[i]);
-    float*& state = at < depth ? d.layers[at].state : d.normed;
-    STD_TORCH_CHECK(state == nullptr, "states: expected different layers, got ", states[i], " twice");
-    state = written<float>(read_by) + static_cast<int64_t>(i) * batch * rows * d.hidden;
-  }
-  call.outputs = {logits, last, read_by};
-  return call;
+  d.eps = static_cast<float>(in.eps), d.rope_scale = static_cast<float>(in.rope_scale);
+  d.tokens = read<int32_t>(in.token_ids), d.positions = read<int32_t>(in.positions);
+  d.slots = read<int32_t>(in.slots);
+  d.mask = read<int32_t>(in.ancestor_mask), d.depths = read<int32_t>(in.node_depths);
+  d.kv_len = read<int32_t>(in.kv_len), d.kv_start = read<int32_t>(in.kv_start);
+  d.inv_freq = read<float>(in.inv_freq);
+  return d;
 }
 
-// What a drafter that reads features has besides. The third output becomes what the final norm reads.
-inline void add_features(RowsCall& call, const Tensor& features, const Tensor& feature_norm, bool normed_residual,
-                         const std::vector<Tensor>& projection, bool feature_first, const Tensor& final_norm) {
-  const bool projected = !projection.empty();
-  STD_TORCH_CHECK(!projected || projection.size() == 3,
-                  "projection: expected matrix, norm and bias, or nothing");
-  RowsDecoder& d = call.decoder;
-  check("features", features, final_norm.scalar_type(), {d.batch, d.rows, d.hidden});
-  const std::vector<int64_t> dense;
-  const std::vector<Tensor> nothing;
-  const RowsTensors of(final_norm.scalar_type(), dense, nothing);
-  d.pair.tokens = d.tokens, d.pair.embedding = d.embedding;
-  d.pair.features = of.halves("features", features);
-  d.pair.feature_norm = of.vector("feature norm", feature_norm, d.hidden);
-  d.pair.token_norm = projected ? of.vector("token norm", projection[1], d.hidden) : d.layers[0].input_norm;
-  d.pair.feature_first = feature_first, d.pair.normed_residual = normed_residual;
-  d.pair.rows = d.batch * d.rows, d.pair.hidden = d.hidden, d.pair.eps = d.eps;
-  if (projected) {
-    d.projection = of.matrix("projection", 0, projection[0], d.hidden, 2 * d.hidden);
-    d.projection.bias = of.vector("projection bias", projection[2], d.hidden, true);
+struct RowsCall {
+  RowsDecoder decoder;
+  RowsOutputs outputs;
+
+  // `paired`: the first layer reads embedding and feature side by side.
+  RowsCall(const DecoderInputs& in, const Numbers& states, const MaybeTensor& spoiled, bool paired = false)
+      : decoder(rows_decoder(in)) {
+    RowsDecoder& d = decoder;
+    const int64_t batch = in.batch(), rows = in.rows();
+    const size_t depth = in.depth();
+    d.spoiled = written<float>("spoiled", spoiled, {batch, rows});
+    const RowsTensors of(in.final_norm.scalar_type(), in.kinds, in.scales);
+    d.embedding = of.matrix("embedding", 0, in.embedding, rows_size("embedding", in.embedding.size(0)), d.hidden);
+    for (size_t l = 0; l < depth; l++) {
+      d.layers.push_back(rows_layer(of, in.layers.data() + l * kTensorsPerLayer, l, d, paired && l == 0));
+      RowsLayer& layer = d.layers.back();
+      layer.keys = of.cache("k_caches", in.k_caches[l], d, layer.k_batch, layer.k_head, layer.k_slot);
+      layer.values = of.cache("v_caches", in.v_caches[l], d, layer.v_batch, layer.v_head, layer.v_slot);
+      constexpr int64_t kNarrow = 1 << 30;  // wider ones hide nothing
+      layer.window = in.windows[l] > 0 && in.windows[l] < kNarrow ? static_cast<int>(in.windows[l]) : 0;
+    }
+    d.final_norm = of.vector("final norm", in.final_norm, d.hidden);
+    const int vocab = rows_size("head", in.head.size(0));
+    d.head = of.matrix("head", 1, in.head, vocab, d.hidden);
+
+    const Tensor logits = torch::stable::new_empty(in.embedding, {batch, in.keep, vocab}, in.final_norm.scalar_type());
+    const Tensor last = fresh<float>(in.embedding, {batch, in.keep, d.hidden});
+    const Tensor read_by = fresh<float>(in.embedding, {static_cast<int64_t>(states.size()), batch, rows, d.hidden});
+    d.logits = static_cast<uint16_t*>(logits.mutable_data_ptr()), d.last = written<float>(last);
+    for (size_t i = 0; i < states.size(); i++) {
+      STD_TORCH_CHECK(states[i] >= 0 && states[i] <= static_cast<int64_t>(depth), "states: expected layers 0 ... ",
+                      depth, ", got ", states[i]);
+      const size_t at = static_cast<size_t>(states[i]);
+      float*& state = at < depth ? d.layers[at].state : d.normed;
+      STD_TORCH_CHECK(state == nullptr, "states: expected different layers, got ", states[i], " twice");
+      state = written<float>(read_by) + static_cast<int64_t>(i) * batch * rows * d.hidden;
+    }
+    outputs = {logits, last, read_by};
   }
-  Tensor& state = std::get<2>(call.outputs);
-  state = torch::stable::new_empty(final_norm, {d.batch, d.keep, d.hidden}, ScalarType::Float);
-  d.state = written<float>(state);
-}
+
+  // The third output becomes what the final norm reads.
+  RowsCall(const DecoderInputs& in, const FeatureInputs& given)
+      : RowsCall(in, {}, std::nullopt, !given.projects() && !given.stores()) {
+    given.check_all(in.keep);
+    RowsDecoder& d = decoder;
+    const ScalarType dtype = in.final_norm.scalar_type();
+    check("features", given.features, dtype, {d.batch, d.rows, d.hidden});
+    const Numbers dense;
+    const Tensors nothing;
+    const RowsTensors of(dtype, dense, nothing);
+    const uint16_t* features = of.halves("features", given.features);
+    Tensor& state = std::get<2>(outputs);
+    state = fresh<float>(in.final_norm, {d.batch, d.keep, d.hidden});
+    d.state = written<float>(state);
+    if (given.stores()) {
+      d.stored = features;
+      return;
+    }
+    d.pair.tokens = d.tokens, d.pair.embedding = d.embedding;
+    d.pair.features = features;
+    d.pair.feature_norm = of.vector("feature norm", given.feature_norm, d.hidden);
+    d.pair.token_norm = given.projects() ? of.vector("token norm", given.projection[1], d.hidden) : d.layers[0].input_norm;
+    d.pair.feature_first = given.feature_first, d.pair.normed_residual = given.normed_residual;
+    d.pair.rows = d.batch * d.rows, d.pair.hidden = d.hidden, d.pair.eps = d.eps;
+    if (given.projects()) {
+      d.projection = of.matrix("projection", 0, given.projection[0], d.hidden, 2 * d.hidden);
+      d.projection.bias = of.vector("projection bias", given.projection[2], d.hidden, true);
+    }
+  }
+};
 
 }  // namespace gsd

@@ -70,6 +70,23 @@ def test_products_turn_heads(tmp_path_factory, name, group, count, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+@pytest.mark.parametrize(("batch", "count"), [(1, 64), (1, 256), (8, 128)])
+def test_memory_does_not_grow_with_the_cache_beyond_what_states_may_take(tmp_path_factory, batch, count):
+    sizes = dataclasses.replace(SMALL, heads=32, kv_heads=1)
+    weights, ids = decoder(sizes, HALF), torch.zeros(batch, count, dtype=torch.int32)
+    taken = []
+    for capacity in (256, 4096, 131_072):
+        caches = [torch.empty(1, 1, capacity, 64, dtype=HALF).expand(batch, -1, -1, -1)] * len(weights.layers)
+        call = (weights, ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], caches, caches, 1, ())
+        taken.append(block_code.scratch_bytes(tmp_path_factory, *call))
+    splits, state = (2, 24, 64), 4 * (64 + 5) * 32 * count * batch
+    rest = taken[0] - min(MOST_STATES, splits[0] * state)
+    for bytes_taken, number in zip(taken, splits, strict=True):
+        assert bytes_taken - rest <= min(MOST_STATES, number * state) + 256
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
 @pytest.mark.parametrize(("batch", "count", "early"), [(1, 1, True), (2, 16, True), (1, 33, False), (2, 17, False)])
 def test_launches_begin_early_where_they_gain_by_it(tmp_path_factory, batch, count, early, monkeypatch):
     ids, caches = torch.zeros(batch, count, dtype=torch.int32), torch.zeros(batch, 2, 64, 64, dtype=HALF)
@@ -108,7 +125,7 @@ def test_products_ask_for_the_weights_of_the_next_one(tmp_path_factory, inner, c
     assert max(product for product, *_ in pieces) == len(products) - 2, "nothing comes behind the last one"
 
 
-MOST_AHEAD = 24 << 20  # bytes, kAheadBytes
+MOST_AHEAD, MOST_STATES = 24 << 20, 64 << 20  # bytes: kAheadBytes, kStateBytes
 
 
 def products_of(layer) -> list[list[Tensor]]:

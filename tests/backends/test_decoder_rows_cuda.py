@@ -229,6 +229,27 @@ def test_a_row_has_its_bits_in_every_tile_and_split(device):
             assert torch.equal(case.rows(tokens, sees, depths, first, last), whole[:, first:last])
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+@pytest.mark.parametrize(("name", "dtype"), [("llama-64", HALF), ("mistral-128", BFLOAT16)], ids=str)
+def test_rows_attend_piece_by_piece_where_memory_ends(name, dtype, monkeypatch, tmp_path_factory):
+    """All at once, a sequence at a time, 16 rows at a time: the same bits."""
+    block_code.take_for_gpus(monkeypatch, tmp_path_factory)
+    sizes, found = CUDA_SIZES[name], []
+    case = text(sizes, dtype, [0, 3], "cpu", 200)
+    case.read(random_tokens(2, 150), 64)
+    row = 2 * 4 * sizes.heads * (sizes.head_dim + 5)  # bytes, of two splits
+    for limit, pieces in ((None, 1), (50 * row, 2), (30 * row, 6), (1, 6)):
+        if limit is not None:
+            monkeypatch.setenv("GSD_BLOCK_STATE_BYTES", str(limit))
+        rows = graph_rows(case, 37)
+        launched = block_code.launches(tmp_path_factory, case.weights, *rows, 37, ())
+        assert launched.count("attend") == launched.count("combine") == pieces * sizes.layers
+        found.append(decoder_rows(case.weights, *rows, keep=37, states=(1, 2), backend="cuda"))
+    for others in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], others, strict=True))
+
+
 def packed(weights: DecoderWeights, device: str) -> DecoderWeights:
     """Other weights of the same sizes: packed of every kind in turn, now and then dense."""
     kinds = itertools.cycle([*cuda.PACKED, None])

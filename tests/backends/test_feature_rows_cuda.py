@@ -11,10 +11,10 @@ import pytest
 import torch
 from block_code import rows as block_code
 from decoders import VOCAB, Sizes, Text, check_alike, decoder, random_parents, random_tokens, tree
-from ops.contracts.decoder import WIRINGS, reading_features
+from ops.contracts.decoder import STORED, WIRINGS, reading_features
 
 from gsd_kernels import backends
-from gsd_kernels.ops.feature_rows import cuda, feature_rows
+from gsd_kernels.ops.feature_rows import FeatureWeights, cuda, feature_rows
 
 pytestmark = pytest.mark.quick
 
@@ -143,3 +143,51 @@ def test_a_row_alone_among_others_and_committed(device, wiring, dtype):
     path = sorted(torch.nonzero(sees[int(depths.argmax())]).flatten().tolist(), key=lambda node: int(depths[node]))
     assert len(path) > 4
     assert torch.equal(case.read(tokens[[1]][:, path], 2), whole[[1]][:, path])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+@pytest.mark.parametrize(("group", "norms"), [("0", "feature"), ("0", "projection"), ("1", "projection")])
+def test_a_layer_that_stores_features_is_one_launch(group, norms, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("GSD_KERNELS_ROWS_GROUP", group)
+    weights, sizes = stored(norms, HALF, "cpu")
+    rows = torch.zeros(2, 20, dtype=torch.int32)
+    graph = rows, rows, rows[..., None], rows, rows[:, 0], rows[:, 0]
+    caches = Text(weights.decoder, sizes, HALF, [0, 0], 40).caches
+    found = block_code.feature_launches(
+        tmp_path_factory, weights, rows, torch.zeros(2, 20, sizes.hidden, dtype=HALF), *graph, *caches, 0
+    )
+    own = ["product", "turn"] if group == "1" and sizes.head_norms else ["product"]
+    assert found == ["embed", *own, *own]
+
+
+def stored(norms: str, dtype: torch.dtype, device: str) -> tuple[FeatureWeights, Sizes]:
+    """A block drafter of sizes that another wiring has."""
+    sizes = SIZES[norms]
+    return reading_features(decoder(sizes, dtype, lambda t: t.to(device)), STORED), sizes
+
+
+@pytest.mark.parametrize(("norms", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize("group", ["0", "1"])
+def test_features_are_stored_as_the_reference_does_and_alone(device, norms, dtype, group, monkeypatch):
+    """Errors against the reference; and the same bits in one call and piece by piece."""
+    monkeypatch.setenv("GSD_KERNELS_ROWS_GROUP", group)
+    gen = torch.Generator().manual_seed(5)
+    weights, sizes = stored(norms, dtype, device)
+    count, batch = 37, 2
+    features = torch.randn(batch, count, sizes.hidden, generator=gen).to(device, dtype)
+    slots = torch.stack([torch.randperm(60, generator=gen)[:count] for _ in range(batch)]).int().to(device)
+    found = []
+    for backend, pieces in (("cuda", [count]), ("cuda", [1, 16, 20]), ("reference", [count])):
+        shape = (batch, sizes.kv_heads, 60, sizes.head_dim)
+        caches = [[torch.zeros(shape, dtype=dtype, device=device) for _ in weights.decoder.layers] for _ in range(2)]
+        for at, feature in zip(slots.split(pieces, 1), features.split(pieces, 1), strict=True):
+            at, kv = at.contiguous(), at.new_zeros(batch)
+            graph = at + 3, at, at[..., None].contiguous(), at, kv, kv
+            found_none = feature_rows(weights, at, feature, *graph, *caches, keep=0, backend=backend)
+            assert [t.shape[1] for t in found_none] == [0, 0, 0]
+        found.append([t.cpu() for t in (*caches[0], *caches[1])])
+    for whole, parts, exact in zip(*found, strict=True):
+        assert torch.equal(whole, parts)
+        assert (whole.float() - exact.float()).norm() <= 4e-3 * exact.float().norm()
+        assert (whole == 0).all(-1).sum() == (60 - count) * batch * sizes.kv_heads

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
 from shared import once
@@ -34,6 +35,8 @@ GPU = pytest.param(
 )
 DEVICES = (BLOCKS, GPU)
 """Where ``backend="cuda"`` takes its tensors: parameters of a fixture, which calls :func:`take_for_gpus` for "cpu"."""
+OWN = "own"
+"""Of :func:`drafting_on` a CPU as it is."""
 
 FLAGS = [
     *("-O1", "-fPIC", "-shared", "-fvisibility=hidden"),
@@ -50,6 +53,7 @@ def operators(factory: pytest.TempPathFactory) -> Any:
         torch.library.define("gsd_block_code::decoder_rows", f"{arguments} -> {results}")
         torch.library.define("gsd_block_code::launches", f"{arguments} -> Tensor")
         torch.library.define("gsd_block_code::ahead", f"{arguments} -> Tensor")
+        torch.library.define("gsd_block_code::bytes", f"{arguments} -> Tensor")
         arguments, _, results = feature_rows.schema.partition(" -> ")
         torch.library.define("gsd_block_code::feature_rows", f"{arguments} -> {results}")
         torch.library.define("gsd_block_code::feature_launches", f"{arguments} -> Tensor")
@@ -74,6 +78,11 @@ def begins_early(factory: pytest.TempPathFactory, *arguments: Any) -> bool:
     return bool(operators(factory).launches(*decoder_rows.operands(*arguments, None))[0])
 
 
+def scratch_bytes(factory: pytest.TempPathFactory, *arguments: Any) -> int:
+    """Memory of a call beside its outputs."""
+    return int(operators(factory).bytes(*decoder_rows.operands(*arguments, None)))
+
+
 def asked_ahead(factory: pytest.TempPathFactory, *arguments: Any) -> list[list[int]]:
     """What products ask for of the next one's weights: number of the product, address and bytes, a piece each."""
     return operators(factory).ahead(*decoder_rows.operands(*arguments, None)).view(-1, 3).tolist()
@@ -96,3 +105,14 @@ def take_for_gpus(monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFacto
     monkeypatch.setattr(features_on_cuda, "run", run_features)
     monkeypatch.setattr(backends, "unavailable_reason", reason)
     monkeypatch.setattr(fused, "unavailable_reason", reason)
+
+
+def drafting_on(place: str, monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFactory) -> str:
+    """The device of a drafter whose layers are operators: a CPU, with :data:`OWN`; a GPU, or a CPU taken for one."""
+    if place == OWN:
+        return "cpu"
+    monkeypatch.setenv(fused.SWITCH, "cuda")
+    if place == "cpu":
+        take_for_gpus(monkeypatch, factory)
+        fake_cuda.install(monkeypatch)
+    return place

@@ -5,6 +5,7 @@
 //     gsd_block_code::feature_launches  its arguments, and what `launches` returns
 //     gsd_block_code::launches       as decoder_rows; whether launches begin early, and what is launched, as numbers
 //                                    of Kernel, in order
+//     gsd_block_code::bytes          the same arguments; of scratch memory
 //     gsd_block_code::ahead          the same arguments; what products ask for ahead: number of the product, address and
 //                                    size of a piece, three numbers each
 //
@@ -157,103 +158,68 @@ struct BlockLaunches {
   }
 };
 
-RowsOutputs launched(const RowsCall& call, const Tensor& like) {
-  const RowsForward forward(call.decoder);
+// With fewer bytes for states than a call would have, where the environment says so.
+RowsDecoder limited(const RowsCall& call) {
+  RowsDecoder decoder = call.decoder;
+  if (const char* bytes = std::getenv("GSD_BLOCK_STATE_BYTES")) decoder.state_bytes = std::atoll(bytes);
+  return decoder;
+}
+
+RowsOutputs launched(const RowsCall& call) {
+  const RowsDecoder decoder = limited(call);
+  const RowsForward forward(decoder);
   std::vector<char> memory(static_cast<size_t>(forward.bytes()) + 256, static_cast<char>(0xA5));
   char* const begin = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256);
   memset(begin, 0, static_cast<size_t>(forward.cleared_bytes()));
   BlockLaunches<Half> half{call.decoder.group};
   BlockLaunches<Bfloat16> bfloat16{call.decoder.group};
-  const int error = like.scalar_type() == ScalarType::Half ? forward.run(begin, half) : forward.run(begin, bfloat16);
+  const bool is_half = std::get<0>(call.outputs).scalar_type() == ScalarType::Half;
+  const int error = is_half ? forward.run(begin, half) : forward.run(begin, bfloat16);
   STD_TORCH_CHECK(error == 0, "launch failed");
   const auto left = std::count_if(begin, begin + forward.cleared_bytes(), [](char c) { return c != 0; });
   STD_TORCH_CHECK(left == 0, "counters are not left at 0");
   return call.outputs;
 }
 
-RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
-                         const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
-                         const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
-                         const std::vector<int64_t>& kinds, const std::vector<Tensor>& scales,
-                         const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
-                         const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
-                         const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
-                         const std::vector<int64_t>& states, int64_t keep, const std::optional<Tensor>& spoiled) {
-  const RowsCall call =
-      prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
-                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep,
-                   spoiled);
-  return launched(call, final_norm);
-}
-
-// Of the arguments of feature_rows, `use` of what is to be launched and a tensor of the weights' type.
-template <auto use>
-auto with_features(const Tensor& token_ids, const Tensor& features, const Tensor& positions, const Tensor& slots,
-                         const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
-                         const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
-                         const std::vector<int64_t>& kinds, const std::vector<Tensor>& scales,
-                         const Tensor& feature_norm, bool normed_residual, const std::vector<Tensor>& projection,
-                         bool feature_first, const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
-                         const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
-                         const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
-                         int64_t keep) {
-  RowsCall call = prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding,
-                               layers, kinds, scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads,
-                               eps, rope_scale, {}, keep, std::nullopt, projection.empty());
-  add_features(call, features, feature_norm, normed_residual, projection, feature_first, final_norm);
-  return use(call, final_norm);
-}
-
 Recorder recorded(const RowsCall& call) {
   Recorder recorder{{call.decoder.overlap}, {}};
-  RowsForward(call.decoder).run(nullptr, recorder);
+  const RowsDecoder decoder = limited(call);
+  RowsForward(decoder).run(nullptr, recorder);
   return recorder;
 }
 
-Tensor kernels_of(const RowsCall& call, const Tensor& like) {
-  const Recorder recorder = recorded(call);
-  const Tensor found = fresh<int32_t>(like, {static_cast<int64_t>(recorder.launched.size())});
-  std::copy(recorder.launched.begin(), recorder.launched.end(), written<int32_t>(found));
+template <class Number>
+Tensor listed(const RowsCall& call, const std::vector<Number>& numbers) {
+  const Tensor found = fresh<Number>(std::get<0>(call.outputs), {static_cast<int64_t>(numbers.size())});
+  std::copy(numbers.begin(), numbers.end(), written<Number>(found));
   return found;
 }
 
-Tensor launches(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
-                const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedding,
-                const std::vector<Tensor>& layers, const std::vector<int64_t>& kinds,
-                const std::vector<Tensor>& scales, const Tensor& final_norm, const Tensor& head,
-                const Tensor& inv_freq, const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
-                const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
-                const std::vector<int64_t>& states, int64_t keep, const std::optional<Tensor>& spoiled) {
-  return kernels_of(
-      prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
-                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep,
-                   spoiled),
-      token_ids);
-}
+Tensor launches(const RowsCall& call) { return listed(call, recorded(call).launched); }
+Tensor bytes(const RowsCall& call) { return listed(call, std::vector{RowsForward(call.decoder).bytes()}); }
+Tensor ahead(const RowsCall& call) { return listed(call, recorded(call).ahead); }
 
-Tensor ahead(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
-                const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedding,
-                const std::vector<Tensor>& layers, const std::vector<int64_t>& kinds,
-                const std::vector<Tensor>& scales, const Tensor& final_norm, const Tensor& head,
-                const Tensor& inv_freq, const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
-                const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
-                const std::vector<int64_t>& states, int64_t keep, const std::optional<Tensor>& spoiled) {
-  const Recorder recorder =
-      recorded(prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers,
-                            kinds, scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps,
-                            rope_scale, states, keep, spoiled));
-  const Tensor found = torch::stable::new_empty(token_ids, {static_cast<int64_t>(recorder.ahead.size())}, ScalarType::Long);
-  std::copy(recorder.ahead.begin(), recorder.ahead.end(), written<int64_t>(found));
-  return found;
-}
+// An op: what `use` makes of a call of decoder_rows or feature_rows.
+template <auto prepare, auto use>
+struct Used;
+
+template <class... Arguments, RowsCall (*prepare)(Arguments...), auto use>
+struct Used<prepare, use> {
+  static auto call(Arguments... arguments) { return use(prepare(arguments...)); }
+};
+template <auto use>
+using OfDecoder = Used<decoder_call<RowsCall>, use>;
+template <auto use>
+using OfFeatures = Used<feature_call<RowsCall>, use>;
 
 }  // namespace
 }  // namespace gsd
 
 STABLE_TORCH_LIBRARY_IMPL(gsd_block_code, CPU, m) {
-  m.impl("decoder_rows", TORCH_BOX(&gsd::decoder_rows));
-  m.impl("feature_rows", TORCH_BOX(&gsd::with_features<&gsd::launched>));
-  m.impl("launches", TORCH_BOX(&gsd::launches));
-  m.impl("feature_launches", TORCH_BOX(&gsd::with_features<&gsd::kernels_of>));
-  m.impl("ahead", TORCH_BOX(&gsd::ahead));
+  m.impl("decoder_rows", TORCH_BOX(&gsd::OfDecoder<gsd::launched>::call));
+  m.impl("feature_rows", TORCH_BOX(&gsd::OfFeatures<gsd::launched>::call));
+  m.impl("launches", TORCH_BOX(&gsd::OfDecoder<gsd::launches>::call));
+  m.impl("feature_launches", TORCH_BOX(&gsd::OfFeatures<gsd::launches>::call));
+  m.impl("bytes", TORCH_BOX(&gsd::OfDecoder<gsd::bytes>::call));
+  m.impl("ahead", TORCH_BOX(&gsd::OfDecoder<gsd::ahead>::call));
 }

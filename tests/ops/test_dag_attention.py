@@ -386,18 +386,23 @@ def test_nan_reaches_exactly_the_rows_that_see_it_in_the_compiled_kernel(level, 
         assert out.isnan().all(-1)[0, head].tolist() == expected == out.isnan().any(-1)[0, head].tolist()
 
 
+SIGHTS = ({}, *({name: size} for name in ("sliding_window", "chunk") for size in (20, 99)))
+"""The short ones begin within what is not committed yet."""
+
+
 @levels
-@pytest.mark.parametrize("window", [None, 99])
-def test_a_row_of_the_compiled_kernel_ignores_where_the_prefix_ends(level, window):
-    """In bfloat16, where some processors multiply two positions at once."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sight", SIGHTS, ids=lambda sight: " ".join(f"{k} {v}" for k, v in sight.items()) or "all")
+def test_a_row_that_asks_for_it_has_the_same_bits_alone_and_wherever_the_prefix_ends(level, sight, dtype):
+    """Some processors multiply two positions at once in bfloat16."""
     gen = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, 300, 128, generator=gen).bfloat16() for heads in (6, 2, 2))
+    q, k, v = (torch.randn(1, heads, 300, 128, generator=gen).to(dtype) for heads in (6, 2, 2))
 
     def attend(begin, end):
         mask = pack_bits(torch.ones(1, end - begin, end - begin, dtype=torch.bool).tril())
         depths, kv_len = torch.arange(end - begin, dtype=torch.int32)[None], torch.tensor([begin], dtype=torch.int32)
-        sight = (mask, kv_len, None, depths, depths, 0.125, None, window)
-        return torch.ops.gsd_kernels.dag_attention(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], *sight)[0]
+        given = {"row_depths": depths, "node_depths": depths, "row_invariant": True, "backend": "cpu", **sight}
+        return gsd.dag_attention(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], mask, kv_len, **given)
 
     with cpu_levels.forced(level):
         found = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ops.contracts.backends import backend_param
-from ops.contracts.decoder import WIRINGS, decoder_case, feature_case
+from ops.contracts.decoder import STORED, WIRINGS, decoder_case, feature_case
 
 from gsd_kernels.ops.feature_rows import feature_rows
 
@@ -39,6 +39,37 @@ def test_a_row_has_the_same_bits_alone(wiring):
         one = {name: value[:, row : row + 1] if name in rows else value for name, value in case.items()}
         for alone, among in zip(feature_rows(weights, **one, keep=1, backend="cpu"), together, strict=True):
             assert torch.equal(alone[:, 0], among[:, row])
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+def test_layers_store_keys_and_values_of_features_alone(dtype, most):
+    stored = []
+    for backend in ("cpu", "reference"):
+        weights, case = feature_case(dtype, wiring=STORED)
+        before = [t.clone() for t in (*case["k_caches"], *case["v_caches"])]
+        found = feature_rows(weights, **case, keep=0, backend=backend)
+        assert [tuple(t.shape) for t in found] == [(2, 0, 53), (2, 0, 32), (2, 0, 32)]
+        after = [*case["k_caches"], *case["v_caches"]]
+        kept = torch.ones(2, 40, dtype=torch.bool).scatter(1, case["slots"].long(), False)
+        for t, was in zip(after, before, strict=True):
+            assert torch.equal(t.transpose(1, 2)[kept], was.transpose(1, 2)[kept])
+        stored.append(after)
+        for row in range(5):  # the same bits alone
+            given = "token_ids", "features", "positions", "slots", "ancestor_mask"
+            one = {n: case[n][:, row : row + 1] for n in given}
+            fresh = {n: [torch.zeros_like(t) for t in case[n]] for n in ("k_caches", "v_caches")}
+            feature_rows(weights, **{**case, **one, **fresh}, keep=0, backend=backend)
+            place = one["slots"].long()[:, None, :, None].expand(-1, 2, -1, 16)
+            for alone, among in zip((*fresh["k_caches"], *fresh["v_caches"]), after, strict=True):
+                assert backend == "reference" or torch.equal(alone.gather(2, place), among.gather(2, place))
+    for ours, other in zip(*stored, strict=True):
+        assert (ours.float() - other.float()).norm() <= most * other.float().norm()
+
+
+def test_who_stores_alone_asks_for_no_rows():
+    weights, case = feature_case(wiring=STORED)
+    with pytest.raises(RuntimeError, match="feature_norm: without one expected no projection, and keep 0; got 2"):
+        feature_rows(weights, **case, keep=2, backend="cpu")
 
 
 @pytest.mark.parametrize(

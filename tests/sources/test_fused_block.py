@@ -1,14 +1,19 @@
-"""A DFlash drafter's block as one operator: what its modules compute; texts are the target's own."""
+"""A DFlash drafter's layers as operators: what its modules compute; texts are the target's own."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from block_code import rows as block_code
 from models import prompts, tiny
 from ops.contracts.backends import backend_param
 from sources.drafters import FixedText, check_own_text, dflash_config, fit_dflash, random_dflash
 
+import gsd_kernels as gsd
 from gsd_kernels import DFlash, GraphConfig
+from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.sources import dflash
 from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
@@ -34,52 +39,105 @@ NO_OPERATOR = {
         "architectures": ["DFlash2DraftModel"],
     },
 }
+SERVED = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+"""Heads that a GPU's operators take."""
 GRAPH = GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=0)
 
 
-def target_of(dtype: torch.dtype):
-    return tiny(num_hidden_layers=3, vocab_size=VOCAB, dtype=dtype)
+def target_of(dtype: torch.dtype, **sizes: int):
+    return tiny(num_hidden_layers=3, vocab_size=VOCAB, dtype=dtype, **sizes)
 
 
-def drafter_of(kind: str, dtype: torch.dtype) -> DFlash:
-    return random_dflash(dflash_config(target_of(dtype), **KINDS[kind]), own=kind == "reduced").to(dtype)
+def drafter_of(kind: str, dtype: torch.dtype, **sizes: int) -> DFlash:
+    config = dflash_config(target_of(dtype), **{**KINDS[kind], **sizes})
+    return random_dflash(config, own=kind == "reduced").to(dtype)
 
 
-def started(module: DFlash, target, tokens: torch.Tensor, pads: torch.Tensor) -> DFlashDrafts:
+def started(module: DFlash, target, tokens: torch.Tensor, pads: torch.Tensor, *, modules: bool = False) -> DFlashDrafts:
     source, gen = DFlashDrafts(module), torch.Generator().manual_seed(3)
     source.check(target)
     source.attach(FixedText(target, tokens, pads))
-    states = {
-        layer: torch.randn(len(tokens), tokens.shape[1] - 1, 32, generator=gen).to(target.dtype)
-        for layer in source.hidden_layers
-    }
-    source.observe(Prefilled(states, 0))
-    source.enter(source.state.out_len - 1, tokens.shape[1])
+    if modules:
+        source.weights = None
+    shape = len(tokens), tokens.shape[1] - 1, target.config.hidden_size
+    states = [torch.randn(shape, generator=gen).to(tokens.device, target.dtype) for _ in source.hidden_layers]
+    source.observe(Prefilled(dict(zip(source.hidden_layers, states, strict=True)), 0))
+    end = source.state.out_len - 1
+    source.enter(end - 5, tokens.shape[1])
+    source.enter(end, 7)  # with rows that are padding
     return source
 
 
-# Relative. Modules in half precision round after each operation, the operator does not.
+def computed(source: DFlashDrafts, pads: torch.Tensor) -> list[torch.Tensor]:
+    """States and logits of the block, and all keys and values of the text and the block."""
+    block, end = source.forward_block(), int(source.cached.max()) + source.module.config.block_size
+    caches = [t for layer in source.rows.cache.layers for t in (layer.keys, layer.values)]
+    stored = [torch.cat([t[b, :, pad:end] for b, pad in enumerate(pads)], 1) for t in caches]
+    return [t.float() for t in (*block, *stored)]
+
+
+# Relative. Modules in half precision round after each operation, the operators do not.
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 3e-3)])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_the_operator_computes_what_the_modules_do(kind, dtype, most):
+def test_the_operators_compute_what_the_modules_do(kind, dtype, most):
     target, module = target_of(dtype), drafter_of(kind, dtype)
     tokens, pads = prompts(3, 17, vocab=VOCAB)["input_ids"], torch.tensor([0, 4, 16], dtype=torch.int32)
-    found = []
-    for modules in (False, True):
-        source = started(module, target, tokens, pads)
-        assert source.weights is not None
-        if modules:
-            source.weights = None
-        block, end = source.forward_block(), int(source.cached.max()) + module.config.block_size
-        layers = source.rows.cache.layers
-        stored = [
-            torch.cat([t[b, :, pad:end] for b, pad in enumerate(pads)], 1) for r in layers for t in (r.keys, r.values)
-        ]
-        found.append([t.float() for t in (*block, *stored)])
+    assert started(module, target, tokens, pads).weights is not None
+    found = [computed(started(module, target, tokens, pads, modules=own), pads) for own in (False, True)]
     for ours, theirs in zip(*found, strict=True):
         assert ours.shape == theirs.shape
         assert (ours - theirs).norm() <= most * theirs.norm()
+
+
+@pytest.fixture(params=[block_code.OWN, *block_code.DEVICES])
+def device(request, monkeypatch, tmp_path_factory):
+    return block_code.drafting_on(request.param, monkeypatch, tmp_path_factory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(kind, (torch.bfloat16, torch.float16)[i % 2]) for i, kind in enumerate(KINDS)], ids=str
+)
+@torch.no_grad()
+def test_the_error_is_at_most_twice_the_modules(device, kind, dtype):
+    """Against the modules in float64: states, logits, keys and values."""
+    target, module = target_of(dtype, **SERVED).to(device), drafter_of(kind, dtype, **SERVED).to(device)
+    tokens, pads = prompts(2, 17, vocab=VOCAB)["input_ids"].to(device), torch.tensor([0, 4], dtype=torch.int32)
+    found = []
+    for exact, modules in ((True, True), (False, True), (False, False)):
+        of = (copy.deepcopy(module).double(), copy.deepcopy(target).double()) if exact else (module, target)
+        source = started(*of, tokens, pads.to(device), modules=modules)
+        assert modules or source.weights is not None
+        assert source.rows.operator == ("cuda" if replay.is_gpu(source.rows.device) else "auto")
+        found.append([t.double() for t in computed(source, pads)])
+    for number, (exactly, theirs, ours) in enumerate(zip(*found, strict=True)):
+        assert ours.isfinite().all()
+        assert (ours - exactly).norm() <= 2 * (theirs - exactly).norm() + 1e-6 * exactly.norm(), number
+
+
+@pytest.mark.parametrize("kind", ["JetSpec", "DSpark"])
+def test_captured_steps_take_them(device, kind, monkeypatch, request):
+    """Target and drafter are operators, and a step of both is one graph; texts are the target's own."""
+    if request.node.callspec.params["device"] == block_code.OWN:
+        pytest.skip("nothing is captured on a CPU")
+    target = target_of(torch.bfloat16, **SERVED)
+    module = random_dflash(dflash_config(target, **{**KINDS[kind], **SERVED}))
+    module = fit_dflash(module, target_of(torch.float64, **SERVED)).to(device, torch.bfloat16)
+    calls, graphs, honest, capture = [], [], (dflash.decoder_rows, dflash.feature_rows), replay.CaptureLane.capture
+    for name, op in zip(("decoder_rows", "feature_rows"), honest, strict=True):
+        monkeypatch.setattr(
+            dflash, name, lambda *given, op=op, **more: calls.append((op.name, more["backend"])) or op(*given, **more)
+        )
+    monkeypatch.setattr(replay.CaptureLane, "capture", lambda *args: graphs.append(1) or capture(*args))
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    options |= {name: t.to(device) for name, t in prompts(2, 9, vocab=VOCAB).items()}
+    target = target.to(device)
+    alone = gsd.generate(target, **options, graph_config="plain")
+    graphs.clear()
+    out = gsd.generate(target, **options, drafter=module, draft_sources=("drafter",), graph_config=GRAPH)
+    assert torch.equal(out.sequences, alone.sequences) and out.stats.why_modules is None
+    assert set(calls) == {("decoder_rows", "cuda"), ("feature_rows", "cuda")}
+    assert graphs and sum(out.stats.accepted[2:]) > 0
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("DFlash", torch.float32), ("DSpark", torch.bfloat16)])

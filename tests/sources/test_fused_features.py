@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-import fake_cuda
 import pytest
 import torch
 from block_code import rows as block_code
@@ -117,16 +116,9 @@ def test_the_operator_computes_what_the_modules_do(variant, dtype, most):
     assert not torch.equal(found[0][3][:, 0], found[0][3][:, 1])
 
 
-@pytest.fixture(params=["own", *block_code.DEVICES])
+@pytest.fixture(params=[block_code.OWN, *block_code.DEVICES])
 def device(request, monkeypatch, tmp_path_factory):
-    """A CPU; a GPU, or a CPU that is taken for one."""
-    if request.param == "own":
-        return "cpu"
-    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "cuda")
-    if request.param == "cpu":
-        block_code.take_for_gpus(monkeypatch, tmp_path_factory)
-        fake_cuda.install(monkeypatch)
-    return request.param
+    return block_code.drafting_on(request.param, monkeypatch, tmp_path_factory)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +139,7 @@ def test_the_error_is_at_most_twice_the_modules(device, variant, dtype):
         if modules:
             source.operator = None
         else:
-            assert source.operator.backend == ("cuda" if replay.is_gpu(source.rows.device) else "auto")
+            assert source.rows.operator == ("cuda" if replay.is_gpu(source.rows.device) else "auto")
         found.append([t.double() for t in levels(source)])
     for number, (exactly, theirs, ours) in enumerate(zip(*found, strict=True)):
         assert ours.isfinite().all()
@@ -184,13 +176,13 @@ def test_text_beside_a_head_is_the_targets_own(monkeypatch):
 @pytest.mark.parametrize("variant", ["reduced", "llama"])
 def test_captured_steps_take_it(device, variant, monkeypatch, request):
     """Target and drafter are operators, and a step of both is one graph; texts are the target's own."""
-    if request.node.callspec.params["device"] == "own":
+    if request.node.callspec.params["device"] == block_code.OWN:
         pytest.skip("nothing is captured on a CPU")
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
     target, module = target_of(torch.bfloat16, variant, **sizes).to(device), fitted(variant, **sizes)
     calls, graphs, honest, capture = [], [], FusedFeatures.__call__, replay.CaptureLane.capture
     monkeypatch.setattr(
-        FusedFeatures, "__call__", lambda self, *rest: calls.append(self.backend) or honest(self, *rest)
+        FusedFeatures, "__call__", lambda self, *rest: calls.append(self.rows.operator) or honest(self, *rest)
     )
     monkeypatch.setattr(replay.CaptureLane, "capture", lambda *args: graphs.append(1) or capture(*args))
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}

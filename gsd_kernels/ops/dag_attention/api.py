@@ -80,7 +80,8 @@ def dag_attention(
         dense: what :func:`dense_mask` returns for the other arguments, for callers that attend many layers with one
             mask. They also see to it that caches hold finite values only and that no row is empty, which is then not
             checked. Only the PyTorch paths on a CPU and the reference use it.
-        row_invariant: on a CPU a row has the same bits alone and among any number of others; not of float64.
+        row_invariant: on a CPU a row has the same bits alone and among any number of others, and wherever the prefix
+            ends where its nodes have depths 0, 1, …; not of float64.
         backend: see :mod:`gsd_kernels.backends`. "cuda" takes float16 and bfloat16 with head sizes 64 and 128, and has
             to be named: "auto" does not choose it.
 

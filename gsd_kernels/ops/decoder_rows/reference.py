@@ -10,7 +10,7 @@ from ..dag_attention import reference as attention
 from ..dag_attention.dense import visibility
 from ..packed import PackedMatrix, codes
 from ..write_kv.reference import write_kv
-from .weights import DecoderWeights
+from .weights import DecoderWeights, LayerWeights
 
 
 def decoder_rows(
@@ -100,6 +100,32 @@ class Arithmetic:
         """[B, R, H·D] → [B, H, R, D]"""
         return x.unflatten(-1, (-1, 2 * self.weights.inv_freq.shape[0])).transpose(1, 2)
 
+    def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions int32 [B, R], [B, 1, R, D/2] each."""
+        angles, scale = positions[..., None].float() * self.weights.inv_freq, self.weights.rope_scale  # [B, R, D/2]
+        return (angles.cos() * scale)[:, None], (angles.sin() * scale)[:, None]
+
+    def turned(self, x: Tensor, weight: Tensor | None, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """[B, R, H·D] → heads [B, H, R, D], normed where there is a weight."""
+        (cos, sin), heads = turns, self.split(x)
+        a, b = (heads if weight is None else self.norm(heads, weight)).chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def store(
+        self,
+        x: Tensor,  # [B, R, inputs]
+        layer: LayerWeights,
+        turns: tuple[Tensor, Tensor],
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+        spoiled: Tensor | None = None,
+    ) -> None:
+        """Write a layer's keys and values of rows."""
+        key = self.turned(self.project(x, layer.k, layer.k_bias), layer.k_norm, turns)
+        value = self.split(self.project(x, layer.v, layer.v_bias))
+        write_kv(k_cache, v_cache, key.to(k_cache.dtype), value.to(v_cache.dtype), slots.long(), spoiled)
+
     def layers(
         self,
         x: Tensor,  # [B, R, hidden], where the residual begins
@@ -115,23 +141,14 @@ class Arithmetic:
         spoiled: Tensor | None = None,
     ) -> list[Tensor]:
         """The states that every layer reads, and those that leave the last one, [B, R, hidden] each."""
-        w = self.weights
-        angles = positions[..., None].float() * w.inv_freq  # [B, R, D/2]
-        cos, sin = (angles.cos() * w.rope_scale)[:, None], (angles.sin() * w.rope_scale)[:, None]  # [B, 1, R, D/2]
-
-        def turned(x: Tensor, weight: Tensor | None) -> Tensor:
-            a, b = (x if weight is None else self.norm(x, weight)).chunk(2, -1)
-            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
+        w, turns = self.weights, self.turns(positions)
         row_depths, capacity = positions - (kv_len - kv_start)[:, None], k_caches[0].shape[2]
         read_by = [x]
         for number, (layer, k_cache, v_cache) in enumerate(zip(w.layers, k_caches, v_caches, strict=True)):
             if number:
                 normed = self.norm(x, layer.input_norm)
-            query = turned(self.split(self.project(normed, layer.q, layer.q_bias)), layer.q_norm)
-            key = turned(self.split(self.project(normed, layer.k, layer.k_bias)), layer.k_norm)
-            value = self.split(self.project(normed, layer.v, layer.v_bias))
-            write_kv(k_cache, v_cache, key.to(k_cache.dtype), value.to(v_cache.dtype), slots.long(), spoiled)
+            query = self.turned(self.project(normed, layer.q, layer.q_bias), layer.q_norm, turns)
+            self.store(normed, layer, turns, k_cache, v_cache, slots, spoiled)
             sight = ancestor_mask, kv_len, kv_start, row_depths, node_depths
             visible = visibility(*sight, layer.window or None, capacity)
             scale = query.shape[-1] ** -0.5

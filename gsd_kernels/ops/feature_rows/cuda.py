@@ -1,4 +1,7 @@
-"""The CUDA C++ decoder for drafters that read features: one launch makes of a row's token and feature what is read."""
+"""The CUDA C++ decoder for drafters that read features: one launch makes of a row's token and feature what is read.
+
+Keys and values of features alone are a launch a layer.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def check(weights: FeatureWeights) -> None:
     """
     cuda.check(weights.decoder)
     projection = weights.projection
-    named = {"feature_norm": weights.feature_norm}
+    named = {} if weights.feature_norm is None else {"feature_norm": weights.feature_norm}
     if projection is not None:
         named |= {"projection": projection.matrix, "token_norm": projection.token_norm}
         named |= {} if projection.bias is None else {"projection_bias": projection.bias}

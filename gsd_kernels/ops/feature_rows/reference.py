@@ -26,15 +26,16 @@ def feature_rows(
     As :func:`~gsd_kernels.ops.decoder_rows.decoder_rows`, with the same arithmetic and caches, but for what the first
     layer reads: the normed embedding beside the normed feature. In EAGLE-3 (arXiv 2503.01840) its queries, keys and
     values read both, and the residual begins as the feature. In multi-token prediction (arXiv 2412.19437) a projection
-    makes one vector of them, with which the layers begin. A row's bits depend on its token, feature, position and what
-    it sees alone.
+    makes one vector of them, with which the layers begin. For a block drafter (arXiv 2602.06036) every layer stores
+    keys and values of the features, which are read as they are, and nothing else is done. A row's bits depend on its
+    token, feature, position and what it sees alone.
 
     Args:
         weights: of the drafter.
         token_ids: int32 [B, R], inside the vocabulary of the embedding: of the token after each position.
         features: [B, R, hidden] in float32, bfloat16 or float16; on a GPU in the weights' dtype.
         positions, slots, ancestor_mask, node_depths, kv_len, kv_start, k_caches, v_caches: as of ``decoder_rows``.
-        keep: logits of the last so many rows, 0 … R; with 0 keys and values are stored alone.
+        keep: logits of the last so many rows, 0 … R; with 0 keys and values are stored alone. 0 without a norm.
 
     Returns:
         Of the last ``keep`` rows logits [B, keep, V], float32, and by the CUDA operator rounded to the weights' dtype;
@@ -42,6 +43,12 @@ def feature_rows(
     """
     w, arithmetic, projection = weights.decoder, Arithmetic(weights.decoder), weights.projection
     x = features.float()
+    if weights.feature_norm is None:
+        turns = arithmetic.turns(positions)
+        for layer, k_cache, v_cache in zip(arithmetic.weights.layers, k_caches, v_caches, strict=True):
+            arithmetic.store(x, layer, turns, k_cache, v_cache, slots)
+        nothing = x[:, :0]
+        return arithmetic.project(nothing, arithmetic.weights.head), nothing, nothing
     feature = arithmetic.norm(x, weights.feature_norm)
     token = arithmetic.norm(arithmetic.embedded(token_ids), weights.token_norm)
     if projection is None:

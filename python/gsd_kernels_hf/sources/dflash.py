@@ -18,10 +18,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.graph import pack_bits
-from gsd_kernels.ops.decoder_rows import DecoderWeights, decoder_rows
+from gsd_kernels.ops.decoder_rows import decoder_rows
+from gsd_kernels.ops.feature_rows import FeatureWeights, feature_rows
 from gsd_kernels.ops.step import feed_chain
 
-from ..model import replay
 from .base import Level, Proposal, Text, rows_at
 from .checkpoints import Checkpoint
 from .dflash_config import DFlashConfig
@@ -30,7 +30,7 @@ from .edges import ConfidenceHead, ConvolvedLayer, MarkovHead, RecurrentHead, Se
 from .expansion import NodeVectors
 from .feature_drafter import FeatureDrafter
 from .features import FeatureSource
-from .fused_features import decoder_of, why_not
+from .fused_features import weights_of, why_not
 from .lattice import Lattice, shares_of
 from .layers import Layer, RowPass
 
@@ -97,6 +97,10 @@ class DFlash(FeatureDrafter):
         """The feature of the target's hidden states, [B, n, Dt] each: [B, n, D]."""
         return self.hidden_norm(self.fc(torch.cat(hidden, -1)))
 
+    def first_parameters(self) -> dict[str, None]:
+        """Of the operator's weights those before the layers: none, since they store keys and values of features."""
+        return {"feature_norm": None}
+
     def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Logits of the confidence head [B, W, 1], of rows' outputs [B, W, D] after tokens int64 [B, W]."""
         markov = self.markov_head
@@ -148,16 +152,17 @@ class DFlashDrafts(FeatureSource, Lattice):
         super().attach(text)
         # Parameters as they lie now: a cast replaces them.
         self.weights = self.weights_of(self.module.lm_head or text.target.model.get_output_embeddings())
+        self.rows.compiled = self.weights is not None
 
-    def weights_of(self, head: Any) -> DecoderWeights | None:
-        """The block's layers as one operator on a CPU reads them, before an output matrix; ``None``: they are modules.
+    def weights_of(self, head: Any) -> FeatureWeights | None:
+        """The layers as one operator reads them, before an output matrix; ``None``: they are modules.
 
-        They are a decoder's over rows that see each other. Not where layers are convolved, or have windows: these are
-        counted from the root, so that all rows see the same of the text.
+        They are a decoder's over rows that see each other, behind keys and values of features. Not where layers are
+        convolved, or have windows: these are counted from the root, so that all rows see the same of the text.
         """
         parts = self.module, self.embedding, head
-        plain = not self.module.config.taps and not any(self.module.windows) and not replay.is_gpu(self.rows.device)
-        return decoder_of(*parts) if plain and why_not(*parts, self.rows.backend) is None else None
+        plain = not self.module.config.taps and not any(self.module.windows)
+        return weights_of(*parts) if plain and why_not(*parts, self.rows.backend) is None else None
 
     def start_block(self, text: Text) -> None:
         """Make the storage of a session, and what the block's rows see."""
@@ -187,9 +192,16 @@ class DFlashDrafts(FeatureSource, Lattice):
         end = torch.maximum(end, self.cached)
         chain = feed_chain(self.state.tokens, end, self.cached, width, backend=self.rows.backend)
         begin = chain.kv_len[:, None]
-        with self.rows.cache.writing((begin + chain.slots).long()):
-            positions = self.rows.positions(chain.kv_len, chain.depths)
-            self.module.store(self.rows.at((begin + chain.depths).long()), positions, RowPass(self.rows.cache, None))
+        positions, places = self.rows.positions(chain.kv_len, chain.depths), begin + chain.slots
+        features = self.rows.at((begin + chain.depths).long())
+        if self.weights is not None:
+            ids, storage = self.readable(chain.token_ids), self.rows.storage(self.weights.decoder)
+            graph = chain.ancestor_mask, chain.node_depths, chain.kv_len, self.rows.text_kv_start
+            rows = ids, features, positions.int(), places, *graph
+            feature_rows(self.weights, *rows, *storage, keep=0, backend=self.rows.operator)
+            return
+        with self.rows.cache.writing(places.long()):
+            self.module.store(features, positions, RowPass(self.rows.cache, None))
 
     def step(self, level: Level) -> None:
         self.enter(self.state.out_len - 1, level.config.chain_rows)
@@ -278,10 +290,10 @@ class DFlashDrafts(FeatureSource, Lattice):
         positions, places = self.rows.positions(kv_len, self.row), kv_len[:, None] + self.row
         drafted = slice(config.block_size - config.num_drafted, None)
         if self.weights is not None:
-            ids, storage = self.readable(tokens).int(), self.rows.storage(self.weights)
-            graph = positions.int(), places, self.sees_all, self.row, kv_len, self.rows.text_kv_start, *storage
+            decoder, ids = self.weights.decoder, self.readable(tokens).int()
+            graph = positions.int(), places, self.sees_all, self.row, kv_len, self.rows.text_kv_start
             logits, states, _ = decoder_rows(
-                self.weights, ids, *graph, keep=config.block_size, backend=self.rows.backend
+                decoder, ids, *graph, *self.rows.storage(decoder), keep=config.block_size, backend=self.rows.operator
             )
             return states.to(self.rows.features), logits[:, drafted]
         # Windows are counted from the root, so for attention all rows are where the root is.

@@ -11,11 +11,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.decoder_rows import DecoderWeights
 
+from ..model import replay
 from ..model.attention import GraphInputs, windowed
 from ..model.cache import GraphCache
 from ..model.fused import storage_of
 from ..model.launching import launch_attention
-from ..model.replay import hold
 from ..model.runner import CachedText
 from ..records import Verified
 from . import checkpoints
@@ -44,6 +44,8 @@ class FeatureCache(CachedText):
         cache = GraphCache(config, target.cache.capacity + extra, target.backend)
         super().__init__(model, cache, text.state.kv_start)
         self.backend, self.device = target.backend, next(model.parameters()).device
+        # Of its operators: on a GPU "auto" never takes them; that rows come there is what was asked.
+        self.operator = "cuda" if replay.is_gpu(self.device) else self.backend
         weight = next(model.parameters())
         batch = text.state.tokens.shape[0]
         self.features = weight.new_zeros(batch, target.cache.capacity, config.hidden_size)  # [B, S, D]
@@ -53,7 +55,7 @@ class FeatureCache(CachedText):
         super().grow(capacity + self.extra)
         grown = self.features.new_zeros(self.features.shape[0], capacity, self.features.shape[2])
         grown[:, : self.features.shape[1]] = self.features
-        hold(self.features)
+        replay.hold(self.features)
         self.features = grown
 
     @property

@@ -1,9 +1,9 @@
 """The layers of a drafter that reads features, over rows as one operator, where that is possible.
 
 Module by module a level of drafting is many small calls, which take longer than reading the weights.
-:func:`gsd_kernels.ops.feature_rows` computes what :class:`~gsd_kernels_hf.sources.eagle3.Eagle3` and
-:class:`~gsd_kernels_hf.sources.mtp.Mtp` define, to rounding: it rounds less in between. Drafts need no proof: the
-target verifies them.
+:func:`gsd_kernels.ops.feature_rows` computes what :class:`~gsd_kernels_hf.sources.eagle3.Eagle3`,
+:class:`~gsd_kernels_hf.sources.mtp.Mtp` and the features of :class:`~gsd_kernels_hf.sources.dflash.DFlash` define, to
+rounding: it rounds less in between. Drafts need no proof: the target verifies them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ class FusedFeatures:
 
     def __init__(self, module: Any, embed: Any, head: Any, rows: FeatureCache) -> None:
         self.module, self.rows, self.weights = module, rows, weights_of(module, embed, head)
-        # On a GPU "auto" never takes it; that rows come here is what was asked.
-        self.backend = "cuda" if replay.is_gpu(rows.device) else rows.backend
 
     def __call__(
         self, fed: FedRows, features: Tensor, ancestor_mask: Tensor, node_depths: Tensor, kv_len: Tensor, keep: int
@@ -71,7 +69,7 @@ class FusedFeatures:
             self.rows.text_kv_start,
             *self.rows.storage(self.weights.decoder),
             keep=keep,
-            backend=self.backend,
+            backend=self.rows.operator,
         )
         return (normed if self.module.hands_on_normed else state).to(features.dtype), logits
 

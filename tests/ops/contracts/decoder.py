@@ -54,10 +54,14 @@ def decoder_case(dtype=torch.float32, batch=2, rows=5):
 
 WIRINGS = ("feature", "normed feature", "projection", "projection, feature first")
 """What the layers of a drafter begin with."""
+STORED = "stored"
+"""The wiring of a block drafter, whose layers store keys and values of features."""
 
 
 def reading_features(decoder: DecoderWeights, wiring: str = "feature") -> FeatureWeights:
-    """The weights of a drafter with these layers, one of :data:`WIRINGS`."""
+    """The weights of a drafter with these layers, one of :data:`WIRINGS` or :data:`STORED`."""
+    if wiring == STORED:
+        return FeatureWeights(decoder, None)
     gen, like = torch.Generator().manual_seed(1), decoder.final_norm
 
     def noise(*shape):
