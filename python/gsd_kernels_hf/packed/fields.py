@@ -286,12 +286,8 @@ def _with_ends(ends: int | list[int] | None, header: Header, vocabulary: int) ->
 
 def _tokens(header: Header, vocabulary: int) -> dict[str, int]:
     """Ids of special tokens, as configs name them."""
-    ids = {}
-    for name, of in TOKENS.items():
-        token = _token(header, name, vocabulary)
-        if token is not None:
-            ids[of] = token
-    return ids
+    ids = {of: _token(header, name, vocabulary) for name, of in TOKENS.items()}
+    return {of: token for of, token in ids.items() if token is not None}
 
 
 def _token(header: Header, name: str, vocabulary: int) -> int | None:
@@ -376,10 +372,10 @@ def expected_tensors(header: Header, shape: Shape) -> dict[str, tuple[int, ...]]
     layer |= {f"{name}.weight": (shape.hidden,) for name in ("attn_norm", "ffn_norm")}
     if architecture == "qwen3":
         layer |= {f"{name}.weight": (shape.head_dim,) for name in ("attn_q_norm", "attn_k_norm")}
-    biased = set(BIASED.get(architecture, ()))
-    for name in CAN_CHOOSE.get(architecture, ()):
-        if any(f"blk.0.{matrix}.bias" in header.tensors for matrix in CHOSEN[name]):
-            biased |= set(CHOSEN[name])
+    biased = {
+        *BIASED.get(architecture, ()),
+        *(n for name, said in _biases(header).items() if said for n in CHOSEN[name]),
+    }
     layer |= {f"{name}.bias": matrices[name][:1] for name in sorted(biased)}
     shapes: dict[str, tuple[int, ...]] = {
         VOCABULARY: (shape.vocabulary, shape.hidden),
