@@ -83,7 +83,7 @@ class Distillation:
         except ValueError as error:
             reason = str(error).split("; ")[0].split(": ", 1)[1]
             raise ValueError(f"draft: {reason}; a draft is trained for a target of the same tokenizer") from error
-        limit = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        limit = properties.positions(draft)
         if limit is not None and options.length > limit:
             raise ValueError(
                 f"length: expected at most {limit}, which the draft has positions for, got {options.length}"

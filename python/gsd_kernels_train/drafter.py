@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gsd_kernels_hf.model.hidden import decoder_of, listening
-from gsd_kernels_hf.model.properties import vocabulary
+from gsd_kernels_hf.model.properties import text_config, vocabulary
 from gsd_kernels_hf.sources.checkpoints import CONFIG, WEIGHTS
 from gsd_kernels_hf.sources.dflash_config import MARKOV_HEADS
 
@@ -116,7 +116,7 @@ def spread(first: int, last: int, count: int) -> tuple[int, ...]:
 
 def layer_sizes(target: PreTrainedModel, options: DrafterOptions) -> dict[str, Any]:
     """A config's sizes and rotary settings of decoder layers as wide as the target."""
-    theirs = target.config.get_text_config(decoder=True)
+    theirs = text_config(target)
     heads = theirs.num_attention_heads
     rope = dict(getattr(theirs, "rope_parameters", None) or {})
     sizes = {

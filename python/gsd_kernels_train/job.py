@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from gsd_kernels_hf.model.properties import positions
 from gsd_kernels_hf.parallel import digest
 
 from .clock import MEASURING_SHARE, WRITING_SHARE, NothingLearned, RunClock, spoken
@@ -186,7 +187,7 @@ def load_target(options: TrainingOptions) -> tuple[PreTrainedModel, PreTrainedTo
         raise ValueError(f"target: no such folder: {options.target}")
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype).to(options.device).eval()
-    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = positions(target)
     if limit is not None and options.length + 1 > limit:
         raise ValueError(
             f"length: expected at most {limit - 1}, which the target has positions for, got {options.length}"

@@ -214,7 +214,27 @@ class DraftSource:
 
 
 class OwnSource(DraftSource):
-    """A source of this package, of which its engine asks more: nothing here is a step's part, and all may wait."""
+    """A source of this package, of which its engine asks more: nothing here is a step's part, and all may wait.
+
+    Attributes:
+        text, state, sampler: of the session, from its first text on.
+        compiled_ahead: whether all that a step of it launches was, but for what its row models launch.
+    """
+
+    compiled_ahead = False
+
+    text: Text
+    state: DecodeState
+    sampler: Sampler
+
+    def attach(self, text: Text) -> None:
+        """Start a batch of texts, see :meth:`DraftSource.attach`; what stays for the session, :meth:`start` makes."""
+        if text.first:
+            self.text, self.state, self.sampler = text, text.state, text.sampler
+            self.start(text)
+
+    def start(self, text: Text) -> None:
+        """Make the storage of a session."""
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the source cannot draft for; set what depends on it, as ``hidden_layers`` may.

@@ -27,7 +27,7 @@ class DraftModel(Expansion):
     """
 
     name = "model"
-    reads_prompt = True
+    reads_prompt = compiled_ahead = True
 
     def __init__(self, model: PreTrainedModel, *, name: str = "model") -> None:
         self.model, self.forwards, self.name, self.max_length = model, (model,), name, properties.positions(model)
@@ -38,10 +38,13 @@ class DraftModel(Expansion):
     def row_model(self, text: Text) -> RowModel:
         return text.rows_of(self.model)
 
+    def start(self, text: Text) -> None:
+        """Make the draft's cache, and count what is in it."""
+        super().start(text)
+        self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; tokens in its cache, padding included
+
     def attach(self, text: Text) -> None:
         super().attach(text)
-        if text.first:
-            self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; tokens in its cache, padding included
         self.unread = True  # a draft that does not pay reads no prompt
         self.cached.copy_(self.state.out_len - 1)
 

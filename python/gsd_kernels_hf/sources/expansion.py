@@ -23,12 +23,10 @@ class Expansion(OwnSource):
     stem = 0
     root_alone = False
 
-    def attach(self, text: Text) -> None:
-        if not text.first:
-            return
-        self.text, self.state, self.rows = text, text.state, self.row_model(text)
+    def start(self, text: Text) -> None:
+        """Make the model's cache."""
+        self.rows = self.row_model(text)
         self.vocab_size = min(text.target.vocab_size, self.rows.vocab_size)
-        self.sampler = text.sampler  # a copy on the draft's device would keep the first text's seed
         self.slot_depths: dict[GraphConfig, Tensor] = {}
 
     def row_model(self, text: Text) -> RowModel:

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from . import checkpoints
-from .checkpoints import BadCheckpoint, Checkpoint
+from .checkpoints import Checkpoint, bad
 from .layers import Rotary
 
 if TYPE_CHECKING:
@@ -98,15 +98,13 @@ class FeatureDrafter(nn.Module):
         checkpoints.check_sizes(kind, config.layers.vocab_size, theirs, target, config.layers_of(target))
         if (own is None or not config.own_head) and width != theirs:
             what = "embedding" if own is None else "output matrix"
-            raise BadCheckpoint(
-                f"drafter: this {kind} drafter has no {what} of its own, and is {width} wide where the target's {what} "
+            raise bad(
+                f"this {kind} drafter has no {what} of its own, and is {width} wide where the target's {what} "
                 f"is {theirs}"
             )
         rows = len((target.get_input_embeddings() if own is None else own).weight)
         if config.mask_token_id is not None and config.mask_token_id >= rows:
-            raise BadCheckpoint(
-                f"drafter: this {kind} drafter's mask token {config.mask_token_id} has no row in an embedding of {rows}"
-            )
+            raise bad(f"this {kind} drafter's mask token {config.mask_token_id} has no row in an embedding of {rows}")
 
     def check_block(self) -> None:
         """Raise unless the layers can be forwarded, as those can that are ours."""

@@ -14,8 +14,10 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
+from gsd_kernels.ops.feature_rows import FeatureWeights, feature_rows
 from gsd_kernels.ops.step import feed_rows
 
+from ..model import replay
 from ..packed.modules import device_of_weights, dtype_of
 from ..records import Candidates
 from .base import Level, Text
@@ -23,7 +25,7 @@ from .chain import Chain
 from .draft_vocabulary import DraftVocabulary
 from .expansion import Expansion, NodeVectors
 from .features import FeatureSource
-from .fused_features import FusedFeatures, why_not
+from .fused_features import weights_of, why_not
 from .lattice import Lattice, shares_of
 
 
@@ -74,12 +76,12 @@ class Reading(FeatureSource):
     """A draft source whose layers have keys and values of their own, of every position that the target has read.
 
     Attributes:
-        operator: the layers as one operator; ``None``: as modules.
+        operator: the layers as one operator reads them; ``None``: they are modules.
         unknown: id and feature [D] that stand for a token behind the text, where rows of such are asked for.
     """
 
     ahead = 1
-    operator: FusedFeatures | None = None
+    operator: FeatureWeights | None = None
     unknown: tuple[int, Tensor]
 
     def __init__(self, module: Any) -> None:
@@ -92,17 +94,18 @@ class Reading(FeatureSource):
         self.module.check_block()
         self.hidden_layers = self.module.layers_of(target)
 
+    def start(self, text: Text) -> None:
+        super().start(text)
+        own, self.vocab_size = self.module.lm_head, text.target.vocab_size
+        self.head = text.target.stepping.get_output_embeddings() if own is None else own
+        self.vocabulary = DraftVocabulary.of(self.module, self.vocab_size)
+
     def attach(self, text: Text) -> None:
-        if text.first:
-            self.start(text, self.module.sizes)
-            own, self.vocab_size = self.module.lm_head, text.target.vocab_size
-            self.head = text.target.stepping.get_output_embeddings() if own is None else own
-            self.vocabulary = DraftVocabulary.of(self.module, self.vocab_size)
         super().attach(text)
-        reason = why_not(self.module, self.embedding, self.head, self.rows.backend)
+        parts = self.module, self.embedding, self.head
         # Parameters as they lie now: a cast replaces them.
-        made = None if reason is not None else FusedFeatures(self.module, self.embedding, self.head, self.rows)
-        self.operator, self.rows.compiled = made, made is not None
+        self.operator = weights_of(*parts) if why_not(*parts, self.rows.backend) is None else None
+        self.rows.compiled = self.operator is not None
 
     def enter(self, end: Tensor, width: int) -> None:
         self.feed(end, width, keep=0)
@@ -167,7 +170,13 @@ class Reading(FeatureSource):
         )
         fed = fed._replace(positions=fed.positions.clamp(min=0))  # left padding is read too
         if self.operator is not None:
-            return self.operator(fed, features, ancestor_mask, node_depths, kv_len, keep)
+            # On a GPU "auto" never takes it; that rows come here is what was asked.
+            backend = "cuda" if replay.is_gpu(self.rows.device) else self.rows.backend
+            graph = ancestor_mask, node_depths, kv_len, self.rows.text_kv_start
+            storage = self.rows.storage(self.operator.decoder)
+            fed_rows = fed.ids, features, fed.positions, fed.places
+            logits, normed, state = feature_rows(self.operator, *fed_rows, *graph, *storage, keep=keep, backend=backend)
+            return (normed if self.module.hands_on_normed else state).to(features.dtype), logits
         inputs = self.rows.inputs(kv_len, ancestor_mask, fed.depths, node_depths)
         with self.rows.cache.writing(fed.places):
             hidden = self.module.run(self.embedded(fed.ids), features, fed.positions, inputs, self.rows.cache)
@@ -181,10 +190,9 @@ class Reading(FeatureSource):
 class Recursive(Reading, Recursion):
     """The draft source of an Eagle3 or an Mtp."""
 
-    def attach(self, text: Text) -> None:
-        super().attach(text)
-        if text.first:
-            self.slot_depths, self.vectors = {}, NodeVectors()
+    def start(self, text: Text) -> None:
+        super().start(text)
+        self.slot_depths, self.vectors = {}, NodeVectors()
 
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape, and let entries catch up."""
@@ -223,10 +231,8 @@ class Parallel(Reading, Lattice):
         self.extra_slots = module.config.num_parallel - 1  # of the masks
         self.shares = shares_of(module.config.num_parallel)
 
-    def attach(self, text: Text) -> None:
-        super().attach(text)
-        if not text.first:
-            return
+    def start(self, text: Text) -> None:
+        super().start(text)
         config, batch = self.module.config, len(self.cached)
         self.row = torch.arange(config.num_parallel, dtype=torch.int32, device=self.cached.device).expand(batch, -1)
         self.unknown = config.mask_token_id, self.module.mask_feature()
