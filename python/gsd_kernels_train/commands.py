@@ -103,8 +103,8 @@ def drafter_command(
     with progress("loading"):
         from .drafters import DrafterOptions, train_drafter
 
-    given = {**asdict(parts), "hidden_layers": _numbers("hidden_layers", parts.hidden_layers)}
-    drafter = DrafterOptions(**given | {"target_head": parts.target_head or None})
+    hidden_layers = _numbers("hidden_layers", parts.hidden_layers)
+    drafter = DrafterOptions(**asdict(parts) | {"hidden_layers": hidden_layers})
     _print(
         lambda options: train_drafter(drafter, options),
         (training, lr, begun),
@@ -145,7 +145,6 @@ def _options(given: Training, lr: float, begun: float) -> Any:
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
     options = {name: value for name, value in asdict(given).items() if name not in ("more_text", "as_json")}
-    options |= {name: options[name] or [] for name in ("held_out_text", "chats", "held_out_chats")}
     options |= {
         "text": [*(given.text or []), *(given.more_text or [])],
         "device": device,

@@ -24,8 +24,6 @@ from .measure import MEASURED_WINDOWS, accepted_per_step
 from .streams import mean_of
 from .text import HeldOut
 
-__all__ = ["CHAIN_TOKENS", "Distillation", "distill", "has_weights"]
-
 CHAIN_TOKENS = 5
 """Tokens of the chain whose acceptance is reported."""
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,20 +31,11 @@ from .loop import (
     train,
 )
 from .measure import is_better
+from .options import Run
 from .streams import Stream, Streams
 from .text import HeldOut, TrainingText, own_text, read_text, target_picks
 
 logger = logging.getLogger("gsd_kernels")
-
-__all__ = [
-    "Trainee",
-    "TrainingOptions",
-    "check_output_matrix",
-    "load_target",
-    "output_logits",
-    "read",
-    "run",
-]
 
 MEASURING_FACTOR = 1.25
 """Times of the measurement before training that are kept for the one after it."""
@@ -55,8 +46,8 @@ USES_OF_OWN_TEXT = 4
 WRITTEN_SEQUENCES = 64
 
 
-@dataclass(frozen=True)
-class TrainingOptions:
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(Run):
     """Options of all trainings.
 
     Attributes:
@@ -85,29 +76,11 @@ class TrainingOptions:
         ValueError: an option out of range, by name.
     """
 
-    target: str
-    text: list[Path]
-    out: Path
-    held_out_text: list[Path]
-    steps: int | None
-    minutes: float | None
-    batch: int
-    length: int
-    micro_batch: int | None
     lr: float
-    warmup: float
-    decay: float
-    weight_decay: float
-    sequence_level: float
-    token_level: float
-    own_sequences: int | None
-    seed: int
     dtype: torch.dtype
     device: torch.device
     checkpoint_every: Interval
     begun: float | None = None
-    chats: list[Path] = field(default_factory=list)
-    held_out_chats: list[Path] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if bool(self.text) == bool(self.chats):
@@ -198,7 +171,7 @@ def load_target(options: TrainingOptions) -> tuple[PreTrainedModel, PreTrainedTo
 def read(options: TrainingOptions, tokenizer: PreTrainedTokenizerBase, clock: RunClock) -> TrainingText:
     """The text, or the chats, that the options name; see :func:`read_text`."""
     files, held_out = (options.chats or options.text, options.held_out_chats or options.held_out_text)
-    return read_text(files, held_out, tokenizer, options.length, clock, chats=bool(options.chats))
+    return read_text(files or [], held_out or [], tokenizer, options.length, clock, chats=bool(options.chats))
 
 
 def run(

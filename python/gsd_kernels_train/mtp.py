@@ -23,9 +23,6 @@ from .drafter import DrafterOptions, write_checkpoint
 from .job import TrainingOptions, check_output_matrix, output_logits
 from .unrolled import DEPTH, Unrolled, UnrolledTraining
 
-__all__ = ["MtpTraining"]
-
-
 WRITTEN = next(layout for layout in LAYOUTS if layout.prefix == "mtp.")
 """The names of heads that are trained here."""
 WANTED = ("full_attention", None, "sliding_attention")

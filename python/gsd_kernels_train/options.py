@@ -19,9 +19,9 @@ def option(name: str, panel: str, help: str | None = None, **more: Any) -> Any:
     return typer.Option(name, rich_help_panel=panel, help=help, **more)
 
 
-@dataclass(frozen=True)
-class Training:
-    """Options that every training takes."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Options of a training, by a command and by a call."""
 
     target: Annotated[
         str,
@@ -36,9 +36,6 @@ class Training:
             metavar="DIR",
         ),
     ]
-    more_text: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILES", show_default=False, help="More of --text.")
-    ] = None
     text: Annotated[
         list[Path] | None,
         option("--text", TEXT, "UTF-8 text to train on. Repeatable.", metavar="FILE"),
@@ -75,20 +72,7 @@ class Training:
         float | None,
         option("--minutes", RUN, "… minutes of wall time, all told. Default: 10."),
     ] = None
-    checkpoint_every: Annotated[str, option("--checkpoint-every", RUN, "500, or 60s.", metavar="STEPS|SECONDSs")] = (
-        "60s"
-    )
     seed: Annotated[int, option("--seed", RUN, min=0)] = 0
-    dtype: Annotated[
-        Dtype,
-        option(
-            "--dtype",
-            MODELS,
-            "Of the computation: float32, bfloat16 or float64. auto: bfloat16 on a GPU that has it, else float32.",
-            case_sensitive=False,
-        ),
-    ] = Dtype.auto
-    device: Device = None
     sequence_level: Annotated[
         float,
         option(
@@ -125,6 +109,28 @@ class Training:
     warmup: Annotated[float, option("--warmup", OPTIMIZER, "Share of the run in which the rate rises.")] = 0.02
     decay: Annotated[float, option("--decay", OPTIMIZER, "Share of the run, its last, in which it falls.")] = 0.6
     weight_decay: Annotated[float, option("--weight-decay", OPTIMIZER, min=0.0)] = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Run):
+    """Options that every training command takes."""
+
+    more_text: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILES", show_default=False, help="More of --text.")
+    ] = None
+    checkpoint_every: Annotated[str, option("--checkpoint-every", RUN, "500, or 60s.", metavar="STEPS|SECONDSs")] = (
+        "60s"
+    )
+    dtype: Annotated[
+        Dtype,
+        option(
+            "--dtype",
+            MODELS,
+            "Of the computation: float32, bfloat16 or float64. auto: bfloat16 on a GPU that has it, else float32.",
+            case_sensitive=False,
+        ),
+    ] = Dtype.auto
+    device: Device = None
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout, instead of a table.")] = False
 
 
