@@ -219,9 +219,11 @@ class OwnSource(DraftSource):
     Attributes:
         text, state, sampler: of the session, from its first text on.
         compiled_ahead: whether all that a step of it launches was, but for what its row models launch.
+        remembers: whether it begins with what earlier calls left (``text.memory``, ``text.learned``, and the
+            ``reference_ids``); beside a draft it is there where a shape has levels for it.
     """
 
-    compiled_ahead = False
+    compiled_ahead = remembers = False
 
     text: Text
     state: DecodeState
@@ -263,6 +265,11 @@ class OwnSource(DraftSource):
         Returns:
             What was proposed, so that its mixture is launched, too; ``None`` for a source that compiles nothing.
         """
+
+
+def remembers(source: DraftSource) -> bool:
+    """Return whether a source is one of this package that begins with what earlier calls left."""
+    return isinstance(source, OwnSource) and source.remembers
 
 
 def reaches(source: DraftSource, length: int) -> bool:

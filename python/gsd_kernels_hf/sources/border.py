@@ -135,12 +135,8 @@ class Border:
         """
         if source.name not in self.foreign:
             return source.propose(level)
-        frontier = level.frontier
-        ids, tokens, depths, mask = (
-            t.clone() for t in (frontier.node_ids, frontier.token_ids, frontier.depths, frontier.ancestor_mask)
-        )
-        asked = Level(level.number, level.config, level.graph, Frontier(ids, tokens, depths, mask), level.first_pick)
-        proposal = source.propose(asked)
+        frontier = Frontier(*(tensor.clone() for tensor in level.frontier.tensors()))
+        proposal = source.propose(replace(level, frontier=frontier))
         if proposal is None:
             return None
         check_tensors(source.name, proposal, level)

@@ -34,8 +34,6 @@ from .fused_features import decoder_of, why_not
 from .lattice import Lattice, shares_of
 from .layers import Layer, RowPass
 
-__all__ = ["DFlash"]
-
 
 class DFlash(FeatureDrafter):
     """A DFlash drafter: ``gsd_kernels.patch(model, drafter=DFlash.from_pretrained(folder_or_id, model))``.

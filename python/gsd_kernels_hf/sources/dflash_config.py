@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from . import checkpoints
 from .checkpoints import bad
 from .config_layouts import NESTED, ConfigLayout, layer_numbers, layout_of
-
-__all__ = ["DFlashConfig"]
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 """Kinds of DSpark's head."""
@@ -126,10 +124,6 @@ class DFlashConfig:
         if self.selector_rank or self.taps:
             return "DFlash 2"
         return "DSpark" if self.markov_rank else "JetSpec" if self.causal else "DFlash"
-
-    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """The target's hidden states that are fused."""
-        return self.hidden_layers
 
     @property
     def num_drafted(self) -> int:

@@ -70,9 +70,8 @@ class DraftModel(Expansion):
     def feed(self, end: Tensor, width: int, keep: int = 1) -> Tensor:
         """Cache up to ``width`` tokens before ``end`` [B] as a chain; logits after the last ones, [B, keep, V]."""
         chain = feed_chain(self.state.tokens, end, self.cached, width, backend=self.rows.backend)
-        logits = self.rows.rows(
-            chain.token_ids, chain.kv_len, chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths, keep=keep
-        )
+        graph = chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths
+        logits = self.rows.rows(chain.token_ids, chain.kv_len, *graph, keep=keep)
         if self.rows.recurrent:
             count = self.cached - chain.kv_len
             place = torch.arange(width, dtype=torch.int32, device=count.device)

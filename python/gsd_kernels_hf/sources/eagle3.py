@@ -19,7 +19,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..model.attention import GraphInputs
 from ..model.cache import GraphCache
-from ..model.properties import text_config
 from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints
 from .checkpoints import Checkpoint, bad
@@ -29,8 +28,6 @@ from .layers import Layer, RowPass, Turns
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["Eagle3"]
 
 UNITS_AT_ONCE = 64
 """Columns of the target's output matrix that are read at once."""
@@ -133,13 +130,6 @@ class Eagle3Config:
     def num_fused(self) -> int:
         """Hidden states that are fused."""
         return 3 if self.hidden_layers is None else len(self.hidden_layers)
-
-    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """The target's hidden states that are fused."""
-        if self.hidden_layers is not None:
-            return self.hidden_layers
-        count = int(text_config(target).num_hidden_layers)
-        return (2, count // 2, count - 3)
 
 
 def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...]) -> dict[str, Any]:

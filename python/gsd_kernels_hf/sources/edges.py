@@ -13,8 +13,6 @@ from transformers import PretrainedConfig
 
 from .layers import Layer, RowPass, Turns
 
-__all__ = ["ConfidenceHead", "ConvolvedLayer", "DynamicConvolution", "MarkovHead", "RecurrentHead", "Selector"]
-
 
 class MarkovHead(nn.Module):
     """DSpark's head: a bias of low rank by the token before (DeepSpec, ``deepspec/modeling/dspark/markov_head.py``).

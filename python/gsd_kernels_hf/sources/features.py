@@ -107,12 +107,7 @@ class FeatureSource(OwnSource):
     """Cache positions that a forward needs, more than the target's rows do."""
 
     def __init__(self, module: Any) -> None:
-        self.module = module
-
-    @property
-    def forwards(self) -> tuple[nn.Module, ...]:
-        """The drafter."""
-        return (self.module,)
+        self.module, self.forwards = module, (module,)
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the drafter was not made for."""

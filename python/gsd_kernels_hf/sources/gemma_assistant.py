@@ -31,8 +31,6 @@ from .expansion import NodeVectors
 from .last_state import LastState
 from .recursion import Recursion
 
-__all__ = ["Gemma4Assistant"]
-
 KIND, CLASS = "Gemma 4", "Gemma4AssistantForCausalLM"
 Stored = dict[str, tuple[Tensor, Tensor]]
 """Keys and values [B, Hkv, S, D] by type of layer."""

@@ -32,8 +32,6 @@ from .draft_vocabulary import DraftVocabulary
 from .last_state import LastState
 from .lattice import Lattice, shares_of
 
-__all__ = ["CONFIG_FILE", "DraftHeads"]
-
 CONFIG_FILE = "draft_heads.json"
 """The file that marks a folder of heads."""
 

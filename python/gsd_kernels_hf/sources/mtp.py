@@ -30,8 +30,6 @@ from .mtp_block import Block, TargetRotary, assembled, block_for, stored_as
 from .mtp_files import open_heads, scale_block
 from .mtp_layouts import SCALE, Layout
 
-__all__ = ["Mtp"]
-
 KIND = "multi-token-prediction"
 
 
@@ -150,20 +148,18 @@ class Mtp(nn.Module):
             return
         graph, size = OneToken(), self.config.hidden_size
         one = torch.zeros(1, 1, size, dtype=self.projection.weight.dtype, device=self.projection.weight.device)
+        cause, problem = None, None
         try:
             self(one, one, torch.zeros(1, 1, dtype=torch.int64, device=one.device), graph, GraphCache(self.config, 1))
             problem = None if graph.calls == 1 else f"it attends {graph.calls} times"
         except Exception as error:  # whatever a layer's own code says
-            raise bad(self._unserved(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")) from error
+            cause, problem = error, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if problem is not None:
-            raise bad(self._unserved(problem))
+            raise bad(
+                f"a {type(self.block).__name__} cannot be forwarded as a {KIND} head, which has hidden states, "
+                f"positions and a cache for it ({problem}); not supported"
+            ) from cause
         self.runs = True
-
-    def _unserved(self, why: str) -> str:
-        return (
-            f"a {type(self.block).__name__} cannot be forwarded as a {KIND} head, which has hidden states, "
-            f"positions and a cache for it ({why}); not supported"
-        )
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -123,16 +123,8 @@ class Reading(FeatureSource):
             token, feature = self.unknown
             tokens = pad(tokens, (0, unknown), value=token)
             features = torch.cat([features, feature.expand(len(tokens), unknown, -1)], 1)
-        found = self.forward(
-            tokens.to(torch.int32),
-            features,
-            self.cached,
-            chain.slots,
-            chain.ancestor_mask,
-            chain.depths,
-            chain.node_depths,
-            keep=keep,
-        )
+        graph = self.cached, chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths
+        found = self.forward(tokens.to(torch.int32), features, *graph, keep=keep)
         self.cached.add_(chain.count - unknown)
         return found
 
@@ -205,18 +197,8 @@ class Recursive(Reading, Recursion):
         return vectors, self.known(logits)
 
     def at_level(self, level: Level, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        frontier, width = level.frontier, level.config.width
-        return self.forward(
-            frontier.token_ids,
-            vectors,
-            self.state.out_len - 1,  # the root's entry lies in the prefix
-            (level.number - 1) * width,
-            frontier.ancestor_mask,
-            frontier.depths,
-            self.slot_depths[level.config],
-            keep=width,
-            shift=1,
-        )
+        tokens, *rest = self.level_rows(level, self.state.out_len - 1)  # the root's entry lies in the prefix
+        return self.forward(tokens, vectors, *rest, keep=level.config.width, shift=1)
 
 
 class Parallel(Reading, Lattice):

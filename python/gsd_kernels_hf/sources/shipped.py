@@ -18,8 +18,6 @@ from transformers import PreTrainedModel
 
 from ..model.properties import text_config
 
-__all__ = ["FOLDER", "SHIPPED", "Shipped", "print_of_vectors", "shipped_file"]
-
 FOLDER = Path(__file__).resolve().parents[1] / "shipped"
 
 SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
