@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gsd_kernels_hf.corpus.build import build_corpus
+from gsd_kernels_cli.corpus import build_corpus
 
 
 def corpus_of(folder: Path, *texts: Tensor | list[int]) -> Path:

@@ -31,22 +31,22 @@ BUDGET = {
     "gsd_kernels": 22,
     "gsd_kernels/ops": 207,  # 204 before feature_rows had a projection, a GPU, and keys and values alone
     "python/gsd_kernels_hub": 11,  # what is laid out for the Hub
-    "python/gsd_kernels_cli": 142,
+    "python/gsd_kernels_cli": 145,  # 142 before the index of a corpus was built where its command is
     "python/gsd_kernels_hf": 48,  # 47 before learn looked at all that it was given first
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
-    "python/gsd_kernels_hf/corpus": 8,
+    "python/gsd_kernels_hf/corpus": 5,
     "python/gsd_kernels_hf/costs": 20,
     "python/gsd_kernels_hf/engine": 77,  # 76 before files of the package were found too
     "python/gsd_kernels_hf/exported": 7,
-    "python/gsd_kernels_hf/model": 170,  # 150 before GPUs proved themselves
-    "python/gsd_kernels_hf/packed": 65,
+    "python/gsd_kernels_hf/model": 169,  # 150 before GPUs proved themselves
+    "python/gsd_kernels_hf/packed": 64,
     "python/gsd_kernels_hf/policy": 36,
-    "python/gsd_kernels_hf/sources": 197,  # 194 before heads of multi-token prediction and blocks were one operator
+    "python/gsd_kernels_hf/sources": 193,  # 194 before heads of multi-token prediction and blocks were one operator
     "python/gsd_kernels_hf/validate": 21,
     "python/gsd_kernels_serve": 98,  # 97 before names were spelled out
     "python/gsd_kernels_sglang": 20,
-    "python/gsd_kernels_train": 94,
-    "python/gsd_kernels_train/recipes": 32,
+    "python/gsd_kernels_train": 93,
+    "python/gsd_kernels_train/recipes": 25,
     "tests": 1924,  # 1896 before attention of rows was held to a contract number by number
     ".": 8,
 }

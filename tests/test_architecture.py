@@ -30,11 +30,11 @@ CORE_OF_SATELLITES = {
     "gsd_kernels_train": (
         "api engine.resolved files model.hidden model.properties parallel progress records sources.checkpoints "
         "sources.dflash sources.dflash_config sources.eagle3 sources.edges sources.heads sources.layers "
-        "sources.mtp sources.mtp_block validate"
+        "sources.mtp sources.mtp_block sources.mtp_layouts validate"
     ),
     "gsd_kernels_serve": "api extras model.properties model.sides records validate.options",
     "gsd_kernels_cli": (
-        "api corpus.build engine.decoder engine.options engine.resolved engine.stats exported.options "
+        "api corpus.index engine.decoder engine.options engine.resolved engine.stats exported.options "
         "extras files learning model.fused model.gpu_proof model.hidden model.properties packed.dense packed.gguf "
         "parallel policy.automatic progress records sources.base sources.checkpoints sources.corpus sources.dflash "
         "sources.eagle3 sources.heads sources.load sources.mtp_files store validate"
@@ -47,8 +47,6 @@ ROOMS_OF_PYTHON = ("gsd_kernels", "python", "bench", "tests", "examples")
 NO_OPENING = re.compile(r"(What|Whether|Which|Those|As)\b")
 OPENINGS_LEFT = {
     "examples": 1,
-    "python/gsd_kernels_hf": 4,
-    "python/gsd_kernels_hf/sources": 11,
     "python/gsd_kernels_sglang": 6,
 }
 """Docstrings by room that begin so still, at most; a room without a row has none. A row is lowered, never raised."""

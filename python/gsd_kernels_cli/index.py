@@ -43,9 +43,10 @@ def command(
     Files in a folder that are not UTF-8 are left out. Interrupted, nothing is left but a folder .partial-NAME beside,
     which the next run removes.
     """
-    from gsd_kernels_hf.corpus.build import build_corpus, files_of, tokenized
     from gsd_kernels_hf.files import checkpoint_place, read_utf8
     from gsd_kernels_hf.progress import tracked
+
+    from .corpus import build_corpus, files_of, tokenized
 
     named = {Path(name) for name in files}
     paths, left_out = files_of(files, suffixes or ()), 0

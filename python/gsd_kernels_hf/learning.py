@@ -53,7 +53,7 @@ Counts = tuple[dict[tuple[int, ...], Counter[int]], ...]
 
 @dataclass
 class Lesson:
-    """What was known of an accepted node, and which token the model picked there."""
+    """An accepted node as it was known, and the token that the model picked there."""
 
     found: Evidence
     recent: list[int]  # the last tokens, the nearest first
@@ -85,7 +85,7 @@ class Student(History):
 
 @dataclass
 class Answers:
-    """What a model wrote.
+    """The texts that a model wrote.
 
     Attributes:
         tokens: of every answer.
@@ -239,7 +239,7 @@ def learned_from(answers: Answers, vocab_size: int, print_: str) -> Learned:
 
 
 def counted(texts: Sequence[Sequence[int]]) -> Counts:
-    """What followed every context of 1 … 3 tokens, the nearest first."""
+    """Count what followed every context of 1 … 3 tokens, the nearest first."""
     found: Counts = tuple(defaultdict(Counter) for _ in range(LEARNED_ORDERS))
     for text in texts:
         for place in range(1, len(text)):
@@ -308,7 +308,7 @@ def fitted(lessons: Sequence[Lesson], halves: Sequence[Counts], start: Tensor) -
 
 
 def _with_learned(lesson: Lesson, counts: Counts) -> Evidence:
-    """What would have been known with a table of other answers."""
+    """Add what would have been known with a table of other answers."""
     lists = []
     for order, contexts in enumerate(counts, 1):
         after = contexts.get(tuple(lesson.recent[:order]), Counter())

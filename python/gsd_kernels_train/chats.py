@@ -16,8 +16,6 @@ from gsd_kernels_hf.progress import tracked
 from .clock import RunClock
 from .streams import Stream
 
-__all__ = ["encode_chats"]
-
 MIN_COUNTED_TOKENS = 4
 """Tokens of a window that count, at least; of a longer chat's later windows those with fewer are left out."""
 

@@ -14,7 +14,10 @@ from gsd_kernels_cli import values
 from gsd_kernels_cli.groups import with_groups
 from gsd_kernels_cli.output import FAILURE, err, out, print_json, progress, table
 
-from .options import MODELS, OPTIMIZER, Parts, Training
+from .options import MODELS, OPTIMIZER, Parts, Training, option
+
+GUESSING = {"accuracy": "accuracy on held-out text", "continuation_accuracy": "accuracy on the target's own text"}
+"""What is measured of guesses, in words."""
 
 
 @with_groups
@@ -23,19 +26,17 @@ def distill_command(
     training: Training,
     draft: Annotated[
         str,
-        typer.Option(
+        option(
             "--draft",
+            MODELS,
+            "Of the same tokenizer. A folder of a config.json alone is initialised from the seed.",
             metavar="DIR",
             callback=values.folder("--draft"),
-            rich_help_panel=MODELS,
-            help="Of the same tokenizer. A folder of a config.json alone is initialised from the seed.",
         ),
     ],
     lr: Annotated[
         float | None,
-        typer.Option(
-            "--lr", rich_help_panel=OPTIMIZER, help="Highest. Default: 3e-4; 4e-3 for a draft without weights."
-        ),
+        option("--lr", OPTIMIZER, "Highest. Default: 3e-4; 4e-3 for a draft without weights."),
     ] = None,
 ) -> None:
     """Train a draft to predict the tokens of its target.
@@ -45,15 +46,14 @@ def distill_command(
     """
     begun = time.monotonic()
     with progress("loading"):
-        from gsd_kernels_train.distill import distill, has_weights
+        from .distill import distill, has_weights
 
     if not Path(draft).is_dir():
         raise ValueError(f"draft: no such folder: {draft}")
     rate = lr if lr is not None else 3e-4 if has_weights(draft) else 4e-3
     _print(
         lambda options: distill(draft, options),
-        _options(training, rate, begun),
-        training.as_json,
+        (training, rate, begun),
         {
             "agreement": "greedy agreement on held-out text",
             "divergence": "divergence from the target, nats a token",
@@ -67,13 +67,9 @@ def distill_command(
 def heads_command(
     *,
     training: Training,
-    heads: Annotated[
-        int, typer.Option("--heads", min=1, rich_help_panel=MODELS, help="Tokens to guess after the next one.")
-    ] = 4,
-    layers: Annotated[
-        int, typer.Option("--layers", min=1, rich_help_panel=MODELS, help="Residual blocks of each head.")
-    ] = 1,
-    lr: Annotated[float, typer.Option("--lr", rich_help_panel=OPTIMIZER, help="Highest.")] = 1e-3,
+    heads: Annotated[int, option("--heads", MODELS, "Tokens to guess after the next one.", min=1)] = 4,
+    layers: Annotated[int, option("--layers", MODELS, "Residual blocks of each head.", min=1)] = 1,
+    lr: Annotated[float, option("--lr", OPTIMIZER, "Highest.")] = 1e-3,
 ) -> None:
     """Train heads by which a target drafts for itself.
 
@@ -82,17 +78,12 @@ def heads_command(
     """
     begun = time.monotonic()
     with progress("loading"):
-        from gsd_kernels_train.heads import train_heads
+        from .heads import train_heads
 
     _print(
         lambda options: train_heads(heads, layers, options),
-        _options(training, lr, begun),
-        training.as_json,
-        {
-            "accuracy": "accuracy on held-out text",
-            "continuation_accuracy": "accuracy on the target's own text",
-            "accepted": f"accepted of {heads} guesses",
-        },
+        (training, lr, begun),
+        GUESSING | {"accepted": f"accepted of {heads} guesses"},
     )
 
 
@@ -101,7 +92,7 @@ def drafter_command(
     *,
     training: Training,
     parts: Parts,
-    lr: Annotated[float, typer.Option("--lr", rich_help_panel=OPTIMIZER, help="Highest.")] = 3e-3,
+    lr: Annotated[float, option("--lr", OPTIMIZER, "Highest.")] = 3e-3,
 ) -> None:
     """Train an EAGLE-3, DFlash, JetSpec or DSpark drafter, or a multi-token-prediction head (mtp), for a target.
 
@@ -110,19 +101,14 @@ def drafter_command(
     """
     begun = time.monotonic()
     with progress("loading"):
-        from gsd_kernels_train.drafters import DrafterOptions, train_drafter
+        from .drafters import DrafterOptions, train_drafter
 
-    given = {**asdict(parts), "hidden_layers": _numbers("hidden_layers", parts.hidden_layers)}
-    drafter = DrafterOptions(**given | {"target_head": parts.target_head or None})
+    hidden_layers = _numbers("hidden_layers", parts.hidden_layers)
+    drafter = DrafterOptions(**asdict(parts) | {"hidden_layers": hidden_layers})
     _print(
         lambda options: train_drafter(drafter, options),
-        _options(training, lr, begun),
-        training.as_json,
-        {
-            "accuracy": "accuracy on held-out text",
-            "continuation_accuracy": "accuracy on the target's own text",
-            "accepted": "accepted of these guesses",
-        },
+        (training, lr, begun),
+        GUESSING | {"accepted": "accepted of these guesses"},
     )
 
 
@@ -149,8 +135,9 @@ def _options(given: Training, lr: float, begun: float) -> Any:
     import torch
 
     from gsd_kernels_cli.pair import pick_device, quiet_transformers
-    from gsd_kernels_train.job import TrainingOptions
-    from gsd_kernels_train.loop import Interval
+
+    from .job import TrainingOptions
+    from .loop import Interval
 
     quiet_transformers()
     device = pick_device(given.device)
@@ -158,7 +145,6 @@ def _options(given: Training, lr: float, begun: float) -> Any:
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
     options = {name: value for name, value in asdict(given).items() if name not in ("more_text", "as_json")}
-    options |= {name: options[name] or [] for name in ("held_out_text", "chats", "held_out_chats")}
     options |= {
         "text": [*(given.text or []), *(given.more_text or [])],
         "device": device,
@@ -170,11 +156,15 @@ def _options(given: Training, lr: float, begun: float) -> Any:
     return TrainingOptions(**options, lr=lr, begun=begun)
 
 
-def _print(work: Callable[[Any], dict[str, Any]], options: Any, as_json: bool, rows: dict[str, str]) -> None:
-    """Do it; the report as JSON, or before and after in a table. A run that learned nothing exits with 1."""
+def _print(work: Callable[[Any], dict[str, Any]], given: tuple[Training, float, float], rows: dict[str, str]) -> None:
+    """Do it by options, a rate and the time it began; the report as JSON, or before and after in a table.
+
+    A run that learned nothing exits with 1.
+    """
+    options = _options(*given)
     report = work(options)
     learned = report.get("learned", True)
-    if as_json:
+    if given[0].as_json:
         print_json(report)
     else:
         _print_table(report, options, rows)

@@ -24,8 +24,6 @@ from gsd_kernels_hf.sources.layers import Attention
 from .drafter import DrafterOptions, DrafterTraining, layer_sizes, spread, write_checkpoint
 from .job import TrainingOptions, check_output_matrix, output_logits
 
-__all__ = ["Blocks", "DFlashTraining"]
-
 BLOCK_GUESSES = 7
 """Of a block, by default."""
 

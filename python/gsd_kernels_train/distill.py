@@ -24,8 +24,6 @@ from .measure import MEASURED_WINDOWS, accepted_per_step
 from .streams import mean_of
 from .text import HeldOut
 
-__all__ = ["CHAIN_TOKENS", "Distillation", "distill", "has_weights"]
-
 CHAIN_TOKENS = 5
 """Tokens of the chain whose acceptance is reported."""
 
@@ -83,7 +81,7 @@ class Distillation:
         except ValueError as error:
             reason = str(error).split("; ")[0].split(": ", 1)[1]
             raise ValueError(f"draft: {reason}; a draft is trained for a target of the same tokenizer") from error
-        limit = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        limit = properties.positions(draft)
         if limit is not None and options.length > limit:
             raise ValueError(
                 f"length: expected at most {limit}, which the draft has positions for, got {options.length}"

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gsd_kernels_hf.model.hidden import decoder_of, listening
-from gsd_kernels_hf.model.properties import vocabulary
+from gsd_kernels_hf.model.properties import text_config, vocabulary
 from gsd_kernels_hf.sources.checkpoints import CONFIG, WEIGHTS
 from gsd_kernels_hf.sources.dflash_config import MARKOV_HEADS
 
 from .job import TrainingOptions
 from .measure import Guessing
-
-__all__ = ["KINDS", "DrafterOptions", "DrafterTraining", "Labels", "layer_sizes", "spread", "write_checkpoint"]
+from .options import Parts
 
 SETTINGS = {
     "eagle3": ("draft_vocabulary", "target_head", "depth"),
@@ -39,7 +38,7 @@ KINDS = tuple(SETTINGS)
 
 
 @dataclass(frozen=True)
-class DrafterOptions:
+class DrafterOptions(Parts):
     """Options of the drafter that is trained.
 
     Attributes:
@@ -50,7 +49,7 @@ class DrafterOptions:
             published ones choose them, where the target has enough layers.
         draft_vocabulary: tokens that EAGLE-3 can draft, those most frequent in the text; ``None``: 32,000 at most.
         target_head: whether EAGLE-3 drafts by the target's output matrix, its rows of the draft vocabulary, which are
-            then neither trained nor stored; ``None``: it has its own.
+            then neither trained nor stored; else it has its own.
         depth: unrolled levels of EAGLE-3 and of mtp, of which each reads the last one's output (training-time test).
         block_size: rows of a block, the root's included, of the kinds that have one; ``None``: for seven guesses.
         mask_token_id: whose embedding stands for a token to be drafted by such a block; ``None``: the tokenizer's mask
@@ -62,17 +61,7 @@ class DrafterOptions:
         ValueError: an option out of range, or of another kind, by name.
     """
 
-    kind: str
-    layers: int = 1
-    intermediate_size: int | None = None
-    hidden_layers: tuple[int, ...] | None = None
-    draft_vocabulary: int | None = None
-    target_head: bool | None = None
-    depth: int | None = None
-    block_size: int | None = None
-    mask_token_id: int | None = None
-    markov_rank: int | None = None
-    markov_head: str | None = None
+    hidden_layers: tuple[int, ...] | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -86,13 +75,18 @@ class DrafterOptions:
             name = "layers" if self.layers > 1 else "intermediate_size" if self.intermediate_size else "hidden_layers"
             raise ValueError(f"{name}: not a setting of mtp, which is a layer as the target's own; leave it out")
         for name in sorted({name for names in SETTINGS.values() for name in names} - set(SETTINGS[self.kind])):
-            if getattr(self, name) is not None:
+            if name in self.given:
                 raise ValueError(f"{name}: not a setting of {self.kind}; leave it out")
         if self.markov_head not in (None, *MARKOV_HEADS):
             raise ValueError(f"markov_head: expected one of {', '.join(MARKOV_HEADS)}, got {self.markov_head!r}")
         chosen = self.hidden_layers
         if chosen is not None and (not chosen or len(set(chosen)) < len(chosen)):
             raise ValueError(f"hidden_layers: expected different numbers, got {list(chosen)}")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that were chosen, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None and value is not False}
 
     def layers_of(self, target: PreTrainedModel, default: tuple[int, ...]) -> tuple[int, ...]:
         """The hidden states that are fused.
@@ -116,7 +110,7 @@ def spread(first: int, last: int, count: int) -> tuple[int, ...]:
 
 def layer_sizes(target: PreTrainedModel, options: DrafterOptions) -> dict[str, Any]:
     """A config's sizes and rotary settings of decoder layers as wide as the target."""
-    theirs = target.config.get_text_config(decoder=True)
+    theirs = text_config(target)
     heads = theirs.num_attention_heads
     rope = dict(getattr(theirs, "rope_parameters", None) or {})
     sizes = {
@@ -177,7 +171,7 @@ class DrafterTraining(Guessing):
     ) -> None:
         self.options, self.target, self.dtype, self.device = options, target, dtype, options.device
         self.embedding = target.get_input_embeddings()
-        self.identity = {name: value for name, value in asdict(drafter).items() if value is not None}
+        self.identity = drafter.given
 
     def begin(self, module: nn.Module, hidden_layers: tuple[int, ...], guesses: int) -> None:
         """Take a new drafter.

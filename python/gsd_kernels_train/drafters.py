@@ -22,8 +22,6 @@ from .job import TrainingOptions, load_target, read, run, stored_dtype
 from .mtp import MtpTraining
 from .text import TrainingText
 
-__all__ = ["DrafterOptions", "frequent_tokens", "train_drafter"]
-
 LARGEST_DRAFT_VOCABULARY = 32000
 """Default draft vocabulary of EAGLE-3 at most, as published ones have it."""
 

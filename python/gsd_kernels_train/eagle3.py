@@ -15,8 +15,6 @@ from .drafter import DrafterOptions, layer_sizes, spread, write_checkpoint
 from .job import TrainingOptions, check_output_matrix
 from .unrolled import DEPTH, UnrolledTraining
 
-__all__ = ["Eagle3Training"]
-
 
 class Eagle3Training(UnrolledTraining):
     """An EAGLE-3 drafter that learns from its target.

@@ -20,8 +20,6 @@ from .job import TrainingOptions, check_output_matrix, load_target, output_logit
 from .measure import Guessing
 from .streams import mean_of
 
-__all__ = ["HeadTraining", "train_heads"]
-
 HEAD_WEIGHT = 0.8
 """Weight of a head's loss, to the power of its number: later tokens are harder (arXiv 2401.10774, section 2.2.1)."""
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from gsd_kernels_hf.model.properties import positions
 from gsd_kernels_hf.parallel import digest
 
 from .clock import MEASURING_SHARE, WRITING_SHARE, NothingLearned, RunClock, spoken
@@ -30,20 +31,11 @@ from .loop import (
     train,
 )
 from .measure import is_better
+from .options import Run
 from .streams import Stream, Streams
 from .text import HeldOut, TrainingText, own_text, read_text, target_picks
 
 logger = logging.getLogger("gsd_kernels")
-
-__all__ = [
-    "Trainee",
-    "TrainingOptions",
-    "check_output_matrix",
-    "load_target",
-    "output_logits",
-    "read",
-    "run",
-]
 
 MEASURING_FACTOR = 1.25
 """Times of the measurement before training that are kept for the one after it."""
@@ -54,8 +46,8 @@ USES_OF_OWN_TEXT = 4
 WRITTEN_SEQUENCES = 64
 
 
-@dataclass(frozen=True)
-class TrainingOptions:
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(Run):
     """Options of all trainings.
 
     Attributes:
@@ -84,29 +76,11 @@ class TrainingOptions:
         ValueError: an option out of range, by name.
     """
 
-    target: str
-    text: list[Path]
-    out: Path
-    held_out_text: list[Path]
-    steps: int | None
-    minutes: float | None
-    batch: int
-    length: int
-    micro_batch: int | None
     lr: float
-    warmup: float
-    decay: float
-    weight_decay: float
-    sequence_level: float
-    token_level: float
-    own_sequences: int | None
-    seed: int
     dtype: torch.dtype
     device: torch.device
     checkpoint_every: Interval
     begun: float | None = None
-    chats: list[Path] = field(default_factory=list)
-    held_out_chats: list[Path] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if bool(self.text) == bool(self.chats):
@@ -186,7 +160,7 @@ def load_target(options: TrainingOptions) -> tuple[PreTrainedModel, PreTrainedTo
         raise ValueError(f"target: no such folder: {options.target}")
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype).to(options.device).eval()
-    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = positions(target)
     if limit is not None and options.length + 1 > limit:
         raise ValueError(
             f"length: expected at most {limit - 1}, which the target has positions for, got {options.length}"
@@ -197,7 +171,7 @@ def load_target(options: TrainingOptions) -> tuple[PreTrainedModel, PreTrainedTo
 def read(options: TrainingOptions, tokenizer: PreTrainedTokenizerBase, clock: RunClock) -> TrainingText:
     """The text, or the chats, that the options name; see :func:`read_text`."""
     files, held_out = (options.chats or options.text, options.held_out_chats or options.held_out_text)
-    return read_text(files, held_out, tokenizer, options.length, clock, chats=bool(options.chats))
+    return read_text(files or [], held_out or [], tokenizer, options.length, clock, chats=bool(options.chats))
 
 
 def run(

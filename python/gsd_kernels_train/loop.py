@@ -24,17 +24,6 @@ from gsd_kernels_hf.progress import tracked
 
 from .clock import RunClock
 
-__all__ = [
-    "Budget",
-    "Checkpoints",
-    "Interval",
-    "Record",
-    "RunFolder",
-    "build_optimizers",
-    "learning_rate_factor",
-    "train",
-]
-
 # ---------------------------------------------------------------- schedule
 
 

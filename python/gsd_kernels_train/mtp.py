@@ -14,14 +14,50 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gsd_kernels_hf.model.hidden import decoder_of
+from gsd_kernels_hf.sources.checkpoints import BadCheckpoint
 from gsd_kernels_hf.sources.mtp import Mtp
-from gsd_kernels_hf.sources.mtp_block import block_to_train
+from gsd_kernels_hf.sources.mtp_block import Block, blocks_of
+from gsd_kernels_hf.sources.mtp_layouts import LAYOUTS
 
 from .drafter import DrafterOptions, write_checkpoint
 from .job import TrainingOptions, check_output_matrix, output_logits
 from .unrolled import DEPTH, Unrolled, UnrolledTraining
 
-__all__ = ["MtpTraining"]
+WRITTEN = next(layout for layout in LAYOUTS if layout.prefix == "mtp.")
+"""The names of heads that are trained here."""
+WANTED = ("full_attention", None, "sliding_attention")
+"""Types of attention that a new head's layer may have, the best first."""
+
+
+def block_to_train(target: PreTrainedModel) -> Block:
+    """The target's decoder layer that a new head has: with attention, over all positions if it can be, the smallest.
+
+    Raises:
+        BadCheckpoint: layers cannot be made by themselves, or none is of attention.
+    """
+    blocks = [block for block in blocks_of(target) if hasattr(block.module, "self_attn") and block.attention in WANTED]
+    if not blocks:
+        raise BadCheckpoint(f"target: {type(target).__name__} has no decoder layer of attention that a head could have")
+    return min(
+        blocks, key=lambda block: (WANTED.index(block.attention), sum(p.numel() for p in block.module.parameters()))
+    )
+
+
+def new_head(block: Block) -> Mtp:
+    """A head to be trained: new norms and projection, and a copy of the target's last such layer.
+
+    Raises:
+        BadCheckpoint: no layer is alike.
+    """
+    head, shapes = Mtp(WRITTEN, block, bias=False), block.shapes()
+    head.block = head.block.to_empty(device="cpu").requires_grad_(True)
+    for layer in reversed(decoder_of(block.target)[0]):
+        tensors = layer.state_dict()
+        if {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes:
+            head.block.load_state_dict(tensors)
+            return head
+    made, of = type(head.block).__name__, type(block.target).__name__
+    raise BadCheckpoint(f"target: no layer of {of} has the tensors of a new {made}; its heads are not served")
 
 
 class Levels(Unrolled):
@@ -69,7 +105,7 @@ class MtpTraining(UnrolledTraining):
         super().__init__(options, target, drafter, dtype)
         check_output_matrix("multi-token-prediction heads", options, target)
         block = block_to_train(target)
-        module = Mtp.new(block)
+        module = new_head(block)
         self.config = {
             "architectures": [type(target).__name__.removesuffix("ForCausalLM") + "MTP"],
             "model_type": target.config.model_type,

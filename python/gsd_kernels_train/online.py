@@ -33,8 +33,6 @@ from gsd_kernels_hf.sources.heads import DraftHeads
 from .lessons import Lesson, Notes, draft_loss, heads_loss
 from .online_files import LearnerState, read_state, write_state
 
-__all__ = ["OnlineLearner"]
-
 log = logging.getLogger(__name__)
 
 _taught: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Stream", "Streams", "blocks", "mean_of"]
-
 
 @dataclass(frozen=True)
 class Stream:

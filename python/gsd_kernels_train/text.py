@@ -22,8 +22,6 @@ from .clock import PICKING_SHARE, NothingLearned, RunClock, spoken
 from .loop import RunFolder
 from .streams import Stream, Streams, blocks
 
-__all__ = ["HeldOut", "TrainingText", "own_text", "read_text", "target_picks"]
-
 HELD_OUT_SHARE = 0.05
 HELD_OUT_BLOCKS = 64  # at most, evenly spaced over the held-out text
 PICKED_TEXTS, PICKED_TOKENS = 32, 64  # greedy continuations that drafts are measured on, and their length

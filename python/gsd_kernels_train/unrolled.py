@@ -16,8 +16,6 @@ from gsd_kernels_hf.sources.layers import Attention
 from .drafter import DrafterTraining
 from .streams import mean_of
 
-__all__ = ["DEPTH", "Unrolled", "UnrolledTraining"]
-
 DEPTH = 5
 """Levels, by default."""
 

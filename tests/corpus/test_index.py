@@ -18,8 +18,8 @@ from models import tokenizer
 from ops.contracts.corpus import arguments
 
 from gsd_kernels.ops.corpus import corpus_recall
+from gsd_kernels_cli.corpus import build_corpus, files_of, tokenized
 from gsd_kernels_hf.corpus import index
-from gsd_kernels_hf.corpus.build import build_corpus, files_of, tokenized
 from gsd_kernels_hf.corpus.index import HEADER, open_corpus, read_header
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")

@@ -130,7 +130,7 @@ def text_of(target, count: int = 12, new: int = 30):
 def fit_eagle3(module: Eagle3, target, steps: int = 60) -> Eagle3:
     """Fit a drafter to the target's own text: two levels, each reading the last one's output."""
     text, states = text_of(target)
-    chosen = [states[i].float() for i in module.config.layers_of(target)]
+    chosen = [states[i].float() for i in module.layers_of(target)]
     module.float()
     embed = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
     draft_id = torch.full((module.config.layers.vocab_size,), -100)
@@ -155,7 +155,7 @@ def fit_eagle3(module: Eagle3, target, steps: int = 60) -> Eagle3:
 def fit_parallel(module: Eagle3, target, steps: int = 80) -> Eagle3:
     """Fit P-EAGLE to the target's own text: the masks behind a place of every text a step."""
     text, states = text_of(target)
-    chosen = [states[i].float() for i in module.config.layers_of(target)]
+    chosen = [states[i].float() for i in module.layers_of(target)]
     config, module = module.config, module.float()
     count = config.num_parallel
     embed = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens

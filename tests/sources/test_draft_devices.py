@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.corpus.build import build_corpus
+from gsd_kernels_cli.corpus import build_corpus
 from gsd_kernels_hf.sources import load
 
 TOKENS = {"max_new_tokens": 8, "do_sample": False}

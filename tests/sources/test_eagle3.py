@@ -88,10 +88,10 @@ def test_layouts_are_the_same_drafter(tmp_path):
             assert torch.equal(tokens, want[0]) and torch.equal(scores, want[1])
     sglang = {**flat, **nested, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
     loaded = Eagle3.from_pretrained(save(tmp_path / "sglang", sglang, tensors))
-    assert loaded.config.layers_of(target) == (1, 2, 3)
+    assert loaded.layers_of(target) == (1, 2, 3)
     del sglang["eagle_config"]
     loaded = Eagle3.from_pretrained(save(tmp_path / "default", sglang, tensors))
-    assert loaded.config.layers_of(tiny(num_hidden_layers=32, hidden_size=8)) == (2, 16, 29)
+    assert loaded.layers_of(tiny(num_hidden_layers=32, hidden_size=8)) == (2, 16, 29)
 
 
 def test_a_drafter_that_is_cast_between_calls_gets_another_session():

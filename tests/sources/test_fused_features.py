@@ -17,10 +17,11 @@ from torch import nn
 import gsd_kernels as gsd
 from gsd_kernels import Eagle3, GraphConfig, Mtp
 from gsd_kernels_hf.model import replay
+from gsd_kernels_hf.sources import recursion
 from gsd_kernels_hf.sources.base import Prefilled
-from gsd_kernels_hf.sources.fused_features import FusedFeatures, why_not
-from gsd_kernels_hf.sources.mtp_block import block_to_train
+from gsd_kernels_hf.sources.fused_features import why_not
 from gsd_kernels_hf.sources.recursion import Recursive
+from gsd_kernels_train.mtp import block_to_train, new_head
 
 pytestmark = backend_param("cpu").marks
 VOCAB = 41
@@ -52,7 +53,7 @@ def drafter_of(variant: str, dtype: torch.dtype, **sizes: int) -> Eagle3 | Mtp:
     if variant in HEADS:
         torch.manual_seed(0)
         target = target_of(torch.float64, variant, **sizes)
-        module = Mtp.new(block_to_train(target)).requires_grad_(False)
+        module = new_head(block_to_train(target)).requires_grad_(False)
         if variant in FIRST:
             module.layout = replace(module.layout, hidden_first=True)
             module.projection = nn.Linear(64, 32, dtype=torch.float64).requires_grad_(False)
@@ -96,6 +97,18 @@ def levels(source: Recursive) -> list[torch.Tensor]:
     return [t.float() for t in (*found, *stored)]
 
 
+@pytest.fixture
+def backends(monkeypatch):
+    """The backends that the operator was called with, one a call."""
+    calls, honest = [], recursion.feature_rows
+    monkeypatch.setattr(
+        recursion,
+        "feature_rows",
+        lambda *rest, backend, **more: calls.append(backend) or honest(*rest, backend=backend, **more),
+    )
+    return calls
+
+
 # Relative. Modules in half precision round after each operation, the operator does not.
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 3e-3)])
 @pytest.mark.parametrize("variant", [*VARIANTS, *HEADS])
@@ -127,7 +140,7 @@ def device(request, monkeypatch, tmp_path_factory):
     ids=str,
 )
 @torch.no_grad()
-def test_the_error_is_at_most_twice_the_modules(device, variant, dtype):
+def test_the_error_is_at_most_twice_the_modules(device, variant, dtype, backends):
     """Against the modules in float64: vectors, logits, keys and values."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
     target, module = target_of(dtype, variant, **sizes).to(device), drafter_of(variant, dtype, **sizes).to(device)
@@ -138,26 +151,23 @@ def test_the_error_is_at_most_twice_the_modules(device, variant, dtype):
         source = started(of[1], of[0], tokens.to(device), pads.to(device))
         if modules:
             source.operator = None
-        else:
-            assert source.rows.operator == ("cuda" if replay.is_gpu(source.rows.device) else "auto")
         found.append([t.double() for t in levels(source)])
+        assert set(backends) == (set() if modules else {"cuda" if replay.is_gpu(source.rows.device) else "auto"})
     for number, (exactly, theirs, ours) in enumerate(zip(*found, strict=True)):
         assert ours.isfinite().all()
         assert (ours - exactly).norm() <= 2 * (theirs - exactly).norm() + 1e-6 * exactly.norm(), number
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_text_is_the_targets_own(dtype, monkeypatch):
+def test_text_is_the_targets_own(dtype, monkeypatch, backends):
     target = target_of(dtype)
     module = fit_eagle3(drafter_of("reduced", torch.float64), target_of(torch.float64)).to(dtype)
-    calls, honest = [], FusedFeatures.__call__
-    monkeypatch.setattr(FusedFeatures, "__call__", lambda self, *rest: calls.append(1) or honest(self, *rest))
     check_own_text(target, module, [(("drafter",), GRAPH), (("drafter", "history"), GRAPH)], seed=2)
-    assert calls
-    calls.clear()
+    assert backends
+    backends.clear()
     monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "0")
     check_own_text(target, module, [(("drafter",), GRAPH)], seed=2)
-    assert not calls
+    assert not backends
 
 
 def fitted(variant: str, **sizes: int) -> Eagle3 | Mtp:
@@ -165,25 +175,20 @@ def fitted(variant: str, **sizes: int) -> Eagle3 | Mtp:
     return (mtp_checkpoints.fit if variant in HEADS else fit_eagle3)(module, target, steps=40)
 
 
-def test_text_beside_a_head_is_the_targets_own(monkeypatch):
-    calls, honest = [], FusedFeatures.__call__
-    monkeypatch.setattr(FusedFeatures, "__call__", lambda self, *rest: calls.append(1) or honest(self, *rest))
+def test_text_beside_a_head_is_the_targets_own(backends):
     target, module = target_of(torch.bfloat16, "qwen2"), fitted("qwen2").to(torch.bfloat16)
     check_own_text(target, module, [(("drafter",), GRAPH)], seed=2)
-    assert calls
+    assert backends
 
 
 @pytest.mark.parametrize("variant", ["reduced", "llama"])
-def test_captured_steps_take_it(device, variant, monkeypatch, request):
+def test_captured_steps_take_it(device, variant, monkeypatch, request, backends):
     """Target and drafter are operators, and a step of both is one graph; texts are the target's own."""
     if request.node.callspec.params["device"] == block_code.OWN:
         pytest.skip("nothing is captured on a CPU")
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
     target, module = target_of(torch.bfloat16, variant, **sizes).to(device), fitted(variant, **sizes)
-    calls, graphs, honest, capture = [], [], FusedFeatures.__call__, replay.CaptureLane.capture
-    monkeypatch.setattr(
-        FusedFeatures, "__call__", lambda self, *rest: calls.append(self.rows.operator) or honest(self, *rest)
-    )
+    graphs, capture = [], replay.CaptureLane.capture
     monkeypatch.setattr(replay.CaptureLane, "capture", lambda *args: graphs.append(1) or capture(*args))
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
     options |= {name: t.to(device) for name, t in prompts(2, 9, vocab=VOCAB).items()}
@@ -193,7 +198,7 @@ def test_captured_steps_take_it(device, variant, monkeypatch, request):
     given = {"drafter": module.to(device, torch.bfloat16), "draft_sources": ("drafter",)}
     out = gsd.generate(target, **options, **given, graph_config=GRAPH.replace(depth=2))
     assert torch.equal(out.sequences, alone.sequences) and out.stats.why_modules is None
-    assert set(calls) == {"cuda"} and graphs and sum(out.stats.accepted[2:]) > 0
+    assert set(backends) == {"cuda"} and graphs and sum(out.stats.accepted[2:]) > 0
 
 
 class Scaled(nn.Embedding):

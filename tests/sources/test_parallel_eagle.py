@@ -76,7 +76,7 @@ def written_out(module: Eagle3, tokens: list[int], count: int) -> torch.Tensor:
 
     with torch.no_grad():
         hidden = target_of()(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-    wide = torch.cat([hidden[number][0] for number in config.layers_of(target_of())], -1)  # [T − 1, 3 D]
+    wide = torch.cat([hidden[number][0] for number in module.layers_of(target_of())], -1)  # [T − 1, 3 D]
     wide = torch.cat([wide, module.mask_hidden.view(1, -1).expand(count - 1, -1)])
     if config.norm_before_fc:
         wide = normed("input_norm.weight", wide)

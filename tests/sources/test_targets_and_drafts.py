@@ -17,9 +17,9 @@ from sources import drafters
 from sources.test_gemma_assistant import random_assistant
 
 import gsd_kernels as gsd
-from gsd_kernels import Gemma4Assistant, Mtp
+from gsd_kernels import Gemma4Assistant
 from gsd_kernels_hf.model.recurrent import mixers
-from gsd_kernels_hf.sources.mtp_block import block_to_train
+from gsd_kernels_train.mtp import block_to_train, new_head
 
 pytestmark = pytest.mark.skipif(not mixers.READABLE, reason=f"the classes are of transformers {mixers.FIRST}")
 
@@ -72,7 +72,7 @@ def alike(target):
 
 
 def head_of(target):
-    return Mtp.new(block_to_train(target)).requires_grad_(False).eval().double()
+    return new_head(block_to_train(target)).requires_grad_(False).eval().double()
 
 
 def eagle3_of(target, shape=None, **changes):

@@ -71,7 +71,7 @@ def fitted_drafter(drafter: _Kind, source: PreTrainedModel, target: PreTrainedMo
             f"target: its vocabulary grew from {vocabulary(source)} to {vocabulary(target)}; inflate to a shape of the "
             "source's"
         )
-    layers = config.layers_of(source) if isinstance(drafter, Eagle3) else config.hidden_layers
+    layers = drafter.layers_of(source)
     if isinstance(drafter, Eagle3) and (config.norm_before_fc or config.fc_norm):
         raise ValueError(
             "drafter: it norms hidden states before they are fused, whose mean square depends on the width"

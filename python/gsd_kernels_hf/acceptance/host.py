@@ -29,11 +29,14 @@ class OnHost:
 
     Attributes:
         history: int64 [B, L or more], the texts, padded.
+        scores, logits: noted for the output.
         taken_back: tokens of earlier steps that a criterion took back.
     """
 
     on_device = False
     history: Tensor
+    scores: Any
+    logits: Any
     taken_back = 0
 
     def __init__(
@@ -50,7 +53,8 @@ class OnHost:
     ) -> None:
         self.criterion, self.state, self.plan, self.eos, self.criteria = criterion, state, plan, eos_ids, criteria
         self.warped_criterion = criterion.of_warped()
-        self.batch = state.tokens.shape[0]
+        self.batch, self.prompt = state.tokens.shape[0], int(state.out_len[0])
+        self.pad = int(state.tokens[0, -1])  # behind the longest text there is room for another step
         self.pads_finished = pads_finished or self.batch == 1
         self.keep_scores, self.keep_logits = keep_scores, keep_logits
         self.done = [False] * self.batch
@@ -86,6 +90,13 @@ class OnHost:
 
     def kept(self, steps: int) -> dict[str, tuple[Tensor, ...] | None]:
         """transformers' ``scores`` and ``logits`` of the first ``steps`` positions, [B, V] each."""
+        return {
+            "scores": self.stacked(self.scores, steps) if self.keep_scores else None,
+            "logits": self.stacked(self.logits, steps) if self.keep_logits else None,
+        }
+
+    def stacked(self, noted: Any, steps: int) -> tuple[Tensor, ...]:
+        """Of what was noted the first ``steps`` positions, [B, V] each."""
         raise NotImplementedError
 
     def verdicts(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:

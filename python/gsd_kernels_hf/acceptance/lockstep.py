@@ -30,9 +30,7 @@ class Lockstep(OnHost):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.prompt = int(self.state.out_len[0])
         self.room = int(self.state.remaining.max())
-        self.pad = int(self.state.tokens[0, -1])  # behind the longest text there is room for another step
         self.history = self.state.tokens[:, : self.prompt].clone()
         self.scores: tuple[Tensor, ...] = ()
         self.logits: tuple[Tensor, ...] = ()
@@ -56,12 +54,9 @@ class Lockstep(OnHost):
         """See :class:`OnHost`."""
         return self.history.shape[1]
 
-    def kept(self, steps: int) -> dict[str, tuple[Tensor, ...] | None]:
+    def stacked(self, noted: tuple[Tensor, ...], steps: int) -> tuple[Tensor, ...]:
         """See :class:`OnHost`; of a sequence that ended, what follows its padding."""
-        return {
-            "scores": self.scores[:steps] if self.keep_scores else None,
-            "logits": self.logits[:steps] if self.keep_logits else None,
-        }
+        return noted[:steps]
 
     def _next(self, rows: Rows, logits: Tensor, positions: Tensor, at: list[int]) -> list[int]:
         """The token after the row of each sequence; the padding where it ended."""

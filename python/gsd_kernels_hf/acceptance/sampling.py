@@ -18,7 +18,14 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-FUSED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # in the order they are fused
+FUSED = {
+    TemperatureLogitsWarper: ("temperature", float),
+    TopKLogitsWarper: ("top_k", int),
+    TopPLogitsWarper: ("top_p", float),
+    MinPLogitsWarper: ("min_p", float),
+}
+"""Warpers in the order in which they are fused, by the name and type of what they warp by."""
+ORDER = tuple(FUSED)
 
 # transformers' own that keep nothing from call to call and look at no other sequence; PLACED have something of every
 # sequence, by its place in the batch.
@@ -64,17 +71,11 @@ class SamplingPlan:
             rank = _fused_rank(processors[split])
         plan = cls(1.0, processors=list(processors[:split]), warpers=LogitsProcessorList(processors[split:]))
         for warper in plan.warpers:
-            if isinstance(warper, TemperatureLogitsWarper):
-                plan.temperature = float(warper.temperature)
-                if not 0.0 < plan.temperature < math.inf:
-                    raise ValueError(f"temperature: expected a finite number above 0, got {plan.temperature}")
-                plan.temperature *= bool(np.float32(plan.temperature))  # in which it is applied; 0 is greedy
-            elif isinstance(warper, TopKLogitsWarper):
-                plan.top_k = int(warper.top_k)
-            elif isinstance(warper, TopPLogitsWarper):
-                plan.top_p = float(warper.top_p)
-            elif isinstance(warper, MinPLogitsWarper):
-                plan.min_p = float(warper.min_p)
+            name, kind = FUSED[type(warper)]
+            setattr(plan, name, kind(getattr(warper, name)))
+        if not 0.0 < plan.temperature < math.inf:
+            raise ValueError(f"temperature: expected a finite number above 0, got {plan.temperature}")
+        plan.temperature *= bool(np.float32(plan.temperature))  # in which it is applied; 0 is greedy
         return plan
 
     @property
@@ -84,7 +85,7 @@ class SamplingPlan:
 
     @property
     def warper_arguments(self) -> dict[str, float]:
-        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        return {name: getattr(self, name) for name, _ in FUSED.values()}
 
 
 def is_row_wise(processor: LogitsProcessor) -> bool:
@@ -117,7 +118,7 @@ def _fused_rank(processor: LogitsProcessor) -> int:
         and getattr(processor, "min_tokens_to_keep", 1) == 1
         and getattr(processor, "filter_value", float("-inf")) == float("-inf")
     )
-    return FUSED.index(type(processor)) if plain else len(FUSED)
+    return ORDER.index(type(processor)) if plain else len(FUSED)
 
 
 def draw_seed(seed: int | None) -> int:

@@ -32,9 +32,8 @@ class TokenByToken(OnHost):
         self.scores: list[list[Tensor]] = [[] for _ in range(batch)]
         self.logits: list[list[Tensor]] = [[] for _ in range(batch)]
         self.history = self.state.tokens.clone()  # int64 [B, S]
-        self.pad = int(self.history[0, -1])  # behind the longest text there is room for another step
         self.lengths: list[int] = self.state.out_len.tolist()
-        self.prompt = self.judged = self.lengths[0]  # how far the criteria have been called
+        self.judged = self.prompt  # how far the criteria have been called
         self.judged_scores: tuple[Tensor, ...] = ()  # [B, V] for every position that they were called at
 
     def accept(self, rows: Rows, logits: Tensor, positions: Tensor, max_path: int) -> Acceptance:
@@ -68,15 +67,8 @@ class TokenByToken(OnHost):
         """See :class:`OnHost`."""
         return max(self.lengths)
 
-    def kept(self, steps: int) -> dict[str, tuple[Tensor, ...] | None]:
-        """See :class:`OnHost`; 0 beyond the end of a sequence."""
-        return {
-            "scores": self._stacked(self.scores, steps) if self.keep_scores else None,
-            "logits": self._stacked(self.logits, steps) if self.keep_logits else None,
-        }
-
-    def _stacked(self, per_row: list[list[Tensor]], steps: int) -> tuple[Tensor, ...]:
-        """Per-sequence lists of [V] → transformers' tuple of [B, V], one a position."""
+    def stacked(self, per_row: list[list[Tensor]], steps: int) -> tuple[Tensor, ...]:
+        """See :class:`OnHost`; of lists of [V], a sequence each, with 0 beyond its end."""
         blank = torch.zeros_like(next(t for row in per_row for t in row))
         return tuple(torch.stack([row[i] if i < len(row) else blank for row in per_row]) for i in range(steps))
 

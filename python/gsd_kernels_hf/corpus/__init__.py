@@ -1,4 +1,4 @@
-"""A corpus on disk: building an index of texts, and opening it.
+"""A corpus on disk: its files, and opening them.
 
 May import :mod:`gsd_kernels_hf.files`.
 """

@@ -17,8 +17,7 @@ from gsd_kernels.backends import compiles
 from ..model import replay
 from ..model.fused import FusedRows
 from ..records import Verified
-from ..sources.draft_model import DraftModel
-from ..sources.history import History
+from ..sources.base import OwnSource
 from .session import Session
 
 logger = logging.getLogger("gsd_kernels")
@@ -76,7 +75,7 @@ def warm_steps(session: Session) -> int:
     if compiles(session.backend, session.kv_len.device) and session.config not in session.compiled:
         return WARM_STEPS
     sources = session.mixer.sources if session.mixer is not None else ()
-    known = all(type(source) in (DraftModel, History) for source in sources)
+    known = all(isinstance(source, OwnSource) and source.compiled_ahead for source in sources)
     ahead = all(isinstance(rows, FusedRows) and rows.cache.layers[0].is_initialized for rows in session.row_models)
     return 0 if known and ahead else WARM_STEPS
 

@@ -21,8 +21,7 @@ from ..parallel import ranks_of
 from ..policy.automatic import Situation, automatic_policy
 from ..policy.base import Policy
 from ..policy.fixed import FixedPolicy
-from ..sources.base import DraftSource, reaches
-from ..sources.grammar import Grammar
+from ..sources.base import DraftSource, reaches, remembers
 from .engine import Engines, Statistics, engines_of
 from .gain import estimate_plain_step
 from .known import learned_of
@@ -102,8 +101,7 @@ class GraphDecoder(Options):
         engine = engines.of(request.sources)
         statistics = engine.statistics(sampled=request.plan.temperature > 0) if ranks.alone else Statistics()
         automatic = self.automatic and ranks.alone and not torch.are_deterministic_algorithms_enabled()
-        given = request.sources.used(automatic=automatic)
-        given += [Grammar()] if request.drafts_by_grammar else []
+        given = request.sources.used(automatic=automatic, grammar=request.drafts_by_grammar)
         sources = statistics.retention.staying(given) if automatic else given
         sources = [source for source in sources if reaches(source, request.reach)]
         policy = self.policy(request, sources, statistics, automatic=automatic)
@@ -112,7 +110,8 @@ class GraphDecoder(Options):
             self.streamer.put(request.input_ids.cpu())
         with ranks.explained(), asking(getattr(self.streamer, "ask", None)):  # a draft's prompt is read in a step
             memory = engines.memory if ranks.alone and self.reuse_history else None
-            learned = learned_of(request.facts) if ranks.alone and self.learned and "history" in self.named else None
+            learns = ranks.alone and self.learned and any(map(remembers, sources))
+            learned = learned_of(request.facts) if learns else None
             reuse = current and self.reuse_prefix
             session.begin(request, statistics.weights, reuse_prefix=reuse, memory=memory, learned=learned)
             warn_lossy(session.rule.criterion)

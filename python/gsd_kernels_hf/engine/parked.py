@@ -9,10 +9,9 @@ from typing import Any
 
 from ..model.runner import CachedText
 from ..sources.base import DraftSource
-from ..sources.fused_features import FusedFeatures
 from .session import Session
 
-HOLDERS = (CachedText, DraftSource, FusedFeatures)
+HOLDERS = (CachedText, DraftSource)
 """What in a session refers to a model, and is the session's alone."""
 
 

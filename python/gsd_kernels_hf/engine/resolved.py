@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from .. import validate
 from ..model.facts import Facts
 from ..sources import border
-from ..sources.base import DraftSource, OwnSource
+from ..sources.base import DraftSource, OwnSource, remembers
 from ..sources.drafts import draft_source
-from ..sources.heads import DraftHeads, Heads
+from ..sources.grammar import Grammar
+from ..sources.heads import DraftHeads
 from ..sources.history import History
 from ..sources.load import Drafter, loaded_drafter, loaded_heads, source_of
 from .options import NAMES, Options
@@ -70,22 +71,25 @@ class Sources:
                 validate.check_pair(target, draft, name)
         return sources
 
-    def used(self, *, automatic: bool) -> list[DraftSource]:
+    def used(self, *, automatic: bool, grammar: bool) -> list[DraftSource]:
         """The sources of the call's steps.
 
         Args:
             automatic: whether a policy chooses the shapes. A fixed shape without levels of its own has a history only
                 where it was asked for.
+            grammar: whether the call's grammar drafts as well.
 
         Raises:
             ValueError: ``reference_ids`` without a history that reads them.
         """
         options = self.options
         if automatic or options.draft_sources is not None or not options.drafts or options.graph_config.history_depth:
-            return list(self.every)
-        if self.every and options.reference_ids is not None:
+            sources = list(self.every)
+        elif self.every and options.reference_ids is not None:
             raise ValueError(NO_HISTORY)
-        return [source for source in self.every if not isinstance(source, History)]
+        else:
+            sources = [source for source in self.every if not remembers(source)]
+        return sources + [Grammar()] * grammar
 
     @cached_property
     def models(self) -> dict[str, PreTrainedModel]:
@@ -141,7 +145,7 @@ def _made(options: Options, drafter: Drafter | None, heads: DraftHeads | None) -
         ],
         "layer_skip": lambda: options.drafts,  # a source as it is given
         "drafter": lambda: [source_of(drafter)],
-        "heads": lambda: [Heads(heads)],
+        "heads": lambda: [source_of(heads)],
     }
     sources = [source for name, make in makers.items() if name in options.named for source in make()]
     sources += [source for source in options.draft_sources or () if isinstance(source, DraftSource)]

@@ -17,6 +17,7 @@ from gsd_kernels.ops.write_kv.api import WRITE
 
 from .asking import ask
 from .facts import Facts, fact
+from .properties import text_config
 from .recurrent.mixers import Form, LinearAttentionLayer, RowsCache
 from .recurrent.tree import RowTree
 from .replay import hold
@@ -137,7 +138,7 @@ def lies_in_a_block(facts: Facts) -> bool:
     There the commit of a stacked cache is one launch, whichever backend it has. On a CPU nothing is launched, and
     storage by layer grows layer by layer.
     """
-    config = facts.model.config.get_text_config(decoder=True)
+    config = text_config(facts.model)
     devices = {parameter.device for _, parameter in facts.parameters}
     kinds = getattr(config, "layer_types", None) or ()
     unlike = ("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads", "cross_attention_layers")

@@ -7,11 +7,11 @@ weights are looked through once, and again when PyTorch counted a change of thei
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..packed.adapters import stored_in
 from ..packed.modules import Packed, PackedEmbedding, shape_of
 from ..packed.samples import versions
 from .facts import Facts, fact
+from .hidden import hooked
 from .identity import parts_of
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -137,17 +138,14 @@ def not_finite_for(model: PreTrainedModel, ids: Tensor, *, words: bool = True) -
         if len(used):
             return f"the embedding of token {int(used[0])} in {table.name} holds NaN or infinite numbers"
     first: list[str] = []
-    thread = threading.get_ident()
 
-    def look(name: str, output: Any) -> None:
-        if first or threading.get_ident() != thread or not isinstance(output, Tensor):
-            return
-        if output.is_floating_point() and not bool(output.isfinite().all()):
+    def look(name: str, _: Any, output: Any) -> None:
+        if not first and isinstance(output, Tensor) and output.is_floating_point() and not output.isfinite().all():
             first.append(name)
 
     with ExitStack() as hooks:
         for name, module in model.named_modules() if words else ():
-            hooks.enter_context(module.register_forward_hook(lambda *call, name=name: look(name, call[-1])))
+            hooks.enter_context(hooked(module, partial(look, name)))
         try:
             model(input_ids=ids[None].to(facts.device), use_cache=False, logits_to_keep=1, **facts.logits_alone)
         except (RuntimeError, ValueError, TypeError):  # out of memory, say: there is an error already

@@ -118,10 +118,7 @@ def why_not(facts: Facts, backend: str, hidden_layers: tuple[int, ...] = ()) -> 
     reason = foreign(facts) or (_unserved_by_cuda(weights_of(model, served(facts).kinds)) if gpu else None)
     if reason is not None:
         return reason
-
-    def forward(of: Facts) -> Tensor:
-        return proof.logits_of_rows(FusedRows(of, proof.capacity(), proof.kv_start(of), backend), of)
-
+    forward = proof.forward_of(FusedRows, backend)
     difference = proof.why_not_proved(facts, f"operator, backend {backend}", forward, closely=not gpu)
     return None if difference is None else difference.what
 
@@ -244,12 +241,7 @@ def check_rows(facts: Facts, name: str) -> None:
 
 def why_not_by_modules(facts: Facts, steps: int) -> proof.Difference | None:
     """Name what rows through the modules compute otherwise than the model, or ``None``."""
-    least = least_piece(facts)
-
-    def forward(of: Facts) -> Tensor:
-        rows = RowModel(of, proof.capacity(steps), proof.kv_start(of), "auto", least=least)
-        return proof.logits_of_rows(rows, of, steps)
-
+    forward = proof.forward_of(RowModel, "auto", steps, least=least_piece(facts))
     return proof.why_not_proved(facts, "modules", forward, singly=True, steps=steps)
 
 
@@ -274,34 +266,26 @@ def block_of(facts: Facts, backend: str) -> int:
     devices = {parameter.device for _, module in mixers for parameter in module.parameters()}
     if backend not in ("auto", "cpu") or any(unavailable_reason("cpu", device) is not None for device in devices):
         return 0
-
-    def forward(of: Facts) -> Tensor:
-        capacity = proof.capacity(STATE_STEPS)
-        rows = RowModel(of, capacity, proof.kv_start(of), backend, block=PROVED_BLOCK, least=least_piece(of))
-        return proof.logits_of_rows(rows, of, STATE_STEPS)
-
+    forward = proof.forward_of(RowModel, backend, STATE_STEPS, block=PROVED_BLOCK, least=least_piece(facts))
     difference = proof.why_not_proved(facts, f"windows, backend {backend}", forward, singly=True, steps=STATE_STEPS)
     return BLOCK if difference is None else 0
 
 
 class FusedRows(RowModel):
-    """A :class:`RowModel` whose rows, of graphs and of prompts, are one operator."""
+    """A :class:`RowModel` whose rows, of graphs and of prompts, are one operator.
+
+    Args:
+        given: as of :class:`RowModel`, those that come by place.
+    """
 
     ids_dtype = torch.int32
 
-    def __init__(
-        self,
-        model: PreTrainedModel | Facts,
-        capacity: int,
-        kv_start: Tensor,
-        backend: str,
-        hidden_layers: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(model, capacity, kv_start, backend, hidden_layers=hidden_layers)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.weights = weights_of(self.model, self.kinds)
-        self.states = [layer for layer in hidden_layers if layer != LAST]
+        self.states = [layer for layer in self.hidden_layers if layer != LAST]
         # On a GPU "auto" never takes it; that rows come here is what the switch says.
-        self.operator = "cuda" if replay.is_gpu(self.device) else backend
+        self.operator = "cuda" if replay.is_gpu(self.device) else self.backend
         self.head_dim = 2 * self.weights.inv_freq.numel()
         self.kv_heads = self.weights.layers[0].k.shape[0] // self.head_dim
 
@@ -423,8 +407,7 @@ def rows_of(
     if reason is None:
         return FusedRows(facts, capacity, kv_start, backend, hidden_layers)
     _log_once(type(facts.model).__name__, reason)
-    block = block_of(facts, backend)
-    least = least_piece(facts)
-    rows = RowModel(facts, capacity, kv_start, backend, hidden_layers=hidden_layers, block=block, least=least)
+    block, least = block_of(facts, backend), least_piece(facts)
+    rows = RowModel(facts, capacity, kv_start, backend, hidden_layers, block=block, least=least)
     rows.why_modules = reason
     return rows

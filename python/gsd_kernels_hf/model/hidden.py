@@ -8,15 +8,17 @@ model has; a prompt's forward computes it at the last position alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from .properties import device_of
+from .properties import device_of, text_config
 
 LAST = -1
 
@@ -37,7 +39,25 @@ def decoder_of(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module]:
             f"model: hidden states of {type(model).__name__} cannot be read, since its decoder has no layers "
             "followed by a norm"
         )
-    return list(layers)[: model.config.get_text_config(decoder=True).num_hidden_layers], norm
+    return list(layers)[: text_config(model).num_hidden_layers], norm
+
+
+def hooked(module: Any, function: Callable[..., Any], *, before: bool = False) -> RemovableHandle:
+    """Call ``function`` with a forward's arguments and output, in this thread alone, until the handle is left.
+
+    ``before``: with its arguments and keywords, before it.
+    """
+    thread = threading.get_ident()
+
+    def hook(_: nn.Module, *given: Any) -> Any:
+        return function(*given) if threading.get_ident() == thread else None
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True) if before else module.register_forward_hook(hook)
+
+
+def states_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states that a layer is called with."""
+    return args[0] if args else kwargs["hidden_states"]
 
 
 def kept(last: int, length: int, layers: Sequence[int], model: PreTrainedModel) -> int | Tensor:
@@ -55,7 +75,7 @@ def why_no_states(model: PreTrainedModel, layers: Sequence[int]) -> str | None:
     chosen = [layer for layer in layers if layer != LAST]
     if not chosen:
         return None
-    width = model.config.get_text_config(decoder=True).hidden_size
+    width = text_config(model).hidden_size
     try:
         with listening(model, chosen) as states:
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)), use_cache=False)
@@ -83,28 +103,13 @@ def listening(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[in
         An empty dict, which the forward fills: [B, R, D] by number, on the device of their layer.
     """
     states: dict[int, Tensor] = {}
-    thread = threading.get_ident()
-
-    def before(number: int) -> Any:
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if threading.get_ident() == thread:
-                states[number] = args[0] if args else kwargs["hidden_states"]
-
-        return keep
-
-    def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if threading.get_ident() == thread:
-            states[len(blocks)] = output
-
+    blocks, norm = decoder_of(model) if any(number != LAST for number in layers) else ([], None)
     with ExitStack() as hooks:
-        if LAST in layers:
-            hooks.enter_context(model.get_output_embeddings().register_forward_pre_hook(before(LAST), with_kwargs=True))
-        chosen = [number for number in layers if number != LAST]
-        if chosen:
-            blocks, norm = decoder_of(model)
-            for number in chosen:
-                if number == len(blocks):
-                    hooks.enter_context(norm.register_forward_hook(after))
-                else:
-                    hooks.enter_context(blocks[number].register_forward_pre_hook(before(number), with_kwargs=True))
+        for number in layers:
+            keep = partial(states.__setitem__, number)
+            if number == len(blocks) and norm is not None:
+                hooks.enter_context(hooked(norm, lambda _, output, keep=keep: keep(output)))
+            else:
+                module = model.get_output_embeddings() if number == LAST else blocks[number]
+                hooks.enter_context(hooked(module, lambda *given, keep=keep: keep(states_in(*given)), before=True))
         yield states

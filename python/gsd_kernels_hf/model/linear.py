@@ -25,7 +25,7 @@ from . import proof
 from .elementwise import are_own_bits_wanted, as_rows, plain
 from .facts import Facts
 from .foreign import foreign_code
-from .view import with_children
+from .view import seen
 
 MOST_ROWS = 64
 """With many more rows general products are as fast."""
@@ -94,7 +94,7 @@ def with_cpu_linears(model: PreTrainedModel, backend: str, kind: type[CpuLinear]
     facts = Facts.of(model)
     if foreign_code(facts) is not None:
         return model
-    view: PreTrainedModel = _view(model, kind)
+    view: PreTrainedModel = seen(model, lambda module: _as(kind, module))
     if view is model:
         return model
     if proof.why_not_proved(facts, kind.__name__, lambda _: proof.own_logits(Facts.of(view))) is not None:
@@ -102,17 +102,12 @@ def with_cpu_linears(model: PreTrainedModel, backend: str, kind: type[CpuLinear]
     return view
 
 
-def _view(module: Any, kind: type[CpuLinear]) -> Any:
-    if type(module) is nn.Linear:
-        if not (serves(module.weight) or (kind is RowLinear and is_plain(module.weight))):
-            return module
-        linear = copy.copy(module)
-        linear.__class__ = kind
-        return linear
-    children = {name: child if child is None else _view(child, kind) for name, child in module._modules.items()}
-    if all(child is module._modules[name] for name, child in children.items()):
+def _as(kind: type[CpuLinear], module: Any) -> Any:
+    if type(module) is not nn.Linear or not (serves(module.weight) or (kind is RowLinear and is_plain(module.weight))):
         return module
-    return with_children(module, children)
+    linear = copy.copy(module)
+    linear.__class__ = kind
+    return linear
 
 
 def serves(weight: Tensor) -> bool:

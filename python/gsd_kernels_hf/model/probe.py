@@ -6,7 +6,6 @@ whatever else mixes rows or sequences shows; the rows are chosen so that one pos
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from ..packed.modules import PackedLinear, dtype_of
@@ -21,7 +21,9 @@ from .attention import AttentionKind, implementation_of, switched_configs, watch
 from .cache import GraphCache
 from .facts import Facts, fact
 from .finite import with_finite_embeddings
+from .hidden import hooked
 from .masks import Limits, Unserved, limits_of_mask
+from .properties import text_config
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
@@ -318,7 +320,7 @@ def check_own_attention(facts: Facts, calls: list[AttentionCall], kinds: tuple[A
         # A layer may lie elsewhere than the embedding.
         differs = check_attention(call, visible.to(call.mask.device) if isinstance(call.mask, Tensor) else visible)
         if differs is not None:
-            name = implementation_of(facts.model.config.get_text_config(decoder=True))
+            name = implementation_of(text_config(facts.model))
             other = "sdpa" if call.sinks is None else "eager"
             raise Unserved(
                 f"has an attention implementation, {name!r}, that graph rows cannot follow: {differs}; "
@@ -326,24 +328,17 @@ def check_own_attention(facts: Facts, calls: list[AttentionCall], kinds: tuple[A
             )
 
 
-@contextmanager
-def _poison(model: PreTrainedModel, poisoned: bool) -> Iterator[None]:
+def _poison(model: PreTrainedModel, poisoned: bool) -> RemovableHandle:
     """Make one embedding of this thread's forward NaN."""
-    thread = threading.get_ident()
 
-    def spoil(_: nn.Module, __: Any, output: Any) -> Any:
-        if not poisoned or threading.get_ident() != thread or output.shape[:2] != (2, ROWS):
+    def spoil(_: Any, output: Any) -> Any:
+        if not poisoned or output.shape[:2] != (2, ROWS):
             return None
         output = output.clone()
         output[0, POISONED] = torch.nan
         return output
 
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    handle = embedding.register_forward_hook(spoil)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return hooked(model.get_input_embeddings(), spoil)
 
 
 def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[AttentionKind]:
@@ -351,7 +346,7 @@ def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[AttentionKind]:
 
     What a call says is what flash attention goes by, the mask is what every other implementation goes by.
     """
-    flash = str(implementation_of(model.config.get_text_config(decoder=True))).startswith("flash")
+    flash = str(implementation_of(text_config(model))).startswith("flash")
     cached = _windows_of_cache(model)
     known: dict[tuple[int, int | None], Limits] = {}  # layers share a mask or two, which the calls keep alive
     for call in probe.calls:

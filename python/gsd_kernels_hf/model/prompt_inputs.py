@@ -9,22 +9,20 @@ prompt, its logits there have been compared with those of transformers' own step
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from gsd_kernels.ops.step import FedRows
 
 from . import proof
-from .cache import GraphCache
 from .facts import Facts
-from .hidden import LAST, decoder_of, kept, listening
+from .hidden import LAST, decoder_of, hooked, kept, listening, states_in
 from .properties import CACHES, cache_argument, logits_alone
 from .runner import Listener, RowModel
 
@@ -98,6 +96,10 @@ class RowsBehindInputs(RowModel):
 
     Nothing of such a text is used for another one: images are no part of its tokens.
 
+    Args:
+        given, options: as of :class:`RowModel`.
+        axes: see :attr:`PromptInputs.axes`.
+
     Attributes:
         inputs: of the text being written.
         ahead: int64 [*axes, B, 1], see :meth:`PromptInputs.ahead`.
@@ -105,25 +107,14 @@ class RowsBehindInputs(RowModel):
 
     inputs: PromptInputs | None = None
 
-    def __init__(
-        self,
-        model: PreTrainedModel | Facts,
-        capacity: int,
-        kv_start: Tensor,
-        backend: str,
-        hidden_layers: tuple[int, ...] = (),
-        *,
-        axes: tuple[int, ...] = (),
-        cache: GraphCache | None = None,
-    ) -> None:
-        super().__init__(model, capacity, kv_start, backend, cache, hidden_layers)
-        self.ahead = torch.zeros(*axes, len(kv_start), 1, dtype=torch.int64, device=self.device)
+    def __init__(self, *given: Any, axes: tuple[int, ...] = (), **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.ahead = torch.zeros(*axes, len(self.kv_start), 1, dtype=torch.int64, device=self.device)
         self.why_modules = "the prompt has more than tokens, which the operator does not read"
 
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
         """Share the cache as :meth:`RowModel.sharing_cache` does, at the same positions."""
-        axes = tuple(self.ahead.shape[:-2])
-        rows = RowsBehindInputs(view, self.cache.capacity, self.kv_start, self.backend, axes=axes, cache=self.cache)
+        rows = RowsBehindInputs(view, self.cache.capacity, self.kv_start, self.backend, cache=self.cache)
         rows.ahead = self.ahead
         return rows
 
@@ -204,30 +195,26 @@ def ends_in_words(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> bool:
 
     kv_start: int32 [B], left padding, on the model's device.
     """
-    model, thread, read = facts.model, threading.get_ident(), list[Tensor]()
+    model, read = facts.model, list[Tensor]()
 
-    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() == thread:
-            read.append((args[0] if args else kwargs["hidden_states"])[..., -1:, :])
-            raise _Read
+    def keep(*given: Any) -> None:
+        read.append(states_in(*given)[..., -1:, :])
+        raise _Read
 
     last = inputs.input_ids[:, -1:]
     positions = (inputs.input_ids.shape[1] - 1 - kv_start.long())[:, None] + inputs.ahead(kv_start)  # [*axes, B, 1]
     try:
-        layers, _ = decoder_of(model)
-        handle = layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+        handle = hooked(decoder_of(model)[0][0], keep, before=True)
     except (AttributeError, IndexError, ValueError):
         return False
     try:
-        with torch.no_grad(), proof.random_numbers_kept(facts):
+        with handle, torch.no_grad(), proof.random_numbers_kept(facts):
             with suppress(_Read):
                 inputs.read(model, DynamicCache(config=model.config))
             with suppress(_Read):
                 model(input_ids=last, position_ids=positions, use_cache=False, return_dict=True)
     except Exception:  # whatever it is, a proof of these prompts names it
         return False
-    finally:
-        handle.remove()
     return len(read) == 2 and torch.equal(*read)
 
 

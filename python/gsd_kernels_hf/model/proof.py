@@ -8,7 +8,6 @@ their rows to eight bits take them as they are there.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from gsd_kernels.graph import pack_bits
 from ..packed.modules import as_packed, rounds_rows, shape_of
 from .facts import Facts
 from .finite import with_finite_embeddings
+from .hidden import hooked
 from .probe import examine, random_numbers_kept
 from .recurrent.by_depth import KINDS
 from .recurrent.mixers import mixers_of, states_of
@@ -168,6 +168,11 @@ def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, steps: int = 1) ->
     return torch.cat(logits, 1)
 
 
+def forward_of(make: Callable[..., Any], backend: str, steps: int = 1, **options: Any) -> Forward:
+    """A way to be proved: :func:`logits_of_rows` of what ``make`` makes, as :class:`~.runner.RowModel` is made."""
+    return lambda of: logits_of_rows(make(of, capacity(steps), kv_start(of), backend, **options), of, steps)
+
+
 def kv_start(model: PreTrainedModel | Facts) -> Tensor:
     """Padding of the two sequences, int32 [2]."""
     return torch.tensor([0, PAD_TOKENS], dtype=torch.int32, device=Facts.of(model).device)
@@ -268,22 +273,17 @@ def worst(own: Tensor, ours: Tensor) -> float:
 
 def shaken(facts: Facts, own: Forward) -> Tensor:
     """The model's ``own`` logits, [B, n, V], of embeddings that are rounded otherwise."""
-    thread, eps = threading.get_ident(), torch.finfo(precision_of(facts)).eps
+    eps = torch.finfo(precision_of(facts)).eps
 
-    def shake(_: nn.Module, __: Any, output: Any) -> Any:
-        if threading.get_ident() != thread:
-            return None
+    def shake(_: Any, output: Any) -> Any:
         noise = (
             torch.rand(output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
             - 0.5
         )
         return output + output * (noise * eps).to(output)
 
-    handle = facts.model.get_input_embeddings().register_forward_hook(shake)
-    try:
+    with hooked(facts.model.get_input_embeddings(), shake):
         return own(facts).double()
-    finally:
-        handle.remove()
 
 
 def in_float(model: Any) -> Any:

@@ -32,9 +32,14 @@ def unwrap(model: Any) -> Any:
             return model
 
 
+def text_config(model: Any) -> PretrainedConfig:
+    """The config of the language model in a model."""
+    return model.config.get_text_config(decoder=True)
+
+
 def vocabulary(model: PreTrainedModel) -> int:
     """Rows of the output embedding, padding included."""
-    return int(model.config.get_text_config(decoder=True).vocab_size)
+    return int(text_config(model).vocab_size)
 
 
 def positions(model: PreTrainedModel) -> int | None:
@@ -42,7 +47,7 @@ def positions(model: PreTrainedModel) -> int | None:
 
     Rotary positions go on beyond, as do texts.
     """
-    count = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    count = getattr(text_config(model), "max_position_embeddings", None)
     return count if isinstance(count, int) else None
 
 
@@ -64,7 +69,7 @@ def logits_alone(model: PreTrainedModel) -> dict[str, bool]:
 
     Of a router's logits models make a loss, of all tokens that the mask has: a forward of rows has others.
     """
-    configs = (model.config, model.config.get_text_config(decoder=True))
+    configs = (model.config, text_config(model))
     return {name: False for name in OUTPUTS if any(getattr(config, name, False) for config in configs)}
 
 

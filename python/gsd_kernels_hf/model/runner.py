@@ -23,6 +23,7 @@ from .launching import launch_attention
 from .linear import CpuLinear, RowLinear, with_cpu_linears
 from .pieces import pieces
 from .probe import served
+from .properties import text_config
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import Form, mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
@@ -100,8 +101,8 @@ class RowModel(CachedText):
         capacity: cache positions.
         kv_start: int32 [B], left padding of every sequence.
         backend: of the attention, cache write and commit ops.
-        cache: to read and write; ``None``: a new one.
         hidden_layers: whose hidden states are kept, see :mod:`gsd_kernels_hf.model.hidden`.
+        cache: to read and write; ``None``: a new one.
         block: tokens between two states of recurrent layers, which then keep a window of the text; 0: by depth.
         least: tokens of a prompt's piece behind its beginning, see :mod:`.pieces`; above 1 no prefix is used again.
         sides: of the texts' rotary embedding, where another model's are shared.
@@ -119,8 +120,9 @@ class RowModel(CachedText):
         capacity: int,
         kv_start: Tensor,
         backend: str,
-        cache: GraphCache | None = None,
         hidden_layers: tuple[int, ...] = (),
+        *,
+        cache: GraphCache | None = None,
         block: int = 0,
         least: int = 1,
         sides: Sides | None = None,
@@ -176,8 +178,8 @@ class RowModel(CachedText):
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
         """``view``, this model without some blocks, in this model's own cache."""
         _ = self.stepping  # all of the cache's forms, before a prompt is read
-        block, sides = self.block, self.sides
-        return RowModel(view, self.cache.capacity, self.kv_start, self.backend, self.cache, block=block, sides=sides)
+        given, own = (view, self.cache.capacity, self.kv_start, self.backend), self.cache
+        return RowModel(*given, cache=own, block=self.block, sides=self.sides)
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
         """Cache the prompt [B, P] in chunks of ``chunk`` tokens, with the attention that the model had before.
@@ -336,13 +338,14 @@ class RowModel(CachedText):
 
         kv_len: int32 [B], positions that are stored.
         """
-        config = self.model.config.get_text_config(decoder=True)
-        launch_attention(self.cache, config, kv_len, self.kv_start, count, nodes, self.kinds, self.backend)
+        launch_attention(
+            self.cache, text_config(self.model), kv_len, self.kv_start, count, nodes, self.kinds, self.backend
+        )
 
     def no_logits(self, count: int) -> Tensor:
         """Logits as of ``count`` rows, [B, count, V], all 0."""
-        head, vocab = self.model.get_output_embeddings(), self.model.config.get_text_config(decoder=True).vocab_size
-        return torch.zeros(len(self.kv_start), count, vocab, dtype=dtype_of(head), device=self.device)
+        shape, dtype = (len(self.kv_start), count, self.vocab_size), dtype_of(self.model.get_output_embeddings())
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def feed(
         self,

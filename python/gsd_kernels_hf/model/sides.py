@@ -20,7 +20,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .facts import Facts, fact
 from .masks import Unserved
-from .view import with_children
+from .properties import text_config
+from .view import seen
 
 LONGROPE = "longrope"
 ORIGINAL = "original_max_position_embeddings"
@@ -122,16 +123,13 @@ class Sides:
     def view(self, model: PreTrainedModel) -> PreTrainedModel:
         """``model`` seen with rotary embeddings of which each row has its side."""
 
-        def seen(module: Any) -> Any:
-            if is_longrope(module):
-                self.made.append(TwoSided(module, self.border))
-                return self.made[-1]
-            children = {name: child and seen(child) for name, child in module._modules.items()}
-            if all(child is module._modules[name] for name, child in children.items()):
+        def instead(module: Any) -> Any:
+            if not is_longrope(module):
                 return module
-            return with_children(module, children)
+            self.made.append(TwoSided(module, self.border))
+            return self.made[-1]
 
-        view: PreTrainedModel = seen(model)
+        view: PreTrainedModel = seen(model, instead)
         return view
 
     def begin(self, length: int, padding: Tensor, chunk: int | None) -> None:
@@ -169,7 +167,7 @@ def check_sides(facts: Facts) -> None:
         Unserved: the sides differ in more than their frequencies, or there is no module known to have them.
     """
     model, rotaries = facts.model, longropes_of(facts)
-    if not rotaries and LONGROPE in rope_types(model.config.get_text_config(decoder=True)):
+    if not rotaries and LONGROPE in rope_types(text_config(model)):
         raise Unserved("has longrope in modules of a form that is not known, or for some types of layers alone")
     for name, module in facts.modules if rotaries else ():
         if "forward" in vars(module) and any(map(is_longrope, module.modules())):

@@ -19,8 +19,6 @@ from .fields import PACKED, architecture_of, check_foreign, end_by, read_whole
 from .frequencies import FREQUENCIES, divide_frequencies
 from .header import Header
 
-__all__ = ["NEEDED", "load_model", "load_tokenizer", "quiet", "refusal_to_save"]
-
 NEEDED = ("gguf", "accelerate")
 """Packages that transformers reads such a file with."""
 

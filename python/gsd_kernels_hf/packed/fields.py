@@ -40,24 +40,22 @@ ENDS = ("eot_token_id", "eom_token_id")
 """Ids of ``tokenizer.ggml`` that end a text as the end token does: of a turn, of a message."""
 MAX_COUNT = (1 << 31) - 1
 DENSE = "since mixtures of experts are not read from files of this architecture; load the checkpoint it was made from"
+BY_YARN = "attention is scaled as yarn does, or not"
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention.causal": ((True,), "true, since every token here sees those before it alone"),
     "attention.clamp_kqv": ((0,), "0: keys, queries and values are not clamped"),
     "attention.max_alibi_bias": ((0,), "0: positions are rotary"),
     "attn_logit_softcapping": ((0,), "0: scores are not capped"),
     "embedding_scale": ((0, 1), "0 or 1: embeddings are not scaled"),
-    "expert_count": ((0,), f"0, {DENSE}"),
-    "expert_shared_count": ((0,), f"0, {DENSE}"),
-    "expert_used_count": ((0,), f"0, {DENSE}"),
+    **dict.fromkeys((f"expert_{kind}count" for kind in ("", "shared_", "used_")), ((0,), f"0, {DENSE}")),
     "final_logit_softcapping": ((0,), "0: logits are not capped"),
     "leading_dense_block_count": ((0,), f"0, {DENSE}"),
     "logit_scale": ((0, 1), "0 or 1: logits are not scaled"),
     "nextn_predict_layers": ((0,), "0: layers that predict further tokens are not read"),
     "residual_scale": ((0, 1), "0 or 1: residuals are not scaled"),
-    "rope.scaling.attn_factor": ((1,), "1: attention is scaled as yarn does, or not"),
-    "rope.scaling.yarn_attn_factor": ((1,), "1: attention is scaled as yarn does, or not"),
+    **dict.fromkeys((f"rope.scaling.{yarn}attn_factor" for yarn in ("", "yarn_")), ((1,), f"1: {BY_YARN}")),
     "rope.scaling.yarn_ext_factor": ((1, -1), "1 or -1: yarn extrapolates in full"),
-    "rope.scaling.yarn_log_multiplier": ((0,), "0: attention is scaled as yarn does, or not"),
+    "rope.scaling.yarn_log_multiplier": ((0,), f"0: {BY_YARN}"),
     "use_parallel_residual": ((False,), "false: attention and MLP follow each other"),
 }
 """Fields of an architecture that change nothing as long as they have one of these values, and what is expected."""
@@ -286,12 +284,8 @@ def _with_ends(ends: int | list[int] | None, header: Header, vocabulary: int) ->
 
 def _tokens(header: Header, vocabulary: int) -> dict[str, int]:
     """Ids of special tokens, as configs name them."""
-    ids = {}
-    for name, of in TOKENS.items():
-        token = _token(header, name, vocabulary)
-        if token is not None:
-            ids[of] = token
-    return ids
+    ids = {of: _token(header, name, vocabulary) for name, of in TOKENS.items()}
+    return {of: token for of, token in ids.items() if token is not None}
 
 
 def _token(header: Header, name: str, vocabulary: int) -> int | None:
@@ -376,10 +370,10 @@ def expected_tensors(header: Header, shape: Shape) -> dict[str, tuple[int, ...]]
     layer |= {f"{name}.weight": (shape.hidden,) for name in ("attn_norm", "ffn_norm")}
     if architecture == "qwen3":
         layer |= {f"{name}.weight": (shape.head_dim,) for name in ("attn_q_norm", "attn_k_norm")}
-    biased = set(BIASED.get(architecture, ()))
-    for name in CAN_CHOOSE.get(architecture, ()):
-        if any(f"blk.0.{matrix}.bias" in header.tensors for matrix in CHOSEN[name]):
-            biased |= set(CHOSEN[name])
+    biased = {
+        *BIASED.get(architecture, ()),
+        *(n for name, said in _biases(header).items() if said for n in CHOSEN[name]),
+    }
     layer |= {f"{name}.bias": matrices[name][:1] for name in sorted(biased)}
     shapes: dict[str, tuple[int, ...]] = {
         VOCABULARY: (shape.vocabulary, shape.hidden),

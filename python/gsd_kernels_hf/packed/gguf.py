@@ -15,7 +15,7 @@ from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
 from ..files import path_of
 from .dense import load_model, refusal_to_save
 from .fields import PACKED, PERMUTED, architecture_of, read_whole
-from .frequencies import FLOATS, FREQUENCIES, copied, divide_frequencies
+from .frequencies import FLOATS, copied, divide_frequencies
 from .header import Header, TensorEntry
 from .modules import PackedEmbedding, PackedLinear
 
@@ -79,38 +79,32 @@ def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
     return model.eval()
 
 
-def _place(name: str) -> str | None:
-    """Name of the module's tensor for that of the file."""
-    parts = name.split(".")
-    if parts[-1] not in ("weight", "bias"):
-        return None
-    if parts[0] == "blk" and len(parts) == 4 and parts[1].isdigit():
-        return f"model.layers.{parts[1]}.{NAMES[parts[2]]}.{parts[3]}" if parts[2] in NAMES else None
-    return f"{NAMES[parts[0]]}.{parts[1]}" if len(parts) == 2 and parts[0] in NAMES else None
+def _place(name: str) -> str:
+    """Name of the module's tensor for that of the file, which is one of its model's."""
+    *block, part, kind = name.split(".")
+    return f"model.layers.{block[1]}.{NAMES[part]}.{kind}" if block else f"{NAMES.get(part, part)}.{kind}"
 
 
 class _Filling:
-    """Puts a file's tensors into a model without any."""
+    """Puts a file's tensors, which were compared with those that its model has, into a model without any."""
 
     def __init__(self, header: Header, model: PreTrainedModel, dtype: torch.dtype, *, permuted: bool) -> None:
         self.header, self.path, self.model, self.dtype, self.permuted = header, header.path, model, dtype, permuted
         self.files: dict[Path, Tensor] = {}
-        self.tensors = {_place(name) or name: tensor for name, tensor in header.tensors.items()}
-        self.used = {FREQUENCIES}
+        self.tensors = {_place(name): tensor for name, tensor in header.tensors.items()}
 
     def fill(self) -> None:
         """Replace every module that holds weights, then what is computed from the config.
 
         Raises:
-            ValueError: a tensor is missing or of another shape, with its name.
+            ValueError: a tensor is packed as nothing that is served, with its name; or one is missing.
         """
         for name, module in list(self.model.named_modules()):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 self._replace(name, self._matrix_module(name, module))
             else:
-                for own, parameter in list(module.named_parameters(recurse=False)):
-                    value = self._vector(f"{name}.{own}", parameter.shape)
-                    setattr(module, own, nn.Parameter(value, requires_grad=False))
+                for own, _ in list(module.named_parameters(recurse=False)):
+                    setattr(module, own, nn.Parameter(self._vector(f"{name}.{own}"), requires_grad=False))
         rotary = self.model.model.rotary_emb
         with torch.device("cpu"):
             self._replace("model.rotary_emb", type(rotary)(config=self.model.config))
@@ -118,8 +112,6 @@ class _Filling:
         left = [name for name, t in (*self.model.named_parameters(), *self.model.named_buffers()) if t.is_meta]
         if left:
             raise ValueError(f"path: {self.path} has nothing for {', '.join(left[:4])}")
-        if unused := self.tensors.keys() - self.used:
-            raise ValueError(f"path: {self.path} has {min(unused)}, which the model does not use")
 
     def _replace(self, name: str, module: nn.Module) -> None:
         parent, _, last = name.rpartition(".")
@@ -128,8 +120,8 @@ class _Filling:
     def _matrix_module(self, name: str, module: nn.Linear | nn.Embedding) -> nn.Module:
         embeds = isinstance(module, nn.Embedding)
         of = name if f"{name}.weight" in self.tensors or embeds else "model.embed_tokens"  # tied
-        matrix = self._matrix(f"{of}.weight", module.weight.shape)
-        bias = None if embeds or module.bias is None else self._vector(f"{name}.bias", module.bias.shape)
+        matrix = self._matrix(f"{of}.weight")
+        bias = None if embeds or module.bias is None else self._vector(f"{name}.bias")
         if isinstance(matrix, PackedMatrix):
             if embeds:
                 return PackedEmbedding(matrix, self.dtype, module.padding_idx)
@@ -139,10 +131,15 @@ class _Filling:
             module.bias = nn.Parameter(bias, requires_grad=False)
         return module
 
-    def _matrix(self, name: str, shape: torch.Size) -> PackedMatrix | Tensor:
+    def _matrix(self, name: str) -> PackedMatrix | Tensor:
         """[outputs, inputs] as it lies, or in the model's dtype where the file has plain floats."""
-        tensor = self._found(name, shape)
-        kind = tensor.kind
+        tensor = self.tensors[name]
+        kind, shape = tensor.kind, tensor.shape
+        if kind not in FLOATS and kind not in BY_NAME:
+            raise ValueError(
+                f"path: {name} of {self.path} is packed as {kind}, which is none of {', '.join(BY_NAME)}; convert it "
+                "with llama-quantize"
+            )
         if self.permuted and name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
             raw = self._unpermuted(copied(tensor).view(shape[0], -1))
         else:
@@ -157,8 +154,8 @@ class _Filling:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return rows.view(-1, head_dim // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
-    def _vector(self, name: str, shape: torch.Size) -> Tensor:
-        tensor = self._found(name, shape)
+    def _vector(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
         kind = tensor.kind
         if kind not in FLOATS:
             raise ValueError(f"path: {name} of {self.path} is packed as {kind}; expected plain floats")
@@ -166,20 +163,6 @@ class _Filling:
         if self.permuted and name.endswith(("q_proj.bias", "k_proj.bias")):
             value = self._unpermuted(value[:, None])[:, 0]
         return value
-
-    def _found(self, name: str, shape: torch.Size) -> TensorEntry:
-        tensor = self.tensors.get(name)
-        if tensor is None:
-            raise ValueError(f"path: {self.path} has no tensor for {name}")
-        if tensor.shape != tuple(shape):
-            raise ValueError(f"path: {name} of {self.path} is {list(tensor.shape)}, the config says {list(shape)}")
-        if tensor.kind not in FLOATS and tensor.kind not in BY_NAME:
-            raise ValueError(
-                f"path: {name} of {self.path} is packed as {tensor.kind}, which is none of {', '.join(BY_NAME)}; "
-                "convert it with llama-quantize"
-            )
-        self.used.add(name)
-        return tensor
 
     def _bytes(self, tensor: TensorEntry) -> Tensor:
         path = tensor.path

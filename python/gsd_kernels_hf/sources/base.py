@@ -214,7 +214,29 @@ class DraftSource:
 
 
 class OwnSource(DraftSource):
-    """A source of this package, of which its engine asks more: nothing here is a step's part, and all may wait."""
+    """A source of this package, of which its engine asks more: nothing here is a step's part, and all may wait.
+
+    Attributes:
+        text, state, sampler: of the session, from its first text on.
+        compiled_ahead: whether all that a step of it launches was, but for what its row models launch.
+        remembers: whether it begins with what earlier calls left (``text.memory``, ``text.learned``, and the
+            ``reference_ids``); beside a draft it is there where a shape has levels for it.
+    """
+
+    compiled_ahead = remembers = False
+
+    text: Text
+    state: DecodeState
+    sampler: Sampler
+
+    def attach(self, text: Text) -> None:
+        """Start a batch of texts, see :meth:`DraftSource.attach`; what stays for the session, :meth:`start` makes."""
+        if text.first:
+            self.text, self.state, self.sampler = text, text.state, text.sampler
+            self.start(text)
+
+    def start(self, text: Text) -> None:
+        """Make the storage of a session."""
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the source cannot draft for; set what depends on it, as ``hidden_layers`` may.
@@ -243,6 +265,11 @@ class OwnSource(DraftSource):
         Returns:
             What was proposed, so that its mixture is launched, too; ``None`` for a source that compiles nothing.
         """
+
+
+def remembers(source: DraftSource) -> bool:
+    """Return whether a source is one of this package that begins with what earlier calls left."""
+    return isinstance(source, OwnSource) and source.remembers
 
 
 def reaches(source: DraftSource, length: int) -> bool:

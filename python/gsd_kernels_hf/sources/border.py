@@ -18,6 +18,7 @@ from gsd_kernels import Frontier
 
 from ..model.facts import Facts
 from ..model.hidden import why_no_states
+from ..model.properties import text_config
 from .base import DraftSource, Level, OwnSource, Proposal
 
 ROUNDING_LOG_PROB = 0.01  # above 0, of a log-probability: what half precision makes of a probability of 1
@@ -79,7 +80,7 @@ def check_hidden_layers(source: DraftSource, target: PreTrainedModel) -> None:
     Raises:
         ValueError: the source, what it asks for and what there is.
     """
-    layers, last = source.hidden_layers, int(target.config.get_text_config(decoder=True).num_hidden_layers)
+    layers, last = source.hidden_layers, int(text_config(target).num_hidden_layers)
     known = isinstance(layers, (tuple, list))
     if not known or not all(type(layer) is int and -1 <= layer <= last for layer in layers):
         raise ValueError(
@@ -134,12 +135,8 @@ class Border:
         """
         if source.name not in self.foreign:
             return source.propose(level)
-        frontier = level.frontier
-        ids, tokens, depths, mask = (
-            t.clone() for t in (frontier.node_ids, frontier.token_ids, frontier.depths, frontier.ancestor_mask)
-        )
-        asked = Level(level.number, level.config, level.graph, Frontier(ids, tokens, depths, mask), level.first_pick)
-        proposal = source.propose(asked)
+        frontier = Frontier(*(tensor.clone() for tensor in level.frontier.tensors()))
+        proposal = source.propose(replace(level, frontier=frontier))
         if proposal is None:
             return None
         check_tensors(source.name, proposal, level)

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Co
 
 from ..files import checkpoint_place
 from ..model.hidden import decoder_of
-from ..model.properties import device_of, vocabulary
+from ..model.properties import device_of, text_config, vocabulary
 from ..validate.models import MAX_VOCABULARY_PADDING
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -49,6 +49,11 @@ _snapshots: dict[tuple[str, tuple[str, ...], str | None], Path] = {}
 
 class BadCheckpoint(ValueError):
     """A drafter checkpoint that cannot be served; the message names what, and the cure."""
+
+
+def bad(why: str) -> BadCheckpoint:
+    """The error of what ``drafter`` named."""
+    return BadCheckpoint(f"drafter: {why}")
 
 
 def fetch(
@@ -103,11 +108,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise BadCheckpoint(f"drafter: no {path.name} in {path.parent}") from error
+        raise bad(f"no {path.name} in {path.parent}") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BadCheckpoint(f"drafter: {path} cannot be read as JSON: {error}") from error
+        raise bad(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
-        raise BadCheckpoint(f"drafter: {path} holds no JSON object but {type(found).__name__}")
+        raise bad(f"{path} holds no JSON object but {type(found).__name__}")
     return found
 
 
@@ -153,9 +158,9 @@ class Checkpoint:
                     for name in list(file.keys()):
                         self.files[name] = path, tuple(file.get_slice(name).get_shape())
             except FileNotFoundError as error:
-                raise BadCheckpoint(f"drafter: {INDEX} names {path.name}, and {self.folder} has none") from error
+                raise bad(f"{INDEX} names {path.name}, and {self.folder} has none") from error
             except (SafetensorError, OSError) as error:
-                raise BadCheckpoint(f"drafter: {path} is no readable safetensors file: {error}") from error
+                raise bad(f"{path} is no readable safetensors file: {error}") from error
 
     def index(self) -> dict[str, str] | None:
         """The file of every tensor, by its name; ``None`` without an index.
@@ -167,10 +172,10 @@ class Checkpoint:
             return None
         index = read_json(self.folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
-            raise BadCheckpoint(f"drafter: {self.folder / INDEX} has no weight_map of file names")
+            raise bad(f"{self.folder / INDEX} has no weight_map of file names")
         outside = [name for name in index.values() if Path(name).name != name]
         if outside:
-            raise BadCheckpoint(f"drafter: {self.folder / INDEX} names {outside[0]!r}, which is outside the folder")
+            raise bad(f"{self.folder / INDEX} names {outside[0]!r}, which is outside the folder")
         return index
 
     def _weight_files(self) -> list[Path]:
@@ -182,11 +187,11 @@ class Checkpoint:
             return [self.folder / name for name in sorted(set(index.values()))]
         pickled = [name for name in PICKLES if (self.folder / name).is_file()]
         if pickled:
-            raise BadCheckpoint(
-                f"drafter: {self.folder} has {pickled[0]} alone, a pickle, which is not loaded since it may run code; "
+            raise bad(
+                f"{self.folder} has {pickled[0]} alone, a pickle, which is not loaded since it may run code; "
                 f"convert it where you trust it: {conversion(self.folder / pickled[0], self.folder / WEIGHTS)}"
             )
-        raise BadCheckpoint(f"drafter: no {WEIGHTS} in {self.folder}")
+        raise bad(f"no {WEIGHTS} in {self.folder}")
 
     def rename(self, new_name: Callable[[str], str | None]) -> None:
         """Give every tensor another name; ``None`` drops it.
@@ -201,9 +206,7 @@ class Checkpoint:
             if new is None:
                 continue
             if new in renamed:
-                raise BadCheckpoint(
-                    f"drafter: {self.folder} has {self.origin[new]} and {name}, which are the same weight"
-                )
+                raise bad(f"{self.folder} has {self.origin[new]} and {name}, which are the same weight")
             renamed[new], self.origin[new] = place, name
         self.files = renamed
 
@@ -229,23 +232,23 @@ class Checkpoint:
         for name, shape in expected.items():
             if name not in self.files:
                 called = self.name_in_file(name)
-                raise BadCheckpoint(f"drafter: {self.folder} has no tensor {called}, which its config calls for")
+                raise bad(f"{self.folder} has no tensor {called}, which its config calls for")
             if self.files[name][1] != shape:
-                raise BadCheckpoint(
-                    f"drafter: {self.name_in_file(name)} in {self.folder} is {list(self.files[name][1])}, and its "
+                raise bad(
+                    f"{self.name_in_file(name)} in {self.folder} is {list(self.files[name][1])}, and its "
                     f"config means {list(shape)}"
                 )
         unknown = sorted(set(self.files) - set(expected))
         if unknown:
-            raise BadCheckpoint(
-                f"drafter: {self.folder} has a tensor {self.name_in_file(unknown[0])}, which this kind of drafter has "
+            raise bad(
+                f"{self.folder} has a tensor {self.name_in_file(unknown[0])}, which this kind of drafter has "
                 "no use for; it may be of a variant that is not served"
             )
         found = self._read()
         for name, value in found.items():
             if value.is_floating_point() and not bool(finite(value)):
                 called = self.name_in_file(name)
-                raise BadCheckpoint(f"drafter: {called} in {self.folder} holds NaN or infinity")
+                raise bad(f"{called} in {self.folder} holds NaN or infinity")
         return found
 
     def _read(self) -> dict[str, Tensor]:
@@ -279,7 +282,7 @@ def number(config: Mapping[str, Any], name: str, *, default: int | None = None, 
     """
     value = default if config.get(name) is None else config[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadCheckpoint(f"drafter: {name} in its config: expected an integer of at least {least}, got {value!r}")
+        raise bad(f"{name} in its config: expected an integer of at least {least}, got {value!r}")
     return value
 
 
@@ -291,7 +294,7 @@ def flag(config: Mapping[str, Any], name: str) -> bool:
     """
     value = config.get(name)
     if value not in (None, True, False):
-        raise BadCheckpoint(f"drafter: {name} in its config: expected true or false, got {value!r}")
+        raise bad(f"{name} in its config: expected true or false, got {value!r}")
     return bool(value)
 
 
@@ -322,18 +325,18 @@ def layer_config(config: Mapping[str, Any], default: str) -> PretrainedConfig:
     try:
         found = kind(**own)
     except (TypeError, ValueError, KeyError) as error:
-        raise BadCheckpoint(f"drafter: its config describes no decoder layer: {error}") from error
+        raise bad(f"its config describes no decoder layer: {error}") from error
     if found.num_attention_heads % found.num_key_value_heads:
-        raise BadCheckpoint(
-            f"drafter: num_attention_heads={found.num_attention_heads} in its config is no multiple of "
+        raise bad(
+            f"num_attention_heads={found.num_attention_heads} in its config is no multiple of "
             f"num_key_value_heads={found.num_key_value_heads}"
         )
     if found.hidden_act != "silu":
-        raise BadCheckpoint(f"drafter: hidden_act={found.hidden_act!r} in its config; only 'silu' is served")
+        raise bad(f"hidden_act={found.hidden_act!r} in its config; only 'silu' is served")
     rope = (found.rope_parameters or {}).get("rope_type", "default")
     if rope not in STATIC_ROPE:
-        raise BadCheckpoint(
-            f"drafter: rope type {rope!r} in its config; served are {', '.join(STATIC_ROPE)}, whose frequencies do not "
+        raise bad(
+            f"rope type {rope!r} in its config; served are {', '.join(STATIC_ROPE)}, whose frequencies do not "
             "depend on the length"
         )
     return found
@@ -346,8 +349,8 @@ def check_vocabulary(kind: str, drafters: int, target: PreTrainedModel) -> None:
         BadCheckpoint: another vocabulary.
     """
     if abs(drafters - vocabulary(target)) > MAX_VOCABULARY_PADDING:
-        raise BadCheckpoint(
-            f"drafter: this {kind} drafter was made for a vocabulary of {drafters} tokens, and the target has "
+        raise bad(
+            f"this {kind} drafter was made for a vocabulary of {drafters} tokens, and the target has "
             f"{vocabulary(target)}; {BELONGS}"
         )
 
@@ -359,18 +362,17 @@ def check_sizes(kind: str, vocab_size: int, width: int, target: PreTrainedModel,
         BadCheckpoint: another vocabulary or hidden size, or layers that the target lacks.
     """
     check_vocabulary(kind, vocab_size, target)
-    config = target.config.get_text_config(decoder=True)
+    config = text_config(target)
     if config.hidden_size != width:
-        raise BadCheckpoint(
-            f"drafter: this {kind} drafter reads hidden states of size {width}, and the target's are "
+        raise bad(
+            f"this {kind} drafter reads hidden states of size {width}, and the target's are "
             f"{config.hidden_size} wide; {BELONGS}"
         )
     blocks, _ = decoder_of(target)
     beyond = [layer for layer in layers if not 0 <= layer <= len(blocks)]
     if beyond:
-        raise BadCheckpoint(
-            f"drafter: this {kind} drafter reads hidden state {beyond[0]}, and the target has {len(blocks)} layers; "
-            f"{BELONGS}"
+        raise bad(
+            f"this {kind} drafter reads hidden state {beyond[0]}, and the target has {len(blocks)} layers; {BELONGS}"
         )
 
 
@@ -383,9 +385,7 @@ def check(module: Any, target: PreTrainedModel) -> None:
     module.check_target(target)
     mine, theirs = next(module.parameters()).device, device_of(target)
     if mine != theirs:
-        raise BadCheckpoint(
-            f"drafter: this {module.kind} drafter is on {mine}, and the target takes its input on {theirs}; move it"
-        )
+        raise bad(f"this {module.kind} drafter is on {mine}, and the target takes its input on {theirs}; move it")
 
 
 def move_to(module: nn.Module, target: PreTrainedModel | None) -> None:
@@ -403,9 +403,8 @@ def check_map(name: str, target_ids: Tensor, vocabulary_size: int) -> None:
     """
     low, high = int(target_ids.min()), int(target_ids.max())
     if low < 0 or high >= vocabulary_size:
-        raise BadCheckpoint(
-            f"drafter: {name} maps a draft token to {low if low < 0 else high}, outside the vocabulary of "
-            f"{vocabulary_size}"
+        raise bad(
+            f"{name} maps a draft token to {low if low < 0 else high}, outside the vocabulary of {vocabulary_size}"
         )
     if len(torch.unique(target_ids)) < len(target_ids):
-        raise BadCheckpoint(f"drafter: {name} maps two draft tokens to one token of the target")
+        raise bad(f"{name} maps two draft tokens to one token of the target")

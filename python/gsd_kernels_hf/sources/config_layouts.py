@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .checkpoints import BadCheckpoint
+from .checkpoints import bad
 
 NESTED = "transformer_layer_config"
 """Of configs as ``speculators`` writes them: where the sizes of the layers are."""
@@ -57,5 +57,5 @@ def layer_numbers(name: str, value: Any, shift: int = 0) -> tuple[int, ...]:
     """
     good = isinstance(value, (list, tuple)) and value and all(type(i) is int and i + shift >= 0 for i in value)
     if not good or len(set(value)) < len(value):
-        raise BadCheckpoint(f"drafter: {name} in its config: expected a list of different layers, got {value!r}")
+        raise bad(f"{name} in its config: expected a list of different layers, got {value!r}")
     return tuple(i + shift for i in value)

@@ -66,9 +66,9 @@ class Corpus(OwnSource):
                 "index the files anew with the target's"
             )
 
-    def attach(self, text: Text) -> None:
-        self.state, self.sampler, self.vocab = text.state, text.sampler, text.target.vocab_size
-        device = self.state.tokens.device
+    def start(self, text: Text) -> None:
+        """Make a copy of the index on the target's device, if there is none."""
+        self.vocab, device = text.target.vocab_size, text.state.tokens.device
         if device not in self.copies:
             arrays = (self.index.text, self.index.order, self.index.following)
             self.copies[device] = SortedCorpus(*(array.to(device) for array in arrays))

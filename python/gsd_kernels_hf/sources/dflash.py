@@ -34,8 +34,6 @@ from .fused_features import weights_of, why_not
 from .lattice import Lattice, shares_of
 from .layers import Layer, RowPass
 
-__all__ = ["DFlash"]
-
 
 class DFlash(FeatureDrafter):
     """A DFlash drafter: ``gsd_kernels.patch(model, drafter=DFlash.from_pretrained(folder_or_id, model))``.
@@ -115,7 +113,7 @@ class DFlash(FeatureDrafter):
             layer.self_attn.store(features, turns, rows)
 
     def forward(self, embedded: Tensor, positions: Tensor, rows: RowPass) -> Tensor:
-        """What the output matrix reads, of a block.
+        """Forward a block to what the output matrix reads.
 
         Args:
             embedded: [B, block_size, D], of the root and of masks.
@@ -147,8 +145,6 @@ class DFlashDrafts(FeatureSource, Lattice):
         self.shares = shares_of(module.config.num_drafted)
 
     def attach(self, text: Text) -> None:
-        if text.first:
-            self.start_block(text)
         super().attach(text)
         # Parameters as they lie now: a cast replaces them.
         self.weights = self.weights_of(self.module.lm_head or text.target.model.get_output_embeddings())
@@ -164,9 +160,9 @@ class DFlashDrafts(FeatureSource, Lattice):
         plain = not self.module.config.taps and not any(self.module.windows)
         return weights_of(*parts) if plain and why_not(*parts, self.rows.backend) is None else None
 
-    def start_block(self, text: Text) -> None:
+    def start(self, text: Text) -> None:
         """Make the storage of a session, and what the block's rows see."""
-        self.start(text, self.module.config.layers)
+        super().start(text)
         config, device, batch = self.module.config, self.cached.device, len(self.cached)
         self.lm_head = self.module.lm_head or text.target.stepping.get_output_embeddings()
         self.vocabulary = DraftVocabulary.of(self.module, text.target.vocab_size)
@@ -231,7 +227,7 @@ class DFlashDrafts(FeatureSource, Lattice):
 
     @property
     def confident(self) -> bool:
-        """Whether the confidence head has a say: its overlap of distributions is about tokens that are drawn."""
+        """Return whether the confidence head has a say: its overlap of distributions is about tokens that are drawn."""
         return self.module.confidence_head is not None and not self.sampler.greedy
 
     @property

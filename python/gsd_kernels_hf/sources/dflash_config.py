@@ -1,4 +1,4 @@
-"""What the config of a DFlash checkpoint says: DFlash itself, JetSpec, DSpark, DFlash 2, in three layouts."""
+"""The config of a DFlash checkpoint: DFlash itself, JetSpec, DSpark, DFlash 2, in three layouts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from . import checkpoints
-from .checkpoints import BadCheckpoint
+from .checkpoints import bad
 from .config_layouts import NESTED, ConfigLayout, layer_numbers, layout_of
-
-__all__ = ["DFlashConfig"]
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 """Kinds of DSpark's head."""
@@ -29,7 +27,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """What a DFlash checkpoint's config says.
+    """The settings in a DFlash checkpoint's config.
 
     Attributes:
         layers: sizes and rotary settings of the decoder layers; ``vocab_size`` is the target's.
@@ -85,16 +83,14 @@ class DFlashConfig:
         """
         layout = layout_of(config, LAYOUTS)
         if layout is None:
-            raise BadCheckpoint(f"drafter: its config has neither {' nor '.join(one.mark for one in LAYOUTS)}")
+            raise bad(f"its config has neither {' nor '.join(one.mark for one in LAYOUTS)}")
         said = layout.settings_in(config)
         settings = {"block_size": config.get("block_size"), **checkpoints.set_in(said), **layout.fixed}
         layers = layer_numbers(layout.layers, said.get(layout.layers), shift=layout.shift)
         sizes = checkpoints.layer_config({**layout.sizes_in(config), "model_type": "qwen3"}, "qwen3")
         draft_vocab_size = checkpoints.number(config, "draft_vocab_size", default=sizes.vocab_size)
         if draft_vocab_size < sizes.vocab_size and not own_head:
-            raise BadCheckpoint(
-                f"drafter: its draft vocabulary of {draft_vocab_size} needs an output matrix of its own, lm_head.weight"
-            )
+            raise bad(f"its draft vocabulary of {draft_vocab_size} needs an output matrix of its own, lm_head.weight")
         edges = edges_of(settings, sizes)
         second = config.get("speculators_model_type") == "dflash2" or any(
             str(name).startswith("DFlash2") for name in config.get("architectures") or ()
@@ -104,7 +100,7 @@ class DFlashConfig:
         if edges.get("taps"):  # DFlash 2's own code has it so; the others say it
             settings = {"sliding_window_non_causal": True, **settings}
         if edges.get("selector_rank") and draft_vocab_size < sizes.vocab_size:
-            raise BadCheckpoint("drafter: a DFlash 2 drafter with a draft vocabulary of its own; not served")
+            raise bad("a DFlash 2 drafter with a draft vocabulary of its own; not served")
         return cls(
             sizes,
             checkpoints.number(settings, "block_size", least=2),
@@ -129,10 +125,6 @@ class DFlashConfig:
             return "DFlash 2"
         return "DSpark" if self.markov_rank else "JetSpec" if self.causal else "DFlash"
 
-    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """The target's hidden states that are fused."""
-        return self.hidden_layers
-
     @property
     def num_drafted(self) -> int:
         """Later positions that a block has candidates for."""
@@ -140,7 +132,7 @@ class DFlashConfig:
 
 
 def edges_of(settings: Mapping[str, Any], sizes: PretrainedConfig) -> dict[str, Any]:
-    """What a config says of heads for edges, and of the convolutions that come with one of them.
+    """Read of a config the heads for edges, and of the convolutions that come with one of them.
 
     Raises:
         BadCheckpoint: a setting is missing, impossible, or not served.
@@ -148,28 +140,24 @@ def edges_of(settings: Mapping[str, Any], sizes: PretrainedConfig) -> dict[str, 
     found: dict[str, Any] = {}
     projector = settings.get("projector_type", "dflash")
     if projector != "dflash":
-        raise BadCheckpoint(f"drafter: projector_type={projector!r} in its config; only 'dflash' is served")
+        raise bad(f"projector_type={projector!r} in its config; only 'dflash' is served")
     if settings.get("markov_rank"):
         kind = settings.get("markov_head_type", "vanilla")
         if kind not in MARKOV_HEADS:
-            raise BadCheckpoint(
-                f"drafter: markov_head_type={kind!r} in its config; served are {', '.join(MARKOV_HEADS)}"
-            )
+            raise bad(f"markov_head_type={kind!r} in its config; served are {', '.join(MARKOV_HEADS)}")
         found |= {"markov_rank": checkpoints.number(settings, "markov_rank"), "markov_type": kind}
     if settings.get("selector_rank"):
         found |= {name: checkpoints.number(settings, name) for name in ("selector_rank", "selector_top_k")}
     if settings.get("conv_kernel_size"):
         taps, group = (checkpoints.number(settings, name) for name in ("conv_kernel_size", "conv_group_size"))
         if sizes.hidden_size % group:
-            raise BadCheckpoint(
-                f"drafter: conv_group_size={group} in its config does not divide hidden_size={sizes.hidden_size}"
-            )
+            raise bad(f"conv_group_size={group} in its config does not divide hidden_size={sizes.hidden_size}")
         found |= {"taps": taps, "group": group}
     return found
 
 
 def confidence_of(shape: tuple[int, ...] | None, hidden_size: int, rank: int) -> dict[str, int]:
-    """What DSpark's confidence head reads, by its weight: a row's output, and the token before where that is told too.
+    """Tell what DSpark's confidence head reads by its weight: a row's output, and maybe the token before.
 
     Raises:
         BadCheckpoint: another shape.
@@ -178,8 +166,8 @@ def confidence_of(shape: tuple[int, ...] | None, hidden_size: int, rank: int) ->
         return {}
     if shape not in ((1, hidden_size), (1, hidden_size + rank)):
         sizes = sorted({hidden_size, hidden_size + rank})
-        raise BadCheckpoint(
-            f"drafter: confidence_head.proj.weight is {list(shape)}, and its config means "
+        raise bad(
+            f"confidence_head.proj.weight is {list(shape)}, and its config means "
             f"{' or '.join(f'[1, {size}]' for size in sizes)}"
         )
     return {"confidence": shape[1]}

@@ -27,7 +27,7 @@ class DraftModel(Expansion):
     """
 
     name = "model"
-    reads_prompt = True
+    reads_prompt = compiled_ahead = True
 
     def __init__(self, model: PreTrainedModel, *, name: str = "model") -> None:
         self.model, self.forwards, self.name, self.max_length = model, (model,), name, properties.positions(model)
@@ -38,10 +38,13 @@ class DraftModel(Expansion):
     def row_model(self, text: Text) -> RowModel:
         return text.rows_of(self.model)
 
+    def start(self, text: Text) -> None:
+        """Make the draft's cache, and count what is in it."""
+        super().start(text)
+        self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; tokens in its cache, padding included
+
     def attach(self, text: Text) -> None:
         super().attach(text)
-        if text.first:
-            self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; tokens in its cache, padding included
         self.unread = True  # a draft that does not pay reads no prompt
         self.cached.copy_(self.state.out_len - 1)
 
@@ -67,9 +70,8 @@ class DraftModel(Expansion):
     def feed(self, end: Tensor, width: int, keep: int = 1) -> Tensor:
         """Cache up to ``width`` tokens before ``end`` [B] as a chain; logits after the last ones, [B, keep, V]."""
         chain = feed_chain(self.state.tokens, end, self.cached, width, backend=self.rows.backend)
-        logits = self.rows.rows(
-            chain.token_ids, chain.kv_len, chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths, keep=keep
-        )
+        graph = chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths
+        logits = self.rows.rows(chain.token_ids, chain.kv_len, *graph, keep=keep)
         if self.rows.recurrent:
             count = self.cached - chain.kv_len
             place = torch.arange(width, dtype=torch.int32, device=count.device)

@@ -21,15 +21,13 @@ from ..model.attention import GraphInputs
 from ..model.cache import GraphCache
 from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints
-from .checkpoints import BadCheckpoint, Checkpoint
+from .checkpoints import Checkpoint, bad
 from .config_layouts import NESTED, ConfigLayout, layer_numbers, layout_of
 from .feature_drafter import FeatureDrafter
 from .layers import Layer, RowPass, Turns
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["Eagle3"]
 
 UNITS_AT_ONCE = 64
 """Columns of the target's output matrix that are read at once."""
@@ -101,27 +99,22 @@ class Eagle3Config:
         """
         layout = layout_of(config, LAYOUTS) or LAYOUTS[1]
         if config.get("speculators_model_type") and not layout.sizes:
-            raise BadCheckpoint(f"drafter: its config has no {NESTED}, which speculators' layout nests")
+            raise bad(f"its config has no {NESTED}, which speculators' layout nests")
         layers = checkpoints.layer_config(layout.sizes_in(config), "llama")
         draft_vocab_size = checkpoints.number(config, "draft_vocab_size", default=layers.vocab_size)
         if draft_vocab_size > layers.vocab_size:
-            raise BadCheckpoint(
-                f"drafter: draft_vocab_size={draft_vocab_size} in its config is more than "
-                f"vocab_size={layers.vocab_size}"
-            )
+            raise bad(f"draft_vocab_size={draft_vocab_size} in its config is more than vocab_size={layers.vocab_size}")
         inner = config.get(INNER)
         said = {**config, **(inner if isinstance(inner, dict) else {})}
         fused = layout.settings_in(config).get(FUSED)
         if fused is None and said.get("use_aux_hidden_state") is False:
-            raise BadCheckpoint("drafter: its config turns use_aux_hidden_state off; only fused layers are served")
+            raise bad("its config turns use_aux_hidden_state off; only fused layers are served")
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         found = {name: checkpoints.flag(said, name) for name in flags}
         if said.get("logit_scale") not in (None, 1):
-            raise BadCheckpoint(f"drafter: logit_scale={said['logit_scale']!r} in its config; only 1 is served")
+            raise bad(f"logit_scale={said['logit_scale']!r} in its config; only 1 is served")
         if found["norm_before_fc"] and found["fc_norm"]:
-            raise BadCheckpoint(
-                "drafter: its config sets norm_before_fc and fc_norm, of which a drafter has one at most"
-            )
+            raise bad("its config sets norm_before_fc and fc_norm, of which a drafter has one at most")
         return cls(
             layers,
             draft_vocab_size,
@@ -138,13 +131,6 @@ class Eagle3Config:
         """Hidden states that are fused."""
         return 3 if self.hidden_layers is None else len(self.hidden_layers)
 
-    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """The target's hidden states that are fused."""
-        if self.hidden_layers is not None:
-            return self.hidden_layers
-        count = int(target.config.get_text_config(decoder=True).num_hidden_layers)
-        return (2, count // 2, count - 3)
-
 
 def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...]) -> dict[str, Any]:
     """Read of a P-EAGLE checkpoint's config what EAGLE-3's has not.
@@ -154,7 +140,7 @@ def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...]) ->
     """
     token = next((name for name in MASK_TOKENS if config.get(name) is not None), None)
     if token is None:
-        raise BadCheckpoint(f"drafter: a P-EAGLE checkpoint whose config has no mask token: {', '.join(MASK_TOKENS)}")
+        raise bad(f"a P-EAGLE checkpoint whose config has no mask token: {', '.join(MASK_TOKENS)}")
     spec = config.get("speculators_config")
     methods = spec.get("proposal_methods") if isinstance(spec, dict) else None
     trained = [method for method in methods or () if isinstance(method, dict) and "speculative_tokens" in method]
@@ -223,8 +209,8 @@ class Eagle3(FeatureDrafter):
         drafter = super().from_checkpoint(checkpoint, target)
         if drafter.lm_head is None:
             if target is None:
-                raise BadCheckpoint(
-                    f"drafter: this EAGLE-3 drafter in {checkpoint.folder} drafts by its target's output matrix; pass "
+                raise bad(
+                    f"this EAGLE-3 drafter in {checkpoint.folder} drafts by its target's output matrix; pass "
                     "the target too"
                 )
             drafter.share_head(target)
@@ -234,17 +220,15 @@ class Eagle3(FeatureDrafter):
     def read_config(cls, checkpoint: Checkpoint) -> Eagle3Config:
         _, mask_shape = checkpoint.files.get(MASK, (None, None))
         if mask_shape is None and says_parallel(checkpoint.config):
-            raise BadCheckpoint(f"drafter: a P-EAGLE checkpoint without its tensor {MASK} in {checkpoint.folder}")
+            raise bad(f"a P-EAGLE checkpoint without its tensor {MASK} in {checkpoint.folder}")
         own = "embed_tokens.weight" in checkpoint.files
         config = Eagle3Config.of(checkpoint.config, own_embedding=own, mask_shape=mask_shape)
         width = config.num_fused * config.target_hidden_size
         if mask_shape is not None and math.prod(mask_shape) != width:
-            raise BadCheckpoint(
-                f"drafter: {MASK} in {checkpoint.folder} is {list(mask_shape)}, and its config means {width} numbers"
-            )
+            raise bad(f"{MASK} in {checkpoint.folder} is {list(mask_shape)}, and its config means {width} numbers")
         fc = checkpoint.files.get("fc.weight", (None, ()))[1]
         if config.num_fused != 2 and fc == (config.layers.hidden_size, 2 * config.layers.hidden_size):
-            raise BadCheckpoint("drafter: an EAGLE-1 or EAGLE-2 checkpoint, which fuses no layers; not served")
+            raise bad("an EAGLE-1 or EAGLE-2 checkpoint, which fuses no layers; not served")
         return config
 
     def __repr__(self) -> str:

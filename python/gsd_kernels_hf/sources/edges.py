@@ -1,4 +1,4 @@
-"""What follows a token at a position of a block: scores of edges, by which a lattice is more than its positions.
+"""Scores of what follows a token at a position of a block: edges, by which a lattice is more than its positions.
 
 Drafters that predict all positions of a block at once know nothing of each other's choices. A head beside them scores
 a token by its depth and the token before it, so every node of a graph that merges equal tokens of a depth gets exactly
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .layers import Layer, RowPass, Turns
-
-__all__ = ["ConfidenceHead", "ConvolvedLayer", "DynamicConvolution", "MarkovHead", "RecurrentHead", "Selector"]
 
 
 class MarkovHead(nn.Module):
@@ -76,7 +74,7 @@ class RecurrentHead(nn.Module):
         return hidden.new_zeros(len(hidden), 1, self.markov_w2.in_features)
 
     def after(self, hidden: Tensor, before: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What a position's logits gain [B, W, V], and the state after it [B, W, r].
+        """Give what a position's logits gain [B, W, V], and the state after it [B, W, r].
 
         Args:
             hidden: [B, W, D], what its logits were made of.
@@ -90,7 +88,7 @@ class RecurrentHead(nn.Module):
 
 
 def along(edges: nn.Module, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
-    """What a head makes of logits [B, n, V] along one path, as in training.
+    """Score logits [B, n, V] along one path by a head, as in training.
 
     Args:
         edges: :class:`MarkovHead`, :class:`RecurrentHead` or :class:`Selector`.
@@ -174,7 +172,7 @@ class DynamicConvolution(nn.Module):
         self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
 
     def before(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the part reads, of rows [B, R, D], and the δ for :meth:`after` [B, R, taps, groups]."""
+        """Convolve rows [B, R, D] to what the part reads, beside it the δ for :meth:`after` [B, R, taps, groups]."""
         delta = self.kernel_projection(hidden).unflatten(-1, (2, self.taps, -1))
         return self.convolved(hidden, delta[:, :, 0], self.base_kernel[0]), delta[:, :, 1]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,12 +25,10 @@ class Expansion(OwnSource):
     stem = 0
     root_alone = False
 
-    def attach(self, text: Text) -> None:
-        if not text.first:
-            return
-        self.text, self.state, self.rows = text, text.state, self.row_model(text)
+    def start(self, text: Text) -> None:
+        """Make the model's cache."""
+        self.rows = self.row_model(text)
         self.vocab_size = min(text.target.vocab_size, self.rows.vocab_size)
-        self.sampler = text.sampler  # a copy on the draft's device would keep the first text's seed
         self.slot_depths: dict[GraphConfig, Tensor] = {}
 
     def row_model(self, text: Text) -> RowModel:
@@ -55,18 +55,14 @@ class Expansion(OwnSource):
 
     def frontier_logits(self, level: Level) -> Tensor:
         """Forward the frontier of a level beyond the root's; logits after its nodes, float [B, W, V]."""
+        rows = self.level_rows(level, self.prefix())
+        return self.rows.rows(*rows, keep=level.config.width, shift=1, stem=self.stem)
+
+    def level_rows(self, level: Level, prefix: Tensor) -> tuple[Any, ...]:
+        """A level's frontier behind ``prefix`` [B] as arguments of :meth:`RowModel.rows`."""
         config, frontier = level.config, level.frontier
-        return self.rows.rows(
-            frontier.token_ids,
-            self.prefix(),
-            (level.number - 1) * config.width,
-            frontier.ancestor_mask,
-            frontier.depths,
-            self.slot_depths[config],
-            keep=config.width,
-            shift=1,
-            stem=self.stem,
-        )
+        behind = prefix, (level.number - 1) * config.width
+        return frontier.token_ids, *behind, frontier.ancestor_mask, frontier.depths, self.slot_depths[config]
 
     def warm(self, level: Level, verified: Verified) -> Proposal | None:
         """The attention of a step's forwards behind what is stored, and candidates after as many nodes."""

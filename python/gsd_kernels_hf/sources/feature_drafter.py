@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from ..model.properties import text_config
 from . import checkpoints
-from .checkpoints import BadCheckpoint, Checkpoint
+from .checkpoints import Checkpoint, bad
 from .layers import Rotary
 
 if TYPE_CHECKING:
@@ -95,18 +96,16 @@ class FeatureDrafter(nn.Module):
         """
         config, kind, own = self.config, self.kind, self.embed_tokens
         width, theirs = config.layers.hidden_size, config.target_hidden_size
-        checkpoints.check_sizes(kind, config.layers.vocab_size, theirs, target, config.layers_of(target))
+        checkpoints.check_sizes(kind, config.layers.vocab_size, theirs, target, self.layers_of(target))
         if (own is None or not config.own_head) and width != theirs:
             what = "embedding" if own is None else "output matrix"
-            raise BadCheckpoint(
-                f"drafter: this {kind} drafter has no {what} of its own, and is {width} wide where the target's {what} "
+            raise bad(
+                f"this {kind} drafter has no {what} of its own, and is {width} wide where the target's {what} "
                 f"is {theirs}"
             )
         rows = len((target.get_input_embeddings() if own is None else own).weight)
         if config.mask_token_id is not None and config.mask_token_id >= rows:
-            raise BadCheckpoint(
-                f"drafter: this {kind} drafter's mask token {config.mask_token_id} has no row in an embedding of {rows}"
-            )
+            raise bad(f"this {kind} drafter's mask token {config.mask_token_id} has no row in an embedding of {rows}")
 
     def check_block(self) -> None:
         """Raise unless the layers can be forwarded, as those can that are ours."""
@@ -119,8 +118,9 @@ class FeatureDrafter(nn.Module):
 
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
         """The target's hidden states that are fused."""
-        numbers: tuple[int, ...] = self.config.layers_of(target)
-        return numbers
+        numbers: tuple[int, ...] | None = self.config.hidden_layers
+        count = int(text_config(target).num_hidden_layers)
+        return (2, count // 2, count - 3) if numbers is None else numbers
 
     @property
     def windows(self) -> list[int | None]:

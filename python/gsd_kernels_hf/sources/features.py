@@ -109,26 +109,21 @@ class FeatureSource(OwnSource):
     """Cache positions that a forward needs, more than the target's rows do."""
 
     def __init__(self, module: Any) -> None:
-        self.module = module
-
-    @property
-    def forwards(self) -> tuple[nn.Module, ...]:
-        """The drafter."""
-        return (self.module,)
+        self.module, self.forwards = module, (module,)
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the drafter was not made for."""
         checkpoints.check(self.module, target)
 
-    def start(self, text: Text, config: PretrainedConfig) -> None:
-        """Make the storage of a session."""
-        self.text, self.state, self.sampler = text, text.state, text.sampler
-        self.rows = FeatureCache(self.module, config, text, self.extra_slots)
+    def start(self, text: Text) -> None:
+        """Make the cache."""
+        self.rows = FeatureCache(self.module, self.module.sizes, text, self.extra_slots)
         text.keep(self.rows)
         self.embed = text.target.stepping.get_input_embeddings()
         self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; entries in the cache, padding included
 
     def attach(self, text: Text) -> None:
+        super().attach(text)
         prompt = self.state.tokens[:, : int(self.state.out_len[0])]
         reused = self.rows.common(prompt, self.state.kv_start) - self.ahead
         self.cached.fill_(max(0, min(reused, prompt.shape[1] - 1 - self.ahead)))

@@ -10,68 +10,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from gsd_kernels.ops.decoder_rows import DecoderWeights
-from gsd_kernels.ops.feature_rows import FeatureWeights, cuda, feature_rows
+from gsd_kernels.ops.feature_rows import FeatureWeights, cuda
 from gsd_kernels.ops.packed.api import FLOATS
-from gsd_kernels.ops.step import FedRows
 
 from ..model import replay
 from ..model.attention import windowed
 from ..model.foreign import SILU, STATIC_ROPE, foreign_code
 from ..model.fused import decoder_weights, error_of, missing, unproved
 from ..model.linear import CpuLinear, RowLinear
-from .features import FeatureCache
 from .layers import Layer
 
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 PLAIN = (nn.Linear, CpuLinear, RowLinear, nn.Embedding, *NORMS, *SILU)
-
-
-class FusedFeatures:
-    """A drafter over rows of its cache.
-
-    Args:
-        module: the drafter.
-        embed, head: its embedding and output matrix, or the target's.
-        rows: its cache.
-    """
-
-    def __init__(self, module: Any, embed: Any, head: Any, rows: FeatureCache) -> None:
-        self.module, self.rows, self.weights = module, rows, weights_of(module, embed, head)
-
-    def __call__(
-        self, fed: FedRows, features: Tensor, ancestor_mask: Tensor, node_depths: Tensor, kv_len: Tensor, keep: int
-    ) -> tuple[Tensor, Tensor]:
-        """Of the last ``keep`` rows the vectors that nodes hand on [B, keep, D], and logits [B, keep, V].
-
-        Args:
-            fed: R rows, int32.
-            features: [B, R, D], of the target, or vectors of drafted nodes' parents.
-            ancestor_mask, node_depths, kv_len: as of :class:`~gsd_kernels_hf.model.attention.GraphInputs`.
-            keep: rows.
-        """
-        logits, normed, state = feature_rows(
-            self.weights,
-            fed.ids,
-            features,
-            fed.positions,
-            fed.places,
-            ancestor_mask,
-            node_depths,
-            kv_len,
-            self.rows.text_kv_start,
-            *self.rows.storage(self.weights.decoder),
-            keep=keep,
-            backend=self.rows.operator,
-        )
-        return (normed if self.module.hands_on_normed else state).to(features.dtype), logits
 
 
 def weights_of(module: Any, embed: Any, head: Any) -> FeatureWeights:

@@ -21,17 +21,15 @@ from gsd_kernels import GraphConfig
 
 from ..model.attention import GraphInputs, configs_of, switched_configs, windowed
 from ..model.hidden import decoder_of
-from ..model.properties import device_of
+from ..model.properties import device_of, text_config
 from ..records import Verified
 from . import checkpoints
 from .base import Level, Proposal, Text
-from .checkpoints import CONFIG, BadCheckpoint
+from .checkpoints import CONFIG, bad
 from .draft_vocabulary import DraftVocabulary
 from .expansion import NodeVectors
 from .last_state import LastState
 from .recursion import Recursion
-
-__all__ = ["Gemma4Assistant"]
 
 KIND, CLASS = "Gemma 4", "Gemma4AssistantForCausalLM"
 Stored = dict[str, tuple[Tensor, Tensor]]
@@ -91,17 +89,17 @@ class Gemma4Assistant(nn.Module):
         folder = checkpoints.fetch(where)
         kind = getattr(transformers, CLASS, None)
         if kind is None:
-            raise BadCheckpoint(f"drafter: {folder} is a Gemma 4 assistant; it needs transformers with {CLASS}")
+            raise bad(f"{folder} is a Gemma 4 assistant; it needs transformers with {CLASS}")
         try:
             config = kind.config_class.from_dict(checkpoints.read_json(folder / CONFIG))
             sizes = Sizes.of(config)
         except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
-            raise BadCheckpoint(f"drafter: {folder} has no readable config of a Gemma 4 assistant: {error}") from error
+            raise bad(f"{folder} has no readable config of a Gemma 4 assistant: {error}") from error
         check_sizes(sizes, target)
         model, report = kind.from_pretrained(folder, dtype=target.dtype, output_loading_info=True)
         strange = [*report["missing_keys"], *report["mismatched_keys"]]
         if strange:
-            raise BadCheckpoint(f"drafter: {folder} lacks {strange[0]}, or has it in another shape")
+            raise bad(f"{folder} lacks {strange[0]}, or has it in another shape")
         found = cls(model)
         checkpoints.move_to(found, target)
         return found
@@ -167,15 +165,15 @@ def check_sizes(sizes: Sizes, target: PreTrainedModel) -> None:
     checkpoints.check_sizes(KIND, sizes.vocab_size, sizes.hidden_size, target)
     missing = sorted(set(sizes.types) - storing_layers(target).keys())
     if missing:
-        raise BadCheckpoint(
-            f"drafter: this Gemma 4 assistant reads keys and values of {missing[0]} layers, which "
+        raise bad(
+            f"this Gemma 4 assistant reads keys and values of {missing[0]} layers, which "
             f"{type(target).__name__} does not have; {checkpoints.BELONGS}"
         )
-    theirs = stored_by(target.config.get_text_config(decoder=True))
+    theirs = stored_by(text_config(target))
     for kind, (heads, size) in sizes.stored.items():
         if theirs[kind] != (heads, size):
-            raise BadCheckpoint(
-                f"drafter: this Gemma 4 assistant reads {heads} heads of {size} of {kind} layers, and those of "
+            raise bad(
+                f"this Gemma 4 assistant reads {heads} heads of {size} of {kind} layers, and those of "
                 f"{type(target).__name__} store {theirs[kind][0]} of {theirs[kind][1]}; {checkpoints.BELONGS}"
             )
 
@@ -189,7 +187,7 @@ def stored_by(config: PretrainedConfig) -> dict[str, tuple[Any, ...]]:
 
 def storing_layers(target: PreTrainedModel) -> dict[str, int]:
     """Of every type of layer the last one that stores keys and values of its own."""
-    config = target.config.get_text_config(decoder=True)
+    config = text_config(target)
     own = len(decoder_of(target)[0]) - (getattr(config, "num_kv_shared_layers", None) or 0)
     return {kind: index for index, kind in enumerate((getattr(config, "layer_types", None) or ())[:own])}
 
@@ -207,15 +205,9 @@ class AssistantDrafts(LastState, Recursion):
         """Refuse a target that the assistant was not made for."""
         checkpoints.check(self.module, target)
 
-    def attach(self, text: Text) -> None:
-        if text.first:
-            self.start_nodes(text)
-        super().attach(text)
-
-    def start_nodes(self, text: Text) -> None:
-        """Make the storage of a session."""
-        self.start(text, self.module.sizes.hidden_size)
-        self.text, self.sampler, self.vocab_size = text, text.sampler, text.target.vocab_size
+    def start(self, text: Text) -> None:
+        super().start(text)
+        self.vocab_size = text.target.vocab_size
         self.head, self.vectors = self.module.model.lm_head, NodeVectors()
         self.vocabulary = DraftVocabulary(None, self.module.sizes.vocab_size, self.vocab_size)
         self.embed = text.target.stepping.get_input_embeddings()

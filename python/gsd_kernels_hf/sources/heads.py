@@ -23,16 +23,14 @@ from transformers import PreTrainedModel
 from gsd_kernels import GraphConfig
 
 from ..files import path_of
-from ..model.properties import device_of, vocabulary
+from ..model.properties import device_of, text_config, vocabulary
 from ..packed.modules import device_of_weights
 from ..records import Candidates
 from .base import Level, Text
-from .checkpoints import BadCheckpoint, Checkpoint, check_vocabulary, fetch
+from .checkpoints import Checkpoint, bad, check_vocabulary, fetch
 from .draft_vocabulary import DraftVocabulary
 from .last_state import LastState
 from .lattice import Lattice, shares_of
-
-__all__ = ["CONFIG_FILE", "DraftHeads"]
 
 CONFIG_FILE = "draft_heads.json"
 """The file that marks a folder of heads."""
@@ -120,7 +118,8 @@ class DraftHeads(nn.Module):
     @classmethod
     def for_model(cls, target: PreTrainedModel, num_heads: int, *, num_layers: int = 1) -> DraftHeads:
         """Untrained heads of ``target``'s size, dtype and device."""
-        heads = cls(_hidden_size(target), num_heads, num_layers=num_layers, target=shape_of(target))
+        shape = shape_of(target)
+        heads = cls(int(shape["hidden_size"]), num_heads, num_layers=num_layers, target=shape)
         return heads.to(_device(target), target.dtype)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -182,13 +181,11 @@ class DraftHeads(nn.Module):
         numbers = [int(name.partition(".")[0]) for name in checkpoint.files]
         outputs = {name: shape for name, (_, shape) in checkpoint.files.items() if name.count(".") == 2}
         if not outputs or len(next(iter(outputs.values()))) != 2:
-            raise BadCheckpoint(
-                f"drafter: {checkpoint.folder} has no Medusa heads, such as 0.0.linear.weight, 0.1.weight"
-            )
+            raise bad(f"{checkpoint.folder} has no Medusa heads, such as 0.0.linear.weight, 0.1.weight")
         name, (vocab, size) = next(iter(outputs.items()))
         count, layers = max(numbers) + 1, int(name.split(".")[1])
         if layers < 1:
-            raise BadCheckpoint(f"drafter: {checkpoint.folder} has Medusa heads without a residual block; not served")
+            raise bad(f"{checkpoint.folder} has Medusa heads without a residual block; not served")
         expected: dict[str, tuple[int, ...]] = {}
         for head in range(count):
             for layer in range(layers):
@@ -237,17 +234,13 @@ class DraftHeads(nn.Module):
 
 def shape_of(target: PreTrainedModel) -> dict[str, int | str]:
     """Kind, width, layers and vocabulary of a target, by which heads tell it from others."""
-    config = target.config.get_text_config(decoder=True)
+    config = text_config(target)
     return {
         "model_type": config.model_type,
-        "hidden_size": _hidden_size(target),
+        "hidden_size": int(config.hidden_size),
         "num_hidden_layers": config.num_hidden_layers,
         "vocab_size": vocabulary(target),
     }
-
-
-def _hidden_size(target: PreTrainedModel) -> int:
-    return int(target.config.get_text_config(decoder=True).hidden_size)
 
 
 def _device(target: PreTrainedModel) -> torch.device:
@@ -275,13 +268,11 @@ class Heads(LastState, Lattice):
         if mine != theirs:
             raise ValueError(f"draft_heads: on {mine}, and the target's output matrix on {theirs}; move them there")
 
-    def attach(self, text: Text) -> None:
-        if text.first:
-            self.start(text, self.heads.hidden_size)
-            self.sampler, self.lm_head = text.sampler, text.target.stepping.get_output_embeddings()
-            self.vocabulary = DraftVocabulary(None, text.target.vocab_size, text.target.vocab_size)
-            self.row = torch.arange(self.heads.num_heads, dtype=torch.int32, device=self.known.device)[None]
-        super().attach(text)
+    def start(self, text: Text) -> None:
+        super().start(text)
+        self.lm_head = text.target.stepping.get_output_embeddings()
+        self.vocabulary = DraftVocabulary(None, text.target.vocab_size, text.target.vocab_size)
+        self.row = torch.arange(self.heads.num_heads, dtype=torch.int32, device=self.known.device)[None]
 
     def levels(self, config: GraphConfig) -> int:
         """Return the number of heads: the history is alone below, and would be weighed against nothing."""

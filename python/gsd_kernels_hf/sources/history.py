@@ -42,7 +42,7 @@ class History(OwnSource):
     # itself, and by what is known from elsewhere.
     shares = (0.0, 0.3, 0.5, 0.7, 0.85, 0.9, 0.15)
     reliability = (0.0, 0.5, 0.7, 0.85, 0.95, 0.95, 0.5)
-    mixes = False
+    mixes, compiled_ahead, remembers = False, True, True
     known: Recollection | None = None  # made with a session's first text
 
     def check(self, target: PreTrainedModel) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..model.hidden import LAST
-from ..packed.modules import device_of_weights, dtype_of
+from ..packed.modules import device_of_weights, dtype_of, shape_of
 from ..records import Verified
 from .base import OwnSource, Prefilled, Text, rows_at
 
@@ -20,14 +20,14 @@ class LastState(OwnSource):
 
     hidden_layers = (LAST,)
 
-    def start(self, text: Text, size: int) -> None:
-        """Make the storage of a session, for states of this size."""
-        self.state, head = text.state, text.target.stepping.get_output_embeddings()
-        batch = self.state.tokens.shape[0]
-        self.hidden = torch.zeros(batch, size, dtype=dtype_of(head), device=device_of_weights(head))
+    def start(self, text: Text) -> None:
+        """Make room for a state of each sequence."""
+        head, batch = text.target.stepping.get_output_embeddings(), len(self.state.out_len)
+        self.hidden = torch.zeros(batch, shape_of(head)[1], dtype=dtype_of(head), device=device_of_weights(head))
         self.known = torch.zeros(batch, dtype=torch.bool, device=self.state.tokens.device)
 
     def attach(self, text: Text) -> None:
+        super().attach(text)
         self.known.zero_()
 
     def observe(self, seen: Verified | Prefilled) -> None:

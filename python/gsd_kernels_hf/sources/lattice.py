@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from gsd_kernels import GraphConfig
 
-from ..records import Candidates, DecodeState, Sampler, Verified
+from ..records import Candidates, Verified
 from .base import Level, OwnSource, Proposal, rows_at
 from .draft_vocabulary import DraftVocabulary
 
@@ -30,8 +30,6 @@ class Lattice(OwnSource):
         row: int32 [B, n], 0 … n − 1.
     """
 
-    state: DecodeState
-    sampler: Sampler
     vocabulary: DraftVocabulary
     row: Tensor
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -81,9 +81,9 @@ class LayerSkip(Expansion):
             raise ValueError(
                 "attention: all that attends is skipped; leave a layer, of whose keys the cache has a length"
             )
-        _check_blocks(self.model, **skipped)
-        self.attention, self.mlp = skipped["attention"], skipped["mlp"]
-        self.view = _without(self.model, self.attention, self.mlp)
+        _check_blocks(self.model, skipped)
+        self.attention, self.mlp = skipped.values()
+        self.view = _without(self.model, skipped)
         self.forwards = (self.view,)
         report = examine(self.view)
         if report.problem is not None:  # where others read a layer's keys and values, as those of Gemma 4 do
@@ -188,7 +188,7 @@ class _Search:
         self.model = with_cpu_linears(model, "auto")
         layers = _layers(self.model)
         self.count = len(layers)
-        _check_blocks(model, attention=range(self.count), mlp=range(self.count))
+        _check_blocks(model, dict.fromkeys(PARTS, range(self.count)))
         self.attending = {("attention", i) for i in _attending(layers)}
         self.total = 4 * self.count - 1
         self.input_ids = input_ids.to(properties.device_of(model))
@@ -254,7 +254,7 @@ class _Search:
     def tried(self, skipped: frozenset[tuple[str, int]]) -> tuple[float, float]:
         """Expected speed and agreement of a draft without these blocks."""
         blocks = {name: tuple(sorted(i for part, i in skipped if part == name)) for name in PARTS}
-        tokens = self.best_tokens(_without(self.model, **blocks))
+        tokens = self.best_tokens(_without(self.model, blocks))
         self.forwards += 1
         agreement = float((tokens == self.wanted).float().mean())
         speed = expected_speed(agreement, self.cost(skipped))
@@ -300,7 +300,7 @@ def _block(layer: nn.Module, part: str) -> str:
 
 
 @torch.no_grad()
-def _check_blocks(model: PreTrainedModel, *, attention: Iterable[int], mlp: Iterable[int]) -> None:
+def _check_blocks(model: PreTrainedModel, skipped: Mapping[str, Iterable[int]]) -> None:
     """Raise where a block returns something else than what takes its place: a forward of two tokens shows it.
 
     MLPs of Zaya return their router's states for the next layer, those of gpt-oss their router's scores.
@@ -309,16 +309,15 @@ def _check_blocks(model: PreTrainedModel, *, attention: Iterable[int], mlp: Iter
         ValueError: one of them does.
     """
     layers, returned = _layers(model), {}
-    blocks = [(part, i) for part, indices in (("attention", attention), ("mlp", mlp)) for i in indices]
+    blocks = {(part, i): getattr(layers[i], _block(layers[i], part)) for part in PARTS for i in skipped[part]}
     with ExitStack() as hooks:
-        for part, index in blocks:
-            module = getattr(layers[index], _block(layers[index], part))
-            keep = partial(returned.__setitem__, (part, index))
+        for place, module in blocks.items():
+            keep = partial(returned.__setitem__, place)
             hooks.enter_context(module.register_forward_hook(lambda _, __, output, keep=keep: keep(output)))
         ids = torch.zeros(1, 2, dtype=torch.int64, device=properties.device_of(model))
         model(input_ids=ids, use_cache=False)
-    for part, index in blocks:
-        module, output = getattr(layers[index], _block(layers[index], part)), returned.get((part, index))
+    for (part, index), module in blocks.items():
+        output = returned.get((part, index))
         states = isinstance(output, Tensor)
         if not (states if _returns_states(module, part) else isinstance(output, tuple) and len(output) == 2):
             raise ValueError(
@@ -358,13 +357,13 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def _without(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int, ...]) -> PreTrainedModel:
+def _without(model: PreTrainedModel, skipped: Mapping[str, Sequence[int]]) -> PreTrainedModel:
     """A view of ``model``: the same weights, fewer blocks."""
-    kept, kinds = [], set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    kept, kinds = [], set(getattr(properties.text_config(model), "layer_types", None) or ())
     for index, layer in enumerate(_layers(model)):
         stubs: dict[str, nn.Module] = {}
-        for part, skipped in (("attention", attention), ("mlp", mlp)):
-            if index in skipped:
+        for part, indices in skipped.items():
+            if index in indices:
                 name = _block(layer, part)
                 stubs[name] = _NoBlock() if _returns_states(getattr(layer, name), part) else _NoAttention()
         # Where layers are of several types, their numbers say which mask is theirs.
@@ -374,7 +373,9 @@ def _without(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int,
         getattr(model, model.base_model_prefix), {"layers": nn.ModuleList(kept).train(model.training)}
     )
     view = with_children(model, {model.base_model_prefix: decoder})
-    vars(view)["lacks"] = [list(attention), list(mlp)]  # tells what forwards cost from those of the whole model
+    vars(view)["lacks"] = [
+        list(indices) for indices in skipped.values()
+    ]  # tells what forwards cost from those of the whole model
     return view
 
 

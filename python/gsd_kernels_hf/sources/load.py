@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..model.properties import device_of
 from . import checkpoints
 from .base import DraftSource
-from .checkpoints import BadCheckpoint, Checkpoint
+from .checkpoints import Checkpoint, bad
 from .dflash import DFlash, DFlashDrafts
 from .eagle3 import Eagle3
 from .gemma_assistant import CLASS, AssistantDrafts, Gemma4Assistant
@@ -86,7 +86,7 @@ def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Dr
 
 
 def loaded_heads(where: str | os.PathLike[str], target: PreTrainedModel) -> DraftHeads:
-    """As :meth:`DraftHeads.from_pretrained`, once, as :func:`loaded_drafter`.
+    """Load heads once, as :meth:`DraftHeads.from_pretrained` and :func:`loaded_drafter` do.
 
     Raises:
         ValueError: the folder holds none, or another model's.
@@ -127,15 +127,11 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
     if named is not None:
         if named in SPECULATORS:
             return SPECULATORS[named]
-        raise BadCheckpoint(
-            f"drafter: {folder} is of speculators' kind {named!r}; served are {', '.join(map(repr, SPECULATORS))}"
-        )
+        raise bad(f"{folder} is of speculators' kind {named!r}; served are {', '.join(map(repr, SPECULATORS))}")
     architectures = [str(name) for name in config.get("architectures") or ()]
     foreign = [name for name in architectures if "DSpark" in name and not name.startswith("Qwen3")]
     if foreign:
-        raise BadCheckpoint(
-            f"drafter: {folder} is a DSpark drafter of other layers than Qwen3's ({foreign[0]}); not served"
-        )
+        raise bad(f"{folder} is a DSpark drafter of other layers than Qwen3's ({foreign[0]}); not served")
     if "dflash_config" in config or any("DSpark" in name for name in architectures):  # code of auto_map is not run
         return "dflash"
     if "medusa_num_heads" in config:
@@ -149,12 +145,12 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
     ):
         return "eagle3"
     if any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
-        raise BadCheckpoint(
-            f"drafter: {folder} is a language model ({architectures[0]}), not a drafter; load it with transformers and "
+        raise bad(
+            f"{folder} is a language model ({architectures[0]}), not a drafter; load it with transformers and "
             'pass it as assistant_model, or pass drafter="mtp" for the multi-token-prediction heads in the target\'s '
             "own checkpoint"
         )
-    raise BadCheckpoint(
-        f"drafter: {folder} is no drafter of a kind that is served (docs/drafts.md has a table) and no heads: its "
+    raise bad(
+        f"{folder} is no drafter of a kind that is served (docs/drafts.md has a table) and no heads: its "
         f"config names the architectures {architectures}"
     )

@@ -25,12 +25,10 @@ from ..model.hidden import decoder_of
 from ..model.properties import cache_argument, device_of
 from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints
-from .checkpoints import BadCheckpoint, Checkpoint
+from .checkpoints import Checkpoint, bad
 from .mtp_block import Block, TargetRotary, assembled, block_for, stored_as
 from .mtp_files import open_heads, scale_block
-from .mtp_layouts import SCALE, WRITTEN, Layout
-
-__all__ = ["Mtp"]
+from .mtp_layouts import SCALE, Layout
 
 KIND = "multi-token-prediction"
 
@@ -60,8 +58,8 @@ class Mtp(nn.Module):
         try:
             norms = [type(norm)(size, eps=eps) for _ in range(3)]
         except TypeError as error:
-            raise BadCheckpoint(
-                f"drafter: the norm of {type(block.target).__name__} cannot be made by itself: {error}; its {KIND} "
+            raise bad(
+                f"the norm of {type(block.target).__name__} cannot be made by itself: {error}; its {KIND} "
                 "heads are not served"
             ) from error
         self.embedding_norm, self.hidden_norm, self.output_norm = norms
@@ -71,22 +69,6 @@ class Mtp(nn.Module):
         self.cache_argument = cache_argument(block.target)
         self.configs = configs_of(self.block)
         self.runs = False  # whether that is known
-
-    @classmethod
-    def new(cls, block: Block) -> Mtp:
-        """A head to be trained: new norms and projection, and a copy of the target's last such layer."""
-        module = cls(WRITTEN, block, bias=False)
-        module.block = module.block.to_empty(device="cpu").requires_grad_(True)
-        shapes = block.shapes()
-        alike = (layer.state_dict() for layer in reversed(decoder_of(block.target)[0]))
-        like = next(
-            (tensors for tensors in alike if {name: tuple(t.shape) for name, t in tensors.items()} == shapes), None
-        )
-        if like is None:
-            made, of = type(module.block).__name__, type(block.target).__name__
-            raise BadCheckpoint(f"target: no layer of {of} has the tensors of a new {made}; its heads are not served")
-        module.block.load_state_dict(like)
-        return module
 
     @classmethod
     def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel) -> Mtp:
@@ -148,8 +130,8 @@ class Mtp(nn.Module):
         checkpoints.check_sizes(KIND, self.config.vocab_size, self.config.hidden_size, target)
         mine, theirs = type(self.block), type(decoder_of(target)[0][0])
         if mine is not theirs:
-            raise BadCheckpoint(
-                f"drafter: this {KIND} head is a {mine.__name__}, and the target's layers are {theirs.__name__}; "
+            raise bad(
+                f"this {KIND} head is a {mine.__name__}, and the target's layers are {theirs.__name__}; "
                 f"{checkpoints.BELONGS}"
             )
 
@@ -166,22 +148,18 @@ class Mtp(nn.Module):
             return
         graph, size = OneToken(), self.config.hidden_size
         one = torch.zeros(1, 1, size, dtype=self.projection.weight.dtype, device=self.projection.weight.device)
+        cause, problem = None, None
         try:
             self(one, one, torch.zeros(1, 1, dtype=torch.int64, device=one.device), graph, GraphCache(self.config, 1))
             problem = None if graph.calls == 1 else f"it attends {graph.calls} times"
         except Exception as error:  # whatever a layer's own code says
-            raise BadCheckpoint(
-                self._unserved(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-            ) from error
+            cause, problem = error, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if problem is not None:
-            raise BadCheckpoint(self._unserved(problem))
+            raise bad(
+                f"a {type(self.block).__name__} cannot be forwarded as a {KIND} head, which has hidden states, "
+                f"positions and a cache for it ({problem}); not supported"
+            ) from cause
         self.runs = True
-
-    def _unserved(self, why: str) -> str:
-        return (
-            f"drafter: a {type(self.block).__name__} cannot be forwarded as a {KIND} head, which has hidden states, "
-            f"positions and a cache for it ({why}); not supported"
-        )
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -15,8 +15,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..model.attention import implementation_of
 from ..model.hidden import decoder_of
+from ..model.properties import text_config
 from ..validate.models import SERVED_LAYERS
-from .checkpoints import BadCheckpoint
+from .checkpoints import bad
 from .layers import Turns
 
 Shapes = dict[str, tuple[int, ...]]
@@ -64,8 +65,8 @@ class TargetRotary:
     def __init__(self, block: Block) -> None:
         self.module = getattr(block.target.get_decoder(), "rotary_emb", None)
         if not isinstance(self.module, nn.Module):
-            raise BadCheckpoint(
-                f"drafter: {type(block.target).__name__} has no rotary_emb in its decoder, so its "
+            raise bad(
+                f"{type(block.target).__name__} has no rotary_emb in its decoder, so its "
                 "multi-token-prediction heads cannot be placed; not served"
             )
         typed = "layer_type" in inspect.signature(self.module.forward).parameters
@@ -88,7 +89,7 @@ def blocks_of(target: PreTrainedModel) -> Iterator[Block]:
         BadCheckpoint: they cannot be made.
     """
     layers, _ = decoder_of(target)
-    config = target.config.get_text_config(decoder=True)
+    config = text_config(target)
     types = sorted(set(getattr(config, "layer_types", None) or ()) & SERVED_LAYERS) or [None]
     seen = set()
     for index, layer in enumerate(layers):
@@ -105,8 +106,8 @@ def blocks_of(target: PreTrainedModel) -> Iterator[Block]:
                 with torch.device("meta"):
                     module = type(layer)(own, index)
             except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-                raise BadCheckpoint(
-                    f"drafter: a layer of {type(target).__name__} cannot be made by itself: {error}; its "
+                raise bad(
+                    f"a layer of {type(target).__name__} cannot be made by itself: {error}; its "
                     "multi-token-prediction heads are not served"
                 ) from error
             for part in module.modules():
@@ -131,21 +132,6 @@ def assembled(name: str, shape: tuple[int, ...], found: Mapping[str, Tensor]) ->
     if len(parts) == 1 and name in found:
         return parts[0]
     return torch.cat(parts).view(shape)  # experts one after the other, each with its gate before
-
-
-def block_to_train(target: PreTrainedModel) -> Block:
-    """The target's decoder layer that a new head has: with attention, over all positions if it can be, the smallest.
-
-    Raises:
-        BadCheckpoint: layers cannot be made by themselves, or none is of attention.
-    """
-    wanted = ("full_attention", None, "sliding_attention")
-    blocks = [block for block in blocks_of(target) if hasattr(block.module, "self_attn") and block.attention in wanted]
-    if not blocks:
-        raise BadCheckpoint(f"target: {type(target).__name__} has no decoder layer of attention that a head could have")
-    return min(
-        blocks, key=lambda block: (wanted.index(block.attention), sum(p.numel() for p in block.module.parameters()))
-    )
 
 
 def block_for(
@@ -187,17 +173,15 @@ def block_for(
             if missing
             else f"it has {name_in_file(unknown[0])}, which theirs have not"
         )
-        raise BadCheckpoint(
-            f"drafter: the decoder layer of the multi-token-prediction head is none of {kind}'s layers: {what}"
-        )
+        raise bad(f"the decoder layer of the multi-token-prediction head is none of {kind}'s layers: {what}")
     named = getattr(found[0].config, "mtp_layer_types", None) or named
     wanted = named[0] if isinstance(named, (list, tuple)) and named else attention
     kinds = [block.attention for block in found]
     if len(set(kinds)) == 1 and not named:
         return found[0]
     if wanted not in kinds:
-        raise BadCheckpoint(
-            f"drafter: the decoder layer of the multi-token-prediction head may be one of {kind}'s layers with "
+        raise bad(
+            f"the decoder layer of the multi-token-prediction head may be one of {kind}'s layers with "
             f"{' or '.join(str(one) for one in kinds)}, and its config's mtp_layer_types is {named!r}"
         )
     return found[kinds.index(wanted)]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..model.hidden import decoder_of
 from . import checkpoints, mtp_layouts
-from .checkpoints import CONFIG, INDEX, WEIGHTS, BadCheckpoint, Checkpoint, fetch
+from .checkpoints import CONFIG, INDEX, WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch
 from .mtp_layouts import Layout
 
 logger = logging.getLogger("gsd_kernels")
@@ -51,17 +51,16 @@ def open_heads(
     if heads is None:
         others = [name for name in names if "mtp" in name.lower() or "nextn" in name.lower()]
         strange = f"; it has {others[0]}, of a layout that is not served" if others else ""
-        raise BadCheckpoint(
-            f"drafter: {where} has no multi-token-prediction heads; looked for were "
-            f"{mtp_layouts.looked_for(layers)}{strange}"
+        raise bad(
+            f"{where} has no multi-token-prediction heads; looked for were {mtp_layouts.looked_for(layers)}{strange}"
         )
     layout, prefix = heads
     own = {name: layout.own_name(name.removeprefix(prefix)) for name in names if name.startswith(prefix)}
     own = {name: ours for name, ours in own.items() if ours is not None}
     quantised = next((name for name in own if name.endswith(mtp_layouts.QUANTISED)), None)
     if quantised is not None:
-        raise BadCheckpoint(
-            f"drafter: the multi-token-prediction heads in {where} are quantised ({quantised}); served are floating "
+        raise bad(
+            f"the multi-token-prediction heads in {where} are quantised ({quantised}); served are floating "
             "point and FP8 in blocks (weight_scale_inv)"
         )
     if index is not None:
@@ -70,7 +69,7 @@ def open_heads(
         found.list_tensors(folder / name for name in files)
         lost = next((name for name in own if name not in found.files), None)
         if lost is not None:
-            raise BadCheckpoint(f"drafter: {folder / INDEX} says that {lost} is in {index[lost]}, and it is not")
+            raise bad(f"{folder / INDEX} says that {lost} is in {index[lost]}, and it is not")
     found.rename(own.get)
     found.published = lambda name: layout.published_name(name, prefix)
     return found, layout
@@ -85,7 +84,7 @@ def scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
     quantised = config.get("quantization_config")
     block = quantised.get("weight_block_size", [128, 128]) if isinstance(quantised, dict) else [128, 128]
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-        raise BadCheckpoint(f"drafter: weight_block_size in its config: expected two positive integers, got {block!r}")
+        raise bad(f"weight_block_size in its config: expected two positive integers, got {block!r}")
     return block[0], block[1]
 
 
@@ -98,10 +97,7 @@ def listed(found: Checkpoint) -> tuple[dict[str, str] | None, list[str]]:
     index, file = found.index(), found.folder / WEIGHTS
     if index is None:
         if not file.is_file():
-            raise BadCheckpoint(
-                f"drafter: no {WEIGHTS} and no {INDEX} in {found.folder}, where the multi-token-prediction heads would "
-                "be"
-            )
+            raise bad(f"no {WEIGHTS} and no {INDEX} in {found.folder}, where the multi-token-prediction heads would be")
         found.list_tensors([file])
     return index, list(found.files if index is None else index)
 

@@ -144,9 +144,6 @@ LAYOUTS = (
     ),
 )
 
-WRITTEN = next(layout for layout in LAYOUTS if layout.prefix == "mtp.")
-"""The names of heads that are trained here."""
-
 
 def find(names: Iterable[str], layers: int) -> tuple[Layout, str] | None:
     """The layout of a checkpoint's heads and the prefix of their tensors; ``None``: none that is known.

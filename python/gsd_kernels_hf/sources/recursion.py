@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
+from gsd_kernels.ops.feature_rows import FeatureWeights, feature_rows
 from gsd_kernels.ops.step import feed_rows
 
 from ..packed.modules import device_of_weights, dtype_of
@@ -23,7 +24,7 @@ from .chain import Chain
 from .draft_vocabulary import DraftVocabulary
 from .expansion import Expansion, NodeVectors
 from .features import FeatureSource
-from .fused_features import FusedFeatures, why_not
+from .fused_features import weights_of, why_not
 from .lattice import Lattice, shares_of
 
 
@@ -74,12 +75,12 @@ class Reading(FeatureSource):
     """A draft source whose layers have keys and values of their own, of every position that the target has read.
 
     Attributes:
-        operator: the layers as one operator; ``None``: as modules.
+        operator: the layers as one operator reads them; ``None``: they are modules.
         unknown: id and feature [D] that stand for a token behind the text, where rows of such are asked for.
     """
 
     ahead = 1
-    operator: FusedFeatures | None = None
+    operator: FeatureWeights | None = None
     unknown: tuple[int, Tensor]
 
     def __init__(self, module: Any) -> None:
@@ -92,17 +93,18 @@ class Reading(FeatureSource):
         self.module.check_block()
         self.hidden_layers = self.module.layers_of(target)
 
+    def start(self, text: Text) -> None:
+        super().start(text)
+        own, self.vocab_size = self.module.lm_head, text.target.vocab_size
+        self.head = text.target.stepping.get_output_embeddings() if own is None else own
+        self.vocabulary = DraftVocabulary.of(self.module, self.vocab_size)
+
     def attach(self, text: Text) -> None:
-        if text.first:
-            self.start(text, self.module.sizes)
-            own, self.vocab_size = self.module.lm_head, text.target.vocab_size
-            self.head = text.target.stepping.get_output_embeddings() if own is None else own
-            self.vocabulary = DraftVocabulary.of(self.module, self.vocab_size)
         super().attach(text)
-        reason = why_not(self.module, self.embedding, self.head, self.rows.backend)
+        parts = self.module, self.embedding, self.head
         # Parameters as they lie now: a cast replaces them.
-        made = None if reason is not None else FusedFeatures(self.module, self.embedding, self.head, self.rows)
-        self.operator, self.rows.compiled = made, made is not None
+        self.operator = weights_of(*parts) if why_not(*parts, self.rows.backend) is None else None
+        self.rows.compiled = self.operator is not None
 
     def enter(self, end: Tensor, width: int) -> None:
         self.feed(end, width, keep=0)
@@ -120,16 +122,8 @@ class Reading(FeatureSource):
             token, feature = self.unknown
             tokens = pad(tokens, (0, unknown), value=token)
             features = torch.cat([features, feature.expand(len(tokens), unknown, -1)], 1)
-        found = self.forward(
-            tokens.to(torch.int32),
-            features,
-            self.cached,
-            chain.slots,
-            chain.ancestor_mask,
-            chain.depths,
-            chain.node_depths,
-            keep=keep,
-        )
+        graph = self.cached, chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths
+        found = self.forward(tokens.to(torch.int32), features, *graph, keep=keep)
         self.cached.add_(chain.count - unknown)
         return found
 
@@ -167,7 +161,12 @@ class Reading(FeatureSource):
         )
         fed = fed._replace(positions=fed.positions.clamp(min=0))  # left padding is read too
         if self.operator is not None:
-            return self.operator(fed, features, ancestor_mask, node_depths, kv_len, keep)
+            backend = self.rows.operator
+            graph = ancestor_mask, node_depths, kv_len, self.rows.text_kv_start
+            storage = self.rows.storage(self.operator.decoder)
+            fed_rows = fed.ids, features, fed.positions, fed.places
+            logits, normed, state = feature_rows(self.operator, *fed_rows, *graph, *storage, keep=keep, backend=backend)
+            return (normed if self.module.hands_on_normed else state).to(features.dtype), logits
         inputs = self.rows.inputs(kv_len, ancestor_mask, fed.depths, node_depths)
         with self.rows.cache.writing(fed.places):
             hidden = self.module.run(self.embedded(fed.ids), features, fed.positions, inputs, self.rows.cache)
@@ -181,10 +180,9 @@ class Reading(FeatureSource):
 class Recursive(Reading, Recursion):
     """The draft source of an Eagle3 or an Mtp."""
 
-    def attach(self, text: Text) -> None:
-        super().attach(text)
-        if text.first:
-            self.slot_depths, self.vectors = {}, NodeVectors()
+    def start(self, text: Text) -> None:
+        super().start(text)
+        self.slot_depths, self.vectors = {}, NodeVectors()
 
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape, and let entries catch up."""
@@ -197,18 +195,8 @@ class Recursive(Reading, Recursion):
         return vectors, self.known(logits)
 
     def at_level(self, level: Level, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        frontier, width = level.frontier, level.config.width
-        return self.forward(
-            frontier.token_ids,
-            vectors,
-            self.state.out_len - 1,  # the root's entry lies in the prefix
-            (level.number - 1) * width,
-            frontier.ancestor_mask,
-            frontier.depths,
-            self.slot_depths[level.config],
-            keep=width,
-            shift=1,
-        )
+        tokens, *rest = self.level_rows(level, self.state.out_len - 1)  # the root's entry lies in the prefix
+        return self.forward(tokens, vectors, *rest, keep=level.config.width, shift=1)
 
 
 class Parallel(Reading, Lattice):
@@ -223,10 +211,8 @@ class Parallel(Reading, Lattice):
         self.extra_slots = module.config.num_parallel - 1  # of the masks
         self.shares = shares_of(module.config.num_parallel)
 
-    def attach(self, text: Text) -> None:
-        super().attach(text)
-        if not text.first:
-            return
+    def start(self, text: Text) -> None:
+        super().start(text)
         config, batch = self.module.config, len(self.cached)
         self.row = torch.arange(config.num_parallel, dtype=torch.int32, device=self.cached.device).expand(batch, -1)
         self.unknown = config.mask_token_id, self.module.mask_feature()

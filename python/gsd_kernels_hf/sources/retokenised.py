@@ -81,15 +81,13 @@ class Retokenised(OwnSource):
         self.translation.check(target, self.model)
 
     def attach(self, text: Text) -> None:
-        if text.first:
-            self.start(text)
+        super().attach(text)
         self.own.restart()
         self.own.first = text.first
         self.drafts.restart(self.own, {})
 
     def start(self, text: Text) -> None:
-        """Make the storage of a session."""
-        self.state, self.sampler = text.state, text.sampler
+        """Make the draft's text and sources."""
         self.vocab_size = text.target.vocab_size
         self.own, self.draft = OwnText(text, self.translation), Reader(self.model)
         state, device = self.own.state, self.state.tokens.device

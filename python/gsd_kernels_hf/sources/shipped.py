@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-__all__ = ["FOLDER", "SHIPPED", "Shipped", "print_of_vectors", "shipped_file"]
+from ..model.properties import text_config
 
 FOLDER = Path(__file__).resolve().parents[1] / "shipped"
 
@@ -45,7 +45,7 @@ SHIPPED = {
 
 def shipped_file(model: PreTrainedModel) -> tuple[Path, str] | None:
     """The file that was learned of a model and comes with this package, and the fingerprint in it; else ``None``."""
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     sizes = tuple(getattr(config, name, None) for name in SIZES)
     alike = {shipped.fingerprint: name for name, shipped in SHIPPED.items() if shipped.sizes == sizes}
     found = print_of_vectors(model) if alike else None

@@ -71,7 +71,7 @@ class Translated(DraftModel):
         name: see :class:`DraftModel`.
     """
 
-    other_tokens = True
+    other_tokens, compiled_ahead = True, False
 
     def __init__(self, model: PreTrainedModel, translation: Translation, *, name: str = "model") -> None:
         super().__init__(model, name=name)

@@ -26,7 +26,7 @@ except ImportError:  # an earlier transformers, where modules keep states in cac
 
 from ..code import code_names
 from ..facts import Facts, fact
-from ..view import with_children
+from ..view import seen
 from .tree import RowTree
 
 FIRST = "5.14"
@@ -192,15 +192,12 @@ def with_mixers(model: PreTrainedModel, form_of: Callable[[nn.Module], Form]) ->
     """``model`` seen with a :class:`Mixer` for each such module; the same one wherever a module is found again."""
     made: dict[int, Mixer] = {}
 
-    def view(module: Any) -> Any:
-        children = {name: child if child is None else view(child) for name, child in module._modules.items()}
-        if any(child is not module._modules[name] for name, child in children.items()):
-            module = with_children(module, children)
+    def instead(module: Any) -> Any:
         if not keeps_state(type(module)):
             return module
         if id(module) not in made:
             made[id(module)] = Mixer(module, form_of(module))
         return made[id(module)]
 
-    seen: PreTrainedModel = view(model)
-    return seen
+    view: PreTrainedModel = seen(model, instead)
+    return view

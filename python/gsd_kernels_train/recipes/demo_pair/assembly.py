@@ -17,7 +17,7 @@ from gsd_kernels_train.loop import RunFolder
 
 from ..stdlib import SourceFile, sources_digest
 from ..stdlib_prompts import EXCERPT, cut_prompts, excerpt
-from .card import heads_card, measured_values, model_values, recipe_values, write_card
+from .card import heads_card, values_of, write_card
 from .evaluation import continuation_agreement, evaluate
 from .models import load_member
 from .stages import prepare
@@ -60,17 +60,20 @@ def assemble(work: Path, folder: Path) -> None:
     )
     measured = evaluate(target, draft, tokenizer, held_out)
     code, copies = ([prompt["text"] for prompt in prompts if prompt["kind"] == kind] for kind in ("code", "copy"))
-    values = model_values(target.num_parameters(), draft.num_parameters(), records) | measured_values(measured)
-    values |= recipe_values(training, held_out, tokens, records)
-    values |= {
-        "continuation": continuation_agreement(target, draft, tokenizer, code),
-        "copy_continuation": continuation_agreement(target, draft, tokenizer, copies),
-        "code_prompts": len(code),
-        "copy_prompts": len(copies),
-        "heads": heads_card(heads),
-        "head_steps": heads["training"]["steps"],
-    }
-    write_card(folder, values)
+    write_card(
+        folder,
+        **values_of(training, held_out, tokens, records),
+        target=target.num_parameters(),
+        draft=draft.num_parameters(),
+        ratio=target.num_parameters() / draft.num_parameters(),
+        measured=measured,
+        continuation=continuation_agreement(target, draft, tokenizer, code),
+        copy_continuation=continuation_agreement(target, draft, tokenizer, copies),
+        code_prompts=len(code),
+        copy_prompts=len(copies),
+        heads=heads_card(heads),
+        head_steps=heads["training"]["steps"],
+    )
 
 
 def copy_results(work: Path, folder: Path) -> None:
