@@ -14,7 +14,6 @@ import torch
 from decoders import SIZES, Sizes, Text, check_marks, decoder, random_parents, random_tokens, tree
 from models import add_noise, noised, prompts, tiny
 from ops.contracts.backends import LEVELS
-from torch import nn
 
 import gsd_kernels as gsd
 from gsd_kernels import cpu_levels
@@ -117,7 +116,8 @@ def test_every_level_equals_the_reference(name, dtype, level):
                 text.weights, *rows, slots, *graph, text.kv_len, text.kv_start, *text.caches, keep=40, backend=backend
             )
         )
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}[dtype]
+    # Relative. In bfloat16 some levels round the weights of attention too, as PyTorch's attention does.
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     for ours, expected in zip(*results, strict=True):
         assert (ours - expected).norm() <= tolerance * expected.norm()
 
@@ -402,33 +402,3 @@ def test_nothing_outside_a_tensor_is_touched():
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(here.parent), os.environ.get("PYTHONPATH", "")))},
     )
     assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stdout + run.stderr[-2000:]
-
-
-def test_bad_arguments_are_named():
-    sizes = SIZES["llama-odd"]
-    text = Text(decoder(sizes, torch.float32), sizes, torch.float32, [0], 20)
-    sees, depths = tree([-1, 0])
-    arguments = [
-        random_tokens(1, 2).int(),
-        depths[None],
-        depths[None],
-        pack_bits(sees)[None],
-        depths[None],
-        text.kv_len,
-        text.kv_start,
-        *text.caches,
-    ]
-    for index, value, match in (
-        (0, arguments[0].long(), "token_ids"),
-        (4, depths.expand(3, -1), "node_depths"),
-        (7, text.caches[0][:1], "layers: expected"),
-    ):
-        changed = [*arguments[:index], value, *arguments[index + 1 :]]
-        with pytest.raises(RuntimeError, match=match):
-            decoder_rows(text.weights, *changed, keep=1)
-    with pytest.raises(RuntimeError, match=r"keep: expected 0 \.\.\. 2"):
-        decoder_rows(text.weights, *arguments, keep=3)
-    mixed = decoder(sizes, torch.float32)
-    object.__setattr__(mixed, "head", nn.Parameter(mixed.head.bfloat16()))
-    with pytest.raises(RuntimeError, match="head: expected the dtype of the embedding"):
-        decoder_rows(mixed, *arguments, keep=1)
