@@ -188,13 +188,14 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
 
 
 def written(name: str, given: dict[str, Any]) -> list[Tensor]:
-    """What the operator may write."""
+    """What the operator writes in place."""
     marked = [a.name for a in TABLE[name].operator._schema.arguments if a.alias_info and a.alias_info.is_write]
-    return [t for at in marked for t in (given.get(at) if isinstance(given.get(at), list) else [given.get(at)])]
+    lists = [value if isinstance(value, list) else [value] for value in map(given.get, marked)]
+    return [tensor for tensors in lists for tensor in tensors if tensor is not None]
 
 
 def refused(name: str, given: dict[str, Any], match: str) -> None:
-    tensors = [t for t in written(name, given) if t is not None]
+    tensors = written(name, given)
     before = [t.clone() for t in tensors]
     with pytest.raises(RuntimeError, match=match):
         TABLE[name].operator(**given)
