@@ -35,8 +35,6 @@ CAPTURED = re.compile(r"captur")
 #: Of a test's cases the first one is run whose id matches the earliest of these: the dtype and head size of the models
 #: that are measured; then the dtype alone; then whatever comes first.
 NEAREST = (re.compile(r"bfloat16.*D128|D128.*bfloat16"), re.compile(r"bfloat16"))
-#: Prints times, which the stages after this one measure.
-LEFT_OUT = ("test_times_against_the_floor",)
 
 
 def ordered(ids: Sequence[str]) -> list[str]:
@@ -45,8 +43,6 @@ def ordered(ids: Sequence[str]) -> list[str]:
     captured = []
     for name in ids:
         test, _, case = name.partition("[")
-        if test.endswith(LEFT_OUT):
-            continue
         if CAPTURED.search(test):
             captured.append(name)
         else:

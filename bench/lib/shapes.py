@@ -5,8 +5,8 @@ from __future__ import annotations
 from gsd_kernels_cli.demo.inflate import SHAPES as INFLATED
 from gsd_kernels_cli.demo.inflate import ModelShape
 
-#: Besides the shapes that :mod:`gsd_kernels_cli.demo.inflate` names: a draft for Llama 3, SmolLM2's, one that takes no time, and
-#: the demo pair's target with each key/value head twice, so that its heads divide among four ranks.
+#: Besides the shapes that :mod:`gsd_kernels_cli.demo.inflate` names: a draft for Llama 3, SmolLM2, one that takes no
+#: time, and the demo pair's target with each key/value head twice, so that its heads divide among four ranks.
 SHAPES: dict[str, ModelShape] = {
     **INFLATED,
     "demo-mha": ModelShape(256, 704, 6, 4, 4, 64, 2048, tie_word_embeddings=True),

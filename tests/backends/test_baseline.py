@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from block_code.programs import CXX
 
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.compiled import LIBRARIES
@@ -161,14 +162,41 @@ def test_what_runs_before_a_level_is_chosen_needs_the_baseline_alone():
     assert any("zmm" in line for function in levels for line in found.lines[function])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processor", ["Haswell", pytest.param("EPYC-Rome", marks=pytest.mark.many)])
-def test_a_processor_without_avx_512_writes_exact_texts(processor):
-    missing = no_emulator()
-    if missing is not None:
+@pytest.fixture
+def emulator():
+    if missing := no_emulator():
         pytest.skip(missing)
+    return QEMU
+
+
+CHOICE = """
+import ctypes, os, sys
+library = ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)
+for name in ("gsd_cpu_level", "gsd_cpu_levels"):
+    getattr(library, name).restype = ctypes.c_char_p
+    print(getattr(library, name)().decode())
+"""
+LEVELS = {"Nehalem": "portable", "Haswell": "avx2", "EPYC-Rome": "avx2"}
+
+
+@pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)")
+@pytest.mark.parametrize("processor", LEVELS)
+def test_a_processor_gets_the_best_of_its_levels(processor, emulator, tmp_path):
+    """Which proves itself before it serves. Of torch, which takes the emulator long, the library needs no more here."""
+    output_of(CXX, "-shared", "-x", "c", "/dev/null", "-o", tmp_path / "libtorch.so")
+    environment = {**os.environ, "GSD_KERNELS_CPU_LEVEL": "", "LD_LIBRARY_PATH": str(tmp_path)}
+    command = [emulator, "-cpu", processor, sys.executable, "-S", "-c", CHOICE, LIBRARY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    level, *known = done.stdout.splitlines()
+    assert level == LEVELS[processor] and f"{level}\t" in known
+    assert "avx512\tthis processor has no AVX-512 F, BW and VL" in known
+
+
+@pytest.mark.slow
+def test_a_processor_without_avx_512_writes_exact_texts(emulator):
     run = subprocess.run(
-        [QEMU, "-cpu", processor, sys.executable, "-c", RUN, *EXACT],
+        [emulator, "-cpu", "Haswell", sys.executable, "-c", RUN, *EXACT],
         capture_output=True,
         text=True,
         timeout=900,

@@ -76,47 +76,27 @@ WARPERS = [
 @pytest.mark.parametrize("warpers", WARPERS, ids=str)
 @pytest.mark.parametrize("vocab", [1, 3, 111, 1000])
 def test_the_sampling_block_equals_the_reference(programs, warpers, vocab):
-    """On CPU tensors other code runs, so the block is asked directly."""
+    """On CPU tensors other code runs, so the block is asked directly; of no branch for the whole distribution."""
     gen = torch.Generator().manual_seed(vocab)
     logits = torch.randn(1, 1, vocab, generator=gen) * 4
-    position, sequence, seed, branch = 1234, 7, -(2**61) + 5, 4
-    tokens, log_probs = reference.draft_candidates(
-        logits,
-        torch.tensor([[position]], dtype=torch.int32),
-        branch,
-        torch.tensor(seed),
-        torch.tensor([sequence], dtype=torch.int32),
-        *warpers,
-        True,
-    )
-    arguments = map(str, ("--pick", 8, vocab, branch, seed, position, sequence, *warpers))
-    done = subprocess.run(
-        [str(programs["address"]), *arguments], input=logits.numpy().tobytes(), capture_output=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    pairs = [line.split() for line in done.stdout.decode().splitlines()]
-    got = torch.tensor([float(p) for _, p in pairs])
-    finite = log_probs.flatten().isfinite()
-    assert torch.equal(got.isfinite(), finite)
-    torch.testing.assert_close(got[finite], log_probs.flatten()[finite], atol=1e-5, rtol=1e-5)
-    picked = torch.tensor([int(t) for t, _ in pairs])
-    assert torch.equal(picked[finite], tokens.flatten().long()[finite])
-
-
-@pytest.mark.parametrize("warpers", WARPERS, ids=str)
-@pytest.mark.parametrize("vocab", [1, 111, 1000])
-def test_the_block_gives_the_whole_distribution(programs, warpers, vocab):
-    logits = torch.randn(1, 1, vocab, generator=torch.Generator().manual_seed(vocab)) * 4
-    expected = reference.warped_log_probs(logits, *warpers).flatten()
-    arguments = map(str, ("--pick", 8, vocab, 0, 1, 2, 3, *warpers))
-    done = subprocess.run(
-        [str(programs["address"]), *arguments], input=logits.numpy().tobytes(), capture_output=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    got = torch.tensor([float(line.split()[1]) for line in done.stdout.decode().splitlines()])
-    finite = expected.isfinite()
-    assert torch.equal(got.isfinite(), finite)
-    torch.testing.assert_close(got[finite], expected[finite], atol=1e-5, rtol=1e-5)
+    position, sequence, seed = 1234, 7, -(2**61) + 5
+    stream = torch.tensor(seed), torch.tensor([sequence], dtype=torch.int32)
+    places = torch.tensor([[position]], dtype=torch.int32)
+    tokens, log_probs = reference.draft_candidates(logits, places, 4, *stream, *warpers, True)
+    whole = reference.warped_log_probs(logits, *warpers)
+    for branch, expected in ((4, log_probs.flatten()), (0, whole.flatten())):
+        arguments = map(str, ("--pick", 8, vocab, branch, seed, position, sequence, *warpers))
+        done = subprocess.run(
+            [str(programs["address"]), *arguments], input=logits.numpy().tobytes(), capture_output=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr.decode()[-2000:]
+        pairs = [line.split() for line in done.stdout.decode().splitlines()]
+        got, finite = torch.tensor([float(p) for _, p in pairs]), expected.isfinite()
+        assert torch.equal(got.isfinite(), finite)
+        torch.testing.assert_close(got[finite], expected[finite], atol=1e-5, rtol=1e-5)
+        if branch:
+            picked = torch.tensor([int(t) for t, _ in pairs])
+            assert torch.equal(picked[finite], tokens.flatten().long()[finite])
 
 
 def test_threads_at_different_barriers_are_caught(programs):

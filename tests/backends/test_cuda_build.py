@@ -45,6 +45,7 @@ GROUP_ROWS = (64, 128, 256)  # of one by groups of warps
 PATH_WARPS = (1, 4)
 
 
+@functools.cache
 def find_nvcc() -> str | None:
     if not (ROOT / "setup.py").exists():
         return None

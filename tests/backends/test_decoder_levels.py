@@ -14,7 +14,6 @@ import torch
 from decoders import SIZES, Sizes, Text, check_marks, decoder, random_parents, random_tokens, tree
 from models import add_noise, noised, prompts, tiny
 from ops.contracts.backends import LEVELS
-from torch import nn
 
 import gsd_kernels as gsd
 from gsd_kernels import cpu_levels
@@ -117,7 +116,8 @@ def test_every_level_equals_the_reference(name, dtype, level):
                 text.weights, *rows, slots, *graph, text.kv_len, text.kv_start, *text.caches, keep=40, backend=backend
             )
         )
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}[dtype]
+    # Relative. In bfloat16 some levels round the weights of attention too, as PyTorch's attention does.
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     for ours, expected in zip(*results, strict=True):
         assert (ours - expected).norm() <= tolerance * expected.norm()
 
@@ -171,47 +171,33 @@ def test_a_row_when_no_others_are_kept(name, dtype, level):
             assert torch.equal(stored, caches), keep
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_up_to_128_rows_on_one_thread_and_two(dtype, level, threads):
-    sizes, prompt, tokens = SIZES["qwen2-64"], random_tokens(1, 30), random_tokens(1, 128, 1)
-    weights = decoder(sizes, dtype)
-    sees, depths = tree(random_parents(128))
-
-    def logits(first: int, last: int, count: int):
-        threads(count)
-        text = Text(weights, sizes, dtype, [0], 200)
-        text.read(prompt, 30)
-        for begin in range(0, first, 40):
-            text.rows(tokens, sees, depths, begin, min(first, begin + 40))
-        return text.rows(tokens, sees, depths, first, last)
-
-    whole = logits(0, 128, 1)
-    assert torch.equal(logits(0, 128, 2), whole)
-    for first, last in ((0, 1), (0, 33), (64, 128), (100, 127), (127, 128)):
-        for count in (1, 2):
-            assert torch.equal(logits(first, last, count), whole[:, first:last])
+PIECES = {1: ((0, 1), (0, 33), (64, 128), (100, 127), (127, 128)), 4: ((0, 1), (5, 21), (-1, 0))}
+SEQUENCES = {1: (([0], 1), ([0], 2)), 4: (([0], 1), ([3, 1], 2), ([2, 0, 1], 1))}  # and threads
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("batch", PIECES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_alone_and_with_others_in_batches_that_threads_share(dtype, level, threads):
-    sizes, pads = Sizes(hidden=272, inner=300, head_dim=16, layers=1), [0, 3, 1, 6]
-    weights, prompt = decoder(sizes, dtype), random_tokens(4, 11)  # two threads share the outputs of a single row too
-    count = 128 if level.startswith("avx512") else 34
-    tokens, (sees, depths) = random_tokens(4, count, 1), tree(random_parents(count))
+def test_rows_that_threads_share(dtype, batch, level, threads):
+    """Up to 128 of a text, and of batches; of the larger model two threads share the outputs of a single row too."""
+    sizes, pads = SIZES["qwen2-64"] if batch == 1 else Sizes(hidden=272, inner=300, head_dim=16, layers=1), [0, 3, 1, 6]
+    weights, prompt = decoder(sizes, dtype), random_tokens(batch, 30 if batch == 1 else 11)
+    count = 128 if batch == 1 or level.startswith("avx512") else 34
+    tokens, (sees, depths) = random_tokens(batch, count, 1), tree(random_parents(count))
 
     def logits(sequences: list[int], first: int, last: int, of: int):
         threads(of)
-        text = Text(weights, sizes, dtype, [pads[b] for b in sequences], 160)
-        text.read(prompt[sequences], 11)
+        text = Text(weights, sizes, dtype, [pads[b] for b in sequences], 200)
+        text.read(prompt[sequences], 30)
         for begin in range(0, first, 40):
             text.rows(tokens[sequences], sees, depths, begin, min(first, begin + 40))
         return text.rows(tokens[sequences], sees, depths, first, last)
 
-    whole = logits([0, 1, 2, 3], 0, count, 2)
-    for sequences, of in (([0], 1), ([3, 1], 2), ([2, 0, 1], 1)):
-        for first, last in ((0, 1), (5, 21), (count - 1, count)):
+    whole = logits([*range(batch)], 0, count, 2)
+    assert batch > 1 or torch.equal(logits([0], 0, count, 1), whole)
+    for sequences, of in SEQUENCES[batch]:
+        for first, last in PIECES[batch]:
+            first, last = (first, last) if first >= 0 else (count - 1, count)
             assert torch.equal(logits(sequences, first, last, of), whole[sequences, first:last])
 
 
@@ -402,33 +388,3 @@ def test_nothing_outside_a_tensor_is_touched():
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(here.parent), os.environ.get("PYTHONPATH", "")))},
     )
     assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stdout + run.stderr[-2000:]
-
-
-def test_bad_arguments_are_named():
-    sizes = SIZES["llama-odd"]
-    text = Text(decoder(sizes, torch.float32), sizes, torch.float32, [0], 20)
-    sees, depths = tree([-1, 0])
-    arguments = [
-        random_tokens(1, 2).int(),
-        depths[None],
-        depths[None],
-        pack_bits(sees)[None],
-        depths[None],
-        text.kv_len,
-        text.kv_start,
-        *text.caches,
-    ]
-    for index, value, match in (
-        (0, arguments[0].long(), "token_ids"),
-        (4, depths.expand(3, -1), "node_depths"),
-        (7, text.caches[0][:1], "layers: expected"),
-    ):
-        changed = [*arguments[:index], value, *arguments[index + 1 :]]
-        with pytest.raises(RuntimeError, match=match):
-            decoder_rows(text.weights, *changed, keep=1)
-    with pytest.raises(RuntimeError, match=r"keep: expected 0 \.\.\. 2"):
-        decoder_rows(text.weights, *arguments, keep=3)
-    mixed = decoder(sizes, torch.float32)
-    object.__setattr__(mixed, "head", nn.Parameter(mixed.head.bfloat16()))
-    with pytest.raises(RuntimeError, match="head: expected the dtype of the embedding"):
-        decoder_rows(mixed, *arguments, keep=1)

@@ -10,10 +10,10 @@ import time
 from importlib import import_module
 from pathlib import Path
 
+import commands
 import pytest
-from typer.testing import CliRunner
+from commands import record
 
-from gsd_kernels_bench.cli import app
 from gsd_kernels_bench.gpu import stages
 from gsd_kernels_bench.gpu.stages import STAGES, Call, Stage, stage_named
 
@@ -21,10 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = [stage.name for stage in STAGES]
 
 
-def bench(*arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["gpu", *map(str, arguments)], catch_exceptions=False)
-    assert result.exit_code == code, result.output
-    return result.output
+def bench(*arguments: object, code: int = 0) -> str:
+    return commands.bench("gpu", *map(str, arguments), code=code)
 
 
 @pytest.fixture
@@ -51,10 +49,6 @@ def processes(monkeypatch):
     monkeypatch.setattr(stages, "built", lambda: True)
     ran_names = lambda: [name for name, _ in ran]  # noqa: E731
     return type("Processes", (), {"ran": ran, "names": staticmethod(ran_names), "fails": fails})
-
-
-def record(folder: Path, name: str) -> dict:
-    return json.loads((folder / f"{name}.json").read_text())
 
 
 def test_the_order_of_worth_and_the_limits():

@@ -7,21 +7,12 @@ import torch
 
 from gsd_kernels_bench.gpu import duel, pair, right, sanitize
 from gsd_kernels_bench.gpu import packed as gpu_packed
-from gsd_kernels_bench.gpu.stages import Call, stage_named
-from gsd_kernels_bench.gpu.work import Work, perform
+from gsd_kernels_bench.gpu.work import perform
 from gsd_kernels_bench.kernels.rows import random_model
 from gsd_kernels_hf.model.fused import FusedRows
 from gsd_kernels_hf.model.rows_proof import errors
 
 own = FusedRows.rows
-
-
-@pytest.fixture
-def work(tmp_path):
-    def make(name: str, **options) -> Work:
-        return Work(stage_named(name), Call(tmp_path, tmp_path, rehearse=True, **options), 600.0)
-
-    return make
 
 
 def nothing(of, inputs, keep):

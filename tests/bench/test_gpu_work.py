@@ -9,28 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import record
 from typer.testing import CliRunner
 
 from gsd_kernels import backends
 from gsd_kernels_bench.cli import app
 from gsd_kernels_bench.gpu import gpu_tests, right, stages
 from gsd_kernels_bench.gpu import work as module_of_work
-from gsd_kernels_bench.gpu.stages import Call, stage_named
-from gsd_kernels_bench.gpu.work import Work, perform
+from gsd_kernels_bench.gpu.work import perform
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def record(folder: Path, name: str) -> dict:
-    return json.loads((folder / f"{name}.json").read_text())
-
-
-@pytest.fixture
-def work(tmp_path):
-    def make(name: str, seconds: float = 600.0, **options) -> Work:
-        return Work(stage_named(name), Call(tmp_path, tmp_path, rehearse=True, **options), seconds)
-
-    return make
 
 
 def test_points_are_measured_once_and_kept_one_by_one(work, tmp_path):
@@ -90,13 +78,12 @@ IDS = [
     "t.py::test_captured_on_a_gpu[greedy-tree]",
     "t.py::test_captured_on_a_gpu[sampled-tree]",
     "t.py::test_alone",
-    "t.py::test_times_against_the_floor",
 ]  # fmt: skip
 
 
 def test_gpu_tests_come_in_order_of_worth():
     order = gpu_tests.ordered(IDS)
-    assert set(order) == set(IDS[:-1]) and len(order) == len(IDS) - 1
+    assert sorted(order) == sorted(IDS)
     kernels = ["test_op[triton-bfloat16-D128]", "test_op[cuda-bfloat16-D128]", "test_plain[triton-one]", "test_alone"]
     assert [name.partition("::")[2] for name in order[:4]] == kernels, "every kernel and backend once"
     assert all("captured" in name for name in order[4:6])

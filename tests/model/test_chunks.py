@@ -107,11 +107,3 @@ def test_the_factor_is_rounded_as_transformers_rounds_it(dtype):
     scales = torch.log1p(torch.floor((places.float() + 1.0) / FLOOR)) * SCALE + 1.0
     expected = (query.transpose(1, 2) * scales[:, :, None, None]).to(dtype).transpose(1, 2)
     assert torch.equal(Temperature(FLOOR, SCALE).applied(query, places), expected)
-
-
-def test_few_rows_in_float32():
-    """Which the compiled attention computes, by positions rather than by a mask that is written out."""
-    model, tokens = llama4(head_dim=16).float(), {"max_new_tokens": NEW, "do_sample": False}
-    chain = gsd.GraphConfig.preset("chain", depth=3)
-    out = gsd.generate(model, **prompts(3), assistant_model=model, graph_config=chain, **tokens)
-    assert torch.equal(out, model.generate(**prompts(3), **tokens))

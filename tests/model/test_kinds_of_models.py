@@ -66,3 +66,14 @@ def test_a_seed_gives_one_text_with_and_without_a_draft(name):
     options = {"assistant_model": models.noised(model, 0.02), "graph_config": GRAPH}
     drafted = gsd.generate(model, **call, **options, return_dict_in_generate=True)
     assert torch.equal(drafted.sequences, alone) and drafted.stats.tokens_per_step > 1
+
+
+@pytest.mark.parametrize("name", ["GptOssForCausalLM", "Llama4ForCausalLM"])
+def test_few_rows_in_float32(name):
+    """Which the compiled attention computes, by positions rather than by a mask that is written out."""
+    model = test_chunks.llama4(head_dim=16) if name.startswith("Llama4") else test_sinks.gpt_oss(head_dim=16)
+    model, place = model.float(), ROWS[name]
+    tokens = {"max_new_tokens": place.NEW, "do_sample": False}
+    chain = gsd.GraphConfig.preset("chain", depth=3)
+    out = gsd.generate(model, **place.prompts(3), assistant_model=model, graph_config=chain, **tokens)
+    assert torch.equal(out, model.generate(**place.prompts(3), **tokens))

@@ -134,11 +134,3 @@ def test_half_precision_sinks_take_part_in_their_dtype():
     }
     options = {"draft_sources": ("history",), "graph_config": "tree", "max_new_tokens": 12, "do_sample": False}
     assert gsd.generate(model, unpadded(), **options).shape == (1, unpadded().shape[1] + 12)
-
-
-def test_few_rows_in_float32():
-    """Which the compiled attention computes."""
-    model, tokens = gpt_oss(head_dim=16).float(), {"max_new_tokens": NEW, "do_sample": False}
-    chain = gsd.GraphConfig.preset("chain", depth=3)
-    out = gsd.generate(model, **prompts(3), assistant_model=model, graph_config=chain, **tokens)
-    assert torch.equal(out, model.generate(**prompts(3), **tokens))

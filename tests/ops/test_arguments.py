@@ -15,88 +15,123 @@ from ops.contracts.arguments import (
     verify_arguments,
     write_arguments,
 )
+from torch import Tensor
 
 import gsd_kernels as gsd
 
 pytestmark = pytest.mark.quick
 
-
-def int64(name):
-    return lambda a: a[name].long()
-
-
-BAD_ARGUMENTS = [
-    (gsd.dag_attention, attention_arguments, "q", lambda a: a["q"][0], ValueError),
-    (gsd.dag_attention, attention_arguments, "q", lambda a: a["q"].int(), TypeError),
-    (gsd.dag_attention, attention_arguments, "q", lambda a: a["q"][:, :1].expand(-1, 3, -1, -1), ValueError),
-    (gsd.dag_attention, attention_arguments, "k", lambda a: a["k"].float(), TypeError),
-    (gsd.dag_attention, attention_arguments, "k", lambda a: a["k"][..., :8], ValueError),
-    (gsd.dag_attention, attention_arguments, "v", lambda a: a["v"][:, :, :5], ValueError),
-    (gsd.dag_attention, attention_arguments, "ancestor_mask", int64("ancestor_mask"), TypeError),
-    (gsd.dag_attention, attention_arguments, "ancestor_mask", lambda a: a["ancestor_mask"][:, :3], ValueError),
-    (gsd.dag_attention, attention_arguments, "kv_len", int64("kv_len"), TypeError),
-    (gsd.dag_attention, attention_arguments, "kv_len", lambda a: 5, TypeError),
-    (gsd.dag_attention, attention_arguments, "kv_start", lambda a: a["kv_start"][:1], ValueError),
-    (gsd.dag_attention, attention_arguments, "sliding_window", lambda a: 0, ValueError),
-    (gsd.dag_attention, attention_arguments, "chunk", lambda a: 0, ValueError),
-    (gsd.dag_attention, lambda: attention_arguments() | {"sliding_window": 3}, "chunk", lambda a: 4, ValueError),
-    (gsd.dag_attention, attention_arguments, "sinks", lambda a: torch.zeros(3), ValueError),
-    (gsd.dag_attention, attention_arguments, "sinks", lambda a: torch.zeros(2, dtype=torch.int32), TypeError),
-    (gsd.dag_attention, attention_arguments, "backend", lambda a: "gpu", ValueError),
-    (gsd.sample_rows, sampling_arguments, "logits", lambda a: a["logits"][0], ValueError),
-    (gsd.sample_rows, sampling_arguments, "logits", lambda a: a["logits"].int(), TypeError),
-    (gsd.sample_rows, sampling_arguments, "positions", int64("positions"), TypeError),
-    (gsd.sample_rows, sampling_arguments, "positions", lambda a: a["positions"][:, :1], ValueError),
-    (gsd.sample_rows, sampling_arguments, "seed", lambda a: 3, TypeError),
-    (gsd.sample_rows, sampling_arguments, "sequence_ids", int64("sequence_ids"), TypeError),
-    (gsd.sample_rows, sampling_arguments, "temperature", lambda a: -0.1, ValueError),
-    (gsd.sample_rows, sampling_arguments, "temperature", lambda a: math.inf, ValueError),
-    (gsd.sample_rows, sampling_arguments, "temperature", lambda a: "1", TypeError),
-    (gsd.sample_rows, sampling_arguments, "top_k", lambda a: -1, ValueError),
-    (gsd.sample_rows, sampling_arguments, "top_p", lambda a: 1.5, ValueError),
-    (gsd.sample_rows, sampling_arguments, "min_p", lambda a: math.nan, ValueError),
-    (gsd.verify, verify_arguments, "sampled", int64("sampled"), TypeError),
-    (gsd.verify, verify_arguments, "sampled", lambda a: a["sampled"][:, :4], ValueError),
-    (gsd.verify, verify_arguments, "eos_ids", lambda a: torch.tensor([1]), TypeError),
-    (gsd.verify, verify_arguments, "remaining", lambda a: a["remaining"][:2], ValueError),
-    (gsd.verify, verify_arguments, "done", lambda a: a["done"].int(), TypeError),
-    (gsd.commit_kv, commit_arguments, "v_caches", lambda a: [], ValueError),
-    (gsd.commit_kv, commit_arguments, "accepted_rows", int64("accepted_rows"), TypeError),
-    (gsd.commit_kv, commit_arguments, "num_accepted", lambda a: a["num_accepted"][:1], ValueError),
-    (gsd.commit_kv, commit_arguments, "kv_len", int64("kv_len"), TypeError),
-    (gsd.write_kv, write_arguments, "k_cache", lambda a: a["k_cache"][0], ValueError),
-    (gsd.write_kv, write_arguments, "k_cache", lambda a: a["k_cache"].int(), TypeError),
-    (gsd.write_kv, write_arguments, "v_cache", lambda a: a["v_cache"][:, :, :5], ValueError),
-    (gsd.write_kv, write_arguments, "v_cache", lambda a: a["v_cache"].half(), TypeError),
-    (gsd.write_kv, write_arguments, "positions", lambda a: a["positions"].int(), TypeError),
-    (gsd.write_kv, write_arguments, "positions", lambda a: a["positions"][:1], ValueError),
-    (gsd.write_kv, write_arguments, "k", lambda a: a["k"].half(), TypeError),
-    (gsd.write_kv, write_arguments, "k", lambda a: a["k"][..., :3], ValueError),
-    (gsd.write_kv, write_arguments, "v", lambda a: a["v"][:, :, :2], ValueError),
-    (gsd.write_kv, write_arguments, "backend", lambda a: "cuda", ValueError),
-    (gsd.merge, merge_arguments, "frontier", int64("frontier"), TypeError),
-    (gsd.merge, merge_arguments, "cand_tokens", lambda a: a["cand_tokens"][:, :, :2], ValueError),
-    (gsd.merge, merge_arguments, "cand_log_probs", lambda a: a["cand_log_probs"].double(), TypeError),
-    (gsd.merge, merge_arguments, "merge_context", lambda a: 9, ValueError),
-    (gsd.merge, merge_arguments, "width", lambda a: 0, ValueError),
-    (gsd.flatten, flatten_arguments, "max_rows", lambda a: 129, ValueError),
-    (gsd.flatten, flatten_arguments, "max_path", lambda a: 8, ValueError),
-]
+long = Tensor.long, TypeError
+whole = Tensor.int, TypeError
+half = Tensor.half, TypeError
 
 
-@pytest.mark.parametrize(
-    ("op", "arguments", "name", "bad", "error"), BAD_ARGUMENTS, ids=lambda x: getattr(x, "__name__", str(x))
-)
-def test_bad_arguments_are_named(op, arguments, name, bad, error):
-    good = arguments()
-    op(**arguments())
+def part(*size: int, dim: int = -1):
+    """Fewer of a dimension than are expected; of no size none of the first one."""
+    return (lambda t: t.narrow(dim, 0, *size) if size else t[0]), ValueError
+
+
+def value(wrong, error=ValueError):
+    return (lambda _: wrong), error
+
+
+#: By op: good arguments; of each that is bad, what becomes of it, and the error.
+BAD = {
+    gsd.dag_attention: (
+        attention_arguments,
+        [
+            ("q", *part()),
+            ("q", *whole),
+            ("q", lambda q: q[:, :1].expand(-1, 3, -1, -1), ValueError),
+            ("k", Tensor.float, TypeError),
+            ("k", *part(8)),
+            ("v", *part(5, dim=2)),
+            ("ancestor_mask", *long),
+            ("ancestor_mask", *part(3, dim=1)),
+            ("kv_len", *long),
+            ("kv_len", *value(5, TypeError)),
+            ("kv_start", *part(1)),
+            ("sliding_window", *value(0)),
+            ("chunk", *value(0)),
+            ("sinks", *value(torch.zeros(3))),
+            ("sinks", *value(torch.zeros(2, dtype=torch.int32), TypeError)),
+            ("backend", *value("gpu")),
+        ],
+    ),
+    gsd.sample_rows: (
+        sampling_arguments,
+        [
+            ("logits", *part()),
+            ("logits", *whole),
+            ("positions", *long),
+            ("positions", *part(1)),
+            ("seed", *value(3, TypeError)),
+            ("sequence_ids", *long),
+            ("temperature", *value(-0.1)),
+            ("temperature", *value(math.inf)),
+            ("temperature", *value("1", TypeError)),
+            ("top_k", *value(-1)),
+            ("top_p", *value(1.5)),
+            ("min_p", *value(math.nan)),
+        ],
+    ),
+    gsd.verify: (
+        verify_arguments,
+        [
+            ("sampled", *long),
+            ("sampled", *part(4)),
+            ("eos_ids", *long),
+            ("remaining", *part(2)),
+            ("done", *whole),
+        ],
+    ),
+    gsd.commit_kv: (
+        commit_arguments,
+        [("v_caches", *value([])), ("accepted_rows", *long), ("num_accepted", *part(1)), ("kv_len", *long)],
+    ),
+    gsd.write_kv: (
+        write_arguments,
+        [
+            ("k_cache", *part()),
+            ("k_cache", *whole),
+            ("v_cache", *part(5, dim=2)),
+            ("v_cache", *half),
+            ("positions", *whole),
+            ("positions", *part(1, dim=0)),
+            ("k", *half),
+            ("k", *part(3)),
+            ("v", *part(2, dim=2)),
+            ("backend", *value("cuda")),
+        ],
+    ),
+    gsd.merge: (
+        merge_arguments,
+        [
+            ("frontier", *long),
+            ("cand_tokens", *part(2)),
+            ("cand_log_probs", Tensor.double, TypeError),
+            ("merge_context", *value(9)),
+            ("width", *value(0)),
+        ],
+    ),
+    gsd.flatten: (flatten_arguments, [("max_rows", *value(129)), ("max_path", *value(8))]),
+}
+ROWS = [(op, arguments, *row) for op, (arguments, rows) in BAD.items() for row in rows]
+
+
+@pytest.mark.parametrize(("op", "good", "name", "bad", "error"), ROWS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_bad_arguments_are_named(op, good, name, bad, error):
+    given = good()
+    op(**good())
     with pytest.raises(error, match=name):
-        op(**{**good, name: bad(good)})
+        op(**{**given, name: bad(given.get(name))})
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "chunk"])
-def test_what_goes_by_position_needs_depths(name):
+def test_what_goes_by_position_needs_depths_and_is_one(name):
     arguments = attention_arguments()
     for missing in ("row_depths", "node_depths"):
         with pytest.raises(ValueError, match=rf"^{name}: needs row_depths and node_depths"):
             gsd.dag_attention(**{**arguments, missing: None}, **{name: 3})
+    with pytest.raises(ValueError, match="chunk"):
+        gsd.dag_attention(**arguments, sliding_window=3, chunk=4)

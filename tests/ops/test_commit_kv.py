@@ -89,11 +89,3 @@ def test_more_caches_than_one_launch_takes(on):
     kv_len = on.to(torch.tensor([5], dtype=torch.int32))
     gsd.commit_kv(layers[:200], layers[200:], rows, torch.full_like(kv_len, 2), kv_len, backend=on.name)
     assert torch.equal(cache, expected) and kv_len.item() == 7
-
-
-@backends("cpu")
-def test_commit_outside_the_cache_is_refused(on):
-    cache = [torch.zeros(1, 1, 8, 4)]
-    rows, count = torch.tensor([[0, 6]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="position 9 is outside"):
-        gsd.commit_kv(cache, cache, rows, count, torch.tensor([3], dtype=torch.int32), backend="cpu")

@@ -102,15 +102,3 @@ def test_nothing_in_a_damaged_index_leads_outside_of_it(on):
         )
         assert ((tokens >= -1) & (tokens < 4)).all() and not log_probs.isnan().any()
         assert ((matched >= 0) & (matched <= MAX_MATCH)).all()
-
-
-@backends("cpu")
-def test_arguments_are_checked(on):
-    asked = arguments(indexed([[1, 2, 3]]), [[1, 2]], [[3]])
-    for wrong, vocab, match in (
-        (asked, 0, "vocab: expected a vocabulary size"),
-        ((*asked[:2], asked[2].long(), *asked[3:]), 4, "frontier: wrong dtype"),
-        ((SortedCorpus(asked[0].text, asked[0].order.long(), asked[0].following), *asked[1:]), 4, "order: wrong dtype"),
-    ):
-        with pytest.raises(RuntimeError, match=match):
-            corpus_recall(*wrong, vocab=vocab, backend=on.name)

@@ -116,33 +116,6 @@ def test_attention_error_is_at_most_twice_sdpas(dtype, groups):
     assert 0 < ours <= 2 * sdpas, (ours, sdpas)
 
 
-@pytest.mark.parametrize("sight", [{"sliding_window": 9}, {"chunk": 9}], ids=lambda sight: "".join(sight))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_is_bitwise_independent_of_other_rows(dtype, sight):
-    """Other rows' queries, masks, positions, and every key and value that the row does not see, are replaced."""
-    gen = torch.Generator().manual_seed(0)
-    for seed in range(4):
-        case = attention_case(seed, rows=17, groups=2, dtype=dtype)
-        for name in "kv":
-            case[name] = case[name].nan_to_num(0.0)
-        out, lse = attend(case, **sight)
-        mask = dense_mask(case, sight.get("sliding_window"), sight.get("chunk"))
-        for row in (0, 5, 16):
-            other = {name: x.clone() for name, x in case.items()}
-            others = torch.arange(17) != row
-            other["q"][:, :, others] = torch.randn(other["q"][:, :, others].shape, generator=gen).to(dtype)
-            random_mask = torch.randint(-(2**31), 2**31 - 1, other["ancestor_mask"].shape, generator=gen).int()
-            other["ancestor_mask"] = torch.where(others[:, None], random_mask, other["ancestor_mask"])
-            other["row_depths"][:, others] = 3
-            unseen = ~mask[:, row][:, None].expand(-1, case["k"].shape[1], -1)
-            for name in "kv":
-                noise = 100 * torch.randn(other[name][unseen].shape, generator=gen)
-                other[name][unseen] = noise.to(dtype)
-            again, again_lse = attend(other, **sight)
-            assert torch.equal(again[:, :, row], out[:, :, row]) and torch.equal(again_lse[:, :, row], lse[:, :, row])
-            assert not torch.equal(again, out)
-
-
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("sight", [{}, {"sliding_window": 5}, {"chunk": 6}], ids=lambda sight: "".join(sight) or "all")
 def test_auto_is_as_exact_in_float64(sight, sinks):
@@ -255,12 +228,13 @@ def test_the_error_is_at_most_twice_plain_pytorchs(on, case):
 @cases(
     "case",
     {
-        **{name: INVARIANCE.items() for name in ("interpreter", "triton")},
+        **{name: INVARIANCE.items() for name in ("reference", "interpreter", "triton")},
         "cuda": INVARIANT_ON_CUDA.items(),
     },
 )
 def test_a_row_ignores_the_other_rows_bit_for_bit(on, case):
-    check_row_invariance(case, on)
+    for row in (0, 5, 16) if on.name == "reference" else (1,):
+        check_row_invariance(case, on, row)
 
 
 @backends("cpu", "interpreter", "triton", "cuda")

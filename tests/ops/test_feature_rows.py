@@ -14,7 +14,7 @@ from gsd_kernels.ops.feature_rows import feature_rows
 pytestmark = [pytest.mark.quick, *backend_param("cpu").marks]
 
 
-# Relative, as of decoder_rows.
+# Relative. In bfloat16 some levels round the weights of attention too, as PyTorch's attention does.
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
 @pytest.mark.parametrize("wiring", WIRINGS)
 @pytest.mark.parametrize("layers", [1, 2])
@@ -25,7 +25,7 @@ def test_feature_rows_equal_the_reference(dtype, most, wiring, layers):
             weights, case = feature_case(dtype, layers, wiring)
             found = feature_rows(weights, **case, keep=keep, backend=backend)
             results.append((*found, *case["k_caches"], *case["v_caches"]))
-        assert [tuple(t.shape) for t in results[0][:3]] == [(2, keep, 53), (2, keep, 32), (2, keep, 32)]
+        assert [tuple(t.shape) for t in results[0][:3]] == [(2, keep, 63), (2, keep, 32), (2, keep, 32)]
         for ours, other in zip(*results, strict=True):
             assert (ours.float() - other.float()).norm() <= most * other.float().norm()
 
@@ -70,24 +70,6 @@ def test_who_stores_alone_asks_for_no_rows():
     weights, case = feature_case(wiring=STORED)
     with pytest.raises(RuntimeError, match="feature_norm: without one expected no projection, and keep 0; got 2"):
         feature_rows(weights, **case, keep=2, backend="cpu")
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"features": torch.zeros(2, 5, 31)}, "features: expected"),
-        ({"features": torch.zeros(2, 5, 32).double()}, "features: "),
-        ({"keep": 6}, r"keep: expected 0 \.\.\. 5"),
-        ({"k_caches": []}, "layers: expected .* two caches and a window for each"),
-        ({"token_ids": torch.full((2, 5), 50, dtype=torch.int32)}, "token_ids: 50 is outside"),
-        ({"slots": torch.full((2, 5), 40, dtype=torch.int32)}, "slots: 40 is outside"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_wrong_arguments_are_refused(change, match):
-    weights, case = feature_case(layers=1)
-    with pytest.raises(RuntimeError, match=match):
-        feature_rows(weights, **{"keep": 1, "backend": "cpu", **case, **change})
 
 
 @pytest.mark.parametrize(

@@ -170,23 +170,6 @@ def test_a_sequence_that_emits_nothing_keeps_its_runners_up(on):
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ({"nodes": torch.zeros(2, 3)}, "nodes: wrong dtype"),
-        ({"nodes": torch.zeros(3, 1, dtype=torch.int32)}, "nodes: expected size 2"),
-        ({"seed": torch.tensor(3)}, "expected all or none"),
-        ({"backend": "cuda"}, "backend"),
-    ],
-)
-@backends("cpu")
-def test_wrong_arguments_are_named(on, wrong, match):
-    known, text = KNOWN["usual"].build()
-    given = {"nodes": torch.zeros(2, 1, dtype=torch.int32), "backend": on.name} | wrong
-    with pytest.raises((RuntimeError, gsd.BackendUnavailableError), match=match):
-        history_recall(known, KNOWN["usual"].graph(text), **given)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
         ({"weights": torch.zeros(3, dtype=torch.float64)}, "weights: expected shape"),
         ({"weights": torch.zeros(WEIGHTS)}, "weights: expected float64"),
         ({"hashes": 12}, "hashes: expected a power of two, got 12"),

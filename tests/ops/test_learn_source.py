@@ -52,20 +52,6 @@ def test_triton_has_none_and_takes_what_auto_does():
     learn_source(asked, nodes, picked, *tables(0), **COUNTS, backend="triton")
 
 
-@backends("cpu")
-def test_bad_arguments_are_named(on):
-    asked, nodes, picked = questions(0)
-    mixture, reliability = tables(0)
-    few = type(reliability)(*(t[:, :2].contiguous() for t in reliability))
-    for given, error, match in (
-        (([], nodes, picked, mixture, None), ValueError, "asked: expected at least one level"),
-        ((asked, nodes, picked.long(), mixture, None), RuntimeError, "picked: wrong dtype"),
-        (
-            ([asked[0]._replace(log_probs=asked[0].log_probs[:1])], nodes, picked, mixture, None),
-            RuntimeError,
-            "log_probs",
-        ),
-        ((asked, nodes, picked, mixture, few), RuntimeError, "prior: expected at least 4 ranks, got 2"),
-    ):
-        with pytest.raises(error, match=match):
-            learn_source(*given, **COUNTS, backend=on.name)
+def test_no_level_is_refused():
+    with pytest.raises(ValueError, match="asked: expected at least one level"):
+        learn_source([], *questions(0)[1:], *tables(0), **COUNTS)

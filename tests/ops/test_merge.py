@@ -16,6 +16,7 @@ from ops.contracts.graph import (
     CUDA_GRAPHS,
     GRAPHS,
     agreeing_target,
+    check_flatten_of_any_graph,
     check_graph,
     check_merge_into_arbitrary_graph,
     check_verification,
@@ -207,6 +208,18 @@ SEEDS = {"cpu": range(20), "interpreter": range(3), "triton": range(20), "cuda":
 @cases("seed", {name: [(str(seed), seed) for seed in seeds] for name, seeds in SEEDS.items()})
 def test_merge_into_arbitrary_graphs(on, seed, merge_context):
     check_merge_into_arbitrary_graph(seed, merge_context, on)
+
+
+@cases("seed", {name: [(str(seed), seed) for seed in seeds] for name, seeds in SEEDS.items()})
+def test_any_graph_is_flattened_by_kernels(on, seed):
+    check_flatten_of_any_graph(seed, 24, 6, on)
+
+
+@COMPILED
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 12))
+def test_any_graph_is_flattened(seed, max_rows, max_path):
+    check_flatten_of_any_graph(seed, max_rows, min(max_path, max_rows - 1), ALL["cpu"])
 
 
 @backends("cpu", "interpreter", "triton", "cuda")

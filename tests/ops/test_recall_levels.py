@@ -90,7 +90,7 @@ CASES = {
     "merged by token": Case(merge_context=0, levels=8),
     "few candidates": Case(branch=2, remembered=4),
     "one of each": Case(branch=1, remembered=1, width=1, levels=1, batch=1),
-    "many sequences": Case(batch=19, opened=True),  # several threads
+    "many sequences": Case(batch=19, opened=True, levels=2),  # several threads
     "trimmed": Case(min_prob=math.exp(-20.0), sibling_ratio=0.5),
 }
 
@@ -148,32 +148,6 @@ def test_without_noise_the_compiled_levels_are_the_references(on, name):
         chances = levels.log_probs
     assert_bit_equal(*found)
     torch.testing.assert_close(levels.log_probs, chances, atol=recall_levels.tolerance, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        ({"frontier": torch.zeros(2, 1)}, "frontier"),
-        ({"frontier": torch.zeros(2, 5, dtype=torch.int32)}, "width: expected at least the frontier's 5"),
-        ({"level": 5}, "levels: expected at least 1"),
-        ({"level": -1}, "levels: .* from -1"),
-        ({"log_ratio": torch.zeros(5, 2)}, "log_ratio: expected at least 3 ranks"),
-        ({"log_ratio": torch.zeros(5, 3, dtype=torch.float64)}, "log_ratio"),
-        ({"seed": torch.tensor(3)}, "expected all or none"),
-        (noise(2) | {"first_pick": torch.zeros(2)}, "first_pick"),
-        (noise(2) | {"sequence_ids": torch.zeros(3, dtype=torch.int32)}, "sequence_ids"),
-        ({"backend": "triton"}, "backend"),
-    ],
-)
-@backends("cpu")
-def test_wrong_arguments_are_named_and_nothing_is_changed(on, wrong, match):
-    case = CASES["from the root"]
-    known, graph, frontier, log_ratio = case.build()
-    before = graph.clone()
-    given = {"frontier": frontier, "log_ratio": log_ratio, "backend": on.name} | case.options(False) | wrong
-    with pytest.raises((RuntimeError, gsd.BackendUnavailableError), match=match):
-        recall_levels(known, graph, **given)
-    assert_bit_equal(graph, before)
 
 
 @backends("cpu")

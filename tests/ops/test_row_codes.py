@@ -10,22 +10,19 @@ import torch
 from guards import guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ops.contracts.backends import backend_param, levels
 from ops.contracts.decoder import decoder_case
 from ops.contracts.packed import packed_matrix
 
 from gsd_kernels import cpu_levels
-from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.decoder_rows import decoder_rows
 from gsd_kernels.ops.packed import BY_NAME, CODE_KINDS, ROUNDED_KINDS, PackedMatrix, codes, unpack_rows
 from gsd_kernels.ops.packed.matrix import MOST_CODES
 from gsd_kernels.ops.row_linear import row_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NO_CPU = unavailable_reason("cpu", torch.device("cpu"))
-LEVELS = [] if NO_CPU else [n for n, why in cpu_levels.levels().items() if why is None] + ["amx_in_software"]
-pytestmark = [pytest.mark.quick, pytest.mark.skipif(bool(NO_CPU), reason=str(NO_CPU))]
+pytestmark = [pytest.mark.quick, *backend_param("cpu").marks]
 kinds = pytest.mark.parametrize("kind", CODE_KINDS, ids=lambda kind: kind.name)
-levels = pytest.mark.parametrize("level", LEVELS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 

@@ -51,15 +51,3 @@ def test_a_row_does_not_depend_on_the_others(on, dtype):
     poisoned[1::2] = float("nan")
     found = row_linear(poisoned, weight, backend=on.name)
     assert torch.equal(found[::2], whole[::2]) and found[1::2].isnan().all()
-
-
-@backends("cpu")
-def test_shapes_and_dtypes_are_checked(on):
-    x, weight = tensors(3, 32, 5, torch.float32)
-    for wrong_x, wrong_weight, match in (
-        (x, weight.bfloat16(), "weight"),
-        (x, weight[:, :16].contiguous(), "weight"),
-        (x.double(), weight.double(), "x: expected"),
-    ):
-        with pytest.raises(RuntimeError, match=match):
-            row_linear(wrong_x, wrong_weight, backend=on.name)

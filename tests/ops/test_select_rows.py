@@ -82,7 +82,7 @@ def test_rows_are_in_the_order_of_their_probabilities(on):
 
 
 @given(st.integers(0, 10_000), st.sampled_from(STYLES), st.data())
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_the_count_with_most_tokens_a_second(seed, style, data):
     """Probabilities fall along paths, siblings sum to their parent at most, and nothing but the count is cut."""
     graph, before = problem(seed, style)
@@ -139,26 +139,3 @@ def test_often_right_is_believed_and_becomes_certain():
     variances = found.covariance.diagonal()
     assert (variances <= found.prior + 1e-12).all() and torch.linalg.eigvalsh(found.covariance)[0] > 0
     assert variances.sum() < 0.9 * found.prior.sum()
-
-
-@backends("cpu")
-def test_bad_arguments_are_named(on):
-    graph, before = problem(0)
-    known, steps = posterior(), path(graph, 0)
-    limits = tuple(LIMITS.values())
-    for op, asked, match in (
-        (select_rows, (before.long(), known, None, *limits), "num_accepted: wrong dtype"),
-        (select_rows, (before, known, torch.ones(3), *limits), "seconds: wrong dtype"),
-        (
-            select_rows,
-            (before, known, torch.ones(0, dtype=torch.float64), *limits),
-            "seconds: expected those of one row",
-        ),
-        (select_rows, (before, known, None, 4, 4), r"max_path: expected 0 \.\.\. 3, got 4"),
-        (select_rows, (before, known, None, 0, 0), r"max_rows: expected 1 \.\.\. 128, got 0"),
-        (select_rows, (before, known._replace(weights=known.weights[:3]), None, *limits), "weights: expected size"),
-        (update_edge_model, (before, steps[0], steps[1][:, :2], known), "picked: expected size"),
-        (update_edge_model, (before, *steps, known, math.nan), "process_noise: expected a finite number"),
-    ):
-        with pytest.raises(RuntimeError, match=match):
-            op(graph, *asked, backend=on.name)

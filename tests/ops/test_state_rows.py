@@ -258,24 +258,3 @@ def test_no_access_past_the_end(case, on, capfd):
             text.commit([[0, 1, 2]])
 
     assert in_a_fork(steps_of_a_text) == 0, capfd.readouterr().err[-2000:]
-
-
-@backends("cpu")
-def test_arguments_are_checked(on):
-    given = take(tokens(1, 3, "kimi"), torch.arange(3)[None])
-    tree = {name: torch.zeros(1, 3, dtype=torch.int32) for name in ("parents", "depths")}
-    window, lengths = window_of("kimi", 1), torch.zeros(1, dtype=torch.int32)
-    rest = {"window": window, "backend": on.name}
-    with pytest.raises(RuntimeError, match="window: no room for 3 rows"):
-        state_rows(**given, **tree, lengths=lengths, **rest)
-    window.reserve(3)
-    with pytest.raises(RuntimeError, match="parents: of 2 rows, where 3 are given"):
-        state_rows(**given, **{n: t[:, :2] for n, t in tree.items()}, lengths=lengths, **rest)
-    for wrong in (
-        {"value": given["value"].double()},
-        {"decay": given["decay"][..., :2].contiguous()},
-        {"beta": given["beta"][:, :2]},
-        {"parents": tree["parents"].long()},
-    ):
-        with pytest.raises(RuntimeError, match=next(iter(wrong))):
-            state_rows(**{**given, **tree, **wrong}, lengths=lengths, **rest)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from ops.contracts.backends import backends
 from ops.contracts.step import (
-    BATCH,
     accepted,
     chained,
     check_chain,
@@ -18,7 +17,6 @@ from ops.contracts.step import (
     graph_of,
     int32,
     state,
-    texts,
 )
 
 import gsd_kernels as gsd
@@ -107,45 +105,3 @@ def test_the_cases_say_something():
 
 def test_triton_has_none_of_them_and_takes_what_auto_does():
     assert step.feed_rows(**fed(0), backend="triton").ids.shape == fed(0)["token_ids"].shape
-
-
-BAD = [
-    (step.start_graph, lambda: {"graph": graph_of(0), **texts(0)}, "tokens", lambda a: a["tokens"].int()),
-    (step.start_graph, lambda: {"graph": graph_of(0), **texts(0)}, "out_len", lambda a: a["out_len"][:1]),
-    (step.feed_rows, lambda: fed(1), "depths", lambda a: a["depths"].long()),
-    (step.feed_rows, lambda: fed(1), "kv_len", lambda a: a["kv_len"][:2]),
-    (step.feed_rows, lambda: fed(1), "slots", lambda a: a["depths"][:, :2]),
-    (step.feed_rows, lambda: fed(1), "node_depths", lambda a: a["depths"][:, :2]),
-    (step.feed_chain, lambda: chained(1), "cached", lambda a: a["cached"].long()),
-    (step.feed_chain, lambda: chained(1), "width", lambda a: 0),
-]
-
-
-@pytest.mark.parametrize(("op", "arguments", "name", "bad"), BAD, ids=lambda x: getattr(x, "__name__", str(x)))
-@backends("cpu")
-def test_bad_arguments_are_named(on, op, arguments, name, bad):
-    op(**arguments())
-    with pytest.raises(RuntimeError, match=name):
-        op(**{**arguments(), name: bad(arguments())}, backend=on.name)
-    with pytest.raises(gsd.BackendUnavailableError, match="backend"):
-        op(**arguments(), backend="gpu")
-    with pytest.raises(TypeError, match=f"expected the arguments .*{name}.*unknown: .'more'"):
-        op(**arguments(), more=1)
-
-
-@backends("cpu")
-def test_bad_texts_are_named(on):
-    path, rows, _ = accepted(0)
-    tokens, nodes = step.accepted_path(path, rows)
-    given = {"eos_ids": int32(3), **state(0)}
-    with pytest.raises(RuntimeError, match="emitted: expected at least 7 places, got 5"):
-        step.commit_text(tokens, path, **{**given, "emitted": given["emitted"][:, :5].contiguous()}, backend=on.name)
-    with pytest.raises(RuntimeError, match=r"nodes, parents, .*: expected all or none"):
-        step.commit_text(tokens, path, **given, nodes=nodes, backend=on.name)
-    with pytest.raises(RuntimeError, match="done: wrong dtype"):
-        step.commit_text(tokens, path, **{**given, "done": given["done"].int()}, backend=on.name)
-    with pytest.raises(RuntimeError, match="token_ids: expected size"):
-        step.accepted_path(
-            gsd.Acceptance(path.accepted_rows[:1], path.num_accepted, path.next_token), rows, backend=on.name
-        )
-    assert len(path.num_accepted) == BATCH

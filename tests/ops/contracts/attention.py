@@ -124,23 +124,34 @@ def _plain_attention(case: Attention, tensors: dict[str, Tensor], product: Calla
     return product(scores.softmax(-1)[..., : v.shape[2]], v)
 
 
-def check_row_invariance(case: Attention, on: Backend) -> None:
-    """Row 1 keeps every bit when all other rows' queries, masks and own cache slots change, even to NaN."""
+def check_row_invariance(case: Attention, on: Backend, row: int = 1) -> None:
+    """A row keeps every bit when all other rows' queries, masks, depths and own cache slots change, even to NaN.
+
+    The reference takes NaN for a sign of a position that nobody sees: there it is noise, in the prefix too.
+    """
     tensors, options = case.build(on.device)
-    row = 1
-    before = gsd.dag_attention(**tensors, **options, backend=on.name)[:, :, row]
+
+    def attend(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return gsd.dag_attention(**given, **options, return_lse=True, backend=on.name)
+
+    if whole := on.name == "reference":
+        tensors |= {name: tensors[name].nan_to_num(0.0) for name in "kv"}
+    (before, lse), changed = attend(tensors), {n: t.clone() for n, t in tensors.items()}
     seen = case.visible(tensors, case.capacity)[:, row]  # [B, S]
-    changed = {n: t.clone() for n, t in tensors.items()}
     others = torch.arange(case.rows) != row
-    changed["q"][:, :, others] = NAN
+    noise = 100 * torch.randn(case.capacity, generator=torch.Generator().manual_seed(0)).to(before)  # [S]
+    changed["q"][:, :, others] = noise[0] if whole else NAN
     changed["ancestor_mask"][:, others] = -1
+    if "row_depths" in changed:
+        changed["row_depths"][:, others] = 3
     for b, prefix in enumerate(case.prefixes):
         slots = ~seen[b]
-        slots[:prefix] = False
-        changed["k"][b, :, slots] = NAN
-        changed["v"][b, :, slots] = NAN
-    after = gsd.dag_attention(**changed, **options, backend=on.name)[:, :, row]
-    assert before.isfinite().all() and torch.equal(before, after)
+        slots[:prefix] &= whole
+        for name in "kv":
+            changed[name][b, :, slots] = noise[slots][:, None] if whole else NAN
+    after, after_lse = attend(changed)
+    assert before[:, :, row].isfinite().all() and not torch.equal(before, after)
+    assert torch.equal(before[:, :, row], after[:, :, row]) and torch.equal(lse[:, :, row], after_lse[:, :, row])
 
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -5,48 +5,32 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from decoders import Sizes, decoder, random_tokens
 
-from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights
+from gsd_kernels.ops.decoder_rows import DecoderWeights
 from gsd_kernels.ops.feature_rows import FeatureWeights, Projection
 
+SIZES = Sizes(hidden=32, inner=40, head_dim=16)
 
-def decoder_case(dtype=torch.float32, batch=2, rows=5):
+
+def decoder_case(dtype=torch.float32):
     """A random decoder with caches of 40 positions, 20 and 17 of them filled, and rows that form a small tree."""
     gen = torch.Generator().manual_seed(0)
-    vocab, hidden, inner, heads, kv_heads, dim = 50, 32, 48, 4, 2, 16
-
-    def matrix(*shape):
-        return (torch.randn(shape, generator=gen) * shape[-1] ** -0.5).to(dtype)
-
-    def layer():
-        norms = [(1 + 0.1 * torch.randn(hidden, generator=gen)).to(dtype) for _ in range(2)]
-        attention = [matrix(n * dim, hidden) for n in (heads, kv_heads, kv_heads)] + [matrix(hidden, heads * dim)]
-        return LayerWeights(
-            norms[0], *attention, norms[1], matrix(inner, hidden), matrix(inner, hidden), matrix(hidden, inner)
-        )
-
-    weights = DecoderWeights(
-        embedding=matrix(vocab, hidden),
-        layers=[layer(), layer()],
-        final_norm=torch.ones(hidden, dtype=dtype),
-        head=matrix(vocab + 3, hidden),
-        inv_freq=10000.0 ** -(torch.arange(dim // 2) / (dim // 2)),
-        rope_scale=1.0,
-        heads=heads,
-        eps=1e-5,
+    shape = (2, SIZES.kv_heads, 40, SIZES.head_dim)
+    k_caches, v_caches = (
+        [(torch.randn(shape, generator=gen) / 4).to(dtype) for _ in range(SIZES.layers)] for _ in range(2)
     )
-    k_caches, v_caches = ([matrix(batch, kv_heads, 40, dim) for _ in range(2)] for _ in range(2))
-    kv_len = torch.tensor([20, 17], dtype=torch.int32)[:batch]
-    depths = torch.tensor([0, 1, 1, 2, 2], dtype=torch.int32)[:rows].expand(batch, -1)
-    mask = torch.tensor([0b1, 0b11, 0b101, 0b1011, 0b10101], dtype=torch.int32)[:rows].expand(batch, -1)[..., None]
-    return weights, {
-        "token_ids": torch.randint(0, vocab, (batch, rows), generator=gen).int(),
+    kv_len = torch.tensor([20, 17], dtype=torch.int32)
+    depths = torch.tensor([0, 1, 1, 2, 2], dtype=torch.int32).expand(2, -1)
+    mask = torch.tensor([0b1, 0b11, 0b101, 0b1011, 0b10101], dtype=torch.int32).expand(2, -1)[..., None]
+    return decoder(SIZES, dtype), {
+        "token_ids": random_tokens(2, 5).int(),
         "positions": kv_len[:, None] + depths,
-        "slots": kv_len[:, None] + torch.arange(rows, dtype=torch.int32),
+        "slots": kv_len[:, None] + torch.arange(5, dtype=torch.int32),
         "ancestor_mask": mask.contiguous(),
         "node_depths": depths.contiguous(),
         "kv_len": kv_len,
-        "kv_start": torch.tensor([0, 3], dtype=torch.int32)[:batch],
+        "kv_start": torch.tensor([0, 3], dtype=torch.int32),
         "k_caches": k_caches,
         "v_caches": v_caches,
     }
@@ -58,11 +42,11 @@ STORED = "stored"
 """The wiring of a block drafter, whose layers store keys and values of features."""
 
 
-def reading_features(decoder: DecoderWeights, wiring: str = "feature") -> FeatureWeights:
+def reading_features(of: DecoderWeights, wiring: str = "feature") -> FeatureWeights:
     """The weights of a drafter with these layers, one of :data:`WIRINGS` or :data:`STORED`."""
     if wiring == STORED:
-        return FeatureWeights(decoder, None)
-    gen, like = torch.Generator().manual_seed(1), decoder.final_norm
+        return FeatureWeights(of, None)
+    gen, like = torch.Generator().manual_seed(1), of.final_norm
 
     def noise(*shape):
         return (torch.randn(shape, generator=gen) * shape[-1] ** -0.5).to(like)
@@ -73,17 +57,17 @@ def reading_features(decoder: DecoderWeights, wiring: str = "feature") -> Featur
     if wiring.startswith("projection"):
         bias = noise(len(like)) if "first" in wiring else None
         projection = Projection(noise(len(like), 2 * len(like)), norm(), bias, feature_first="first" in wiring)
-        return FeatureWeights(decoder, norm(), projection=projection)
-    first = decoder.layers[0]
+        return FeatureWeights(of, norm(), projection=projection)
+    first = of.layers[0]
     first = replace(
         first, **{name: torch.cat([getattr(first, name), noise(*getattr(first, name).shape)], 1) for name in "qkv"}
     )
-    return FeatureWeights(replace(decoder, layers=[first, *decoder.layers[1:]]), norm(), wiring == "normed feature")
+    return FeatureWeights(replace(of, layers=[first, *of.layers[1:]]), norm(), wiring == "normed feature")
 
 
 def feature_case(dtype=torch.float32, layers=2, wiring="feature"):
     """A drafter of random weights, and rows with features, of :func:`decoder_case`."""
-    decoder, case = decoder_case(dtype)
+    of, case = decoder_case(dtype)
     case |= {name: case[name][:layers] for name in ("k_caches", "v_caches")}
     case["features"] = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
-    return reading_features(replace(decoder, layers=decoder.layers[:layers]), wiring), case
+    return reading_features(replace(of, layers=of.layers[:layers]), wiring), case

@@ -1,0 +1,250 @@
+"""What an operator refuses: one wrong argument, named, before anything is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from ops.contracts.backends import assert_bit_equal, backend_param
+from ops.contracts.history import KNOWN
+from ops.contracts.inputs import op_inputs
+from torch import Tensor
+
+import gsd_kernels as gsd
+from gsd_kernels.ops.table import all_ops
+
+pytestmark = [pytest.mark.quick, *backend_param("cpu").marks]
+TABLE = all_ops()
+
+
+def filled(value: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.full(shape, value, dtype=dtype)
+
+
+def last(value: int) -> Callable[[Tensor], Tensor]:
+    """The last row's numbers replaced."""
+
+    def change(t: Tensor) -> Tensor:
+        t = t.clone()
+        t[-1] = value
+        return t
+
+    return change
+
+
+def graph_of_one() -> list[Tensor]:
+    config = gsd.GraphConfig(depth=1, width=2, branch=2, max_rows=4)
+    return [*gsd.TokenGraph.empty(1, config, "cpu").tensors()]
+
+
+long, double, half = Tensor.long, Tensor.double, Tensor.bfloat16
+none: list[Tensor] = []
+ALL_OR_NONE = "expected all or none"
+#: By operator: arguments, what is in their place (or what they become), and the words of the error.
+REFUSED: dict[str, list[tuple[str, Any, str]]] = {
+    "merge": [
+        ("graph", none, "graph: expected the 11 tensors of a TokenGraph, got 0"),
+        ("cand_tokens", filled(0, 2, 2, 2), "cand_tokens: expected size"),
+        ("merge_context", 9, "merge_context"),
+    ],
+    "flatten": [("max_rows", 129, "max_rows"), ("max_path", 8, "max_path")],
+    "select_rows": [
+        ("num_accepted", long, "num_accepted: wrong dtype"),
+        ("weights", torch.zeros(3, dtype=torch.float64), "weights: expected size"),
+        ("seconds", torch.ones(3), "seconds: wrong dtype"),
+        ("seconds", torch.ones(0, dtype=torch.float64), "seconds: expected those of one row"),
+        ("max_path", 24, r"max_path: expected 0 \.\.\. 23, got 24"),
+        ("max_rows", 0, r"max_rows: expected 1 \.\.\. 128, got 0"),
+        ("max_rows", 129, "max_rows"),
+    ],
+    "update_edge_model": [
+        ("picked", long, "picked: wrong dtype"),
+        ("picked", lambda t: t[:, :2], "picked: expected size"),
+        ("process_noise", math.nan, "process_noise: expected a finite number"),
+    ],
+    "verify": [("sampled", long, "sampled: wrong dtype"), ("remaining", filled(0, 3), "remaining: expected size")],
+    "commit_kv": [("num_accepted", last(4), "num_accepted: 4 of 3"), ("kv_len", last(16), "position 16 is outside")],
+    "sample_rows": [("seed", Tensor.int, "seed: wrong dtype"), ("logits", Tensor.int, "logits: expected float")],
+    "draft_candidates": [("branch", 0, "branch")],
+    "ngram_insert": [
+        ("ways", 3, "ways: expected a power of two"),
+        ("valid", filled(1, 2, 3, dtype=torch.bool), "valid: expected size"),
+    ],
+    "ngram_lookup": [
+        ("max_context", 9, "contexts: expected at least 9"),
+        ("keys", filled(0, 2, 31, dtype=torch.int64), "keys: expected a power of two"),
+    ],
+    "perturb_candidates": [("positions", filled(0, 2, 4), "positions: expected size")],
+    "calibrate_candidates": [
+        ("edges", torch.zeros(1), "index, edges"),
+        ("log_ratio", torch.zeros(3, 2), "log_ratio: expected at least 4 ranks, got 2"),
+    ],
+    "start_graph": [
+        ("tokens", Tensor.int, "tokens: wrong dtype"),
+        ("out_len", lambda t: t[:1], "out_len"),
+        ("out_len", filled(99, 3), "out_len: expected 1 ... 40, got 99"),
+    ],
+    "feed_rows": [
+        ("depths", long, "depths"),
+        ("slots", {"slots": filled(0, 3, 2), "node_depths": None}, "slots"),
+        ("kv_len", filled(0, 2), "kv_len"),
+        ("node_depths", filled(0, 3, 4), "node_depths: expected at least 6 nodes, got 4"),
+    ],
+    "feed_chain": [
+        ("cached", long, "cached"),
+        ("width", 0, "width"),
+        ("cached", filled(30, 3), "end: expected 30 ... 40"),
+    ],
+    "accepted_path": [
+        ("accepted_rows", lambda t: t[:1], "token_ids: expected size"),
+        ("node_ids", filled(0, 3, 3), "node_ids: expected size"),
+    ],
+    "commit_text": [
+        ("num_accepted", filled(8, 3), "num_accepted: 8 of 7 rows"),
+        ("out_len", filled(39, 3), "tokens: position .* outside the text's 40"),
+        ("emitted", lambda t: t[:, :5].contiguous(), "emitted: expected at least 7 places, got 5"),
+        ("done", Tensor.int, "done: wrong dtype"),
+        ("parents", None, f"nodes, parents, .*: {ALL_OR_NONE}"),
+    ],
+    "learn_source": [
+        ("picked", long, "picked: wrong dtype"),
+        ("tokens", [filled(0, 3, 1, 4)], "node_ids: expected 1 ... 64 levels"),
+        ("log_probs", lambda levels: [levels[0][:1], *levels[1:]], "log_probs"),
+        ("prior", lambda t: t[:, :2].contiguous(), "prior: expected at least 4 ranks, got 2"),
+    ],
+    "history_recall": [
+        ("history", KNOWN["usual"].build()[0].tensors()[:10], "history: expected 11 tensors, or 14"),
+        ("parents", filled(0, 2, 1), "parents: expected size"),
+        ("nodes", Tensor.float, "nodes: wrong dtype"),
+        ("nodes", filled(0, 3, 1), "nodes: expected size 2"),
+        ("branch", 9, "branch: expected at most 8, got 9"),
+        ("sizes", [4, 8, 3], "sizes: expected 4, got 3"),
+        ("first_pick", None, ALL_OR_NONE),
+    ],
+    "history_append": [
+        ("history", KNOWN["usual"].build()[0].tensors(), "history: expected 10 tensors, got 11"),
+        ("counts", filled(0, 3), "counts: expected size"),
+        ("seen", [torch.zeros(2)], "seen: expected 8 tensors or none, got 1"),
+    ],
+    "recall_levels": [
+        ("graph", graph_of_one(), "keys: expected 1 sequences, got 2"),
+        ("frontier", Tensor.float, "frontier"),
+        ("frontier", filled(99, 2, 1), "frontier: node 99 of"),
+        ("frontier", filled(0, 2, 5), "width: expected at least the frontier's 5"),
+        ("log_ratio", torch.rand(4, 1), "log_ratio: expected at least 2 ranks, got 1"),
+        ("log_ratio", double, "log_ratio"),
+        ("level", -1, "levels: .* from -1"),
+        ("levels", 0, "levels: expected at least 1"),
+        ("width", 0, "width: expected at least the frontier's 1"),
+        ("merge_context", 9, "merge_context"),
+        ("first_pick", torch.zeros(2), "first_pick"),
+        ("seed", None, ALL_OR_NONE),
+        ("sequence_ids", filled(0, 3), "sequence_ids"),
+    ],
+    "corpus_recall": [
+        ("following", filled(0, 2), "following: expected size"),
+        ("order", long, "order: wrong dtype"),
+        ("frontier", long, "frontier: wrong dtype"),
+        ("branch", 193, "branch: expected 0 ... 192, got 193"),
+        ("vocab", 0, "vocab: expected a vocabulary size"),
+    ],
+    "row_linear": [
+        ("x weight", double, "x: expected"),
+        ("weight", half, "weight"),
+        ("weight", lambda t: t[:, :16].contiguous(), "weight"),
+    ],
+    "state_rows": [
+        ("value", double, "value"),
+        ("decay", lambda t: t.repeat(1, 1, 1, 2), "decay"),
+        ("beta", lambda t: t[:, :2], "beta"),
+        ("parents", long, "parents"),
+        ("parents", lambda t: t[:, :2], "parents: of 2 rows, where 3 are given"),
+        ("keys updates sums", lambda t: t[:, :-3], "window: no room for 3 rows"),
+    ],
+    "decoder_rows": [
+        ("token_ids", long, "token_ids"),
+        ("token_ids", last(61), "token_ids: 61 is outside the vocabulary of 61"),
+        ("slots", last(40), "slots: 40 is outside the cache's 40"),
+        ("node_depths", lambda t: t[:1].expand(3, -1), "node_depths"),
+        ("kv_len", last(41), "kv_len: the prefix"),
+        ("head", half, "head: expected the dtype of the embedding"),
+        ("k_caches", lambda caches: caches[:1], "layers: expected"),
+        ("states", [3], r"states: expected layers 0 \.\.\. 2"),
+        ("keep", 6, r"keep: expected 0 \.\.\. 5"),
+    ],
+    "feature_rows": [
+        ("features", torch.zeros(2, 5, 31), "features: expected"),
+        ("features", double, "features: "),
+        ("token_ids", last(61), "token_ids: 61 is outside"),
+        ("slots", last(40), "slots: 40 is outside"),
+        ("k_caches", none, "layers: expected .* two caches and a window for each"),
+        ("keep", 6, r"keep: expected 0 \.\.\. 5"),
+    ],
+}
+
+
+def written(name: str, given: dict[str, Any]) -> list[Tensor]:
+    """What the operator writes in place."""
+    marked = [a.name for a in TABLE[name].operator._schema.arguments if a.alias_info and a.alias_info.is_write]
+    lists = [value if isinstance(value, list) else [value] for value in map(given.get, marked)]
+    return [tensor for tensors in lists for tensor in tensors if tensor is not None]
+
+
+def refused(name: str, given: dict[str, Any], match: str) -> None:
+    tensors = written(name, given)
+    before = [t.clone() for t in tensors]
+    with pytest.raises(RuntimeError, match=match):
+        TABLE[name].operator(**given)
+    assert_bit_equal(tensors, before)
+
+
+def arguments_of(name: str) -> dict[str, Any]:
+    return dict(zip((a.name for a in TABLE[name].operator._schema.arguments), op_inputs()[name], strict=False))
+
+
+ROWS = [(name, *row) for name, rows in REFUSED.items() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "wrong", "match"),
+    ROWS,
+    ids=["-".join((n, at, why)) for n, at, _, why in ROWS],
+)
+def test_a_wrong_argument_is_named_and_nothing_is_written(name, argument, wrong, match):
+    given = arguments_of(name)
+    if not isinstance(wrong, dict):
+        wrong = {at: wrong(given[at]) if callable(wrong) else wrong for at in argument.split()}
+    refused(name, given | wrong, match)
+
+
+CHANGES = {
+    "wrong dtype": Tensor.half,
+    "expected size": lambda t: torch.cat((t, t), -1),
+    "must be contiguous": lambda t: torch.stack((t, t), -1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("match", CHANGES)
+@pytest.mark.parametrize("name", ["merge", "start_graph", "recall_levels"])
+def test_an_error_of_a_graph_names_the_field(name, match):
+    """The operator takes the graph as a list: its order is the fields'."""
+    given = arguments_of(name)
+    free = {"token_ids", "ancestor_mask", "edge_targets"}  # whose last size says that of others
+    for place, field in enumerate(fields(gsd.TokenGraph)):
+        if match == "expected size" and field.name in free:
+            continue
+        graph = [*given["graph"]]
+        graph[place] = CHANGES[match](graph[place])
+        refused(name, given | {"graph": graph}, rf" {field.name}: {match}")
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_an_unknown_backend_and_an_unknown_argument_are_refused(name):
+    with pytest.raises(gsd.BackendUnavailableError, match="backend"):
+        TABLE[name].chosen("gpu", torch.device("cpu"))
+    with pytest.raises(TypeError, match=r"expected the arguments .*unknown: .'more'"):
+        TABLE[name](more=1)
