@@ -152,7 +152,7 @@ class Mixer:
         frontier = Frontier(self.current.root, graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
         for number in range(config.depth + (config.history_depth if self.lookups else 0)):
             level = Level(number, config, graph, frontier, first_pick)
-            rest = self.propose_rest(level) if trims else None
+            rest = self.propose_rest(level)
             if rest is not None:
                 levels.append(rest)
                 break
