@@ -22,8 +22,8 @@ BUDGET = {
     "bench/kernels": 29,
     "bench/lib": 19,
     "bench/scale": 16,
-    "csrc/algorithms": 147,  # 130 before a warp ended a row, and products turned heads
-    "csrc/cpu": 194,  # 210 before heads of a drafter were one operator and candidates read at once
+    "csrc/algorithms": 151,  # 147 before levels of the history were one launch on a GPU too
+    "csrc/cpu": 193,  # 210 before heads of a drafter were one operator and candidates read at once
     "csrc/cuda": 85,  # 78 before drafters that read features were one operator
     "csrc/torch_ops": 46,  # 44 before the loader named the namespace of the ops
     "docs": 7,  # 6 before commands, classes and fields were built as well
@@ -47,7 +47,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 94,
     "python/gsd_kernels_train/recipes": 32,
-    "tests": 1918,  # 1896 before attention of rows was held to a contract number by number
+    "tests": 1922,  # 1918 before levels of the history were block code
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.
