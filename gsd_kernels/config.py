@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 from .names import fields_named, unknown
@@ -160,12 +161,12 @@ class GraphConfig:
         """Cache positions that a step needs beyond the committed prefix, in either model."""
         return max(self.max_rows, self.draft_slots + 1, self.chain_rows)
 
-    @property
+    @cached_property  # asked in every step
     def log_sibling_ratio(self) -> float:
         """log(sibling_ratio), −inf for 0."""
         return _log(self.sibling_ratio)
 
-    @property
+    @cached_property  # asked in every step
     def log_min_prob(self) -> float:
         """log(min_prob), −inf for 0."""
         return _log(self.min_prob)

@@ -22,10 +22,10 @@ BUDGET = {
     "bench/kernels": 29,
     "bench/lib": 19,
     "bench/scale": 16,
-    "csrc/algorithms": 147,  # 130 before a warp ended a row, and products turned heads
-    "csrc/cpu": 192,  # 210 before heads of a drafter were one operator and candidates read at once
-    "csrc/cuda": 82,  # 78 before drafters that read features were one operator
-    "csrc/torch_ops": 50,  # 46 before arguments of the decoder's operators stood there, once for all devices
+    "csrc/algorithms": 151,  # 130 before a warp ended a row, and products turned heads
+    "csrc/cpu": 191,  # 210 before heads of a drafter were one operator and candidates read at once
+    "csrc/cuda": 83,  # 78 before drafters that read features were one operator
+    "csrc/torch_ops": 50,  # 44 before the loader named the namespace of the ops
     "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 25,
     "gsd_kernels": 22,
@@ -47,7 +47,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 93,
     "python/gsd_kernels_train/recipes": 25,
-    "tests": 1905,  # 1896 before attention of rows was held to a contract number by number
+    "tests": 1909,  # 1896 before attention of rows was held to a contract number by number
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -186,6 +186,7 @@ struct HistoryArena {
   double* rests;                   // [3], the logarithm of what the longest lists leave, see below
   double* pace;                    // [1], the logarithm of the tokens that the step before emitted
   double* none;                    // [1], its score
+  double* sums;                    // [2], the highest score, the logarithm of the sum of all chances
   int32_t* named;                  // [kHistoryCandidates], tokens in the order in which sources name them
   int32_t* tokens;                 // [kListed], list by list, −1 for none
   float* log_probs;                // [kListed]
@@ -196,7 +197,7 @@ struct HistoryArena {
   int32_t* counts;                 // [3], of context, places and named
 
   static GSD_HD size_t bytes() {
-    return 3 * arena_bytes(kHistoryCandidates, 8) + arena_bytes(3, 8) + 2 * arena_bytes(1, 8) +
+    return 3 * arena_bytes(kHistoryCandidates, 8) + arena_bytes(3, 8) + 2 * arena_bytes(1, 8) + arena_bytes(2, 8) +
            arena_bytes(kHistoryCandidates, 4) + 2 * arena_bytes(kListed, 4) + arena_bytes(kLists, 4) +
            arena_bytes(kCopyMost, 4) + 2 * arena_bytes(kCopyVisits, 4) + arena_bytes(3, 4);
   }
@@ -209,6 +210,7 @@ struct HistoryArena {
     rests = carve.take<double>(3);
     pace = carve.take<double>(1);
     none = carve.take<double>(1);
+    sums = carve.take<double>(2);
     named = carve.take<int32_t>(kHistoryCandidates);
     tokens = carve.take<int32_t>(kListed);
     log_probs = carve.take<float>(kListed);
@@ -217,6 +219,29 @@ struct HistoryArena {
     places = carve.take<int32_t>(kCopyVisits);
     matches = carve.take<int32_t>(kCopyVisits);
     counts = carve.take<int32_t>(3);
+  }
+
+  GSD_HD void find_top() const {
+    double top = *none;
+    for (int i = 0; i < counts[2]; i++) top = scores[i] > top ? scores[i] : top;
+    sums[0] = top;
+  }
+
+  GSD_HD void add_up() const {
+    double total = std::exp(*none - sums[0]);
+    for (int i = 0; i < counts[2]; i++) total += scores[i] == scores[i] ? parts[i] : 0.0;
+    sums[1] = sums[0] + std::log(total);
+  }
+
+  // Of a candidate among all, of which the best `wanted` have one; `wanted` for none.
+  GSD_HD int place_of(int candidate, int wanted) const {
+    const double score = scores[candidate];
+    if (!(score == score)) return wanted;
+    int better = 0;
+    for (int i = 0; i < counts[2] && better < wanted; i++) {
+      better += scores[i] > score || (i < candidate && scores[i] == score) ? 1 : 0;
+    }
+    return better;
   }
 };
 
@@ -436,43 +461,69 @@ GSD_ROLLED
   }
 };
 
-// The best candidates of a row's node, best first, of equal ones that which was named first.
+// The best candidates of the nodes of some rows, `count` from `first` on, best first, of equal ones that which was named
+// first. The rows lie side by side in memory: whatever is done of a node is done of all before the next barrier.
 template <class Group>
-GSD_HD void recall_history(Group& group, const NgramRecallArgs& a, const HistoryArgs& h, const NgramSizes& s, int row,
-                           char* memory) {
-  const HistoryArena m(memory);
-  const HistoryNode asked(h, a, s, m, min_int(max_int(a.nodes[row], 0), a.graph_nodes - 1));
+GSD_HD void recall_history(Group& group, const NgramRecallArgs& a, const HistoryArgs& h, const NgramSizes& s, int first,
+                           int count, char* memory) {
   const int rank = group.rank(), step = group.size();
-  int32_t* tokens = a.tokens + static_cast<int64_t>(row) * a.wanted;
-  float* log_probs = a.log_probs + static_cast<int64_t>(row) * a.wanted;
-  for (int k = rank; k < a.wanted; k += step) tokens[k] = -1, log_probs[k] = negative_infinity();
-  for (int list = rank; list < kLists; list += step) asked.read_list(list);
-  if (rank == step - 1) asked.find_places();
+  const auto arena_of = [&](int row) { return HistoryArena(memory + row * HistoryArena::bytes()); };
+  const auto node_of = [&](int row, const HistoryArena& m) {
+    return HistoryNode(h, a, s, m, min_int(max_int(a.nodes[first + row], 0), a.graph_nodes - 1));
+  };
+  int32_t* tokens = a.tokens + static_cast<int64_t>(first) * a.wanted;
+  float* log_probs = a.log_probs + static_cast<int64_t>(first) * a.wanted;
+  for (int k = rank; k < count * a.wanted; k += step) tokens[k] = -1, log_probs[k] = negative_infinity();
+  for (int i = rank; i < count * kLists; i += step) {
+    const HistoryArena m = arena_of(i / kLists);
+    node_of(i / kLists, m).read_list(i % kLists);
+  }
+  for (int row = step - 1 - rank; row < count; row += step) {  // the last threads, which have no list
+    const HistoryArena m = arena_of(row);
+    node_of(row, m).find_places();
+  }
   group.sync("history: lists and places read");
-  for (int entry = rank; entry < kListed; entry += step) m.parts[entry] = asked.vote(entry);
-  for (int visit = rank; visit < m.counts[1]; visit += step) asked.measure(visit);
-  for (int which = rank; which < 3; which += step) asked.measure_rest(which);
+  for (int i = rank; i < count * kListed; i += step) {
+    const HistoryArena m = arena_of(i / kListed);
+    m.parts[i % kListed] = node_of(i / kListed, m).vote(i % kListed);
+  }
+  for (int i = rank; i < count * kCopyVisits; i += step) {
+    const HistoryArena m = arena_of(i / kCopyVisits);
+    if (i % kCopyVisits < m.counts[1]) node_of(i / kCopyVisits, m).measure(i % kCopyVisits);
+  }
+  for (int i = rank; i < count * 3; i += step) {
+    const HistoryArena m = arena_of(i / 3);
+    node_of(i / 3, m).measure_rest(i % 3);
+  }
   group.sync("history: votes known");
-  if (rank == 0) a.matched[row] = asked.name_all();
+  for (int row = rank; row < count; row += step) {
+    const HistoryArena m = arena_of(row);
+    a.matched[first + row] = node_of(row, m).name_all();
+  }
   group.sync("history: candidates named");
-  const int size = m.counts[2];
-  for (int i = rank; i < size; i += step) m.scores[i] = asked.score(i);
+  for (int i = rank; i < count * kHistoryCandidates; i += step) {
+    const HistoryArena m = arena_of(i / kHistoryCandidates);
+    const int at = i % kHistoryCandidates;
+    if (at < m.counts[2]) m.scores[at] = node_of(i / kHistoryCandidates, m).score(at);
+  }
   group.sync("history: scores known");
-  double top = *m.none;
-  for (int i = 0; i < size; i++) top = m.scores[i] > top ? m.scores[i] : top;
-  for (int i = rank; i < size; i += step) m.parts[i] = std::exp(m.scores[i] - top);
+  for (int row = rank; row < count; row += step) arena_of(row).find_top();
+  group.sync("history: tops known");
+  for (int i = rank; i < count * kHistoryCandidates; i += step) {
+    const HistoryArena m = arena_of(i / kHistoryCandidates);
+    const int at = i % kHistoryCandidates;
+    if (at < m.counts[2]) m.parts[at] = std::exp(m.scores[at] - m.sums[0]);
+  }
   group.sync("history: chances known");
-  double total = std::exp(*m.none - top);
-  for (int i = 0; i < size; i++) total += m.scores[i] == m.scores[i] ? m.parts[i] : 0.0;
-  const double log_total = top + std::log(total);
-  for (int i = rank; i < size; i += step) {
-    const double score = m.scores[i];
-    if (!(score == score)) continue;
-    int better = 0;
-    for (int j = 0; j < size && better < a.wanted; j++) better += m.scores[j] > score || (j < i && m.scores[j] == score) ? 1 : 0;
-    if (better >= a.wanted) continue;
-    tokens[better] = m.named[i];
-    log_probs[better] = static_cast<float>(score - log_total);
+  for (int row = rank; row < count; row += step) arena_of(row).add_up();
+  group.sync("history: sums known");
+  for (int i = rank; i < count * kHistoryCandidates; i += step) {
+    const int row = i / kHistoryCandidates, at = i % kHistoryCandidates;
+    const HistoryArena m = arena_of(row);
+    const int place = at < m.counts[2] ? m.place_of(at, a.wanted) : a.wanted;
+    if (place >= a.wanted) continue;
+    tokens[row * a.wanted + place] = m.named[at];
+    log_probs[row * a.wanted + place] = static_cast<float>(m.scores[at] - m.sums[1]);
   }
 }
 

@@ -9,9 +9,12 @@ namespace gsd {
 namespace {
 
 void answer(const HistoryCall& call) {
-  const NgramRecallCall& recall = call.asked.recall;
-  for_each_sequence(recall.batch, HistoryArena::bytes(), [&](int64_t b, char* arena) {
-    call.asked.answer(recall.args.at(recall.sizes, b), b, arena);
+  const NgramSizes& sizes = call.recall.sizes;
+  for_each_sequence(call.recall.batch, HistoryArena::bytes(), [&](int64_t b, char* arena) {
+    SerialGroup group;
+    const NgramRecallArgs asked = call.first.asked.at(sizes, b);
+    const HistoryArgs known = call.first.history.at(sizes, b, asked.graph_nodes);
+    for (int row = 0; row < sizes.rows; row++) recall_history(group, asked, known, sizes, row, 1, arena);
   });
 }
 

@@ -1,4 +1,4 @@
-// history_recall by one thread block a node, history_append by one a sequence: csrc/algorithms/history.h.
+// history_recall by one thread block a node, recall_levels and history_append by one a sequence: csrc/algorithms.
 #include "block_launch.h"
 #include "launch.h"
 
@@ -6,6 +6,7 @@ namespace gsd {
 namespace {
 
 constexpr int kNodeThreads = 96;  // lists and their votes in two warps, what takes long by itself in the third
+constexpr int kNodesOfBlock = 12;  // of a level, in what shared memory a block has without asking
 
 __global__ void __launch_bounds__(kNodeThreads, 10)  // blocks a multiprocessor; unsaid, ptxas takes fewer registers, and spills
     history_recall_kernel(const __grid_constant__ HistoryRecall first, const __grid_constant__ NgramSizes sizes) {
@@ -14,7 +15,14 @@ __global__ void __launch_bounds__(kNodeThreads, 10)  // blocks a multiprocessor;
   const int64_t b = blockIdx.x / sizes.rows;
   const NgramRecallArgs asked = first.asked.at(sizes, b);
   recall_history(group, asked, first.history.at(sizes, b, asked.graph_nodes), sizes,
-                 static_cast<int>(blockIdx.x % sizes.rows), arena);
+                 static_cast<int>(blockIdx.x % sizes.rows), 1, arena);
+}
+
+__global__ void __launch_bounds__(kBlockThreads, 4)  // as above
+    recall_levels_kernel(const __grid_constant__ LevelsArgs first, const __grid_constant__ LevelSizes sizes) {
+  extern __shared__ __align__(16) char arena[];
+  CudaBlock group;
+  grow_levels(group, first.at(sizes, blockIdx.x), sizes, arena);
 }
 
 __global__ void __launch_bounds__(kBlockThreads)
@@ -29,6 +37,12 @@ __global__ void __launch_bounds__(kBlockThreads)
 int launch_history_recall(const HistoryRecall& first, const NgramSizes& sizes, int64_t batch, void* stream) {
   return launch_blocks(history_recall_kernel, first, sizes, batch * sizes.rows, kNodeThreads, HistoryArena::bytes(),
                        stream);
+}
+
+int launch_levels(const LevelsArgs& first, const LevelSizes& sizes, int64_t batch, void* stream) {
+  LevelSizes block = sizes;
+  block.at_once = min_int(sizes.width, kNodesOfBlock);
+  return launch_blocks(recall_levels_kernel, first, block, batch, kBlockThreads, levels_bytes(block), stream);
 }
 
 int launch_history_append(const FollowArgs& first, const NgramSizes& sizes, int64_t batch, void* stream) {

@@ -6,11 +6,11 @@
 
 #include "../algorithms/attention.h"
 #include "../algorithms/flatten.h"
-#include "../algorithms/history.h"
 #include "../algorithms/learn.h"
 #include "../algorithms/merge.h"
 #include "../algorithms/verify.h"
 #include "../algorithms/ngram.h"
+#include "../algorithms/recall_levels.h"
 #include "../algorithms/sampling.h"
 #include "../algorithms/step.h"
 
@@ -24,8 +24,9 @@ int launch_verify(const VerifyArgs& first, const VerifySizes& sizes, int64_t bat
 int launch_ngram_insert(const NgramInsertArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
 int launch_ngram_lookup(const NgramLookupArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
 
-// A thread block takes one node.
+// A thread block takes one node; of launch_levels one sequence, all levels in one launch.
 int launch_history_recall(const HistoryRecall& first, const NgramSizes& sizes, int64_t batch, void* stream);
+int launch_levels(const LevelsArgs& first, const LevelSizes& sizes, int64_t batch, void* stream);
 int launch_history_append(const FollowArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
 
 // One thread block.

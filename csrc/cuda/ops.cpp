@@ -3,10 +3,10 @@
 #include "../torch_ops/commit_kv.h"
 #include "../torch_ops/dag_attention.h"
 #include "../torch_ops/flatten.h"
-#include "../torch_ops/history.h"
 #include "../torch_ops/learn.h"
 #include "../torch_ops/merge.h"
 #include "../torch_ops/ngram.h"
+#include "../torch_ops/recall_levels.h"
 #include "../torch_ops/registration.h"
 #include "../torch_ops/step.h"
 #include "../torch_ops/verify.h"
@@ -28,8 +28,7 @@ int launch_calibration(const CalibrateCall& call, void* stream) {
 int launch_perturbation(const PerturbCall& call, void* stream) { return launch_perturb(call.args, call.rows, stream); }
 
 int launch_recollection(const HistoryCall& call, void* stream) {
-  const NgramRecallCall& recall = call.asked.recall;
-  return launch_history_recall({recall.args, call.asked.args}, recall.sizes, recall.batch, stream);
+  return launch_history_recall(call.first, call.recall.sizes, call.recall.batch, stream);
 }
 
 int launch_learning(const LearnCall& call, void* stream) { return launch_learn(call.args, call.sizes, stream); }
@@ -233,6 +232,7 @@ GSD_OPS(CUDA, m) {
   m.impl("perturb_candidates", TORCH_BOX((&LaunchedOp<prepare_perturb, launch_perturbation>::call)));
   m.impl("mix_candidates", TORCH_BOX((&LaunchedOp<prepare_mix, launch_mix>::call)));
   m.impl("history_recall", TORCH_BOX((&LaunchedOp<prepare_history, launch_recollection>::call)));
+  m.impl("recall_levels", TORCH_BOX((&LaunchedOp<prepare_levels, launch_levels>::call)));
   m.impl("history_append", TORCH_BOX((&LaunchedOp<prepare_follow, launch_history_append>::call)));
   m.impl("learn_source", TORCH_BOX((&LaunchedOp<prepare_learn, launch_learning>::call)));
   m.impl("start_graph", TORCH_BOX((&LaunchedOp<prepare_start, launch_start>::call)));

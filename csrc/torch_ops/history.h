@@ -70,20 +70,9 @@ struct HistoryTensors {
   }
 };
 
-struct HistoryAsked {
-  NgramRecallCall recall;
-  HistoryArgs args;  // of the first sequence
-
-  // Answer a sequence's part of a recall, which may be of other nodes than the call's, by one thread.
-  void answer(const NgramRecallArgs& asked, int64_t b, char* arena) const {
-    SerialGroup group;
-    const HistoryArgs known = args.at(recall.sizes, b, asked.graph_nodes);
-    for (int row = 0; row < recall.sizes.rows; row++) recall_history(group, asked, known, recall.sizes, row, arena);
-  }
-};
-
 struct HistoryCall {
-  HistoryAsked asked;
+  NgramRecallCall recall;
+  HistoryRecall first;  // of the first sequence
   Fresh<3>::Results outputs;
 };
 
@@ -96,8 +85,9 @@ inline HistoryCall prepare_history(const Tensors& history, const Tensor& token_i
   h.args.parents = read<int32_t>("parents", parents, {h.table.batch, graph.nodes});
   NgramRecallCall recall =
       prepare_recall(h.table, graph, nodes, branch, sizes[0], sizes[1], first_pick, seed, sequence_ids);
+  const HistoryRecall first{recall.args, h.args};
   Fresh<3>::Results outputs = recall.outputs;
-  return {{std::move(recall), h.args}, std::move(outputs)};
+  return {std::move(recall), first, std::move(outputs)};
 }
 
 using FollowCall = Call<NgramSizes, FollowArgs>;

@@ -111,31 +111,44 @@ struct NodeTensors {
   }
 };
 
+// Rows of nodes that are asked about, without the nodes and where what is found goes.
+struct RecallAsked {
+  NgramSizes sizes;
+  NgramRecallArgs args;
+
+  static RecallAsked of(const NgramTensors& table, const NodeTensors& graph, int64_t rows, int64_t wanted,
+                        int64_t max_context, int64_t ways, const MaybeTensor& first_pick, const MaybeTensor& seed,
+                        const MaybeTensor& sequence_ids) {
+    const int64_t batch = table.batch;
+    STD_TORCH_CHECK(graph.nodes >= 1, "token_ids: expected at least one node");
+    const NgramSizes sizes = ngram_sizes(table, rows, graph.context, max_context, ways);
+    STD_TORCH_CHECK(wanted >= 0 && wanted <= sizes.branch, "branch: expected at most ", sizes.branch, ", got ", wanted);
+    STD_TORCH_CHECK(first_pick.has_value() == seed.has_value() && seed.has_value() == sequence_ids.has_value(),
+                    "first_pick, seed, sequence_ids: expected all or none");
+    NgramRecallArgs args{};
+    args.table = table.data;
+    args.token_ids = graph.token_ids, args.contexts = graph.contexts, args.depths = graph.depths;
+    args.first_pick = read<int32_t>("first_pick", first_pick, {batch});
+    args.seed = read<int64_t>("seed", seed, {});
+    args.sequence_ids = read<int32_t>("sequence_ids", sequence_ids, {batch});
+    args.graph_nodes = narrow(graph.nodes), args.wanted = narrow(wanted);
+    return {sizes, args};
+  }
+};
+
 inline NgramRecallCall prepare_recall(const NgramTensors& table, const NodeTensors& graph, const Tensor& nodes,
                                       int64_t wanted, int64_t max_context, int64_t ways,
                                       const MaybeTensor& first_pick, const MaybeTensor& seed,
                                       const MaybeTensor& sequence_ids) {
   const int64_t batch = table.batch;
-  const int32_t* asked = read<int32_t>("nodes", nodes, {batch, kAny});
-  STD_TORCH_CHECK(graph.nodes >= 1, "token_ids: expected at least one node");
-  const NgramSizes sizes = ngram_sizes(table, nodes.size(1), graph.context, max_context, ways);
-  STD_TORCH_CHECK(wanted >= 0 && wanted <= sizes.branch, "branch: expected at most ", sizes.branch, ", got ", wanted);
-  STD_TORCH_CHECK(first_pick.has_value() == seed.has_value() && seed.has_value() == sequence_ids.has_value(),
-                  "first_pick, seed, sequence_ids: expected all or none");
+  const int32_t* ids = read<int32_t>("nodes", nodes, {batch, kAny});
+  auto [sizes, args] =
+      RecallAsked::of(table, graph, nodes.size(1), wanted, max_context, ways, first_pick, seed, sequence_ids);
   Fresh<3> found(nodes);
-  const NgramRecallArgs args{table.data,
-                             graph.token_ids,
-                             graph.contexts,
-                             graph.depths,
-                             asked,
-                             read<int32_t>("first_pick", first_pick, {batch}),
-                             read<int64_t>("seed", seed, {}),
-                             read<int32_t>("sequence_ids", sequence_ids, {batch}),
-                             found.of<int32_t>({batch, sizes.rows, wanted}),
-                             found.of<float>({batch, sizes.rows, wanted}),
-                             found.of<int32_t>({batch, sizes.rows}),
-                             narrow(graph.nodes),
-                             narrow(wanted)};
+  args.nodes = ids;
+  args.tokens = found.of<int32_t>({batch, sizes.rows, wanted});
+  args.log_probs = found.of<float>({batch, sizes.rows, wanted});
+  args.matched = found.of<int32_t>({batch, sizes.rows});
   return {sizes, args, batch, found.results()};
 }
 

@@ -118,13 +118,15 @@ class Op:
 
     def _bound(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """All arguments in order; ``inspect`` would take longer than the op."""
-        names = list(self.parameters)[len(arguments) :]
-        rest = tuple(named.pop(name, self.parameters[name]) for name in names)
-        missing = [name for name, one in zip(names, rest, strict=True) if one is Parameter.empty]
+        bound, missing = list(arguments), []
+        for name in list(self.parameters)[len(arguments) :]:
+            bound.append(named.pop(name, self.parameters[name]))
+            if bound[-1] is Parameter.empty:
+                missing.append(name)
         if named or missing:
             said = f"expected the arguments {', '.join(self.parameters)}; missing: {missing}, unknown: {list(named)}"
             raise TypeError(f"{self.name}: {said}")
-        return (*arguments, *rest)
+        return tuple(bound)
 
     def _made(self, results: Any) -> Any:
         return results if self.result is None else self.result(*results)

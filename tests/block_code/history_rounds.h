@@ -1,10 +1,11 @@
-// csrc/algorithms/history.h by one thread and by a block: a text that is followed, and nodes that are asked about.
+// csrc/algorithms/history.h and recall_levels.h by one thread and by a block: a text that is followed, nodes that are
+// asked about, levels that grow.
 #pragma once
 
 #include <random>
 #include <vector>
 
-#include "../../csrc/algorithms/history.h"
+#include "../../csrc/algorithms/recall_levels.h"
 #include "fiber_group.h"
 #include "learn_rounds.h"
 #include "step_rounds.h"
@@ -87,12 +88,85 @@ inline bool histories_agree(int threads, const Faults& faults, std::mt19937& ran
   };
   for (int row = 0; row < min_int(rows, 3); row++) {
     std::vector<char> serial_arena(HistoryArena::bytes(), '\xA5'), block_arena(serial_arena);
-    recall_history(serial, asked(answers), known, s, row, serial_arena.data());
+    recall_history(serial, asked(answers), known, s, row, 1, serial_arena.data());
     run_block(threads, faults, [&](FiberGroup& group) {
-      recall_history(group, asked(block_answers), known, s, row, block_arena.data());
+      recall_history(group, asked(block_answers), known, s, row, 1, block_arena.data());
     });
   }
   return answers == block_answers;
+}
+
+// A graph and what its levels found.
+struct Grown {
+  Ints token_ids, parents, depths, contexts, mask, edge_targets, counts{1, 0}, nodes, tokens, matched, next;
+  Floats scores, edge_log_probs, log_probs, calibrated;
+  std::vector<char> expanded;
+
+  explicit Grown(const LevelSizes& s)
+      : token_ids(s.merge.capacity, 0),
+        parents(token_ids.size(), -1),
+        depths(token_ids.size(), 0),
+        contexts(token_ids.size() * kContext, 0),
+        mask(token_ids.size() * s.merge.words, 0),
+        edge_targets(token_ids.size() * s.branch, -1),
+        nodes(static_cast<size_t>(s.levels) * s.width, -7),
+        tokens(nodes.size() * s.branch, -7),
+        matched(nodes.size(), -7),
+        next(static_cast<size_t>(s.width) * (3 + s.merge.words), -7),
+        scores(token_ids.size(), 0.0f),
+        edge_log_probs(edge_targets.size(), 0.0f),
+        log_probs(tokens.size(), -7.0f),
+        calibrated(tokens.size(), -7.0f),
+        expanded(token_ids.size(), 0) {}
+
+  MergeArgs merge(int width) {
+    return {{token_ids.data(), parents.data(), depths.data(), scores.data(), contexts.data(),
+             reinterpret_cast<bool*>(expanded.data()), mask.data(), edge_targets.data(), edge_log_probs.data(),
+             &counts[0], &counts[1]},
+            nullptr, nullptr, nullptr, next.data(), next.data() + width, next.data() + 2 * width, next.data() + 3 * width};
+  }
+  bool operator==(const Grown&) const = default;
+};
+
+inline bool levels_agree(int threads, const Faults& faults, std::mt19937& random) {
+  const int vocab = 1 + static_cast<int>(random() % 3), levels = 1 + static_cast<int>(random() % 4);
+  const int width = 1 + static_cast<int>(random() % 5), branch = 1 + static_cast<int>(random() % 4);
+  const int given = 1 + static_cast<int>(random() % width), at_once = 1 + static_cast<int>(random() % width);
+  const NgramSizes s{Followed::kEntries, Followed::kWays, Followed::kBranch, width, kContext, 4};
+  const LevelSizes sizes{levels, width, branch, given, random() % 3 == 0 ? 0 : 7, branch + 1, 1, s,
+                         {1 + levels * width * branch, width, branch, width, words_for(levels * width), 0,
+                          static_cast<int>(random() % 4) - 1, -INFINITY, random() % 2 == 0 ? -INFINITY : -3.0f}};
+  SerialGroup serial;
+  Followed text;
+  const Ints read = drawn(random, 150, -1, vocab), counts{150};
+  const FollowArgs follow{{}, text.copies(), text.runners.data(), text.runner_log_probs.data(), text.emitted.data(),
+                          read.data(), counts.data(), nullptr, Followed::kRunnersUp, 150, 1};
+  std::vector<char> memory(follow_bytes(follow, s));
+  follow_step(serial, follow, s, memory.data());
+  text.runners = drawn(random, Followed::kRunnersUp, -1, vocab);
+  std::vector<double> weights(kHistoryWeights);
+  for (double& weight : weights) weight = 0.25 * static_cast<double>(random() % 9) - 1.0;
+  Ints frontier = drawn(random, given, -1, 0);
+  frontier[0] = static_cast<int32_t>(random() % 8 == 0 ? -1 : 0);
+  for (int w = 1; w < given; w++) frontier[w] = -1;
+  const Floats log_ratio = drawn_floats(random, 7 * (branch + 1));
+  Grown expected(sizes), got(sizes);
+  expected.token_ids[0] = got.token_ids[0] = read.back();
+  for (int i = 0; i < kContext; i++) expected.contexts[i] = got.contexts[i] = read[148 - i];
+  const auto args = [&](Grown& g) {
+    const NgramRecallArgs asked{text.table(), g.token_ids.data(), g.contexts.data(), g.depths.data(), nullptr, nullptr,
+                                nullptr, nullptr, nullptr, nullptr, nullptr, sizes.merge.capacity, branch};
+    const HistoryArgs known{text.table(), {}, text.copies(), text.runners.data(), text.runner_log_probs.data(),
+                            text.emitted.data(), weights.data(), g.parents.data(), {}, Followed::kRunnersUp};
+    return LevelsArgs{{asked, known}, g.merge(width), frontier.data(), g.nodes.data(), g.tokens.data(),
+                      g.log_probs.data(), g.matched.data(), g.calibrated.data(), log_ratio.data()};
+  };
+  LevelSizes block = sizes;
+  block.at_once = at_once;
+  std::vector<char> serial_arena(levels_bytes(sizes), '\xA5'), block_arena(levels_bytes(block), '\xA5');
+  grow_levels(serial, args(expected), sizes, serial_arena.data());
+  run_block(threads, faults, [&](FiberGroup& group) { grow_levels(group, args(got), block, block_arena.data()); });
+  return expected == got;
 }
 
 }  // namespace gsd

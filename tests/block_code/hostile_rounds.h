@@ -272,10 +272,9 @@ inline bool wild_memory_stands(int threads, Wild& wild) {
   const NgramRecallArgs asked{table, graph_tokens.data(), graph_contexts.data(), graph_depths.data(), nodes.data(),
                               first.data(), &seed, sequence.data(), found.data(), log_probs.data(), matched.data(),
                               graph_nodes, s.branch};
-  for (int row = 0; row < min_int(rows, 3); row++) {
-    run_wild(threads, HistoryArena::bytes(),
-             [&](auto& group, char* arena) { recall_history(group, asked, known, s, row, arena); });
-  }
+  const int at_once = min_int(rows, 3);
+  run_wild(threads, at_once * HistoryArena::bytes(),
+           [&](auto& group, char* arena) { recall_history(group, asked, known, s, 0, at_once, arena); });
   const int entries = wild.between(1, 4), columns = s.branch + 1;
   const auto ratio = wild.scores(entries * columns), bounds = wild.scores(columns - 1);
   const auto wide = wild.scores(s.branch * columns);

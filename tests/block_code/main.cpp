@@ -364,6 +364,10 @@ int main(int argc, char** argv) {
     printf("ngram_insert_kernel %zu\n", NgramArena::bytes(memory));
     printf("history_append_kernel %zu\n", follow_bytes({.accepted_rows = &kPoison, .path = 1}, memory));
     printf("history_recall_kernel %zu\n", HistoryArena::bytes());
+    const int levels = p.depth;
+    const MergeSizes merge = merge_sizes(p, 0, p.width);
+    printf("recall_levels_kernel %zu\n",
+           levels_bytes({levels, p.width, p.branch, 1, 7, p.branch, min_int(p.width, 12), memory, merge}));
     printf("mix_kernel %zu\n", MixArena::bytes({p.branch, p.branch, 0}));
     printf("verify_kernel %zu\n", VerifyArena::bytes({p.rows, 1, p.max_path}));
     return 0;
@@ -403,7 +407,7 @@ int main(int argc, char** argv) {
     if (!round_agrees(p, threads, faults, random) || !picks_agree(threads, faults, random) ||
         !memories_agree(threads, faults, random) || !mixtures_agree(threads, faults, random) ||
         !steps_agree(threads, faults, random) || !learning_agrees(threads, faults, random) ||
-        !histories_agree(threads, faults, random)) {
+        !histories_agree(threads, faults, random) || !levels_agree(threads, faults, random)) {
       fprintf(stderr, "round %d differs\n", round);
       return 3;
     }

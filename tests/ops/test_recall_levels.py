@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from ops.contracts.backends import assert_bit_equal, backends
-from ops.contracts.history import Known, noise, tail_of
+from ops.contracts.history import Known, noise, on_device, tail_of
 from ops.contracts.ngram import poisoned
 from torch import Tensor
 from torch.nn.functional import pad
@@ -138,16 +138,19 @@ def test_levels_are_those_of_recall_calibrate_and_merge(on, name, sampled):
 
 
 @pytest.mark.parametrize("name", CASES)
-@backends("cpu")
+@backends("cpu", "cuda")
 def test_without_noise_the_compiled_levels_are_the_references(on, name):
-    case, found = CASES[name], []
-    for backend in (on.name, "reference"):
-        known, graph, frontier, log_ratio = case.build()
+    case, found, chances = CASES[name], [], []
+    for backend, device in ((on.name, on.device), ("reference", "cpu")):
+        known, *rest = case.build()
+        known, rest = on_device(known, device), rest if device == "cpu" else on.to(rest)
+        graph, frontier, log_ratio = rest
         levels = recall_levels(known, graph, frontier, log_ratio, **case.options(False), backend=backend)
-        found.append((levels.node_ids, levels.tokens, levels.matched, graph.token_ids, graph.edge_targets))
-        chances = levels.log_probs
+        whole = (levels.node_ids, levels.tokens, levels.matched, graph.token_ids, graph.edge_targets)
+        found.append(tuple(t.cpu() for t in whole))
+        chances.append(levels.log_probs.cpu())
     assert_bit_equal(*found)
-    torch.testing.assert_close(levels.log_probs, chances, atol=recall_levels.tolerance, rtol=0)
+    torch.testing.assert_close(*chances, atol=recall_levels.tolerance, rtol=0)
 
 
 @backends("cpu")

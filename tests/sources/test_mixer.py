@@ -96,7 +96,7 @@ class AtOnce(Fixed):
 
 @pytest.mark.parametrize(
     ("trims", "others", "asked"),
-    [(True, [MODEL], [1, 2]), (True, [], [1, 2]), (False, [MODEL], []), (True, [LOOKUP], [])],
+    [(True, [MODEL], [1, 2]), (True, [], [1, 2]), (False, [MODEL], [1, 2]), (True, [LOOKUP], [])],
     ids=["beside a model", "alone", "captured", "beside a look-up"],
 )
 def test_a_source_is_asked_for_all_levels_where_no_other_proposes(trims, others, asked):

@@ -142,8 +142,8 @@ class Recollection:
     @property
     def sizes(self) -> list[int]:
         """Tokens of the longest context and entries of a set: of the table, and of what was learned."""
-        tables = (self.table, self.table if self.learned is None else self.learned)
-        return [size for table in tables for size in (table.max_context, table.ways)]
+        table, learned = self.table, self.table if self.learned is None else self.learned
+        return [table.max_context, table.ways, learned.max_context, learned.ways]
 
     def clear(self) -> None:
         """Forget the text, but not the table."""

@@ -22,9 +22,11 @@ def tables(
     """The operator's lists, a field of all levels each, and its tables."""
     if not asked:
         raise ValueError("asked: expected at least one level")
-    nothing = nodes.new_empty(0)
-    levels = _joined(asked) if len(asked) > MAX_LEVELS else asked
-    lists = ([nothing if t is None else t.contiguous() for t in part] for part in zip(*levels, strict=True))
+    nothing, lists = nodes.new_empty(0), []
+    for part in zip(*(_joined(asked) if len(asked) > MAX_LEVELS else asked), strict=True):
+        lists.append([])
+        for t in part:  # no frame of Python's a level
+            lists[-1].append(nothing if t is None else t.contiguous())
     return (nodes, picked, *lists, *mixture, *((None,) * 4 if reliability is None else reliability), *rest)
 
 

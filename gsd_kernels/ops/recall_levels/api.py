@@ -31,7 +31,7 @@ recall_levels = Op(
     "int levels, int width, int merge_context, float log_sibling_ratio, float log_min_prob, Tensor? first_pick, "
     "Tensor? seed, Tensor? sequence_ids) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference.recall_levels,
-    ranked=("cpu",),
+    ranked=("cpu", "cuda"),
     flat=flat,
     result=RecalledLevels,
     tolerance=1e-6,

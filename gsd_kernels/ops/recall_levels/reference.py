@@ -27,8 +27,7 @@ def recall_levels(
 
     At each level: :func:`~gsd_kernels.ops.history.history_recall` after every frontier node,
     :func:`~gsd_kernels.ops.ngram.calibrate_candidates` by what it says was matched, :func:`~gsd_kernels.merge`. One
-    call, since a level's look-ups take microseconds where its calls take a hundred of them. A GPU has no kernel for it:
-    there a step is captured, and its calls cost no host time.
+    call, since a level's look-ups take microseconds where its calls, or on a GPU its launches, take longer.
 
     Args:
         known: of at least the graph's branch.
@@ -40,7 +39,7 @@ def recall_levels(
             and merged by its rules. After a level that leaves nothing to expand the others find nothing.
         level: number of the first level.
         first_pick, seed, sequence_ids: as ``history_recall`` takes them, all or none.
-        backend: ``"auto"``, ``"cpu"`` or ``"reference"``, see :mod:`gsd_kernels.backends`.
+        backend: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``, see :mod:`gsd_kernels.backends`.
 
     Returns:
         Of every level's nodes what is known.

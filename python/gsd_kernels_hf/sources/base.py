@@ -289,7 +289,7 @@ class GrowsLevels(Protocol):
     def propose_rest(self, level: Level, log_ratio: Tensor | None) -> tuple[Asked, Tensor] | None:
         """Propose for this level and all behind it at once, and merge that into ``level.graph``.
 
-        Asked where no other source proposes and the host may wait for the device; the graph must be what level by
+        Asked where no other source proposes. Nothing may wait for the device, and the graph must be what level by
         level gives.
 
         Args:

@@ -169,9 +169,9 @@ class History(OwnSource):
         return Proposal(*ngram_recall(self.table, level.graph, nodes, **noise, backend=self.sampler.backend))
 
     def propose_rest(self, level: Level, log_ratio: Tensor | None) -> tuple[Asked, Tensor] | None:
-        """Look up level after level in one call, where there is one."""
+        """Look up level after level in one call."""
         config, backend = level.config, self.sampler.backend
-        if self.known is None or backend not in ("auto", "cpu"):
+        if self.known is None or backend not in ("auto", "cpu", "cuda"):
             return None
         found = recall_levels(
             self.known,

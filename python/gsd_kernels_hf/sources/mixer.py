@@ -39,7 +39,7 @@ class Storage:
     """Storage of a shape, made at its first use."""
 
     graph: TokenGraph
-    root: Tensor  # int32 [B, 1]; the first frontier
+    root: Frontier  # the first one, of the graph's own storage
     levels: list[MixedLevel] = field(default_factory=list)  # of the last step
 
 
@@ -125,7 +125,8 @@ class Mixer:
         """Get ready for steps of ``config``: make its storage, let sources catch up. May wait for the device."""
         if config not in self.shapes:
             graph = TokenGraph.empty(self.state.tokens.shape[0], config, self.state.tokens.device)
-            self.shapes[config] = Storage(graph, graph.root_frontier())
+            first = graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask
+            self.shapes[config] = Storage(graph, Frontier(graph.root_frontier(), *first))
         self.current = self.shapes[config]
         for source in self.sources:
             if isinstance(source, OwnSource):
@@ -149,10 +150,10 @@ class Mixer:
         assert self.current is not None, "prepare(config) comes first"
         state, graph, levels = self.state, self.current.graph, []
         first_pick = start_graph(graph, state.tokens, state.out_len, state.kv_start, backend=self.backend)
-        frontier = Frontier(self.current.root, graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
+        frontier = self.current.root
         for number in range(config.depth + (config.history_depth if self.lookups else 0)):
             level = Level(number, config, graph, frontier, first_pick)
-            rest = self.propose_rest(level) if trims else None
+            rest = self.propose_rest(level)
             if rest is not None:
                 levels.append(rest)
                 break
@@ -235,8 +236,12 @@ class Mixer:
 
     def asked(self) -> dict[str, list[Asked]]:
         """The sources' proposals in the last step, level by level, by name in the order in which they are mixed."""
-        levels = [] if self.current is None else [drafted.asked for drafted in self.current.levels]
-        return {s.name: [asked[s.name] for asked in levels if s.name in asked] for s in self.sources}
+        found: dict[str, list[Asked]] = {source.name: [] for source in self.sources}
+        for drafted in [] if self.current is None else self.current.levels:
+            for name, asked in drafted.asked.items():
+                if name in found:  # not left out since
+                    found[name].append(asked)
+        return found
 
     def figures(self, verified: Verified) -> Figures:
         """The sources' figures of the step's candidates, for a policy; on the device, without a wait.
