@@ -25,6 +25,7 @@ struct RowsLayer {
 struct RowsDecoder {
   int batch, rows, keep, hidden, inner, heads, kv_heads, head_dim, capacity, words, nodes;
   bool overlap, group;  // of RowsLaunch
+  int64_t ahead;        // bytes that a product asks for of the next one's weights, where launches begin early
   float eps, rope_scale;
   const int32_t *tokens, *positions, *slots;  // [B, R]
   const int32_t* mask;                        // [B, R, words]
@@ -142,7 +143,7 @@ class RowsForward {
 
   // A product of few rows that asks for the weights of the next one, where launches begin early.
   RowsProduct before(RowsProduct made, const RowsProduct& next) const {
-    if (d.overlap && count <= kMostEarlyRows) made.ahead = rows_ahead(next);
+    if (d.overlap && count <= kMostEarlyRows) made.ahead = rows_ahead(next, d.ahead);
     return made;
   }
 

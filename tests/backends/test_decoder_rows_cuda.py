@@ -273,9 +273,11 @@ def test_whether_launches_begin_early_is_a_setting(device, monkeypatch):
             monkeypatch.setenv(cuda.OVERLAP, value)
         found.append(case.rows(random_tokens(1, 3, 1), *tree([-1, 0, 1]), 0, 3))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    monkeypatch.setenv(cuda.OVERLAP, "off")
-    with pytest.raises(RuntimeError, match="GSD_KERNELS_ROWS_OVERLAP: expected 0 or 1, got 'off'; or unset it"):
-        case.rows(random_tokens(1, 3, 1), *tree([-1, 0, 1]), 0, 3)
+    for name, bad, expected in ((cuda.AHEAD, "65", "0 ... 64"), (cuda.OVERLAP, "off", "0 or 1")):
+        monkeypatch.setenv(name, bad)
+        with pytest.raises(RuntimeError, match=f"{name}: expected {expected}, got '{bad}'; or unset it"):
+            case.rows(random_tokens(1, 3, 1), *tree([-1, 0, 1]), 0, 3)
+        monkeypatch.delenv(name)
 
 
 def test_what_lies_outside_is_not_touched(device):
