@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,10 +46,10 @@ def decoder_rows(weights: DecoderWeights, token_ids: Tensor, *rows: Any) -> tupl
     if "checked_for_cuda" not in vars(weights):  # hundreds of tensors, which stay as they are
         check(weights)
         vars(weights)["checked_for_cuda"] = True
-    check_caches(weights, k_caches, v_caches)
     distinct = sorted(set(states))
     given = weights, token_ids, *graph, k_caches, v_caches, keep, distinct, spoiled
-    logits, hidden, read_by = run(*given)
+    with naming_caches(weights, k_caches, v_caches):
+        logits, hidden, read_by = run(*given)
     if distinct != list(states):  # a layer's input is where it was computed, and there once
         read_by = torch.stack([read_by[distinct.index(state)] for state in states])
     return logits, hidden, read_by
@@ -167,6 +168,21 @@ def _check_place(name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous() or _address(tensor) % ALIGNMENT:
         expected = f"a contiguous tensor at a multiple of {ALIGNMENT} bytes"
         raise ValueError(f"{name}: backend 'cuda' expects {expected}; pass its .clone()")
+
+
+@contextmanager
+def naming_caches(weights: DecoderWeights, k_caches: list[Tensor], v_caches: list[Tensor]) -> Iterator[None]:
+    """Where the operator refuses a call, name the cache that it was for, and the cure: C++ looks at every one as well,
+    in a hundredth of the time, and before anything is launched.
+
+    Raises:
+        TypeError, ValueError: see :func:`check_caches`.
+    """
+    try:
+        yield
+    except RuntimeError:
+        check_caches(weights, k_caches, v_caches)
+        raise
 
 
 def check_caches(weights: DecoderWeights, k_caches: list[Tensor], v_caches: list[Tensor]) -> None:
