@@ -184,7 +184,9 @@ class BuildOps(build_ext):
         if cuda:
             archs = os.environ.get("GSD_KERNELS_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or local_archs()
             nvcc = [tools.nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-            nvcc += ["-Xptxas", "-v", *smallest_code(tools.nvcc), *code_flags(archs or RELEASE_ARCHS)]
+            archs = ";".join(re.split(r"[;,\s]+", (archs or RELEASE_ARCHS).strip()))
+            nvcc += ["-Xptxas", "-v", *smallest_code(tools.nvcc), *code_flags(archs)]
+            cxx.append(f'-DGSD_ARCHITECTURES="{archs}"')
             link += [f"-L{cuda_libraries(tools.nvcc)}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]
 
         compiles = []

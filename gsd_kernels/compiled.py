@@ -7,6 +7,7 @@ loads them and costs about a millisecond; nothing is compiled here.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -31,6 +32,17 @@ def load(backend: str) -> str | None:
     except OSError as error:
         return f"{path.name} cannot be loaded: {error}"
     return None
+
+
+@cache
+def architectures(library: Path | None = None) -> tuple[str, ...]:
+    """Compute capabilities that the CUDA library has code for, as setup.py names them; none where it does not say."""
+    try:
+        said = ctypes.CDLL(str(library or Path(__file__).with_name(LIBRARIES["cuda"]))).gsd_architectures
+    except (AttributeError, OSError):  # not there, or built by another tool
+        return ()
+    said.restype = ctypes.c_char_p
+    return tuple(said().decode().split(";"))
 
 
 UNAVAILABLE: dict[str, str | None] = {

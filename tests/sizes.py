@@ -17,19 +17,19 @@ C_LIKE = (".h", ".cpp", ".cu", ".cuh", ".hpp")
 
 BUDGET = {
     "bench": 12,
-    "bench/generation": 105,  # 99 before bench sources counted tokens a step
-    "bench/gpu": 69,
-    "bench/kernels": 29,
-    "bench/lib": 19,
+    "bench/generation": 106,  # 99 before bench sources counted tokens a step, and new sessions raced
+    "bench/gpu": 73,  # 69 before products by matrix, megabytes ahead, prompts and groups of warps were measured
+    "bench/kernels": 31,  # 29 before the duel had every op of two forms
+    "bench/lib": 20,
     "bench/scale": 16,
     "csrc/algorithms": 151,  # 130 before a warp ended a row, and products turned heads
     "csrc/cpu": 191,  # 210 before heads of a drafter were one operator and candidates read at once
-    "csrc/cuda": 83,  # 78 before drafters that read features were one operator
+    "csrc/cuda": 84,  # 78 before drafters that read features were one operator
     "csrc/torch_ops": 50,  # 44 before the loader named the namespace of the ops
     "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 25,
     "gsd_kernels": 22,
-    "gsd_kernels/ops": 207,  # 204 before feature_rows had a projection, a GPU, and keys and values alone
+    "gsd_kernels/ops": 208,  # 204 before feature_rows had a projection, a GPU, and keys and values alone
     "python/gsd_kernels_hub": 11,  # what is laid out for the Hub
     "python/gsd_kernels_cli": 145,  # 142 before the index of a corpus was built where its command is
     "python/gsd_kernels_hf": 48,  # 47 before learn looked at all that it was given first
@@ -47,7 +47,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 93,
     "python/gsd_kernels_train/recipes": 25,
-    "tests": 1909,  # 1896 before attention of rows was held to a contract number by number
+    "tests": 1916,  # 1896 before attention of rows was held to a contract number by number
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

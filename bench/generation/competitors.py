@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,12 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig, LayerSkip
 from gsd_kernels_cli import comparison
+from gsd_kernels_hf.engine import engine
 from gsd_kernels_hf.sources.load import source_of
 
 from .pairs import Pair
 
+NEW = "-new"  # behind the names of ours that begin every call with a new session, in which nothing is captured yet
 GREEDY, STATIC, PLAIN, AUTO, HISTORY_AUTO = "hf-greedy", "hf-static-compile", "plain", "auto", "history-auto"
 ASSISTED = ("hf-assisted-3", "hf-assisted-5", "hf-assisted-8", "hf-assisted-dynamic")
 OTHER_SPECULATION = ("hf-prompt-lookup", "hf-early-exit", "hf-mtp", "hf-dflash")
@@ -25,7 +28,7 @@ HISTORY_ROWS = {"history-4": 4, "history-8": 8, "history-16": 16}  # fixed shape
 #: ``auto`` is what a user has who names a draft model and nothing else.
 BASIC = (
     *(PLAIN, "chain", "tree", "merged", "graph", "history", *HISTORY_ROWS, HISTORY_AUTO),
-    *("layer-skip", "heads", "all", AUTO),
+    *("layer-skip", "heads", "all", AUTO, f"graph{NEW}", f"{AUTO}{NEW}"),
 )
 #: By name: draft sources beside the pair's own draft, and the shape. All verify as many rows at most.
 DRAFTERS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -45,10 +48,11 @@ OURS = (*BASIC, *DRAFTERS)
 COMPETITORS = (GREEDY, STATIC, *ASSISTED, *OTHER_SPECULATION, *OURS)
 #: Raced where they are asked for.
 SINGLE_SOURCES = ("merged", *HISTORY_ROWS, HISTORY_AUTO, "layer-skip", "heads", "all", *DRAFTERS)
-DEFAULT = tuple(name for name in COMPETITORS if name not in SINGLE_SOURCES)
+LATER = (*SINGLE_SOURCES, f"graph{NEW}", f"{AUTO}{NEW}")
+DEFAULT = tuple(name for name in COMPETITORS if name not in LATER)
 
 #: With the draft model; ``auto`` drafts from the history where there is none.
-NEED_A_DRAFT = (*ASSISTED, "hf-dflash", "chain", "tree", "merged", "graph", "all")
+NEED_A_DRAFT = (*ASSISTED, "hf-dflash", "chain", "tree", "merged", "graph", f"graph{NEW}", "all")
 
 BLOCK_DEPTH = 7  # of the embedded DFlash drafter's block, and of what train-drafter makes by default
 PROMPT_LOOKUP_TOKENS = 10  # transformers' documentation's choice
@@ -233,6 +237,16 @@ def _effective_layers(pair: Pair) -> int:
     return sum(bool(layer.mlp.down_proj.weight.any()) for layer in target.model.layers)
 
 
+@contextmanager
+def new_sessions(target: PreTrainedModel) -> Iterator[None]:
+    """Keep what other calls of a target left from those inside, and nothing that these leave."""
+    kept, engine._unpatched[target] = engine.engines_of(target), engine.Engines()
+    try:
+        yield
+    finally:
+        engine._unpatched[target] = kept
+
+
 def layer_skip(pair: Pair) -> LayerSkip:
     """Search skipped layers on the source of the target; of an inflated target's added layers skip the same share."""
     assert pair.source is not None and pair.sample is not None
@@ -269,6 +283,7 @@ def _drafters(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> 
 
 def _ours(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Decode:
     target, configs = pair.target, fixed_configs(pair.target.device)
+    is_new, name = name.endswith(NEW), name.removesuffix(NEW)
     options: dict[str, Any] = {"assistant_model": pair.draft}
     if name == PLAIN:
         options = {"graph_config": PLAIN}
@@ -287,6 +302,7 @@ def _ours(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Deco
 
     def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Decoded:
         contender = comparison.graph(target, seed=seed, backend=backend, **sampling, **options)
-        return contender(_inputs(ids), new_tokens)
+        with new_sessions(target) if is_new else nullcontext():
+            return contender(_inputs(ids), new_tokens)
 
     return decode

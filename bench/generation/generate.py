@@ -38,6 +38,7 @@ from .real.own import own_pair
 
 NAME = "generate"
 WARM_UP_TOKENS = 8
+FORWARDS = ("prefill", "draft", "target")  # parts of a call's statistics
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,12 @@ class GenerateReport:
     case: str = NAME
     schema: int = SCHEMA
 
+    @property
+    def against(self) -> str:
+        """What a speedup is against: transformers' plain decoding; on a GPU our own, which is captured."""
+        on_gpu, raced = self.environment["device_type"] == "cuda", {run["competitor"] for run in self.runs}
+        return PLAIN if on_gpu and PLAIN in raced else GREEDY
+
     def totals(self, name: str, cost: str = "seconds") -> list[tuple[float, float]]:
         """(tokens, cost) of a competitor on every prompt, in order."""
         return [(run["tokens"], run[cost]) for run in self.runs if run["competitor"] == name]
@@ -100,13 +107,21 @@ class GenerateReport:
     def table(self) -> str:
         """The summary in Markdown."""
         return markdown(
-            ["", "tokens/s", f"against {GREEDY} (95%)", "tokens/forward", "same tokens"],
+            [
+                "",
+                "tokens/s",
+                f"against {self.against} (95%)",
+                "tokens/forward",
+                "ms a token beside the models",
+                "same tokens",
+            ],
             [
                 [
                     row["competitor"],
                     f"{row['tokens_per_second']:.1f}",
                     "–" if row["speedup"] is None else str(Ratio(**row["speedup"])),
                     "–" if row["tokens_per_forward"] is None else f"{row['tokens_per_forward']:.2f}",
+                    "–" if row["beside_seconds"] is None else f"{1e3 * row['beside_seconds']:.2f}",
                     sameness(row, row["compared"]) if row["compared"] else "–",
                 ]
                 for row in self.summary
@@ -285,6 +300,14 @@ def _judge(
             run_["divergence"] = None if divergence is None else divergence.as_dict()
 
 
+def _beside(runs: list[dict[str, Any]]) -> float | None:
+    """Seconds a token in which neither target nor draft forwarded: captures, the host, what comes before and after."""
+    if any(run["stats"] is None for run in runs):
+        return None
+    forwards = sum(run["stats"]["seconds"].get(part, 0.0) for run in runs for part in FORWARDS)
+    return (sum(run["seconds"] for run in runs) - forwards) / sum(run["tokens"] for run in runs)
+
+
 def _summarise(settings: Settings, report: GenerateReport, names: list[str]) -> None:
     report.summary, report.ratios, report.floors = [], {}, []
     for name in names:
@@ -299,7 +322,8 @@ def _summarise(settings: Settings, report: GenerateReport, names: list[str]) -> 
                 "competitor": name,
                 "tokens_per_second": tokens / seconds,
                 "median_seconds": statistics.median(run["seconds"] for run in runs),
-                "speedup": asdict(report.ratio(name, GREEDY)) if GREEDY in names else None,
+                "speedup": asdict(report.ratio(name, report.against)) if report.against in names else None,
+                "beside_seconds": _beside(runs),
                 "tokens_per_forward": tokens / sum(forwards) if all(forwards) else None,
                 "mean_rows": None if runs[0]["mean_rows"] is None else statistics.mean(r["mean_rows"] for r in runs),
                 "compared": len(compared),

@@ -19,7 +19,7 @@ from gsd_kernels.environment import switched
 from gsd_kernels_hf.model.fused import SWITCH
 
 from ..generation.competitors import fixed_configs
-from ..kernels import commit, merge, sample
+from ..kernels import commit, merge, ngram, sample
 from ..kernels.rows import random_model
 from ..lib.compilations import compilations, summary
 from ..lib.runner import Entry, Settings
@@ -29,9 +29,9 @@ from .right import passed
 from .work import Work
 
 FORMS = ("triton", "cuda")
-OPS: tuple[ModuleType, ...] = (merge, sample, commit)
+OPS: tuple[ModuleType, ...] = (merge, sample, commit, ngram)
 SHAPE = "llama-3-8b"
-ROWS = {merge: (16, 64), sample: (16, 64), commit: (8,)}
+ROWS = {merge: (16, 64), sample: (16, 64), commit: (8,), ngram: (16, 64)}
 ATTENTION = (("llama-3-8b", 1024), ("llama-3-8b", 4096), ("llama-3.2-1b", 1024))
 ATTENTION_ROWS = (16, 64)
 ATTENDS = "dag_attention"

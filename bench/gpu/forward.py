@@ -1,57 +1,65 @@
-"""The time of a forward of rows on a GPU: as one operator, by its modules, and what has to be read for it."""
+"""The time of a forward of rows, and of a prompt, on a GPU: as one operator, by its modules, and of reading alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from gsd_kernels.environment import switched
-from gsd_kernels.ops.decoder_rows.cuda import OVERLAP
+from gsd_kernels.ops.decoder_rows.cuda import GROUP, OVERLAP
 from gsd_kernels_hf.model.rows_proof import MOST_ROWS, row_inputs
 from gsd_kernels_hf.model.runner import RowModel
 
-from ..kernels.rows import WAYS, bytes_read, random_model
-from ..lib.timing import read_bandwidth, time_call
+from ..kernels.rows import WAYS, again, bytes_read, in_turns, random_model
+from ..lib.timing import read_bandwidths, time_call
+from .group import GROUPED, MOST_EARLY_ROWS, passed_by_groups
 from .right import passed
 from .work import Work
 
 SHAPES = ("llama-3-8b", "llama-3.2-1b")
 ROWS = (16, 64, 128, 256)
 FEWER = (8, 1, 32, 2, 4)  # 8 rows of a 1B: a level of its draft
-PREFIX = 1000
-#: How a forward is launched: by which way, and with which setting.
-SETTINGS = {
+PREFIX, PROMPT = 1000, 2000
+Settings = Mapping[str, tuple[str, dict[str, str]]]
+"""How a forward is launched: by which way, and with which variables of the environment."""
+SETTINGS: Settings = {
     "operator": ("operator", {OVERLAP: "1"}),
     "operator in turn": ("operator", {OVERLAP: "0"}),
     "modules": ("modules", {}),
+    f"operator{GROUPED}": ("operator", {GROUP: "1"}),
 }
 
 
 def run(work: Work) -> None:
-    """Points ``bandwidth`` and ``SHAPE rows=R SETTING``."""
+    """Points ``bandwidth``, ``SHAPE rows=R SETTING`` and ``SHAPE prompt``."""
     small = work.rehearse
     shapes, prefix = (("tiny",), 40) if small else (SHAPES, PREFIX)
     if small:
         work.skip("launches that begin early")
-    work.each(["bandwidth"], lambda _: {"read": read_bandwidth(work.device, quick=small)})
+    work.each(["bandwidth"], lambda _: read_bandwidths(work.device, quick=small))
     if not work.is_done("bandwidth"):
         return
     forwards = {shape: Forward(work, shape, prefix) for shape in shapes}
     counts = ((1, 5), ()) if small else (ROWS, FEWER)
+    settings = list(SETTINGS) if passed_by_groups(work) else list(SETTINGS)[:-1]
     names = {
         f"{shape} rows={rows} {setting}": (shape, rows, setting)
         for some in counts
-        for setting in SETTINGS
+        for setting in settings
         for shape in shapes
         for rows in some
+        if rows > MOST_EARLY_ROWS or not setting.endswith(GROUPED)
     }
     wrong = {shape for shape in shapes if not passed(work, shape)}
     early = [name for name, (shape, _, setting) in names.items() if shape in wrong and setting != "modules"]
-    work.leave(early, "not found right by the stage before")
+    work.leave([*early, *(f"{shape} prompt" for shape in wrong)], "not found right by the stage before")
     work.each([n for n in names if n not in early], lambda name: forwards[names[name][0]].time(*names[name][1:]))
+    prompts = {f"{shape} prompt": shape for shape in shapes if shape not in wrong}
+    ways = [setting for setting in settings if "in turn" not in setting]
+    work.each(prompts, lambda name: forwards[prompts[name]].read(min(PROMPT, 50 * prefix), ways))
 
 
 class Forward:
@@ -76,9 +84,27 @@ class Forward:
         return rows
 
     @torch.no_grad()
-    def time(self, rows: int, setting: str) -> dict[str, Any]:
+    def read(self, tokens: int, settings: list[str]) -> dict[str, Any]:
+        """Seconds of a prompt of so many tokens by setting, the host's launches counted: nobody captures a prompt."""
+        device = self.work.device
+        start = torch.zeros(1, dtype=torch.int32, device=device)
+        ids = torch.arange(tokens, device=device)[None] % self.model.config.vocab_size
+        models = {way: WAYS[way](self.model, tokens, start, "auto") for way in WAYS}
+
+        def prompt(setting: str) -> None:
+            way, variables = SETTINGS[setting]
+            with switched(variables):
+                again(models[way], ids)
+
+        calls = {setting: (lambda setting=setting: prompt(setting)) for setting in settings}
+        found = in_turns(calls, 0.1 if self.work.rehearse else 2.0, 0)
+        print("  " + ", ".join(f"{setting} {1e3 * value:.1f} ms" for setting, value in found.items()), flush=True)
+        return {"shape": self.shape, "prompt": tokens, "seconds": found}
+
+    @torch.no_grad()
+    def time(self, rows: int, setting: str, settings: Settings = SETTINGS) -> dict[str, Any]:
         """Seconds of one forward, and of reading what it reads."""
-        (way, variables), work = SETTINGS[setting], self.work
+        (way, variables), work = settings[setting], self.work
         of, inputs = self.ways[way], row_inputs(rows, self.prefix, work.device)
         call: Callable[[], Any] = lambda: of.rows(*inputs, keep=rows)  # noqa: E731
         with switched(variables):

@@ -13,7 +13,7 @@ from gsd_kernels_cli.demo.inflate import ModelShape
 
 from ..lib.cold import copies_for, time_rotating
 from ..lib.shapes import shape_named
-from ..lib.timing import copy_bandwidth, read_bandwidth
+from ..lib.timing import copy_bandwidth, read_bandwidths
 from .work import Work
 
 ROWS = (16, 64, 128, 256)
@@ -50,11 +50,11 @@ def matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def bandwidth(work: Work) -> dict[str, Any]:
-    """Bytes per second of a copy (read and written ones) and of a sum (read ones)."""
-    quick = work.rehearse
-    copied, read = (f(work.device, quick=quick) for f in (copy_bandwidth, read_bandwidth))
-    print(f"copy {copied / 1e9:.0f} GB/s, read {read / 1e9:.0f} GB/s", flush=True)
-    return {"copy": copied, "read": read}
+    """Bytes per second of a copy (read and written ones) and of reading."""
+    found = {"copy": copy_bandwidth(work.device, quick=work.rehearse)}
+    found |= read_bandwidths(work.device, quick=work.rehearse)
+    print(", ".join(f"{name} {value / 1e9:.0f} GB/s" for name, value in found.items()), flush=True)
+    return found
 
 
 @torch.no_grad()

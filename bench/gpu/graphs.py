@@ -68,8 +68,17 @@ class Watch:
             replay()
 
 
-def kernel_table(call: Callable[[], None]) -> dict[str, Any]:
-    """The kernels of one call with the most device time: [name, launches, seconds], and all of them together."""
+Launch = tuple[str, float]
+"""A kernel's name and its seconds."""
+
+
+def kernel_table(
+    call: Callable[[], None], more: Callable[[list[Launch]], dict[str, Any]] = lambda launches: {}
+) -> dict[str, Any]:
+    """The kernels of one call with the most device time: [name, launches, seconds], and all of them together.
+
+    ``more``: makes further entries of all launches in their order.
+    """
     on_gpu = torch.cuda.is_available()
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         call()
@@ -80,7 +89,10 @@ def kernel_table(call: Callable[[], None]) -> dict[str, Any]:
     rows = [(e.key, e.count, getattr(e, attribute) / 1e6) for e in events]
     rows = sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
     total = {"launches": sum(row[1] for row in rows), "seconds": sum(row[2] for row in rows), "kinds": len(rows)}
-    return {**total, "clock": "device" if on_gpu else "host", "top": [list(row) for row in rows[:TOP]]}
+    launches = [e for e in profiler.events() if not on_gpu or e.device_type == DeviceType.CUDA]
+    launches.sort(key=lambda e: e.time_range.start)
+    found = more([(e.name, getattr(e, attribute) / 1e6) for e in launches])
+    return {**total, "clock": "device" if on_gpu else "host", "top": [list(row) for row in rows[:TOP]], **found}
 
 
 def count_nodes(graph: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Where the time of the operator goes: one forward by kernel, and its attention by rows and prefix.
+"""Where the time of the operator goes: one forward by kernel, its products by matrix, its attention by rows and prefix.
 
 A kernel's own time, with launches in turn: of one that begins early, waiting would count. Every layer has weights and
 a cache of its own, so none of it is found in a cache of the GPU.
@@ -6,18 +6,20 @@ a cache of its own, so none of it is found in a cache of the GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from gsd_kernels.environment import switched
-from gsd_kernels.ops.decoder_rows.cuda import OVERLAP
+from gsd_kernels.ops.decoder_rows.cuda import GROUP, OVERLAP
 from gsd_kernels_hf.model.fused import FusedRows
 from gsd_kernels_hf.model.rows_proof import MOST_ROWS, row_inputs
 
 from ..kernels.rows import random_model
-from .graphs import kernel_table
+from .graphs import Launch, kernel_table
+from .group import GROUPED, MOST_EARLY_ROWS, passed_by_groups
 from .right import passed
 from .work import Work
 
@@ -26,11 +28,14 @@ ROWS = (16, 64, 128, 256)
 PREFIX = 1000
 PREFIXES = (256, 1000, 4097, 16384, 32768)
 LAYERS = 4
+PRODUCTS = ("q, k, v", "o", "gate and up", "down")  # of a layer, in the order of their launches
+IS_PRODUCT = ("product_kernel", "rows_group_kernel")
 ATTENTION = ("path_split_kernel", "path_end_kernel", "ancestors_kernel")
 
 
 def run(work: Work) -> None:
-    """Points ``SHAPE rows=R`` by kernel, and ``SHAPE rows=R prefix=P attention``; of a few layers both."""
+    """Points ``SHAPE rows=R`` by kernel, also with groups of warps, and ``SHAPE rows=R prefix=P attention``; of a few
+    layers all."""
     shapes, rows, prefixes = (("tiny",), (5,), (40,)) if work.rehearse else (SHAPES, ROWS, PREFIXES)
     if work.rehearse:
         work.skip("kernels by CUPTI: a CPU's operators are listed instead, and the attention is none of them")
@@ -38,6 +43,9 @@ def run(work: Work) -> None:
     work.leave([shape for shape in shapes if shape not in right], "not found right by the stage before")
     at = prefixes[-1] if work.rehearse else PREFIX
     by_kernel = {f"{shape} rows={count}": (shape, count, at) for shape in right for count in rows}
+    if passed_by_groups(work):
+        grouped = {f"{name}{GROUPED}": (*sizes, "1") for name, sizes in by_kernel.items() if sizes[1] > MOST_EARLY_ROWS}
+        by_kernel |= grouped
     by_prefix = {
         f"{shape} rows={count} prefix={prefix} attention": (shape, count, prefix)
         for shape in right
@@ -50,18 +58,32 @@ def run(work: Work) -> None:
 
 
 @torch.no_grad()
-def table(work: Work, model: Any, shape: str, count: int, prefix: int) -> dict[str, Any]:
-    """One forward of a few layers by kernel."""
+def table(work: Work, model: Any, shape: str, count: int, prefix: int, group: str = "0") -> dict[str, Any]:
+    """One forward of a few layers by kernel; ``group``: by groups of warps or not."""
     start = torch.zeros(1, dtype=torch.int32, device=work.device)
     rows = FusedRows(model, prefix + MOST_ROWS, start, "auto")
     for cache in rows.caches(1)[0] + rows.caches(1)[1]:
         cache.normal_()  # what was read before costs the same, and takes no time here
     inputs = row_inputs(count, prefix, work.device)
-    with switched({OVERLAP: "0"}):
+    with switched({OVERLAP: "0", GROUP: group}):
         rows.rows(*inputs, keep=count)
-        found = kernel_table(lambda: rows.rows(*inputs, keep=count))
+        more = {} if work.rehearse else {"more": by_product}
+        found = kernel_table(lambda: rows.rows(*inputs, keep=count), **more)
     print(f"  {found['seconds'] * 1e3:.3f} ms in {found['launches']} launches", flush=True)
     return {**found, "shape": shape, "layers": LAYERS, "rows": count, "prefix": prefix}
+
+
+def by_product(launches: Sequence[Launch]) -> dict[str, Any]:
+    """Seconds of each product, a layer's in the mean over the layers, and of the output matrix.
+
+    Raises:
+        RuntimeError: there are not as many as a forward of so many layers has.
+    """
+    seconds = [taken for name, taken in launches if any(kernel in name for kernel in IS_PRODUCT)]
+    if len(seconds) != len(PRODUCTS) * LAYERS + 1:
+        raise RuntimeError(f"{len(seconds)} products in a forward of {LAYERS} layers: {launches}")
+    layers = {name: sum(seconds[place : -1 : len(PRODUCTS)]) / LAYERS for place, name in enumerate(PRODUCTS)}
+    return {"products": {**layers, "head": seconds[-1]}}
 
 
 def attention(work: Work, model: Any, shape: str, count: int, prefix: int) -> dict[str, Any]:

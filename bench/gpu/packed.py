@@ -19,7 +19,7 @@ from gsd_kernels_hf.packed.modules import Packed, PackedEmbedding, PackedLinear
 from gsd_kernels_hf.packed.pack import replace
 
 from ..kernels.rows import random_model
-from ..lib.timing import read_bandwidth
+from ..lib.timing import read_bandwidths
 from .forward import PREFIX, SHAPES, Forward
 from .right import LAYERS, none_apart
 from .work import Work
@@ -44,7 +44,7 @@ def run(work: Work) -> None:
         for kind in (DENSE, *KINDS)
         for count in rows
     }
-    work.each(["bandwidth"], lambda _: {"read": read_bandwidth(work.device, quick=work.rehearse)})
+    work.each(["bandwidth"], lambda _: read_bandwidths(work.device, quick=work.rehearse))
     wrong = [n for n, (shape, kind, _) in names.items() if kind != DENSE and not work.is_done(f"{shape} {kind} bits")]
     work.leave(wrong, "bits not found right")
     if not work.is_done("bandwidth"):

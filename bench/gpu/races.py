@@ -21,8 +21,10 @@ COMPETITORS = (
     "hf-greedy,hf-assisted-3,hf-assisted-5,hf-assisted-dynamic,hf-prompt-lookup,plain,chain,graph,history-auto,auto"
 )
 STATIC = "hf-static-compile,plain,auto"
+SESSIONS = "plain,graph,graph-new,auto,auto-new"
 #: (target, draft, competitors): function and cost apart, the demo pair's function at the cost of these shapes.
 PAIRS = {
+    "race": ("llama-3-8b", "llama-3.2-1b", SESSIONS),
     "e2e-7b": ("llama-2-7b", "tinyllama-1.1b", COMPETITORS),
     "e2e-8b": ("llama-3-8b", "llama-3.2-1b", COMPETITORS),
     "e2e-70b": ("llama-2-70b", "tinyllama-1.1b", COMPETITORS),
@@ -64,8 +66,9 @@ def commands(stage: str, rehearse: bool, seconds: float = MIN_RACE_SECONDS) -> d
     target, draft, competitors = PAIRS[stage]
     if rehearse:
         target = draft = "tiny"
-        competitors = "hf-greedy,plain,auto" if stage != "static-compile" else "plain,auto"
-    size = ["--prompts", "1", "--new-tokens", "8"] if rehearse else ["--prompts", "20", "--new-tokens", "128"]
+        competitors = {"static-compile": "plain,auto", "race": SESSIONS}.get(stage, "hf-greedy,plain,auto")
+    prompts = "1" if rehearse else "3" if stage == "race" else "20"
+    size = ["--prompts", prompts, "--new-tokens", "8" if rehearse else "128"]
     models = ["--pair", "tiny" if rehearse else "demo", "--target-shape", target, "--draft-shape", draft]
     return {stage: ["generate", *where, *models, *size, "--competitors", competitors, "--seconds", f"{seconds:.0f}"]}
 

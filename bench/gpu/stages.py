@@ -9,8 +9,9 @@ is measured is not measured again: the same command goes on where the last one e
 given the files of earlier calls (``--former``). A call begins no stage for which its seconds (``--budget``) or files
 (``--files``) do not suffice.
 
-The limits of the stages up to ``pair`` fit together in ten minutes on a bare machine, the build counted: whether the
-operator of rows is right, its time by rows and by kernel, cuBLAS beside it, whole captured steps with it.
+The limits of the stages up to ``duel`` fit together in ten minutes on a bare machine, the build counted, and those of
+the next three, built anew, in the next ten: whether the operator of rows is right, its time by rows, by kernel and by
+megabytes asked for ahead, which form of each op goes; whole captured steps, a race, cuBLAS.
 
 Only the standard library is imported here, and nothing need be installed: the stages import the packages of this
 checkout. What they need beside it is looked for first.
@@ -24,6 +25,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +46,7 @@ LOG = "stages.log"
 MOST_LOG = 4 << 20  # bytes of it that are kept
 TAIL = 4000  # characters of a stage's part in its record
 TEN_MINUTES = 580  # seconds of them that stages may plan with
+WITHOUT_GPU = "9.0a"  # what a rehearsal builds for: a is with wgmma
 
 MODELS = ("torch", "triton", "transformers", "numpy")
 COMMAND_LINE = (*MODELS, "typer", "rich")
@@ -75,12 +78,13 @@ class Stage:
 
 #: In order of worth: what decides whether anything else means something comes first.
 STAGES = (
-    Stage("build", "build", "the CUDA ops for this GPU, doctor", 140, 60, ("torch",)),
+    Stage("build", "build", "the CUDA ops for this GPU, doctor", 115, 60, ("torch",)),
     Stage("group", "group", "products by wgmma and by mma.sync: the same bits or not", 45, 25),
-    Stage("right", "right", "the verdict on the operator of rows: error, bits, launches that begin early", 120, 45),
-    Stage("rows", "forward", "its time by rows, launches early and in turn, beside the modules", 85, 40),
-    Stage("inside", "inside", "its time by kernel; path attention by rows and prefix", 50, 30),
-    Stage("gemm", "gemm", "cuBLAS with few rows on the 8B, 1B and 70B matrices, cold L2", 40, 20, with_ops=False),
+    Stage("right", "right", "the verdict on the operator of rows: error, bits, launches that begin early", 80, 45),
+    Stage("rows", "forward", "its time by rows, early, in turn and by groups, beside the modules; a prompt's", 100, 40),
+    Stage("inside", "inside", "its time by kernel and by matrix; path attention by rows and prefix", 50, 30),
+    Stage("ahead", "ahead", "its time by megabytes of weights that are asked for ahead", 40, 25),
+    Stage("duel", "duel", "Triton and CUDA C++ forms of each op and of a captured step: which goes", 150, 60),
     Stage(
         "pair",
         "pair",
@@ -88,7 +92,8 @@ STAGES = (
         100,
         60,
     ),
-    Stage("duel", "duel", "Triton and CUDA C++ forms of each op and of a captured step: which goes", 180, 60),
+    Stage("race", "races", "8B behind a 1B: plain, graph and auto, sessions kept and not", 180, 120, COMMAND_LINE),
+    Stage("gemm", "gemm", "cuBLAS with few rows on the 8B, 1B and 70B matrices, cold L2", 40, 20, with_ops=False),
     Stage("tests", "gpu_tests", "each kernel once, captured steps, then more", 480, 60, (*MODELS, *TESTING)),
     Stage("sanitize", "sanitize", "the operator's tests under compute-sanitizer", 480, 120, (*MODELS, *TESTING)),
     Stage("packed", "packed", "packed matrices in the operator of rows: bits, then time", 150, 60),
@@ -261,23 +266,10 @@ def built() -> bool:
 def build_command(*, into: Path | None = None) -> tuple[list[str], dict[str, str]]:
     """The command that builds the CUDA ops and nothing else, and its environment; ``into``: not into the checkout."""
     place = ["--inplace"] if into is None else ["--build-lib", str(into), "--build-temp", str(into / "temp")]
-    environment = {
-        "GSD_KERNELS_CUDA_ARCHS": local_archs(),
-        **os.environ,
-        "GSD_KERNELS_BUILD_CUDA": "1",
-        "GSD_KERNELS_BUILD_CPU": "0",
-    }
+    environment = {**os.environ, "GSD_KERNELS_BUILD_CUDA": "1", "GSD_KERNELS_BUILD_CPU": "0"}
+    if shutil.which("nvidia-smi") is None:  # else setup.py asks it what this machine has
+        environment.setdefault("GSD_KERNELS_CUDA_ARCHS", WITHOUT_GPU)
     return [sys.executable, "setup.py", "-q", "build_ext", *place], environment
-
-
-def local_archs() -> str:
-    """The compute capabilities of this machine's GPUs, 9.0 where nvidia-smi does not say."""
-    try:
-        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
-    except (OSError, subprocess.TimeoutExpired):
-        lines = []
-    return ";".join(sorted({line for line in lines if line.replace(".", "").isdigit()})) or "9.0"
 
 
 def build_ops(output: IO[bytes], seconds: float, *, into: Path | None = None) -> int:

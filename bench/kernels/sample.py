@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gsd_kernels import draft_candidates, sample_rows
-from gsd_kernels.ops.sampling.api import DRAFT, SAMPLE
+from gsd_kernels.ops.sampling import warped_log_probs
+from gsd_kernels.ops.sampling.api import DRAFT, LOG_PROBS, SAMPLE
 
 from ..lib.runner import Contestant, Entry, Op, Settings
 from ..lib.shapes import SHAPES
@@ -56,6 +57,15 @@ def entries(settings: Settings) -> Iterator[Entry]:
                     operation=f"sample_rows {operation}",
                     **about,
                 )
+            log_probs = partial(warped_log_probs, logits, **MODES["T=0.7, top-k 50, top-p 0.9"])
+            distribution = Op(
+                "warped_log_probs",
+                LOG_PROBS.implementations,
+                lambda backend, log_probs=log_probs: log_probs(backend=backend),
+                checked=lambda backend, log_probs=log_probs: log_probs(backend=backend).exp(),  # most are -inf
+                tolerance=1e-4,
+            )
+            yield settings.entry(distribution, operation="warped_log_probs", **about)
             draft = partial(draft_candidates, logits, positions, branch=BRANCH, **options)
             candidates = Op(
                 "draft_candidates",

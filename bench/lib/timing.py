@@ -20,6 +20,7 @@ from gsd_kernels_hf.model.replay import replayable
 MIN_SAMPLES = 5
 WARM_SAMPLES = 3  # of a GPU, not counted: clocks rise, a graph's first launch uploads it
 FIRST_SPIN_CYCLES, MAX_SPIN_CYCLES = 1 << 17, 1 << 27  # GPU cycles: about 70 µs and 70 ms
+PRODUCT_ROWS, PRODUCT_INPUTS = 16, 8192  # of a product that reads as fast as any
 CACHE_MULTIPLE = 3  # bytes of what is written over before a call, as a multiple of the second-level cache
 
 
@@ -66,9 +67,11 @@ def _time_on_gpu(function: Callable[[], Any], device: torch.device, seconds: flo
 
 
 def flusher(device: torch.device) -> Callable[[], Any]:
-    """A function that leaves nothing in a GPU's second-level cache but zeros."""
+    """A function that leaves nothing in a GPU's second-level cache but zeros, read and not written: what was written
+    would be carried out to memory while the call that is timed reads."""
     size = CACHE_MULTIPLE * torch.cuda.get_device_properties(device).L2_cache_size
-    return torch.empty(size, dtype=torch.uint8, device=device).zero_
+    zeros, total = torch.zeros(size // 4, device=device), torch.empty((), device=device)
+    return lambda: torch.sum(zeros, 0, out=total)
 
 
 class BusyQueue:
@@ -124,9 +127,17 @@ def copy_bandwidth(device: torch.device, *, quick: bool = False) -> float:
     return 2 * size / timing.median
 
 
-def read_bandwidth(device: torch.device, *, quick: bool = False) -> float:
-    """Bytes per second of summing one large tensor, which is only read."""
+def read_bandwidths(device: torch.device, *, quick: bool = False) -> dict[str, float]:
+    """Bytes per second at which one large tensor is read: by a sum of it, on a GPU by cuBLAS as well, which is faster.
+
+    Returns: ``"sum"``, ``"product"`` on a GPU, and ``"read"``, the best of them, which floors are made of.
+    """
     size = (64 << 20) if quick else (1 << 30 if device.type == "cuda" else 256 << 20)
     source = torch.ones(size // 4, device=device)
-    timing = time_call(source.sum, device, seconds=0.3)
-    return size / timing.median
+    calls: dict[str, Callable[[], Any]] = {"sum": source.sum}
+    if device.type == "cuda":
+        matrix = source.view(torch.bfloat16).view(-1, PRODUCT_INPUTS)
+        x = torch.ones(PRODUCT_ROWS, PRODUCT_INPUTS, dtype=matrix.dtype, device=device)
+        calls["product"] = lambda: torch.nn.functional.linear(x, matrix)
+    found = {name: size / time_call(call, device, seconds=0.3).median for name, call in calls.items()}
+    return {**found, "read": max(found.values())}

@@ -20,8 +20,9 @@ constexpr int kSmallestSplit = 4;     // stages: a shorter one costs more to add
 constexpr int kMostSplits = 8;        // blocks that every GPU of 9.0 has together in a cluster
 constexpr int kMultiprocessors = 132; // to be filled; not asked of the device, see above
 constexpr int kMostTileRows = 64;     // of a block
-constexpr int64_t kAheadBytes = 24 << 20;  // of weights that are asked for ahead: half of the smallest second-level
-                                           // cache of 9.0, never measured
+constexpr int kAheadMegabytes = 24;   // of weights that are asked for ahead: half of the smallest second-level cache of
+                                      // 9.0, never measured
+constexpr int kMostAheadMegabytes = 64;
 constexpr int kLine = 128;            // bytes of the second-level cache
 constexpr int kMostEarlyRows = 32;    // from compute capability 9.0 on launches begin early; with more they lose by it
 
@@ -143,8 +144,8 @@ struct RowsCut {
       : output_blocks(a.output_blocks(tile_outputs)), stages(a.stages()), split_stages(a.split_stages()), splits(a.splits()) {}
 };
 
-// The beginning of a product's weights, kAheadBytes in all; nothing where some are packed.
-GSD_HD RowsAhead rows_ahead(const RowsProduct& next) {
+// The beginning of a product's weights, so many bytes in all; nothing where some are packed.
+GSD_HD RowsAhead rows_ahead(const RowsProduct& next, int64_t bytes) {
   RowsAhead made{};
   if (next.packed()) return made;
   int64_t rows = 0;
@@ -153,7 +154,7 @@ GSD_HD RowsAhead rows_ahead(const RowsProduct& next) {
     rows += made.rows[i] = next.matrices[i].outputs;
   }
   made.splits = next.splits(), made.row_bytes = 2 * next.inputs, made.split_bytes = 2 * kTileInputs * next.split_stages();
-  const int64_t pieces = rows * made.splits, most = pieces == 0 ? 0 : kAheadBytes / pieces / kLine * kLine;
+  const int64_t pieces = rows * made.splits, most = pieces == 0 ? 0 : bytes / pieces / kLine * kLine;
   made.bytes = most < made.split_bytes ? static_cast<int>(most) : made.split_bytes;
   return made;
 }

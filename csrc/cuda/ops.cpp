@@ -217,6 +217,11 @@ std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const
 }  // namespace
 }  // namespace gsd
 
+#if defined(GSD_ARCHITECTURES)
+// For Python's ctypes: what setup.py compiled the kernels for, "8.0;9.0a".
+extern "C" __attribute__((used, visibility("default"))) const char* gsd_architectures() { return GSD_ARCHITECTURES; }
+#endif
+
 GSD_OPS(CUDA, m) {
   using namespace gsd;
   m.impl("merge", TORCH_BOX((&LaunchedOp<prepare_merge, launch_merge>::call)));

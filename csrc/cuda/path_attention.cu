@@ -22,9 +22,10 @@ __global__ void __launch_bounds__(kListThreads) ancestors_kernel(const __grid_co
   }
 }
 
-// Blocks of rows vary fastest, as in attention_split_kernel. The longest splits are the last ones and begin first.
+// Blocks of rows vary fastest, as in attention_split_kernel. The longest splits are the last ones and begin first. Blocks
+// of four warps and small heads are told that three share a multiprocessor: for a fourth one 8.6 and 8.9 would spill.
 template <class Element, int kHeadDim, int kWarps>
-__global__ void __launch_bounds__(kLanes* kWarps)
+__global__ void __launch_bounds__(kLanes* kWarps, kHeadDim == 64 && kWarps == 4 ? 3 : 0)
     path_split_kernel(const __grid_constant__ PathAttentionArgs args,
                       const __grid_constant__ PathAttentionSizes sizes) {
 #if defined(GSD_HAS_MMA)

@@ -28,6 +28,7 @@ constexpr int64_t kStateBytes = 64 << 20;  // of attention's states, beyond whic
 struct RowsDecoder {
   int batch, rows, keep, hidden, inner, heads, kv_heads, head_dim, capacity, words, nodes;
   bool overlap, group;  // of RowsLaunch
+  int64_t ahead;        // bytes that a product asks for of the next one's weights, where launches begin early
   float eps, rope_scale;
   const int32_t *tokens, *positions, *slots;  // [B, R]
   const int32_t* mask;                        // [B, R, words]
@@ -196,7 +197,7 @@ class RowsForward {
 
   // A product of few rows that asks for the weights of the next one, where launches begin early.
   RowsProduct before(RowsProduct made, const RowsProduct& next) const {
-    if (d.overlap && count <= kMostEarlyRows) made.ahead = rows_ahead(next);
+    if (d.overlap && count <= kMostEarlyRows) made.ahead = rows_ahead(next, d.ahead);
     return made;
   }
 

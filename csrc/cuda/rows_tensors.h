@@ -105,12 +105,15 @@ class RowsTensors {
 };
 
 // A setting of the environment; asked at every call, and by a graph when it is captured.
-inline bool rows_setting(const char* name, bool otherwise) {
+inline int rows_setting(const char* name, int otherwise, int most = 1) {
   const char* value = std::getenv(name);
   if (value == nullptr) return otherwise;
   const std::string given = value;
-  STD_TORCH_CHECK(given == "0" || given == "1", name, ": expected 0 or 1, got '", given, "'; or unset it");
-  return given == "1";
+  const bool digits = !given.empty() && given.size() < 4 && given.find_first_not_of("0123456789") == std::string::npos;
+  const int number = digits ? std::stoi(given) : -1;
+  STD_TORCH_CHECK(number >= 0 && number <= most, name, ": expected 0 ", most == 1 ? "or " : "... ", most, ", got '", given,
+                  "'; or unset it");
+  return number;
 }
 
 // `t`: tensors of layer l in the order of LayerWeights.tensors.
@@ -166,9 +169,10 @@ inline RowsDecoder rows_decoder(const DecoderInputs& in) {
                   " heads are more than a launch takes");
   STD_TORCH_CHECK(d.hidden % 8 == 0 && d.inner % 8 == 0,
                   "embedding, gate: expected sizes that are multiples of 8, got ", d.hidden, " and ", d.inner);
-  // Both asked in any case, so that a wrong value is refused. Without proof on a GPU groups of warps multiply on request.
-  const bool early = rows_setting("GSD_KERNELS_ROWS_OVERLAP", true);
-  d.group = rows_setting("GSD_KERNELS_ROWS_GROUP", false);
+  // All asked in any case, so that a wrong value is refused. Without proof on a GPU groups of warps multiply on request.
+  const bool early = rows_setting("GSD_KERNELS_ROWS_OVERLAP", 1) != 0;
+  d.group = rows_setting("GSD_KERNELS_ROWS_GROUP", 0) != 0;
+  d.ahead = int64_t{rows_setting("GSD_KERNELS_ROWS_AHEAD", kAheadMegabytes, kMostAheadMegabytes)} << 20;
   d.overlap = early && (d.group || batch * rows <= kMostEarlyRows);
   d.eps = static_cast<float>(in.eps), d.rope_scale = static_cast<float>(in.rope_scale);
   d.tokens = read<int32_t>(in.token_ids), d.positions = read<int32_t>(in.positions);

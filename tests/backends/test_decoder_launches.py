@@ -100,9 +100,15 @@ def test_launches_begin_early_where_they_gain_by_it(tmp_path_factory, batch, cou
 
 @pytest.mark.slow
 @pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
-@pytest.mark.parametrize(("inner", "count", "keep"), [(104, 5, 5), (104, 5, 0), (104, 33, 1), (48_000, 1, 1)])
-def test_products_ask_for_the_weights_of_the_next_one(tmp_path_factory, inner, count, keep):
+@pytest.mark.parametrize(
+    ("inner", "count", "keep", "megabytes"),
+    [(104, 5, 5, 24), (104, 5, 0, 24), (104, 33, 1, 24), (48_000, 1, 1, 24), (48_000, 1, 1, 16), (104, 5, 5, 0)],
+)
+def test_products_ask_for_the_weights_of_the_next_one(tmp_path_factory, inner, count, keep, megabytes, monkeypatch):
     """Pieces lie inside its matrices and apart; together they are all of them, or of every split as much as may be."""
+    most = megabytes << 20
+    if megabytes != 24:
+        monkeypatch.setenv(cuda.AHEAD, str(megabytes))
     sizes = dataclasses.replace(SMALL, inner=inner, hidden=512 if inner > 1000 else 64)
     weights, ids = decoder(sizes, HALF), torch.zeros(1, count, dtype=torch.int32)
     caches = [torch.zeros(1, sizes.kv_heads, 64, sizes.head_dim, dtype=HALF)] * len(weights.layers)
@@ -111,7 +117,7 @@ def test_products_ask_for_the_weights_of_the_next_one(tmp_path_factory, inner, c
     if not keep:
         products = products[:-4]  # the last layer ends with its keys and values
     pieces = block_code.asked_ahead(tmp_path_factory, *call)
-    if count > 32:
+    if count > 32 or not megabytes:
         assert not pieces
         return
     for number, next_one in enumerate(products[1:]):
@@ -121,11 +127,11 @@ def test_products_ask_for_the_weights_of_the_next_one(tmp_path_factory, inner, c
         assert all(any(first <= begin and end <= last for first, last in places) for begin, end in asked)
         assert all(begin % 16 == end % 16 == 0 for begin, end in asked)
         total, whole = sum(end - begin for begin, end in asked), sum(matrix.nbytes for matrix in next_one)
-        assert total == whole if whole < MOST_AHEAD else MOST_AHEAD / 2 < total <= MOST_AHEAD
+        assert total == whole if whole < most else most / 2 < total <= most
     assert max(product for product, *_ in pieces) == len(products) - 2, "nothing comes behind the last one"
 
 
-MOST_AHEAD, MOST_STATES = 24 << 20, 64 << 20  # bytes: kAheadBytes, kStateBytes
+MOST_STATES = 64 << 20  # bytes: kStateBytes
 
 
 def products_of(layer) -> list[list[Tensor]]:

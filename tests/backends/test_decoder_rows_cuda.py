@@ -294,9 +294,28 @@ def test_whether_launches_begin_early_is_a_setting(device, monkeypatch):
             monkeypatch.setenv(cuda.OVERLAP, value)
         found.append(case.rows(random_tokens(1, 3, 1), *tree([-1, 0, 1]), 0, 3))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    for name, bad, expected in ((cuda.AHEAD, "65", "0 ... 64"), (cuda.OVERLAP, "off", "0 or 1")):
+        monkeypatch.setenv(name, bad)
+        with pytest.raises(RuntimeError, match=f"{name}: expected {expected}, got '{bad}'; or unset it"):
+            case.rows(random_tokens(1, 3, 1), *tree([-1, 0, 1]), 0, 3)
+        monkeypatch.delenv(name)
+
+
+def test_caches_are_looked_at_where_the_operator_refuses_them(device, monkeypatch):
+    """Two tensors a layer at every call would cost the host more than the operator's own look at them."""
+    case, looked, check = text(SMALL, HALF, [0], device, 24), [], cuda.check_caches
+    monkeypatch.setattr(cuda, "check_caches", lambda *caches: looked.append(caches) or check(*caches))
+    call = random_tokens(1, 3, 1), *tree([-1, 0, 1]), 0, 3
+    case.read(random_tokens(1, 9), 9)
+    case.rows(*call)
+    assert not looked
+    case.caches[1][1] = case.caches[1][1].float()
+    with pytest.raises(TypeError, match=r"v_caches\[1\]: .*the weights' float16, got float32"):
+        case.rows(*call)
     monkeypatch.setenv(cuda.OVERLAP, "off")
-    with pytest.raises(RuntimeError, match="GSD_KERNELS_ROWS_OVERLAP: expected 0 or 1, got 'off'; or unset it"):
-        case.rows(random_tokens(1, 3, 1), *tree([-1, 0, 1]), 0, 3)
+    case.caches[1][1] = case.caches[1][1].half()
+    with pytest.raises(RuntimeError, match="expected 0 or 1"):
+        case.rows(*call)
 
 
 def test_what_lies_outside_is_not_touched(device):

@@ -90,8 +90,21 @@ def test_a_block_that_ends_before_it_waits_is_caught(programs):
     assert run(programs["address"], "random", 1, 2, "--early-end", "block")[0] == NOT_AWAITED
 
 
+#: Products into sums that begin at 0, added by an instruction of their own.
+ADDED_LATE = (
+    "[&] { float late[kRowTiles][4] = {}; "
+    "machine.template multiply_group<Element>(late, weights_at(stage) + own + later, rows_at(stage) + later); "
+    'machine.multiply_commit(); machine.template multiply_wait<0>("late"); machine.multiply_begin(); '
+    "for (int j = 0; j < kRowTiles; j++) for (int i = 0; i < 4; i++) sums[j][i] += late[j][i]; }()"
+)
+
 #: What the source says, from a bar on, what it becomes, and how that ends.
 MUTATIONS = {
+    "a sum that is added behind its products": (
+        "machine.template multiply_group<Element>(sums, weights_at(stage) + own + later, rows_at(stage) + later)",
+        ADDED_LATE,
+        DIFFERENT,
+    ),
     "two steps of inputs swapped": ("32 * step", "32 * (step ^ 1)", DIFFERENT),
     "a split that is not added": ("s < cut.splits", "s < cut.splits - 1", DIFFERENT),
     "splits that are added backwards": ("read_cluster(|s", "cut.splits - 1 - s", DIFFERENT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fake_cuda
 import pytest
 import torch
 
@@ -29,3 +30,18 @@ def test_every_way_of_ours_writes_one_text_or_says_what_is_missing():
     assert ways["every"].missing == "the pair has no trained eagle3, dflash, heads"
     texts = [way.decode(pair.prompts[0].input_ids, 24, 0).sequences for way in ways.values() if way.decode is not None]
     assert len(texts) == len(OURS) - len(trained) and all(torch.equal(text, texts[0]) for text in texts)
+
+
+def test_new_sessions_take_nothing_and_leave_what_is_kept(monkeypatch):
+    pair, cuda, captured = (
+        load_pair("tiny", device=CPU, dtype=torch.float32, prompts=1),
+        fake_cuda.install(monkeypatch),
+        [],
+    )
+    kept, new = competitors(pair, ["graph", "graph-new"])
+    for way in (kept, new, kept, new):
+        before = cuda.counts["captures"]
+        way.decode(pair.prompts[0].input_ids, 12, 0)
+        captured.append(cuda.counts["captures"] - before)
+    first = captured[0]
+    assert first > 0 and captured == [first, first, 0, first]

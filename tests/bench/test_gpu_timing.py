@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gsd_kernels_bench.lib import cold, timing
 
@@ -73,3 +74,34 @@ def test_a_call_that_waits_for_the_gpu_says_that_the_host_counts(queue):
 
     found = timing.time_call(call, torch.device("cuda"), seconds=0.0)
     assert found.clock == "cuda graph, host included" and found.median > 4e-6
+
+
+class Written(TorchDispatchMode):
+    """Elements of the largest tensor that an operation writes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        self.most = max([self.most, *(t.numel() for t in [found] if isinstance(t, torch.Tensor))])
+        return found
+
+
+def test_what_empties_the_cache_leaves_nothing_to_be_written_back(monkeypatch):
+    properties = type("Properties", (), {"L2_cache_size": 4096})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    flush = timing.flusher(torch.device("cpu"))
+    with Written() as written:
+        flush()
+    assert written.most == 1
+
+
+@pytest.mark.parametrize(("device", "ways"), [("cpu", {"sum"}), ("cuda", {"sum", "product"})])
+def test_a_floor_is_made_of_the_fastest_reading(monkeypatch, device, ways):
+    """A sum reads some percent slower than cuBLAS, whose products the floor is for."""
+    seconds = iter((0.02, 0.01))
+    monkeypatch.setattr(timing, "time_call", lambda *_, **__: timing.Timing.of([next(seconds)], "wall"))
+    own = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, device, **how: own(*size, device="cpu", **how))
+    found = timing.read_bandwidths(torch.device(device), quick=True)
+    assert set(found) == {"read", *ways} and found["read"] == max(found[way] for way in ways)

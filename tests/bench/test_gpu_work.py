@@ -13,8 +13,9 @@ from commands import record
 from typer.testing import CliRunner
 
 from gsd_kernels import backends
+from gsd_kernels.ops.table import OPS
 from gsd_kernels_bench.cli import app
-from gsd_kernels_bench.gpu import gpu_tests, right, stages
+from gsd_kernels_bench.gpu import gpu_tests, group, inside, right, stages
 from gsd_kernels_bench.gpu import work as module_of_work
 from gsd_kernels_bench.gpu.work import perform
 
@@ -150,10 +151,12 @@ REHEARSED = [
     "attention",
     "rows",
     "inside",
+    "ahead",
     "packed",
     "pair",
     "auto",
     "duel",
+    pytest.param("race", marks=pytest.mark.slow),
     pytest.param("kernels", marks=[pytest.mark.slow, pytest.mark.many]),
 ]
 
@@ -169,7 +172,7 @@ def found_right(work, **errors) -> None:
 
 @pytest.mark.parametrize("name", REHEARSED)
 def test_rehearsal(name, work, tmp_path, monkeypatch):
-    if name == "kernels":
+    if name in ("kernels", "race"):
         from gsd_kernels_bench.gpu import races
 
         def call(arguments, seconds):
@@ -178,7 +181,7 @@ def test_rehearsal(name, work, tmp_path, monkeypatch):
             return True
 
         monkeypatch.setattr(races, "call", call)
-    if name in ("rows", "inside", "pair"):
+    if name in ("rows", "inside", "ahead", "pair"):
         found_right(work)
     done = work(name)
     perform(done)
@@ -214,9 +217,21 @@ def check_gemm(points):
 
 def check_rows(points):
     ways = ("operator", "operator in turn", "modules")
-    assert set(points) == {"bandwidth", *(f"tiny rows={r} {w}" for r in (1, 5) for w in ways)}
+    assert set(points) == {"bandwidth", "tiny prompt", *(f"tiny rows={r} {w}" for r in (1, 5) for w in ways)}
+    assert set(points["tiny prompt"]["seconds"]) == {"operator", "modules"} and points["tiny prompt"]["prompt"] == 2000
     point = points["tiny rows=5 operator"]
     assert point["median"] > 0 and point["floor_seconds"] == pytest.approx(point["bytes"] / points["bandwidth"]["read"])
+
+
+def check_ahead(points):
+    sizes = ("24", "0", "8", "16", "32", "48")
+    assert set(points) == {"bandwidth", *(f"tiny rows=5 ahead={size}" for size in sizes)}
+
+
+def check_race(points):
+    raced = {row["competitor"]: row for row in points["race"]["report"]["summary"]}
+    assert set(raced) == {"plain", "graph", "graph-new", "auto", "auto-new"}
+    assert all(row["beside_seconds"] is not None and not row["beyond_rounding"] for row in raced.values())
 
 
 def check_right(points):
@@ -246,17 +261,59 @@ def check_pair(points):
 def check_duel(points):
     ops = points["verdict"]["ops"]
     sampling = {name for name in ops if name.startswith(("sample_rows", "draft_candidates"))}
-    assert set(ops) == {"merge all levels", "flatten", "verify", "commit_kv", "dag_attention", *sampling}
-    assert len(sampling) == 4
+    history = {"ngram_insert", "ngram_lookup", "perturb_candidates", "mix_candidates"}
+    others = {"merge all levels", "flatten", "verify", "commit_kv", "dag_attention", "warped_log_probs"}
+    assert set(ops) == {*others, *history, *sampling} and len(sampling) == 4
+    both = {name for name, op in OPS.items() if {"triton", "cuda"} <= set(op.implementations)}
+    assert {op.split()[0] for op in ops} == both, "of every op that has two forms"
     for op in ops.values():
         assert len(op["triton"]) == len(op["cuda"]) == 1 and op["cuda_over_triton"] > 0
     assert points["step triton"]["text"] == points["step cuda"]["text"] and points["step cuda"]["graphs"]
 
 
 CHECKS = {
+    "ahead": check_ahead,
+    "race": check_race,
     "duel": check_duel,
     "right": check_right,
     "gemm": check_gemm,
     "rows": check_rows,
     "pair": check_pair,
 }
+
+
+def product(name, seconds):
+    return (f"void gsd::{name}<gsd::Bfloat16, 64>(gsd::RowsProduct)", seconds)
+
+
+def test_products_of_a_forward_are_told_apart_by_their_order():
+    layer = [("path_end_kernel", 5.0), *(product("rows_product_kernel", float(at)) for at in (1, 2, 3))]
+    layer.append(product("rows_group_kernel", 4.0))
+    launches = [*(inside.LAYERS * layer), ("rows_norm_kernel", 9.0), product("rows_wide_product_kernel", 7.0)]
+    products = {"q, k, v": 1.0, "o": 2.0, "gate and up": 3.0, "down": 4.0, "head": 7.0}
+    assert inside.by_product(launches) == {"products": products}
+    with pytest.raises(RuntimeError, match="16 products in a forward of 4 layers"):
+        inside.by_product(launches[:-1])
+
+
+def test_kernels_that_agree_with_themselves_decide_nothing():
+    """A library for 9.0, not 9.0a, has no group of warps, and launches the others in their place."""
+    few, groups = [product("rows_wide_product_kernel", 1.0)], [product("rows_group_kernel", 1.0)]
+    assert group.taken(False)(few) == group.taken(True)(groups) == {}
+    for grouped, launches in ((True, few), (False, groups)):
+        with pytest.raises(RuntimeError, match=f"GROUP={int(grouped)} took .*compiled for 9.0a"):
+            group.taken(grouped)(launches)
+
+
+def test_groups_of_warps_are_measured_where_they_were_right(work):
+    verdict = work("group")
+    names = [f"{shape} {kind}" for shape in right.SHAPES for kind in group.kinds_of(verdict)]
+    verdict.points = {name: {} for name in names}
+    verdict.write()
+    found = work("rows")
+    assert not group.passed_by_groups(found), "a rehearsal has none"
+    found.rehearse = False
+    assert group.passed_by_groups(found)
+    verdict.points[names[0]] = {"error": "other bits"}
+    verdict.write()
+    assert not group.passed_by_groups(found)

@@ -20,7 +20,7 @@ template <class Block, class Element>
 Result multiplied(const Problem<Element>& p, int outputs, bool backwards) {
   return with_memory(p, [&](RowsProduct& a, Previous& previous) {
     // Of the next product every piece is asked for once; here it is this one.
-    if (p.packed.empty()) a.ahead = rows_ahead(a);
+    if (p.packed.empty()) a.ahead = rows_ahead(a, int64_t{kAheadMegabytes} << 20);
     std::vector<int> asked(static_cast<size_t>(a.ahead.pieces()));
     const auto prefetched = [&](const void* from, int bytes) {
       for (int i = 0, size; i < a.ahead.pieces(); i++) {

@@ -44,6 +44,7 @@ def test_doctor(monkeypatch):
 
 
 def test_doctor_on_ops_without_a_triton_kernel(monkeypatch):
+    from gsd_kernels.ops.decoder_rows import cuda
     from gsd_kernels.ops.decoder_rows.cuda import products
     from gsd_kernels_cli import doctor
 
@@ -58,8 +59,13 @@ def test_doctor_on_ops_without_a_triton_kernel(monkeypatch):
     assert "products on cuda:0 mma.sync: tiles of 16 or 32 rows, launched early; of 64 for more rows" in table
     assert "products on cuda:1 mma.sync: tiles of 16 or 32 rows; of 64 for more rows" in table
     assert "products on cuda:2 none: it is too old" in table
-    assert "GSD_KERNELS_ROWS_GROUP=1 takes wgmma instead, never run on a GPU" in products((9, 0))
+    for archs, says in ((("8.0", "9.0a"), "GSD_KERNELS_ROWS_GROUP=1 takes wgmma instead, never run on a GPU"),
+                        (("9.0",), "without wgmma: compiled for 9.0, not 9.0a")):  # fmt: skip
+        monkeypatch.setattr(cuda, "architectures", lambda archs=archs: archs)
+        assert says in products((9, 0)) and "wgmma" not in products((10, 0))
     monkeypatch.setenv("GSD_KERNELS_ROWS_GROUP", "1")
+    assert "without wgmma" in products((9, 0))
+    monkeypatch.setattr(cuda, "architectures", lambda: ("9.0a",))
     assert "wgmma: of 64, 128 or 256 for more rows" in products((9, 0)) and "wgmma" not in products((10, 0))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine.capturing import SAMPLED, text
-from models import noised, tiny
+from models import CHARACTERS, noised, tiny, tokenizer
 from transformers import StoppingCriteria
 
 from gsd_kernels import patch, unpatch
@@ -163,13 +163,19 @@ STAY = {
     "a clock": {"max_time": 1000.0},
     "scores": {"output_scores": True, "return_dict_in_generate": True},
     "an observer": {"observer": lambda verified: None},
+    "a string": {"stop_strings": list(CHARACTERS[3:29:4]), "tokenizer": tokenizer()},
 }
 
 
 @pytest.mark.parametrize("what", STAY)
-def test_where_the_host_decides_it_hears_of_every_step_first(pair, cuda, flown, what):
-    text(pair, "chain", **STAY[what], **LONG)
+def test_where_the_host_decides_it_hears_of_every_step_first(pair, flown, what, request):
+    expected = text(pair, "chain", **STAY[what], **LONG)
+    flown.clear()
+    request.getfixturevalue("cuda")
+    got = text(pair, "chain", **STAY[what], **LONG)
     assert flown and not any(flown)
+    got, expected = (getattr(found, "sequences", found) for found in (got, expected))
+    assert torch.equal(got, expected)
 
 
 def test_an_error_is_the_step_s_and_what_is_queued_is_waited_for(pair, cuda, flown):

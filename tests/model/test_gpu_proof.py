@@ -173,9 +173,14 @@ def test_other_kernels_have_a_proof_of_their_own(monkeypatch):
     assert [kind.products for kind in made] == ["mma", "other"]
 
 
-@pytest.mark.parametrize(("capability", "names"), [((9, 0), ["mma", "wgmma"]), ((8, 0), ["mma"])])
-def test_groups_of_warps_are_proved_where_they_are(capability, names, monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "archs", "names"),
+    [((9, 0), "9.0a", ["mma", "wgmma"]), ((9, 0), "9.0", ["mma"]), ((8, 0), "9.0a", ["mma"])],
+)
+def test_groups_of_warps_are_proved_where_they_are(capability, archs, names, monkeypatch):
+    """On GPUs that have them, by a library that has their code."""
     gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(cuda, "architectures", lambda: ("8.0", archs))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert cuda.product_kernels(gpu) == names and cuda.selected(gpu) == "mma"
     monkeypatch.setenv(cuda.GROUP, "1")

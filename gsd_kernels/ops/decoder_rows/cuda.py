@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...compiled import architectures
 from ..packed import PackedMatrix
 from ..table import OPS
 from .weights import DecoderWeights
@@ -26,9 +28,12 @@ ALIGNMENT = 16  # bytes of one asynchronous copy
 WEIGHTS = 8  # that are decoded at a time
 OVERLAP = "GSD_KERNELS_ROWS_OVERLAP"
 """Environment variable: ``0`` keeps launches from beginning while the one before ends (docs/how-it-works.md)."""
+AHEAD = "GSD_KERNELS_ROWS_AHEAD"
+"""Environment variable: megabytes of the next product's weights that one asks for, where launches begin early."""
 GROUP = "GSD_KERNELS_ROWS_GROUP"
 """Environment variable: ``1`` has groups of warps multiply more than 32 rows, where there is code for it."""
-GROUP_CAPABILITY = (9, 0)
+GROUP_CAPABILITY, GROUP_CODE = (9, 0), "9.0a"
+"""GPUs that have groups of warps, and what the library has to be compiled for."""
 PRODUCTS: dict[str, dict[str, str]] = {"mma": {}, "wgmma": {GROUP: "1"}}
 """Kernels that multiply, by name, and the environment variables by which calls take them."""
 OTHERWISE = "; use backend='reference'"
@@ -41,10 +46,10 @@ def decoder_rows(weights: DecoderWeights, token_ids: Tensor, *rows: Any) -> tupl
     if "checked_for_cuda" not in vars(weights):  # hundreds of tensors, which stay as they are
         check(weights)
         vars(weights)["checked_for_cuda"] = True
-    check_caches(weights, k_caches, v_caches)
     distinct = sorted(set(states))
     given = weights, token_ids, *graph, k_caches, v_caches, keep, distinct, spoiled
-    logits, hidden, read_by = run(*given)
+    with naming_caches(weights, k_caches, v_caches):
+        logits, hidden, read_by = run(*given)
     if distinct != list(states):  # a layer's input is where it was computed, and there once
         read_by = torch.stack([read_by[distinct.index(state)] for state in states])
     return logits, hidden, read_by
@@ -73,9 +78,13 @@ def is_measured(device: torch.device) -> bool:
 
 
 def product_kernels(device: torch.device) -> list[str]:
-    """The :data:`PRODUCTS` that a GPU has."""
-    grouped = device.type != "cuda" or torch.cuda.get_device_capability(device) == GROUP_CAPABILITY
+    """The :data:`PRODUCTS` that a GPU has, and the library code for."""
+    grouped = device.type != "cuda" or _has_groups(torch.cuda.get_device_capability(device))
     return [name for name in PRODUCTS if name != "wgmma" or grouped]
+
+
+def _has_groups(capability: tuple[int, int]) -> bool:
+    return capability == GROUP_CAPABILITY and GROUP_CODE in architectures()
 
 
 def selected(device: torch.device) -> str:
@@ -97,9 +106,12 @@ def products(capability: tuple[int, int]) -> str | None:
     if capability < MIN_CAPABILITY:
         return None
     few = "mma.sync: tiles of 16 or 32 rows" + (", launched early" if capability >= EARLY_CAPABILITY else "")
-    if capability == GROUP_CAPABILITY and os.environ.get(GROUP) == "1":
+    has = _has_groups(capability)
+    if has and os.environ.get(GROUP) == "1":
         return f"{few}; wgmma: of 64, 128 or 256 for more rows ({GROUP}=1), never run on a GPU"
-    more = f"; {GROUP}=1 takes wgmma instead, never run on a GPU" if capability == GROUP_CAPABILITY else ""
+    more = f"; {GROUP}=1 takes wgmma instead, never run on a GPU" if has else ""
+    if capability == GROUP_CAPABILITY and not has:
+        more = f"; without wgmma: compiled for {', '.join(architectures()) or 'what is not known'}, not {GROUP_CODE}"
     return f"{few}; of 64 for more rows, on 9.0 as fast as a model's modules at 128 and slower beyond{more}"
 
 
@@ -156,6 +168,21 @@ def _check_place(name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous() or _address(tensor) % ALIGNMENT:
         expected = f"a contiguous tensor at a multiple of {ALIGNMENT} bytes"
         raise ValueError(f"{name}: backend 'cuda' expects {expected}; pass its .clone()")
+
+
+@contextmanager
+def naming_caches(weights: DecoderWeights, k_caches: list[Tensor], v_caches: list[Tensor]) -> Iterator[None]:
+    """Where the operator refuses a call, name the cache that it was for, and the cure: C++ looks at every one as well,
+    in a hundredth of the time, and before anything is launched.
+
+    Raises:
+        TypeError, ValueError: see :func:`check_caches`.
+    """
+    try:
+        yield
+    except RuntimeError:
+        check_caches(weights, k_caches, v_caches)
+        raise
 
 
 def check_caches(weights: DecoderWeights, k_caches: list[Tensor], v_caches: list[Tensor]) -> None:

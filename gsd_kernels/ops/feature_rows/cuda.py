@@ -22,9 +22,9 @@ def feature_rows(weights: FeatureWeights, token_ids: Tensor, *rows: Any) -> tupl
     if "checked_for_cuda" not in vars(weights):
         check(weights)
         vars(weights)["checked_for_cuda"] = True
-    cuda.check_caches(weights.decoder, k_caches, v_caches)
     cuda.check_tensors(weights.decoder.dtype, [("features", features)])
-    return run(weights, token_ids, features, *graph, k_caches, v_caches, keep)
+    with cuda.naming_caches(weights.decoder, k_caches, v_caches):
+        return run(weights, token_ids, features, *graph, k_caches, v_caches, keep)
 
 
 def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
