@@ -19,7 +19,7 @@ BUDGET = {
     "bench": 12,
     "bench/generation": 106,  # 99 before bench sources counted tokens a step, and new sessions raced
     "bench/gpu": 73,  # 69 before products by matrix, megabytes ahead, prompts and groups of warps were measured
-    "bench/kernels": 31,  # 29 before the duel had every op of two forms
+    "bench/kernels": 32,  # 29 before the duel had every op of two forms
     "bench/lib": 20,
     "bench/scale": 16,
     "csrc/algorithms": 151,  # 130 before a warp ended a row, and products turned heads
@@ -46,7 +46,7 @@ BUDGET = {
     "python/gsd_kernels_serve": 98,  # 97 before names were spelled out
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 93,
-    "python/gsd_kernels_train/recipes": 25,
+    "python/gsd_kernels_train/recipes": 26,
     "tests": 1916,  # 1896 before attention of rows was held to a contract number by number
     ".": 8,
 }

@@ -89,7 +89,7 @@ class GenerateReport:
 
     @property
     def against(self) -> str:
-        """What a speedup is against: transformers' plain decoding; on a GPU our own, which is captured."""
+        """The baseline of speedups: transformers' plain decoding; on a GPU our own, which is captured."""
         on_gpu, raced = self.environment["device_type"] == "cuda", {run["competitor"] for run in self.runs}
         return PLAIN if on_gpu and PLAIN in raced else GREEDY
 
