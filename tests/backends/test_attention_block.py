@@ -9,20 +9,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from block_code.programs import BUILDS, CXX, DIFFERENT, DIVERGENT, ONE_TYPE, RACE, ROOT, build_all, build_mutated, run
-from shared import once
+from block_code.programs import DIFFERENT, DIVERGENT, RACE, ROOT, build_mutated, needs, programs_of, run
 
 SOURCE = ROOT / "tests/block_code/attention.cpp"
 HEADER = ROOT / "csrc/algorithms/attention_tiles.h"
 BANK_CONFLICT = 5
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.long,
-    pytest.mark.slow,
-    pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
-    pytest.mark.skipif(not SOURCE.exists() or not HEADER.exists(), reason="not a source checkout"),
-]
+pytestmark = [pytest.mark.long, *needs(SOURCE, HEADER)]
 
 TEXT = HEADER.read_text() if HEADER.exists() else ""
 BARRIERS = re.findall(r'machine\.(?:sync|any)\("([^"]+)"', TEXT)
@@ -33,11 +26,7 @@ LOADS = re.findall(r'machine\.template load_matrices<\w+>\("([^"]+)"', TEXT)
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    # Without debug information: it doubles the time to compile this much unrolled code.
-    flags = {name: [flag for flag in BUILDS[name] if flag != "-g"] for name in BUILDS}
-    flags["thread"].append(ONE_TYPE)
-    folder = once(tmp_path_factory, "attention", lambda folder: build_all(SOURCE, folder, flags))
-    return {name: folder / name for name in BUILDS}
+    return programs_of(tmp_path_factory, SOURCE)
 
 
 @pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 12), ("address", 40)])

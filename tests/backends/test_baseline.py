@@ -16,13 +16,11 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
-import torch
 from block_code.programs import CXX
+from ops.contracts.backends import needs_cpu
 
-from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.compiled import LIBRARIES
 
-MISSING = unavailable_reason("cpu", torch.device("cpu"))
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "gsd_kernels" / LIBRARIES["cpu"]
 QEMU = "qemu-x86_64-static"
@@ -44,7 +42,7 @@ sys.exit(pytest.main([*options, *sys.argv[1:]]))
 
 pytestmark = [
     pytest.mark.quick,
-    pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}"),
+    needs_cpu,
     pytest.mark.skipif(os.uname().machine != "x86_64", reason="not an x86-64 machine"),
 ]
 

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 import torch
-from block_code.programs import BUILDS, CXX, DIFFERENT, DIVERGENT, RACE, ROOT, SOURCE, build_all, run
+from block_code.programs import BUILDS, DIFFERENT, DIVERGENT, RACE, ROOT, SOURCE, build_all, needs, run
 from shared import once
 
 from gsd_kernels.ops.sampling import reference
@@ -18,13 +18,7 @@ from gsd_kernels.ops.sampling import reference
 # Code over thread groups. That over the warp machine, as the attention, has tests of its own.
 HEADERS = [p for p in sorted((ROOT / "csrc/algorithms").glob("*.h")) if "group.sync(" in p.read_text()]
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.long,
-    pytest.mark.slow,
-    pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
-    pytest.mark.skipif(not SOURCE.exists() or not HEADERS, reason="not a source checkout"),
-]
+pytestmark = [pytest.mark.long, *needs(SOURCE, *HEADERS[:1])]
 
 BARRIERS = sorted({name for header in HEADERS for name in re.findall(r'sync\("([^"]+)"\)', header.read_text())})
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from ops.contracts.backends import backend_param
+from ops.contracts.backends import needs_cpu
 from ops.contracts.inputs import op_inputs
 
 import gsd_kernels as gsd
@@ -16,7 +16,7 @@ from gsd_kernels.ops.table import all_ops
 CPU = torch.device("cpu")
 TABLE = all_ops()
 OPS = sorted(TABLE)
-pytestmark = [pytest.mark.quick, *backend_param("cpu").marks]
+pytestmark = [pytest.mark.quick, needs_cpu]
 
 
 def test_every_schema_has_inputs():

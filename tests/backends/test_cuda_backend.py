@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from models import noised, prompts, tiny
+from ops.contracts.backends import needs_cpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gsd_kernels as gsd
@@ -132,7 +133,7 @@ def test_cpu_tensors_are_refused_by_name():
         gsd.generate(target, **prompts(1, 5), assistant_model=noised(target), backend="cuda", max_new_tokens=4)
 
 
-@pytest.mark.skipif(backends.unavailable_reason("cpu", torch.device("cpu")) is not None, reason="no compiled CPU ops")
+@needs_cpu
 def test_a_whole_model_can_name_it(monkeypatch):
     """The compiled ops have one name on both devices; only the attention has to be replaced to run a step here."""
     calls = []

@@ -13,19 +13,17 @@ import pytest
 import torch
 from decoders import SIZES, Sizes, Text, check_marks, decoder, random_parents, random_tokens, tree
 from models import add_noise, noised, prompts, tiny
-from ops.contracts.backends import LEVELS
+from ops.contracts.backends import LEVELS, needs_cpu
 
 import gsd_kernels as gsd
 from gsd_kernels import cpu_levels
-from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import decoder_rows
 from gsd_kernels_hf.model.fused import FusedRows, rows_of, why_not
 from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.runner import RowModel
 
-MISSING = unavailable_reason("cpu", torch.device("cpu"))
-pytestmark = [pytest.mark.quick, pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")]
+pytestmark = [pytest.mark.quick, needs_cpu]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from block_code.programs import BUILDS, CXX, ROOT, TORCH, build_all, run
+from block_code.programs import BUILDS, ROOT, TORCH, build_all, needs, run
 from shared import once
 
 SOURCE = ROOT / "tests/block_code/decoder.cpp"
@@ -25,12 +25,7 @@ UNITS = (
     ),
 )
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.slow,
-    pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
-    pytest.mark.skipif(not SOURCE.exists() or not (ROOT / "csrc/cpu").exists(), reason="not a source checkout"),
-]
+pytestmark = needs(SOURCE, ROOT / "csrc/cpu")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
-from block_code.programs import BUILDS, CXX, DIFFERENT, ONE_TYPE, RACE, ROOT, build_all, build_mutated, run
+from block_code.programs import DIFFERENT, RACE, ROOT, build_mutated, needs, programs_of, run
 from shared import once
 
 SOURCE = ROOT / "tests/block_code/path_attention.cpp"
@@ -18,12 +18,7 @@ HEADER = ROOT / "csrc/algorithms/path_attention.h"
 END = ROOT / "csrc/algorithms/path_end.h"
 TILES = ROOT / "csrc/algorithms/attention_tiles.h"
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.slow,
-    pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
-    pytest.mark.skipif(not SOURCE.exists() or not HEADER.exists(), reason="not a source checkout"),
-]
+pytestmark = needs(SOURCE, HEADER)
 
 TEXT, ENDS, LOOP = (file.read_text() if file.exists() else "" for file in (HEADER, END, TILES))
 BARRIERS = re.findall(r'machine\.sync_warp\("([^"]+)"', ENDS)
@@ -34,10 +29,7 @@ COPIES = re.findall(r' copy\(machine, "([^"]+)"', ENDS)
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    flags = {name: [flag for flag in BUILDS[name] if flag != "-g"] for name in BUILDS}
-    flags["thread"].append(ONE_TYPE)
-    folder = once(tmp_path_factory, "path_attention", lambda folder: build_all(SOURCE, folder, flags))
-    return {name: folder / name for name in BUILDS}
+    return programs_of(tmp_path_factory, SOURCE)
 
 
 @pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 3), ("address", 5)])

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
-from block_code.programs import BUILDS, CXX, DIFFERENT, ONE_TYPE, RACE, ROOT, build, build_all, build_mutated, run
+from block_code.programs import BUILDS, DIFFERENT, RACE, ROOT, build, build_mutated, needs, programs_of, run
 from shared import once
 
 SOURCE = ROOT / "tests/block_code/rows.cpp"
@@ -18,12 +18,7 @@ NAMES = ("rows", "rows_product", "rows_turn", "rows_heads", "rows_pair")
 HEADERS = {name: ROOT / f"csrc/algorithms/{name}.h" for name in NAMES}
 BANK_CONFLICT = 5
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.slow,
-    pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
-    pytest.mark.skipif(not SOURCE.exists(), reason="not a source checkout"),
-]
+pytestmark = needs(SOURCE)
 
 TEXTS = {name: path.read_text() if path.exists() else "" for name, path in HEADERS.items()}
 #: Of the program.
@@ -46,10 +41,7 @@ LOADS, AWAITS = named(r"load_matrices<\w+>"), named("await_previous")
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    flags = {name: [flag for flag in BUILDS[name] if flag != "-g"] for name in BUILDS}
-    flags["thread"].append(ONE_TYPE)
-    folder = once(tmp_path_factory, "rows", lambda folder: build_all(SOURCE, folder, flags))
-    return {name: folder / name for name in BUILDS}
+    return programs_of(tmp_path_factory, SOURCE)
 
 
 @pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 8), ("address", 16)])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from block_code.programs import CXX, ROOT, TORCH, build
+from block_code.programs import CXX, ROOT, TORCH, build, needs
 
 SOURCE = ROOT / "csrc/cpu/state_rows.cpp"
 TESTS = ROOT / "tests/ops/test_state_rows.py"
@@ -22,12 +22,7 @@ ctypes.CDLL(sys.argv[1]).gsd_register(b"gsd_kernels")
 sys.exit(pytest.main([sys.argv[2], "-o", "addopts=", "-p", "no:cacheprovider", "-q", "-x", "-s"]))
 """
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.slow,
-    pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
-    pytest.mark.skipif(not SOURCE.exists(), reason="not a source checkout"),
-]
+pytestmark = needs(SOURCE)
 
 
 def runtime(name: str) -> str:

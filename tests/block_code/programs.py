@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
+from shared import once
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "tests/block_code/main.cpp"
@@ -26,6 +28,17 @@ DIFFERENT, DIVERGENT, RACE = 3, 4, 66
 HUNG = "hung"
 
 
+def needs(*files: Path) -> list[pytest.MarkDecorator]:
+    """Marks of tests that compile these files."""
+    missing = not all(file.exists() for file in files)
+    return [
+        pytest.mark.quick,
+        pytest.mark.slow,
+        pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
+        pytest.mark.skipif(missing, reason="not a source checkout"),
+    ]
+
+
 def build(source: Path, program: Path, flags: Sequence[str | Path]) -> Path:
     command = [CXX, "-std=c++20", "-pthread", "-Wall", "-Wextra", "-ffp-contract=off", *flags, source, "-o", program]
     subprocess.run(list(map(str, command)), check=True)
@@ -36,6 +49,14 @@ def build_all(source: Path, folder: Path, builds: dict[str, list[str]] = BUILDS)
     """One program for every sanitizer, below its name."""
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda name: build(source, folder / name, builds[name]), builds))
+
+
+def programs_of(factory: pytest.TempPathFactory, source: Path) -> dict[str, Path]:
+    """Much unrolled code for every sanitizer, without debug information, which doubles the time to compile it."""
+    flags = {name: [flag for flag in BUILDS[name] if flag != "-g"] for name in BUILDS}
+    flags["thread"].append(ONE_TYPE)
+    folder = once(factory, source.stem, lambda folder: build_all(source, folder, flags))
+    return {name: folder / name for name in BUILDS}
 
 
 def build_mutated(source: Path, folder: Path, headers: dict[Path, str]) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from models import prompts, tiny
+from ops.contracts.backends import needs_cpu
 from torch import nn
 
 import gsd_kernels
-from gsd_kernels.backends import unavailable_reason
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = Path(gsd_kernels.__file__).parent
@@ -26,7 +26,7 @@ ATTENTION = f"{NAME}:attention"
 kernels = pytest.importorskip("kernels")
 pytestmark = [
     pytest.mark.skipif(not (ROOT / "hub").exists(), reason="not a source checkout"),
-    pytest.mark.skipif(unavailable_reason("cpu", torch.device("cpu")) is not None, reason="no compiled ops"),
+    needs_cpu,
 ]
 
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 from changes import BRIEF, CHANGES, SAME
 from models import noised, tiny
+from ops.contracts.backends import needs_cpu
 
 import gsd_kernels as gsd
-from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.validate import Unsupported
 
-MISSING = unavailable_reason("cpu", torch.device("cpu"))
-pytestmark = [pytest.mark.quick, pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")]
+pytestmark = [pytest.mark.quick, needs_cpu]
 PADS = 3
 SHAPE = gsd.GraphConfig.preset("graph", depth=2)  # each level is a forward of the draft, often through its modules
 PROMPT = torch.randint(3, 97, (1, 30), generator=torch.Generator().manual_seed(4))

@@ -8,11 +8,11 @@ import threading
 import pytest
 import torch
 from models import noised, tiny
+from ops.contracts.backends import needs_cpu
 from torch import nn
 from transformers import StoppingCriteria
 
 import gsd_kernels as gsd
-from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.model.facts import Facts, fact, looked, looking
 from gsd_kernels_hf.model.fused import why_not
 
@@ -131,7 +131,7 @@ def test_what_a_callback_changes_counts_for_the_calls_that_it_makes():
     assert all(torch.equal(nested, changed) for nested in found) and len(found) == 2
 
 
-@pytest.mark.skipif(unavailable_reason("cpu", torch.device("cpu")) is not None, reason="asks for the operator")
+@needs_cpu
 def test_a_callback_asks_anew():
     target, found = tiny(dtype=torch.float32), []
 

@@ -11,8 +11,8 @@ import re
 import pytest
 import torch
 from json_damage import leaves, replaced
+from ops.contracts.backends import needs_cpu
 
-from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.decoder_rows import cuda
 from gsd_kernels_hf.model import fused, gpu_proof, replay, rows_proof
 from gsd_kernels_hf.model.fused import FusedRows
@@ -25,7 +25,6 @@ CPU = torch.device("cpu")
 KIND = Kind(torch.bfloat16, 64, "mma")
 FASTER = {rows: {"operator": 0.5, "modules": 1.0} for rows in gpu_proof.TIMED_ROWS}
 own = FusedRows.rows
-needs_operator = pytest.mark.skipif(unavailable_reason("cpu", CPU) is not None, reason="no compiled CPU ops")
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +47,7 @@ def proved(kind=KIND, **options):
 # What is found.
 
 
-@needs_operator
+@needs_cpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_right_operator_proves_itself(dtype, head_dim):
@@ -89,7 +88,7 @@ def broken(*_):
     raise RuntimeError("an illegal\n  instruction \x1b[31m" + 400 * "!")
 
 
-@needs_operator
+@needs_cpu
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
@@ -125,7 +124,7 @@ def test_what_is_slower_keeps_the_modules(times, reason):
     assert proof.why_not(torch.bfloat16) == reason
 
 
-@needs_operator
+@needs_cpu
 def test_both_ways_are_timed(monkeypatch):
     monkeypatch.undo()
     of = rows_proof.Subject(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 
-import pytest
 import torch
 from models import noised, prompts, tiny
+from ops.contracts.backends import needs_cpu
 
 import gsd_kernels as gsd
-from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.model import fused
 
-MISSING = unavailable_reason("cpu", torch.device("cpu"))
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
+pytestmark = needs_cpu
 
 
 def why(target, **options) -> str | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.contracts.backends import backend_param
+from ops.contracts.backends import needs_cpu
 from ops.contracts.decoder import decoder_case
 
 from gsd_kernels.ops.decoder_rows import decoder_rows
 
-pytestmark = [pytest.mark.quick, *backend_param("cpu").marks]
+pytestmark = [pytest.mark.quick, needs_cpu]
 
 
 def test_states_are_what_the_layers_read():

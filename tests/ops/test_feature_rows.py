@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops.contracts.backends import backend_param
+from ops.contracts.backends import needs_cpu
 from ops.contracts.decoder import STORED, WIRINGS, decoder_case, feature_case
 
 from gsd_kernels.ops.feature_rows import feature_rows
 
-pytestmark = [pytest.mark.quick, *backend_param("cpu").marks]
+pytestmark = [pytest.mark.quick, needs_cpu]
 
 
 # Relative. In bfloat16 some levels round the weights of attention too, as PyTorch's attention does.

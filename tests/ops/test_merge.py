@@ -11,7 +11,7 @@ from graphs import STYLES, drafted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.contracts.arguments import merge_arguments
-from ops.contracts.backends import ALL, assert_bit_equal, backend_param, backends, cases
+from ops.contracts.backends import ALL, assert_bit_equal, backends, cases, needs_cpu
 from ops.contracts.graph import (
     CUDA_GRAPHS,
     GRAPHS,
@@ -160,7 +160,6 @@ FEW = [  # by name, one or two styles, and all of them once
     for name in GRAPHS
     for style in (STYLES if name == "graph" else STYLES[len(name) % 3 :: 3])
 ]
-COMPILED = backend_param("cpu").marks[0]
 
 
 @cases("case", {"cpu": EVERY, "interpreter": FEW, "triton": EVERY, "cuda": EVERY})
@@ -191,7 +190,7 @@ def test_a_step(on, config, style, batch):
     check_verification(rows, sampled, arguments, config.max_path, on)
 
 
-@COMPILED
+@needs_cpu
 @settings(max_examples=100, deadline=None)
 @given(configs(), st.sampled_from(STYLES), st.integers(2, 12), st.integers(0, 10**6))
 def test_any_compiled_step(config, style, vocab, seed):
@@ -215,7 +214,7 @@ def test_any_graph_is_flattened_by_kernels(on, seed):
     check_flatten_of_any_graph(seed, 24, 6, on)
 
 
-@COMPILED
+@needs_cpu
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 12))
 def test_any_graph_is_flattened(seed, max_rows, max_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops.contracts.backends import assert_bit_equal, backend_param
+from ops.contracts.backends import assert_bit_equal, needs_cpu
 from ops.contracts.history import KNOWN
 from ops.contracts.inputs import op_inputs
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 import gsd_kernels as gsd
 from gsd_kernels.ops.table import all_ops
 
-pytestmark = [pytest.mark.quick, *backend_param("cpu").marks]
+pytestmark = [pytest.mark.quick, needs_cpu]
 TABLE = all_ops()
 
 

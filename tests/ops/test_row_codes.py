@@ -10,7 +10,7 @@ import torch
 from guards import guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops.contracts.backends import backend_param, levels
+from ops.contracts.backends import levels, needs_cpu
 from ops.contracts.decoder import decoder_case
 from ops.contracts.packed import packed_matrix
 
@@ -21,7 +21,7 @@ from gsd_kernels.ops.packed.matrix import MOST_CODES
 from gsd_kernels.ops.row_linear import row_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-pytestmark = [pytest.mark.quick, *backend_param("cpu").marks]
+pytestmark = [pytest.mark.quick, needs_cpu]
 kinds = pytest.mark.parametrize("kind", CODE_KINDS, ids=lambda kind: kind.name)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 

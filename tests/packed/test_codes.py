@@ -7,11 +7,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from models import prompts
+from ops.contracts.backends import needs_cpu
 from quantised import by_bitsandbytes, original
 from torch import nn
 
 import gsd_kernels as gsd
-from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.packed import codes, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels_hf.model import proof
@@ -19,9 +19,7 @@ from gsd_kernels_hf.model.fused import FusedRows, why_not
 from gsd_kernels_hf.packed.adapters import stored_in
 from gsd_kernels_hf.packed.modules import matrix_of, packed_in
 
-pytestmark = pytest.mark.skipif(
-    unavailable_reason("cpu", torch.device("cpu")) is not None, reason="codes are for the operator"
-)
+pytestmark = needs_cpu
 DTYPES = (torch.bfloat16, torch.float32)
 
 

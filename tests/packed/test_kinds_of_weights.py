@@ -14,20 +14,18 @@ import torch
 from gguf_files import tiny as tiny_file
 from gguf_files import write_gguf
 from models import noised, prompts, tiny
+from ops.contracts.backends import needs_cpu
 from packed import test_codes, test_pack, test_rounded, test_texts
 from quantised import SCHEMES, dense_of, original
 from transformers import AutoModelForCausalLM
 
 import gsd_kernels as gsd
-from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.packed import PACKERS
 from gsd_kernels_hf.costs.pair import describe
 from gsd_kernels_hf.costs.prior import weight_bytes
 from gsd_kernels_hf.packed.modules import Packed
 
-pytestmark = pytest.mark.skipif(
-    unavailable_reason("cpu", torch.device("cpu")) is not None, reason="packed weights are for the operator"
-)
+pytestmark = needs_cpu
 SHAPE = gsd.GraphConfig(depth=3, width=3, branch=2, max_rows=16, history_depth=2)
 GREEDY = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8, "seed": 7}

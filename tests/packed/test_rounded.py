@@ -5,18 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from models import prompts
+from ops.contracts.backends import needs_cpu
 from quantised import compressed, decompressed, original
 
 import gsd_kernels as gsd
-from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.packed import codes, unpack_rows
 from gsd_kernels_hf.packed.adapters import stored_in
 from gsd_kernels_hf.packed.modules import packed_in
 
 pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: pip install 'gsd-kernels[quantised]'")
-pytestmark = pytest.mark.skipif(
-    unavailable_reason("cpu", torch.device("cpu")) is not None, reason="packed weights are for the operator"
-)
+pytestmark = needs_cpu
 FORM = "int-quantized"
 TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
 DTYPES = (torch.bfloat16, torch.float32)

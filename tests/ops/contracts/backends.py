@@ -26,6 +26,7 @@ LEVELS = [SOFT] + [
 ]
 """Instruction sets of the CPU's products; one that cannot run here says why."""
 levels = pytest.mark.parametrize("level", LEVELS if NO_CPU is None else [])
+needs_cpu = pytest.mark.skipif(NO_CPU is not None, reason=f"compiled CPU ops: {NO_CPU}")
 
 
 @dataclass(frozen=True)
