@@ -47,6 +47,13 @@ def tiny(family: str = "llama-gqa", *, seed: int = 0, dtype: torch.dtype = torch
     return model.to(dtype)
 
 
+def endless(family: str = "llama-gqa", **config) -> PreTrainedModel:
+    """A model whose texts do not end."""
+    model = tiny(family, **config)
+    model.generation_config.eos_token_id = None
+    return model
+
+
 def noised(target: PreTrainedModel, noise: float = 0.05, *, seed: int = 1) -> PreTrainedModel:
     """A draft that is the target with noise on its weights: right often, wrong often.
 

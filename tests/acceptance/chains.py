@@ -23,8 +23,7 @@ SAMPLING = [
 @functools.lru_cache
 def pair(noise: float = 0.05):
     """A target without end-of-text token, and itself with noise."""
-    target = models.tiny(vocab_size=VOCAB, dtype=torch.float32)
-    target.generation_config.eos_token_id = None
+    target = models.endless(vocab_size=VOCAB, dtype=torch.float32)
     return target, models.noised(target, noise)
 
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
 
 import models
 import numpy as np
 import pytest
 import torch
-import transformers
 from acceptance.chains import CHAIN, VOCAB, generate, pair
 from acceptance.distributions import P_VALUE, fit
-from engine.host_data import NoHostData
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.dag_attention.api import ATTENTION
 from gsd_kernels_hf.acceptance import criteria
-from gsd_kernels_hf.engine import capture, session
 from gsd_kernels_hf.engine import decoder as decoder_module
 from gsd_kernels_hf.parallel import digest
 
@@ -154,70 +149,19 @@ def test_speculative_through_processors_samples_the_processed_distribution():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("criterion", ["speculative", "block", "typical"])
 def test_half_precision(criterion, dtype):
-    target = models.tiny(vocab_size=VOCAB, dtype=dtype)
-    target.generation_config.eos_token_id = None
+    target = models.endless(vocab_size=VOCAB, dtype=dtype)
     prompt = models.prompts(2, 8, seed=2, vocab=VOCAB)
     out = generate(target, models.noised(target, 0.03), criterion, prompt, max_new_tokens=24)
     assert out.sequences.shape == (2, 32) and out.stats.tokens_per_step > 1.2
 
 
 def test_the_target_without_some_layers_drafts_too():
-    target = models.tiny(vocab_size=VOCAB, num_hidden_layers=3)
-    target.generation_config.eos_token_id = None
+    target = models.endless(vocab_size=VOCAB, num_hidden_layers=3)
     skip = gsd.LayerSkip(target, mlp=[1])
     for sources in (None, ("layer_skip",)):
         prompt = models.prompts(2, 8, vocab=VOCAB)
         out = generate(target, skip, "speculative", prompt, draft_sources=sources, max_new_tokens=24)
         assert out.stats.criterion == "speculative" and len(out.stats.accepted) > 2 and out.stats.accepted[1] > 0
-
-
-def test_a_streamer_gets_what_is_returned():
-    target, draft = pair()
-    said: list[int] = []
-
-    class Listener(transformers.generation.streamers.BaseStreamer):
-        def put(self, value):
-            said.extend(value.flatten().tolist())
-
-        def end(self):
-            said.append(-1)
-
-    prompt = models.prompts(1, 6, vocab=VOCAB)
-    out = generate(target, draft, "speculative", prompt, streamer=Listener())
-    assert said == [*out.sequences[0].tolist(), -1]
-
-
-@pytest.mark.parametrize("criterion", ["speculative", "block", "typical"])
-def test_a_step_copies_nothing_from_the_host(criterion, monkeypatch):
-    """So that it can be captured, see test_captured_step; that it reads nothing back, test_step_trace says."""
-    step, watched = session.Session.step, []
-
-    def watching(self):
-        watched.append(self.rule.criterion.name)
-        if len(watched) < 3:  # storage is made in the first steps
-            return step(self)
-        with NoHostData():
-            return step(self)
-
-    monkeypatch.setattr(session.Session, "step", watching)
-    # PyTorch's attention on a CPU is no part of a step on a GPU.
-    monkeypatch.setitem(ATTENTION.implementations, "cpu", ATTENTION.reference)
-    generate(*pair(), criterion, models.prompts(2, 9, vocab=VOCAB), max_new_tokens=24)
-    assert len(watched) > 5 and set(watched) == {criterion}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-@pytest.mark.parametrize("criterion", ["speculative", "block", "typical"])
-def test_captured_on_a_gpu(criterion, monkeypatch, caplog):
-    target, draft = (m.cuda() for m in (models.tiny(dtype=torch.float32), models.noised(models.tiny()).float()))
-    inputs = {key: value.cuda() for key, value in models.prompts(2, 9).items()}
-    criteria._warn("typical")  # said before, so that the log stays empty
-    with caplog.at_level(logging.WARNING, logger="gsd_kernels"):
-        captured = generate(target, draft, criterion, inputs, max_new_tokens=64).sequences
-    assert not caplog.records
-    monkeypatch.setattr(capture, "can_capture", lambda session: False)
-    assert torch.equal(generate(target, draft, criterion, inputs, max_new_tokens=64).sequences, captured)
 
 
 def test_nan_is_said():
@@ -318,17 +262,13 @@ def test_ranks_must_have_the_same_criterion(monkeypatch):
 
 
 def test_patch_takes_a_criterion():
-    target = models.tiny(vocab_size=VOCAB)
-    target.generation_config.eos_token_id = None
+    target = models.endless(vocab_size=VOCAB)
     draft = models.noised(target, 0.05)
     prompt = models.prompts(1, 6, vocab=VOCAB)
     with pytest.raises(ValueError, match="needs a chain"):
         gsd.patch(target, assistant_model=draft, graph_config="tree", criterion="speculative")
-    handle = gsd.patch(target, assistant_model=draft, criterion="speculative")
-    try:
+    with gsd.patch(target, assistant_model=draft, criterion="speculative") as handle:
         target.generate(**prompt, do_sample=True, max_new_tokens=4)
         assert handle.stats.criterion == "speculative"
         target.generate(**prompt, do_sample=True, max_new_tokens=4, criterion="typical", graph_config="tree")
         assert (handle.stats.criterion, handle.stats.lossless) == ("typical", False)
-    finally:
-        gsd.unpatch(target)

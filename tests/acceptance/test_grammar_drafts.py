@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from grammars import GRAMMARS, REGEXES, SCHEMAS, TEXTS, pair
+from rotated import rotated
 from transformers import LogitsProcessorList
 
 import gsd_kernels as gsd
@@ -53,9 +54,7 @@ def test_texts_are_the_same_in_fewer_steps(kind, how):
     assert "grammar" not in history.stats.sources
 
 
-@pytest.mark.parametrize("kind", LIBRARIES)
-@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("regex", [False, True], ids=["schema", "regex"])
+@pytest.mark.parametrize(("kind", "regex", "how"), rotated(LIBRARIES, (False, True), (GREEDY, SAMPLED)), ids=str)
 def test_a_batch_of_different_grammars(kind, how, regex):
     texts = REGEXES if regex else SCHEMAS
     call = {"prompts": TEXTS, "regex": regex, **how}
@@ -79,14 +78,11 @@ def test_texts_one_after_the_other():
         return found
 
     expected = texts()
-    handle = gsd.patch(target, graph_config=SHAPE, tokenizer=tokenizer)
-    try:
+    with gsd.patch(target, graph_config=SHAPE, tokenizer=tokenizer) as handle:
         assert texts() == expected
         assert "grammar" in handle.stats.sources
         left_out = texts(draft_sources=("history",))
         assert left_out == expected and "grammar" not in handle.stats.sources
-    finally:
-        gsd.unpatch(target)
 
 
 def test_without_a_tokenizer_the_longest_tokens_are_drafted():

@@ -44,13 +44,10 @@ def test_a_grammar_a_row(kind, regex):
     sampled = {**call, "do_sample": True, "temperature": 2.0, "seed": 7}
     plain = gsd.generate(target, **sampled, logits_processor=processors())
     first = target.generate(**alone, logits_processor=processors(grammars[1:2]))
-    handle = gsd.patch(target, assistant_model=draft, graph_config=gsd.GraphConfig(history_depth=4))
-    try:
+    with gsd.patch(target, assistant_model=draft, graph_config=gsd.GraphConfig(history_depth=4)) as handle:
         assert torch.equal(target.generate(**call, logits_processor=processors()), expected)
         assert torch.equal(target.generate(**sampled, logits_processor=processors()), plain)
         assert torch.equal(target.generate(**alone, logits_processor=processors(grammars[1:2])), first)
         known = {"reference_ids": expected.clone()}
         assert torch.equal(target.generate(**call, **known, logits_processor=processors()), expected)
         assert handle.stats.steps < expected.shape[1] - length
-    finally:
-        gsd.unpatch(target)

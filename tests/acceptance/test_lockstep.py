@@ -9,28 +9,27 @@ import models
 import pytest
 import torch
 from acceptance.processors import KINDS, Apart, Guidance, Mean, Native, Near, Recorded, closure
+from fuzzing import Ears
+from rotated import rotated
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, WatermarkingConfig
 from transformers.generation import logits_process
+from validate.calls import LENGTH, VOCAB, pair
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.acceptance.sampling import is_row_wise
 
 pytestmark = pytest.mark.quick
 
-VOCAB, LENGTH, NEW = 32, 9, 14
+NEW = 14
 GRAPH = gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=24, history_depth=2)
 
 
-@functools.lru_cache
 def target():
-    model = models.tiny(vocab_size=VOCAB)
-    model.generation_config.eos_token_id = None
-    return model
+    return pair()[0]
 
 
-@functools.lru_cache
 def draft():
-    return models.noised(target(), 0.01)
+    return pair()[1]
 
 
 @functools.lru_cache
@@ -83,7 +82,10 @@ def slow_but(chosen, *cases):
 
 
 @pytest.mark.parametrize(
-    ("kind", "source"), slow_but(lambda kind, source: source == "graph" or kind == "guidance", KINDS, SOURCES)
+    ("kind", "source"),
+    [("guidance", "graph"), *((kind, "graph") for kind in KINDS if kind != "guidance")]
+    + [pytest.param("guidance", source, marks=pytest.mark.slow) for source in SOURCES if source != "graph"]
+    + [pytest.param(kind, list(SOURCES)[i % 3], marks=pytest.mark.slow) for i, kind in enumerate(KINDS) if i],
 )
 def test_greedy_is_transformers_own(kind, source):
     """Ids, the calls' ids, and the calls' scores, of finished sequences too."""
@@ -208,12 +210,10 @@ class Logs(Guidance):
 
 @pytest.mark.parametrize(
     ("source", "eos", "batch"),
-    slow_but(
-        lambda source, eos, batch: (source, batch) == ("graph", 3),
-        ["plain", "graph", "layer_skip"],
-        [False, True],
-        [1, 3],
-    ),
+    [
+        pytest.param(*case, marks=() if case == ("graph", False, 3) else pytest.mark.slow)
+        for case in rotated(("graph", "plain", "layer_skip"), (False, True), (3, 1))
+    ],
 )
 def test_processors_and_criteria_are_called_in_transformers_order(batch, eos, source):
     """Without an end-of-text id a stopped sequence runs on until all have; and scores are handed on."""
@@ -273,20 +273,10 @@ def test_built_in_processors_that_know_their_row(name):
 
 
 def test_a_streamer_of_one_sequence():
-    class Listener:
-        def __init__(self):
-            self.said = []
-
-        def put(self, value):
-            self.said += value.flatten().tolist()
-
-        def end(self):
-            self.said.append(-1)
-
-    theirs, mine = Listener(), Listener()
+    theirs, mine = Ears(), Ears()
     target().generate(logits_processor=[closure()], streamer=theirs, **call(1))
     ours("graph", logits_processor=[closure()], streamer=mine, **call(1))
-    assert mine.said == theirs.said
+    assert (mine.heard, mine.ended) == (theirs.heard, True)
 
 
 def test_several_calls_of_a_patched_model():
@@ -301,14 +291,11 @@ def test_several_calls_of_a_patched_model():
     turns = [given, {**given, **longer}, given, {**given, "eos_token_id": None}]
     texts = [model.generate(logits_processor=[Mean(), Apart()], **turn).tolist() for turn in turns]
     without = [model.generate(**turn).tolist() for turn in turns]
-    handle = gsd.patch(model, assistant_model=draft(), graph_config=GRAPH)
-    try:
+    with gsd.patch(model, assistant_model=draft(), graph_config=GRAPH) as handle:
         for turn, text, plain in zip(turns, texts, without, strict=True):
             assert model.generate(logits_processor=[Mean(), Apart()], **turn).tolist() == text
             assert model.generate(**turn).tolist() == plain
         assert handle.stats.steps > 0
-    finally:
-        gsd.unpatch(model)
 
 
 class Fails(Recorded):
@@ -351,14 +338,11 @@ def test_what_a_processor_does_wrong_is_named_and_the_next_call_is_exact(wrong):
     how, error, message = WRONG[wrong]
     model = models.tiny(vocab_size=VOCAB)
     expected = model.generate(logits_processor=[closure()], **call(2))
-    gsd.patch(model, assistant_model=draft(), graph_config=GRAPH)
-    try:
+    with gsd.patch(model, assistant_model=draft(), graph_config=GRAPH):
         for _ in range(2):
             with pytest.raises(error, match=message):
                 model.generate(logits_processor=[Native(), Fails(how)], **call(2))
             assert torch.equal(model.generate(logits_processor=[closure()], **call(2)), expected)
-    finally:
-        gsd.unpatch(model)
 
 
 def test_scores_that_leave_nothing_to_draw():

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCAB, noised, tiny
+from models import VOCAB, endless, noised
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
 
+CHAIN = GraphConfig.preset("chain", depth=3)
 TREE = GraphConfig(depth=3, width=2, branch=2, max_rows=8, merge_context=-1)
 GRAPH = GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=2)
 FREE = GraphConfig(depth=0, branch=2, max_rows=8, history_depth=3)
@@ -31,15 +32,8 @@ def each(*more: Any) -> list[Any]:
     return [pytest.param(name, *more, marks=pytest.mark.many if name in OF_MANY else ()) for name in SOURCES]
 
 
-def endless(**config: Any) -> PreTrainedModel:
-    """A target whose texts do not end."""
-    target = tiny(**config)
-    target.generation_config.eos_token_id = None
-    return target
-
-
 def sources(name: str, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
-    """Options of ``patch`` for one of :data:`SOURCES`; the draft of "model" goes through its modules."""
+    """Options of ``patch`` for :data:`SOURCES`, chains and trees; the draft of "model" goes through its modules."""
     if name == "plain":
         return {"graph_config": "plain"}
     if name == "heads":
@@ -50,7 +44,8 @@ def sources(name: str, target: PreTrainedModel, draft: PreTrainedModel) -> dict[
         return {"assistant_model": LayerSkip(target, mlp=[1]), "graph_config": GRAPH}
     if name == "model":
         draft.double()
-    return {"assistant_model": draft, "graph_config": {"model": TREE, "graph": GRAPH, "auto": "auto"}[name]}
+    shapes = {"chain": CHAIN, "tree": TREE, "model": TREE, "graph": GRAPH, "auto": "auto"}
+    return {"assistant_model": draft, "graph_config": shapes[name]}
 
 
 def words(batch: int, length: int, seed: int) -> Tensor:

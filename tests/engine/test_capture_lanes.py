@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import fake_cuda
 import pytest
 import torch
-from engine.capturing import both
+from chats import both
 
 from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.model import replay

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
+from engine.capturing import drafting, in_turns
 from models import noised, prompts, tiny
 
 from gsd_kernels import GraphConfig, generate
 from gsd_kernels_hf.engine import capture
 from gsd_kernels_hf.engine.stats import Clock
 from gsd_kernels_hf.model.replay import CaptureError, lane_of
-from gsd_kernels_hf.policy import shape_policy
-from gsd_kernels_hf.policy.shapes import ladder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,18 +29,16 @@ def text(graph_config):
 
 def test_captured_shapes_take_turns_in_one_pool(monkeypatch, caplog):
     """What one graph leaves in the pool's memory, and is read later, another one must not write over."""
-    shapes = [shape for shape in ladder("cuda", with_model=True).values() if shape.depth][:3]
 
-    def in_turns():
-        taken = itertools.cycle(shapes)
-        monkeypatch.setattr(shape_policy.ShapePolicy, "shape", lambda self: next(taken))
+    def texts():
+        in_turns(monkeypatch, *drafting("cuda")[:3])
         return text("auto")
 
     with caplog.at_level("WARNING", logger="gsd_kernels"):
-        captured = in_turns()
+        captured = texts()
     assert not caplog.records
     monkeypatch.setattr(capture, "can_capture", lambda session: False)
-    assert torch.equal(in_turns(), captured)
+    assert torch.equal(texts(), captured)
 
 
 def test_captured_steps_go_on_after_a_failed_capture(caplog):

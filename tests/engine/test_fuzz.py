@@ -20,7 +20,7 @@ from gsd_kernels_hf.validate.options import OF_DICTS
 
 pytestmark = pytest.mark.quick
 
-COMBINATIONS, WRONG, INTERRUPTS = 300, 110, 120
+COMBINATIONS, WRONG, INTERRUPTS = 200, 80, 80
 MODES = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
 torch.set_num_threads(1)
 
@@ -50,11 +50,8 @@ def plain(name: str, shared: dict[str, Any], own: dict[str, Any]) -> Any:
 def patched(model: Any, own: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """``model`` patched with its sources; what is left to say at a call."""
     names = ("assistant_model", "graph_config", "draft_heads", "criterion")
-    gsd.patch(model, **{name: own[name] for name in names if name in own})
-    try:
+    with gsd.patch(model, **{name: own[name] for name in names if name in own}):
         yield {name: value for name, value in own.items() if name not in names}
-    finally:
-        gsd.unpatch(model)
 
 
 @pytest.mark.parametrize("seed", seeds(COMBINATIONS))

@@ -11,6 +11,7 @@ import pytest
 import tiny_vision
 import torch
 import transformers
+from fuzzing import Ears
 from reciting import Reciting
 from tiny_vision import IMAGE, VOCAB, prompts
 
@@ -110,19 +111,10 @@ def test_processors_criteria_ends_and_streams_are_as_always():
         goes_on = text.sequences[:, call["input_ids"].shape[1] :][:, :number].ne(stop).all(1)
         assert goes_on.any() and torch.allclose(one[goes_on], score[goes_on], atol=1e-4)
 
-    class Streamer:
-        seen: ClassVar[list[int]] = []
-
-        def put(self, tokens):
-            self.seen += tokens.flatten().tolist()
-
-        def end(self):
-            self.seen.append(-1)
-
-    alone = prompts(LLAVA, 1)
+    alone, ears = prompts(LLAVA, 1), Ears()
     text = own(model, **alone, **GREEDY)
-    assert torch.equal(drafted(model, text, alone, **GREEDY, streamer=Streamer()), text)
-    assert Streamer.seen == [*text[0].tolist(), -1]
+    assert torch.equal(drafted(model, text, alone, **GREEDY, streamer=ears), text)
+    assert ears.heard == text[0].tolist() and ears.ended
 
 
 @pytest.mark.parametrize("name", [LLAVA, QWEN])

@@ -40,7 +40,6 @@ MOST = 64  # among them what a policy is told (five that would follow the step u
 LAUNCHES = {"commit_kv": 2}  # copies, whose blocks all read the old lengths, and their advance; all others: 1
 SEVERAL = {"constant_pad_nd": 2}  # a fill and a copy
 FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh")
-PACKAGES = ("gsd_kernels", "gsd_kernels_hf")
 
 
 def is_view(function: torch._ops.OpOverload) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-import fake_cuda
 import pytest
 import torch
 from gguf_files import tiny as packed_tiny
@@ -101,18 +100,6 @@ def test_other_families_dense_and_packed(family, monkeypatch, tmp_path):
     learned(model)
     after = run(model, {"input_ids": ids}, GREEDY)
     assert torch.equal(after.sequences, plain) and after.stats.steps < before
-
-
-@pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_captured_steps_have_the_same_texts(target, decoding, request, monkeypatch):
-    inputs = {"input_ids": torch.stack(ASKED[:2]), "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
-    plain = gsd.generate(target, **inputs, **decoding, graph_config="plain")
-    learned(target)
-    assert learned_of(Facts(target)) is not None
-    cuda = fake_cuda.install(monkeypatch)
-    for on in (True, False):
-        assert torch.equal(run(target, inputs, decoding, learned=on).sequences, plain)
-    assert cuda.counts["replays"] > 4
 
 
 def test_prompts_are_texts_chats_and_ids_and_texts_are_read_beside(target, tmp_path):

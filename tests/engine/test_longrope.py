@@ -13,6 +13,7 @@ import tiny_configs
 import torch
 import transformers
 from engine.host_data import watch_steps
+from rotated import rotated
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import gsd_kernels as gsd
@@ -74,12 +75,12 @@ def prompt(length: int, batch: int = 1, *, seed: int = 3):
     return models.prompts(batch, length, seed=seed, vocab=VOCAB)
 
 
-CASES = [(lengths, 3, "draft") for lengths in LENGTHS] + [("crosses", 3, way) for way in WAYS if way != "draft"]
-CASES += [("crosses", 1, "draft")]
+CASES = [(family, lengths, 3, "draft") for family in FAMILIES for lengths in LENGTHS]
+CASES += [(FAMILIES[i % 2], "crosses", 3, way) for i, way in enumerate(WAYS) if way != "draft"]
+CASES += [("llama", "crosses", 1, "draft")]
 
 
-@pytest.mark.parametrize(("lengths", "batch", "way"), CASES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "lengths", "batch", "way"), CASES)
 def test_the_text_is_transformers_own(family, lengths, batch, way):
     target, (length, new) = target_of(family), LENGTHS[lengths]
     call = {**prompt(length, batch), "max_new_tokens": new, "do_sample": False}
@@ -87,9 +88,9 @@ def test_the_text_is_transformers_own(family, lengths, batch, way):
     assert torch.equal(gsd.generate(target, **call, **WAYS[way](target)), want)
 
 
-@pytest.mark.parametrize("pads", [[3, 6], [0, 9], [30, 33, 31]], ids=str)
-@pytest.mark.parametrize("length", [22, 34])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("pads", "length", "family"), rotated(([3, 6], [0, 9], [30, 33, 31]), (22, 34), FAMILIES), ids=str
+)
 def test_the_border_counts_from_the_longest_text(family, length, pads):
     if max(pads) >= length:
         pads = [pad - 12 for pad in pads]
@@ -99,8 +100,10 @@ def test_the_border_counts_from_the_longest_text(family, length, pads):
     assert torch.equal(gsd.generate(target, **call, **WAYS["draft"](target)), want)
 
 
-@pytest.mark.parametrize(("length", "chunk"), [(20, 8), (25, 8), (29, 5), (31, 8), (31, 24), (31, 100)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("length", "chunk", "family"),
+    [(20, 8, "llama"), (25, 8, "phi3"), (29, 5, "llama"), (31, 8, "phi3"), (31, 24, "llama"), (31, 100, "phi3")],
+)
 def test_a_prompt_in_pieces(family, length, chunk):
     """transformers turns the pieces before the border by the short factors."""
     target = target_of(family)

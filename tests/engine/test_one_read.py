@@ -7,7 +7,7 @@ import traceback
 import fake_cuda
 import pytest
 import torch
-from engine.capturing import text
+from engine.capturing import drafting, in_turns, text
 from models import noised, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +16,6 @@ from gsd_kernels_hf.engine.flight import Launched
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.policy import shape_policy
 from gsd_kernels_hf.policy.acceptance import AcceptanceModel
-from gsd_kernels_hf.policy.shapes import ladder
 
 
 class Reads:
@@ -67,8 +66,7 @@ def test_no_step_waits_for_the_host(name, monkeypatch):
     """None reads from the device, nothing is put together outside its graph, under a policy that learns too."""
     target, cuda = tiny(), fake_cuda.install(monkeypatch)
     pair = target, noised(target)
-    drafting = next(shape for shape in ladder("cuda", with_model=True).values() if shape.depth)
-    monkeypatch.setattr(shape_policy.ShapePolicy, "shape", lambda self: drafting)
+    in_turns(monkeypatch, drafting("cuda")[0])
     options = {"plain": {"graph_config": "plain"}, "fixed": {}, "auto": {"graph_config": "auto"}}[name]
     which, options = ("plain" if name == "plain" else "graph"), {**options, "max_new_tokens": 24}
     expected, learned, steps, behind = text(pair, which, **options), [], [], []

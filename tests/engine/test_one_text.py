@@ -48,10 +48,10 @@ def texts(target, seed: int, *, sampled: bool, **options) -> torch.Tensor:
     )
 
 
-# 2 dtypes × 10 settings × prompts: 200 texts greedy, 100 sampled
+# 2 dtypes × 10 settings × prompts: 100 texts greedy, 100 sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("sampled", "seeds"), [(False, (1, 2)), (True, (3,))])
+@pytest.mark.parametrize(("sampled", "seeds"), [(False, (1,)), (True, (3,))])
 def test_a_prompt_has_one_text(dtype, sampled, seeds, tmp_path, monkeypatch):
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
     target = tiny("qwen3", dtype=torch.float32, num_hidden_layers=3, hidden_size=48, intermediate_size=150).to(dtype)

@@ -9,11 +9,10 @@ import models
 import pytest
 import torch
 import transformers
-from transformers.generation.streamers import BaseStreamer
+from chats import both
 
 import gsd_kernels as gsd
-from gsd_kernels.backends import unavailable_reason
-from gsd_kernels_hf.engine.stats import GenerationStats
+from gsd_kernels_hf import api
 
 torch.set_num_threads(1)
 
@@ -22,8 +21,7 @@ VOCAB = 32
 
 def fresh(dtype: torch.dtype = torch.float64, **config):
     """An own pair: these tests change models."""
-    target = models.tiny(vocab_size=VOCAB, dtype=dtype, **config)
-    target.generation_config.eos_token_id = None
+    target = models.endless(vocab_size=VOCAB, dtype=dtype, **config)
     return target, models.noised(target, 0.01)
 
 
@@ -52,14 +50,11 @@ def test_nothing_given_drafts_from_the_history_under_auto():
     expected = plain(40)
     own = gsd.generate(target, **prompt(), max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(own.sequences, expected) and own.stats.drafted_nodes > 0
-    handle = gsd.patch(target)
-    try:
+    with gsd.patch(target) as handle:
         for options, drafts in (({}, True), ({"graph_config": "plain"}, False), ({"graph_config": "graph"}, True)):
             assert torch.equal(target.generate(**prompt(), max_new_tokens=40, do_sample=False, **options), expected)
             assert (handle.stats.drafted_nodes > 0) is drafts, options
             assert drafts or handle.stats.plain_steps == handle.stats.steps
-    finally:
-        gsd.unpatch(target)
     draft = {"assistant_model": models.noised(target, 0.01), "graph_config": "plain"}
     out = gsd.generate(target, **prompt(), max_new_tokens=8, do_sample=False, **draft, return_dict_in_generate=True)
     assert out.stats.draft_rows == out.stats.drafted_nodes == 0, "the name decides, whatever is given"
@@ -149,109 +144,20 @@ def test_lora_wrapped_model(patch_wrapped):
     assert torch.equal(again, expected)
 
 
-def test_prompt_learning_is_refused():
-    peft = pytest.importorskip("peft")
-    target, _ = fresh(torch.float32)
-    wrapped = peft.get_peft_model(target, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match="prompt learning"):
-        gsd.generate(wrapped, **prompt(), max_new_tokens=4)
-
-
-@pytest.mark.slow
-def test_two_threads_on_one_patched_model(patched):
-    """Different prompts, lengths, seeds and graphs at once; each gets what it gets alone."""
-    target, _, handle = patched
-    cases = [
-        {**models.prompts(1 + i % 2, 5 + 3 * i, seed=i, vocab=VOCAB), "max_new_tokens": 10 + i, "seed": i}
-        | ({"do_sample": True, "top_k": 0} if i % 2 else {"do_sample": False})
-        | {"graph_config": ("tree", "chain", "graph")[i % 3]}
-        for i in range(8)
-    ]
-    alone = [target.generate(**case) for case in cases]
-    together: list[list] = [[], []]
-    stats: list[GenerationStats] = [None, None]
-
-    def work(thread: int) -> None:
-        for case in cases[thread::2]:
-            together[thread].append(target.generate(**case))
-        stats[thread] = handle.stats
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, expected in enumerate(alone):
-        assert torch.equal(together[i % 2][i // 2], expected), i
-    # Statistics are the asking thread's own.
-    for thread in (0, 1):
-        last = cases[6 + thread]
-        assert stats[thread].new_tokens == last["input_ids"].shape[0] * last["max_new_tokens"]
-
-
 def test_two_threads_without_a_patch():
     """The first to finish must not take the attention away from the other."""
     target, draft = fresh()
-    barrier, out = threading.Barrier(2), {}
+    out = {}
 
-    def work(tokens: int) -> None:
-        barrier.wait()
+    def work(thread: int) -> None:
+        tokens = (3, 40)[thread]
         out[tokens] = gsd.generate(
             target, **prompt(), assistant_model=draft, graph_config="tree", max_new_tokens=tokens, do_sample=False
         )
 
-    threads = [threading.Thread(target=work, args=(tokens,)) for tokens in (3, 40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    both(work)
     assert torch.equal(out[40], plain(40)) and torch.equal(out[3], plain(3))
     assert target.config._attn_implementation == "sdpa"
-
-
-class Breaking(BaseStreamer):
-    def __init__(self, error: type[BaseException], after: int):
-        self.error, self.left = error, after
-
-    def put(self, value):
-        self.left -= 1
-        if self.left < 0:
-            raise self.error("stop")
-
-    def end(self):
-        pass
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("after", [0, 1, 4])
-def test_the_call_after_an_exception_is_right(patched, error, after):
-    target, draft, _ = patched
-    ids = prompt()["input_ids"][:1]
-    expected = target.generate(ids, max_new_tokens=16, do_sample=False)
-    with pytest.raises(error):
-        target.generate(ids, max_new_tokens=16, do_sample=False, streamer=Breaking(error, after))
-    assert torch.equal(target.generate(ids, max_new_tokens=16, do_sample=False), expected)
-    gsd.unpatch(target)
-    with pytest.raises(error):
-        gsd.generate(target, ids, assistant_model=draft, graph_config="tree", streamer=Breaking(error, after))
-    assert target.config._attn_implementation == "sdpa"
-    assert torch.equal(target.generate(ids, max_new_tokens=16, do_sample=False), expected)
-
-
-def test_an_interrupted_forward_leaves_the_model_usable(patched):
-    target, draft, _ = patched
-    calls = []
-
-    def interrupt(*_):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-
-    hook = draft.model.layers[1].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        target.generate(**prompt(), max_new_tokens=16, do_sample=False)
-    hook.remove()
-    assert torch.equal(target.generate(**prompt(), max_new_tokens=16, do_sample=False), plain())
 
 
 def test_arguments_go_before_the_patch_and_the_patch_before_defaults(patched):
@@ -318,12 +224,12 @@ def test_the_target_as_its_own_draft():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(VOCAB, VOCAB + 24), (VOCAB + 24, VOCAB)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [((VOCAB, VOCAB + 24), torch.float32), ((VOCAB + 24, VOCAB), torch.bfloat16)]
+)
 def test_a_draft_of_another_dtype_and_padded_vocabulary(sizes, dtype):
     """Padding may be on either side; ids that the other model does not know are drafted or read as nothing."""
-    target = models.tiny(vocab_size=sizes[0])
-    target.generation_config.eos_token_id = None
+    target = models.endless(vocab_size=sizes[0])
     draft = models.tiny(vocab_size=sizes[1], seed=1)
     shared = min(sizes)
     for own, theirs in zip(draft.parameters(), models.noised(target, 0.01).parameters(), strict=True):
@@ -365,34 +271,6 @@ def test_custom_generate():
     assert target.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
-def test_a_named_backend(backend):
-    """Also where one op, such as the cache write, lacks it."""
-    reason = unavailable_reason(backend, torch.device("cpu")) if backend != "auto" else None
-    if reason is not None:
-        pytest.skip(reason)
-    target, draft = fresh()
-    options = {"assistant_model": draft, "graph_config": "tree", "backend": backend}
-    assert torch.equal(gsd.generate(target, **prompt(), **options, max_new_tokens=16, do_sample=False), plain())
-
-
-def test_layers_on_two_devices():
-    """accelerate's hooks as far as one CPU shows: a dispatched model, its caches beside its layers."""
-    accelerate = pytest.importorskip("accelerate")
-    target, draft = fresh()
-    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
-    device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        split = accelerate.dispatch_model(target, device_map, main_device="cpu", offload_dir=folder, force_hooks=True)
-        assert split.model.layers[1].self_attn.q_proj.weight.device.type == "meta", "the layer is elsewhere"
-        out = gsd.generate(
-            split, **prompt(), assistant_model=draft, graph_config="tree", max_new_tokens=16, do_sample=False
-        )
-    assert torch.equal(out, plain())
-
-
 def test_a_prompt_that_begins_otherwise_is_read_anew():
     """What a session holds of the last text must not change with its storage, into which the next prompt is written."""
     target, draft = fresh()
@@ -403,3 +281,85 @@ def test_a_prompt_that_begins_otherwise_is_read_anew():
     gsd.patch(target, assistant_model=draft, graph_config="tree")
     for inputs, text in zip(texts, expected, strict=True):
         assert torch.equal(target.generate(**inputs, **options), text)
+
+
+def test_of_two_patches_at_once_one_is_refused(monkeypatch):
+    """One thread enters, the other is told, and nothing is left switched or half written."""
+    target, draft = fresh()
+    engines, inside = api.Engines, threading.Barrier(2)
+
+    def meet(**options):  # the last thing that is made before a patch is set
+        inside.wait(10)
+        return engines(**options)
+
+    monkeypatch.setattr(api, "Engines", meet)
+    with pytest.raises(ValueError, match="already patched"):
+        both(lambda _: gsd.patch(target, assistant_model=draft, graph_config="tree"))
+    target.generate(**prompt(), max_new_tokens=4, do_sample=False)
+    gsd.unpatch(target)
+    assert target.config._attn_implementation == draft.config._attn_implementation == "sdpa"
+    assert "generate" not in vars(target)
+
+
+# ``with patch(model):``, and what a handle says of itself.
+
+TOKENS = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture
+def alone():
+    model = models.tiny()
+    yield model
+    if "generate" in vars(model):
+        gsd.unpatch(model)
+
+
+def test_the_block_patches_and_its_end_unpatches(alone):
+    prompt = models.prompts(1, 9)
+    expected = alone.generate(**prompt, **TOKENS)
+    with gsd.patch(alone) as handle:
+        assert torch.equal(alone.generate(**prompt, **TOKENS), expected)
+        assert handle.stats.new_tokens == 12 and handle.patched
+        assert len(handle.engines.idle.sessions) == 1
+    assert "generate" not in vars(alone) and not handle.patched
+    assert not handle.engines.idle.sessions and not len(handle.history), "what it kept is returned"
+    assert handle.stats.new_tokens == 12, "the counts of its last call can be read behind it"
+
+
+def test_an_exception_unpatches_and_gets_out(alone):
+    with pytest.raises(KeyError, match="mine"), gsd.patch(alone):
+        raise KeyError("mine")
+    assert "generate" not in vars(alone)
+
+
+def test_a_handle_serves_before_its_block_and_unpatching_inside_is_fine(alone):
+    handle = gsd.patch(alone)
+    alone.generate(**models.prompts(1, 9), **TOKENS)
+    assert handle.stats.steps
+    with handle as same:
+        assert same is handle
+        gsd.unpatch(alone)
+    with gsd.patch(alone):
+        gsd.unpatch(alone)
+        other = gsd.patch(alone)  # of somebody else: the block's end leaves it alone
+    assert other.patched and "generate" in vars(alone)
+
+
+def test_nested_and_late_blocks_are_refused_by_name(alone):
+    with gsd.patch(alone) as handle:
+        with pytest.raises(ValueError, match=r"model: already patched, this LlamaForCausalLM; .*unpatch\(model\)"):
+            gsd.patch(alone)
+        with pytest.raises(ValueError, match="patch: this handle's with block is entered already"), handle:
+            pass
+        assert handle.patched, "the refused block ended nothing"
+    with pytest.raises(ValueError, match="patch: this handle's model was unpatched; patch it anew"), handle:
+        pass
+
+
+def test_what_a_handle_keeps_is_said_in_a_line(alone):
+    with gsd.patch(alone) as handle:
+        assert repr(handle) == "<Patch of LlamaForCausalLM: 0 texts kept in 0.0 MiB of caches, history of 0 contexts>"
+        alone.generate(**models.prompts(1, 9), **TOKENS)
+        assert repr(handle).startswith("<Patch of LlamaForCausalLM: 1 text kept in 0.")
+        assert f"history of {len(handle.history)} contexts" in repr(handle) and len(handle.history)
+    assert repr(handle) == "<Patch of LlamaForCausalLM: unpatched>"

@@ -74,23 +74,12 @@ def test_sampled_text_does_not_depend_on_the_draft(family):
     assert torch.equal(gsd.generate(target, **inputs_of(3), **sampled, **options), plain)
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 3])
-def test_prompts_in_pieces_behind_padding(chunk):
-    """A piece of one token is no generated one: where it is padding, it must not reach the state."""
-    target, inputs = target_of("qwen3.5"), prompts(3, 4, seed=1, vocab=tiny_configs.VOCAB)
-    inputs["input_ids"][1, :3], inputs["attention_mask"][1, :3] = 5, 0
-    for length in (4, 2, 1):
-        given = {name: value[:, -length:] for name, value in inputs.items()}
-        expected = target.generate(**given, max_new_tokens=12, do_sample=False)
-        out = gsd.generate(target, **given, max_new_tokens=12, do_sample=False, prefill_chunk_size=chunk)
-        assert torch.equal(out, expected), length
-
-
 def test_turns_go_on_from_the_state_where_the_text_ends():
     target = target_of("falcon-h1")
     first = inputs_of(1)["input_ids"]
-    handle = gsd.patch(target, draft_sources=("history",), graph_config=gsd.GraphConfig(depth=0, history_depth=4))
-    try:
+    with gsd.patch(
+        target, draft_sources=("history",), graph_config=gsd.GraphConfig(depth=0, history_depth=4)
+    ) as handle:
         text = target.generate(first, max_new_tokens=45, do_sample=False)
         longer = torch.cat([text, torch.tensor([[7, 9, 11]])], 1)
         other = torch.cat([text[:, :25], torch.tensor([[7, 9, 11]])], 1)
@@ -99,8 +88,6 @@ def test_turns_go_on_from_the_state_where_the_text_ends():
             for name, ids in {"longer": longer, "same": text, "other": other}.items()
         }
         reused = [session.target.reused for session in handle.engines.idle.sessions]
-    finally:
-        gsd.unpatch(target)
     assert reused == [0], "the last prompt left the text in the middle"
     for name, ids in {"longer": longer, "same": text, "other": other}.items():
         assert torch.equal(found[name], target.generate(ids, max_new_tokens=20, do_sample=False)), name
@@ -118,12 +105,9 @@ def test_prompts_are_read_whole_where_layers_forget_their_state():
     """Jamba's layers begin anew with every piece of a prompt, and so would the next turn's."""
     target, ids = target_of("jamba"), inputs_of(1)["input_ids"]
     text = text_of("jamba", 1)
-    gsd.patch(target, graph_config="plain")
-    try:
+    with gsd.patch(target, graph_config="plain"):
         found = target.generate(ids, **GREEDY, prefill_chunk_size=3)
         turn = target.generate(torch.cat([text, ids], 1), **GREEDY)
-    finally:
-        gsd.unpatch(target)
     assert torch.equal(found, text)
     assert torch.equal(turn, target.generate(torch.cat([text, ids], 1), **GREEDY))
 
@@ -221,7 +205,7 @@ def test_texts_of_a_batch_in_bfloat16_do_not_depend_on_the_draft(name, batch):
     [
         ("Qwen3_5ForCausalLM", range(1, 17)),
         ("Zamba2ForCausalLM", (11, 16)),
-        ("LlamaForCausalLM", range(1, 17)),
+        ("LlamaForCausalLM", (1, 2, 3, 5, 8, 11, 16)),
     ],
 )
 def test_a_text_is_the_same_alone_and_in_batches_of_2_to_16(name, batches):
@@ -263,14 +247,11 @@ class RowsOf:
 def test_weights_that_were_changed_are_noticed():
     target = build("qwen3.5")
     ids = inputs_of(1)["input_ids"]
-    gsd.patch(target, draft_sources=("history",))
-    try:
+    with gsd.patch(target, draft_sources=("history",)):
         before = target.generate(ids, **GREEDY)
         with torch.no_grad():
             target.model.layers[0].linear_attn.A_log.add_(1.0)
         after = target.generate(ids, **GREEDY)
-    finally:
-        gsd.unpatch(target)
     assert torch.equal(after, target.generate(ids, **GREEDY))
     assert not torch.equal(before, after)
 

@@ -1,4 +1,7 @@
-"""What is changed between two calls is noticed: the second is what a model that was never used says."""
+"""What is changed between two calls is noticed: the second is what a model that was never used says.
+
+More changes, of one text: tests/model/changes.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from chats import GRAPH, SAMPLED, Reads, ask, expected, pair, patched, words
-from models import noised, tiny
+from models import endless, noised, tiny
 from torch import nn
 
 import gsd_kernels as gsd
@@ -78,18 +81,9 @@ def layer_replaced(model: Any) -> None:
     model.model.layers[1] = copy.deepcopy(pair(seed=9)[0].model.layers[1]).to(model.dtype)
 
 
-def layers_swapped(model: Any) -> None:
-    layers = model.model.layers
-    layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
-
-
 def weight_replaced(model: Any) -> None:
     proj = model.model.layers[0].mlp.up_proj
     proj.weight = nn.Parameter(proj.weight.detach().flip(0).clone())
-
-
-def rotary_buffer(model: Any) -> None:
-    model.model.rotary_emb.inv_freq.mul_(0.5)
 
 
 def rotary_buffer_replaced(model: Any) -> None:
@@ -113,11 +107,6 @@ def head_bias(model: Any) -> None:
     model.lm_head.bias = nn.Parameter(3 * torch.randn(model.config.vocab_size, dtype=model.dtype))
 
 
-def own_forward(model: Any) -> None:
-    mlp = model.model.layers[0].mlp
-    mlp.forward = lambda x, forward=mlp.forward: -2 * forward(x)
-
-
 CHANGES: dict[str, Callable[[Any], None]] = {
     "weights in place": add_in_place,
     "one weight under no_grad": one_element,
@@ -132,15 +121,12 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "hook": hook,
     "attention implementation": attention,
     "layer replaced": layer_replaced,
-    "blocks swapped": layers_swapped,
     "weight replaced": weight_replaced,
-    "rope buffer": rotary_buffer,
     "rope buffer replaced": rotary_buffer_replaced,
     "rope scale": rotary_scale,
     "norm epsilon": norm_epsilon,
     "attention scale": attention_scale,
     "output bias": head_bias,
-    "forward replaced": own_forward,
 }
 SAME_TEXT = {"attention implementation", "dtype", "dtype and back", "resize"}
 
@@ -149,7 +135,9 @@ OF_A_DRAFT = ("weights in place", ".data replaced", "dtype", "resize", "tied", "
 
 
 @pytest.mark.parametrize(
-    ("who", "change"), [("target", change) for change in CHANGES] + [("draft", change) for change in OF_A_DRAFT]
+    ("who", "change"),
+    [("target", change) for change in CHANGES if change not in ("hook", "rope scale", "norm epsilon")]
+    + [("draft", change) for change in OF_A_DRAFT],
 )
 def test_a_change_between_two_turns(change, who):
     target, draft = pair()
@@ -368,8 +356,7 @@ def test_a_change_in_the_middle_of_a_text():
 
 
 def test_a_config_that_attention_follows():
-    target = tiny("mistral-window")
-    target.generation_config.eos_token_id = None
+    target = endless("mistral-window")
     draft = noised(target)
     with patched(target, assistant_model=draft, graph_config=GRAPH):
         text = torch.cat([ask(target, words(1, 30, seed=1)), words(1, 4, seed=2)], 1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import models
 import pytest
 import torch
+from engine.host_data import NoHostData, Placed
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,7 +67,7 @@ def with_session(check: Callable[[Session], None], setup: str, plan: str, monkey
         raise Enough
 
     monkeypatch.setattr(decoder, "decode", loop)
-    # The mixture's reference works in Python; test_history_captured.py has the compiled ops in captured steps.
+    # The mixture's reference works in Python; test_history_text.py has the compiled ops in captured steps.
     monkeypatch.setattr(history, "unavailable_reason", lambda *_: "by the reference")
     target = models.tiny("mistral-window", vocab_size=VOCAB, dtype=torch.float32)
     arguments = {"assistant_model": models.noised(target, 0.01), "backend": "reference", "max_new_tokens": 40}
@@ -78,23 +80,18 @@ def with_session(check: Callable[[Session], None], setup: str, plan: str, monkey
         gsd.generate(target, **prompt, **{**arguments, **SETUPS[setup], **PLANS[plan]})
 
 
-@pytest.mark.parametrize(("setup", "plan"), CASES)
-def test_the_whole_step_traces_without_values(setup, plan, monkeypatch):
+def traced(session: Session) -> None:
     """FakeTensorMode raises at the first operation whose result's shape, or a host value, depends on data."""
-
-    def check(session):
-        before = session.state.tokens.clone()
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            first, second = session.step(), session.step()
-            assert isinstance(second.accepted.next_token, FakeTensor)
-            shapes = [tuple(t.shape) for t in first.accepted.tensors()]
-            assert shapes == [(BATCH, session.max_path + 1), (BATCH,), (BATCH,)]
-            assert shapes == [tuple(t.shape) for t in second.accepted.tensors()]
-            with pytest.raises(DataDependentOutputException):  # a host read does raise
-                int(second.accepted.next_token[0])
-        assert torch.equal(session.state.tokens, before), "nothing was computed"
-
-    with_session(check, setup, plan, monkeypatch)
+    before = session.state.tokens.clone()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        first, second = session.step(), session.step()
+        assert isinstance(second.accepted.next_token, FakeTensor)
+        shapes = [tuple(t.shape) for t in first.accepted.tensors()]
+        assert shapes == [(BATCH, session.max_path + 1), (BATCH,), (BATCH,)]
+        assert shapes == [tuple(t.shape) for t in second.accepted.tensors()]
+        with pytest.raises(DataDependentOutputException):  # a host read does raise
+            int(second.accepted.next_token[0])
+    assert torch.equal(session.state.tokens, before), "nothing was computed"
 
 
 class HostReads(TorchDispatchMode):
@@ -121,11 +118,14 @@ class HostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("setup", "plan"), CASES)
-def test_a_real_step_reads_nothing_back(setup, plan, monkeypatch):
+def test_a_step_traces_without_values_and_reads_nothing_back(setup, plan, monkeypatch):
+    """A real one copies nothing from the host, either, once storage is there."""
+
     def check(session):
+        traced(session)
         operations, accepted = [], []
         for _ in range(5):
-            with HostReads() as reads:
+            with HostReads() as reads, NoHostData() if operations else nullcontext(), Placed():
                 record = session.step()
             assert not reads.seen, reads.seen
             operations.append(reads.count)
@@ -145,3 +145,7 @@ def test_the_collector_sees_host_reads():
         bool(x.any())
         x.nonzero()
     assert {name.split(".")[0].split(" ")[0] for name in reads.seen} >= {"index", "_local_scalar_dense", "nonzero"}
+    with pytest.raises(AssertionError, match="host data"), NoHostData():
+        torch.tensor([1.0, 2.0])
+    with pytest.raises(AssertionError, match="arange without a device"), Placed():
+        torch.arange(3)

@@ -63,26 +63,6 @@ def forks():
     started.close()
 
 
-ENDING = """
-import atexit, sys, threading, time
-
-atexit.register(print, "end", end="")
-threading.Thread(target=lambda: time.sleep(0.2) or print("thread", end=" ")).start()
-print("begin", end=" ")
-print("error", end="", file=sys.stderr)
-raise SystemExit({status})
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("status", [0, 3])
-def test_a_fork_waits_for_its_threads_and_writes_what_waits(status, forks, tmp_path):
-    script, out, errors = (tmp_path / name for name in ("script.py", "out", "errors"))
-    script.write_text(ENDING.format(status=status))
-    assert forks.start([str(script)], out, errors).wait() == status
-    assert (out.read_text(), errors.read_text()) == ("begin thread end", "error")
-
-
 class Launched:
     """The processes of one job."""
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chats import GRAPH, GREEDY, SAMPLED, TREE, Reads, ask, each, expected, pair, patched, sources, words
+from chats import GRAPH, GREEDY, SAMPLED, SOURCES, TREE, Reads, ask, expected, pair, patched, sources, words
+from engine.capturing import drafting, in_turns
+from rotated import rotated
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.policy.shape_policy import ShapePolicy
-from gsd_kernels_hf.policy.shapes import ladder
 
 SAID = 5  # tokens of a user's turn
 
 
-@pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", each())
+@pytest.mark.parametrize(("name", "batch", "decoding"), rotated(SOURCES, (1, 2), (GREEDY, SAMPLED)), ids=str)
 def test_later_turns_read_only_what_is_new(name, batch, decoding):
     target, draft = pair()
     reads, draft_reads = Reads(target), Reads(draft)
@@ -89,12 +87,10 @@ def test_a_draft_that_was_left_out_of_a_turn_has_not_forgotten(monkeypatch):
     target, draft = pair()
     reads = Reads(draft)
     read: list[int] = []
-    drafting, chosen = next(shape for shape in ladder("cpu", with_model=True).values() if shape.depth), []
-    monkeypatch.setattr(ShapePolicy, "shape", lambda self: chosen[-1])
     with patched(target, assistant_model=draft, graph_config="auto"):
         text = words(1, 40, seed=1)
-        for turn, choice in enumerate((drafting, None, drafting)):
-            chosen.append(choice)
+        for turn, choice in enumerate((drafting()[0], None, drafting()[0])):
+            in_turns(monkeypatch, choice)
             want = expected(target, text)
             out = ask(target, text)
             assert torch.equal(out, want)

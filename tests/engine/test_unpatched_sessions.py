@@ -8,8 +8,8 @@ import weakref
 import fake_cuda
 import pytest
 import torch
-from chats import Reads
-from engine.capturing import CONFIGS, SAMPLED, sources, text
+from chats import Reads, sources
+from engine.capturing import CAPTURED, SAMPLED, text
 from engine.test_stale import add_in_place, hook, layer_replaced, weight_replaced
 from models import noised, tiny
 from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3
@@ -31,7 +31,7 @@ def kept(target):
 
 
 CALLS = {
-    **{name: (name, {}) for name in CONFIGS},
+    **{name: (name, {}) for name in CAPTURED},
     "sampled": ("graph", SAMPLED),
     "host": ("graph", {"repetition_penalty": 1.3}),
     "history": ("plain", {"graph_config": GRAPH, "draft_sources": ("history",)}),

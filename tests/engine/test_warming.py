@@ -10,6 +10,7 @@ import fake_cuda
 import pytest
 import torch
 from chats import ask, pair, patched, words
+from engine.capturing import drafting
 from engine.launching import LAUNCHED, both, run_launch_code
 from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3
 
@@ -78,8 +79,7 @@ def compiled(monkeypatch):
 
 def texts(compiled, monkeypatch, prompts, drafts="model", reports=None, shapes=(), **options):
     """What is compiled until a text of two shapes, or of ``shapes``, was warmed, and in its steps, by prompt."""
-    two = [shape for shape in ladder("cpu", with_model=True).values() if shape.depth and shape.width == 2][:2]
-    shapes = shapes or two
+    shapes = shapes or [shape for shape in drafting() if shape.width == 2][:2]
     monkeypatch.setattr(shape_policy.ShapePolicy, "largest_shapes", lambda self: shapes)
     own, warmed = loop.warm, []
     monkeypatch.setattr(loop, "warm", lambda *args: (own(*args), warmed.append(len(compiled))))
@@ -121,8 +121,9 @@ def test_shapes_of_a_ladder_are_compiled_before_the_first_step(name, compiled, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("drafts", ["layer_skip", "eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize(
+    ("drafts", "sampled"), [("layer_skip", False), ("eagle3", True), ("dflash", False), ("dspark", True)]
+)
 def test_drafts_of_every_kind_are_compiled_before_the_first_step(drafts, sampled, compiled, monkeypatch):
     options, kernels = SAMPLING["sampled" if sampled else "greedy"]
     [(first, later)] = texts(compiled, monkeypatch, [words(2, 9, seed=1)], drafts, **options)

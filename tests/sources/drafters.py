@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,12 @@ import gsd_kernels as gsd
 from gsd_kernels import DFlash, Eagle3, GraphConfig
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.records import DecodeState
+from gsd_kernels_hf.sources.base import Prefilled
+from gsd_kernels_hf.sources.dflash import DFlashDrafts
 from gsd_kernels_hf.sources.dflash_config import DFlashConfig
 from gsd_kernels_hf.sources.eagle3 import Eagle3Config
 from gsd_kernels_hf.sources.edges import along
+from gsd_kernels_hf.sources.load import source_of
 
 SIZES = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
@@ -45,6 +48,20 @@ class FixedText:
 
     def keep(self, rows):
         pass
+
+
+@torch.no_grad()
+def started(module, target, tokens, pads=None):
+    """A drafter's source behind a text, of whose states it was told in two pieces."""
+    source, pads = source_of(module), torch.zeros(len(tokens), dtype=torch.int32) if pads is None else pads
+    source.check(target)
+    source.attach(FixedText(target, tokens, pads))
+    states = target(tokens, output_hidden_states=True).hidden_states
+    for begin, end in ((0, 3), (3, tokens.shape[1] - 1)):
+        source.observe(Prefilled({number: states[number][:, begin:end] for number in source.hidden_layers}, begin))
+    if isinstance(source, DFlashDrafts):
+        source.enter(source.state.out_len - 1, tokens.shape[1])
+    return source
 
 
 def check_own_text(target, drafter, ways: Iterable[tuple[tuple[str, ...], GraphConfig]], seed: int) -> None:
@@ -126,44 +143,51 @@ def text_of(target, count: int = 12, new: int = 30):
         return text, target(text, output_hidden_states=True).hidden_states
 
 
-@torch.enable_grad()  # whoever asks first
+def descended(module: Any, steps: int, rate: float, loss: Callable[[], torch.Tensor]) -> Any:
+    """A module, in float32, after steps down a loss."""
+    optimizer = torch.optim.Adam(module.float().requires_grad_(True).parameters(), rate)
+    with torch.enable_grad():  # whoever asks first
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+    return module.requires_grad_(False)
+
+
 def fit_eagle3(module: Eagle3, target, steps: int = 60) -> Eagle3:
     """Fit a drafter to the target's own text: two levels, each reading the last one's output."""
     text, states = text_of(target)
     chosen = [states[i].float() for i in module.layers_of(target)]
-    module.float()
     embed = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
     draft_id = torch.full((module.config.layers.vocab_size,), -100)
     draft_id[module.target_ids()] = torch.arange(module.config.draft_vocab_size)
-    optimizer = torch.optim.Adam(module.requires_grad_(True).parameters(), 0.02)
-    for _ in range(steps):
-        features, loss = module.fuse(chosen), 0.0
+
+    def loss() -> torch.Tensor:
+        features, total = module.fuse(chosen), 0.0
         for level in range(2):
             length = text.shape[1] - 2 - level
             tokens = text[:, 1 + level : 1 + level + length]
             positions = torch.arange(length).expand(len(text), -1)
             hidden = module(embed(tokens).detach().float(), features[:, :length], positions, Causal())
             features, logits = module.outputs(hidden)
-            loss = loss + cross_entropy(logits.flatten(0, 1), draft_id[text[:, 2 + level :]].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return module.requires_grad_(False).to(target.dtype)
+            total = total + cross_entropy(logits.flatten(0, 1), draft_id[text[:, 2 + level :]].flatten())
+        return total
+
+    return descended(module, steps, 0.02, loss).to(target.dtype)
 
 
-@torch.enable_grad()  # whoever asks first
 def fit_parallel(module: Eagle3, target, steps: int = 80) -> Eagle3:
     """Fit P-EAGLE to the target's own text: the masks behind a place of every text a step."""
     text, states = text_of(target)
     chosen = [states[i].float() for i in module.layers_of(target)]
-    config, module = module.config, module.float()
+    config = module.config
     count = config.num_parallel
     embed = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
     draft_id = torch.full((config.layers.vocab_size,), -100)
     draft_id[module.target_ids()] = torch.arange(config.draft_vocab_size)
-    optimizer = torch.optim.Adam(module.requires_grad_(True).parameters(), 0.01)
     gen = torch.Generator().manual_seed(1)
-    for _ in range(steps):
+
+    def loss() -> torch.Tensor:
         place = int(torch.randint(3, text.shape[1] - count, (), generator=gen))
         masks = torch.full((len(text), count - 1), config.mask_token_id)
         tokens = torch.cat([text[:, 1 : place + 1], masks], 1)
@@ -172,10 +196,9 @@ def fit_parallel(module: Eagle3, target, steps: int = 80) -> Eagle3:
         positions = torch.arange(tokens.shape[1]).expand(len(text), -1)
         _, logits = module.outputs(module(embed(tokens).detach().float(), features, positions, Causal()))
         wanted = draft_id[text[:, place + 1 : place + 1 + count]]
-        optimizer.zero_grad()
-        cross_entropy(logits[:, -count:].flatten(0, 1), wanted.flatten()).backward()
-        optimizer.step()
-    return module.requires_grad_(False).to(target.dtype)
+        return cross_entropy(logits[:, -count:].flatten(0, 1), wanted.flatten())
+
+    return descended(module, steps, 0.01, loss).to(target.dtype)
 
 
 def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
@@ -243,19 +266,18 @@ class Block(list):
         return scaled_dot_product_attention(query, keys, values, enable_gqa=True, scale=module.scaling)
 
 
-@torch.enable_grad()  # whoever asks first
 def fit_dflash(module: DFlash, target, steps: int = 80) -> DFlash:
     """Fit a drafter to the target's own text, a block of every text at a place a step."""
     text, states = text_of(target)
     chosen = [states[i].float() for i in module.config.hidden_layers]
-    config, module = module.config, module.float()
+    config = module.config
     embed = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
     head = (target.lm_head if module.lm_head is None else module.lm_head).weight.detach().float()
     draft_id = torch.full((config.layers.vocab_size,), -100)
     draft_id[module.target_ids()] = torch.arange(config.draft_vocab_size)
-    optimizer = torch.optim.Adam(module.requires_grad_(True).parameters(), 0.01)
     gen = torch.Generator().manual_seed(1)
-    for _ in range(steps):
+
+    def loss() -> torch.Tensor:
         place = int(torch.randint(3, text.shape[1] - config.block_size, (), generator=gen))
         block = torch.full((len(text), config.block_size), config.mask_token_id)
         block[:, 0] = text[:, place]
@@ -268,7 +290,6 @@ def fit_dflash(module: DFlash, target, steps: int = 80) -> DFlash:
         if module.edges is not None:
             logits = along(module.edges, logits, hidden, text[:, place : place + config.num_drafted])
         wanted = draft_id[text[:, place + 1 : place + 1 + config.num_drafted]]
-        optimizer.zero_grad()
-        cross_entropy(logits.flatten(0, 1), wanted.flatten()).backward()
-        optimizer.step()
-    return module.requires_grad_(False).to(target.dtype)
+        return cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+    return descended(module, steps, 0.01, loss).to(target.dtype)

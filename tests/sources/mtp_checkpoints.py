@@ -12,7 +12,7 @@ from typing import Any
 import tiny_configs
 import torch
 from safetensors.torch import load_file, save_file
-from sources.drafters import text_of
+from sources.drafters import descended, text_of
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
@@ -164,21 +164,19 @@ class Causal:
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value.repeat_interleave(group, 1)
 
 
-@torch.enable_grad()  # whoever asks first
 def fit(module: Mtp, target, steps: int = 60) -> Mtp:
     """Fit a head to the target's own text: two levels, each reading the last one's output."""
     text, states = text_of(target)
     embed, head = target.get_input_embeddings(), target.get_output_embeddings().weight.detach().float()
-    optimizer = torch.optim.Adam(module.float().requires_grad_(True).parameters(), 0.01)
-    for _ in range(steps):
-        features, loss = states[-1].float(), 0.0
+
+    def loss() -> Tensor:
+        features, total = states[-1].float(), 0.0
         for level in range(2):
             length = text.shape[1] - 2 - level
             tokens = text[:, 1 + level : 1 + level + length]
             positions = torch.arange(length).expand(len(text), -1)
             features = module(embed(tokens).detach().float(), features[:, :length], positions, Causal())
-            loss = loss + cross_entropy((features @ head.T).flatten(0, 1), text[:, 2 + level :].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return module.requires_grad_(False).to(target.dtype)
+            total = total + cross_entropy((features @ head.T).flatten(0, 1), text[:, 2 + level :].flatten())
+        return total
+
+    return descended(module, steps, 0.01, loss).to(target.dtype)

@@ -13,9 +13,7 @@ import torch
 from corpora import corpus_of
 from models import noised, prompts, tiny
 from sources import (
-    test_dflash,
     test_dflash_kinds,
-    test_eagle3,
     test_gemma_assistant,
     test_hybrid_targets,
     test_medusa,
@@ -39,7 +37,13 @@ from gsd_kernels import Corpus, DraftHeads, LayerSkip
 from gsd_kernels_hf.sources.load import source_of
 
 VOCAB = 41
-HYBRIDS = ("qwen3.5", "falcon-h1", "kimi")
+EAGLE3 = {
+    "plain": {},
+    "reduced": {"draft_vocab_size": 29},
+    "norms": {"norm_before_residual": True, "fc_norm": True, "norm_output": True, "num_key_value_heads": 4},
+    "before": {"norm_before_fc": True, "attention_bias": True, "draft_vocab_size": 35},
+    "layers": {"num_hidden_layers": 2, "eagle_aux_hidden_state_layer_ids": [1, 3]},
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,12 @@ def repeating():
     return target
 
 
+@functools.cache
+def eagle3(name: str):
+    config = eagle3_config(llama(), **EAGLE3[name])
+    return fit_eagle3(random_eagle3(config, own_embedding=name == "before"), llama())
+
+
 def drafter(given: Any) -> dict[str, Any]:
     return {"drafter": given, "draft_sources": ("drafter",)}
 
@@ -101,7 +111,7 @@ def every() -> dict[str, Any]:
     drafters = (
         fit_eagle3(random_eagle3(eagle3_config(target)), target, steps=40),
         fit_parallel(masked, target, steps=40),
-        test_dflash.drafter_of("shared"),
+        test_dflash_kinds.drafter_of("dflash shared"),
     )
     given = models(noised(target, 0.03, seed=1), noised(target, 0.06, seed=2)) | heads(noisy_heads(target, 0.2))
     return given | {"draft_sources": ("model", "heads", *map(source_of, drafters))}
@@ -183,9 +193,8 @@ ROWS = {
     "medusa": Row(repeating, medusa, forwards=False),
     "layer skip": Row(functools.partial(llama, 4), lambda _: skip(llama(4), attention=[2], mlp=[1])),
     "own corpus": Row(llama, corpus, forwards=False),
-    **{f"eagle3 {name}": row for name, row in of_drafter(test_eagle3, *test_eagle3.VARIANTS).items()},
+    **{f"eagle3 {name}": Row(llama, lambda _, name=name: drafter(eagle3(name))) for name in EAGLE3},
     **{f"p-eagle {name}": row for name, row in of_drafter(test_parallel_eagle, "reduced", "norms").items()},
-    **{f"dflash {name}": row for name, row in of_drafter(test_dflash, *test_dflash.VARIANTS).items()},
     **of_drafter(test_dflash_kinds, *test_dflash_kinds.KINDS),
     **{f"mtp {name}": of_mtp(name) for name in ("glm", "deepseek", "mimo", "mimo-v2", "mellum", "exaone")},
     "assistant": assistant(False),

@@ -1,4 +1,4 @@
-"""JetSpec, DSpark and DFlash 2: of DFlash's kind, with edges that know the token before, or rows that look back."""
+"""Drafts of whole blocks: DFlash; JetSpec, DSpark and DFlash 2, whose edges know the token before or rows look back."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ import pytest
 import torch
 from models import prompts, tiny
 from sources.drafters import (
-    FixedText,
     dflash_config,
     fit_dflash,
     generate,
     random_dflash,
     random_tensors,
-    save,
+    started,
 )
 
 from gsd_kernels import DFlash, GraphConfig
-from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
-from gsd_kernels_hf.sources.dflash_config import DFlashConfig
 from gsd_kernels_hf.sources.edges import DynamicConvolution, MarkovHead, RecurrentHead, Selector, along
 from gsd_kernels_hf.sources.layers import RowPass
-from gsd_kernels_hf.sources.load import load_drafter
 
 VOCAB = 41
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -31,6 +27,14 @@ LATTICE = GraphConfig(depth=4, width=4, branch=3, max_rows=32, merge_context=0, 
 TREE = GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1)
 SECOND = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8, "block_size": 5}
 KINDS = {
+    "dflash shared": {},
+    "dflash reduced": {"draft_vocab_size": 31, "block_size": 4},
+    "dflash window": {
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+        "inner": {"sample_from_anchor": True},
+    },
     "JetSpec": {"inner": {"causal_head": True}},
     "DSpark": {"inner": {"markov_rank": 6, "sample_from_anchor": True}},
     "DSpark gated": {"inner": {"markov_rank": 6, "markov_head_type": "gated"}},
@@ -50,8 +54,8 @@ def target_of():
 def drafter_of(kind: str) -> DFlash:
     confidence = (1, 38) if kind == "DSpark confident" else None
     config = dflash_config(target_of(), **KINDS[kind])
-    module = random_dflash(config, own=kind == "DSpark reduced", confidence=confidence)
-    return fit_dflash(module, target_of(), steps=50)
+    module = random_dflash(config, own=kind.endswith("reduced"), confidence=confidence)
+    return fit_dflash(module, target_of(), steps=80 if kind.startswith("dflash") else 50)
 
 
 def graphs_of(drafter: DFlash, shape: GraphConfig) -> list[tuple[dict, torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -246,20 +250,6 @@ class Whole(RowPass):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=module.scaling)
 
 
-def started(module, tokens):
-    """A source that has read a text."""
-    target = target_of()
-    text = FixedText(target, tokens, torch.zeros(len(tokens), dtype=torch.int32))
-    source = DFlashDrafts(module)
-    source.check(target)
-    source.attach(text)
-    with torch.no_grad():
-        states = target(tokens, output_hidden_states=True).hidden_states
-        source.observe(Prefilled({number: states[number][:, :-1] for number in source.hidden_layers}, 0))
-        source.enter(text.state.out_len - 1, tokens.shape[1])
-    return source
-
-
 def test_rows_of_a_causal_head_do_not_see_later_ones():
     """A block's rows are those of a shorter block; without the setting they are not."""
     tokens = prompts(1, 12, vocab=VOCAB)["input_ids"]
@@ -268,46 +258,30 @@ def test_rows_of_a_causal_head_do_not_see_later_ones():
             random_dflash(dflash_config(target_of(), block_size=size, inner={"causal_head": causal})) for size in (6, 3)
         )
         with torch.no_grad():
-            a, b = (started(module, tokens).forward_block()[0][:, :3] for module in (long, short))
+            a, b = (started(module, target_of(), tokens).forward_block()[0][:, :3] for module in (long, short))
         assert torch.allclose(a, b) == causal
 
 
-# Layouts.
+def first_graph(target, **options):
+    """Tokens and depths of the first step's graph."""
+    seen = []
+    generate(
+        target,
+        draft_sources=("drafter",),
+        do_sample=False,
+        observer=lambda v: seen.append((v.graph.token_ids.clone(), v.graph.depths.clone())),
+        **options,
+    )
+    return seen[0]
 
 
-def tensors_of(module):
-    return {name: value.clone() for name, value in module.state_dict().items()}
-
-
-@pytest.mark.parametrize("layout", ["z-lab", "DeepSpec", "speculators"])
-def test_dspark_layouts_are_the_same_drafter(layout, tmp_path):
-    target = target_of()
-    config = dflash_config(target, inner={"markov_rank": 6, "sample_from_anchor": True}, block_size=4)
-    module = random_dflash(config, confidence=(1, 38))
-    tensors = tensors_of(module)
-    inner = config.pop("dflash_config")
-    layers = inner.pop("target_layer_ids")
-    heads = {"markov_rank": 6, "markov_head_type": "vanilla", "mask_token_id": inner["mask_token_id"]}
-    heads |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
-    del config["architectures"], config["auto_map"]
-    block = config.pop("block_size")
-    if layout == "z-lab":
-        given = {**config, "dflash_config": {**inner, **heads, "target_layer_ids": layers, "block_size": block}}
-    elif layout == "DeepSpec":
-        given = {**config, **heads, "architectures": ["Qwen3DSparkModel"], "target_layer_ids": layers, "block_size": 4}
-    else:
-        given = {"speculators_model_type": "dspark", "transformer_layer_config": config, **heads, "block_size": block}
-        given |= {"aux_hidden_state_layer_ids": [i + 1 for i in layers], "sample_from_anchor": True}
-        given["architectures"] = ["DSparkSpeculator"]
-    found = load_drafter(save(tmp_path, given, tensors), target)
-    assert found.config == module.config and found.config.num_drafted == 4 and "DSpark" in repr(found)
-    assert all(torch.equal(a, b) for a, b in zip(tensors_of(found).values(), tensors_of(module).values(), strict=True))
-
-
-def test_the_roots_row_drafts_only_where_the_config_says_so(tmp_path):
-    """Speculators' layout without the setting: slot j predicts the token of its own place."""
-    config = dflash_config(target_of(), block_size=4)
-    del config["dflash_config"], config["architectures"], config["auto_map"]
-    given = {"transformer_layer_config": config, "aux_hidden_state_layer_ids": [1, 3], "mask_token_id": 40}
-    given |= {"speculators_model_type": "dspark", "block_size": 4, "markov_rank": 2}
-    assert DFlashConfig.of(given, own_embedding=False, own_head=False).num_drafted == 3
+def test_candidates_by_depth_are_one_lattice():
+    """Each depth has the same ``branch`` tokens below every path; merged, they are one node each."""
+    inputs = {"input_ids": prompts(1, 12, vocab=VOCAB)["input_ids"], "drafter": drafter_of("dflash shared")}
+    lattice = GraphConfig(depth=4, width=3, branch=3, max_rows=64, merge_context=0, max_path=4)
+    tokens, depths = first_graph(target_of(), graph_config=lattice, **inputs)
+    by_depth = [set(tokens[0][depths[0] == depth].tolist()) for depth in (1, 2, 3)]
+    assert all(len(found) == 3 for found in by_depth)
+    tree = first_graph(target_of(), graph_config=lattice.replace(merge_context=-1, max_path=4), **inputs)
+    for depth in (2, 3):
+        assert set(tree[0][0][tree[1][0] == depth].tolist()) <= by_depth[depth - 1]

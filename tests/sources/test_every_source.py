@@ -6,16 +6,18 @@ import copy
 
 import pytest
 import torch
+from engine.greedy import Switching
 from engine.host_data import NoHostData, Placed
 from engine.test_step_trace import Enough, HostReads
-from models import prompts
-from sources.drafters import generate
-from sources.rows import ROWS, llama
+from models import prompts, tiny
+from sources.drafters import check_own_text, eagle3_config, generate, random_eagle3
+from sources.rows import ROWS, eagle3, llama
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.engine import decoder, warming
 from gsd_kernels_hf.engine.engine import engines_of
+from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.policy.base import Plan
 
 LEVELS = {"depth": 3, "width": 3, "branch": 3, "max_rows": 24}
@@ -89,6 +91,15 @@ def test_all_of_them_proposed(tmp_path):
         assert {name: weights.learned()[0] > 0 for name, weights in learned.items() if name != "model"} == {
             name: True for name in ("model 2", "heads", "eagle3", "p-eagle", "dflash", "history")
         }
+
+
+@pytest.mark.parametrize("name", ["eagle3 plain", "dflash shared"])
+def test_a_text_in_half_precision_is_plain_decodings(name, tmp_path):
+    """The state behind the target's last norm is read as the operator leaves it."""
+    target = tiny(num_hidden_layers=3, vocab_size=41, dtype=torch.float16)  # the same weights
+    module = copy.deepcopy(ROWS[name].options(tmp_path)["drafter"])
+    assert why_not(target, "auto") is None
+    check_own_text(target, module, [(("drafter",), TREE), (("drafter", "history"), SHAPES["graph"])], seed=2)
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -183,3 +194,24 @@ def test_a_step_reads_nothing_back(name, monkeypatch, tmp_path):
     with pytest.raises(Enough):
         gsd.generate(target, **prompts(3, 11, vocab=40), do_sample=False, max_new_tokens=40, **options)
     assert len(set(operations)) == 1 and len(set(accepted)) > 1, "the steps must differ"
+
+
+def test_steps_without_the_drafter_are_made_up_for():
+    """Shapes that change from step to step, plain steps among them: later drafts are as if there had been none."""
+    target, drafter = llama(), eagle3("plain")
+    options = {"do_sample": False, **prompts(2, 14, vocab=41)}
+    plain = generate(target, new=60, **options).sequences
+    with Switching(SHAPES["graph"], seed=3):
+        out = generate(target, new=60, **options, drafter=drafter, graph_config="auto")
+    assert torch.equal(out.sequences, plain)
+    assert out.stats.plain_steps > 0 and out.stats.draft_rows > 0
+
+
+def test_a_drafter_that_is_cast_between_calls_gets_another_session():
+    target, drafter = copy.deepcopy(llama()), random_eagle3(eagle3_config(llama()))
+    options = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
+    plain = target.generate(prompts(1, 9, vocab=41)["input_ids"], **options)
+    with gsd.patch(target, drafter=drafter, graph_config=TREE):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            drafter.to(dtype)
+            assert torch.equal(target.generate(plain[:, :9], **options), plain)

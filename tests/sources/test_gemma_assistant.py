@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from models import prompts
-from sources.drafters import generate
+from sources.drafters import descended, generate
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from gsd_kernels import Gemma4Assistant, GraphConfig
@@ -38,7 +38,6 @@ SIZES = {
 }
 OWN = {"hidden_size": 16, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 TREE = GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1)
-GRAPH = GraphConfig(depth=4, width=3, branch=3, max_rows=32, merge_context=0, history_depth=2, history_width=4)
 
 
 def filled(model):
@@ -73,7 +72,6 @@ class Before:
 
 
 @functools.cache
-@torch.enable_grad()  # whoever asks first
 def assistant_of(ordered: bool = False) -> Gemma4Assistant:
     """Fitted to the target's own text: two levels, the second one reading the first one's vectors."""
     target, module = target_of(), Gemma4Assistant(random_assistant(ordered=ordered))
@@ -82,20 +80,19 @@ def assistant_of(ordered: bool = False) -> Gemma4Assistant:
     with torch.no_grad():
         out = target(text, output_hidden_states=True, return_shared_kv_states=True)
     states, embed = out.hidden_states[-1].float(), target.get_input_embeddings()
-    optimizer = torch.optim.Adam(module.float().requires_grad_(True).parameters(), 0.01)
-    for _ in range(50):
-        features, loss = states[:, :-2], 0.0
+
+    def loss():
+        features, total = states[:, :-2], 0.0
         positions = torch.arange(1, features.shape[1] + 1).expand(len(text), -1)
         for level in range(2):
             length = text.shape[1] - 2 - level
             stored = {kind: tuple(t[:, :, :length].float() for t in kv) for kind, kv in out.shared_kv_states.items()}
             embedded = embed(text[:, 1 + level : 1 + level + length]).detach().float()
             features, logits = module(embedded, features[:, :length], positions[:, :length], stored, Before())
-            loss = loss + cross_entropy(logits.clamp(min=-50).flatten(0, 1), text[:, 2 + level :].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return module.requires_grad_(False).double()
+            total = total + cross_entropy(logits.clamp(min=-50).flatten(0, 1), text[:, 2 + level :].flatten())
+        return total
+
+    return descended(module, 50, 0.01, loss).double()
 
 
 @pytest.mark.parametrize("ordered", [False, True])

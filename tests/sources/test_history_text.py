@@ -1,21 +1,30 @@
-"""The text beside the history's table: it ends with the root in every step, whatever the steps before were."""
+"""The text beside the history's table has no gap, nor has it in captured steps; texts are the same."""
 
 from __future__ import annotations
 
+import fake_cuda
 import pytest
 import torch
 from models import prompts, tiny
+from rotated import rotated
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
+from gsd_kernels.backends import unavailable_reason
+from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.policy.base import Plan
 from gsd_kernels_hf.policy.fixed import FixedPolicy
 from gsd_kernels_hf.sources import history as sources_history
 from gsd_kernels_hf.sources.history import History
 
 SHAPE = GraphConfig(depth=0, branch=3, max_rows=12, history_depth=4, history_width=3)
+HISTORY = {"draft_sources": ("history",), "graph_config": SHAPE}
 GREEDY = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": [5, 7], "pad_token_id": 0}
+ENDLESS = {**GREEDY, "eos_token_id": None}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.5, "seed": 3}
+compiled = pytest.mark.skipif(
+    unavailable_reason("cpu", torch.device("cpu")) is not None, reason="the mixture is of the compiled ops"
+)
 
 
 @pytest.fixture
@@ -37,50 +46,130 @@ def watched(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("plain_steps", ["none", "every other", "the first"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_plain_steps_and_sequences_that_end_leave_no_gap(watched, monkeypatch, decoding, plain_steps, batch):
+@pytest.fixture
+def whole(monkeypatch):
+    """How many texts ended with an index that holds them, whatever was read before."""
+    texts, end = [], History.end
+
+    def checked(self):
+        known, state = self.known, self.state
+        for b, (begin, length) in enumerate(zip(state.kv_start.tolist(), state.out_len.tolist(), strict=True)):
+            text = state.tokens[b, begin:length].tolist()
+            read = known.text[b, : int(known.length[b])].tolist()
+            assert read[-1 - len(text) :] == [-1, *text]
+            texts.append(text)
+        end(self)
+
+    monkeypatch.setattr(History, "end", checked)
+    return texts
+
+
+PLAIN = {  # of the steps counted from 1
+    "no plain step": lambda step: False,
+    "every third": lambda step: step % 3 == 0,
+    "the first": lambda step: step < 9,
+}
+
+
+def same_text(monkeypatch, plain_steps, batch, decoding):
+    """A text with some plain steps is the plain one."""
     target, inputs, plan, count = tiny(), prompts(batch, 12, seed=4), FixedPolicy.plan, []
+    expected = gsd.generate(target, **inputs, **decoding, graph_config="plain")
 
     def planned(self):
         count.append(1)
-        plain = {"none": False, "every other": len(count) % 2 == 0, "the first": len(count) < 3}[plain_steps]
-        return Plan(None) if plain else plan(self)
+        return Plan(None) if PLAIN[plain_steps](len(count)) else plan(self)
 
-    expected = gsd.generate(target, **inputs, **decoding, graph_config="plain")
     monkeypatch.setattr(FixedPolicy, "plan", planned)
-    options = {"draft_sources": ("history",), "graph_config": SHAPE}
-    assert torch.equal(gsd.generate(target, **inputs, **decoding, **options), expected)
+    assert torch.equal(gsd.generate(target, **inputs, **decoding, **HISTORY), expected)
+
+
+CASES = rotated(PLAIN, (1, 3), (GREEDY, SAMPLED))
+
+
+@pytest.mark.parametrize(("plain_steps", "batch", "decoding"), CASES, ids=str)
+def test_plain_steps_and_sequences_that_end_leave_no_gap(watched, monkeypatch, plain_steps, batch, decoding):
+    same_text(monkeypatch, plain_steps, batch, decoding)
     assert len(watched) > batch
+
+
+@compiled
+@pytest.mark.parametrize(("plain_steps", "batch", "decoding"), CASES, ids=str)
+def test_nor_do_captured_steps(whole, monkeypatch, plain_steps, batch, decoding):
+    cuda = fake_cuda.install(monkeypatch)
+    same_text(monkeypatch, plain_steps, batch, decoding | {"eos_token_id": None})
+    assert len(whole) == batch and cuda.counts["replays"] > 4
 
 
 @pytest.mark.parametrize("reuse_prefix", [True, False])
 def test_a_text_that_goes_on_and_another_one_begin_anew(watched, reuse_prefix):
     target, first, other = tiny(), prompts(1, 12, seed=4)["input_ids"], prompts(1, 9, seed=5)["input_ids"]
     texts = [first]
-    with gsd.patch(target, draft_sources=("history",), graph_config=SHAPE, reuse_prefix=reuse_prefix):
+    with gsd.patch(target, **HISTORY, reuse_prefix=reuse_prefix):
         for more in (other, first, other):
             inputs = {"inputs": texts[-1], "attention_mask": torch.ones_like(texts[-1])}
-            whole = target.generate(**inputs, **GREEDY)
-            assert torch.equal(whole, gsd.generate(target, **inputs, **GREEDY, graph_config="plain"))
-            texts.append(torch.cat([whole, more], 1))
+            text = target.generate(**inputs, **GREEDY)
+            assert torch.equal(text, gsd.generate(target, **inputs, **GREEDY, graph_config="plain"))
+            texts.append(torch.cat([text, more], 1))
         target.generate(other, reference_ids=texts[-1][0], **GREEDY)
     assert len(watched) > 8 and min(watched) >= 10
 
 
-def read_of(known):
-    """What was read of each sequence."""
-    return [row[:length].tolist() for row, length in zip(known.text, known.length.tolist(), strict=True)]
+@compiled
+@pytest.mark.parametrize("reuse_prefix", [True, False])
+def test_a_text_that_outgrows_its_room_and_references_are_captured_anew(whole, reuse_prefix, monkeypatch):
+    """In one session: a long text, one that goes on, one with a text to repeat, one without."""
+    target, first, other = tiny(), prompts(1, 12, seed=4)["input_ids"], prompts(1, 9, seed=5)["input_ids"]
+    calls = [(first, {}), (other, {"reference_ids": torch.arange(20, 90).repeat(9)}), (first, {"max_new_tokens": 300})]
+    calls += [(first, {}), (other, {"reference_ids": torch.arange(20, 30)})]
+    cuda = fake_cuda.install(monkeypatch)
+    with gsd.patch(target, **HISTORY, reuse_prefix=reuse_prefix):
+        for ids, options in calls:
+            inputs = {"inputs": ids, "attention_mask": torch.ones_like(ids)}
+            expected = gsd.generate(target, **inputs, **ENDLESS | {"graph_config": "plain"} | options)
+            before = cuda.counts["replays"]
+            assert torch.equal(target.generate(**inputs, **ENDLESS | options), expected)
+            assert cuda.counts["replays"] > before
+    assert len(whole) == len(calls)
+
+
+@compiled
+def test_captured_steps_accept_what_others_do(monkeypatch):
+    def steps():
+        out = gsd.generate(tiny(), **prompts(2, 12, seed=4), **ENDLESS, **HISTORY, return_dict_in_generate=True)
+        return out.sequences.tolist(), out.stats.accepted
+
+    expected = steps()
+    cuda = fake_cuda.install(monkeypatch)
+    assert steps() == expected and cuda.counts["replays"] > 4
+
+
+@compiled
+def test_what_was_learned_of_a_model_is_drafted_with_in_captured_steps(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    cuda, target, inputs = fake_cuda.install(monkeypatch), tiny(), prompts(1, 12, seed=4)
+    run = {**ENDLESS, **HISTORY, "return_dict_in_generate": True, "reuse_history": False}
+    expected = gsd.generate(target, **inputs, **run)
+    gsd.learn(target, prompts=[expected.sequences[0, :n] for n in (4, 12, 20, 30)], new_tokens=24, progress=False)
+    engines_of(target).clear()
+    for learned in (True, False):
+        out = gsd.generate(target, **inputs, **run, learned=learned)
+        assert torch.equal(out.sequences, expected.sequences)
+        assert (out.stats.steps < expected.stats.steps) == learned
+    assert cuda.counts["replays"] > 4
 
 
 def test_a_reference_lies_before_the_text_and_apart_from_it(monkeypatch):
-    begun, target = [], tiny()
-    read = History._read_text
-    monkeypatch.setattr(History, "_read_text", lambda self: (read(self), begun.append(read_of(self.known))))
+    begun, read = [], History._read_text
+
+    def noted(self):
+        read(self)
+        lengths = self.known.length.tolist()
+        begun.append([row[:length].tolist() for row, length in zip(self.known.text, lengths, strict=True)])
+
+    monkeypatch.setattr(History, "_read_text", noted)
     ids = prompts(2, 5, seed=1, ragged=False)["input_ids"]
-    options = {"draft_sources": ("history",), "graph_config": SHAPE, "max_new_tokens": 2, "do_sample": False}
-    gsd.generate(target, ids, reference_ids=torch.arange(20, 26), **options)
+    gsd.generate(tiny(), ids, reference_ids=torch.arange(20, 26), **HISTORY, max_new_tokens=2, do_sample=False)
     assert begun == [[[-1, *range(20, 26), -1, *row] for row in ids.tolist()]]
 
 

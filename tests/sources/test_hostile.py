@@ -86,7 +86,7 @@ def texts(target):
 
 
 def swept(shape: str, target, texts, **options):
-    """Every kind in turn with one shape, by one source; what was neither exact nor the error that belongs to it.
+    """Every other kind in turn with one shape, by one source; what was neither exact nor the error that belongs to it.
 
     Behind every error, and now and then behind another text, the same source proposes what is right.
     """
@@ -98,6 +98,8 @@ def swept(shape: str, target, texts, **options):
     options["return_dict_in_generate"] = True
     accepted = 0
     for number, (kind, (change, error)) in enumerate(KINDS.items()):
+        if (number + list(SHAPES).index(shape)) % 2:  # a kind with half of the shapes
+            continue
         sampled = shape != "auto" and number % 4 == 3
         options |= SAMPLED if sampled else {"do_sample": False}
         source.tell(texts[sampled], change)
@@ -118,7 +120,7 @@ def swept(shape: str, target, texts, **options):
         accepted += sum(out.stats.accepted[2:])
         if not torch.equal(out.sequences, texts[sampled]):
             wrong[f"the call after {kind}"] = "another text"
-    assert accepted > len(KINDS) / 4, "nothing was accepted, so nothing was tested"
+    assert accepted > len(KINDS) / 8, "nothing was accepted, so nothing was tested"
     return wrong
 
 

@@ -116,13 +116,10 @@ def test_sampled_text_is_the_same_with_a_hybrid_draft():
 
 def test_turns_go_on_from_where_the_drafts_text_ends():
     target, ids = model_of("falcon-h1"), inputs_of(1)["input_ids"]
-    gsd.patch(target, assistant_model=copy.deepcopy(target), draft_sources=("model",), graph_config=CHAIN)
-    try:
+    with gsd.patch(target, assistant_model=copy.deepcopy(target), draft_sources=("model",), graph_config=CHAIN):
         text = target.generate(ids, **GREEDY)
         prompts = [torch.cat([text[:, :n], torch.tensor([[7, 9, 11]])], 1) for n in (53, 25)]  # all of it, and a part
         found = [target.generate(prompt, **GREEDY, return_dict_in_generate=True) for prompt in prompts]
-    finally:
-        gsd.unpatch(target)
     for prompt, out in zip(prompts, found, strict=True):
         assert torch.equal(out.sequences, target.generate(prompt, **GREEDY))
         assert sum(out.stats.accepted[: CHAIN.depth]) <= 1, "its state is another text's"

@@ -43,12 +43,9 @@ def test_the_hub_is_asked_for_an_id_once(tmp_path, monkeypatch):
     plain = target.generate(**options)
     for _ in range(3):
         assert torch.equal(gsd.generate(target, **options, drafter="someone/once"), plain)
-    gsd.patch(target, drafter="someone/once")
-    try:
+    with gsd.patch(target, drafter="someone/once"):
         for _ in range(3):
             assert torch.equal(target.generate(**options), plain)
-    finally:
-        gsd.unpatch(target)
     assert [name for name, _ in asked] == ["someone/once"]
     first = loaded_drafter("someone/once", target)
     assert loaded_drafter("someone/once", tiny(num_hidden_layers=2)) is not first

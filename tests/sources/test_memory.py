@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from engine.chats import both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import prompts, tiny
@@ -25,11 +25,8 @@ SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.5, "seed": 3}
 @contextmanager
 def patched(model, **options):
     options = {"draft_sources": ("history",), "graph_config": CONFIG, "reuse_prefix": False, **options}
-    handle = gsd.patch(model, **options)
-    try:
+    with gsd.patch(model, **options) as handle:
         yield handle
-    finally:
-        gsd.unpatch(model)
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +96,7 @@ def test_threads_share_it(target):
         def work(number):
             found[number] = [target.generate(**inputs[number], **GREEDY) for _ in range(2)]
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
-        [t.start() for t in threads]
-        [t.join() for t in threads]
+        both(work, 3)
         assert len(handle.history) > 0
     assert all(torch.equal(text, plain[n]) for n, texts in found.items() for text in texts) and len(found) == 3
 

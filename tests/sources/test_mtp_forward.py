@@ -9,12 +9,10 @@ import pytest
 import torch
 import transformers
 from models import prompts
-from sources.drafters import FixedText
+from sources.drafters import started
 from sources.mtp_checkpoints import FAMILIES, Causal, saved, target_of
 
 from gsd_kernels import Mtp
-from gsd_kernels_hf.sources.base import Prefilled
-from gsd_kernels_hf.sources.recursion import Recursive
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 LENGTH = 5  # within every sliding window
@@ -129,11 +127,7 @@ def test_rows_of_a_cache_are_the_same_forward(name, tmp_path):
     """Entries made of a prompt in pieces, then a level: as the whole text at once, where a node reads its parent's."""
     target, _, module = loaded(name, tmp_path)
     ids, states = inputs_for(target)
-    text = FixedText(target, ids, torch.zeros(1, dtype=torch.int32))
-    source = Recursive(module)
-    source.check(target)
-    source.attach(text)
-    source.observe(Prefilled({len(target.model.layers): states}, 0))
+    source = started(module, target, ids)
     with torch.no_grad():
         whole = mine(module, target, ids, states)
         for end in (2, 3, LENGTH):

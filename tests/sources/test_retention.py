@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,8 +71,8 @@ def generations(target, sources, count, monkeypatch, tmp_path, **options):
 
 @pytest.mark.parametrize(
     ("order", "sampled"),
-    [(("right", "wrong"), False), (("wrong", "right"), False), (("right", "wrong"), True)],
-    ids=["wrong-second", "wrong-first", "sampled"],
+    [(("right", "wrong"), False), (("wrong", "right"), True)],
+    ids=["wrong-second", "wrong-first-sampled"],
 )
 def test_a_source_that_is_always_wrong_is_left_out_and_comes_back(order, sampled, target, monkeypatch, tmp_path):
     first_wait(20, monkeypatch)
@@ -103,34 +101,6 @@ def test_a_source_that_is_always_wrong_is_left_out_and_comes_back(order, sampled
     assert any(left == ["right"] and asked[at] > 0 for left, asked, _ in later), "it returned, and the other left"
 
 
-@pytest.mark.slow
-def test_caches_of_a_model_that_was_left_out_are_right_again(target, monkeypatch, tmp_path):
-    """In a chat of a patched model, whose sessions and caches go on from turn to turn."""
-    first_wait(20, monkeypatch)
-    cheap = CostPrior(target_bytes=1e9, target_layers=4, draft_bytes=1e6, draft_layers=1, bandwidth=1e10)
-    monkeypatch.setattr(CostPrior, "of", classmethod(lambda *_, **__: cheap))
-    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
-    monkeypatch.setattr("gsd_kernels_hf.engine.stats.Clock.last", lambda *_: 0.0)
-    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    left, plain = [], [prompts(1, 14, vocab=40)["input_ids"]]
-
-    def next_turn(turn, before):
-        ids = torch.cat([before, torch.full((1, 3), turn + 3)], 1)
-        return target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-
-    for turn in range(10):
-        plain.append(next_turn(turn, plain[-1]))
-    handle = gsd.patch(target, assistant_model=[noised(target, 0.01), noised(target, 4.0)])
-    try:
-        for turn, (before, after) in enumerate(pairwise(plain)):
-            assert torch.equal(next_turn(turn, before), after)
-            left.append(bool(handle.stats.left_out))
-            assert handle.stats.draft_rows > 0 and handle.stats.left_out in ([], ["model 2"])
-    finally:
-        gsd.unpatch(target)
-    assert any(left) and not all(left[left.index(True) :]), "it left and came back"
-
-
 def test_a_fixed_shape_after_automatic_calls_takes_what_they_left_out(target, monkeypatch, tmp_path):
     """On one engine, in a chat: sources, caches and statistics of both kinds of calls meet in it."""
     first_wait(1000, monkeypatch)
@@ -151,8 +121,7 @@ def test_a_fixed_shape_after_automatic_calls_takes_what_they_left_out(target, mo
     good, bad = noised(target, 0.01), noised(target, 4.0)
     forwards = []
     bad.register_forward_pre_hook(lambda *_: forwards.append(1))
-    handle = gsd.patch(target, assistant_model=[good, bad])
-    try:
+    with gsd.patch(target, assistant_model=[good, bad]) as handle:
         for number in range(7):
             before = len(forwards)
             assert torch.equal(turn(number, **(fixed if left and left[-1] else {})), plain[number + 1])
@@ -163,8 +132,6 @@ def test_a_fixed_shape_after_automatic_calls_takes_what_they_left_out(target, mo
                 assert len(forwards) > before, "the fixed shape drafts with both"
                 assert len(handle.engines._engines) == 1
         spells = "".join("x" if names else "." for names in left)
-    finally:
-        gsd.unpatch(target)
     assert "x.x" in spells, "left out, taken by the fixed shape, and left out again: its steps are not the wait's"
 
 

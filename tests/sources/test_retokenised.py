@@ -254,17 +254,6 @@ def test_neither_model_is_changed():
     assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
 
 
-def test_a_draft_is_left_out_beyond_its_positions():
-    target, draft, both = models_of("of another text")
-    short = copy.deepcopy(draft)
-    short.config.max_position_embeddings = 60
-    inputs = encoded(both["tokenizer"])
-    options = {**inputs, **TEXT, "do_sample": False, "graph_config": SHAPES["tree"], **both}
-    out = gsd.generate(target, **options, assistant_model=short, return_dict_in_generate=True, draft_sources=("model",))
-    assert torch.equal(out.sequences, target.generate(**inputs, **TEXT, do_sample=False))
-    assert out.stats.sources["model"].proposed == 0, "the draft's text has more tokens than it has positions"
-
-
 def test_steps_of_a_source_on_the_host_are_not_captured(monkeypatch):
     monkeypatch.setattr(replay, "is_gpu", lambda device: True)
     target, draft, both = models_of("of another text")

@@ -93,14 +93,6 @@ def test_the_draft_is_not_changed_and_a_session_is_used_again():
     assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
 
 
-def test_a_call_of_a_patched_model_hands_over_both_tokenizers():
-    ids = prompts(2, 9, vocab=VOCAB)
-    text = target_of().generate(**ids, **TEXT, do_sample=False)
-    with gsd.patch(target_of()) as handle:
-        out = target_of().generate(**ids, **TEXT, do_sample=False, assistant_model=draft_of(), **BOTH)
-        assert torch.equal(out, text) and handle.stats.why is None and handle.stats.drafted_nodes > 0
-
-
 def test_drafts_of_several_tokenizers():
     drafts = [noised(target_of(), 0.1), draft_of()]
     ids = prompts(2, 9, vocab=VOCAB)

@@ -18,8 +18,7 @@ LENGTH, NEW = 9, 16
 
 @functools.lru_cache
 def pair():
-    target = models.tiny(vocab_size=VOCAB)
-    target.generation_config.eos_token_id = None
+    target = models.endless(vocab_size=VOCAB)
     return target, models.noised(target, 0.01)
 
 
@@ -47,10 +46,7 @@ def ways(model, draft, **call):
     yield lambda: model.generate(custom_generate=gsd.GraphDecoder(draft, "tree"), **call)
 
     def patched():
-        gsd.patch(model, assistant_model=draft, graph_config="tree")
-        try:
+        with gsd.patch(model, assistant_model=draft, graph_config="tree"):
             return model.generate(**call)
-        finally:
-            gsd.unpatch(model)
 
     yield patched

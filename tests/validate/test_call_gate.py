@@ -11,6 +11,7 @@ import pytest
 import tiny_vision
 import torch
 import transformers
+from rotated import rotated
 from validate.calls import LENGTH, VOCAB, pair, prompt, refused, ways
 
 import gsd_kernels as gsd
@@ -141,14 +142,12 @@ PADS = {  # where a prompt has the token 0
         f"seed {seed}": tuple(
             torch.randperm(LENGTH, generator=torch.Generator().manual_seed(seed))[: 1 + seed].tolist()
         )
-        for seed in range(4)
+        for seed in (1, 3)
     },
 }
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["pad is another token", "pad is the end token"])
-@pytest.mark.parametrize("way", range(3))
-@pytest.mark.parametrize("where", PADS)
+@pytest.mark.parametrize(("where", "way", "ends"), rotated(PADS, range(3), (False, True)))
 def test_a_mask_that_transformers_infers(where, way, ends):
     """Without a mask, transformers takes pad tokens for padding wherever they are, unless they end a text."""
     target, draft = pair()

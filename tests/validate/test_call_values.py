@@ -9,8 +9,8 @@ import models
 import pytest
 import torch
 import transformers
+from fuzzing import Ears
 from transformers import LogitsProcessor
-from transformers.generation.streamers import BaseStreamer
 from validate.calls import LENGTH, VOCAB, pair, prompt, refused, ways
 
 import gsd_kernels as gsd
@@ -46,14 +46,15 @@ class Everything(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("value", "backend"), [(-math.inf, "cpu"), (-math.inf, "reference"), (math.inf, "cpu"), (math.nan, "reference")]
+)
 def test_scores_that_nothing_can_be_drawn_from(value, backend):
     target, draft = pair()
     call = prompt(do_sample=True, top_k=0, logits_processor=[Everything(value)])
     with pytest.raises(RuntimeError, match="probability tensor"):
         target.generate(**call)
-    for sources in ({}, {"assistant_model": draft, "graph_config": "tree"}):
+    for sources in ({}, {"assistant_model": draft, "graph_config": "chain"}):
         with refused(target, ValueError, "logits.*logits_processor"):
             gsd.generate(target, seed=3, backend=backend, **sources, **call)
     if value == -math.inf:  # greedy, that is token 0 in transformers
@@ -89,8 +90,7 @@ def test_a_target_that_says_infinity(value, criterion):
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("with_draft", [False, True])
 def test_a_vocabulary_smaller_than_a_branch(sampled, with_draft):
-    target = models.tiny(vocab_size=5)
-    target.generation_config.eos_token_id = None
+    target = models.endless(vocab_size=5)
     call = {"input_ids": torch.tensor([[3, 4, 3, 3, 4]]), "max_new_tokens": 24, "do_sample": sampled, "top_k": None}
     plain = gsd.generate(target, seed=3, **call)
     if not sampled:
@@ -104,13 +104,6 @@ def test_a_vocabulary_smaller_than_a_branch(sampled, with_draft):
 
 
 # Names and cures -----------------------------------------------------------------------------------------------------
-
-
-class Silent(BaseStreamer):
-    def put(self, value):
-        raise AssertionError("nothing is streamed")
-
-    end = put
 
 
 def falcon():
@@ -131,8 +124,41 @@ IDS = models.prompts(2, LENGTH, seed=3, vocab=VOCAB)["input_ids"]
 TEMPERATURE = transformers.TemperatureLogitsWarper(2.0)
 TEMPERATURE.temperature = math.inf
 
+TOKENIZERS = models.tokenizer(VOCAB), models.tokenizer(VOCAB + 3)
+
 # what, error, what the message says, arguments beside a good prompt
 NAMED = {
+    "another vocabulary": (ValueError, "^assistant_model", lambda: {"assistant_model": models.tiny(vocab_size=4000)}),
+    "another end of texts": (
+        ValueError,
+        "^assistant_model",
+        lambda: {"assistant_model": models.tiny(vocab_size=VOCAB, eos_token_id=20)},
+    ),
+    "a tokenizer of another model": (
+        ValueError,
+        "^assistant_tokenizer: its largest id is 34, and the draft model has 32 tokens",
+        lambda: {"assistant_model": pair()[1], "tokenizer": TOKENIZERS[0], "assistant_tokenizer": TOKENIZERS[1]},
+    ),
+    "a mask of another shape": (ValueError, "^attention_mask", {"attention_mask": torch.ones_like(IDS)[:, :7]}),
+    "ids beyond the vocabulary": (ValueError, "^input_ids", {"input_ids": IDS + 60}),
+    "negative ids": (ValueError, "^input_ids", {"input_ids": IDS - 60}),
+    "float ids": (TypeError, "^input_ids", {"input_ids": IDS.float()}),
+    "a list of ids": (TypeError, "^input_ids", {"input_ids": IDS.tolist()}),
+    "no tokens": (ValueError, "^input_ids", {"input_ids": IDS[:, :0], "attention_mask": None}),
+    "no new tokens": (ValueError, "max_new_tokens|max_length", {"max_new_tokens": 0}),
+    "max_length below the prompt": (ValueError, "max_length", {"max_length": 5, "max_new_tokens": None}),
+    "a word for a seed": (TypeError, "^seed", {"seed": "7", "do_sample": True}),
+    "true for a seed": (TypeError, "^seed", {"seed": True}),
+    "a seed of 65 bits": (ValueError, "^seed", {"seed": 2**64}),
+    "a dictionary for a graph": (TypeError, "^graph_config", {"graph_config": {"depth": 3}}),
+    "an unknown backend": (ValueError, "^backend", {"backend": "tpu"}),
+    "stop strings without a tokenizer": (ValueError, "stop_strings", {"stop_strings": ["x"]}),
+    "an invented argument": (ValueError, "depth", {"depth": 4}),
+    "history and a draft": (
+        ValueError,
+        "^draft_sources",
+        lambda: {"assistant_model": pair()[1], "draft_sources": ("history",)},
+    ),
     "no sources": (ValueError, '^draft_sources: .* pass graph_config="plain"$', {"draft_sources": ()}),
     "none as sources": (ValueError, '^draft_sources: .* pass graph_config="plain"$', {"draft_sources": "none"}),
     "a number of sources": (TypeError, "^draft_sources: expected a tuple .*got 3", {"draft_sources": 3}),
@@ -161,7 +187,7 @@ NAMED = {
     ),
     "a list for an observer": (TypeError, "^observer: expected a function .*got list", {"observer": []}),
     "a word for a streamer": (TypeError, "^streamer: .*got str", {"streamer": "x"}),
-    "a class for a streamer": (TypeError, "^streamer: .*got the class Silent", {"streamer": Silent}),
+    "a class for a streamer": (TypeError, "^streamer: .*got the class Ears", {"streamer": Ears}),
     "references of another batch": (
         ValueError,
         r"^reference_ids: expected \[length\] or \[1, length\], \[2, length\], \[4, length\], got shape \[3, 5\]",

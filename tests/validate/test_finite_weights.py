@@ -9,13 +9,14 @@ import models
 import pytest
 import torch
 import transformers
+from rotated import rotated
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.model import finite, proof
 from gsd_kernels_hf.packed.modules import packed_in
 
 IDS = torch.tensor([[5, 7, 9, 11]])
-UNUSED = 96
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 CALL = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 GRAPH = {"graph_config": "tree", "draft_sources": ("history",)}
 
@@ -61,9 +62,7 @@ def served_by_transformers(model, damage, ids):
         return handle.stats.why
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize(("name", "value", "dtype"), rotated(WEIGHTS, (math.nan, math.inf), DTYPES), ids=str)
 def test_a_weight_that_all_tokens_go_through_is_named(name, dtype, value):
     make, path, index = WEIGHTS[name]
     model = spoil(make(dtype), path, index, value)
@@ -89,9 +88,11 @@ def test_a_packed_weight_is_named(value):
     assert packed_in(other)
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("make", "dtype", "value"),
+    rotated((llama, gpt2), DTYPES, (math.nan, -math.inf)),
+    ids=lambda part: getattr(part, "__name__", str(part)),
+)
 def test_an_embedding(make, dtype, value):
     """A token that the text has is named; of one that it has not, nothing shows, and the operator goes on."""
     plain = make(dtype)
@@ -170,9 +171,11 @@ OVERFLOWS = {
 }
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["operator", "modules"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", OVERFLOWS)
+@pytest.mark.parametrize(
+    ("name", "fused", "dtype"),
+    rotated(OVERFLOWS, (True, False), (torch.float32, torch.bfloat16, torch.float16)),
+    ids=str,
+)
 def test_numbers_that_overflow_name_their_layer(name, dtype, fused, monkeypatch):
     """From finite weights: in a prompt, in one that is behind padding, and at the first row of a graph."""
     monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", str(int(fused)))

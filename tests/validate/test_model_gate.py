@@ -131,6 +131,9 @@ def test_a_temperature_by_place_in_the_cache():
 
 
 def test_positions_by_place_in_the_cache():
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(ValueError, match=r"^model: rope type 'dynamic'"):
+        gsd.generate(llama(rope_parameters=dynamic), **prompt(), **TOKENS)
     model = llama()
     rotary = model.model.rotary_emb
     own = type(rotary).forward

@@ -131,6 +131,7 @@ def test_copies_made_while_a_model_generates(tmp_path):
         model, unpadded(), assistant_model=draft, graph_config="tree", stopping_criteria=[keep], **TOKENS
     )
     copies[1].seek(0)
+    assert "gsd" not in (tmp_path / "config.json").read_text()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     for clone in (copies[0], torch.load(copies[1], weights_only=False), loaded):
         assert clone.config._attn_implementation == "sdpa"

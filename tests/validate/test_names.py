@@ -50,12 +50,11 @@ def test_an_unknown_option_names_the_nearest(call, name, nearest, target):
 def test_arguments_of_transformers_are_named_too_and_the_rest_is_left_to_it(target):
     with pytest.raises(TypeError, match=r"unknown argument 'max_new_token'; did you mean 'max_new_tokens'\?"):
         gsd.generate(target, **prompts(1, 5), max_new_token=2)
-    handle = gsd.patch(target)
-    try:
-        with pytest.raises(TypeError, match=r"unknown argument 'do_sampel'; did you mean 'do_sample'\?"):
-            target.generate(**prompts(1, 5), do_sampel=True)
-    finally:
-        gsd.unpatch(target)
+    with (
+        gsd.patch(target) as handle,
+        pytest.raises(TypeError, match=r"unknown argument 'do_sampel'; did you mean 'do_sample'\?"),
+    ):
+        target.generate(**prompts(1, 5), do_sampel=True)
     assert handle.stats is None
     with pytest.raises(ValueError, match="xyzzy"):
         gsd.generate(target, **prompts(1, 5), xyzzy=1)

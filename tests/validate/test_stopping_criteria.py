@@ -5,6 +5,7 @@ from __future__ import annotations
 import models
 import pytest
 import torch
+from rotated import rotated
 from transformers import LogitsProcessor, StoppingCriteria
 from validate.calls import LENGTH, VOCAB, pair, prompt, refused
 
@@ -52,9 +53,7 @@ CRITERIA = {
 }
 
 
-@pytest.mark.parametrize("kind", CRITERIA)
-@pytest.mark.parametrize("batch", [1, 2, 4])
-@pytest.mark.parametrize("eos", [False, True])
+@pytest.mark.parametrize(("kind", "batch", "eos"), rotated(CRITERIA, (1, 2, 4), (False, True)))
 def test_stopping_criteria_are_called_as_transformers_calls_them(kind, batch, eos):
     """The same calls with the same ids, in the same order; so counting, and looking at the whole batch, is right."""
     target, draft = pair()
