@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gsd_kernels_hf.policy.acceptance import AcceptanceModel, Pool, TreeForecast
+from gsd_kernels_hf.policy.row_selector import ROW_BONUS
 from gsd_kernels_hf.policy.shapes import BRANCH, ladder, row_shape, shape_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +26,7 @@ def test_at_most_eight_shapes(device, with_model):
     assert any(s.depth == 0 for s in shapes.values()), "what costs no forward has shapes of its own"
     if not with_model and device != "cuda":
         assert list(shapes.values()) == [row_shape()], "rows are chosen"
+        assert 0.0 < row_shape().min_prob < ROW_BONUS, "what would pay for a row is drafted, and little else"
     alone = ladder(device, with_model=with_model, reuses=False)
     assert all(s.depth for s in alone.values()) or not with_model
     assert set(alone) <= set(shapes), "their costs are known by the same names"

@@ -40,6 +40,8 @@ WITHOUT_MODEL: _Shapes = (  # on a GPU
 )
 BRANCH = 4  # the widest of them
 ROWS = (3, 3, 20, 32)  # the shape whose rows are chosen: more of them than a step ever forwards
+# Nodes of it that are less likely are not expanded: no row after them pays, and drafting ends early in a hard text.
+MIN_PROB = 0.01
 
 
 @cache
@@ -53,8 +55,8 @@ def ladder(device: str, *, with_model: bool, reuses: bool = True) -> dict[str, G
             are the model's levels alone.
     """
     if not with_model:
-        looked_up = WITHOUT_MODEL if device == "cuda" else (ROWS,)
-        return {shape_name(shape): shape for shape in (_looked_up(*sizes) for sizes in looked_up)}
+        shapes = [_looked_up(*sizes) for sizes in WITHOUT_MODEL] if device == "cuda" else [row_shape()]
+        return {shape_name(shape): shape for shape in shapes}
     drafted, looked_up = WITH_MODEL.get(device, WITH_MODEL["cpu"])
     reuse = {"history_depth": REUSE_DEPTH, "history_width": REUSE_WIDTH} if reuses else {}
     shapes = [
@@ -67,7 +69,7 @@ def ladder(device: str, *, with_model: bool, reuses: bool = True) -> dict[str, G
 
 def row_shape() -> GraphConfig:
     """The shape whose rows are chosen one by one, where no draft model is there and the host may."""
-    return _looked_up(*ROWS)
+    return _looked_up(*ROWS).replace(min_prob=MIN_PROB)
 
 
 def _looked_up(width: int, branch: int, depth: int, rows: int) -> GraphConfig:
