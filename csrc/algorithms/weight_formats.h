@@ -81,7 +81,8 @@ struct BesideRows : Numbers {  // kCount floats for a group of inputs
   }
 };
 
-// Codes from byte kAt of a block on. kTable: how many there are to look values up by; 0: bytes, more than pay a table.
+// Codes from byte kAt of a block on. kTable: how many there are to look values up by, 16 (of fewer too)
+// or 32; 0: bytes, more than pay a table.
 template <int kAt>
 struct Nibbles {  // of sixteen bytes the low ones, then the high ones
   static constexpr int kTable = 16;

@@ -26,7 +26,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @kinds
 def test_the_gguf_package_unpacks_the_same_bits(kind):
     gguf = pytest.importorskip("gguf")
-    if kind.beside:
+    if kind.name.upper() not in gguf.GGMLQuantizationType.__members__:
         pytest.skip("GGUF has no such kind")
     matrix = packed_matrix(kind, 5, width_of(kind, 300))
     theirs = gguf.quants.dequantize(matrix.data.numpy(), gguf.GGMLQuantizationType[kind.name.upper()])
