@@ -46,14 +46,14 @@ def draft_named(name: str):
     }[name]
 
 
-@pytest.mark.parametrize("chunk", [0, *(pytest.param(c, marks=pytest.mark.slow) for c in range(1, 5))])
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(c, marks=pytest.mark.slow) for c in range(1, 10))])
 def test_text_depends_on_the_seed_only(chunk):
-    """Every draft with every configuration, by 25 seeds: equal to plain decoding with that seed."""
+    """50 seeds, each with every draft and two configurations of five: equal to plain decoding with that seed."""
     target, _ = pair()
     texts, emitted, steps, long = set(), 0, 0, 0
     for seed in range(5 * chunk, 5 * chunk + 5):
         prompt = models.prompts(2, 6 + seed % 5, seed=seed, vocab=VOCAB)
-        arguments = {**prompt, "do_sample": True, "seed": seed * 7919 + 2**40 * seed, "max_new_tokens": 9}
+        arguments = {**prompt, "do_sample": True, "seed": seed * 7919 + 2**40 * seed, "max_new_tokens": 12}
         arguments |= {**SAMPLING[seed % len(SAMPLING)], "backend": "auto" if seed % 5 else "reference"}
         arguments["return_dict_in_generate"] = True
         plain = gsd.generate(target, graph_config="plain", **arguments)

@@ -25,7 +25,7 @@ from gsd_kernels_hf.policy.shapes import ladder
 
 LETTERS = models.CHARACTERS[:29]
 VOCAB = 32  # small, so that sequences recur and merge edges are accepted
-CASES = 7  # per chunk of one family and one kind
+CASES = 7  # per chunk: 5 families × 10 kinds × 7 = 350
 KINDS = {  # merge contexts
     "chain": (-1,),
     "tree": (-1,),

@@ -20,7 +20,7 @@ from gsd_kernels_hf.validate.options import OF_DICTS
 
 pytestmark = pytest.mark.quick
 
-COMBINATIONS, WRONG, INTERRUPTS = 200, 80, 80
+COMBINATIONS, WRONG, INTERRUPTS = 300, 110, 120
 MODES = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
 torch.set_num_threads(1)
 
