@@ -37,6 +37,12 @@ VARIABLES = (
     Variable("FUSED_ROWS", "`1`, `0`, `cuda`", "rows as one operator; `0`: by modules; `cuda`: on every GPU that can"),
     Variable("ROWS_OVERLAP", "`1`, `0`", "whether launches of the CUDA operator of rows overlap"),
     Variable(
+        "ROWS_AHEAD",
+        "`24`, `0` to `64`",
+        "megabytes of the next product's weights that launches which overlap ask for",
+        old=False,
+    ),
+    Variable(
         "ROWS_GROUP", "`0`, `1`", "more than 32 rows multiplied by groups of warps (wgmma) on 9.0; not yet run there"
     ),
     Variable("CUDA_FIRST", "`triton`, `compiled`", "what `auto` takes first on a GPU"),

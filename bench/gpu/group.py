@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gsd_kernels.environment import switched
-from gsd_kernels.ops.decoder_rows.cuda import GROUP
+from gsd_kernels.ops.decoder_rows.cuda import GROUP, GROUP_CAPABILITY
 from gsd_kernels_hf.model.rows_proof import MOST_ROWS, apart
 
 from .graphs import Launch, kernel_table
@@ -37,6 +37,8 @@ def run(work: Work) -> None:
     """Points ``SHAPE KIND``: a few layers and the output matrix, whose weights have the kind's size."""
     if work.rehearse:
         work.skip("groups of warps: a CPU has none, both ways are the same")
+    elif torch.cuda.get_device_capability(work.device) != GROUP_CAPABILITY:
+        return work.skip("groups of warps: only GPUs of compute capability 9.0 have them")
     for shape in ("tiny",) if work.rehearse else SHAPES:
         of, kinds = Subject(work, shape), kinds_of(work)
         points = {f"{shape} {kind}": partial(same, of, factor) for kind, factor in kinds.items()}

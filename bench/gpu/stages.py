@@ -92,7 +92,7 @@ STAGES = (
         100,
         60,
     ),
-    Stage("race", "races", "8B behind a 1B: plain, graph and auto, sessions kept and not", 180, 120, COMMAND_LINE),
+    Stage("race", "races", "8B behind a 1B: plain, graph and auto, sessions kept and not", 260, 120, COMMAND_LINE),
     Stage("gemm", "gemm", "cuBLAS with few rows on the 8B, 1B and 70B matrices, cold L2", 40, 20, with_ops=False),
     Stage("tests", "gpu_tests", "each kernel once, captured steps, then more", 480, 60, (*MODELS, *TESTING)),
     Stage("sanitize", "sanitize", "the operator's tests under compute-sanitizer", 480, 120, (*MODELS, *TESTING)),
@@ -267,8 +267,10 @@ def build_command(*, into: Path | None = None) -> tuple[list[str], dict[str, str
     """The command that builds the CUDA ops and nothing else, and its environment; ``into``: not into the checkout."""
     place = ["--inplace"] if into is None else ["--build-lib", str(into), "--build-temp", str(into / "temp")]
     environment = {**os.environ, "GSD_KERNELS_BUILD_CUDA": "1", "GSD_KERNELS_BUILD_CPU": "0"}
-    if shutil.which("nvidia-smi") is None:  # else setup.py asks it what this machine has
+    if shutil.which("nvidia-smi") is None:
         environment.setdefault("GSD_KERNELS_CUDA_ARCHS", WITHOUT_GPU)
+    else:
+        environment.pop("TORCH_CUDA_ARCH_LIST", None)  # setup.py asks nvidia-smi what this machine has
     return [sys.executable, "setup.py", "-q", "build_ext", *place], environment
 
 

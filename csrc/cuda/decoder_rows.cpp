@@ -1,5 +1,5 @@
-// A decoder's forward over graph rows on a GPU: embedding, layers, norm and output matrix, eight launches a layer; that of a
-// drafter which reads a feature a row besides; and keys and values of features, a launch a layer.
+// A decoder's forward over graph rows on a GPU: embedding, layers, norm and output matrix, in launches that
+// rows_forward.h lists; that of a drafter which reads a feature a row besides; and keys and values of features.
 //
 // gsd_kernels/ops/decoder_rows/reference.py is the specification. One call allocates once beside its outputs and reads
 // nothing back, so a CUDA graph can hold it.

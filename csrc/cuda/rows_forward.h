@@ -1,4 +1,5 @@
-// The launches of a decoder's forward of rows, in order: at most nine a layer. The glue runs them on a GPU; tests count
+// The launches of a decoder's forward of rows, in order: at most nine a layer, and two more for each
+// piece of rows where attention goes piece by piece. The glue runs them on a GPU; tests count
 // them, and run them on a CPU.
 #pragma once
 

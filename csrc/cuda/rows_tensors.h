@@ -110,7 +110,7 @@ inline int rows_setting(const char* name, int otherwise, int most = 1) {
   if (value == nullptr) return otherwise;
   const std::string given = value;
   const bool digits = !given.empty() && given.size() < 4 && given.find_first_not_of("0123456789") == std::string::npos;
-  const int number = digits ? std::stoi(given) : -1;
+  const int number = digits && (given[0] != '0' || given == "0") ? std::stoi(given) : -1;  // as Python reads it
   STD_TORCH_CHECK(number >= 0 && number <= most, name, ": expected 0 ", most == 1 ? "or " : "... ", most, ", got '", given,
                   "'; or unset it");
   return number;

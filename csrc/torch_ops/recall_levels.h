@@ -55,6 +55,7 @@ inline LevelsCall prepare_levels(const Tensors& history, const Tensors& tensors,
   const int64_t nodes = batch * width;
   Tensor next = fresh<int32_t>(frontier, {nodes * (3 + graph.words)});
   static_cast<GraphData&>(args.merge) = data;
+  args.merge.frontier = args.nodes, args.merge.tokens = args.tokens, args.merge.log_probs = args.calibrated;
   args.merge.next_ids = written<int32_t>(next);
   args.merge.next_tokens = args.merge.next_ids + nodes, args.merge.next_depths = args.merge.next_tokens + nodes;
   args.merge.next_mask = args.merge.next_depths + nodes;

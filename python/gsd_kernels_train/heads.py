@@ -17,11 +17,9 @@ from transformers import PreTrainedModel
 from gsd_kernels_hf.sources.heads import DraftHeads
 
 from .job import TrainingOptions, check_output_matrix, load_target, output_logits, run, stored_dtype
+from .lessons import HEAD_WEIGHT
 from .measure import Guessing
 from .streams import mean_of
-
-HEAD_WEIGHT = 0.8
-"""Weight of a head's loss, to the power of its number: later tokens are harder (arXiv 2401.10774, section 2.2.1)."""
 
 
 class HeadTraining(Guessing):

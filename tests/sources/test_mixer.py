@@ -90,6 +90,9 @@ class AtOnce(Fixed):
         super().__init__(name, False, [4, 5], [0.5, 0.25])
         self.asked: list[int] = []
 
+    def at_once(self):
+        return True
+
     def propose_rest(self, level, log_ratio):
         self.asked.append(level.number)
 

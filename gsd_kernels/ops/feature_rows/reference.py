@@ -44,6 +44,8 @@ def feature_rows(
     w, arithmetic, projection = weights.decoder, Arithmetic(weights.decoder), weights.projection
     x = features.float()
     if weights.feature_norm is None:
+        if keep or projection is not None:
+            raise ValueError(f"feature_norm: without one expected no projection, and keep 0; got {keep}")
         turns = arithmetic.turns(positions)
         for layer, k_cache, v_cache in zip(arithmetic.weights.layers, k_caches, v_caches, strict=True):
             arithmetic.store(x, layer, turns, k_cache, v_cache, slots)

@@ -55,7 +55,8 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
         torch.full((batch, MAX_CONTEXT), -1, device=device, dtype=torch.int64),
     )
     node_ids = graph.root_frontier()
-    looks_up = session.mixer is not None and bool(session.mixer.lookups)
+    mixer = session.mixer
+    looks_up = mixer is not None and bool(mixer.lookups) and not (mixer.grower is not None and mixer.grower.at_once())
     for level in range(shape.depth + (shape.history_depth if looks_up else 0)):
         candidates = torch.full((*node_ids.shape, shape.branch), -1, dtype=torch.int32, device=device)
         node_ids = merge(

@@ -286,6 +286,9 @@ def rows_at(values: Tensor, at: Tensor) -> Tensor:
 class GrowsLevels(Protocol):
     """A source of this package that can propose for several levels at once, to save the host's time."""
 
+    def at_once(self) -> bool:
+        """Return whether it does so in this session, from its first text on."""
+
     def propose_rest(self, level: Level, log_ratio: Tensor | None) -> tuple[Asked, Tensor] | None:
         """Propose for this level and all behind it at once, and merge that into ``level.graph``.
 

@@ -168,20 +168,23 @@ class History(OwnSource):
             return Proposal(*history_recall(self.known, level.graph, nodes, **noise, backend=self.sampler.backend))
         return Proposal(*ngram_recall(self.table, level.graph, nodes, **noise, backend=self.sampler.backend))
 
+    def at_once(self) -> bool:
+        """Return whether one call looks up level after level."""
+        return self.known is not None and self.sampler.backend in ("auto", "cpu", "cuda")
+
     def propose_rest(self, level: Level, log_ratio: Tensor | None) -> tuple[Asked, Tensor] | None:
         """Look up level after level in one call."""
-        config, backend = level.config, self.sampler.backend
-        if self.known is None or backend not in ("auto", "cpu", "cuda"):
+        if self.known is None or not self.at_once():
             return None
         found = recall_levels(
             self.known,
             level.graph,
             level.frontier.node_ids,
             log_ratio,
-            config,
+            level.config,
             level.number,
             **self._noise(level),
-            backend=backend,
+            backend=self.sampler.backend,
         )
         return Asked(found.node_ids, found.tokens, found.log_probs, found.matched), found.calibrated
 
