@@ -40,7 +40,7 @@ __all__ = ["everyday_prompts", "learn"]
 
 Prompt = str | Sequence[dict[str, str]] | Tensor
 
-SHAPE = GraphConfig(depth=0, branch=4, max_rows=16, merge_context=2, history_depth=12, history_width=6)
+SHAPE = GraphConfig(depth=0, branch=4, max_rows=12, merge_context=2, history_depth=12, history_width=6)
 LEAST = (1, 2, 3)  # times that a context of 1, 2, 3 tokens was seen, to be kept
 NODES = 12_000  # that the mixture is fitted to, at most
 FEWEST_NODES = 2_000  # below, the weights stay those that ship
