@@ -42,7 +42,7 @@ def architectures(library: Path | None = None) -> tuple[str, ...]:
     except (AttributeError, OSError):  # not there, or built by another tool
         return ()
     said.restype = ctypes.c_char_p
-    return tuple(one.removesuffix("+PTX") for one in said().decode().split(";"))
+    return tuple(said().decode().split(";"))
 
 
 UNAVAILABLE: dict[str, str | None] = {

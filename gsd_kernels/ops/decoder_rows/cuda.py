@@ -84,7 +84,8 @@ def product_kernels(device: torch.device) -> list[str]:
 
 
 def _has_groups(capability: tuple[int, int]) -> bool:
-    return capability == GROUP_CAPABILITY and GROUP_CODE in architectures()
+    compiled = (architecture.removesuffix("+PTX") for architecture in architectures())
+    return capability == GROUP_CAPABILITY and GROUP_CODE in compiled
 
 
 def selected(device: torch.device) -> str:
