@@ -38,16 +38,16 @@ BUDGET = {
     "python/gsd_kernels_hf/costs": 20,
     "python/gsd_kernels_hf/engine": 77,  # 76 before files of the package were found too
     "python/gsd_kernels_hf/exported": 7,
-    "python/gsd_kernels_hf/model": 169,  # 150 before GPUs proved themselves
+    "python/gsd_kernels_hf/model": 170,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 64,
     "python/gsd_kernels_hf/policy": 36,
-    "python/gsd_kernels_hf/sources": 193,  # 194 before heads of multi-token prediction and blocks were one operator
+    "python/gsd_kernels_hf/sources": 194,  # 194 before heads of multi-token prediction and blocks were one operator
     "python/gsd_kernels_hf/validate": 21,
     "python/gsd_kernels_serve": 98,  # 97 before names were spelled out
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 93,
     "python/gsd_kernels_train/recipes": 26,
-    "tests": 1880,  # 1916 before one contract stood for the layouts of drafters, and others for their likes
+    "tests": 1882,  # 1916 before one contract stood for the layouts of drafters, and others for their likes
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -87,6 +87,31 @@ def test_a_chat_that_continues_keeps_its_own_table(target):
         assert len(handle.history) > known
 
 
+def test_texts_that_share_a_beginning_come_from_no_history_but_the_calls(target):
+    """A session goes on from their first token; what it knows of another history than the call's, it forgets."""
+    given = [prompts(1, 12, seed=seed)["input_ids"] for seed in range(4)]
+    for ids in given:
+        ids[:, 0] = 1
+    texts = [target.generate(ids, **GREEDY) for ids in given]
+
+    def share(number, *calls) -> float:
+        """Of a text's contexts of four tokens, the share that is remembered after ``calls``."""
+        with patched(target, reuse_prefix=True) as handle:
+            for call, options in calls:
+                handle.history.clear() if options is None else target.generate(given[call], **{**GREEDY, **options})
+            table = NgramTable.empty(1, 3, "cpu")
+            handle.history.restore(table)
+        contexts = texts[number][:, 1:].unfold(1, 4, 1).flip(2).to(torch.int32)  # [1, n, 4], the last token first
+        return (gsd.ngram_lookup(table, contexts)[2] == 4).float().mean().item()
+
+    own, apart, pair = {}, {"reuse_history": False}, {"num_return_sequences": 2, "do_sample": True, "top_k": 1}
+    assert share(1, (0, own), (1, own), (2, own)) > 0.8
+    assert share(1, (0, own), (1, apart), (2, own)) < 0.2
+    assert share(0, (0, own), (1, apart)) > 0.8
+    assert share(0, (0, own), (0, None), (1, own)) < 0.2
+    assert share(1, (0, own), (1, pair), (2, own), (3, own)) > 0.8, "of another session, whose table is another one"
+
+
 def test_threads_share_it(target):
     inputs = [prompts(1, 12, seed=seed) for seed in range(3)]
     plain = [target.generate(**each, **GREEDY) for each in inputs]
@@ -126,7 +151,11 @@ entries = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), max_size=30
 
 def table_of(inserted, *, batch: int = 1, branch: int = 2, ways: int = 4) -> NgramTable:
     """A table of 8 entries after insertions of (context, continuation)."""
-    table = NgramTable.empty(batch, branch, "cpu", capacity=8, max_context=1, ways=ways)
+    return with_entries(NgramTable.empty(batch, branch, "cpu", capacity=8, max_context=1, ways=ways), inserted)
+
+
+def with_entries(table: NgramTable, inserted) -> NgramTable:
+    batch, _, branch = table.tokens.shape
     for context, token in inserted:
         contexts = torch.full((batch, 1, 1), context, dtype=torch.int32)
         tokens = torch.full((batch, 1, branch), token, dtype=torch.int32)
@@ -150,10 +179,26 @@ def test_two_tables_in_one_are_the_newest_of_both(newer, older):
         assert all(key == 0 for key, _ in merged[len(expected) :])
 
 
+@settings(max_examples=50, deadline=None)
+@given(entries, entries, entries, st.booleans())
+def test_a_table_that_began_with_what_is_kept_stands_for_both(older, newer, others, meanwhile):
+    memory = HistoryMemory(50)
+    memory.add(table_of(older), None)
+    table = table_of([])
+    began = memory.restore(table)
+    with_entries(table, newer)
+    if meanwhile:  # another call ends
+        memory.add(table_of(others), None)
+    expected = KeptTable.of(table, 0).before(memory._kept)
+    assert memory.add(table, began) is (began if meanwhile else memory._kept)
+    found = memory._kept
+    assert [[e for e in row if e[0]] for row in sets(found)] == [[e for e in row if e[0]] for row in sets(expected)]
+
+
 def test_tables_of_different_width_and_batches_meet():
     memory = HistoryMemory(50)
-    memory.add(table_of([(1, 7)], branch=2))
-    memory.add(table_of([(2, 8)], batch=3, branch=3))
+    memory.add(table_of([(1, 7)], branch=2), None)
+    memory.add(table_of([(2, 8)], batch=3, branch=3), None)
     assert len(memory) == 2
     for branch in (1, 2, 4):
         table = table_of([], batch=2, branch=branch)
@@ -167,7 +212,7 @@ def test_tables_of_different_width_and_batches_meet():
 
 def test_what_is_kept_is_no_table_that_goes_on_being_written():
     memory, table = HistoryMemory(50), table_of([(1, 7)])
-    memory.add(table)
+    memory.add(table, None)
     table.clear()
     assert len(memory) == 1
     memory.restore(table)

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._device import DeviceContext
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -235,9 +234,7 @@ def ambient(device: torch.device) -> tuple[Any, ...]:
     return cast, *(type(mode) for mode in (*modes, *dispatched) if not isinstance(mode, DeviceContext))
 
 
-def own_callables(module: nn.Module, names: set[str]) -> dict[str, Any]:
-    """Functions on a module itself, rather than on its class, of those ``names``."""
-    if names.isdisjoint(vars(module)):
-        return {}
-    own = ((name, vars(module)[name]) for name in sorted(vars(module).keys() & names))
+def own_callables(variables: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """Functions among the ``variables`` of a module itself, rather than of its class, of those ``names``."""
+    own = ((name, variables[name]) for name in sorted(variables.keys() & names))
     return {name: value for name, value in own if callable(value) and not isinstance(value, type)}

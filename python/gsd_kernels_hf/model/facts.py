@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
@@ -31,6 +31,7 @@ from .code import MISSING, Code, ambient, code_of, own_callables
 LEFT = ("rope_deltas",)
 """Names of what transformers' ``generate`` leaves on modules for its own steps; our forwards are given positions."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, WeightFormat, enum.Enum)
+PLAIN_EXACTLY = frozenset(PLAIN)  # which most settings are, and a set is asked sooner
 MOST_PARTS = 256  # parts of a list or a dict of settings
 HOLDERS = frozenset(name for name, value in vars(nn.Module()).items() if not isinstance(value, PLAIN))
 """Names of what PyTorch keeps of every module, parts and hooks: they are no settings, and looked at apart."""
@@ -89,33 +90,51 @@ class Facts:
         return code_of({type(module) for _, module in self.modules}, {name for name in names if name})
 
     @cached_property
+    def variables(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The variables of the modules themselves, in their order: settings, and what is none."""
+        return [variables_of(module) for _, module in self.modules]
+
+    @cached_property
     def put(self) -> tuple[tuple[dict[int, Any], dict[str, Any]], ...]:
         """Code on the modules themselves, in their order: hooks, and functions by the names that forwards call."""
         names = self.code.names
-        return tuple((hooks_of(module), own_callables(module, names)) for _, module in self.modules)
+        of = zip(self.modules, self.variables, strict=True)
+        return tuple((hooks_of(module), own_callables(others, names)) for (_, module), (_, others) in of)
 
     @cached_property
     def ambient(self) -> tuple[Any, ...]:
         """All that this thread's PyTorch does to operations on the device of the first parameter."""
         return ambient(next((parameter.device for _, parameter in self.parameters), torch.device("cpu")))
 
-    @cached_property
+    @property
     def structure(self) -> tuple[Any, ...]:
         """Equal as long as the model's modules, their settings and its configs are.
 
         Modules are weak references, which equal only themselves. A forward of ours that is running changes nothing
-        here.
+        here. As long as it is equal it is one object, which is soon compared.
         """
+        return self._structure_and_proofs[0]
+
+    @cached_property
+    def _structure_and_proofs(self) -> tuple[tuple[Any, ...], dict[Hashable, Any]]:
+        structure, kept = self._structure(), _kept.get(self.model)
+        if kept is None or kept[0] != structure:
+            kept = _kept[self.model] = structure, {}
+        return kept
+
+    def _structure(self) -> tuple[Any, ...]:
         modules = [
             (
                 weakref.ref(module),
                 type(module),
                 tuple(hooks),
                 tuple((name, pinned(function)) for name, function in functions.items()),
-                settings_of(vars(module)),
+                settings,
                 tuple(map(type, module._parameters.values())),
             )
-            for (_, module), (hooks, functions) in zip(self.modules, self.put, strict=True)
+            for (_, module), (hooks, functions), (settings, _) in zip(
+                self.modules, self.put, self.variables, strict=True
+            )
         ]
         configs = []
         for config in self.configs:
@@ -125,14 +144,10 @@ class Facts:
         around = tuple(pinned(hook) for hook in foreign_global_hooks())
         return modules, configs, self.code, around, self.ambient
 
-    @cached_property
+    @property
     def proofs(self) -> dict[Hashable, Any]:
         """Answers of proofs since the structure is what it is, in whatever call they were found."""
-        kept = _kept.get(self.model)
-        if kept is None or kept[0] != self.structure:
-            kept = _kept[self.model] = self.structure, {}
-        proofs: dict[Hashable, Any] = kept[1]
-        return proofs
+        return self._structure_and_proofs[1]
 
     def proved(self, key: Hashable, prove: Callable[[], _Answer], *, anew: bool = False) -> _Answer:
         """The answer of a proof; one that says that it is passing is not kept. ``anew``: in every call."""
@@ -166,7 +181,8 @@ class Facts:
         return properties.logits_alone(self.model)
 
 
-_kept: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # structures, and their proofs
+_kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], dict[Hashable, Any]]] = weakref.WeakKeyDictionary()
+"""The last structure of every model, and what was proved of it."""
 _made: ContextVar[dict[nn.Module, Facts] | None] = ContextVar("facts", default=None)
 
 
@@ -202,10 +218,26 @@ def fact(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
     return answer
 
 
-def settings_of(variables: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The numbers, strings and flags among a module's variables, and the lists, tuples and dicts of such."""
-    named = [(name, value) for name, value in list(variables.items()) if name not in LEFT and name not in HOLDERS]
-    return tuple((name, found) for name, value in named if (found := setting(value)) is not MISSING)
+def variables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's numbers, strings and flags, and lists, tuples and dicts of such; and its other variables.
+
+    What PyTorch keeps in every module is left out, but for its flags.
+    """
+    settings, others = {}, {}
+    for name, value in list(vars(module).items()):
+        if type(value) in PLAIN_EXACTLY:
+            found = value
+        elif name in HOLDERS:
+            continue
+        else:
+            found = setting(value)
+        if found is MISSING:
+            others[name] = value
+        else:
+            settings[name] = found
+    for name in LEFT:
+        settings.pop(name, None), others.pop(name, None)
+    return settings, others
 
 
 def setting(value: Any) -> Any:

@@ -21,6 +21,7 @@ from ..packed.modules import Packed, PackedEmbedding, PackedLinear, dtype_of, sh
 from .attention import AttentionKind
 from .code import described, is_shipped
 from .facts import Facts, fact, foreign_global_hooks
+from .identity import places
 from .probe import served
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
@@ -31,13 +32,18 @@ PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, PackedLinear, PackedEmb
 @fact
 def foreign(facts: Facts) -> str | None:
     """Name what keeps a LLaMA-like model from being what the operator computes, or ``None``."""
-    return (
-        _foreign_config(facts.model)
-        or foreign_code(facts)
-        or _foreign_module(facts)
-        or _foreign_parameter(facts)
-        or _foreign_layer(facts)
-    )
+    kept = facts.proofs.get(foreign)
+    if kept is None or kept[0] != places(facts):
+        found = (
+            _foreign_config(facts.model)
+            or foreign_code(facts)
+            or _foreign_module(facts)
+            or _foreign_parameter(facts)
+            or _foreign_layer(facts)
+        )
+        kept = facts.proofs[foreign] = places(facts), found
+    answer: str | None = kept[1]
+    return answer
 
 
 @fact

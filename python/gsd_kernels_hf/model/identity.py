@@ -21,7 +21,7 @@ After those, ``handle.clear()`` forgets everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ..packed.adapters import stored_in
 from ..packed.samples import samples, versions
-from .facts import LEFT, Facts
+from .facts import Facts, fact
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ModelState:
     def of(cls, model: nn.Module | Facts) -> ModelState:
         """The state now. Reads a few elements of every tensor, so it waits for every device once."""
         facts = Facts.of(model)
-        tensors = [tensor for _, module in facts.modules for tensor in tensors_of(module)]
+        tensors = tensors_in(facts)
         held = [
             part
             for hooks, _ in facts.put
@@ -56,9 +56,34 @@ class ModelState:
             for tensor in held_by(hook)
             for part in parts_of(tensor)
         ]
-        places = tuple((t.data_ptr(), t.dtype, t.device, tuple(t.shape)) for t in tensors if not t.is_meta)
-        structure = (facts.structure, places)
+        structure = (facts.structure, places(facts))
         return cls(structure, (versions([*tensors, *held]), samples([*tensors, *held])))
+
+
+@fact
+def tensors_in(facts: Facts) -> list[Tensor]:
+    """The tensors behind the modules' own parameters, buffers and variables, and a library's beside; of each once."""
+    return [
+        tensor
+        for (_, module), (_, others) in zip(facts.modules, facts.variables, strict=True)
+        for tensor in _tensors_of(module, others)
+    ]
+
+
+def _tensors_of(module: nn.Module, others: Mapping[str, Any]) -> Iterable[Tensor]:
+    values = [value for holder in (module._parameters, module._buffers, others) for value in list(holder.values())]
+    tensors = {id(part): part for value in values if isinstance(value, Tensor) for part in parts_of(value)}
+    stored = stored_in(module)
+    if stored is not None:
+        tensors |= {id(tensor): tensor for tensor in stored.tensors}
+    return tensors.values()
+
+
+@fact
+def places(facts: Facts) -> tuple[Any, ...]:
+    """Where the tensors of all modules lie, and how."""
+    tensors = (tensor for tensor in tensors_in(facts) if not tensor.is_meta)
+    return tuple((t.data_ptr(), type(t), t.dtype, t.device, t.shape, t.stride()) for t in tensors)
 
 
 def held_by(function: Callable[..., Any]) -> Iterator[Tensor]:
@@ -68,17 +93,6 @@ def held_by(function: Callable[..., Any]) -> Iterator[Tensor]:
     owner = getattr(function, "__self__", function)
     values += getattr(owner, "__dict__", {}).values()
     return (value for value in values if isinstance(value, Tensor))
-
-
-def tensors_of(module: nn.Module) -> Iterable[Tensor]:
-    """The tensors behind the module's own parameters, buffers and variables, and a library's beside, each once."""
-    values = [named for holder in (module._parameters, module._buffers, vars(module)) for named in list(holder.items())]
-    own = [value for name, value in values if isinstance(value, Tensor) and name not in LEFT]
-    tensors = {id(part): part for tensor in own for part in parts_of(tensor)}
-    stored = stored_in(module)
-    if stored is not None:
-        tensors |= {id(tensor): tensor for tensor in stored.tensors}
-    return tensors.values()
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:

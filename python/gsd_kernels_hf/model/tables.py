@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .facts import Facts
-from .identity import tensors_of
+from .identity import tensors_in
 
 INDEX_SELECTS = (torch.index_select, Tensor.index_select)
 
@@ -30,7 +30,8 @@ class Lookups(TorchFunctionMode):
     def __init__(self, facts: Facts, positions: Tensor) -> None:
         super().__init__()
         self.positions = positions.flatten()
-        self.owned = {tensor.data_ptr() for _, module in facts.modules for tensor in tensors_of(module)}
+        # Other facts than the call's: the forward that is looked into may have a library rewrite its weights.
+        self.owned = {tensor.data_ptr() for tensor in tensors_in(Facts(facts.model))}
         self.end: int | None = None
 
     def __torch_function__(

@@ -12,18 +12,20 @@ SAMPLES = 16  # elements of a tensor that are compared
 
 def samples(tensors: Iterable[Tensor]) -> bytes:
     """A few elements of every tensor that has any here."""
-    by_device: dict[torch.device, list[Tensor]] = {}
+    alike: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}  # of which one operation takes many
     for tensor in tensors:
-        if tensor.is_meta or not tensor.numel() or tensor.is_complex():
+        size = tensor.numel()
+        if tensor.is_meta or not size or tensor.is_complex():
             continue
-        step, values = max(1, tensor.numel() // SAMPLES), tensor.detach()
+        step, values = max(1, size // SAMPLES), tensor.detach()
         if values.is_contiguous():
-            found = values.view(-1)[::step]
+            found = values.as_strided((min(SAMPLES, -(-size // step)),), (step,))
         else:
-            at = torch.arange(0, values.numel(), step, device=values.device)
+            at = torch.arange(0, size, step, device=values.device)[:SAMPLES]
             found = values[torch.unravel_index(at, values.shape)]
-        by_device.setdefault(tensor.device, []).append(found[:SAMPLES].double())
-    return b"".join(torch.cat(found).cpu().numpy().tobytes() for found in by_device.values())
+        alike.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(found)
+    by_device = [torch.cat([torch.cat(found).view(torch.uint8) for found in each.values()]) for each in alike.values()]
+    return b"".join(values.cpu().numpy().tobytes() for values in by_device)
 
 
 def versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:

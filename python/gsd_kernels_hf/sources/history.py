@@ -21,6 +21,7 @@ from ..model import replay
 from ..model.properties import device_of
 from ..records import Verified
 from .base import Level, OwnSource, Proposal, Text
+from .memory import KeptTable
 from .priors import PRIOR, weights_of
 
 PROMPT_PROBABILITY = 0.6  # of a continuation that was read in the prompt
@@ -44,6 +45,8 @@ class History(OwnSource):
     reliability = (0.0, 0.5, 0.7, 0.85, 0.95, 0.95, 0.5)
     mixes, compiled_ahead, remembers = False, True, True
     known: Recollection | None = None  # made with a session's first text
+    began: KeptTable | None = None  # of what earlier calls left, what the table holds
+    era: object = None  # of that memory
 
     def check(self, target: PreTrainedModel) -> None:
         """Decide whether it is a mixture, see above; no target is refused."""
@@ -56,10 +59,11 @@ class History(OwnSource):
         if text.first:
             self.start(text)
         self.unread = True  # the text so far is read when it is first needed
-        if not text.continues:
+        era = None if text.memory is None else text.memory.era
+        if not text.continues or era is not self.era:  # another history than what this table knows
+            self.era = era
             self.table.clear()
-            if text.memory is not None:
-                text.memory.restore(self.table)
+            self.began = None if text.memory is None else text.memory.restore(self.table)
         reference = text.reference_ids
         self.before = 0 if reference is None else 1 + reference.shape[-1]
         if self.known is not None:
@@ -117,7 +121,7 @@ class History(OwnSource):
         """Leave what is known now to later calls."""
         if self.text.memory is not None:
             self._read_text()
-            self.text.memory.add(self.table)
+            self.began = self.text.memory.add(self.table, self.began)
 
     def read(self, tokens: Tensor, kv_start: Tensor, lengths: Tensor) -> None:
         """Remember the continuations in a text that was not verified here.

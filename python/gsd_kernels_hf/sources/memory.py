@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,6 +33,9 @@ class KeptTable:
     @classmethod
     def of(cls, table: NgramTable, row: int) -> KeptTable:
         return cls(table.keys[row], table.tokens[row], table.log_probs[row], table.max_context, table.ways)
+
+    def copy(self) -> KeptTable:
+        return replace(self, keys=self.keys.clone(), tokens=self.tokens.clone(), log_probs=self.log_probs.clone())
 
     def fits(self, table: NgramTable) -> bool:
         """Return whether the table has the same sets."""
@@ -68,12 +71,16 @@ class HistoryMemory:
 
     Args:
         vocab_size: of the target.
+
+    Attributes:
+        era: another object from every :meth:`clear` or :meth:`load` on: what was known before is not to come back.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._kept: KeptTable | None = None
         self._lock = threading.Lock()
+        self.era = object()
 
     def __repr__(self) -> str:
         return f"<HistoryMemory: {len(self):,} contexts of a vocabulary of {self.vocab_size:,} tokens>"
@@ -86,27 +93,39 @@ class HistoryMemory:
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
-            self._kept = None
+            self._kept, self.era = None, object()
 
-    def add(self, table: NgramTable) -> None:
-        """Take over what a call's table holds, of all its sequences."""
-        newest = KeptTable.of(table, 0)
+    def add(self, table: NgramTable, began: KeptTable | None) -> KeptTable | None:
+        """Take over what a call's table holds, of all its sequences.
+
+        Args:
+            table: of the call.
+            began: what it holds in any case, as far as it has room: what :meth:`restore` or ``add`` returned.
+
+        Returns:
+            What it holds in any case from here on, of all that is remembered now.
+        """
+        newest = KeptTable.of(table, 0).copy()  # the call's table goes on being written
         for row in range(1, table.keys.shape[0]):
             newest = newest.before(KeptTable.of(table, row))
         with self._lock:
             older = self._kept
-            # A copy in any case: the call's table goes on being written.
-            self._kept = newest.before(older if older is not None and older.fits(table) else newest)
+            if older is not None and older is not began and older.fits(table):  # other calls ended meanwhile
+                self._kept = newest.before(older)
+                return began
+            self._kept = newest
+        return newest
 
-    def restore(self, table: NgramTable) -> None:
-        """Write what is remembered into every sequence of an empty table, in place."""
+    def restore(self, table: NgramTable) -> KeptTable | None:
+        """Write what is remembered into every sequence of an empty table, in place; return it."""
         kept = self._kept
         if kept is None or not kept.fits(table):
-            return
+            return None
         width = min(table.tokens.shape[2], kept.tokens.shape[1])
         table.keys.copy_(kept.keys)
         table.tokens[..., :width] = kept.tokens[:, :width].to(table.tokens.device)
         table.log_probs[..., :width] = kept.log_probs[:, :width].to(table.tokens.device)
+        return kept
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write what is remembered to a safetensors file, as a whole or not at all.
@@ -133,7 +152,7 @@ class HistoryMemory:
         """
         kept = _read(path_of(file), self.vocab_size)
         with self._lock:
-            self._kept = kept
+            self._kept, self.era = kept, object()
 
 
 def _read(file: Path, vocab_size: int) -> KeptTable:
