@@ -106,23 +106,13 @@ class Facts:
         """All that this thread's PyTorch does to operations on the device of the first parameter."""
         return ambient(next((parameter.device for _, parameter in self.parameters), torch.device("cpu")))
 
-    @property
+    @cached_property
     def structure(self) -> tuple[Any, ...]:
         """Equal as long as the model's modules, their settings and its configs are.
 
         Modules are weak references, which equal only themselves. A forward of ours that is running changes nothing
         here. As long as it is equal it is one object, which is soon compared.
         """
-        return self._structure_and_proofs[0]
-
-    @cached_property
-    def _structure_and_proofs(self) -> tuple[tuple[Any, ...], dict[Hashable, Any]]:
-        structure, kept = self._structure(), _kept.get(self.model)
-        if kept is None or kept[0] != structure:
-            kept = _kept[self.model] = structure, {}
-        return kept
-
-    def _structure(self) -> tuple[Any, ...]:
         modules = [
             (
                 weakref.ref(module),
@@ -142,12 +132,17 @@ class Facts:
             fields["_attn_implementation_internal"] = str(implementation_of(config))
             configs.append((weakref.ref(config), fields))
         around = tuple(pinned(hook) for hook in foreign_global_hooks())
-        return modules, configs, self.code, around, self.ambient
+        found = modules, configs, self.code, around, self.ambient
+        kept = _kept.get(self.model)
+        return found if kept is None or kept[0] != found else kept[0]
 
-    @property
+    @cached_property
     def proofs(self) -> dict[Hashable, Any]:
         """Answers of proofs since the structure is what it is, in whatever call they were found."""
-        return self._structure_and_proofs[1]
+        kept = _kept.get(self.model)
+        if kept is None or kept[0] != self.structure:
+            kept = _kept[self.model] = self.structure, {}
+        return kept[1]
 
     def proved(self, key: Hashable, prove: Callable[[], _Answer], *, anew: bool = False) -> _Answer:
         """The answer of a proof; one that says that it is passing is not kept. ``anew``: in every call."""

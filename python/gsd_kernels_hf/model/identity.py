@@ -21,13 +21,13 @@ After those, ``handle.clear()`` forgets everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..packed.adapters import stored_in
+from ..packed.adapters import LibraryWeights, stored_in
 from ..packed.samples import samples, versions
 from .facts import Facts, fact
 
@@ -63,27 +63,28 @@ class ModelState:
 @fact
 def tensors_in(facts: Facts) -> list[Tensor]:
     """The tensors behind the modules' own parameters, buffers and variables, and a library's beside; of each once."""
-    return [
-        tensor
-        for (_, module), (_, others) in zip(facts.modules, facts.variables, strict=True)
-        for tensor in _tensors_of(module, others)
-    ]
+    found = []
+    for (_, module), (_, others), stored in zip(facts.modules, facts.variables, stored_by(facts), strict=True):
+        values = [value for holder in (module._parameters, module._buffers, others) for value in list(holder.values())]
+        tensors = {id(part): part for value in values if isinstance(value, Tensor) for part in parts_of(value)}
+        if stored is not None:
+            tensors |= {id(tensor): tensor for tensor in stored.tensors}
+        found += tensors.values()
+    return found
 
 
-def _tensors_of(module: nn.Module, others: Mapping[str, Any]) -> Iterable[Tensor]:
-    values = [value for holder in (module._parameters, module._buffers, others) for value in list(holder.values())]
-    tensors = {id(part): part for value in values if isinstance(value, Tensor) for part in parts_of(value)}
-    stored = stored_in(module)
-    if stored is not None:
-        tensors |= {id(tensor): tensor for tensor in stored.tensors}
-    return tensors.values()
+@fact
+def stored_by(facts: Facts) -> list[LibraryWeights | None]:
+    """How a library keeps the weights of the modules, in their order."""
+    return [stored_in(module) for _, module in facts.modules]
 
 
 @fact
 def places(facts: Facts) -> tuple[Any, ...]:
-    """Where the tensors of all modules lie, and how."""
+    """Where the tensors of all modules lie, and as what."""
     tensors = (tensor for tensor in tensors_in(facts) if not tensor.is_meta)
-    return tuple((t.data_ptr(), type(t), t.dtype, t.device, t.shape, t.stride()) for t in tensors)
+    libraries = tuple((s.name, s.dtype, s.problem, s.rounds_rows) for s in stored_by(facts) if s is not None)
+    return *((t.data_ptr(), type(t), t.dtype, t.device, t.shape, t.stride()) for t in tensors), libraries
 
 
 def held_by(function: Callable[..., Any]) -> Iterator[Tensor]:

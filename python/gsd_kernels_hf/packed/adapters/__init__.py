@@ -26,6 +26,6 @@ def stored_in(module: nn.Module) -> LibraryWeights | None:
     weight = module._parameters.get("weight")
     if type(weight) is nn.Parameter and weight.is_floating_point():  # dense, as most are; asked often
         return None
-    if weight is None and not module._buffers:  # no linear layer, or one of nothing that a library kept
+    if not module._parameters and not module._buffers:  # as parts that hold others
         return None
     return next((stored for adapter in ADAPTERS if (stored := adapter(module)) is not None), None)
