@@ -36,7 +36,7 @@ BUDGET = {
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
     "python/gsd_kernels_hf/corpus": 5,
     "python/gsd_kernels_hf/costs": 20,
-    "python/gsd_kernels_hf/engine": 77,  # 76 before files of the package were found too
+    "python/gsd_kernels_hf/engine": 80,  # 77 before strings that end a text were looked for without a vocabulary's table
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 170,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 64,
@@ -47,7 +47,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 93,
     "python/gsd_kernels_train/recipes": 26,
-    "tests": 1882,  # 1916 before one contract stood for the layouts of drafters, and others for their likes
+    "tests": 1883,  # 1880 before the server's and the commands' findings had a test each
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

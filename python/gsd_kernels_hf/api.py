@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import StopStringCriteria
 
 from . import validate
 from .engine.decoder import GraphDecoder
@@ -27,6 +26,7 @@ from .engine.output import GraphGenerateOutput
 from .engine.resolved import Sources
 from .engine.screen import check_names, report_draft_lengths, screen
 from .engine.stats import GenerationStats
+from .engine.stop_strings import StopStrings
 from .model import properties
 from .model.facts import looking
 from .packed import copies
@@ -108,7 +108,7 @@ def generate(
         # transformers hands no tokenizer to a custom decoding function, so its criterion is made here.
         if decoder.tokenizer is None:
             raise ValueError("stop_strings: need the tokenizer; pass tokenizer=")
-        own = StopStringCriteria(stop_strings=merged.stop_strings, tokenizer=decoder.tokenizer)
+        own = StopStrings(decoder.tokenizer, merged.stop_strings)
         stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), own])
         kwargs["stop_strings"] = None
     handle = handle_of(model)
