@@ -231,12 +231,13 @@ class Decoding:
         """
         call, begun, prompt = self.call, time.perf_counter(), input_ids.shape[1]
         inner = kwargs.pop("streamer", None)
+        streamer = Listener(call, self.stopping, inner)
         try:
+            streamer.ask()
             config = call.options.fitted(prompt)
             kwargs |= {"generation_config": config, **self._speculation(input_ids)}
             if processors := call.options.processors(prompt):
                 kwargs["logits_processor"] = LogitsProcessorList(processors)
-            streamer = Listener(call, self.stopping, inner)
             if call.options.echoes and call.options.top is not None:
                 call.echoed = of_prompt(self.handle.model, input_ids, call.options.top, streamer.ask)
             kwargs |= {"tokenizer": tokenizer, "seed": call.seed, "streamer": streamer, "observer": call.recorder}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import os
@@ -57,6 +58,23 @@ class _Switching:
 
 
 _SWITCHING = _Switching()
+
+
+def in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
+    """Have an event loop call a function, from another thread; a loop that is closed hears nothing."""
+    with contextlib.suppress(RuntimeError):  # the server has ended
+        loop.call_soon_threadsafe(function, *args)
+
+
+async def outcome_of(future: concurrent.futures.Future[T]) -> T:
+    """What another thread's future comes to, which goes on where nobody waits any more."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    future.add_done_callback(lambda _: in_loop(loop, done.set))
+    await done.wait()
+    try:
+        return future.result()
+    finally:
+        del future  # an error would have itself among the variables of its traceback
 
 
 class Preparing:
@@ -122,7 +140,7 @@ class _Work:
         except _TooSlow:  # nobody waits
             pass
         finally:
-            self._in_loop(self.release)
+            in_loop(self.loop, self.release)
 
     def _called(self) -> tuple[Any, Exception | None]:
         try:
@@ -143,8 +161,4 @@ class _Work:
             else:
                 self.outcome.set_exception(error)
 
-        self._in_loop(tell)
-
-    def _in_loop(self, function: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-            self.loop.call_soon_threadsafe(function)
+        in_loop(self.loop, tell)

@@ -6,9 +6,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from jinja2 import TemplateError
@@ -25,7 +26,7 @@ from .calls import Call, ClientGoneError, Decoding, Piece, StoppingError, Writer
 from .checks import Refused
 from .limits import Limits
 from .logprobs import Pieces
-from .preparing import BusyError, Preparing
+from .preparing import BusyError, Preparing, in_loop, outcome_of
 from .processors import Grammars
 from .shown import BAD_CHAT, check_shown
 from .text_options import TextOptions, text_options
@@ -35,6 +36,8 @@ call_of: ContextVar[Call] = ContextVar("call")
 
 receive: ContextVar[Any] = ContextVar("receive")
 """ASGI's function of the connection."""
+
+T = TypeVar("T")
 
 ERRORS = (ClientGoneError, StoppingError, BusyError, ValueError, TypeError, KeyError, OverflowError, TemplateError)
 """Of a request: they have an answer of their own, and no traceback in the log."""
@@ -49,6 +52,24 @@ _FIELDS = {
 """What ``generate`` calls a field."""
 
 
+class _Turn:
+    """A function in the queue, called once: a text's. One whose client has gone holds nothing until its turn."""
+
+    def __init__(self, call: Call, function: Callable[[], Any]) -> None:
+        self.gone = call.gone
+        self.function: Callable[[], Any] | None = function
+
+    def waits(self) -> bool:
+        """Return whether its turn is to come, and somebody waits for it."""
+        if self.gone.is_set():
+            self.function = None
+        return self.function is not None
+
+    def __call__(self) -> Any:
+        function, self.function = self.function, None
+        return None if function is None else function()
+
+
 class Queue(GenerateManager):
     """transformers' thread that decodes one text after another; each with its seed and its statistics."""
 
@@ -57,6 +78,7 @@ class Queue(GenerateManager):
     ) -> None:
         self.handle, self.tokenizer = handle, tokenizer  # the same in every text, whose tokens are read once
         self.stopping, self.speculates = stopping, speculates
+        self.turns: list[_Turn] = []
         super().__init__()
 
     def generate_streaming(
@@ -74,7 +96,7 @@ class Queue(GenerateManager):
         writer = Writer(call, processor, response_parser)
 
         def send(value: Any) -> None:
-            loop.call_soon_threadsafe(waiting.put_nowait, value)
+            in_loop(loop, waiting.put_nowait, value)
 
         def take(piece: Piece) -> None:
             if type(piece.value) is str:
@@ -91,7 +113,7 @@ class Queue(GenerateManager):
                 send(_StreamError(answer_of(error, fields.RESPONSES)[1]["error"]["message"]))
 
         writer.begin(take)
-        self.submit(run)
+        self.turn(call, run)
         return waiting, writer
 
     async def generate_non_streaming(
@@ -100,11 +122,17 @@ class Queue(GenerateManager):
         """Generate like transformers' own, with a writer that keeps log-probabilities."""
         call = call_of.get()
         writer = Writer(call, processor)
-        decode = self.decoding(call, request_id).generate
-        await self.async_submit(decode, tokenizer=self.tokenizer, streamer=writer, **inputs)
+        decode = partial(self.decoding(call, request_id).generate, tokenizer=self.tokenizer, streamer=writer, **inputs)
+        await outcome_of(self.turn(call, decode))
         call.written = [writer.entries]
         text = processor.decode(call.ids, skip_special_tokens=True)
         return text, inputs["input_ids"].shape[-1], call.ids
+
+    def turn(self, call: Call, function: Callable[[], T]) -> concurrent.futures.Future[T | None]:
+        """Have the thread call a function for a text; what waits for clients that have gone is let go of."""
+        self.turns = [turn for turn in self.turns if turn.waits()]
+        self.turns.append(turn := _Turn(call, function))
+        return self.submit(turn)
 
     def decoding(self, call: Call, name: str) -> Decoding:
         """The object that decodes a text."""
@@ -214,7 +242,7 @@ class Service:
 
     async def decode(self, call: Call, ids: list[int], name: str, writer: Writer) -> None:
         """Wait for a text, which goes to ``writer``."""
-        await self.queue.async_submit(self._generate, call, ids, name, writer)
+        await outcome_of(self.queue.turn(call, partial(self._generate, call, ids, name, writer)))
 
     def begin(self, call: Call, ids: list[int], name: str, writer: Writer) -> asyncio.Queue[Piece | Exception | None]:
         """Have a text decoded, whose pieces :meth:`pieces_of` takes from this queue."""
@@ -222,17 +250,19 @@ class Service:
         waiting: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
 
         def send(piece: Piece | Exception | None) -> None:
-            loop.call_soon_threadsafe(waiting.put_nowait, piece)
+            in_loop(loop, waiting.put_nowait, piece)
 
         def run() -> None:
             try:
                 self._generate(call, ids, name, writer)
                 send(None)
+            except ClientGoneError:
+                send(None)
             except Exception as error:
                 send(error)
 
         writer.begin(send)
-        self.queue.submit(run)
+        self.queue.turn(call, run)
         return waiting
 
     async def first_token(self, call: Call) -> None:
@@ -243,7 +273,7 @@ class Service:
             ClientGoneError, StoppingError: nobody waits for the text.
         """
         async with self.connected(call.gone):
-            await asyncio.shield(asyncio.wrap_future(call.begun))
+            await outcome_of(call.begun)
 
     @staticmethod
     async def pieces_of(waiting: asyncio.Queue[Piece | Exception | None]) -> AsyncIterator[Piece]:
@@ -259,16 +289,29 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def connected(self, gone: threading.Event) -> AsyncIterator[None]:
-        """Watch the connection of a request that is no stream meanwhile; what the client sent has been read."""
+        """Watch the connection of a request that is no stream meanwhile; what the client sent has been read.
+
+        Raises:
+            ClientGoneError: the client closed it. Whatever is waited for within ends at once; its place is free.
+        """
+        waiter = asyncio.current_task()
+        assert waiter is not None
 
         async def watch(ask: Any) -> None:
             while (await ask())["type"] != "http.disconnect":
                 pass
             gone.set()
+            waiter.cancel()
 
         watching = asyncio.create_task(watch(receive.get()))
         try:
             yield
+        except asyncio.CancelledError:
+            if not gone.is_set():
+                raise
+            if hasattr(waiter, "uncancel"):  # from Python 3.11 on
+                waiter.uncancel()
+            raise ClientGoneError from None
         finally:
             watching.cancel()
 

@@ -58,7 +58,7 @@ class StopStrings(StopStringCriteria):
         return None, 0, 0
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Which texts have just been ended, bool [B]; ``input_ids`` [B, L]."""
+        """Say of every text, [B, L], whether a string has just ended it: bool [B]."""
         rows = input_ids[:, -self.maximum_token_len :].tolist()
         ended = [any(self._ended(row, string) for string in self.wanted) for row in rows]
         return torch.tensor(ended, device=input_ids.device, dtype=torch.bool)

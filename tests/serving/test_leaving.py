@@ -1,0 +1,92 @@
+"""Clients that leave, and texts that fail: their place and their memory are free at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+from served import ASKED, LENGTH, row_id
+
+from gsd_kernels_serve import fields, service
+from gsd_kernels_serve.calls import Listener
+from gsd_kernels_serve.door import Door
+
+pytestmark = pytest.mark.slow
+
+STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+ENDPOINTS = pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
+
+
+@pytest.fixture
+def held(server, monkeypatch):
+    """A text that the thread of all decodings is busy with."""
+    begun, over = threading.Event(), threading.Event()
+
+    def ask(self, whole=Listener.ask):
+        begun.set()
+        over.wait(60)
+        return whole(self)
+
+    monkeypatch.setattr(Listener, "ask", ask)
+    thread = threading.Thread(target=lambda: server.raw(fields.COMPLETIONS, {"prompt": "x", "max_tokens": 1}))
+    thread.start()
+    assert begun.wait(60)
+    yield
+    over.set()
+    thread.join()
+
+
+def door_of(server) -> Door:
+    """What counts requests."""
+    part = server.server.config.app.middleware_stack
+    while not isinstance(part, Door):
+        part = part.app
+    return part
+
+
+def leave(server, endpoint: str, stream: bool) -> None:
+    """Send a request, wait until it is under way, and go."""
+    body = json.dumps({**ASKED[endpoint], LENGTH[endpoint]: 2, "stream": stream}).encode()
+    with socket.create_connection(server.socket.getsockname()) as client:
+        lines = f"POST {endpoint} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"
+        client.sendall("\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode() + body)
+        wait_for(lambda: door_of(server).under_way == 2)
+
+
+def wait_for(what) -> None:
+    until = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@STREAMS
+@ENDPOINTS
+def test_who_left_while_it_waited_has_no_place(endpoint, stream, server, held):
+    queue = server.server.config.app.state.queue
+    for _ in range(2):
+        leave(server, endpoint, stream)
+        wait_for(lambda: door_of(server).under_way == 1)
+    assert len(queue.turns) <= 2, "of whom left, and of its prompt, nothing is kept but by the last"
+
+
+def test_a_loop_that_is_closed_hears_nothing_and_the_thread_goes_on(monkeypatch):
+    """A second Ctrl-C closes it beside a text; the thread of all decodings ended with a traceback then."""
+    over = threading.Event()
+    monkeypatch.setattr(service.Decoding, "generate", lambda *_, **__: over.wait(20))
+    queue = service.Queue(None, SimpleNamespace(), threading.Event(), True)
+
+    async def ask() -> None:
+        service.call_of.set(SimpleNamespace(gone=threading.Event()))
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(queue.generate_non_streaming(None, None, {}, None, "name"), 0.05)
+
+    asyncio.run(ask())
+    over.set()
+    assert queue.wait(20)
