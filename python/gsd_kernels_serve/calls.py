@@ -7,6 +7,7 @@ import logging
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -172,6 +173,18 @@ class Writer:
         return len(self.entries)
 
 
+def forget_calls(error: BaseException | None) -> None:
+    """Let go of the variables of all calls that an error and those before it came through, caches among them.
+
+    An error outlives its text: a future, a queue and a log have it, in cycles that the garbage collection finds late.
+    """
+    known: set[int] = set()
+    while error is not None and id(error) not in known:
+        known.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 class Listener:
     """A streamer between a decoding and the one of its request, if that has one.
 
@@ -249,6 +262,7 @@ class Decoding:
             log.warning("%s ended after %.2f s: %s", self.name, time.perf_counter() - begun, reason)
             if call.options.named and isinstance(error, _BAD) and not isinstance(error, Refused):
                 error = refused_config(call.options.named, error)
+            forget_calls(error)
             if not call.begun.done():
                 call.begun.set_exception(error)
             raise error

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
 import time
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 from served import ASKED, LENGTH, row_id
 
+from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_serve import fields, service
 from gsd_kernels_serve.calls import Listener
 from gsd_kernels_serve.door import Door
@@ -74,6 +77,40 @@ def test_who_left_while_it_waited_has_no_place(endpoint, stream, server, held):
         leave(server, endpoint, stream)
         wait_for(lambda: door_of(server).under_way == 1)
     assert len(queue.turns) <= 2, "of whom left, and of its prompt, nothing is kept but by the last"
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("why", ["left", "refused", "failed"])
+@STREAMS
+@ENDPOINTS
+def test_a_text_that_ends_early_gives_its_cache_back(endpoint, stream, why, server, monkeypatch):
+    """At once: an error has the variables of all calls that it came through, and the cycles that it is in are many."""
+    sessions = []
+
+    def begin(self, *args, whole=Session.begin, **kwargs):
+        sessions.append(weakref.ref(self))
+        return whole(self, *args, **kwargs)
+
+    def put(self, value, whole=Listener.put):
+        whole(self, value)
+        if why == "left" and self.call.begun.done():
+            self.call.gone.set()
+            self.ask()
+        if self.call.begun.done():
+            raise ValueError("no") if why == "refused" else Broken("no")
+
+    monkeypatch.setattr(Session, "begin", begin)
+    monkeypatch.setattr(Listener, "put", put)
+    gc.collect()
+    gc.disable()
+    try:
+        server.raw(endpoint, {**ASKED[endpoint], LENGTH[endpoint]: 8, "stream": stream, "temperature": 0})
+        assert sessions and not [session for session in sessions if session() is not None]
+    finally:
+        gc.enable()
 
 
 def test_a_loop_that_is_closed_hears_nothing_and_the_thread_goes_on(monkeypatch):
