@@ -36,7 +36,7 @@ BUDGET = {
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
     "python/gsd_kernels_hf/corpus": 5,
     "python/gsd_kernels_hf/costs": 20,
-    "python/gsd_kernels_hf/engine": 80,  # 77 before strings that end a text were looked for without a vocabulary's table
+    "python/gsd_kernels_hf/engine": 80,  # 77 before strings that end a text needed no table of a vocabulary
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 170,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 64,

@@ -20,12 +20,6 @@ THREAD = "gsd_kernels request"
 ASIDE_NICENESS = 19
 """Niceness of a thread for whose outcome nobody waits any more."""
 
-SWITCH_SECONDS = 2e-4
-"""After which a thread of Python's code lets others go on, while requests are read.
-
-Under Python's 5 ms, a token of another request, which takes the interpreter's lock some twenty times, takes a second.
-"""
-
 T = TypeVar("T")
 
 
@@ -35,29 +29,6 @@ class BusyError(RuntimeError):
 
 class _TooSlow(BaseException):
     """Raised inside a thread whose time is over; of no kind that code within catches."""
-
-
-class _Switching:
-    """Has threads take turns sooner, while it is entered once or more; the process's own interval comes back."""
-
-    def __init__(self) -> None:
-        self.lock, self.entered, self.own = threading.Lock(), 0, 0.0
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.entered:
-                self.own = sys.getswitchinterval()
-                sys.setswitchinterval(min(self.own, SWITCH_SECONDS))
-            self.entered += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self.lock:
-            self.entered -= 1
-            if not self.entered:
-                sys.setswitchinterval(self.own)
-
-
-_SWITCHING = _Switching()
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
@@ -135,8 +106,7 @@ class _Work:
 
     def _run(self) -> None:
         try:
-            with _SWITCHING:
-                self._tell(self._called())
+            self._tell(self._called())
         except _TooSlow:  # nobody waits
             pass
         finally:
