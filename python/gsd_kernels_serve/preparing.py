@@ -66,13 +66,19 @@ class Preparing:
 
         Raises:
             Refused: it takes too long; the error names ``field``.
-            BusyError: other requests took all places for as long.
+            BusyError: other requests took all places for as long, or the system gives no thread.
         """
         try:
             await asyncio.wait_for(self.places.acquire(), self.seconds)
         except asyncio.TimeoutError:
             raise BusyError("other requests are being read; try again later") from None
-        work = _Work(asyncio.get_running_loop(), lambda: function(*args), self.places.release)
+        try:
+            work = _Work(asyncio.get_running_loop(), lambda: function(*args), self.places.release)
+        except BaseException as error:  # it has no thread, which would free the place
+            self.places.release()
+            if isinstance(error, RuntimeError):
+                raise BusyError(f"{error}; try again later") from error
+            raise
         try:
             return await asyncio.wait_for(work.outcome, self.seconds)
         except asyncio.TimeoutError:

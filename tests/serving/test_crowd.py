@@ -317,6 +317,24 @@ def test_a_thread_that_is_told_to_end_does_so_wherever_it_is():
     asyncio.run(run())
 
 
+def test_a_thread_that_cannot_start_takes_no_place(monkeypatch):
+    import asyncio
+
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> None:
+        prepare = preparing.Preparing(0.5, 1)
+        with monkeypatch.context() as context:
+            context.setattr(threading.Thread, "start", start)
+            for _ in range(3):
+                with pytest.raises(preparing.BusyError, match="can't start new thread; try again later"):
+                    await prepare("field", int)
+        assert await prepare("field", int) == 0
+
+    asyncio.run(run())
+
+
 def test_threads_take_turns_sooner_while_an_application_lives():
     """Whatever holds the interpreter: a template, or the processors of a text."""
     own = sys.getswitchinterval()
