@@ -54,6 +54,9 @@ def command(
     pair = _load(model, models)
     if not pair.tokenizer.chat_template:
         raise ValueError("--model: its tokenizer has no chat template; take a chat model, or gsd-kernels generate")
+    opening = [] if system is None else [_turn("system", system)]
+    if opening:
+        pair.templated([*opening, _turn("user", "Hello")], "--system")
     name = NAME if model is None else Path(model).name
     err.print(f"{name}, {pair.described}", style="dim", markup=False, soft_wrap=True)
     import gsd_kernels
@@ -62,7 +65,7 @@ def command(
     shape = {"graph_config": pair.shape(config), "backend": backend}
     handle = gsd_kernels.patch(pair.target, **pair.speculation, **shape)
     try:
-        _converse(Conversation(pair, handle, arguments, [] if system is None else [_turn("system", system)]))
+        _converse(Conversation(pair, handle, arguments, opening))
     finally:
         gsd_kernels.unpatch(pair.target)
 
@@ -113,7 +116,7 @@ class Conversation:
         from .streaming import StdoutStreamer, is_cut
 
         tokenizer, turns = self.pair.tokenizer, [*self.turns, _turn("user", message)]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = self.pair.templated(turns, "--model")
         inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(self.pair.device)
         arguments = self._within(inputs["input_ids"].shape[1])
         with ExitStack() as waiting:
@@ -187,9 +190,9 @@ def _converse(conversation: Conversation) -> None:
         elif message.strip():
             if answered and not typed:
                 print()  # an empty line between answers that follow each other
-            answered = True
             try:
                 conversation.answer(message)
+                answered = True
             except ValueError as error:
                 err.print(f"gsd-kernels: {error}", markup=False, soft_wrap=True)
             except KeyboardInterrupt:  # before the answer began, or a second one as it ended

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -32,6 +33,9 @@ from gsd_kernels_hf.sources.load import OWN, Drafter, load_drafter
 
 from . import ranks, values
 from .values import NONE, WITHOUT_MODEL
+
+BAD_CHAT = (TemplateError, ValueError, TypeError, KeyError)
+"""What templates raise for chats that they do not take."""
 
 
 @dataclass
@@ -80,14 +84,21 @@ class LoadedPair:
         if chat:
             if not self.tokenizer.chat_template:
                 raise ValueError("--chat: the tokenizer has no chat template")
-            prompts = [
-                self.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-                )
-                for prompt in prompts
-            ]
+            prompts = [self.templated([{"role": "user", "content": prompt}], "--chat") for prompt in prompts]
         encoded = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not chat)
         return {name: encoded[name].to(self.device) for name in ("input_ids", "attention_mask")}
+
+    def templated(self, turns: list[dict[str, str]], option: str) -> str:
+        """The text of a chat, up to where its answer begins.
+
+        Raises:
+            ValueError: the template does not take it; the error names ``option``.
+        """
+        try:
+            written = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except BAD_CHAT as error:
+            raise ValueError(f"{option}: the chat template: {' '.join(str(error).split())}") from error
+        return str(written)
 
     @property
     def padding(self) -> dict[str, Any]:

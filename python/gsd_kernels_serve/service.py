@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving import utils
 from transformers.cli.serving.utils import GenerateManager, GenerationState, _StreamError
 
+from gsd_kernels_cli.pair import BAD_CHAT
 from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
 
@@ -28,7 +29,7 @@ from .limits import Limits
 from .logprobs import Pieces
 from .preparing import BusyError, Preparing, in_loop, outcome_of
 from .processors import Grammars
-from .shown import BAD_CHAT, check_shown
+from .shown import check_shown
 from .text_options import TextOptions, text_options
 
 call_of: ContextVar[Call] = ContextVar("call")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from .checks import Refused
+from gsd_kernels_cli.pair import BAD_CHAT
 
-BAD_CHAT = (TemplateError, ValueError, TypeError, KeyError)
-"""What templates raise for chats that they do not take."""
+from .checks import Refused
 
 
 def check_shown(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], field: str) -> None:

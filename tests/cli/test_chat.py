@@ -73,6 +73,20 @@ def test_what_cannot_chat_is_refused(tmp_path):
     assert result.exit_code == 2 and "has no chat template" in result.stderr
 
 
+def test_a_template_that_refuses_is_told_in_one_line(tmp_path):
+    """jinja2's errors are no ``ValueError``."""
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no\\nsystem') }}{% endif %}"
+    picky = "{% if 'bad' in messages[-1]['content'] %}{{ raise_exception('bad word') }}{% endif %}"
+    folder = save_pair(tmp_path, chat_template=refusing + picky + TEMPLATE)[0]
+    result = chat("--model", folder, "--system", "Be brief.", stdin="import os\n")
+    assert result.exit_code == 2 and "error: --system: the chat template: no system" in result.stderr, result.output
+    result = chat("--model", folder, "--max-new-tokens", 2, stdin="bad\nimport os\n")
+    assert result.exit_code == 0 and "gsd-kernels: --model: the chat template: bad word" in result.stderr
+    assert len(result.stdout.splitlines()) == 1
+    result = CliRunner().invoke(app, ["generate", "--model", str(folder), "--chat", "bad"])
+    assert result.exit_code == 2 and "error: --chat: the chat template: bad word" in result.stderr, result.output
+
+
 @pytest.fixture
 def conversation(model):
     pair = load_pair(model, None, dtype="float32", device="cpu")
