@@ -108,7 +108,7 @@ class Conversation:
         self.turns = list(self.opening)
 
     def answer(self, message: str) -> None:
-        """Stream the answer to a message. Ctrl-C stops it; what was said by then stays.
+        """Stream the answer to a message. On a terminal Ctrl-C stops it; what was said by then stays.
 
         Raises:
             ValueError: the conversation has no position left for an answer; it is as it was before.
@@ -126,6 +126,8 @@ class Conversation:
                 self.pair.target.generate(**inputs, **self.pair.padding, **arguments, streamer=streamer)
             except KeyboardInterrupt:
                 streamer.end()
+                if not _is_typed():  # nobody is there to go on
+                    raise
                 err.print("(stopped)", style="dim")
         if is_cut(self.pair.target, streamer.tokens, most := arguments["max_new_tokens"]):
             why = "--max-new-tokens" if most == self.arguments["max_new_tokens"] else "no position is left"

@@ -95,18 +95,29 @@ def conversation(model):
     gsd_kernels.unpatch(pair.target)
 
 
-def test_an_answer_that_is_stopped_stays_as_far_as_it_came(conversation, monkeypatch, capsys):
+def interrupt(patch, tokens: int) -> None:
+    """Press Ctrl-C in an answer."""
     from gsd_kernels_cli.streaming import StdoutStreamer
 
-    put, whole = StdoutStreamer.put, answers(conversation.pair.target.name_or_path, "import os")[0]
-
-    def stop(self, value):
+    def stop(self, value, put=StdoutStreamer.put):
         put(self, value)
-        if len(self.tokens) >= 4:
+        if len(self.tokens) >= tokens:
             raise KeyboardInterrupt
 
+    patch.setattr(StdoutStreamer, "put", stop)
+
+
+def test_an_interrupt_ends_messages_that_are_piped_in(model, monkeypatch):
+    interrupt(monkeypatch, tokens=2)
+    result = chat("--model", model, "--max-new-tokens", TOKENS, stdin="import os\nimport os\n")
+    assert result.exit_code == 130 and "interrupted" in result.stderr and "(stopped)" not in result.stderr
+
+
+def test_an_answer_that_is_stopped_stays_as_far_as_it_came(conversation, monkeypatch, capsys):
+    whole = answers(conversation.pair.target.name_or_path, "import os")[0]
     with monkeypatch.context() as patch:
-        patch.setattr(StdoutStreamer, "put", stop)
+        interrupt(patch, tokens=4)
+        patch.setattr("gsd_kernels_cli.chat._is_typed", lambda: True)
         conversation.answer("import os")
     said = conversation.turns[-1]["content"]
     assert said and whole.startswith(said) and said != whole and said in capsys.readouterr().out
