@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pkgutil
 import re
@@ -85,7 +86,10 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in self.lazy:
             return LazyCommand(cmd_name, *self.lazy[cmd_name])
-        return super().get_command(ctx, cmd_name)
+        command = super().get_command(ctx, cmd_name)
+        for param in [] if command is None else command.params:
+            param.callback = param.callback or finite
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -118,6 +122,17 @@ class Commands(TyperGroup):
         command = self.get_command(ctx, ctx.invoked_subcommand)
         group = isinstance(command, LazyCommand)  # whose commands have them
         return f"{option}{colon}{rest}" if group or any(option in param.opts for param in command.params) else message
+
+
+def finite(_: Any, param: Any, value: Any) -> Any:
+    """The number of an option. ``nan`` passes all bounds, and ``inf`` those that have no other end.
+
+    Raises:
+        ValueError: it is neither finite nor the default.
+    """
+    if isinstance(value, float) and not math.isfinite(value) and value != param.default:
+        raise ValueError(f"{param.opts[0]}: expected a finite number, got {value}")
+    return value
 
 
 def check_arguments(given: Sequence[str]) -> None:

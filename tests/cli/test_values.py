@@ -81,6 +81,28 @@ def test_a_wrong_shape_is_refused_before_a_model_is_loaded(monkeypatch):
     assert error("check", "--graph-config", "", "x").startswith("--graph-config: unknown name ''")
 
 
+# ---- numbers
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-nan"])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("generate", "--temperature"),
+        ("generate", "--top-p"),
+        ("chat", "--min-p"),
+        ("check", "--tp-timeout"),
+        ("serve", "--max-seconds"),
+        ("train-heads", "--lr"),
+    ],
+)
+def test_numbers_are_finite(command, option, value):
+    """Typer says so where its bounds meet the value: ``nan`` from some release on, ``inf`` at an upper one."""
+    result = CliRunner().invoke(app, [command, f"{option}={value}"])
+    said = f"error: {option}: expected a finite number", f"Invalid value for '{option}'"
+    assert result.exit_code == 2 and any(text in result.stderr for text in said), result.output
+
+
 # ---- prompts
 
 
