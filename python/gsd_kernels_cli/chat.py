@@ -50,6 +50,8 @@ def command(
     itself, unless another one is named. Text that is piped in is a message a line.
     """
     check_draft(model, models.draft)
+    if sys.stdin is None:
+        raise ValueError("stdin: is closed; messages come from a terminal, a pipe or a file")
     config = read_graph_config(graph_config)
     pair = _load(model, models)
     if not pair.tokenizer.chat_template:

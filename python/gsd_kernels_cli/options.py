@@ -318,7 +318,7 @@ def read_prompts(
         ValueError: a prompt is empty, or ``several_processes`` would have to share stdin.
     """
     texts = []
-    files = files or ([] if arguments or sys.stdin.isatty() else ["-"])
+    files = files or ([] if arguments or sys.stdin is None or sys.stdin.isatty() else ["-"])
     if several_processes and "-" in files:
         raise ValueError("--tp: processes cannot share stdin; give the prompt as an argument or by --prompt-file")
     for name in files:
@@ -335,5 +335,7 @@ def read_prompts(
 
 
 def _stdin() -> str:
+    if sys.stdin is None:
+        raise ValueError("prompt: stdin is closed; give one as an argument or by --prompt-file")
     raw = getattr(sys.stdin, "buffer", None)
     return sys.stdin.read() if raw is None else decode_utf8(raw.read(), "prompt", "stdin")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -121,6 +122,18 @@ def test_prompt_files_are_refused_by_name(tmp_path):
         assert error(command, "--prompt-file", gone, code=1) == f"--prompt-file: no such file: {gone}"
     assert error("generate", stdin=b"a\xffb").startswith("prompt: stdin is not UTF-8 text (byte 1")
     assert error("generate", stdin="").startswith("prompt: stdin is empty")
+
+
+def test_a_closed_stdin_is_told(monkeypatch):
+    """``<&-``: Python has ``None`` in its place."""
+    for command, said in (("generate", "prompt: give one as an argument"), ("chat", "stdin: is closed")):
+        line = f"{shlex.quote(sys.executable)} -m gsd_kernels_hf {command} <&-"
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith(f"gsd-kernels: error: {said}")
+    monkeypatch.setattr(sys, "stdin", None)
+    assert read_prompts(["x"], None, lines=False) == ["x"] and read_prompts(None, None, lines=False) == []
+    with pytest.raises(ValueError, match="prompt: stdin is closed"):
+        read_prompts(None, ["-"], lines=False)
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
