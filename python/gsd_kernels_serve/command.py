@@ -105,8 +105,9 @@ def command(
     has the statistics of its decoding in the field gsd_kernels, a stream in its last event. Ctrl-C ends it.
     """
     check_draft(model, models.draft)
-    from .listen import bind, is_loopback, names_of
+    from .listen import bind, host_names, is_loopback, names_of, origins_of
 
+    hosts, origins = host_names(access.allowed_host), origins_of(access.cors)
     with bind(host, port) as where:
         with progress("loading the models"):
             from .installed import check_installed
@@ -128,8 +129,8 @@ def command(
             handle,
             pair.tokenizer,
             speculates=decoding["graph_config"] != PLAIN,
-            origins=access.cors or (),
-            hosts=names_of(host, access.allowed_host or ()),
+            origins=origins,
+            hosts=names_of(host, hosts),
             limits=Limits(limits.max_body, limits.max_prompt, limits.max_seconds, limits.max_requests),
         )
         if not is_loopback(host):

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from .limits import READ_SECONDS, Limits
+from .listen import name_of
 from .service import answer_of
 from .service import receive as connection
 
@@ -81,9 +82,7 @@ class Door:
 
 def host_of(scope: Any) -> str:
     """The name or address that a request calls this machine by, without its port."""
-    host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
-    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-    return name.removesuffix(".")
+    return name_of(dict(scope["headers"]).get(b"host", b"").decode("latin-1"))
 
 
 async def _refuse(error: HTTPException, scope: Any, receive: Any, send: Any) -> None:

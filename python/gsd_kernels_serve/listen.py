@@ -30,7 +30,46 @@ def names_of(host: str, allowed: Sequence[str]) -> list[str] | None:
     """
     if not allowed and not is_loopback(host):
         return None
-    return [*LOOPBACK, host, *allowed]
+    return [*LOOPBACK, name_of(host), *allowed]
+
+
+def name_of(host: str) -> str:
+    """The name or address in ``name``, ``name:port``, ``[address]:port`` or an address of IPv6, as it is compared."""
+    if host.startswith("["):
+        host = host.partition("]")[0][1:]
+    elif host.count(":") < 2:
+        host = host.partition(":")[0]
+    return host.lower().removesuffix(".")
+
+
+def host_names(given: list[str] | None) -> list[str]:
+    """``--allowed-host``: names as requests are compared with.
+
+    Raises:
+        ValueError: one could never match.
+    """
+    names = []
+    for host in given or ():
+        names.append(name := name_of(host.strip()))
+        if not name or any(mark in host for mark in "/@") or (name != "*" and "*" in name):
+            raise ValueError(f"--allowed-host: expected a name such as box.local, an address, or *, got {host!r}")
+    return names
+
+
+def origins_of(given: list[str] | None) -> list[str]:
+    """``--cors``: origins as browsers send them.
+
+    Raises:
+        ValueError: one could never match.
+    """
+    origins = []
+    for origin in given or ():
+        scheme, mark, rest = origin.strip().lower().removesuffix("/").partition("://")
+        if not (scheme in ("*", "null") and not mark) and (not scheme or not rest or any(c in rest for c in "/?#*@ ")):
+            raise ValueError(f"--cors: expected an origin such as http://localhost:3000, or *, got {origin!r}")
+        usual = {"http": ":80", "https": ":443"}.get(scheme, "/")
+        origins.append(scheme + mark + rest.removesuffix(usual))
+    return origins
 
 
 def is_loopback(host: str) -> bool:

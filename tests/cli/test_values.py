@@ -104,6 +104,36 @@ def test_numbers_are_finite(command, option, value):
     assert result.exit_code == 2 and any(text in result.stderr for text in said), result.output
 
 
+# ---- who may ask the server
+
+
+def test_names_are_those_that_requests_have_and_others_are_refused():
+    from gsd_kernels_serve.listen import host_names, names_of, origins_of
+
+    given = ["Box:8000", "[::1]", "[FE80::1]:80", "::1", "box.local.", "*", "10.0.0.1:1"]
+    assert host_names(given) == ["box", "::1", "fe80::1", "::1", "box.local", "*", "10.0.0.1"]
+    assert names_of("BOX", ["b"])[-2:] == ["box", "b"]
+    assert origins_of(["http://Localhost:3000/", "*", "null", "https://a.b:443", "http://a:80", "tauri://x"]) == [
+        "http://localhost:3000",
+        "*",
+        "null",
+        "https://a.b",
+        "http://a",
+        "tauri://x",
+    ]
+    assert host_names(None) == origins_of(None) == []
+
+
+@pytest.mark.parametrize("value", ["http://box", "box/", "", ":80", "*.box", "[]"])
+def test_a_host_that_could_never_match_is_refused(value):
+    assert error("serve", "--allowed-host", value).startswith("--allowed-host: expected a name such as box.local")
+
+
+@pytest.mark.parametrize("value", ["localhost:3000", "http://", "http://box/page", "http://*.box", "box", "://box", ""])
+def test_an_origin_that_could_never_match_is_refused(value):
+    assert error("serve", "--cors", value).startswith("--cors: expected an origin such as http://localhost:3000, or *")
+
+
 # ---- prompts
 
 
