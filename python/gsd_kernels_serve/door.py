@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,13 @@ from .listen import name_of
 from .service import answer_of
 from .service import receive as connection
 
+log = logging.getLogger(__name__)
+
 
 class Door:
     """ASGI middleware: bodies have a size and a time, requests a number; handlers see the connection.
+
+    Errors of the server itself are answered here, within what adds the headers that web pages need, and logged.
 
     Args:
         app: the application.
@@ -34,8 +39,11 @@ class Door:
             error = HTTPException(400, f"Host: {host!r} is not this server's name; allow it by --allowed-host")
             await _refuse(error, scope, receive, send)
             return
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        if scope["method"] != "POST":
+            await self._answer(scope, receive, send)
             return
         try:
             body = await asyncio.wait_for(self._body(receive), READ_SECONDS)
@@ -58,9 +66,26 @@ class Door:
         connection.set(receive)
         self.under_way += 1
         try:
-            await self.app(scope, whole, send)
+            await self._answer(scope, whole, send)
         finally:
             self.under_way -= 1
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        begun = False
+
+        async def sent(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sent)
+        except Exception as error:
+            if begun:
+                raise
+            log.exception("%s failed", scope["path"])
+            status, answer = answer_of(error, scope["path"])
+            await JSONResponse(answer, status_code=status)(scope, receive, send)
 
     async def _body(self, receive: Any) -> bytes | None:
         """The body, or ``None`` where the client goes away. What is beyond the bound is read and dropped."""

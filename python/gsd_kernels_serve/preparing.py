@@ -38,7 +38,7 @@ def in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args
 
 
 async def outcome_of(future: concurrent.futures.Future[T]) -> T:
-    """What another thread's future comes to, which goes on where nobody waits any more."""
+    """Return what another thread's future comes to; it goes on where nobody waits any more."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     future.add_done_callback(lambda _: in_loop(loop, done.set))
     await done.wait()

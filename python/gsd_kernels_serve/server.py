@@ -35,7 +35,7 @@ from .door import Door
 from .limits import Limits
 from .preparing import THREAD
 from .responses import Responses
-from .service import ERRORS, OneQueue, Service, answer_of
+from .service import ERRORS, NoModelError, OneQueue, Service, answer_of
 from .texts import Chat, Completions
 
 STOP_SECONDS = 2
@@ -93,8 +93,10 @@ class OneModel(ModelManager):
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """An error as an answer."""
+    """An error as an answer; one of the server itself is left to the door."""
     status, answer = answer_of(error, request.url.path)
+    if status == 500:
+        raise error
     return JSONResponse(answer, status_code=status)
 
 
@@ -117,7 +119,7 @@ def _add_routes(app: FastAPI, manager: OneModel) -> None:
     async def model(name: str) -> Response:
         (entry,) = manager.list_models()
         if name != entry["id"]:
-            raise HTTPException(404, f"there is no model {name!r}; {entry['id']!r} is served")
+            raise NoModelError("model", f"there is no {name!r}; {entry['id']!r} is served")
         return JSONResponse(entry)
 
 
@@ -185,7 +187,7 @@ def make_app(
     app.add_middleware(Door, limits=limits, hosts=hosts)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-    for error in (HTTPException, *ERRORS, Exception):
+    for error in (HTTPException, *ERRORS):
         app.add_exception_handler(error, _refused)
     app.add_exception_handler(RequestValidationError, _no_object)
     app.state.queue, app.state.stopping = service.queue, stopping

@@ -41,7 +41,7 @@ receive: ContextVar[Any] = ContextVar("receive")
 T = TypeVar("T")
 
 ERRORS = (ClientGoneError, StoppingError, BusyError, ValueError, TypeError, KeyError, OverflowError, TemplateError)
-"""Of a request: they have an answer of their own, and no traceback in the log."""
+"""Of a request, where they name one of its fields: they have an answer of their own, and no traceback in the log."""
 
 _FIELDS = {
     "max_new_tokens": ("max_tokens", "max_output_tokens"),
@@ -51,6 +51,10 @@ _FIELDS = {
     "input_ids": tuple(fields.NEEDED.values()),
 }
 """What ``generate`` calls a field."""
+
+
+class NoModelError(Refused):
+    """Another model than the one that is served is asked for."""
 
 
 class _Turn:
@@ -197,7 +201,7 @@ class Service:
     def check_name(self, name: str | None) -> None:
         """Refuse another model."""
         if name not in (None, self.name):
-            raise Refused("model", f"Server is pinned to '{self.name}'; requested '{name}'.")
+            raise NoModelError("model", f"Server is pinned to '{self.name}'; requested '{name}'.")
 
     def text_options(self, body: Mapping[str, Any], source: str) -> TextOptions:
         """Make of a checked request what the decoding takes; ``source``: the field of its prompt."""
@@ -319,20 +323,23 @@ class Service:
 
 def answer_of(error: Exception, endpoint: str | None = None) -> tuple[int, dict[str, Any]]:
     """The status and the body of an error, as OpenAI's clients read it and as FastAPI gives it."""
-    field = None
+    message, field, code = " ".join(str(error).split()), None, None
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, ClientGoneError):
         status, message = 499, "the client went away"
     elif isinstance(error, (StoppingError, BusyError)):
-        status, message = 503, str(error)
-    elif isinstance(error, ERRORS):
-        status, message = 400, " ".join(str(error).split())
-        field = error.field if isinstance(error, Refused) else _field_of(message, endpoint)
+        status = 503
+    elif isinstance(error, NoModelError):
+        status, field, code = 404, error.field, "model_not_found"
+    elif isinstance(error, Refused):
+        status, field = 400, error.field
+    elif isinstance(error, ERRORS) and (field := _field_of(message, endpoint)):  # of generate
+        status = 400
     else:
-        status, message = 500, " ".join(str(error).split()) or type(error).__name__
+        status, message = 500, message or type(error).__name__
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return status, {"error": {"message": message, "type": kind, "param": field, "code": status}, "detail": message}
+    return status, {"error": {"message": message, "type": kind, "param": field, "code": code}, "detail": message}
 
 
 def _field_of(message: str, endpoint: str | None) -> str | None:

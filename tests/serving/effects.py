@@ -31,7 +31,8 @@ def effect(name: str, *endpoints: str):
 @effect("model")
 def model(server, endpoint):
     assert server.got(endpoint)["model"] == "small"
-    assert server.refusal(endpoint, model="other")["param"] == "model"
+    status, found = server.ask(endpoint, model="other")
+    assert status == 404 and found["error"]["param"] == "model"
 
 
 @effect("messages", CHAT)

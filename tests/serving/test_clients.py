@@ -15,6 +15,7 @@ from served import ASKED, TOOL, TOOLS, Server, known, row_id
 
 from gsd_kernels_serve import fields
 from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
+from gsd_kernels_serve.texts import Completions
 
 pytestmark = pytest.mark.slow
 
@@ -125,9 +126,10 @@ def test_what_strict_cannot_hold_is_refused_by_name(calling, monkeypatch):
 # ---- other routes
 
 
-def got(server, path: str, **headers: str) -> tuple[int, typing.Any, typing.Any]:
-    method = headers.pop("method", "GET")
-    request = urllib.request.Request(server.url + path, headers=headers, method=method)
+def got(server, path: str, data: bytes | None = None, **headers: str) -> tuple[int, typing.Any, typing.Any]:
+    method = headers.pop("method", "GET" if data is None else "POST")
+    headers |= {} if data is None else {"Content-Type": "application/json"}
+    request = urllib.request.Request(server.url + path, data, headers=headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.status, answer.read(), answer.headers
@@ -139,9 +141,13 @@ def test_a_model_is_told_by_its_name(server):
     assert server.client.models.retrieve("small").id == "small"
     status, body, _ = got(server, "/v1/models/other/name")
     assert status == 404 and "small" in json.loads(body)["error"]["message"]
+    for endpoint in fields.ENDPOINTS:
+        status, found = server.raw(endpoint, {**ASKED[endpoint], "model": "other"})
+        assert (status, found["error"]["code"], found["error"]["param"]) == (404, "model_not_found", "model")
+        assert server.refusal(endpoint, temperature="hot")["code"] is None
 
 
-def test_pages_of_named_origins_may_ask_and_no_others(server):
+def test_pages_of_named_origins_may_ask_and_no_others(server, monkeypatch):
     page = {"Origin": "http://localhost:3000"}
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     open_one = Server(origins=["http://localhost:3000"])
@@ -151,6 +157,10 @@ def test_pages_of_named_origins_may_ask_and_no_others(server):
         assert got(open_one, "/v1/models", **page)[2]["Access-Control-Allow-Origin"] == page["Origin"]
         other = got(open_one, "/v1/models", Origin="http://evil.example")[2]
         assert other["Access-Control-Allow-Origin"] is None
+        monkeypatch.setattr(Completions, "choice", lambda *_: {}["gone"])
+        status, body, headers = got(open_one, COMPLETIONS, b'{"prompt": "x", "max_tokens": 1}', **page)
+        assert (status, json.loads(body)["error"]["type"]) == (500, "server_error"), "a fault here is not the client's"
+        assert headers["Access-Control-Allow-Origin"] == page["Origin"]
     finally:
         open_one.stop()
     assert got(server, "/v1/models", **page)[2]["Access-Control-Allow-Origin"] is None
