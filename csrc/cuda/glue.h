@@ -8,6 +8,7 @@
 
 #include "../torch_ops/common.h"
 #include "../torch_ops/op.h"
+#include "errors.h"
 
 #ifndef USE_CUDA
 #error "compile with -DUSE_CUDA: torch's stable headers declare their CUDA functions only then"
@@ -30,6 +31,7 @@ inline void* current_stream(const Tensor& on) {
 
 inline void check_launch(int error) {
   if (error == 0) return;
+  drop_error();
   char* text = nullptr;
   torch_c10_cuda_check_msg(error, __FILE__, __func__, __LINE__, true, &text);
   const std::string message = text != nullptr ? text : "CUDA error " + std::to_string(error);

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "../algorithms/rows_group_product.h"
+#include "errors.h"
 #include "kernel_facts.h"
 #include "rows.h"
 #include "warpgroup_machine.h"
@@ -39,6 +40,7 @@ MakeMap make_map_function() {
     constexpr unsigned kSince = 12000;
     const cudaError_t error =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, kSince, cudaEnableDefault, &result);
+    if (error != cudaSuccess) drop_error();
     return reinterpret_cast<MakeMap>(error == cudaSuccess && result == cudaDriverEntryPointSuccess ? entry : nullptr);
   }();
   return found;

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from block_code.programs import SOURCE, build_all
+from block_code.programs import SOURCE, TORCH, build_all, run
 from shared import once
 
 ROOT = Path(__file__).parents[2]
@@ -286,6 +286,33 @@ def test_the_library_loads_beside_a_cpu_torch_and_registers_its_ops(build):
     done = subprocess.run([sys.executable, "-c", program, str(build[0]), *CUDA_OPS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [f"{ARCHS[0]}+PTX", *ARCHS[1:]], "what it was compiled for"
+
+
+LAUNCHES = {
+    "errors": "a call that failed is told of once",
+    "groups": "clusters of blocks multiply",
+    "no maps": "or where the driver makes no maps",
+}
+
+
+@pytest.fixture(scope="module")
+def launches(build, tmp_path_factory):
+    """The library's launch code over a runtime that stands in for CUDA's."""
+
+    def make(folder: Path) -> None:
+        libraries = Path(TORCH[-1]).parent / "lib"
+        objects = sorted(build[0].parents[1].glob("tmp/_cuda/*.cu.o"))
+        command = [find_nvcc(), "-std=c++17", "-cudart=none", "-DUSE_CUDA", *TORCH, SOURCE.with_name("launches.cpp")]
+        link = ["-Xlinker=--no-as-needed", *("-ltorch", "-ltorch_cpu", "-lc10"), f"-Xlinker=-rpath={libraries}"]
+        subprocess.run([*command, *objects, f"-L{libraries}", *link, "-o", folder / "launches"], check=True)
+
+    return once(tmp_path_factory, "launches", make) / "launches"
+
+
+@pytest.mark.parametrize("part", LAUNCHES)
+def test_launches_are_what_a_gpu_takes(launches, part):
+    status, output = run(launches, part)
+    assert status == 0, (LAUNCHES[part], output)
 
 
 def test_only_the_stable_abi_is_used(build):

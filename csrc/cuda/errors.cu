@@ -1,0 +1,9 @@
+#include "errors.h"
+
+#include <cuda_runtime.h>
+
+namespace gsd {
+
+void drop_error() { (void)cudaGetLastError(); }
+
+}  // namespace gsd
