@@ -26,8 +26,37 @@ __global__ void __launch_bounds__(GroupProduct<Element, kRows>::kThreads, 1)
 }
 
 struct GroupFacts {
-  bool built;  // whether the kernel has code, which only what was compiled for 9.0a has, and the driver makes maps
+  bool built;  // whether the kernel has code, which only what was compiled for 9.0a has, the driver makes maps, and the
+               // GPU, which may be a part of one, has the largest cluster
   int multiprocessors;
+};
+
+// How the kernel is launched: `blocks` in clusters of `cluster`.
+template <class Element, int kRows>
+struct GroupConfig {
+  static constexpr auto kernel = rows_group_kernel<Element, kRows>;
+  static constexpr int kBytes = GroupProduct<Element, kRows>::kArenaBytes + kSwizzled;
+
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+
+  GroupConfig(int blocks, int cluster) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(GroupProduct<Element, kRows>::kThreads);
+    config.dynamicSmemBytes = kBytes;
+    config.attrs = attributes, config.numAttrs = 1;
+  }
+  GroupConfig(const GroupConfig&) = delete;  // it points into itself
+
+  static bool fits() {
+    const GroupConfig largest(kMostSplits, kMostSplits);
+    int clusters = 0;
+    const bool asked = cudaOccupancyMaxActiveClusters(&clusters, kernel, &largest.config) == cudaSuccess;
+    if (!asked) drop_error();
+    return asked && clusters > 0;
+  }
 };
 
 using MakeMap = decltype(&cuTensorMapEncodeTiled);
@@ -60,19 +89,20 @@ int make_map(CUtensorMap& map, const uint16_t* from, int rows, int inputs, int b
 
 template <class Element, int kRows>
 int find_facts(int device, GroupFacts& facts) {
+  using Config = GroupConfig<Element, kRows>;
   static KernelFacts<GroupFacts> known;
-  const auto kernel = rows_group_kernel<Element, kRows>;
-  return known.find(device, reinterpret_cast<const void*>(kernel), facts, [&](GroupFacts& found) -> int {
+  return known.find(device, reinterpret_cast<const void*>(Config::kernel), facts, [&](GroupFacts& found) -> int {
     cudaFuncAttributes code{};
     int major = 0;
     cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     if (error != cudaSuccess || major != 9) return found = {}, error;
-    error = cudaFuncGetAttributes(&code, kernel);
+    error = cudaFuncGetAttributes(&code, Config::kernel);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device);
     found.built = code.sharedSizeBytes > 0 && make_map_function() != nullptr;
-    constexpr int kBytes = GroupProduct<Element, kRows>::kArenaBytes + kSwizzled;
     if (error != cudaSuccess || !found.built) return error;
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    error = cudaFuncSetAttribute(Config::kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kBytes);
+    found.built = error == cudaSuccess && Config::fits();
+    return error;
   });
 }
 
@@ -91,17 +121,12 @@ int launch(const RowsProduct& args, const RowsLaunch& how, const GroupFacts& fac
   if (error != cudaSuccess) return error;
   const int tiles = cut.output_blocks * ((args.rows + kRows - 1) / kRows);
   const int blocks = cut.splits > 1 ? tiles * cut.splits : min_int(tiles, facts.multiprocessors);
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(cut.splits), 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks)), config.blockDim = dim3(Group::kThreads);
-  config.dynamicSmemBytes = Group::kArenaBytes + kSwizzled;
-  config.stream = static_cast<cudaStream_t>(how.stream);
-  config.attrs = attributes, config.numAttrs = how.overlap ? 2 : 1;
-  const cudaError_t launched = cudaLaunchKernelEx(&config, rows_group_kernel<Element, kRows>, args, cut, maps);
+  GroupConfig<Element, kRows> made(blocks, cut.splits);
+  made.attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  made.attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  made.config.numAttrs = how.overlap ? 2 : 1;
+  made.config.stream = static_cast<cudaStream_t>(how.stream);
+  const cudaError_t launched = cudaLaunchKernelEx(&made.config, made.kernel, args, cut, maps);
   return launched == cudaSuccess ? cudaGetLastError() : launched;
 }
 

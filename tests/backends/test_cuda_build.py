@@ -291,6 +291,7 @@ def test_the_library_loads_beside_a_cpu_torch_and_registers_its_ops(build):
 LAUNCHES = {
     "errors": "a call that failed is told of once",
     "groups": "clusters of blocks multiply",
+    "no clusters": "another kernel does, where they cannot be launched",
     "no maps": "or where the driver makes no maps",
 }
 
