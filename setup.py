@@ -1,7 +1,8 @@
 """Builds the compiled ops. Metadata is in pyproject.toml; docs/contributing.md explains the variables for users.
 
 GSD_KERNELS_BUILD_CPU=auto|0|1    CPU ops (C++). auto: when there is a compiler. 1: fail without one.
-GSD_KERNELS_BUILD_CUDA=auto|0|1   CUDA ops. auto: when there is nvcc and torch was built for CUDA. 1: fail without nvcc.
+GSD_KERNELS_BUILD_CUDA=auto|0|1   CUDA ops. auto: when there is nvcc 12.5 or newer and torch was built for CUDA. 1: fail
+                                  without.
 GSD_KERNELS_CUDA_ARCHS            e.g. "8.0;9.0+PTX"; then TORCH_CUDA_ARCH_LIST; this machine's GPUs; RELEASE_ARCHS.
 MAX_JOBS                          parallel compilations.
 CXX, CUDACXX, CUDA_HOME           compilers.
@@ -31,6 +32,7 @@ MAPPED = {
 if "editable_wheel" in sys.argv:  # the benchmarks run in a clone and are no part of the wheel
     MAPPED["gsd_kernels_bench"] = "bench"
 OLDEST_TORCH = "0x020A000000000000"  # 2.10: the stable ABI that the libraries are built against
+OLDEST_NVCC = (12, 5)  # since which the runtime can be asked for a function of the driver by version
 RELEASE_ARCHS = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
 CSRC = Path("csrc")
 
@@ -79,6 +81,13 @@ def find_nvcc() -> str | None:
     return next((path for path in (*found, "/usr/local/cuda/bin/nvcc") if path and Path(path).exists()), None)
 
 
+def nvcc_version(nvcc: str) -> tuple[int, ...]:
+    """Such as (12, 8); () where it does not say."""
+    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    match = re.search(r"release (\d+)\.(\d+)", answer.stdout)
+    return tuple(map(int, match.groups())) if match else ()
+
+
 def cuda_libraries(nvcc: str) -> Path:
     """The folder of libcudart_static.a. nvcc may be a wrapper script, so it is asked where its toolkit is."""
     with tempfile.TemporaryDirectory() as folder:
@@ -107,6 +116,15 @@ def local_archs() -> str | None:
     answer = subprocess.run([smi, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True)
     archs = sorted(set(re.findall(r"^\d+\.\d+$", answer.stdout, re.MULTILINE)))
     return ";".join("9.0a" if arch == "9.0" else arch for arch in archs) or None  # a: with wgmma, for 9.0 alone
+
+
+def release_archs(nvcc: str) -> str:
+    """Those of RELEASE_ARCHS that nvcc compiles for, with PTX for newer GPUs; 9.0a has none that they would take."""
+    listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    archs = RELEASE_ARCHS.removesuffix("+PTX").split(";")
+    archs = [arch for arch in archs if f"sm_{arch.rstrip('a').replace('.', '')}" in listed] or archs
+    newest = [arch for arch in archs if not arch.endswith("a")][-1]
+    return ";".join(f"{arch}+PTX" if arch == newest else arch for arch in archs)
 
 
 def code_flags(archs: str) -> list[str]:
@@ -140,6 +158,9 @@ class Toolchain:
             return "C++17 compiler (CXX, g++)"
         if cuda and self.nvcc is None:
             return "nvcc (CUDACXX, CUDA_HOME, PATH)"
+        if cuda and (version := nvcc_version(self.nvcc)) < OLDEST_NVCC:
+            expected, found = (".".join(map(str, numbers)) for numbers in (OLDEST_NVCC, version))
+            return f"nvcc {expected} or newer: {self.nvcc} is {found or 'of no known version'}; CUDACXX names another"
         return None
 
 
@@ -147,10 +168,11 @@ def extensions(tools: Toolchain) -> list[Extension]:
     found = []
     for name, cuda, folder in (("cpu", False, "cpu"), ("cuda", True, "cuda")):
         variable = f"GSD_KERNELS_BUILD_{name.upper()}"
-        want, missing = wanted(variable), tools.missing(cuda=cuda)
-        sources = sorted(str(p) for p in (CSRC / folder).iterdir() if p.suffix in (".cpp", ".cu"))
+        want = wanted(variable)
         if want is False:
             continue
+        missing = tools.missing(cuda=cuda)
+        sources = sorted(str(p) for p in (CSRC / folder).iterdir() if p.suffix in (".cpp", ".cu"))
         if missing is not None:
             if want:
                 raise SystemExit(f"{variable}=1, but there is no {missing}")
@@ -184,7 +206,7 @@ class BuildOps(build_ext):
         if cuda:
             archs = os.environ.get("GSD_KERNELS_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or local_archs()
             nvcc = [tools.nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-            archs = ";".join(re.split(r"[;,\s]+", (archs or RELEASE_ARCHS).strip()))
+            archs = ";".join(re.split(r"[;,\s]+", (archs or release_archs(tools.nvcc)).strip()))
             nvcc += ["-Xptxas", "-v", *smallest_code(tools.nvcc), *code_flags(archs)]
             cxx.append(f'-DGSD_ARCHITECTURES="{archs}"')
             link += [f"-L{cuda_libraries(tools.nvcc)}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]

@@ -48,7 +48,7 @@ BUDGET = {
     "python/gsd_kernels_train": 93,
     "python/gsd_kernels_train/recipes": 26,
     "tests": 1892,  # 1880 before launch code ran over a runtime that stands in for CUDA's
-    ".": 8,
+    ".": 9,  # 8 before setup.py asked an nvcc for its version and architectures
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.
 

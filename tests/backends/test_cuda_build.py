@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 import subprocess
@@ -320,32 +319,6 @@ def test_only_the_stable_abi_is_used(build):
     undefined = subprocess.run(["nm", "-D", "--undefined-only", "-C", build[0]], capture_output=True, text=True).stdout
     foreign = [line for line in undefined.splitlines() if re.search(r"\b(at|c10|torch)::", line)]
     assert not foreign, "symbols of torch's unstable C++ interface: " + "; ".join(foreign)
-
-
-@pytest.mark.parametrize(
-    ("archs", "flags"),
-    [
-        ("8.0", ["-gencode", "arch=compute_80,code=sm_80"]),
-        ("9.0a", ["-gencode", "arch=compute_90a,code=sm_90a"]),
-        (
-            "12.0+PTX",
-            [*("-gencode", "arch=compute_120,code=sm_120"), *("-gencode", "arch=compute_120,code=compute_120")],
-        ),
-        ("8.0 9.0", [*("-gencode", "arch=compute_80,code=sm_80"), *("-gencode", "arch=compute_90,code=sm_90")]),
-    ],
-)
-def test_architecture_lists(archs, flags, monkeypatch):
-    monkeypatch.setenv("GSD_KERNELS_BUILD_CPU", "0")
-    monkeypatch.setenv("GSD_KERNELS_BUILD_CUDA", "0")
-    monkeypatch.setattr("setuptools.setup", lambda **_: None)
-    monkeypatch.chdir(ROOT)
-    spec = importlib.util.spec_from_file_location("gsd_setup", ROOT / "setup.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gsd_setup", module)
-    spec.loader.exec_module(module)
-    assert module.code_flags(archs) == flags
-    with pytest.raises(SystemExit, match="cannot read"):
-        module.code_flags("ampere")
 
 
 #: Macros that the headers of some supported torch lack, and what all of them have. TORCH_TARGET_VERSION hides newer
