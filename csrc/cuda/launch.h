@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../algorithms/attention.h"
+#include "../algorithms/commit.h"
 #include "../algorithms/flatten.h"
 #include "../algorithms/learn.h"
 #include "../algorithms/merge.h"
@@ -48,20 +49,8 @@ int launch_chain(const ChainArgs& first, const ChainSizes& sizes, int64_t batch,
 int launch_path(const PathArgs& first, const PathSizes& sizes, int64_t batch, void* stream);
 int launch_text(const TextArgs& first, const TextSizes& sizes, int64_t batch, void* stream);
 
-// Keys and values of all layers that share a geometry (which those of a LLaMA do): strides and sizes in bytes.
-constexpr int kMaxCaches = 384;
-struct CommitArgs {
-  char* caches[kMaxCaches];
-  int num_caches;
-  int heads, row_bytes, path;  // path: P of accepted_rows [B, P]
-  int64_t batch_stride, head_stride, slot_stride;
-  const int32_t* accepted_rows;  // [B, P]
-  const int32_t* num_accepted;   // [B]
-  const int32_t* kv_len;         // [B], before the step
-};
-
 int launch_commit(const CommitArgs& args, int64_t batch, void* stream);
-int launch_advance(int32_t* kv_len, const int32_t* num_accepted, int64_t batch, void* stream);
+int launch_advance(int32_t* kv_len, const int32_t* num_accepted, int64_t batch, int path, void* stream);
 
 // sample_rows (log_probs null, K = 1), draft_candidates and warped_log_probs (K = 0, scores is the result): a thread
 // block takes one of the B·R rows.

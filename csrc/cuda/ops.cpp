@@ -35,7 +35,7 @@ int launch_learning(const LearnCall& call, void* stream) { return launch_learn(c
 
 bool same_geometry(const CacheTensor& a, const CacheTensor& b) {
   return a.batch_stride == b.batch_stride && a.head_stride == b.head_stride && a.slot_stride == b.slot_stride &&
-         a.heads == b.heads && a.row_bytes == b.row_bytes;
+         a.heads == b.heads && a.slots == b.slots && a.row_bytes == b.row_bytes;
 }
 
 void commit_kv(const Tensors& k_caches, const Tensors& v_caches, const Tensor& accepted_rows,
@@ -53,6 +53,7 @@ void commit_kv(const Tensors& k_caches, const Tensors& v_caches, const Tensor& a
     CommitArgs args{};
     args.heads = static_cast<int>(like.heads);
     args.row_bytes = static_cast<int>(like.row_bytes);
+    args.slots = static_cast<int>(like.slots);
     args.path = static_cast<int>(accepted_rows.size(1));
     args.batch_stride = like.batch_stride;
     args.head_stride = like.head_stride;
@@ -72,7 +73,8 @@ void commit_kv(const Tensors& k_caches, const Tensors& v_caches, const Tensor& a
     waiting = std::move(later);
   }
   // Apart from the copies, whose blocks all read the old lengths.
-  check_launch(launch_advance(written<int32_t>(kv_len), read<int32_t>(num_accepted), batch, stream));
+  const int path = narrow(accepted_rows.size(1));
+  check_launch(launch_advance(written<int32_t>(kv_len), read<int32_t>(num_accepted), batch, path, stream));
 }
 
 struct WarperTensors {

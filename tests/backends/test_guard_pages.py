@@ -82,6 +82,9 @@ def verify_and_commit() -> None:
     accepted = guarded(torch.tensor([[0, 9, 4], [2, -1, -1]], dtype=torch.int32))
     lengths = guarded(torch.tensor([20, 27], dtype=torch.int32))
     gsd.commit_kv(k, v, accepted, guarded(torch.tensor([3, 1], dtype=torch.int32)), lengths, backend="triton")
+    before = [t.clone() for t in (*k, *v)]
+    gsd.commit_kv(k, v, accepted, lengths.clone(), lengths.fill_(30), backend="triton")  # behind the last slot
+    assert all(torch.equal(now, then) for now, then in zip((*k, *v), before, strict=True))
 
 
 def write() -> None:

@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "../../csrc/algorithms/commit.h"
 #include "../../csrc/algorithms/corpus.h"
 #include "../../csrc/algorithms/flatten.h"
 #include "../../csrc/algorithms/history.h"
@@ -331,10 +332,36 @@ inline bool wild_learning_stands(int threads, Wild& wild) {
   return true;
 }
 
+// Rows that are accepted move inside of their head, or nowhere.
+inline bool wild_commit_stands(Wild& wild) {
+  const int batch = wild.between(1, 3), heads = wild.between(1, 2), slots = wild.between(1, 20), path = wild.between(1, 6);
+  const auto rows = wild.ids(batch * path, slots), accepted = wild.ids(batch, path), kv_len = wild.ids(batch, slots);
+  std::vector<int32_t> cache(static_cast<size_t>(batch * heads * slots)), staged(static_cast<size_t>(path));
+  for (size_t i = 0; i < cache.size(); i++) cache[i] = static_cast<int32_t>(i);
+  std::vector<int32_t> expected = cache;
+  const auto args = std::make_unique<CommitArgs>();
+  args->heads = heads, args->row_bytes = 4, args->slots = slots, args->path = path;
+  args->batch_stride = 4 * heads * slots, args->head_stride = 4 * slots, args->slot_stride = 4;
+  args->accepted_rows = rows.data(), args->num_accepted = accepted.data(), args->kv_len = kv_len.data();
+  const auto slot = [&](int64_t at) { return at < slots; };
+  for (int b = 0; b < batch; b++) {
+    for (int head = 0; head < heads; head++) {
+      const int first = (b * heads + head) * slots;
+      for (int64_t i = 0; kv_len[b] >= 0 && i < path && i < accepted[b]; i++) {
+        const int64_t to = kv_len[b] + i, from = int64_t{kv_len[b]} + max_int(rows[b * path + i], 0);
+        if (slot(from) && slot(to)) expected[first + to] = cache[first + from];
+      }
+      commit_column(*args, reinterpret_cast<char*>(cache.data()), b, head, staged.data(), 1);
+    }
+    if (accepted_of(accepted[b], path) != min_int(max_int(accepted[b], 0), path)) return false;
+  }
+  return cache == expected;
+}
+
 inline bool wild_stands(int threads, std::mt19937& random) {
   Wild wild(random);
   return wild_graph_stands(threads, wild) && wild_rows_stand(threads, wild) && wild_memory_stands(threads, wild) &&
-         wild_learning_stands(threads, wild);
+         wild_learning_stands(threads, wild) && wild_commit_stands(wild);
 }
 
 }  // namespace gsd

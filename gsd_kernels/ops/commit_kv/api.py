@@ -35,7 +35,8 @@ def commit_kv(
             call share a device.
         accepted_rows: int32 [B, P], −1 padded.
         num_accepted: int32 [B].
-        kv_len: int32 [B], advanced by ``num_accepted``. The caller keeps ``kv_len + rows ≤ S``.
+        kv_len: int32 [B], advanced by ``num_accepted``. The caller keeps ``kv_len + rows ≤ S``: a CPU
+            refuses other rows, a GPU leaves them where they are.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.

@@ -11,7 +11,7 @@ from torch import Tensor
 TILE = 8192  # elements that one program holds between reading and writing
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["slots", "width"])
 def _commit_kernel(
     k_ptr,  # the first layer's caches [B, H, S, D]
     v_ptr,
@@ -27,6 +27,7 @@ def _commit_kernel(
     v_stride_h,
     v_stride_s,
     heads,
+    slots,
     width,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -45,6 +46,8 @@ def _commit_kernel(
     row = tl.load(accepted_rows_ptr + b * width + i, mask=i < width, other=0)
     row = tl.maximum(row, 0)
     moves = (i < tl.minimum(tl.load(num_accepted_ptr + b), width)) & (row != i)  # a row in its place stays
+    # As does one whose source or place is no slot.
+    moves = moves & (kv_len + tl.minimum(row, i) >= 0) & (kv_len + tl.maximum(row, i) < slots)
     if is_v:
         base = v_ptr + layer * v_step + b.to(tl.int64) * v_stride_b + head.to(tl.int64) * v_stride_h
         stride = v_stride_s
@@ -75,7 +78,7 @@ def commit_kv(
     while start < len(k_caches):
         k, v = k_caches[start], v_caches[start]
         layers, k_step, v_step = even_run(k_caches[start:], v_caches[start:])
-        batch, heads, _, k_dim = k.shape
+        batch, heads, slots, k_dim = k.shape
         v_dim = v.shape[3]
         dim = max(k_dim, v_dim)
         block_d = min(triton.next_power_of_2(dim), max(16, TILE // block_p))
@@ -91,6 +94,7 @@ def commit_kv(
                 *k.stride()[:3],
                 *v.stride()[:3],
                 heads,
+                slots,
                 width,
                 K_DIM=k_dim,
                 V_DIM=v_dim,
