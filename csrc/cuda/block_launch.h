@@ -9,8 +9,8 @@ namespace gsd {
 
 constexpr int kBlockThreads = 256;
 
-// As many threads as there are items, in whole warps: a barrier costs less in a small block.
-inline int threads_for(int items) { return min_int(kBlockThreads, (items + 31) / 32 * 32); }
+// As many threads as there are items, in whole warps: a barrier costs less in a small block. One warp without items.
+inline int threads_for(int items) { return min_int(kBlockThreads, (max_int(items, 1) + 31) / 32 * 32); }
 
 template <class Kernel, class Args, class Sizes>
 int launch_blocks(Kernel kernel, const Args& first, const Sizes& sizes, int64_t blocks, int items, size_t arena,

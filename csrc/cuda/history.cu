@@ -47,7 +47,7 @@ int launch_levels(const LevelsArgs& first, const LevelSizes& sizes, int64_t batc
 
 int launch_history_append(const FollowArgs& first, const NgramSizes& sizes, int64_t batch, void* stream) {
   const int entries = first.accepted_rows == nullptr ? 0 : sizes.chunk_entries();
-  const int items = max_int(max_int(entries, min_int(first.given, kAppended)), 1);
+  const int items = max_int(entries, min_int(first.given, kAppended));
   return launch_blocks(history_append_kernel, first, sizes, batch, items, follow_bytes(first, sizes), stream);
 }
 

@@ -43,11 +43,11 @@ int launch_start(const StartArgs& first, const StartSizes& sizes, int64_t batch,
 }
 
 int launch_feed(const FeedArgs<int64_t>& first, const FeedSizes& sizes, int64_t batch, void* stream) {
-  return launch_blocks(feed_kernel<int64_t>, first, sizes, batch, max_int(sizes.rows, 1), 0, stream);
+  return launch_blocks(feed_kernel<int64_t>, first, sizes, batch, sizes.rows, 0, stream);
 }
 
 int launch_feed(const FeedArgs<int32_t>& first, const FeedSizes& sizes, int64_t batch, void* stream) {
-  return launch_blocks(feed_kernel<int32_t>, first, sizes, batch, max_int(sizes.rows, 1), 0, stream);
+  return launch_blocks(feed_kernel<int32_t>, first, sizes, batch, sizes.rows, 0, stream);
 }
 
 int launch_chain(const ChainArgs& first, const ChainSizes& sizes, int64_t batch, void* stream) {
@@ -55,11 +55,11 @@ int launch_chain(const ChainArgs& first, const ChainSizes& sizes, int64_t batch,
 }
 
 int launch_path(const PathArgs& first, const PathSizes& sizes, int64_t batch, void* stream) {
-  return launch_blocks(path_kernel, first, sizes, batch, max_int(sizes.path, 1), 0, stream);
+  return launch_blocks(path_kernel, first, sizes, batch, sizes.path, 0, stream);
 }
 
 int launch_text(const TextArgs& first, const TextSizes& sizes, int64_t batch, void* stream) {
-  return launch_blocks(text_kernel, first, sizes, batch, max_int(sizes.path, 1), 0, stream);
+  return launch_blocks(text_kernel, first, sizes, batch, sizes.path, 0, stream);
 }
 
 }  // namespace gsd

@@ -292,6 +292,7 @@ LAUNCHES = {
     "groups": "clusters of blocks multiply",
     "no clusters": "another kernel does, where they cannot be launched",
     "no maps": "or where the driver makes no maps",
+    "empty": "a block has threads, whatever it has to do",
 }
 
 

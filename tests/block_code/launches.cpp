@@ -225,11 +225,9 @@ void memory() {
 // A block has threads, whatever it has to do.
 void empty() {
   expect(start(0) == 0, "start_graph without nodes");
-  expect(launch_chain({}, {}, 1, nullptr) == 0, "feed_chain without rows");
   expect(launch_feed(FeedArgs<int64_t>{}, {}, 1, nullptr) == 0, "feed_rows without rows");
   expect(launch_path({}, {}, 1, nullptr) == 0, "accepted_path without a path");
   expect(launch_text({}, {}, 1, nullptr) == 0, "commit_text without a path");
-  expect(launch_verify({}, {}, 1, nullptr) == 0, "verify without rows");
   for (const Launch& launch : gpu().launches) expect(launch.threads == 32, "a warp");
 }
 
