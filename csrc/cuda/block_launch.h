@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "../algorithms/group.h"
+#include "shared_memory.h"
 
 namespace gsd {
 
@@ -16,12 +17,8 @@ template <class Kernel, class Args, class Sizes>
 int launch_blocks(Kernel kernel, const Args& first, const Sizes& sizes, int64_t blocks, int items, size_t arena,
                   void* stream) {
   if (blocks == 0) return cudaSuccess;
-  constexpr size_t kWithoutOptIn = 48 * 1024;
-  if (arena > kWithoutOptIn) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(arena));
-    if (error != cudaSuccess) return error;
-  }
+  const int allowed = allow_memory(reinterpret_cast<const void*>(kernel), arena);
+  if (allowed != cudaSuccess) return allowed;
   kernel<<<static_cast<unsigned>(blocks), threads_for(items), arena, static_cast<cudaStream_t>(stream)>>>(first, sizes);
   return cudaGetLastError();
 }

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "launch.h"
+#include "shared_memory.h"
 
 namespace gsd {
 namespace {
@@ -28,12 +29,9 @@ int launch_columns(const CommitArgs& args, int64_t batch, void* stream) {
   const int items = args.heads * (args.row_bytes / static_cast<int>(sizeof(Vector)));
   int threads = kMaxThreads;
   const auto bytes = [&] { return static_cast<size_t>(threads) * args.path * sizeof(Vector); };
-  while (threads > 32 && (bytes() > 48 * 1024 || threads / 2 >= items)) threads /= 2;
-  if (bytes() > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(commit_kernel<Vector>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   static_cast<int>(bytes()));
-    if (error != cudaSuccess) return error;
-  }
+  while (threads > 32 && (bytes() > kWithoutOptIn || threads / 2 >= items)) threads /= 2;
+  const int allowed = allow_memory(reinterpret_cast<const void*>(commit_kernel<Vector>), bytes());
+  if (allowed != cudaSuccess) return allowed;
   const dim3 grid((items + threads - 1) / threads, args.num_caches, static_cast<unsigned>(batch));
   commit_kernel<Vector><<<grid, threads, bytes(), static_cast<cudaStream_t>(stream)>>>(args);
   return cudaGetLastError();

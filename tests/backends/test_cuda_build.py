@@ -140,6 +140,7 @@ def test_kernels_compile_for_every_architecture_without_spills(build, arenas, ca
         assert found == {re.sub(r"\D", "", a) for a in ARCHS}, (name, found)
     for k in kernels:
         assert k.spills == 0 and k.stack == 0, f"{k.name} for sm_{k.arch} spills"
+        assert k.static_shared == 0 or k.name not in KERNELS, "it may have all of a block (shared_memory.h)"
         # Tensor-core tiles live in registers; 168 leave three blocks of four warps a multiprocessor, 255 four of two.
         wide = "split" in k.name and k.name.endswith(" 4")
         most = (255 if k.arch == "100" else 168) if wide else 255 if "split" in k.name else 64
@@ -292,6 +293,7 @@ LAUNCHES = {
     "groups": "clusters of blocks multiply",
     "no clusters": "another kernel does, where they cannot be launched",
     "no maps": "or where the driver makes no maps",
+    "memory": "what a kernel may have does not become less",
     "empty": "a block has threads, whatever it has to do",
 }
 
