@@ -34,7 +34,9 @@ int launch_rows(const RowsCall& call, void* stream) {
   torch::stable::zero_(cleared);
   const bool bfloat16 = like.scalar_type() == ScalarType::BFloat16;
   CudaLaunches launches{{stream, bfloat16, call.decoder.overlap, call.decoder.group}};
-  return forward.run(written<char>(memory), launches);
+  const int error = forward.run(written<char>(memory), launches);
+  if (error == 0) call.repeat_states();
+  return error;
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // from them.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 
@@ -51,7 +52,9 @@ class RowsTensors {
                     name, ": expected [", d.batch, ", ", d.kv_heads, ", ", d.capacity, ", ", d.head_dim,
                     "], the last dimension with stride 1");
     batch = t.stride(0), head = t.stride(1), slot = t.stride(2);
-    STD_TORCH_CHECK((batch | head | slot) % 8 == 0 && slot < (int64_t{1} << 30), name,
+    int64_t steps = 0;
+    for (int64_t i = 0; i < 3; i++) steps |= t.size(i) > 1 ? t.stride(i) : 0;
+    STD_TORCH_CHECK(steps % 8 == 0 && slot < (int64_t{1} << 30), name,
                     ": expected rows that begin at multiples of 16 bytes");
     return const_cast<uint16_t*>(halves(name, t));
   }
@@ -186,6 +189,7 @@ inline RowsDecoder rows_decoder(const DecoderInputs& in) {
 struct RowsCall {
   RowsDecoder decoder;
   RowsOutputs outputs;
+  std::vector<std::pair<int64_t, int64_t>> repeated;  // states that were asked for before, and where
 
   // `paired`: the first layer reads embedding and feature side by side.
   RowsCall(const DecoderInputs& in, const Numbers& states, const MaybeTensor& spoiled, bool paired = false)
@@ -217,10 +221,22 @@ struct RowsCall {
                       depth, ", got ", states[i]);
       const size_t at = static_cast<size_t>(states[i]);
       float*& state = at < depth ? d.layers[at].state : d.normed;
-      STD_TORCH_CHECK(state == nullptr, "states: expected different layers, got ", states[i], " twice");
+      if (state != nullptr) {
+        repeated.push_back({i, std::find(states.begin(), states.end(), states[i]) - states.begin()});
+        continue;
+      }
       state = written<float>(read_by) + static_cast<int64_t>(i) * batch * rows * d.hidden;
     }
     outputs = {logits, last, read_by};
+  }
+
+  // Behind the launches: a layer's input is where it was computed, and there once.
+  void repeat_states() const {
+    Tensor read_by = std::get<2>(outputs);
+    for (const auto& [to, from] : repeated) {
+      Tensor place = torch::stable::narrow(read_by, 0, to, 1);
+      torch::stable::copy_(place, torch::stable::narrow(read_by, 0, from, 1));
+    }
   }
 
   // The third output becomes what the final norm reads.

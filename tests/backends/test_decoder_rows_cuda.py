@@ -106,6 +106,18 @@ def test_caches_that_the_kernels_do_not_take_are_named(cache, error, match):
         cuda.check_caches(weights, [fine] * 2, [fine, cache])
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+def test_steps_that_nobody_takes_may_be_odd(tmp_path_factory):
+    """Of the only sequence, or the only head."""
+    sizes = Sizes(hidden=64, inner=64, heads=1, kv_heads=1, head_dim=64, layers=1)
+    weights, ids = decoder(sizes, HALF), torch.zeros(1, 1, dtype=torch.int32)
+    caches = [torch.zeros(40 * 64, dtype=HALF).as_strided((1, 1, 40, 64), (2563, 2561, 64, 1))]
+    cuda.check_caches(weights, caches, caches)
+    call = (weights, ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], caches, caches, 1, ())
+    assert block_code.launches(tmp_path_factory, *call)
+
+
 def test_a_gpu_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(ValueError, match=r"compute capability 8\.0 or newer, got 7\.5; use backend='reference'"):

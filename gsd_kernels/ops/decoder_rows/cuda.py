@@ -41,18 +41,13 @@ OTHERWISE = "; use backend='reference'"
 
 def decoder_rows(weights: DecoderWeights, token_ids: Tensor, *rows: Any) -> tuple[Tensor, Tensor, Tensor]:
     """csrc/cuda/decoder_rows.cpp; arguments as the reference takes them."""
-    *graph, k_caches, v_caches, keep, states, spoiled = rows
+    *_, k_caches, v_caches, _, _, _ = rows
     check_device(token_ids.device)
     if "checked_for_cuda" not in vars(weights):  # hundreds of tensors, which stay as they are
         check(weights)
         vars(weights)["checked_for_cuda"] = True
-    distinct = sorted(set(states))
-    given = weights, token_ids, *graph, k_caches, v_caches, keep, distinct, spoiled
     with naming_caches(weights, k_caches, v_caches):
-        logits, hidden, read_by = run(*given)
-    if distinct != list(states):  # a layer's input is where it was computed, and there once
-        read_by = torch.stack([read_by[distinct.index(state)] for state in states])
-    return logits, hidden, read_by
+        return run(weights, token_ids, *rows)
 
 
 def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,7 +193,8 @@ def check_caches(weights: DecoderWeights, k_caches: list[Tensor], v_caches: list
             if cache.dtype != dtype:
                 expected = f"the weights' {_name(dtype)}, got {_name(cache.dtype)}"
                 raise TypeError(f"{name}[{layer}]: backend 'cuda' expects {expected}{OTHERWISE}")
-            steps = [step * cache.element_size() for step in cache.stride()[:3]]
+            strides = zip(cache.stride()[:3], cache.shape, strict=False)
+            steps = [step * cache.element_size() for step, size in strides if size > 1]
             if cache.stride(3) != 1 or any(at % ALIGNMENT for at in (_address(cache), *steps)):
                 expected = f"rows at multiples of {ALIGNMENT} bytes, got strides {list(cache.stride())}"
                 raise ValueError(f"{name}[{layer}]: backend 'cuda' expects {expected}{OTHERWISE}")
