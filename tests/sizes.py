@@ -24,7 +24,7 @@ BUDGET = {
     "bench/scale": 16,
     "csrc/algorithms": 152,  # 151 before rows that commit_kv moves stayed within the cache
     "csrc/cpu": 191,  # 210 before heads of a drafter were one operator and candidates read at once
-    "csrc/cuda": 84,  # 78 before drafters that read features were one operator
+    "csrc/cuda": 85,  # 84 before states were repeated, and largest clusters and errors asked for
     "csrc/torch_ops": 50,  # 44 before the loader named the namespace of the ops
     "docs": 7,  # 6 before commands, classes and fields were built as well
     "examples": 25,
@@ -47,7 +47,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 93,
     "python/gsd_kernels_train/recipes": 26,
-    "tests": 1893,  # 1880 before launch code ran over a runtime that stands in for CUDA's
+    "tests": 1894,  # 1880 before launch code ran over a runtime that stands in for CUDA's
     ".": 9,  # 8 before setup.py asked an nvcc for its version and architectures
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.
