@@ -75,10 +75,11 @@ struct RowsAhead {
     const int begin = number % splits * split_bytes;
     int row = number / splits;
     const char* matrix = matrices[0];
+    bool behind = true;
     GSD_UNROLL
     for (int i = 1; i < kMaxMatrices; i++) {  // no index into the arguments: that would be a copy on the stack
-      if (row < rows[i - 1] || matrix != matrices[i - 1]) continue;
-      row -= rows[i - 1], matrix = matrices[i];
+      behind = behind && row >= rows[i - 1];
+      if (behind) row -= rows[i - 1], matrix = matrices[i];
     }
     size = min_int(bytes, row_bytes - begin);
     return matrix + static_cast<int64_t>(row) * row_bytes + begin;

@@ -131,6 +131,19 @@ def test_products_ask_for_the_weights_of_the_next_one(tmp_path_factory, inner, c
     assert max(product for product, *_ in pieces) == len(products) - 2, "nothing comes behind the last one"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+def test_what_is_asked_ahead_of_matrices_that_share_memory_lies_inside_of_them(tmp_path_factory):
+    weights, ids = decoder(SMALL, HALF), torch.zeros(1, 1, dtype=torch.int32)
+    shared = [dataclasses.replace(layer, k=layer.q[: len(layer.k)]) for layer in weights.layers]
+    caches = [torch.zeros(1, SMALL.kv_heads, 64, SMALL.head_dim, dtype=HALF)] * len(shared)
+    rest = ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], caches, caches, 1, ()
+    pieces = block_code.asked_ahead(tmp_path_factory, dataclasses.replace(weights, layers=shared), *rest)
+    asked = sorted(address for product, address, _ in pieces if product == 3)  # the first layer's last
+    rows = [row.data_ptr() for matrix in products_of(shared[1])[0] for row in matrix]
+    assert asked == sorted(rows), "of every row its beginning"
+
+
 MOST_STATES = 64 << 20  # bytes: kStateBytes
 
 
