@@ -103,7 +103,9 @@ class CapturedStep:
         self.ranks = ranks
         self.warm: Counter[tuple[GraphConfig | None, bool]] = Counter()
         self.steps: dict[Place, Callable[[], Verified]] = {}
-        self.pool: Any = None  # one memory pool: only one graph runs at a time, and state lies outside
+        # One memory pool: only one graph runs at a time, and state lies outside. What a graph returned lies inside: the
+        # next replay of any graph may write over it, also where a step is queued ahead.
+        self.pool: Any = None
         self.refused: set[tuple[GraphConfig | None, bool]] = set()  # what could not be captured without ordinary steps
         self.failed = False
         self.typical = True  # whether the last step took as long as later ones of its shape will
