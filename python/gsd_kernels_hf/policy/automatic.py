@@ -99,7 +99,7 @@ class ExperienceSaver(Saver):
     """
 
     def __init__(self, pair: CostPair, section: str, experience: Experience) -> None:
-        super().__init__(pair.document, lambda: {COSTS: pair.costs.as_dict(), section: experience.as_dict()})
+        super().__init__(pair.document, lambda: {COSTS: pair.costs.as_dict(), section: experience.as_dict()}, section)
         self.pair, self.section, self.experience = pair, section, experience
 
     def save(self) -> None:
