@@ -31,6 +31,7 @@ from .model import properties
 from .model.facts import looking
 from .packed import copies
 from .sources.base import DraftSource
+from .sources.load import lasting
 from .sources.memory import HistoryMemory
 from .sources.mtp import Mtp
 from .sources.mtp_files import mention_heads
@@ -336,14 +337,15 @@ def patch(
     inner = properties.unwrap(model)
     validate.check_model("model", inner)
     sources = Sources.of(Options(**options), inner)
-    loaded = {"drafter": sources.drafter, "draft_heads": sources.heads}
+    # Places stay places: every call asks whether their files, or the model's device, are others than they were.
+    places = {name: lasting(options[name]) for name in ("drafter", "draft_heads") if name in options}
     if sources.every and not isinstance(sources.drafter, Mtp):
         mention_heads(inner)
     if "history" in sources.options.named and sources.options.learned:
         learned_of(sources.facts)  # says what it found
     memory = HistoryMemory(properties.vocabulary(inner))
     handle = Patch(inner, Engines(keeps_sessions=True, memory=memory), vars(inner).get("generate"))
-    accelerated = _Accelerated(inner, handle, {**options, **loaded})
+    accelerated = _Accelerated(inner, handle, {**options, **places})
     with _lock:  # of two threads one is refused
         if handle_of(inner) is not None:
             raise ValueError(

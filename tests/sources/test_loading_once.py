@@ -80,7 +80,29 @@ def test_a_call_makes_each_of_its_sources_once(tmp_path, monkeypatch, way):
             text = target.generate(**inputs)
     assert torch.equal(text, want)
     once = {"loaded_drafter": 1, "draft_source": 2, "source_of": 1, "History": 1}
-    assert {name: made[name] - before.get(name, 0) for name in once} == (
-        once if way != "patched" else {**once, "loaded_drafter": 0}
-    )
+    assert {name: made[name] - before.get(name, 0) for name in once} == once
     assert not before or before == once
+
+
+@pytest.mark.parametrize("option", ["draft_heads", "drafter"])
+def test_a_patched_model_drafts_with_the_files_as_they_are(tmp_path, monkeypatch, option):
+    """Its place is looked at by every call, from whatever working directory, for the device and dtype of the model."""
+    target, inputs = tiny(num_hidden_layers=2), {**prompts(1, 9), "max_new_tokens": 6, "do_sample": False}
+    want = target.generate(**inputs)
+    gsd.DraftHeads.for_model(target, 2).save_pretrained(tmp_path / "heads")
+    monkeypatch.chdir(tmp_path)
+    with gsd.patch(target, **{option: "heads"}) as handle:
+
+        def heads() -> gsd.DraftHeads:
+            (*_, engine) = handle.engines
+            return engine.parts[0]()
+
+        assert torch.equal(target.generate(**inputs), want) and heads().num_heads == 2
+        first = heads()
+        monkeypatch.chdir(tmp_path.parent)
+        assert torch.equal(target.generate(**inputs), want) and heads() is first
+        gsd.DraftHeads.for_model(target, 3).save_pretrained(tmp_path / "heads")
+        assert torch.equal(target.generate(**inputs), want) and heads().num_heads == 3
+        target.float()
+        target.generate(**inputs)
+        assert {parameter.dtype for parameter in heads().parameters()} == {torch.float32}

@@ -96,6 +96,13 @@ def loaded_heads(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     return _loaded_once(stamp(folder), target, "draft_heads", lambda: load(folder, target))
 
 
+def lasting(given: Any) -> Any:
+    """What an option gave, a folder as it is found from any working directory."""
+    if given == OWN or not isinstance(given, (str, os.PathLike)) or not (folder := Path(given).expanduser()).is_dir():
+        return given
+    return folder.absolute()
+
+
 def stamp(folder: Path) -> tuple[object, ...]:
     """A folder of a checkpoint and its files as they are now."""
     folder = folder.resolve()
