@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+from engine.chats import both
 from models import noised, prompts, tiny
 from sources.drafters import eagle3_config, random_eagle3, safeailab, save
 
@@ -28,6 +31,27 @@ def test_a_folder_is_loaded_once_until_its_files_change(tmp_path):
     assert second is not first and not torch.equal(second.fc.weight, first.fc.weight)
     assert loaded_drafter(tmp_path, target.float()).fc.weight.dtype == torch.float32
     assert loaded_drafter(tmp_path, tiny(num_hidden_layers=2)) is not loaded_drafter(tmp_path, target)
+
+
+def test_threads_that_call_at_once_load_once_and_each_its_own(monkeypatch, tmp_path):
+    target, loads, inside = tiny(num_hidden_layers=2), [], threading.Event()
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place in places:
+        place.mkdir()
+
+    def load(where: Path, model: object) -> Path:
+        loads.append(where)
+        inside.wait(0.2)  # for a thread that loads beside this one
+        if len(loads) > 1:
+            inside.set()
+        return where
+
+    monkeypatch.setattr("gsd_kernels_hf.sources.load.load_drafter", load)
+    found = {}
+    both(lambda thread: found.update({thread: loaded_drafter(places[0], target)}))
+    assert found == {0: places[0], 1: places[0]} and loads == places[:1]
+    both(lambda thread: found.update({thread: loaded_drafter(places[thread], target)}))
+    assert found == {0: places[0], 1: places[1]}
 
 
 def test_the_hub_is_asked_for_an_id_once(tmp_path, monkeypatch):

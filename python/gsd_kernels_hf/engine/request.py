@@ -93,7 +93,7 @@ class Request:
             inputs = PromptInputs.of(input_ids, model_kwargs, unread)
             validate.check_inputs(facts, inputs, padding_of(input_ids, attention_mask))
         given = options.seed if seed is None else seed
-        # Behind all checks: one that sends the call to transformers' own generate leaves it torch's generator as it was.
+        # Behind all checks: where one sends the call to transformers, torch's generator is as it was.
         seed_value = draw_seed(given) if samples else 0
         return cls(
             sources,
