@@ -102,8 +102,8 @@ class Engine:
 
     Calls that overlap in time have a session each. They begin with what was learned by the last call that ended. Where
     a model was changed in place since a session's text was begun, no key or value of it is used, nor of any other model
-    unless it was a draft model; where its tensors, modules, settings or hooks are others, or those of anything else that
-    sources forward, the session is not.
+    unless it was a draft model; where its tensors, modules, settings or hooks are others, or those of what else sources
+    forward, the session is not.
 
     Args:
         parts: the objects that the sources are made of, held weakly: an engine ends with them.

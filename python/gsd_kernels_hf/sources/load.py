@@ -99,7 +99,7 @@ def loaded_heads(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
 
 
 def lasting(given: Any) -> Any:
-    """What an option gave, a folder as it is found from any working directory."""
+    """Return what an option gave, a folder as it is found from any working directory."""
     if given == OWN or not isinstance(given, (str, os.PathLike)) or not (folder := Path(given).expanduser()).is_dir():
         return given
     return folder.absolute()
