@@ -104,7 +104,7 @@ def generate(
     prompt = kwargs.get("input_ids") if inputs is None else inputs
     merged, _ = model._prepare_generation_config(generation_config, **_without_prompt(kwargs))
     # Before transformers looks at them: it drops a mask of ones, whatever its shape.
-    sources = decoder.sources = screen(decoder, facts, prompt, kwargs.get("attention_mask"), merged)
+    sources = screen(decoder, facts, prompt, kwargs.get("attention_mask"), merged)
     if merged.stop_strings is not None:
         # transformers hands no tokenizer to a custom decoding function, so its criterion is made here.
         if decoder.tokenizer is None:
@@ -116,15 +116,19 @@ def generate(
     if handle is not None:
         decoder.engines = handle.engines
     learner = None if handle is None else handle.engines.learner
-    with nullcontext() if learner is None else learner.call(sources, prompt, kwargs.get("attention_mask")):
-        output = type(model).generate(
-            model,
-            inputs,
-            generation_config=generation_config,
-            stopping_criteria=stopping_criteria,
-            custom_generate=decoder,
-            **kwargs,
-        )
+    decoder.sources = sources
+    try:
+        with nullcontext() if learner is None else learner.call(sources, prompt, kwargs.get("attention_mask")):
+            output = type(model).generate(
+                model,
+                inputs,
+                generation_config=generation_config,
+                stopping_criteria=stopping_criteria,
+                custom_generate=decoder,
+                **kwargs,
+            )
+    finally:
+        decoder.sources = None  # which has the decoder as its options: no cycle holds the model
     if handle is not None and decoder.stats is not None:
         handle.stats = decoder.stats
     return output
