@@ -342,7 +342,7 @@ def patch(
     validate.check_model("model", inner)
     sources = Sources.of(Options(**options), inner)
     # Places stay places: every call asks whether their files, or the model's device, are others than they were.
-    places = {name: lasting(options[name]) for name in ("drafter", "draft_heads") if name in options}
+    places: dict[str, Any] = {name: lasting(options[name]) for name in ("drafter", "draft_heads") if name in options}
     if sources.every and not isinstance(sources.drafter, Mtp):
         mention_heads(inner)
     if "history" in sources.options.named and sources.options.learned:
