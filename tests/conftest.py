@@ -118,9 +118,11 @@ def ops_stay_as_they_are(implementations):
 def nothing_is_learned_yet():
     """Engines of a test begin as those of a new process do: what another test's learned is not theirs."""
     yield
-    pairs = sys.modules.get("gsd_kernels_hf.costs.pair")
+    pairs, store = (sys.modules.get(f"gsd_kernels_hf.{name}") for name in ("costs.pair", "store"))
     for pair in pairs._pairs.values() if pairs else ():
         pair.sections.clear()
+    if store:
+        store._waiting.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

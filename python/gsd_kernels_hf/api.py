@@ -31,6 +31,7 @@ from .model import properties
 from .model.facts import looking
 from .packed import copies
 from .sources.base import DraftSource
+from .sources.load import lasting
 from .sources.memory import HistoryMemory
 from .sources.mtp import Mtp
 from .sources.mtp_files import mention_heads
@@ -103,7 +104,7 @@ def generate(
     prompt = kwargs.get("input_ids") if inputs is None else inputs
     merged, _ = model._prepare_generation_config(generation_config, **_without_prompt(kwargs))
     # Before transformers looks at them: it drops a mask of ones, whatever its shape.
-    sources = decoder.sources = screen(decoder, facts, prompt, kwargs.get("attention_mask"), merged)
+    sources = screen(decoder, facts, prompt, kwargs.get("attention_mask"), merged)
     if merged.stop_strings is not None:
         # transformers hands no tokenizer to a custom decoding function, so its criterion is made here.
         if decoder.tokenizer is None:
@@ -115,15 +116,19 @@ def generate(
     if handle is not None:
         decoder.engines = handle.engines
     learner = None if handle is None else handle.engines.learner
-    with nullcontext() if learner is None else learner.call(sources, prompt, kwargs.get("attention_mask")):
-        output = type(model).generate(
-            model,
-            inputs,
-            generation_config=generation_config,
-            stopping_criteria=stopping_criteria,
-            custom_generate=decoder,
-            **kwargs,
-        )
+    decoder.sources = sources
+    try:
+        with nullcontext() if learner is None else learner.call(sources, prompt, kwargs.get("attention_mask")):
+            output = type(model).generate(
+                model,
+                inputs,
+                generation_config=generation_config,
+                stopping_criteria=stopping_criteria,
+                custom_generate=decoder,
+                **kwargs,
+            )
+    finally:
+        decoder.sources = None  # which has the decoder as its options: no cycle holds the model
     if handle is not None and decoder.stats is not None:
         handle.stats = decoder.stats
     return output
@@ -336,14 +341,15 @@ def patch(
     inner = properties.unwrap(model)
     validate.check_model("model", inner)
     sources = Sources.of(Options(**options), inner)
-    loaded = {"drafter": sources.drafter, "draft_heads": sources.heads}
+    # Places stay places: every call asks whether their files, or the model's device, are others than they were.
+    places: dict[str, Any] = {name: lasting(options[name]) for name in ("drafter", "draft_heads") if name in options}
     if sources.every and not isinstance(sources.drafter, Mtp):
         mention_heads(inner)
     if "history" in sources.options.named and sources.options.learned:
         learned_of(sources.facts)  # says what it found
     memory = HistoryMemory(properties.vocabulary(inner))
     handle = Patch(inner, Engines(keeps_sessions=True, memory=memory), vars(inner).get("generate"))
-    accelerated = _Accelerated(inner, handle, {**options, **loaded})
+    accelerated = _Accelerated(inner, handle, {**options, **places})
     with _lock:  # of two threads one is refused
         if handle_of(inner) is not None:
             raise ValueError(

@@ -29,6 +29,7 @@ VERSION = 8
 MAX_BYTES = 4 << 20  # of a file: of 24 sections some hundred thousand are written
 MAX_SECTIONS = 24  # of a file; the oldest ones go
 WRITE_INTERVAL_SECONDS = 5.0  # between two writes of a file, at least
+_THREAD = "gsd-kernels-store"  # name of one that writes
 
 
 def cache_dir() -> Path:
@@ -63,6 +64,7 @@ class Document:
         self.path = cache_dir() / f"{kind}-{digest}.json"
         self.warned = False
         self.lock = threading.Lock()
+        _documents.add(self)
 
     def read(self) -> dict[str, Any]:
         """Its sections; empty where there is no file, or none that can be used (one warning)."""
@@ -118,32 +120,45 @@ class Document:
 class Saver:
     """Writes what ``content`` gives, at most every few seconds, and what is left when the process ends.
 
+    Of savers of the same part of a file the one that saved last is heard. One that waits outlives whatever it was made
+    for.
+
     Args:
         document: where to.
         content: sections as they are now, which nothing changes later.
+        part: of the document, where others keep other parts of it.
     """
 
-    def __init__(self, document: Document, content: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, document: Document, content: Callable[[], Mapping[str, Any]], part: str = "") -> None:
         self.document, self.content = document, content
+        self.place = document.path, part
         self.written = -WRITE_INTERVAL_SECONDS  # on the clock of time.monotonic
-        self.waiting = False
         self.writing: threading.Thread | None = None
-        _savers.add(self)
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether something is to be written yet."""
+        return _waiting.get(self.place) is self
 
     def save(self) -> None:
         """Write in a thread of its own, unless that was done a moment ago; then at a later call or the process's end.
 
-        No call waits for a disk, which may take tens of milliseconds to put a file in another's place.
+        No call waits for a disk, which may take tens of milliseconds to put a file in another's place. What others wait
+        to write is written as well, where its time has come: nobody may save it any more.
         """
-        self.waiting = True
+        _waiting[self.place] = self
+        for saver in list(_waiting.values()):
+            saver._write()
+
+    def _write(self) -> None:
         writes = self.writing is not None and self.writing.is_alive()
         if writes or time.monotonic() - self.written < WRITE_INTERVAL_SECONDS:
             return
-        writing = threading.Thread(target=self.document.write, args=(self._take(),), name="gsd-kernels-store")
+        writing = threading.Thread(target=self.document.write, args=(self._take(),), name=_THREAD)
         try:
             writing.start()
         except RuntimeError:  # the interpreter is ending, or has no more threads
-            self.waiting = True
+            _waiting[self.place] = self
         else:
             self.writing = writing
 
@@ -155,17 +170,21 @@ class Saver:
             self.document.write(self._take())
 
     def _take(self) -> Mapping[str, Any]:
-        self.waiting, self.written = False, time.monotonic()
+        self.written, last = time.monotonic(), _waiting.pop(self.place, None)
+        if last not in (None, self):  # saved in another thread meanwhile
+            _waiting.setdefault(self.place, last)
         return self.content()
 
 
-_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+_waiting: dict[tuple[Path, str], Saver] = {}
+"""Savers that have something to write yet, by what they write."""
+_documents: weakref.WeakSet[Document] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
     """In a fork, whose parent's threads are not there to give them back."""
-    for saver in list(_savers):
-        saver.document.lock = threading.Lock()
+    for document in list(_documents):
+        document.lock = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_renew_locks)
@@ -173,5 +192,8 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 @atexit.register
 def _flush_all() -> None:
-    for saver in list(_savers):
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:
+            thread.join()
+    for saver in list(_waiting.values()):
         saver.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -119,6 +120,38 @@ def test_writes_are_few_and_the_last_one_is_made_up_for(monkeypatch):
     saver.save()
     store._flush_all()  # at the process's end
     assert document.read() == {"value": 20}
+
+
+def test_a_saver_that_waits_outlives_its_engine(monkeypatch):
+    """As where a model is unpatched, or goes, a moment after its last text."""
+    monkeypatch.setattr(store.time, "monotonic", lambda: now)
+    now, document = 100.0, Document("pair", {})
+    saver = Saver(document, lambda: {"value": 1})
+    saver.written = now
+    saver.save()
+    del saver
+    gc.collect()
+    assert document.read() == {}
+    store._flush_all()
+    assert document.read() == {"value": 1}
+
+
+def test_of_savers_of_one_part_the_last_is_heard_and_other_parts_are_not_forgotten(monkeypatch):
+    monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
+    now, document = [100.0], Document("pair", {})
+    one, other, another = (
+        Saver(document, lambda part=part, value=value: {part: value}, part)
+        for part, value in (("a", 1), ("a", 2), ("b", 3))
+    )
+    for saver in (one, another, other):
+        saver.written = now[0]
+        saver.save()
+    assert document.read() == {} and not one.waiting and other.waiting and another.waiting
+    now[0] += store.WRITE_INTERVAL_SECONDS
+    other.save()
+    for saver in (other, another):  # whose time has come as well
+        saver.writing.join()
+    assert document.read() == {"a": 2, "b": 3} and not another.waiting
 
 
 def test_no_call_waits_for_the_disk(monkeypatch):

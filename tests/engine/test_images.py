@@ -165,6 +165,12 @@ def test_what_the_rows_do_not_compute_is_handed_over_by_name(monkeypatch, caplog
         assert torch.equal(model.generate(**call, **GREEDY), text)
         assert "cannot be forwarded with graph rows behind it" in handle.stats.why
         assert "differ" in handle.stats.why
+    drawn = {**SHORT, "do_sample": True, "temperature": 1.2, "top_k": 0}
+    torch.manual_seed(3)
+    text = own(model, **call, **drawn)
+    with gsd.patch(model):
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(**call, **drawn), text), "the refusal has drawn nothing"
 
 
 @pytest.mark.parametrize("name", [LLAVA, "Qwen3_5ForConditionalGeneration"])

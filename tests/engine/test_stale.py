@@ -195,6 +195,35 @@ def test_hooks_that_come_and_go(removed):
         assert torch.equal(ask(target, text), expected(target, text))
 
 
+@pytest.mark.parametrize("kind", ["heads", "a source of one's own"])
+def test_what_sources_forward_beside_models_is_looked_at(kind):
+    """Captured steps read its storage. What it holds changes as it learns, and no key or value depends on that."""
+    target, _ = pair()
+    if kind == "heads":
+        module = gsd.DraftHeads.for_model(target, 2)
+        options = {"draft_heads": module}
+    else:
+        module, source = nn.Linear(2, 2), gsd.DraftSource()
+        source.forwards, source.propose = (module,), lambda level: None
+        options = {"draft_sources": (source,)}
+    reads = Reads(target)
+    with patched(target, **options, graph_config=GRAPH) as handle:
+        text = torch.cat([ask(target, words(1, 12, seed=1)), words(1, 4, seed=2)], 1)
+        (first,) = handle.engines.idle.sessions
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.01)
+        reads.since()
+        out = ask(target, text)
+        assert reads.since() == 4 and handle.engines.idle.sessions == [first]
+        assert torch.equal(out, expected(target, text))
+        through_half(module)
+        module.to(target.dtype)
+        assert torch.equal(ask(target, text), expected(target, text))
+        (second,) = handle.engines.idle.sessions
+        assert second is not first
+
+
 class Steering:
     def __init__(self, vector: torch.Tensor) -> None:
         self.vector = vector

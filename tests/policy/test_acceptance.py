@@ -122,12 +122,12 @@ def test_calibration_tells_an_overconfident_draft():
 
 def test_a_pool_keeps_the_newest_and_guesses_what_a_wider_shape_had_found():
     pool = Pool.prior((0.6, 0.1), 4)
-    pool.add(np.array([[0.5]]), np.array([[True]]))
+    pool = pool.grown(np.array([[0.5]]), np.array([[True]]))
     assert pool.profiles[-1].tolist() == [0.5, 0.25, 0.125, 0.0625]
-    pool.add(np.array([[0.9, 0.1]]), np.array([[False, False]]))
+    pool = pool.grown(np.array([[0.9, 0.1]]), np.array([[False, False]]))
     assert pool.picks.tolist() == [UNKNOWN] * 4 + [0, MISS]
     assert pool.profiles[-1] == pytest.approx([0.9, 0.1, 0.0, 0.0])
-    pool.add(
+    pool = pool.grown(
         np.tile([[0.2, 0.1, 0.0, 0.0]], (MOST, 1)),
         np.tile([[False, True, False, False]], (MOST, 1)),
     )

@@ -77,6 +77,21 @@ def test_settings_are_objects_that_a_user_can_pass(models, opened):
     assert opened[-1].settings == gsd.Automatic() and opened[-1].experience is not opened[0].experience
 
 
+def test_what_is_known_is_of_a_device_a_dtype_and_a_way_of_sampling(models, opened):
+    """As what is on disk is, whatever forwards the rows: costs of a CPU say nothing of a GPU's."""
+    generate(models, tokens=4, backend="reference")
+    generate(models, tokens=4, backend="reference")
+    assert opened[1].experience is opened[0].experience
+    for model in models:
+        model.double()
+    generate(models, tokens=4, backend="reference")
+    assert opened[2].experience.costs is not opened[0].experience.costs
+    whole = {"logits_processor": [lambda ids, scores: scores], "batch": 2}  # asks for the batch together
+    generate(models, tokens=4, backend="reference", batch=2)
+    generate(models, tokens=4, backend="reference", **whole)
+    assert opened[3].experience is opened[2].experience is not opened[4].experience
+
+
 @pytest.mark.parametrize(
     ("error", "settings"),
     [

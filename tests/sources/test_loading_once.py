@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+from engine.chats import both
 from models import noised, prompts, tiny
 from sources.drafters import eagle3_config, random_eagle3, safeailab, save
 
@@ -28,6 +31,27 @@ def test_a_folder_is_loaded_once_until_its_files_change(tmp_path):
     assert second is not first and not torch.equal(second.fc.weight, first.fc.weight)
     assert loaded_drafter(tmp_path, target.float()).fc.weight.dtype == torch.float32
     assert loaded_drafter(tmp_path, tiny(num_hidden_layers=2)) is not loaded_drafter(tmp_path, target)
+
+
+def test_threads_that_call_at_once_load_once_and_each_its_own(monkeypatch, tmp_path):
+    target, loads, inside = tiny(num_hidden_layers=2), [], threading.Event()
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place in places:
+        place.mkdir()
+
+    def load(where: Path, model: object) -> Path:
+        loads.append(where)
+        inside.wait(0.2)  # for a thread that loads beside this one
+        if len(loads) > 1:
+            inside.set()
+        return where
+
+    monkeypatch.setattr("gsd_kernels_hf.sources.load.load_drafter", load)
+    found = {}
+    both(lambda thread: found.update({thread: loaded_drafter(places[0], target)}))
+    assert found == {0: places[0], 1: places[0]} and loads == places[:1]
+    both(lambda thread: found.update({thread: loaded_drafter(places[thread], target)}))
+    assert found == {0: places[0], 1: places[1]}
 
 
 def test_the_hub_is_asked_for_an_id_once(tmp_path, monkeypatch):
@@ -80,7 +104,29 @@ def test_a_call_makes_each_of_its_sources_once(tmp_path, monkeypatch, way):
             text = target.generate(**inputs)
     assert torch.equal(text, want)
     once = {"loaded_drafter": 1, "draft_source": 2, "source_of": 1, "History": 1}
-    assert {name: made[name] - before.get(name, 0) for name in once} == (
-        once if way != "patched" else {**once, "loaded_drafter": 0}
-    )
+    assert {name: made[name] - before.get(name, 0) for name in once} == once
     assert not before or before == once
+
+
+@pytest.mark.parametrize("option", ["draft_heads", "drafter"])
+def test_a_patched_model_drafts_with_the_files_as_they_are(tmp_path, monkeypatch, option):
+    """Its place is looked at by every call, from whatever working directory, for the device and dtype of the model."""
+    target, inputs = tiny(num_hidden_layers=2), {**prompts(1, 9), "max_new_tokens": 6, "do_sample": False}
+    want = target.generate(**inputs)
+    gsd.DraftHeads.for_model(target, 2).save_pretrained(tmp_path / "heads")
+    monkeypatch.chdir(tmp_path)
+    with gsd.patch(target, **{option: "heads"}) as handle:
+
+        def heads() -> gsd.DraftHeads:
+            (*_, engine) = handle.engines
+            return engine.parts[0]()
+
+        assert torch.equal(target.generate(**inputs), want) and heads().num_heads == 2
+        first = heads()
+        monkeypatch.chdir(tmp_path.parent)
+        assert torch.equal(target.generate(**inputs), want) and heads() is first
+        gsd.DraftHeads.for_model(target, 3).save_pretrained(tmp_path / "heads")
+        assert torch.equal(target.generate(**inputs), want) and heads().num_heads == 3
+        target.float()
+        target.generate(**inputs)
+        assert {parameter.dtype for parameter in heads().parameters()} == {torch.float32}

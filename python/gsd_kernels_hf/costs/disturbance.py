@@ -72,11 +72,12 @@ class Spread:
 
     def observe(self, period: Period) -> float:
         """The standard deviation of their log seconds, as the mean deviation has it, with those of a period."""
+        deviations = list(self.deviations)
         for logs in (np.log(period.seconds[part]) for part in period.parts):
             if logs.size > 1:
-                self.deviations += np.minimum(abs(logs - np.median(logs)), MAX_DEVIATION).tolist()
-        del self.deviations[:-REMEMBERED_STEPS]
-        return float(np.mean(self.deviations)) * (np.pi / 2) ** 0.5 if self.deviations else 0.0
+                deviations += np.minimum(abs(logs - np.median(logs)), MAX_DEVIATION).tolist()
+        deviations = self.deviations = deviations[-REMEMBERED_STEPS:]
+        return float(np.mean(deviations)) * (np.pi / 2) ** 0.5 if deviations else 0.0
 
 
 def mean(seconds: np.ndarray) -> float:

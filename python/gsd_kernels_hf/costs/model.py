@@ -108,12 +108,12 @@ class LogTimeFilter:
 
     def _slowdown(self, innovation: float, std: float) -> float:
         """Log seconds by which the whole machine became slower: the least of several slow steps in a row, else 0."""
-        self.slow = [*self.slow, innovation] if innovation > SLOWER_STDS * std else []
-        if len(self.slow) < SLOWER_STEPS:
+        slow = self.slow = [*self.slow, innovation] if innovation > SLOWER_STDS * std else []
+        if len(slow) < SLOWER_STEPS:
             return 0.0
         # So much all of them have in common. The mean is moved as a whole, ahead of the update, which would take the
         # slowdown for one of this step's row count.
-        least, self.slow = min(self.slow), []
+        least, self.slow = min(slow), []
         self.mean = self.mean + least * self.common
         return least
 
@@ -141,6 +141,9 @@ class LogTimeFilter:
 class CostModel:
     """Seconds of a step's parts by rows, cached tokens and shape.
 
+    Threads share it without a lock, as they do an
+    :class:`~gsd_kernels_hf.policy.acceptance.AcceptanceModel`.
+
     Args:
         prior: of the pair.
         shapes: by name, those that steps can have.
@@ -161,8 +164,12 @@ class CostModel:
         covariance = STEP_STD**2 + KIND_STD**2 * (kind[:, None] == kind) + SHAPE_STD**2 * each
         self.other = LogTimeFilter(covariance, BATCH_SLOPE_STD, DRIFT_STD**2 + ROW_COUNT_DRIFT_STD**2 * each)
         self.spread = Spread()
-        self.steps = 0  # number of timed steps
-        self.timed: dict[str, int] = {}  # of them, by name of the shape
+        self.timed: dict[str, int] = {}  # number of timed steps, by name of the shape
+
+    @property
+    def steps(self) -> int:
+        """Number of timed steps."""
+        return sum(self.timed.copy().values())
 
     def target_weights(self, rows: np.ndarray, cached: float) -> np.ndarray:
         """The weights of the values in a forward's log seconds: rows [S] of all sequences → [S, row counts + 1]."""
@@ -211,7 +218,7 @@ class CostModel:
         """
         if target > 0:
             self._correct(([rows], [target], [noise]), cached)
-            self._count(name, 1)
+            self.timed[name] = self.timed.get(name, 0) + 1
         if other > 0:
             place = self.index[name]
             weights = self.other_weights([place], batch)[0]
@@ -234,7 +241,7 @@ class CostModel:
             return
         period, before = Period(steps), copy.copy(self.target)
         self._correct(period.alone(np.median, noise), cached)
-        self._count(name, len(steps))
+        self.timed[name] = self.timed.get(name, 0) + len(steps)
         std = self.spread.observe(period)
         if std <= max(CALM_STD, noise):
             return
@@ -247,10 +254,6 @@ class CostModel:
         else:
             self._correct(period.fastest(quick, noise, std), cached)
 
-    def _count(self, name: str, steps: int) -> None:
-        self.steps += steps
-        self.timed[name] = self.timed.get(name, 0) + steps
-
     def _correct(self, seen: Observations, cached: float, slow_share: float = SLOW_VARIANCE_SHARE) -> None:
         """Correct the target's seconds by those of several forwards behind about as many tokens."""
         weights = self.target_weights(np.array(seen[0], dtype=float), cached)
@@ -261,8 +264,8 @@ class CostModel:
 
     def as_dict(self) -> dict[str, Any]:
         """All that was learned, for the disk."""
-        filters = {"target": self.target.as_dict(), "other": self.other.as_dict()}
-        return {"names": list(self.names), **filters, "steps": self.steps, "timed": dict(self.timed)}
+        filters, timed = {"target": self.target.as_dict(), "other": self.other.as_dict()}, self.timed.copy()
+        return {"names": list(self.names), **filters, "steps": sum(timed.values()), "timed": timed}
 
     def load(self, data: Mapping[str, Any]) -> None:
         """Load what :meth:`as_dict` gave, of the same shapes.
@@ -276,7 +279,7 @@ class CostModel:
         if not timed.keys() <= self.index.keys() or min(timed.values(), default=0) < 0 or sum(timed.values()) != steps:
             raise ValueError("timed: of other shapes, or not as many as steps")
         target, other = self.target.loaded(data["target"]), self.other.loaded(data["other"])
-        self.target, self.other, self.steps, self.timed = target, other, steps, timed
+        self.target, self.other, self.timed = target, other, timed
 
 
 def increasing(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -102,7 +102,8 @@ class Engine:
 
     Calls that overlap in time have a session each. They begin with what was learned by the last call that ended. Where
     a model was changed in place since a session's text was begun, no key or value of it is used, nor of any other model
-    unless it was a draft model; where its tensors, modules, settings or hooks are others, the session is not.
+    unless it was a draft model; where its tensors, modules, settings or hooks are others, or those of what else sources
+    forward, the session is not.
 
     Args:
         parts: the objects that the sources are made of, held weakly: an engine ends with them.
@@ -155,6 +156,8 @@ class Engine:
         # As they are now: what is changed while a text is written is a change to the next call.
         modules = {**request.models, "drafter": request.sources.drafter}
         states = {name: ModelState.of(module) for name, module in modules.items() if module is not None}
+        others = [m for m in request.sources.forwarded if not any(m is module for module in modules.values())]
+        states |= {f"forwarded {number}": ModelState.built(module) for number, module in enumerate(others)}
         session, current = self.idle.take(self, key, request, states), False
         if session is None:
             session = Session(key, request.facts, capacity, own)

@@ -87,13 +87,14 @@ class Request:
             validate.check_reference(options.reference_ids, input_ids.shape[0], facts.vocabulary, copies)
         samples = bool(generation_config.do_sample)
         plan = SamplingPlan.of(logits_processor, samples)
-        given = options.seed if seed is None else seed
-        seed_value = draw_seed(given) if samples else 0
         eos_ids, room, timers, criteria = split_criteria(stopping_criteria, prompt)
         inputs = None
         if unread:
             inputs = PromptInputs.of(input_ids, model_kwargs, unread)
             validate.check_inputs(facts, inputs, padding_of(input_ids, attention_mask))
+        given = options.seed if seed is None else seed
+        # Behind all checks: where one sends the call to transformers, torch's generator is as it was.
+        seed_value = draw_seed(given) if samples else 0
         return cls(
             sources,
             input_ids,

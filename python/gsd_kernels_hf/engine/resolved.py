@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from .. import validate
@@ -95,6 +96,12 @@ class Sources:
     def models(self) -> dict[str, PreTrainedModel]:
         """The models that sources forward, besides the target, by the name that an error calls them."""
         return {name: model for name, (_, model) in self._named_models.items()}
+
+    @property
+    def forwarded(self) -> list[nn.Module]:
+        """The modules that sources run in a step, heads included, each once."""
+        found = [self.heads, *(module for source in self.every for module in source.forwards)]
+        return list({id(module): module for module in found if isinstance(module, nn.Module)}.values())
 
     @cached_property
     def _named_models(self) -> dict[str, tuple[DraftSource, PreTrainedModel]]:

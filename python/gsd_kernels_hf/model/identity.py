@@ -56,8 +56,14 @@ class ModelState:
             for tensor in held_by(hook)
             for part in parts_of(tensor)
         ]
-        structure = (facts.structure, places(facts))
-        return cls(structure, (versions([*tensors, *held]), samples([*tensors, *held])))
+        content = versions([*tensors, *held]), samples([*tensors, *held])
+        return cls(cls.built(facts).structure, content)
+
+    @classmethod
+    def built(cls, model: nn.Module | Facts) -> ModelState:
+        """The structure now, of a module whose content no key or value depends on."""
+        facts = Facts.of(model)
+        return cls((facts.structure, places(facts)), ())
 
 
 @fact

@@ -8,7 +8,6 @@ from what was picked. What steps really emitted corrects the prediction, for sha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,9 +54,10 @@ def kind_of(config: GraphConfig) -> str:
     return "model" if config.depth else "lookup"
 
 
-@dataclass
-class Pool:
+class Pool(NamedTuple):
     """Profiles: candidate probabilities after accepted tokens, in the order of the text.
+
+    Another one takes its place where something is learned: calls that overlap in time share them.
 
     Attributes:
         profiles: candidate probabilities, calibrated, [n, K], at most ``MAX_PROFILES``, the oldest first.
@@ -77,8 +77,8 @@ class Pool:
         """``count`` times a profile, cut or padded to ``branch``."""
         return cls.of(np.tile(np.pad(profile, (0, branch))[:branch], (count, 1)))
 
-    def add(self, probs: np.ndarray, hits: np.ndarray) -> None:
-        """Candidates after accepted nodes and whether each was picked, [n, K'] both."""
+    def grown(self, probs: np.ndarray, hits: np.ndarray) -> Pool:
+        """With candidates after more accepted nodes and whether each was picked, [n, K'] both."""
         new = np.zeros((len(probs), self.profiles.shape[1]))
         new[:, : probs.shape[1]] = probs
         # A wider shape would have had something there: half of the rank before, as in the priors, if so much is left.
@@ -88,11 +88,14 @@ class Pool:
         picks = np.concatenate([self.picks, np.where(hits.any(1), hits.argmax(1), MISS)])
         if (seen := picks != UNKNOWN).sum() >= MIN_PROFILES:  # drop the prior
             profiles, picks = profiles[seen], picks[seen]
-        self.profiles, self.picks = profiles[-MAX_PROFILES:], picks[-MAX_PROFILES:]
+        return Pool(profiles[-MAX_PROFILES:], picks[-MAX_PROFILES:])
 
 
 class AcceptanceModel:
-    """How often a drafted candidate is what the target picks, by rank and draft probability; forgets slowly."""
+    """How often a drafted candidate is what the target picks, by rank and draft probability; forgets slowly.
+
+    Threads share it without a lock: one may take another's last observation back, and none sees half of one.
+    """
 
     def __init__(self, branch: int) -> None:
         self.branch = branch
@@ -119,7 +122,7 @@ class AcceptanceModel:
             table += (PRIORS[name].hits - table) * (1.0 - TABLE_DECAY_PER_STEP**steps)
             np.add.at(table, cells, counts.astype(float))
         self.counted = object()
-        self.pools[name].add(self.calibrated(name, probs), hits)
+        self.pools[name] = self.pools[name].grown(self.calibrated(name, probs), hits)
 
     def calibrated(self, name: str, probs: np.ndarray) -> np.ndarray:
         """Probabilities [n, K] as often as candidates of such ranks and probabilities were picked."""
@@ -170,7 +173,7 @@ class AcceptanceModel:
         return {
             **{part: {kind: n.tolist() for kind, n in getattr(self, part).items()} for part in ("hits", "expected")},
             "pools": {name: [p.profiles.tolist(), p.picks.tolist()] for name, p in self.pools.items()},
-            "accepted": {name: list(pair) for name, pair in self.accepted.items()},
+            "accepted": {name: list(pair) for name, pair in self.accepted.copy().items()},
         }
 
     def load(self, data: Mapping[str, Any]) -> None:

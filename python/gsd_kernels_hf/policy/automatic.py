@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,11 @@ class Situation:
     settings: Automatic
 
     @property
+    def models(self) -> list[nn.Module]:
+        """Target, draft and others."""
+        return [self.model, *([] if self.draft is None else [self.draft]), *self.others]
+
+    @property
     def by_rows(self) -> bool:
         """Return whether rows are chosen, not shapes."""
         return self.chooses_rows and self.draft is None
@@ -66,7 +72,8 @@ def automatic_policy(
         situation: of the generation.
     """
     ways = forwards(situation.model, situation.draft, situation.backend).values()
-    key = (cache_dir(), situation.backend, situation.by_rows, situation.settings, *situation.sources, *ways)
+    kind = situation.backend, situation.by_rows, situation.settings, situation.about, *situation.sources
+    key = (cache_dir(), *kind, *ways, *map(placed, situation.models))
     if key not in kept:
         kept.setdefault(key, learned(situation))
     experience, saver = kept[key]
@@ -76,11 +83,18 @@ def automatic_policy(
     return ShapePolicy(experience, reads_prompt=situation.reads_prompt, **common)
 
 
+def placed(module: nn.Module) -> tuple[Any, ...]:
+    """Where a module lies, and in which dtype."""
+    if isinstance(module, PreTrainedModel):
+        return device_of(module), module.dtype
+    return tuple((first.device, first.dtype) for first in itertools.islice(module.parameters(), 1))
+
+
 def learned(situation: Situation) -> tuple[Experience, Saver]:
     """The experience of earlier generations like this one, in this process and others; and what keeps it on disk."""
     pair = own_pair(situation.model, situation.draft, situation.backend, situation.others)
-    models = [situation.model, *([] if situation.draft is None else [situation.draft]), *situation.others]
-    about = " ".join([str(situation.by_rows), situation.about, *situation.sources, *(fingerprint(m) for m in models)])
+    prints = map(fingerprint, situation.models)
+    about = " ".join([str(situation.by_rows), situation.about, *situation.sources, *prints])
     section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"
     experience: Experience
     if situation.by_rows:
@@ -99,7 +113,7 @@ class ExperienceSaver(Saver):
     """
 
     def __init__(self, pair: CostPair, section: str, experience: Experience) -> None:
-        super().__init__(pair.document, lambda: {COSTS: pair.costs.as_dict(), section: experience.as_dict()})
+        super().__init__(pair.document, lambda: {COSTS: pair.costs.as_dict(), section: experience.as_dict()}, section)
         self.pair, self.section, self.experience = pair, section, experience
 
     def save(self) -> None:

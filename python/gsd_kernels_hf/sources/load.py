@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -68,6 +69,7 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
 
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, tuple[object, Drafter]]] = weakref.WeakKeyDictionary()
 """Of every target and option the drafter that was loaded last for it, and from which files."""
+_lock = threading.Lock()
 
 
 def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
@@ -96,6 +98,13 @@ def loaded_heads(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     return _loaded_once(stamp(folder), target, "draft_heads", lambda: load(folder, target))
 
 
+def lasting(given: Any) -> Any:
+    """Return what an option gave, a folder as it is found from any working directory."""
+    if given == OWN or not isinstance(given, (str, os.PathLike)) or not (folder := Path(given).expanduser()).is_dir():
+        return given
+    return folder.absolute()
+
+
 def stamp(folder: Path) -> tuple[object, ...]:
     """A folder of a checkpoint and its files as they are now."""
     folder = folder.resolve()
@@ -105,11 +114,14 @@ def stamp(folder: Path) -> tuple[object, ...]:
 
 def _loaded_once(files: tuple[object, ...], target: PreTrainedModel, option: str, load: Callable[[], _Kind]) -> _Kind:
     key = (files, target.dtype, device_of(target))
-    loaded: dict[str, tuple[object, Any]] = _loaded.setdefault(target, {})
-    if option not in loaded or loaded[option][0] != key:
-        loaded.pop(option, None)  # not two at once
-        loaded[option] = key, load()
-    return loaded[option][1]
+    with _lock:  # of two threads the second one waits for what the first one loads
+        loaded: dict[str, tuple[object, Any]] = _loaded.setdefault(target, {})
+        known, drafter = loaded.get(option, (None, None))
+        if known != key:
+            loaded.pop(option, None)  # not two at once
+            drafter = load()
+            loaded[option] = key, drafter
+        return drafter
 
 
 def source_of(drafter: Drafter) -> DraftSource:

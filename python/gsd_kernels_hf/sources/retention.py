@@ -54,7 +54,7 @@ class Retention:
             steps: number of steps that it took.
         """
         settings = self.settings
-        self.wait = {name: left - steps for name, left in self.wait.items() if left > steps}
+        self.wait = {name: left - steps for name, left in self.wait.copy().items() if left > steps}
         expensive = [source for source in sources if source.forwards]
         if len(expensive) < 2:
             return
