@@ -115,6 +115,19 @@ def test_prompts_are_texts_chats_and_ids_and_texts_are_read_beside(target, tmp_p
     assert sorted(read.tokens.tolist()) == list(range(1, 20))
 
 
+def test_what_a_patched_model_keeps_teaches_nothing_and_learns_nothing(target, monkeypatch, tmp_path):
+    """A lesson is of its own answer alone: what an earlier one left would be evidence that halves have apart."""
+    seen, learn = [], learning.learned_from
+    monkeypatch.setattr(learning, "learned_from", lambda answers, *rest: seen.append(answers) or learn(answers, *rest))
+    asked = [*ASKED[:2], torch.cat([ASKED[0], ASKED[1]])]  # one goes on from another's prefix
+    gsd.learn(target, prompts=asked, new_tokens=24, progress=False, file=tmp_path / "unpatched")
+    with gsd.patch(target) as handle:
+        gsd.learn(target, prompts=asked, new_tokens=24, progress=False, file=tmp_path / "patched")
+        assert len(handle.history) == 0
+    alone, patched = seen
+    assert patched.lessons == alone.lessons and patched.tokens == alone.tokens
+
+
 def test_interrupted_it_keeps_what_is_there(target, monkeypatch, caplog):
     generate, calls = learning.generate, []
 
