@@ -27,11 +27,13 @@ def test_a_folder_is_whole_or_absent(tmp_path):
     folder = tmp_path / "step-1"
     with pytest.raises(KeyboardInterrupt), write_folder(folder) as partial:
         interrupted(partial / "state")
-    assert not folder.exists()
-    with write_folder(folder) as partial:
-        assert list(partial.iterdir()) == [], "what the interrupted one left is gone"
-        (partial / "state").write_text("whole")
-    assert (folder / "state").read_text() == "whole"
+    assert list(tmp_path.iterdir()) == [], "nothing is left of what was interrupted"
+    with pytest.raises(OSError, match="step-1"), write_folder(folder) as late:
+        (late / "state").write_text("late")
+        with write_folder(folder) as early:
+            (early / "state").write_text("early")
+    assert (folder / "state").read_text() == "early", "of two writers neither touches the other's"
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_file_that_is_read_is_named_with_its_option(tmp_path):

@@ -40,8 +40,7 @@ def command(
 ) -> None:
     """Index texts, for --corpus of generate and check, and for gsd_kernels.Corpus.
 
-    Files in a folder that are not UTF-8 are left out. Interrupted, nothing is left but a folder .partial-NAME beside,
-    which the next run removes.
+    Files in a folder that are not UTF-8 are left out. Interrupted, nothing is left.
     """
     from gsd_kernels_hf.files import checkpoint_place, read_utf8
     from gsd_kernels_hf.progress import tracked

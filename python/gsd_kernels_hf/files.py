@@ -132,7 +132,7 @@ def model_place(where: str, what: str, *, gguf: bool = True) -> str:
 
 def write_file(file: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file, then rename it: ``file`` is whole or as it was, whoever else writes it."""
-    partial = file.with_name(f".partial-{uuid.uuid4().hex[:12]}-{file.name}")  # of this call: threads may write at once
+    partial = _partial(file)
     try:
         write(partial)
         _flush(partial)
@@ -140,6 +140,11 @@ def write_file(file: Path, write: Callable[[Path], object]) -> None:
     finally:
         partial.unlink(missing_ok=True)
     _flush(file.parent)
+
+
+def _partial(place: Path) -> Path:
+    """What is written in place of a file or folder, of this call alone: others may write the same at once."""
+    return place.with_name(f".partial-{uuid.uuid4().hex[:12]}-{place.name}")
 
 
 def write_text(file: Path, text: str) -> None:
@@ -196,13 +201,15 @@ def _wait_for(lock: IO[str], seconds: float) -> None:
 @contextmanager
 def write_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder to fill, which is then renamed: ``folder``, which must not exist, is whole or absent."""
-    partial = folder.with_name(f".partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = _partial(folder)
     partial.mkdir(parents=True)
-    yield partial
-    for file in partial.rglob("*"):
-        _flush(file)
-    partial.rename(folder)
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            _flush(file)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     _flush(folder.parent)
 
 

@@ -54,6 +54,17 @@ def test_heads_are_stored_and_loaded_for_their_target(tmp_path):
     assert (stored(hidden, target.float().lm_head) == heads(hidden, target.lm_head)).all()
 
 
+@pytest.mark.parametrize("file", ["draft_heads.safetensors", "draft_heads.json"])
+def test_heads_that_are_written_over_are_whole_or_as_before(tmp_path, file):
+    """Whoever reads or maps a file meanwhile has the old one, which nobody writes into."""
+    filled(tiny()).save_pretrained(tmp_path)
+    names, before = sorted(tmp_path.iterdir()), (tmp_path / file).read_bytes()
+    with (tmp_path / file).open("rb") as read:
+        filled(tiny(), num_heads=2).save_pretrained(tmp_path)
+        assert read.read() == before != (tmp_path / file).read_bytes()
+    assert sorted(tmp_path.iterdir()) == names
+
+
 def test_heads_of_another_target_are_refused_by_name(tmp_path):
     filled(tiny()).save_pretrained(tmp_path)
     for name, value in (("hidden_size", 64), ("vocab_size", 90), ("num_hidden_layers", 3)):

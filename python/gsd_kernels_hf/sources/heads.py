@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
 
-from ..files import path_of
+from ..files import path_of, write_file, write_json
 from ..model.properties import device_of, text_config, vocabulary
 from ..packed.modules import device_of_weights
 from ..records import Candidates
@@ -134,8 +134,8 @@ class DraftHeads(nn.Module):
             "target": self.target,
         }
         weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
-        save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_file(folder / WEIGHTS_FILE, lambda partial: save_file(weights, partial, metadata={"format": "pt"}))
+        write_json(folder / CONFIG_FILE, config, indent=2)
 
     @classmethod
     def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> DraftHeads:
