@@ -138,6 +138,8 @@ class Options:
             kinds, got = ", ".join(kind.__name__ for kind in KINDS), type(self.drafter).__name__
             one = "; of drafters one is taken" if isinstance(self.drafter, (list, tuple)) else ""
             raise TypeError(f'drafter: expected a folder, a hub id, "mtp", or one of {kinds}, got {got}{one}')
+        if isinstance(self.reference_ids, Tensor) and not self.reference_ids.numel():
+            self.reference_ids = None  # of any dtype and shape: the tokens of an empty text
         plain = shape == PLAIN
         shape = None if plain else shape
         self.named = () if plain else self._names()
