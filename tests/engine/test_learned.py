@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf import learning
+from gsd_kernels_hf.engine import known
 from gsd_kernels_hf.engine.known import learned_file, learned_of
 from gsd_kernels_hf.model.facts import Facts
 from gsd_kernels_hf.packed.gguf import from_gguf
+from gsd_kernels_hf.sources import history
 from gsd_kernels_hf.sources.learned import FORMAT, read_learned
 
 SHAPE = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=6, history_width=4)
@@ -76,6 +78,16 @@ def test_a_patched_model_says_what_it_found_and_goes_on_with_it_from_text_to_tex
             assert bool(found) == options.get("learned", True)
             for ids, expected in zip(texts, plain, strict=True):
                 assert torch.equal(handle.model.generate(ids, **decoding), expected)
+
+
+def test_where_the_history_mixes_nothing_it_is_neither_read_nor_said(target, monkeypatch, caplog):
+    plain = gsd.generate(target, ASKED[0][None], **GREEDY, graph_config="plain")
+    learned(target)
+    monkeypatch.setattr(history, "unavailable_reason", lambda *_: "not built")
+    monkeypatch.setattr(known, "read_learned", lambda *_, **__: pytest.fail("read"))
+    with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(tiny_twin(target)) as handle:
+        assert torch.equal(handle.model.generate(ASKED[0][None], **GREEDY), plain)
+    assert "learned" not in caplog.text
 
 
 def tiny_twin(model):
@@ -170,9 +182,9 @@ def test_a_mixture_is_fitted_to_many_nodes_and_predicts_them_better(target, monk
     def surprise(values):
         total = 0.0
         for lesson in lessons:
-            known = learning._with_learned(lesson, halves[lesson.text % 2])
-            scores, none = known.scores(values.tolist())
-            named = dict(zip(known.votes, scores, strict=True))
+            found = learning._with_learned(lesson, halves[lesson.text % 2])
+            scores, none = found.scores(values.tolist())
+            named = dict(zip(found.votes, scores, strict=True))
             total += float(torch.tensor([none, *scores]).logsumexp(0)) - named.get(lesson.picked, none)
         return total / len(lessons)
 

@@ -87,7 +87,7 @@ class Options:
             bounded, in what :func:`gsd_kernels.patch` keeps only. One caller's texts then speed up another's, which
             somebody may time.
         learned: whether the history drafts with what :func:`gsd_kernels.learn` left of the model in the cache folder,
-            where it did. On a CPU only.
+            where it did. Needs the compiled ops of the target's device.
         streamer: gets the prompt [batch, length], then the batch's tokens position by position, [batch] each, as from
             transformers; its own text streamers take one sequence only. A method ``ask()``, where it has one, is called
             while the prompt is read, between pieces and layers: what it raises ends the call.
