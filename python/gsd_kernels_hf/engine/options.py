@@ -128,6 +128,11 @@ class Options:
         if isinstance(self.graph_config, Automatic):
             self.automatic_settings, self.graph_config = self.graph_config, AUTO
         shape = shape_for(self.criterion, self.graph_config)
+        if shape != AUTO and self.automatic_settings != Automatic():
+            raise ValueError(
+                f'graph_config: criterion="{self.criterion}" needs a chain, whose length settings of Automatic do not '
+                'choose; pass graph_config="chain" or GraphConfig.preset("chain", depth=…), or use criterion="exact"'
+            )
         self.drafts = drafts_in(self.assistant_model)
         models = [draft for draft in self.drafts if not isinstance(draft, DraftSource)]
         self.translations = translations_of(self.tokenizer, self.assistant_tokenizer, models)
