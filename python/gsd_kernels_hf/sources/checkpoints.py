@@ -51,9 +51,9 @@ class BadCheckpoint(ValueError):
     """A drafter checkpoint that cannot be served; the message names what, and the cure."""
 
 
-def bad(why: str) -> BadCheckpoint:
-    """The error of what ``drafter`` named."""
-    return BadCheckpoint(f"drafter: {why}")
+def bad(why: str, option: str = "drafter") -> BadCheckpoint:
+    """The error of what ``drafter``, or another option, named."""
+    return BadCheckpoint(f"{option}: {why}")
 
 
 def fetch(
@@ -342,7 +342,7 @@ def layer_config(config: Mapping[str, Any], default: str) -> PretrainedConfig:
     return found
 
 
-def check_vocabulary(kind: str, drafters: int, target: PreTrainedModel) -> None:
+def check_vocabulary(kind: str, drafters: int, target: PreTrainedModel, option: str = "drafter") -> None:
     """Raise unless target ids mean the same to the drafter; a few padded entries may differ.
 
     Raises:
@@ -351,7 +351,8 @@ def check_vocabulary(kind: str, drafters: int, target: PreTrainedModel) -> None:
     if abs(drafters - vocabulary(target)) > MAX_VOCABULARY_PADDING:
         raise bad(
             f"this {kind} drafter was made for a vocabulary of {drafters} tokens, and the target has "
-            f"{vocabulary(target)}; {BELONGS}"
+            f"{vocabulary(target)}; {BELONGS}",
+            option,
         )
 
 
