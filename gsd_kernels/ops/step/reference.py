@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -73,22 +75,40 @@ def feed_chain(tokens: Tensor, end: Tensor, cached: Tensor, width: int) -> Chain
         width: E, rows.
     """
     base = cached.clone()
-    count = (end - base).clamp(max=width)  # [B]
-    row = torch.arange(width, device=tokens.device)
-    link = row - (width - count[:, None])  # [B, E]; place in the chain, negative for padding
-    real = link >= 0
-    read = tokens.gather(1, (base[:, None] + link.clamp(min=0)).long())
-    slots = torch.where(real, link, count[:, None] + row)
-    before = row <= torch.where(real, link, -1)[:, :, None]  # [B, E, E]
-    cached.add_(count)
+    chain = laid_out(end - base, width)
+    read = tokens.gather(1, (base[:, None] + chain.depths).long())
+    cached.add_(chain.count)
     return Chain(
         kv_len=base,
-        token_ids=torch.where(real, read, 0).to(torch.int32),
-        slots=slots.to(torch.int32),
-        depths=link.clamp(min=0).to(torch.int32),
-        ancestor_mask=pack_bits(before | (row == slots[:, :, None])),
-        node_depths=row.to(torch.int32).repeat(len(tokens), 1),
+        token_ids=torch.where(chain.real, read, 0).to(torch.int32),
+        slots=chain.slots,
+        depths=chain.depths,
+        ancestor_mask=pack_bits(chain.before | chain.itself),
+        node_depths=torch.arange(width, dtype=torch.int32, device=tokens.device).repeat(len(tokens), 1),
     )
+
+
+class LaidOut(NamedTuple):
+    """The rows of a chain of B texts, right-aligned in E."""
+
+    count: Tensor  # int [B]; rows that are no padding
+    real: Tensor  # bool [B, E]; whether a row is no padding
+    slots: Tensor  # int32 [B, E]; padding rows write above the chain
+    depths: Tensor  # int32 [B, E]; 0 for padding
+    before: Tensor  # bool [B, E, E]; whether a row sees a slot as a part of the chain up to itself
+    itself: Tensor  # bool [B, E, E]; whether a slot is the row's
+
+
+def laid_out(lacking: Tensor, width: int) -> LaidOut:
+    """Lay out what a cache lacks, int [B], as rows of a chain, up to ``width``."""
+    count = lacking.clamp(max=width)  # [B]
+    row = torch.arange(width, device=lacking.device)
+    link = row - (width - count[:, None])  # [B, E]; place in the chain, negative for padding
+    real = link >= 0
+    slots = torch.where(real, link, count[:, None] + row)
+    before = row <= torch.where(real, link, -1)[:, :, None]
+    itself = row == slots[:, :, None]
+    return LaidOut(count, real, slots.to(torch.int32), link.clamp(min=0).to(torch.int32), before, itself)
 
 
 def accepted_path(accepted: Acceptance, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from ..files import checkpoint_place
+from ..model.foreign import STATIC_ROPE
 from ..model.hidden import decoder_of
 from ..model.properties import device_of, text_config, vocabulary
 from ..validate.models import MAX_VOCABULARY_PADDING
@@ -30,8 +31,6 @@ MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt")
 WANTED = ["*.json", "*.safetensors"]
 """What is fetched from the hub."""
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Types of rotary embedding whose frequencies do not depend on the length."""
 LAYERS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 """Kinds of decoder layer, by ``model_type``."""
 SETTINGS = (
