@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -75,40 +73,32 @@ def feed_chain(tokens: Tensor, end: Tensor, cached: Tensor, width: int) -> Chain
         width: E, rows.
     """
     base = cached.clone()
-    chain = laid_out(end - base, width)
-    read = tokens.gather(1, (base[:, None] + chain.depths).long())
-    cached.add_(chain.count)
-    return Chain(
-        kv_len=base,
-        token_ids=torch.where(chain.real, read, 0).to(torch.int32),
-        slots=chain.slots,
-        depths=chain.depths,
-        ancestor_mask=pack_bits(chain.before | chain.itself),
-        node_depths=torch.arange(width, dtype=torch.int32, device=tokens.device).repeat(len(tokens), 1),
-    )
+    count, real, slots, depths, mask = laid_out(end - base, width)
+    read = tokens.gather(1, (base[:, None] + depths).long())
+    cached.add_(count)
+    node_depths = torch.arange(width, dtype=torch.int32, device=tokens.device).repeat(len(tokens), 1)
+    return Chain(base, torch.where(real, read, 0).to(torch.int32), slots, depths, mask, node_depths)
 
 
-class LaidOut(NamedTuple):
-    """The rows of a chain of B texts, right-aligned in E."""
+def laid_out(lacking: Tensor, width: int, first: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Lay out what caches lack, int [B], as rows of chains, right-aligned in up to ``width`` rows.
 
-    count: Tensor  # int [B]; rows that are no padding
-    real: Tensor  # bool [B, E]; whether a row is no padding
-    slots: Tensor  # int32 [B, E]; padding rows write above the chain
-    depths: Tensor  # int32 [B, E]; 0 for padding
-    before: Tensor  # bool [B, E, E]; whether a row sees a slot as a part of the chain up to itself
-    itself: Tensor  # bool [B, E, E]; whether a slot is the row's
+    ``first`` [B]: places before are left padding, which sees itself alone and which nothing sees.
 
-
-def laid_out(lacking: Tensor, width: int) -> LaidOut:
-    """Lay out what a cache lacks, int [B], as rows of a chain, up to ``width``."""
+    Returns:
+        Of :class:`Chain` the number of rows that are no padding int [B], which they are bool [B, E], slots, depths and
+        ancestor mask.
+    """
     count = lacking.clamp(max=width)  # [B]
     row = torch.arange(width, device=lacking.device)
     link = row - (width - count[:, None])  # [B, E]; place in the chain, negative for padding
     real = link >= 0
     slots = torch.where(real, link, count[:, None] + row)
-    before = row <= torch.where(real, link, -1)[:, :, None]
-    itself = row == slots[:, :, None]
-    return LaidOut(count, real, slots.to(torch.int32), link.clamp(min=0).to(torch.int32), before, itself)
+    before = row <= torch.where(real, link, -1)[:, :, None]  # [B, E, E]
+    if first is not None:
+        before = before & (row >= first[:, None])[:, None, :]
+    mask = pack_bits(before | (row == slots[:, :, None]))
+    return count, real, slots.to(torch.int32), link.clamp(min=0).to(torch.int32), mask
 
 
 def accepted_path(accepted: Acceptance, rows: Rows) -> tuple[Tensor, Tensor]:

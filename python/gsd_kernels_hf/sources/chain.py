@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.step.reference import laid_out
 
 
@@ -40,17 +39,8 @@ class Chain:
         ``kv_start`` [B]: positions before are left padding, which sees itself alone and which nothing sees; ``None``
         where there are none.
         """
-        chain = laid_out(end - cached, width)
+        first = None if kv_start is None else kv_start - cached
+        count, real, slots, depths, mask = laid_out(end - cached, width, first)
+        place = (cached[:, None] + depths).long()
         row = torch.arange(width, dtype=torch.int32, device=cached.device)
-        before = chain.before
-        if kv_start is not None:
-            before = before & (row >= (kv_start - cached)[:, None])[:, None, :]
-        return cls(
-            place=(cached[:, None] + chain.depths).long(),
-            real=chain.real,
-            slots=chain.slots,
-            ancestor_mask=pack_bits(before | chain.itself),
-            depths=chain.depths,
-            node_depths=row.expand_as(chain.slots),
-            count=chain.count,
-        )
+        return cls(place, real, slots, mask, depths, row.expand_as(slots), count)
