@@ -143,7 +143,7 @@ def write_file(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def _partial(place: Path) -> Path:
-    """What is written in place of a file or folder, of this call alone: others may write the same at once."""
+    """A place beside a file or folder to write it in, of this call alone: others may write the same at once."""
     return place.with_name(f".partial-{uuid.uuid4().hex[:12]}-{place.name}")
 
 
