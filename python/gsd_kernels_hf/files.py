@@ -176,8 +176,8 @@ def locked(file: Path, seconds: float = math.inf) -> Iterator[None]:
         yield
 
 
-def _wait_for(lock: IO[str], seconds: float) -> None:
-    """Lock an open file.
+def _wait_for(lock: IO[str] | int, seconds: float) -> None:
+    """Lock an open file, or folder.
 
     Raises:
         ImportError, OSError: files cannot be locked here, or another process has it for longer.
@@ -202,15 +202,43 @@ def _wait_for(lock: IO[str], seconds: float) -> None:
 def write_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder to fill, which is then renamed: ``folder``, which must not exist, is whole or absent."""
     partial = _partial(folder)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        for file in partial.rglob("*"):
-            _flush(file)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        with _held(folder.parent, math.inf):  # so that nobody takes a new one, not held yet, for a killed writer's
+            _remove_left(folder)
+            partial.mkdir()
+            stack.enter_context(_held(partial, math.inf))
+        try:
+            yield partial
+            for file in partial.rglob("*"):
+                _flush(file)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     _flush(folder.parent)
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove what writers of a folder left that were killed: nobody holds it any more."""
+    for left in folder.parent.glob(".partial-*"):
+        if left.is_dir() and left.name.split("-", 2)[2:] == [folder.name]:
+            with _held(left, 0.0) as alone:
+                if alone:
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def _held(folder: Path, seconds: float) -> Iterator[bool]:
+    """Lock a folder itself; ``False`` where it is another's for longer, or cannot be locked."""
+    with ExitStack() as stack:
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            _wait_for(handle, seconds)
+        except (ImportError, OSError):
+            yield False
+        else:
+            yield True
 
 
 @contextmanager
