@@ -109,16 +109,19 @@ class GraphConfig:
     def preset(cls, name: Preset, **changes: object) -> GraphConfig:
         """The named configuration ``"chain"``, ``"tree"`` or ``"graph"``, with any field replaced by keyword.
 
-        ``chain`` is ordinary speculative decoding, ``tree`` the best dynamic token tree, ``graph`` the same tree
-        with recurring sequences merged: baselines and method run through the same code.
+        ``chain`` is ordinary speculative decoding, with a row for each of its levels and the root, ``tree`` the best
+        dynamic token tree, ``graph`` the same tree with recurring sequences merged: baselines and method run through
+        the same code.
         """
         if name not in PRESETS:
             raise ValueError(_no_preset(name))
         base: dict[str, object] = {}
         if name == "chain":
-            depth = changes.get("depth", cls.depth)
+            depth, levels = changes.get("depth", cls.depth), changes.get("history_depth", cls.history_depth)
             _check_int("depth", depth, 0, 64)
-            base = {"depth": depth, "width": 1, "branch": 1, "max_rows": depth + 1, "merge_context": -1}  # type: ignore[operator]
+            _check_int("history_depth", levels, 0, 64)
+            rows = min(depth + levels + 1, MAX_ROWS)  # type: ignore[operator]
+            base = {"depth": depth, "width": 1, "branch": 1, "max_rows": rows, "merge_context": -1}
         elif name == "tree":
             base = {"merge_context": -1}
         return cls(**{**base, **changes})  # type: ignore[arg-type]

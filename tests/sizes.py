@@ -32,7 +32,7 @@ BUDGET = {
     "gsd_kernels/ops": 208,  # 204 before feature_rows had a projection, a GPU, and keys and values alone
     "python/gsd_kernels_hub": 11,  # what is laid out for the Hub
     "python/gsd_kernels_cli": 146,  # 145 before templates, numbers and stdin were refused in one line
-    "python/gsd_kernels_hf": 48,  # 47 before learn looked at all that it was given first
+    "python/gsd_kernels_hf": 49,  # 48 before unpatch kept what others set, and two writers of a folder were apart
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
     "python/gsd_kernels_hf/corpus": 5,
     "python/gsd_kernels_hf/costs": 20,
@@ -47,7 +47,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 93,
     "python/gsd_kernels_train/recipes": 26,
-    "tests": 1901,  # 1882 before the findings in server, commands and engine had a test each
+    "tests": 1900,  # 1893 before findings of patch, learn, files and heads had a test each
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -49,4 +49,14 @@ def test_config_types_presets_and_freezing():
     assert gsd.GraphConfig.preset("tree").merge_context == -1
     with pytest.raises(dataclasses.FrozenInstanceError):
         chain.depth = 3
+    with pytest.raises(TypeError, match="history_depth"):
+        gsd.GraphConfig.preset("chain", history_depth=1.5)
     assert chain.replace(max_rows=4).max_path == 3
+
+
+@pytest.mark.parametrize("depths", [(0, 4), (3, 4), (64, 64)])
+def test_a_chain_has_rows_for_the_historys_levels(depths):
+    """But no more than a step may have."""
+    depth, levels = depths
+    chain = gsd.GraphConfig.preset("chain", depth=depth, history_depth=levels)
+    assert chain.max_rows == min(depth + levels + 1, 128) and chain.max_path == chain.max_rows - 1

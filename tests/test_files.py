@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from gsd_kernels_hf.files import decode_utf8, open_saved, read_utf8, write_file, write_folder, write_text
@@ -27,11 +29,23 @@ def test_a_folder_is_whole_or_absent(tmp_path):
     folder = tmp_path / "step-1"
     with pytest.raises(KeyboardInterrupt), write_folder(folder) as partial:
         interrupted(partial / "state")
-    assert not folder.exists()
-    with write_folder(folder) as partial:
-        assert list(partial.iterdir()) == [], "what the interrupted one left is gone"
-        (partial / "state").write_text("whole")
-    assert (folder / "state").read_text() == "whole"
+    assert list(tmp_path.iterdir()) == [], "nothing is left of what was interrupted"
+    with pytest.raises(OSError, match="step-1"), write_folder(folder) as late:
+        (late / "state").write_text("late")
+        with write_folder(folder) as early:
+            (early / "state").write_text("early")
+    assert (folder / "state").read_text() == "early", "of two writers neither touches the other's"
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_what_a_killed_writer_left_goes_and_what_another_one_writes_stays(tmp_path):
+    left, others = (tmp_path / f".partial-{'0' * 12}-{name}" for name in ("made", "made-2"))
+    for each in (left, others):
+        each.mkdir()
+    with write_folder(tmp_path / "made") as late:
+        with write_folder(tmp_path / "made") as early:
+            assert {*tmp_path.iterdir()} == {late, early, others}
+        shutil.rmtree(tmp_path / "made")
 
 
 def test_a_file_that_is_read_is_named_with_its_option(tmp_path):

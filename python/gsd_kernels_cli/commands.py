@@ -21,7 +21,6 @@ OPTIONS = {
     "assistant_tokenizer": "--draft",
     "drafter": "--drafter",
     "draft_heads": "--draft-heads",
-    "heads": "--draft-heads",
     "corpus": "--corpus",
     "backend": "--backend",
     "graph_config": "--graph-config",

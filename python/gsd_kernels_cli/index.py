@@ -40,7 +40,7 @@ def command(
 ) -> None:
     """Index texts, for --corpus of generate and check, and for gsd_kernels.Corpus.
 
-    Files in a folder that are not UTF-8 are left out. Interrupted, nothing is left but a folder .partial-NAME beside,
+    Files in a folder that are not UTF-8 are left out. Interrupted, nothing is left; killed, a folder .partial-… beside,
     which the next run removes.
     """
     from gsd_kernels_hf.files import checkpoint_place, read_utf8

@@ -219,7 +219,7 @@ class Patch(threading.local):
 
     @property
     def patched(self) -> bool:
-        """Return whether the model's ``generate`` is still this handle's."""
+        """Return whether the model has this patch still, whatever was set over its ``generate`` since."""
         return handle_of(self.model) is self
 
     def __enter__(self) -> Patch:
@@ -268,6 +268,9 @@ class _Accelerated:
         functools.update_wrapper(self, type(model).generate)
 
     def __call__(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if not self.handle.patched:  # what was set over it is still there
+            undone = self.handle.before or functools.partial(type(self.model).generate, self.model)
+            return undone(inputs, *args, **kwargs)
         kwargs = by_name(args, kwargs)
         decoding = kwargs.get("custom_generate")
         # As another generation's assistant the model gives a few tokens at a time, from that one's cache.
@@ -309,7 +312,7 @@ class _Accelerated:
         made = type(self.model).__reduce_ex__(self.model, protocol)
         if not isinstance(made, tuple) or len(made) < 3 or not isinstance(made[2], dict):
             return made
-        return *made[:2], {name: value for name, value in made[2].items() if name not in _PATCHED}, *made[3:]
+        return *made[:2], _without(self.handle, made[2]), *made[3:]
 
 
 @_takes_options
@@ -379,9 +382,23 @@ def unpatch(model: PreTrainedModel) -> None:
 
 def _restore(model: PreTrainedModel) -> None:
     """Take the patch off a model that has one, under the lock."""
-    handle: Patch = vars(model).pop(_PATCH)
-    for name in _PATCHED[1:]:
-        del vars(model)[name]
-    if handle.before is not None:
-        vars(model)["generate"] = handle.before
+    variables = vars(model)
+    handle: Patch = variables[_PATCH]
+    kept = _without(handle, variables)
+    for name in _PATCHED:
+        variables.pop(name, None)
+    variables.update({name: kept[name] for name in _PATCHED if name in kept})
     handle.clear()
+
+
+def _without(handle: Patch, variables: dict[str, Any]) -> dict[str, Any]:
+    """A patched model's variables without the patch: what others set since stays, else what was there before."""
+
+    def ours(value: Any) -> bool:
+        accelerated = getattr(value, "__self__", value)
+        return isinstance(accelerated, _Accelerated) and accelerated.handle is handle
+
+    kept = {name: value for name, value in variables.items() if name != _PATCH and not ours(value)}
+    if handle.before is not None:
+        kept.setdefault("generate", handle.before)
+    return kept

@@ -132,7 +132,7 @@ def model_place(where: str, what: str, *, gguf: bool = True) -> str:
 
 def write_file(file: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file, then rename it: ``file`` is whole or as it was, whoever else writes it."""
-    partial = file.with_name(f".partial-{uuid.uuid4().hex[:12]}-{file.name}")  # of this call: threads may write at once
+    partial = _partial(file)
     try:
         write(partial)
         _flush(partial)
@@ -140,6 +140,11 @@ def write_file(file: Path, write: Callable[[Path], object]) -> None:
     finally:
         partial.unlink(missing_ok=True)
     _flush(file.parent)
+
+
+def _partial(place: Path) -> Path:
+    """A place beside a file or folder to write it in, of this call alone: others may write the same at once."""
+    return place.with_name(f".partial-{uuid.uuid4().hex[:12]}-{place.name}")
 
 
 def write_text(file: Path, text: str) -> None:
@@ -171,8 +176,8 @@ def locked(file: Path, seconds: float = math.inf) -> Iterator[None]:
         yield
 
 
-def _wait_for(lock: IO[str], seconds: float) -> None:
-    """Lock an open file.
+def _wait_for(lock: IO[str] | int, seconds: float) -> None:
+    """Lock an open file, or folder.
 
     Raises:
         ImportError, OSError: files cannot be locked here, or another process has it for longer.
@@ -196,14 +201,44 @@ def _wait_for(lock: IO[str], seconds: float) -> None:
 @contextmanager
 def write_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder to fill, which is then renamed: ``folder``, which must not exist, is whole or absent."""
-    partial = folder.with_name(f".partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    for file in partial.rglob("*"):
-        _flush(file)
-    partial.rename(folder)
+    partial = _partial(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        with _held(folder.parent, math.inf):  # so that nobody takes a new one, not held yet, for a killed writer's
+            _remove_left(folder)
+            partial.mkdir()
+            stack.enter_context(_held(partial, math.inf))
+        try:
+            yield partial
+            for file in partial.rglob("*"):
+                _flush(file)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     _flush(folder.parent)
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove what writers of a folder left that were killed: nobody holds it any more."""
+    for left in folder.parent.glob(".partial-*"):
+        if left.is_dir() and left.name.split("-", 2)[2:] == [folder.name]:
+            with _held(left, 0.0) as alone:
+                if alone:
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def _held(folder: Path, seconds: float) -> Iterator[bool]:
+    """Lock a folder itself; ``False`` where it is another's for longer, or cannot be locked."""
+    with ExitStack() as stack:
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            _wait_for(handle, seconds)
+        except (ImportError, OSError):
+            yield False
+        else:
+            yield True
 
 
 @contextmanager

@@ -208,7 +208,9 @@ def _answer(model: PreTrainedModel, asked: list[Tensor], answers: Answers, new_t
     """Have the model answer greedily; Ctrl-C ends it with what is there."""
     student = Student()
     shown = tracked("learning", len(asked), "prompts") if progress else nullcontext(lambda done, note="": None)
-    options: dict[str, Any] = {"draft_sources": (student,), "graph_config": SHAPE, "learned": False, "do_sample": False}
+    # A patched model's history would be evidence of an answer that others gave.
+    apart = {"learned": False, "reuse_history": False, "reuse_prefix": False}
+    options: dict[str, Any] = {"draft_sources": (student,), "graph_config": SHAPE, "do_sample": False, **apart}
     try:
         with shown as update:
             for number, ids in enumerate(asked):

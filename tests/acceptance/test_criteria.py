@@ -231,6 +231,9 @@ def test_no_shape_given_is_a_chain():
     for shape, criterion in itertools.product((None, "auto"), criteria.DRAWN):
         decoder = gsd.GraphDecoder(draft, shape, criterion=criterion)
         assert decoder.graph_config == gsd.GraphConfig.preset("chain") and not decoder.automatic
+        with pytest.raises(ValueError, match=rf"^graph_config: criterion=.{criterion}. .*pass graph_config=.chain"):
+            gsd.GraphDecoder(draft, gsd.Automatic(min_gain=2.0), criterion=criterion)
+        assert not gsd.GraphDecoder(draft, gsd.Automatic(), criterion=criterion).automatic
     assert gsd.GraphDecoder(draft).automatic and gsd.GraphDecoder(draft, criterion="typical").automatic
     assert gsd.Typical() == gsd.Typical(0.09, math.sqrt(0.09)) == criteria.resolve_criterion("typical")
 

@@ -233,7 +233,7 @@ def test_missing_folders_are_refused_at_once_by_every_option(folder, tmp_path):
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"[]", b"", b"{}", b'{"hidden_size": "x"}'])
 def test_heads_of_damaged_files_are_refused_by_name(content, tmp_path):
     (tmp_path / "draft_heads.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"^heads: "):
+    with pytest.raises(ValueError, match=r"^draft_heads: "):
         gsd_kernels.DraftHeads.from_pretrained(tmp_path)
 
 

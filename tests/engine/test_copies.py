@@ -61,6 +61,23 @@ def test_a_copy_is_not_patched_and_can_be(way, patched, plain):
     assert torch.equal(target.generate(**prompt()), plain) and handle.stats.steps > 0
 
 
+def own_generate(*args, **kwargs) -> str:
+    return "own"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_copy_has_the_generate_that_somebody_set(way, when):
+    target = fresh()
+    if when == "before":
+        target.generate = own_generate
+    with gsd.patch(target):
+        if when == "after":
+            target.generate = own_generate
+        clone = WAYS[way](target)
+    assert vars(clone).keys() == {*vars(fresh()), "generate"} and clone.generate is own_generate
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_copy_can_be_packed(way):
     target = fresh(hidden_size=64, intermediate_size=96, dtype=torch.float32)

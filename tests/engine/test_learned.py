@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf import learning
+from gsd_kernels_hf.engine import known
 from gsd_kernels_hf.engine.known import learned_file, learned_of
 from gsd_kernels_hf.model.facts import Facts
 from gsd_kernels_hf.packed.gguf import from_gguf
+from gsd_kernels_hf.sources import history
 from gsd_kernels_hf.sources.learned import FORMAT, read_learned
 
 SHAPE = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=6, history_width=4)
@@ -78,6 +80,16 @@ def test_a_patched_model_says_what_it_found_and_goes_on_with_it_from_text_to_tex
                 assert torch.equal(handle.model.generate(ids, **decoding), expected)
 
 
+def test_where_the_history_mixes_nothing_it_is_neither_read_nor_said(target, monkeypatch, caplog):
+    plain = gsd.generate(target, ASKED[0][None], **GREEDY, graph_config="plain")
+    learned(target)
+    monkeypatch.setattr(history, "unavailable_reason", lambda *_: "not built")
+    monkeypatch.setattr(known, "read_learned", lambda *_, **__: pytest.fail("read"))
+    with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(tiny_twin(target)) as handle:
+        assert torch.equal(handle.model.generate(ASKED[0][None], **GREEDY), plain)
+    assert "learned" not in caplog.text
+
+
 def tiny_twin(model):
     """The same weights in another model, of which nothing was read yet."""
     twin = tiny()
@@ -113,6 +125,19 @@ def test_prompts_are_texts_chats_and_ids_and_texts_are_read_beside(target, tmp_p
     read = read_learned(file, fingerprint=found.fingerprint, vocab_size=found.vocab_size)
     assert read.seen == 20 and read.table().keys.ne(0).sum() == len(read.keys) == 19
     assert sorted(read.tokens.tolist()) == list(range(1, 20))
+
+
+def test_what_a_patched_model_keeps_teaches_nothing_and_learns_nothing(target, monkeypatch, tmp_path):
+    """A lesson is of its own answer alone: what an earlier one left would be evidence that halves have apart."""
+    seen, learn = [], learning.learned_from
+    monkeypatch.setattr(learning, "learned_from", lambda answers, *rest: seen.append(answers) or learn(answers, *rest))
+    asked = [*ASKED[:2], torch.cat([ASKED[0], ASKED[1]])]  # one goes on from another's prefix
+    gsd.learn(target, prompts=asked, new_tokens=24, progress=False, file=tmp_path / "unpatched")
+    with gsd.patch(target) as handle:
+        gsd.learn(target, prompts=asked, new_tokens=24, progress=False, file=tmp_path / "patched")
+        assert len(handle.history) == 0
+    alone, patched = seen
+    assert patched.lessons == alone.lessons and patched.tokens == alone.tokens
 
 
 def test_interrupted_it_keeps_what_is_there(target, monkeypatch, caplog):
@@ -157,9 +182,9 @@ def test_a_mixture_is_fitted_to_many_nodes_and_predicts_them_better(target, monk
     def surprise(values):
         total = 0.0
         for lesson in lessons:
-            known = learning._with_learned(lesson, halves[lesson.text % 2])
-            scores, none = known.scores(values.tolist())
-            named = dict(zip(known.votes, scores, strict=True))
+            found = learning._with_learned(lesson, halves[lesson.text % 2])
+            scores, none = found.scores(values.tolist())
+            named = dict(zip(found.votes, scores, strict=True))
             total += float(torch.tensor([none, *scores]).logsumexp(0)) - named.get(lesson.picked, none)
         return total / len(lessons)
 

@@ -301,6 +301,32 @@ def test_of_two_patches_at_once_one_is_refused(monkeypatch):
     assert "generate" not in vars(target)
 
 
+def own_generate(*args, **kwargs) -> str:
+    """What somebody set on a model before it was patched."""
+    return "own"
+
+
+@pytest.mark.parametrize("before", [{}, {"generate": own_generate}], ids=["nothing", "own"])
+@pytest.mark.parametrize("since", ["patched", "deleted", "wrapped"])
+def test_unpatch_leaves_what_others_set_and_puts_back_what_was_before(before, since):
+    target, _ = fresh()
+    vars(target).update(before)
+    variables = vars(target).copy()
+    handle = gsd.patch(target)
+    inner = target.generate
+    if since == "deleted":
+        del target.generate
+    elif since == "wrapped":
+        target.generate = lambda *args, **kwargs: inner(*args, **kwargs)
+    wrapper = vars(target).get("generate")
+    gsd.unpatch(target)
+    assert not handle.patched
+    assert vars(target) == (variables | {"generate": wrapper} if since == "wrapped" else variables)
+    made = target.generate(**prompt(), max_new_tokens=4, do_sample=False)
+    assert made == "own" if before else torch.equal(made, plain(4))
+    assert handle.stats is None, "nothing is accelerated behind unpatch, whoever kept the patch's generate"
+
+
 # ``with patch(model):``, and what a handle says of itself.
 
 TOKENS = {"max_new_tokens": 12, "do_sample": False}

@@ -43,7 +43,7 @@ def test_a_second_call_captures_nothing(pair, name, request):
     which, options = CALLS[name]
     expected = [text(pair, which, **options, max_new_tokens=count) for count in (12, 16)]
     cuda = request.getfixturevalue("cuda")
-    options |= sources(which, *pair) | options  # the same objects in every call
+    options = sources(which, *pair) | options  # the same objects in every call
     for count, want in zip((12, 16), expected, strict=True):
         before = cuda.counts["replays"]
         assert torch.equal(text(pair, "plain", **options, max_new_tokens=count), want)

@@ -65,7 +65,7 @@ def test_a_place_that_is_none_is_refused_by_name(target, option, value, message)
 
 
 def test_a_folder_without_heads_names_what_it_lacks(target, tmp_path):
-    with pytest.raises(ValueError, match=r"heads: no draft_heads\.json in"):
+    with pytest.raises(ValueError, match=r"^draft_heads: no draft_heads\.json in"):
         gsd.patch(target, draft_heads=tmp_path)
 
 

@@ -165,6 +165,17 @@ def test_a_reference_that_makes_no_sense_is_refused(reference, sources, error, m
         )
 
 
+@pytest.mark.parametrize("reference", [torch.zeros(0, dtype=torch.int64), torch.zeros(2, 0).int(), torch.tensor([])])
+@pytest.mark.parametrize("drafting", ["history", "draft"])
+def test_an_empty_reference_is_none(reference, drafting):
+    target, inputs = tiny(), prompts(2, 12, seed=3)
+    options = {"graph_config": GraphConfig(depth=2, history_depth=0 if drafting == "draft" else 4)}
+    options |= {"assistant_model": noised(target)} if drafting == "draft" else {"draft_sources": ("history",)}
+    greedy = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    out = gsd.generate(target, **inputs, **greedy, **options, reference_ids=reference)
+    assert torch.equal(out, target.generate(**inputs, **greedy))
+
+
 def test_what_is_likely_is_remembered_and_no_noise():
     """Sampled, with cuts: the target's own distribution after a row, not what it drew there."""
     warpers = {"temperature": 0.7, "top_k": 5, "top_p": 0.95, "min_p": 0.0}

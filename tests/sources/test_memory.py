@@ -283,6 +283,10 @@ DAMAGES = {
         lambda s, f: altered(s, f, keys=load_file(s.file)["keys"].view(-1, 8)[:, :1].repeat(1, 8).flatten()),
         "is damaged",
     ),
+    **{
+        f"a number as {name}": (lambda s, f, name=name: altered(s, f, **{name: torch.tensor(0)}), "is damaged")
+        for name in ("keys", "tokens", "log_probs")
+    },
     "sizes differ": (lambda s, f: altered(s, f, tokens=load_file(s.file)["tokens"][:-1].clone()), "is damaged"),
 }
 

@@ -14,7 +14,7 @@ from gsd_kernels.ops.learn import Asked
 from gsd_kernels_hf.costs.prior import CostPrior
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.sources.base import DraftSource, Proposal
-from gsd_kernels_hf.sources.retention import Retention, RetentionSettings
+from gsd_kernels_hf.sources.retention import MAX_WAIT_STEPS, Retention
 from gsd_kernels_hf.sources.weights import SourceWeights
 
 NEW = 60
@@ -45,8 +45,7 @@ class Oracle(DraftSource):
 
 def first_wait(steps: int, monkeypatch) -> None:
     """Let sources be left out for so many steps at first."""
-    settings = RetentionSettings(first_wait_steps=steps)
-    monkeypatch.setattr("gsd_kernels_hf.sources.retention.RetentionSettings", lambda: settings)
+    monkeypatch.setattr("gsd_kernels_hf.sources.retention.FIRST_WAIT_STEPS", steps)
 
 
 @pytest.fixture(scope="module")
@@ -204,5 +203,5 @@ def test_one_source_that_forwards_always_stays_and_none_is_gone_for_ever(shares,
         took = kept.staying(sources)
         assert took
         kept.observe(took, weights, count)
-    kept.observe(sources[:1], weights, RetentionSettings().max_wait_steps)
+    kept.observe(sources[:1], weights, MAX_WAIT_STEPS)
     assert kept.staying(sources) == sources

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from models import noised, prompts, tiny
+from models import noised, prompts, tiny, tokenizer
 from sources.drafters import eagle3_config, fit_eagle3, random_eagle3
 from sources.mtp_checkpoints import fit, saved
 from sources.mtp_checkpoints import target_of as own_target
@@ -39,6 +39,18 @@ def test_a_list_of_one_is_that_model():
     ids = prompts(1, 9, vocab=VOCAB)["input_ids"]
     one, other = (generate(ids, assistant_model=draft, graph_config=GRAPH) for draft in ([drafts()[0]], drafts()[0]))
     assert torch.equal(one.sequences, other.sequences) and one.stats.draft_rows > 0
+
+
+@pytest.mark.parametrize("tokenizers", [tokenizer(VOCAB), [None, tokenizer(VOCAB)]], ids=["one", "list"])
+def test_without_a_draft_its_tokenizer_is_ignored_as_by_transformers(tokenizers):
+    """So a patched model's drafts can be left out of a call."""
+    ids, target = prompts(1, 9, vocab=VOCAB)["input_ids"], target_of()
+    assert gsd.GraphDecoder(assistant_tokenizer=tokenizers).translations == []
+    plain = target.generate(ids, max_new_tokens=8, do_sample=False)
+    options = {"tokenizer": tokenizer(VOCAB), "assistant_tokenizer": tokenizers}
+    with gsd.patch(target, assistant_model=drafts(), **options) as handle:
+        assert torch.equal(target.generate(ids, max_new_tokens=8, do_sample=False, assistant_model=False), plain)
+        assert "model" not in handle.stats.sources
 
 
 def test_a_second_draft_has_a_weight_of_its_own():

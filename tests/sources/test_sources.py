@@ -209,7 +209,6 @@ def test_sources_that_do_not_fit_are_refused(target, heads):
             gsd.generate(target, **prompts(1, 5), max_new_tokens=4, do_sample=False, **arguments)
 
     refused("a LayerSkip of another model", assistant_model=LayerSkip(other, mlp=[0]))
-    refused("heads: made for a target with num_hidden_layers=3", draft_heads=DraftHeads.for_model(other, 2))
     refused("draft_heads: no such folder: heads", draft_heads="heads")
     refused('"heads" needs draft_heads', draft_sources=("heads",))
     refused('"layer_skip" needs assistant_model=LayerSkip', draft_sources=("layer_skip",))
@@ -217,6 +216,35 @@ def test_sources_that_do_not_fit_are_refused(target, heads):
     with pytest.raises(ValueError, match="another model"):
         gsd.patch(target, assistant_model=LayerSkip(other, mlp=[0]))
     assert "generate" not in vars(target)
+
+
+def damaged(folder, file):
+    DraftHeads(32, 2).save_pretrained(folder)
+    (folder / file).write_bytes(b"{}")
+    return folder
+
+
+def another_models(folder):
+    DraftHeads.for_model(tiny(num_hidden_layers=3), 2).save_pretrained(folder)
+    return folder
+
+
+HEADS = {
+    "made for another": (lambda _: DraftHeads.for_model(tiny(num_hidden_layers=3), 2), "made for a target with num_"),
+    "a folder of another's": (another_models, "made for a target with num_hidden_layers=3"),
+    "Medusa's of another vocabulary": (lambda _: DraftHeads(32, 2, output_size=3000), "this Medusa drafter was made"),
+    "elsewhere": (lambda _: DraftHeads(32, 2).to("meta"), "on meta, and the target's output matrix on cpu"),
+    "no config": (lambda folder: damaged(folder, "draft_heads.json"), ".* holds no readable draft heads"),
+    "no weights": (lambda folder: damaged(folder, "draft_heads.safetensors"), ".* holds no readable draft heads"),
+}
+
+
+@pytest.mark.parametrize("option", ["draft_heads", "drafter"])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_that_do_not_fit_are_refused_by_the_option_that_named_them(option, name, target, tmp_path):
+    make, why = HEADS[name]
+    with pytest.raises(ValueError, match=f"^{option}: {why}"):
+        gsd.generate(target, **prompts(1, 5), max_new_tokens=4, **{option: make(tmp_path)})
 
 
 @settings(max_examples=20, deadline=None)

@@ -54,17 +54,28 @@ def test_heads_are_stored_and_loaded_for_their_target(tmp_path):
     assert (stored(hidden, target.float().lm_head) == heads(hidden, target.lm_head)).all()
 
 
+@pytest.mark.parametrize("file", ["draft_heads.safetensors", "draft_heads.json"])
+def test_heads_that_are_written_over_are_whole_or_as_before(tmp_path, file):
+    """Whoever reads or maps a file meanwhile has the old one, which nobody writes into."""
+    filled(tiny()).save_pretrained(tmp_path)
+    names, before = sorted(tmp_path.iterdir()), (tmp_path / file).read_bytes()
+    with (tmp_path / file).open("rb") as read:
+        filled(tiny(), num_heads=2).save_pretrained(tmp_path)
+        assert read.read() == before != (tmp_path / file).read_bytes()
+    assert sorted(tmp_path.iterdir()) == names
+
+
 def test_heads_of_another_target_are_refused_by_name(tmp_path):
     filled(tiny()).save_pretrained(tmp_path)
     for name, value in (("hidden_size", 64), ("vocab_size", 90), ("num_hidden_layers", 3)):
-        with pytest.raises(ValueError, match=f"heads: made for a target with {name}="):
+        with pytest.raises(ValueError, match=f"^draft_heads: made for a target with {name}="):
             DraftHeads.from_pretrained(tmp_path, tiny(**{name: value}))
     with pytest.raises(ValueError, match=r"model_type='llama'.*'qwen3'"):
         DraftHeads.from_pretrained(tmp_path, tiny("qwen3"))
 
 
 def test_a_folder_without_whole_heads_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"heads: no draft_heads\.json in"):
+    with pytest.raises(ValueError, match=r"^draft_heads: no draft_heads\.json in"):
         DraftHeads.from_pretrained(tmp_path)
     filled(tiny()).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "draft_heads.json").read_text())
@@ -72,7 +83,7 @@ def test_a_folder_without_whole_heads_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="no readable draft heads"):
         DraftHeads.from_pretrained(tmp_path)
     (tmp_path / "draft_heads.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"heads: no draft_heads\.safetensors in"):
+    with pytest.raises(ValueError, match=r"^draft_heads: no draft_heads\.safetensors in"):
         DraftHeads.from_pretrained(tmp_path)
 
 

@@ -14,6 +14,7 @@ import gsd_kernels as gsd
 from gsd_kernels_hf.engine import screen
 from gsd_kernels_hf.engine.decoder import GraphDecoder
 from gsd_kernels_hf.engine.options import Options
+from gsd_kernels_hf.validate import options
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_fields_of_a_shape():
 
 
 def test_lengths_of_drafts_in_transformers_words_are_reported_once(target, caplog, monkeypatch):
-    monkeypatch.setattr(screen, "_said", set())
+    monkeypatch.setattr(options, "_said", set())
     caplog.set_level(logging.WARNING, logger="gsd_kernels")
     ids = prompts(1, 5)
     expected = gsd.generate(target, **ids, max_new_tokens=3)
@@ -109,3 +110,13 @@ def test_lengths_of_drafts_in_transformers_words_are_reported_once(target, caplo
     monkeypatch.setattr(target.generation_config, "assistant_confidence_threshold", 0.3, raising=False)
     gsd.generate(target, **ids, max_new_tokens=3)
     assert "assistant_confidence_threshold=0.3 of the model's generation_config" in caplog.records[-1].message
+
+
+def test_an_unknown_generation_option_is_reported_once_whatever_its_value(target, caplog, monkeypatch):
+    monkeypatch.setattr(options, "_said", set())
+    caplog.set_level(logging.WARNING, logger="gsd_kernels")
+    for value in (1, 1, 2):
+        monkeypatch.setattr(target.generation_config, "codebooks", value, raising=False)
+        gsd.generate(target, **prompts(1, 5), max_new_tokens=3)
+    (record,) = caplog.records
+    assert "generation option codebooks=1 is not known to gsd_kernels" in record.message

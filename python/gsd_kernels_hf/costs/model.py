@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gsd_kernels import GraphConfig
+from gsd_kernels.config import PLAIN
 
 from .. import numbers
 from .disturbance import Observations, Period, Spread, mean
@@ -28,8 +29,6 @@ from .prior import CostPrior
 ROW_COUNTS = np.union1d(np.arange(1.0, 17.0), np.append(2.0 ** np.arange(15), 3.0 * 2.0 ** np.arange(13)))
 LOG2_ROWS = np.log2(ROW_COUNTS)
 MAX_MEAN = 20.0  # of log seconds: further from its prior no machine is
-PLAIN = "plain"  # among the names of shapes: no speculation
-
 
 # Every _STD is a standard deviation of natural log seconds. Priors of the target's forward: shared by all row counts (a
 # factor of three); of the deviation from the predicted curve over them, whose correlation falls to 1/e over so many
@@ -153,7 +152,7 @@ class CostModel:
 
     def __init__(self, prior: CostPrior, shapes: Mapping[str, GraphConfig], *, rows_vary: bool = False) -> None:
         self.prior = prior
-        self.names = (PLAIN, *shapes)
+        self.names = (PLAIN, *shapes)  # plain: no speculation
         self.index = {name: i for i, name in enumerate(self.names)}
         self.prior_other = np.array([prior.other_seconds(None), *(prior.other_seconds(s) for s in shapes.values())])
         apart, each = np.abs(LOG2_ROWS[:, None] - LOG2_ROWS), np.eye(len(ROW_COUNTS))

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..costs.pair import fingerprint
 from ..model.facts import Facts
+from ..sources.history import mixes_on
 from ..sources.learned import Known, read_learned
 from ..sources.shipped import shipped_file
 from ..store import cache_dir
@@ -39,8 +40,10 @@ def learned_file(model: nn.Module) -> Path:
 def learned_of(facts: Facts) -> Known | None:
     """Read what was learned of a model: the user's file, else this package's; ``None`` where nothing was.
 
-    A file that cannot be used is as none, which is said once.
+    A file that cannot be used is as none, which is said once. No file is looked for where the history reads none.
     """
+    if not mixes_on(facts.device):
+        return None
     model, file = facts.model, learned_file(facts.model)
     try:
         stat = file.stat()

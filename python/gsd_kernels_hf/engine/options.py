@@ -87,7 +87,7 @@ class Options:
             bounded, in what :func:`gsd_kernels.patch` keeps only. One caller's texts then speed up another's, which
             somebody may time.
         learned: whether the history drafts with what :func:`gsd_kernels.learn` left of the model in the cache folder,
-            where it did. On a CPU only.
+            where it did. Needs the compiled ops of the target's device.
         streamer: gets the prompt [batch, length], then the batch's tokens position by position, [batch] each, as from
             transformers; its own text streamers take one sequence only. A method ``ask()``, where it has one, is called
             while the prompt is read, between pieces and layers: what it raises ends the call.
@@ -128,6 +128,11 @@ class Options:
         if isinstance(self.graph_config, Automatic):
             self.automatic_settings, self.graph_config = self.graph_config, AUTO
         shape = shape_for(self.criterion, self.graph_config)
+        if shape != AUTO and self.automatic_settings != Automatic():
+            raise ValueError(
+                f'graph_config: criterion="{self.criterion}" needs a chain, whose length settings of Automatic do not '
+                'choose; pass graph_config="chain" or GraphConfig.preset("chain", depth=…), or use criterion="exact"'
+            )
         self.drafts = drafts_in(self.assistant_model)
         models = [draft for draft in self.drafts if not isinstance(draft, DraftSource)]
         self.translations = translations_of(self.tokenizer, self.assistant_tokenizer, models)
@@ -138,6 +143,8 @@ class Options:
             kinds, got = ", ".join(kind.__name__ for kind in KINDS), type(self.drafter).__name__
             one = "; of drafters one is taken" if isinstance(self.drafter, (list, tuple)) else ""
             raise TypeError(f'drafter: expected a folder, a hub id, "mtp", or one of {kinds}, got {got}{one}')
+        if isinstance(self.reference_ids, Tensor) and not self.reference_ids.numel():
+            self.reference_ids = None  # of any dtype and shape: the tokens of an empty text
         plain = shape == PLAIN
         shape = None if plain else shape
         self.named = () if plain else self._names()

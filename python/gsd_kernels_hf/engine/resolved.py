@@ -17,7 +17,7 @@ from ..sources import border
 from ..sources.base import DraftSource, OwnSource, remembers
 from ..sources.drafts import draft_source
 from ..sources.grammar import Grammar
-from ..sources.heads import DraftHeads
+from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.load import Drafter, loaded_drafter, loaded_heads, source_of
 from .options import NAMES, Options
@@ -152,7 +152,7 @@ def _made(options: Options, drafter: Drafter | None, heads: DraftHeads | None) -
         ],
         "layer_skip": lambda: options.drafts,  # a source as it is given
         "drafter": lambda: [source_of(drafter)],
-        "heads": lambda: [source_of(heads)],
+        "heads": lambda: [Heads(heads)],
     }
     sources = [source for name, make in makers.items() if name in options.named for source in make()]
     sources += [source for source in options.draft_sources or () if isinstance(source, DraftSource)]

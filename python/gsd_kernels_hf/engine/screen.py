@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -16,11 +15,9 @@ from gsd_kernels.names import did_you_mean
 
 from .. import validate
 from ..model.facts import Facts
-from ..validate.options import CONFIG_FIELDS, GENERATE_PARAMETERS
+from ..validate.options import CONFIG_FIELDS, GENERATE_PARAMETERS, warn_once
 from .options import Options
 from .resolved import Sources
-
-logger = logging.getLogger("gsd_kernels")
 
 OPTIONS = tuple(field.name for field in fields(Options) if not field.name.startswith("_"))
 
@@ -31,8 +28,6 @@ DRAFT_LENGTHS = (
 """Settings of transformers' own assisted generation, which decide how much it drafts; they have no effect here."""
 
 NEAR_RATIO = 0.75  # of difflib's ratio; transformers refuses what is further away from every name
-
-_said: set[tuple[str, str]] = set()
 
 
 def check_names(given: Iterable[str], model: PreTrainedModel) -> None:
@@ -59,11 +54,11 @@ def report_draft_lengths(given: Mapping[str, Any], config: GenerationConfig | No
     for place, values in places.items():
         for name in DRAFT_LENGTHS:
             value = values.get(name)
-            if value is None or (name, str(value)) in _said:
+            if value is None:
                 continue
-            _said.add((name, str(value)))
             depth = value if name == "num_assistant_tokens" and type(value) is int and 1 <= value <= 64 else 5
-            logger.warning(
+            warn_once(
+                (name, str(value)),
                 '%s=%r of %s has no effect: graph_config says how much is drafted, as in graph_config="auto" or '
                 'GraphConfig.preset("chain", depth=%d)',
                 name,

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from gsd_kernels import GraphConfig
+from gsd_kernels.config import PLAIN
 
 from .. import numbers
-from ..costs.model import PLAIN, CostModel
+from ..costs.model import CostModel
 from .acceptance import AcceptanceModel
 from .base import Observation, Plan
 from .experience import MAX_CHOICE_INTERVAL_STEPS, MIN_TOKENS_PER_STEP, Experience, LearningPolicy, logger, mean_of

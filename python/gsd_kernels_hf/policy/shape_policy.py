@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from gsd_kernels import GraphConfig
+from gsd_kernels.config import PLAIN
 
 from .. import numbers
-from ..costs.model import OBSERVATION_STD, PLAIN, CostModel
+from ..costs.model import OBSERVATION_STD, CostModel
 from .acceptance import AcceptanceModel, TreeForecast, kind_of
 from .base import Observation, Plan
 from .experience import MAX_CHOICE_INTERVAL_STEPS, MIN_TOKENS_PER_STEP, Experience, LearningPolicy, logger, mean_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.step.reference import laid_out
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,8 @@ class Chain:
         ``kv_start`` [B]: positions before are left padding, which sees itself alone and which nothing sees; ``None``
         where there are none.
         """
-        count = (end - cached).clamp(max=width)  # [B]
-        row = torch.arange(width, device=cached.device)
-        link = row - (width - count[:, None])  # [B, E]; place in the chain, negative for padding
-        real = link >= 0
-        slots = torch.where(real, link, count[:, None] + row)
-        before = row <= torch.where(real, link, -1)[:, :, None]  # [B, E, E]
-        if kv_start is not None:
-            before = before & (row >= (kv_start - cached)[:, None])[:, None, :]
-        return cls(
-            place=(cached[:, None] + link.clamp(min=0)).long(),
-            real=real,
-            slots=slots.to(torch.int32),
-            ancestor_mask=pack_bits(before | (row == slots[:, :, None])),
-            depths=link.clamp(min=0).to(torch.int32),
-            node_depths=row.to(torch.int32).expand_as(slots),
-            count=count,
-        )
+        first = None if kv_start is None else kv_start - cached
+        count, real, slots, depths, mask = laid_out(end - cached, width, first)
+        place = (cached[:, None] + depths).long()
+        row = torch.arange(width, dtype=torch.int32, device=cached.device)
+        return cls(place, real, slots, mask, depths, row.expand_as(slots), count)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from ..files import checkpoint_place
+from ..model.foreign import STATIC_ROPE
 from ..model.hidden import decoder_of
 from ..model.properties import device_of, text_config, vocabulary
 from ..validate.models import MAX_VOCABULARY_PADDING
@@ -30,8 +31,6 @@ MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt")
 WANTED = ["*.json", "*.safetensors"]
 """What is fetched from the hub."""
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Types of rotary embedding whose frequencies do not depend on the length."""
 LAYERS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 """Kinds of decoder layer, by ``model_type``."""
 SETTINGS = (
@@ -51,9 +50,9 @@ class BadCheckpoint(ValueError):
     """A drafter checkpoint that cannot be served; the message names what, and the cure."""
 
 
-def bad(why: str) -> BadCheckpoint:
-    """The error of what ``drafter`` named."""
-    return BadCheckpoint(f"drafter: {why}")
+def bad(why: str, option: str = "drafter") -> BadCheckpoint:
+    """The error of what ``drafter``, or another option, named."""
+    return BadCheckpoint(f"{option}: {why}")
 
 
 def fetch(
@@ -342,7 +341,7 @@ def layer_config(config: Mapping[str, Any], default: str) -> PretrainedConfig:
     return found
 
 
-def check_vocabulary(kind: str, drafters: int, target: PreTrainedModel) -> None:
+def check_vocabulary(kind: str, drafters: int, target: PreTrainedModel, option: str = "drafter") -> None:
     """Raise unless target ids mean the same to the drafter; a few padded entries may differ.
 
     Raises:
@@ -351,7 +350,8 @@ def check_vocabulary(kind: str, drafters: int, target: PreTrainedModel) -> None:
     if abs(drafters - vocabulary(target)) > MAX_VOCABULARY_PADDING:
         raise bad(
             f"this {kind} drafter was made for a vocabulary of {drafters} tokens, and the target has "
-            f"{vocabulary(target)}; {BELONGS}"
+            f"{vocabulary(target)}; {BELONGS}",
+            option,
         )
 
 

@@ -40,13 +40,14 @@ def translations_of(tokenizer: Any, assistant_tokenizer: Any, drafts: Sequence[o
 
     Args:
         tokenizer: of the target, or ``None``.
-        assistant_tokenizer: of all drafts, or a list of theirs, ``None`` for one that has the target's.
+        assistant_tokenizer: of all drafts, or a list of theirs, ``None`` for one that has the target's. Without drafts
+            it is ignored, as by transformers.
         drafts: the draft models.
 
     Raises:
         TypeError, ValueError: no tokenizers, or as many as there are drafts.
     """
-    given = assistant_tokenizer
+    given = assistant_tokenizer if drafts else ()
     if isinstance(given, (list, tuple)):
         if len(given) != len(drafts):
             raise ValueError(

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
 
-from ..files import path_of
+from ..files import path_of, write_file, write_json
 from ..model.properties import device_of, text_config, vocabulary
 from ..packed.modules import device_of_weights
 from ..records import Candidates
@@ -34,6 +34,9 @@ from .lattice import Lattice, shares_of
 
 CONFIG_FILE = "draft_heads.json"
 """The file that marks a folder of heads."""
+
+OPTION = "draft_heads"
+"""The option that names heads, unless ``drafter`` does."""
 
 WEIGHTS_FILE = "draft_heads.safetensors"
 MEDUSA = re.compile(r"^(medusa_head\.)?\d+\.\d+\.(linear\.)?(weight|bias)$")
@@ -134,17 +137,21 @@ class DraftHeads(nn.Module):
             "target": self.target,
         }
         weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
-        save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_file(folder / WEIGHTS_FILE, lambda partial: save_file(weights, partial, metadata={"format": "pt"}))
+        write_json(folder / CONFIG_FILE, config, indent=2)
 
     @classmethod
-    def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> DraftHeads:
+    def from_pretrained(
+        cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None, *, option: str = OPTION
+    ) -> DraftHeads:
         """Heads from a folder or hub id, in evaluation mode: as stored, or with ``target``'s dtype and device.
+
+        ``option`` is the first word of every error.
 
         Raises:
             ValueError: no such folder, it holds none, or they were made for a model of another shape than ``target``.
         """
-        folder = fetch(where, "heads")
+        folder = fetch(where, option)
         try:
             config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
             heads = cls(
@@ -157,12 +164,12 @@ class DraftHeads(nn.Module):
             weights = load_file(folder / WEIGHTS_FILE)
             heads.to(next(iter(weights.values())).dtype).load_state_dict(weights)
         except FileNotFoundError as error:
-            raise ValueError(f"heads: no {Path(error.filename or WEIGHTS_FILE).name} in {folder}") from error
+            raise ValueError(f"{option}: no {Path(error.filename or WEIGHTS_FILE).name} in {folder}") from error
         except (KeyError, TypeError, ValueError, OSError, SafetensorError, RuntimeError) as error:
-            raise ValueError(f"heads: {folder} holds no readable draft heads: {error}") from error
+            raise ValueError(f"{option}: {folder} holds no readable draft heads: {error}") from error
         heads.eval()
         if target is not None:
-            heads.check_target(target)
+            heads.check_target(target, option)
             heads.to(_device(target), target.dtype)
         return heads
 
@@ -194,7 +201,7 @@ class DraftHeads(nn.Module):
         with torch.device("meta"):
             heads = cls(size, count, num_layers=layers, output_size=vocab)
         if target is not None:
-            heads.check_target(target)
+            heads.check_target(target, "drafter")
         tensors = checkpoint.read(expected)
 
         def stacked(part: str) -> Tensor:
@@ -210,8 +217,8 @@ class DraftHeads(nn.Module):
         heads.eval().requires_grad_(False)
         return heads if target is None else heads.to(_device(target), target.dtype)
 
-    def check_target(self, target: PreTrainedModel) -> None:
-        """Raise unless the heads were made for a model of this shape.
+    def check_target(self, target: PreTrainedModel, option: str = OPTION) -> None:
+        """Raise unless the heads, which ``option`` named, were made for a model of this shape.
 
         Raises:
             ValueError: the first field that differs.
@@ -220,11 +227,11 @@ class DraftHeads(nn.Module):
         for name, made_for in ({"hidden_size": self.hidden_size} | self.target).items():
             if shape.get(name) != made_for:
                 raise ValueError(
-                    f"heads: made for a target with {name}={made_for!r}, and this one has {shape.get(name)!r}; heads "
-                    "belong to the model that they were trained on (gsd-kernels train-heads)"
+                    f"{option}: made for a target with {name}={made_for!r}, and this one has {shape.get(name)!r}; "
+                    "heads belong to the model that they were trained on (gsd-kernels train-heads)"
                 )
         if self.output_size is not None:
-            check_vocabulary("Medusa", self.output_size, target)
+            check_vocabulary("Medusa", self.output_size, target, option)
 
     def __repr__(self) -> str:
         sizes = f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, num_layers={self.num_layers}"
@@ -257,16 +264,16 @@ class Heads(LastState, Lattice):
 
     name = "heads"
 
-    def __init__(self, heads: DraftHeads) -> None:
-        self.heads = heads
+    def __init__(self, heads: DraftHeads, option: str = OPTION) -> None:
+        self.heads, self.option = heads, option  # the option that named them
         self.shares = shares_of(heads.num_heads)
 
     def check(self, target: PreTrainedModel) -> None:
         """Raise unless the heads were made for ``target`` and lie where its output matrix does."""
-        self.heads.check_target(target)
+        self.heads.check_target(target, self.option)
         mine, theirs = self.heads.weight.device, device_of_weights(target.get_output_embeddings())
         if mine != theirs:
-            raise ValueError(f"draft_heads: on {mine}, and the target's output matrix on {theirs}; move them there")
+            raise ValueError(f"{self.option}: on {mine}, and the target's output matrix on {theirs}; move them there")
 
     def start(self, text: Text) -> None:
         super().start(text)

@@ -50,8 +50,7 @@ class History(OwnSource):
 
     def check(self, target: PreTrainedModel) -> None:
         """Decide whether it is a mixture, see above; no target is refused."""
-        device = device_of(target)
-        self.mixes = unavailable_reason(device.type, device) is None
+        self.mixes = mixes_on(device_of(target))
         if self.mixes:
             self.reliability = (0.0, *(1.0,) * ELSEWHERE)  # chances of a mixture are calibrated
 
@@ -197,6 +196,11 @@ class History(OwnSource):
         if sampler.greedy:
             return {}
         return {"first_pick": level.first_pick, "seed": sampler.seed, "sequence_ids": sampler.sequence_ids}
+
+
+def mixes_on(device: torch.device) -> bool:
+    """Return whether the history is a mixture there: the compiled ops of the device's type make one."""
+    return unavailable_reason(device.type, device) is None
 
 
 def per_sequence(reference_ids: Tensor, batch: int) -> Tensor:

@@ -29,7 +29,7 @@ Drafter = Eagle3 | DFlash | DraftHeads | Mtp | Gemma4Assistant
 SOURCES: dict[type[Any], Callable[[Any], DraftSource]] = {
     Eagle3: lambda drafter: (Recursive if drafter.config.mask_shape is None else Parallel)(drafter),
     DFlash: DFlashDrafts,
-    DraftHeads: Heads,
+    DraftHeads: lambda heads: Heads(heads, "drafter"),
     Mtp: Recursive,
     Gemma4Assistant: AssistantDrafts,
 }
@@ -57,7 +57,7 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
         return Mtp.from_checkpoint(*open_heads(place, target, revision), target)
     folder = checkpoints.fetch(where)
     if (folder / CONFIG_FILE).is_file():
-        return DraftHeads.from_pretrained(folder, target)
+        return DraftHeads.from_pretrained(folder, target, option="drafter")
     config = checkpoints.read_json(folder / checkpoints.CONFIG)
     kind = kind_of(config, folder)
     if kind == "medusa":

@@ -176,9 +176,11 @@ def _whole(kept: KeptTable, vocab_size: int) -> bool:
     ours = NgramTable.empty(1, 1, "cpu")
     if kept.keys.dtype != torch.int64 or not (kept.keys.dim() == 1 and kept.fits(ours)):
         return False
-    shape = (len(kept.keys), kept.tokens.shape[-1])
     dtypes = (kept.tokens.dtype, kept.log_probs.dtype)
-    if kept.tokens.shape != shape or kept.log_probs.shape != shape or dtypes != (torch.int32, torch.float32):
+    if kept.tokens.dim() != 2 or dtypes != (torch.int32, torch.float32):
+        return False
+    shape = (len(kept.keys), kept.tokens.shape[1])
+    if kept.tokens.shape != shape or kept.log_probs.shape != shape:
         return False
     keys = kept.keys.view(-1, kept.ways)
     free = keys == 0

@@ -8,34 +8,27 @@ output.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from .base import DraftSource
 from .weights import SourceWeights
 
+MIN_SHARE = 0.2
+"""Of the picked tokens of the best source that forwards a model, at least, to be kept."""
 
-@dataclass(frozen=True)
-class RetentionSettings:
-    """Settings of :class:`Retention`.
+MIN_PICKS = 64.0
+"""Tokens picked by the target that a source is judged by, at least."""
 
-    Attributes:
-        min_share: of the picked tokens of the best source that forwards a model, at least, to be kept.
-        min_picks: tokens picked by the target that a source is judged by, at least.
-        first_wait_steps, max_wait_steps: until a source is tried again; each time in a row twice as many, up to the
-            latter.
-    """
+FIRST_WAIT_STEPS = 256
+"""Until a source is tried again; each time in a row twice as many."""
 
-    min_share: float = 0.2
-    min_picks: float = 64.0
-    first_wait_steps: int = 256
-    max_wait_steps: int = 4096
+MAX_WAIT_STEPS = 4096
+"""The most."""
 
 
 class Retention:
     """A record of the sources that are left out for now, and for how long: exponential backoff, source by source."""
 
-    def __init__(self, settings: RetentionSettings | None = None) -> None:
-        self.settings = settings or RetentionSettings()
+    def __init__(self) -> None:
         self.wait: dict[str, int] = {}  # steps left until a source is tried again, by name
         self.next_wait: dict[str, int] = {}  # of sources that were left out: steps, the next time
 
@@ -53,28 +46,27 @@ class Retention:
             weights: what is known of them since, by name; of one that is left out it is forgotten, in place.
             steps: number of steps that it took.
         """
-        settings = self.settings
         self.wait = {name: left - steps for name, left in self.wait.copy().items() if left > steps}
         expensive = [source for source in sources if source.forwards]
         if len(expensive) < 2:
             return
-        shares, judged = shares_of(sources, weights, settings.min_picks)
+        shares, judged = shares_of(sources, weights)
         best = max(shares[source.name] for source in expensive)
         for name in (source.name for source in expensive if source.name in judged):
-            if shares[name] >= settings.min_share * best:
+            if shares[name] >= MIN_SHARE * best:
                 self.next_wait.pop(name, None)
                 continue
-            self.wait[name] = wait = self.next_wait.get(name, settings.first_wait_steps)
-            self.next_wait[name] = min(2 * wait, settings.max_wait_steps)
+            self.wait[name] = wait = self.next_wait.get(name, FIRST_WAIT_STEPS)
+            self.next_wait[name] = min(2 * wait, MAX_WAIT_STEPS)
             # Else it could not show that it has become better. The others' weights are relative to the first source.
             for forgotten in [source.name for source in expensive] if name == sources[0].name else [name]:
                 weights[forgotten].forget()
 
 
 def shares_of(
-    sources: Sequence[DraftSource], weights: Mapping[str, SourceWeights], min_picks: float
+    sources: Sequence[DraftSource], weights: Mapping[str, SourceWeights]
 ) -> tuple[dict[str, float], set[str]]:
-    """Each source's share of the picked tokens, and the names of those with at least ``min_picks`` of evidence.
+    """Each source's share of the picked tokens, and the names of those with at least :data:`MIN_PICKS` of evidence.
 
     P = (1 − w) · P(sources before it) + w · P(this one), so a source's share is its w times 1 − w of all after it.
     """
@@ -85,7 +77,7 @@ def shares_of(
         picked, share = weights[source.name].learned()
         shares[source.name] = rest * share
         rest *= 1.0 - share
-        if picked >= min_picks:
+        if picked >= MIN_PICKS:
             judged.add(source.name)
     shares[sources[0].name] = rest  # the others' weights are relative to it
     if any(source.forwards and source.name in judged for source in sources[1:]):

@@ -113,6 +113,16 @@ COUNTS = (
 ).split()
 
 
+_said: set[tuple[str, ...]] = set()
+
+
+def warn_once(about: tuple[str, ...], message: str, *values: object) -> None:
+    """Log a warning, if it is the process's first ``about`` this."""
+    if about not in _said:
+        _said.add(about)
+        logger.warning(message, *values)
+
+
 def check_counts(options: Mapping[str, Any]) -> None:
     """Raise for a number of tokens or sequences that is not one."""
     for name in COUNTS:
@@ -132,7 +142,8 @@ def check_generation_config(config: GenerationConfig) -> None:
     for name, value in vars(config).items():
         if name not in CONFIG_FIELDS and value is not None and not name.startswith("_"):
             # Checkpoints carry options of their own code, so an unknown one is no reason to refuse the model.
-            logger.warning("generation option %s=%r is not known to gsd_kernels and may have no effect", name, value)
+            unknown = "generation option %s=%r is not known to gsd_kernels and may have no effect"
+            warn_once((name,), unknown, name, value)
         treatment, why, neutral = CONFIG_FIELDS.get(name, (IRRELEVANT, "", ()))
         if treatment == REFUSED and value is not None and value not in neutral and name not in unread:
             raise Unsupported(f"{name}={value!r}: not supported by graph-speculative generation: {why}{OTHERWISE}")
