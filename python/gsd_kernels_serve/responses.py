@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBase
+from transformers import BatchEncoding, GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 
 from . import fields
+from .answers import Answers
 from .calls import Call
 from .checks import Refused
 from .logprobs import Entry
@@ -65,7 +66,7 @@ class Responses(ResponseHandler):
         check_input(body["input"])
         offered = chosen(body, tokenizer)
         tools = offered.tools
-        call = Call(self._options(body, offered))
+        call = Call(self._options(body, offered), tools=tools)
         inner = {"input": _items(body["input"], body.get("instructions")), "stream": body.get("stream", False)}
         inner |= {"tools": tools} if tools else {}
         inner["parallel_tool_calls"] = body.get("parallel_tool_calls", True)
@@ -94,7 +95,7 @@ class Responses(ResponseHandler):
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         """Find the model as transformers' own does, with a tokenizer that has written the chat already."""
         name, model, tokenizer = super()._resolve_model(body)
-        return name, model, _Written(tokenizer, call_of.get().prompt)
+        return name, model, _Written(self.service.answers, call_of.get())
 
     def get_processor_inputs_from_messages(self, *_: Any) -> list[dict[str, Any]]:  # type: ignore[override]
         """Nothing: the chat is written."""
@@ -102,23 +103,38 @@ class Responses(ResponseHandler):
 
 
 class _Written:
-    """A tokenizer whose template has written the tokens of a chat.
+    """A tokenizer whose template has written the tokens of a chat, and which reads the answer once.
 
     Args:
-        tokenizer: what does all else.
-        ids: of the chat.
+        answers: what does all else.
+        call: the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> None:
-        self._inner, self._ids = tokenizer, ids
+    def __init__(self, answers: Answers, call: Call) -> None:
+        self._inner, self._call, self._read = answers, call, {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def apply_chat_template(self, *_: Any, **__: Any) -> BatchEncoding:
         """The chat, as tensors."""
-        ids = torch.tensor([self._ids], dtype=torch.int64, device="cpu")
+        ids = torch.tensor([self._call.prompt], dtype=torch.int64, device="cpu")
         return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    def read_answer(self, ids: list[int]) -> str:
+        """The text of an answer, whose parts :meth:`parse_response` gives afterwards."""
+        if self._call.options.forced is not None:
+            text = self._inner.decode(ids, skip_special_tokens=True)
+            self._read = {"content": text}
+            return text
+        text, reasoning, calls = self._inner.read(ids, self._call.prompt, self._call.tools)
+        made = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls or ()]
+        self._read = {"content": text, "reasoning_content": reasoning, "tool_calls": made}
+        return text
+
+    def parse_response(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """What transformers' handler asks of the answer."""
+        return self._read
 
 
 def _items(given: Any, instructions: str | None) -> Any:

@@ -23,6 +23,7 @@ from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
 
 from . import fields
+from .answers import Answer, Answers
 from .calls import Call, ClientGoneError, Decoding, Piece, StoppingError, Writer
 from .checks import Refused
 from .limits import Limits
@@ -98,7 +99,7 @@ class Queue(GenerateManager):
         """Stream like transformers' own, with a writer that keeps log-probabilities beside the pieces of the text."""
         call = call_of.get()
         loop, waiting = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        writer = Writer(call, processor, response_parser)
+        writer = Writer(call, processor, response_parser and Answer(response_parser, processor.special))
 
         def send(value: Any) -> None:
             in_loop(loop, waiting.put_nowait, value)
@@ -130,8 +131,7 @@ class Queue(GenerateManager):
         decode = partial(self.decoding(call, request_id).generate, tokenizer=self.tokenizer, streamer=writer, **inputs)
         await outcome_of(self.turn(call, decode))
         call.written = [writer.entries]
-        text = processor.decode(call.ids, skip_special_tokens=True)
-        return text, inputs["input_ids"].shape[-1], call.ids
+        return processor.read_answer(call.ids), inputs["input_ids"].shape[-1], call.ids
 
     def turn(self, call: Call, function: Callable[[], T]) -> concurrent.futures.Future[T | None]:
         """Have the thread call a function for a text; what waits for clients that have gone is let go of."""
@@ -189,7 +189,7 @@ class Service:
         self.queue = Queue(handle, tokenizer, stopping, speculates)
         self.vocabulary = properties.vocabulary(handle.model)
         self.grammars = Grammars(tokenizer, self.vocabulary)
-        self.pieces = Pieces(tokenizer)
+        self.pieces, self.answers = Pieces(tokenizer), Answers(tokenizer, handle.model)
         self.longest = max(map(len, tokenizer.get_vocab()))
 
     @property

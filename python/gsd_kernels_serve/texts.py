@@ -11,14 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from transformers.cli.serving.utils import (
-    ReasoningText,
-    ToolCall,
-    build_response_parser,
-    parse_assistant_message,
-)
+from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import fields
+from .answers import Answer
 from .calls import Call, Piece, Writer
 from .checks import Refused, entries, one_of, text, wrong
 from .logprobs import Entry
@@ -123,8 +119,8 @@ class Texts:
         """A part of a text behind those before."""
         raise NotImplementedError
 
-    def parser(self, request: TextRequest, prompt: Prompt) -> Any:
-        """transformers', where texts have parts; ``None``: they are text alone."""
+    def answer(self, request: TextRequest, prompt: Prompt) -> Answer | None:
+        """What reads a text that has parts; ``None``: it is text alone."""
         return None
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
@@ -151,7 +147,7 @@ class Texts:
     def _begin(self, request: TextRequest, index: int) -> asyncio.Queue[Piece | Exception | None]:
         """Have a text of a stream decoded."""
         prompt, call = request.texts[index]
-        writer = Writer(call, self.service.tokenizer, self.parser(request, prompt))
+        writer = Writer(call, self.service.tokenizer, self.answer(request, prompt))
         return self.service.begin(call, prompt.ids, self._name(request, index), writer)
 
     async def _events(
@@ -295,23 +291,16 @@ class Chat(Texts):
         whole = "".join(part["text"] for part in parts)
         return self.service.tokens(whole, "prediction", add_special_tokens=False)
 
-    def parser(self, request: TextRequest, prompt: Prompt) -> Any:
-        if request.options.forced is not None:
-            return None
-        return build_response_parser(
-            self.service.tokenizer, self.service.model, [prompt.ids], tools=request.tools or None
-        )
+    def answer(self, request: TextRequest, prompt: Prompt) -> Answer | None:
+        return None if request.options.forced is not None else self.service.answers.begin(prompt.ids, request.tools)
 
     def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
-        tokenizer = self.service.tokenizer
-        content: str | None = tokenizer.decode(call.ids, skip_special_tokens=True)
         finish, reasoning = call.finish, None
         if request.options.forced is not None:
-            calls = forced_calls(content or "", request.options.forced)
+            content = self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
+            calls = forced_calls(content, request.options.forced)
         else:
-            content, reasoning, calls = parse_assistant_message(
-                tokenizer, self.service.model, call.ids, [prompt.ids], content or "", tools=request.tools or None
-            )
+            content, reasoning, calls = self.service.answers.read(call.ids, prompt.ids, request.tools)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             made = [_call(f"{request.id}-{i}", one) for i, one in enumerate(calls)]

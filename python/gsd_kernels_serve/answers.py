@@ -1,0 +1,132 @@
+"""How a model's answers are read: transformers' parser, of whose text nothing is lost."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cli.serving.utils import (
+    ReasoningText,
+    ToolCall,
+    build_response_parser,
+    parse_assistant_message,
+    response_events_to_chunks,
+)
+
+log = logging.getLogger(__name__)
+
+Read = tuple[str, str | None, list[ToolCall] | None]
+"""A message's text, its reasoning, and its calls."""
+
+
+class Answer:
+    """A text that is being written, in parts: strings, transformers' ``ReasoningText``, ``ToolCall``.
+
+    From a call on that cannot be read, all is text.
+
+    Args:
+        parser: transformers', of this text.
+        special: a pattern of special tokens, which a text does not show.
+    """
+
+    def __init__(self, parser: Any, special: re.Pattern[str]) -> None:
+        self.parser, self.special = parser, special
+        self.begun = response_events_to_chunks(parser.initial_events)  # by the prompt
+        self.raw = ""  # read since the last part
+
+    def feed(self, text: str) -> list[Any]:
+        """The parts that are clear with more of the text."""
+        parts = []
+        for at, char in enumerate(text):  # one by one: what the parser found is lost with its error
+            if self.parser is None:
+                return _joined([*parts, *self._bare(text[at:])])
+            try:
+                found = _named(response_events_to_chunks(self.parser.feed(char)))
+            except Exception as error:  # of a parser that takes what a model writes for well-formed
+                found = self._give_up(error, char)
+            self.raw = "" if found else self.raw + char
+            parts += found
+        return _joined(parts)
+
+    def end(self) -> list[Any]:
+        """The parts that are clear once the text is over."""
+        if self.parser is None:
+            return []
+        try:
+            return _named(response_events_to_chunks(self.parser.finalize()[1]))
+        except Exception as error:  # it ends within a call, say
+            return self._give_up(error)
+
+    def _give_up(self, error: Exception, char: str = "") -> list[str]:
+        _tell(error)
+        self.parser = None
+        return self._bare(self.raw + char)
+
+    def _bare(self, text: str) -> list[str]:
+        return [bare] if (bare := self.special.sub("", text)) else []
+
+
+class Answers:
+    """A tokenizer as transformers' server sees it, and what reads its model's answers.
+
+    Args:
+        tokenizer, model: these.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+        self._inner, self._model = tokenizer, model
+        special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def begin(self, prompt: list[int], tools: list[dict[str, Any]]) -> Answer | None:
+        """The reading of an answer behind a prompt; ``None``: it is text alone."""
+        parser = build_response_parser(self, self._model, [prompt], tools=tools or None)
+        return None if parser is None else Answer(parser, self.special)
+
+    def read(self, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]) -> Read:
+        """An answer that is there as a whole."""
+        text = self._inner.decode(ids, skip_special_tokens=True)
+        try:
+            content, reasoning, calls = parse_assistant_message(
+                self, self._model, ids, [prompt], text, tools=tools or None
+            )
+            return content, reasoning, _named(calls) if calls else None
+        except Exception as error:
+            _tell(error)
+        answer = self.begin(prompt, tools)
+        if answer is None:
+            return text, None, None
+        parts = [*answer.begun, *answer.feed(self._inner.decode(ids)), *answer.end()]
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        reasoning = "".join(part for part in parts if isinstance(part, ReasoningText))
+        return "".join(part for part in parts if type(part) is str), reasoning or None, calls or None
+
+
+def _named(parts: list[Any]) -> list[Any]:
+    """The parts as they are.
+
+    Raises:
+        ValueError: a call whose name is no string.
+    """
+    if odd := [part.name for part in parts if isinstance(part, ToolCall) and not isinstance(part.name, str)]:
+        raise ValueError(f"a call of {odd[0]!r}")
+    return parts
+
+
+def _joined(parts: Iterable[Any]) -> list[Any]:
+    """Neighbours of one kind are one part; every call is one."""
+    found: list[Any] = []
+    for kind, members in groupby(parts, type):
+        found += members if kind is ToolCall else [kind("".join(members))]
+    return found
+
+
+def _tell(error: Exception) -> None:
+    log.warning("a call cannot be read, and is text: %.200s", " ".join(str(error).split()) or type(error).__name__)

@@ -1,0 +1,124 @@
+"""Answers as models of a known kind write them: calls, calls that nobody can read, and white space without end."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from served import TOOL, TOOLS, row_id
+
+from gsd_kernels_serve.fields import CHAT, RESPONSES
+from gsd_kernels_serve.text_options import TextOptions
+
+pytestmark = pytest.mark.slow
+
+QWEN = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ":\n\n",  # the end of what is asked
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*<\|eos\|>", "content": "text"},
+    },
+}
+CALL = '<tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>'
+PAINT = ("paint", '{"colour": "red"}')
+
+
+@pytest.fixture
+def says(server, monkeypatch):
+    """Have the model, of a kind whose calls transformers knows, write a text; a function of it."""
+    monkeypatch.setattr(server.tokenizer, "response_template", QWEN, raising=False)
+
+    def say(text: str) -> int:
+        ids = [*server.tokenizer(text, add_special_tokens=False)["input_ids"], server.tokenizer.eos_token_id]
+
+        def script(prompt: int):
+            def next_token(input_ids, scores):  # [1, n], [1, V]
+                token = ids[min(input_ids.shape[1] - prompt, len(ids) - 1)]
+                return torch.full_like(scores, float("-inf")).index_fill(
+                    1, torch.tensor([token], dtype=torch.int64, device=scores.device), 0.0
+                )
+
+            return [next_token]
+
+        monkeypatch.setattr(TextOptions, "processors", lambda _, prompt: script(prompt))
+        return len(ids)
+
+    return say
+
+
+def whole(server, endpoint: str, **named: object) -> tuple[str, list[tuple[str, str]]]:
+    """An answer's text and its calls."""
+    found = server.got(endpoint, **named)
+    if endpoint == CHAT:
+        message = found["choices"][0]["message"]
+        calls = [call["function"] for call in message.get("tool_calls") or []]
+        text = message["content"]
+    else:
+        calls = [item for item in found["output"] if item["type"] == "function_call"]
+        text = "".join(item["content"][0]["text"] for item in found["output"] if item["type"] == "message")
+    return text, [(call["name"], call["arguments"]) for call in calls]
+
+
+def streamed(server, endpoint: str, **named: object) -> tuple[str, list[tuple[str, str]]]:
+    """The same, of a stream."""
+    text, calls = "", []
+    for event in server.got(endpoint, stream=True, **named):
+        data = json.loads(event) if event != "[DONE]" else {}
+        assert "error" not in data and data.get("type") != "error", data
+        if data.get("choices"):
+            delta = data["choices"][0]["delta"]
+            text += delta.get("content") or ""
+            calls += [(call["function"]["name"], call["function"]["arguments"]) for call in delta.get("tool_calls", [])]
+        elif data.get("type") == "response.output_text.delta":
+            text += data["delta"]
+        elif data.get("type") == "response.function_call_arguments.done":
+            calls.append((data["name"], data["arguments"]))
+    return text, calls
+
+
+def asked(endpoint: str, length: int) -> dict[str, object]:
+    tools = TOOLS if endpoint == CHAT else [{"type": "function", "strict": None, **TOOL}]
+    return {"tools": tools, "max_tokens" if endpoint == CHAT else "max_output_tokens": length}
+
+
+UNREAD = {
+    "cut": '<tool_call>\n{"name": "paint", "argum',
+    "told": "Use <tool_call>...</tool_call> marks.",
+    "without arguments": 'So: <tool_call>{"name": "paint"}</tool_call>',
+    "a list": "So: <tool_call>[1]</tool_call>",
+    "no name": 'So: <tool_call>{"name": 5, "arguments": {}}</tool_call> it is',
+    "behind a call": f"So: {CALL} and <tool_call>[1]</tool_call>",
+    "before a call": f"<tool_call>x</tool_call> or {CALL}",
+}
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_call_that_cannot_be_read_is_text(name, endpoint, server, says):
+    text = UNREAD[name]
+    length = says(text) - (name == "cut")
+    found = whole(server, endpoint, **asked(endpoint, length))
+    first = name == "behind a call"
+    assert found == (text.replace(f" {CALL}", "") if first else text, [PAINT] * first)
+    assert streamed(server, endpoint, **asked(endpoint, length)) == found
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
+def test_calls_that_can_be_read_are_calls(endpoint, server, says):
+    length = says(f"So: {CALL}\n{CALL}")
+    assert whole(server, endpoint, **asked(endpoint, length)) == ("So:", [PAINT, PAINT])
+    assert streamed(server, endpoint, **asked(endpoint, length)) == ("So:", [PAINT, PAINT])
+
+
+def test_one_text_that_cannot_be_read_takes_none_of_its_fellows(server, says):
+    says(UNREAD["told"])
+    found = server.got(CHAT, **asked(CHAT, 60), n=2)
+    assert [choice["message"]["content"] for choice in found["choices"]] == [UNREAD["told"]] * 2
