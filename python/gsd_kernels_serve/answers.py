@@ -124,7 +124,8 @@ def _joined(parts: Iterable[Any]) -> list[Any]:
     """Neighbours of one kind are one part; every call is one."""
     found: list[Any] = []
     for kind, members in groupby(parts, type):
-        found += members if kind is ToolCall else [kind("".join(members))]
+        same = list(members)
+        found += same if kind is ToolCall else [kind("".join(same))]
     return found
 
 

@@ -19,6 +19,7 @@ from . import fields
 from .answers import Answers
 from .calls import Call
 from .checks import Refused
+from .items import Items
 from .logprobs import Entry
 from .messages import PARTS, check_input, messages_of, template_arguments
 from .service import OneQueue, Service, call_of
@@ -94,7 +95,7 @@ class Responses(ResponseHandler):
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         """Find the model as transformers' own does, with a tokenizer that has written the chat already."""
-        name, model, tokenizer = super()._resolve_model(body)
+        name, model, _ = super()._resolve_model(body)
         return name, model, _Written(self.service.answers, call_of.get())
 
     def get_processor_inputs_from_messages(self, *_: Any) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -158,57 +159,56 @@ class _Rewriter:
     def __init__(self, service: Service, call: Call, echo: dict[str, Any]) -> None:
         self.service, self.call, self.echo = service, call, echo
         self.parts = 0  # of the text, sent so far
+        self.items = Items()
 
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
-        """A response with what its request named, statistics, log-probabilities, its call, and whether it was cut."""
-        response |= self.echo
-        call, output = self.call, response["output"]
-        if response.get("status") != "completed" or call.statistics is None:
-            return response
-        response["gsd_kernels"] = call.statistics
-        self._call_in(output, response["id"])
-        for item in output:
-            self._with_log_probs(item)
-        if call.finish == "length":
-            response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-            output[-1]["status"] = "incomplete"
-        return response
+        """A response that is no stream, with its call and log-probabilities."""
+        output = response["output"]
+        message = next(item for item in output if item["type"] == "message")
+        part = message["content"][0]
+        if self.call.options.top is not None:
+            part["logprobs"] = self._log_probs(chain.from_iterable(self.call.written))
+        self._call_in(output, part, response["id"])
+        if not part["text"] and not part.get("logprobs") and any(item["type"] == "function_call" for item in output):
+            output.remove(message)
+        return self._finished(response)
 
-    def _call_in(self, output: list[dict[str, Any]], name: str) -> None:
+    def _call_in(self, output: list[dict[str, Any]], part: dict[str, Any], name: str) -> None:
         """A forced call that the message is; events have it already."""
-        if self.call.options.forced is None or any(item["type"] == "function_call" for item in output):
+        if self.call.options.forced is None:
             return
-        part = output[-1]["content"][0]
         for call in forced_calls(part["text"], self.call.options.forced):
             part["text"] = ""
             made = {"id": f"{name}_call", "call_id": f"{name}_call", "type": "function_call", "status": "completed"}
             output.append({**made, "name": call.name, "arguments": call.arguments})
 
-    def _with_log_probs(self, found: dict[str, Any]) -> None:
-        """Of a message or of the part of one, all of them."""
-        for part in found.get("content") or [found]:
-            if part.get("type") == "output_text" and self.call.options.top is not None:
-                part["logprobs"] = self._log_probs(chain.from_iterable(self.call.written))
+    def _finished(self, response: dict[str, Any]) -> dict[str, Any]:
+        """A response with what its request named, statistics, and whether it was cut."""
+        response |= self.echo
+        if response.get("status") != "completed" or self.call.statistics is None:
+            return response
+        response["gsd_kernels"] = self.call.statistics
+        if self.call.finish == "length":
+            response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+            response["output"][-1]["status"] = "incomplete"
+        return response
 
     def _log_probs(self, written: Iterable[Entry]) -> list[dict[str, Any]]:
         return self.service.pieces.chat(written)["content"]
 
     def event(self, event: str) -> str:
-        """An event of a stream."""
+        """What a stream has in place of an event."""
         data = json.loads(event.removeprefix("data: "))
-        kind = data["type"]
+        if data["type"] == "response.completed":
+            data["response"]["output"] = self.items.output
         if "response" in data:
-            data["response"] = self.whole(data["response"])
-            if kind == "response.completed" and data["response"]["status"] == "incomplete":
+            data["response"] = self._finished(data["response"])
+            if data["response"]["status"] == "incomplete":
                 data["type"] = "response.incomplete"
-        elif self.call.options.top is not None and kind == "response.output_text.delta":
+        elif data["type"] == "response.output_text.delta" and self.call.options.top is not None:
             data["logprobs"] = self._log_probs(self.call.written[self.parts])
             self.parts += 1
-        elif self.call.options.top is not None and kind == "response.output_text.done":
-            data["logprobs"] = self._log_probs(chain.from_iterable(self.call.written))
-        elif kind in ("response.content_part.done", "response.output_item.done"):
-            self._with_log_probs(data.get("part") or data["item"])
-        return f"data: {json.dumps(data)}\n\n"
+        return "".join(f"data: {json.dumps(one)}\n\n" for one in self.items.events(data))
 
 
 async def _events(parts: Any, rewriter: _Rewriter) -> AsyncIterator[str]:

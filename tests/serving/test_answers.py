@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from served import TOOL, TOOLS, row_id
+from served import PROMPT, TOOL, TOOLS, row_id
 
 from gsd_kernels_serve.fields import CHAT, RESPONSES
 from gsd_kernels_serve.text_options import TextOptions
@@ -122,3 +122,48 @@ def test_one_text_that_cannot_be_read_takes_none_of_its_fellows(server, says):
     says(UNREAD["told"])
     found = server.got(CHAT, **asked(CHAT, 60), n=2)
     assert [choice["message"]["content"] for choice in found["choices"]] == [UNREAD["told"]] * 2
+
+
+# ---- the items of /v1/responses
+
+
+ITEMS = {
+    "": ["message"],
+    "Plain.": ["message"],
+    CALL: ["function_call"],
+    f"{CALL}\n{CALL}": ["function_call", "function_call"],
+    f"So: {CALL}": ["message", "function_call"],
+    f"{CALL} so": ["function_call", "message"],
+    f"<think>hm</think>{CALL}": ["reasoning", "function_call"],
+    f"<think>hm</think>So: {CALL}<think>hm!</think> and {CALL} done": (
+        ["reasoning", "message", "function_call", "reasoning", "message", "function_call", "message"]
+    ),
+}
+
+
+@pytest.mark.parametrize("top", [None, 1], ids=["bare", "logprobs"])
+@pytest.mark.parametrize("text", ITEMS)
+def test_the_items_of_a_stream_come_once_each_and_in_their_order(text, top, server, says, monkeypatch):
+    thinking = {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"}, **QWEN["fields"]}
+    monkeypatch.setattr(server.tokenizer, "response_template", {**QWEN, "fields": thinking})
+    named = {} if top is None else {"include": ["message.output_text.logprobs"], "top_logprobs": top}
+    named |= {"model": "small", "input": PROMPT, "temperature": 0, **asked(RESPONSES, says(text))}
+    with server.client.responses.stream(**named) as events:
+        found = list(events)
+        final = events.get_final_response()
+    assert [event.sequence_number for event in found] == list(range(len(found)))
+    assert [item.type for item in final.output] == ITEMS[text]
+    done = [event.item for event in found if event.type == "response.output_item.done"]
+    assert sorted(item.id for item in done) == sorted({item.id for item in final.output})
+    pieces = {event.output_index: "" for event in found if event.type == "response.output_item.added"}
+    tokens = {index: 0 for index in pieces}
+    for event in found:
+        if event.type == "response.output_text.delta":
+            pieces[event.output_index] += event.delta
+            tokens[event.output_index] += len(event.logprobs or ())
+    for index, item in enumerate(final.output):
+        if item.type == "message":
+            assert item.content[0].text == pieces[index] and len(item.content[0].logprobs or ()) == tokens[index]
+    assert final.output_text == "".join(pieces.values())
+    answer = server.client.responses.create(**named)
+    assert sum(item.type == "function_call" for item in answer.output) == ITEMS[text].count("function_call")
