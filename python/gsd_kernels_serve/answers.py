@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cli.serving import utils
 from transformers.cli.serving.utils import (
     ReasoningText,
     ToolCall,
@@ -18,6 +19,12 @@ from transformers.cli.serving.utils import (
 )
 
 log = logging.getLogger(__name__)
+
+SPACES = 32
+"""White space that a delimiter may begin or end with; without a bound a search looks at all of it from each."""
+
+_UNBOUNDED = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\(?:s(?P<many>[*+])(?!\+)|.)", re.DOTALL)
+"""A class of characters, or an escape; ``many`` of white space."""
 
 Read = tuple[str, str | None, list[ToolCall] | None]
 """A message's text, its reasoning, and its calls."""
@@ -85,6 +92,18 @@ class Answers:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    @property
+    def written(self) -> Mapping[str, Any] | None:
+        """How the model writes its answers, as transformers has it; ``None``: unknown, so that calls are text."""
+        template_of = getattr(utils, "get_response_template", None)  # which older releases keep elsewhere
+        return {} if template_of is None else template_of(self._inner, self._model)
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """The same, as it is read: in time that grows as the text does."""
+        written = self.written
+        return bounded(written) if isinstance(written, dict) and written else written or None
+
     def begin(self, prompt: list[int], tools: list[dict[str, Any]]) -> Answer | None:
         """The reading of an answer behind a prompt; ``None``: it is text alone."""
         parser = build_response_parser(self, self._model, [prompt], tools=tools or None)
@@ -107,6 +126,19 @@ class Answers:
         calls = [part for part in parts if isinstance(part, ToolCall)]
         reasoning = "".join(part for part in parts if isinstance(part, ReasoningText))
         return "".join(part for part in parts if type(part) is str), reasoning or None, calls or None
+
+
+def bounded(written: Any) -> Any:
+    """A template, or a pattern of one, whose searches look at a run of white space once."""
+    if isinstance(written, Mapping):
+        return {
+            key: bounded(value) if isinstance(value, Mapping) or key.endswith("pattern") else value
+            for key, value in written.items()
+        }
+    whole = str(written).replace(r"\s*(?P<value>", r"\s*+(?P<value>")  # nothing behind it gains by less
+    return _UNBOUNDED.sub(
+        lambda found: found[0] if found["many"] is None else rf"\s{{{int(found['many'] == '+')},{SPACES}}}", whole
+    )
 
 
 def _named(parts: list[Any]) -> list[Any]:

@@ -84,7 +84,7 @@ class Responses(ResponseHandler):
         elif body.get("top_logprobs"):
             raise Refused("top_logprobs", 'needs include: ["message.output_text.logprobs"]')
         form = body.get("text", {}).get("format")
-        options.held = held_to(offered, form, "text.format", self.service.written)
+        options.held = held_to(offered, form, "text.format", self.service.answers.written)
         return options
 
     def _validate_request(self, body: dict[str, Any]) -> None:

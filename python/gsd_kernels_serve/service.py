@@ -15,7 +15,6 @@ import torch
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving import utils
 from transformers.cli.serving.utils import GenerateManager, GenerationState, _StreamError
 
 from gsd_kernels_cli.pair import BAD_CHAT
@@ -191,12 +190,6 @@ class Service:
         self.grammars = Grammars(tokenizer, self.vocabulary)
         self.pieces, self.answers = Pieces(tokenizer), Answers(tokenizer, handle.model)
         self.longest = max(map(len, tokenizer.get_vocab()))
-
-    @property
-    def written(self) -> Mapping[str, Any] | None:
-        """How the model writes its answers, as transformers has it; ``None``: unknown, so that calls are text."""
-        template_of = getattr(utils, "get_response_template", None)  # which older releases keep elsewhere
-        return {} if template_of is None else template_of(self.tokenizer, self.model)
 
     def check_name(self, name: str | None) -> None:
         """Refuse another model."""

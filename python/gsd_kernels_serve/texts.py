@@ -266,7 +266,7 @@ class Chat(Texts):
         options.top = body.get("top_logprobs", 0) if body.get("logprobs") else None
         offered = chosen(body, service.tokenizer)
         options.forced = offered.forced
-        options.held = held_to(offered, body.get("response_format"), "response_format", service.written)
+        options.held = held_to(offered, body.get("response_format"), "response_format", service.answers.written)
         options.reference = self._reference(body.get("prediction"))
         ids = service.templated(messages, offered.tools, template_arguments(body, service.tokenizer), "messages")
         usage = _usage(body)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import regex
 import torch
 from served import PROMPT, TOOL, TOOLS, row_id
 
+from gsd_kernels_serve.answers import Answers, bounded
 from gsd_kernels_serve.fields import CHAT, RESPONSES
 from gsd_kernels_serve.text_options import TextOptions
 
@@ -167,3 +169,36 @@ def test_the_items_of_a_stream_come_once_each_and_in_their_order(text, top, serv
     assert final.output_text == "".join(pieces.values())
     answer = server.client.responses.create(**named)
     assert sum(item.type == "function_call" for item in answer.output) == ITEMS[text].count("function_call")
+
+
+# ---- white space without end
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"\s*<a>", r"\\s*<a>", r"[\s*]<a>", r"\s+<a>\s*(?P<value>.*?)\s*</a>", r"\w+\s*+<a>"]
+)
+def test_patterns_with_bounded_spaces_find_what_they_found(pattern):
+    for text in (
+        "<a>x</a>",
+        " \n <a> x \n</a>",
+        "\\s<a>",
+        "*<a>",
+        "a  <a>",
+        f"{' ' * 20}<a>{' ' * 90}x y{' ' * 20}</a>",
+    ):
+        found, expected = (regex.search(one, text, regex.DOTALL) for one in (bounded(pattern), pattern))
+        assert (found and (found.span(), found.groups())) == (expected and (expected.span(), expected.groups())), text
+
+
+def test_no_pattern_of_a_template_looks_at_white_space_again_and_again(server, monkeypatch):
+    from transformers.cli.serving import utils
+
+    prompt = server.tokenizer("<|im_start|>assistant\n")["input_ids"]
+    text = f"<tool_call>\n<function=paint>\n<parameter=colour>{' ' * 30_000}red</function></tool_call>{' ' * 30_000}."
+    ids = server.tokenizer(text, add_special_tokens=False)["input_ids"]
+    for template in utils._RESPONSE_TEMPLATE_FALLBACKS.values():
+        monkeypatch.setattr(server.tokenizer, "response_template", template, raising=False)
+        answers = Answers(server.tokenizer, server.target)
+        assert not regex.search(r"\\s\*(?!\+)", repr(answers.response_template).replace("\\\\", "\\"))
+        answers.read(ids, prompt, [])  # which takes an hour where one does
+        assert template == answers.written, "the tokenizer's own stays"
