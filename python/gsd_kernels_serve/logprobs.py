@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -139,12 +140,8 @@ class Pieces:
     def _one(self, token: int, log_prob: float | None) -> dict[str, Any]:
         return {"token": self.text_of(token), "logprob": log_prob, "bytes": list(self.bytes_of(token))}
 
-    def completion(self, entries: Iterable[Entry], before: bytes = b"", shown: bytes | None = None) -> dict[str, Any]:
-        """``logprobs`` of a choice of ``/v1/completions``, behind the bytes of the text so far.
-
-        ``shown``: the bytes of a prompt that the entries are of. Tokens that are not in it, as the first one of many
-        tokenizers, take no place there.
-        """
+    def completion(self, entries: Iterable[Entry], place: Place) -> dict[str, Any]:
+        """``logprobs`` of a choice of ``/v1/completions``; ``place``, of the first one, goes on behind them."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
             columns["tokens"].append(self.text_of(entry.token))
@@ -152,9 +149,28 @@ class Pieces:
             known = [(entry.token, entry.log_prob), *entry.top]
             tops = {self.text_of(token): log_prob for token, log_prob in known if entry.top}
             columns["top_logprobs"].append(None if entry.log_prob is None else tops)
-            columns["text_offset"].append(len(before.decode(errors="ignore")))
-            piece = self.bytes_of(entry.token)
-            if shown is not None and not shown.startswith(before + piece):
-                piece = piece.lstrip() if shown.startswith(before + piece.lstrip()) else b""
-            before += piece
+            columns["text_offset"].append(place.characters)
+            place.pass_by(self.bytes_of(entry.token))
         return columns
+
+
+class Place:
+    """A place in a text, in characters.
+
+    Args:
+        before: what comes before the text.
+        shown: the text, where it is known: a prompt. Tokens that are not in it, as the first one of many tokenizers,
+            take no place there.
+    """
+
+    def __init__(self, before: str = "", shown: str | None = None) -> None:
+        self.characters, self.passed = len(before), 0  # passed: bytes
+        self.shown = None if shown is None else shown.encode()
+        self.decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+
+    def pass_by(self, piece: bytes) -> None:
+        """Go behind the bytes of a token."""
+        if self.shown is not None and not self.shown.startswith(piece, self.passed):
+            piece = piece.lstrip() if self.shown.startswith(piece.lstrip(), self.passed) else b""
+        self.passed += len(piece)
+        self.characters += len(self.decoder.decode(piece))

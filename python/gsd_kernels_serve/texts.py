@@ -17,7 +17,7 @@ from . import fields
 from .answers import Answer
 from .calls import Call, Piece, Writer
 from .checks import Refused, entries, one_of, text, wrong
-from .logprobs import Entry
+from .logprobs import Entry, Place
 from .messages import messages_of, template_arguments
 from .service import Service, answer_of
 from .text_options import TextOptions, token_ids
@@ -26,17 +26,24 @@ from .tools import chosen, forced_calls, held_to
 
 @dataclass
 class Prompt:
-    """Tokens to go on from; ``shown``: what is put before each text."""
+    """Tokens to go on from.
+
+    Attributes:
+        ids: of them.
+        shown: what is put before each text.
+        told: its log-probabilities, once they are formed.
+    """
 
     ids: list[int]
     shown: str = ""
+    told: dict[str, Any] | None = None
 
 
 @dataclass
 class StreamState:
-    """The sent part of a streamed text: its bytes, and its number of calls."""
+    """The sent part of a streamed text: where it ends, and its number of calls."""
 
-    sent: bytes = b""
+    place: Place
     calls: int = 0
 
 
@@ -165,12 +172,11 @@ class Texts:
                     await asyncio.wrap_future(call.begun)
                 if (begun := self.first(request, prompt, call)) is not None:
                     yield event({**begun, "finish_reason": None})
-                state = StreamState(prompt.shown.encode())
+                state = StreamState(Place(prompt.shown))
                 async for piece in self.service.pieces_of(waiting):
                     delta = self.delta(piece.value, piece.entries, state, request)
                     yield event({**delta, "finish_reason": None})
                     state.calls += isinstance(piece.value, ToolCall)
-                    state.sent += b"".join(self.service.pieces.bytes_of(entry.token) for entry in piece.entries)
                 last = self.delta("", [], state, request)
                 finish = "tool_calls" if state.calls and call.finish == "stop" else call.finish
                 rest = request.statistics() if index == len(request.texts) - 1 else {}
@@ -234,7 +240,7 @@ class Completions(Texts):
 
     def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
         shown = prompt.shown + self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
-        choice = self.delta(shown, written, StreamState(prompt.shown.encode()), request)
+        choice = self.delta(shown, written, StreamState(Place(prompt.shown)), request)
         if echoed := self._echoed(prompt, call):
             choice["logprobs"] = {key: [*echoed[key], *(choice["logprobs"] or {}).get(key, ())] for key in echoed}
         return {**choice, "finish_reason": call.finish}
@@ -244,12 +250,16 @@ class Completions(Texts):
 
     def delta(self, value: Any, written: list[Entry], state: StreamState, request: TextRequest) -> dict[str, Any]:
         logprobs = (
-            self.service.pieces.completion(written, state.sent) if request.options.top is not None and written else None
+            self.service.pieces.completion(written, state.place)
+            if request.options.top is not None and written
+            else None
         )
         return {"text": str(value), "logprobs": logprobs}
 
     def _echoed(self, prompt: Prompt, call: Call) -> dict[str, Any] | None:
-        return self.service.pieces.completion(call.echoed, shown=prompt.shown.encode()) if call.echoed else None
+        if call.echoed and prompt.told is None:
+            prompt.told = self.service.pieces.completion(call.echoed, Place(shown=prompt.shown))
+        return prompt.told
 
 
 class Chat(Texts):
