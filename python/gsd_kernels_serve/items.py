@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+from .spelling import Spelled, spelled
 
 
 @dataclass
@@ -15,6 +18,11 @@ class _Item:
     name: str
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @cached_property
+    def spelled(self) -> Spelled:
+        """The log-probabilities of all its text, which four events tell."""
+        return Spelled(spelled(self.logprobs, 1, ascii=True))
 
 
 class Items:
@@ -92,4 +100,4 @@ def _name_of(data: dict[str, Any]) -> str | None:
 def _tell(part: dict[str, Any], item: _Item) -> None:
     part["text"] = item.text
     if item.logprobs:
-        part["logprobs"] = item.logprobs
+        part["logprobs"] = item.spelled

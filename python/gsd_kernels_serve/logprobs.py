@@ -6,6 +6,7 @@ import codecs
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -58,6 +59,9 @@ class Recorder:
         return entry
 
 
+KEPT_TOKENS = 16_384
+"""Tokens whose text is kept, the last ones that were told."""
+
 PIECE_TOKENS = 256
 """Tokens of a prompt whose logits are there at once."""
 
@@ -105,6 +109,7 @@ class Pieces:
         decoder = json.dumps(json.loads(inner.to_str()).get("decoder")) if inner is not None else ""
         self.level = {char: byte for byte, char in bytes_to_unicode().items()} if "ByteLevel" in decoder else {}
         self.spaced = "\u2581" in decoder or "\\u2581" in decoder
+        self.one = lru_cache(KEPT_TOKENS)(self._one)
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that the token stands for."""
@@ -133,24 +138,27 @@ class Pieces:
         """``logprobs`` of a choice of ``/v1/chat/completions``."""
         rows = []
         for entry in entries:
-            top = [self._one(token, log_prob) for token, log_prob in entry.top]
-            rows.append({**self._one(entry.token, entry.log_prob), "top_logprobs": top})
+            own, *top = (
+                {**self.one(token), "logprob": log_prob}
+                for token, log_prob in ((entry.token, entry.log_prob), *entry.top)
+            )
+            rows.append({**own, "top_logprobs": top})
         return {"content": rows, "refusal": None}
 
-    def _one(self, token: int, log_prob: float | None) -> dict[str, Any]:
-        return {"token": self.text_of(token), "logprob": log_prob, "bytes": list(self.bytes_of(token))}
+    def _one(self, token: int) -> dict[str, Any]:
+        return {"token": self.text_of(token), "bytes": list(self.bytes_of(token))}
 
     def completion(self, entries: Iterable[Entry], place: Place) -> dict[str, Any]:
         """``logprobs`` of a choice of ``/v1/completions``; ``place``, of the first one, goes on behind them."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
-            columns["tokens"].append(self.text_of(entry.token))
+            columns["tokens"].append(self.one(entry.token)["token"])
             columns["token_logprobs"].append(entry.log_prob)
             known = [(entry.token, entry.log_prob), *entry.top]
-            tops = {self.text_of(token): log_prob for token, log_prob in known if entry.top}
+            tops = {self.one(token)["token"]: log_prob for token, log_prob in known if entry.top}
             columns["top_logprobs"].append(None if entry.log_prob is None else tops)
             columns["text_offset"].append(place.characters)
-            place.pass_by(self.bytes_of(entry.token))
+            place.pass_by(bytes(self.one(entry.token)["bytes"]))
         return columns
 
 

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from transformers import BatchEncoding, GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
@@ -23,6 +23,7 @@ from .items import Items
 from .logprobs import Entry
 from .messages import PARTS, check_input, messages_of, template_arguments
 from .service import OneQueue, Service, call_of
+from .spelling import answer, spelled
 from .text_options import TextOptions
 from .tools import Offered, chosen, forced_calls, held_to
 
@@ -59,7 +60,7 @@ class Responses(ResponseHandler):
             return response
         async with self.service.connected(call.gone):
             response = await super().handle_request(inner, request_id)
-        return JSONResponse(rewriter.whole(json.loads(response.body)))
+        return await answer(await asyncio.to_thread(rewriter.whole, json.loads(response.body)))
 
     def _read(self, body: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
         """A checked request: its text, and what transformers' handler is to know of it."""
@@ -208,15 +209,20 @@ class _Rewriter:
         elif data["type"] == "response.output_text.delta" and self.call.options.top is not None:
             data["logprobs"] = self._log_probs(self.call.written[self.parts])
             self.parts += 1
-        return "".join(f"data: {json.dumps(one)}\n\n" for one in self.items.events(data))
+        return "".join(f"data: {spelled(one, 7, ascii=True)}\n\n" for one in self.items.events(data))
 
 
 async def _events(parts: Any, rewriter: _Rewriter) -> AsyncIterator[str]:
-    """transformers' events, rewritten."""
+    """transformers' events, rewritten: beside the event loop, where they may be large."""
+
+    def rewritten(part: str) -> str:
+        return "".join(rewriter.event(event) for event in part.split("\n\n") if event)
+
     async with contextlib.aclosing(parts):
         try:
             async for part in parts:
-                yield "".join(rewriter.event(event) for event in part.split("\n\n") if event)
+                large = rewriter.call.options.top is not None
+                yield await asyncio.to_thread(rewritten, part) if large else rewritten(part)
         except (GeneratorExit, asyncio.CancelledError):
             rewriter.call.gone.set()
             raise

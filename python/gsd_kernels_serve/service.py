@@ -130,7 +130,7 @@ class Queue(GenerateManager):
         decode = partial(self.decoding(call, request_id).generate, tokenizer=self.tokenizer, streamer=writer, **inputs)
         await outcome_of(self.turn(call, decode))
         call.written = [writer.entries]
-        return processor.read_answer(call.ids), inputs["input_ids"].shape[-1], call.ids
+        return await asyncio.to_thread(processor.read_answer, call.ids), inputs["input_ids"].shape[-1], call.ids
 
     def turn(self, call: Call, function: Callable[[], T]) -> concurrent.futures.Future[T | None]:
         """Have the thread call a function for a text; what waits for clients that have gone is let go of."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import fields
@@ -20,6 +19,7 @@ from .checks import Refused, entries, one_of, text, wrong
 from .logprobs import Entry, Place
 from .messages import messages_of, template_arguments
 from .service import Service, answer_of
+from .spelling import answer, spelled
 from .text_options import TextOptions, token_ids
 from .tools import chosen, forced_calls, held_to
 
@@ -138,7 +138,7 @@ class Texts:
         await self.service.hold(request.options)
         head = {"id": request_id, "created": request.since, "model": self.service.name}
         if request.stream:
-            first = self._begin(request, 0)
+            first = await self._begin(request, 0)
             await self.service.first_token(request.texts[0][1])
             events = self._events(request, {**head, "object": self.part}, first)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -147,14 +147,16 @@ class Texts:
             for index, (prompt, call) in enumerate(request.texts):
                 writer = Writer(call, self.service.tokenizer)
                 await self.service.decode(call, prompt.ids, self._name(request, index), writer)
-                choices.append({"index": index, **self.choice(request, prompt, call, writer.entries)})
+                choice = await asyncio.to_thread(self.choice, request, prompt, call, writer.entries)
+                choices.append({"index": index, **choice})
         about = {**request.counted(), **request.statistics()}
-        return JSONResponse({**head, "object": self.whole, "choices": choices, **about})
+        return await answer({**head, "object": self.whole, "choices": choices, **about})
 
-    def _begin(self, request: TextRequest, index: int) -> asyncio.Queue[Piece | Exception | None]:
+    async def _begin(self, request: TextRequest, index: int) -> asyncio.Queue[Piece | Exception | None]:
         """Have a text of a stream decoded."""
         prompt, call = request.texts[index]
-        writer = Writer(call, self.service.tokenizer, self.answer(request, prompt))
+        reader = await asyncio.to_thread(self.answer, request, prompt)
+        writer = Writer(call, self.service.tokenizer, reader)
         return self.service.begin(call, prompt.ids, self._name(request, index), writer)
 
     async def _events(
@@ -167,11 +169,11 @@ class Texts:
                 def event(choice: dict[str, Any], index: int = index, **rest: Any) -> str:
                     return _event({**head, "choices": [{"index": index, **choice}], **rest})
 
-                waiting = self._begin(request, index) if index else first
+                waiting = await self._begin(request, index) if index else first
                 if request.options.echoes:  # whose prompt is read before its text begins
                     await asyncio.wrap_future(call.begun)
-                if (begun := self.first(request, prompt, call)) is not None:
-                    yield event({**begun, "finish_reason": None})
+                if (begun := await asyncio.to_thread(self.first, request, prompt, call)) is not None:
+                    yield await asyncio.to_thread(event, {**begun, "finish_reason": None})
                 state = StreamState(Place(prompt.shown))
                 async for piece in self.service.pieces_of(waiting):
                     delta = self.delta(piece.value, piece.entries, state, request)
@@ -351,4 +353,4 @@ def _call(name: str, call: ToolCall) -> dict[str, Any]:
 
 
 def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data)}\n\n"
+    return f"data: {spelled(data, ascii=True)}\n\n"
