@@ -10,6 +10,8 @@ from typing import Any
 
 Check = Callable[[str, Any], None]
 
+_PLAIN = {int, float, bool, type(None)}  # values that only their number is counted of
+
 
 class Refused(ValueError):
     """A request that is not served, and the field that is why.
@@ -48,23 +50,23 @@ class Size:
         Raises:
             Refused: by how much.
         """
-        characters = values = 0
+        characters, values = 0, 1
         waiting = [(value, 0)]
         while waiting:
             one, depth = waiting.pop()
-            values += 1
             if isinstance(one, str):
                 characters += len(one)
             elif isinstance(one, (list, Mapping)):
                 depth += 1
+                values += len(one)
                 if depth > self.depth:
                     raise Refused(name, f"is nested too deeply; at most {self}")
+                if values > self.values:
+                    raise Refused(name, f"holds too many values; at most {self}")
                 if isinstance(one, Mapping):
                     characters += sum(map(len, one))
                     one = one.values()
-                if values + len(waiting) + len(one) > self.values:
-                    raise Refused(name, f"holds too many values; at most {self}")
-                waiting += [(inner, depth) for inner in one]
+                waiting += [(inner, depth) for inner in one if type(inner) not in _PLAIN]
             if self.characters is not None and characters > self.characters:
                 raise Refused(name, f"is too long; at most {self}")
 

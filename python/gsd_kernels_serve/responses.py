@@ -45,9 +45,7 @@ class Responses(ResponseHandler):
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
         """Answer a request; transformers' application calls it."""
-        kept = fields.check(fields.RESPONSES, body)
-        self.service.check_name(kept.get("model"))
-        call, inner = await self.service.prepare("input", self._read, kept)
+        call, inner, kept = await self.service.prepare("input", self._read, body)
         await self.service.hold(call.options)
         call_of.set(call)
         echo = {"model": self.service.name, **{name: kept[name] for name in _ECHOED if name in kept}}
@@ -62,9 +60,9 @@ class Responses(ResponseHandler):
             response = await super().handle_request(inner, request_id)
         return await answer(await asyncio.to_thread(rewriter.whole, json.loads(response.body)))
 
-    def _read(self, body: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
-        """A checked request: its text, and what transformers' handler is to know of it."""
-        tokenizer = self.service.tokenizer
+    def _read(self, given: dict[str, Any]) -> tuple[Call, dict[str, Any], dict[str, Any]]:
+        """The text of a request, what transformers' handler is to know of it, and its fields, checked."""
+        body, tokenizer = self.service.checked(fields.RESPONSES, given), self.service.tokenizer
         check_input(body["input"])
         offered = chosen(body, tokenizer)
         tools = offered.tools
@@ -75,7 +73,7 @@ class Responses(ResponseHandler):
         messages = messages_of(self._normalize_input(inner), "input")
         call.prompt = self.service.templated(messages, tools, template_arguments(body, tokenizer), "input")
         call.options.fitted(len(call.prompt))
-        return call, inner
+        return call, inner, body
 
     def _options(self, body: dict[str, Any], offered: Offered) -> TextOptions:
         options = self.service.text_options(body, "input")

@@ -191,6 +191,16 @@ class Service:
         self.pieces, self.answers = Pieces(tokenizer), Answers(tokenizer, handle.model)
         self.longest = max(map(len, tokenizer.get_vocab()))
 
+    def checked(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a request that are to be honoured.
+
+        Raises:
+            Refused: one that is not served, another model among them.
+        """
+        kept = fields.check(endpoint, body)
+        self.check_name(kept.get("model"))
+        return kept
+
     def check_name(self, name: str | None) -> None:
         """Refuse another model."""
         if name not in (None, self.name):

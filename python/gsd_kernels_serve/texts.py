@@ -132,9 +132,7 @@ class Texts:
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
         """Answer a request; transformers' application calls it."""
-        kept = fields.check(self.endpoint, body)
-        self.service.check_name(kept.get("model"))
-        request = await self.service.prepare(fields.NEEDED[self.endpoint], self.read, kept, request_id)
+        request = await self.service.prepare(fields.NEEDED[self.endpoint], self._checked, body, request_id)
         await self.service.hold(request.options)
         head = {"id": request_id, "created": request.since, "model": self.service.name}
         if request.stream:
@@ -151,6 +149,9 @@ class Texts:
                 choices.append({"index": index, **choice})
         about = {**request.counted(), **request.statistics()}
         return await answer({**head, "object": self.whole, "choices": choices, **about})
+
+    def _checked(self, body: dict[str, Any], request_id: str) -> TextRequest:
+        return self.read(self.service.checked(self.endpoint, body), request_id)
 
     async def _begin(self, request: TextRequest, index: int) -> asyncio.Queue[Piece | Exception | None]:
         """Have a text of a stream decoded."""

@@ -169,6 +169,21 @@ def test_a_size_counts_names_strings_values_and_depth():
 # ---- off the event loop
 
 
+@pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
+def test_fields_are_checked_beside_the_event_loop(endpoint, server, monkeypatch):
+    threads = []
+
+    def check(*given, whole=fields.check):
+        threads.append(threading.current_thread().name)
+        return whole(*given)
+
+    monkeypatch.setattr(fields, "check", check)
+    server.got(endpoint)
+    assert server.refusal(endpoint, model="other")["param"] == "model"
+    assert server.refusal(endpoint, unheard_of=1)["param"] == "unheard_of"
+    assert threads == [preparing.THREAD] * 3
+
+
 def test_a_slow_template_holds_nobody_and_ends(hurried):
     with beside(hurried) as answers:
         for endpoint in (CHAT, RESPONSES):
