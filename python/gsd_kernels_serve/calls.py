@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokeni
 from gsd_kernels.config import AUTO
 from gsd_kernels_hf.api import Patch
 
-from .answers import Answer
+from .answers import Answer, text_of
 from .checks import Refused
 from .logprobs import Entry, Recorder, of_prompt
 from .text_options import TextOptions, refused_config
@@ -103,12 +103,15 @@ class Writer:
         call: the text's.
         tokenizer: the model's.
         answer: reads the parts of a stream's text; ``None``: it is text alone.
+        before: the last tokens of a prompt that the text goes on from.
     """
 
-    def __init__(self, call: Call, tokenizer: PreTrainedTokenizerBase, answer: Answer | None = None) -> None:
-        self.call, self.tokenizer, self.answer = call, tokenizer, answer
+    def __init__(
+        self, call: Call, tokenizer: PreTrainedTokenizerBase, answer: Answer | None = None, before: Sequence[int] = ()
+    ) -> None:
+        self.call, self.tokenizer, self.answer, self.before = call, tokenizer, answer, list(before)
         self.send: Callable[[Piece], None] | None = None
-        self.decoding = DecodeStream([], skip_special_tokens=answer is None)
+        self.decoding = DecodeStream(self.before, skip_special_tokens=answer is None)
         self.prompt = True  # comes first
         self.entries: list[Entry] = []
         self.waiting: list[Entry] = []
@@ -148,7 +151,7 @@ class Writer:
         if self.send is None:
             return
         bare = self.answer is None or self.call.options.forced is not None
-        whole = self.tokenizer.decode(self.call.ids, skip_special_tokens=bare)
+        whole = text_of(self.tokenizer, self.call.ids, self.before, bare=bare)
         if (forced := self.call.options.forced) is not None:
             for value in forced_calls(whole, forced) or [whole]:
                 self._piece(value)

@@ -13,7 +13,7 @@ from fastapi.responses import Response, StreamingResponse
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import fields
-from .answers import Answer
+from .answers import Answer, last_of, text_of
 from .calls import Call, Piece, Writer
 from .checks import Refused, entries, one_of, text, wrong
 from .logprobs import Entry, Place
@@ -31,11 +31,13 @@ class Prompt:
     Attributes:
         ids: of them.
         shown: what is put before each text.
+        last: of the tokens, where a text goes on what they say.
         told: its log-probabilities, once they are formed.
     """
 
     ids: list[int]
     shown: str = ""
+    last: list[int] = field(default_factory=list)
     told: dict[str, Any] | None = None
 
 
@@ -143,7 +145,7 @@ class Texts:
         choices = []
         async with self.service.connected(request.gone):
             for index, (prompt, call) in enumerate(request.texts):
-                writer = Writer(call, self.service.tokenizer)
+                writer = Writer(call, self.service.tokenizer, before=prompt.last)
                 await self.service.decode(call, prompt.ids, self._name(request, index), writer)
                 choice = await asyncio.to_thread(self.choice, request, prompt, call, writer.entries)
                 choices.append({"index": index, **choice})
@@ -157,7 +159,7 @@ class Texts:
         """Have a text of a stream decoded."""
         prompt, call = request.texts[index]
         reader = await asyncio.to_thread(self.answer, request, prompt)
-        writer = Writer(call, self.service.tokenizer, reader)
+        writer = Writer(call, self.service.tokenizer, reader, prompt.last)
         return self.service.begin(call, prompt.ids, self._name(request, index), writer)
 
     async def _events(
@@ -214,10 +216,9 @@ class Completions(Texts):
             raise wrong("max_tokens", "an integer from 1 to 2147483647, 0 beside echo", 0)
         options.echoes = bool(body.get("echo")) and options.top is not None
         prompts = self._prompts(body["prompt"])
-        if body.get("echo"):
-            prompts = [Prompt(p.ids, p.shown or self.service.tokenizer.decode(p.ids)) for p in prompts]
-        else:
-            prompts = [Prompt(p.ids) for p in prompts]
+        for prompt in prompts:
+            prompt.shown = (prompt.shown or self.service.tokenizer.decode(prompt.ids)) if body.get("echo") else ""
+            prompt.last = last_of(self.service.tokenizer, prompt.ids)
         usage = _usage(body)
         return TextRequest(request_id, prompts, options, copies, bool(body.get("stream")), usage)
 
@@ -242,7 +243,7 @@ class Completions(Texts):
         return prompts
 
     def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
-        shown = prompt.shown + self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
+        shown = prompt.shown + text_of(self.service.tokenizer, call.ids, prompt.last)
         choice = self.delta(shown, written, StreamState(Place(prompt.shown)), request)
         if echoed := self._echoed(prompt, call):
             choice["logprobs"] = {key: [*echoed[key], *(choice["logprobs"] or {}).get(key, ())] for key in echoed}

@@ -8,9 +8,10 @@ import pytest
 import regex
 import torch
 from served import PROMPT, TOOL, TOOLS, row_id
+from tokenizers import decoders
 
 from gsd_kernels_serve.answers import Answers, bounded
-from gsd_kernels_serve.fields import CHAT, RESPONSES
+from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
 from gsd_kernels_serve.text_options import TextOptions
 
 pytestmark = pytest.mark.slow
@@ -202,3 +203,38 @@ def test_no_pattern_of_a_template_looks_at_white_space_again_and_again(server, m
         assert not regex.search(r"\\s\*(?!\+)", repr(answers.response_template).replace("\\\\", "\\"))
         answers.read(ids, prompt, [])  # which takes an hour where one does
         assert template == answers.written, "the tokenizer's own stays"
+
+
+# ---- texts behind a prompt
+
+
+@pytest.fixture
+def stripping(server):
+    """Its tokenizer takes the first space off what it decodes, as SentencePiece's do."""
+    inner = server.tokenizer._tokenizer
+    own, inner.decoder = inner.decoder, decoders.Sequence([inner.decoder, decoders.Strip(" ", 1, 0)])
+    yield server
+    inner.decoder = own
+
+
+@pytest.mark.parametrize("prompt", ["def", "", [4], [1, 4, 5], "x \u20ac"])
+@pytest.mark.parametrize("text", [" world is", "s", "  x", " \u20ac \u20ac"])
+def test_a_completion_goes_on_where_its_prompt_ends(prompt, text, stripping, says):
+    named = {"prompt": prompt, "max_tokens": says(text), "logprobs": 0}
+    expected = text.removeprefix(" ") if prompt == "" else text  # behind a special token alone a text begins
+    found = stripping.got(COMPLETIONS, **named)["choices"][0]
+    assert (found["text"], found["finish_reason"]) == (expected, "stop")
+    events = [json.loads(event)["choices"][0] for event in stripping.got(COMPLETIONS, stream=True, **named)[:-1]]
+    assert "".join(event["text"] for event in events) == expected
+    shown = stripping.text(COMPLETIONS, echo=True, **named)
+    assert shown.endswith(expected) and (not isinstance(prompt, str) or shown.endswith(prompt + expected))
+
+
+def test_a_prompt_that_ends_within_a_character_is_completed(server, says):
+    euro = server.tokenizer("\u20ac", add_special_tokens=False)["input_ids"]
+    assert len(euro) > 1
+    length = says(" x")
+    given = {"prompt": [5, *euro[:-1]], "max_tokens": length}
+    assert server.text(COMPLETIONS, **given) == " x"
+    pieces = server.got(COMPLETIONS, stream=True, **given)[:-1]
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in pieces) == " x"
