@@ -133,7 +133,7 @@ class _Written:
         return text
 
     def parse_response(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """What transformers' handler asks of the answer."""
+        """Return the parts of the answer, for which transformers' handler asks."""
         return self._read
 
 
@@ -196,7 +196,7 @@ class _Rewriter:
         return self.service.pieces.chat(written)["content"]
 
     def event(self, event: str) -> str:
-        """What a stream has in place of an event."""
+        """Return the events of a stream in place of one."""
         data = json.loads(event.removeprefix("data: "))
         if data["type"] == "response.completed":
             data["response"]["output"] = self.items.output

@@ -129,7 +129,7 @@ class Texts:
         raise NotImplementedError
 
     def answer(self, request: TextRequest, prompt: Prompt) -> Answer | None:
-        """What reads a text that has parts; ``None``: it is text alone."""
+        """Return the reader of a text that has parts; ``None``: it is text alone."""
         return None
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
