@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 SPACES = 32
 """White space that a delimiter may begin or end with; without a bound a search looks at all of it from each."""
 
+READ_CHARACTERS = 64
+"""Characters that a parser is given at once."""
+
 LAST_TOKENS = 8
 """Tokens of a prompt before which there is nothing that a text behind them would be decoded by."""
 
@@ -40,41 +44,55 @@ class Answer:
 
     Args:
         parser: transformers', of this text.
+        anew: makes another one.
         special: a pattern of special tokens, which a text does not show.
     """
 
-    def __init__(self, parser: Any, special: re.Pattern[str]) -> None:
-        self.parser, self.special = parser, special
+    def __init__(self, parser: Any, anew: Callable[[], Any], special: re.Pattern[str]) -> None:
+        self.parser, self.anew, self.special = parser, anew, special
         self.begun = response_events_to_chunks(parser.initial_events)  # by the prompt
-        self.raw = ""  # read since the last part
+        self.fed: list[str] = []
+        self.told = 0  # of them, up to the last one that gave a part
 
     def feed(self, text: str) -> list[Any]:
         """The parts that are clear with more of the text."""
-        parts = []
-        for at, char in enumerate(text):  # one by one: what the parser found is lost with its error
-            if self.parser is None:
-                return _joined([*parts, *self._bare(text[at:])])
-            try:
-                found = _named(response_events_to_chunks(self.parser.feed(char)))
-            except Exception as error:  # of a parser that takes what a model writes for well-formed
-                found = self._give_up(error, char)
-            self.raw = "" if found else self.raw + char
-            parts += found
-        return _joined(parts)
+        if self.parser is None:
+            return self._bare(text)
+        self.fed.append(text)
+        try:
+            parts = _read(self.parser.feed(text))
+        except Exception as error:  # of a parser that takes what a model writes for well-formed
+            return self._give_up(error)
+        self.told = len(self.fed) if parts else self.told
+        return parts
 
     def end(self) -> list[Any]:
         """The parts that are clear once the text is over."""
         if self.parser is None:
             return []
         try:
-            return _named(response_events_to_chunks(self.parser.finalize()[1]))
+            return _read(self.parser.finalize()[1])
         except Exception as error:  # it ends within a call, say
             return self._give_up(error)
 
-    def _give_up(self, error: Exception, char: str = "") -> list[str]:
+    def _give_up(self, error: Exception) -> list[Any]:
+        """The parts before the error, which has lost them, and the rest as text."""
         _tell(error)
-        self.parser = None
-        return self._bare(self.raw + char)
+        self.parser, parser = None, self.anew()
+        before = max(self.told - 1, 0)
+        for text in self.fed[:before]:
+            parser.feed(text)
+        parts, raw, known = [], "", sum(map(len, self.fed[before : self.told]))
+        text = "".join(self.fed[before:])
+        for at, char in enumerate(text):
+            try:
+                found = _read(parser.feed(char))
+            except Exception:
+                raw += text[at:]
+                break
+            raw = "" if found else raw + char
+            parts += found if at >= known else ()
+        return _joined([*parts, *self._bare(raw)])
 
     def _bare(self, text: str) -> list[str]:
         return [bare] if (bare := self.special.sub("", text)) else []
@@ -107,10 +125,14 @@ class Answers:
         written = self.written
         return bounded(written) if isinstance(written, dict) and written else written or None
 
-    def begin(self, prompt: list[int], tools: list[dict[str, Any]]) -> Answer | None:
-        """The reading of an answer behind a prompt; ``None``: it is text alone."""
-        parser = build_response_parser(self, self._model, [prompt], tools=tools or None)
-        return None if parser is None else Answer(parser, self.special)
+    def parser(self, prompt: list[int], tools: list[dict[str, Any]]) -> Any:
+        """transformers', of an answer behind a prompt; ``None``: it is text alone."""
+        return build_response_parser(self, self._model, [prompt], tools=tools or None)
+
+    def begin(self, prompt: list[int], tools: list[dict[str, Any]], parser: Any = None) -> Answer | None:
+        """The reading of an answer behind a prompt, by a parser that is there, or a new one."""
+        parser = self.parser(prompt, tools) if parser is None else parser
+        return None if parser is None else Answer(parser, partial(self.parser, prompt, tools), self.special)
 
     def read(self, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]) -> Read:
         """An answer that is there as a whole."""
@@ -119,16 +141,20 @@ class Answers:
             content, reasoning, calls = parse_assistant_message(
                 self, self._model, ids, [prompt], text, tools=tools or None
             )
-            return content, reasoning, _named(calls) if calls else None
+            return content, reasoning, _checked(calls) if calls else None
         except Exception as error:
             _tell(error)
         answer = self.begin(prompt, tools)
         if answer is None:
             return text, None, None
-        parts = [*answer.begun, *answer.feed(self._inner.decode(ids)), *answer.end()]
+        whole, parts = self._inner.decode(ids), list(answer.begun)
+        for at in range(0, len(whole), READ_CHARACTERS):
+            parts += answer.feed(whole[at : at + READ_CHARACTERS])
+        parts += answer.end()
         calls = [part for part in parts if isinstance(part, ToolCall)]
         reasoning = "".join(part for part in parts if isinstance(part, ReasoningText))
-        return "".join(part for part in parts if type(part) is str), reasoning or None, calls or None
+        content = "".join(part for part in parts if type(part) is str)
+        return self.special.sub("", content), reasoning or None, calls or None
 
 
 def last_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
@@ -164,7 +190,11 @@ def bounded(written: Any) -> Any:
     )
 
 
-def _named(parts: list[Any]) -> list[Any]:
+def _read(events: list[dict[str, Any]]) -> list[Any]:
+    return _checked(response_events_to_chunks(events))
+
+
+def _checked(parts: list[Any]) -> list[Any]:
     """The parts as they are.
 
     Raises:

@@ -16,7 +16,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 
 from . import fields
-from .answers import Answers
+from .answers import Answer, Answers
 from .calls import Call
 from .checks import Refused
 from .items import Items
@@ -120,6 +120,10 @@ class _Written:
         """The chat, as tensors."""
         ids = torch.tensor([self._call.prompt], dtype=torch.int64, device="cpu")
         return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    def answer(self, parser: Any) -> Answer | None:
+        """The reading of the answer by transformers' parser, or ``None``."""
+        return None if parser is None else self._inner.begin(self._call.prompt, self._call.tools, parser)
 
     def read_answer(self, ids: list[int]) -> str:
         """The text of an answer, whose parts :meth:`parse_response` gives afterwards."""

@@ -22,7 +22,7 @@ from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
 
 from . import fields
-from .answers import Answer, Answers
+from .answers import Answers
 from .calls import Call, ClientGoneError, Decoding, Piece, StoppingError, Writer
 from .checks import Refused
 from .limits import Limits
@@ -98,7 +98,7 @@ class Queue(GenerateManager):
         """Stream like transformers' own, with a writer that keeps log-probabilities beside the pieces of the text."""
         call = call_of.get()
         loop, waiting = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        writer = Writer(call, processor, response_parser and Answer(response_parser, processor.special))
+        writer = Writer(call, processor, processor.answer(response_parser))
 
         def send(value: Any) -> None:
             in_loop(loop, waiting.put_nowait, value)

@@ -114,6 +114,27 @@ def test_a_call_that_cannot_be_read_is_text(name, endpoint, server, says):
     assert streamed(server, endpoint, **asked(endpoint, length)) == found
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("name", UNREAD)
+def test_nothing_of_a_text_is_lost_whatever_its_pieces(name, size, server, monkeypatch):
+    monkeypatch.setattr(server.tokenizer, "response_template", QWEN, raising=False)
+    answer = Answers(server.tokenizer, server.target).begin(server.tokenizer(":\n\n")["input_ids"], [])
+    text = f"x <y> {UNREAD[name]} z"
+    parts = [part for at in range(0, len(text), size) for part in answer.feed(text[at : at + size])] + answer.end()
+    told = [part if isinstance(part, str) else f" {CALL}" for part in parts]
+    assert "".join(told) == text and len(parts) - len([part for part in parts if isinstance(part, str)]) == (
+        name == "behind a call"
+    )
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
+def test_a_text_that_ends_within_a_character_is_told_to_its_end(endpoint, server, says):
+    says("x \u20ac")
+    length = len(server.tokenizer("x \u20ac", add_special_tokens=False)["input_ids"]) - 1
+    assert streamed(server, endpoint, **asked(endpoint, length)) == ("x \ufffd", [])
+    assert whole(server, endpoint, **asked(endpoint, length)) == ("x \ufffd", [])
+
+
 @pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
 def test_calls_that_can_be_read_are_calls(endpoint, server, says):
     length = says(f"So: {CALL}\n{CALL}")
