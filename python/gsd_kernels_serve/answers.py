@@ -82,7 +82,8 @@ class Answer:
         before = max(self.told - 1, 0)
         for text in self.fed[:before]:
             parser.feed(text)
-        parts, raw, known = [], "", sum(map(len, self.fed[before : self.told]))
+        parts: list[Any] = []
+        raw, known = "", sum(map(len, self.fed[before : self.told]))
         text = "".join(self.fed[before:])
         for at, char in enumerate(text):
             try:

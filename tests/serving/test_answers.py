@@ -7,7 +7,7 @@ import json
 import pytest
 import regex
 import torch
-from served import PROMPT, TOOL, TOOLS, row_id
+from served import PROMPT, QWEN, TOOL, TOOLS, row_id
 from tokenizers import decoders
 
 from gsd_kernels_serve.answers import Answers, bounded
@@ -16,20 +16,6 @@ from gsd_kernels_serve.text_options import TextOptions
 
 pytestmark = pytest.mark.slow
 
-QWEN = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": ":\n\n",  # the end of what is asked
-    "fields": {
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": r"\s*<\|eos\|>", "content": "text"},
-    },
-}
 CALL = '<tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>'
 PAINT = ("paint", '{"colour": "red"}')
 
