@@ -62,6 +62,9 @@ class Recorder:
 KEPT_TOKENS = 16_384
 """Tokens whose text is kept, the last ones that were told."""
 
+LEAST = -9999.0
+"""Of a token that a model rules out, as OpenAI writes it: JSON has no infinity."""
+
 PIECE_TOKENS = 256
 """Tokens of a prompt whose logits are there at once."""
 
@@ -90,9 +93,10 @@ def of_prompt(model: PreTrainedModel, input_ids: Tensor, top: int, ask: Callable
 
 def entries_of(log_probs: Tensor, picked: Tensor, top: int) -> list[Entry]:
     """The entries of tokens [n] by log-probabilities [n, V]."""
-    own = log_probs.gather(1, picked[:, None])[:, 0].tolist()
+    own = log_probs.gather(1, picked[:, None])[:, 0].clamp(min=LEAST).tolist()
     best, tokens = log_probs.topk(min(top, log_probs.shape[1]), -1)  # [n, top]
-    tops = [tuple(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), best.tolist(), strict=True)]
+    pairs = zip(tokens.tolist(), best.clamp(min=LEAST).tolist(), strict=True)
+    tops = [tuple(zip(*pair, strict=True)) for pair in pairs]
     return [Entry(*one) for one in zip(picked.tolist(), own, tops, strict=True)]
 
 

@@ -31,6 +31,16 @@ def test_spelled_in_parts_it_is_the_same_json(depth, ascii):
         spelled({"a": float("nan")}, depth)
 
 
+def test_a_token_that_is_ruled_out_has_a_number():
+    import torch
+
+    from gsd_kernels_serve.logprobs import entries_of
+
+    log_probs = torch.tensor([[0.0, -torch.inf, -torch.inf]], dtype=torch.float32, device="cpu")
+    (entry,) = entries_of(log_probs, torch.tensor([1], dtype=torch.int64, device="cpu"), 2)
+    assert entry.log_prob == -9999.0 and [log_prob for _, log_prob in entry.top] == [0.0, -9999.0]
+
+
 NAMED = {
     CHAT: {"logprobs": True, "top_logprobs": 5},
     COMPLETIONS: {"logprobs": 5, "echo": True},
