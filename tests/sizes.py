@@ -43,11 +43,11 @@ BUDGET = {
     "python/gsd_kernels_hf/policy": 36,
     "python/gsd_kernels_hf/sources": 194,  # 194 before heads of multi-token prediction and blocks were one operator
     "python/gsd_kernels_hf/validate": 21,
-    "python/gsd_kernels_serve": 108,  # 98 before malformed answers, items of streams and large answers were its own
+    "python/gsd_kernels_serve": 111,  # 101 before malformed answers, items of streams and large answers were its own
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 93,
     "python/gsd_kernels_train/recipes": 26,
-    "tests": 1896,  # 1882 before what models write, malformed and large, was tested on the server
+    "tests": 1907,  # 1893 before what models write, malformed and large, was tested on the server
     ".": 8,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

@@ -33,9 +33,6 @@ LAST_TOKENS = 8
 _UNBOUNDED = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\(?:s(?P<many>[*+])(?!\+)|.)", re.DOTALL)
 """A class of characters, or an escape; ``many`` of white space."""
 
-Read = tuple[str, str | None, list[ToolCall] | None]
-"""A message's text, its reasoning, and its calls."""
-
 
 class Answer:
     """A text that is being written, in parts: strings, transformers' ``ReasoningText``, ``ToolCall``.
@@ -123,8 +120,7 @@ class Answers:
     @property
     def response_template(self) -> Mapping[str, Any] | None:
         """The same, as it is read: in time that grows as the text does."""
-        written = self.written
-        return bounded(written) if isinstance(written, dict) and written else written or None
+        return bounded(self.written or {}) or None
 
     def parser(self, prompt: list[int], tools: list[dict[str, Any]]) -> Any:
         """transformers', of an answer behind a prompt; ``None``: it is text alone."""
@@ -135,8 +131,10 @@ class Answers:
         parser = self.parser(prompt, tools) if parser is None else parser
         return None if parser is None else Answer(parser, partial(self.parser, prompt, tools), self.special)
 
-    def read(self, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]) -> Read:
-        """An answer that is there as a whole."""
+    def read(
+        self, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]
+    ) -> tuple[str, str | None, list[ToolCall] | None]:
+        """The text, the reasoning and the calls of an answer that is there as a whole."""
         text = self._inner.decode(ids, skip_special_tokens=True)
         try:
             content, reasoning, calls = parse_assistant_message(
@@ -185,7 +183,7 @@ def bounded(written: Any) -> Any:
             key: bounded(value) if isinstance(value, Mapping) or key.endswith("pattern") else value
             for key, value in written.items()
         }
-    whole = str(written).replace(r"\s*(?P<value>", r"\s*+(?P<value>")  # nothing behind it gains by less
+    whole = written.replace(r"\s*(?P<value>", r"\s*+(?P<value>")  # nothing behind it gains by less
     return _UNBOUNDED.sub(
         lambda found: found[0] if found["many"] is None else rf"\s{{{int(found['many'] == '+')},{SPACES}}}", whole
     )
