@@ -8,18 +8,18 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
-from transformers.cli.serving.utils import response_events_to_chunks
 
 from gsd_kernels.config import AUTO
 from gsd_kernels_hf.api import Patch
 
+from .answers import Answer, text_of
 from .checks import Refused
 from .logprobs import Entry, Recorder, of_prompt
 from .text_options import TextOptions, refused_config
@@ -55,7 +55,7 @@ class Call:
         finish: ``"stop"``, or ``"length"`` for a text that was cut.
         since: when the request came, by ``time.perf_counter``.
         echoed: tokens of the prompt with their log-probabilities, where they are asked for.
-        prompt: tokens of the chat, where transformers' handler asks for them.
+        prompt, tools: tokens and functions of the chat, where transformers' handler asks for them.
     """
 
     options: TextOptions
@@ -70,6 +70,7 @@ class Call:
     since: float = field(default_factory=time.perf_counter)
     echoed: list[Entry] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.options.top is not None:
@@ -101,13 +102,16 @@ class Writer:
     Args:
         call: the text's.
         tokenizer: the model's.
-        parser: transformers', of the model's answers, or ``None``.
+        answer: reads the parts of a stream's text; ``None``: it is text alone.
+        before: the last tokens of a prompt that the text goes on from.
     """
 
-    def __init__(self, call: Call, tokenizer: PreTrainedTokenizerBase, parser: Any = None) -> None:
-        self.call, self.tokenizer, self.parser = call, tokenizer, parser
+    def __init__(
+        self, call: Call, tokenizer: PreTrainedTokenizerBase, answer: Answer | None = None, before: Sequence[int] = ()
+    ) -> None:
+        self.call, self.tokenizer, self.answer, self.before = call, tokenizer, answer, list(before)
         self.send: Callable[[Piece], None] | None = None
-        self.decoding = DecodeStream([], skip_special_tokens=parser is None)
+        self.decoding = DecodeStream(self.before, skip_special_tokens=answer is None)
         self.prompt = True  # comes first
         self.entries: list[Entry] = []
         self.waiting: list[Entry] = []
@@ -116,7 +120,7 @@ class Writer:
     def begin(self, send: Callable[[Piece], None]) -> None:
         """Stream: every piece goes to ``send``."""
         self.send = send
-        for value in response_events_to_chunks(self.parser.initial_events) if self.parser is not None else ():
+        for value in self.answer.begun if self.answer is not None else ():
             self._piece(value)
 
     def put(self, value: Tensor) -> None:
@@ -134,7 +138,7 @@ class Writer:
         if not text or self.call.options.forced is not None:
             return
         self.sent += text
-        for value in [text] if self.parser is None else response_events_to_chunks(self.parser.feed(text)):
+        for value in [text] if self.answer is None else self.answer.feed(text):
             self._piece(value)
 
     def _piece(self, value: Any) -> None:
@@ -143,22 +147,17 @@ class Writer:
             self.send(Piece(value, entries))
 
     def end(self) -> None:
-        """Send what is left: bytes that end within a character, the parser's rest, tokens without a text."""
+        """Send what is left: bytes that end within a character, the answer's rest, tokens without a text."""
         if self.send is None:
             return
-        whole = self.tokenizer.decode(self.call.ids, skip_special_tokens=True)
+        bare = self.answer is None or self.call.options.forced is not None
+        whole = text_of(self.tokenizer, self.call.ids, self.before, bare=bare)
         if (forced := self.call.options.forced) is not None:
             for value in forced_calls(whole, forced) or [whole]:
                 self._piece(value)
-        elif self.parser is None:
-            self._write(whole[len(self.sent) :] if whole.startswith(self.sent) else None)
         else:
-            try:
-                events = self.parser.finalize()[1]
-            except (ValueError, RuntimeError) as error:  # it ended within a call, say
-                log.warning("the answer cannot be parsed to its end: %s", error)
-                events = []
-            for value in response_events_to_chunks(events):
+            self._write(whole[len(self.sent) :] if whole.startswith(self.sent) else None)
+            for value in self.answer.end() if self.answer is not None else ():
                 self._piece(value)
         if self.waiting and self.call.recorder is not None:
             self._piece("")

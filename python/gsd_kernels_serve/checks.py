@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Check = Callable[[str, Any], None]
+
+_PLAIN = {int, bool, type(None)}  # values that only their number is counted of
 
 
 class Refused(ValueError):
@@ -43,28 +46,33 @@ class Size:
         return f"{letters}{self.values:,} values, {self.depth} deep"
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value that is larger, whatever it is; it is not shown.
+        """Refuse a value that is larger, whatever it is, or that holds what no answer could repeat; it is not shown.
 
         Raises:
-            Refused: by how much.
+            Refused: by how much; of half a character, or of an infinity.
         """
-        characters = values = 0
+        characters, values = 0, 1
         waiting = [(value, 0)]
         while waiting:
             one, depth = waiting.pop()
-            values += 1
             if isinstance(one, str):
                 characters += len(one)
+                _check_written(name, one)
             elif isinstance(one, (list, Mapping)):
                 depth += 1
+                values += len(one)
                 if depth > self.depth:
                     raise Refused(name, f"is nested too deeply; at most {self}")
-                if isinstance(one, Mapping):
-                    characters += sum(map(len, one))
-                    one = one.values()
-                if values + len(waiting) + len(one) > self.values:
+                if values > self.values:
                     raise Refused(name, f"holds too many values; at most {self}")
-                waiting += [(inner, depth) for inner in one]
+                if isinstance(one, Mapping):
+                    names = "".join(one)
+                    characters += len(names)
+                    _check_written(name, names)
+                    one = one.values()
+                waiting += [(inner, depth) for inner in one if type(inner) not in _PLAIN]
+            elif isinstance(one, float) and not math.isfinite(one):
+                raise Refused(name, f"holds {one}, which is no number of JSON")
             if self.characters is not None and characters > self.characters:
                 raise Refused(name, f"is too long; at most {self}")
 
@@ -73,6 +81,17 @@ def wrong(name: str, expected: str, value: Any) -> Refused:
     """The refusal of a value of another type or beyond a bound."""
     shown = repr(value)
     return Refused(name, f"expected {expected}, got {shown if len(shown) < 80 else shown[:76] + ' ...'}")
+
+
+def _check_written(name: str, given: str) -> None:
+    """Refuse a string that UTF-8 has not."""
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        odd = f"\\u{ord(given[error.start]):04x}"
+        raise Refused(
+            name, f"holds {odd} alone, half of a pair and no character; write both halves, or leave it out"
+        ) from None
 
 
 def anything(_: str, __: Any) -> None:

@@ -268,6 +268,7 @@ def check(endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
         field = _rows.get((endpoint, name))
         if field is None:
             others = [where for where in ENDPOINTS if (where, name) in _rows]
+            name = name.encode(errors="backslashreplace").decode()  # which the answer repeats
             raise Refused(name, f"no field of {endpoint}" + (f", but of {' and '.join(others)}" if others else ""))
         if value is None or any(same(value, harmless) for harmless in field.default):
             continue

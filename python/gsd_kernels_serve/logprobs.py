@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -57,6 +59,12 @@ class Recorder:
         return entry
 
 
+KEPT_TOKENS = 16_384
+"""Tokens whose text is kept, the last ones that were told."""
+
+LEAST = -9999.0
+"""Of a token that a model rules out, as OpenAI writes it: JSON has no infinity."""
+
 PIECE_TOKENS = 256
 """Tokens of a prompt whose logits are there at once."""
 
@@ -85,9 +93,10 @@ def of_prompt(model: PreTrainedModel, input_ids: Tensor, top: int, ask: Callable
 
 def entries_of(log_probs: Tensor, picked: Tensor, top: int) -> list[Entry]:
     """The entries of tokens [n] by log-probabilities [n, V]."""
-    own = log_probs.gather(1, picked[:, None])[:, 0].tolist()
+    own = log_probs.gather(1, picked[:, None])[:, 0].clamp(min=LEAST).tolist()
     best, tokens = log_probs.topk(min(top, log_probs.shape[1]), -1)  # [n, top]
-    tops = [tuple(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), best.tolist(), strict=True)]
+    pairs = zip(tokens.tolist(), best.clamp(min=LEAST).tolist(), strict=True)
+    tops = [tuple(zip(*pair, strict=True)) for pair in pairs]
     return [Entry(*one) for one in zip(picked.tolist(), own, tops, strict=True)]
 
 
@@ -104,6 +113,7 @@ class Pieces:
         decoder = json.dumps(json.loads(inner.to_str()).get("decoder")) if inner is not None else ""
         self.level = {char: byte for byte, char in bytes_to_unicode().items()} if "ByteLevel" in decoder else {}
         self.spaced = "\u2581" in decoder or "\\u2581" in decoder
+        self.one = lru_cache(KEPT_TOKENS)(self._one)
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that the token stands for."""
@@ -132,29 +142,47 @@ class Pieces:
         """``logprobs`` of a choice of ``/v1/chat/completions``."""
         rows = []
         for entry in entries:
-            top = [self._one(token, log_prob) for token, log_prob in entry.top]
-            rows.append({**self._one(entry.token, entry.log_prob), "top_logprobs": top})
+            own, *top = (
+                {**self.one(token), "logprob": log_prob}
+                for token, log_prob in ((entry.token, entry.log_prob), *entry.top)
+            )
+            rows.append({**own, "top_logprobs": top})
         return {"content": rows, "refusal": None}
 
-    def _one(self, token: int, log_prob: float | None) -> dict[str, Any]:
-        return {"token": self.text_of(token), "logprob": log_prob, "bytes": list(self.bytes_of(token))}
+    def _one(self, token: int) -> dict[str, Any]:
+        return {"token": self.text_of(token), "bytes": list(self.bytes_of(token))}
 
-    def completion(self, entries: Iterable[Entry], before: bytes = b"", shown: bytes | None = None) -> dict[str, Any]:
-        """``logprobs`` of a choice of ``/v1/completions``, behind the bytes of the text so far.
-
-        ``shown``: the bytes of a prompt that the entries are of. Tokens that are not in it, as the first one of many
-        tokenizers, take no place there.
-        """
+    def completion(self, entries: Iterable[Entry], place: Place) -> dict[str, Any]:
+        """``logprobs`` of a choice of ``/v1/completions``; ``place``, of the first one, goes on behind them."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
-            columns["tokens"].append(self.text_of(entry.token))
+            columns["tokens"].append(self.one(entry.token)["token"])
             columns["token_logprobs"].append(entry.log_prob)
             known = [(entry.token, entry.log_prob), *entry.top]
-            tops = {self.text_of(token): log_prob for token, log_prob in known if entry.top}
+            tops = {self.one(token)["token"]: log_prob for token, log_prob in known if entry.top}
             columns["top_logprobs"].append(None if entry.log_prob is None else tops)
-            columns["text_offset"].append(len(before.decode(errors="ignore")))
-            piece = self.bytes_of(entry.token)
-            if shown is not None and not shown.startswith(before + piece):
-                piece = piece.lstrip() if shown.startswith(before + piece.lstrip()) else b""
-            before += piece
+            columns["text_offset"].append(place.characters)
+            place.pass_by(bytes(self.one(entry.token)["bytes"]))
         return columns
+
+
+class Place:
+    """A place in a text, in characters.
+
+    Args:
+        before: what comes before the text.
+        shown: the text, where it is known: a prompt. Tokens that are not in it, as the first one of many tokenizers,
+            take no place there.
+    """
+
+    def __init__(self, before: str = "", shown: str | None = None) -> None:
+        self.characters, self.passed = len(before), 0  # passed: bytes
+        self.shown = None if shown is None else shown.encode()
+        self.decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+
+    def pass_by(self, piece: bytes) -> None:
+        """Go behind the bytes of a token."""
+        if self.shown is not None and not self.shown.startswith(piece, self.passed):
+            piece = piece.lstrip() if self.shown.startswith(piece.lstrip(), self.passed) else b""
+        self.passed += len(piece)
+        self.characters += len(self.decoder.decode(piece))

@@ -10,17 +10,20 @@ from itertools import chain
 from typing import Any
 
 import torch
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBase
+from fastapi.responses import Response, StreamingResponse
+from transformers import BatchEncoding, GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 
 from . import fields
+from .answers import Answer, Answers
 from .calls import Call
 from .checks import Refused
+from .items import Items
 from .logprobs import Entry
 from .messages import PARTS, check_input, messages_of, template_arguments
 from .service import OneQueue, Service, call_of
+from .spelling import answer, spelled
 from .text_options import TextOptions
 from .tools import Offered, chosen, forced_calls, held_to
 
@@ -42,9 +45,7 @@ class Responses(ResponseHandler):
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
         """Answer a request; transformers' application calls it."""
-        kept = fields.check(fields.RESPONSES, body)
-        self.service.check_name(kept.get("model"))
-        call, inner = await self.service.prepare("input", self._read, kept)
+        call, inner, kept = await self.service.prepare("input", self._read, body)
         await self.service.hold(call.options)
         call_of.set(call)
         echo = {"model": self.service.name, **{name: kept[name] for name in _ECHOED if name in kept}}
@@ -57,22 +58,22 @@ class Responses(ResponseHandler):
             return response
         async with self.service.connected(call.gone):
             response = await super().handle_request(inner, request_id)
-        return JSONResponse(rewriter.whole(json.loads(response.body)))
+        return await answer(await asyncio.to_thread(rewriter.whole, json.loads(response.body)))
 
-    def _read(self, body: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
-        """A checked request: its text, and what transformers' handler is to know of it."""
-        tokenizer = self.service.tokenizer
+    def _read(self, given: dict[str, Any]) -> tuple[Call, dict[str, Any], dict[str, Any]]:
+        """The text of a request, what transformers' handler is to know of it, and its fields, checked."""
+        body, tokenizer = self.service.checked(fields.RESPONSES, given), self.service.tokenizer
         check_input(body["input"])
         offered = chosen(body, tokenizer)
         tools = offered.tools
-        call = Call(self._options(body, offered))
+        call = Call(self._options(body, offered), tools=tools)
         inner = {"input": _items(body["input"], body.get("instructions")), "stream": body.get("stream", False)}
         inner |= {"tools": tools} if tools else {}
         inner["parallel_tool_calls"] = body.get("parallel_tool_calls", True)
         messages = messages_of(self._normalize_input(inner), "input")
         call.prompt = self.service.templated(messages, tools, template_arguments(body, tokenizer), "input")
         call.options.fitted(len(call.prompt))
-        return call, inner
+        return call, inner, body
 
     def _options(self, body: dict[str, Any], offered: Offered) -> TextOptions:
         options = self.service.text_options(body, "input")
@@ -82,7 +83,7 @@ class Responses(ResponseHandler):
         elif body.get("top_logprobs"):
             raise Refused("top_logprobs", 'needs include: ["message.output_text.logprobs"]')
         form = body.get("text", {}).get("format")
-        options.held = held_to(offered, form, "text.format", self.service.written)
+        options.held = held_to(offered, form, "text.format", self.service.answers.written)
         return options
 
     def _validate_request(self, body: dict[str, Any]) -> None:
@@ -93,8 +94,8 @@ class Responses(ResponseHandler):
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         """Find the model as transformers' own does, with a tokenizer that has written the chat already."""
-        name, model, tokenizer = super()._resolve_model(body)
-        return name, model, _Written(tokenizer, call_of.get().prompt)
+        name, model, _ = super()._resolve_model(body)
+        return name, model, _Written(self.service.answers, call_of.get())
 
     def get_processor_inputs_from_messages(self, *_: Any) -> list[dict[str, Any]]:  # type: ignore[override]
         """Nothing: the chat is written."""
@@ -102,23 +103,42 @@ class Responses(ResponseHandler):
 
 
 class _Written:
-    """A tokenizer whose template has written the tokens of a chat.
+    """A tokenizer whose template has written the tokens of a chat, and which reads the answer once.
 
     Args:
-        tokenizer: what does all else.
-        ids: of the chat.
+        answers: what does all else.
+        call: the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> None:
-        self._inner, self._ids = tokenizer, ids
+    def __init__(self, answers: Answers, call: Call) -> None:
+        self._inner, self._call, self._read = answers, call, {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def apply_chat_template(self, *_: Any, **__: Any) -> BatchEncoding:
         """The chat, as tensors."""
-        ids = torch.tensor([self._ids], dtype=torch.int64, device="cpu")
+        ids = torch.tensor([self._call.prompt], dtype=torch.int64, device="cpu")
         return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    def answer(self, parser: Any) -> Answer | None:
+        """The reading of the answer by transformers' parser, or ``None``."""
+        return None if parser is None else self._inner.begin(self._call.prompt, self._call.tools, parser)
+
+    def read_answer(self, ids: list[int]) -> str:
+        """The text of an answer, whose parts :meth:`parse_response` gives afterwards."""
+        if self._call.options.forced is not None:
+            text = self._inner.decode(ids, skip_special_tokens=True)
+            self._read = {"content": text}
+            return text
+        text, reasoning, calls = self._inner.read(ids, self._call.prompt, self._call.tools)
+        made = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls or ()]
+        self._read = {"content": text, "reasoning_content": reasoning, "tool_calls": made}
+        return text
+
+    def parse_response(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Return the parts of the answer, for which transformers' handler asks."""
+        return self._read
 
 
 def _items(given: Any, instructions: str | None) -> Any:
@@ -142,65 +162,69 @@ class _Rewriter:
     def __init__(self, service: Service, call: Call, echo: dict[str, Any]) -> None:
         self.service, self.call, self.echo = service, call, echo
         self.parts = 0  # of the text, sent so far
+        self.items = Items()
 
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
-        """A response with what its request named, statistics, log-probabilities, its call, and whether it was cut."""
-        response |= self.echo
-        call, output = self.call, response["output"]
-        if response.get("status") != "completed" or call.statistics is None:
-            return response
-        response["gsd_kernels"] = call.statistics
-        self._call_in(output, response["id"])
-        for item in output:
-            self._with_log_probs(item)
-        if call.finish == "length":
-            response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-            output[-1]["status"] = "incomplete"
-        return response
+        """A response that is no stream, with its call and log-probabilities."""
+        output = response["output"]
+        message = next(item for item in output if item["type"] == "message")
+        part = message["content"][0]
+        if self.call.options.top is not None:
+            part["logprobs"] = self._log_probs(chain.from_iterable(self.call.written))
+        self._call_in(output, part, response["id"])
+        if not part["text"] and not part.get("logprobs") and any(item["type"] == "function_call" for item in output):
+            output.remove(message)
+        return self._finished(response)
 
-    def _call_in(self, output: list[dict[str, Any]], name: str) -> None:
+    def _call_in(self, output: list[dict[str, Any]], part: dict[str, Any], name: str) -> None:
         """A forced call that the message is; events have it already."""
-        if self.call.options.forced is None or any(item["type"] == "function_call" for item in output):
+        if self.call.options.forced is None:
             return
-        part = output[-1]["content"][0]
         for call in forced_calls(part["text"], self.call.options.forced):
             part["text"] = ""
             made = {"id": f"{name}_call", "call_id": f"{name}_call", "type": "function_call", "status": "completed"}
             output.append({**made, "name": call.name, "arguments": call.arguments})
 
-    def _with_log_probs(self, found: dict[str, Any]) -> None:
-        """Of a message or of the part of one, all of them."""
-        for part in found.get("content") or [found]:
-            if part.get("type") == "output_text" and self.call.options.top is not None:
-                part["logprobs"] = self._log_probs(chain.from_iterable(self.call.written))
+    def _finished(self, response: dict[str, Any]) -> dict[str, Any]:
+        """A response with what its request named, statistics, and whether it was cut."""
+        response |= self.echo
+        if response.get("status") != "completed" or self.call.statistics is None:
+            return response
+        response["gsd_kernels"] = self.call.statistics
+        if self.call.finish == "length":
+            response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+            response["output"][-1]["status"] = "incomplete"
+        return response
 
     def _log_probs(self, written: Iterable[Entry]) -> list[dict[str, Any]]:
         return self.service.pieces.chat(written)["content"]
 
     def event(self, event: str) -> str:
-        """An event of a stream."""
+        """Return the events of a stream in place of one."""
         data = json.loads(event.removeprefix("data: "))
-        kind = data["type"]
+        if data["type"] == "response.completed":
+            data["response"]["output"] = self.items.output
         if "response" in data:
-            data["response"] = self.whole(data["response"])
-            if kind == "response.completed" and data["response"]["status"] == "incomplete":
+            data["response"] = self._finished(data["response"])
+            if data["response"]["status"] == "incomplete":
                 data["type"] = "response.incomplete"
-        elif self.call.options.top is not None and kind == "response.output_text.delta":
+        elif data["type"] == "response.output_text.delta" and self.call.options.top is not None:
             data["logprobs"] = self._log_probs(self.call.written[self.parts])
             self.parts += 1
-        elif self.call.options.top is not None and kind == "response.output_text.done":
-            data["logprobs"] = self._log_probs(chain.from_iterable(self.call.written))
-        elif kind in ("response.content_part.done", "response.output_item.done"):
-            self._with_log_probs(data.get("part") or data["item"])
-        return f"data: {json.dumps(data)}\n\n"
+        return "".join(f"data: {spelled(one, 7, ascii=True)}\n\n" for one in self.items.events(data))
 
 
 async def _events(parts: Any, rewriter: _Rewriter) -> AsyncIterator[str]:
-    """transformers' events, rewritten."""
+    """transformers' events, rewritten: beside the event loop, where they may be large."""
+
+    def rewritten(part: str) -> str:
+        return "".join(rewriter.event(event) for event in part.split("\n\n") if event)
+
     async with contextlib.aclosing(parts):
         try:
             async for part in parts:
-                yield "".join(rewriter.event(event) for event in part.split("\n\n") if event)
+                large = rewriter.call.options.top is not None
+                yield await asyncio.to_thread(rewritten, part) if large else rewritten(part)
         except (GeneratorExit, asyncio.CancelledError):
             rewriter.call.gone.set()
             raise

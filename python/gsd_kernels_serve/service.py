@@ -15,7 +15,6 @@ import torch
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving import utils
 from transformers.cli.serving.utils import GenerateManager, GenerationState, _StreamError
 
 from gsd_kernels_cli.pair import BAD_CHAT
@@ -23,6 +22,7 @@ from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
 
 from . import fields
+from .answers import Answers
 from .calls import Call, ClientGoneError, Decoding, Piece, StoppingError, Writer
 from .checks import Refused
 from .limits import Limits
@@ -98,7 +98,7 @@ class Queue(GenerateManager):
         """Stream like transformers' own, with a writer that keeps log-probabilities beside the pieces of the text."""
         call = call_of.get()
         loop, waiting = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        writer = Writer(call, processor, response_parser)
+        writer = Writer(call, processor, processor.answer(response_parser))
 
         def send(value: Any) -> None:
             in_loop(loop, waiting.put_nowait, value)
@@ -130,8 +130,7 @@ class Queue(GenerateManager):
         decode = partial(self.decoding(call, request_id).generate, tokenizer=self.tokenizer, streamer=writer, **inputs)
         await outcome_of(self.turn(call, decode))
         call.written = [writer.entries]
-        text = processor.decode(call.ids, skip_special_tokens=True)
-        return text, inputs["input_ids"].shape[-1], call.ids
+        return await asyncio.to_thread(processor.read_answer, call.ids), inputs["input_ids"].shape[-1], call.ids
 
     def turn(self, call: Call, function: Callable[[], T]) -> concurrent.futures.Future[T | None]:
         """Have the thread call a function for a text; what waits for clients that have gone is let go of."""
@@ -189,14 +188,18 @@ class Service:
         self.queue = Queue(handle, tokenizer, stopping, speculates)
         self.vocabulary = properties.vocabulary(handle.model)
         self.grammars = Grammars(tokenizer, self.vocabulary)
-        self.pieces = Pieces(tokenizer)
+        self.pieces, self.answers = Pieces(tokenizer), Answers(tokenizer, handle.model)
         self.longest = max(map(len, tokenizer.get_vocab()))
 
-    @property
-    def written(self) -> Mapping[str, Any] | None:
-        """How the model writes its answers, as transformers has it; ``None``: unknown, so that calls are text."""
-        template_of = getattr(utils, "get_response_template", None)  # which older releases keep elsewhere
-        return {} if template_of is None else template_of(self.tokenizer, self.model)
+    def checked(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a request that are to be honoured.
+
+        Raises:
+            Refused: one that is not served, another model among them.
+        """
+        kept = fields.check(endpoint, body)
+        self.check_name(kept.get("model"))
+        return kept
 
     def check_name(self, name: str | None) -> None:
         """Refuse another model."""

@@ -3,44 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from transformers.cli.serving.utils import (
-    ReasoningText,
-    ToolCall,
-    build_response_parser,
-    parse_assistant_message,
-)
+from fastapi.responses import Response, StreamingResponse
+from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import fields
+from .answers import Answer, last_of, text_of
 from .calls import Call, Piece, Writer
 from .checks import Refused, entries, one_of, text, wrong
-from .logprobs import Entry
+from .logprobs import Entry, Place
 from .messages import messages_of, template_arguments
 from .service import Service, answer_of
+from .spelling import answer, spelled
 from .text_options import TextOptions, token_ids
 from .tools import chosen, forced_calls, held_to
 
 
 @dataclass
 class Prompt:
-    """Tokens to go on from; ``shown``: what is put before each text."""
+    """Tokens to go on from.
+
+    Attributes:
+        ids: of them.
+        shown: what is put before each text.
+        last: of the tokens, where a text goes on what they say.
+        told: its log-probabilities, once they are formed.
+    """
 
     ids: list[int]
     shown: str = ""
+    last: list[int] = field(default_factory=list)
+    told: dict[str, Any] | None = None
 
 
 @dataclass
 class StreamState:
-    """The sent part of a streamed text: its bytes, and its number of calls."""
+    """The sent part of a streamed text: where it ends, and its number of calls."""
 
-    sent: bytes = b""
+    place: Place
     calls: int = 0
 
 
@@ -123,35 +128,38 @@ class Texts:
         """A part of a text behind those before."""
         raise NotImplementedError
 
-    def parser(self, request: TextRequest, prompt: Prompt) -> Any:
-        """transformers', where texts have parts; ``None``: they are text alone."""
+    def answer(self, request: TextRequest, prompt: Prompt) -> Answer | None:
+        """Return the reader of a text that has parts; ``None``: it is text alone."""
         return None
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
         """Answer a request; transformers' application calls it."""
-        kept = fields.check(self.endpoint, body)
-        self.service.check_name(kept.get("model"))
-        request = await self.service.prepare(fields.NEEDED[self.endpoint], self.read, kept, request_id)
+        request = await self.service.prepare(fields.NEEDED[self.endpoint], self._checked, body, request_id)
         await self.service.hold(request.options)
         head = {"id": request_id, "created": request.since, "model": self.service.name}
         if request.stream:
-            first = self._begin(request, 0)
+            first = await self._begin(request, 0)
             await self.service.first_token(request.texts[0][1])
             events = self._events(request, {**head, "object": self.part}, first)
             return StreamingResponse(events, media_type="text/event-stream")
         choices = []
         async with self.service.connected(request.gone):
             for index, (prompt, call) in enumerate(request.texts):
-                writer = Writer(call, self.service.tokenizer)
+                writer = Writer(call, self.service.tokenizer, before=prompt.last)
                 await self.service.decode(call, prompt.ids, self._name(request, index), writer)
-                choices.append({"index": index, **self.choice(request, prompt, call, writer.entries)})
+                choice = await asyncio.to_thread(self.choice, request, prompt, call, writer.entries)
+                choices.append({"index": index, **choice})
         about = {**request.counted(), **request.statistics()}
-        return JSONResponse({**head, "object": self.whole, "choices": choices, **about})
+        return await answer({**head, "object": self.whole, "choices": choices, **about})
 
-    def _begin(self, request: TextRequest, index: int) -> asyncio.Queue[Piece | Exception | None]:
+    def _checked(self, body: dict[str, Any], request_id: str) -> TextRequest:
+        return self.read(self.service.checked(self.endpoint, body), request_id)
+
+    async def _begin(self, request: TextRequest, index: int) -> asyncio.Queue[Piece | Exception | None]:
         """Have a text of a stream decoded."""
         prompt, call = request.texts[index]
-        writer = Writer(call, self.service.tokenizer, self.parser(request, prompt))
+        reader = await asyncio.to_thread(self.answer, request, prompt)
+        writer = Writer(call, self.service.tokenizer, reader, prompt.last)
         return self.service.begin(call, prompt.ids, self._name(request, index), writer)
 
     async def _events(
@@ -164,17 +172,16 @@ class Texts:
                 def event(choice: dict[str, Any], index: int = index, **rest: Any) -> str:
                     return _event({**head, "choices": [{"index": index, **choice}], **rest})
 
-                waiting = self._begin(request, index) if index else first
+                waiting = await self._begin(request, index) if index else first
                 if request.options.echoes:  # whose prompt is read before its text begins
                     await asyncio.wrap_future(call.begun)
-                if (begun := self.first(request, prompt, call)) is not None:
-                    yield event({**begun, "finish_reason": None})
-                state = StreamState(prompt.shown.encode())
+                if (begun := await asyncio.to_thread(self.first, request, prompt, call)) is not None:
+                    yield await asyncio.to_thread(event, {**begun, "finish_reason": None})
+                state = StreamState(Place(prompt.shown))
                 async for piece in self.service.pieces_of(waiting):
                     delta = self.delta(piece.value, piece.entries, state, request)
                     yield event({**delta, "finish_reason": None})
                     state.calls += isinstance(piece.value, ToolCall)
-                    state.sent += b"".join(self.service.pieces.bytes_of(entry.token) for entry in piece.entries)
                 last = self.delta("", [], state, request)
                 finish = "tool_calls" if state.calls and call.finish == "stop" else call.finish
                 rest = request.statistics() if index == len(request.texts) - 1 else {}
@@ -209,10 +216,9 @@ class Completions(Texts):
             raise wrong("max_tokens", "an integer from 1 to 2147483647, 0 beside echo", 0)
         options.echoes = bool(body.get("echo")) and options.top is not None
         prompts = self._prompts(body["prompt"])
-        if body.get("echo"):
-            prompts = [Prompt(p.ids, p.shown or self.service.tokenizer.decode(p.ids)) for p in prompts]
-        else:
-            prompts = [Prompt(p.ids) for p in prompts]
+        for prompt in prompts:
+            prompt.shown = (prompt.shown or self.service.tokenizer.decode(prompt.ids)) if body.get("echo") else ""
+            prompt.last = last_of(self.service.tokenizer, prompt.ids)
         usage = _usage(body)
         return TextRequest(request_id, prompts, options, copies, bool(body.get("stream")), usage)
 
@@ -237,8 +243,8 @@ class Completions(Texts):
         return prompts
 
     def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
-        shown = prompt.shown + self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
-        choice = self.delta(shown, written, StreamState(prompt.shown.encode()), request)
+        shown = prompt.shown + text_of(self.service.tokenizer, call.ids, prompt.last)
+        choice = self.delta(shown, written, StreamState(Place(prompt.shown)), request)
         if echoed := self._echoed(prompt, call):
             choice["logprobs"] = {key: [*echoed[key], *(choice["logprobs"] or {}).get(key, ())] for key in echoed}
         return {**choice, "finish_reason": call.finish}
@@ -248,12 +254,16 @@ class Completions(Texts):
 
     def delta(self, value: Any, written: list[Entry], state: StreamState, request: TextRequest) -> dict[str, Any]:
         logprobs = (
-            self.service.pieces.completion(written, state.sent) if request.options.top is not None and written else None
+            self.service.pieces.completion(written, state.place)
+            if request.options.top is not None and written
+            else None
         )
         return {"text": str(value), "logprobs": logprobs}
 
     def _echoed(self, prompt: Prompt, call: Call) -> dict[str, Any] | None:
-        return self.service.pieces.completion(call.echoed, shown=prompt.shown.encode()) if call.echoed else None
+        if call.echoed and prompt.told is None:
+            prompt.told = self.service.pieces.completion(call.echoed, Place(shown=prompt.shown))
+        return prompt.told
 
 
 class Chat(Texts):
@@ -270,7 +280,7 @@ class Chat(Texts):
         options.top = body.get("top_logprobs", 0) if body.get("logprobs") else None
         offered = chosen(body, service.tokenizer)
         options.forced = offered.forced
-        options.held = held_to(offered, body.get("response_format"), "response_format", service.written)
+        options.held = held_to(offered, body.get("response_format"), "response_format", service.answers.written)
         options.reference = self._reference(body.get("prediction"))
         ids = service.templated(messages, offered.tools, template_arguments(body, service.tokenizer), "messages")
         usage = _usage(body)
@@ -295,23 +305,16 @@ class Chat(Texts):
         whole = "".join(part["text"] for part in parts)
         return self.service.tokens(whole, "prediction", add_special_tokens=False)
 
-    def parser(self, request: TextRequest, prompt: Prompt) -> Any:
-        if request.options.forced is not None:
-            return None
-        return build_response_parser(
-            self.service.tokenizer, self.service.model, [prompt.ids], tools=request.tools or None
-        )
+    def answer(self, request: TextRequest, prompt: Prompt) -> Answer | None:
+        return None if request.options.forced is not None else self.service.answers.begin(prompt.ids, request.tools)
 
     def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
-        tokenizer = self.service.tokenizer
-        content: str | None = tokenizer.decode(call.ids, skip_special_tokens=True)
         finish, reasoning = call.finish, None
         if request.options.forced is not None:
-            calls = forced_calls(content or "", request.options.forced)
+            content = self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
+            calls = forced_calls(content, request.options.forced)
         else:
-            content, reasoning, calls = parse_assistant_message(
-                tokenizer, self.service.model, call.ids, [prompt.ids], content or "", tools=request.tools or None
-            )
+            content, reasoning, calls = self.service.answers.read(call.ids, prompt.ids, request.tools)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             made = [_call(f"{request.id}-{i}", one) for i, one in enumerate(calls)]
@@ -352,4 +355,4 @@ def _call(name: str, call: ToolCall) -> dict[str, Any]:
 
 
 def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data)}\n\n"
+    return f"data: {spelled(data, ascii=True)}\n\n"

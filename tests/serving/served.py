@@ -40,6 +40,22 @@ TOOL = {
     },
 }
 TOOLS = [{"type": "function", "function": TOOL}]
+QWEN = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ":\n\n",  # the end of what is asked
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*<\|eos\|>", "content": "text"},
+    },
+}
+"""How transformers knows the answers of Qwen 3, behind what :data:`TEMPLATE` writes."""
+
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["list", "dict"]}, "full": {"type": "boolean"}},

@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from served import ASKED, TOOL, TOOLS, Server, known, row_id
+from served import ASKED, QWEN, TOOL, TOOLS, Server, known, row_id
 
 from gsd_kernels_serve import fields
 from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
@@ -24,20 +24,6 @@ RECORDED = json.loads(Path(__file__).with_name("clients.json").read_text(encodin
 0.4.13 and openai 3.57, with what they add by default: to a message, tools, a type to answer with."""
 
 STRICT = [{"type": "function", "function": {**TOOL, "strict": True}}]
-QWEN = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "assistant\n",
-    "fields": {
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close": "<eos>", "content": "text"},
-    },
-}
 
 
 @pytest.mark.parametrize("name", RECORDED)

@@ -166,7 +166,40 @@ def test_a_size_counts_names_strings_values_and_depth():
             size.check("field", large)
 
 
+@pytest.mark.parametrize("odd", ["\ud800", "x\udfffx", float("nan"), float("-inf")], ids=ascii)
+@pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
+def test_what_no_answer_could_repeat_is_refused_before_anything_is_decoded(endpoint, odd, server, monkeypatch):
+    from gsd_kernels_serve.calls import Decoding
+
+    decoded = []
+    monkeypatch.setattr(Decoding, "generate", lambda *_, **__: decoded.append(1))
+    for name, field in fields.rows(endpoint).items():
+        for value in (odd, [odd], {"a": [odd]}, *([{odd: 1}] if isinstance(odd, str) else [])):
+            status, found = server.raw(endpoint, {**ASKED[endpoint], name: value})
+            assert (status, found["error"]["param"]) == (400, name), (name, value, found)
+            if field.treatment != fields.REFUSED and field.most.depth > 2:
+                assert "no character" in found["error"]["message"] or "no number" in found["error"]["message"]
+    if isinstance(odd, str):
+        status, found = server.raw(endpoint, {**ASKED[endpoint], odd: 1})
+        assert status == 400 and found["error"]["param"] == odd.encode(errors="backslashreplace").decode()
+    assert not decoded
+
+
 # ---- off the event loop
+
+
+@pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
+def test_fields_are_checked_beside_the_event_loop(endpoint, server, monkeypatch):
+    threads = []
+
+    def check(*given, whole=fields.check):
+        threads.append(threading.current_thread().name)
+        return whole(*given)
+
+    monkeypatch.setattr(fields, "check", check)
+    server.got(endpoint)
+    assert server.refusal(endpoint, unheard_of=1)["param"] == "unheard_of"
+    assert threads == [preparing.THREAD] * 2
 
 
 def test_a_slow_template_holds_nobody_and_ends(hurried):

@@ -1,0 +1,217 @@
+"""How a model's answers are read: transformers' parser, of whose text nothing is lost."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cli.serving import utils
+from transformers.cli.serving.utils import (
+    ReasoningText,
+    ToolCall,
+    build_response_parser,
+    parse_assistant_message,
+    response_events_to_chunks,
+)
+
+log = logging.getLogger(__name__)
+
+SPACES = 32
+"""White space that a delimiter may begin or end with; without a bound a search looks at all of it from each."""
+
+READ_CHARACTERS = 64
+"""Characters that a parser is given at once."""
+
+LAST_TOKENS = 8
+"""Tokens of a prompt before which there is nothing that a text behind them would be decoded by."""
+
+_UNBOUNDED = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\(?:s(?P<many>[*+])(?!\+)|.)", re.DOTALL)
+"""A class of characters, or an escape; ``many`` of white space."""
+
+
+class Answer:
+    """A text that is being written, in parts: strings, transformers' ``ReasoningText``, ``ToolCall``.
+
+    From a call on that cannot be read, all is text.
+
+    Args:
+        parser: transformers', of this text.
+        anew: makes another one.
+        special: a pattern of special tokens, which a text does not show.
+    """
+
+    def __init__(self, parser: Any, anew: Callable[[], Any], special: re.Pattern[str]) -> None:
+        self.parser, self.anew, self.special = parser, anew, special
+        self.begun = response_events_to_chunks(parser.initial_events)  # by the prompt
+        self.fed: list[str] = []
+        self.told = 0  # of them, up to the last one that gave a part
+
+    def feed(self, text: str) -> list[Any]:
+        """The parts that are clear with more of the text."""
+        if self.parser is None:
+            return self._bare(text)
+        self.fed.append(text)
+        try:
+            parts = _read(self.parser.feed(text))
+        except Exception as error:  # of a parser that takes what a model writes for well-formed
+            return self._give_up(error)
+        self.told = len(self.fed) if parts else self.told
+        return parts
+
+    def end(self) -> list[Any]:
+        """The parts that are clear once the text is over."""
+        if self.parser is None:
+            return []
+        try:
+            return _read(self.parser.finalize()[1])
+        except Exception as error:  # it ends within a call, say
+            return self._give_up(error)
+
+    def _give_up(self, error: Exception) -> list[Any]:
+        """The parts before the error, which has lost them, and the rest as text."""
+        _tell(error)
+        self.parser, parser = None, self.anew()
+        before = max(self.told - 1, 0)
+        for text in self.fed[:before]:
+            parser.feed(text)
+        parts: list[Any] = []
+        raw, known = "", sum(map(len, self.fed[before : self.told]))
+        text = "".join(self.fed[before:])
+        for at, char in enumerate(text):
+            try:
+                found = _read(parser.feed(char))
+            except Exception:
+                raw += text[at:]
+                break
+            raw = "" if found else raw + char
+            parts += found if at >= known else ()
+        return _joined([*parts, *self._bare(raw)])
+
+    def _bare(self, text: str) -> list[str]:
+        return [bare] if (bare := self.special.sub("", text)) else []
+
+
+class Answers:
+    """A tokenizer as transformers' server sees it, and what reads its model's answers.
+
+    Args:
+        tokenizer, model: these.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+        self._inner, self._model = tokenizer, model
+        special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    @property
+    def written(self) -> Mapping[str, Any] | None:
+        """How the model writes its answers, as transformers has it; ``None``: unknown, so that calls are text."""
+        template_of = getattr(utils, "get_response_template", None)  # which older releases keep elsewhere
+        return {} if template_of is None else template_of(self._inner, self._model)
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """The same, as it is read: in time that grows as the text does."""
+        return bounded(self.written or {}) or None
+
+    def parser(self, prompt: list[int], tools: list[dict[str, Any]]) -> Any:
+        """transformers', of an answer behind a prompt; ``None``: it is text alone."""
+        return build_response_parser(self, self._model, [prompt], tools=tools or None)
+
+    def begin(self, prompt: list[int], tools: list[dict[str, Any]], parser: Any = None) -> Answer | None:
+        """The reading of an answer behind a prompt, by a parser that is there, or a new one."""
+        parser = self.parser(prompt, tools) if parser is None else parser
+        return None if parser is None else Answer(parser, partial(self.parser, prompt, tools), self.special)
+
+    def read(
+        self, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]
+    ) -> tuple[str, str | None, list[ToolCall] | None]:
+        """The text, the reasoning and the calls of an answer that is there as a whole."""
+        text = self._inner.decode(ids, skip_special_tokens=True)
+        try:
+            content, reasoning, calls = parse_assistant_message(
+                self, self._model, ids, [prompt], text, tools=tools or None
+            )
+            return content, reasoning, _checked(calls) if calls else None
+        except Exception as error:
+            _tell(error)
+        answer = self.begin(prompt, tools)
+        if answer is None:
+            return text, None, None
+        whole, parts = self._inner.decode(ids), list(answer.begun)
+        for at in range(0, len(whole), READ_CHARACTERS):
+            parts += answer.feed(whole[at : at + READ_CHARACTERS])
+        parts += answer.end()
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        reasoning = "".join(part for part in parts if isinstance(part, ReasoningText))
+        content = "".join(part for part in parts if type(part) is str)
+        return self.special.sub("", content), reasoning or None, calls or None
+
+
+def last_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """The last tokens of a prompt, none where it ends within a character."""
+    last = ids[-LAST_TOKENS:]
+    return [] if tokenizer.decode(last, skip_special_tokens=True).endswith("\ufffd") else last
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int], *, bare: bool = True) -> str:
+    """The text of tokens behind others: by themselves those of SentencePiece lose their first space.
+
+    Args:
+        tokenizer: of theirs.
+        ids: the tokens.
+        before: the last ones before them, or none.
+        bare: whether special tokens are left out.
+    """
+    begin = tokenizer.decode(before, skip_special_tokens=bare)
+    whole = tokenizer.decode([*before, *ids], skip_special_tokens=bare)
+    return whole[len(begin) :] if whole.startswith(begin) else tokenizer.decode(ids, skip_special_tokens=bare)
+
+
+def bounded(written: Any) -> Any:
+    """A template, or a pattern of one, whose searches look at a run of white space once."""
+    if isinstance(written, Mapping):
+        return {
+            key: bounded(value) if isinstance(value, Mapping) or key.endswith("pattern") else value
+            for key, value in written.items()
+        }
+    whole = written.replace(r"\s*(?P<value>", r"\s*+(?P<value>")  # nothing behind it gains by less
+    return _UNBOUNDED.sub(
+        lambda found: found[0] if found["many"] is None else rf"\s{{{int(found['many'] == '+')},{SPACES}}}", whole
+    )
+
+
+def _read(events: list[dict[str, Any]]) -> list[Any]:
+    return _checked(response_events_to_chunks(events))
+
+
+def _checked(parts: list[Any]) -> list[Any]:
+    """The parts as they are.
+
+    Raises:
+        ValueError: a call whose name is no string.
+    """
+    if odd := [part.name for part in parts if isinstance(part, ToolCall) and not isinstance(part.name, str)]:
+        raise ValueError(f"a call of {odd[0]!r}")
+    return parts
+
+
+def _joined(parts: Iterable[Any]) -> list[Any]:
+    """Neighbours of one kind are one part; every call is one."""
+    found: list[Any] = []
+    for kind, members in groupby(parts, type):
+        same = list(members)
+        found += same if kind is ToolCall else [kind("".join(same))]
+    return found
+
+
+def _tell(error: Exception) -> None:
+    log.warning("a call cannot be read, and is text: %.200s", " ".join(str(error).split()) or type(error).__name__)
