@@ -217,11 +217,12 @@ def test_what_sources_forward_beside_models_is_looked_at(kind):
         out = ask(target, text)
         assert reads.since() == 4 and handle.engines.idle.sessions == [first]
         assert torch.equal(out, expected(target, text))
+        old = [parameter.data for parameter in module.parameters()]  # whose place is not taken, therefore
         through_half(module)
         module.to(target.dtype)
         assert torch.equal(ask(target, text), expected(target, text))
         (second,) = handle.engines.idle.sessions
-        assert second is not first
+        assert second is not first and old
 
 
 class Steering:
