@@ -49,7 +49,7 @@ VARIABLES = (
     Variable("SGLANG_OPTIONS", "none, a JSON object", "what SGLang has no flag for (docs/served.md)"),
     Variable("LLAMA_CPP", "PATH, a folder", "llama.cpp's binaries, for `bench real`"),
     Variable("BUILD_CPU", "`auto`, `0`, `1`", "build the C++ ops; `1`: fail where that is impossible"),
-    Variable("BUILD_CUDA", "`auto`, `0`, `1`", "build the CUDA ops; `1`: fail without nvcc"),
+    Variable("BUILD_CUDA", "`auto`, `0`, `1`", "build the CUDA ops; `1`: fail without nvcc 12.5 or newer"),
     Variable("CUDA_ARCHS", "this machine's GPUs, `8.0;9.0+PTX`", "architectures of the CUDA ops"),
 )
 

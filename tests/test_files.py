@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from gsd_kernels_hf.files import decode_utf8, open_saved, read_utf8, write_file, write_folder, write_text
 
@@ -23,6 +25,12 @@ def test_a_file_is_whole_or_as_before(tmp_path):
     assert file.read_text(encoding="utf-8") == "öne\n"
     write_text(file, "two")
     assert file.read_text() == "two"
+
+
+def test_a_file_is_for_those_that_any_new_file_is_for(tmp_path):
+    (tmp_path / "any").touch()
+    write_file(tmp_path / "one", lambda partial: save_file({"x": torch.zeros(1)}, partial))
+    assert (tmp_path / "one").stat().st_mode == (tmp_path / "any").stat().st_mode
 
 
 def test_a_folder_is_whole_or_absent(tmp_path):

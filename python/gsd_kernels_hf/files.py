@@ -134,7 +134,10 @@ def write_file(file: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file, then rename it: ``file`` is whole or as it was, whoever else writes it."""
     partial = _partial(file)
     try:
+        partial.touch()
+        mode = partial.stat().st_mode
         write(partial)
+        partial.chmod(mode)  # as every new file has: safetensors makes one that nobody else reads
         _flush(partial)
         partial.replace(file)
     finally:
