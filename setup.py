@@ -83,7 +83,10 @@ def find_nvcc() -> str | None:
 
 def nvcc_version(nvcc: str) -> tuple[int, ...]:
     """Such as (12, 8); () where it does not say."""
-    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    try:
+        answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    except OSError:  # no program that runs here
+        return ()
     match = re.search(r"release (\d+)\.(\d+)", answer.stdout)
     return tuple(map(int, match.groups())) if match else ()
 

@@ -10,7 +10,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -137,7 +137,8 @@ def write_file(file: Path, write: Callable[[Path], object]) -> None:
         partial.touch()
         mode = partial.stat().st_mode
         write(partial)
-        partial.chmod(mode)  # as every new file has: safetensors makes one that nobody else reads
+        with suppress(PermissionError):  # of a mount without modes
+            partial.chmod(mode)  # as every new file has: safetensors makes one that nobody else reads
         _flush(partial)
         partial.replace(file)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections import Counter
 from pathlib import Path
@@ -130,3 +131,55 @@ def test_a_patched_model_drafts_with_the_files_as_they_are(tmp_path, monkeypatch
         target.float()
         target.generate(**inputs)
         assert {parameter.dtype for parameter in heads().parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("option", ["draft_heads", "drafter"])
+def test_files_that_go_bad_leave_what_was_loaded(tmp_path, caplog, option):
+    """A draft never decides whether there is a text."""
+    target, inputs = tiny(num_hidden_layers=2), {**prompts(1, 9), "max_new_tokens": 6, "do_sample": False}
+    want, place = target.generate(**inputs), tmp_path / "heads"
+    gsd.DraftHeads.for_model(target, 2).save_pretrained(place)
+    with gsd.patch(target, **{option: place}) as handle:
+
+        def heads() -> gsd.DraftHeads:
+            (*_, engine) = handle.engines
+            return engine.parts[0]()
+
+        assert torch.equal(target.generate(**inputs), want)
+        first = heads()
+        (place / ".partial-1-draft_heads.safetensors").write_bytes(b"is being written")
+        assert torch.equal(target.generate(**inputs), want) and heads() is first and not caplog.records
+        for bad in (lambda: (place / "draft_heads.safetensors").write_bytes(b"half"), lambda: shutil.rmtree(place)):
+            bad()
+            for _ in range(2):
+                assert torch.equal(target.generate(**inputs), want) and heads() is first
+        said = [record.getMessage() for record in caplog.records if "goes on drafting" in record.getMessage()]
+        assert len(said) == 2 and all(message.startswith(f"{option}: what was loaded") for message in said)
+        gsd.DraftHeads.for_model(target, 3).save_pretrained(place)
+        assert torch.equal(target.generate(**inputs), want) and heads().num_heads == 3
+
+
+def test_places_in_turns_are_loaded_once_each(tmp_path, monkeypatch):
+    target, loads = tiny(num_hidden_layers=2), []
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place in places:
+        place.mkdir()
+    monkeypatch.setattr(
+        "gsd_kernels_hf.sources.load.load_drafter", lambda where, model: loads.append(where) or Path(where)
+    )
+    for place in 3 * places:
+        assert loaded_drafter(place, target) == place
+    assert loads == places
+
+
+def test_heads_in_the_targets_own_folder_stay_where_it_is_relative(tmp_path, monkeypatch):
+    target, loads = tiny(num_hidden_layers=2), []
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr(
+        "gsd_kernels_hf.sources.load.load_drafter", lambda where, model: loads.append(where) or Path(where)
+    )
+    target.config.name_or_path = "model"
+    monkeypatch.chdir(tmp_path)
+    first = loaded_drafter("mtp", target)
+    monkeypatch.chdir(tmp_path / "model")
+    assert loaded_drafter("mtp", target) is first and loads == ["mtp"]

@@ -112,6 +112,21 @@ def test_texts_that_share_a_beginning_come_from_no_history_but_the_calls(target)
     assert share(1, (0, own), (1, pair), (2, own), (3, own)) > 0.8, "of another session, whose table is another one"
 
 
+def test_what_is_cleared_during_a_call_stays_so(target):
+    class Clearing:
+        def put(self, value):
+            handle.history.clear()
+
+        def end(self):
+            pass
+
+    with patched(target) as handle:
+        target.generate(**prompts(1, 12, seed=1), **GREEDY)
+        assert len(handle.history) > 0
+        target.generate(**prompts(1, 12, seed=2), **GREEDY, streamer=Clearing())
+        assert len(handle.history) == 0
+
+
 def test_threads_share_it(target):
     inputs = [prompts(1, 12, seed=seed) for seed in range(3)]
     plain = [target.generate(**each, **GREEDY) for each in inputs]

@@ -153,7 +153,7 @@ def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, st
 def fingerprint(facts: Facts) -> str:
     """Tells models of the same sizes apart by a few values of their first and last weights; it never fails."""
     digest = hashlib.sha256()
-    weights = [p for _, p in facts.parameters if p.numel()] or list(facts.model.buffers())
+    weights = [p for p in facts.model.parameters() if p.numel()] or list(facts.model.buffers())
     for weight in (weights[0], weights[len(weights) // 2], weights[-1]) if weights else ():
         digest.update(_print_of(weight))
     return digest.hexdigest()[:16]

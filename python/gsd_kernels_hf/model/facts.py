@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import numbers
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from .code import MISSING, Code, ambient, code_of, own_callables
 
 LEFT = ("rope_deltas",)
 """Names of what transformers' ``generate`` leaves on modules for its own steps; our forwards are given positions."""
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, WeightFormat, enum.Enum)
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, WeightFormat, enum.Enum, numbers.Number)
 PLAIN_EXACTLY = frozenset(PLAIN)  # which most settings are, and a set is asked sooner
 MOST_PARTS = 256  # parts of a list or a dict of settings
 HOLDERS = frozenset(name for name, value in vars(nn.Module()).items() if not isinstance(value, PLAIN))

@@ -161,6 +161,14 @@ def _foreign_layer(facts: Facts) -> str | None:
             return f"another scale of the attention in layer {number}, {attention.scaling}"
         if type(mlp.act_fn) not in SILU:
             return f"another activation in layer {number}, {type(mlp.act_fn).__name__}"
+        # A number of another kind, such as a tensor, could change in its place, which nobody would look at again.
+        read = (
+            attention.scaling,
+            model.model.rotary_emb.attention_scaling,
+            *(n.variance_epsilon for n in _norms(layer)),
+        )
+        if any(type(number) not in (float, int) for number in (*read, eps)):
+            return f"a scale or an epsilon that is no plain number in layer {number}"
         if any(norm.variance_epsilon != eps for norm in _norms(layer)):
             return f"a norm with another epsilon in layer {number}"
         own = _sizes(layer)

@@ -118,9 +118,10 @@ class History(OwnSource):
 
     def end(self) -> None:
         """Leave what is known now to later calls."""
-        if self.text.memory is not None:
+        memory = self.text.memory
+        if memory is not None and memory.era is self.era:  # else it was cleared, or loaded, during the call
             self._read_text()
-            self.began = self.text.memory.add(self.table, self.began)
+            self.began = memory.add(self.table, self.began)
 
     def read(self, tokens: Tensor, kv_start: Tensor, lengths: Tensor) -> None:
         """Remember the continuations in a text that was not verified here.

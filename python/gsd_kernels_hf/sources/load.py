@@ -6,12 +6,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from transformers import PreTrainedModel
 
 from ..model.properties import device_of
+from ..validate.options import warn_once
 from . import checkpoints
 from .base import DraftSource
 from .checkpoints import Checkpoint, bad
@@ -67,24 +70,39 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     return drafter
 
 
-_loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, tuple[object, Drafter]]] = weakref.WeakKeyDictionary()
-"""Of every target and option the drafter that was loaded last for it, and from which files."""
+class _Loaded(NamedTuple):
+    """A drafter, the files that it was loaded from, and the target's dtype and device."""
+
+    files: object
+    like: tuple[torch.dtype, torch.device]
+    drafter: Any
+
+
+KEPT_PLACES = 2  # of a target and an option: a patch's, and that of calls which name another one
+_loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str], _Loaded]] = weakref.WeakKeyDictionary()
+"""Of every target by option and place, the newest last."""
 _lock = threading.Lock()
 
 
 def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
     """Load a drafter once (:func:`load_drafter`) as long as the files, the target's dtype and its device stay the same.
 
+    Files that cannot be loaded any more leave what was loaded from that place, with a warning.
+
     Raises:
         ValueError: see :func:`load_drafter`.
     """
-    if where == OWN:
+
+    def own_files(before: object) -> object:
         place, revision = place_of(target)
         folder = Path(place)
-        key = stamp(folder) if folder.is_dir() else (place, revision)  # what was fetched from the hub stays the same
-        return _loaded_once(key, target, "drafter", lambda: load_drafter(OWN, target))
-    folder = checkpoints.fetch(where)
-    return _loaded_once(stamp(folder), target, "drafter", lambda: load_drafter(where, target))
+        # What was fetched from the hub stays the same; a folder may be relative to another working directory.
+        return stamp(folder) if folder.is_dir() else before or (place, revision)
+
+    if where == OWN:
+        return _loaded_once("drafter", OWN, target, own_files, lambda: load_drafter(OWN, target))
+    place, files = _named(where, "drafter")
+    return _loaded_once("drafter", place, target, files, lambda: load_drafter(where, target))
 
 
 def loaded_heads(where: str | os.PathLike[str], target: PreTrainedModel) -> DraftHeads:
@@ -93,9 +111,9 @@ def loaded_heads(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     Raises:
         ValueError: the folder holds none, or another model's.
     """
-    folder = checkpoints.fetch(where, "draft_heads")
+    place, files = _named(where, "draft_heads")
     load = DraftHeads.from_pretrained
-    return _loaded_once(stamp(folder), target, "draft_heads", lambda: load(folder, target))
+    return _loaded_once("draft_heads", place, target, files, lambda: load(where, target))
 
 
 def lasting(given: Any) -> Any:
@@ -105,23 +123,63 @@ def lasting(given: Any) -> Any:
     return folder.absolute()
 
 
+def _named(where: str | os.PathLike[str], option: str) -> tuple[str, Callable[[object], object]]:
+    """A place's name, and what gives its files as they are now; the hub is asked for an id once."""
+    return str(lasting(where)), lambda _: stamp(checkpoints.fetch(where, option))
+
+
 def stamp(folder: Path) -> tuple[object, ...]:
-    """A folder of a checkpoint and its files as they are now."""
-    folder = folder.resolve()
-    files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
-    return folder, *((file.name, stat.st_size, stat.st_mtime_ns) for file in files for stat in (file.stat(),))
+    """A folder of a checkpoint and its files as they are now, without those that are being written."""
+    folder, found = folder.resolve(), []
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".json", ".safetensors") and not file.name.startswith("."):
+            with suppress(FileNotFoundError):  # moved meanwhile
+                stat = file.stat()
+                found.append((file.name, stat.st_size, stat.st_mtime_ns))
+    return folder, *found
 
 
-def _loaded_once(files: tuple[object, ...], target: PreTrainedModel, option: str, load: Callable[[], _Kind]) -> _Kind:
-    key = (files, target.dtype, device_of(target))
+def _loaded_once(
+    option: str, place: str, target: PreTrainedModel, files: Callable[[object], object], load: Callable[[], _Kind]
+) -> _Kind:
+    like = target.dtype, device_of(target)
+
+    def known_and_files() -> tuple[_Loaded | None, object]:
+        known = _loaded.get(target, {}).get((option, place))
+        if known is not None and known.like != like:
+            known = None
+        try:
+            return known, files(None if known is None else known.files)
+        except (ValueError, OSError) as error:
+            return known, _still(known, option, error)
+
+    known, now = known_and_files()
+    if known is not None and known.files == now:
+        return known.drafter  # type: ignore[no-any-return]
     with _lock:  # of two threads the second one waits for what the first one loads
-        loaded: dict[str, tuple[object, Any]] = _loaded.setdefault(target, {})
-        known, drafter = loaded.get(option, (None, None))
-        if known != key:
-            loaded.pop(option, None)  # not two at once
+        known, now = known_and_files()
+        if known is not None and known.files == now:
+            return known.drafter  # type: ignore[no-any-return]
+        try:
             drafter = load()
-            loaded[option] = key, drafter
+        except (ValueError, OSError) as error:
+            _still(known, option, error)
+            assert known is not None
+            drafter = known.drafter
+        kept = _loaded.setdefault(target, {})
+        kept.pop((option, place), None)
+        kept[option, place] = _Loaded(now, like, drafter)
+        for old in [key for key in kept if key[0] == option][:-KEPT_PLACES]:
+            kept.pop(old)
         return drafter
+
+
+def _still(known: _Loaded | None, option: str, error: Exception) -> object:
+    """Warn that files went bad, and return those that were loaded; with none that were, the error stands."""
+    if known is None:
+        raise error
+    warn_once((option, str(error)), "%s: what was loaded goes on drafting; now it is: %s", option, error)
+    return known.files
 
 
 def source_of(drafter: Drafter) -> DraftSource:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from . import bitsandbytes, compressed_tensors, gptqmodel, torchao
@@ -23,6 +24,8 @@ ADAPTERS: tuple[Callable[[nn.Module], LibraryWeights | None], ...] = (
 
 def stored_in(module: nn.Module) -> LibraryWeights | None:
     """How a library keeps the weights of a linear layer, or ``None`` where none quantised them."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     weight = module._parameters.get("weight")
     if type(weight) is nn.Parameter and weight.is_floating_point():  # dense, as most are; asked often
         return None
