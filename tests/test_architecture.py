@@ -7,6 +7,7 @@ import inspect
 import re
 import runpy
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -270,3 +271,9 @@ def test_nobody_asks_the_model_again(door):
         walked = entries(lambda: call(**inputs, **GREEDY), stays)
         ways = {f"{file_of(frame.f_back)} → {file} {frame.f_code.co_name}" for file, frame in walked}
         assert 20 < len(ways) <= MOST_STAYS, "\n".join(sorted(ways))
+
+
+def test_every_file_of_tests_has_a_name_of_its_own():
+    """pytest imports them by it, and a whole run refuses the second one, which a run of its folder does not."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

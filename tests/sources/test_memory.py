@@ -155,7 +155,7 @@ def test_nothing_is_kept_without_a_patch(target):
     inputs = prompts(1, 12, seed=1)
     options = {**GREEDY, "draft_sources": ("history",), "graph_config": CONFIG, "return_dict_in_generate": True}
     first, second = (gsd.generate(target, **inputs, **options).stats.steps for _ in range(2))
-    assert second == pytest.approx(first, abs=2)
+    assert second > 0.8 * first, "weights of sources are learned, no contexts"
 
 
 # ---- the table
