@@ -76,6 +76,11 @@ class Call:
         if self.options.top is not None:
             self.recorder = Recorder(self.options.top)
 
+    def fail(self, error: Exception) -> None:
+        """Tell whoever waits for the first token, if it has not come, that there is none."""
+        if not self.begun.done():
+            self.begun.set_exception(error)
+
     @property
     def seed(self) -> int:
         """Of its noise; a new one where the request has none."""
@@ -259,11 +264,10 @@ class Decoding:
                 "the client went away" if call.gone.is_set() else " ".join(str(error).split()) or type(error).__name__
             )
             log.warning("%s ended after %.2f s: %s", self.name, time.perf_counter() - begun, reason)
+            forget_calls(error)
             if call.options.named and isinstance(error, _BAD) and not isinstance(error, Refused):
                 error = refused_config(call.options.named, error)
-            forget_calls(error)
-            if not call.begun.done():
-                call.begun.set_exception(error)
+            call.fail(error)
             raise error
         if not call.begun.done():  # it has no token
             call.begun.set_result(None)

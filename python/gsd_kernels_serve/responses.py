@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Iterable
 from itertools import chain
 from typing import Any
@@ -22,10 +23,12 @@ from .checks import Refused
 from .items import Items
 from .logprobs import Entry
 from .messages import PARTS, check_input, messages_of, template_arguments
-from .service import OneQueue, Service, call_of
+from .service import Events, OneQueue, Service, answer_of, call_of
 from .spelling import answer, spelled
 from .text_options import TextOptions
 from .tools import Offered, chosen, forced_calls, held_to
+
+log = logging.getLogger(__name__)
 
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "text", "tool_choice", "tools", "top_p")
 """Fields of a request that a response has as well."""
@@ -54,8 +57,7 @@ class Responses(ResponseHandler):
             response = await super().handle_request(inner, request_id)
             assert isinstance(response, StreamingResponse)
             await self.service.first_token(call)
-            response.body_iterator = _events(response.body_iterator, rewriter)
-            return response
+            return Events(_events(response.body_iterator, rewriter), call.gone)
         async with self.service.connected(call.gone):
             response = await super().handle_request(inner, request_id)
         return await answer(await asyncio.to_thread(rewriter.whole, json.loads(response.body)))
@@ -211,6 +213,10 @@ class _Rewriter:
         elif data["type"] == "response.output_text.delta" and self.call.options.top is not None:
             data["logprobs"] = self._log_probs(self.call.written[self.parts])
             self.parts += 1
+        return self.told(data)
+
+    def told(self, data: dict[str, Any]) -> str:
+        """Return the events of a stream in place of one that has what it is to have."""
         return "".join(f"data: {spelled(one, 7, ascii=True)}\n\n" for one in self.items.events(data))
 
 
@@ -220,11 +226,12 @@ async def _events(parts: Any, rewriter: _Rewriter) -> AsyncIterator[str]:
     def rewritten(part: str) -> str:
         return "".join(rewriter.event(event) for event in part.split("\n\n") if event)
 
-    async with contextlib.aclosing(parts):
-        try:
+    try:
+        async with contextlib.aclosing(parts):
             async for part in parts:
                 large = rewriter.call.options.top is not None
                 yield await asyncio.to_thread(rewritten, part) if large else rewritten(part)
-        except (GeneratorExit, asyncio.CancelledError):
-            rewriter.call.gone.set()
-            raise
+    except Exception as error:
+        log.exception("/v1/responses failed")
+        rewriter.call.gone.set()
+        yield rewriter.told({**answer_of(error, fields.RESPONSES)[1]["error"], "type": "error"})

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
+from starlette.responses import StreamingResponse
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import GenerateManager, GenerationState, _StreamError
 
@@ -55,6 +56,27 @@ _FIELDS = {
 
 class NoModelError(Refused):
     """Another model than the one that is served is asked for."""
+
+
+class Events(StreamingResponse):
+    """The events of a stream.
+
+    Whoever leaves while one is being sent is not noticed by what makes them: that is not within an ``await`` then.
+
+    Args:
+        events: of it.
+        gone: set once nobody reads them any more.
+    """
+
+    def __init__(self, events: AsyncIterator[str], gone: threading.Event) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self.gone = gone
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.gone.set()
 
 
 class _Turn:
@@ -115,6 +137,7 @@ class Queue(GenerateManager):
             except ClientGoneError:
                 send(None)
             except Exception as error:
+                call.fail(error)
                 send(_StreamError(answer_of(error, fields.RESPONSES)[1]["error"]["message"]))
 
         writer.begin(take)
@@ -267,6 +290,7 @@ class Service:
             except ClientGoneError:
                 send(None)
             except Exception as error:
+                call.fail(error)
                 send(error)
 
         writer.begin(send)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import fields
@@ -18,7 +18,7 @@ from .calls import Call, Piece, Writer
 from .checks import Refused, entries, one_of, text, wrong
 from .logprobs import Entry, Place
 from .messages import messages_of, template_arguments
-from .service import Service, answer_of
+from .service import Events, Service, answer_of
 from .spelling import answer, spelled
 from .text_options import TextOptions, token_ids
 from .tools import chosen, forced_calls, held_to
@@ -141,7 +141,7 @@ class Texts:
             first = await self._begin(request, 0)
             await self.service.first_token(request.texts[0][1])
             events = self._events(request, {**head, "object": self.part}, first)
-            return StreamingResponse(events, media_type="text/event-stream")
+            return Events(events, request.gone)
         choices = []
         async with self.service.connected(request.gone):
             for index, (prompt, call) in enumerate(request.texts):
@@ -191,9 +191,6 @@ class Texts:
             if request.usage:
                 yield _event({**head, "choices": [], **request.counted(), **request.statistics()})
             yield "data: [DONE]\n\n"
-        except (GeneratorExit, asyncio.CancelledError):
-            request.gone.set()
-            raise
         except Exception as error:
             yield _event(answer_of(error, self.endpoint)[1])
 

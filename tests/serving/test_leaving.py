@@ -13,12 +13,14 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+from fastapi.responses import StreamingResponse
 from served import ASKED, LENGTH, row_id
 
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_serve import fields, service
 from gsd_kernels_serve.calls import Listener
 from gsd_kernels_serve.door import Door
+from gsd_kernels_serve.responses import _Rewriter
 
 pytestmark = pytest.mark.slow
 
@@ -53,12 +55,17 @@ def door_of(server) -> Door:
     return part
 
 
+def send(client: socket.socket, endpoint: str, body: bytes) -> None:
+    """Send a request."""
+    lines = f"POST {endpoint} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"
+    client.sendall("\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode() + body)
+
+
 def leave(server, endpoint: str, stream: bool) -> None:
     """Send a request, wait until it is under way, and go."""
     body = json.dumps({**ASKED[endpoint], LENGTH[endpoint]: 2, "stream": stream}).encode()
     with socket.create_connection(server.socket.getsockname()) as client:
-        lines = f"POST {endpoint} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"
-        client.sendall("\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode() + body)
+        send(client, endpoint, body)
         wait_for(lambda: door_of(server).under_way == 2)
 
 
@@ -83,7 +90,7 @@ class Broken(Exception):
     pass
 
 
-@pytest.mark.parametrize("why", ["left", "refused", "failed"])
+@pytest.mark.parametrize("why", ["left", "refused", "failed", "refused by a field of generation_config"])
 @STREAMS
 @ENDPOINTS
 def test_a_text_that_ends_early_gives_its_cache_back(endpoint, stream, why, server, monkeypatch):
@@ -100,14 +107,15 @@ def test_a_text_that_ends_early_gives_its_cache_back(endpoint, stream, why, serv
             self.call.gone.set()
             self.ask()
         if self.call.begun.done():
-            raise ValueError("no") if why == "refused" else Broken("no")
+            raise Broken("no") if why == "failed" else ValueError("no")
 
     monkeypatch.setattr(Session, "begin", begin)
     monkeypatch.setattr(Listener, "put", put)
     gc.collect()
     gc.disable()
     try:
-        server.raw(endpoint, {**ASKED[endpoint], LENGTH[endpoint]: 8, "stream": stream, "temperature": 0})
+        named = {"generation_config": '{"repetition_penalty": 1.5}'} if why.endswith("config") else {"temperature": 0}
+        server.raw(endpoint, {**ASKED[endpoint], LENGTH[endpoint]: 8, "stream": stream, **named})
         assert sessions and not [session for session in sessions if session() is not None]
     finally:
         gc.enable()
@@ -127,3 +135,73 @@ def test_a_loop_that_is_closed_hears_nothing_and_the_thread_goes_on(monkeypatch)
     asyncio.run(ask())
     over.set()
     assert queue.wait(20)
+
+
+@ENDPOINTS
+def test_a_stream_ends_whose_client_leaves_while_an_event_is_being_sent(endpoint, server, monkeypatch):
+    """At once: the events' generator is not within an ``await`` then, and hears of it when it is collected, if at all."""
+    over, sending, gone = threading.Event(), threading.Event(), []
+
+    def ask(self, whole=Listener.ask):
+        gone[:] = [self.call.gone]
+        if self.call.begun.done() and not over.wait(30):
+            raise AssertionError("nobody left")
+        return whole(self)
+
+    async def stream(self, send, whole=StreamingResponse.stream_response):
+        async def slow(message):
+            await send(message)
+            if message["type"] == "http.response.body":
+                sending.set()
+                await asyncio.sleep(60)
+
+        kept.append(self)
+        await whole(self, slow)
+
+    kept = []  # as a cycle keeps it
+    monkeypatch.setattr(Listener, "ask", ask)
+    monkeypatch.setattr(StreamingResponse, "stream_response", stream)
+    body = json.dumps({**ASKED[endpoint], LENGTH[endpoint]: 64, "stream": True}).encode()
+    with socket.create_connection(server.socket.getsockname()) as client:
+        send(client, endpoint, body)
+        assert sending.wait(30)
+    try:
+        wait_for(lambda: door_of(server).under_way == 0)
+        assert gone[0].is_set()
+    finally:
+        gone[0].set()
+        over.set()
+
+
+@ENDPOINTS
+def test_a_stream_whose_text_fails_before_it_is_decoded_ends(endpoint, server, monkeypatch):
+    """It waits for the first token, which never comes, and was waited for until the client left."""
+
+    def broken(*_, **__):
+        raise Broken("no memory")
+
+    monkeypatch.setattr(service.Service, "_generate", broken)
+    monkeypatch.setattr(service.Queue, "decoding", broken)
+    body = json.dumps({**ASKED[endpoint], LENGTH[endpoint]: 8, "stream": True}).encode()
+    with socket.create_connection(server.socket.getsockname()) as client:
+        client.settimeout(30)
+        send(client, endpoint, body)
+        assert b" 500 " in client.recv(64)
+
+
+def test_an_error_while_events_are_rewritten_is_an_event(server, monkeypatch):
+    def broken(self, event, whole=_Rewriter.event):
+        if "output_text.delta" in event:
+            raise Broken("no event")
+        return whole(self, event)
+
+    monkeypatch.setattr(_Rewriter, "event", broken)
+    status, events = server.raw(fields.RESPONSES, {"input": "x", "max_output_tokens": 4, "stream": True})
+    last = json.loads(events[-1])
+    assert (status, last["type"], last["message"], last["sequence_number"]) == (
+        200,
+        "error",
+        "no event",
+        len(events) - 1,
+    )
+    assert server.got(fields.RESPONSES)["status"] == "incomplete", "the next text has its place"
