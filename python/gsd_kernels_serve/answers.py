@@ -15,7 +15,6 @@ from transformers.cli.serving.utils import (
     ReasoningText,
     ToolCall,
     build_response_parser,
-    parse_assistant_message,
     response_events_to_chunks,
 )
 
@@ -29,6 +28,11 @@ READ_CHARACTERS = 64
 
 LAST_TOKENS = 8
 """Tokens of a prompt before which there is nothing that a text behind them would be decoded by."""
+
+_CALLS = "tool_calls"
+
+_WHOLE = ("json", "python-call-list")
+"""Contents of calls that cannot be read where they are cut."""
 
 _UNBOUNDED = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\(?:s(?P<many>[*+])(?!\+)|.)", re.DOTALL)
 """A class of characters, or an escape; ``many`` of white space."""
@@ -47,7 +51,8 @@ class Answer:
 
     def __init__(self, parser: Any, anew: Callable[[], Any], special: re.Pattern[str]) -> None:
         self.parser, self.anew, self.special = parser, anew, special
-        self.begun = response_events_to_chunks(parser.initial_events)  # by the prompt
+        begun = _read(parser.initial_events)  # by the prompt
+        self.begun = [part for part in begun if isinstance(part, ToolCall) or part.strip()]
         self.fed: list[str] = []
         self.told = 0  # of them, up to the last one that gave a part
 
@@ -68,9 +73,20 @@ class Answer:
         if self.parser is None:
             return []
         try:
-            return _read(self.parser.finalize()[1])
+            events = self.parser.finalize()[1]
+            if _closes_a_call(events) and self._cut():
+                raise ValueError("it is cut")
+            return _read(events)
         except Exception as error:  # it ends within a call, say
             return self._give_up(error)
+
+    def _cut(self) -> bool:
+        """Whether the text ends within a call of a kind that is read as far as it goes."""
+        field = self.parser._spec.fields[_CALLS]
+        if field.close_re is None or field.content in _WHOLE:
+            return False
+        again = self.anew().feed("".join(self.fed) + "\0")  # behind which a delimiter is clear
+        return not _closes_a_call([event for event in again if event["field"] == _CALLS])
 
     def _give_up(self, error: Exception) -> list[Any]:
         """The parts before the error, which has lost them, and the rest as text."""
@@ -84,11 +100,16 @@ class Answer:
         text = "".join(self.fed[before:])
         for at, char in enumerate(text):
             try:
-                found = _read(parser.feed(char))
+                events = parser.feed(char)
+                found = _read(events)
             except Exception:
                 raw += text[at:]
                 break
-            raw = "" if found else raw + char
+            clear = [event for event in events if event["type"] == "region_close" or event.get("dirty") is False]
+            if {"type": "region_open", "field": _CALLS} in events:  # which closes what is before it
+                raw = (raw + char)[sum(len(event.get("text", "")) for event in clear) :]
+            else:
+                raw = parser._buffer[parser._pos :] if clear else raw + char
             parts += found if at >= known else ()
         return _joined([*parts, *self._bare(raw)])
 
@@ -123,29 +144,37 @@ class Answers:
         return bounded(self.written or {}) or None
 
     def parser(self, prompt: list[int], tools: list[dict[str, Any]]) -> Any:
-        """transformers', of an answer behind a prompt; ``None``: it is text alone."""
-        return build_response_parser(self, self._model, [prompt], tools=tools or None)
+        """transformers', of an answer behind a prompt; ``None``: it is text alone.
 
-    def begin(self, prompt: list[int], tools: list[dict[str, Any]], parser: Any = None) -> Answer | None:
-        """The reading of an answer behind a prompt, by a parser that is there, or a new one."""
-        parser = self.parser(prompt, tools) if parser is None else parser
+        Of a prompt that begins an answer in a way that cannot be read, or in none, it is not told.
+        """
+
+        def build(before: str) -> Any:
+            return build_response_parser(_Behind(self, before), self._model, [prompt], tools=tools or None)
+
+        bare, before = build(""), self._inner.decode(prompt)
+        if bare is None or not bare._spec.start_anchor_re.search(before):
+            return bare
+        try:
+            parser = build(before)
+            _read(parser.initial_events)
+        except Exception as error:
+            _tell(error)
+            return bare
+        return parser
+
+    def begin(self, prompt: list[int], tools: list[dict[str, Any]]) -> Answer | None:
+        """The reading of an answer behind a prompt."""
+        parser = self.parser(prompt, tools)
         return None if parser is None else Answer(parser, partial(self.parser, prompt, tools), self.special)
 
     def read(
         self, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]
     ) -> tuple[str, str | None, list[ToolCall] | None]:
         """The text, the reasoning and the calls of an answer that is there as a whole."""
-        text = self._inner.decode(ids, skip_special_tokens=True)
-        try:
-            content, reasoning, calls = parse_assistant_message(
-                self, self._model, ids, [prompt], text, tools=tools or None
-            )
-            return content, reasoning, _checked(calls) if calls else None
-        except Exception as error:
-            _tell(error)
         answer = self.begin(prompt, tools)
         if answer is None:
-            return text, None, None
+            return self._inner.decode(ids, skip_special_tokens=True), None, None
         whole, parts = self._inner.decode(ids), list(answer.begun)
         for at in range(0, len(whole), READ_CHARACTERS):
             parts += answer.feed(whole[at : at + READ_CHARACTERS])
@@ -153,7 +182,21 @@ class Answers:
         calls = [part for part in parts if isinstance(part, ToolCall)]
         reasoning = "".join(part for part in parts if isinstance(part, ReasoningText))
         content = "".join(part for part in parts if type(part) is str)
-        return self.special.sub("", content), reasoning or None, calls or None
+        return self.special.sub("", content).strip(), reasoning.strip() or None, calls or None
+
+
+class _Behind:
+    """The same as :class:`Answers`, whose prompt is decoded."""
+
+    def __init__(self, answers: Answers, before: str) -> None:
+        self._answers, self._before = answers, before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._answers, name)
+
+    def decode(self, _: Any) -> str:
+        """The prompt."""
+        return self._before
 
 
 def last_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
@@ -193,14 +236,22 @@ def _read(events: list[dict[str, Any]]) -> list[Any]:
     return _checked(response_events_to_chunks(events))
 
 
+def _closes_a_call(events: list[dict[str, Any]]) -> bool:
+    """Return whether the last of the events does."""
+    return bool(events) and (events[-1]["type"], events[-1]["field"]) == ("region_close", _CALLS)
+
+
 def _checked(parts: list[Any]) -> list[Any]:
     """The parts as they are.
 
     Raises:
-        ValueError: a call whose name is no string.
+        ValueError: a call whose name is no string, or which holds half a surrogate pair.
     """
-    if odd := [part.name for part in parts if isinstance(part, ToolCall) and not isinstance(part.name, str)]:
-        raise ValueError(f"a call of {odd[0]!r}")
+    for part in parts:
+        if isinstance(part, ToolCall):
+            if not isinstance(part.name, str):
+                raise ValueError(f"a call of {part.name!r}")
+            (part.name + part.arguments).encode()
     return parts
 
 

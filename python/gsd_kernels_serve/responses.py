@@ -123,9 +123,14 @@ class _Written:
         ids = torch.tensor([self._call.prompt], dtype=torch.int64, device="cpu")
         return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
-    def answer(self, parser: Any) -> Answer | None:
-        """The reading of the answer by transformers' parser, or ``None``."""
-        return None if parser is None else self._inner.begin(self._call.prompt, self._call.tools, parser)
+    def decode(self, *_: Any) -> str:
+        """Nothing of the prompt, which transformers' own parser, that is not used, may not be able to read."""
+        return ""
+
+    def answer(self) -> Answer | None:
+        """The reading of the answer, or ``None``."""
+        forced = self._call.options.forced is not None
+        return None if forced else self._inner.begin(self._call.prompt, self._call.tools)
 
     def read_answer(self, ids: list[int]) -> str:
         """The text of an answer, whose parts :meth:`parse_response` gives afterwards."""

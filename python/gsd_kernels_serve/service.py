@@ -120,7 +120,7 @@ class Queue(GenerateManager):
         """Stream like transformers' own, with a writer that keeps log-probabilities beside the pieces of the text."""
         call = call_of.get()
         loop, waiting = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        writer = Writer(call, processor, processor.answer(response_parser))
+        writer = Writer(call, self.tokenizer, processor.answer())
 
         def send(value: Any) -> None:
             in_loop(loop, waiting.put_nowait, value)
@@ -149,7 +149,7 @@ class Queue(GenerateManager):
     ) -> tuple[str, int, list[int]]:
         """Generate like transformers' own, with a writer that keeps log-probabilities."""
         call = call_of.get()
-        writer = Writer(call, processor)
+        writer = Writer(call, self.tokenizer)
         decode = partial(self.decoding(call, request_id).generate, tokenizer=self.tokenizer, streamer=writer, **inputs)
         await outcome_of(self.turn(call, decode))
         call.written = [writer.entries]

@@ -43,9 +43,10 @@ class Prompt:
 
 @dataclass
 class StreamState:
-    """The sent part of a streamed text: where it ends, and its number of calls."""
+    """The sent part of a streamed text: where it ends, its number of its prompt's, and that of its calls."""
 
     place: Place
+    number: int = 0
     calls: int = 0
 
 
@@ -177,7 +178,7 @@ class Texts:
                     await asyncio.wrap_future(call.begun)
                 if (begun := await asyncio.to_thread(self.first, request, prompt, call)) is not None:
                     yield await asyncio.to_thread(event, {**begun, "finish_reason": None})
-                state = StreamState(Place(prompt.shown))
+                state = StreamState(Place(prompt.shown), call.number)
                 async for piece in self.service.pieces_of(waiting):
                     delta = self.delta(piece.value, piece.entries, state, request)
                     yield event({**delta, "finish_reason": None})
@@ -314,7 +315,7 @@ class Chat(Texts):
             content, reasoning, calls = self.service.answers.read(call.ids, prompt.ids, request.tools)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
-            made = [_call(f"{request.id}-{i}", one) for i, one in enumerate(calls)]
+            made = [_call(f"{request.id}-{call.number}-{i}", one) for i, one in enumerate(calls)]
             message |= {"content": None if request.options.forced is not None else content, "tool_calls": made}
             finish = "tool_calls" if finish == "stop" else finish
         if reasoning:
@@ -326,9 +327,8 @@ class Chat(Texts):
 
     def delta(self, value: Any, written: list[Entry], state: StreamState, request: TextRequest) -> dict[str, Any]:
         if isinstance(value, ToolCall):
-            delta: dict[str, Any] = {
-                "tool_calls": [{"index": state.calls, **_call(f"{request.id}-{state.calls}", value)}]
-            }
+            made = _call(f"{request.id}-{state.number}-{state.calls}", value)
+            delta: dict[str, Any] = {"tool_calls": [{"index": state.calls, **made}]}
         elif isinstance(value, ReasoningText):
             delta = {"reasoning_content": value}
         else:

@@ -9,6 +9,7 @@ import regex
 import torch
 from served import PROMPT, QWEN, TOOL, TOOLS, row_id
 from tokenizers import decoders
+from transformers.cli.serving import utils
 
 from gsd_kernels_serve.answers import Answers, bounded
 from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
@@ -16,6 +17,10 @@ from gsd_kernels_serve.text_options import TextOptions
 
 pytestmark = pytest.mark.slow
 
+FALLBACKS = {kind: template for kinds, template in utils._RESPONSE_TEMPLATE_FALLBACKS.items() for kind in kinds}
+QWEN_3_5 = {**FALLBACKS["qwen3_5"], "start_anchor": QWEN["start_anchor"]}
+THINKS = {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"}, **QWEN["fields"]}
+THINKING = {**QWEN, "fields": THINKS}
 CALL = '<tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>'
 PAINT = ("paint", '{"colour": "red"}')
 
@@ -86,6 +91,11 @@ UNREAD = {
     "no name": 'So: <tool_call>{"name": 5, "arguments": {}}</tool_call> it is',
     "behind a call": f"So: {CALL} and <tool_call>[1]</tool_call>",
     "before a call": f"<tool_call>x</tool_call> or {CALL}",
+    "behind a bracket": "<<tool_call>{bad</tool_call>",
+    "behind a bracket and a space": "a< <tool_call>{bad</tool_call>",
+    "behind many lines": "a" + "\n" * 40 + "<tool_call>bad</tool_call>",
+    "half a character": 'So: <tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>',
+    "half a character within": 'So: <tool_call>{"name": "paint", "arguments": "\\ud83d"}</tool_call>',
 }
 
 
@@ -111,6 +121,85 @@ def test_nothing_of_a_text_is_lost_whatever_its_pieces(name, size, server, monke
     assert "".join(told) == text and len(parts) - len([part for part in parts if isinstance(part, str)]) == (
         name == "behind a call"
     )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_what_ends_a_thought_before_a_call_that_is_cut_is_no_text(size, server, monkeypatch):
+    monkeypatch.setattr(server.tokenizer, "response_template", THINKING, raising=False)
+    answer = Answers(server.tokenizer, server.target).begin(server.tokenizer(":\n\n")["input_ids"], [])
+    cut = '\n\n<tool_call>\n{"name": "f", "argu'
+    text = f"<think>abc</think>{cut}"
+    parts = [part for at in range(0, len(text), size) for part in answer.feed(text[at : at + size])] + answer.end()
+    assert "".join(part for part in parts if type(part) is str) == cut
+    assert "".join(part for part in parts if type(part) is not str) == "abc"
+
+
+QWEN_CALL = "<tool_call>\n<function=paint>\n<parameter=colour>\nred\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
+@pytest.mark.parametrize("gone", [0, 1, 12, 13, 25, 45, 60, 70, 72])
+def test_a_cut_call_of_tags_is_text(gone, endpoint, server, says, monkeypatch):
+    """It was told as a whole one, with those arguments that it had got to."""
+    monkeypatch.setattr(server.tokenizer, "response_template", QWEN_3_5)
+    text = f"So: {QWEN_CALL[: len(QWEN_CALL) - gone]}"
+    length = says(text) - 1
+    expected = (text.rstrip(), []) if gone else ("So:", [PAINT])
+    assert whole(server, endpoint, **asked(endpoint, length)) == expected
+    told, calls = streamed(server, endpoint, **asked(endpoint, length))
+    assert (told.rstrip(), calls) == expected
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
+def test_text_round_a_call_is_told_as_a_whole(endpoint, server, says):
+    """What came before a call made room for what came behind it."""
+    length = says(f"Hello {CALL} Bye")
+    assert whole(server, endpoint, **asked(endpoint, length)) == ("Hello Bye", [PAINT])
+    assert streamed(server, endpoint, **asked(endpoint, length)) == ("Hello Bye", [PAINT])
+    length = says(f"I check.\n{CALL}\n") - 1
+    found, calls = whole(server, endpoint, **asked(endpoint, length))
+    assert (found, calls) == ("I check.", [PAINT])
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
+@pytest.mark.parametrize("anchor", ["<|nowhere|>", "def"], ids=["absent", "unread"])
+def test_of_a_prompt_that_begins_no_answer_nothing_is_told(anchor, endpoint, server, says, monkeypatch):
+    """transformers' parser takes all of it for the beginning of an answer, which it may not be able to read."""
+    monkeypatch.setattr(server.tokenizer, "response_template", {**THINKING, "start_anchor": anchor})
+    prompt = "Call it: def <tool_call>x</tool_call>, <think>."
+    asks = {"messages": [{"role": "user", "content": prompt}]} if endpoint == CHAT else {"input": prompt}
+    length = says(f"So: {CALL}")
+    assert whole(server, endpoint, **asks, **asked(endpoint, length)) == ("So:", [PAINT])
+    assert streamed(server, endpoint, **asks, **asked(endpoint, length)) == ("So:", [PAINT])
+
+
+def test_a_thought_that_a_prompt_begins_begins_with_what_is_thought(server, says, monkeypatch):
+    monkeypatch.setattr(server.tokenizer, "response_template", THINKING)
+    named = {"messages": [{"role": "user", "content": "x:\n\n<think>\n"}], **asked(CHAT, says("hm</think>So"))}
+    message = server.got(CHAT, **named)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "So")
+    events = [json.loads(event) for event in server.got(CHAT, stream=True, **named)[:-1]]
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    thoughts = [delta["reasoning_content"] for delta in deltas if delta.get("reasoning_content")]
+    assert thoughts[0].strip() and "".join(thoughts) == "hm"
+
+
+def test_a_forced_call_is_all_of_a_stream_behind_a_thought(server, says, monkeypatch):
+    monkeypatch.setattr(server.tokenizer, "response_template", THINKING)
+    text = '{"colour": "red"}'
+    named = {**asked(RESPONSES, says(text)), "tool_choice": {"type": "function", "name": "paint"}}
+    events = [json.loads(e) for e in server.got(RESPONSES, stream=True, input="x:\n\n<think>hm", **named)]
+    assert [item["type"] for item in events[-1]["response"]["output"]] == ["function_call"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_calls_of_different_choices_have_names_of_their_own(stream, server, says):
+    named = {**asked(CHAT, says(f"{CALL}\n{CALL}")), "n": 2}
+    found = server.got(CHAT, stream=stream, **named)
+    parts = (json.loads(event) for event in found[:-1]) if stream else [found]
+    choices = [choice.get("delta") or choice.get("message", {}) for part in parts for choice in part["choices"]]
+    names = [call["id"] for choice in choices for call in choice.get("tool_calls") or []]
+    assert len(names) == len(set(names)) == 4
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
@@ -154,8 +243,7 @@ ITEMS = {
 @pytest.mark.parametrize("top", [None, 1], ids=["bare", "logprobs"])
 @pytest.mark.parametrize("text", ITEMS)
 def test_the_items_of_a_stream_come_once_each_and_in_their_order(text, top, server, says, monkeypatch):
-    thinking = {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"}, **QWEN["fields"]}
-    monkeypatch.setattr(server.tokenizer, "response_template", {**QWEN, "fields": thinking})
+    monkeypatch.setattr(server.tokenizer, "response_template", THINKING)
     named = {} if top is None else {"include": ["message.output_text.logprobs"], "top_logprobs": top}
     named |= {"model": "small", "input": PROMPT, "temperature": 0, **asked(RESPONSES, says(text))}
     with server.client.responses.stream(**named) as events:
@@ -199,8 +287,6 @@ def test_patterns_with_bounded_spaces_find_what_they_found(pattern):
 
 
 def test_no_pattern_of_a_template_looks_at_white_space_again_and_again(server, monkeypatch):
-    from transformers.cli.serving import utils
-
     prompt = server.tokenizer("<|im_start|>assistant\n")["input_ids"]
     text = f"<tool_call>\n<function=paint>\n<parameter=colour>{' ' * 30_000}red</function></tool_call>{' ' * 30_000}."
     ids = server.tokenizer(text, add_special_tokens=False)["input_ids"]
