@@ -81,7 +81,7 @@ class Answer:
             return self._give_up(error)
 
     def _cut(self) -> bool:
-        """Whether the text ends within a call of a kind that is read as far as it goes."""
+        """Return whether the text ends within a call of a kind that is read as far as it goes."""
         field = self.parser._spec.fields[_CALLS]
         if field.close_re is None or field.content in _WHOLE:
             return False
