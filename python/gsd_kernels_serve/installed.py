@@ -8,8 +8,8 @@ import transformers
 
 from gsd_kernels_hf.extras import cure
 
-FIRST = (5, 6)
-"""transformers' first release whose server is assembled from parts, ``/v1/completions`` among them."""
+FIRST = (5, 15)
+"""transformers' first release whose server is assembled from parts and reads answers as they come."""
 
 PACKAGES = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")
 
@@ -26,8 +26,9 @@ def check_installed() -> None:
     version = transformers.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < FIRST:
         raise ImportError(
-            f"serve: needs transformers {FIRST[0]}.{FIRST[1]} or newer, whose server is made of parts; {version} is "
-            f"installed: {cure('serving', '--upgrade')}"
+            f"serve: needs transformers {FIRST[0]}.{FIRST[1]} or newer, whose server reads answers as they come; "
+            f"{version} is installed: {cure('serving', '--upgrade')}"
         )
     if util.find_spec("transformers.cli.serving.completion") is None:
-        raise ImportError(f"serve: transformers {version} has no transformers.cli.serving.completion; 5.6 to 5.23 have")
+        part = "transformers.cli.serving.completion"
+        raise ImportError(f"serve: transformers {version} has no {part}; 5.15 to 5.23 have")

@@ -161,7 +161,7 @@ def test_transformers_own_server(stream, served, plain, told):
 def served(exported):
     """The program ``transformers serve DIR --trust-remote-code``, in a thread of this process."""
     openai = pytest.importorskip("openai", reason="the server needs the extra [serving]")
-    pytest.importorskip("transformers.cli.serving.completion", reason="the server needs transformers 5.6")
+    pytest.importorskip("transformers.cli.serving.completion", reason="the server needs transformers 5.15")
     from transformers.cli import serve
 
     level = transformers.utils.logging.get_verbosity()

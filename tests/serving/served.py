@@ -18,7 +18,7 @@ from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
 
 openai = pytest.importorskip("openai", reason="the server needs the extra [serving]")
 pytest.importorskip("fastapi", reason="the server needs the extra [serving]")
-pytest.importorskip("transformers.cli.serving.completion", reason="the server needs transformers 5.6")
+pytest.importorskip("transformers.cli.serving.completion", reason="the server needs transformers 5.15")
 
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}{% for t in tools %}# {{ t['function']['name'] }}\n{% endfor %}{% endif %}"

@@ -61,7 +61,7 @@ def test_a_length_that_is_named_goes_beyond_the_positions_and_no_other(endpoint,
 
     assert usage(positions - 3) == 3
     assert not any("positions" in line for line in caplog.messages)
-    assert usage(positions - 3, **{LENGTH[endpoint]: 8}) == 8 and usage(positions + 1, **{LENGTH[endpoint]: 2}) == 2
+    assert usage(positions - 3, **{LENGTH[endpoint]: 40}) == 40 and usage(positions + 1, **{LENGTH[endpoint]: 2}) == 2
     assert any(f"beyond the {positions} positions" in line for line in caplog.messages)
     if endpoint != RESPONSES:  # which has no stop strings
         whole = server.got(endpoint, max_tokens=2**31 - 1, stop=server.text(endpoint).split()[0])

@@ -25,7 +25,7 @@ from gsd_kernels_hf import generate
 def openai():
     """Its client. Importing it and transformers' server takes a second, which a run without these tests has not."""
     client = pytest.importorskip("openai", reason="the server needs the extra [serving]")
-    pytest.importorskip("transformers.cli.serving.completion", reason="the server needs transformers 5.6")
+    pytest.importorskip("transformers.cli.serving.completion", reason="the server needs transformers 5.15")
     return client
 
 
@@ -249,11 +249,13 @@ def request_and_leave(server, *, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_a_client_that_goes_away_ends_its_text_alone(stream, server, client, direct):
-    before = len(re.findall("the client went away", server.log))
+    before = len(server.log)
     request_and_leave(server, stream=stream)
     answer = client.completions.create(prompt=PROMPT, max_tokens=8, **GREEDY)
     assert answer.choices[0].text == direct(PROMPT, max_new_tokens=8)
-    assert len(re.findall("the client went away", server.log)) == before + 1
+    said = server.log[before:]
+    # Whose text is not streamed may leave before its turn, on a busy machine.
+    assert "+ 1900 tokens" not in said and said.count("the client went away") in ((1,) if stream else (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -371,6 +373,6 @@ def test_other_transformers_are_refused_by_name(monkeypatch):
     from gsd_kernels_serve.installed import check_installed
 
     check_installed()
-    monkeypatch.setattr(transformers, "__version__", "5.4.0")
-    with pytest.raises(ImportError, match=r"transformers 5\.6 or newer.*5\.4\.0"):
+    monkeypatch.setattr(transformers, "__version__", "5.14.1")
+    with pytest.raises(ImportError, match=r"transformers 5\.15 or newer.*5\.14\.1"):
         check_installed()
