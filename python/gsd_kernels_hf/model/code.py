@@ -14,7 +14,9 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,7 +204,7 @@ def looked_into(function: types.FunctionType) -> bool:
     return top_of(home) not in (HOME_PACKAGES - {"transformers"}) or home.startswith("torch.nn")
 
 
-_known: dict[tuple[frozenset[type], frozenset[str]], Code] = {}
+_known: OrderedDict[tuple[frozenset[type], frozenset[str]], Code] = OrderedDict()
 
 
 def code_of(classes: Iterable[type], implementations: Iterable[str]) -> Code:
@@ -214,10 +216,11 @@ def code_of(classes: Iterable[type], implementations: Iterable[str]) -> Code:
         for cls in sorted(key[0], key=lambda cls: cls.__qualname__):
             look.at_class(cls)
         look.code.names.update(ENTRIES)
-        _known.pop(key, None)
         code = _known[key] = look.code
         while len(_known) > MOST_SETS:
-            _known.pop(next(iter(_known)), None)
+            _known.popitem(last=False)
+    with suppress(KeyError):  # of another thread, which made others
+        _known.move_to_end(key)  # what is in use is the last to go
     return code
 
 
