@@ -20,7 +20,9 @@ from ops.contracts.step import (
 )
 
 import gsd_kernels as gsd
+from gsd_kernels.graph import unpack_bits
 from gsd_kernels.ops import step
+from gsd_kernels.ops.step.reference import laid_out
 
 pytestmark = pytest.mark.quick
 
@@ -105,3 +107,16 @@ def test_the_cases_say_something():
 
 def test_triton_has_none_of_them_and_takes_what_auto_does():
     assert step.feed_rows(**fed(0), backend="triton").ids.shape == fed(0)["token_ids"].shape
+
+
+def test_rows_of_a_chain_see_what_is_before_them_and_no_padding():
+    lacking, width = torch.tensor([5, 3, 1], dtype=torch.int32, device="cpu"), 6
+    first = torch.tensor([2, 0, -4], dtype=torch.int32, device="cpu")
+    count, real, slots, depths, mask = laid_out(lacking, width, first)
+    assert count.tolist() == lacking.tolist() and real.sum(1).tolist() == lacking.tolist()
+    for sees, begin, number, own, is_row in zip(unpack_bits(mask, width), first, lacking, slots, real, strict=True):
+        for row in range(width):
+            link = row - (width - int(number))
+            before = {slot for slot in range(max(int(begin), 0), link + 1)} if is_row[row] else set()
+            assert {*sees[row].nonzero()[:, 0].tolist()} == before | {int(own[row])}
+    assert depths.min() >= 0
