@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +23,7 @@ from .engine.known import learned_of
 from .engine.options import Options
 from .engine.output import GraphGenerateOutput
 from .engine.resolved import Sources
-from .engine.screen import check_names, report_draft_lengths, screen
+from .engine.screen import OPTIONS, check_names, report_draft_lengths, screen
 from .engine.stats import GenerationStats
 from .engine.stop_strings import StopStrings
 from .model import properties
@@ -46,9 +45,8 @@ logger = logging.getLogger("gsd_kernels")
 _PATCH = "_gsd_patch"
 _PATCHED = (_PATCH, "generate", "__reduce_ex__")  # what a patch puts on a model
 _lock = threading.Lock()
-_OPTIONS = tuple(field.name for field in fields(Options))
 _THEIRS = ("assistant_model", "streamer", "tokenizer", "assistant_tokenizer")  # transformers' too
-_OURS = tuple(name for name in _OPTIONS if name not in _THEIRS)
+_OURS = tuple(name for name in OPTIONS if name not in _THEIRS)
 _WITHOUT = ("assistant_model", "draft_heads", "drafter")  # False leaves the patch's out
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -96,7 +94,7 @@ def generate(
     """
     model = properties.unwrap(model)
     facts = validate.check_model("model", model)
-    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     check_names(tuple(kwargs), model)
     validate.check_arguments(kwargs)
     report_draft_lengths(_without_prompt(kwargs), generation_config, model)

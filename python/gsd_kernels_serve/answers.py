@@ -10,11 +10,11 @@ from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cli.serving import utils
 from transformers.cli.serving.utils import (
     ReasoningText,
     ToolCall,
     build_response_parser,
+    get_response_template,
     response_events_to_chunks,
 )
 
@@ -135,8 +135,7 @@ class Answers:
     @property
     def written(self) -> Mapping[str, Any] | None:
         """How the model writes its answers, as transformers has it; ``None``: unknown, so that calls are text."""
-        template_of = getattr(utils, "get_response_template", None)  # which older releases keep elsewhere
-        return {} if template_of is None else template_of(self._inner, self._model)
+        return get_response_template(self._inner, self._model)
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:

@@ -19,7 +19,7 @@ from ..validate.options import CONFIG_FIELDS, GENERATE_PARAMETERS, warn_once
 from .options import Options
 from .resolved import Sources
 
-OPTIONS = tuple(field.name for field in fields(Options) if not field.name.startswith("_"))
+OPTIONS = tuple(field.name for field in fields(Options))
 
 DRAFT_LENGTHS = (
     "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind "
