@@ -250,26 +250,6 @@ def test_models_die(name, how, objects):
     assert refs[1]() is None
 
 
-@pytest.mark.parametrize("way", ["generate", "custom_generate", "unpatch"])
-def test_a_model_that_is_not_patched_dies_at_once(way):
-    target, draft = pair()
-    refs, options = [weakref.ref(target), weakref.ref(draft)], {"assistant_model": draft, "graph_config": GRAPH}
-    prompt = {"input_ids": words(1, 9, seed=1), "max_new_tokens": 6, "do_sample": False}
-    gc.disable()
-    try:
-        if way == "generate":
-            gsd.generate(target, **prompt, **options)
-        elif way == "custom_generate":
-            target.generate(**prompt, custom_generate=gsd.GraphDecoder(**options))
-        else:
-            with gsd.patch(target, **options):
-                target.generate(**prompt)
-        del target, draft, options
-        assert [ref() for ref in refs] == [None, None]
-    finally:
-        gc.enable()
-
-
 def test_a_draft_of_one_call_dies():
     target, draft = pair()
     ref = weakref.ref(draft)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import chats
 import fake_cuda
 import pytest
 import torch
@@ -14,6 +15,7 @@ from engine.test_stale import add_in_place, hook, layer_replaced, weight_replace
 from models import noised, tiny
 from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3
 
+import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip, patch, unpatch
 from gsd_kernels_hf.engine.engine import MOST_SESSIONS, engines_of
 
@@ -125,3 +127,23 @@ def test_no_model_is_kept_alive(cuda, name, who):
             del given, options, models
     gc.collect()
     assert gone() is None and caches() is None
+
+
+@pytest.mark.parametrize("way", ["generate", "custom_generate", "unpatch"])
+def test_a_model_that_is_not_patched_dies_at_once(way, cuda):
+    target, draft = chats.pair()
+    refs, options = [weakref.ref(target), weakref.ref(draft)], {"assistant_model": draft, "graph_config": chats.GRAPH}
+    prompt = {"input_ids": chats.words(1, 9, seed=1), "max_new_tokens": 6, "do_sample": False}
+    gc.disable()
+    try:
+        if way == "generate":
+            gsd.generate(target, **prompt, **options)
+        elif way == "custom_generate":
+            target.generate(**prompt, custom_generate=gsd.GraphDecoder(**options))
+        else:
+            with gsd.patch(target, **options):
+                target.generate(**prompt)
+        del target, draft, options
+        assert [ref() for ref in refs] == [None, None]
+    finally:
+        gc.enable()
