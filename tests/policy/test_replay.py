@@ -25,7 +25,7 @@ from gsd_kernels_hf.policy.shape_policy import ShapePolicy
 
 RECORDED = Path(__file__).with_name("replay.json")
 ROWS = np.array([1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 32.0, 128.0])
-AGREES = 1e-7  # relative: another processor's logarithms may differ in their last bit
+AGREES = 1e-4  # relative: another processor's libraries sum and take logarithms in their own way
 
 
 def runs(choices: Iterable[Any]) -> str:
