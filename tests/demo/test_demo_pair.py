@@ -4,7 +4,6 @@ import json
 import math
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +14,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from gsd_kernels_cli import demo
 from gsd_kernels_cli.demo.drafters import FOLDER, heads_folder
 from gsd_kernels_hf.sources.heads import DraftHeads
-from gsd_kernels_train.recipes import demo_pair
 from gsd_kernels_train.recipes.stdlib import HELD_OUT
 
 MEMBERS = ("target", "draft")
-
-RECIPE = Path(demo_pair.__file__).parent
 
 
 @cache
@@ -83,14 +79,6 @@ def test_prompts_are_held_out_and_of_natural_length():
     assert demo.excerpt()["file"] in HELD_OUT
 
 
-def test_sources_name_what_was_held_out():
-    sources = json.loads((RECIPE / "sources.json").read_text(encoding="utf-8"))
-    assert set(sources["held_out"]) == set(HELD_OUT)
-    assert not set(sources["held_out"]) & set(sources["training"])
-    assert not set(sources["held_out"].values()) & set(sources["training"].values())
-    assert sources["digest"] in card()
-
-
 @torch.no_grad()
 def test_bits_per_byte_on_the_shipped_excerpt():
     target, _, tokenizer = pair()
@@ -149,7 +137,7 @@ def test_nothing_tells_where_it_was_made():
     # Any absolute path; the slashes of URLs and of relative paths come after other characters.
     local = re.compile(r"(/(?:root|home|tmp|Users)/|file:|(?<![\w.:/])/\w+/|[A-Z]:\\Users)")
     assert all(map(local.search, ('"/build/x"', "in /srv/a/b", "file:///opt/x/y", "a/home/b")))
-    for file in (*demo.path().rglob("*"), *FOLDER.rglob("*"), RECIPE / "sources.json"):
+    for file in (*demo.path().rglob("*"), *FOLDER.rglob("*")):
         if file.suffix in (".json", ".md") and file.name not in ("prompts.json", "tokenizer.json"):
             text = file.read_text(encoding="utf-8")
             assert not local.search(text), file.name

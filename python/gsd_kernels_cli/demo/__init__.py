@@ -1,6 +1,6 @@
 """The embedded demo pair: a small Llama target and a draft distilled from it, trained on Python source.
 
-``README.md`` beside this file is their model card; ``gsd_kernels_train.recipes.demo_pair`` trains them.
+``README.md`` beside this file is their model card; it names the recipe that trained them.
 """
 
 from __future__ import annotations

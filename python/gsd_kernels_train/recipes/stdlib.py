@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +19,10 @@ EXCLUDED_PREFIXES = ("_sysconfigdata", "config-", "bad_coding", "badsyntax", "ba
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One source file: its path below the standard library, its text and the SHA-256 of its bytes."""
+    """One source file: its path below the standard library, and its text."""
 
     name: str
     text: str
-    sha256: str
-
-    @property
-    def is_test(self) -> bool:
-        """Return whether the file belongs to a test suite."""
-        return any(part in ("test", "tests", "idle_test") for part in Path(self.name).parts)
 
 
 def stdlib_sources() -> list[SourceFile]:
@@ -44,12 +37,11 @@ def stdlib_sources() -> list[SourceFile]:
             or any(part.startswith(EXCLUDED_PREFIXES) for part in relative.parts)
         ):
             continue
-        data = path.read_bytes()
         try:
-            text = data.decode("utf-8")
+            text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
             continue
-        sources.append(SourceFile(relative.as_posix(), text.replace("\r\n", "\n"), hashlib.sha256(data).hexdigest()))
+        sources.append(SourceFile(relative.as_posix(), text.replace("\r\n", "\n")))
     return sources
 
 
@@ -60,8 +52,3 @@ def split_sources(sources: list[SourceFile]) -> tuple[list[SourceFile], list[Sou
     if missing := names.difference(source.name for source in held_out):
         raise FileNotFoundError(f"held-out modules not in this standard library: {sorted(missing)}")
     return [source for source in sources if source.name not in names], held_out
-
-
-def sources_digest(sources: list[SourceFile]) -> str:
-    """Return one SHA-256 over the sorted per-file hashes."""
-    return hashlib.sha256("\n".join(sorted(source.sha256 for source in sources)).encode()).hexdigest()
