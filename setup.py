@@ -156,7 +156,7 @@ class Toolchain:
         if sys.platform != "linux":
             return "Linux"
         if self.torch is None:
-            return "torch 2.10 or newer (install it first and pass --no-build-isolation)"
+            return "torch 2.10 or newer"
         if self.cxx is None:
             return "C++17 compiler (CXX, g++)"
         if cuda and self.nvcc is None:
@@ -165,6 +165,15 @@ class Toolchain:
             expected, found = (".".join(map(str, numbers)) for numbers in (OLDEST_NVCC, version))
             return f"nvcc {expected} or newer: {self.nvcc} is {found or 'of no known version'}; CUDACXX names another"
         return None
+
+
+def missing_torch() -> list[str]:
+    """What an isolated build has to install so that operators are compiled; nothing where they cannot be."""
+    tools = Toolchain()
+    if tools.torch is not None or wanted("GSD_KERNELS_BUILD_CPU") is False:
+        return []
+    tools.torch = Path()
+    return [] if tools.missing(cuda=False) else ["torch>=2.10"]
 
 
 def extensions(tools: Toolchain) -> list[Extension]:
@@ -250,9 +259,10 @@ class StableWheel(bdist_wheel):
             self.py_limited_api = "cp310"
 
 
-setup(
-    packages=packages(),
-    package_dir=MAPPED,
-    ext_modules=extensions(Toolchain()),
-    cmdclass={"build_ext": BuildOps, "bdist_wheel": StableWheel},
-)
+if __name__ == "__main__":  # also read by the build backend
+    setup(
+        packages=packages(),
+        package_dir=MAPPED,
+        ext_modules=extensions(Toolchain()),
+        cmdclass={"build_ext": BuildOps, "bdist_wheel": StableWheel},
+    )

@@ -118,6 +118,8 @@ def resolve(backend: str, device: torch.device, implementations: dict[str, Calla
         for name in preferred(implementations) if device.type == "cuda" else implementations:
             interpreted = name == "triton" and device.type == "cpu"  # a debugging aid, never a choice
             if not interpreted and unavailable_reason(name, device) is None:
+                if name == "reference" and device.type in implementations and COMPILED_UNAVAILABLE[device.type]:
+                    _say_slow(device.type, COMPILED_UNAVAILABLE[device.type])
                 return implementations[name]
     # Where a backend cannot run at all, that is what a user wants to know.
     if backend not in implementations and (backend not in BACKENDS or unavailable_reason(backend, device) is None):
@@ -128,21 +130,6 @@ def resolve(backend: str, device: torch.device, implementations: dict[str, Calla
     return implementations[backend]
 
 
-def resolve_small(
-    backend: str, device: torch.device, implementations: dict[str, Callable[..., Any]]
-) -> Callable[..., Any]:
-    """:func:`resolve` for ops of a few elements that have no Triton kernel.
-
-    On a GPU without the compiled CUDA ops that is PyTorch's operators, which is said once in the log.
-    """
-    if backend == "auto" and device.type == "cuda" and COMPILED_UNAVAILABLE["cuda"] is not None:
-        _say_slow(COMPILED_UNAVAILABLE["cuda"])
-    return resolve(backend, device, implementations)
-
-
 @cache
-def _say_slow(reason: str) -> None:
-    logger.warning(
-        "the small ops of a step have no Triton kernel and run as PyTorch's operators, hundreds of launches a step: %s",
-        reason,
-    )
+def _say_slow(device: str, reason: str | None) -> None:
+    logger.warning("on this %s PyTorch's operators compute steps, which is right and slow: %s", device.upper(), reason)

@@ -23,9 +23,9 @@ def load(backend: str) -> str | None:
     path = Path(__file__).with_name(LIBRARIES[backend])
     if not path.exists():
         return f"the compiled {backend} ops were not built when the package was installed; " + (
-            "with a C++ compiler: pip install --no-build-isolation ."
+            "install a C++ compiler, then this package again: pip install ."
             if backend == "cpu"
-            else "with nvcc: GSD_KERNELS_BUILD_CUDA=1 pip install --no-build-isolation ."
+            else "with nvcc: GSD_KERNELS_BUILD_CUDA=1 pip install ."
         )
     try:
         ctypes.CDLL(str(path)).gsd_register(NAMESPACE.encode())

@@ -77,9 +77,8 @@ def c_code(text: str) -> int:
 
 
 def room_of(file: str) -> str:
-    """The innermost room of :data:`BUDGET` that a file lies in; without one, the folder that needs a row."""
-    rooms = [room for room in BUDGET if file.startswith(f"{room}/")]
-    return max(rooms, key=len) if rooms else str(Path(file).parent)
+    """The innermost room of :data:`BUDGET` that a file lies in; ``.`` for all others."""
+    return max((room for room in BUDGET if file.startswith(f"{room}/")), key=len, default=".")
 
 
 def rooms() -> dict[str, float]:

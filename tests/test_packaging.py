@@ -55,14 +55,19 @@ def pure(tmp_path_factory):
     return once(tmp_path_factory, "pure-wheel", build)
 
 
-def build_wheel(source: Path, python: str | Path = sys.executable, **environment: str) -> subprocess.CompletedProcess:
-    """setup.py with setuptools but without any site-packages on sys.path, as in pip's isolated build."""
-    dependencies = source.parent / "dependencies"
-    if not dependencies.exists():
-        dependencies.mkdir()
+def dependencies(source: Path) -> Path:
+    """A folder that has setuptools alone."""
+    folder = source.parent / "dependencies"
+    if not folder.exists():
+        folder.mkdir()
         site_packages = Path(setuptools.__file__).parents[1]
         for name in ("setuptools", "_distutils_hack", f"setuptools-{setuptools.__version__}.dist-info"):
-            (dependencies / name).symlink_to(site_packages / name)
+            (folder / name).symlink_to(site_packages / name)
+    return folder
+
+
+def build_wheel(source: Path, python: str | Path = sys.executable, **environment: str) -> subprocess.CompletedProcess:
+    """setup.py with setuptools but without any site-packages on sys.path, as in pip's isolated build."""
     program = (
         "import sys, runpy\n"
         "sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + [sys.argv[1]]\n"
@@ -72,7 +77,7 @@ def build_wheel(source: Path, python: str | Path = sys.executable, **environment
     )
     clean = {k: v for k, v in os.environ.items() if not k.startswith("GSD_") and k != "PYTHONPATH"}
     return subprocess.run(
-        [str(python), "-c", program, str(dependencies)],
+        [str(python), "-c", program, str(dependencies(source))],
         cwd=source,
         env={**clean, "GSD_KERNELS_BUILD_CUDA": "0", **environment},
         capture_output=True,
@@ -147,7 +152,7 @@ def test_without_torch_the_wheel_is_pure_python_and_names_the_cure(source):
     assert "not built: there is no torch 2.10 or newer" in done.stdout
     target, tags = installed(source)
     assert tags == "py3-none-any"
-    assert "pip install --no-build-isolation" in answer(target, REASON)
+    assert "then this package again: pip install ." in answer(target, REASON)
 
     refused = build_wheel(source, python, GSD_KERNELS_BUILD_CPU="1")
     assert refused.returncode != 0 and "GSD_KERNELS_BUILD_CPU=1, but there is no torch" in refused.stderr
@@ -170,6 +175,21 @@ def test_without_torch_the_wheel_is_pure_python_and_names_the_cure(source):
 def test_what_is_asked_for_and_impossible_fails(source, environment, message):
     done = build_wheel(source, **environment)
     assert done.returncode != 0 and message in done.stderr
+
+
+def test_a_build_without_torch_asks_for_one_where_it_can_compile(source):
+    venv.create(source.parent / "venv", with_pip=False)
+    ask = "import gsd_kernels_build as backend; print(backend.get_requires_for_build_wheel())"
+    paths = f"{source}/python:{dependencies(source)}"
+    for compiler, asked in ((sys.executable, True), ("no-such-compiler", False)):
+        done = subprocess.run(
+            [source.parent / "venv/bin/python", "-c", ask],
+            cwd=source,
+            env={**os.environ, "PYTHONPATH": paths, "CXX": compiler},
+            capture_output=True,
+            text=True,
+        )
+        assert ("torch>=2.10" in done.stdout) == asked, done.stdout + done.stderr
 
 
 def test_both_off_is_pure_python(pure):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import resolve, resolve_small
+from ..backends import resolve
 from ..compiled import NAMESPACE
 from .launching import launching_op
 
@@ -78,7 +78,6 @@ class Op:
         self.name, _, rest = schema.partition("(")
         self.schema, self.reference, self.flat, self.whole = f"({rest}", reference, flat, whole
         self.result, self.lacks, self.tolerance = result, lacks, tolerance
-        self.resolve = resolve_small if lacks else resolve
         given = signature(reference).parameters.items()
         self.parameters = {name: one.default for name, one in given if one.kind is not Parameter.KEYWORD_ONLY}
         arguments = rest.partition(") ->")[0].split(", ")
@@ -114,7 +113,7 @@ class Op:
         Raises:
             BackendUnavailableError: see :func:`gsd_kernels.backends.resolve`.
         """
-        return self.resolve("auto" if backend in self.lacks else backend, device, self.implementations)
+        return resolve("auto" if backend in self.lacks else backend, device, self.implementations)
 
     def _bound(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """All arguments in order; ``inspect`` would take longer than the op."""

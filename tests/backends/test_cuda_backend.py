@@ -87,23 +87,22 @@ def test_one_switch_prefers_what_is_compiled_ahead(first):
         assert chosen("dag_attention") == "triton", "attention is on request"
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_small_ops_without_a_kernel_are_said_to_be_slow(backend, first, monkeypatch, caplog):
-    missing = {"cpu": "absent", "cuda": "not built; GSD_KERNELS_BUILD_CUDA=1 pip install ."}
+@pytest.mark.parametrize(("backend", "device"), [("auto", "cuda"), ("triton", "cuda"), ("auto", "cpu")])
+def test_ops_without_a_kernel_are_said_to_be_slow(backend, device, first, monkeypatch, caplog):
+    missing = {"cpu": "not built; pip install .", "cuda": "not built; GSD_KERNELS_BUILD_CUDA=1 pip install ."}
     monkeypatch.setattr(backends, "COMPILED_UNAVAILABLE", missing)
     monkeypatch.setattr(backends, "unavailable_reason", lambda name, _: missing.get(name))
     backends._say_slow.cache_clear()
     with caplog.at_level("WARNING", logger="gsd_kernels"):
         for _ in range(2):
-            assert CALIBRATE.chosen(backend, GPU) is CALIBRATE.reference
+            assert CALIBRATE.chosen(backend, torch.device(device)) is CALIBRATE.reference
     assert [r.message for r in caplog.records] == [
-        "the small ops of a step have no Triton kernel and run as PyTorch's operators, hundreds of launches a step: "
-        "not built; GSD_KERNELS_BUILD_CUDA=1 pip install ."
+        f"on this {device.upper()} PyTorch's operators compute steps, which is right and slow: {missing[device]}"
     ]
     caplog.clear()
-    monkeypatch.setitem(missing, "cuda", None)
-    assert CALIBRATE.chosen(backend, GPU) == CALIBRATE.compiled
-    CALIBRATE.chosen("reference", GPU)
+    monkeypatch.setitem(missing, device, None)
+    assert CALIBRATE.chosen(backend, torch.device(device)) == CALIBRATE.compiled
+    CALIBRATE.chosen("reference", torch.device(device))
     assert not caplog.records
 
 

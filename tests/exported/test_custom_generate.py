@@ -100,7 +100,7 @@ def test_without_the_package_the_error_names_the_cure(target, tmp_path, monkeypa
     call = {**prompts(1, 9), **CALL, "custom_generate": str(folder), "trust_remote_code": True}
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "gsd_kernels", None)
-        with pytest.raises(ImportError, match=r"not installed here, or too old.*pip install --no-build-isolation"):
+        with pytest.raises(ImportError, match=r"not installed here, or too old.*pip install"):
             target.generate(**call)
         old = type(sys)("gsd_kernels")
         patch.setitem(sys.modules, "gsd_kernels", old)

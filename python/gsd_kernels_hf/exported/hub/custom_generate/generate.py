@@ -11,7 +11,7 @@ except ImportError as error:
         raise
     raise ImportError(
         "custom_generate: this generate is the package gsd-kernels, which is not installed here, or too old. It is on "
-        "no package index: in a clone of its repository run `pip install --no-build-isolation .`, or install a wheel. "
+        "no package index: in a clone of its repository run `pip install .`, or install a wheel. "
         "Without trust_remote_code=True the model loads all the same, and transformers' own generate serves it."
     ) from error
 
