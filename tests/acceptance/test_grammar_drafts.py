@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import random
+
 import pytest
 import torch
 from grammars import GRAMMARS, REGEXES, SCHEMAS, TEXTS, pair
@@ -10,11 +13,22 @@ from transformers import LogitsProcessorList
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.model.vocabulary import Vocabulary
-from gsd_kernels_hf.sources.matchers import holds_grammar, walks_of
+from gsd_kernels_hf.sources.grammar import WALK_CALLS
+from gsd_kernels_hf.sources.matchers import LLGuidanceWalk, XGrammarWalk, walks_of
 
 SHAPE = gsd.GraphConfig(depth=0, history_depth=8, history_width=3, width=3, branch=3, max_rows=16)
 FORCED = r'\{"first_name": "Ada", "kind": "(class|def)", "on": (true|false)\}'
-LIBRARIES = ("xgrammar", "llguidance")
+WALKS = {"xgrammar": XGrammarWalk, "llguidance": LLGuidanceWalk}
+LIBRARIES = tuple(WALKS)
+ARRAYS = [{"type": "array", "items": of} for of in ({"type": "boolean"}, {"enum": ["ab", "ba"]}, {"enum": [1, 2, 3]})]
+PIECES = ["ab", "ba", "0", "1", "[a-c]", "left"]
+TABLE = {
+    "schemas": SCHEMAS,
+    "regexes": REGEXES,
+    "schemas that branch": [json.dumps(schema) for schema in ARRAYS],
+    "regexes that branch": ["[01]{20}", "(ab|ba){20}", "((a|bc)[de]){1,20}"],
+    "random regexes": [f"({'|'.join(random.Random(seed).sample(PIECES, 3))}){{2,12}}" for seed in range(3)],
+}
 GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 1.5, "seed": 7}
 
 
@@ -54,14 +68,22 @@ def test_texts_are_the_same_in_fewer_steps(kind, how):
     assert "grammar" not in history.stats.sources
 
 
-@pytest.mark.parametrize(("kind", "regex", "how"), rotated(LIBRARIES, (False, True), (GREEDY, SAMPLED)), ids=str)
-def test_a_batch_of_different_grammars(kind, how, regex):
-    texts = REGEXES if regex else SCHEMAS
-    call = {"prompts": TEXTS, "regex": regex, **how}
-    plain = written(list(texts), kind, graph_config="plain", **call)
-    drafted = written(list(texts), kind, **call)
-    assert torch.equal(drafted.sequences, plain.sequences)
-    assert drafted.stats.steps < plain.stats.steps and "grammar" in drafted.stats.sources
+@pytest.mark.parametrize(("kind", "name", "how"), rotated(LIBRARIES, list(TABLE), (GREEDY, SAMPLED)), ids=str)
+def test_a_batch_of_different_grammars(kind, name, how, monkeypatch):
+    """The same texts, and a bounded number of questions to the matcher in a step, wherever the grammar branches."""
+    call, asked = {"prompts": TEXTS, "regex": "regexes" in name, **how}, []
+
+    def allowed(walk, own=WALKS[kind].allowed):
+        asked.append(walk)
+        assert len(asked) <= 48 * len(TEXTS) * WALK_CALLS, "a step does not end"
+        return own(walk)
+
+    monkeypatch.setattr(WALKS[kind], "allowed", allowed)
+    plain = written(list(TABLE[name]), kind, graph_config="plain", **call)
+    drafted = written(list(TABLE[name]), kind, **call)
+    assert torch.equal(drafted.sequences, plain.sequences) and "grammar" in drafted.stats.sources
+    assert 0 < len(asked) <= drafted.stats.steps * len(TEXTS) * WALK_CALLS
+    assert drafted.stats.steps < plain.stats.steps
 
 
 def test_texts_one_after_the_other():
@@ -70,19 +92,17 @@ def test_texts_one_after_the_other():
     inputs = tokenizer(TEXTS[0], return_tensors="pt")
     calls = [FORCED, SCHEMAS[0], None, FORCED]
 
-    def texts(**options):
+    def texts():
         found = []
         for text in calls:
             given = {} if text is None else {"logits_processor": processors("xgrammar", [text], regex=text is FORCED)}
-            found.append(target.generate(**inputs, max_new_tokens=24, **GREEDY, **given, **options).tolist())
+            found.append(target.generate(**inputs, max_new_tokens=24, **GREEDY, **given).tolist())
         return found
 
     expected = texts()
     with gsd.patch(target, graph_config=SHAPE, tokenizer=tokenizer) as handle:
         assert texts() == expected
         assert "grammar" in handle.stats.sources
-        left_out = texts(draft_sources=("history",))
-        assert left_out == expected and "grammar" not in handle.stats.sources
 
 
 def test_without_a_tokenizer_the_longest_tokens_are_drafted():
@@ -120,13 +140,6 @@ def test_a_walk_leaves_the_processor_alone(kind):
     assert beside.text(b'{"first')
     brace = torch.tensor([[0, vocabulary.ids[b"{"]]])
     assert (processor(brace, scores.clone()) == 0).any(), "the walk moved the processor"
-
-
-def test_what_has_no_grammar():
-    assert not holds_grammar([]) and not holds_grammar([lambda ids, scores: scores])
-    assert holds_grammar(processors("xgrammar", [FORCED], regex=True)) and holds_grammar(
-        processors("llguidance", [FORCED], regex=True)
-    )
 
 
 @pytest.mark.parametrize("size", [2047, 2049, 4096])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -20,44 +20,30 @@ from .trie import Trie, proposal_of
 CONTEXT_TOKENS = 8  # tokens before the root, which decide how what follows is cut
 CUT_BYTES = 32  # bytes before a text, behind which it is cut
 LOOKAHEAD_BYTES = 96  # bytes that are looked ahead
-MAX_CHOICES = 4  # ways to go on that are all followed; with more of them the text is free
-EXPANDED_NODES = 6  # nodes of a step behind other sources' tokens that are looked ahead from
+WALK_CALLS = (
+    24  # questions to the matcher in one step of a sequence: a text that is forced in few bytes each costs most
+)
+MAX_ENDS = (
+    4  # tokens without text that are all proposed as ends; with more of them the grammar does not say how it ends
+)
 SPACE = b" \n\t\r"
-ENDS = b'"}],:'  # what may end a value that is free
 MARKS = b'"{}[],:'  # behind which a grammar may know what follows
 SPACED = b":,"  # behind which a space is likelier than none, where the text has not shown it
-P_LAYOUT, P_END, P_LAST, P_SECOND = 0.9, 1e-6, 0.6, 0.15
-"""Probabilities: of the guess where space is free; of the end of a free value, which takes no row by itself and goes on
-behind that end where another source proposes it; of a token that may merge with free text behind it; of the longest
+P_LAYOUT, P_LAST, P_SECOND = 0.9, 0.6, 0.15
+"""Probabilities: of the guess where space is free; of a token that may merge with free text behind it; of the longest
 tokens where the tokenizer has others."""
 
 INDEX_EDGES = (0.3, 0.8)  # between the indices
 
 
-class Ahead(NamedTuple):
-    """A text that may follow.
-
-    Attributes:
-        text: the bytes.
-        log_probs: of the text up to the end of each byte.
-        ends: tokens that end the text there; empty where it goes on, freely or beyond what was looked at.
-        end: log-probability of the text and that it ends.
-    """
-
-    text: bytes
-    log_probs: list[float]
-    ends: list[int]
-    end: float = 0.0
-
-
 class Grammar(DraftSource):
-    """A source of what the grammar of a call's processors forces, or all but forces, as the tokens that spell it.
+    """A source of the text that the grammar of a call's processors forces, as the tokens that spell it.
 
     The grammar's state is a copy that follows the text; the processors' own are not touched. From the root, and from
-    nodes of other sources behind punctuation, it is walked on as long as one text can follow, or a few: where space
-    alone is free it is laid out as the text has been. A text is cut as the tokenizer does behind what was written, and
-    into the longest tokens: both are in the graph. The last token of a text may merge with what is free behind it, and
-    is held less likely.
+    nodes of other sources behind punctuation, it is walked on as long as one text can follow, and not where it
+    branches: several ways at every byte are exponentially many texts. Where space alone is free it is laid out as the
+    text has been. A text is cut as the tokenizer does behind what was written, and into the longest tokens: both are in
+    the graph. The last token of a text may merge with what is free behind it, and is held less likely.
     """
 
     name = "grammar"
@@ -115,7 +101,7 @@ class Grammar(DraftSource):
         if level.number == 0:
             self._follow()
             self.places: list[dict[int, Trie]] = [{} for _ in self.walks]
-            self.left = [EXPANDED_NODES] * len(self.walks)
+            self.calls = [WALK_CALLS] * len(self.walks)
         if not any(walk is not None for walk in self.walks):
             return None
         nodes, tokens = level.frontier.node_ids.tolist(), level.frontier.token_ids.tolist()
@@ -126,7 +112,7 @@ class Grammar(DraftSource):
             for node, token in zip(nodes[b], tokens[b], strict=True):
                 if walk is not None and node >= 0:
                     if parents is None:
-                        places[node] = self._ahead(b, walk, self.before[b], begins=True)
+                        places[node] = self._ahead(b, walk, self.before[b])
                     else:
                         self._place(b, walk, level, node, token, parents[b])
                 after.append(places[node].best() if node in places else [])
@@ -142,94 +128,74 @@ class Grammar(DraftSource):
             places[node] = places[parent].after[token]
             return
         last = self.vocabulary.spelled.get(token, b"")[-1:]
-        if not self.left[b] or not last or last not in MARKS:
+        if not last or last not in MARKS:
             return
-        self.left[b] -= 1
         path, all_tokens = [node], level.graph.token_ids[b]
         while parents[path[-1]] > 0:
             path.append(parents[path[-1]])
-        steps, behind = 0, [int(all_tokens[n]) for n in reversed(path)]
-        for one in behind:
-            if not walk.token(one):
-                break
-            steps += 1
+        behind = [int(all_tokens[n]) for n in reversed(path)]
+        self.calls[b] -= len(behind)
+        if self.calls[b] <= 0:
+            return
+        steps = sum(1 for _ in takewhile(walk.token, behind))
         if steps == len(behind):
-            places[node] = self._ahead(b, walk, self.before[b] + self._spelled(behind), begins=False)
+            places[node] = self._ahead(b, walk, self.before[b] + self._spelled(behind))
         walk.back(steps)
 
-    def _ahead(self, b: int, walk: Walk, before: bytes, *, begins: bool) -> Trie:
-        """The tokens of all texts that may follow ``before``."""
-        trie, texts = Trie(), list(self._texts(walk, before, b"", [], begins=begins))
-        if not texts:
-            return trie
-        jobs = [(before[-CUT_BYTES:], one.text) for one in texts]
-        cut = self.speller.spell(jobs) if self.cuts else [self.speller.longest(one.text) for one in texts]
-        keys: dict[tuple[bytes, int], int] = {}  # of a beginning and the way it is cut
-        for one, spelled in zip(texts, cut, strict=True):
-            longest = self.speller.longest(one.text)
-            ways = [spelled] if spelled.tokens == longest.tokens else [spelled, longest]
-            for second, way in enumerate(ways):
-                if max(way.tokens, default=0) >= len(self.first):  # of a tokenizer with more tokens than the target
-                    continue
-                share = 1.0 if len(ways) == 1 else (1 - P_SECOND, P_SECOND)[second]
-                path, probs = [], {}
-                for token, end in zip(way.tokens, way.ends, strict=True):
-                    key = keys.setdefault((one.text[:end], second), len(keys))
-                    merges = end == len(one.text) and not one.ends
-                    probs[key] = math.exp(one.log_probs[end - 1]) * share * (P_LAST if merges else 1.0)
-                    path.append((token, key))
-                whole = not one.text or way.ends[-1:] == [len(one.text)]
-                for token in one.ends if whole else ():
-                    key = keys.setdefault((one.text + b"\xff%d" % token, second), len(keys))
-                    prob = math.exp(one.end) * share / len(one.ends)
-                    trie.add([*path, (token, key)], {**probs, key: prob})
-                if path and not (one.ends and whole):
-                    trie.add(path, probs)
+    def _ahead(self, b: int, walk: Walk, before: bytes) -> Trie:
+        """The tokens of the text that must follow ``before``."""
+        trie, (text, probs, ends) = Trie(), self._forced(b, walk, before)
+        longest = self.speller.longest(text)
+        cut = self.speller.spell([(before[-CUT_BYTES:], text)])[0] if self.cuts and text else longest
+        ways = [cut] if cut.tokens == longest.tokens else [cut, longest]
+        for second, way in enumerate(ways):
+            if max(way.tokens, default=0) >= len(self.first):  # of a tokenizer with more tokens than the target
+                continue
+            share = 1.0 if len(ways) == 1 else (1 - P_SECOND, P_SECOND)[second]
+            rows = [2 * end + second for end in way.ends]  # told apart by the way, since their shares are added
+            likely = {row: probs[end] * share for row, end in zip(rows, way.ends, strict=True)}
+            path, whole = list(zip(way.tokens, rows, strict=True)), way.covered == len(text)
+            if path and whole and not ends:
+                likely[rows[-1]] *= P_LAST
+            trie.add(path, likely)
+            for number, token in enumerate(ends if whole else (), start=len(text) + 1):
+                row = 2 * number + second
+                trie.add([*path, (token, row)], {**likely, row: probs[-1] * share / len(ends)})
         return trie
 
-    def _texts(
-        self, walk: Walk, before: bytes, text: bytes, log_probs: list[float], *, begins: bool
-    ) -> Iterator[Ahead]:
-        """The texts that may follow ``before + text``, where the walk is, as far as known; the walk comes back."""
-        steps, gone = 0, log_probs[-1] if log_probs else 0.0
-        while len(text) < LOOKAHEAD_BYTES and (forced := walk.forced()) and (took := walk.text(forced)):
-            steps, text, log_probs = steps + took, text + forced, log_probs + [gone] * len(forced)
-        options, ends, spaces = self._options(walk) if len(text) < LOOKAHEAD_BYTES else ([], [], False)
-        ways = len(options) + bool(ends)
-        ending = ways > MAX_CHOICES and begins and not text  # a free value, which may end here
-        if ending:
-            options, ends, chance = [byte for byte in ENDS if byte in options], [], P_END
-        elif ways > MAX_CHOICES:  # what follows is the model's to say
-            options, ends, chance = [], [], 0.0
-        else:
-            chance = 1.0 / max(1, ways)
-        any_text = bool(ends)
-        if ends:
-            yield Ahead(text, log_probs, ends, gone + math.log(chance))
-        glue = self._layout(before, text) if spaces else b""
-        for byte in options:
-            piece = glue + bytes([byte])
-            took = walk.text(piece)
-            if glue and not took:
-                piece = bytes([byte])
-                took = walk.text(piece)
-            if not took:
-                continue
-            likely = gone + math.log(chance * (P_LAYOUT if spaces else 1.0))
-            known = log_probs + [likely] * len(piece)
-            on = list(self._texts(walk, before, text + piece, known, begins=False))
-            walk.back(took)
-            if ending and all(one.text == piece and not one.ends for one in on):
-                continue  # it is a part of the value
-            any_text = True
-            yield from on
-        if not any_text and text:
-            yield Ahead(text, log_probs, [])
-        walk.back(steps)
+    def _forced(self, b: int, walk: Walk, before: bytes) -> tuple[bytes, list[float], list[int]]:
+        """The text that must follow where the walk is, which comes back.
 
-    def _layout(self, before: bytes, text: bytes) -> bytes:
+        Returns:
+            The bytes, the probability of each beginning of them, and the tokens that must end the text there; no such
+            token where it goes on, freely or beyond what was looked at.
+        """
+        text, probs, steps, ends = b"", [1.0], 0, []
+        while len(text) < LOOKAHEAD_BYTES and self.calls[b] > 0:
+            self.calls[b] -= 1
+            likely, pieces = probs[-1], [walk.forced()]
+            if not pieces[0]:
+                options, ends, spaces = self._options(walk)
+                if ends or len(options) != 1:  # it ends, or what follows is the model's to say
+                    ends = [] if options else ends
+                    break
+                pieces = [bytes(options)]
+                if spaces:
+                    likely *= P_LAYOUT
+                    pieces.insert(0, self._layout(before + text) + bytes(options))
+            took = 0
+            for piece in pieces:
+                if took := walk.text(piece):
+                    break
+            if not took:
+                break
+            steps, text, probs = steps + took, text + piece, probs + [likely] * len(piece)
+        walk.back(steps)
+        return text, probs, ends
+
+    def _layout(self, before: bytes) -> bytes:
         """The space behind the last byte, as the text has it where that was there before."""
-        last = (before + text)[-1:]
+        last = before[-1:]
         if not last or last not in MARKS:
             return b""
         at = before[:-1].rfind(last)
@@ -243,7 +209,7 @@ class Grammar(DraftSource):
         allowed = np.flatnonzero(walk.allowed()[: len(self.first)])
         begun = self.first[allowed]
         there = np.bincount(begun, minlength=NO_TEXT + 1)
-        ends = allowed[begun == NO_TEXT].tolist() if there[NO_TEXT] <= MAX_CHOICES else []
+        ends = allowed[begun == NO_TEXT].tolist() if there[NO_TEXT] <= MAX_ENDS else []
         bytes_there = np.flatnonzero(there[:NO_TEXT]).tolist()
         return [byte for byte in bytes_there if byte not in SPACE], ends, len(set(bytes_there) & set(SPACE)) > 0
 
