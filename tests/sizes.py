@@ -41,7 +41,7 @@ BUDGET = {
     "python/gsd_kernels_hf/model": 170,  # 150 before GPUs proved themselves
     "python/gsd_kernels_hf/packed": 64,
     "python/gsd_kernels_hf/policy": 37,  # 36 before threads that share it took turns
-    "python/gsd_kernels_hf/sources": 195,  # 193 before places of drafters were followed, and files that go bad borne
+    "python/gsd_kernels_hf/sources": 194,
     "python/gsd_kernels_hf/validate": 21,
     "python/gsd_kernels_serve": 113,  # 101 before malformed, cut and large answers and items of streams were its own
     "python/gsd_kernels_sglang": 20,
