@@ -15,29 +15,29 @@ from .generation.real.command import command as real
 from .generation.real.counted import command as sources
 from .gpu import commands as gpu
 from .kernels import commands as kernels
-from .scale import commands as scale
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "served.md")
 
 
 def readme(
-    files: Annotated[
-        list[Path] | None,
-        typer.Option("--readme", help="Repeatable. Default: README.md, docs/benchmarks.md and docs/served.md."),
-    ] = None,
-    results: Annotated[Path, typer.Option("--results", show_default=False, help="Default: bench/results.")] = ROOT
-    / "bench"
-    / "results",
+    files: Annotated[list[Path] | None, typer.Option("--readme", help="Repeatable. Default: README.md.")] = None,
+    results: Annotated[Path, typer.Option("--results", show_default=False, help="Default: bench/results.")] = RESULTS,
     check: Annotated[bool, typer.Option("--check", help="Change nothing, fail if a file is out of date.")] = False,
 ) -> None:
-    """Write the measured tables of README.md and the pages from the results."""
+    """Write the measured table of README.md from the results."""
     from .readme import rewrite
 
-    done = [rewrite(file, results, check=check) for file in files or DOCUMENTS]
+    done = [rewrite(file, results, check=check) for file in files or [ROOT / "README.md"]]
     if not all(done):
         raise typer.Exit(1)
+
+
+def scale_memory() -> None:
+    """Memory that one GPU holds of a tensor-parallel target and a replicated draft, from their shapes alone."""
+    from .scale.memory import table
+
+    typer.echo(table())
 
 
 #: room → name → command
@@ -56,8 +56,7 @@ BENCHMARKS = {
         "generate": generation.generate,
     },
     "Scale": {
-        "scale-memory": scale.memory,
-        "scale-messages": scale.messages,
+        "scale-memory": scale_memory,
     },
     "GPU": {"gpu": gpu.stages, "tune-attention": gpu.tune_attention},
     "Results": {"readme": readme},

@@ -31,7 +31,7 @@ MODULES = (
     *("torch.distributed.tensor.parallel", "accelerate", "transformers.models.llama.modeling_llama"),
     *("transformers.integrations.tensor_parallel", "transformers.generation.candidate_generator"),
     *("gsd_kernels_hf.api", "gsd_kernels_cli.app", "gsd_kernels_bench.cli", "gsd_kernels_bench.generation.generate"),
-    *("gsd_kernels_bench.scale.messages", "matplotlib.pyplot"),
+    "matplotlib.pyplot",
 )
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 

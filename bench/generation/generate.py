@@ -129,22 +129,6 @@ class GenerateReport:
         )
 
 
-def title(settings: dict[str, Any], parameters: dict[str, int]) -> str:
-    """Description of a run in one line."""
-    shape = "" if settings["target_shape"] == "none" else f" inflated to {settings['target_shape']}"
-    text = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']}"
-    ranks = settings.get("ranks", 1)
-    if settings.get("model"):
-        draft = f" with a {parameters['draft'] / 1e6:.0f}M draft" if parameters["draft"] else ""
-        size = f"{parameters['target'] / 1e6:.0f}M{draft}"
-        return f"{settings['pair']} ({size}), {settings['dtype']}, {text}, {settings['new_tokens']} new tokens"
-    shared = f", {ranks} tensor-parallel ranks (auto is the preset graph)" if ranks > 1 else ""
-    return (
-        f"{settings['pair']} pair{shape} ({parameters['target'] / 1e6:.0f}M with a {parameters['draft'] / 1e6:.1f}M "
-        f"draft), {settings['dtype']}, {text}, {settings['new_tokens']} new tokens{shared}"
-    )
-
-
 def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> GenerateReport:
     """Race the competitors; after every prompt the results so far are written to ``folder``."""
     check_names(settings.competitors, PEERS)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import os
 import shutil
 import tempfile
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +29,11 @@ from gsd_kernels_train.recipes.stdlib import split_sources, stdlib_sources
 from gsd_kernels_train.recipes.stdlib_prompts import copy_prompt
 
 from ..lib.shapes import shape_named
-from .prose import PASSAGES
 
 PAIRS = ("demo", "tiny")
 TEXTS = ("code", "copy", "table", "prose")
 MAX_TABLES = 16
+PROSE = Path(__file__).with_name("prose.json")  # openings of English books in the public domain
 SAMPLE_TOKENS = 384
 
 
@@ -161,7 +163,7 @@ def _demo(texts: Sequence[str], count: int, fresh: bool) -> Found:
     for kind in texts:
         known = [(p["name"], p["text"]) for p in demo.prompts(kind)]
         if kind in ("table", "prose"):
-            known = _tables() if kind == "table" else list(PASSAGES.items())
+            known = _tables() if kind == "table" else list(json.loads(PROSE.read_text("utf-8")).items())
         elif kind == "copy" and fresh:
             known = _fresh_copies(tokenizer)
         for prompt, text in known[-count:] if fresh else known[:count]:

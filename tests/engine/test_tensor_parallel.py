@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from forked import Fork, Forks
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from gsd_kernels_bench.scale import messages
 from gsd_kernels_bench.scale.memory import cache_bytes, memory, parameters_per_rank
 from gsd_kernels_cli.app import app
 from gsd_kernels_cli.demo.inflate import ModelShape
@@ -357,49 +355,6 @@ def test_bench_generate(forks, tmp_path):
     assert b"start it as torchrun" in alone_here(*command).stderr
     refused = run(forks, tmp_path, *command, processes=3)
     assert b"--target-shape none: num_attention_heads=4 does not divide among 3" in refused.stderr
-
-
-@pytest.mark.slow
-def test_messages_are_counted(forks, tmp_path, monkeypatch):
-    """A forward reduces twice a layer; where the vocabulary is sharded, it reduces embeddings and gathers logits."""
-
-    def torchrun(command: Sequence[str]) -> subprocess.CompletedProcess[bytes]:  # does what test_two_machines shows
-        launcher, module, arguments = command[:6], command[6:8], command[8:]
-        assert launcher == [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split()]
-        assert module == ["-m", "gsd_kernels_hf"]
-        return run(forks, tmp_path, *arguments, processes=2)
-
-    monkeypatch.setattr(messages.subprocess, "run", torchrun)
-    options = ["--ranks", "2", "--pair", "tiny", "--target-shape", "none", "--prompts", "1", "--new-tokens", "12"]
-    done = alone_here("bench", "scale-messages", *options, "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    data = json.loads((tmp_path / "scale_messages.json").read_text())
-    layers, hidden, vocabulary = (data["target"][k] for k in ("num_hidden_layers", "hidden_size", "vocab_size"))
-    assert [run_["way"] for run_ in data["runs"]] == ["plain", "chain", "tree", "graph"]
-    for run_ in data["runs"]:
-        sent, forwards = run_["messages"], run_["forwards"]
-        rows = 1 if run_["way"] == "plain" else data["settings"]["configs"][run_["way"]]["max_rows"]
-        gather = {"count": forwards, "bytes": forwards * rows * vocabulary // 2 * 4}
-        shards_vocabulary = "all_gather" in sent["decoding"]
-        count = 2 * layers + shards_vocabulary
-        assert sent["decoding"] == {
-            "all_reduce": {"count": forwards * count, "bytes": forwards * count * rows * hidden * 4},
-            **({"all_gather": gather} if shards_vocabulary else {}),
-        }
-        assert sent["prompt"]["all_reduce"]["count"] == count
-        assert "other" not in sent
-        if run_["way"] == "plain":
-            assert set(sent) == {"prompt", "decoding"}
-            assert forwards == run_["decoded_tokens"] == 11
-            continue
-        checks = forwards.bit_length() + (forwards & (forwards - 1) > 0)  # steps 1, 2, 4, … and the last
-        assert sent["agreement checks"] == {"all_gather": {"count": checks, "bytes": 8 * checks}}
-        assert sent["agreement at the start"]["all_gather"]["count"] == 1
-    for row in data["summary"]:
-        assert row["equal"] == 1
-        if row["way"] != "plain":
-            assert row["fewer_all_reduces"] == pytest.approx(row["tokens_per_forward"])
-            assert row["tokens_per_forward"] > 1.5
 
 
 def test_memory_of_a_large_pair():

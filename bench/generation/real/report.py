@@ -12,7 +12,7 @@ from gsd_kernels_hf.files import write_json
 
 from ...lib.intervals import Ratio, paired_ratio
 from ...lib.report import SCHEMA, markdown
-from .names import HF, HISTORY, OURS, PACKED, PACKED_HISTORY, label, plain_of
+from .names import HF, HISTORY, OURS, PACKED_HISTORY, label, plain_of
 
 MIN_PROMPTS = 6  # prompts that give a ratio an interval
 NARROW_BITS = 8.0  # bits a weight; with fewer a model computes something else than it was trained to
@@ -186,21 +186,6 @@ def _texts(row: dict[str, Any]) -> str:
         whose = "our" if row["way"] in OURS else "its"
         text += f"{'; ' * bool(text)}as {whose} plain {row['same_as_plain']} of {row['compared_with_plain']}"
     return text or "–"
-
-
-def equal_table(runs: Sequence[dict[str, Any]]) -> str:
-    """How many texts with drafts are those without, by the same engine; of the first run that compared them."""
-    lines: dict[tuple[str, str], list[str]] = {}
-    for data in runs:
-        for row in data["summary"]:
-            way, dtype = row["way"], data["settings"]["dtype"]
-            equal, of = row["same_as_plain"], row["compared_with_plain"]
-            if not of and plain_of(way) == HF:
-                equal, of = row["same"], row["compared"]
-            if of and way not in (plain_of(way), PACKED):
-                shown = label(way)
-                lines.setdefault((way, dtype), [shown.engine, shown.way, dtype, f"{equal} of {of}"])
-    return markdown(["", "drafts", "arithmetic", "texts with drafts equal to those without"], list(lines.values()))
 
 
 def verdicts(data: dict[str, Any]) -> list[str]:
