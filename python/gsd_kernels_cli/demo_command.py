@@ -1,40 +1,82 @@
-"""``gsd-kernels demo``: the real chat model where it is installed, else the embedded pair: its text and numbers."""
+"""``gsd-kernels demo``: a model answers, is raced against transformers' own ways, and one step is drawn."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gsd_kernels_hf.progress import tracked
+
 from . import options, values
 from .busy import Others, distrust
-from .demo_parts import draw, warned
 from .options import read_graph_config
-from .output import DIFFERS, out, progress, table
+from .output import DIFFERS, err, out, progress, table
 
 if TYPE_CHECKING:
-    from gsd_kernels import GraphConfig
-    from gsd_kernels_cli.comparison import Run
-    from gsd_kernels_cli.drawing import StepPicture
-    from gsd_kernels_hf import Verified
-
+    from .comparison import Contender, Run
     from .pair import LoadedPair
 
-GRAPH = "graph,depth=5,width=3,branch=3,max_rows=12"
-"""The demo's default: fixed, so that there is a graph to draw; on a CPU a target row costs time, so few are checked."""
+QUESTIONS = (
+    "Write a short Python function that returns the square of a number.",
+    "Now write one that returns the cube of a number.",
+)
+"""A chat of two turns, answered on the screen: a model of 135M parameters gets them right."""
 
-INFLATED = "250m"
-RACE_TOKENS = 16, 64
-"""Fewest and most new tokens of a run on it: fewer where the machine is slow."""
+RACED = (
+    "Correct the mistakes and write the text again: Last summer me and my sister goes to the lake evry day, and the "
+    "water were so cold that nobody wanted to swimm, but we swimmed anyway.",
+    "Explain in a few sentences why the sky is blue.",
+    "Write a Python function that counts the words of a text, and show how to call it.",
+    "Turn into a JSON list with the keys name, age and city: Anna is 31 and lives in Oslo; Ben is 45 and lives in "
+    "Ghent; Carla is 28 and lives in Porto.",
+)
+"""Answered by every way of the race."""
 
-PROMPT = "code-collections"
-PLAIN, ASSISTED, AUTO = "plain (transformers)", "assisted, ", "graph, auto (default)"
-DRAFTERS = {"eagle3": "EAGLE-3, graph", "dflash": "DFlash, lattice"}
-"""Rows of the embedded drafters, by kind."""
+PAIRS_PROMPTS = 4  # of the embedded pair's held-out code
+RACE_TOKENS = 64  # at most
+LOOKUP = 10  # tokens that transformers' prompt lookup drafts at a time
+DRAWN = "depth=0,width=4,branch=3,max_rows=12,max_path=8,merge_context=2,history_depth=8,history_width=3"
+"""Shape of the step that is drawn: one that `auto` chose may hold a single row."""
+MOST_NODES = 80  # of a picture that is still read with pleasure
+
+HF, HF_LOOKUP = "transformers", "transformers' prompt lookup"
+PLAIN, OURS, DRAFTED = "gsd_kernels, plain", "gsd_kernels, history", "gsd_kernels, draft model"
+
+
+@dataclass
+class Shown:
+    """What is shown.
+
+    Attributes:
+        name: of the model.
+        pairs: the model and what drafts for it, by dtype.
+        questions: of one chat, answered on the screen.
+        raced: prompts of the race.
+        most: new tokens of an answer.
+        shape, backend: as the options have them; ``None`` is ``auto``.
+    """
+
+    name: str
+    pairs: dict[str, LoadedPair]
+    questions: Sequence[str]
+    raced: Sequence[str]
+    most: int
+    shape: str | None
+    backend: str
+
+    @property
+    def first(self) -> LoadedPair:
+        return self.pairs.get("bfloat16") or next(iter(self.pairs.values()))
+
+    def decoding(self, pair: LoadedPair) -> dict[str, Any]:
+        config = pair.shape(read_graph_config(self.shape or "auto"))
+        return {**pair.speculation, "graph_config": config, "backend": self.backend}
 
 
 def command(
@@ -64,8 +106,7 @@ def command(
     dtype: options.DtypeOption = options.Dtype.auto,
     device: options.Device = None,
     graph_config: Annotated[
-        str | None,
-        typer.Option("--graph-config", metavar="SHAPE", help="As of generate. Default: auto; the pair's: its own."),
+        str | None, typer.Option("--graph-config", metavar="SHAPE", help="As of generate. Default: auto.")
     ] = None,
     backend: options.Backend = "auto",
     embedded: Annotated[
@@ -84,14 +125,10 @@ def command(
     questions, drafting from the text itself; then it is raced against transformers' plain decoding and prompt lookup,
     in float32 and bfloat16, and the texts are compared. One step's token graph is drawn as SVG and PNG.
 
-    Without that package, or with --embedded: a small trained pair continues a held-out piece of Python's standard
-    library. The same target is then inflated to about 250M parameters (same function, real cost) and timed against
-    plain decoding, transformers' assisted generation, a chain and a tree, with the draft model and with an EAGLE-3 and
-    a DFlash drafter.
-
+    Without that package, or with --embedded: a small trained pair continues held-out Python source in the same way.
     With --model, --draft and --prompt-file it is your model that answers and is raced, in the dtype as stored.
     """
-    from gsd_kernels_cli.demo import smollm2
+    from .demo import smollm2
 
     prompts = tuple(options.read_prompts(None, prompt_files, lines)) if prompt_files else ()
     if model is None and draft is not None:
@@ -99,275 +136,249 @@ def command(
     if embedded and (model is not None or prompts):
         raise ValueError("--embedded: has a model and prompts of its own; leave out --model and --prompt-file")
     reason = smollm2.why_missing() if model is None else None
-    if reason is None and not embedded:
-        from .demo_chat import Settings, show
+    if reason is not None and not embedded:
+        out.print(f"The embedded pair, since {reason}\n", markup=False, style="yellow", soft_wrap=True)
+    with progress("loading PyTorch and transformers"):
+        import torch
 
-        run = (max_new_tokens, dtype.value, device, graph_config, backend, quick, seconds, directory)
-        settings = Settings(*run, model, draft, prompts)
-        differs, report = show(settings)
+        from .pair import quiet_transformers
+        from .versions import versions
+
+        quiet_transformers()
+    questions, raced, place = prompts[:2] or QUESTIONS, prompts or RACED, None
+    if model is not None:
+        name, pairs = Path(model).name, _loaded(model, draft, dtype.value, device)
+    elif embedded or reason is not None:
+        from . import demo
+
+        name, pairs = "A small Llama trained on Python source", _loaded(None, None, dtype.value, device)
+        raced = [prompt["text"] for prompt in demo.prompts("code")[:PAIRS_PROMPTS]]
+        questions = raced[:1]
     else:
-        if not embedded:
-            out.print(f"The embedded pair, since {reason}\n", markup=False, style="yellow", soft_wrap=True)
-        differs, report = _embedded(
-            max_new_tokens, dtype.value, device, graph_config or GRAPH, backend, None if quick else seconds, directory
-        )
+        name, pairs, place = smollm2.NAME, _chat_models(dtype.value, device), smollm2.folder_path()
+    shown = Shown(name, pairs, questions, raced, max_new_tokens, graph_config, backend)
+    threads = torch.get_num_threads()
+    out.print(f"{name}, {shown.first.described}; {threads} threads", style="dim", soft_wrap=True)
+    if place is not None:
+        out.print(f"This model as a folder, for --model and from_pretrained: {place}", style="dim", soft_wrap=True)
+    report: dict[str, Any] = {
+        **{"versions": versions(), "model": name, "device": str(shown.first.device), "threads": threads},
+        **{"backend": backend, "dtypes": list(pairs), "graph_config": str(graph_config or "auto")},
+        "answers": _talk(shown),
+        "race": None,
+    }
+    if not quick:
+        report["race"] = _race(shown, seconds)
+        _print_race(report["race"])
+    report["drawing"] = _draw(shown, directory)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if differs:
+    if report["race"] and any(way["beyond_rounding"] for way in report["race"]["ways"]):
         raise typer.Exit(DIFFERS)
 
 
-def _embedded(
-    max_new_tokens: int,
-    dtype: str,
-    device: str | None,
-    graph_config: str,
-    backend: str,
-    seconds: float | None,
-    directory: Path,
-) -> tuple[bool, dict[str, Any]]:
-    """Show the embedded pair; whether its text differs beyond rounding, and the numbers. No race without seconds."""
-    with progress("loading the embedded pair"):
-        import torch
+def _loaded(model: str | None, draft: str | None, dtype: str, device: str | None) -> dict[str, LoadedPair]:
+    from .pair import load_pair
 
-        from gsd_kernels import GraphConfig
-        from gsd_kernels_cli import demo
+    with progress("loading the model"):
+        pair = load_pair(model, draft, dtype=dtype, device=device)
+    return {str(pair.target.dtype).removeprefix("torch."): pair}
 
-        from .pair import load_pair
-        from .versions import versions
 
-        config = read_graph_config(graph_config)
-        if not isinstance(config, GraphConfig):
-            config = GraphConfig.preset(str(config))
-        pair = load_pair(None, None, dtype=dtype, device=device)
-        prompts = demo.prompts()
-    sizes = {name: model.num_parameters() for name, model in (("target", pair.target), ("draft", pair.draft))}
-    name = str(pair.target.dtype).removeprefix("torch.")
+def _chat_models(dtype: str, device: str | None) -> dict[str, LoadedPair]:
+    """The chat model in float32 and bfloat16, or in the dtype that is asked for."""
+    import torch
+
+    from .demo import smollm2
+    from .pair import LoadedPair, pick_device
+
+    smollm2.folder()  # has a bar of its own
+    names = ("float32", "bfloat16") if dtype == "auto" else (dtype,)
+    pairs = {}
+    with tracked("loading the model", len(names), "dtypes") as update:
+        for number, name in enumerate(names):
+            update(number, name)
+            model, tokenizer = smollm2.load(getattr(torch, name), pick_device(device))
+            pairs[name] = LoadedPair(model, None, tokenizer, ("history",))
+    return pairs
+
+
+def _chat(pair: LoadedPair, turns: list[dict[str, str]]) -> dict[str, Any]:
+    """A chat by the tokenizer's template; without one, its texts, an empty line between them."""
+    from .demo import smollm2
+
+    if pair.tokenizer.chat_template:
+        return {name: value.to(pair.device) for name, value in smollm2.chat(pair.tokenizer, turns).items()}
+    return pair.encode(["\n\n".join(turn["content"] for turn in turns)])
+
+
+def _asked(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+def _talk(shown: Shown) -> list[dict[str, Any]]:
+    """Stream the answers of one chat."""
+    from . import comparison
+    from .streaming import StdoutStreamer, is_cut
+
+    pair, turns, answers = shown.first, [], []
+    for question in shown.questions:
+        turns += _asked(question)
+        inputs = _chat(pair, turns)
+        out.print(f"\n> {question}\n", style="bold", markup=False, soft_wrap=True)
+        with ExitStack() as waiting:
+            waiting.enter_context(progress("reading the question"))
+            streamer = StdoutStreamer(pair.tokenizer, waiting)
+            decode = comparison.graph(pair.target, **shown.decoding(pair), streamer=streamer)
+            run = comparison.measure(pair.target, decode, inputs, shown.most)
+        assert run.stats is not None
+        text = pair.tokenizer.decode(run.tokens, skip_special_tokens=True)
+        turns.append({"role": "assistant", "content": text})
+        answer = {"text": text, "tokens": len(run.tokens), "seconds": run.seconds}
+        answers.append({"question": question, **answer, "tokens_per_step": run.stats.tokens_per_step})
+        cut = f" (cut at {shown.most} tokens)" if is_cut(pair.target, run.tokens, shown.most) else ""
+        out.print(
+            f"{len(run.tokens)} tokens{cut}, {run.tokens_per_second:.0f} a second with the question read, "
+            f"{run.stats.tokens_per_step:.1f} a step",
+            style="dim",
+            soft_wrap=True,
+        )
+    return answers
+
+
+def _race(shown: Shown, seconds: float) -> dict[str, Any]:
+    """All ways in all dtypes on the same prompts, one after the other."""
+    import torch
+
+    from . import comparison
+
+    contenders: dict[str, Contender] = {}
+    ways: list[tuple[str, str]] = []
+    for dtype, pair in shown.pairs.items():
+        model = pair.target
+        own = {HF: comparison.plain(model), HF_LOOKUP: comparison.plain(model, prompt_lookup_num_tokens=LOOKUP)}
+        if dtype != "float32":  # whose text is held against transformers' own
+            own[PLAIN] = comparison.undrafted(model, backend=shown.backend)
+        own[OURS if pair.draft is None else DRAFTED] = comparison.graph(model, **shown.decoding(pair))
+        contenders |= {_named(dtype, way): contender for way, contender in own.items()}
+        ways += [(dtype, way) for way in own]
+    prompts = [_chat(shown.first, _asked(question)) for question in shown.raced]
+    length, count = min(RACE_TOKENS, shown.most), iter(range(len(contenders) * (len(prompts) + 1)))
+    with tracked("race", len(contenders) * (len(prompts) + 1), "answers") as update:
+        others = Others()
+        rounds = comparison.race(
+            shown.first.target,
+            contenders,
+            prompts,
+            length,
+            seconds=seconds,
+            started=lambda name, prompt: update(next(count), name),
+        )
+        share = others.share()
+    return {
+        "prompts": len(rounds),
+        "asked": len(prompts),
+        "seconds": seconds,
+        "max_new_tokens": length,
+        "threads": torch.get_num_threads(),
+        "others_share": share,
+        "ways": [_way(shown.pairs[dtype].target, dtype, way, rounds, prompts) for dtype, way in ways],
+    }
+
+
+def _named(dtype: str, way: str) -> str:
+    return f"{way}, in {dtype}"
+
+
+def _way(model: Any, dtype: str, way: str, rounds: list[dict[str, Run]], prompts: list[Any]) -> dict[str, Any]:
+    """A way's rates, and how many of its texts are those that it is held against."""
+    from .comparison import first_divergence, tally
+
+    ours = way in (OURS, DRAFTED)
+    against = PLAIN if ours and dtype != "float32" else HF
+    runs = [each[_named(dtype, way)] for each in rounds]
+    divergences = [
+        first_divergence(model, inputs["input_ids"], each[_named(dtype, against)].tokens, run.tokens)
+        for inputs, each, run in zip(prompts, rounds, runs, strict=False)
+        if way != against
+    ]
+    tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
+    return {
+        "dtype": dtype,
+        "way": way,
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_forward": tokens / sum(run.target_forwards or 0 for run in runs),
+        "compared_with": against if divergences else None,
+        **tally(divergences),
+        **({} if ours or way == PLAIN else {"beyond_rounding": 0}),  # transformers' own ways are no promise of ours
+    }
+
+
+def _print_race(report: dict[str, Any]) -> None:
+    from .comparison import sameness
+
+    done, asked = report["prompts"], report["asked"]
+    late = "" if done == asked else f" (time is up after {done} of {asked} prompts: --seconds {report['seconds']:.0f})"
+    title = f"\nThe same prompts ({done}), {report['max_new_tokens']} tokens at most, every way in turn{late}:"
+    out.print(title, style="bold", soft_wrap=True)
+    if (busy := distrust(report["others_share"])) is not None:
+        out.print(busy, style="bold yellow", soft_wrap=True)
+    rows = table("", "<", "tokens/s", "×", "tokens/step", "<same texts")
+    base = {way["dtype"]: way["tokens_per_second"] for way in report["ways"] if way["way"] == HF}
+    for way in report["ways"]:
+        ratio = way["tokens_per_second"] / base[way["dtype"]]
+        rows.add_row(
+            way["dtype"],
+            way["way"],
+            f"{way['tokens_per_second']:.1f}",
+            "" if way["way"] == HF else "–" if busy else f"{ratio:.2f}",
+            f"{way['tokens_per_forward']:.2f}",
+            sameness(way, done) if way["compared_with"] else "",
+        )
+    out.print(rows)
+    if wrong := sum(way["beyond_rounding"] for way in report["ways"]):
+        err.print(f"{wrong} texts differ beyond rounding: a bug", style="bold red")
     out.print(
-        f"A Llama of {sizes['target'] / 1e6:.1f}M parameters and its draft of {sizes['draft'] / 1e6:.2f}M, trained on "
-        f"Python source; {name} on {pair.device}, {torch.get_num_threads()} threads",
+        "(×: against transformers' plain decoding in the same dtype. Texts are held against its texts too; in bfloat16 "
+        "those that were drafted against this package's plain ones, since its operator rounds otherwise.)",
         style="dim",
         soft_wrap=True,
     )
-    report: dict[str, Any] = {
-        "versions": versions(),
-        "device": str(pair.device),
-        "dtype": name,
-        "threads": torch.get_num_threads(),
-        "backend": backend,
-        "graph_config": asdict(config),
-        "parameters": sizes,
-    }
-    prompt = next((prompt for prompt in prompts if prompt["name"] == PROMPT), prompts[0])
-    report["text"], pictures = _text(pair, prompt, config, backend, max_new_tokens)
-    _print_text(report["text"])
-    report["inflated"] = None
-    if seconds is not None:
-        texts = [prompt["text"] for prompt in prompts if prompt["kind"] == "code"]
-        report["inflated"] = _inflated(pair, texts, config, backend, seconds)
-        _print_inflated(report["inflated"])
-    report["drawing"] = draw(pair.tokenizer, pictures, directory)
-    divergence = report["text"]["divergence"]
-    return divergence is not None and not divergence["within_rounding"], report
 
 
-def _text(
-    pair: LoadedPair, prompt: dict[str, Any], config: GraphConfig, backend: str, max_new_tokens: int
-) -> tuple[dict[str, Any], list[StepPicture]]:
-    """Stream one held-out prompt's continuation; then decode it plainly and compare."""
-    from gsd_kernels_cli import comparison
-    from gsd_kernels_cli.drawing import StepPicture
+def _draw(shown: Shown, directory: Path) -> dict[str, Any] | None:
+    """Draw the step of an answer that shows most; nothing without matplotlib."""
+    from . import comparison
+    from .drawing import StepPicture, draw_step
 
-    from .streaming import StdoutStreamer
+    pair, steps = shown.first, []
 
-    inputs = pair.encode([prompt["text"]])
-    speculation = {**pair.speculation, "graph_config": config, "backend": backend}
-    pictures: list[StepPicture] = []
-
-    def observe(record: Verified) -> None:
+    def observe(record: Any) -> None:
         if record.graph is not None:
-            pictures.append(StepPicture.of(record))
+            steps.append(StepPicture.of(record))
 
-    out.print(f"\n{prompt['file']} (held out), continued by graph speculation:\n", style="bold")
-    out.print(prompt["text"], style="dim", end="", markup=False, soft_wrap=True)
-    with ExitStack() as waiting:
-        waiting.enter_context(progress("reading the prompt"))
-        streamer = StdoutStreamer(pair.tokenizer, waiting)
-        streaming = comparison.graph(pair.target, **speculation, streamer=streamer, observer=observe)
-        shown = comparison.measure(pair.target, streaming, inputs, max_new_tokens)
-    with progress("decoding the same prompt plainly"):
-        contenders = {
-            "plain": comparison.plain(pair.target),
-            "graph": comparison.graph(pair.target, **speculation),
-        }
-        others = Others()
-        runs = comparison.race(pair.target, contenders, [inputs], max_new_tokens)[0]
-        share = others.share()
-        divergence = comparison.first_divergence(pair.target, inputs["input_ids"], runs["plain"].tokens, shown.tokens)
-    assert shown.stats is not None
-    report = {
-        "prompt": prompt["name"],
-        "new_tokens": len(shown.tokens),
-        "equal": divergence is None,
-        "divergence": None if divergence is None else divergence.as_dict(),
-        "target_forwards": {"plain": runs["plain"].target_forwards, "graph": shown.target_forwards},
-        "seconds": {name: run.seconds for name, run in runs.items()},
-        "speedup": runs["plain"].seconds / runs["graph"].seconds,
-        "others_share": share,
-        "stats": shown.stats.as_dict(),
-    }
-    return report, pictures
-
-
-def _print_text(text: dict[str, Any]) -> None:
-    divergence, stats = text["divergence"], text["stats"]
-    if divergence is None:
-        out.print(f"\n✓ the same {text['new_tokens']} tokens as transformers' own generate()", style="bold green")
-    else:
-        verdict = "rounding decides there" if divergence["within_rounding"] else "beyond rounding: a bug"
-        out.print(
-            f"\n✗ differs from plain decoding at token {divergence['index']}: {verdict} (logit gap "
-            f"{divergence['gap']:.2g}, bound {divergence['bound']:.2g})",
-            style="bold yellow" if divergence["within_rounding"] else "bold red",
-            soft_wrap=True,
-        )
-    before, after = text["target_forwards"]["plain"], text["target_forwards"]["graph"]
-    rows = table("this text", "", "<")
-    rows.add_row("target forwards, plain", f"{before}")
-    rows.add_row("target forwards, graph", f"{after}", f"{1 - after / before:.0%} saved")
-    rows.add_row("tokens per step", f"{stats['tokens_per_step']:.2f}", f"up to {len(stats['accepted']) - 1}")
-    rows.add_row("merge edges", f"{stats['merges']}", f"{stats['accepted_merges']} on accepted paths")
-    note = "slower: so small a target costs no more than the draft" if text["speedup"] < 1 else ""
-    busy = distrust(text["others_share"]) is not None
-    if busy:
-        note = "this machine was busy with other work"
-    rows.add_row("time against plain", "–" if busy else f"{text['speedup']:.2f}×", note)
-    out.print()
-    out.print(rows)
-
-
-def _inflated(pair: LoadedPair, texts: list[str], config: GraphConfig, backend: str, seconds: float) -> dict[str, Any]:
-    """Time every way of decoding on the target inflated to a size that costs something."""
-    import torch
-
-    from gsd_kernels import GraphConfig
-    from gsd_kernels_cli import comparison
-    from gsd_kernels_cli.demo.drafters import embedded
-    from gsd_kernels_cli.demo.inflate import inflate
-    from gsd_kernels_hf.policy.automatic import known_steps
-
-    with progress(f"inflating the target to {INFLATED} parameters"):
-        target = inflate(pair.target, INFLATED)
-        drafters = embedded(pair.target, target)
-    draft = pair.draft
-    assert draft is not None
-
-    def ours(shape: GraphConfig | str) -> comparison.Contender:
-        return comparison.graph(target, assistant_model=draft, graph_config=shape, backend=backend)
-
-    learned = known_steps(target, draft, backend)
-    contenders = {
-        PLAIN: comparison.plain(target),
-        f"{ASSISTED}its default": comparison.assisted(target, draft),
-        f"{ASSISTED}{config.depth} tokens": comparison.assisted(target, draft, config.depth),
-        "chain": ours(GraphConfig.preset("chain", depth=config.depth)),
-        "tree": ours(config.replace(merge_context=-1, history_depth=0)),
-        "graph": ours(config),
-        AUTO: ours("auto"),
-    }
-    shapes = {"eagle3": config, "dflash": config.replace(merge_context=0)}  # a block's candidates hold below every path
-    for kind, drafter in drafters.items():
-        contenders[DRAFTERS[kind]] = comparison.graph(
-            target, drafter=drafter, draft_sources=("drafter", "history"), graph_config=shapes[kind], backend=backend
-        )
-    prompts = [pair.encode([text]) for text in texts]
-    with progress(f"timing {len(contenders)} ways of decoding on it (about {seconds:.0f} s)"):
-        token = 1.0 / comparison.measure(target, contenders[PLAIN], prompts[0], 8).tokens_per_second
-        few, many = RACE_TOKENS
-        length = max(few, min(many, int(0.5 * seconds / (len(contenders) * token))))
-        others = Others()
-        rounds = comparison.race(target, contenders, prompts, length, seconds=seconds)
-        share = others.share()
-        results = [_result(target, name, rounds, prompts) for name in contenders]
-    base = results[0]["tokens_per_second"]
-    for result in results:
-        result["speedup"] = result["tokens_per_second"] / base
-    return {
-        "shape": INFLATED,
-        "parameters": target.num_parameters(),
-        "prompts": len(rounds),
-        "max_new_tokens": length,
-        "warm": {"tokens": comparison.WARM_UP_TOKENS, "learned_steps": learned},
-        "threads": torch.get_num_threads(),
-        "others_share": share,
-        "contenders": results,
-    }
-
-
-def _result(target: Any, name: str, rounds: list[dict[str, Run]], prompts: list[Any]) -> dict[str, Any]:
-    from gsd_kernels_cli.comparison import first_divergence, tally
-
-    runs = [r[name] for r in rounds]
-    divergences = [
-        first_divergence(target, inputs["input_ids"], r[PLAIN].tokens, r[name].tokens)
-        for inputs, r in zip(prompts, rounds, strict=False)
-    ]
-    tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
-    forwards = sum(run.target_forwards for run in runs)
-    return {
-        "name": name,
-        "tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "target_forwards": forwards,
-        "tokens_per_forward": tokens / forwards,
-        **tally(divergences),
-    }
-
-
-def _print_inflated(report: dict[str, Any]) -> None:
-    from gsd_kernels_cli.comparison import sameness
-
+    decoding = {**shown.decoding(pair), "graph_config": read_graph_config(shown.shape or DRAWN)}
+    with progress("decoding once more, to draw a step"):
+        decode = comparison.graph(pair.target, **decoding, observer=observe)
+        decode(_chat(pair, _asked(shown.raced[0])), min(RACE_TOKENS, shown.most))
+    at = max(range(len(steps)), key=lambda i: steps[i].interest)
+    picture = steps[at] if len(steps[at].nodes) <= MOST_NODES else steps[at].checked_only()
     title = (
-        f"\nThe target inflated to {report['parameters'] / 1e6:.0f}M parameters (same function, larger cost): "
-        f"{report['prompts']} × {report['max_new_tokens']} tokens, interleaved"
+        f"Step {at + 1}: {len(steps[at].nodes)} nodes drafted, {picture.num_rows} rows checked in one target "
+        f"forward, {len(picture.accepted)} tokens gained"
     )
-    out.print(title, style="bold", soft_wrap=True)
-    out.print("(its greedy text repeats itself, which helps every kind of speculation)", style="dim")
-    busy = warned(report["others_share"])
-    rows = table("", "tokens/s", "against plain", "tokens/forward", "<same tokens")
-    for result in report["contenders"]:
-        same = sameness(result, report["prompts"])
-        ratio = result["speedup"]
-        versus = f"{ratio:.2f}×" + (" slower" if ratio < 1 else "")
-        versus = "" if result["name"] == PLAIN else "–" if busy else versus
-        rows.add_row(
-            result["name"], f"{result['tokens_per_second']:.1f}", versus, f"{result['tokens_per_forward']:.2f}", same
-        )
-    out.print(rows)
-    out.print(_warmth(report["warm"]), style="dim", soft_wrap=True)
-    for line in () if busy else _gains(report["contenders"]):
-        out.print(line, soft_wrap=True)
-
-
-def _gains(contenders: list[dict[str, Any]]) -> list[str]:
-    """The gains of this package's ways: against transformers', then the default among this package's own."""
-    rates = {result["name"]: result["tokens_per_second"] for result in contenders}
-    ours = [name for name in rates if name != PLAIN and not name.startswith(ASSISTED)]
-    best = max((name for name in rates if name.startswith(ASSISTED)), key=rates.__getitem__)
-    lines = [
-        f"{name}: {rates[name] / rates[PLAIN]:.2f}× transformers' plain decoding, "
-        f"{rates[name] / rates[best]:.2f}× its assisted mode ({best.removeprefix(ASSISTED)})"
-        for name in sorted(ours, key=lambda name: name != AUTO)  # the default first
-    ]
-    first = max(ours, key=rates.__getitem__)
-    more = "" if first == AUTO else f", at {rates[first] / rates[AUTO]:.2f} times the rate of {AUTO}"
-    return [*lines, f"Of this package's own ways the fastest here is {first}{more}."]
-
-
-def _warmth(warm: dict[str, int]) -> str:
-    """Say what was warm when the race began."""
-    steps = warm["learned_steps"]
-    before = "knew nothing of this pair" if not steps else f"had {steps} steps of earlier runs to go by"
-    return f"(every way decoded {warm['tokens']} tokens beforehand; auto {before}, and only its own steps teach it)"
+    files = [directory / "step.svg", directory / "step.png"]
+    try:
+        draw_step(picture, lambda token: pair.tokenizer.decode([token]), files, title)
+    except ImportError as error:
+        err.print(f"gsd-kernels: no picture: {error}", markup=False, soft_wrap=True)
+        return None
+    out.print(f"\n{title}: {files[0]}, {files[1]}", soft_wrap=True)
+    about = {"step": at, "nodes": len(picture.nodes), "edges": len(picture.edges), "merges": len(picture.merges)}
+    return {
+        "files": [*map(str, files)],
+        **about,
+        "accepted_tokens": len(picture.accepted),
+        "rows": picture.num_rows,
+    }

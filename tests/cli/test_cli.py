@@ -293,18 +293,18 @@ def test_check_forgives_a_tie(pair, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_demo_quick(tmp_path):
+def test_demo_of_the_embedded_pair(tmp_path):
     file = tmp_path / "numbers.json"
-    result = run("demo", "--embedded", "--quick", "--max-new-tokens", 32, "--out", tmp_path / "out", "--json", file)
+    options = ["--max-new-tokens", 24, "--seconds", 0, "--out", tmp_path / "out", "--json", file]
+    result = run("demo", "--embedded", *options)
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
-    text = report["text"]
-    assert text["equal"] and text["new_tokens"] == 32
-    assert text["target_forwards"]["plain"] == 32 > text["target_forwards"]["graph"]
-    assert "the same 32 tokens" in result.stdout and "saved" in result.stdout
-    assert report["inflated"] is None
-    drawing = report["drawing"]
-    assert drawing["nodes"] > drawing["accepted_tokens"] >= 1
+    (answer,) = report["answers"]
+    assert answer["tokens"] == 24 and answer["tokens_per_step"] > 1
+    ways = {way["way"]: way for way in report["race"]["ways"]}
+    assert ways["gsd_kernels, draft model"]["equal"] == report["race"]["prompts"] == 1
+    assert "time is up after 1 of 4 prompts: --seconds 0" in result.stdout
+    assert report["drawing"]["nodes"] > report["drawing"]["accepted_tokens"] >= 1
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"step.svg", "step.png"}
 
 
@@ -323,27 +323,6 @@ def test_demo_of_ones_own_model(pair, tmp_path):
     assert "its draft model has" in result.stdout
     assert "--draft: needs --model" in one_line_error(run("demo", *pair[2:]), 2)
     assert "--embedded" in one_line_error(run("demo", "--embedded", *pair[:2]), 2)
-
-
-@pytest.mark.slow
-def test_demo_inflated_table(tmp_path, monkeypatch):
-    """The whole table, on a target that is not inflated."""
-    from gsd_kernels_cli.demo import inflate
-
-    monkeypatch.setattr(inflate, "inflate", lambda model, shape: model)
-    monkeypatch.setattr("gsd_kernels_cli.demo_command.Others.share", lambda self: 0.0)  # tests run beside others
-    file = tmp_path / "numbers.json"
-    result = run("demo", "--embedded", "--max-new-tokens", 8, "--seconds", 0, "--out", tmp_path, "--json", file)
-    assert result.exit_code == 0, result.output
-    inflated = json.loads(file.read_text())["inflated"]
-    assert inflated["prompts"] == 1
-    names = [contender["name"] for contender in inflated["contenders"]]
-    assert names[0].startswith("plain") and {"chain", "tree", "graph"} < set(names)
-    for contender in inflated["contenders"]:
-        assert contender["equal"] + contender["within_rounding"] == 1
-        slower = contender["speedup"] < 1 and contender["name"] != names[0]
-        line = next(line for line in result.stdout.splitlines() if line.startswith(contender["name"] + " "))
-        assert ("slower" in line) == slower
 
 
 # ---- drafters

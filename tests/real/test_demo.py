@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from gsd_kernels_cli.app import app
 from gsd_kernels_cli.demo import smollm2
-from gsd_kernels_cli.demo_chat import HF, HF_LOOKUP, OURS, PLAIN, QUESTIONS
+from gsd_kernels_cli.demo_command import HF, HF_LOOKUP, OURS, PLAIN, QUESTIONS
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
