@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
 EXAMPLE = ROOT / "examples" / "bigram_source.py"
 CONFIG = GraphConfig(depth=2, width=3, branch=2, max_rows=16, merge_context=0, history_depth=2, history_width=3)
-LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 450, 80
+LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 700, 80
 MOST_STAYS = 60
 CORE_OF_SATELLITES = {
     "gsd_kernels_train": (

@@ -51,7 +51,7 @@ PLAIN, OURS, DRAFTED = "gsd_kernels, plain", "gsd_kernels, history", "gsd_kernel
 
 @dataclass
 class Shown:
-    """What is shown.
+    """A model, and what it is asked.
 
     Attributes:
         name: of the model.
@@ -66,9 +66,9 @@ class Shown:
     pairs: dict[str, LoadedPair]
     questions: Sequence[str]
     raced: Sequence[str]
-    most: int
-    shape: str | None
-    backend: str
+    most: int = 0
+    shape: str | None = None
+    backend: str = "auto"
 
     @property
     def first(self) -> LoadedPair:
@@ -128,42 +128,22 @@ def command(
     Without that package, or with --embedded: a small trained pair continues held-out Python source in the same way.
     With --model, --draft and --prompt-file it is your model that answers and is raced, in the dtype as stored.
     """
-    from .demo import smollm2
-
     prompts = tuple(options.read_prompts(None, prompt_files, lines)) if prompt_files else ()
     if model is None and draft is not None:
         raise ValueError("--draft: needs --model; without it the demo has models of its own")
     if embedded and (model is not None or prompts):
         raise ValueError("--embedded: has a model and prompts of its own; leave out --model and --prompt-file")
-    reason = smollm2.why_missing() if model is None else None
-    if reason is not None and not embedded:
-        out.print(f"The embedded pair, since {reason}\n", markup=False, style="yellow", soft_wrap=True)
-    with progress("loading PyTorch and transformers"):
-        import torch
+    shown = _shown(model, draft, prompts, embedded, dtype.value, device)
+    shown.most, shown.shape, shown.backend = max_new_tokens, graph_config, backend
+    import torch
 
-        from .pair import quiet_transformers
-        from .versions import versions
+    from .versions import versions
 
-        quiet_transformers()
-    questions, raced, place = prompts[:2] or QUESTIONS, prompts or RACED, None
-    if model is not None:
-        name, pairs = Path(model).name, _loaded(model, draft, dtype.value, device)
-    elif embedded or reason is not None:
-        from . import demo
-
-        name, pairs = "A small Llama trained on Python source", _loaded(None, None, dtype.value, device)
-        raced = [prompt["text"] for prompt in demo.prompts("code")[:PAIRS_PROMPTS]]
-        questions = raced[:1]
-    else:
-        name, pairs, place = smollm2.NAME, _chat_models(dtype.value, device), smollm2.folder_path()
-    shown = Shown(name, pairs, questions, raced, max_new_tokens, graph_config, backend)
     threads = torch.get_num_threads()
-    out.print(f"{name}, {shown.first.described}; {threads} threads", style="dim", soft_wrap=True)
-    if place is not None:
-        out.print(f"This model as a folder, for --model and from_pretrained: {place}", style="dim", soft_wrap=True)
+    out.print(f"{shown.name}, {shown.first.described}; {threads} threads", style="dim", soft_wrap=True)
     report: dict[str, Any] = {
-        **{"versions": versions(), "model": name, "device": str(shown.first.device), "threads": threads},
-        **{"backend": backend, "dtypes": list(pairs), "graph_config": str(graph_config or "auto")},
+        **{"versions": versions(), "model": shown.name, "device": str(shown.first.device), "threads": threads},
+        **{"backend": backend, "dtypes": list(shown.pairs), "graph_config": str(graph_config or "auto")},
         "answers": _talk(shown),
         "race": None,
     }
@@ -176,6 +156,32 @@ def command(
         json_file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if report["race"] and any(way["beyond_rounding"] for way in report["race"]["ways"]):
         raise typer.Exit(DIFFERS)
+
+
+def _shown(
+    model: str | None, draft: str | None, prompts: Sequence[str], embedded: bool, dtype: str, device: str | None
+) -> Shown:
+    """The model with its questions: one's own, the chat model, or the embedded pair."""
+    from . import demo
+    from .demo import smollm2
+
+    reason = smollm2.why_missing() if model is None else None
+    if reason is not None and not embedded:
+        out.print(f"The embedded pair, since {reason}\n", markup=False, style="yellow", soft_wrap=True)
+    with progress("loading PyTorch and transformers"):
+        from .pair import quiet_transformers
+
+        quiet_transformers()
+    if model is not None:
+        pairs = _loaded(model, draft, dtype, device)
+        return Shown(Path(model).name, pairs, prompts[:2] or QUESTIONS, prompts or RACED)
+    if embedded or reason is not None:
+        raced = [prompt["text"] for prompt in demo.prompts("code")[:PAIRS_PROMPTS]]
+        return Shown("A small Llama trained on Python source", _loaded(None, None, dtype, device), raced[:1], raced)
+    shown = Shown(smollm2.NAME, _chat_models(dtype, device), prompts[:2] or QUESTIONS, prompts or RACED)
+    place = smollm2.folder_path()
+    out.print(f"This model as a folder, for --model and from_pretrained: {place}", style="dim", soft_wrap=True)
+    return shown
 
 
 def _loaded(model: str | None, draft: str | None, dtype: str, device: str | None) -> dict[str, LoadedPair]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -18,7 +16,6 @@ from checkpoints import save_pair
 from rich.text import Text
 from typer.testing import CliRunner
 
-import gsd_kernels
 from gsd_kernels_cli import values
 from gsd_kernels_cli.app import app
 from gsd_kernels_cli.commands import Commands, check_arguments
@@ -154,18 +151,6 @@ def test_prompt_files_are_refused_by_name(tmp_path):
     assert error("generate", stdin="").startswith("prompt: stdin is empty")
 
 
-def test_a_closed_stdin_is_told(monkeypatch):
-    """``<&-``: Python has ``None`` in its place."""
-    for command, said in (("generate", "prompt: give one as an argument"), ("chat", "stdin: is closed")):
-        line = f"{shlex.quote(sys.executable)} -m gsd_kernels_hf {command} <&-"
-        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.startswith(f"gsd-kernels: error: {said}")
-    monkeypatch.setattr(sys, "stdin", None)
-    assert read_prompts(["x"], None, lines=False) == ["x"] and read_prompts(None, None, lines=False) == []
-    with pytest.raises(ValueError, match="prompt: stdin is closed"):
-        read_prompts(None, ["-"], lines=False)
-
-
 def test_a_byte_order_mark_is_no_text(tmp_path):
     file = tmp_path / "windows.txt"
     file.write_bytes("\ufeffhéllo".encode())
@@ -230,13 +215,6 @@ def test_missing_folders_are_refused_at_once_by_every_option(folder, tmp_path):
     assert time.monotonic() - begin < 20, "none waits for a network"
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"[]", b"", b"{}", b'{"hidden_size": "x"}'])
-def test_heads_of_damaged_files_are_refused_by_name(content, tmp_path):
-    (tmp_path / "draft_heads.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"^draft_heads: "):
-        gsd_kernels.DraftHeads.from_pretrained(tmp_path)
-
-
 # ---- before torch is imported
 
 
@@ -288,26 +266,6 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_cure(monkeypatch):
     assert values.device("cuda:1") == "cuda:1" and values.device("cpu") == "cpu" and values.device(None) is None
 
 
-def test_why_there_is_no_gpu_is_seen_without_torch(tmp_path, monkeypatch):
-    (tmp_path / "version.py").write_text("__version__, cuda, hip = '9+cpu', None, None")
-    spec = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(values.importlib.util, "find_spec", lambda name: spec)
-    assert "PyTorch 9+cpu is a build for the CPU" in values.no_gpu()
-
-    def load(name):
-        raise OSError
-
-    (tmp_path / "version.py").write_text("__version__, cuda, hip = '9', '13.0', None")
-    monkeypatch.setattr(values.ctypes, "CDLL", load)
-    assert "no NVIDIA driver" in values.no_gpu()
-    monkeypatch.setattr(values.ctypes, "CDLL", lambda name: name)
-    assert values.no_gpu() is None
-
-
-def test_the_backends_are_those_of_the_ops():
-    assert values.BACKENDS == gsd_kernels.BACKENDS
-
-
 @pytest.mark.parametrize("option", ["--model", "--draft"])
 def test_a_folder_without_a_model_is_refused_by_its_option(option, folder, tmp_path):
     target = ["--model", folder / "target"] if option == "--draft" else []
@@ -356,19 +314,6 @@ def test_an_unknown_level_leads_with_its_variable(folder):
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "GSD_KERNELS_CPU_LEVEL": "sse"}
     )
     assert done.stderr.splitlines()[-1].startswith("ValueError: GSD_KERNELS_CPU_LEVEL: expected one of portable")
-
-
-def test_a_rank_that_is_no_number_is_named(monkeypatch):
-    monkeypatch.setenv("RANK", "first")
-    assert error("generate", "--tp", "x").startswith("RANK: expected a number")
-
-
-def test_the_cache_folder_may_begin_at_home(monkeypatch, tmp_path):
-    from gsd_kernels_hf.store import cache_dir
-
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("GSD_KERNELS_CACHE", "~/kept")
-    assert cache_dir() == tmp_path / "kept"
 
 
 # ---- help

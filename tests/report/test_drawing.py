@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -82,22 +81,6 @@ def test_svg_has_every_node_and_edge_once(steps, tmp_path):
     assert data.startswith(b"\x89PNG") and width > 800 and height > 200
 
 
-def test_a_drawing_is_reproducible(steps, tmp_path):
-    files = [draw_step(steps[0][0], str, [tmp_path / name])[0] for name in ("a.svg", "b.svg")]
-    assert files[0].read_text() == files[1].read_text()
-
-
-def test_boxes_do_not_overlap(steps):
-    from gsd_kernels_cli.drawing import _Layout
-
-    for picture in steps[0]:
-        layout = _Layout.of(picture, {node.id: f"token{node.token_id}" for node in picture.nodes})
-        boxes = sorted((layout.y[i], layout.x[i], layout.x[i] + layout.width[i]) for i in layout.x)
-        for (y, _, right), (next_y, left, _) in pairwise(boxes):
-            assert y != next_y or right < left
-        assert all(layout.x[e.source] + layout.width[e.source] < layout.x[e.target] for e in picture.edges)
-
-
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -111,14 +94,6 @@ def test_boxes_do_not_overlap(steps):
 )
 def test_visible(text, shown):
     assert visible(text) == shown
-
-
-def test_plain_decoding_has_nothing_to_draw():
-    target = tiny(dtype=torch.float32)
-    records = []
-    generate(target, **prompts(1, 4), max_new_tokens=1, do_sample=False, graph_config="plain", observer=records.append)
-    with pytest.raises(ValueError, match="no graph"):
-        StepPicture.of(records[0])
 
 
 def test_missing_matplotlib_is_said(steps, tmp_path, monkeypatch):
