@@ -26,6 +26,7 @@ from .engine.resolved import Sources
 from .engine.screen import OPTIONS, check_names, report_draft_lengths, screen
 from .engine.stats import GenerationStats
 from .engine.stop_strings import StopStrings
+from .locks import forkable_lock
 from .model import properties
 from .model.facts import looking
 from .packed import copies
@@ -44,7 +45,7 @@ logger = logging.getLogger("gsd_kernels")
 
 _PATCH = "_gsd_patch"
 _PATCHED = (_PATCH, "generate", "__reduce_ex__")  # what a patch puts on a model
-_lock = threading.Lock()
+_lock = forkable_lock()
 _THEIRS = ("assistant_model", "streamer", "tokenizer", "assistant_tokenizer")  # transformers' too
 _OURS = tuple(name for name in OPTIONS if name not in _THEIRS)
 _WITHOUT = ("assistant_model", "draft_heads", "drafter")  # False leaves the patch's out

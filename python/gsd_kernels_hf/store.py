@@ -15,13 +15,13 @@ import math
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from . import numbers
 from .files import write_text
+from .locks import forkable_lock
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -63,8 +63,7 @@ class Document:
         digest = hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()[:20]
         self.path = cache_dir() / f"{kind}-{digest}.json"
         self.warned = False
-        self.lock = threading.Lock()
-        _documents.add(self)
+        self.lock = forkable_lock()
 
     def read(self) -> dict[str, Any]:
         """Its sections; empty where there is no file, or none that can be used (one warning)."""
@@ -178,16 +177,6 @@ class Saver:
 
 _waiting: dict[tuple[Path, str], Saver] = {}
 """Savers that have something to write yet, by what they write."""
-_documents: weakref.WeakSet[Document] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    """In a fork, whose parent's threads are not there to give them back."""
-    for document in list(_documents):
-        document.lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_locks)
 
 
 @atexit.register

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 import gsd_kernels
 from gsd_kernels import GraphConfig, cpu_levels
 
+from ..locks import forkable_lock
 from ..model import properties, replay
 from ..model.attention import implementation_of
 from ..model.facts import Facts, fact
@@ -82,7 +82,7 @@ class CostPair:
 
 
 _pairs: dict[Path, CostPair] = {}
-_lock = threading.Lock()
+_lock = forkable_lock()
 
 
 def pair_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ..locks import forkable_lock
 from ..model import replay
 from ..model.identity import ModelState
 from ..packed import copies
@@ -56,7 +56,7 @@ class Idle:
     def __init__(self, *, weakly: bool = False) -> None:
         self.weakly = weakly
         self._kept: list[tuple[Engine, Parked]] = []  # the most recently used last
-        self._lock = threading.Lock()
+        self._lock = forkable_lock()
 
     def take(
         self, engine: Engine, key: SessionKey, request: Request, states: Mapping[str, ModelState]
@@ -220,7 +220,7 @@ class Engines:
         self.memory = memory
         self.learner: Learner | None = None
         self._engines: list[Engine] = []
-        self._lock = threading.Lock()
+        self._lock = forkable_lock()
 
     def of(self, sources: Sources) -> Engine:
         """The engine of a call's sources and criterion; made at the first call."""
@@ -262,7 +262,7 @@ class Engines:
 
 
 _unpatched: weakref.WeakKeyDictionary[Any, Engines] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = forkable_lock()
 
 
 def engines_of(model: Any) -> Engines:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .. import validate
 from ..api import by_name, generate, handle_of, patch, theirs, with_defaults
+from ..locks import forkable_lock
 from ..model import properties
 from ..sources.checkpoints import fetch
 from .options import FILE, HUB, PLACES, load_options
@@ -26,7 +26,7 @@ CALLS = "transformers.gsd_kernels"
 COMMIT = re.compile(r"[/\\]([0-9a-f]{40})[/\\]custom_generate[/\\]generate\.py$")
 """In the path of the code of a folder on the Hub."""
 
-_lock = threading.RLock()
+_lock = forkable_lock()
 _options: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = weakref.WeakKeyDictionary()
 """Of a model that was loaded from such a folder."""
 

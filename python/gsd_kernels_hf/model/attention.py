@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from gsd_kernels import dag_attention
 from gsd_kernels.ops.dag_attention import DenseMask, dense_mask
 
+from ..locks import forkable_lock
 from .temperature import Temperature
 
 PREFIX = "gsd_"
@@ -297,7 +298,7 @@ def implementation_of(config: PretrainedConfig) -> str | None:
     return original_name(name) if isinstance(name, str) else None
 
 
-_lock = threading.Lock()
+_lock = forkable_lock()
 _users: dict[int, int] = {}  # id(config) → forwards that hold it (alive as long as that)
 
 

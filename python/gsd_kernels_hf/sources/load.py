@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from ..locks import forkable_lock
 from ..model.properties import device_of
 from ..validate.options import warn_once
 from . import checkpoints
@@ -81,7 +81,7 @@ class _Loaded(NamedTuple):
 KEPT_PLACES = 2  # of a target and an option: a patch's, and that of calls which name another one
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str], _Loaded]] = weakref.WeakKeyDictionary()
 """Of every target by option and place, the newest last."""
-_lock = threading.Lock()
+_lock = forkable_lock()
 
 
 def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from gsd_kernels import NgramTable
 from gsd_kernels.ops.ngram.reference import sets_of
 
 from ..files import damaged, number_in, open_saved, path_of, write_file
+from ..locks import forkable_lock
 
 FORMAT = "gsd_kernels history"
 VERSION = 1
@@ -79,7 +79,7 @@ class HistoryMemory:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._kept: KeptTable | None = None
-        self._lock = threading.Lock()
+        self._lock = forkable_lock()
         self.era = object()
 
     def __repr__(self) -> str:
