@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig, NgramTable
+from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.memory import HistoryMemory, KeptTable
 
 CONFIG = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=4, history_width=3)
@@ -87,20 +88,24 @@ def test_a_chat_that_continues_keeps_its_own_table(target):
         assert len(handle.history) > known
 
 
-def test_texts_that_share_a_beginning_come_from_no_history_but_the_calls(target):
+def test_texts_that_share_a_beginning_come_from_no_history_but_the_calls(target, monkeypatch):
     """A session goes on from their first token; what it knows of another history than the call's, it forgets."""
     given = [prompts(1, 12, seed=seed)["input_ids"] for seed in range(4)]
     for ids in given:
         ids[:, 0] = 1
     texts = [target.generate(ids, **GREEDY) for ids in given]
 
-    def share(number, *calls) -> float:
-        """Of a text's contexts of four tokens, the share that is remembered after ``calls``."""
+    last, end = [], History.end
+    monkeypatch.setattr(History, "end", lambda source: end(source) or last.append(source.table))
+
+    def share(number, *calls, kept=True) -> float:
+        """Of a text's contexts of four tokens, the share that is remembered after ``calls``, or known to the last."""
         with patched(target, reuse_prefix=True) as handle:
             for call, options in calls:
                 handle.history.clear() if options is None else target.generate(given[call], **{**GREEDY, **options})
             table = NgramTable.empty(1, 3, "cpu")
             handle.history.restore(table)
+        table = table if kept else last[-1]
         contexts = texts[number][:, 1:].unfold(1, 4, 1).flip(2).to(torch.int32)  # [1, n, 4], the last token first
         return (gsd.ngram_lookup(table, contexts)[2] == 4).float().mean().item()
 
@@ -108,6 +113,8 @@ def test_texts_that_share_a_beginning_come_from_no_history_but_the_calls(target)
     assert share(1, (0, own), (1, own), (2, own)) > 0.8
     assert share(1, (0, own), (1, apart), (2, own)) < 0.2
     assert share(0, (0, own), (1, apart)) > 0.8
+    assert share(1, (0, apart), (1, apart), kept=False) > 0.8
+    assert share(0, (0, apart), (1, apart), kept=False) < 0.2
     assert share(0, (0, own), (0, None), (1, own)) < 0.2
     assert share(1, (0, own), (1, pair), (2, own), (3, own)) > 0.8, "of another session, whose table is another one"
 

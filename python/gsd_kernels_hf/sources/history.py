@@ -59,7 +59,7 @@ class History(OwnSource):
             self.start(text)
         self.unread = True  # the text so far is read when it is first needed
         era = None if text.memory is None else text.memory.era
-        if not text.continues or era is not self.era:  # another history than what this table knows
+        if era is None or not text.continues or era is not self.era:  # another history than what this table knows
             self.era = era
             self.table.clear()
             self.began = None if text.memory is None else text.memory.restore(self.table)
