@@ -68,7 +68,7 @@ def read_state(file: Path, parameters: dict[str, Tensor], base: str) -> LearnerS
         expected = {f"{part}.{name}": p for name, p in parameters.items() for part in PARTS}
         sizes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 (not a dict)
         same = sizes == {name: list(p.shape) for name, p in expected.items()}
-        tensors = {name: opened.get_tensor(name) for name in expected} if same else {}
+        tensors = {name: opened.get_tensor(name).clone() for name in expected} if same else {}
     fine = same and all(
         t.dtype == expected[name].dtype
         and bool(t.isfinite().all())

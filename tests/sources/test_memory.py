@@ -268,6 +268,26 @@ def test_a_saved_history_serves_another_process(target, saved, tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["again"]
 
 
+def test_what_was_loaded_is_no_view_of_its_file(saved, tmp_path):
+    memory, file = HistoryMemory(97), tmp_path / "history"
+    file.write_bytes(saved.file.read_bytes())
+    memory.load(file)
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+    assert len(memory) == saved.known
+
+
+def test_a_history_is_of_the_vocabulary_that_the_target_has(tmp_path):
+    model = tiny()
+    with patched(model) as handle:
+        model.generate(**prompts(1, 12), **GREEDY)
+        model.resize_token_embeddings(120, mean_resizing=False)
+        model.lm_head.weight.data[97:] *= 9
+        assert model.generate(**prompts(1, 12), **GREEDY).max() >= 97
+        handle.history.save(tmp_path / "history")
+        handle.history.load(tmp_path / "history")
+
+
 ABOUT = {"format": "gsd_kernels history", "version": "1", "max_context": "4", "ways": "8", "vocab_size": "97"}
 
 

@@ -38,8 +38,9 @@ def text_config(model: Any) -> PretrainedConfig:
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """Rows of the output embedding, padding included."""
-    return int(text_config(model).vocab_size)
+    """Rows of the output embedding, padding included; a config that was written by hand may name fewer."""
+    rows = getattr(model.get_output_embeddings(), "out_features", 0)
+    return max(rows, int(text_config(model).vocab_size))
 
 
 def positions(model: PreTrainedModel) -> int | None:

@@ -256,7 +256,7 @@ class Checkpoint:
             with safe_open(path, "pt") as file:
                 for name, (where, _) in self.files.items():
                     if where == path:
-                        found[name] = file.get_tensor(self.origin.get(name, name))
+                        found[name] = file.get_tensor(self.origin.get(name, name)).clone()
         return found
 
 

@@ -58,6 +58,8 @@ class History(OwnSource):
         if text.first:
             self.start(text)
         self.unread = True  # the text so far is read when it is first needed
+        if text.memory is not None:
+            text.memory.serve(text.target.vocab_size)
         era = None if text.memory is None else text.memory.era
         if era is None or not text.continues or era is not self.era:  # another history than what this table knows
             self.era = era

@@ -101,7 +101,7 @@ def read_learned(file: str | os.PathLike[str], *, fingerprint: str, vocab_size: 
         if about["fingerprint"] != fingerprint:
             raise ValueError(f"learned: {place} is of another model; run gsd-kernels learn for this one")
         sizes = number_in(about, "vocab_size"), number_in(about, "seen")
-        tensors = [reader.get_tensor(name) for name in ("keys", "counts", "tokens", "log_probs", "weights")]
+        tensors = [reader.get_tensor(name).clone() for name in ("keys", "counts", "tokens", "log_probs", "weights")]
     learned = Learned(*tensors, *sizes[:1], fingerprint, sizes[1])
     wrong = _fault(learned, vocab_size)
     if wrong is not None:

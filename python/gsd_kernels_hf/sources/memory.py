@@ -90,6 +90,12 @@ class HistoryMemory:
         kept = self._kept
         return 0 if kept is None else int((kept.keys != 0).sum())
 
+    def serve(self, vocab_size: int) -> None:
+        """Forget everything if the target's embeddings were resized meanwhile."""
+        if vocab_size != self.vocab_size:
+            self.vocab_size = vocab_size
+            self.clear()
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
@@ -159,7 +165,8 @@ def _read(file: Path, vocab_size: int) -> KeptTable:
     foreign = "is no saved history; handle.history.save writes one"
     with open_saved(file, "history", FORMAT, VERSION, foreign=foreign) as (opened, about):
         sizes = {name: number_in(about, name) for name in ("max_context", "ways", "vocab_size")}
-        keys, tokens, log_probs = (opened.get_tensor(name) for name in ("keys", "tokens", "log_probs"))
+        # Copies: pages of a mapped file that is shortened later end the process.
+        keys, tokens, log_probs = (opened.get_tensor(name).clone() for name in ("keys", "tokens", "log_probs"))
     if sizes["vocab_size"] != vocab_size:
         raise ValueError(
             f"history: {file} is of a vocabulary of {sizes['vocab_size']} tokens, the target has {vocab_size}; load "
