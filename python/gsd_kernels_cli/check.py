@@ -12,7 +12,7 @@ from .busy import Others, distrust
 from .groups import with_groups
 from .options import describe_graph_config, read_graph_config, read_prompts
 from .output import DIFFERS, OK, only_first_rank_prints, out, print_json, progress, table
-from .values import check_draft
+from .values import check_draft, model_before
 
 if TYPE_CHECKING:
     from gsd_kernels_cli.comparison import Divergence, Run
@@ -50,6 +50,7 @@ def command(
     """
     if ranks.tp:
         only_first_rank_prints()
+    model, prompts = model_before(prompts, model)
     check_draft(model, models.draft)
     config = read_graph_config(graph_config)
     given = prompts or prompt_files

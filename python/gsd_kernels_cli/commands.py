@@ -6,7 +6,6 @@ import math
 import os
 import pkgutil
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -72,11 +71,6 @@ class Commands(TyperGroup):
 
     def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:
         show_replacements()
-        try:
-            check_arguments(list(sys.argv[1:] if args is None else args))
-        except ValueError as error:
-            _print_error(str(error))
-            raise SystemExit(USAGE) from None
         return super().main(args, **extra)
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -132,23 +126,6 @@ def finite(_: Any, param: Any, value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value) and value != param.default:
         raise ValueError(f"{param.opts[0]}: expected a finite number, got {value}")
     return value
-
-
-def check_arguments(given: Sequence[str]) -> None:
-    """Raise for an argument that is neither UTF-8 nor the name of a file.
-
-    Raises:
-        ValueError: there is one; the error has its place and its bytes.
-    """
-    for place, argument in enumerate(given):
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            if os.path.exists(argument) or os.path.exists(argument.partition("=")[2]):
-                continue
-            behind = f", behind {given[place - 1]}" if place else ""
-            shown = argument.encode(errors="surrogateescape")
-            raise ValueError(f"argument {place + 1}{behind}: {shown!r} is not UTF-8 text; convert it") from None
 
 
 def _print_error(message: str) -> None:

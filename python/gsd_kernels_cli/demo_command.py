@@ -80,6 +80,7 @@ class Shown:
 
 
 def command(
+    place: options.ModelPlace = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -128,6 +129,7 @@ def command(
     Without that package, or with --embedded: a small trained pair continues held-out Python source in the same way.
     With --model, --draft and --prompt-file it is your model that answers and is raced, in the dtype as stored.
     """
+    model = values.named_once(place, model)
     prompts = tuple(options.read_prompts(None, prompt_files, lines)) if prompt_files else ()
     if model is None and draft is not None:
         raise ValueError("--draft: needs --model; without it the demo has models of its own")

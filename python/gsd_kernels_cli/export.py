@@ -13,6 +13,12 @@ from .output import out, print_json, progress
 
 def command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="To be written; must not exist.")],
+    place: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", callback=values.folder("MODEL"), show_default=False, help="Target; --model is the same."
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         options.checkpoint_option("Target: a checkpoint's folder, or a hub id. Without it the embedded pair is taken."),
@@ -39,6 +45,7 @@ def command(
     Loaded with trust_remote_code=True, in programs, pipelines or transformers serve, it decodes as after
     gsd_kernels.patch. The pair is loaded once, to see that it fits.
     """
+    model = values.named_once(place, model)
     values.check_draft(model, draft)
     if draft == values.NONE:
         raise ValueError("--draft: none drafts nothing, and the folder would be the model's own; leave it out")

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options
+from .demo import smollm2
 from .groups import with_groups
 from .options import read_graph_config, read_prompts
 from .output import err, only_first_rank_prints, progress
-from .values import check_draft
+from .values import check_draft, model_before
 
 if TYPE_CHECKING:
     from gsd_kernels_hf import GenerationStats
@@ -34,7 +35,7 @@ class Stats(str, Enum):
 def command(
     *,
     prompts: options.Prompts = None,
-    model: options.Model = None,
+    model: Annotated[str | None, options.model_option("the model of chat answers, where it is installed")] = None,
     models: options.Models,
     ranks: options.Ranks,
     prompt_files: options.PromptFiles = None,
@@ -56,17 +57,26 @@ def command(
     """Generate text by graph-structured speculative decoding.
 
     The prompt comes from the arguments, --prompt-file or stdin; the continuation goes to stdout. Sampling options that
-    are not given keep the model's own generation config.
+    are not given keep the model's own generation config. Without MODEL: the model of chat answers, or the embedded pair
+    continues where that is not installed, or heads, a drafter or a corpus of the pair are named.
     """
     if ranks.tp:
         only_first_rank_prints()
+    model, prompts = model_before(prompts, model)
     check_draft(model, models.draft)
     config = read_graph_config(graph_config)
     texts = read_prompts(prompts, prompt_files, lines, several_processes=ranks.tp)
     if not texts:
         raise ValueError("prompt: give one as an argument, by --prompt-file or on stdin")
-    with progress("loading the models"):
-        pair = models.load(model, tp_timeout=ranks.timeout)
+    answers = model is None and not (models.heads or models.drafter or models.corpus or ranks.tp)
+    if answers and smollm2.why_missing() is None:
+        pair, chat = models.load_chat_model(), True
+        err.print(f"gsd-kernels: {smollm2.NAME} answers; MODEL or --model names another one")
+    else:
+        with progress("loading the models"):
+            pair = models.load(model, tp_timeout=ranks.timeout)
+        if model is None:
+            err.print("gsd-kernels: the embedded pair, trained on Python source; MODEL or --model names another one")
     inputs = pair.encode(texts, chat)
     if pair.tokenizer.chat_template and not chat:
         err.print("gsd-kernels: this model has a chat template: --chat answers, without it text is continued")

@@ -13,13 +13,11 @@ from .output import print_json, progress
 
 
 def command(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="DIR|ID|FILE.gguf", callback=values.model("MODEL"), help="The model that is to answer."),
-    ],
+    place: options.ModelPlace = None,
+    model: Annotated[str | None, options.model_option("MODEL names it")] = None,
     prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", metavar="FILE", help="UTF-8, a prompt a line. Without it those of the package."),
+        str | None,
+        typer.Option("--prompts", metavar="FILE", help="As of --prompt-file --lines. Without it those of the package."),
     ] = None,
     texts: Annotated[
         list[Path] | None,
@@ -42,10 +40,11 @@ def command(
     """
     from gsd_kernels_hf.files import read_utf8
 
+    model = values.named_once(place, model)
+    if model is None:
+        raise ValueError("MODEL: name the model that is to answer: a folder, a hub id or FILE.gguf")
     begin = time.perf_counter()
-    asked = None
-    if prompts is not None:
-        asked = [line for line in read_utf8(prompts, "--prompts").splitlines() if line.strip()]
+    asked = None if prompts is None else options.read_prompts(None, [prompts], lines=True)
     read = [read_utf8(file, "--texts") for file in texts or ()]
     with progress("loading the model"):
         from gsd_kernels_hf.learning import learn

@@ -74,13 +74,17 @@ def folders_of(named: Mapping[str, str | None], draft_revision: str | None) -> d
 
 
 def check_new(folder: Path) -> None:
-    """Raise for a folder that exists.
+    """Raise for a folder that exists, or that cannot be made.
 
     Raises:
-        ValueError: it does.
+        ValueError: it exists.
+        OSError: nothing may be written beside it.
     """
     if folder.exists():
         raise ValueError(f"DIR: {folder} exists; name a new folder, or delete it first")
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not os.access(above, os.W_OK):
+        raise OSError(f"DIR: {above} cannot be written to; name another place")
 
 
 def write_model_folder(

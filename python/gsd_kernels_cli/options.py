@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -58,6 +59,15 @@ def checkpoint_option(said: str) -> Any:
     return typer.Option("--model", metavar="DIR|ID", callback=values.folder("--model"), help=said)
 
 
+ModelPlace = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        callback=values.model("MODEL"),
+        show_default=False,
+        help="Target: a local checkpoint folder, a hub id, or a GGUF file; --model is the same.",
+    ),
+]
 Model = Annotated[str | None, model_option("the embedded pair is used")]
 Draft = Annotated[
     str | None,
@@ -149,7 +159,11 @@ Chat = Annotated[
 ]
 Prompts = Annotated[
     list[str] | None,
-    typer.Argument(show_default=False, help="Prompts; several are one batch."),
+    typer.Argument(
+        metavar="[MODEL] [PROMPTS]...",
+        show_default=False,
+        help="Prompts; several are one batch. The first names the target if it is its folder, hub id or GGUF file.",
+    ),
 ]
 PromptFiles = Annotated[
     list[str] | None,
@@ -232,6 +246,13 @@ class Models:
         pair = load_pair(model, **{**given, **named})
         pair.own_shape = shape
         return pair
+
+    def load_chat_model(self) -> LoadedPair:
+        """Load SmolLM2 of pip's package, by default in the dtype that it was published in."""
+        from .demo import smollm2
+
+        folder = str(smollm2.folder())  # has a bar of its own
+        return self.load(folder, **({"dtype": "bfloat16"} if self.dtype is Dtype.auto else {}))
 
 
 @dataclass(frozen=True)
@@ -328,7 +349,7 @@ def read_prompts(
             whose = "stdin" if name == "-" else name
             raise ValueError(f"prompt: {whose} is empty; give one as an argument, by --prompt-file or on stdin")
         texts += prompts
-    texts = [*(arguments or []), *texts]
+    texts = [*(decode_utf8(os.fsencode(text), "prompt", "the argument") for text in arguments or ()), *texts]
     if any(not text for text in texts):
         raise ValueError("prompt: empty")
     return texts

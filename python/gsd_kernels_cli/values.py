@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
+import os
 import re
-import runpy
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 
-from gsd_kernels_hf.files import checkpoint_place, model_place
+from gsd_kernels_hf.files import CONFIGS, GGUF, HUB_ID, checkpoint_place, model_place
 
 BACKENDS = ("auto", "cpu", "cuda", "triton", "reference")
 """As :data:`gsd_kernels.BACKENDS`, whose package imports torch; a test holds them together."""
@@ -45,44 +42,16 @@ def backend(value: str | None) -> str | None:
 
 
 def device(value: str | None) -> str | None:
-    """``--device``.
+    """``--device``; whether this machine has it, torch says when it is imported.
 
     Raises:
-        ValueError: no device's name, or a GPU's where there is none.
+        ValueError: no device's name.
     """
-    if value is None:
-        return None
-    if not DEVICE.fullmatch(value):
-        near = NICKNAMES.get(value.lower(), value.lower())
-        meant = f"did you mean {near!r}? " if DEVICE.fullmatch(near) else ""
-        missing = no_gpu()
-        raise ValueError(
-            f"--device: {value!r} is no device; {meant}expected cpu, cuda or cuda:1"
-            + (f"; {missing}" if missing else "")
-        )
-    if value.startswith("cuda") and (missing := no_gpu()):
-        raise ValueError(f"--device: {value!r} cannot be used; {missing}")
-    return value
-
-
-def no_gpu() -> str | None:
-    """Why no NVIDIA GPU can be used here, with the cure, as far as that is seen without torch."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None  # whoever imports it says so
-    built = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    if built.get("hip") is not None:
-        return None
-    if built.get("cuda") is None:
-        return (
-            f"no GPU here: PyTorch {built.get('__version__')} is a build for the CPU; leave --device out, or install a "
-            "build with CUDA"
-        )
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "no GPU here: there is no NVIDIA driver; leave --device out"
-    return None
+    if value is None or DEVICE.fullmatch(value):
+        return value
+    near = NICKNAMES.get(value.lower(), value.lower())
+    meant = f"did you mean {near!r}? " if DEVICE.fullmatch(near) else ""
+    raise ValueError(f"--device: {value!r} is no device; {meant}expected cpu, cuda or cuda:1")
 
 
 def model(option: str) -> Check:
@@ -98,6 +67,29 @@ def folder(option: str) -> Check:
 def draft(value: str | None) -> str | None:
     """``--draft``; see :func:`model`."""
     return value if value in WITHOUT_MODEL else model("--draft")(value)
+
+
+def named_once(place: str | None, option: str | None) -> str | None:
+    """The model that is named by its place or by ``--model``.
+
+    Raises:
+        ValueError: it is named in both ways.
+    """
+    if place is not None and option is not None:
+        raise ValueError(f"--model: {place!r} names the model already; give one of them")
+    return option if place is None else place
+
+
+def model_before(prompts: list[str] | None, option: str | None) -> tuple[str | None, list[str]]:
+    """The model of a command that takes prompts, and its prompts.
+
+    Without ``--model`` the first of them is the model if it is a folder with one, a GGUF file or a hub id.
+    """
+    first, *rest = prompts or [""]
+    folder = first and any(os.path.isfile(os.path.join(os.path.expanduser(first), name)) for name in CONFIGS)
+    if option is None and (folder or first.endswith(GGUF) or HUB_ID.fullmatch(first)):
+        return model("MODEL")(first), rest
+    return option, prompts or []
 
 
 FOLDERS = {"assistant_model": "draft", "drafter": "drafter", "draft_heads": "heads", "corpus": "corpus"}

@@ -11,8 +11,7 @@ from gsd_kernels_cli import options
 from gsd_kernels_cli.groups import with_groups
 from gsd_kernels_cli.options import read_graph_config
 from gsd_kernels_cli.output import err, progress
-from gsd_kernels_cli.values import check_draft
-from gsd_kernels_cli.values import model as checked_model
+from gsd_kernels_cli.values import check_draft, named_once
 
 _SERVER, _LIMITS = "Server", "Limits of requests"
 
@@ -73,15 +72,8 @@ class LimitOptions:
 @with_groups
 def command(
     *,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            callback=checked_model("MODEL"),
-            show_default=False,
-            help="Target: a local checkpoint folder, a hub id, or a GGUF file. Without it the embedded pair is used.",
-        ),
-    ] = None,
+    place: options.ModelPlace = None,
+    model: options.Model = None,
     models: options.Models,
     graph_config: options.GraphOption = None,
     criterion: options.CriterionOption = options.Criterion.exact,
@@ -104,6 +96,7 @@ def command(
     POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /v1/models/ID, /health. Every response
     has the statistics of its decoding in the field gsd_kernels, a stream in its last event. Ctrl-C ends it.
     """
+    model = named_once(place, model)
     check_draft(model, models.draft)
     from .listen import bind, host_names, is_loopback, names_of, origins_of
 

@@ -16,7 +16,7 @@ MODELS, TEXT, RUN, METHOD, OPTIMIZER = "Models", "Text", "Run", "Distillation", 
 
 def option(name: str, panel: str, help: str | None = None, **more: Any) -> Any:
     """An option of a training command, in a panel of its help."""
-    return typer.Option(name, rich_help_panel=panel, help=help, **more)
+    return typer.Option(*name.split(), rich_help_panel=panel, help=help, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Run:
 
     target: Annotated[
         str,
-        option("--target", MODELS, "It is not changed.", metavar="DIR", callback=values.folder("--target")),
+        option("--target --model", MODELS, "It is not changed.", metavar="DIR", callback=values.folder("--target")),
     ]
     out: Annotated[
         Path,
