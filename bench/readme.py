@@ -18,15 +18,16 @@ BLOCK = re.compile(r"(<!-- bench:real -->\n)(.*?)(<!-- /bench:real -->)", re.DOT
 
 
 def real(results: Path) -> str:
-    """Everyday work on a real model: ours, transformers, and the fastest other engines, by bits a weight."""
+    """Everyday work on a real model: the gain in one sentence, the table, what was run, and what float32 gives."""
     paths = (results / f"real-{kind}.json" for kind in ("bfloat16", "float32"))
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
     if not runs:
         return "Not measured yet: `gsd-kernels bench real`."
     environment = runs[0]["environment"]
     machine = f"{caption(environment)}, transformers {environment['versions']['transformers']}"
-    head = f"{report.what(runs[0])}; {machine}, {environment['date']}:"
-    return "\n\n".join([head, report.table(report.short(runs[0])), *filter(None, map(report.gains, runs))])
+    table = report.table(report.short(runs[0]), by_drafts=True)
+    what = f"{report.what(runs[0])}; {machine}, {environment['date']}."
+    return "\n\n".join([f"**{report.gains(runs[0])}**", table, what, *map(report.exactness, runs[1:])])
 
 
 def rewrite(file: Path, results: Path, *, check: bool) -> bool:

@@ -6,6 +6,7 @@ import logging
 import re
 import runpy
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ NOT_RUN = {
 }
 """Pages whose Python has its own tests."""
 OTHERS = {
-    "make": "tested from a fresh clone by .ci/run",
+    "git": "tested from a fresh clone by .ci/run",
     "pip": "installs",
     "rm": "deletes the user's cache",
     "curl": "needs a server, tests/serving",
@@ -77,8 +78,15 @@ def names(tmp_path, monkeypatch) -> dict[str, Any]:
     return {
         **{"gsd_kernels": gsd_kernels, "model": model, "draft": draft, "tokenizer": tokenizer, "inputs": inputs},
         "draft_tokenizer": tokenizer,
-        **{"input_ids": inputs["input_ids"], "eagle3": FOLDER / "eagle3", "folder": demo.path() / "target"},
+        **{"input_ids": inputs["input_ids"], "eagle3": FOLDER / "eagle3", "folder": chatting(tmp_path / "chatting")},
     }
+
+
+def chatting(folder: Path) -> Path:
+    """A copy of the embedded target that has a chat template."""
+    shutil.copytree(demo.path() / "target", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -81,26 +81,8 @@ class Shown:
 
 def command(
     place: options.ModelPlace = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="DIR|ID|FILE.gguf",
-            callback=values.model("--model"),
-            rich_help_panel="Models",
-            help="Your own, in place of the demo's.",
-        ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft",
-            metavar="DIR|ID|history|none",
-            callback=values.draft,
-            rich_help_panel="Models",
-            help="Draft of the same tokenizer, beside --model. Default: history, the text itself.",
-        ),
-    ] = None,
+    model: Annotated[str | None, options.model_option("the demo has a model of its own")] = None,
+    draft: options.Draft = None,
     prompt_files: options.PromptFiles = None,
     lines: options.Lines = False,
     max_new_tokens: options.MaxNewTokens = 96,

@@ -44,7 +44,7 @@ def command(
     if model is None:
         raise ValueError("MODEL: name the model that is to answer: a folder, a hub id or FILE.gguf")
     begin = time.perf_counter()
-    asked = None if prompts is None else options.read_prompts(None, [prompts], lines=True)
+    asked = None if prompts is None else options.read_prompts(None, [prompts], lines=True, by="--prompts")
     read = [read_utf8(file, "--texts") for file in texts or ()]
     with progress("loading the model"):
         from gsd_kernels_hf.learning import learn

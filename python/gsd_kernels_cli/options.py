@@ -331,7 +331,12 @@ def describe_graph_config(config: GraphConfig | str | None) -> str | dict[str, o
 
 
 def read_prompts(
-    arguments: list[str] | None, files: list[str] | None, lines: bool, *, several_processes: bool = False
+    arguments: list[str] | None,
+    files: list[str] | None,
+    lines: bool,
+    *,
+    several_processes: bool = False,
+    by: str = "--prompt-file",
 ) -> list[str]:
     """Prompts from the arguments, then from the files; with neither, from stdin unless it is a terminal.
 
@@ -343,7 +348,7 @@ def read_prompts(
     if several_processes and "-" in files:
         raise ValueError("--tp: processes cannot share stdin; give the prompt as an argument or by --prompt-file")
     for name in files:
-        text = _stdin() if name == "-" else read_utf8(Path(name), "--prompt-file")
+        text = _stdin() if name == "-" else read_utf8(Path(name), by)
         prompts = [line for line in text.splitlines() if line.strip()] if lines else [text]
         if not any(prompts):
             whose = "stdin" if name == "-" else name

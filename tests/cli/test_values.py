@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from gsd_kernels_cli import values
 from gsd_kernels_cli.app import app
-from gsd_kernels_cli.commands import Commands, check_arguments
+from gsd_kernels_cli.commands import Commands
 from gsd_kernels_cli.options import read_graph_config, read_prompts
 from gsd_kernels_hf.files import checkpoint_place, model_place
 
@@ -256,14 +256,34 @@ def test_slips_are_refused_before_torch_is_imported():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_the_cure(monkeypatch):
-    monkeypatch.setattr(values, "no_gpu", lambda: "no GPU here: leave --device out")
-    assert (
-        error("generate", "--device", "cuda:1", "x")
-        == "--device: 'cuda:1' cannot be used; no GPU here: leave --device out"
-    )
-    monkeypatch.setattr(values, "no_gpu", lambda: None)
-    assert values.device("cuda:1") == "cuda:1" and values.device("cpu") == "cpu" and values.device(None) is None
+def test_a_model_is_named_by_its_place_or_by_the_option(folder, tmp_path):
+    """Every command that takes a model: the same words at both doors, and not at both at once."""
+    place, none = str(folder / "target"), tmp_path / "none"
+    for command in (["chat"], ["demo"], ["learn"], ["serve"], ["export", tmp_path / "new"]):
+        assert error(*command, none).startswith(f"MODEL: no such folder: {none}")
+        assert error(*command, "--model", none).startswith(f"--model: no such folder: {none}")
+        assert error(*command, place, "--model", place).startswith(f"--model: {place!r} names the model already")
+    options = ["--draft", "none", "--max-new-tokens", "4"]
+    for command in ("generate", "check"):
+        by_place, by_option = ([command, *named, *options, "x"] for named in ([place], ["--model", place]))
+        texts = [CliRunner().invoke(app, arguments) for arguments in (by_place, by_option)]
+        assert [done.exit_code for done in texts] == [0, 0], texts[0].output
+    assert values.model_before([place, "x"], place) == (place, [place, "x"])
+    assert values.model_before(["owner/name", "x"], None) == ("owner/name", ["x"])
+    assert values.model_before(["def f(n):"], None) == (None, ["def f(n):"])
+    assert error("generate", "m.gguf", "x").startswith("MODEL: no such file: m.gguf")
+    assert error("learn").startswith("MODEL: name the model")
+
+
+def test_generate_without_a_model_answers_by_that_of_chat_and_says_which(folder, monkeypatch):
+    from gsd_kernels_cli.demo import smollm2
+
+    monkeypatch.setattr(smollm2, "why_missing", lambda: None)
+    monkeypatch.setattr(smollm2, "folder", lambda: folder / "target")
+    assert error("generate", "hello") == "--chat: the tokenizer has no chat template"  # the pair's, here in its place
+    monkeypatch.setattr(smollm2, "why_missing", lambda: "it is not installed")
+    done = CliRunner().invoke(app, ["generate", "--max-new-tokens", "4", "hello"])
+    assert done.exit_code == 0 and "gsd-kernels: the embedded pair" in done.stderr
 
 
 @pytest.mark.parametrize("option", ["--model", "--draft"])
@@ -359,19 +379,14 @@ def test_a_prompt_in_brackets_is_shown(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8"])
-def test_a_terminal_shows_a_replacement_for_what_its_encoding_has_not(encoding):
-    prompt, options = "x = '\u2713\u00e9'", ["--max-new-tokens", "2", "--draft", "none", "--dtype", "float32"]
+def test_a_terminal_shows_a_replacement_for_what_its_encoding_has_not(encoding, folder):
+    prompt, model = "x = '\u2713\u00e9'", ["--model", str(folder / "target"), "--draft", "none"]
+    options = [*model, "--max-new-tokens", "2", "--dtype", "float32"]
     for stream in ("--stream", "--no-stream"):
         result = CliRunner(charset=encoding).invoke(app, ["generate", prompt, "--echo", *options, stream])
         assert result.exit_code == 0, result.stderr
         assert result.stdout_bytes.startswith(prompt.encode(encoding, errors="replace"))
 
 
-def test_an_argument_that_is_not_utf8_is_named(tmp_path):
-    says = error("generate", "caf\udce9", "--draft", "none")
-    assert says == "argument 2, behind generate: b'caf\\xe9' is not UTF-8 text; convert it"
-    with pytest.raises(ValueError, match="argument 3, behind --system"):
-        check_arguments(["chat", "--system", "caf\udce9"])
-    named = os.fsencode(tmp_path) + b"/caf\xe9"
-    Path(os.fsdecode(named)).touch()
-    check_arguments(["generate", "--prompt-file", os.fsdecode(named), "--prompt-file=" + os.fsdecode(named)])
+def test_a_prompt_that_is_not_utf8_is_named():
+    assert error("generate", "caf\udce9").startswith("prompt: the argument is not UTF-8 text (byte 3")

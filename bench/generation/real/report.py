@@ -12,7 +12,7 @@ from gsd_kernels_hf.files import write_json
 
 from ...lib.intervals import Ratio, paired_ratio
 from ...lib.report import SCHEMA, markdown
-from .names import HF, HISTORY, OURS, PACKED_HISTORY, label, plain_of
+from .names import HF, HISTORY, OURS, PACKED_HISTORY, PLAIN, label, plain_of
 
 MIN_PROMPTS = 6  # prompts that give a ratio an interval
 NARROW_BITS = 8.0  # bits a weight; with fewer a model computes something else than it was trained to
@@ -155,10 +155,10 @@ def _per_step(runs: Sequence[dict[str, Any]]) -> float | None:
     return sum(run["tokens"] + run["ended"] for run in runs) / sum(run["steps"] for run in runs)
 
 
-def table(data: dict[str, Any]) -> str:
-    """The summary in Markdown, slowest first."""
+def table(data: dict[str, Any], *, by_drafts: bool = False) -> str:
+    """The summary in Markdown, slowest first; with ``by_drafts`` texts are held against undrafted ones alone."""
     rows = []
-    for row in sorted(data["summary"], key=lambda row: row["tokens_per_second"]):
+    for row in _by_rate(data):
         shown = label(row["way"])
         ratio = data["ratios"].get(row["way"])
         name = f"{shown.engine}, {shown.way}"
@@ -169,11 +169,21 @@ def table(data: dict[str, Any]) -> str:
                 f"{row['tokens_per_second']:.1f}",
                 "–" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}",
                 "–" if ratio is None else str(Ratio(**ratio)),
-                _texts(row),
+                _as_without_drafts(row) if by_drafts else _texts(row),
             ]
         )
-    head = ["", "bits a weight", "tokens/s", "tokens/step", "our history against it (95%)", "texts as transformers'"]
-    return markdown(head, rows)
+    compared = "texts as without drafts" if by_drafts else "texts as transformers'"
+    return markdown(["", "bits a weight", "tokens/s", "tokens/step", "our history against it (95%)", compared], rows)
+
+
+def _as_without_drafts(row: dict[str, Any]) -> str:
+    if row["way"] != HF and plain_of(row["way"]) == HF:
+        return f"{row['same']} of {row['compared']}"
+    return f"{row['same_as_plain']} of {row['compared_with_plain']}" if row["compared_with_plain"] else "–"
+
+
+def _by_rate(data: dict[str, Any]) -> list[dict[str, Any]]:
+    return sorted(data["summary"], key=lambda row: row["tokens_per_second"])
 
 
 def _texts(row: dict[str, Any]) -> str:
@@ -228,6 +238,13 @@ def gains(data: dict[str, Any]) -> str | None:
     return f"In {data['settings']['dtype']} the history alone gives {rate:.0f} tokens/s: {'; '.join(first)}."
 
 
+def exactness(data: dict[str, Any]) -> str:
+    """Say how many texts of the history are transformers' own."""
+    row = next(row for row in data["summary"] if row["way"] == HISTORY)
+    same = f"{row['same']} of {row['compared']} texts with drafts are transformers' own"
+    return f"In {data['settings']['dtype']} {same}, at {row['tokens_per_second']:.0f} tokens/s."
+
+
 def kinds_table(data: dict[str, Any]) -> str:
     """Tokens a second by kind of work: ours and the strongest others."""
     chosen = [HF, *dict.fromkeys(way for way in data["strongest"].values() if way), *OURS]
@@ -261,8 +278,9 @@ def lengths_table(data: dict[str, Any]) -> str:
 
 
 def short(data: dict[str, Any]) -> dict[str, Any]:
-    """``data`` with transformers, the fastest other from 8 bits a weight on and below, and our histories alone."""
-    chosen = {HF, HISTORY, PACKED_HISTORY, *data["strongest"].values()}
+    """``data`` with transformers, the fastest of every other engine, also by bits a weight, and ours."""
+    fastest = {label(row["way"]).engine: row["way"] for row in _by_rate(data) if row["way"] not in OURS}
+    chosen = {HF, PLAIN, HISTORY, PACKED_HISTORY, *data["strongest"].values(), *fastest.values()}
     return {**data, "summary": [row for row in data["summary"] if row["way"] in chosen]}
 
 
