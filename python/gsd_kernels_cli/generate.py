@@ -71,12 +71,13 @@ def command(
     answers = model is None and not (models.heads or models.drafter or models.corpus or ranks.tp)
     if answers and smollm2.why_missing() is None:
         pair, chat = models.load_chat_model(), True
-        err.print(f"gsd-kernels: {smollm2.NAME} answers; MODEL or --model names another one")
+        told = f"{smollm2.NAME} answers"
     else:
         with progress("loading the models"):
             pair = models.load(model, tp_timeout=ranks.timeout)
-        if model is None:
-            err.print("gsd-kernels: the embedded pair, trained on Python source; MODEL or --model names another one")
+        told = "the embedded pair continues Python source"
+    if model is None:
+        err.print(f"gsd-kernels: {told}; MODEL or --model names another model", soft_wrap=True)
     inputs = pair.encode(texts, chat)
     if pair.tokenizer.chat_template and not chat:
         err.print("gsd-kernels: this model has a chat template: --chat answers, without it text is continued")

@@ -62,7 +62,7 @@ def test_nothing_to_do_is_a_usage_error():
     assert run("generate", "x", "--dtype", "int3").exit_code == 2
 
 
-def test_error_exit_codes(monkeypatch):
+def test_error_exit_codes(pair, monkeypatch):
     from gsd_kernels_cli import pair as module
 
     def failing(error):
@@ -78,11 +78,11 @@ def test_error_exit_codes(monkeypatch):
         (RuntimeError("out of memory"), 1),
     ]:
         monkeypatch.setattr(module, "load_pair", failing(error))
-        assert " ".join(str(error).split()) in one_line_error(run("generate", "x"), code)
-        with_traceback = run("--debug", "generate", "x")
+        assert " ".join(str(error).split()) in one_line_error(run("generate", *pair, "x"), code)
+        with_traceback = run("--debug", "generate", *pair, "x")
         assert with_traceback.exit_code == 1 and with_traceback.exception is error
     monkeypatch.setattr(module, "load_pair", failing(KeyboardInterrupt()))
-    assert run("generate", "x").exit_code == 130
+    assert run("generate", *pair, "x").exit_code == 130
 
 
 # ---- generate

@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from gsd_kernels_cli import demo
 from gsd_kernels_cli.app import app
 from gsd_kernels_cli.pair import load_pair
 from gsd_kernels_hf.sources.corpus import Corpus
@@ -32,7 +33,8 @@ def indexed(tmp_path_factory):
 
 
 def test_generate_with_a_corpus_prints_the_same_text(indexed):
-    arguments = ("generate", "def fibonacci(n):\n    if n", "--max-new-tokens", 24, "--no-stream")
+    prompt = "def fibonacci(n):\n    if n"
+    arguments = ("generate", demo.path() / "target", prompt, "--max-new-tokens", 24, "--no-stream")
     plain = run(*arguments, "--draft", "none")
     assert plain.exit_code == 0 and plain.stdout
     for draft in ("history", "none"):
