@@ -25,6 +25,9 @@ CACHE_BYTES = 64 * 2**20
 CACHED_COMPILERS = 4
 """Sets of end tokens that are remembered with their grammars; requests name them."""
 
+_LETTER, _JSON_LETTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
+"""Letters of a string with a length as xgrammar's rules have them, and without those that JSON escapes."""
+
 
 class Penalties(LogitsProcessor):
     """OpenAI's penalties: logits fall with the number of times that the answer has a token, and that it has it at all.
@@ -100,31 +103,26 @@ class Grammars:
         if not ends:
             raise Refused(field, "this model has no end-of-text token, which would end the JSON")
         try:
-            compiler = self._compiler(tuple(ends))
+            import xgrammar
         except ImportError:
             raise Refused(field, f"needs xgrammar, which is missing: {cure('grammar')}") from None
-        try:
-            if isinstance(held, Marked):
-                return compiler.compile_structural_tag(held.tag)
-            # strict_mode would close every object that does not say whether it is open: {} alone
-            return compiler.compile_json_schema(
-                json.dumps(held), any_whitespace=True, max_whitespace_cnt=2, strict_mode=False
-            )
-        except Exception as error:  # xgrammar's own, of several kinds, behind its time and place
-            raise Refused(field, re.sub(r"^\[[\d:]+\] \S+: ", "", " ".join(str(error).split()))) from error
-
-    def _compiler(self, ends: tuple[int, ...]) -> Any:
-        import xgrammar
-
+        key = tuple(ends)
         with self.making:
-            if ends not in self.compilers:
+            if key not in self.compilers:
                 if len(self.compilers) >= CACHED_COMPILERS:
                     self.compilers.pop(next(iter(self.compilers)))
-                info = xgrammar.TokenizerInfo.from_huggingface(
-                    self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=list(ends)
-                )
-                self.compilers[ends] = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
-            return self.compilers[ends]
+                read = xgrammar.TokenizerInfo.from_huggingface
+                info = read(self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=ends)
+                self.compilers[key] = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+            compiler = self.compilers[key]
+        try:
+            if isinstance(held, Marked):
+                rules = xgrammar.Grammar.from_structural_tag(held.tag)
+            else:  # strict_mode would close every object that does not say whether it is open: {} alone
+                rules = xgrammar.Grammar.from_json_schema(json.dumps(held), max_whitespace_cnt=2, strict_mode=False)
+            return compiler.compile_grammar(str(rules).replace(_LETTER, _JSON_LETTER))
+        except Exception as error:  # xgrammar's own, of several kinds, behind its time and place
+            raise Refused(field, re.sub(r"^\[[\d:]+\] \S+: ", "", " ".join(str(error).split()))) from error
 
 
 def schema_of(given: Any, field: str) -> Any:

@@ -23,6 +23,9 @@ _OF_TYPE = {
 }
 """Keywords that are read beside these types alone."""
 
+_TOLD_BY = {"object": ("properties", "additionalProperties"), "array": ("items", "prefixItems")}
+"""Keywords by which xgrammar tells the type of a schema that names none."""
+
 _ALONE = ("$ref", "anyOf", "allOf", "enum", "const")
 """Keywords whose neighbours xgrammar does not read."""
 
@@ -100,12 +103,14 @@ def _check_alone(schema: Mapping[str, Any], at: str) -> None:
 
 
 def _check_bounds(schema: Mapping[str, Any], at: str) -> None:
-    kinds = schema.get("type", [])
+    told = [kind for kind, keywords in _TOLD_BY.items() if any(name in schema for name in keywords)]
+    kinds = schema.get("type", told[:1])
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    known = ("object", "array") if "type" not in schema else ()  # which xgrammar tells by their keywords
+    if "type" in schema and not kinds:
+        raise wrong(f"{at}.type", "a type", kinds)
     for keyword in schema:
         wanted = _OF_TYPE.get(keyword, ())
-        if wanted and not any(kind in wanted for kind in kinds) and not any(kind in wanted for kind in known):
+        if wanted and not any(kind in wanted for kind in kinds):
             raise Refused(f"{at}.{keyword}", f"xgrammar reads it beside type {' or '.join(wanted)}; name it")
     if "multipleOf" in schema and (kinds != ["integer"] or any(bound in schema for bound in _BOUNDS)):
         raise Refused(f"{at}.multipleOf", "xgrammar holds integers without bounds to it, and no others; leave it out")
@@ -121,8 +126,9 @@ def _check_bounds(schema: Mapping[str, Any], at: str) -> None:
         raise wrong(f"{at}.required", "a list of names", needed)
     if isinstance(properties, Mapping) and (missing := [name for name in needed if name not in properties]):
         raise Refused(f"{at}.required", f"properties has no {missing[0]!r}, which xgrammar needs there")
-    if "propertyNames" in schema and ("properties" in schema or "patternProperties" in schema):
-        raise Refused(f"{at}.propertyNames", "xgrammar does not read it beside properties; leave it out")
+    names = [keyword for keyword in ("properties", "patternProperties", "propertyNames") if keyword in schema]
+    if len(names) > 1:
+        raise Refused(f"{at}.{names[1]}", f"xgrammar does not read it beside {names[0]}; leave it out")
 
 
 def _check_sizes(schema: Mapping[str, Any], at: str) -> None:

@@ -59,6 +59,8 @@ HELD = [  # a schema, a value that meets it, one that does not
     ({"allOf": [INT]}, 1, "x"),
     ({**DEFINED, "$ref": "#/$defs/a"}, 1, "x"),
     (TREE, {"c": [{"c": []}]}, {"c": [1]}),
+    ({"items": INT, "maxItems": 1}, [1], [1, 2]),
+    ({"additionalProperties": INT, "minProperties": 1}, {"a": 1}, {}),
 ]
 
 DROPPED = [  # a schema, the keyword by which it is refused
@@ -75,6 +77,11 @@ DROPPED = [  # a schema, the keyword by which it is refused
     ({"allOf": [INT], "type": "integer"}, "type"),
     (an(properties={"a": INT}, anyOf=[INT]), "type"),
     ({**DEFINED, "$ref": "#/$defs/a", "minimum": 3}, "minimum"),
+    *(({keyword: 1}, keyword) for keyword in ("minItems", "maxItems", "minProperties", "maxProperties")),
+    *(({keyword: {}}, keyword) for keyword in ("patternProperties", "propertyNames")),
+    ({"items": INT, "maxProperties": 1}, "maxProperties"),
+    ({"type": []}, "type"),
+    (an(properties={"x": INT}, patternProperties={"x": whole(maximum=3)}), "patternProperties"),
     ({"$ref": "#k"}, "$ref"),
     ({"$ref": "other.json"}, "$ref"),
     (a_text(enum=["a", 1]), "type"),
@@ -100,10 +107,10 @@ def accepts():
     grammars = Grammars(None, 128)
     grammars.compilers[(0,)] = xgrammar.GrammarCompiler(letters)
 
-    def found(schema, value) -> bool:
+    def found(schema, value, raw="") -> bool:
         compiled = grammars.of(schema, "schema", [0])
         matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
-        return matcher.accept_string(json.dumps(value)) and matcher.is_completed()
+        return matcher.accept_string(raw or json.dumps(value)) and matcher.is_completed()
 
     return found
 
@@ -114,6 +121,12 @@ def test_what_is_served_holds(schema, good, bad, accepts):
     assert accepts(schema, good) and not accepts(schema, bad)
     inner = an(properties={"default": schema if "$" not in json.dumps(schema) else INT}, required=["default"])
     check_schema(inner, "schema")
+
+
+@pytest.mark.parametrize("letter", ["\0", "\t", "\n", "\x1f"])
+@pytest.mark.parametrize("bounds", [{}, {"minLength": 1}, {"maxLength": 9}, {"pattern": "^.+$"}], ids=str)
+def test_a_string_holds_no_letter_that_json_escapes(letter, bounds, accepts):
+    assert accepts(a_text(**bounds), "a~") and not accepts(a_text(**bounds), None, f'"a{letter}"')
 
 
 @pytest.mark.parametrize(("schema", "keyword"), DROPPED, ids=lambda value: json.dumps(value)[:40])
