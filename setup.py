@@ -202,7 +202,9 @@ class BuildOps(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         tools, cuda = Toolchain(), ext.name.endswith("_cuda")
-        build = Path(self.build_temp).resolve() / ext.name.rpartition(".")[2]
+        # What an editable installation compiled, the next one finds: pip gives each a temporary folder.
+        temporary = "build/editable" if "editable_wheel" in sys.argv else self.build_temp
+        build = Path(temporary).resolve() / ext.name.rpartition(".")[2]
         build.mkdir(parents=True, exist_ok=True)
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import sys
 from collections import Counter
@@ -26,6 +27,8 @@ from _pytest.terminal import TerminalReporter
 from gsd_kernels.ops.table import all_ops
 
 torch.set_num_threads(1)
+for library in ("torchao", "torch.utils._pytree"):  # which tell of GPUs that are not here, and of each other
+    logging.getLogger(library).setLevel(logging.ERROR)
 pytest.register_assert_rewrite("ops.contracts")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -85,6 +88,13 @@ def thaw() -> None:
     """Leave the interpreter what it frees at its end, or libraries complain of leaks."""
     gc.disable()
     gc.unfreeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failure when it happens."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid}", file=sys.__stderr__, flush=True)
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
