@@ -8,7 +8,6 @@ namespace gsd {
 namespace {
 
 constexpr int64_t kUnit = 32;  // outputs that are not shared out among threads
-constexpr int64_t kVector = 16;
 
 std::unique_ptr<float[]> floats(int64_t n) { return std::unique_ptr<float[]>(new float[static_cast<size_t>(n)]); }
 
@@ -74,9 +73,7 @@ Decoder::Decoder(Team& team, const DecoderSizes& sizes, const DecoderRows& rows,
   });
 }
 
-void Decoder::forward(const DecoderLayer& layer) { forward_last(layer, s_.rows); }
-
-void Decoder::forward_last(const DecoderLayer& layer, int64_t keep) {
+void Decoder::forward(const DecoderLayer& layer, int64_t keep) {
   norm_and_pack(layer.input_norm, {&layer.q, &layer.k, &layer.v});
   forward_packed(layer, keep);
 }
@@ -134,17 +131,9 @@ void Decoder::finish(const std::vector<float>& norm, const Projection& head, flo
   if (kept == 0) return;
   norm_state(norm, normed);
   pack(normed, kept, s_.hidden, {&head});
-  const int64_t outputs = head.outputs(), strip = this->strip();
-  share_outputs(team_, outputs, kept, s_.hidden, [&](int64_t thread, int64_t begin, int64_t end) {
-    if (element == Element::kFloat32) return multiply(head, kept, begin, end, static_cast<float*>(logits) + begin, outputs);
-    float* part = strips_.get() + thread * 2 * s_.count() * strip;
-    for (int64_t n = begin; n < end; n += strip) {
-      const int64_t count = std::min(strip, end - n);
-      multiply(head, kept, n, n + count, part, strip);
-      for (int64_t m = 0; m < kept; m++) {
-        write_row(part + m * strip, static_cast<char*>(logits) + (m * outputs + n) * bytes_of(element), element, count);
-      }
-    }
+  const char* packed = packed_[static_cast<int>(form_of(head.weights.kind))].data();
+  share_outputs(team_, head.outputs(), kept, s_.hidden, [&](int64_t, int64_t begin, int64_t end) {
+    multiply_rounded(kernels_, element_, head.weights, packed, kept, begin, end, element, logits, head.outputs());
   });
 }
 
@@ -305,13 +294,8 @@ void Decoder::feed_forward(const DecoderLayer& layer) {
       const int64_t outputs = std::min(strip, end - n);
       multiply(layer.gate, count, n, n + outputs, gate, strip);
       multiply(layer.up, count, n, n + outputs, up, strip);
-      const int64_t padded = (outputs + kVector - 1) / kVector * kVector;
       for (int64_t m = 0; m < count; m++) {
-        float *of_gate = gate + m * strip, *of_up = up + m * strip;
-        std::fill(of_gate + outputs, of_gate + padded, 0.0f);
-        std::fill(of_up + outputs, of_up + padded, 0.0f);
-        silu_times(of_gate, of_up, padded);
-        std::copy(of_gate, of_gate + outputs, inner_.get() + m * s_.inner + n);
+        silu_times(gate + m * strip, up + m * strip, inner_.get() + m * s_.inner + n, outputs);
       }
     }
   });

@@ -58,13 +58,11 @@ class Decoder {
   Decoder(Team& team, const DecoderSizes& sizes, const DecoderRows& rows, const Paths& paths,
           Element element, const Weights& embedding);
 
-  void forward(const DecoderLayer& layer);
-
-  // The last layer: keys and values of all rows, and the state of no more than the last `keep` of every sequence.
-  void forward_last(const DecoderLayer& layer, int64_t keep);
+  // Keys and values of all rows, and the state of no more than the last `keep` of every sequence.
+  void forward(const DecoderLayer& layer, int64_t keep);
 
   // The first layer of an EAGLE-3 drafter (arXiv 2503.01840): queries, keys and values read normed embeddings and normed
-  // features side by side; `keep` as of the last one.
+  // features side by side; `keep` as above.
   void forward_paired(const DecoderLayer& layer, const Features& features, int64_t keep);
 
   // The state that multi-token prediction (arXiv 2412.19437) begins with: such pairs times a matrix.

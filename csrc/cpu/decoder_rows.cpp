@@ -177,8 +177,7 @@ void decoder_rows(const DecoderCall& call) {
         float* out = written<float>(std::get<2>(call.outputs)) + static_cast<int64_t>(i) * s.count() * s.hidden;
         l < depth ? decoder.copy_state(out) : decoder.norm_state(call.norm, out);
       }
-      if (l + 1 < depth) decoder.forward(call.layers[l]);
-      if (l + 1 == depth) decoder.forward_last(call.layers.back(), call.every_row ? s.rows : call.keep);
+      if (l < depth) decoder.forward(call.layers[l], l + 1 < depth || call.every_row ? s.rows : call.keep);
     }
     decoder.keep_last(call.keep);
   });
@@ -214,11 +213,11 @@ void feature_rows(const FeatureCall& call) {
     const int64_t rows = depth > 1 ? call.s.rows : call.keep;
     if (call.first.weights.inputs > 0) {
       decoder.project_pairs(call.first, call.features);
-      decoder.forward_last(call.layers[0], rows);
+      decoder.forward(call.layers[0], rows);
     } else {
       decoder.forward_paired(call.layers[0], call.features, rows);
     }
-    for (size_t l = 1; l < depth; l++) decoder.forward_last(call.layers[l], l + 1 < depth ? call.s.rows : call.keep);
+    for (size_t l = 1; l < depth; l++) decoder.forward(call.layers[l], l + 1 < depth ? call.s.rows : call.keep);
     decoder.copy_state(written<float>(std::get<2>(call.outputs)));
   });
 }

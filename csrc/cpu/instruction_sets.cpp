@@ -10,11 +10,7 @@
 
 #include "../algorithms/elements.h"
 #include "instructions.h"
-#include "products.h"
-
-#if GSD_X86
-#include <cpuid.h>
-#endif
+#include "row_forms.h"
 
 namespace gsd {
 namespace {
@@ -30,18 +26,13 @@ bool has_avx2() {
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 }
-unsigned leaf_7(int subleaf, int which) {
-  unsigned registers[4] = {};
-  __get_cpuid_count(7, static_cast<unsigned>(subleaf), &registers[0], &registers[1], &registers[2], &registers[3]);
-  return registers[which];
+bool has_bfloat16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
-bool has_bfloat16() { return has_avx512() && (leaf_7(1, 0) >> 5 & 1u) && (leaf_7(0, 2) >> 11 & 1u); }
-bool has_tiles() { return has_bfloat16() && (leaf_7(0, 3) >> 22 & 1u) && (leaf_7(0, 3) >> 24 & 1u); }
 #else
 bool has_avx2() { return false; }
 bool has_avx512() { return false; }
 bool has_bfloat16() { return false; }
-bool has_tiles() { return false; }
 #endif
 
 // Numbers of about one that every float type holds exactly.
@@ -50,27 +41,37 @@ float number(int64_t i) { return static_cast<float>((i * 37 + i / 7 * 11) % 33 -
 struct Small {
   int64_t rows, k, outputs;
 };
+constexpr Small kSmall[] = {{1, 33, 5}, {17, 160, 37}, {3, 16, 4}, {50, 70, 33}};
+
+std::vector<float> numbers(int64_t n, int64_t first) {
+  std::vector<float> found;
+  for (int64_t i = 0; i < n; i++) found.push_back(number(first + i));
+  return found;
+}
+
+std::unique_ptr<char[]> bytes(int64_t n) { return std::unique_ptr<char[]>(new char[static_cast<size_t>(n)]()); }
+
+int64_t room_for(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock * kRowBlock; }
 
 // Sums of few such products are exact in float32, in whatever order.
 bool same_products(const RowKernel& kernel, const RowKernel& portable, Element element, const Small& small) {
-  const int64_t elements = small.outputs * small.k, padded = (small.rows + kRowBlock - 1) / kRowBlock * kRowBlock;
-  std::vector<float> x(static_cast<size_t>(small.rows * small.k)), wide(static_cast<size_t>(elements));
-  for (size_t i = 0; i < x.size(); i++) x[i] = number(static_cast<int64_t>(i));
-  for (size_t i = 0; i < wide.size(); i++) wide[i] = number(static_cast<int64_t>(i) + 5);
-  std::vector<char> weights(static_cast<size_t>(elements) * sizeof(float));
-  write_row(wide.data(), weights.data(), element, elements);
+  const int64_t elements = small.outputs * small.k;
+  const std::vector<float> x = numbers(small.rows * small.k, 0), wide = numbers(elements, 5);
+  const auto weights = bytes(elements * bytes_of(element));
+  write_row(wide.data(), weights.get(), element, elements);
+  std::vector<int64_t> offsets;
+  for (int64_t p = 0; p < small.outputs; p++) offsets.push_back(p * small.k);
   std::vector<float> found[2], mixed[2];
   for (int i = 0; i < 2; i++) {
     const RowKernel& use = i == 0 ? kernel : portable;
-    std::unique_ptr<char[]> packed(new char[static_cast<size_t>(padded * use.row_bytes(small.k))]());
+    const auto packed = bytes(room_for(small.rows) * use.row_bytes(small.k));
     found[i].assign(static_cast<size_t>(small.rows * small.outputs), 7.0f);
     use.pack(x.data(), small.k, 0, small.rows, small.k, packed.get());
-    use.products(packed.get(), small.rows, small.k, weights.data(), small.k, 0, small.outputs, found[i].data(),
+    use.products(packed.get(), small.rows, small.k, weights.get(), small.k, 0, small.outputs, found[i].data(),
                  small.outputs, false);
-    std::vector<int64_t> offsets;
-    for (int64_t p = 0; p < small.outputs; p++) offsets.push_back(p * small.k);
-    mixed[i].assign(static_cast<size_t>(small.rows * small.k), 0.5f);
-    use.weighted(x.data(), 1, small.rows, weights.data(), offsets.data(), small.outputs, small.k, mixed[i].data(),
+    mixed[i].assign(x.size(), 0.5f);
+    if (kernel.weighted == nullptr) continue;
+    use.weighted(x.data(), 1, small.rows, weights.get(), offsets.data(), small.outputs, small.k, mixed[i].data(),
                  small.k);
   }
   const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
@@ -84,75 +85,45 @@ bool same_products(const RowKernel& kernel, const RowKernel& portable, Element e
   return same(found[0], found[1]) && same(mixed[0], mixed[1]);
 }
 
-// Codes of all kinds, and scales of about one.
-std::vector<uint8_t> some_codes(int64_t n) {
-  std::vector<uint8_t> codes(static_cast<size_t>(n));
-  for (size_t i = 0; i < codes.size(); i++) codes[i] = static_cast<uint8_t>((i * 37 + i / 7 * 11) % 61);
-  return codes;
-}
-std::vector<float> some_scales(int64_t n) {
-  std::vector<float> scales;
-  for (int64_t i = 0; i < n; i++) scales.push_back(number(i) + 0.3f);
-  return scales;
+std::vector<float> multiplied(const IsaKernels& level, Element element, RowForm form, const Weights& w,
+                              const std::vector<float>& x) {
+  const int64_t k = w.inputs, rows = static_cast<int64_t>(x.size()) / k;
+  const auto packed = bytes(room_for(rows) * packed_row_bytes(level, element, form, k));
+  pack_rows(level, element, form, x.data(), k, 0, rows, k, packed.get());
+  std::vector<float> found(static_cast<size_t>(rows * w.outputs));
+  multiply(level, element, w, packed.get(), rows, 0, w.outputs, found.data(), w.outputs);
+  return found;
 }
 
-// Bit for bit.
-bool same_decoders(const IsaKernels& level, const IsaKernels& portable, int kind, int element) {
-  constexpr int64_t kInputs = 512, kGroups = 16, kBytes = kInputs * static_cast<int64_t>(sizeof(float));
-  const std::vector<uint8_t> row = some_codes(kBytes);
-  const std::vector<float> scales = some_scales(2 * kGroups);
-  std::vector<char> found[2];
-  for (int i = 0; i < 2; i++) {
-    found[i].assign(static_cast<size_t>(kBytes), 0);
-    (i == 0 ? level : portable).decoders.of[kind][element](row.data(), scales.data(), kGroups, kInputs, found[i].data());
+// Whether packed weights, of all codes and of scales of about one, are decoded as the portable level does it, and rows have
+// the same bits over them as over the dense ones that they stand for; over codes, whose sums are exact, as that level's.
+bool same_packed(const IsaKernels& level, const IsaKernels& portable, Kind kind, Element element) {
+  constexpr int64_t kOutputs = 21, kGroups = 8;
+  const RowForm form = form_of(kind);
+  const bool codes = has_codes(form);
+  const int64_t inputs = codes ? 483 : 512, groups = beside(kind) == 0 ? 0 : codes ? 1 : kGroups, size = bytes_of(element);
+  const int64_t row = inputs / block_weights(kind) * block_bytes(kind);
+  std::vector<uint8_t> packed;
+  for (int64_t i = 0; i < kOutputs * row; i++) packed.push_back(static_cast<uint8_t>((i * 37 + i / 7 * 11) % 61));
+  std::vector<float> scales = numbers(kOutputs * groups * beside(kind), 0);
+  for (float& scale : scales) scale += 0.3f;
+  const auto weights = [&](const IsaKernels& of) -> Weights {
+    return {reinterpret_cast<const char*>(packed.data()), kOutputs, inputs, row, kind,
+            of.decoders.of[static_cast<int>(kind)][static_cast<int>(element)], scales.data(), groups};
+  };
+  const auto decoded = bytes(kOutputs * inputs * size), expected = bytes(kOutputs * inputs * size);
+  for (int64_t n = 0; n < kOutputs; n++) {
+    decode_weights(element, weights(level), n, decoded.get() + n * inputs * size);
+    decode_weights(element, weights(portable), n, expected.get() + n * inputs * size);
   }
-  return found[0] == found[1];
-}
-
-// Word for word: sums of codes are exact.
-bool right_integers(const IntegerProducts& integers, const Small& small) {
-  const int64_t bytes = integers.row_bytes(small.k);
-  std::vector<int8_t> weights(static_cast<size_t>(small.outputs * small.k)), rows(static_cast<size_t>(small.rows * bytes));
-  for (size_t i = 0; i < weights.size(); i++) weights[i] = static_cast<int8_t>(i * 37 + i / 7 * 11);
-  for (int64_t r = 0; r < small.rows; r++) {
-    for (int64_t k = 0; k < small.k; k++) rows[static_cast<size_t>(r * bytes + k)] = static_cast<int8_t>(r * 29 + k * 31 - 128);
-  }
-  std::vector<float> found(static_cast<size_t>(small.rows * small.outputs));
-  integers.products(rows.data(), small.rows, small.k, weights.data(), small.k, 0, small.outputs, found.data(),
-                    small.outputs, false);
-  for (int64_t j = 0; j < small.rows * small.outputs; j++) {
-    const int8_t *row = rows.data() + j / small.outputs * bytes, *of = weights.data() + j % small.outputs * small.k;
-    int32_t sum = 0;
-    for (int64_t k = 0; k < small.k; k++) sum += row[k] * (of[k] + integers.offset);
-    if (memcmp(&sum, &found[static_cast<size_t>(j)], sizeof sum) != 0) return false;
-  }
-  return true;
-}
-
-constexpr Small kSmall[] = {{1, 33, 5}, {17, 160, 37}, {3, 16, 4}, {50, 70, 33}};
-
-// Whether rows have the same bits over packed weights as over the dense ones that those stand for.
-bool same_unpacking(const IsaKernels& level, int kind) {
-  constexpr int64_t kInputs = 512, kGroups = 8, kOutputs = 21, kMost = 17;
-  const RowKernel& dense = level.large[static_cast<int>(Element::kBfloat16)];
-  const Kind of = static_cast<Kind>(kind);
-  const int64_t bytes = kInputs / block_weights(of) * block_bytes(of), groups = beside(of) > 0 ? kGroups : 0;
-  const std::vector<uint8_t> packed = some_codes(kOutputs * bytes);
-  const std::vector<float> scales = some_scales(kOutputs * groups * beside(of));
-  const Weights w{reinterpret_cast<const char*>(packed.data()), kOutputs, kInputs, bytes, of,
-                  level.decoders.of[kind][static_cast<int>(Element::kBfloat16)], scales.data(), groups};
-  std::vector<uint16_t> weights(static_cast<size_t>(kOutputs * kInputs));
-  for (int64_t n = 0; n < kOutputs; n++) decode_weights(Element::kBfloat16, w, n, weights.data() + n * kInputs);
-  std::vector<float> x(static_cast<size_t>(kMost * kInputs));
-  for (size_t i = 0; i < x.size(); i++) x[i] = number(static_cast<int64_t>(i) + 3);
-  for (const int64_t rows : {int64_t{1}, kMost}) {
-    std::unique_ptr<char[]> arranged(new char[static_cast<size_t>(2 * kRowBlock * dense.row_bytes(kInputs))]());
-    dense.pack(x.data(), kInputs, 0, rows, kInputs, arranged.get());
-    std::vector<float> found[2];
-    for (std::vector<float>& one : found) one.assign(static_cast<size_t>(rows * kOutputs), 7.0f);
-    multiply(level, Element::kBfloat16, w, arranged.get(), rows, 0, kOutputs, found[0].data(), kOutputs);
-    dense.products(arranged.get(), rows, kInputs, weights.data(), kInputs, 0, kOutputs, found[1].data(), kOutputs, false);
-    if (memcmp(found[0].data(), found[1].data(), found[0].size() * sizeof(float)) != 0) return false;
+  if (memcmp(decoded.get(), expected.get(), static_cast<size_t>(kOutputs * inputs * size)) != 0) return false;
+  const Weights dense{decoded.get(), kOutputs, inputs, inputs * size, static_cast<Kind>(element), nullptr, nullptr, 0};
+  for (const int64_t rows : {1, 17}) {
+    const std::vector<float> x = numbers(rows * inputs, 3);
+    const std::vector<float> found = multiplied(level, element, form, weights(level), x);
+    const std::vector<float> right = codes ? multiplied(portable, element, form, weights(portable), x)
+                                           : multiplied(level, element, form, dense, x);
+    if (memcmp(found.data(), right.data(), found.size() * sizeof(float)) != 0) return false;
   }
   return true;
 }
@@ -161,25 +132,17 @@ std::string proof(const IsaKernels& level) {
   const IsaKernels& portable = *portable_kernels();
   const char* names[] = {"float32", "bfloat16", "float16"};
   for (int e = 0; e < 3; e++) {
+    const Element element = static_cast<Element>(e);
     for (const Small& small : kSmall) {
-      const Element element = static_cast<Element>(e);
       if (!same_products(level.large[e], portable.large[e], element, small) ||
           !same_products(level.small[e], portable.small[e], element, small)) {
         return std::string("its products of ") + names[e] + " differ from the portable ones";
       }
     }
-  }
-  for (const Small& small : kSmall) {
-    if (!right_integers(level.integers, small)) return "its products of integers are not exact";
-  }
-  for (int kind = 0; kind < kKinds; kind++) {
-    for (int e = 0; e < 3; e++) {
-      if (!same_decoders(level, portable, kind, e)) {
-        return "its packed weights of kind " + std::to_string(kind) + " differ from the portable ones";
+    for (int kind = 3; kind < kKinds; kind++) {  // behind the floats
+      if (!same_packed(level, portable, static_cast<Kind>(kind), element)) {
+        return "its packed weights of kind " + std::to_string(kind) + " in " + names[e] + " differ from dense ones";
       }
-    }
-    if (level.unpacking.of[kind] != nullptr && !same_unpacking(level, kind)) {
-      return "its products with packed weights of kind " + std::to_string(kind) + " differ from the dense ones";
     }
   }
   return "";
@@ -205,7 +168,7 @@ const Known& known() {
     add("avx2", avx2_kernels(), has_avx2() ? "" : missing("AVX2 with FMA and F16C"));
     add("avx512", avx512_kernels(), has_avx512() ? "" : missing("AVX-512 F, BW and VL"));
     add("avx512_bf16", avx512_bf16_kernels(), has_bfloat16() ? "" : missing("AVX512_BF16 with AVX512_VNNI"));
-    add("amx", amx_kernels(), has_tiles() ? amx_permission() : missing("AMX tiles for bfloat16"));
+    add("amx", amx_kernels(), has_bfloat16() ? amx_permission() : missing("AVX512_BF16, which processors with tiles have"));
     return all;
   }();
   return found;

@@ -34,6 +34,22 @@ GSD_INLINE void store(const V& from, void* to) {
 }
 GSD_INLINE void fill(float value, Floats& to) { to = value - Floats{}; }
 
+// What a row still has, zeros beyond.
+GSD_INLINE void load_some(const float* from, int64_t left, Floats& to) {
+  if (left >= kLanes) return load(from, to);
+  to = Floats{};
+  memcpy(&to, from, static_cast<size_t>(left) * sizeof(float));
+}
+GSD_INLINE void store_some(const Floats& from, int64_t left, float* to) {
+  if (left >= kLanes) return store(from, to);
+  memcpy(to, &from, static_cast<size_t>(left) * sizeof(float));
+}
+GSD_INLINE float total(const Floats& x) {
+  float sum = 0.0f;
+  for (int lane = 0; lane < kLanes; lane++) sum += x[lane];
+  return sum;
+}
+
 // Masks are −1 or 0. GCC takes comparisons of vectors wider than the registers apart, lane by lane, but not arithmetic:
 // so the sign bits of a difference say what is less, and what is compared has to have exact differences, or Eight lanes.
 GSD_INLINE void sign_of(const Floats& x, Ints& mask) { mask = (Ints)x >> 31; }

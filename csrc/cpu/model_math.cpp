@@ -44,8 +44,6 @@ struct WideFloat16 {
   }
 };
 
-GSD_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 template <class E>
 GSD_INLINE void read_row_of(const Matrix& from, int64_t row, float* to, int64_t width) {
   typedef typename E::Stored Stored;
@@ -62,12 +60,6 @@ GSD_INLINE void read_row_of(const Matrix& from, int64_t row, float* to, int64_t 
     E::widen(part, value);
     memcpy(to + i, &value, static_cast<size_t>(width - i) * sizeof(float));
   }
-}
-
-// The lanes that a row still has, zeros beyond.
-GSD_INLINE void load_up_to(const float* from, int64_t left, Floats& to) {
-  to = Floats{};
-  memcpy(&to, from, static_cast<size_t>(smaller(left, kLanes)) * sizeof(float));
 }
 
 }  // namespace
@@ -133,41 +125,28 @@ GSD_CLONES void scale_row(float* x, float by, int64_t width) {
 
 GSD_CLONES void rms_norm(const float* x, const float* weight, float eps, float* out, int64_t width) {
   Floats square{}, seen, scaled;
-  const int64_t whole = width / kLanes * kLanes, left = width - whole;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    load(x + i, seen);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    load_some(x + i, width - i, seen);
     square += seen * seen;
   }
-  if (left > 0) {
-    load_up_to(x + whole, left, seen);
-    square += seen * seen;
-  }
-  float total = 0.0f;
-  for (int lane = 0; lane < kLanes; lane++) total += square[lane];
-  const float by = 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    load(x + i, seen);
-    load(weight + i, scaled);
-    store(seen * by * scaled, out + i);
-  }
-  if (left > 0) {
-    load_up_to(x + whole, left, seen);
-    load_up_to(weight + whole, left, scaled);
-    seen = seen * by * scaled;
-    memcpy(out + whole, &seen, static_cast<size_t>(left) * sizeof(float));
+  const float by = 1.0f / std::sqrt(total(square) / static_cast<float>(width) + eps);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    load_some(x + i, width - i, seen);
+    load_some(weight + i, width - i, scaled);
+    store_some(seen * by * scaled, width - i, out + i);
   }
 }
 
-GSD_CLONES void silu_times(float* gate, const float* up, int64_t width) {
+GSD_CLONES void silu_times(const float* gate, const float* up, float* out, int64_t width) {
   Floats g, u, e, share;
   Ints negative;
   for (int64_t i = 0; i < width; i += kLanes) {
-    load(gate + i, g);
-    load(up + i, u);
+    load_some(gate + i, width - i, g);
+    load_some(up + i, width - i, u);
     exp_lanes((Floats)((Ints)g | INT32_MIN), e);  // of −|g|: ≤ 1, so nothing overflows
     sign_of(g, negative);
     choose(negative, e, Floats{} + 1.0f, share);
-    store(g * u * (share / (1.0f + e)), gate + i);
+    store_some(g * u * (share / (1.0f + e)), width - i, out + i);
   }
 }
 
@@ -177,16 +156,14 @@ float largest(const float* scores, int64_t padded) {
 }
 
 GSD_CLONES float exp_row(float* scores, int64_t padded, float shift) {
-  Floats seen, e, total{};
+  Floats seen, e, sum{};
   for (int64_t i = 0; i < padded; i += kLanes) {
     load(scores + i, seen);
     exp_lanes(seen - shift, e);
-    total += e;
+    sum += e;
     store(e, scores + i);
   }
-  float sum = 0.0f;
-  for (int lane = 0; lane < kLanes; lane++) sum += total[lane];
-  return sum;
+  return total(sum);
 }
 
 }  // namespace gsd

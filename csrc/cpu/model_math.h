@@ -1,6 +1,6 @@
 // The arithmetic of a LLaMA decoder over a few rows: float32 activations, weights and caches in any float type.
 //
-// Sizes that vectors run over (K of products, the width of everything but read_row and rms_norm) are multiples of kLanes.
+// Sizes that vectors run over (K of products, the width of everything but read_row, rms_norm and silu_times) are multiples of kLanes.
 // Every output is computed by one thread in one order, so results do not depend on the number of threads.
 #pragma once
 
@@ -32,8 +32,8 @@ void scale_row(float* x, float by, int64_t width);
 // out = x · weight / sqrt(mean(x²) + eps); out may be x
 void rms_norm(const float* x, const float* weight, float eps, float* out, int64_t width);
 
-// gate · sigmoid(gate) · up, into gate
-void silu_times(float* gate, const float* up, int64_t width);
+// out = gate · sigmoid(gate) · up
+void silu_times(const float* gate, const float* up, float* out, int64_t width);
 
 // The largest of n scores, padded to kLanes with −inf; NaN if there is one.
 float largest(const float* scores, int64_t padded);

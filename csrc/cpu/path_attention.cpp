@@ -10,8 +10,7 @@ namespace gsd {
 namespace {
 
 constexpr int64_t kBlockPositions = 256;  // of the text, from its beginning
-constexpr int64_t kItemRows = 64;         // query vectors that share the reading of keys and values, at most
-constexpr int64_t kSliceRows = 12;        // of them, that are added to as far as one of them sees
+constexpr int64_t kSliceRows = 12;        // query vectors that are added to as far as one of them sees
 
 // A thread's working memory, which keeps its size: of a step's thousands of items none asks for any, or clears it.
 struct Scratch {
@@ -30,7 +29,7 @@ struct Scratch {
   }
 };
 
-// Query vectors of one cache head and sequence.
+// Query vectors of one cache head and sequence: those of a row side by side.
 class Item {
  public:
   Item(const PathAttention& a, const RowKernel& kernel, int64_t b, int64_t kv_head, int64_t begin, int64_t count)
@@ -45,9 +44,11 @@ class Item {
     s_.running.assign(static_cast<size_t>(count), {});
     Scratch::make_room(s_.scores, count * kBlockPositions);
     Scratch::make_room(s_.offsets, kBlockPositions), Scratch::make_room(s_.tail_offsets, kBlockPositions);
-    const int64_t tall = std::min(kSliceRows, count);
-    Scratch::make_room(s_.tails, tall * kBlockPositions);
-    if (!finite()) Scratch::make_room(s_.fresh, tall * width_);
+    group_ = a.heads / a.kv_heads;
+    // Where values are arranged before they are read, all at once.
+    tall_ = alone() ? 1 : kernel.together > 1 ? count : kSliceRows;
+    Scratch::make_room(s_.tails, tall_ * kBlockPositions);
+    if (!finite()) Scratch::make_room(s_.fresh, tall_ * width_);
   }
 
   void run() {
@@ -65,9 +66,10 @@ class Item {
   }
 
  private:
-  int64_t flat_row(int64_t m) const { return b_ * a_.rows + (begin_ + m) % a_.rows; }  // of queries
+  int64_t row(int64_t m) const { return (begin_ + m) / group_; }
+  int64_t flat_row(int64_t m) const { return b_ * a_.rows + row(m); }  // of queries
   int64_t graph_row(int64_t m) const { return flat_row(m) + (b_ + 1) * (a_.graph_rows - a_.rows); }
-  int64_t head(int64_t m) const { return kv_head_ * (a_.heads / a_.kv_heads) + (begin_ + m) / a_.rows; }
+  int64_t head(int64_t m) const { return kv_head_ * group_ + (begin_ + m) % group_; }
   size_t path_begin(int64_t m) const { return a_.paths->begin[static_cast<size_t>(graph_row(m))]; }
   int64_t path_length(int64_t m) const {
     return static_cast<int64_t>(a_.paths->begin[static_cast<size_t>(graph_row(m)) + 1] - path_begin(m));
@@ -77,12 +79,13 @@ class Item {
   int64_t dense_in(int64_t m, int64_t first) const {
     return std::min(kBlockPositions, std::max<int64_t>(0, dense(m) - first));
   }
-  // Where pairs of them end, counted from the text's beginning, or its own window's for a row that keeps away from others.
-  // A single one at the end pairs with the path's first node, so that it does not matter where the prefix ends.
-  int64_t paired(int64_t m, int64_t first) const {
+  // Where whole lots of them end that the kernel takes together, counted from the text's beginning, or its own window's for
+  // a row that keeps away from others. Those behind go with the path's first nodes, so that it does not matter where the
+  // prefix ends.
+  int64_t whole(int64_t m, int64_t first) const {
     if (path_at(m) > dense(m)) return path_in(m, first);
     const int64_t dense = dense_in(m, first), begin = alone() ? std::max<int64_t>(0, low(m) - first) : 0;
-    return dense - std::max<int64_t>(0, dense - begin) % 2;
+    return dense - std::max<int64_t>(0, dense - begin) % kernel_.together;
   }
   // Where the row's list begins. Of a row that keeps away from others it lacks what lies before the window, which may
   // begin within the path: positions of the text they are even so.
@@ -104,7 +107,7 @@ class Item {
     Scratch::make_room(s_.packed, (count_ + kRowBlock) * kernel_.row_bytes(a_.head_dim));
     Scratch::make_room(s_.queries, count_ * a_.head_dim);
     for (int64_t m = 0; m < count_; m++) {
-      const int64_t at = b_ * a_.q_batch + head(m) * a_.q_head + (begin_ + m) % a_.rows * a_.q_row;
+      const int64_t at = b_ * a_.q_batch + head(m) * a_.q_head + row(m) * a_.q_row;
       read_row({a_.q + at * bytes_of(a_.element), 0, a_.element}, 0, s_.queries.data() + m * a_.head_dim, a_.head_dim);
     }
     kernel_.pack(s_.queries.data(), a_.head_dim, 0, count_, a_.head_dim, s_.packed.data());
@@ -126,12 +129,11 @@ class Item {
   void block(int64_t first, int64_t from) {
     int64_t most = 0;
     for (int64_t m = 0; m < count_; m++) most = std::max(most, dense_in(m, first));
-    const int64_t skipped = std::min(from - first, most) / 2 * 2;
+    const int64_t skipped = std::min(from - first, most) / kernel_.together * kernel_.together;
     const char* keys = keys_ + (start_ + first + skipped) * a_.keys.slot_stride;
     if (skipped < most) score(keys, most - skipped, s_.scores.data() + skipped, kBlockPositions);
     for (int64_t p = 0; p < most; p++) s_.offsets[static_cast<size_t>(p)] = value_offset(start_ + first + p);
-    const int64_t tall = alone() ? 1 : kSliceRows;
-    for (int64_t m = 0; m < count_; m += tall) slice(m, std::min(count_, m + tall), first, skipped);
+    for (int64_t m = 0; m < count_; m += tall_) slice(m, std::min(count_, m + tall_), first, skipped);
   }
 
   int64_t value_offset(int64_t slot) const { return slot * a_.values.slot_stride / size_; }
@@ -161,7 +163,10 @@ class Item {
       kernel_.weighted(s_.scores.data() + m * kBlockPositions + from, kBlockPositions, last - m, values_,
                        s_.offsets.data() + from, most - from, a_.value_dim, sum, width_);
     }
-    for (int64_t i = 0; i < last - m; i++) add_tail(m + i, first, s_.tails.data() + i * kBlockPositions, sum + i * width_);
+    for (int64_t i = m, next; i < last; i = next) {  // whose path the heads of a row share
+      for (next = i + 1; next < last && row(next) == row(i);) next++;
+      add_tail(i, next - i, first, s_.tails.data() + (i - m) * kBlockPositions, sum + (i - m) * width_);
+    }
     for (int64_t i = 0; !finite() && i < numbers; i++) total[i] += sum[i];
   }
 
@@ -189,23 +194,23 @@ class Item {
     return filled;
   }
 
-  // Where a row's own part of a block begins: at the nodes that its path lists, together with the position that the
-  // first of them is paired with; where its weights end if there are none.
+  // Where a row's own part of a block begins: at the nodes that its path lists, together with the positions that the
+  // first of them are taken with; where its weights end if there are none.
   int64_t tail_begin(int64_t m, int64_t first, int64_t filled) const {
-    return dense_in(m, first) == filled ? filled : paired(m, first);
+    return dense_in(m, first) == filled ? filled : whole(m, first);
   }
 
-  void add_tail(int64_t m, int64_t first, const float* weights, float* sum) {
+  void add_tail(int64_t m, int64_t rows, int64_t first, const float* weights, float* sum) {
     int64_t begin, end;
     path_part(m, first, begin, end);
     if (begin == end) return;
-    const int64_t dense = dense_in(m, first), cut = paired(m, first);
+    const int64_t dense = dense_in(m, first);
     int64_t* offset = s_.tail_offsets.data();
-    if (cut < dense) *offset++ = s_.offsets[static_cast<size_t>(cut)];
+    for (int64_t p = whole(m, first); p < dense; p++) *offset++ = s_.offsets[static_cast<size_t>(p)];
     for (int64_t i = begin; i < end; i++) {
       *offset++ = value_offset(a_.kv_len[b_] + a_.paths->nodes[path_begin(m) + static_cast<size_t>(i)]);
     }
-    kernel_.weighted(weights, kBlockPositions, 1, values_, s_.tail_offsets.data(), offset - s_.tail_offsets.data(),
+    kernel_.weighted(weights, kBlockPositions, rows, values_, s_.tail_offsets.data(), offset - s_.tail_offsets.data(),
                      a_.value_dim, sum, width_);
   }
 
@@ -216,12 +221,12 @@ class Item {
     scale_row(s_.acc.data() + m * width_, inverse, width_);
     const int64_t at = flat_row(m) * a_.heads + head(m);
     write_row(s_.acc.data() + m * width_, a_.out + at * a_.value_dim * bytes_of(a_.element), a_.element, a_.value_dim);
-    if (a_.lse) a_.lse[(b_ * a_.heads + head(m)) * a_.rows + (begin_ + m) % a_.rows] = r.log_sum();
+    if (a_.lse) a_.lse[(b_ * a_.heads + head(m)) * a_.rows + row(m)] = r.log_sum();
   }
 
   const PathAttention& a_;
   const RowKernel& kernel_;
-  int64_t b_, kv_head_, begin_, count_, size_, start_, prefix_, width_, nodes_ = 0;
+  int64_t b_, kv_head_, begin_, count_, size_, start_, prefix_, width_, group_, tall_, nodes_ = 0;
   const char *keys_, *values_;
   Scratch& s_;
 };
@@ -260,30 +265,16 @@ Paths::Paths(const int32_t* mask, const int32_t* depths, int64_t batch, int64_t 
   }
 }
 
-namespace {
-
-// Query vectors of an item, such that threads have about as many: three heads for two threads are cut into six pieces.
-// Which vectors are read together changes no bits.
-int64_t item_rows(int64_t threads, int64_t heads, int64_t vectors) {
-  const auto tall = [&](int64_t cuts) { return (vectors + cuts - 1) / cuts; };
-  const auto longest = [&](int64_t cuts) { return (heads * cuts + threads - 1) / threads * tall(cuts); };
-  const int64_t least = (vectors + kItemRows - 1) / kItemRows;
-  int64_t best = least;
-  for (int64_t cuts = least + 1; cuts < least + threads && tall(cuts) >= kSliceRows; cuts++) {
-    if (longest(cuts) < longest(best)) best = cuts;
-  }
-  return tall(best);
-}
-
-}  // namespace
-
 void attend_paths(Team& team, const PathAttention& a, const RowKernel& kernel) {
   if (a.batch == 0 || a.rows == 0) return;
-  constexpr int64_t kPieceWork = 1 << 17;  // multiplications
-  const int64_t vectors = a.heads / a.kv_heads * a.rows, tall = item_rows(team.size(), a.batch * a.kv_heads, vectors);
+  constexpr int64_t kPieceWork = 1 << 17, kItemsPerThread = 3;  // multiplications
+  // Query vectors of an item: three heads for two threads are cut into six. Which are read together changes no bits.
+  const int64_t heads = a.batch * a.kv_heads, vectors = a.heads / a.kv_heads * a.rows;
+  const int64_t even = team.size() == 1 ? vectors : heads * vectors / (kItemsPerThread * team.size());
+  const int64_t tall = std::max(std::min(vectors, kSliceRows), std::min(kernel.sharing, even));
   const int64_t cuts = (vectors + tall - 1) / tall;
   const int64_t work = tall * (a.kv_len[0] + a.graph_rows) * (a.head_dim + a.value_dim);
-  team.share(a.batch * a.kv_heads * cuts, std::max<int64_t>(1, kPieceWork / work),
+  team.share(heads * cuts, std::max<int64_t>(1, kPieceWork / work),
              [&](int64_t, int64_t begin, int64_t end) {
                for (int64_t item = begin; item < end; item++) {
                  const int64_t b = item / cuts / a.kv_heads, head = item / cuts % a.kv_heads, cut = item % cuts * tall;

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "model_math.h"
@@ -33,10 +34,12 @@ struct RowKernel {
   void (*products)(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
                    int64_t end, float* out, int64_t out_stride, bool resident);
 
-  // out[r, :] += Σ_p weights[r, p] · v[offsets[p] …], position by position, or two after two: `positions` is even unless
-  // it ends a sum. Weights may be rounded to bfloat16 where v is. Nothing beyond `width` is touched.
+  // Of caches alone. out[r, :] += Σ_p weights[r, p] · v[offsets[p] …], so many positions at a time: `positions` is a
+  // multiple of `together` unless it ends a sum. Weights may be rounded to bfloat16 where v is. Nothing beyond `width` is touched.
   void (*weighted)(const float* weights, int64_t weights_stride, int64_t rows, const void* v, const int64_t* offsets,
-                   int64_t positions, int64_t width, float* out, int64_t out_stride);
+                   int64_t positions, int64_t width, float* out, int64_t out_stride) = nullptr;
+  int64_t together = 1;
+  int64_t sharing = 64;  // rows that share the reading of keys and values, at most
 };
 
 // Products of few rows with packed weights of the model's bfloat16, decoded in registers, by Kind; null: by strips. As

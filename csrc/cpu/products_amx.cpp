@@ -2,7 +2,9 @@
 // rows are arranged so that 32 inputs × 16 rows are one. A tile multiplies all of its rows, so one row is sixteen.
 //
 // The loops are written for tiles of any make. Tiles in software, which only tests ask for, run them where there are none.
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "../algorithms/elements.h"
 #include "instructions.h"
@@ -13,110 +15,14 @@
 #include <unistd.h>
 #endif
 
-#if !GSD_X86
-#define GSD_BEGIN_TARGET(names)
-#define GSD_END_TARGET
-#endif
-
 namespace gsd {
 namespace {
 
-constexpr int64_t kDeep = 32;             // inputs of a tile
-constexpr int64_t kWide = 32;             // outputs of two tiles
-constexpr int64_t kPanel = kDeep * 16;    // elements of a tile
-constexpr int64_t kRowsAtOnce = 96;
+namespace soft {
+constexpr int kLanes = 16;
+#include "products_tile.h"
 
-int64_t padded(int64_t k) { return (k + kDeep - 1) / kDeep * kDeep; }
-int64_t row_bytes(int64_t k) { return padded(k) * 2; }
-
-// Of 16 rows: [k / 32][16 pairs of inputs][16 rows][2].
-void pack(const float* x, int64_t x_stride, int64_t first, int64_t last, int64_t k, void* packed) {
-  for (int64_t block = first; block < last; block += kRowBlock) {
-    uint16_t* to = static_cast<uint16_t*>(packed) + block * padded(k);
-    memset(to, 0, static_cast<size_t>(padded(k) * kRowBlock) * sizeof(uint16_t));
-    for (int64_t r = block; r < last && r < block + kRowBlock; r++) {
-      const float* from = x + r * x_stride;
-      for (int64_t i = 0; i < k; i++) to[i / 2 * 32 + (r - block) * 2 + i % 2] = Bfloat16::round(from[i]);
-    }
-  }
-}
-
-// Two tiles of weights, copied with zeros where they hang over an edge.
-void copy_part(const uint16_t* w, int64_t w_stride, int64_t outputs, int64_t inputs, uint16_t* to) {
-  memset(to, 0, static_cast<size_t>(kWide * kDeep) * sizeof(uint16_t));
-  for (int64_t n = 0; n < outputs; n++) {
-    memcpy(to + n * kDeep, w + n * w_stride, static_cast<size_t>(inputs) * sizeof(uint16_t));
-  }
-}
-
-int64_t fewer(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// No compiler makes tile instructions of its own accord, so that tiles in software may be multiplied here too.
-GSD_BEGIN_TARGET("amx-tile,amx-bf16")
-
-// Tiles 0 … 3: sums of two tiles of outputs and two of rows; 4, 5: weights; 6, 7: rows.
-template <class Tiles>
-void products(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin, int64_t end,
-              float* out, int64_t out_stride, bool resident) {
-  Tiles tiles;
-  alignas(64) uint16_t part[kWide * kDeep];
-  alignas(64) float sums[4][16 * 16];
-  const uint16_t* weights = static_cast<const uint16_t*>(w);
-  const int64_t block_size = padded(k) * kRowBlock;
-  for (int64_t first = 0; first < rows; first += kRowsAtOnce) {
-    const int64_t last = fewer(rows, first + kRowsAtOnce);
-    for (int64_t n = begin; n < end; n += kWide) {
-      const int64_t outputs = fewer(kWide, end - n);
-      for (int64_t r = first; r < last; r += 2 * kRowBlock) {
-        const uint16_t* x = static_cast<const uint16_t*>(packed) + r / kRowBlock * block_size;
-        const bool both = r + kRowBlock < last;
-        tiles.clear();
-        for (int64_t i = 0; i < k; i += kDeep) {
-          const uint16_t* from = weights + n * w_stride + i;
-          int64_t stride = w_stride;
-          if (outputs < kWide || i + kDeep > k) {
-            copy_part(from, w_stride, outputs, fewer(kDeep, k - i), part);
-            from = part, stride = kDeep;
-          } else if (r == first && !resident) {
-            for (int64_t j = kWide; j < 2 * kWide; j++) __builtin_prefetch(from + j * w_stride, 0, 2);
-          }
-          tiles.template load<4>(from, stride * 2);
-          tiles.template load<5>(from + 16 * stride, stride * 2);
-          tiles.template load<6>(x + i / kDeep * kPanel, 64);
-          tiles.template add<0, 4, 6>();
-          tiles.template add<1, 5, 6>();
-          if (both) {
-            tiles.template load<7>(x + block_size + i / kDeep * kPanel, 64);
-            tiles.template add<2, 4, 7>();
-            tiles.template add<3, 5, 7>();
-          }
-        }
-        tiles.template store<0>(sums[0]);
-        tiles.template store<1>(sums[1]);
-        tiles.template store<2>(sums[2]);
-        tiles.template store<3>(sums[3]);
-        for (int64_t m = r; m < fewer(last, r + 2 * kRowBlock); m++) {
-          for (int64_t j = 0; j < outputs; j++) {
-            out[m * out_stride + n + j] = sums[(m - r) / 16 * 2 + j / 16][j % 16 * 16 + (m - r) % 16];
-          }
-        }
-      }
-    }
-  }
-}
-
-#if GSD_X86 && defined(__linux__)
-#include "tiles.h"
-
-void hard_products(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
-                   int64_t end, float* out, int64_t out_stride, bool resident) {
-  products<HardTiles>(packed, rows, k, w, w_stride, begin, end, out, out_stride, resident);
-}
-#endif
-
-GSD_END_TARGET
-
-struct SoftTiles {
+struct Tiles {
   char tile[8][1024];
 
   void clear() { memset(tile, 0, sizeof tile); }
@@ -125,8 +31,8 @@ struct SoftTiles {
     for (int row = 0; row < 16; row++) memcpy(tile[T] + 64 * row, static_cast<const char*>(from) + row * stride, 64);
   }
   template <int T>
-  void store(void* to) const {
-    memcpy(to, tile[T], sizeof tile[T]);
+  void store(void* to, int64_t stride) const {
+    for (int row = 0; row < 16; row++) memcpy(static_cast<char*>(to) + row * stride, tile[T] + 64 * row, 64);
   }
   template <int C, int A, int B>
   void add() {
@@ -144,7 +50,48 @@ struct SoftTiles {
     }
     memcpy(tile[C], c, sizeof c);
   }
+
+  // As ZmmPairs has them.
+  static void round(const float* from, int64_t n, uint16_t* to) {
+    for (int i = 0; i < 32; i++) to[i] = i < n ? Bfloat16::round(from[i]) : 0;
+  }
+  static void turn(const uint16_t* from, int64_t stride, int64_t rows, int64_t n, uint16_t* to, int64_t line) {
+    for (int r = 0; r < 16; r++) {
+      for (int i = 0; i < 32; i++) to[i / 2 * line + r * 2 + i % 2] = r < rows && i < n ? from[r * stride + i] : 0;
+    }
+  }
+  static void pair(const uint16_t* first, const uint16_t* second, int64_t n, uint16_t* to) {
+    for (int i = 0; i < 32; i++) {
+      const uint16_t* from = i % 2 == 0 ? first : second;
+      to[i] = from != nullptr && i / 2 < n ? from[i / 2] : 0;
+    }
+  }
+  static void put_turned(const float* sums, int64_t rows, int64_t outputs, float* out, int64_t out_stride) {
+    for (int64_t r = 0; r < fewer(32, rows); r++) {
+      for (int64_t j = 0; j < outputs; j++) out[r * out_stride + j] = sums[32 * j + r];
+    }
+  }
 };
+#include "pair_blocks.h"
+#include "tile_loops.h"
+}  // namespace soft
+
+#if GSD_X86 && defined(__linux__)
+GSD_BEGIN_TARGET("avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c,amx-tile,amx-bf16")
+namespace hard {
+constexpr int kLanes = 16;
+#include "products_tile.h"
+#include "pairs_zmm.h"
+#include "tiles.h"
+
+struct Tiles : HardTiles, ZmmPairs {};
+#include "pair_blocks.h"
+#include "tile_loops.h"
+
+constexpr RowKernel kLarge{kRowBlock, 2 * kTile, paired_row_bytes, pack, products}, kSmall = paired_kernel<TileBlocks>();
+}  // namespace hard
+GSD_END_TARGET
+#endif
 
 }  // namespace
 
@@ -152,8 +99,8 @@ const IsaKernels* soft_amx_kernels() {
   static const IsaKernels* portable = portable_kernels();
   static const IsaKernels kernels{
       "amx_in_software",
-      {portable->large[0], {kRowBlock, kWide, row_bytes, pack, products<SoftTiles>, portable->large[1].weighted}, portable->large[2]},
-      {portable->small[0], portable->small[1], portable->small[2]},
+      {portable->large[0], {kRowBlock, 2 * soft::kTile, soft::paired_row_bytes, soft::pack, soft::products}, portable->large[2]},
+      {portable->small[0], soft::paired_kernel<soft::TileBlocks>(), portable->small[2]},
       portable->decoders, {}, portable->integers};
   return &kernels;
 }
@@ -162,15 +109,15 @@ const IsaKernels* soft_amx_kernels() {
 std::string amx_permission() {
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
   static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-  return granted ? "" : "the system does not let this process use tiles";
+  return granted ? "" : "the processor has no tiles, or the system does not let this process use them";
 }
 
 const IsaKernels* amx_kernels() {
   static const IsaKernels* pairs = avx512_bf16_kernels();
   static const IsaKernels kernels{
       "amx",
-      {pairs->large[0], {kRowBlock, kWide, row_bytes, pack, hard_products, pairs->large[1].weighted}, pairs->large[2]},
-      {pairs->small[0], pairs->small[1], pairs->small[2]},
+      {pairs->large[0], hard::kLarge, pairs->large[2]},
+      {pairs->small[0], hard::kSmall, pairs->small[2]},
       pairs->decoders, kAmxUnpacking, pairs->integers};
   return &kernels;
 }

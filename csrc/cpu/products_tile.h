@@ -157,14 +157,13 @@ GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const Co
   }
 }
 
-// The same for up to R rows, as many as there are.
-template <class T, int R>
-GSD_TILE void product_rows(int64_t rows, const char* x, int64_t row_bytes, int64_t k, const Columns<typename T::Stored>& columns,
-                           const char* ahead, int64_t asked, int64_t outputs, float* out, int64_t out_stride) {
+// run(a constant) for as many rows as there are, up to R.
+template <int R, class Run>
+GSD_TILE void by_rows(int64_t rows, const Run& run) {
   if constexpr (R > 1) {
-    if (rows < R) return product_rows<T, R - 1>(rows, x, row_bytes, k, columns, ahead, asked, outputs, out, out_stride);
+    if (rows < R) return by_rows<R - 1>(rows, run);
   }
-  product_tile<T, R>(x, row_bytes, k, columns, ahead, asked, outputs, out, out_stride);
+  run(std::integral_constant<int, R>());
 }
 
 // Has the addresses of `touched` … `until` − 1 looked up, many pages at once: one by one, each would hold up the products
@@ -206,10 +205,11 @@ GSD_TILE void products_over(const void* packed, int64_t rows, int64_t k, const t
         const int64_t tall = (count - m + tiles - tile - 1) / (tiles - tile);  // as even as possible
         const int64_t begin_ask = fewer(kOutputs * tile / asking, kOutputs);
         const int64_t end_ask = fewer(kOutputs * (tile + 1) / asking, kOutputs);
-        product_rows<T, T::kRows>(tall, x + m * bytes, bytes, k, columns,
-                                  ahead + begin_ask * w_stride * static_cast<int64_t>(sizeof(Stored)),
-                                  resident ? 0 : end_ask - begin_ask, fewer(kOutputs, end - n), out + (first + m) * out_stride + n,
-                                  out_stride);
+        by_rows<T::kRows>(tall, [&](auto constant) __attribute__((always_inline)) {
+          product_tile<T, decltype(constant)::value>(
+              x + m * bytes, bytes, k, columns, ahead + begin_ask * w_stride * static_cast<int64_t>(sizeof(Stored)),
+              resident ? 0 : end_ask - begin_ask, fewer(kOutputs, end - n), out + (first + m) * out_stride + n, out_stride);
+        });
         m += tall;
       }
     }
@@ -249,39 +249,23 @@ GSD_TILE void weighted_tile(const float* weights, int64_t weights_stride, const 
   }
 }
 
-template <class T, int R>
-GSD_TILE void weighted_strip(const float* weights, int64_t weights_stride, const void* v, const int64_t* offsets,
-                             int64_t positions, int64_t width, float* out, int64_t out_stride) {
-  const typename T::Stored* values = static_cast<const typename T::Stored*>(v);
-  int64_t d = 0;
-  for (; d + T::kVectors * kLanes <= width; d += T::kVectors * kLanes) {
-    weighted_tile<T, R, T::kVectors>(weights, weights_stride, values + d, offsets, positions, out + d, out_stride,
-                                     kLanes);
-  }
-  for (; d < width; d += kLanes) {
-    weighted_tile<T, R, 1>(weights, weights_stride, values + d, offsets, positions, out + d, out_stride,
-                           static_cast<int>(fewer(kLanes, width - d)));
-  }
-}
-
-// The same for up to R rows, as many as there are.
-template <class T, int R>
-GSD_TILE void weighted_rows(int64_t rows, const float* weights, int64_t weights_stride, const void* v,
-                            const int64_t* offsets, int64_t positions, int64_t width, float* out, int64_t out_stride) {
-  if constexpr (R > 1) {
-    if (rows < R) {
-      return weighted_rows<T, R - 1>(rows, weights, weights_stride, v, offsets, positions, width, out, out_stride);
-    }
-  }
-  weighted_strip<T, R>(weights, weights_stride, v, offsets, positions, width, out, out_stride);
-}
-
 template <class T>
 void weighted_of(const float* weights, int64_t weights_stride, int64_t rows, const void* v, const int64_t* offsets,
                  int64_t positions, int64_t width, float* out, int64_t out_stride) {
-  for (int64_t r = 0; r < rows; r += T::kTall) {
-    weighted_rows<T, T::kTall>(rows - r, weights + r * weights_stride, weights_stride, v, offsets, positions, width,
-                               out + r * out_stride, out_stride);
+  const typename T::Stored* values = static_cast<const typename T::Stored*>(v);
+  for (int64_t r = 0; r < rows; r += T::kTall, weights += T::kTall * weights_stride, out += T::kTall * out_stride) {
+    by_rows<T::kTall>(rows - r, [&](auto constant) __attribute__((always_inline)) {
+      constexpr int kRows = decltype(constant)::value;
+      int64_t d = 0;
+      for (; d + T::kVectors * kLanes <= width; d += T::kVectors * kLanes) {
+        weighted_tile<T, kRows, T::kVectors>(weights, weights_stride, values + d, offsets, positions, out + d, out_stride,
+                                             kLanes);
+      }
+      for (; d < width; d += kLanes) {
+        weighted_tile<T, kRows, 1>(weights, weights_stride, values + d, offsets, positions, out + d, out_stride,
+                                   static_cast<int>(fewer(kLanes, width - d)));
+      }
+    });
   }
 }
 

@@ -145,21 +145,16 @@ GSD_INLINE void finish(float* out, int64_t n, int32_t taken, const float* scales
   }
 }
 
-// T(sum · the row's scale) · the output's, T: the model's dtype.
-GSD_CLONES void finish_float32(float* out, int64_t n, int32_t taken, float by, const float* scales) {
-  finish(out, n, taken, scales, [by](float sum, float scale) { return sum * by * scale; });
-}
-GSD_CLONES void finish_bfloat16(float* out, int64_t n, int32_t taken, float by, const float* scales) {
-  finish(out, n, taken, scales, [by](float sum, float scale) { return rounded_bfloat16(sum * by) * scale; });
-}
-GSD_CLONES void finish_float16(float* out, int64_t n, int32_t taken, float by, const float* scales) {
-  finish(out, n, taken, scales, [by](float sum, float scale) { return rounded(sum * by, Element::kFloat16) * scale; });
-}
-
-// sum · (the row's scale · the output's) · 1/127², as bitsandbytes' int8_mm_dequant has it.
-GSD_CLONES void finish_vectorwise(float* out, int64_t n, int32_t taken, float by, const float* scales) {
+GSD_CLONES void finish_row(float* out, int64_t n, int32_t taken, float by, const float* scales, Element element,
+                           bool vectorwise) {
   constexpr float kOne = 6.200124e-05f;
-  finish(out, n, taken, scales, [by](float sum, float scale) { return sum * (by * scale) * kOne; });
+  if (vectorwise) {  // sum · (the row's scale · the output's) · 1/127², as bitsandbytes' int8_mm_dequant has it
+    finish(out, n, taken, scales, [by](float sum, float scale) { return sum * (by * scale) * kOne; });
+  } else if (element == Element::kBfloat16) {  // T(sum · the row's scale) · the output's, T: the model's dtype
+    finish(out, n, taken, scales, [by](float sum, float scale) { return rounded_bfloat16(sum * by) * scale; });
+  } else {
+    finish(out, n, taken, scales, [=](float sum, float scale) { return rounded(sum * by, element) * scale; });
+  }
 }
 
 }  // namespace
@@ -184,8 +179,6 @@ void pack_rows(const IsaKernels& level, Element element, RowForm form, const flo
 
 void multiply_codes(const IsaKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
                     int64_t begin, int64_t end, float* out, int64_t out_stride) {
-  constexpr decltype(&finish_float32) kFinish[] = {finish_float32, finish_bfloat16, finish_float16};
-  const auto of_row = form_of(w.kind) == RowForm::kVectorwise ? finish_vectorwise : kFinish[static_cast<int>(element)];
   const IntegerProducts& integers = level.integers;
   const int64_t bytes = integers.row_bytes(w.inputs);
   integers.products(packed, rows, w.inputs, w.data + begin * w.row_bytes, w.row_bytes, 0, end - begin, out, out_stride,
@@ -193,7 +186,8 @@ void multiply_codes(const IsaKernels& level, Element element, const Weights& w, 
   for (int64_t r = 0; r < rows; r++) {
     Beside beside;
     memcpy(&beside, static_cast<const char*>(packed) + (r + 1) * bytes - kFree, sizeof beside);
-    of_row(out + r * out_stride, end - begin, beside.sum * integers.offset, beside.scale, w.scales + begin);
+    finish_row(out + r * out_stride, end - begin, beside.sum * integers.offset, beside.scale, w.scales + begin, element,
+               form_of(w.kind) == RowForm::kVectorwise);
   }
 }
 

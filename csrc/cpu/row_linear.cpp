@@ -15,7 +15,6 @@ namespace {
 
 constexpr int64_t kUnit = 32;                // columns that are not shared out among threads
 constexpr int64_t kWorkPerThread = 1 << 19;  // multiplications that make a thread worth waking
-constexpr int64_t kColumns = 64;             // of a thread's buffer
 
 // x [M, K] · weightᵀ [N, K] → [M, N], summed in float32 and rounded once. A row's result depends on that row alone.
 Tensor row_linear(const Tensor& x, const Tensor& weight, int64_t kind, const MaybeTensor& scales) {
@@ -32,23 +31,12 @@ Tensor row_linear(const Tensor& x, const Tensor& weight, int64_t kind, const May
   const RowForm form = form_of(w.kind);
   std::vector<char> packed(static_cast<size_t>((rows + kRowBlock) * packed_row_bytes(level, element, form, k)));
   pack_rows(level, element, form, widened.data(), k, 0, rows, k, packed.data());
-  char* to = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t size = bytes_of(element), of_unit = std::max<int64_t>(1, rows * k * kUnit);
-  const auto columns = [&](int64_t begin, int64_t end) {
-    if (element == Element::kFloat32) {
-      return multiply(level, element, w, packed.data(), rows, begin, end, reinterpret_cast<float*>(to) + begin, n);
-    }
-    std::vector<float> buffer(static_cast<size_t>(rows * kColumns));
-    for (int64_t first = begin; first < end; first += kColumns) {
-      const int64_t count = std::min(kColumns, end - first);
-      multiply(level, element, w, packed.data(), rows, first, first + count, buffer.data(), kColumns);
-      for (int64_t r = 0; r < rows; r++) {
-        write_row(buffer.data() + r * kColumns, to + (r * n + first) * size, element, count);
-      }
-    }
-  };
-  torch::stable::parallel_for(0, (n + kUnit - 1) / kUnit, std::max<int64_t>(1, kWorkPerThread / of_unit),
-                              [&](int64_t begin, int64_t end) { columns(begin * kUnit, std::min(n, end * kUnit)); });
+  const int64_t of_unit = std::max<int64_t>(1, rows * k * kUnit);
+  torch::stable::parallel_for(
+      0, (n + kUnit - 1) / kUnit, std::max<int64_t>(1, kWorkPerThread / of_unit), [&](int64_t begin, int64_t end) {
+        multiply_rounded(level, element, w, packed.data(), rows, begin * kUnit, std::min(n, end * kUnit), element,
+                         out.mutable_data_ptr(), n);
+      });
   return out;
 }
 

@@ -64,19 +64,14 @@ class LogitRows {
   // Tokens begin … begin + n − 1 of a row; `buffer` holds them unless they are float32 already.
   const float* read_part(int64_t row, int begin, int n, float* buffer) const {
     const int64_t at = row * vocab_ + begin;
-    switch (dtype_) {
-      case ScalarType::Float:
-        return static_cast<const float*>(data_) + at;
-      case ScalarType::Half:
-        read_row({static_cast<const uint16_t*>(data_) + at, 0, Element::kFloat16}, 0, buffer, n);
-        return buffer;
-      case ScalarType::BFloat16:
-        read_row({static_cast<const uint16_t*>(data_) + at, 0, Element::kBfloat16}, 0, buffer, n);
-        return buffer;
-      default:
-        narrow_float64(static_cast<const double*>(data_) + at, buffer, n);
-        return buffer;
+    if (dtype_ == ScalarType::Float) return static_cast<const float*>(data_) + at;
+    if (dtype_ == ScalarType::Double) {
+      narrow_float64(static_cast<const double*>(data_) + at, buffer, n);
+    } else {
+      const Element element = dtype_ == ScalarType::Half ? Element::kFloat16 : Element::kBfloat16;
+      read_row({static_cast<const uint16_t*>(data_) + at, 0, element}, 0, buffer, n);
     }
+    return buffer;
   }
 
   // The whole row, padded with −inf.

@@ -39,22 +39,6 @@ struct Rows {
   float* out;
 };
 
-GSD_INLINE void load_some(const float* from, int64_t count, Floats& to) {
-  if (count >= kLanes) return load(from, to);
-  to = Floats{};
-  memcpy(&to, from, count * sizeof(float));
-}
-
-GSD_INLINE void store_some(const Floats& from, int64_t count, float* to) {
-  memcpy(to, &from, std::min<int64_t>(count, kLanes) * sizeof(float));
-}
-
-GSD_INLINE float total(const Floats& x) {
-  float sum = 0;
-  for (int i = 0; i < kLanes; i++) sum += x[i];
-  return sum;
-}
-
 // out[v][j] = Σ_i vectors[v][i] · state[i][j] of kVectors vectors, in the order of i.
 GSD_INLINE void read_state(const float* state, const float* const* vectors, float* const* out, int64_t key,
                            int64_t value) {

@@ -32,9 +32,9 @@ struct HardTiles {
     GSD_TILES_0_TO_7(GSD_LOAD)
   }
   template <int T>
-  void store(void* to) const {
+  void store(void* to, int64_t stride) const {
 #define GSD_STORE(tile) \
-  if constexpr (T == tile) _tile_stored(tile, to, 64);
+  if constexpr (T == tile) _tile_stored(tile, to, stride);
     GSD_TILES_0_TO_7(GSD_STORE)
     GSD_MEMORY;
   }

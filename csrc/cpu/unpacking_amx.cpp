@@ -17,6 +17,7 @@ constexpr int kLanes = 16;
 #include "decode_zmm.h"
 #include "decode_vectors.h"
 #include "units.h"
+#include "pairs_zmm.h"
 #include "tiles.h"
 
 constexpr int kWide = 32, kTile = 16, kQuads = kWide / kOutputs;  // outputs of two tiles of weights, in units
@@ -65,15 +66,6 @@ GSD_TILE void decode_quad(const Four& columns, int quad, int64_t i, int64_t k, c
   }
 }
 
-// A sum of output j and row r is element 16 j + r.
-GSD_TILE void store_sums(const float* sums, int64_t rows, int outputs, float* out, int64_t out_stride) {
-  const __m512i places = _mm512_slli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 4);
-  const __mmask16 there = static_cast<__mmask16>(outputs >= kTile ? 0xFFFF : (1 << outputs) - 1);
-  for (int64_t r = 0; r < rows; r++) {
-    _mm512_mask_storeu_ps(out + r * out_stride, there, _mm512_i32gather_ps(places, sums + r, sizeof(float)));
-  }
-}
-
 // A unit of a strip, in the order in which units are decoded.
 struct Place {
   int64_t i;
@@ -86,7 +78,7 @@ bool strips_of(const uint16_t* x, int64_t rows, const Weights& w, int64_t begin,
   typedef UnitOf<F> Unit;
   HardTiles tiles;
   Decoding<Unit> strip;
-  alignas(64) float sums[kTile * kTile];
+  alignas(64) float sums[kWide * kWide];
   const int64_t k = w.inputs, numbers = w.groups * F::kBeside, block_size = k * kRowBlock;
   const uint8_t* from = reinterpret_cast<const uint8_t*>(w.data);
   const char* ahead = w.data + begin * w.row_bytes;
@@ -141,21 +133,12 @@ bool strips_of(const uint16_t* x, int64_t rows, const Weights& w, int64_t begin,
     for (int step = 0; step < before; step++) {
       multiply_tiles<Both>(tiles, done.weights[step], x + (k / kStepInputs - before + step) * kPanel, block_size);
     }
-    const auto store = [&](int64_t first_row, int first_output) {
-      if (first_output >= outputs) return;
-      store_sums(sums, fewer(kRowBlock, rows - first_row), outputs - first_output,
-                 out + first_row * out_stride + n - begin + first_output, out_stride);
-    };
-    tiles.template store<0>(sums);
-    store(0, 0);
-    tiles.template store<1>(sums);
-    store(0, kTile);
+    constexpr int64_t kLineBytes = kWide * sizeof(float);
+    tiles.template store<0>(sums, kLineBytes), tiles.template store<1>(sums + kTile * kWide, kLineBytes);
     if constexpr (Both) {
-      tiles.template store<2>(sums);
-      store(kRowBlock, 0);
-      tiles.template store<3>(sums);
-      store(kRowBlock, kTile);
+      tiles.template store<2>(sums + kTile, kLineBytes), tiles.template store<3>(sums + kTile * kWide + kTile, kLineBytes);
     }
+    ZmmPairs::put_turned(sums, rows, outputs, out + n - begin, out_stride);
   }
   return true;
 }

@@ -53,6 +53,22 @@ void multiply(const IsaKernels& level, Element element, const Weights& w, const 
   }
 }
 
+void multiply_rounded(const IsaKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
+                      int64_t begin, int64_t end, Element to, void* out, int64_t out_stride) {
+  if (to == Element::kFloat32) {
+    return multiply(level, element, w, packed, rows, begin, end, static_cast<float*>(out) + begin, out_stride);
+  }
+  constexpr int64_t kColumns = 64;
+  std::vector<float> part(static_cast<size_t>(rows * kColumns));
+  for (int64_t n = begin; n < end; n += kColumns) {
+    const int64_t count = std::min(kColumns, end - n);
+    multiply(level, element, w, packed, rows, n, n + count, part.data(), kColumns);
+    for (int64_t r = 0; r < rows; r++) {
+      write_row(part.data() + r * kColumns, static_cast<char*>(out) + (r * out_stride + n) * bytes_of(to), to, count);
+    }
+  }
+}
+
 void decode_weights(Element element, const Weights& w, int64_t n, void* to) {
   if (w.decode != nullptr) return decode_row(w, n, to);
   memcpy(to, w.data + n * w.row_bytes, static_cast<size_t>(w.inputs * bytes_of(element)));

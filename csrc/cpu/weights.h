@@ -72,6 +72,10 @@ struct Weights {
 void multiply(const IsaKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
               int64_t begin, int64_t end, float* out, int64_t out_stride);
 
+// The same, rounded to `to`, into rows of `out` that begin with output 0.
+void multiply_rounded(const IsaKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
+                      int64_t begin, int64_t end, Element to, void* out, int64_t out_stride);
+
 // Row n in the model's dtype.
 void decode_weights(Element element, const Weights& w, int64_t n, void* to);
 

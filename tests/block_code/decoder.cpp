@@ -153,8 +153,8 @@ struct Problem {
                              kv_start.data(), capacity);
       gsd::Team::run(false, [&](gsd::Team& team) {
         gsd::Decoder decoder(team, sizes, given, paths, gsd::Element::kBfloat16, embedding);
-        for (int64_t i = 1; i < layers; i++) decoder.forward(layer);
-        decoder.forward_last(layer, keep);
+        for (int64_t i = 1; i < layers; i++) decoder.forward(layer, rows);
+        decoder.forward(layer, keep);
         decoder.finish(norm, part(0, kVocab), normed.data(), gsd::Element::kFloat32, out.data());
       });
     }

@@ -1,0 +1,108 @@
+// Products in tiles of any make, included with those of the hardware and with those in software, behind pair_blocks.h. Inside
+// the target; no include may stand here.
+
+constexpr int64_t kTile = 16, kDeep = 32;  // rows or columns of a tile, and numbers of a row of pairs
+
+struct TileBlocks : Tiles {
+  static constexpr int64_t kPositions = kDeep;
+
+  // Sums are a tile as they lie if there are as many.
+  template <int C>
+  void begin(const float* out, int64_t out_stride, int64_t rows, int64_t columns) {
+    alignas(64) float part[kTile][kTile] = {};
+    if (rows >= kTile && columns >= kTile) return load<C>(out, out_stride * 4);
+    for (int64_t r = 0; r < fewer(rows, kTile); r++) copy(out + r * out_stride, columns, part[r]);
+    load<C>(part, 64);
+  }
+  template <int C>
+  void end(float* out, int64_t out_stride, int64_t rows, int64_t columns) const {
+    alignas(64) float part[kTile][kTile];
+    if (rows >= kTile && columns >= kTile) return store<C>(out, out_stride * 4);
+    store<C>(part, 64);
+    for (int64_t r = 0; r < fewer(rows, kTile); r++) copy(part[r], columns, out + r * out_stride);
+  }
+  static void copy(const float* from, int64_t columns, float* to) {
+    memcpy(to, from, static_cast<size_t>(fewer(columns, kTile)) * sizeof(float));
+  }
+
+  // out[rows, columns] = a[rows, depth] · b, or +=; up to 32 rows and columns. Of b, words of pairs, the tiles of the second 16
+  // columns lie `second` behind. Meanwhile rows from `ahead` on are asked for, if it is not null.
+  void add_tiles(const uint16_t* a, int64_t a_stride, int64_t rows, const uint16_t* b, int64_t b_line, int64_t second,
+                 int64_t columns, int64_t depth, bool adds, float* out, int64_t out_stride,
+                 const uint16_t* ahead = nullptr) {
+    const bool tall = rows > kTile, wide = columns > kTile;
+    float *below = out + kTile * out_stride, *beside = out + kTile, *last = below + kTile;
+    this->clear();
+    if (adds) begin<0>(out, out_stride, rows, columns);
+    if (adds && tall) begin<1>(below, out_stride, rows - kTile, columns);
+    if (adds && wide) begin<2>(beside, out_stride, rows, columns - kTile);
+    if (adds && tall && wide) begin<3>(last, out_stride, rows - kTile, columns - kTile);
+    for (int64_t i = 0; i < depth; i += kDeep) {
+      for (int64_t r = 0; ahead != nullptr && r < 2 * kTile; r++) __builtin_prefetch(ahead + r * a_stride + i, 0, 2);
+      const uint16_t* words = b + i / 2 * b_line;
+      load<4>(a + i, a_stride * 2);
+      load<6>(words, b_line * 2);
+      Tiles::add<0, 4, 6>();
+      if (tall) load<5>(a + kTile * a_stride + i, a_stride * 2), Tiles::add<1, 5, 6>();
+      if (!wide) continue;
+      load<7>(words + second, b_line * 2), Tiles::add<2, 4, 7>();
+      if (tall) Tiles::add<3, 5, 7>();
+    }
+    end<0>(out, out_stride, rows, columns);
+    if (tall) end<1>(below, out_stride, rows - kTile, columns);
+    if (wide) end<2>(beside, out_stride, rows, columns - kTile);
+    if (tall && wide) end<3>(last, out_stride, rows - kTile, columns - kTile);
+  }
+
+  // Of pair_blocks.h. Rows are tiles as they lie.
+  void add(const uint16_t* a, int64_t a_stride, int64_t rows, const uint16_t* b, int64_t columns, int64_t depth, bool adds,
+           float* out, int64_t out_stride) {
+    for (int64_t n = 0; n < columns; n += 2 * kTile) {
+      for (int64_t r = 0; r < rows; r += 2 * kTile) {
+        add_tiles(a + r * a_stride, a_stride, rows - r, b + 2 * n, 2 * kColumns, 2 * kTile, columns - n, depth, adds,
+                  out + r * out_stride + n, out_stride);
+      }
+    }
+  }
+};
+
+// Of 16 rows: [k / 32][16 pairs of inputs][16 rows][2].
+void pack(const float* x, int64_t x_stride, int64_t first, int64_t last, int64_t k, void* packed) {
+  alignas(64) uint16_t rounded[kTile * kDeep];
+  for (int64_t block = first; block < last; block += kTile) {
+    uint16_t* to = static_cast<uint16_t*>(packed) + block * up_to(k, kDeep);
+    const int64_t rows = fewer(kTile, last - block);
+    for (int64_t i = 0; i < k; i += kDeep) {
+      for (int64_t r = 0; r < rows; r++) Tiles::round(x + (block + r) * x_stride + i, k - i, rounded + r * kDeep);
+      Tiles::turn(rounded, kDeep, rows, kDeep, to + i * kTile, 2 * kTile);
+    }
+  }
+}
+
+// RowKernel::products. Weights are tiles as they lie, but for copies where they hang over an edge, so that sums are
+// [outputs][rows].
+void products(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin, int64_t end,
+              float* out, int64_t out_stride, bool resident) {
+  TileBlocks tiles;
+  constexpr int64_t kWide = 2 * kTile;
+  alignas(64) float sums[kWide * kWide];
+  std::vector<uint16_t> copied;
+  const int64_t depth = up_to(k, kDeep);
+  for (int64_t n = begin; n < end; n += kWide) {
+    const int64_t outputs = fewer(kWide, end - n);
+    const uint16_t* weights = static_cast<const uint16_t*>(w) + n * w_stride;
+    int64_t stride = w_stride;
+    if (outputs < kWide || depth > k) {
+      copied.assign(static_cast<size_t>(kWide * depth), 0);
+      for (int64_t j = 0; j < outputs; j++) std::copy_n(weights + j * w_stride, k, copied.data() + j * depth);
+      weights = copied.data(), stride = depth;
+    }
+    const uint16_t* ahead = resident || stride != w_stride ? nullptr : weights + kWide * w_stride;
+    for (int64_t r = 0; r < rows; r += kWide, ahead = nullptr) {
+      const uint16_t* x = static_cast<const uint16_t*>(packed) + r * depth;
+      tiles.add_tiles(weights, stride, kWide, x, 2 * kTile, kTile * depth, up_to(fewer(kWide, rows - r), kTile), depth, false,
+                      sums, kWide, ahead);
+      Tiles::put_turned(sums, rows - r, outputs, out + r * out_stride + n, out_stride);
+    }
+  }
+}
