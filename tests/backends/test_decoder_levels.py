@@ -250,11 +250,13 @@ def test_positions_are_paired_by_their_place_in_the_text(level):
         parents = [-1 if node == 0 else place[node - 1] for node in order.tolist()]
         found.append(text.rows(tokens[:, order], *tree(parents), 0, count)[:, place])
     assert torch.equal(found[1], found[0])
-    sizes, found = dataclasses.replace(sizes, window=30), []
-    for step in (count, 1):
-        text = Text(decoder(sizes, torch.bfloat16), sizes, torch.bfloat16, [0], 120)
-        found.append(text.read(tokens, step))
-    assert torch.equal(found[1], found[0])
+    tokens = random_tokens(1, 300, 1)
+    for window in (0, 30):
+        sizes, found = dataclasses.replace(sizes, heads=4, kv_heads=2, window=window), []
+        for step in (300, 129, 1):
+            text = Text(decoder(sizes, torch.bfloat16), sizes, torch.bfloat16, [0], 310)
+            found.append(text.read(tokens, step))
+        assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
