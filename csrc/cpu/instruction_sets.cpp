@@ -51,8 +51,6 @@ std::vector<float> numbers(int64_t n, int64_t first) {
 
 std::unique_ptr<char[]> bytes(int64_t n) { return std::unique_ptr<char[]>(new char[static_cast<size_t>(n)]()); }
 
-int64_t room_for(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock * kRowBlock; }
-
 // Sums of few such products are exact in float32, in whatever order.
 bool same_products(const RowKernel& kernel, const RowKernel& portable, Element element, const Small& small) {
   const int64_t elements = small.outputs * small.k;
@@ -64,7 +62,7 @@ bool same_products(const RowKernel& kernel, const RowKernel& portable, Element e
   std::vector<float> found[2], mixed[2];
   for (int i = 0; i < 2; i++) {
     const RowKernel& use = i == 0 ? kernel : portable;
-    const auto packed = bytes(room_for(small.rows) * use.row_bytes(small.k));
+    const auto packed = bytes((small.rows + kRowBlock) * use.row_bytes(small.k));
     found[i].assign(static_cast<size_t>(small.rows * small.outputs), 7.0f);
     use.pack(x.data(), small.k, 0, small.rows, small.k, packed.get());
     use.products(packed.get(), small.rows, small.k, weights.get(), small.k, 0, small.outputs, found[i].data(),
@@ -88,7 +86,7 @@ bool same_products(const RowKernel& kernel, const RowKernel& portable, Element e
 std::vector<float> multiplied(const IsaKernels& level, Element element, RowForm form, const Weights& w,
                               const std::vector<float>& x) {
   const int64_t k = w.inputs, rows = static_cast<int64_t>(x.size()) / k;
-  const auto packed = bytes(room_for(rows) * packed_row_bytes(level, element, form, k));
+  const auto packed = bytes((rows + kRowBlock) * packed_row_bytes(level, element, form, k));
   pack_rows(level, element, form, x.data(), k, 0, rows, k, packed.get());
   std::vector<float> found(static_cast<size_t>(rows * w.outputs));
   multiply(level, element, w, packed.get(), rows, 0, w.outputs, found.data(), w.outputs);

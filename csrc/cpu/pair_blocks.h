@@ -32,6 +32,7 @@ void paired_products(const void* packed, int64_t rows, int64_t k, const void* w,
       for (int64_t j = 0; j < columns; j += kRowBlock) {
         for (int64_t d = 0; d < depth; d += kPairs) {
           const uint16_t* from = static_cast<const uint16_t*>(w) + (n + j) * w_stride + i + d;
+          for (int64_t r = 0; r < kRowBlock; r++) __builtin_prefetch(from + (kColumns + r) * w_stride, 0, 2);
           Blocks::turn(from, w_stride, columns - j, k - i - d, keys + d * kColumns + 2 * j, 2 * kColumns);
         }
       }
@@ -55,6 +56,7 @@ void paired_weighted(const float* weights, int64_t weights_stride, int64_t rows,
       for (int64_t p = 0; p < depth; p += 2) {
         for (int64_t j = 0; j < columns; j += kRowBlock) {
           const auto at = [&](int64_t p) { return p < count ? from + offsets[first + p] + d + j : nullptr; };
+          __builtin_prefetch(at(p + kPairs + j / kRowBlock % 2), 0, 2);  // lines of two positions in turn
           Blocks::pair(at(p), at(p + 1), columns - j, values + p * kColumns + 2 * j);
         }
       }
