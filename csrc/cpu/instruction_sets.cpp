@@ -166,7 +166,7 @@ const Known& known() {
     add("avx2", avx2_kernels(), has_avx2() ? "" : missing("AVX2 with FMA and F16C"));
     add("avx512", avx512_kernels(), has_avx512() ? "" : missing("AVX-512 F, BW and VL"));
     add("avx512_bf16", avx512_bf16_kernels(), has_bfloat16() ? "" : missing("AVX512_BF16 with AVX512_VNNI"));
-    add("amx", amx_kernels(), has_bfloat16() ? amx_permission() : missing("AVX512_BF16, which processors with tiles have"));
+    add("amx", amx_kernels(), has_bfloat16() ? amx_permission() : missing("AVX512_BF16 beside tiles"));
     return all;
   }();
   return found;

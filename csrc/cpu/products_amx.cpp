@@ -109,7 +109,7 @@ const IsaKernels* soft_amx_kernels() {
 std::string amx_permission() {
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
   static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-  return granted ? "" : "the processor has no tiles, or the system does not let this process use them";
+  return granted ? "" : "no tiles, or the system does not let this process use them";
 }
 
 const IsaKernels* amx_kernels() {

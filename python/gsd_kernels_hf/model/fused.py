@@ -58,7 +58,7 @@ SETTINGS = {
 }
 STATE_STEPS, PROVED_BLOCK = 2, 4
 """Steps of a proof of recurrent layers, and tokens between two states in it: rows read the second one."""
-PROMPT_ROWS = 128
+PROMPT_ROWS = 256
 """Of a prompt at a time, all sequences together: what they need stays in a CPU's second cache."""
 GROUP_PROMPT_ROWS = 256
 """The same on a GPU where groups of warps multiply, which read weights once for so many."""
