@@ -18,8 +18,8 @@ from torch import nn
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.packed import KINDS
+from gsd_kernels_hf.model.facts import ModelState
 from gsd_kernels_hf.model.fused import FusedRows, why_not
-from gsd_kernels_hf.model.identity import ModelState
 from gsd_kernels_hf.validate import check_model
 
 

@@ -118,8 +118,6 @@ CHANGES |= {
         "prepare_inputs_for_generation",
         lambda own, self, ids, *a, **o: own(self, (ids + 1) % 97, *a, **o),
     ),
-    "torch.Tensor.__neg__": around(torch.Tensor, "__neg__", lambda own, x: own(2 * x)),
-    "torch.Tensor.__matmul__": around(torch.Tensor, "__matmul__", lambda own, x, y: own(2 * x, y)),
 }
 
 
@@ -133,17 +131,9 @@ CHANGES |= {
     "torch.nn.functional.embedding": around(nn.functional, "embedding", lambda own, *a, **k: own(*a, **k).flip(-1)),
     "torch.rsqrt": around(torch, "rsqrt", lambda own, x: own(x + 0.5)),
     "torch.cat": around(torch, "cat", lambda own, parts, dim=0: own([-part for part in parts], dim=dim)),
-    "torch.Tensor.cos": around(torch.Tensor, "cos", lambda own, x: own(2 * x)),
-    "torch.Tensor.pow": around(torch.Tensor, "pow", lambda own, x, e: own(x, e) + 0.3),
     "slice_logits_to_keep": around(llama, "slice_logits_to_keep", lambda own, x, keep: own(x.roll(1, -1), keep)),
     "create_causal_mask": around(llama, "create_causal_mask", lambda own, **k: _narrow(own(**k))),
 }
-
-
-@change
-def the_code_of_a_function(model: Any, stack: ExitStack) -> None:
-    stack.callback(setattr, llama.rotate_half, "__code__", llama.rotate_half.__code__)
-    llama.rotate_half.__code__ = (lambda x: x.flip(-1)).__code__
 
 
 def _narrow(mask: Any) -> Any:
@@ -433,6 +423,7 @@ CHANGES |= {
 }
 
 SAME = {
+    "hidden_act of the config",
     *("rms_norm_eps of the config", "num_attention_heads of the config", "training", "one layer more"),
     "eager attention",
 }

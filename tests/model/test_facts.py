@@ -13,7 +13,6 @@ from torch import nn
 from transformers import StoppingCriteria
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.model.code import MOST_SETS, code_of
 from gsd_kernels_hf.model.facts import Facts, fact, looked, looking
 from gsd_kernels_hf.model.fused import why_not
 
@@ -106,14 +105,6 @@ def test_a_call_looks_at_each_model_once(monkeypatch):
     target.generate(prompt, max_new_tokens=8)
     assert [looks.count(model) for model in (target, draft)] == [1, 1]
     gsd.unpatch(target)
-
-
-def test_code_that_is_in_use_stays_known():
-    """Another object would be another model to every call: proved again, and its sessions let go of."""
-    first = code_of({nn.Linear}, ())
-    for number in range(MOST_SETS + 2):
-        code_of({type(f"Other{number}", (nn.Module,), {})}, ())
-        assert code_of({nn.Linear}, ()) is first
 
 
 def test_what_a_callback_changes_counts_for_the_calls_that_it_makes():

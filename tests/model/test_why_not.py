@@ -28,7 +28,7 @@ def test_the_statistics_and_the_log_say_why(caplog, monkeypatch):
         assert not any("its modules" in record.getMessage() for record in caplog.records)
         for _ in range(2):
             assert why(changed) == "model.layers.1.mlp has a hook"
-        assert why(tiny()) == "model.embed_tokens.weight is not a plain tensor of float32, bfloat16 or float16"
+        assert "torch.float64, which is none of float32" in why(tiny())
         monkeypatch.setenv(fused.SWITCH, "0")
         assert why(target) == "GSD_KERNELS_FUSED_ROWS=0"
     said = [record.getMessage() for record in caplog.records if "through its modules" in record.getMessage()]

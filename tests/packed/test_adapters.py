@@ -20,7 +20,6 @@ from gsd_kernels_hf.costs.prior import weight_bytes
 from gsd_kernels_hf.model import fused
 from gsd_kernels_hf.model.facts import Facts
 from gsd_kernels_hf.model.fused import why_not
-from gsd_kernels_hf.model.identity import tensors_in
 from gsd_kernels_hf.packed import copies
 from gsd_kernels_hf.packed.adapters import stored_in
 from gsd_kernels_hf.packed.modules import matrix_of
@@ -76,7 +75,7 @@ def test_costs_know_the_bytes_and_the_format(name, made):
 @names
 def test_what_holds_a_module_is_found_once(name, made):
     for module in layers(made(name)).values():
-        held = [id(tensor) for tensor in tensors_in(Facts(module))]
+        held = [id(tensor) for tensor in Facts(module).tensors]
         assert len(held) == len(set(held)) and set(held) >= {id(tensor) for tensor in stored_in(module).tensors}
 
 

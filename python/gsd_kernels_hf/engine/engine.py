@@ -13,7 +13,7 @@ from torch import nn
 
 from ..locks import forkable_lock
 from ..model import replay
-from ..model.identity import ModelState
+from ..model.facts import ModelState
 from ..packed import copies
 from ..policy.base import Policy
 from ..sources.base import DraftSource

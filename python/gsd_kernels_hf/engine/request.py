@@ -15,7 +15,6 @@ from .. import validate
 from ..acceptance.criteria import DRAWN
 from ..acceptance.sampling import SamplingPlan, draw_seed
 from ..model.facts import Facts
-from ..model.finite import spoiled
 from ..model.prompt_inputs import PromptInputs
 from ..parallel import honoured
 from ..sources.matchers import holds_grammar
@@ -80,8 +79,6 @@ class Request:
         validate.check_padding(attention_mask, inferred=True)  # the caller's own was screened
         options, facts = sources.options, sources.facts
         unread = validate.check_call(facts, model_kwargs)
-        for table in spoiled(facts).tables:
-            validate.check_table(table, input_ids, attention_mask)
         if options.reference_ids is not None:
             copies = generation_config.num_return_sequences or 1
             validate.check_reference(options.reference_ids, input_ids.shape[0], facts.vocabulary, copies)

@@ -21,9 +21,8 @@ from ..acceptance.host import OnHost
 from ..acceptance.lockstep import Lockstep, padded, padded_path
 from ..acceptance.rule import AcceptanceRule, OnDevice
 from ..acceptance.tokenwise import TokenByToken
-from ..model.facts import Facts
+from ..model.facts import Facts, ModelState
 from ..model.fused import rows_of
-from ..model.identity import ModelState
 from ..model.prompt_inputs import RowsBehindInputs
 from ..model.replay import hold
 from ..model.runner import CachedText, Listener, RowModel

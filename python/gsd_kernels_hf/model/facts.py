@@ -3,42 +3,57 @@
 Whether a model can be served, how it is forwarded and what it was at the last call are questions of several rooms.
 Walking through its modules takes milliseconds, and no call changes its models before it decodes; so a call makes one
 :class:`Facts` of each model, and what one room finds out the next one reads there. The structure says when something
-has to be found out anew, never that it is right: that say :mod:`.probe` and :mod:`.proof`.
+has to be found out anew, never that it is right: that say :mod:`.probe` and :mod:`.proof`. What is noticed of changes,
+and what is not before ``handle.clear()``, says docs/how-it-works.md.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
-import numbers
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
-from torch.nn.modules import module as calls
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from gsd_kernels.ops.packed import Kind as WeightFormat
-
+from ..packed.adapters import LibraryWeights, stored_in
+from ..packed.samples import samples, versions
 from . import properties
 from .attention import configs_in, implementation_of
-from .code import MISSING, Code, ambient, code_of, own_callables
-
-LEFT = ("rope_deltas",)
-"""Names of what transformers' ``generate`` leaves on modules for its own steps; our forwards are given positions."""
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, WeightFormat, enum.Enum, numbers.Number)
-PLAIN_EXACTLY = frozenset(PLAIN)  # which most settings are, and a set is asked sooner
-MOST_PARTS = 256  # parts of a list or a dict of settings
-HOLDERS = frozenset(name for name, value in vars(nn.Module()).items() if not isinstance(value, PLAIN))
-"""Names of what PyTorch keeps of every module, parts and hooks: they are no settings, and looked at apart."""
-OWN = __name__.partition(".")[0]
+from .fingerprint import Own, Space, ambient, global_hooks, held_by, own_of, parts_of, pinned, spaces_of
 
 _Answer = TypeVar("_Answer")
+
+
+class ModelState(NamedTuple):
+    """The state of a model at some time; equal while nothing was changed.
+
+    Attributes:
+        structure: what captured steps and prepared weights depend on.
+        content: what keys and values in a cache depend on besides.
+    """
+
+    structure: tuple[Any, ...]
+    content: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module | Facts) -> ModelState:
+        """The state now. Reads a few elements of every tensor, so it waits for every device once."""
+        facts = Facts.of(model)
+        hooks = (hook for own in facts.own for hook in own.hooks.values())
+        held = (part for hook in hooks for tensor in held_by(hook) for part in parts_of(tensor))
+        tensors = [*facts.tensors, *held]
+        return cls(facts.structure, (versions(tensors), samples(tensors)))
+
+    @classmethod
+    def built(cls, model: nn.Module | Facts) -> ModelState:
+        """The structure now, of a module whose content no key or value depends on."""
+        return cls(Facts.of(model).structure, ())
 
 
 class Facts:
@@ -85,22 +100,27 @@ class Facts:
         return configs_in(module for _, module in self.modules)
 
     @cached_property
-    def code(self) -> Code:
-        """The code that a forward runs; the same object as long as that is."""
+    def spaces(self) -> tuple[Space | Any, ...]:
+        """The names that a forward reads; the same objects as long as they stand for the same."""
         names = {implementation_of(config) for config in self.configs}
-        return code_of({type(module) for _, module in self.modules}, {name for name in names if name})
+        return spaces_of({type(module) for _, module in self.modules}, sorted(name for name in names if name))
 
     @cached_property
-    def variables(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The variables of the modules themselves, in their order: settings, and what is none."""
-        return [variables_of(module) for _, module in self.modules]
+    def own(self) -> list[Own]:
+        """Hooks, functions, settings and tensors on the modules themselves, in their order."""
+        return [own_of(module) for _, module in self.modules]
 
     @cached_property
-    def put(self) -> tuple[tuple[dict[int, Any], dict[str, Any]], ...]:
-        """Code on the modules themselves, in their order: hooks, and functions by the names that forwards call."""
-        names = self.code.names
-        of = zip(self.modules, self.variables, strict=True)
-        return tuple((hooks_of(module), own_callables(others, names)) for (_, module), (_, others) in of)
+    def stored(self) -> list[LibraryWeights | None]:
+        """How a library keeps the weights of the modules, in their order."""
+        return [stored_in(module) for _, module in self.modules]
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors behind the modules' own parameters, buffers and variables, and a library's beside."""
+        libraries = (stored.tensors for stored in self.stored if stored is not None)
+        tensors = (tensor for held in (*(own.tensors for own in self.own), *libraries) for tensor in held)
+        return list({id(tensor): tensor for tensor in tensors}.values())
 
     @cached_property
     def ambient(self) -> tuple[Any, ...]:
@@ -109,7 +129,7 @@ class Facts:
 
     @cached_property
     def structure(self) -> tuple[Any, ...]:
-        """Equal as long as the model's modules, their settings and its configs are.
+        """Equal as long as names, modules, settings, hooks and configs are, and tensors lie where they lay.
 
         Modules are weak references, which equal only themselves. A forward of ours that is running changes nothing
         here. As long as it is equal it is one object, which is soon compared.
@@ -118,22 +138,23 @@ class Facts:
             (
                 weakref.ref(module),
                 type(module),
-                tuple(hooks),
-                tuple((name, pinned(function)) for name, function in functions.items()),
-                settings,
-                tuple(map(type, module._parameters.values())),
+                tuple(own.hooks),
+                tuple((name, pinned(function)) for name, function in own.functions.items()),
+                own.settings,
             )
-            for (_, module), (hooks, functions), (settings, _) in zip(
-                self.modules, self.put, self.variables, strict=True
-            )
+            for (_, module), own in zip(self.modules, self.own, strict=True)
         ]
         configs = []
         for config in self.configs:
             fields = {k: repr(v) for k, v in list(vars(config).items()) if not isinstance(v, PretrainedConfig)}
             fields["_attn_implementation_internal"] = str(implementation_of(config))
             configs.append((weakref.ref(config), fields))
-        around = tuple(pinned(hook) for hook in foreign_global_hooks())
-        found = modules, configs, self.code, around, self.ambient
+        places = [
+            (t.data_ptr(), type(t), t.dtype, t.device, t.shape, t.stride()) for t in self.tensors if not t.is_meta
+        ]
+        libraries = [(s.name, s.dtype, s.problem, s.rounds_rows) for s in self.stored if s is not None]
+        around = tuple(pinned(hook) for hook in global_hooks())
+        found = modules, configs, self.spaces, around, self.ambient, places, libraries
         kept = _kept.get(self.model)
         return found if kept is None or kept[0] != found else kept[0]
 
@@ -145,15 +166,14 @@ class Facts:
             kept = _kept[self.model] = self.structure, {}
         return kept[1]
 
-    def proved(self, key: Hashable, prove: Callable[[], _Answer], *, anew: bool = False) -> _Answer:
-        """The answer of a proof; one that says that it is passing is not kept. ``anew``: in every call."""
-        answers = self.answers if anew else self.proofs
-        if key not in answers:
+    def proved(self, key: Hashable, prove: Callable[[], _Answer]) -> _Answer:
+        """The answer of a proof; one that says that it is passing is not kept."""
+        if key not in self.proofs:
             answer = prove()
             if getattr(answer, "passing", False):
                 return answer
-            answers[key] = answer
-        kept: _Answer = answers[key]
+            self.proofs[key] = answer
+        kept: _Answer = self.proofs[key]
         return kept
 
     @cached_property
@@ -212,62 +232,3 @@ def fact(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
         return known
 
     return answer
-
-
-def variables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's numbers, strings and flags, and lists, tuples and dicts of such; and its other variables.
-
-    What PyTorch keeps in every module is left out, but for its flags.
-    """
-    settings, others = {}, {}
-    for name, value in list(vars(module).items()):
-        if type(value) in PLAIN_EXACTLY:
-            found = value
-        elif name in HOLDERS:
-            continue
-        else:
-            found = setting(value)
-        if found is MISSING:
-            others[name] = value
-        else:
-            settings[name] = found
-    for name in LEFT:
-        settings.pop(name, None), others.pop(name, None)
-    return settings, others
-
-
-def setting(value: Any) -> Any:
-    """A setting as it is now, or :data:`MISSING` for what is none."""
-    if isinstance(value, PLAIN):
-        return value
-    if not isinstance(value, (list, tuple, dict)) or len(value) > MOST_PARTS:
-        return MISSING
-    parts = [setting(part) for part in (value.items() if isinstance(value, dict) else value)]
-    return MISSING if any(part is MISSING for part in parts) else (type(value), *parts)
-
-
-def pinned(value: Any) -> Any:
-    """A stand-in that equals itself alone, and keeps ``value`` alive only where it must."""
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return value
-
-
-def foreign_global_hooks() -> list[Callable[..., Any]]:
-    """Forward hooks of all modules of this process, without those of this package."""
-    hooks = (*calls._global_forward_pre_hooks.values(), *calls._global_forward_hooks.values())
-    return [hook for hook in hooks if not is_own(hook)]
-
-
-def is_own(hook: Callable[..., Any]) -> bool:
-    """Return whether this package set a hook, for the length of a forward."""
-    return str(getattr(hook, "__module__", "")).startswith(OWN)
-
-
-def hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """The module's forward hooks by their number, without those that this package sets for a forward."""
-    if not module._forward_pre_hooks and not module._forward_hooks:
-        return {}
-    hooks = [*list(module._forward_pre_hooks.items()), *list(module._forward_hooks.items())]
-    return {key: hook for key, hook in hooks if not is_own(hook)}

@@ -1,7 +1,7 @@
-"""Properties of a model that the operator would not compute, as far as they are written on it.
+"""Reasons why a LLaMA-like model is not what the operator computes, as far as a proof of a few tokens cannot see them.
 
-Numbers are read where a forward reads them, in every layer. What a list of them forgets, :mod:`.proof` finds; what
-rounding or a few tokens would hide stands here: an epsilon, a scale, code that may do anything at any time.
+A proof sees another formula (:mod:`.proof`). Rounding hides a number that is slightly off, and a layer in the middle of
+many in half precision; a few tokens do not show code that goes by how it is called. These stand here.
 """
 
 from __future__ import annotations
@@ -10,70 +10,57 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 from transformers.activations import ACT2CLS
 
 from gsd_kernels.ops.packed.api import FLOATS
 
 from ..packed.adapters import stored_in
-from ..packed.modules import Packed, PackedEmbedding, PackedLinear, dtype_of, shape_of
+from ..packed.modules import PackedEmbedding, PackedLinear, device_of_weights, dtype_of
 from .attention import AttentionKind
-from .code import described, is_shipped
-from .facts import Facts, fact, foreign_global_hooks
-from .identity import places
+from .facts import Facts, fact
+from .fingerprint import Space, called_by, described, global_hooks, is_function, is_shipped
 from .probe import served
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
 SILU = (nn.SiLU, ACT2CLS["silu"])
-PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, PackedLinear, PackedEmbedding, *SILU)
+MATRICES = (nn.Linear, nn.Embedding, PackedLinear, PackedEmbedding)
+PLAIN_MODULES = (*MATRICES, nn.ModuleList, *SILU)
 
 
 @fact
 def foreign(facts: Facts) -> str | None:
     """Name what keeps a LLaMA-like model from being what the operator computes, or ``None``."""
-    kept = facts.proofs.get(foreign)
-    if kept is None or kept[0] != places(facts):
-        found = (
-            _foreign_config(facts.model)
-            or foreign_code(facts)
-            or _foreign_module(facts)
-            or _foreign_parameter(facts)
-            or _foreign_layer(facts)
-        )
-        kept = facts.proofs[foreign] = places(facts), found
-    answer: str | None = kept[1]
-    return answer
+    return facts.proved("foreign", lambda: foreign_code(facts) or _foreign_module(facts) or _foreign_number(facts))
 
 
 @fact
 def foreign_code(facts: Facts, *, shipped: bool = True) -> str | None:
     """Code in a model's forward that neither transformers nor PyTorch brought, or that runs round all code.
 
-    ``shipped``: whether their own counts where it is a hook or lies on a module, as accelerate's does. A function that
-    a module of theirs keeps under a name of its own, as activations do, is none that was put there.
+    ``shipped``: whether their own counts where it is a hook or stands in the place of a function or part of a module,
+    as accelerate's does.
     """
     cast, *modes = facts.ambient
     if cast is not None:
         return f"autocast to {cast}"
     if modes:
         return f"a mode that PyTorch's operations go through, {modes[0].__qualname__}"
-    for hook in foreign_global_hooks():
+    for hook in global_hooks():
         return f"a hook of all modules, {described(hook)}"
-    for (name, module), (hooks, functions) in zip(facts.modules, facts.put, strict=True):
-        called = [*hooks.values(), *(functions[own] for own in functions if own == "forward")]
-        if any(shipped or not is_shipped(hook) for hook in called):
+    for (name, module), own in zip(facts.modules, facts.own, strict=True):
+        if any(shipped or not is_shipped(hook) for hook in own.hooks.values()):
             return f"{name or 'the model'} has a hook"
-        for function, value in functions.items():
-            if not is_shipped(value) or (shipped and not _is_kept(module, function, value)):
+        for function, value in own.functions.items():
+            instead = shipped and (hasattr(type(module), function) or function in module._modules)
+            if function in called_by(type(module)) and (instead or not is_shipped(value)):
                 return f"{name or 'the model'} has a function of its own, {function}"
-    return facts.code.foreign
-
-
-def _is_kept(module: nn.Module, name: str, function: Any) -> bool:
-    """Return whether a function stands in the place of none of the module's class, and reaches no other module."""
-    owner = getattr(function, "__self__", None)
-    return not hasattr(type(module), name) and not (isinstance(owner, nn.Module) and owner._modules)
+    for space in facts.spaces:
+        if isinstance(space, Space) and space.foreign is not None:
+            return space.foreign
+        if is_function(space) and not is_shipped(space):
+            return f"attention or its mask is {described(space)}"
+    return None
 
 
 def layers_of(model: Any) -> list[Any]:
@@ -81,132 +68,73 @@ def layers_of(model: Any) -> list[Any]:
     return list(model.model.layers)[: model.config.num_hidden_layers]
 
 
-def _foreign_config(model: PreTrainedModel) -> str | None:
-    config = model.config
-    if config.hidden_act != "silu":
-        return f"the activation {config.hidden_act} instead of silu"
-    if (config.rope_parameters or {}).get("rope_type", "default") not in STATIC_ROPE:
-        return "frequencies of the rotary embedding that depend on the length"
-    if getattr(model, "_device_mesh", None) is not None:
-        return "a tensor-parallel model"
-    return None
-
-
 def _foreign_module(facts: Facts) -> str | None:
     model = facts.model
     for name, module in facts.modules:
-        kind, stored = type(module), stored_in(module)
-        if stored is not None:
-            if stored.problem is not None:
-                return f"{name} {stored.problem}"
-            continue
-        if kind.__module__ != type(model).__module__ and kind not in PLAIN_MODULES:
-            return f"{name} is not a plain module of transformers or PyTorch but {kind.__module__}.{kind.__qualname__}"
-    if model.lm_head.bias is not None:
-        return "a bias of the output matrix"
-    if getattr(model.model.embed_tokens, "max_norm", None) is not None:
-        return "an embedding whose rows are scaled down to max_norm"
-    rotary = model.model.rotary_emb
-    if getattr(rotary, "rope_type", "default") not in STATIC_ROPE:
-        return "frequencies of the rotary embedding that depend on the length"
-    if type(rotary.inv_freq) is not Tensor and type(rotary.inv_freq) is not nn.Buffer:
-        return "frequencies of the rotary embedding that are no plain tensor"
-    return None
-
-
-def _foreign_parameter(facts: Facts) -> str | None:
-    model = facts.model
-    dtype, device = dtype_of(model.lm_head), model.device  # which looks for a parameter every time
-    for name, module in facts.modules:
-        if isinstance(module, Packed) and (module.packed.device != device or module.like.dtype != dtype):
-            return f"{name} is packed on {module.packed.device} for {module.like.dtype}, not on {device} for {dtype}"
-        dense = module._parameters.get("weight") if type(module) is nn.Linear else None
-        if type(dense) is nn.Parameter and dense.dtype in FLOATS and dense.dtype != dtype:  # no forward would succeed
-            return f"{name}.weight is {dense.dtype}, the output matrix {dtype}"
+        if (stored := stored_in(module)) is not None and stored.problem is not None:
+            return f"{name} {stored.problem}"
     served(facts)  # a forward: in the first one a library may rewrite its weights
-    read: set[int] = set()
+    dtype, device = dtype_of(model.lm_head), model.device
+    if dtype not in FLOATS:
+        return f"an output matrix of {dtype}, which is none of float32, bfloat16 and float16"
     for name, module in facts.modules:
-        stored = stored_in(module)
-        if stored is None:
-            continue
-        read.add(id(module._parameters.get("weight")))
-        if not stored.is_for(dtype) or any(tensor.device != device for tensor in stored.tensors):
-            return f"{name} stands for {stored.dtype}, the output matrix is {dtype} on {device}"
+        if (found := _foreign_kind(module, type(model).__module__, dtype, device)) is not None:
+            return f"{name} {found}"
     for name, parameter in facts.parameters:
-        if id(parameter) in read:
-            continue
-        if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS or not parameter.is_contiguous():
-            return f"{name} is not a plain tensor of float32, bfloat16 or float16"
-        if parameter.dim() == 2 and parameter.dtype != dtype:
-            return f"{name} is {parameter.dtype}, the output matrix {dtype}"
         if parameter.device != device:
             return f"{name} lies on another device"
+    rotary = getattr(model.model.rotary_emb, "rope_type", "default")
+    for what, found in (
+        ("a tensor-parallel model", getattr(model, "_device_mesh", None) is not None),
+        ("a bias of the output matrix", model.lm_head.bias is not None),
+        ("an embedding whose rows are scaled down to max_norm", getattr(model.model.embed_tokens, "max_norm", None)),
+        ("frequencies of the rotary embedding that depend on the length", rotary not in STATIC_ROPE),
+    ):
+        if found:
+            return what
     return None
 
 
-def _foreign_layer(facts: Facts) -> str | None:
-    """Name what a layer does otherwise than the operator, or than the first one."""
+def _foreign_kind(module: nn.Module, home: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Name what keeps a module of a model that was written in ``home`` from being one of the operator's."""
+    stored = stored_in(module)
+    if stored is not None:
+        fits = stored.is_for(dtype) and all(tensor.device == device for tensor in stored.tensors)
+        return None if fits else f"stands for {stored.dtype}, the output matrix is {dtype} on {device}"
+    kind = type(module)
+    if kind.__module__ != home and kind not in PLAIN_MODULES:
+        return f"is not a plain module of transformers or PyTorch but {kind.__module__}.{kind.__qualname__}"
+    if isinstance(module, MATRICES) and (dtype_of(module), device_of_weights(module)) != (dtype, device):
+        return f"is {dtype_of(module)} on {device_of_weights(module)}, the output matrix {dtype} on {device}"
+    return None
+
+
+def _foreign_number(facts: Facts) -> str | None:
+    """Name what a layer does otherwise than the operator, which has one epsilon and scales by the size of heads."""
     model, layers, kinds = facts.model, layers_of(facts.model), served(facts).kinds
     if not layers or len(layers) != len(kinds):
         return f"{len(layers)} layers with {len(kinds)} attention calls"
-    head_dim, eps, first = 2 * model.model.rotary_emb.inv_freq.numel(), model.model.norm.variance_epsilon, layers[0]
-    sizes = _sizes(first)
-    for number, layer in enumerate(layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        if kinds[number] != AttentionKind(kinds[number].window):
-            return f"attention with more than a window in layer {number}, {kinds[number]}"
-        if attention.head_dim != head_dim:
-            return f"heads that are turned in part, or of another size, in layer {number}"
-        if attention.scaling != head_dim**-0.5:
-            return f"another scale of the attention in layer {number}, {attention.scaling}"
-        if type(mlp.act_fn) not in SILU:
-            return f"another activation in layer {number}, {type(mlp.act_fn).__name__}"
-        # A number of another kind, such as a tensor, could change in its place, which nobody would look at again.
-        read = (
-            attention.scaling,
-            model.model.rotary_emb.attention_scaling,
-            *(n.variance_epsilon for n in _norms(layer)),
-        )
-        if any(type(number) not in (float, int) for number in (*read, eps)):
-            return f"a scale or an epsilon that is no plain number in layer {number}"
-        if any(norm.variance_epsilon != eps for norm in _norms(layer)):
-            return f"a norm with another epsilon in layer {number}"
-        own = _sizes(layer)
-        if own != sizes:
-            return f"layers of different sizes: {own} in layer {number}, {sizes} in layer 0"
-    return _unfit(model, first, head_dim)
+    rotary, eps = model.model.rotary_emb, model.model.norm.variance_epsilon
+    head_dim = 2 * rotary.inv_freq.numel()
+    # A number of another kind, such as a tensor, could change in its place, which nobody would look at again.
+    if any(type(number) not in (float, int) for number in (eps, rotary.attention_scaling)):
+        return "a scale or an epsilon that is no plain number"
+    for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        attention, activation = layer.self_attn, layer.mlp.act_fn
+        of_norms = [norm.variance_epsilon for norm in _norms(layer)]
+        for what, found, served_here in (
+            ("attention", kind, kind == AttentionKind(kind.window)),
+            ("heads of", attention.head_dim, attention.head_dim == head_dim),
+            ("scale of attention", attention.scaling, attention.scaling == head_dim**-0.5),
+            ("epsilons", of_norms, all(type(of) is type(eps) and of == eps for of in of_norms)),
+            ("activation", type(activation).__name__, type(activation) in SILU),
+        ):
+            if not (isinstance(served_here, bool) and served_here):
+                return f"another kind of layer than the operator has, layer {number}: {what} {found}"
+    return None
 
 
 def _norms(layer: Any) -> Iterator[Any]:
     yield from (layer.input_layernorm, layer.post_attention_layernorm)
     attention = layer.self_attn
     yield from (getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name))
-
-
-def _sizes(layer: Any) -> dict[str, torch.Size]:
-    attention, mlp = layer.self_attn, layer.mlp
-    parts = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj, "o": attention.o_proj}
-    parts |= {"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj}
-    return {name: shape_of(part) for name, part in parts.items()}
-
-
-def _unfit(model: Any, layer: Any, head_dim: int) -> str | None:
-    """Name the matrix of a layer that does not go with the others."""
-    vocab, hidden = shape_of(model.model.embed_tokens)
-    sizes = _sizes(layer)
-    heads, kv_heads, inner = sizes["q"][0] // head_dim, sizes["k"][0] // head_dim, sizes["gate"][0]
-    q, kv = (heads * head_dim, hidden), (kv_heads * head_dim, hidden)
-    expected = {"q": q, "k": kv, "v": kv, "o": q[::-1], "gate": (inner, hidden), "up": (inner, hidden)}
-    expected["down"] = (hidden, inner)
-    if sizes != expected or not kv_heads or heads % kv_heads:
-        return f"matrices of sizes that do not go together, {sizes}"
-    output = tuple(shape_of(model.lm_head))
-    if output != (model.config.vocab_size, hidden) or vocab < model.config.vocab_size:
-        return f"an output matrix of {output} for {model.config.vocab_size} tokens"
-    norms = [
-        *(norm.weight for norm in (layer.input_layernorm, layer.post_attention_layernorm)),
-        model.model.norm.weight,
-    ]
-    if any(tuple(weight.shape) != (hidden,) for weight in norms):
-        return "a norm of another size"
-    return None

@@ -1,7 +1,7 @@
 """A GPU proves the operator of rows before it serves there: its bits, its errors, its time, in a few seconds, once.
 
-What was found is kept in the user's cache folder by GPU, driver, package and build. A verdict follows from what is
-kept and is no part of it, so that a file can say nothing that its figures do not.
+The cases are those of :mod:`.rows_proof`. The verdict is kept in the user's cache folder with its figures, by GPU,
+driver, package and build.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from gsd_kernels.compiled import LIBRARIES
 from gsd_kernels.environment import switched
 from gsd_kernels.ops.decoder_rows import cuda
 
-from .. import numbers
 from ..files import locked
 from ..store import Document
 from . import replay, rows_proof
@@ -37,8 +36,6 @@ logger = logging.getLogger("gsd_kernels")
 PREFIX, PADS = 1000, (0, 37)
 REPLAYS = 50
 TIMED_ROWS = (1, 8, 16, 64)
-WAYS = ("operator", "modules")
-BITS = ("alone", "beside another", "replayed")
 SLOWER = 1.0  # times the modules, the mean over rows, from which on the modules go on
 MOST_TEXT = 300  # characters of what went wrong
 WAIT_SECONDS = 120.0  # for another process's proof
@@ -68,84 +65,15 @@ class Kind:
         return f"{str(self.dtype).removeprefix('torch.')}, heads of {self.head_dim}, {self.products}"
 
 
-@dataclass(frozen=True)
-class Proof:
-    """The figures of a proof.
-
-    Attributes:
-        errors: against float32 by way, ``"operator"`` and ``"modules"``: of a row and of an element.
-        apart: rows, or replays, with other bits than they have to have, by :data:`BITS`.
-        milliseconds: of a forward, by rows and way.
-        seconds: that it took.
-        error: what ended it; ``None``: nothing did.
-    """
-
-    errors: dict[str, dict[str, float]] = field(default_factory=dict)
-    apart: dict[str, int] = field(default_factory=dict)
-    milliseconds: dict[int, dict[str, float]] = field(default_factory=dict)
-    seconds: float = 0.0
-    error: str | None = None
-
-    def why_not(self, dtype: torch.dtype) -> str | None:
-        """Say what keeps rows of this dtype with the modules; ``None``: nothing does."""
-        if self.error is not None:
-            return self.error
-        found = rows_proof.too_large(self.errors["operator"], self.errors["modules"], dtype)
-        for what, count in self.apart.items():
-            found = found or (f"{count} rows have other bits ({what})" if count else None)
-        if found is None and self.times_the_modules > SLOWER:
-            return f"it takes {self.times_the_modules:.2f} times as long as the modules"
-        return found
-
-    @property
-    def times_the_modules(self) -> float:
-        """The operator's time over the modules', the geometric mean over rows."""
-        ratios = [ms["operator"] / ms["modules"] for ms in self.milliseconds.values()]
-        return math.exp(sum(map(math.log, ratios)) / len(ratios))
-
-    @classmethod
-    def of(cls, kept: Any) -> Proof:
-        """Read what a file says.
-
-        Raises:
-            ValueError: it is none that can have been written.
-        """
-        fields = {"errors", "apart", "milliseconds", "seconds", "error"}
-        if type(kept) is not dict or kept.keys() != fields:
-            raise ValueError("a proof has other fields")
-        seconds = numbers.number("seconds", kept["seconds"], 0.0, 1e6)
-        if (error := kept["error"]) is not None:
-            if type(error) is not str or not 0 < len(error) <= MOST_TEXT or not error.isprintable():
-                raise ValueError("error: expected a line of text")
-            return cls(seconds=seconds, error=error)
-        errors, apart, times = (_table(kept, name) for name in ("errors", "apart", "milliseconds"))
-        _has("errors", errors, WAYS)
-        _has("apart", apart, BITS)
-        _has("milliseconds", times, tuple(map(str, TIMED_ROWS)))
-        return cls(
-            {way: _numbers(way, errors[way], ("row", "element"), 0.0, rows_proof.NO_NUMBER) for way in WAYS},
-            {what: numbers.count(what, apart[what], most=1 << 20) for what in BITS},
-            {rows: _numbers(f"{rows} rows", times[str(rows)], WAYS, 1e-6, 1e6) for rows in TIMED_ROWS},
-            seconds,
-        )
+Proof = dict[str, Any]
+"""A verdict and its figures: ``"why"`` rows stay with the modules (``None``: they need not), ``"seconds"`` that it took,
+``"errors"`` by way against float32, rows or replays ``"apart"`` from the bits due, ``"milliseconds"`` by rows and way."""
 
 
-def _table(kept: Mapping[str, Any], name: str) -> dict[str, Any]:
-    if type(kept[name]) is not dict:
-        raise ValueError(f"{name}: expected a table")
-    found: dict[str, Any] = kept[name]
-    return found
-
-
-def _has(name: str, table: Mapping[str, Any], expected: tuple[str, ...]) -> None:
-    if set(table) != set(expected):
-        raise ValueError(f"{name}: expected {', '.join(expected)}")
-
-
-def _numbers(name: str, value: Any, names: tuple[str, ...], least: float, most: float) -> dict[str, float]:
-    found = numbers.table(name, value, float)
-    _has(name, found, names)
-    return {each: numbers.number(each, found[each], least, most) for each in names}
+def not_ended(why: str, seconds: float = 0.0) -> Proof:
+    """A proof that something ended before it had figures."""
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(why.split()))
+    return {"why": line[:MOST_TEXT], "seconds": seconds, "errors": {}, "apart": {}, "milliseconds": {}}
 
 
 def prove(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: str = "auto") -> Proof:
@@ -162,38 +90,55 @@ def prove(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: st
 
     try:
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            proof = _figures(Subject(model, ways, backend))
+            return _figures(Subject(model, ways, backend), kind.dtype, begin)
     except torch.OutOfMemoryError as error:
         raise UnprovedError("there is no memory to prove one operator on this GPU (1 GB)") from error
     except Exception as error:
-        proof = Proof(error=_text(f"{type(error).__name__}: {error}"))
+        proof = not_ended(f"{type(error).__name__}: {error}", time.perf_counter() - begin)
         if not isinstance(error, RuntimeError):  # which CUDA's and the operator's are
-            raise UnprovedError(f"one operator could not be proved on this GPU: {proof.error}") from error
+            raise UnprovedError(f"one operator could not be proved on this GPU: {proof['why']}") from error
         if replay.lost(device) is not None:
             raise replay.DeviceLostError(f"the GPU failed while rows as one operator were proved: {error}") from error
-    return Proof(proof.errors, proof.apart, proof.milliseconds, round(time.perf_counter() - begin, 3), proof.error)
+        return proof
 
 
 SIZES = Sizes()
 
 
-def _figures(of: Subject) -> Proof:
+def _figures(of: Subject, dtype: torch.dtype, begin: float) -> Proof:
     one, batch = Case(PREFIX), Case(PREFIX, PADS)
     cases = [rows_proof.errors_of(of, case) for case in (one, batch)]
-    errors = {way: {kind: max(e[way][kind] for e in cases) for kind in cases[0][way]} for way in WAYS}
+    errors = {way: {kind: max(case[way][kind] for case in cases) for kind in found} for way, found in cases[0].items()}
     del of.exact  # the largest part of the memory
     apart = {
         "alone": sum(len(rows) for _, rows in rows_proof.parts_apart(of, one)),
         "beside another": sum(len(rows) for _, rows in rows_proof.sequences_apart(of, batch)),
         "replayed": rows_proof.replays_apart(of, one, REPLAYS),
     }
-    return Proof(errors, apart, rows_proof.milliseconds(of, one, TIMED_ROWS))
+    times = rows_proof.milliseconds(of, one, TIMED_ROWS)
+    return {
+        "why": verdict(errors, apart, times, dtype),
+        "seconds": round(time.perf_counter() - begin, 3),
+        "errors": errors,
+        "apart": apart,
+        "milliseconds": {str(rows): ms for rows, ms in times.items()},
+    }
 
 
-def _text(what: str) -> str:
-    """A line that a file may hold."""
-    line = " ".join(what.split())
-    return "".join(c if c.isprintable() else "?" for c in line)[:MOST_TEXT]
+def verdict(
+    errors: Mapping[str, Mapping[str, float]],
+    apart: Mapping[str, int],
+    times: Mapping[int, Mapping[str, float]],
+    dtype: torch.dtype,
+) -> str | None:
+    """Say what keeps rows of this dtype with the modules; ``None``: nothing does."""
+    found = rows_proof.too_large(errors["operator"], errors["modules"], dtype)
+    for what, count in apart.items():
+        found = found or (f"{count} rows have other bits ({what})" if count else None)
+    slower = math.prod(ms["operator"] / ms["modules"] for ms in times.values()) ** (1 / len(times))
+    if found is None and slower > SLOWER:
+        return f"it takes {slower:.2f} times as long as the modules"
+    return found
 
 
 def document_of(device: torch.device) -> Document:
@@ -227,20 +172,13 @@ def build() -> str:
 
 
 def kept(kind: Kind, document: Document) -> Proof | None:
-    """A proof that an earlier process made, or did not end; ``None`` for none, with a warning where it is bad."""
+    """A proof that an earlier process made, or did not end; ``None`` for none."""
     section = document.read().get(kind.name)
-    if section is None or section == {}:
-        return None
-    if section == BEGUN:
-        return Proof(error="a proof was begun and did not end, as where a GPU hangs")
-    try:
-        return Proof.of(section)
-    except ValueError as error:
-        document.ignore(error)
-        return None
+    whole = isinstance(section, dict) and section.keys() == BEGUN.keys()
+    return section if whole else None
 
 
-BEGUN = {"begun": True}
+BEGUN = not_ended("a proof was begun and did not end, as where a GPU hangs")
 _known: dict[tuple[Path, Kind], Proof | str] = {}
 """Of this process: proofs, and why there is none. An error itself would keep what it was raised with."""
 _lock = threading.Lock()
@@ -284,40 +222,28 @@ def proof_of(
     return proof
 
 
-def _made(
-    kind: Kind,
-    device: torch.device,
-    ways: Mapping[str, Way],
-    document: Document,
-    backend: str,
-) -> Proof:
+def _made(kind: Kind, device: torch.device, ways: Mapping[str, Way], document: Document, backend: str) -> Proof:
     """A proof, kept; a process that dies of it leaves word of that."""
     logger.info("rows as one operator (%s) are proved on this GPU, which takes a few seconds, once", kind.name)
-    section: dict[str, Any] = {}
+    section: Proof = {}
     document.write({kind.name: BEGUN})
     try:
-        proof = prove(kind, device, ways, backend)
-        section = json_of(proof)
+        section = prove(kind, device, ways, backend)
     except replay.DeviceLostError as error:
-        section = json_of(Proof(error=_text(str(error))))
+        section = not_ended(str(error))
         raise
     finally:
         document.write({kind.name: section})
-    return proof
+    return section
 
 
-def json_of(proof: Proof) -> dict[str, Any]:
-    """A proof as it is kept."""
-    return {**asdict(proof), "milliseconds": {str(rows): ms for rows, ms in proof.milliseconds.items()}}
-
-
-def report(device: torch.device, ways: Mapping[str, Way], *, again: bool) -> dict[str, dict[str, Any]]:
-    """Of every kind, by its name, what is kept and ``"why"`` the modules serve; ``again``: it is proved anew first.
+def report(device: torch.device, ways: Mapping[str, Way], *, again: bool) -> dict[str, Proof]:
+    """Of every kind, by its name, what is kept; ``again``: it is proved anew first.
 
     Raises:
         DeviceLostError: the GPU failed for good.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Proof] = {}
     document = document_of(device)
     for products, dtype, head_dim in itertools.product(cuda.product_kernels(device), cuda.DTYPES, cuda.HEAD_DIMS):
         kind = Kind(dtype, head_dim, products)
@@ -325,9 +251,9 @@ def report(device: torch.device, ways: Mapping[str, Way], *, again: bool) -> dic
             with switched(cuda.selecting(products)):
                 proof = proof_of(kind, device, ways, again=True) if again else kept(kind, document)
         except UnprovedError as error:
-            proof = Proof(error=str(error))
+            proof = not_ended(str(error))
         if proof is not None:
-            found[kind.name] = {**json_of(proof), "why": proof.why_not(dtype)}
+            found[kind.name] = proof
     return found
 
 
@@ -341,7 +267,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, ways: Mappi
     """
     kind = Kind(dtype, head_dim, cuda.selected(device))
     try:
-        reason = proof_of(kind, device, ways).why_not(dtype)
+        reason = proof_of(kind, device, ways)["why"]
     except UnprovedError as error:
         return None if cuda.is_measured(device) else str(error)
     return None if reason is None else f"one operator did not prove itself on this GPU: {reason}; {AGAIN}"

@@ -120,6 +120,10 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, opt
     for name, value_given in options.items():
         if name != "s_aux" and isinstance(value_given, Tensor) and value_given.is_floating_point():
             raise Unserved(f"hands {name} to its attention, which graph rows have none of")
+    if not query.dtype == key.dtype == value.dtype:
+        raise Unserved(
+            f"attends to keys of {key.dtype} and values of {value.dtype}, as under autocast inside its forward"
+        )
     if query.shape[2] != ROWS or key.shape[2] != CACHED + ROWS:
         raise Unserved(
             f"attends from {query.shape[2]} rows to {key.shape[2]} positions where {ROWS} and {CACHED + ROWS} were "
@@ -211,8 +215,7 @@ def _examine(facts: Facts) -> AttentionReport:
                 raise Unserved(f"computes {probe.by_place} by place in the cache rather than by position_ids")
             kinds = tuple(_kinds(facts.model, probe))
             check_own_attention(facts, probe.calls, kinds)
-        passing = any(call.foreign for call in probe.calls)
-        return AttentionReport(kinds, probe.unwritten, probe.asked, probe.positions, passing=passing)
+        return AttentionReport(kinds, probe.unwritten, probe.asked, probe.positions)
     except Unserved as error:
         return AttentionReport(problem=str(error), cause=error.__cause__, passing=error.__cause__ is not None)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are

@@ -22,7 +22,7 @@ from ..packed.modules import as_packed, rounds_rows, shape_of
 from .facts import Facts
 from .finite import with_finite_embeddings
 from .hidden import hooked
-from .probe import examine, random_numbers_kept
+from .probe import random_numbers_kept
 from .recurrent.by_depth import KINDS
 from .recurrent.mixers import mixers_of, states_of
 from .view import with_children
@@ -112,8 +112,7 @@ def why_not_in_pieces(facts: Facts) -> Difference | None:
     """
     with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad():
         try:
-            key, anew = ("pieces", facts.model.dtype, facts.device), examine(facts).passing
-            return facts.proved(key, lambda: _unread_state(facts), anew=anew)
+            return facts.proved(("pieces", facts.model.dtype, facts.device), lambda: _unread_state(facts))
         except Exception:  # what cannot be forwarded, the proof of its rows names
             return None
 
@@ -222,8 +221,7 @@ def why_not_proved(
             parts = [Facts(in_float(facts.model)), facts]
         return _difference(parts, forward, own or of_text, own or at_once)
 
-    # Code that may do anything at any time is proved in every call.
-    return facts.proved((way, facts.model.dtype, facts.device), prove, anew=examine(facts).passing)
+    return facts.proved((way, facts.model.dtype, facts.device), prove)
 
 
 def _difference(parts: Sequence[Facts], forward: Forward, own_steps: Forward, own_prompt: Forward) -> Difference | None:

@@ -1,8 +1,8 @@
 """A comparison of a model's own attention with that of graph rows: softmax over what a row sees, and a sink.
 
-Graph rows go through this package's attention. A function that a user registered or put in place of transformers' may
-do something else, so it is called beside ours with the same numbers, in float32 where the model is in half precision:
-the sum of a few values in two orders differs by 1e-6, by which a scale that is off by a ten-thousandth shows.
+Graph rows go through this package's attention. A function that the config names may do something else, leave sinks out
+for instance, so it is called beside ours with the same numbers, in float32 where the model is in half precision: the
+sum of a few values in two orders differs by 1e-6, by which a scale that is off by a ten-thousandth shows.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from gsd_kernels.ops.dag_attention import reference
 
-from .code import described, is_shipped
+from .fingerprint import described
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 """Largest difference, relative to the largest output; transformers takes the softmax of float64 in float32."""
 SCORE_SPREAD = 3.0  # of scores, so that what bends them shows
 MAX_SCORE = 100.0  # score: beyond, float32 has no digits left for the others
-LONG_TOKENS = 160  # positions, for functions that are not transformers': a window of their own may be long
+TOKENS = 160  # positions: a function's own window may be long
 UNTRIED = ("transformers.integrations.flash", "transformers.integrations.flex", "kernels")
 """Transformers' own that take half precision alone, or compile first."""
 
@@ -57,11 +57,6 @@ class AttentionCall:
         """A score of each query head that has no value, [Hq]."""
         return self.options.get("s_aux")
 
-    @property
-    def foreign(self) -> bool:
-        """Return whether the function is not transformers' own."""
-        return not is_shipped(self.own)
-
 
 def check_attention(call: AttentionCall, visible: Tensor) -> str | None:
     """Name what differs between the model's attention function and ours, or ``None``.
@@ -70,49 +65,39 @@ def check_attention(call: AttentionCall, visible: Tensor) -> str | None:
         call: as it was seen.
         visible: bool [B, R, S], what each row sees; rows that see nothing are not compared.
     """
-    home = str(getattr(call.own, "__module__", ""))
-    if home.startswith(UNTRIED):
+    if str(getattr(call.own, "__module__", "")).startswith(UNTRIED):
         return None
-    difference = _difference(call, visible, call.mask)
-    if difference is None and call.foreign:
-        visible, mask = _longer(call, visible)
-        difference = _difference(call, visible, mask) if mask is not None else None
-    if difference is None:
-        return None
-    return (
-        f"{described(call.own)} in layer {call.layer} gives results that differ from softmax attention"
-        f"{'' if call.sinks is None else ' with sinks'} by {difference:.1g}"
+    exact = torch.float64 if call.dtype == torch.float64 else torch.float32
+    for seen, mask in ((visible, call.mask), _longer(call.mask, visible)):
+        try:
+            difference = _relative(call, seen, mask, dtype := exact)
+        except Exception:
+            if exact == call.dtype:
+                raise
+            difference = _relative(call, seen, mask, dtype := call.dtype)  # a kernel for half precision alone
+        if difference > TOLERANCE.get(dtype, 0.05):
+            return (
+                f"{described(call.own)} in layer {call.layer} gives results that differ from softmax attention"
+                f"{'' if call.sinks is None else ' with sinks'} by {difference:.1g}"
+            )
+    return None
+
+
+def _longer(mask: Any, visible: Tensor) -> tuple[Tensor, Any]:
+    """The same with more positions in front, all of which are seen, where the mask says all of what is."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] != visible.shape[-1]:
+        return visible, mask
+    front = visible.any(-1, keepdim=True).expand(-1, -1, TOKENS - visible.shape[-1])
+    visible = torch.cat([front, visible], -1)
+    if mask.dtype == torch.bool:
+        return visible, visible[:, None]
+    return visible, torch.zeros_like(visible[:, None], dtype=mask.dtype).masked_fill(
+        ~visible[:, None], torch.finfo(mask.dtype).min
     )
 
 
-def _longer(call: AttentionCall, visible: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The call's mask with more positions in front, all of which are seen, and what is visible then."""
-    more = LONG_TOKENS - visible.shape[-1]
-    mask = call.mask
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] != visible.shape[-1]:
-        return visible, None
-    front = torch.ones(*visible.shape[:2], more, dtype=torch.bool, device=visible.device)
-    visible = torch.cat([front & visible.any(-1, keepdim=True), visible], -1)
-    if mask.dtype == torch.bool:
-        return visible, visible[:, None]
-    zero = torch.zeros((), dtype=mask.dtype, device=mask.device)
-    return visible, torch.where(visible[:, None], zero, torch.finfo(mask.dtype).min)
-
-
-def _difference(call: AttentionCall, visible: Tensor, mask: Any) -> float | None:
-    """The largest difference relative to the largest output, where that is more than rounding."""
-    exact = torch.float64 if call.dtype == torch.float64 else torch.float32
-    try:
-        difference = _relative(call, visible, mask, exact)
-    except Exception:
-        if exact == call.dtype:
-            raise
-        exact = call.dtype  # kernels for half precision alone
-        difference = _relative(call, visible, mask, exact)
-    return None if difference <= TOLERANCE.get(exact, 0.05) else difference
-
-
 def _relative(call: AttentionCall, visible: Tensor, mask: Any, dtype: torch.dtype) -> float:
+    """The largest difference relative to the largest output."""
     generator = torch.Generator().manual_seed(0)
     length, device = visible.shape[-1], visible.device
 
@@ -126,7 +111,9 @@ def _relative(call: AttentionCall, visible: Tensor, mask: Any, dtype: torch.dtyp
     key = values(*call.key[:2], length, call.key[-1])
     softcap = call.options.get("softcap")
     if call.sinks is not None and softcap is None:
-        _raise_to_sinks(query, key, call.sinks, scale)
+        # All scores of a head are raised near its sink: far from it, neither would show.
+        sinks = call.sinks.detach().to(query).nan_to_num(0.0).clamp(-MAX_SCORE, MAX_SCORE)
+        query[..., 0], key[..., 0] = (sinks - SCORE_SPREAD)[:, None] / scale, 1.0
     value = values(*call.value[:2], length, call.value[-1])
     if isinstance(mask, Tensor) and mask.is_floating_point():
         mask = mask.to(dtype)
@@ -137,10 +124,3 @@ def _relative(call: AttentionCall, visible: Tensor, mask: Any, dtype: torch.dtyp
     out, ours = out.view(ours.shape)[seen].double(), ours[seen].double()
     difference = float((out - ours).abs().max() / ours.abs().max())
     return math.inf if math.isnan(difference) else difference
-
-
-def _raise_to_sinks(query: Tensor, key: Tensor, sinks: Tensor, scale: float) -> None:
-    """Give all scores of a head as much more as brings them near its sink: far from it, neither would show."""
-    sinks = sinks.detach().to(query).nan_to_num(0.0).clamp(-MAX_SCORE, MAX_SCORE)
-    query[..., 0] = (sinks - SCORE_SPREAD)[:, None] / scale
-    key[..., 0] = 1.0

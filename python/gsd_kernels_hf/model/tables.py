@@ -11,7 +11,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .facts import Facts
-from .identity import tensors_in
 
 INDEX_SELECTS = (torch.index_select, Tensor.index_select)
 
@@ -31,7 +30,7 @@ class Lookups(TorchFunctionMode):
         super().__init__()
         self.positions = positions.flatten()
         # Other facts than the call's: the forward that is looked into may have a library rewrite its weights.
-        self.owned = {tensor.data_ptr() for tensor in tensors_in(Facts(facts.model))}
+        self.owned = {tensor.data_ptr() for tensor in Facts(facts.model).tensors}
         self.end: int | None = None
 
     def __torch_function__(

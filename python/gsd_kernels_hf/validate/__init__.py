@@ -4,7 +4,7 @@ May import :mod:`gsd_kernels` and :mod:`gsd_kernels_hf.model`.
 """
 
 from .calls import check_call, check_inputs, check_listeners
-from .inputs import check_padding, check_prompt, check_reference, check_table
+from .inputs import check_padding, check_prompt, check_reference
 from .models import check_backend, check_model, check_pair, check_paths, check_tokenizers
 from .modes import Unsupported
 from .options import check_arguments, check_generation_config
@@ -23,6 +23,5 @@ __all__ = [
     "check_paths",
     "check_prompt",
     "check_reference",
-    "check_table",
     "check_tokenizers",
 ]

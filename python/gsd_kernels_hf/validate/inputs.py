@@ -7,11 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.finite import Table
-from .modes import OTHERWISE, Unsupported
-
-OFFSET_ROWS = 2  # OPT's positions begin that far into their table
-NOT_FINITE = "holds NaN or infinite numbers, so that no logits behind it are to be had"
+from .modes import Unsupported
 
 
 def check_reference(reference_ids: Any, batch: int, vocab_size: int, copies: int = 1) -> None:
@@ -57,20 +53,6 @@ def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: i
         wrong = attention_mask[~mask & (attention_mask != 0)][0].item()
         raise ValueError(f"attention_mask: expected 0 (padding) and 1 (a token), got {wrong}")
     check_padding(attention_mask)
-
-
-def check_table(table: Table, input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Raise where tokens [B, P] of a prompt, or their positions, look up rows of a table that are not finite."""
-    if not table.by_token:
-        row = int(table.rows[0])
-        if row < input_ids.shape[1] + OFFSET_ROWS:
-            raise Unsupported(f"input_ids: row {row} of {table.name} {NOT_FINITE}{OTHERWISE}")
-        return
-    tokens = input_ids.cpu()
-    used = torch.isin(tokens, table.rows) & (True if attention_mask is None else attention_mask.cpu() == 1)
-    if bool(used.any()):
-        token = int(tokens[used][0])
-        raise Unsupported(f"input_ids: token {token}, whose embedding in {table.name} {NOT_FINITE}{OTHERWISE}")
 
 
 def check_padding(attention_mask: Tensor | None, *, inferred: bool = False) -> None:

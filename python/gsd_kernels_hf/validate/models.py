@@ -13,7 +13,6 @@ from gsd_kernels.names import did_you_mean
 from gsd_kernels.ops.state_rows import BLOCK
 
 from ..model.facts import Facts
-from ..model.finite import spoiled
 from ..model.fused import check_rows
 from ..model.probe import served
 from ..model.properties import vocabulary
@@ -21,7 +20,7 @@ from ..model.recurrent import mixers
 from ..model.sides import rope_types
 from ..packed.adapters import threshold_of
 from ..packed.modules import Packed
-from .modes import OTHERWISE, Unsupported
+from .modes import Unsupported
 
 SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"}
@@ -112,7 +111,7 @@ def check_paths(shape: object, models: Iterable[PreTrainedModel]) -> None:
 
 
 def check_weights(name: str, facts: Facts) -> None:
-    """Raise where the weights hold no values, where a target's are not finite, or its products mix a forward's rows.
+    """Raise where the weights hold no values, or a target's products mix a forward's rows.
 
     bitsandbytes' int8 takes columns with an activation above ``llm_int8_threshold`` out of the product of all rows, so
     a drafted row may change the result of another. No forward of a few tokens shows that: it takes an outlier.
@@ -127,11 +126,6 @@ def check_weights(name: str, facts: Facts) -> None:
     embedding: Any = facts.model.get_input_embeddings()
     if not isinstance(embedding, Packed) and embedding.weight.is_meta and not hasattr(embedding, "_hf_hook"):
         raise ValueError(f"{name}: its weights are on the meta device, which holds no values; load them first")
-    if name == "model" and (weight := spoiled(facts).weight) is not None:
-        raise Unsupported(
-            f"logits: nothing to go by, since {weight} of the model holds NaN or infinite numbers; check how it was "
-            f"loaded or trained{OTHERWISE}"
-        )
 
 
 def check_heads(name: str, config: PretrainedConfig, ranks: int) -> None:

@@ -24,8 +24,8 @@ except ImportError:  # an earlier transformers, where modules keep states in cac
         """No layer is one."""
 
 
-from ..code import code_names
 from ..facts import Facts, fact
+from ..fingerprint import code_names
 from ..view import seen
 from .tree import RowTree
 

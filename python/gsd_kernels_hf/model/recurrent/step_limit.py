@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from ..code import code_names
+from ..fingerprint import code_names
 from ..view import with_children
 from .mixers import calling, written
 

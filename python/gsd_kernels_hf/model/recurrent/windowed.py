@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..code import code_names
 from ..elementwise import own_bits, plain
+from ..fingerprint import code_names
 from .gated_delta import GatedDelta
 from .mamba2 import Mamba2
 from .mixers import LinearAttentionLayer, RowsCache, calling, hidden_in, masked, written
