@@ -66,8 +66,11 @@ class Kind:
 
 
 Proof = dict[str, Any]
-"""A verdict and its figures: ``"why"`` rows stay with the modules (``None``: they need not), ``"seconds"`` that it took,
-``"errors"`` by way against float32, rows or replays ``"apart"`` from the bits due, ``"milliseconds"`` by rows and way."""
+"""A verdict and its figures.
+
+``"why"`` rows stay with the modules (``None``: they need not), ``"seconds"`` that it took, ``"errors"`` by way against
+float32, rows or replays ``"apart"`` from the bits that are due, and ``"milliseconds"`` by rows and way.
+"""
 
 
 def not_ended(why: str, seconds: float = 0.0) -> Proof:
