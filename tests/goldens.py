@@ -1,0 +1,159 @@
+"""What the package gave before: texts of the covering array, bits of every op, refusals' words, statistics' fields.
+
+``python tests/goldens.py --make`` writes ``goldens.json.gz`` anew, ``python tests/goldens.py`` replays it. Both run at
+the level ``avx2``, which every processor of today has, so that a file made on one machine holds on all.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # read when the package is imported
+    os.environ |= {"GSD_KERNELS_CPU_LEVEL": "avx2", "OMP_NUM_THREADS": "1"}
+    sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from models import noised, prompts, tiny
+from ops.contracts.inputs import op_inputs
+from texts.array import SUBJECTS, asked, plain_text, rows
+
+import gsd_kernels as gsd
+from gsd_kernels.ops.table import all_ops
+
+FILE = Path(__file__).with_name("goldens.json.gz")
+TOLERANCE = 1e-4  # of floats
+
+
+def texts() -> Iterator[tuple[str, Any]]:
+    """Token ids of every row's text."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, subject) in enumerate(SUBJECTS.items()):
+            place = Path(folder) / str(number)
+            place.mkdir()
+            target, _, inputs = subject.made(place)
+            for row in rows()[name]:
+                options = asked(inputs, row)
+                yield f"{name}: {' '.join(map(str, row[1:3]))}", plain_text(subject, target, options).tolist()
+
+
+def ops() -> Iterator[tuple[str, Any]]:
+    """Results of every op in C++, and what it wrote in place: integers to the bit, floats to rounding."""
+    torch.manual_seed(0)
+    given = op_inputs()
+    for name, op in sorted(all_ops().items()):
+        if name not in given:
+            continue
+        arguments = given[name]
+        results = op.operator(*arguments)
+        yield name, [_kept(tensor) for tensor in (*_tensors(results), *_tensors(arguments))]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _kept(tensor: torch.Tensor) -> Any:
+    if tensor.is_floating_point():
+        numbers = tensor.double().nan_to_num(9e9, 9e8, -9e8).flatten().tolist()
+        return {"floats": [float(f"{number:.6g}") for number in numbers]}
+    return {"bytes": base64.b64encode(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).decode()}
+
+
+def _llama() -> Any:
+    return tiny(dtype=torch.float32)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "a shape that is none": {"graph_config": "gaph"},
+    "a shape of another type": {"graph_config": 3},
+    "a source that is none": {"draft_sources": ("histroy",)},
+    "a source without its draft": {"draft_sources": ("model",)},
+    "a backend that is none": {"backend": "gpu"},
+    "a criterion that is none": {"criterion": "exactly"},
+    "an option that is none": {"graph_confg": "auto"},
+    "a seed of text": {"seed": "1"},
+    "beams": {"num_beams": 2},
+    "stop strings without a tokenizer": {"stop_strings": ["x"]},
+    "padding on the right": {"attention_mask": torch.tensor([[1, 1, 0]])},
+    "a mask of another size": {"attention_mask": torch.ones(1, 5, dtype=torch.int64)},
+    "a draft that is no model": {"assistant_model": "draft"},
+    "heads that are none": {"draft_heads": 3},
+    "a drafter that is nowhere": {"drafter": "./none"},
+    "an observer that is none": {"observer": 3},
+    "ids of floats": {"input_ids": torch.rand(1, 3)},
+    "no ids": {"input_ids": torch.zeros(1, 0, dtype=torch.int64)},
+    "ids beyond the vocabulary": {"input_ids": torch.tensor([[4, 5000]])},
+}
+
+
+def refusals() -> Iterator[tuple[str, Any]]:
+    """Type and words of what a call is refused with; ``None`` where it is served."""
+    for name, wrong in WRONG.items():
+        given = {"input_ids": torch.tensor([[4, 5, 6]]), "max_new_tokens": 4, "do_sample": False, **wrong}
+        try:
+            gsd.generate(_llama(), **given)
+            yield name, None
+        except (ValueError, TypeError) as error:
+            yield name, [type(error).__name__, str(error)]
+
+
+def statistics() -> Iterator[tuple[str, Any]]:
+    """Names of all that is public, and fields and types of a call's statistics."""
+    yield "public names", sorted(gsd.__all__)
+    target = _llama()
+    out = gsd.generate(
+        target, **prompts(1, 9), assistant_model=noised(target), max_new_tokens=12, return_dict_in_generate=True
+    )
+    yield "statistics", {name: type(value).__name__ for name, value in sorted(out.stats.as_dict().items())}
+
+
+PARTS: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
+    "texts": texts,
+    "ops": ops,
+    "refusals": refusals,
+    "statistics": statistics,
+}
+
+
+def differ(mine: Any, before: Any) -> bool:
+    """Return whether a value is another one; floats may differ by rounding."""
+    if isinstance(mine, float) or isinstance(before, float):
+        return not abs(mine - before) <= TOLERANCE * max(1.0, abs(before))
+    if isinstance(mine, list) and isinstance(before, list):
+        return len(mine) != len(before) or any(map(differ, mine, before))
+    if isinstance(mine, dict) and isinstance(before, dict):
+        return mine.keys() != before.keys() or any(differ(mine[key], before[key]) for key in mine)
+    return mine != before
+
+
+def main() -> None:
+    """Make the file, or say what is no longer as it was."""
+    torch.set_num_threads(1)
+    if "--make" in sys.argv:
+        made = {part: dict(values()) for part, values in PARTS.items()}
+        FILE.write_bytes(gzip.compress(json.dumps(made).encode(), mtime=0))
+        return
+    before = json.loads(gzip.decompress(FILE.read_bytes()))
+    other = []
+    for part, values in PARTS.items():
+        now = json.loads(json.dumps(dict(values())))
+        names = before[part].keys() | now.keys()
+        other += [f"{part}: {name}" for name in sorted(names) if differ(now.get(name), before[part].get(name))]
+    if other:
+        raise SystemExit("other than before:\n" + "\n".join(other))
+
+
+if __name__ == "__main__":
+    main()
