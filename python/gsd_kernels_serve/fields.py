@@ -75,8 +75,12 @@ def _harmless(name: str, endpoints: tuple[str, ...], check: Check, what: str) ->
 _KEPT = "nothing is kept of a request, so there is nothing to come back to"
 _LOGPROBS = "message.output_text.logprobs"
 _NO_OTHER = "the model's text is all there is"
+_BY_GRAMMAR = "JSON by a grammar, which needs the package `xgrammar`"
+_TOLD = "tokens of the answer; 1,024 without it"
+_OWN = "of the model itself, before temperature, penalties, bias and grammar"
 _seed = whole(-(2**63), 2**64 - 1)
 _length = whole(1, 2**31 - 1)
+_verbosity = one_of("low", "medium", "high")
 STOPS = strings(16, 64)
 
 FIELDS: tuple[Field, ...] = (
@@ -100,9 +104,6 @@ FIELDS: tuple[Field, ...] = (
         "`none`, `auto`; `required` or a named function by a grammar, which needs the package `xgrammar`",
     ),
     _honoured(
-        "parallel_tool_calls", TEMPLATED, flag, "`false` where there is one call at most: no tools, or a forced one"
-    ),
-    _honoured(
         "chat_template_kwargs",
         TEMPLATED,
         checks.anything,
@@ -114,8 +115,8 @@ FIELDS: tuple[Field, ...] = (
     _honoured(
         "reasoning",
         (RESPONSES,),
-        mapping(effort=text),
-        "`effort` is handed to the chat template; refused where that does not read `reasoning_effort`",
+        mapping(effort=text, summary=checks.anything),
+        "`effort` is handed to the chat template; refused where that does not read `reasoning_effort`; no `summary`",
     ),
     # ---- which text it gets
     _honoured("temperature", ENDPOINTS, number(0, 2), "above 0 samples, 0 does not"),
@@ -138,14 +139,14 @@ FIELDS: tuple[Field, ...] = (
         "response_format",
         (CHAT,),
         checks.anything,
-        "JSON by a grammar, which needs the package `xgrammar`",
+        _BY_GRAMMAR,
         most=SCHEMAS,
     ),
     _honoured(
         "text",
         (RESPONSES,),
-        mapping(format=checks.anything, verbosity=one_of("medium")),
-        "`format`: JSON by a grammar, which needs the package `xgrammar`; `verbosity`: `medium` only",
+        mapping(format=checks.anything, verbosity=_verbosity),
+        f"`format`: {_BY_GRAMMAR}; `verbosity` is not looked at",
         most=SCHEMAS,
     ),
     _honoured(
@@ -157,12 +158,12 @@ FIELDS: tuple[Field, ...] = (
         most=ARGUMENT,
     ),
     # ---- where it ends
-    _honoured("max_tokens", (CHAT,), _length, "tokens of the answer; 1,024 without it"),
+    _honoured("max_tokens", (CHAT,), _length, _TOLD),
     _honoured(
         "max_tokens", (COMPLETIONS,), whole(0, 2**31 - 1), "tokens of the answer; 1,024 without it; 0 with `echo` alone"
     ),
-    _honoured("max_completion_tokens", (CHAT,), _length, "tokens of the answer; 1,024 without it"),
-    _honoured("max_output_tokens", (RESPONSES,), _length, "tokens of the answer; 1,024 without it"),
+    _honoured("max_completion_tokens", (CHAT,), _length, _TOLD),
+    _honoured("max_output_tokens", (RESPONSES,), _length, _TOLD),
     _honoured("stop", BOTH, STOPS, "up to 16 strings; the text ends with the one that was found"),
     # ---- how many, how fast
     _honoured("n", BOTH, whole(1, 128), "texts one after another, the i-th by `seed` + i"),
@@ -182,11 +183,9 @@ FIELDS: tuple[Field, ...] = (
         mapping(include_usage=flag, include_obfuscation=one_of(False)),
         "`include_usage`: in an event of its own before the end, or nowhere; obfuscation is refused",
     ),
-    _honoured("logprobs", (CHAT,), flag, "of the model itself, before temperature, penalties, bias and grammar"),
+    _honoured("logprobs", (CHAT,), flag, _OWN),
     _honoured("top_logprobs", (CHAT,), whole(0, 20), "with `logprobs`"),
-    _honoured(
-        "logprobs", (COMPLETIONS,), whole(0, 20), "of the model itself, before temperature, penalties, bias and grammar"
-    ),
+    _honoured("logprobs", (COMPLETIONS,), whole(0, 20), _OWN),
     _honoured(
         "include", (RESPONSES,), checks.a_list(_LOGPROBS), f"`{_LOGPROBS}`: of the model itself; others are refused"
     ),
@@ -198,6 +197,8 @@ FIELDS: tuple[Field, ...] = (
     _harmless("safety_identifier", TEMPLATED, text, "who asks is not looked at"),
     _harmless("prompt_cache_key", TEMPLATED, text, "there is one cache, which every request begins with"),
     _harmless("service_tier", TEMPLATED, one_of("auto", "default"), "there is one tier; others are refused"),
+    _harmless("parallel_tool_calls", TEMPLATED, flag, "how many calls a text has is the model's to choose"),
+    _harmless("verbosity", (CHAT,), _verbosity, "the length is the model's to choose"),
     _harmless("max_tool_calls", (RESPONSES,), whole(1), "bounds built-in tools, of which there are none"),
     # ---- what is refused, but for the values that ask for nothing
     _refused("suffix", (COMPLETIONS,), "the text would have to know it", ""),
@@ -219,7 +220,6 @@ FIELDS: tuple[Field, ...] = (
     _refused("function_call", (CHAT,), "`tool_choice` took its place", "none"),
     _refused("moderation", TEMPLATED, "nothing is judged"),
     _refused("access_programs", (RESPONSES,), "no programs", {}),
-    _refused("verbosity", (CHAT,), "the length is the model's to choose", "medium"),
     _refused("prompt_cache_retention", TEMPLATED, "the cache lasts as long as the process", "in_memory"),
     _refused(
         "prompt_cache_options", TEMPLATED, "prompts are reused as far as they begin alike", {}, {"mode": "implicit"}

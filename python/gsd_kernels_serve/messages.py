@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import re
@@ -23,6 +24,7 @@ ARGUMENTS = Size(None, 10_000, 32)
 """Of a call, once they are read out of their string."""
 
 PARTS = ("text", "input_text", "output_text")
+_OF_PARTS = ("type", "text", "annotations", "logprobs", "cache_control")
 _OF_INPUT = ("role", "content", "type", "id", "status")
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "type", "id", "status")
 
@@ -48,14 +50,17 @@ def _message(name: str, given: Any, keys: tuple[str, ...] = _KEYS) -> dict[str, 
     if message.get("tool_calls"):
         if not isinstance(message["tool_calls"], list):
             raise wrong(f"{name}.tool_calls", "a list of calls", message["tool_calls"])
-        turn["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(message["tool_calls"])]
+        calls = [_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(message["tool_calls"])]
+        turn["tool_calls"] = [call for call in calls if isinstance(call["function"]["arguments"], Mapping)]
+        cut = [call["function"] for call in calls if call not in turn["tool_calls"]]  # by max_tokens: they are text
+        turn["content"] = "\n".join(filter(None, [turn["content"], *(f"{f['name']}: {f['arguments']}" for f in cut)]))
     elif "content" not in message:
         raise Refused(f"{name}.content", "missing")
     return turn
 
 
 def _text(name: str, content: Any) -> str:
-    """The text of a message's parts, as transformers' server joins them."""
+    """The text of a message's parts, as transformers' server joins them; what clients put beside it is left."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -66,7 +71,7 @@ def _text(name: str, content: Any) -> str:
         if not isinstance(part, Mapping) or part.get("type") not in PARTS:
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise Refused(place, f"expected a part of type text, got {kind!r}; this model reads text alone")
-        checks.text(f"{place}.text", entries(place, part, ("type", "text"), "text")["text"])
+        checks.text(f"{place}.text", entries(place, part, _OF_PARTS, "text")["text"])
         texts.append(part["text"])
     return " ".join(texts)
 
@@ -78,10 +83,8 @@ def _call(name: str, given: Any) -> dict[str, Any]:
     checks.text(f"{name}.function.name", function["name"])
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):  # which numbers of thousands of digits raise as well
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:  # which numbers of thousands of digits are as well
-            raise Refused(f"{name}.function.arguments", f"no JSON: {error}") from error
         ARGUMENTS.check(f"{name}.function.arguments", arguments)
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -71,7 +71,6 @@ class Responses(ResponseHandler):
         call = Call(self._options(body, offered), tools=tools)
         inner = {"input": _items(body["input"], body.get("instructions")), "stream": body.get("stream", False)}
         inner |= {"tools": tools} if tools else {}
-        inner["parallel_tool_calls"] = body.get("parallel_tool_calls", True)
         messages = messages_of(self._normalize_input(inner), "input")
         call.prompt = self.service.templated(messages, tools, template_arguments(body, tokenizer), "input")
         call.options.fitted(len(call.prompt))
@@ -129,12 +128,11 @@ class _Written:
 
     def answer(self) -> Answer | None:
         """The reading of the answer, or ``None``."""
-        forced = self._call.options.forced is not None
-        return None if forced else self._inner.begin(self._call.prompt, self._call.tools)
+        return None if self._call.options.is_content else self._inner.begin(self._call.prompt, self._call.tools)
 
     def read_answer(self, ids: list[int]) -> str:
         """The text of an answer, whose parts :meth:`parse_response` gives afterwards."""
-        if self._call.options.forced is not None:
+        if self._call.options.is_content:
             text = self._inner.decode(ids, skip_special_tokens=True)
             self._read = {"content": text}
             return text

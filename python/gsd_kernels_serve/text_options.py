@@ -19,7 +19,7 @@ from gsd_kernels_hf.validate.options import HONOURED as IN_CONFIG
 from . import fields
 from .checks import Refused, is_whole, wrong
 from .limits import Limits
-from .processors import Grammar, Penalties
+from .processors import Grammar, Marked, Penalties
 
 DEFAULT_TOKENS = 1024
 """Tokens of a text whose request does not say how many."""
@@ -72,6 +72,11 @@ class TextOptions:
     echoes: bool = False
     pieces: bool = True
     forced: str | None = None
+
+    @property
+    def is_content(self) -> bool:
+        """Return whether the whole text is JSON by a grammar: content, whatever the prompt has begun."""
+        return self.forced is not None or (self.held is not None and not isinstance(self.held[0], Marked))
 
     def fitted(self, prompt: int) -> GenerationConfig:
         """The config of a text behind ``prompt`` tokens; where no length is named, it ends where the positions do.

@@ -304,13 +304,13 @@ class Chat(Texts):
         return self.service.tokens(whole, "prediction", add_special_tokens=False)
 
     def answer(self, request: TextRequest, prompt: Prompt) -> Answer | None:
-        return None if request.options.forced is not None else self.service.answers.begin(prompt.ids, request.tools)
+        return None if request.options.is_content else self.service.answers.begin(prompt.ids, request.tools)
 
     def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
         finish, reasoning = call.finish, None
-        if request.options.forced is not None:
+        if request.options.is_content:
             content = self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
-            calls = forced_calls(content, request.options.forced)
+            calls = None if request.options.forced is None else forced_calls(content, request.options.forced)
         else:
             content, reasoning, calls = self.service.answers.read(call.ids, prompt.ids, request.tools)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}

@@ -47,15 +47,13 @@ def chosen(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Offer
         tokenizer: whose template has to show the functions.
 
     Raises:
-        Refused: of ``tools``, ``tool_choice`` or ``parallel_tool_calls``.
+        Refused: of ``tools`` or ``tool_choice``.
     """
     choice = body.get("tool_choice", "auto")
     if choice == "none":
         return Offered()
     offered = tools_of(body.get("tools", []), tokenizer)
     if choice == "auto":
-        if offered.tools and body.get("parallel_tool_calls") is False:
-            raise Refused("parallel_tool_calls", "how many calls a text has is the model's to say; leave it out")
         return offered
     offered.forced = "" if choice == "required" else _named(choice)
     names = [tool["function"]["name"] for tool in offered.tools]

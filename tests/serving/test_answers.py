@@ -7,7 +7,7 @@ import json
 import pytest
 import regex
 import torch
-from served import PROMPT, QWEN, TOOL, TOOLS, row_id
+from served import PROMPT, QWEN, SCHEMA, TOOL, TOOLS, row_id
 from tokenizers import decoders
 from transformers.cli.serving import utils
 
@@ -190,6 +190,15 @@ def test_a_forced_call_is_all_of_a_stream_behind_a_thought(server, says, monkeyp
     named = {**asked(RESPONSES, says(text)), "tool_choice": {"type": "function", "name": "paint"}}
     events = [json.loads(e) for e in server.got(RESPONSES, stream=True, input="x:\n\n<think>hm", **named)]
     assert [item["type"] for item in events[-1]["response"]["output"]] == ["function_call"]
+
+
+def test_an_answer_held_to_a_schema_is_content_whatever_the_prompt_has_begun(server, monkeypatch):
+    pytest.importorskip("xgrammar")
+    monkeypatch.setattr(server.tokenizer, "response_template", THINKING)
+    thinking = [{"role": "user", "content": "x:\n\n<think>\n"}]
+    form = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA}}
+    message = server.got(CHAT, messages=thinking, response_format=form, max_tokens=64)["choices"][0]["message"]
+    assert json.loads(message["content"]) and "reasoning_content" not in message
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -50,6 +50,8 @@ HARMLESS_VALUES = {
     "prompt_cache_key": ("me", 7),
     "service_tier": ("auto", "priority"),
     "max_tool_calls": (3, 0),
+    "parallel_tool_calls": (False, 1),
+    "verbosity": ("low", "loud"),
 }
 
 
@@ -82,7 +84,6 @@ REFUSED_VALUES = {
     "function_call": "auto",
     "moderation": {"model": "x"},
     "access_programs": {"x": 1},
-    "verbosity": "low",
     "prompt_cache_retention": "24h",
     "prompt_cache_options": {"mode": "explicit"},
 }

@@ -92,8 +92,23 @@ def test_without_xgrammar_the_extra_is_named(server, monkeypatch):
 def test_an_answer_can_be_handed_back(server):
     said = server.got(CHAT)["choices"][0]["message"]
     server.got(CHAT, messages=[*ASKED[CHAT]["messages"], said, {"role": "user", "content": "x"}])
-    output = server.got(RESPONSES)["output"]
+    told = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    output = server.got(RESPONSES, **told)["output"]
     server.got(RESPONSES, input=[{"role": "user", "content": PROMPT}, *output, {"role": "user", "content": "x"}])
+    cached = [{"type": "text", "text": PROMPT, "cache_control": {"type": "ephemeral"}}]
+    server.got(CHAT, messages=[{"role": "user", "content": cached}])
+
+
+def test_a_forced_call_that_was_cut_can_be_handed_back(server):
+    pytest.importorskip("xgrammar")
+    asked = ASKED[CHAT]["messages"]
+    choice = server.got(CHAT, tools=TOOLS, tool_choice="required", max_tokens=20)["choices"][0]
+    assert choice["finish_reason"] == "length"
+    call = {"id": "a", "type": "function", "function": {"name": "paint", "arguments": '{"colour": "re'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    back = {"messages": [*asked, said, {"role": "user", "content": "x"}]}
+    written = {"messages": [*asked, {"role": "assistant", "content": 'paint: {"colour": "re'}, back["messages"][-1]]}
+    assert server.text(CHAT, **back) == server.text(CHAT, **written)
 
 
 def test_the_fields_of_a_message_are_named_where_they_would_be_dropped(server):
