@@ -322,6 +322,10 @@ def test_a_model_that_became_another_after_the_patch(caplog):
     attention.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
     assert torch.equal(target.generate(**call), type(target).generate(target, **call))
     assert "otherwise than by attention" in handle.stats.why
+    del attention.forward
+    target.forward = torch.autocast("cpu", torch.bfloat16)(target.float().forward)  # as mixed precision's trainers do
+    assert torch.equal(target.generate(**call), type(target).generate(target, **call))
+    assert "in autocast" in handle.stats.why
 
 
 TOKENIZER = models.tokenizer(VOCAB)

@@ -114,21 +114,20 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, opt
     """Raise unless ``dag_attention`` computes what this call asks for."""
     sinks = options.get("s_aux")
     if sinks is not None and not (isinstance(sinks, Tensor) and sinks.shape == query.shape[1:2]):
-        raise Unserved(f"has attention sinks (s_aux) that are not one number for each of {query.shape[1]} heads")
+        raise Unserved(f"has attention sinks (s_aux) that are not one for each of {query.shape[1]} heads")
     if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
         raise Unserved("has attention that is not causal (is_causal=False)")
-    for name, value_given in options.items():
-        if name != "s_aux" and isinstance(value_given, Tensor) and value_given.is_floating_point():
+    for name, given in options.items():
+        if name != "s_aux" and isinstance(given, Tensor) and given.is_floating_point():
             raise Unserved(f"hands {name} to its attention, which graph rows have none of")
     if not query.dtype == key.dtype == value.dtype:
         raise Unserved(
             f"attends to keys of {key.dtype} and values of {value.dtype}, as under autocast inside its forward"
         )
     if query.shape[2] != ROWS or key.shape[2] != CACHED + ROWS:
-        raise Unserved(
-            f"attends from {query.shape[2]} rows to {key.shape[2]} positions where {ROWS} and {CACHED + ROWS} were "
-            "expected, so its keys do not come from the cache"
-        )
+        raise Unserved(f"attends from {query.shape[2]} rows to {key.shape[2]}, not from {ROWS} to {CACHED + ROWS}")
+    if key.dtype != value.dtype:
+        raise Unserved(f"has keys in {key.dtype} and values in {value.dtype}, as in autocast; take it off its forward")
     if query.shape[1] % value.shape[1]:
         raise Unserved(f"has {query.shape[1]} query heads over {value.shape[1]} heads in its cache")
 
