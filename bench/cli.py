@@ -13,6 +13,7 @@ import typer
 from .generation import commands as generation
 from .generation.real.command import command as real
 from .generation.real.counted import command as sources
+from .generation.real.prompt import command as prompt
 from .gpu import commands as gpu
 from .kernels import commands as kernels
 
@@ -53,6 +54,7 @@ BENCHMARKS = {
     "Generation": {
         "real": real,
         "sources": sources,
+        "prompt": prompt,
         "generate": generation.generate,
     },
     "Scale": {

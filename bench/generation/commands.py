@@ -143,18 +143,6 @@ def _race(settings: Any, folder: Path, name: str, compare: Path | None) -> None:
         return
     report = run(settings, folder=folder, name=name)
     show(report.write(folder, name), report.table(), report.missing)
-    for peer, note in report.settings.get("peers", {}).items():
-        if "chosen_on" in note:
-            typer.echo(f"{peer}: {note['drafted_tokens']} drafted tokens, chosen on {', '.join(note['chosen_on'])}")
-        else:
-            typer.echo(f"{peer}: {note['version']}")
-    for floor in report.floors:
-        ratio = floor["ratio"]
-        verdict = "met" if floor["met"] else "NOT met"
-        typer.echo(
-            f"auto against {floor['against']}: {ratio['value']:.3f} ({ratio['low']:.3f}–{ratio['high']:.3f}), "
-            f"floor {floor['floor']}: {verdict}"
-        )
     if compare is not None:
         _show_changes(report, compare)
 

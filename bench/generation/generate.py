@@ -21,7 +21,6 @@ from ..lib.environment import environment
 from ..lib.intervals import Ratio, paired_ratio
 from ..lib.report import SCHEMA, markdown
 from .competitors import (
-    ASSISTED,
     AUTO,
     DEFAULT,
     GREEDY,
@@ -33,7 +32,7 @@ from .competitors import (
     fixed_configs,
 )
 from .pairs import Pair, Prompt, load_pair, of_length
-from .peers.race import PEERS, TUNING_PROMPTS, Peers
+from .peers.race import PEERS, TUNING_PROMPTS, Peers, in_a_line
 from .real.own import own_pair
 
 NAME = "generate"
@@ -83,7 +82,6 @@ class GenerateReport:
     setup_seconds: dict[str, float] = field(default_factory=dict)  # warm-up and compiling; not timed
     summary: list[dict[str, Any]] = field(default_factory=list)
     ratios: dict[str, dict[str, float]] = field(default_factory=dict)
-    floors: list[dict[str, Any]] = field(default_factory=list)
     case: str = NAME
     schema: int = SCHEMA
 
@@ -205,7 +203,7 @@ def _rounds(
             measured, decoded[competitor.name] = _decode(pair, competitor, prompt.input_ids, settings, seed=number)
             report.runs.append({"prompt": prompt.name, "competitor": competitor.name, "place": place, **measured})
         _judge(settings, pair, prompt.input_ids, decoded, report.runs[-len(order) :], seed=number)
-        _summarise(settings, report, [c.name for c in racing])
+        _summarise(report, [c.name for c in racing])
         if folder is not None:
             report.write(folder, name)
 
@@ -232,7 +230,7 @@ def _prepare(settings: Settings, pair: Pair, report: GenerateReport, peers: Sequ
         except Exception as error:
             if competitor.name in OURS:
                 raise
-            report.missing[competitor.name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            report.missing[competitor.name] = in_a_line(error)
             continue
         report.setup_seconds[competitor.name] = time.perf_counter() - begin
         racing.append(competitor)
@@ -292,8 +290,8 @@ def _beside(runs: list[dict[str, Any]]) -> float | None:
     return (sum(run["seconds"] for run in runs) - forwards) / sum(run["tokens"] for run in runs)
 
 
-def _summarise(settings: Settings, report: GenerateReport, names: list[str]) -> None:
-    report.summary, report.ratios, report.floors = [], {}, []
+def _summarise(report: GenerateReport, names: list[str]) -> None:
+    report.summary, report.ratios = [], {}
     for name in names:
         runs = [run for run in report.runs if run["competitor"] == name]
         tokens, seconds = sum(run["tokens"] for run in runs), sum(run["seconds"] for run in runs)
@@ -305,7 +303,6 @@ def _summarise(settings: Settings, report: GenerateReport, names: list[str]) -> 
             {
                 "competitor": name,
                 "tokens_per_second": tokens / seconds,
-                "median_seconds": statistics.median(run["seconds"] for run in runs),
                 "speedup": asdict(report.ratio(name, report.against)) if report.against in names else None,
                 "beside_seconds": _beside(runs),
                 "tokens_per_forward": tokens / sum(forwards) if all(forwards) else None,
@@ -316,29 +313,5 @@ def _summarise(settings: Settings, report: GenerateReport, names: list[str]) -> 
                 "beyond_rounding": len(differing) - near,
             }
         )
-    rates = {row["competitor"]: row["tokens_per_second"] for row in report.summary}
-    if AUTO not in rates:
-        return
-    for name in names:
-        if name != AUTO:
-            report.ratios[f"{AUTO} / {name}"] = asdict(report.ratio(AUTO, name))
-    for theirs, ratio, floor, bound in _floors(settings, report, rates):
-        met = (ratio.low if bound == "low" else ratio.value) >= floor
-        report.floors.append({"against": theirs, "ratio": asdict(ratio), "floor": floor, "bound": bound, "met": met})
-
-
-def _floors(settings: Settings, report: GenerateReport, rates: dict[str, float]) -> list[tuple[str, Ratio, float, str]]:
-    """Floors that ``auto`` has to reach: (against, ratio, floor, which bound has to reach it)."""
-    floors = []
-    half = settings.dtype != torch.float32
-    if settings.target_shape == "none":
-        if PLAIN in rates:
-            floors.append((PLAIN, report.ratio(AUTO, PLAIN), 0.97, "low"))
-        return floors
-    assisted = [name for name in ASSISTED if name in rates]
-    if assisted:
-        best = max(assisted, key=lambda name: rates[name])
-        floors.append((best, report.ratio(AUTO, best), 1.10 if half else 1.03, "value"))
-    if half and GREEDY in rates:
-        floors.append((GREEDY, report.ratio(AUTO, GREEDY), 2.0, "value"))
-    return floors
+    if AUTO in names:
+        report.ratios = {f"{AUTO} / {name}": asdict(report.ratio(AUTO, name)) for name in names if name != AUTO}

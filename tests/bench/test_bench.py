@@ -83,6 +83,7 @@ REFUSED = [
     (("attention", "--quick", "--shape", "llama-9"), "shape 'llama-9' is unknown"),
     (("rows", "--shape", "tiny", "--dtype", "float64"), "--dtype: expected float32, bfloat16 or float16, got float64"),
     (("sources", "--rows", "129"), "--rows: expected numbers from 2 to 128"),
+    (("prompt", "--lengths", "1"), "--lengths: expected numbers of tokens, at least 2, got '1'"),
     (("real", "--model", str(demo.path() / "target"), "--ways", "fast"), "--ways: there is no 'fast'"),
     (("generate", "--pair", "tiny", "--competitors", "x"), "'x' is none of"),
 ]
@@ -133,6 +134,17 @@ def test_real_and_sources_race_and_count(tmp_path):
     assert raced["gsd-plain"]["tokens_per_step"] == 1
     assert "| 4 rows |" in bench("sources", *options, "--rows", "4", "--out", tmp_path)
     assert all(one["same"] for one in json.loads(next(tmp_path.glob("sources-*.json")).read_text())["counts"])
+
+
+def test_prompts_are_timed_by_length(tmp_path):
+    options = ["--model", demo.path() / "target", "--dtype", "float32", "--lengths", "4,9", "--new-tokens", "3"]
+    shown = bench("prompt", *options, "--rounds", "1", "--ways", "transformers,gsd-history", "--out", tmp_path)
+    assert re.search(r"\| gsd_kernels, history alone, no draft model \| \d+ ms.* \| \d+ ms", shown)
+    runs = json.loads((tmp_path / "prompt-float32.json").read_text())["runs"]
+    assert {(run["way"], run["length"]) for run in runs} == {
+        (w, n) for w in ("transformers", "gsd-history") for n in (4, 9)
+    }
+    assert all(run["first"] > 0 and run["all"] > 0 for run in runs)
 
 
 def test_readme_of_this_repository_is_up_to_date():

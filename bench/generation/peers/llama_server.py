@@ -52,13 +52,13 @@ class LlamaServer:
     """One slot, no prompt cache; requests by a socket of this machine.
 
     Attributes:
-        binaries: folder of llama-server and llama-quantize.
+        binaries: folder of llama-server and llama-quantize; ``None``: it is missing.
         weights: a type that llama-quantize knows; empty: those of ``source``, or the model's own.
         source: the GGUF file that the model came from; ``None``: one is written from the model.
         ends: tokens that end a text, of which a file that is written gets the first.
     """
 
-    binaries: Path
+    binaries: Path | None
     weights: str = ""
     source: Path | None = None
     ends: tuple[int, ...] = ()
@@ -85,6 +85,7 @@ class LlamaServer:
             made.replace(place / "model.gguf")
 
     def _quantise(self, file: Path, made: Path) -> None:
+        assert self.binaries is not None
         tool = self.binaries / "llama-quantize"
         if not tool.is_file():
             raise FileNotFoundError(f"{self.name}: no llama-quantize in {self.binaries}; build it there")
@@ -104,10 +105,11 @@ class LlamaServer:
         return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(folder / "target" / "model.gguf").tensors)
 
     def start(self, place: Place) -> _Servers:
+        assert self.binaries is not None
         return _Servers(place, self.binaries / "llama-server")
 
     def about(self) -> str:
-        done = subprocess.run([str(self.binaries / "llama-server"), "--version"], capture_output=True, text=True)
+        done = subprocess.run([f"{self.binaries}/llama-server", "--version"], capture_output=True, text=True)
         return " ".join(f"llama.cpp {done.stdout} {done.stderr}".split())
 
 

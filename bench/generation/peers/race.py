@@ -21,11 +21,10 @@ from gsd_kernels_hf.extras import cure
 from ..competitors import Competitor, Decode
 from ..pairs import Pair, Prompt
 from .base import TOKENS, Engine, Place, Setting
-from .llama_cpp import LlamaCpp
+from .llama_server import VARIABLE, LlamaServer, find_binaries
 from .openvino import OpenVino
 from .process import EngineProcess
 
-ENGINES: tuple[Engine, ...] = (OpenVino(), LlamaCpp())
 TUNING_PROMPTS, TUNING_TOKENS, WARM_UP_TOKENS = 2, 64, 8
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -35,7 +34,7 @@ def name_of(engine: Engine, kind: str) -> str:
     return engine.name if kind == "plain" else f"{engine.name}-{kind}"
 
 
-PEERS = tuple(name_of(engine, kind) for engine in ENGINES for kind in TOKENS)
+PEERS = tuple(name_of(engine, kind) for engine in (OpenVino(), LlamaServer(None)) for kind in TOKENS)
 
 
 class Peers:
@@ -47,7 +46,7 @@ class Peers:
         tuning: prompts that are not reported, to choose the numbers of drafted tokens on.
         new_tokens: of the race.
         temperature: they decode greedily only.
-        engines: by default :data:`ENGINES`.
+        engines: by default OpenVINO GenAI and llama.cpp, in the model's dtype.
         ends: tokens that end a text.
 
     Attributes:
@@ -68,7 +67,7 @@ class Peers:
     ) -> None:
         self.pair, self.tuning, self.temperature = pair, tuning, temperature
         self.new_tokens, self.ends = new_tokens, tuple(ends)
-        self.engines = ENGINES if engines is None else engines
+        self.engines = (OpenVino(), LlamaServer(find_binaries(None))) if engines is None else engines
         known = {name_of(engine, kind) for engine in self.engines for kind in TOKENS}
         self.names = [name for name in dict.fromkeys(names) if name in known]
         self.notes: dict[str, Any] = {}
@@ -94,7 +93,7 @@ class Peers:
             try:
                 process = self._started(engine, stack)
             except Exception as error:
-                reason = _said(error)
+                reason = in_a_line(error)
         if reason is not None:
             return {name: Competitor(name, missing=reason) for name in kinds}
         ways = {}
@@ -102,7 +101,7 @@ class Peers:
             try:
                 ways[name] = Competitor(name, _decoder(process, self._chosen(process, name, kind)))
             except Exception as error:
-                ways[name] = Competitor(name, missing=_said(error))
+                ways[name] = Competitor(name, missing=in_a_line(error))
         return ways
 
     def _started(self, engine: Engine, stack: ExitStack) -> EngineProcess:
@@ -145,6 +144,8 @@ def missing(engine: Engine, pair: Pair, temperature: float) -> str | None:
     absent = [package for package in engine.packages if importlib.util.find_spec(package) is None]
     if absent:
         return f"{absent[0]} is not installed: {cure('peers')}"
+    if isinstance(engine, LlamaServer) and engine.binaries is None:
+        return f"there is no llama-server: build llama.cpp and name its folder by ${VARIABLE}, or on PATH"
     if pair.target.device.type != "cpu":
         return f"runs on a CPU here, and the pair is on {pair.target.device.type}"
     if pair.source is None:
@@ -161,7 +162,8 @@ def missing(engine: Engine, pair: Pair, temperature: float) -> str | None:
     return None
 
 
-def _said(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
+    """The error, at most 300 letters of it."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 

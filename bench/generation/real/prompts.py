@@ -14,6 +14,7 @@ from ..pairs import Prompt
 
 FILE = Path(__file__).resolve().parent / "prompts.json"
 PARQUET = ".parquet"
+LONG = "long text"  # kind of questions about one of some thousand tokens
 OWN = "own"  # kind of a user's prompts that name none
 TUNED_ON = 2  # of a user's prompts, where the file sets none aside
 

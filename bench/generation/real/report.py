@@ -159,9 +159,7 @@ def table(data: dict[str, Any], *, by_drafts: bool = False) -> str:
     """The summary in Markdown, slowest first; with ``by_drafts`` texts are held against undrafted ones alone."""
     rows = []
     for row in _by_rate(data):
-        shown = label(row["way"])
-        ratio = data["ratios"].get(row["way"])
-        name = f"{shown.engine}, {shown.way}"
+        ratio, name = data["ratios"].get(row["way"]), str(label(row["way"]))
         rows.append(
             [
                 f"**{name}**" if row["way"] == HISTORY else name,
@@ -209,8 +207,7 @@ def verdicts(data: dict[str, Any]) -> list[str]:
     for group, what in said.items():
         way = data["strongest"].get(group)
         if way is not None and way in data["ratios"]:
-            shown = label(way)
-            sentences.append(f"{Ratio(**data['ratios'][way])} times {what} ({shown.engine}, {shown.way})")
+            sentences.append(f"{Ratio(**data['ratios'][way])} times {what} ({label(way)})")
     packed = f"{PACKED_HISTORY} / {data['strongest'].get('narrow')}"
     if packed in data["ratios"]:
         sentences.append(f"over the packed weights of the file {Ratio(**data['ratios'][packed])} times the same")
@@ -253,13 +250,13 @@ def kinds_table(data: dict[str, Any]) -> str:
     kinds = list(dict.fromkeys(prompt["kind"] for prompt in data["prompts"].values()))
     lines = []
     for way in chosen:
-        shown, by_kind = label(way), rows[way]["by_kind"]
+        by_kind = rows[way]["by_kind"]
         cells = []
         for kind in kinds:
             rate = by_kind.get(kind)
             per_step = "" if not rate or rate["tokens_per_step"] is None else f" ({rate['tokens_per_step']:.1f})"
             cells.append("–" if not rate else f"{rate['tokens_per_second']:.0f}{per_step}")
-        lines.append([f"{shown.engine}, {shown.way}", *cells])
+        lines.append([str(label(way)), *cells])
     return markdown(["", *kinds], lines)
 
 
@@ -268,12 +265,11 @@ def lengths_table(data: dict[str, Any]) -> str:
     kinds = list(dict.fromkeys(prompt["kind"] for prompt in data["prompts"].values()))
     lines = []
     for row in data["summary"]:
-        shown = label(row["way"])
         for measure, said in (("tokens_per_step", "accepted tokens"), ("acceptance_length", "acceptance length")):
             values = [row["by_kind"].get(kind, {}).get(measure) for kind in kinds]
             if row[measure] is not None:
                 cells = ["–" if value is None else f"{value:.2f}" for value in [*values, row[measure]]]
-                lines.append([f"{shown.engine}, {shown.way}", said, *cells])
+                lines.append([str(label(row["way"])), said, *cells])
     return markdown(["", "mean", *kinds, "all"], lines)
 
 

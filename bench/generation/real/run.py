@@ -24,7 +24,7 @@ from gsd_kernels_cli.comparison import first_divergence
 from ...lib.environment import environment
 from ..competitors import Competitor
 from ..pairs import Pair, Prompt
-from ..peers.race import Peers
+from ..peers.race import Peers, in_a_line
 from .models import Real, bits_of, load_real
 from .names import HF, OURS, PACKED, PLAIN, check_ways, label, plain_of
 from .prompts import Chat, encoded, first_of_each_kind, read_chats
@@ -198,7 +198,7 @@ def _warm(
         except Exception as error:
             if way.name in OURS:
                 raise
-            report.missing[way.name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            report.missing[way.name] = in_a_line(error)
             continue
         report.setup_seconds[way.name] = time.perf_counter() - begin
         racing[way.name] = way

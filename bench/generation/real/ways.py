@@ -14,7 +14,6 @@ from gsd_kernels_hf.sources.shipped import shipped_file
 
 from ..competitors import PROMPT_LOOKUP_TOKENS, Competitor, Decode
 from ..peers.base import Engine
-from ..peers.llama_cpp import LlamaCpp
 from ..peers.llama_server import LlamaServer, find_binaries
 from ..peers.openvino import OpenVino
 from ..peers.race import name_of
@@ -47,8 +46,6 @@ def engines_for(real: Real, binaries: Path | None) -> list[Engine]:
     if real.model.dtype == torch.float32:  # elsewhere they are floats anyway
         engines += [OpenVino(weights, real.tokenizer_folder, floats=True) for weights in OPENVINO_WEIGHTS if weights]
     place = find_binaries(binaries)
-    if place is None:
-        return [*engines, LlamaCpp(real.ends)]
     own = NAMED.get(real.model.dtype)
     if own is not None:
         engines.append(LlamaServer(place, own, real.gguf, real.ends))
