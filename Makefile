@@ -22,10 +22,10 @@ SGLANG := .venv-sglang
 VLLM := .venv-vllm
 SOURCES := Makefile pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help install demo docs test test-fast test-oracles test-vllm test-ray test-sglang lint format bench wheel gpu-test gpu-bench sanitize clean
+.PHONY: help install demo docs test test-fast test-oracles test-vllm test-ray test-sglang lint format mutants bench wheel gpu-test gpu-bench sanitize clean
 
 help:
-	@echo "make demo | docs | test | test-fast | test-oracles | test-vllm | test-ray | test-sglang | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
+	@echo "make demo | docs | test | test-fast | test-oracles | test-vllm | test-ray | test-sglang | lint | format | mutants | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -141,6 +141,10 @@ test-sglang: $(SGLANG)/.installed
 # The reference, docs/reference: public names, commands, fields of the server, model classes.
 docs: $(READY)
 	$(BIN)/python docs/build.py
+
+# Faults that the tests have to notice, planted one by one in a copy: by hand, not in CI.
+mutants: $(READY)
+	$(BIN)/python tests/mutants/run.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

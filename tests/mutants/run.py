@@ -1,0 +1,118 @@
+"""Plants the faults of table.py one by one in a copy of the tree, and runs the tests that have to notice.
+
+    python tests/mutants/run.py [--ref COMMIT] [--library FOLDER] [--only TEXT] [--seconds S] [--report FILE]
+
+By hand: ``make mutants``. Ends with 1 where a mutant survived, could not be planted,
+or its tests had no end. A mutant that was not reached
+within ``--seconds`` is "not run", which is no verdict.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from table import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 120  # seconds of one selection
+FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+FAILED, NO_TESTS = 1, (4, 5)  # pytest's exit codes
+
+
+def copy_of(ref: str, library: Path, folder: Path) -> None:
+    """Write the tree of a commit to a folder, with compiled operators that fit to it."""
+    archive = subprocess.run(["git", "archive", ref], cwd=ROOT, check=True, capture_output=True).stdout
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
+    for compiled in library.glob("*.so"):
+        shutil.copy(compiled, folder / "gsd_kernels")
+    (folder / ".paths").mkdir()
+    (folder / ".paths/gsd_kernels_bench").symlink_to("../bench")
+
+
+def pytest(folder: Path, *arguments: str, limit: float) -> subprocess.CompletedProcess[str]:
+    """Run pytest in the copy."""
+    paths = [str(folder / part) for part in ("", "python", ".paths")]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "GSD_KERNELS_CACHE": str(folder / ".cache")}
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=limit)
+
+
+def run_tests(folder: Path, selection: list[str]) -> tuple[int | None, str]:
+    """pytest's exit code, None where time was over, and the first test that failed or the last line."""
+    try:
+        done = pytest(folder, "-x", *selection, limit=LIMIT)
+    except subprocess.TimeoutExpired:
+        return None, f"no end within {LIMIT} s"
+    named = FAILURE.search(done.stdout)
+    return done.returncode, named.group(1) if named else (done.stdout or done.stderr).strip()[-120:]
+
+
+def verdict(folder: Path, mutant: Mutant) -> tuple[str, str]:
+    """What became of a mutant, and by which test or why."""
+    file = folder / mutant.file
+    text = file.read_text() if file.exists() else ""
+    if text.count(mutant.old) != 1:
+        return "not applied", f"{text.count(mutant.old)} places have the old text"
+    file.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        code, by = run_tests(folder, mutant.tests.split())
+    finally:
+        file.write_text(text)
+    if code in NO_TESTS:
+        return "not applied", f"no such tests: {by}"
+    if code == 0:
+        return "survived", by
+    if code is None:  # a hang, or a busy machine: whoever runs it decides
+        return "timed out", by
+    return ("killed", by) if code == FAILED else ("not applied", f"pytest ended with {code}: {by}")
+
+
+def control(folder: Path, rows: list[dict]) -> None:
+    """A test that fails without the fault as well has killed nothing: run all that killed, on the code as it is."""
+    killers = sorted({row["by"] for row in rows if row["verdict"] == "killed" and "::" in row["by"]})
+    if not killers:
+        return
+    done = pytest(folder, *killers, limit=LIMIT * len(killers))
+    failing = set(FAILURE.findall(done.stdout))
+    for row in rows:
+        if row["verdict"] == "killed" and (row["by"] in failing or done.returncode not in (0, FAILED)):
+            row.update(verdict="not applied", by=f"fails without the fault too: {row['by']}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ref", default="HEAD", help="commit whose code and tests are run")
+    parser.add_argument("--library", type=Path, default=ROOT / "gsd_kernels", help="folder of its compiled operators")
+    parser.add_argument("--only", default="", help="part of a mutant's file or sentence")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after that")
+    parser.add_argument("--report", type=Path, help="JSON file")
+    options = parser.parse_args()
+    begun, rows = time.monotonic(), []
+    with tempfile.TemporaryDirectory() as name:
+        copy_of(options.ref, options.library, Path(name))
+        for mutant in MUTANTS:
+            if options.only not in mutant.file + mutant.breaks:
+                continue
+            start = time.monotonic()
+            late = start - begun > options.seconds
+            what, by = ("not run", "") if late else verdict(Path(name), mutant)
+            seconds = round(time.monotonic() - start, 1)
+            rows.append({"breaks": mutant.breaks, "file": mutant.file, "verdict": what, "by": by, "seconds": seconds})
+            print(f"{what:12} {seconds:6.1f} s  {mutant.breaks}  [{by}]", flush=True)
+        control(Path(name), rows)
+    if options.report:
+        options.report.write_text(json.dumps({"ref": options.ref, "mutants": rows}, indent=1) + "\n")
+    return any(row["verdict"] in ("survived", "not applied", "timed out") for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
