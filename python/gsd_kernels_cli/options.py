@@ -349,7 +349,8 @@ def read_prompts(
         raise ValueError("--tp: processes cannot share stdin; give the prompt as an argument or by --prompt-file")
     for name in files:
         text = _stdin() if name == "-" else read_utf8(Path(name), by)
-        prompts = [line for line in text.splitlines() if line.strip()] if lines else [text]
+        kept = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]  # no other ends: U+2028 is text
+        prompts = kept if lines else [text]
         if not any(prompts):
             whose = "stdin" if name == "-" else name
             raise ValueError(f"prompt: {whose} is empty; give one as an argument, by --prompt-file or on stdin")

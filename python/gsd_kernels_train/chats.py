@@ -55,7 +55,7 @@ def encode_chats(
             update(number)
             data = read_file(file, name)
             digest.update(hashlib.sha256(data).digest())
-            for line, text in enumerate(decode_utf8(data, name, file).splitlines(), 1):
+            for line, text in enumerate(decode_utf8(data, name, file).split("\n"), 1):
                 if text.strip():
                     clock.check(f"reading {name}, {number} of {len(files)} files")
                     where = f"{name}: {file}, line {line}"

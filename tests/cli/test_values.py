@@ -155,6 +155,9 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     file = tmp_path / "windows.txt"
     file.write_bytes("\ufeffhéllo".encode())
     assert read_prompts(None, [str(file)], lines=False) == ["héllo"]
+    text = "a\u2028b\x85c\x0cd\r\n\ne\x1cf\n"
+    file.write_bytes(text.encode())
+    assert read_prompts(None, [str(file)], lines=True) == ["a\u2028b\x85c\x0cd", "e\x1cf"]
 
 
 def test_indexed_files_are_refused_by_name(tmp_path):
