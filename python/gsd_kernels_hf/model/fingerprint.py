@@ -182,10 +182,12 @@ def own_of(module: nn.Module) -> Own:
     found = Own(hooks_of(module), {}, {}, [])
     held: list[Any] = [*module._parameters.values(), *module._buffers.values()]
     for name, value in list(vars(module).items()):
-        if type(value) in PLAIN_EXACTLY or isinstance(value, PLAIN):
+        if type(value) in PLAIN_EXACTLY:
             found.settings[name] = value
         elif name in HOLDERS or name in LEFT:
             continue
+        elif isinstance(value, PLAIN):
+            found.settings[name] = value
         elif isinstance(value, (list, tuple, dict)):
             parts = [*value, *value.values()] if isinstance(value, dict) else list(value)
             found.settings[name] = [part if isinstance(part, PLAIN) else type(part) for part in parts]
@@ -196,8 +198,11 @@ def own_of(module: nn.Module) -> Own:
             found.functions[name] = value
     for name in LEFT:
         found.settings.pop(name, None)
-    tensors = {id(part): part for value in held if isinstance(value, Tensor) for part in parts_of(value)}
-    found.tensors.extend(tensors.values())
+    for value in held:
+        if type(value) is nn.Parameter or type(value) is Tensor:  # as most are, and this is asked of all in every call
+            found.tensors.append(value)
+        elif isinstance(value, Tensor):
+            found.tensors.extend(parts_of(value))
     return found
 
 
