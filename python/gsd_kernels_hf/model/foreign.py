@@ -70,16 +70,17 @@ def layers_of(model: Any) -> list[Any]:
 
 def _foreign_module(facts: Facts) -> str | None:
     model = facts.model
-    for name, module in facts.modules:
-        if (stored := stored_in(module)) is not None and stored.problem is not None:
-            return f"{name} {stored.problem}"
-    served(facts)  # a forward: in the first one a library may rewrite its weights
     dtype, device = dtype_of(model.lm_head), model.device
     if dtype not in FLOATS:
         return f"an output matrix of {dtype}, which is none of float32, bfloat16 and float16"
     for name, module in facts.modules:
         if (found := _foreign_kind(module, type(model).__module__, dtype, device)) is not None:
             return f"{name} {found}"
+    served(facts)  # a forward: in the first one a library may rewrite its weights
+    for name, module in facts.modules:
+        stored = stored_in(module)
+        if stored and not (stored.is_for(dtype) and all(tensor.device == device for tensor in stored.tensors)):
+            return f"{name} stands for {stored.dtype}, the output matrix is {dtype} on {device}"
     for name, parameter in facts.parameters:
         if parameter.device != device:
             return f"{name} lies on another device"
@@ -97,15 +98,13 @@ def _foreign_module(facts: Facts) -> str | None:
 
 def _foreign_kind(module: nn.Module, home: str, dtype: torch.dtype, device: torch.device) -> str | None:
     """Name what keeps a module of a model that was written in ``home`` from being one of the operator's."""
-    stored = stored_in(module)
-    if stored is not None:
-        fits = stored.is_for(dtype) and all(tensor.device == device for tensor in stored.tensors)
-        return None if fits else f"stands for {stored.dtype}, the output matrix is {dtype} on {device}"
+    if (stored := stored_in(module)) is not None:
+        return stored.problem
     kind = type(module)
     if kind.__module__ != home and kind not in PLAIN_MODULES:
         return f"is not a plain module of transformers or PyTorch but {kind.__module__}.{kind.__qualname__}"
     if isinstance(module, MATRICES) and (dtype_of(module), device_of_weights(module)) != (dtype, device):
-        return f"is {dtype_of(module)} on {device_of_weights(module)}, the output matrix {dtype} on {device}"
+        return f"is {dtype_of(module)}, the output matrix {dtype}, or lies elsewhere than on {device}"
     return None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaModel, PretrainedConfig, PreTrainedModel
 
-from ..packed.modules import Packed, shape_of
+from ..packed.modules import Packed
 
 OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
 CACHES = ("cache", "past_key_values")  # arguments of a forward: from transformers 5.24 on, and before
@@ -39,9 +39,8 @@ def text_config(model: Any) -> PretrainedConfig:
 
 def vocabulary(model: PreTrainedModel) -> int:
     """Rows of the output embedding, padding included; what the config says, where a model has none."""
-    head: Any = model.get_output_embeddings()
-    known = head is not None and hasattr(head, "weight")
-    return int(shape_of(head)[0] if known else text_config(model).vocab_size)
+    rows = getattr(model.get_output_embeddings(), "out_features", None)
+    return int(text_config(model).vocab_size if rows is None else rows)
 
 
 def positions(model: PreTrainedModel) -> int | None:
