@@ -7,6 +7,7 @@ the level ``avx2``, which every processor of today has, so that a file made on o
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import json
 import os
@@ -75,6 +76,12 @@ def _llama() -> Any:
     return tiny(dtype=torch.float32)
 
 
+def _twice() -> None:
+    model = _llama()
+    gsd.patch(model)
+    gsd.patch(model)
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "a shape that is none": {"graph_config": "gaph"},
     "a shape of another type": {"graph_config": 3},
@@ -95,18 +102,75 @@ WRONG: dict[str, dict[str, Any]] = {
     "ids of floats": {"input_ids": torch.rand(1, 3)},
     "no ids": {"input_ids": torch.zeros(1, 0, dtype=torch.int64)},
     "ids beyond the vocabulary": {"input_ids": torch.tensor([[4, 5000]])},
+    "ids below zero": {"input_ids": torch.tensor([[4, -1]])},
+    "ids in a list": {"input_ids": [[4, 5]]},
+    "ids of one dimension": {"input_ids": torch.tensor([4, 5])},
+    "a mask in a list": {"attention_mask": [[1, 1, 1]]},
+    "a seed that is a fraction": {"seed": 1.5},
+    "a seed that is a truth": {"seed": True},
+    "a seed of 65 bits": {"seed": 2**64},
+    "a shape in a dict": {"graph_config": {"depth": 3}},
+    "a criterion that is a number": {"criterion": 3},
+    "sources in a string": {"draft_sources": "history"},
+    "no sources": {"draft_sources": ()},
+    "a source that is a number": {"draft_sources": ("history", 3)},
+    "a layer to skip without a model": {"draft_sources": ("layer_skip",)},
+    "reference ids in a list": {"draft_sources": ("history",), "reference_ids": [3, 4]},
+    "reference ids beyond the vocabulary": {"draft_sources": ("history",), "reference_ids": torch.tensor([5000])},
+    "contrastive search": {"penalty_alpha": 0.6, "top_k": 4},
+    "guidance": {"guidance_scale": 2.0},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "an early exit": {"assistant_early_exit": 1},
+    "forced words": {"force_words_ids": [[3]]},
+    "hidden states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "another cache": {"cache_implementation": "offloaded"},
+    "embeddings": {"inputs_embeds": torch.zeros(1, 3, 32)},
+    "positions": {"position_ids": torch.tensor([[0, 1, 2]])},
+    "layers to contrast": {"dola_layers": "high"},
+}
+
+OUTSIDE_OF_GENERATE: dict[str, Callable[[], Any]] = {
+    "a depth below zero": lambda: gsd.GraphConfig(depth=-1),
+    "a depth of text": lambda: gsd.GraphConfig(depth="3"),
+    "no branch": lambda: gsd.GraphConfig(branch=0),
+    "no width": lambda: gsd.GraphConfig(width=0),
+    "too many rows": lambda: gsd.GraphConfig(max_rows=500),
+    "a path longer than the rows": lambda: gsd.GraphConfig(max_rows=8, max_path=9),
+    "a ratio above one": lambda: gsd.GraphConfig(sibling_ratio=2.0),
+    "a probability above one": lambda: gsd.GraphConfig(min_prob=2.0),
+    "a context that is too long": lambda: gsd.GraphConfig(merge_context=99),
+    "a preset that is none": lambda: gsd.GraphConfig.preset("tre"),
+    "no layer to skip": lambda: gsd.LayerSkip(_llama()),
+    "a layer that is none": lambda: gsd.LayerSkip(_llama(), mlp=[9]),
+    "no heads": lambda: gsd.DraftHeads.for_model(_llama(), 0),
+    "a threshold above one": lambda: gsd.Typical(2.0),
+    "a kind of weights that is none": lambda: gsd.pack(_llama(), "q9_9"),
+    "a patch of no model": lambda: gsd.patch(3),
+    "a patch with an option that is none": lambda: gsd.patch(_llama(), graph_confg="auto"),
+    "a patch of a patched model": _twice,
+    "an end of no patch": lambda: gsd.unpatch(_llama()),
+    "a decoder with a draft that is none": lambda: gsd.GraphDecoder("draft")(_llama(), torch.tensor([[4, 5]])),
+    "a corpus that is nowhere": lambda: gsd.Corpus("none"),
+    "a file that is nowhere": lambda: gsd.from_gguf("none.gguf"),
 }
 
 
 def refusals() -> Iterator[tuple[str, Any]]:
     """Type and words of what a call is refused with; ``None`` where it is served."""
+    for name, call in OUTSIDE_OF_GENERATE.items():
+        yield name, _refused(call)
     for name, wrong in WRONG.items():
         given = {"input_ids": torch.tensor([[4, 5, 6]]), "max_new_tokens": 4, "do_sample": False, **wrong}
-        try:
-            gsd.generate(_llama(), **given)
-            yield name, None
-        except (ValueError, TypeError) as error:
-            yield name, [type(error).__name__, str(error)]
+        yield name, _refused(functools.partial(gsd.generate, _llama(), **given))
+
+
+def _refused(call: Callable[[], Any]) -> list[str] | None:
+    try:
+        call()
+    except (ValueError, TypeError, OSError) as error:
+        return [type(error).__name__, str(error)]
+    return None
 
 
 def statistics() -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import hybrids
 import torch
-from models import FAMILIES, noised, prompts, tiny
+from models import FAMILIES, endless, noised, prompts, tiny
 from packed.test_kinds_of_weights import ROWS as WEIGHTS
 from sources.rows import ROWS as SOURCES
 
@@ -68,12 +68,24 @@ def _family(name: str, dtype: torch.dtype, number: int) -> Subject:
     return Subject(made, dtype.itemsize >= 4)
 
 
-def _hybrid(name: str) -> Subject:
+def _longrope() -> Subject:
+    """Texts that cross the border between its factors."""
+
     def made(_: Path) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
-        target = hybrids.build(name)
-        return target, {"assistant_model": noised(target, 0.02), "draft_sources": ("model",)}, hybrids.inputs_of(3)
+        factors = {"short_factor": [1.0, 1.3, 1.1, 1.7], "long_factor": [3.0, 9.0, 5.0, 20.0]}
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24, **factors}
+        target = endless(num_attention_heads=4, max_position_embeddings=96, rope_parameters=rope)
+        return target, {"assistant_model": noised(target, 0.02), "draft_sources": ("model",)}, prompts(3, 14)
 
     return Subject(made)
+
+
+def _hybrid(name: str, dtype: torch.dtype) -> Subject:
+    def made(_: Path) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
+        target = hybrids.build(name).to(dtype)
+        return target, {"assistant_model": noised(target, 0.02), "draft_sources": ("model",)}, hybrids.inputs_of(3)
+
+    return Subject(made, dtype.itemsize >= 4)
 
 
 def _source(name: str, number: int) -> Subject:
@@ -100,9 +112,12 @@ SUBJECTS: dict[str, Subject] = {
             itertools.product(FAMILIES, (torch.float64, torch.float32, torch.bfloat16))
         )
     },
-    **{f"hybrid {name}": _hybrid(name) for name in hybrids.FAMILIES},
+    **{f"hybrid {name}": _hybrid(name, torch.float64) for name in hybrids.FAMILIES},
     **{f"source {name}": _source(name, number) for number, name in enumerate(SOURCES)},
     **{f"weights {name}": _weights(name, number) for number, name in enumerate(WEIGHTS)},
+    **{f"{name}, float16": _family(name, torch.float16, 20) for name in ("qwen3", "mistral-window")},
+    **{f"hybrid {name}, bfloat16": _hybrid(name, torch.bfloat16) for name in ("qwen3.5", "falcon-h1", "lfm2")},
+    "longrope": _longrope(),
 }
 
 Row = tuple[str, int, str, str]  # shape, batch, call, door
