@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-
 import models
 import pytest
 import torch
@@ -14,62 +11,6 @@ from validate.calls import VOCAB, pair
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.sampling import philox
-
-CONFIGS = {
-    "chain": gsd.GraphConfig.preset("chain", depth=4),
-    "tree": gsd.GraphConfig(depth=4, width=4, branch=3, max_rows=24, merge_context=-1),
-    "graph-0": gsd.GraphConfig(depth=6, width=6, branch=3, max_rows=64, merge_context=0),
-    "graph-1": gsd.GraphConfig(depth=3, width=8, branch=2, max_rows=17, merge_context=1),
-    "reuse": gsd.GraphConfig(
-        depth=2, width=2, branch=2, max_rows=32, history_depth=3, history_width=4, merge_context=1
-    ),
-}
-SAMPLING = [
-    {"temperature": 1.0, "top_k": 0},
-    {"temperature": 0.7, "top_k": 12},
-    {"temperature": 1.2, "top_p": 0.8, "top_k": 0},
-    {"temperature": 0.9, "min_p": 0.1, "top_k": 20, "top_p": 0.95},
-    {"temperature": 0.9, "typical_p": 0.8, "repetition_penalty": 1.2},
-]
-
-
-@functools.lru_cache
-def draft_named(name: str):
-    """Two in float32, which one operator forwards; two whose modules are run."""
-    target, noised = pair()
-    return {
-        "noised": copy.deepcopy(noised).float(),
-        "target": target,
-        "random": models.tiny("llama-mha", vocab_size=VOCAB, seed=9, dtype=torch.float32),
-        "layer_skip": gsd.LayerSkip(target, mlp=[1]),
-        "history": None,
-    }[name]
-
-
-@pytest.mark.parametrize("chunk", [0, *(pytest.param(c, marks=pytest.mark.slow) for c in range(1, 10))])
-def test_text_depends_on_the_seed_only(chunk):
-    """50 seeds, each with every draft and two configurations of five: equal to plain decoding with that seed."""
-    target, _ = pair()
-    texts, emitted, steps, long = set(), 0, 0, 0
-    for seed in range(5 * chunk, 5 * chunk + 5):
-        prompt = models.prompts(2, 6 + seed % 5, seed=seed, vocab=VOCAB)
-        arguments = {**prompt, "do_sample": True, "seed": seed * 7919 + 2**40 * seed, "max_new_tokens": 12}
-        arguments |= {**SAMPLING[seed % len(SAMPLING)], "backend": "auto" if seed % 5 else "reference"}
-        arguments["return_dict_in_generate"] = True
-        plain = gsd.generate(target, graph_config="plain", **arguments)
-        assert plain.stats.tokens_per_step == 1.0
-        texts.add(tuple(plain.sequences.flatten().tolist()))
-        for turn, name in enumerate(["noised", "target", "random", "history", "layer_skip"]):
-            config = CONFIGS[list(CONFIGS)[(seed // 5 + turn) % len(CONFIGS)]]
-            draft = draft_named(name)
-            source = {"draft_sources": ("history",)} if draft is None else {"assistant_model": draft}
-            out = gsd.generate(target, graph_config=config, **source, **arguments)
-            assert out.sequences.tolist() == plain.sequences.tolist(), (seed, name, config)
-            if name in ("noised", "target"):
-                emitted, steps = emitted + out.stats.new_tokens, steps + out.stats.sequence_steps
-                long = max(long, len(out.stats.accepted) - 1)
-    assert len(texts) == 5
-    assert emitted > 1.2 * steps and long >= 3, "nothing was accepted"
 
 
 @pytest.mark.parametrize("config", [None, "chain", "graph"])

@@ -145,15 +145,6 @@ def test_processors_that_see_all_sequences(family):
         assert torch.equal(found, want)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_sample_is_the_same_with_any_draft_and_none(family):
-    target = target_of(family)
-    call = {**prompt(16, 2), "max_new_tokens": 18, "do_sample": True, "seed": 7, "top_k": 0}
-    want = gsd.generate(target, **call, graph_config="plain")
-    for way in ("draft", "history", "layer_skip"):
-        assert torch.equal(gsd.generate(target, **call, **WAYS[way](target)), want)
-
-
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_later_turns_of_a_chat(family, batch):
