@@ -2,7 +2,7 @@
 
 One small JSON file for a pair: its costs, and what was learned of its sources under every kind of sampling. Files are
 replaced whole, so a reader never sees half of one; of two processes that write at once the later one wins. A file that
-cannot be read is ignored.
+is not what was written, by its digest, is ignored: what is read needs no look at its values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import atexit
 import hashlib
 import json
 import logging
-import math
 import os
 import threading
 import time
@@ -19,13 +18,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import numbers
 from .files import write_text
 from .locks import forkable_lock
 
 logger = logging.getLogger("gsd_kernels")
 
-VERSION = 8
+VERSION = 9
 MAX_BYTES = 4 << 20  # of a file: of 24 sections some hundred thousand are written
 MAX_SECTIONS = 24  # of a file; the oldest ones go
 WRITE_INTERVAL_SECONDS = 5.0  # between two writes of a file, at least
@@ -40,14 +38,6 @@ def cache_dir() -> Path:
     import platformdirs  # the one place that needs it: a machine without it can name the folder
 
     return platformdirs.user_cache_path("gsd_kernels", appauthor=False)
-
-
-def _finite(text: str) -> float:
-    """A number of a file; one that cannot be written again would keep its whole file from being written."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is no number")
-    return value
 
 
 class Document:
@@ -74,27 +64,18 @@ class Document:
                 raw = file.read(MAX_BYTES + 1)
             if len(raw) > MAX_BYTES:
                 raise ValueError(f"more than {MAX_BYTES} bytes")
-            data = json.loads(raw.decode(), parse_float=_finite, parse_constant=_finite)
-            if not isinstance(data, dict) or not isinstance(data.get("sections"), dict):
-                raise ValueError("no sections")
+            data = json.loads(raw.decode())
             # Another version's, or another pair's of the same digest: nothing is damaged.
-            return data["sections"] if data.get("version") == VERSION and data.get("about") == self.about else {}
+            if data["version"] != VERSION or data["about"] != self.about:
+                return {}
+            if data["digest"] != _digest(data["sections"]):
+                raise ValueError("it is not what was written")
+            return data["sections"]
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, RecursionError, MemoryError) as error:
+        except Exception as error:
             self.ignore(error)
             return {}
-
-    def number(self, name: str, least: float, most: float) -> float | None:
-        """A section that is a number; ``None`` where there is none, or one that cannot be (one warning)."""
-        value = self.read().get(name)
-        if value is None:
-            return None
-        try:
-            return numbers.number(name, value, least, most)
-        except ValueError as error:
-            self.ignore(error)
-            return None
 
     def ignore(self, error: Exception) -> None:
         """Say once that what was kept cannot be used."""
@@ -108,12 +89,21 @@ class Document:
             kept = {name: value for name, value in self.read().items() if name not in sections}
             newest = list({**kept, **sections}.items())[-MAX_SECTIONS:]
             try:
-                content = {"version": VERSION, "about": self.about, "sections": dict(newest)}
-                write_text(self.path, json.dumps(content, allow_nan=False))
-            except (OSError, ValueError) as error:
+                plain = json.loads(_text(dict(newest)))  # arrays as lists
+                content = {"version": VERSION, "about": self.about, "digest": _digest(plain), "sections": plain}
+                write_text(self.path, json.dumps(content))
+            except Exception as error:
                 if not self.warned:
                     self.warned = True
                     logger.warning("what was learned could not be kept: %s", error)
+
+
+def _text(sections: Mapping[str, Any]) -> str:
+    return json.dumps(sections, default=lambda array: array.tolist())
+
+
+def _digest(sections: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_text(sections).encode()).hexdigest()[:20]
 
 
 class Saver:

@@ -8,7 +8,7 @@ from engine.chats import sources
 from models import prompts
 
 from gsd_kernels import generate
-from gsd_kernels_hf.policy.shape_policy import ShapePolicy
+from gsd_kernels_hf.policy.learning import LearningPolicy
 from gsd_kernels_hf.policy.shapes import ladder
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}
@@ -29,4 +29,4 @@ def drafting(device="cpu"):
 def in_turns(monkeypatch, *shapes):
     """Let ``"auto"`` take these, one a step."""
     taken = itertools.cycle(shapes)
-    monkeypatch.setattr(ShapePolicy, "shape", lambda self: next(taken))
+    monkeypatch.setattr(LearningPolicy, "shape", lambda self: next(taken))

@@ -18,7 +18,6 @@ from transformers import (
 )
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.policy.acceptance import AcceptanceModel
 from gsd_kernels_hf.policy.base import Plan
 from gsd_kernels_hf.policy.row_selector import EdgeModel, RowSelector
 from gsd_kernels_hf.policy.shapes import ladder
@@ -125,7 +124,7 @@ class Switching(contextlib.AbstractContextManager):
         on_ladders = [s for device in ("cpu", "cuda") for s in ladder(device, with_model=True).values()]
         largest = [s.replace(depth=s.depth and 10, max_rows=128) for s in on_ladders]
         self.shapes = [None, config.replace(depth=1), *on_ladders, *largest]
-        self.acceptance, self.rng = AcceptanceModel(branch=4), random.Random(seed)
+        self.rng = random.Random(seed)
         self.rows = SomeRows(EdgeModel(), seed) if seed % 2 else None
         self.current = self.rng.choice(self.shapes)
 
@@ -133,7 +132,7 @@ class Switching(contextlib.AbstractContextManager):
         return self.shapes[1:]
 
     def plan(self):
-        return Plan(self.current, self.acceptance, self.rows)
+        return Plan(self.current, self.rows)
 
     def end(self):
         pass
@@ -141,8 +140,6 @@ class Switching(contextlib.AbstractContextManager):
     def observe(self, seen):
         if self.rows is not None:
             self.rows.observe(seen.verified)
-        for name, (probs, hits) in seen.profiles.items():
-            self.acceptance.observe(name, probs, hits)
         if self.rng.random() < 0.6:
             self.current = self.rng.choice(self.shapes)
 

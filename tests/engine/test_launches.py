@@ -22,7 +22,6 @@ import gsd_kernels as gsd
 from gsd_kernels.backends import FIRST, unavailable_reason
 from gsd_kernels_hf.engine import decoder
 from gsd_kernels_hf.model.fused import SWITCH
-from gsd_kernels_hf.policy.acceptance import AcceptanceModel
 from gsd_kernels_hf.policy.fixed import FixedPolicy
 
 pytestmark = pytest.mark.skipif(
@@ -127,7 +126,7 @@ class Enough(Exception):
 
 
 def counted_step(options: dict[str, object], first: str, monkeypatch: pytest.MonkeyPatch, shape=SHAPE) -> Launches:
-    """The launches of a late step of a real call, the draft's calibration on.
+    """The launches of a late step of a real call.
 
     ``first``: ``GSD_KERNELS_CUDA_FIRST``, what ``auto`` takes first of Triton's and the compiled ops.
     """
@@ -138,9 +137,7 @@ def counted_step(options: dict[str, object], first: str, monkeypatch: pytest.Mon
     as_on_a_gpu(monkeypatch, first, launches.uncounted)
 
     def policy(*_, **__):
-        fixed = FixedPolicy(shape)
-        fixed.acceptance = AcceptanceModel(shape.branch)
-        return fixed
+        return FixedPolicy(shape)
 
     def loop(session, policy, *_):
         session.trims = False  # what a CPU does in place of static shapes

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gsd_kernels_hf.engine import decoder
 from gsd_kernels_hf.engine.flight import Launched
 from gsd_kernels_hf.model import replay
-from gsd_kernels_hf.policy import shape_policy
-from gsd_kernels_hf.policy.acceptance import AcceptanceModel
+from gsd_kernels_hf.policy.learning import LearningPolicy
 
 
 class Reads:
@@ -70,9 +69,9 @@ def test_no_step_waits_for_the_host(name, monkeypatch):
     options = {"plain": {"graph_config": "plain"}, "fixed": {}, "auto": {"graph_config": "auto"}}[name]
     which, options = ("plain" if name == "plain" else "graph"), {**options, "max_new_tokens": 24}
     expected, learned, steps, behind = text(pair, which, **options), [], [], []
-    observe = shape_policy.ShapePolicy.observe
+    observe = LearningPolicy.observe
     monkeypatch.setattr(
-        shape_policy.ShapePolicy, "observe", lambda self, seen: learned.append(seen.profiles) or observe(self, seen)
+        LearningPolicy, "observe", lambda self, seen: learned.append(seen.tokens) or observe(self, seen)
     )
     own_decode, replayed, send = decoder.decode, fake_cuda.FakeGraph.replay, replay.send
 
@@ -80,7 +79,6 @@ def test_no_step_waits_for_the_host(name, monkeypatch):
         with monkeypatch.context() as patched, Queued() as queued:
             reads, hear = Reads(patched), Launched.hear
             patched.setattr(fake_cuda.FakeGraph, "replay", queued.without(replayed))
-            patched.setattr(AcceptanceModel, "write", queued.without(AcceptanceModel.write))  # a table of the host's
             patched.setattr(replay, "send", lambda tensor: reads.host(send(tensor)))
 
             def counted(launched):

@@ -62,7 +62,7 @@ def with_session(check: Callable[[Session], None], setup: str, plan: str, monkey
         session.trims = False  # what a CPU does in place of static shapes, with a host read
         # The widest shape; an automatic policy chooses rows outside of what is captured.
         shape = session.request.options.graph_config if session.mixer is not None else None
-        session.use(Plan(shape, policy.acceptance))
+        session.use(Plan(shape))
         check(session)
         raise Enough
 

@@ -24,7 +24,7 @@ from gsd_kernels import LayerSkip
 from gsd_kernels_cli import kernel_report
 from gsd_kernels_hf.engine import capture, loop, warming
 from gsd_kernels_hf.model import fused
-from gsd_kernels_hf.policy import shape_policy
+from gsd_kernels_hf.policy.learning import LearningPolicy
 from gsd_kernels_hf.policy.shapes import ladder
 from gsd_kernels_hf.sources import history
 
@@ -80,7 +80,7 @@ def compiled(monkeypatch):
 def texts(compiled, monkeypatch, prompts, drafts="model", reports=None, shapes=(), **options):
     """What is compiled until a text of two shapes, or of ``shapes``, was warmed, and in its steps, by prompt."""
     shapes = shapes or [shape for shape in drafting() if shape.width == 2][:2]
-    monkeypatch.setattr(shape_policy.ShapePolicy, "largest_shapes", lambda self: shapes)
+    monkeypatch.setattr(LearningPolicy, "largest_shapes", lambda self: shapes)
     own, warmed = loop.warm, []
     monkeypatch.setattr(loop, "warm", lambda *args: (own(*args), warmed.append(len(compiled))))
     target, draft = pair(dtype=torch.float32, head_dim=16)  # strides are multiples of 16, as of real models
@@ -95,7 +95,7 @@ def texts(compiled, monkeypatch, prompts, drafts="model", reports=None, shapes=(
     with patched(target, **given[drafts](), graph_config="auto") as handle:
         for prompt in prompts:
             taken = itertools.chain([shapes[0]] * 2, itertools.repeat(shapes[1]))
-            monkeypatch.setattr(shape_policy.ShapePolicy, "shape", lambda self, taken=taken: next(taken))
+            monkeypatch.setattr(LearningPolicy, "shape", lambda self, taken=taken: next(taken))
             compiled.clear()
             warmed.clear()
             ask(target, prompt, tokens=16, **options)

@@ -175,7 +175,7 @@ def test_a_step_reads_nothing_back(name, monkeypatch, tmp_path):
 
     def loop(session, policy, *_):
         session.trims = False  # what a CPU does in place of static shapes, with a host read
-        session.use(Plan(CAPTURED, policy.acceptance))
+        session.use(Plan(CAPTURED))
         before = [tensor.clone() for tensor in (session.state.tokens, session.kv_len, session.state.out_len)]
         warming._warm_graph(session, CAPTURED)
         after = session.state.tokens, session.kv_len, session.state.out_len

@@ -10,7 +10,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.base import DraftSource, Proposal
 from gsd_kernels_hf.sources.mixer import Mixer
-from gsd_kernels_hf.sources.weights import Calibration, SourceWeights
+from gsd_kernels_hf.sources.weights import SourceWeights
 
 CPU = torch.device("cpu")
 SHAPE = GraphConfig(depth=1, width=2, branch=2, max_rows=8, history_depth=0)
@@ -45,7 +45,7 @@ def drafted(monkeypatch):
 
     monkeypatch.setattr(merge, noted)
 
-    def draft(sources, shares, reliability=None, calibration=None):
+    def draft(sources, shares, reliability=None):
         state = DecodeState.empty(1, 16, SHAPE.max_path + 1, CPU)
         state.restart(torch.tensor([[7, 8, 9]]), torch.zeros(1, dtype=torch.int32), 8, 0)
         weights = {
@@ -53,7 +53,6 @@ def drafted(monkeypatch):
             for source, share in zip(sources, shares, strict=True)
         }
         mixer = Mixer(sources, weights, state, "reference", vocab_size=10)
-        mixer.calibration = calibration
         mixer.prepare(SHAPE)
         mixer.draft(SHAPE)
         return merged.pop()
@@ -72,13 +71,6 @@ def test_each_source_is_mixed_in_by_its_own_weight(drafted):
 def test_a_source_that_is_alone_is_corrected_by_its_reliability(drafted):
     assert drafted([LOOKUP], (0.0,), reliability=(0.5,)) == pytest.approx({4: 0.25, 5: 0.125})
     assert drafted([LOOKUP], (0.0,)) == pytest.approx({4: 0.5, 5: 0.25})
-
-
-def test_levels_of_a_model_are_calibrated_and_no_others(drafted):
-    table = Calibration(2, CPU)
-    table.log_ratio.fill_(torch.tensor(0.5).log().item())
-    assert drafted([MODEL], (0.0,), calibration=table) == pytest.approx({3: 0.3, 4: 0.1})
-    assert drafted([LOOKUP], (0.0,), calibration=table) == pytest.approx({4: 0.5, 5: 0.25})
 
 
 class AtOnce(Fixed):

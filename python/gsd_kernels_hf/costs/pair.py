@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -69,15 +70,16 @@ class CostPair:
             one_op=about["draft_forward"] == "operator",
             compiled=about["compiled"] and backend in ("auto", "cpu"),
         )
-        self.costs = CostModel(prior, shapes, rows_vary=self.device.type == "cpu" and draft is None)
+        self.costs = CostModel(prior, shapes)
         self.load(COSTS, self.costs)
 
     def load(self, section: str, part: Any) -> None:
-        """Load a section into ``part``, if there is one; one that ``part.load`` refuses is ignored, with a warning."""
+        """Load a section into ``part``, if there is one; one of other arrays is ignored, with a warning."""
         if section in self.sections:
             try:
-                part.load(self.sections[section])
-            except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+                kept = self.sections[section]
+                part.load({n: np.array(kept[n], a.dtype).reshape(a.shape) for n, a in part.as_dict().items()})
+            except Exception as error:
                 self.document.ignore(error)
 
 

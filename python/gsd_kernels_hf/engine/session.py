@@ -32,7 +32,7 @@ from ..sources.base import DraftSource, OwnSource
 from ..sources.learned import Known
 from ..sources.memory import HistoryMemory
 from ..sources.mixer import Mixer
-from ..sources.weights import Calibration, SourceWeights
+from ..sources.weights import SourceWeights
 from . import room
 from .request import Request
 from .session_key import SessionKey
@@ -120,8 +120,6 @@ class Session:
         if sources:
             weights = {s.name: SourceWeights(s.shares, s.reliability, MAX_BRANCH, device) for s in sources}
             self.mixer = Mixer(sources, weights, self.state, self.backend, vocab_size=self.target.vocab_size)
-            if key.calibrated:
-                self.mixer.calibration = Calibration(key.branch, device)
         self.first, self.continues = True, False
         self.memory: HistoryMemory | None = None
         self.learned: Known | None = None
@@ -300,8 +298,6 @@ class Session:
         """Get ready for steps of a plan."""
         self.clock.begin_step()
         config = plan.shape
-        if config is not None and self.mixer is not None and plan.acceptance is not None:
-            plan.acceptance.write(self.mixer.calibration)
         if config is not None and self.config != config:
             assert self.mixer is not None
             self.mixer.prepare(config)
@@ -353,13 +349,10 @@ class Session:
         """The step once it is known what is accepted, all of it on the device: commit, and let sources observe it."""
         verified = Verified.of(unverified, accepted, self.backend)
         self.commit(verified)
-        figures = None
         if self.mixer is not None:
             with self.clock.part("draft"):
                 self.mixer.observe(verified)
-            if self.mixer.calibration is not None and verified.graph is not None:
-                figures = self.mixer.figures(verified)
-        self.report = StepReport.of(self.state, figures)
+        self.report = StepReport.of(self.state)
         return verified
 
     @property

@@ -22,7 +22,6 @@ class SessionKey:
     warpers: tuple[tuple[str, float], ...]
     eos_ids: tuple[int, ...]
     draws: bool  # whether the draft's own samples are verified
-    calibrated: bool  # whether a policy corrects what sources claim
     padding: bool  # whether the target reads on in sequences that ended
     backend: str
     alone: bool  # whether no other rank must do the same at the same time
@@ -48,7 +47,6 @@ class SessionKey:
             warpers=tuple(request.plan.warper_arguments.items()),
             eos_ids=tuple(sorted(request.eos_ids)),
             draws=request.draws_from_draft,
-            calibrated=policy.acceptance is not None,
             padding=request.reads_padding,
             backend=request.options.backend,
             alone=alone,

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from ..model import replay
-from ..policy.base import Profiles
 from ..records import DecodeState, report_sizes
-from ..sources.figures import Figures, as_one
 
 
 class HostReport(NamedTuple):
@@ -23,14 +21,12 @@ class HostReport(NamedTuple):
         done: of every sequence.
         tokens: that each emitted.
         faults: of what sources proposed, 0 for none.
-        profiles: for a policy that wants them.
         counted: nodes, merges and accepted merges so far, of a step that another one followed unheard.
     """
 
     done: Sequence[bool]
     tokens: Sequence[list[int]]
     faults: Sequence[int]
-    profiles: Profiles
     counted: list[int] | None = None
 
     @property
@@ -65,23 +61,18 @@ class StepReport:
     """A step on the device, for the host.
 
     Attributes:
-        whole: int32 [n]: ``DecodeState.report``, and on a GPU the figures behind it.
+        whole: int32 [n]: ``DecodeState.report``.
         batch, width: sequences, and places for emitted tokens.
-        figures: for a policy; ``None``: it wants none.
     """
 
     whole: Tensor
     batch: int
     width: int
-    figures: Figures | None = None
 
     @classmethod
-    def of(cls, state: DecodeState, figures: Figures | None = None) -> StepReport:
-        """The report of a state, in its own storage, and where figures are wanted on a GPU beside a copy of them."""
-        whole = state.report  # int32 [n]
-        if figures is not None and replay.is_gpu(whole.device):
-            whole = as_one([whole, *figures.tensors()])
-        return cls(whole, *state.emitted.shape, figures)
+    def of(cls, state: DecodeState) -> StepReport:
+        """The report of a state, in its own storage."""
+        return cls(state.report, *state.emitted.shape)
 
     def read(self) -> HostReport:
         """Wait for the step, and bring it to the host in one copy."""
@@ -99,13 +90,9 @@ class StepReport:
 
     def heard(self, whole: Tensor) -> HostReport:
         """The step out of ``whole``, as it is in the host's memory."""
-        figures = self.figures
         sizes = report_sizes(self.batch, self.width)
-        size = sum(sizes)
-        numbers = iter(whole[:size].tolist())  # one call, where a tensor for each part would be ten
+        numbers = iter(whole.tolist())  # one call, where a tensor for each part would be ten
         flags, counts, emitted, faults = (list(islice(numbers, part)) for part in sizes)
         done = [bool(flags[i // 4] >> i % 4 * 8 & 255) for i in range(self.batch)]
         tokens = [emitted[i * self.width : i * self.width + count] for i, count in enumerate(counts)]
-        if figures is not None and len(whole) > size:
-            figures = figures.read_from(whole[size:])
-        return HostReport(done, tokens, faults, {} if figures is None else figures.profiles())
+        return HostReport(done, tokens, faults)

@@ -14,10 +14,8 @@ from transformers import PreTrainedModel
 from ..costs.pair import COSTS, CostPair, Draft, fingerprint, forwards, pair_of
 from ..model.properties import device_of
 from ..store import Saver, cache_dir
-from .experience import Experience
-from .row_policy import RowExperience, RowPolicy
+from .learning import Experience, LearningPolicy
 from .settings import Automatic
-from .shape_policy import ShapeExperience, ShapePolicy
 from .shapes import ladder, row_shape, shape_name
 
 
@@ -62,9 +60,7 @@ class Situation:
         return self.chooses_rows and self.draft is None
 
 
-def automatic_policy(
-    kept: MutableMapping[Any, tuple[Experience, Saver]], situation: Situation
-) -> ShapePolicy | RowPolicy:
+def automatic_policy(kept: MutableMapping[Any, tuple[Experience, Saver]], situation: Situation) -> LearningPolicy:
     """The policy of one generation.
 
     Args:
@@ -77,10 +73,14 @@ def automatic_policy(
     if key not in kept:
         kept.setdefault(key, learned(situation))
     experience, saver = kept[key]
-    common = {"batch": situation.batch, "prefix": situation.prefix, "saver": saver}
-    if isinstance(experience, RowExperience):
-        return RowPolicy(experience, backend=situation.backend, **common)
-    return ShapePolicy(experience, reads_prompt=situation.reads_prompt, **common)
+    return LearningPolicy(
+        experience,
+        batch=situation.batch,
+        prefix=situation.prefix,
+        reads_prompt=situation.reads_prompt,
+        backend=situation.backend,
+        saver=saver,
+    )
 
 
 def placed(module: nn.Module) -> tuple[Any, ...]:
@@ -96,12 +96,11 @@ def learned(situation: Situation) -> tuple[Experience, Saver]:
     prints = map(fingerprint, situation.models)
     about = " ".join([str(situation.by_rows), situation.about, *situation.sources, *prints])
     section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"
-    experience: Experience
     if situation.by_rows:
-        experience = RowExperience(pair.costs, shape_name(row_shape()), row_shape(), situation.settings)
+        shapes = {shape_name(row_shape()): row_shape()}
     else:
         shapes = ladder(pair.device.type, with_model=situation.draft is not None, reuses=situation.reuses)
-        experience = ShapeExperience(pair.costs, shapes, situation.settings)
+    experience = Experience(pair.costs, shapes, by_rows=situation.by_rows, settings=situation.settings)
     pair.load(section, experience)
     return experience, ExperienceSaver(pair, section, experience)
 

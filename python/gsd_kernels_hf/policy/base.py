@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
-
-import numpy as np
 
 from gsd_kernels import GraphConfig
 
 from ..records import Verified
-from .acceptance import AcceptanceModel
 from .row_selector import RowSelector
-
-Profiles = Mapping[str, "tuple[np.ndarray, np.ndarray]"]
-"""By pool: candidate probabilities after accepted nodes, and which were picked; [n, K] each."""
 
 
 class Plan(NamedTuple):
@@ -23,12 +17,10 @@ class Plan(NamedTuple):
 
     Attributes:
         shape: of its graph; ``None`` is plain decoding.
-        acceptance: calibrates drafted candidates; ``None``: they are taken as they are claimed.
         rows: chooses the rows that are forwarded, where the host may decide; ``None``: all.
     """
 
     shape: GraphConfig | None
-    acceptance: AcceptanceModel | None = None
     rows: RowSelector | None = None
 
 
@@ -41,7 +33,6 @@ class Observation:
             tests: only the figures below are known.
         tokens: emitted by every sequence; 0 for one that was finished before.
         rows: that the target computed, of each sequence.
-        profiles: of a step that drafted, for a policy that has an ``acceptance``; else empty.
         target_seconds, other_seconds: of its forward, and of all else in the step; 0 where unknown.
         late: whether another shape was chosen since it was planned.
     """
@@ -49,21 +40,13 @@ class Observation:
     verified: Verified | None
     tokens: Sequence[int]
     rows: int
-    profiles: Profiles
     target_seconds: float = 0.0
     other_seconds: float = 0.0
     late: bool = False
 
 
 class Policy(Protocol):
-    """Plans every step of one generation: its shape, and which of its rows are forwarded.
-
-    Attributes:
-        acceptance: what is known of the sources, if the policy learns it: it wants profiles, and its calibration is
-            written to the device before a step that drafts.
-    """
-
-    acceptance: AcceptanceModel | None
+    """Plans every step of one generation: its shape, and which of its rows are forwarded."""
 
     def plan(self) -> Plan:
         """The next step."""

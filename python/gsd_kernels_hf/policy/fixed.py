@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from gsd_kernels import GraphConfig
 
-from .acceptance import AcceptanceModel
 from .base import Observation, Plan
 
 
@@ -13,13 +12,12 @@ class FixedPolicy:
 
     def __init__(self, config: GraphConfig | None) -> None:
         self.config = config
-        self.acceptance: AcceptanceModel | None = None
 
     def shape(self) -> GraphConfig | None:
         return self.config
 
     def plan(self) -> Plan:
-        return Plan(self.shape(), self.acceptance)
+        return Plan(self.shape())
 
     def observe(self, seen: Observation) -> None:
         """Nothing is learned."""

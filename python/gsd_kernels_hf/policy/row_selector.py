@@ -9,22 +9,20 @@ less than their tokens; and more where it is hard.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gsd_kernels import GraphConfig, Rows, TokenGraph
-from gsd_kernels.ops.select_rows import FEATURES, LogisticPosterior, select_rows, update_edge_model
+from gsd_kernels.ops.select_rows import LogisticPosterior, select_rows, update_edge_model
 
-from .. import numbers
 from ..records import Verified
 
 # Prior of the logistic weights, by feature, see gsd_kernels.ops.select_rows.FEATURES: between taking chances as they
 # are, nearly right for the history's mixture (6,563 edges of SmolLM2), and what sources that claim too much need.
 PRIOR_MEAN, PRIOR_STD = (0.5, 0.75, -1.2, -0.3, -0.4, 0.4, 0.1), (0.25, 0.1, 0.25, 0.1, 0.2, 0.15, 0.1)
 PROCESS_NOISE = 2.5e-5  # share of its prior variance by which a weight's variance grows with every edge observed
-MAX_WEIGHT = 100.0  # beyond it a file is damaged
 ROW_BONUS = 0.03  # tokens of later steps that one more forwarded row is worth: the history learns what follows it
 
 
@@ -38,21 +36,14 @@ class EdgeModel:
         mean, std = (torch.tensor(part, dtype=torch.float64, device="cpu") for part in (PRIOR_MEAN, PRIOR_STD))
         self.posterior = LogisticPosterior(mean, (std**2).diag(), std**2)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, np.ndarray]:
         """All of it, for the disk."""
-        return {"weights": self.posterior.weights.tolist(), "covariance": self.posterior.covariance.tolist()}
+        return {"weights": self.posterior.weights.numpy(), "covariance": self.posterior.covariance.numpy()}
 
-    def load(self, data: Mapping[str, Any]) -> None:
-        """Load what :meth:`as_dict` gave.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is not that; nothing was taken over.
-        """
-        weights = numbers.array("weights", data["weights"], (FEATURES,), -MAX_WEIGHT, MAX_WEIGHT)
-        covariance = numbers.covariance("covariance", data["covariance"], 2 * self.posterior.prior.numpy())
-        self.posterior = self.posterior._replace(
-            weights=torch.from_numpy(weights), covariance=torch.from_numpy(covariance)
-        )
+    def load(self, data: Mapping[str, np.ndarray]) -> None:
+        """Load what :meth:`as_dict` gave."""
+        weights, covariance = (torch.from_numpy(data[name]) for name in ("weights", "covariance"))
+        self.posterior = self.posterior._replace(weights=weights, covariance=covariance)
 
 
 class RowSelector:

@@ -3,7 +3,7 @@
 Every shape has storage of its own, on a GPU a captured graph, so there are at most eight for a pair: lists by whether
 rows are expensive (a CPU) or nearly free (a GPU), and on a GPU by whether a draft model is there. On a CPU without a
 draft model there is one wide shape, whose rows are chosen one by one. A search over recorded profiles found the lists;
-``tests/policy/ladders.py`` measures what they lose against 576 shapes, ``bench/results/ladder.json`` has the table.
+``bench/results/ladder.json`` has what they lose against 576 shapes.
 """
 
 from __future__ import annotations

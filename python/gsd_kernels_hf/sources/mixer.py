@@ -17,9 +17,8 @@ from ..model import replay
 from ..records import Candidates, DecodeState, Verified
 from .base import DraftSource, GrowsLevels, Level, OwnSource, Prefilled, Proposal, Text, reaches
 from .border import Border, is_own
-from .figures import Figures, Held, side_by_side
 from .tally import Tally
-from .weights import Calibration, SourceWeights
+from .weights import SourceWeights
 
 
 @dataclass
@@ -27,10 +26,8 @@ class MixedLevel:
     """Proposals of all sources at one level, or of one source at several, side by side."""
 
     node_ids: Tensor  # int32 [B, W]
-    candidates: Candidates | None = None  # of all sources together, before calibration
-    costs_forward: bool = False  # whether a source that forwards a model proposed
+    candidates: Candidates | None = None  # of all sources together
     asked: dict[str, Asked] = field(default_factory=dict)  # by source: what it proposed, and the mixture before it
-    lookup: str | None = None  # the last source that costs no forward
     rows: int = 0  # that sources forwarded
 
 
@@ -76,7 +73,6 @@ class Mixer:
         self.border = Border(sources, vocab_size, state.faults if replay.is_gpu(device) else None)
         self.tally = Tally([source.name for source in sources], counts=not replay.is_gpu(device))
         self._take(self.every)
-        self.calibration: Calibration | None = None  # of this text
         self.shapes: dict[GraphConfig, Storage] = {}
         self.current: Storage | None = None
 
@@ -160,9 +156,6 @@ class Mixer:
             drafted = self.propose(level)
             levels.append(drafted)
             tokens, log_probs = drafted.candidates
-            # Its counts are of levels where a model was forwarded; a source alone has its own reliability.
-            if self.calibration is not None and drafted.costs_forward:
-                log_probs = self.calibration(log_probs, self.backend)
             # The width is the next level's, which is the history's behind the last that a model expands.
             frontier = merge(
                 graph,
@@ -193,10 +186,6 @@ class Mixer:
             # With the mixture before it: a source's weight learns from what it would add to that.
             asked = Asked(drafted.node_ids, *proposal.candidates, proposal.index, *(found or (None, None)))
             drafted.asked[source.name] = asked
-            if source.forwards:
-                drafted.costs_forward = True
-            else:
-                drafted.lookup = source.name
             if found is None:
                 found = self.alone(source.name, asked)
             else:
@@ -217,7 +206,7 @@ class Mixer:
         if rest is None:
             return None
         asked, log_probs = rest
-        return MixedLevel(asked.node_ids, (asked.tokens, log_probs), asked={source.name: asked}, lookup=source.name)
+        return MixedLevel(asked.node_ids, (asked.tokens, log_probs), {source.name: asked})
 
     def alone(self, name: str, asked: Asked) -> Candidates:
         """Candidates of a source that is not mixed with others, calibrated by its reliability."""
@@ -242,24 +231,6 @@ class Mixer:
                 if name in found:  # not left out since
                     found[name].append(asked)
         return found
-
-    def figures(self, verified: Verified) -> Figures:
-        """The sources' figures of the step's candidates, for a policy; on the device, without a wait.
-
-        ``"model"``: of levels where a model was forwarded, all sources together, before calibration; ``"lookup"``: of
-        these levels the last source that costs no forward, and of other levels all sources.
-        """
-        groups: dict[str, list[Held]] = {"model": [], "lookup": []}
-        looked_up: dict[str, list[Asked]] = {}  # by source, beside a model
-        for drafted in self.current.levels if self.current is not None else []:
-            assert drafted.candidates is not None
-            groups["model" if drafted.costs_forward else "lookup"].append((drafted.node_ids, *drafted.candidates))
-            if drafted.costs_forward and drafted.lookup is not None:
-                looked_up.setdefault(drafted.lookup, []).append(drafted.asked[drafted.lookup])
-        for name, asked in looked_up.items():
-            level = side_by_side(asked)
-            groups["lookup"].append((level.node_ids, *self.alone(name, level)))
-        return Figures(verified.nodes, verified.tokens, {name: group for name, group in groups.items() if group})
 
 
 def fitted(proposal: Proposal, level: Level) -> Proposal:

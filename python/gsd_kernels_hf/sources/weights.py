@@ -1,12 +1,9 @@
-"""Statistics of draft sources, learned from what the target picked: interpolation weights, reliability, calibration.
+"""Statistics of draft sources, learned from what the target picked: interpolation weights and reliability.
 
 All state lies on the device and is updated in place; nothing here waits for it, so that a step can be captured. It
 decides what is worth a row, never what is accepted.
 
-Interpolation weights and reliability sink back to their priors by what was observed since, see
-:func:`gsd_kernels.ops.learn.learn_source`. The table of :class:`Calibration` is counted on the host by
-:mod:`gsd_kernels_hf.policy.acceptance`, which forgets by steps, because it also needs those counts to predict what a
-shape gains.
+They sink back to their priors by what was observed since, see :func:`gsd_kernels.ops.learn.learn_source`.
 """
 
 from __future__ import annotations
@@ -41,28 +38,6 @@ def reliability_of(start: Sequence[float], branch: int, device: torch.device) ->
     ratio = torch.tensor(start, dtype=torch.float32, device=device)[:, None].expand(-1, branch)
     prior = PRIOR_COUNT * ratio  # float32 [n, K]
     return Reliability(prior, prior.clone(), torch.full_like(prior, PRIOR_COUNT), ratio.log())
-
-
-class Calibration:
-    """Calibration of draft log-probabilities: how often such a candidate was the target's pick.
-
-    A table of log-ratios by rank and draft probability, on the device.
-
-    Args:
-        branch: ranks that are told apart.
-        device: of the table.
-    """
-
-    EDGES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # between bins of draft probability
-
-    def __init__(self, branch: int, device: torch.device) -> None:
-        self.edges = torch.tensor(self.EDGES, device=device, dtype=torch.float32)
-        self.log_ratio = torch.zeros(branch, len(self.EDGES) + 1, device=device, dtype=torch.float32)
-        self.written: object = None  # what the table was made of, for whom writes it
-
-    def __call__(self, log_probs: Tensor, backend: str = "auto") -> Tensor:
-        """Calibrate log-probabilities float32 [B, W, K], best candidate first; at most 0."""
-        return calibrate_candidates(log_probs, self.log_ratio, edges=self.edges, backend=backend)
 
 
 class SourceWeights:

@@ -1,0 +1,335 @@
+"""The automatic policy: every step has the shape, or the rows of one shape, with the most predicted tokens a second.
+
+Tokens come from :mod:`acceptance <gsd_kernels_hf.policy.acceptance>`, seconds from :mod:`costs
+<gsd_kernels_hf.costs.model>`; both are learned from every step. Where the host may choose a step's rows there is one
+wide shape, whose rows a :mod:`selector <gsd_kernels_hf.policy.row_selector>` takes, and its tokens are a running mean.
+
+A choice whose cost is uncertain is tried for a few steps where the tokens to come are expected to pay for them. What
+the chosen steps show nothing of (the draft model under shapes without its levels, all sources under plain decoding) is
+tried again after a wait, which doubles each time. The first step behind a long prompt is plain where a draft model has
+to read the prompt too: the first token comes before that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gsd_kernels import GraphConfig
+from gsd_kernels.config import PLAIN
+
+from ..costs.model import CostModel
+from .acceptance import Acceptance
+from .base import Observation, Plan
+from .fixed import FixedPolicy
+from .row_selector import EdgeModel, RowSelector
+from .settings import Automatic
+
+logger = logging.getLogger("gsd_kernels")
+
+MAX_CHOICE_INTERVAL_STEPS = 16  # between choices, at most
+KNOWN_CHOICE_STEPS = 4  # until the first choice, where an earlier text's goes on
+MIN_TOKENS_PER_STEP = 1.1  # below it speculation is useless whatever it costs
+MIN_STEPS_BEFORE_PLAIN = 4  # of a text
+LESS_GAIN = 1.03  # over min_gain, of a choice whose steps show less of the sources than the current one's
+TRIAL_STEPS, TRIAL_PAUSE_STEPS = 2, 9  # length of a trial; steps before the first, and between two
+RETURN_STEPS = 3  # of the choice before, until a trial is judged
+TRIAL_TOKENS = 1.0  # that a trial must be worth beside its steps: other storage, cold caches
+OPTIMISM_STD = 0.75  # uncertain costs are tried as if their log seconds were so many standard deviations lower
+EXPLORE_STEPS = 16  # timed steps of a pair, in each of which row counts of uncertain cost are tried
+MAX_EXPLORE_INTERVAL_STEPS = 31  # between such trials later
+FIRST_WAIT_STEPS, MAX_WAIT_STEPS = 32, 1024  # until what was given up is tried again, the first time and at most
+NEW_TEXT_MAX_WAIT_STEPS = 10  # where a new text begins
+PRIOR_TOKENS, PRIOR_ROWS = 2.0, 8.0  # of a step whose rows are chosen, before any was taken
+PRIOR_STEPS, MEAN_STEPS = 4.0, 32.0  # that these count for, and steps of a running mean
+MAX_BATCH = 64  # of which the last choice is kept apart
+
+
+class Experience:
+    """What a pair's generations learned, together: calls that overlap in time share it.
+
+    Args:
+        costs: of the pair, for any sources and sampling.
+        shapes: by name; a subset of those that ``costs`` knows.
+        by_rows: whether rows of the only shape are chosen.
+        settings: of its policies.
+
+    Attributes:
+        last: place of the choice that the last text ended with, by batch size; −1: none did.
+        means: tokens and rows of a step whose rows are chosen, and steps that these count for.
+        waits: steps until what was given up is tried again, and the next time.
+        warm: names of shapes that ran since this was made: a first step makes storage and loads code.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        shapes: Mapping[str, GraphConfig],
+        *,
+        by_rows: bool = False,
+        settings: Automatic | None = None,
+    ) -> None:
+        self.costs, self.shapes, self.by_rows, self.settings = costs, dict(shapes), by_rows, settings or Automatic()
+        self.acceptance, self.edges = Acceptance(tuple(self.shapes.values())), EdgeModel()
+        self.last = np.full(MAX_BATCH, -1)
+        self.means = np.array([PRIOR_TOKENS, PRIOR_ROWS, PRIOR_STEPS])
+        self.waits = np.array([0, FIRST_WAIT_STEPS])
+        self.warm: set[str] = set()
+
+    def give_up(self) -> None:
+        """Wait from now on, and twice as long the next time."""
+        wait = self.waits[1]
+        self.waits = np.array([wait, min(2 * wait, MAX_WAIT_STEPS)])
+
+    def as_dict(self) -> dict[str, np.ndarray]:
+        """All but the costs, for the disk."""
+        learned = {"share": self.acceptance.share, "last": self.last, "means": self.means, "waits": self.waits}
+        return {name: array.copy() for name, array in (learned | self.edges.as_dict()).items()}
+
+    def load(self, data: Mapping[str, np.ndarray]) -> None:
+        """Load what :meth:`as_dict` gave."""
+        self.edges.load(data)
+        self.acceptance.share, self.last, self.means, self.waits = (
+            data[name] for name in ("share", "last", "means", "waits")
+        )
+
+
+class LearningPolicy:
+    """Plans the steps of one generation; see :class:`~gsd_kernels_hf.policy.base.Policy`.
+
+    Args:
+        experience: of the pair.
+        batch: sequences.
+        prefix: tokens of the prompt.
+        reads_prompt: whether a source reads all of the prompt before it proposes.
+        backend: of the ops.
+        saver: has ``save()``, called at the end.
+
+    Attributes:
+        current: place of the next step's shape in ``configs``, of which 0 is plain decoding.
+        home: the choice behind a trial, or behind the opening step; else ``None``.
+        before: the choice before a retry of what was given up, until its first choice.
+        log: rows and seconds of the steps since the last choice.
+        cached: tokens in the target's cache, all sequences together.
+        steps, since: of the text, and since the last switch.
+    """
+
+    def __init__(
+        self,
+        experience: Experience,
+        *,
+        batch: int = 1,
+        prefix: int = 0,
+        reads_prompt: bool = False,
+        backend: str = "auto",
+        saver: Any = None,
+    ) -> None:
+        self.experience, self.batch, self.saver = experience, batch, saver
+        self.settings, costs = experience.settings, experience.costs
+        self.names = (PLAIN, *experience.shapes)
+        self.configs: tuple[GraphConfig | None, ...] = (None, *experience.shapes.values())
+        self.of_costs = np.array([costs.index[name] for name in self.names])
+        models = any(shape is not None and shape.depth for shape in self.configs)
+        # What steps show of the sources: 0 nothing, 1 all but the draft model, 2 all.
+        self.shows = np.array([0, *(2 if shape.depth or not models else 1 for shape in self.configs[1:])])
+        self.selector = RowSelector(experience.edges, backend) if experience.by_rows else None
+        self.cached = float(batch * prefix)
+        self.steps = self.since = 0
+        self.next_trial, self.next_exploration = TRIAL_PAUSE_STEPS, 0
+        self.home: int | None = None
+        self.before: int | None = None
+        self.log: list[tuple[int, float, float]] = []
+        experience.acceptance.new_text()
+        experience.means = np.minimum(experience.means, [np.inf, np.inf, PRIOR_STEPS])
+        self._predict()
+        last = int(experience.last[min(batch, MAX_BATCH) - 1])
+        if last >= 0:
+            self.current, self.least = last, max(KNOWN_CHOICE_STEPS, self.settings.first_choice_steps)
+            if self.shows[last] < self.shows.max():  # a new text may suit what was given up better
+                experience.waits[0] = min(experience.waits[0], NEW_TEXT_MAX_WAIT_STEPS)
+        else:  # a shape with all sources is safe, and plain decoding is never chosen by a prior
+            self.current = int(np.where(self.shows == 2, self.rates, 0.0).argmax())
+            self.least = self.settings.first_choice_steps
+        self.next_choice, first = self.least, self.configs[self.current]
+        if reads_prompt and prefix >= self.settings.long_prompt_tokens and first is not None and first.depth:
+            self.home, self.current = self.current, 0
+            self.next_choice = 1
+        self._explore()
+
+    def shape(self) -> GraphConfig | None:
+        """The shape of the next step."""
+        return self.configs[self.current]
+
+    def plan(self) -> Plan:
+        """The next step: its shape, and where rows are chosen what chooses them."""
+        return Plan(self.shape(), self.selector)
+
+    def largest_shapes(self) -> list[GraphConfig]:
+        """All of the pair."""
+        return list(self.experience.shapes.values())
+
+    def observe(self, seen: Observation) -> None:
+        """Learn from a step; now and then choose anew."""
+        if self.selector is not None and seen.verified is not None:
+            self.selector.observe(seen.verified)
+        self.cached += sum(seen.tokens)
+        if seen.late:  # of the shape before, which was learned from
+            return
+        self.steps += 1
+        self.since += 1
+        self._learn(seen)
+        if self.home is None and self.shows[self.current] < self.shows.max():
+            self.experience.waits[0] = max(0, self.experience.waits[0] - 1)
+        if self.steps >= self.next_choice:
+            self._learn_seconds()
+            self.next_choice = self.steps + min(MAX_CHOICE_INTERVAL_STEPS, max(self.least, self.steps // 2))
+            self._predict()
+            self._choose(timed=seen.target_seconds > 0)
+        self._explore()
+
+    def _learn(self, seen: Observation) -> None:
+        experience, name = self.experience, self.names[self.current]
+        if name in experience.warm and seen.target_seconds > 0:
+            self.log.append((self.batch * seen.rows, seen.target_seconds, seen.other_seconds))
+        experience.warm.add(name)
+        counts = [count for count in seen.tokens if count > 0]
+        if not self.current or not counts:
+            return
+        if self.selector is None:
+            for count in counts:
+                experience.acceptance.observe(self.current - 1, count - 1)
+        else:
+            tokens, rows, steps = experience.means
+            steps = min(steps + 1.0, MEAN_STEPS)
+            tokens, rows = tokens + (np.mean(counts) - tokens) / steps, rows + (seen.rows - rows) / steps
+            experience.means = np.array([tokens, rows, steps])
+
+    def _learn_seconds(self) -> None:
+        self.experience.costs.observe(self.names[self.current], self.cached, self.log)
+        self.log = []
+
+    def _predict(self) -> None:
+        """Predict, of every choice: tokens and rows of a sequence, seconds, and how uncertain these are."""
+        experience = self.experience
+        if self.selector is None:
+            tokens, rows = experience.acceptance.tokens()
+        else:
+            tokens, rows = experience.means[:1], experience.means[1:2]
+        self.tokens, self.rows = np.append(1.0, tokens), np.append(1.0, rows)
+        costs = experience.costs
+        target = costs.target_seconds(self.batch * self.rows, self.cached)
+        other = costs.other_seconds(self.batch)[self.of_costs]
+        self.seconds = target + other
+        stds = target * costs.target_std(self.batch * self.rows) + other * costs.other_std()[self.of_costs]
+        self.stds = stds / self.seconds
+        self.rates = self.tokens / self.seconds
+        if self.selector is not None:
+            counts = self.batch * np.arange(1.0, 1.0 + self.configs[1].max_rows)
+            forward = costs.target_seconds(counts, self.cached)
+            self.by_rows = torch.from_numpy(forward + other[1])
+            optimistic = forward * np.exp(-OPTIMISM_STD * costs.target_std(counts))
+            self.optimistic = torch.from_numpy(optimistic + other[1])
+
+    def _explore(self) -> None:
+        """Tell the selector the seconds of a step by row count; now and then, for one step, optimistic ones."""
+        if self.selector is None or not self.current:
+            return
+        explores = self.steps >= self.next_exploration
+        self.selector.seconds = self.optimistic if explores else self.by_rows
+        if explores and (timed := self.experience.costs.steps) >= EXPLORE_STEPS:
+            self.next_exploration = self.steps + min(MAX_EXPLORE_INTERVAL_STEPS, max(TRIAL_PAUSE_STEPS, timed // 4))
+
+    def _choose(self, *, timed: bool) -> None:
+        """Choose the shape of the next steps: the best one, a trial, or one of what was given up."""
+        experience, gain = self.experience, self.settings.min_gain
+        if self.home is not None and self.steps > 1:
+            # Home again before anything is taken: the machine may have become another during the trial.
+            self.current, self.home, self.next_choice = self.home, None, self.steps + RETURN_STEPS
+            return
+        home = self.current if self.home is None else self.home
+        self.home = self.before = None
+        best = self._best(home)
+        self._take(best, home)
+        if self.shows[best] < self.shows[home]:
+            experience.give_up()
+        elif self.shows[best] == self.shows.max():
+            if self.since > FIRST_WAIT_STEPS:
+                experience.waits[1] = FIRST_WAIT_STEPS  # speculation pays
+        elif experience.waits[0] == 0:
+            self._retry()
+            return
+        else:
+            self.next_choice = min(self.next_choice, self.steps + experience.waits[0])
+        if timed and best and self.steps >= self.next_trial:
+            self._try(best, gain)
+
+    def _best(self, home: int) -> int:
+        """The choice with the most tokens a second, if that is enough more than ``home`` has."""
+        gain, speculating = self.settings.min_gain, self.tokens[1:].max() > MIN_TOKENS_PER_STEP
+        # Plain decoding is not chosen by a guess of what it takes, unless steps emit one token anyhow.
+        rates = self.rates * np.exp(-self.stds * speculating * (self.shows == 0))
+        more = np.where(self.shows < self.shows[home], gain * LESS_GAIN, gain)
+        if self.steps < MIN_STEPS_BEFORE_PLAIN and speculating:
+            more[0] = np.inf
+        more[home] = 1.0
+        return int((rates / more).argmax())
+
+    def _take(self, shape: int, before: int) -> None:
+        """Give the next steps to ``shape`` in place of ``before``, because of their tokens a second; log a switch."""
+        if shape != before:
+            logger.log(
+                logging.INFO if 0 in (shape, before) else logging.DEBUG,
+                "auto: %s after %d steps: %s has %.1f tokens/s by %.2f tokens a step, %s %.1f by %.2f",
+                "speculation off" if shape == 0 else "speculation on" if before == 0 else "switch",
+                self.steps,
+                *(self.names[shape], self.rates[shape], self.tokens[shape]),
+                *(self.names[before], self.rates[before], self.tokens[before]),
+            )
+        if shape != self.current:
+            self.since = 0
+        self.current = shape
+
+    def _try(self, home: int, gain: float) -> None:
+        """Give a few steps to the choice of uncertain cost from which the tokens to come gain most, if any do."""
+        gains = np.log(self.rates / (gain * self.rates[home])) + OPTIMISM_STD * self.stds
+        lost = TRIAL_TOKENS + TRIAL_STEPS * self.tokens * np.maximum(self.rates[home] / self.rates - 1.0, 0.0)
+        worth = np.where(self.stds > 0.02, self.settings.payback_tokens * gains - lost, 0.0)
+        worth[home] = 0.0
+        if worth.max() > 0.0:
+            self.home, self.current = home, int(worth.argmax())
+            self.next_choice = self.steps + TRIAL_STEPS
+            self.next_trial = self.next_choice + TRIAL_PAUSE_STEPS
+
+    def _retry(self) -> None:
+        """Try again what was given up, speculation or the draft model, where an easy text could make it pay."""
+        experience, current = self.experience, self.current
+        easy = np.append(1.0, experience.acceptance.easy_tokens()) / self.seconds
+        some = np.where(self.shows > self.shows[current], easy, 0.0)
+        if some.max() < self.settings.min_gain * self.rates[current]:
+            experience.waits[0] = experience.waits[1]
+            return
+        experience.acceptance.forget(lookups=current == 0)
+        experience.means = np.array([PRIOR_TOKENS, PRIOR_ROWS, PRIOR_STEPS])
+        self._take(int(some.argmax()), current)
+        self.before = current
+        self.next_choice = self.steps + self.settings.retry_steps
+
+    def without_model(self, *, reuses: bool) -> FixedPolicy | LearningPolicy:
+        """End, and go on with the best of the shapes without a model's levels, or plain decoding."""
+        if self.shows.max() < 2 or not any(shape is not None and shape.depth for shape in self.configs):
+            return self
+        self.end()
+        some = [shape is None or (reuses and not shape.depth) for shape in self.configs]
+        return FixedPolicy(self.configs[int(np.where(some, self.rates, 0.0).argmax())])
+
+    def end(self) -> None:
+        """Keep what was learned, and where the generation ended."""
+        self._learn_seconds()
+        settled = next(shape for shape in (self.before, self.home, self.current) if shape is not None)
+        self.experience.last[min(self.batch, MAX_BATCH) - 1] = settled
+        if self.saver is not None:
+            self.saver.save()
