@@ -88,11 +88,14 @@ class Experience:
     def as_dict(self) -> dict[str, np.ndarray]:
         """All but the costs, for the disk."""
         learned = {"share": self.acceptance.share, "last": self.last, "means": self.means, "waits": self.waits}
-        return {name: array.copy() for name, array in (learned | self.edges.as_dict()).items()}
+        if self.by_rows:
+            learned |= self.edges.as_dict()
+        return {name: array.copy() for name, array in learned.items()}
 
     def load(self, data: Mapping[str, np.ndarray]) -> None:
         """Load what :meth:`as_dict` gave."""
-        self.edges.load(data)
+        if self.by_rows:
+            self.edges.load(data)
         self.acceptance.share, self.last, self.means, self.waits = (
             data[name] for name in ("share", "last", "means", "waits")
         )
