@@ -34,7 +34,6 @@ logger = logging.getLogger("gsd_kernels")
 MAX_CHOICE_INTERVAL_STEPS = 16  # between choices, at most
 KNOWN_CHOICE_STEPS = 4  # until the first choice, where an earlier text's goes on
 MIN_TOKENS_PER_STEP = 1.1  # below it speculation is useless whatever it costs
-MIN_STEPS_BEFORE_PLAIN = 4  # of a text
 LESS_GAIN = 1.03  # over min_gain, of a choice whose steps show less of the sources than the current one's
 TRIAL_STEPS, TRIAL_PAUSE_STEPS = 2, 9  # length of a trial; steps before the first, and between two
 RETURN_STEPS = 3  # of the choice before, until a trial is judged
@@ -273,13 +272,11 @@ class LearningPolicy:
     def _best(self, home: int) -> int:
         """The choice with the most tokens a second, if that is enough more than ``home`` has."""
         gain, speculating = self.settings.min_gain, self.tokens[1:].max() > MIN_TOKENS_PER_STEP
-        # Plain decoding is not chosen by a guess of what it takes, unless steps emit one token anyhow.
-        rates = self.rates * np.exp(-self.stds * speculating * (self.shows == 0))
         more = np.where(self.shows < self.shows[home], gain * LESS_GAIN, gain)
-        if self.steps < MIN_STEPS_BEFORE_PLAIN and speculating:
+        if speculating and PLAIN not in self.experience.costs.timed:  # it is not chosen by a guess of what it takes
             more[0] = np.inf
         more[home] = 1.0
-        return int((rates / more).argmax())
+        return int((self.rates / more).argmax())
 
     def _take(self, shape: int, before: int) -> None:
         """Give the next steps to ``shape`` in place of ``before``, because of their tokens a second; log a switch."""
