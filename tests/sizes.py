@@ -32,16 +32,16 @@ BUDGET = {
     "gsd_kernels/ops": 208,  # 204 before feature_rows had a projection, a GPU, and keys and values alone
     "python/gsd_kernels_hub": 11,  # what is laid out for the Hub
     "python/gsd_kernels_cli": 134,
-    "python/gsd_kernels_hf": 50,  # 48 before copies and unpatch kept what others set, and writers of folders their own
+    "python/gsd_kernels_hf": 48,
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
     "python/gsd_kernels_hf/corpus": 5,
-    "python/gsd_kernels_hf/costs": 20,
-    "python/gsd_kernels_hf/engine": 81,  # 80 before all that sources forward was looked at before a session goes on
+    "python/gsd_kernels_hf/costs": 15,
+    "python/gsd_kernels_hf/engine": 80,
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 161,
     "python/gsd_kernels_hf/packed": 64,
-    "python/gsd_kernels_hf/policy": 37,  # 36 before threads that share it took turns
-    "python/gsd_kernels_hf/sources": 194,
+    "python/gsd_kernels_hf/policy": 21,
+    "python/gsd_kernels_hf/sources": 190,
     "python/gsd_kernels_hf/validate": 20,
     "python/gsd_kernels_serve": 113,  # 101 before malformed, cut and large answers and items of streams were its own
     "python/gsd_kernels_sglang": 20,
