@@ -49,7 +49,7 @@ MAX_BATCH = 64  # of which the last choice is kept apart
 
 
 class Experience:
-    """What a pair's generations learned, together: calls that overlap in time share it.
+    """The experience of a pair's generations, together: calls that overlap in time share it.
 
     Args:
         costs: of the pair, for any sources and sampling.
