@@ -33,7 +33,7 @@ if "editable_wheel" in sys.argv:  # the benchmarks run in a clone and are no par
     MAPPED["gsd_kernels_bench"] = "bench"
 OLDEST_TORCH = "0x020A000000000000"  # 2.10: the stable ABI that the libraries are built against
 OLDEST_NVCC = (12, 5)  # since which the runtime can be asked for a function of the driver by version
-RELEASE_ARCHS = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
+RELEASE_ARCHS = "8.0;8.6;8.9;9.0;10.0;11.0;12.0+PTX"
 CSRC = Path("csrc")
 
 runpy.run_path("gsd_kernels/environment.py")["adopt_old_names"]()
@@ -111,36 +111,49 @@ def smallest_code(nvcc: str) -> list[str]:
     return ["--compress-mode=size"] if known else []
 
 
-def local_archs() -> str | None:
+def local_archs() -> list[str]:
     """The compute capabilities of this machine's GPUs."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
-        return None
+        return []
     answer = subprocess.run([smi, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True)
-    archs = sorted(set(re.findall(r"^\d+\.\d+$", answer.stdout, re.MULTILINE)))
-    return ";".join("9.0a" if arch == "9.0" else arch for arch in archs) or None  # a: with wgmma, for 9.0 alone
+    return sorted(set(re.findall(r"^\d+\.\d+$", answer.stdout, re.MULTILINE)), key=_number)
 
 
-def release_archs(nvcc: str) -> str:
-    """Those of RELEASE_ARCHS that nvcc compiles for, with PTX for newer GPUs; 9.0a has none that they would take."""
-    listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
-    archs = RELEASE_ARCHS.removesuffix("+PTX").split(";")
-    archs = [arch for arch in archs if f"sm_{arch.rstrip('a').replace('.', '')}" in listed] or archs
-    newest = [arch for arch in archs if not arch.endswith("a")][-1]
-    return ";".join(f"{arch}+PTX" if arch == newest else arch for arch in archs)
+def wanted_archs(nvcc: str) -> str:
+    """Those that a variable names; else this machine's, else a release's, as far as nvcc knows them.
+
+    A GPU that is newer than nvcc gets the PTX of the newest one before it, so that an installation does not end there.
+    9.0 is compiled as 9.0a, which has wgmma: every GPU of 9.0 runs it. PTX of 9.0a would fit no other GPU.
+    """
+    named = os.environ.get("GSD_KERNELS_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
+    archs = re.split(r"[;,\s]+", named.strip()) if named else local_archs() or RELEASE_ARCHS.split(";")
+    if not named:
+        listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout
+        known = [f"{major}.{minor}" for major, minor in re.findall(r"sm_(\d+)(\d)\b", listed)]
+        fitting = [arch for arch in archs if not known or arch.removesuffix("+PTX") in known]
+        if len(fitting) < len(archs):
+            newest = max(known, key=_number)
+            archs = [*(arch for arch in fitting if arch != newest), f"{newest}+PTX"]
+    return ";".join(re.sub(r"^9\.0(?!a)", "9.0a", arch) for arch in sorted(archs, key=_number))
+
+
+def _number(arch: str) -> float:
+    """Of an architecture; 0 where it has none, which is refused where it is read."""
+    return float(match[0]) if (match := re.match(r"\d+(\.\d+)?", arch)) else 0.0
 
 
 def code_flags(archs: str) -> list[str]:
     """nvcc's -gencode options for a list such as ``8.0;9.0a+PTX``."""
     flags = []
-    for arch in re.split(r"[;,\s]+", archs.strip()):
+    for arch in archs.split(";"):
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
         if match is None:
             raise SystemExit(f"GSD_KERNELS_CUDA_ARCHS: cannot read {arch!r}; expected e.g. 8.0;9.0+PTX")
-        number = "".join(match.group(1, 2, 3))
+        plain, number = "".join(match.group(1, 2)), "".join(match.group(1, 2, 3))
         flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
         if match.group(4):
-            flags += ["-gencode", f"arch=compute_{number},code=compute_{number}"]
+            flags += ["-gencode", f"arch=compute_{plain},code=compute_{plain}"]
     return flags
 
 
@@ -218,9 +231,8 @@ class BuildOps(build_ext):
         link += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
         nvcc: list[str] = []
         if cuda:
-            archs = os.environ.get("GSD_KERNELS_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or local_archs()
+            archs = wanted_archs(tools.nvcc)
             nvcc = [tools.nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-            archs = ";".join(re.split(r"[;,\s]+", (archs or release_archs(tools.nvcc)).strip()))
             nvcc += ["-Xptxas", "-v", *smallest_code(tools.nvcc), *code_flags(archs)]
             cxx.append(f'-DGSD_ARCHITECTURES="{archs}"')
             link += [f"-L{cuda_libraries(tools.nvcc)}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]

@@ -40,7 +40,13 @@ def setup(monkeypatch) -> ModuleType:
             "12.0+PTX",
             [*("-gencode", "arch=compute_120,code=sm_120"), *("-gencode", "arch=compute_120,code=compute_120")],
         ),
-        ("8.0 9.0", [*("-gencode", "arch=compute_80,code=sm_80"), *("-gencode", "arch=compute_90,code=sm_90")]),
+        (
+            "8.0;9.0a+PTX",
+            [
+                *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90a,code=sm_90a"),
+                *("-gencode", "arch=compute_90,code=compute_90"),
+            ],
+        ),
     ],
 )
 def test_architecture_lists(archs, flags, setup):
@@ -79,13 +85,28 @@ def test_an_nvcc_that_does_not_compile_the_ops_is_left_alone(version, setup, nvc
             setup.extensions(tools)
 
 
+ALL = "sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_90a sm_100 sm_103 sm_110 sm_120 sm_121"
+OLD = "sm_50 sm_80 sm_86 sm_87 sm_89 sm_90 sm_90a"
+
+
 @pytest.mark.parametrize(
-    ("codes", "archs"),
+    ("codes", "local", "named", "archs"),
     [
-        ("sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121", "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"),
-        ("sm_50 sm_80 sm_86 sm_87 sm_89 sm_90 sm_90a", "8.0;8.6;8.9+PTX;9.0a"),
-        ("", "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"),
+        (ALL, [], None, "8.0;8.6;8.9;9.0a;10.0;11.0;12.0+PTX"),
+        (OLD, [], None, "8.0;8.6;8.9;9.0a+PTX"),
+        ("", [], None, "8.0;8.6;8.9;9.0a;10.0;11.0;12.0+PTX"),
+        (ALL, ["9.0"], None, "9.0a"),
+        (OLD, ["12.0"], None, "9.0a+PTX"),
+        (OLD, ["8.0", "10.0"], None, "8.0;9.0a+PTX"),
+        (OLD, ["8.0"], "8.0 9.0 10.0+PTX", "8.0;9.0a;10.0+PTX"),
     ],
 )
-def test_releases_are_built_for_what_nvcc_knows(codes, archs, setup, nvcc):
-    assert setup.release_archs(nvcc("", codes)) == archs
+def test_code_is_for_what_is_named_here_or_released_as_far_as_nvcc_knows(
+    codes, local, named, archs, setup, nvcc, monkeypatch
+):
+    monkeypatch.setattr(setup, "local_archs", lambda: local)
+    monkeypatch.delenv("GSD_KERNELS_CUDA_ARCHS", raising=False)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    if named:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", named)
+    assert setup.wanted_archs(nvcc("", codes)) == archs
