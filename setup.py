@@ -150,9 +150,9 @@ def code_flags(archs: str) -> list[str]:
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
         if match is None:
             raise SystemExit(f"GSD_KERNELS_CUDA_ARCHS: cannot read {arch!r}; expected e.g. 8.0;9.0+PTX")
-        plain, number = "".join(match.group(1, 2)), "".join(match.group(1, 2, 3))
-        flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
-        if match.group(4):
+        plain = match[1] + match[2]
+        flags += ["-gencode", f"arch=compute_{plain}{match[3]},code=sm_{plain}{match[3]}"]
+        if match[4]:
             flags += ["-gencode", f"arch=compute_{plain},code=compute_{plain}"]
     return flags
 
