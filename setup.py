@@ -140,7 +140,7 @@ def wanted_archs(nvcc: str) -> str:
 
 def _number(arch: str) -> float:
     """Of an architecture; 0 where it has none, which is refused where it is read."""
-    return float(match[0]) if (match := re.match(r"\d+(\.\d+)?", arch)) else 0.0
+    return float(re.match(r"\d+\.\d+|", arch)[0] or 0)
 
 
 def code_flags(archs: str) -> list[str]:
