@@ -318,16 +318,13 @@ def _config(config: Any, **parameters: Any) -> Any:
 
 
 # Numbers.
-for layer in range(3):
-    at = f"model.layers.{layer}"
-    CHANGES |= {
-        f"scaling of layer {layer}": number(f"{at}.self_attn.scaling", lambda s: 2.5 * s),
-        f"scaling of layer {layer}, slightly": number(f"{at}.self_attn.scaling", lambda s: 1.01 * s),
-        f"epsilon of layer {layer}": number(f"{at}.input_layernorm.variance_epsilon", lambda _: 50.0),
-        f"epsilon of layer {layer}, slightly": number(
-            f"{at}.post_attention_layernorm.variance_epsilon", lambda _: 1e-3
-        ),
-    }
+AT = "model.layers.1"
+CHANGES |= {
+    "scaling": number(f"{AT}.self_attn.scaling", lambda s: 2.5 * s),
+    "scaling, slightly": number(f"{AT}.self_attn.scaling", lambda s: 1.01 * s),
+    "epsilon": number(f"{AT}.input_layernorm.variance_epsilon", lambda _: 50.0),
+    "epsilon, slightly": number(f"{AT}.post_attention_layernorm.variance_epsilon", lambda _: 1e-3),
+}
 CHANGES |= {
     "epsilon of the last norm": number("model.norm.variance_epsilon", lambda _: 5.0),
     "attention_scaling": number("model.rotary_emb.attention_scaling", lambda _: 1.7),
@@ -405,9 +402,8 @@ def pruned(layer: int, *, inner: int = 0, heads: int = 0) -> Change:
     return apply
 
 
-for layer in range(3):
-    CHANGES[f"a narrower layer {layer}"] = pruned(layer, inner=40)
-    CHANGES[f"fewer heads in layer {layer}"] = pruned(layer, heads=1)
+CHANGES["a narrower layer"] = pruned(1, inner=40)
+CHANGES["fewer heads in a layer"] = pruned(1, heads=1)
 CHANGES |= {
     "one layer fewer": lambda model, stack: stack.enter_context(layers_put(model, list(model.model.layers)[:2])),
     "the first layer gone": lambda model, stack: stack.enter_context(layers_put(model, list(model.model.layers)[1:])),
