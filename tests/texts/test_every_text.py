@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fake_cuda
 import pytest
 import torch
 from texts.array import AXES, SUBJECTS, asked, drafted, plain_text, rows
@@ -27,6 +28,15 @@ def test_the_text_is_the_targets_own(name, tmp_path):
         accepted += sum(out.stats.accepted[2:])
         rejected += out.stats.target_rows > out.stats.new_tokens
     assert accepted > 0 and rejected > 0 and len(tokens) >= 12, "nothing could have failed"
+
+
+def test_shapes_that_were_only_warmed_have_no_storage_of_a_drafters_nodes_yet(monkeypatch, tmp_path):
+    """On a GPU a policy's shapes are warmed before the first step of any."""
+    target, given, inputs = SUBJECTS["source DSpark recurrent"].made(tmp_path)
+    row = ("auto", 3, "greedy", "generate")
+    options = asked(inputs, row)
+    fake_cuda.install(monkeypatch)
+    assert torch.equal(drafted(target, given, options, row).sequences, target.generate(**options))
 
 
 def test_the_array_covers_all_pairs():

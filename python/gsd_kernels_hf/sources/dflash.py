@@ -209,10 +209,10 @@ class DFlashDrafts(FeatureSource, Lattice):
         stored = self.state.out_len - 1
         self.rows.launch(stored, config.chain_rows, 0)
         self.rows.launch(stored, block_size, block_size)
-        features, drafted = self.rows.features, self.module.config.num_drafted
-        logits = self.lm_head.weight.new_zeros(len(features), drafted, self.module.config.draft_vocab_size)
-        self.keep(features.new_zeros(len(features), drafted, features.shape[2]), logits, level)
-        self.first = features.new_zeros(len(features), 1, self.module.config.markov_rank)
+        features, config = self.rows.features, self.module.config
+        logits = self.lm_head.weight.new_zeros(len(features), config.num_drafted, config.draft_vocab_size)
+        self.keep(features.new_zeros(len(features), config.num_drafted, features.shape[2]), logits, level)
+        self.first = features.new_zeros(len(features), 1, config.markov_rank)
 
     def look_ahead(self, level: Level) -> None:
         """Forward the block, and keep what candidates of its positions are made of until the next step."""
@@ -273,6 +273,7 @@ class DFlashDrafts(FeatureSource, Lattice):
         state = self.first.expand(-1, before.shape[1], -1) if first else self.states.of_parents(level)
         output, state = edges.after(hidden, before, state)
         if first:
+            self.states.prepare(level.config, state, state.shape[2])  # of a shape that is only warmed
             self.states.keep_root(level.config, state[:, :1])
         else:
             self.states.keep(level, state)
