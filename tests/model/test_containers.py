@@ -45,7 +45,7 @@ def test_what_a_container_holds_is_a_setting(name):
     made, change = HELD[name]
     model = tiny()
     held = made()
-    model.model.layers[1].mlp = Scaled(model.model.layers[1].mlp, held)
+    model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp, held)
     with gsd.patch(model, draft_sources=("history",), graph_config="tree"), torch.no_grad():
         before = model.generate(**CALL)
         change(held)
