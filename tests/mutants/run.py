@@ -2,6 +2,8 @@
 
     python tests/mutants/run.py [--ref COMMIT] [--library FOLDER] [--only TEXT] [--seconds S] [--report FILE]
 
+A fault in C++ is compiled in the copy: all of it once a run, and for every fault what includes its file.
+
 By hand: ``make mutants``. Ends with 1 where a mutant survived, could not be planted,
 or its tests had no end. A mutant that was not reached
 within ``--seconds`` is "not run", which is no verdict.
@@ -18,12 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120  # seconds of one selection
+COMPILED = (".h", ".cpp")
 FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 FAILED, NO_TESTS = 1, (4, 5)  # pytest's exit codes
 
@@ -56,17 +61,53 @@ def run_tests(folder: Path, selection: list[str]) -> tuple[int | None, str]:
     return done.returncode, named.group(1) if named else (done.stdout or done.stderr).strip()[-120:]
 
 
+def compiled(folder: Path) -> bool:
+    """Compile the CPU operators, what has changed of them; return whether they compile."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    environment = os.environ | {"GSD_KERNELS_BUILD_CUDA": "0", "GSD_KERNELS_BUILD_CPU": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True).returncode == 0
+
+
+@contextmanager
+def operators_kept(folder: Path) -> Iterator[None]:
+    """Leave the objects and the library behind as those of the code without a fault, which is compiled but once."""
+    build, package, kept = folder / "build", folder / "gsd_kernels", folder / ".kept"
+    if not kept.exists():
+        if not compiled(folder):
+            raise SystemExit("the operators do not compile without a fault")
+        shutil.copytree(build, kept / "build")
+        shutil.copy2(package / "_cpu.abi3.so", kept)
+    try:
+        yield
+    finally:  # with their times, by which ninja knows that they are not old
+        shutil.rmtree(build)
+        shutil.copytree(kept / "build", build)
+        shutil.copy2(kept / "_cpu.abi3.so", package)
+
+
+@contextmanager
+def planted(file: Path, mutant: Mutant) -> Iterator[None]:
+    """Write the fault into the file, and take it out again."""
+    text, times = file.read_text(), file.stat()
+    file.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        yield
+    finally:
+        file.write_text(text)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
 def verdict(folder: Path, mutant: Mutant) -> tuple[str, str]:
     """What became of a mutant, and by which test or why."""
     file = folder / mutant.file
     text = file.read_text() if file.exists() else ""
     if text.count(mutant.old) != 1:
         return "not applied", f"{text.count(mutant.old)} places have the old text"
-    file.write_text(text.replace(mutant.old, mutant.new))
-    try:
+    in_cpp = file.suffix in COMPILED
+    with operators_kept(folder) if in_cpp else nullcontext(), planted(file, mutant):
+        if in_cpp and not compiled(folder):
+            return "not applied", "it does not compile"
         code, by = run_tests(folder, mutant.tests.split())
-    finally:
-        file.write_text(text)
     if code in NO_TESTS:
         return "not applied", f"no such tests: {by}"
     if code == 0:

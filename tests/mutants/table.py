@@ -19,10 +19,28 @@ HF = "python/gsd_kernels_hf/"
 LOCKSTEP, SAMPLING, CRITERIA = (HF + f"acceptance/{name}.py" for name in ("lockstep", "sampling", "criteria"))
 CACHE, MASKS, FACTS = (HF + f"model/{name}.py" for name in ("cache", "masks", "facts"))
 STREAMING, STOPS, KEY, OUTPUT = (HF + f"engine/{n}.py" for n in ("streaming", "stop_strings", "session_key", "output"))
-VERIFY, MERGE = (f"gsd_kernels/ops/{name}/reference.py" for name in ("verify", "merge"))
+HISTORY, MEMORY, GRAMMAR, MATCHERS, BORDER, FEATURES, RECURSION, EAGLE, MTP, DFLASH = (
+    HF + f"sources/{name}.py"
+    for name in (
+        *("history", "memory", "grammar", "matchers", "border"),
+        *("features", "recursion", "eagle3", "mtp", "dflash"),
+    )
+)
+DECODER = HF + "engine/decoder.py"
+VERIFY, MERGE, FLATTEN = (f"gsd_kernels/ops/{name}/reference.py" for name in ("verify", "merge", "flatten"))
+VERIFY_H, COMMIT_H, FLATTEN_H, MERGE_H, RANDOM_H = (
+    f"csrc/algorithms/{name}.h" for name in ("verify", "commit", "flatten", "merge", "random")
+)
 T_LOCKSTEP, T_SAMPLING = "tests/acceptance/test_lockstep.py", "tests/acceptance/test_sampling.py"
 T_STOPS, T_STREAM = "tests/engine/test_stop_strings.py", "tests/engine/test_streaming.py"
 T_VERIFY, T_MERGE, T_CHANGES = "tests/ops/test_verify.py", "tests/ops/test_merge.py", "tests/model/test_changes.py"
+T_MEMORY, T_GRAMMAR, T_BORDER = (
+    "tests/sources/test_memory.py",
+    "tests/acceptance/test_grammar_drafts.py",
+    "tests/sources/test_hostile.py",
+)
+T_ACCEPTED = "tests/demo/test_fitted_drafters.py tests/sources/test_fused_features.py"
+T_PADDING = "tests/sources/test_every_source.py -k padding"
 T_CACHE, T_CHUNKS = "tests/model/test_cache.py", "tests/model/test_chunks.py"
 T_STALE, T_LENGTHS = "tests/engine/test_stale.py", "tests/engine/test_lengths.py"
 
@@ -38,7 +56,7 @@ MUTANTS = [Mutant(*row) for row in (
     (LOCKSTEP, "self.final_length - self.prompt >= self.room", "self.final_length - self.prompt > self.room", "lockstep: one token beyond the length", T_LOCKSTEP),
     (LOCKSTEP, "torch.where(done, accepted.num_accepted.max(), accepted.num_accepted)", "accepted.num_accepted", "padding: finished sequences commit no padding", T_LOCKSTEP),
     (LOCKSTEP, "depths=torch.where(done, place, rows.depths)", "depths=rows.depths", "positions: padding is read at wrong positions", T_LOCKSTEP),
-    (LOCKSTEP, "(self.plan.warpers(self.history, scores),)", "(scores,)", "scores that are returned were not warped", T_LOCKSTEP),
+    (LOCKSTEP, "(self.plan.warpers(self.history, scores),)", "(scores,)", "scores that are returned were not warped", "tests/acceptance/test_sampling.py tests/engine/test_inference_mode.py"),
     (LOCKSTEP, "[self.pad if done else next(picked)", "[0 if done else next(picked)", "padding: finished sequences get another token", T_LOCKSTEP),
     (SAMPLING, "_fused_rank(processors[split - 1]) < rank", "_fused_rank(processors[split - 1]) < len(FUSED)", "processors' order: warpers in another order are fused", T_SAMPLING),
     (SAMPLING, "scores.expand(batch, -1))[b : b + 1]", "scores.expand(batch, -1))[:1]", "processors: every sequence gets the first one's", "tests/acceptance"),
@@ -55,9 +73,42 @@ MUTANTS = [Mutant(*row) for row in (
     (CACHE, "if not length and isinstance(layer, StateLayer)", "if length and isinstance(layer, StateLayer)", "caches between calls: recurrent states of the last text stay", "tests/engine/test_recurrent.py"),
     (MASKS, "row - position < self.window", "row - position <= self.window", "windows: one position more is seen", T_CHUNKS + " tests/model/test_cache.py"),
     (MASKS, "row // self.chunk == position // self.chunk", "row - position < self.chunk", "windows: a chunk is a sliding window", T_CHUNKS),
-    (FACTS, "found = modules, configs, self.code, around, self.ambient", "found = modules, [], self.code, around, self.ambient", "gate: a changed config is not noticed", T_CHANGES),
-    (FACTS, "found = modules, configs, self.code, around, self.ambient", "found = modules, configs, self.code, around, ()", "gate: autocast is not noticed", T_CHANGES),
-    (FACTS, "                tuple(hooks),", "                (),", "gate: a hook is not noticed", T_CHANGES),
+    (FACTS, "found = modules, configs, self.spaces, around, self.ambient, places, libraries", "found = modules, [], self.spaces, around, self.ambient, places, libraries", "gate: a changed config is not noticed", T_CHANGES),
+    (FACTS, "found = modules, configs, self.spaces, around, self.ambient, places, libraries", "found = modules, configs, self.spaces, around, (), places, libraries", "gate: autocast is not noticed", T_CHANGES),
+    (FACTS, "                tuple(own.hooks),", "                (),", "gate: a hook is not noticed", T_CHANGES),
     (FACTS, 'if getattr(answer, "passing", False):', "if False:", "proofs: a passing verdict is kept", "tests/model/test_facts.py tests/model/test_why_not.py"),
+    (DECODER, "if ranks.alone and self.reuse_history else None", "if ranks.alone else None", "history's privacy: a call that asked for none leaves its text to later ones", T_MEMORY),
+    (HISTORY, "if memory is not None and memory.era is self.era:", "if memory is not None:", "history's privacy: what was cleared during a call comes back", T_MEMORY),
+    (HISTORY, "not text.continues or era is not self.era:", "not text.continues:", "history's privacy: a session goes on with what was cleared", T_MEMORY),
+    (MEMORY, "KeptTable.of(table, 0).copy()", "KeptTable.of(table, 0)", "history: what is kept is the call's own table", T_MEMORY),
+    (MATCHERS, 'return [one.fork() if hasattr(one, "fork") else one.deep_copy() for one in found]', "return list(found)", "grammar: drafts move the processor's own matcher", T_GRAMMAR),
+    (GRAMMAR, "        walk.back(steps)\n        return text, probs, ends", "        return text, probs, ends", "grammar: a walk does not come back", T_GRAMMAR),
+    (GRAMMAR, "self.before[b] = (self.before[b] + self._spelled(new))[-256:]", "self.before[0] = (self.before[b] + self._spelled(new))[-256:]", "batch borders: a grammar's text is written to the first sequence", T_GRAMMAR),
+    (HISTORY, "inside = (place >= kv_start[:, None]) & (place < lengths[:, None])", "inside = (place < lengths[:, None])", "batch borders: left padding is remembered as text", "tests/sources/test_history_text.py tests/sources/test_history.py"),
+    (BORDER, "none = (fault > 0) | (tokens < 0) | (tokens >= self.vocab_size) | log_probs.isnan()", "none = (tokens < 0) | log_probs.isnan()", "border: a token that the target does not have is drafted", T_BORDER),
+    (BORDER, "(tokens < -1) | (tokens >= self.vocab_size), 1, fault", "(tokens < -1) | (tokens > self.vocab_size), 1, fault", "border: the first token beyond the vocabulary is no fault", T_BORDER),
+    (FLATTEN, "for level in range(max_path):", "for level in range(max_path + 1):", "flatten budget: a row beyond the deepest", T_MERGE + " -k reference"),
+    (FLATTEN, "log_probs.clamp(max=0.0) + 0.0", "log_probs + 0.0", "flatten: a log-probability above 0 puts a child before its parent", T_MERGE),
+    (RECURSION, "self.state.tokens.gather(1, place + 1)", "self.state.tokens.gather(1, place)", "EAGLE, MTP: an entry reads the token at its position, not the one after", T_ACCEPTED),
+    (RECURSION, "keep=level.config.width, shift=1)", "keep=level.config.width)", "EAGLE, MTP: drafted rows stand one position too late", T_ACCEPTED),
+    (FEATURES, "at = (self.state.out_len - count - 1)[:, None]", "at = (self.state.out_len - count)[:, None]", "features of accepted rows are one position late", T_ACCEPTED + " tests/sources/test_every_source.py"),
+    (FEATURES, "(kv_len - self.text_kv_start)[:, None] + depths", "kv_len[:, None] + depths", "DFlash: positions count left padding", T_PADDING),
+    (EAGLE, "ConfigLayout(INNER, FUSED, 1, settings=INNER)", "ConfigLayout(INNER, FUSED, 0, settings=INNER)", "EAGLE: features of the layers before those that are named", "tests/sources/test_layouts.py"),
+    (MTP, "both[::-1] if self.layout.hidden_first else both", "both", "MTP: embedding and feature change places", "tests/sources/test_mtp_forward.py"),
+    (DFLASH, "features = self.rows.at((begin + chain.depths).long())", "features = self.rows.at(chain.depths.long())", "DFlash: features are read at the text's beginning", T_PADDING + " tests/demo/test_fitted_drafters.py"),
+    (DFLASH, "positions, places = self.rows.positions(kv_len, self.row), kv_len", "positions, places = self.rows.positions(kv_len, self.row + 1), kv_len", "DFlash: the block stands one position too late", T_ACCEPTED),
+    (STOPS, "if found not in fit.inside.get(string, ()):", "if not fit.inside.get(string, ()):", "stop strings: a token counts wherever it fits into one", T_STOPS),
+    (STOPS, "        if not string:\n            return True", "        if not string:\n            return False", "stop strings: an empty one ends nothing", T_STOPS),
+    (STOPS, "-self.maximum_token_len :]", "-2:]", "stop strings: one of three tokens is missed", T_STOPS),    (VERIFY_H, " || a.depths[row] >= *a.remaining", "", "C++ verify: a row beyond the length is accepted", T_VERIFY + " -k cpu"),
+    (VERIFY_H, "if (picked != a.token_ids[row])", "if (picked < 0)", "C++ verify: a row is accepted that the target did not pick", T_VERIFY + " -k cpu"),
+    (VERIFY_H, "row < real_rows && !*a.done;", "row < real_rows;", "C++ verify: a finished sequence accepts rows", T_VERIFY + " -k cpu"),
+    (COMMIT_H, "(first + (kv_len + i) *", "(first + (kv_len + i + 1) *", "C++ commit: accepted keys stand one slot behind their place", "tests/ops/test_commit_kv.py -k cpu"),
+    (FLATTEN_H, "(descending(rows.score[middle]) <= word)", "(descending(rows.score[middle]) < word)", "C++ flatten: of equal scores the later node comes first", T_MERGE + " -k cpu"),
+    (MERGE_H, " || shared < best_shared", "", "C++ merge: the longest common context does not win", T_MERGE + " -k cpu"),
+    (MERGE_H, "int node = parent + 1;", "int node = 0;", "C++ merge: a candidate joins an older node, a cycle", T_MERGE + " -k cpu"),
+    (MERGE_H, "a.scores[i] >= s.log_min_prob &&", "", "C++ merge: unlikely nodes are expanded", T_MERGE + " -k cpu"),
+    (RANDOM_H, "kPhiloxRounds = 10", "kPhiloxRounds = 9", "C++ noise: another generator than the reference's", "tests/ops/test_sample_rows.py -k cpu"),
+    (RANDOM_H, "static_cast<uint32_t>(sequence)}", "0}", "C++ noise: every sequence has the same", "tests/ops/test_sample_rows.py -k cpu"),
+    (FLATTEN_H, "words() const { return words_for(rows); }", "words() const { return rows / 32; }", "C++ flatten budget: ancestors beyond the last whole word are lost", T_MERGE + " -k cpu"),
 )]
 # fmt: on
