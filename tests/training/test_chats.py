@@ -21,7 +21,7 @@ from gsd_kernels_train.chats import encode_chats
 from gsd_kernels_train.clock import RunClock
 from gsd_kernels_train.drafters import frequent_tokens
 from gsd_kernels_train.job import load_target, read
-from gsd_kernels_train.streams import Stream, Streams, blocks
+from gsd_kernels_train.streams import blocks
 from gsd_kernels_train.text import own_text
 
 TEMPLATE = (
@@ -76,19 +76,6 @@ def test_answers_count_and_what_ends_them(folder, chats, tmp_path):
     answers = [tokenizer.decode(stream.tokens[at : at + 2]) for at in stream.answers]
     assert answers == ["Go", "It", "Ho"] and not stream.counted[stream.answers - 1].any()
     assert tokenizer.decode(stream.tokens[stream.starts[-1] :])[:8] == "<user>Hi"
-
-
-def test_windows_begin_with_a_chat_and_long_chats_have_several(folder, chats, tmp_path):
-    file = write(tmp_path / "long.jsonl", [chat("a", "b" * 60), chat("c" * 60, "d"), *[chat("e", "f")] * 3])
-    _, (stream, _, _) = encoded(folder, file, length=24)
-    lengths = [len(one) for one in ("<user>a$\n<assistant>$\n" + "b" * 60, "<user>$\n<assistant>d$\n" + "c" * 60)]
-    first, second = lengths
-    # Of the second chat, whose answer is short, there is the first one alone.
-    assert stream.starts[:6].tolist() == [0, 24, 48, 72, first, first + second]
-    windows, counted = Streams([(1.0, stream)], 0, 24 * 8).batch(3, 24)
-    assert windows.shape == counted.shape == (8, 25) and 0 < counted.sum() < counted.numel()
-    rows = {tuple(row) for row in stream.tokens[stream.at(stream.places(25), 25)]}
-    assert {tuple(row) for row in windows.tolist()} <= rows
 
 
 def test_the_last_chats_are_held_out_and_measured_where_answers_begin(folder, chats):
@@ -186,30 +173,6 @@ def test_a_drafter_that_shares_the_output_matrix_is_as_wide(tmp_path, folder):
         module.check_target(target)
 
 
-LINES = {
-    "{": "line 1: not JSON",
-    '{"messages": [{"role": "user"}]}': 'line 1: expected an object with "messages"',
-    '[{"role": "user", "content": "a"}]': 'line 1: expected an object with "messages"',
-    '{"messages": [{"role": "user", "content": "a"}]}': 'line 1: nobody with the "role" assistant',
-    "\n": "chats: no chat in",
-}
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_lines_that_are_no_chats(folder, chats, tmp_path, line):
-    file = tmp_path / "bad.jsonl"
-    file.write_text(line)
-    given = ("train-heads", "--target", folder / "target", "--out", tmp_path / "out", "--chats", file, "--steps", 1)
-    assert LINES[line] in refused(*given)
-
-
-def test_files_of_one_kind(folder, chats, tmp_path):
-    given = ("train-heads", "--target", folder / "target", "--out", tmp_path / "out", "--steps", 1)
-    assert "text, chats: expected files of one of them" in refused(*given)
-    assert "text, chats: expected files of one of them" in refused(*given, "--text", chats, "--chats", chats)
-    assert "held_out_chats: is for chats" in refused(*given, "--text", chats, "--held-out-chats", chats)
-
-
 def test_templates_that_do_not_serve(folder, chats):
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     tokenizer.chat_template = LAST_ONLY
@@ -220,15 +183,23 @@ def test_templates_that_do_not_serve(folder, chats):
         encode_chats("chats", [chats], tokenizer, 24, RunClock(None))
 
 
-def test_too_few_chats(folder, chats, tmp_path):
-    short = write(tmp_path / "short.jsonl", [chat("a", "b")] * 3)
-    given = ("train-heads", "--target", folder / "target", "--out", tmp_path / "out", "--steps", 1, *QUICK[:4])
-    assert "held_out_chats: 23 tokens after the held-out part are less than a block of 25" in refused(
-        *given, "--chats", short
-    )
+SHORT = json.dumps(chat("a", "b"))
+REFUSED = [  # a file of chats, what else is given, and what is said
+    ("{", [], "line 1: not JSON"),
+    ('{"messages": [{"role": "user"}]}', [], 'line 1: expected an object with "messages"'),
+    ('{"messages": [{"role": "user", "content": "a"}]}', [], 'line 1: nobody with the "role" assistant'),
+    ("\n", [], "chats: no chat in"),
+    (f"{SHORT}\n" * 3, [], "held_out_chats: 23 tokens after the held-out part are less than a block of 25"),
+    (None, [], "text, chats: expected files of one of them"),
+    (SHORT, ["--text", "{}"], "text, chats: expected files of one of them"),
+    (None, ["--text", "{}", "--held-out-chats", "{}"], "held_out_chats: is for chats"),
+]
 
 
-def test_streams_of_text_are_as_before():
-    tokens = torch.arange(100, dtype=torch.int32).numpy()
-    (found,) = Streams([(1.0, Stream(tokens))], 0, 24).batch(0, 12)
-    assert found.shape == (2, 13) and (found.diff(dim=1) == 1).all()
+@pytest.mark.parametrize(("lines", "more", "says"), REFUSED)
+def test_files_that_do_not_serve_are_refused_by_name(folder, chats, tmp_path, lines, more, says):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(lines or SHORT)
+    given = ["--out", tmp_path / "out", "--steps", 1, *QUICK, *([] if lines is None else ["--chats", file])]
+    more = [one.format(file) for one in more]
+    assert says in refused("train-heads", "--target", folder / "target", *given, *more)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from models import tiny
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
 from typer.testing import CliRunner
 
 from gsd_kernels_cli.app import app
 from gsd_kernels_hf.sources.heads import DraftHeads
-from gsd_kernels_train import job, loop
+from gsd_kernels_train import job
 from gsd_kernels_train.loop import Checkpoints
 from gsd_kernels_train.streams import Stream
 from gsd_kernels_train.text import own_text
@@ -189,61 +189,51 @@ def test_a_run_with_other_options_is_refused_by_name(folder, distilled):
     assert done(*arguments("distill", folder, out, "--checkpoint-every", "9s"))  # which does not change the run
 
 
-def test_an_unfinished_run_with_other_options_is_refused_too(folder, tmp_path):
-    loop.RunFolder(tmp_path / "run", {"lr": 0.1, "seed": 3})
-    assert loop.RunFolder(tmp_path / "run", {"lr": 0.1, "seed": 3}).report is None
-    with pytest.raises(ValueError, match=r"seed: the run in .* has 3, and now it is 4"):
-        loop.RunFolder(tmp_path / "run", {"lr": 0.1, "seed": 4})
+@pytest.fixture(scope="module")
+def bad(folder):
+    """Files and folders that no run can use; beside them what others write to ``out``."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    for name in ("granite", "other", "used"):
+        (folder / name).mkdir()
+    sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = GraniteConfig(**sizes, num_attention_heads=4, logits_scaling=4.0)
+    GraniteForCausalLM(config).save_pretrained(folder / "granite")
+    tokenizer.save_pretrained(folder / "granite")
+    tiny(vocab_size=5000, dtype=torch.float32).save_pretrained(folder / "other")
+    (folder / "empty.txt").write_text(" \n")
+    (folder / "binary.txt").write_bytes(b"abc\xff")
+    (folder / "used" / "mine.txt").write_text("do not touch")
+    return folder
 
 
-def test_bad_arguments_are_refused_by_name(folder, tmp_path):
-    out, empty, binary = tmp_path / "out", tmp_path / "empty.txt", tmp_path / "binary.txt"
-    empty.write_text(" \n")
-    binary.write_bytes(b"abc\xff")
-
-    def line(*more, command="distill", **replaced):
-        given = arguments(command, folder, out, *more)
-        for option, value in replaced.items():
-            given[given.index(f"--{option}") + 1] = str(value)
-        return refused(*given).removeprefix("gsd-kernels: error: ")
-
-    assert line(text=empty).startswith("text: no text in")
-    assert line(text=binary).startswith("text: ") and "is not UTF-8 text (byte 3:" in line(text=binary)
-    assert line(text=tmp_path).startswith(f"text: {tmp_path} is a folder; name its files")
-    assert "tokens after the held-out part are less than a block of" in line("--length", 4000)
-    assert line("--length", 5000).startswith("length: expected at most 4095")
-    assert line("--held-out-text", binary.with_name("binary.txt")).startswith("held_out_text: ")
-    assert line("--dtype", "float16").startswith("dtype: expected float32, bfloat16 or float64")
-    assert line("--checkpoint-every", "often").startswith("checkpoint_every: expected steps, or seconds")
-    assert line("--minutes", 1).startswith("steps, minutes: expected one of them")
-    assert line("--sequence-level", 1.5).startswith("sequence_level: expected a share")
-    assert line("--lr", -1).startswith("lr: expected a positive number")
-    assert line(target=tmp_path / "no").startswith("--target: no such folder")
-    assert line(draft=tmp_path / "no").startswith("--draft: no such folder")
-    assert line(draft=tmp_path).startswith("--draft: no config.json in")
-    assert line("--heads", 30, command="train-heads").startswith("length: expected more than the 30 heads")
-    assert not out.exists()
-    out.mkdir()
-    (out / "mine.txt").write_text("do not touch")
-    assert line().startswith(f"out: {out} is not empty and holds no checkpoint")
-    assert [file.name for file in out.iterdir()] == ["mine.txt"]
+GRANITE = ["--target", "{}/granite"]
+REFUSED = [  # a command, what it is given beside a good run's options, and what is said
+    ("distill", ["--text", "{}/empty.txt"], "text: no text in"),
+    ("distill", ["--text", "{}/binary.txt"], "is not UTF-8 text (byte 3:"),
+    ("distill", ["--text", "{}/draft"], "draft is a folder; name its files"),
+    ("distill", ["--length", 4000], "tokens after the held-out part are less than a block of"),
+    ("distill", ["--length", 5000], "length: expected at most 4095"),
+    ("distill", ["--held-out-text", "{}/binary.txt"], "held_out_text: "),
+    ("distill", ["--dtype", "float16"], "dtype: expected float32, bfloat16 or float64"),
+    ("distill", ["--checkpoint-every", "often"], "checkpoint_every: expected steps, or seconds"),
+    ("distill", ["--minutes", 1], "steps, minutes: expected one of them"),
+    ("distill", ["--sequence-level", 1.5], "sequence_level: expected a share"),
+    ("distill", ["--lr", -1], "lr: expected a positive number"),
+    ("distill", ["--target", "{}/none"], "--target: no such folder"),
+    ("distill", ["--draft", "{}/used"], "--draft: no config.json in"),
+    ("distill", ["--draft", "{}/other"], "draft: vocabulary sizes 259 (target) and 5000 (draft) mean different"),
+    ("distill", ["--out", "{}/used"], "used is not empty and holds no checkpoint"),
+    ("train-heads", ["--heads", 30], "length: expected more than the 30 heads"),
+    ("train-heads", GRANITE, "target: GraniteForCausalLM changes its logits after the output matrix"),
+    ("train-drafter", GRANITE, "(a scale or a soft cap), which drafters of blocks"),
+]
 
 
-def test_a_draft_of_another_vocabulary_is_refused_by_name(folder, tmp_path):
-    tiny(vocab_size=5000, dtype=torch.float32).save_pretrained(tmp_path / "other")
-    given = arguments("distill", folder, tmp_path / "out")
-    given[given.index("--draft") + 1] = str(tmp_path / "other")
-    assert "error: draft: vocabulary sizes 259 (target) and 5000 (draft) mean different tokenizers" in refused(*given)
-
-
-def test_a_target_with_a_scale_behind_its_output_matrix_gets_no_heads(folder, tmp_path):
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    granite = GraniteForCausalLM(GraniteConfig(**sizes, num_attention_heads=4, logits_scaling=4.0))
-    granite.save_pretrained(tmp_path / "granite")
-    for file in (folder / "target").glob("tokenizer*"):
-        (tmp_path / "granite" / file.name).write_bytes(file.read_bytes())
-    given = arguments("train-heads", folder, tmp_path / "out")
-    given[given.index("--target") + 1] = str(tmp_path / "granite")
-    assert "error: target: GraniteForCausalLM changes its logits after the output matrix" in refused(*given)
+@pytest.mark.parametrize(("command", "more", "says"), REFUSED, ids=lambda value: str(value)[:30])
+def test_bad_arguments_are_refused_by_name(bad, tmp_path, command, more, says):
+    out, kind = tmp_path / "out", ["--kind", "dflash"] if command == "train-drafter" else []
+    given = [command, "--target", bad / "target", *kind, "--out", out, *QUICK]
+    given += {"distill": ["--draft", bad / "draft"], "train-heads": ["--heads", 3]}.get(command, [])
+    text = [] if "--text" in more else ["--text", bad / "text.txt"]
+    assert says in refused(*given, *text, *(str(one).format(bad) for one in more))
+    assert not out.exists() and [file.name for file in (bad / "used").iterdir()] == ["mine.txt"]

@@ -37,33 +37,6 @@ def same_state(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("at", [3, 4, 11])
-def test_at_most_one_interval_is_lost_and_random_numbers_go_on(tmp_path, at):
-    def failing(step, progress):
-        if step == at:
-            raise KeyboardInterrupt
-        return model.losses(step, progress)
-
-    whole = train_dropping(tmp_path / "whole")
-    torch.manual_seed(0)
-    model = Dropping()
-    optimizers = loop.build_optimizers(model, matrix_lr=0.01, lr=0.01)
-    with pytest.raises(KeyboardInterrupt):
-        loop.train(
-            "test",
-            model,
-            failing,
-            optimizers,
-            Budget(steps=20),
-            Checkpoints(tmp_path / "cut"),
-            tokens_per_step=4,
-            every=Interval(steps=4),
-        )
-    kept = Checkpoints(tmp_path / "cut").steps()
-    assert (kept[-1] if kept else 0) > at - 4 - 1 and len(kept) <= 1
-    assert same_state(train_dropping(tmp_path / "cut"), whole)
-
-
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, monkeypatch):
     whole = train_dropping(tmp_path / "whole")
     save, calls = torch.save, []
@@ -118,17 +91,3 @@ def test_intervals_are_steps_or_seconds():
     for text in ("0", "0s", "-1", "1m", ""):
         with pytest.raises(ValueError, match="checkpoint_every"):
             Interval.parse(text)
-
-
-def test_a_run_by_minutes_counts_those_before_it_was_interrupted(tmp_path):
-    def spend(seconds, folder):
-        torch.manual_seed(0)
-        model = Dropping()
-        optimizers = loop.build_optimizers(model, matrix_lr=0.01, lr=0.01)
-        budget = Budget(minutes=seconds / 60)
-        return loop.train("test", model, model.losses, optimizers, budget, Checkpoints(folder), tokens_per_step=4)
-
-    first = spend(0.05, tmp_path)
-    second = spend(0.1, tmp_path)
-    assert 0 < first.seconds < second.seconds
-    assert second.steps > first.steps and second.extended_at == [first.steps]

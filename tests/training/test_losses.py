@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from models import noised
 from training.options import options_for
 from transformers import AutoModelForCausalLM
@@ -13,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from gsd_kernels_train.distill import Distillation
 from gsd_kernels_train.heads import HeadTraining
 from gsd_kernels_train.job import load_target
-from gsd_kernels_train.measure import accepted_per_step
 from gsd_kernels_train.streams import Streams
 from gsd_kernels_train.text import HeldOut, read_text
 
@@ -135,19 +132,3 @@ def test_accepted_is_what_the_heads_guess(folder, windows):
             guesses = guess(row[None, : place + 2])
             right = [n + int(guesses[k] == row[place + k + 2]) for k, n in enumerate(right)]
     assert measured["accuracy"] == pytest.approx([n / (3 * 9) for n in right])
-
-
-GUESSES = st.lists(st.booleans(), min_size=3, max_size=3)
-
-
-@given(st.lists(st.lists(GUESSES, min_size=6, max_size=6), min_size=1, max_size=3))
-def test_accepted_per_step_walks(right):
-    steps = accepted = 0
-    for row in right:
-        place = 0
-        while place < 4:
-            count = (row[place] + [False]).index(False)
-            steps, accepted, place = steps + 1, accepted + count, place + count + 1
-    lengths = torch.full((len(right),), 4)
-    assert accepted_per_step(torch.tensor(right), lengths) == accepted / steps
-    assert accepted_per_step(torch.tensor(right), 0 * lengths) is None
