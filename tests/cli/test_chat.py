@@ -68,11 +68,6 @@ def test_a_reset_begins_anew_and_statistics_are_shown(model):
     assert "/fly is no command" in result.stderr
 
 
-def test_what_cannot_chat_is_refused(tmp_path):
-    result = chat("--model", save_pair(tmp_path)[0], stdin="x\n")
-    assert result.exit_code == 2 and "has no chat template" in result.stderr
-
-
 def test_a_template_that_refuses_is_told_in_one_line(tmp_path):
     """jinja2's errors are no ``ValueError``."""
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no\\nsystem') }}{% endif %}"
@@ -83,6 +78,8 @@ def test_a_template_that_refuses_is_told_in_one_line(tmp_path):
     result = chat("--model", folder, "--max-new-tokens", 2, stdin="bad\nimport os\n")
     assert result.exit_code == 0 and "gsd-kernels: --model: the chat template: bad word" in result.stderr
     assert len(result.stdout.splitlines()) == 1
+    result = chat("--model", save_pair(tmp_path / "none")[0], stdin="x\n")
+    assert result.exit_code == 2 and "has no chat template" in result.stderr
     result = CliRunner().invoke(app, ["generate", "--model", str(folder), "--chat", "bad"])
     assert result.exit_code == 2 and "error: --chat: the chat template: bad word" in result.stderr, result.output
 

@@ -34,13 +34,6 @@ def own_cache(tmp_path, monkeypatch):
 # ---- the program
 
 
-@pytest.mark.slow
-def test_version_as_a_program():
-    command = [sys.executable, "-m", "gsd_kernels_hf", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == f"gsd-kernels {gsd_kernels.__version__}\n"
-
-
 def test_help_needs_neither_torch_nor_transformers():
     code = (
         "import sys; sys.argv = ['gsd-kernels', '--help']\n"
@@ -56,7 +49,8 @@ def test_help_needs_neither_torch_nor_transformers():
     assert "130 interrupted" in done.stdout
 
 
-def test_nothing_to_do_is_a_usage_error():
+def test_a_version_is_told_and_nothing_to_do_is_a_usage_error():
+    assert run("--version").stdout == f"gsd-kernels {gsd_kernels.__version__}\n"
     assert run().exit_code == 2
     assert run("fly").exit_code == 2
     assert run("generate", "x", "--dtype", "int3").exit_code == 2
@@ -157,15 +151,6 @@ def test_generate_statistics_table_and_missing_draft(pair):
     assert "tokens per step" in result.stderr and "tokens per step" not in result.stdout
 
 
-def test_generate_refusals(pair, tmp_path):
-    assert "prompt" in one_line_error(run("generate", *pair, ""), 2)
-    assert "--device" in one_line_error(run("generate", *pair, "--device", "mars", "x"), 2)
-    assert "--backend" in one_line_error(run("generate", *pair, *SMALL, "--backend", "abacus", "x"), 2)
-    assert "no such folder" in one_line_error(run("generate", "--model", tmp_path / "none", "x"), 2)
-    assert "--draft" in one_line_error(run("generate", "--draft", pair[3], "x"), 2)
-    assert "missing.txt" in one_line_error(run("generate", *pair, "--prompt-file", tmp_path / "missing.txt"), 1)
-
-
 def renumbered_draft(folder, target):
     """A copy of the target behind another tokenizer."""
     import two_tokenizers as two
@@ -213,11 +198,6 @@ def test_a_draft_of_another_tokenizer(pair, tmp_path):
 )
 def test_graph_config_option(text, config):
     assert read_graph_config(text) == config
-
-
-@pytest.mark.parametrize("text", ["forest,depth=2", "depth", "tree,depth", "depth=two", "height=3", "tree,max_rows=1"])
-def test_graph_config_option_refuses(text, pair):
-    one_line_error(run("generate", *pair, "--graph-config", text, "x"), 2)
 
 
 # ---- check

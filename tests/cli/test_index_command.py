@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
+from terminal import run
 
 from gsd_kernels_cli import demo
-from gsd_kernels_cli.app import app
 from gsd_kernels_cli.pair import load_pair
 from gsd_kernels_hf.sources.corpus import Corpus
 
 TEXT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n"
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +56,7 @@ def test_beside_which_sources_it_stands(indexed):
         (("index", "{}/texts", "-o", "{}/corpus"), "exists; remove it"),
         (("index", "{}/nothing", "-o", "{}/new"), "FILES: no such file"),
         (("index", "{}/texts/b.bin", "-o", "{}/new"), "b.bin is not UTF-8"),
+        (("index", "{}/texts/a.py", "-o", "{}/new", "--tokenizer", "./none"), "--tokenizer: no such folder: ./none"),
         (("generate", "x", "--corpus", "{}/texts"), "holds no index"),
     ],
 )

@@ -11,15 +11,10 @@ from checkpoints import byte_tokenizer, save_pair
 from gguf_files import tiny as packed_tiny
 from gguf_files import write_gguf
 from models import tiny
-from typer.testing import CliRunner
+from terminal import one_line_error, run
 
 from gsd_kernels_cli import pair
-from gsd_kernels_cli.app import app
 from gsd_kernels_hf import learning, progress
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 @pytest.fixture
@@ -46,11 +41,6 @@ def test_without_prompts_those_of_the_package_are_asked(target, tmp_path, monkey
     done = run("learn", target, "--max-new-tokens", 4, "-o", tmp_path / "own.safetensors")
     assert done.exit_code == 0 and f"{tmp_path / 'own.safetensors'}: 0.0" in done.stdout
     assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").glob("learned-*"))
-
-
-def test_a_file_that_is_not_there_is_named(target, tmp_path):
-    done = run("learn", target, "--prompts", tmp_path / "none.txt")
-    assert done.exit_code != 0 and "--prompts" in done.output
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "packed"])
@@ -94,8 +84,7 @@ def test_an_interrupt_keeps_what_is_there_and_progress_is_told(target, tmp_path,
     assert str(file) in done.stdout
 
 
-def test_a_folder_is_no_file_to_write(target, tmp_path):
-    done = run("learn", target, "-o", tmp_path)
-    assert done.exit_code == 2 and f"error: file: expected the name of a file to write, got the folder {tmp_path}" in (
-        done.stderr
-    )
+def test_files_that_do_not_serve_are_named(target, tmp_path):
+    assert "--prompts" in one_line_error(run("learn", target, "--prompts", tmp_path / "none.txt"), 1)
+    says = f"file: expected the name of a file to write, got the folder {tmp_path}"
+    assert says in one_line_error(run("learn", target, "-o", tmp_path), 2)
