@@ -21,6 +21,7 @@ from gsd_kernels_hf.acceptance.sampling import is_row_wise
 pytestmark = pytest.mark.quick
 
 NEW = 14
+PAD = VOCAB - 1  # not 0, which other places hold too
 GRAPH = gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=24, history_depth=2)
 
 
@@ -60,7 +61,7 @@ def early(kind: str | None = None) -> int:
 
 
 def call(batch: int, *, eos: bool = False, kind: str | None = None, **more):
-    ends = {"eos_token_id": [early(kind), 1], "pad_token_id": 0} if eos else {}
+    ends = {"eos_token_id": [early(kind), 1], "pad_token_id": PAD} if eos else {}
     prompt = models.prompts(batch, LENGTH, seed=3, vocab=VOCAB)
     return {**prompt, "max_new_tokens": NEW, "do_sample": False, **ends, **more}
 
@@ -185,6 +186,12 @@ def test_scores_and_logits_are_transformers_own(source, eos):
         assert out.sequences.tolist() == expected.sequences.tolist()
         for name in ("scores", "logits"):
             torch.testing.assert_close(getattr(out, name), getattr(expected, name), rtol=0, atol=1e-4)
+
+
+def test_scores_of_a_sample_are_warped():
+    """All that top-k leaves, and nothing else."""
+    given = call(3, do_sample=True, top_k=12, seed=5, logits_processor=[Guidance()])
+    assert all((scores.isfinite().sum(-1) == 12).all() for scores in ours("graph", output_scores=True, **given).scores)
 
 
 class Stops(StoppingCriteria):
@@ -354,10 +361,10 @@ def test_scores_that_leave_nothing_to_draw():
 
     class Blank(LogitsProcessor):
         def __call__(self, input_ids, scores):
-            return scores.masked_fill((input_ids[:, -1:] == 0) & (input_ids[:, -2:-1] == 0), torch.nan)
+            return scores.masked_fill((input_ids[:, -2:] == PAD).all(1, keepdim=True), torch.nan)
 
-    out = ours("graph", logits_processor=[Blank()], **call(3, eos=True, suppress_tokens=[0]))
-    assert (out.sequences[:, -1] == 0).any()
+    out = ours("graph", logits_processor=[Blank()], **call(3, eos=True, suppress_tokens=[PAD]))
+    assert (out.sequences[:, -1] == PAD).any()
 
 
 def test_other_criteria_with_a_processor_of_ones_own():
