@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
-import time
 
 import fake_cuda
 import pytest
@@ -17,17 +15,13 @@ from models import noised, prompts, tiny
 from transformers import StoppingCriteria
 
 from gsd_kernels import generate, patch, unpatch
-from gsd_kernels.compiled import UNAVAILABLE as COMPILED_UNAVAILABLE
 from gsd_kernels_hf.acceptance.criteria import CRITERIA
-from gsd_kernels_hf.engine import capture, decoder, loop, session, stats
-from gsd_kernels_hf.engine.capture import WARM_STEPS, can_capture
+from gsd_kernels_hf.engine import capture, decoder, session
+from gsd_kernels_hf.engine.capture import WARM_STEPS
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.model.replay import lane_of
-from gsd_kernels_hf.model.runner import RowModel
-from gsd_kernels_hf.parallel import Agreement, Alone, can_be_captured
-from gsd_kernels_hf.policy.learning import LearningPolicy
-from gsd_kernels_hf.policy.shapes import ladder
+from gsd_kernels_hf.parallel import Alone, can_be_captured
 
 GRAPHS = 2  # of a shape: a step is queued before the host has heard of the one before
 
@@ -45,66 +39,6 @@ def pair():
 
 EACH = [(name, more) for name in CAPTURED for more in ({}, SAMPLED)]
 EACH += [("chain", {**SAMPLED, "criterion": criterion}) for criterion in CRITERIA if criterion != "exact"]
-
-
-@pytest.mark.parametrize(
-    ("name", "sampling"),
-    [("plain", {}), ("graph", SAMPLED), ("layer_skip", {}), ("heads", SAMPLED)]
-    + [pytest.param(name, {}, marks=pytest.mark.slow) for name in ("chain", "tree", "graph")],
-)
-def test_replayed_steps_give_the_same_text(pair, name, sampling, request):
-    expected = text(pair, name, **sampling)
-    cuda = request.getfixturevalue("cuda")
-    assert torch.equal(text(pair, name, **sampling), expected)
-    assert cuda.counts["captures"] == GRAPHS
-    assert cuda.counts["replays"] > WARM_STEPS
-
-
-def ordinary_steps(cuda, monkeypatch):
-    """Grows by every step that is neither captured nor replayed."""
-    own, found = session.Session.step, []
-    monkeypatch.setattr(
-        session.Session, "step", lambda self: (found.append(self.config) if not cuda.capturing else None, own(self))[1]
-    )
-    return found
-
-
-@pytest.mark.parametrize("warmed", [True, False])
-def test_compiled_kernels_need_no_ordinary_step(pair, warmed, request, monkeypatch):
-    """Where rows are one operator, and Triton's kernels for a shape were compiled before the first step."""
-    expected = text(pair, "graph")
-    cuda = request.getfixturevalue("cuda")
-    shape = drafting()[0]
-    in_turns(monkeypatch, shape)
-    monkeypatch.setattr(capture, "compiles", lambda backend, device: True)
-    monkeypatch.setattr(capture, "FusedRows", RowModel)
-    if not warmed:
-        monkeypatch.setattr(loop, "warm", lambda session, shapes: None)
-    ordinary = ordinary_steps(cuda, monkeypatch)
-    assert torch.equal(text(pair, "graph", graph_config="auto"), expected)
-    assert ordinary == (0 if warmed else WARM_STEPS) * [shape] and cuda.counts["captures"] == GRAPHS
-
-
-def test_what_cannot_be_captured_at_once_is_tried_again(pair, request, monkeypatch, caplog):
-    expected = text(pair, "graph")
-    cuda = request.getfixturevalue("cuda")
-    own, tries = replay.CaptureLane.capture, []
-
-    def refuse(self, *arguments):
-        tries.append(len(ordinary))
-        if len(tries) == 1:
-            raise replay.CaptureError("a module is loaded")
-        return own(self, *arguments)
-
-    monkeypatch.setattr(replay.CaptureLane, "capture", refuse)
-    monkeypatch.setattr(capture, "warm_steps", lambda session: 0)
-    ordinary = ordinary_steps(cuda, monkeypatch)
-    with caplog.at_level("INFO", logger="gsd_kernels"):
-        assert torch.equal(text(pair, "graph"), expected)
-    assert tries == [0, WARM_STEPS, WARM_STEPS] and len(ordinary) == WARM_STEPS
-    assert cuda.counts["captures"] == GRAPHS
-    said = [(r.levelname, r.message) for r in caplog.records if "captured" in r.message]
-    assert said == [("INFO", "a step could not be captured yet: a module is loaded")]
 
 
 @pytest.mark.slow
@@ -235,17 +169,6 @@ def test_what_the_host_accepts_is_committed_in_a_second_graph(pair, name, sampli
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sampling"), [("graph", SAMPLED), ("layer_skip", {})])
-def test_without_compiled_ops_steps_are_captured_too(pair, name, sampling, request, monkeypatch):
-    """As on a GPU where the package was installed without nvcc: small ops are PyTorch's operators."""
-    monkeypatch.setitem(COMPILED_UNAVAILABLE, "cpu", "they were not built")
-    expected = text(pair, name, **sampling)
-    cuda = request.getfixturevalue("cuda")
-    assert torch.equal(text(pair, name, **sampling), expected)
-    assert cuda.counts["captures"] == GRAPHS and cuda.counts["replays"] > WARM_STEPS
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["graph", "chain"])
 def test_both_kinds_of_calls_share_a_session(pair, name, request):
     """What a draft leaves on the host is that of the graph that ran, not of the one captured last."""
@@ -266,39 +189,6 @@ def test_both_kinds_of_calls_share_a_session(pair, name, request):
     finally:
         unpatch(target)
     assert handle.stats.seconds["target"] > 0
-
-
-@pytest.mark.slow
-def test_a_policy_learns_from_replayed_steps_what_it_learns_from_others(pair, request, monkeypatch):
-    """Two shapes in turn, calls of both kinds in turn: tokens of the step that ran, and its seconds."""
-    learned = []
-
-    def observe(self, seen):
-        learned.append((seen.tokens, (seen.target_seconds, seen.other_seconds)))
-
-    def run():
-        in_turns(monkeypatch, *list(ladder("cpu", with_model=True).values())[:2])
-        learned.clear()
-        target, draft = copy.deepcopy(pair)
-        patch(target, assistant_model=draft, graph_config="auto")
-        for processors in ({}, {"repetition_penalty": 1.3}, {}):
-            target.generate(**prompts(2, 9), max_new_tokens=24, pad_token_id=0, do_sample=False, **processors)
-        return list(learned)
-
-    monkeypatch.setattr(loop, "may_fly", lambda *_, **__: False)  # else it is asked for a plan more
-    monkeypatch.setattr(LearningPolicy, "observe", observe)
-    expected, cuda = run(), request.getfixturevalue("cuda")
-    hours, now = [], time.perf_counter
-    cuda.in_capture = lambda: hours.append(3600)
-    monkeypatch.setattr(stats.time, "perf_counter", lambda: now() + sum(hours))
-    run()
-    assert cuda.counts["captures"] == len(hours) == 2 * (1 + 2)
-    assert cuda.counts["replays"] > 4 and len(learned) == len(expected)
-    assert [tokens for tokens, _ in learned] == [tokens for tokens, _ in expected]
-    # Two steps of each shape and kind of call are ordinary ones, slower than all later ones.
-    known = [min(seconds) > 0 for *_, seconds in learned]
-    assert known.count(False) == 2 * 2 * WARM_STEPS and not any(known[: 2 * WARM_STEPS])
-    assert max(other for *_, (_, other) in learned) < 1000, "capturing is no part of a step"
 
 
 class Ranks(Alone):
@@ -335,13 +225,6 @@ def test_ranks_capture_together_or_not_at_all(pair, cuda, monkeypatch, captures,
     assert (cuda.counts["replays"] > 0) == (captured == 1 and others(2))
 
 
-def test_what_ranks_agree_on(monkeypatch):
-    ranks = Agreement.__new__(Agreement)
-    for said, all_of_them in (([1, 1], True), ([1, 0], False), ([0, 0], False)):
-        monkeypatch.setattr(ranks, "_gather", lambda mine, said=said: torch.tensor(said)[:, None], raising=False)
-        assert ranks.agree(bool(said[0])) is all_of_them
-
-
 @pytest.mark.parametrize(
     ("config", "can"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)]
 )
@@ -365,13 +248,6 @@ def test_threads_capture_on_one_gpu_one_after_the_other(pair, cuda, caplog):
         both(lambda i: torch.testing.assert_close(text(pair, "graph", rows=1 + i), expected[i]))
     assert not caplog.records
     assert cuda.counts["captures"] == 4 * GRAPHS
-
-
-def test_cpu_models_are_not_captured(pair, monkeypatch):
-    seen = []
-    monkeypatch.setattr(capture, "can_capture", lambda session: seen.append(can_capture(session)) or seen[-1])
-    generate(pair[0], **prompts(1, 5), assistant_model=pair[1], graph_config="chain", max_new_tokens=4, pad_token_id=0)
-    assert seen == [False]
 
 
 @pytest.mark.gpu

@@ -17,7 +17,6 @@ from models import add_noise, noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits
-from gsd_kernels.ops.decoder_rows import cuda
 from gsd_kernels_hf.costs.pair import forwards
 from gsd_kernels_hf.engine import capture
 from gsd_kernels_hf.model import fused, gpu_proof, proof, replay
@@ -113,18 +112,6 @@ def test_packed_weights_keep_their_modules_until_the_switch_is_set(monkeypatch):
     monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "cuda")
     assert why_not(served, "auto") is None
     assert "or packed ones of q8_0, int8, uint8, int4, int4_offset, got q4_0" in why_not(other, "auto")
-
-
-@pytest.mark.parametrize(("kind", "group", "pieces"), [(None, "0", 128), (None, "1", 256), ("q8_0", "1", 128)])
-def test_a_prompt_is_read_in_as_many_rows_as_products_read_weights_for(kind, group, pieces, monkeypatch):
-    monkeypatch.setattr(replay, "is_gpu", lambda device: True)
-    monkeypatch.setenv(cuda.GROUP, group)
-    read = []
-    monkeypatch.setattr(FusedRows, "_forward", lambda self, token_ids, *_, **__: read.append(token_ids.shape[1]))
-    model = tiny(dtype=torch.float16, head_dim=64, hidden_size=64, intermediate_size=96)
-    rows = FusedRows(model if kind is None else gsd.pack(model, kind), 300, NO_PADS, "auto")
-    rows.read(torch.zeros(1, 300, dtype=torch.int64), None, None)
-    assert read == [pieces] * (300 // pieces) + [300 % pieces]
 
 
 # The operator in a model.

@@ -11,13 +11,11 @@ import pytest
 import tiny_vision
 import torch
 import transformers
-from fuzzing import Ears
 from reciting import Reciting
 from tiny_vision import IMAGE, VOCAB, prompts
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.model import prompt_inputs
-from gsd_kernels_hf.model.facts import Facts
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(
@@ -99,24 +97,6 @@ def said(call: dict) -> dict:
     return words | {name: torch.zeros(3, dtype=torch.int64) for name in call if name == "mm_token_type_ids"}
 
 
-def test_processors_criteria_ends_and_streams_are_as_always():
-    model, call = model_of(LLAVA), prompts(LLAVA, 1, 2)
-    free = own(model, **call, **GREEDY)
-    stop = int(free[0, -NEW + 20])
-    options = {**GREEDY, "eos_token_id": stop, "repetition_penalty": 1.2, "output_scores": True}
-    text = own(model, **call, **options, return_dict_in_generate=True)
-    out = drafted(model, text.sequences, call, **options, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, text.sequences)
-    for number, (one, score) in enumerate(zip(out.scores, text.scores, strict=True)):
-        goes_on = text.sequences[:, call["input_ids"].shape[1] :][:, :number].ne(stop).all(1)
-        assert goes_on.any() and torch.allclose(one[goes_on], score[goes_on], atol=1e-4)
-
-    alone, ears = prompts(LLAVA, 1), Ears()
-    text = own(model, **alone, **GREEDY)
-    assert torch.equal(drafted(model, text, alone, **GREEDY, streamer=ears), text)
-    assert ears.heard == text[0].tolist() and ears.ended
-
-
 @pytest.mark.parametrize("name", [LLAVA, QWEN])
 @pytest.mark.parametrize("vocabulary", [VOCAB, VOCAB - 4])
 def test_drafts_read_placeholders_or_states_behind_the_image(name, vocabulary):
@@ -184,11 +164,3 @@ def test_a_placeholder_at_the_end_is_left_to_transformers_whatever_came_before(n
             assert torch.equal(model.generate(**call, **SHORT), own(model, **call, **SHORT)), number
             assert (handle.stats.why is None) == served[number], (number, handle.stats.why)
             assert served[number] or f"{IMAGE}], which is no word" in handle.stats.why
-
-
-def test_the_end_of_a_prompt_is_known_without_a_proof_of_its_own():
-    model = tiny_vision.build(LLAVA)
-    for seed in (1, 2):
-        for words in (1, 2, 4):
-            gsd.generate(model, **tiny_vision.endings(LLAVA, words), **SHORT, seed=seed)
-    assert sum("rows behind" in way for way, *_ in Facts(model).proofs) == 1

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gguf_files import tiny as packed_tiny
-from gguf_files import write_gguf
 from models import prompts, tiny, tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -16,11 +14,8 @@ from safetensors.torch import load_file, save_file
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf import learning
-from gsd_kernels_hf.engine import known
 from gsd_kernels_hf.engine.known import learned_file, learned_of
 from gsd_kernels_hf.model.facts import Facts
-from gsd_kernels_hf.packed.gguf import from_gguf
-from gsd_kernels_hf.sources import history
 from gsd_kernels_hf.sources.learned import FORMAT, read_learned
 
 SHAPE = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=6, history_width=4)
@@ -80,38 +75,11 @@ def test_a_patched_model_says_what_it_found_and_goes_on_with_it_from_text_to_tex
                 assert torch.equal(handle.model.generate(ids, **decoding), expected)
 
 
-def test_where_the_history_mixes_nothing_it_is_neither_read_nor_said(target, monkeypatch, caplog):
-    plain = gsd.generate(target, ASKED[0][None], **GREEDY, graph_config="plain")
-    learned(target)
-    monkeypatch.setattr(history, "unavailable_reason", lambda *_: "not built")
-    monkeypatch.setattr(known, "read_learned", lambda *_, **__: pytest.fail("read"))
-    with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(tiny_twin(target)) as handle:
-        assert torch.equal(handle.model.generate(ASKED[0][None], **GREEDY), plain)
-    assert "learned" not in caplog.text
-
-
 def tiny_twin(model):
     """The same weights in another model, of which nothing was read yet."""
     twin = tiny()
     twin.load_state_dict(model.state_dict())
     return twin
-
-
-@pytest.mark.parametrize("family", ["qwen2", "packed"])
-def test_other_families_dense_and_packed(family, monkeypatch, tmp_path):
-    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
-    if family == "packed":
-        (tmp_path / "model").mkdir()
-        file = tmp_path / "model" / "tiny.gguf"
-        model = from_gguf(write_gguf(file, packed_tiny("llama"), "llama", ["q8_0"]), dtype=torch.float32)
-    else:
-        model = tiny(family)
-    ids = ASKED[0][None]
-    plain = gsd.generate(model, ids, **GREEDY, graph_config="plain")
-    before = run(model, {"input_ids": ids}, GREEDY).stats.steps
-    learned(model)
-    after = run(model, {"input_ids": ids}, GREEDY)
-    assert torch.equal(after.sequences, plain) and after.stats.steps < before
 
 
 def test_prompts_are_texts_chats_and_ids_and_texts_are_read_beside(target, tmp_path):
@@ -158,40 +126,6 @@ def test_interrupted_it_keeps_what_is_there(target, monkeypatch, caplog):
     with pytest.raises(KeyboardInterrupt):
         learned(target)
     assert not file.exists(), "nothing was answered"
-
-
-def test_interrupted_while_it_fits_it_keeps_the_table(target, monkeypatch, caplog):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(learning, "FEWEST_NODES", 1)
-    monkeypatch.setattr(learning, "fitted", interrupted)
-    found = read_learned(learned(target), fingerprint=learning.fingerprint(target), vocab_size=97)
-    assert len(found.keys) > 0 and torch.equal(found.weights, learning.weights_of(learning.PRIOR))
-    assert "the table is kept" in caplog.text
-
-
-def test_a_mixture_is_fitted_to_many_nodes_and_predicts_them_better(target, monkeypatch):
-    monkeypatch.setattr(learning, "FEWEST_NODES", 60)
-    kept = []
-    monkeypatch.setattr(learning, "fitted", lambda *args: kept.append((args, fit(*args))) or kept[-1][1])
-    found = read_learned(learned(target), fingerprint=learning.fingerprint(target), vocab_size=97)
-    ((lessons, halves, start), weights) = kept[0]
-    assert torch.equal(found.weights, weights) and not torch.equal(weights, start)
-
-    def surprise(values):
-        total = 0.0
-        for lesson in lessons:
-            found = learning._with_learned(lesson, halves[lesson.text % 2])
-            scores, none = found.scores(values.tolist())
-            named = dict(zip(found.votes, scores, strict=True))
-            total += float(torch.tensor([none, *scores]).logsumexp(0)) - named.get(lesson.picked, none)
-        return total / len(lessons)
-
-    assert surprise(weights) < surprise(start)
-
-
-fit = learning.fitted
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import torch
 import transformers
 from engine.host_data import watch_steps
 from rotated import rotated
-from transformers import LogitsProcessor, LogitsProcessorList
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.dag_attention.api import ATTENTION
@@ -112,39 +111,6 @@ def test_a_prompt_in_pieces(family, length, chunk):
     assert torch.equal(gsd.generate(target, **call, **WAYS["draft"](target)), want)
 
 
-def crossing(model, length: int, **options):
-    """Texts of three prompts, by transformers and by ours."""
-    call = {**prompt(length, 3), "max_new_tokens": 18, "do_sample": False, **options}
-    return model.generate(**call), gsd.generate(model, **call, **WAYS["draft"](model))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_texts_that_end_on_different_sides(family):
-    target = target_of(family)
-    text, _ = crossing(target, 16)
-    for ends in ([int(text[0, 21])], [int(text[1, 24]), int(text[2, 25])], [int(text[0, 26])]):
-        want, found = crossing(target, 16, eos_token_id=ends, pad_token_id=0)
-        assert torch.equal(found, want)
-
-
-class Seen(LogitsProcessor):
-    """Looks at the whole batch, and changes it."""
-
-    def __call__(self, input_ids, scores):
-        return scores - scores.roll(1, 0) * 0.1
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_processors_that_see_all_sequences(family):
-    target = target_of(family)
-    processors = LogitsProcessorList([Seen()])
-    text, _ = crossing(target, 16, logits_processor=processors)
-    ends = {"eos_token_id": int(text[1, 20]), "pad_token_id": 0}
-    for options in ({}, ends):
-        want, found = crossing(target, 16, logits_processor=processors, **options)
-        assert torch.equal(found, want)
-
-
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_later_turns_of_a_chat(family, batch):
@@ -164,15 +130,6 @@ def test_later_turns_of_a_chat(family, batch):
         assert torch.equal(chats.ask(target, short), chats.ask(fresh, short))
         type(target).generate(target, text, max_new_tokens=3)  # which leaves the long factors on the module
         assert torch.equal(chats.ask(target, short), chats.ask(fresh, short))
-
-
-def test_factors_that_change_between_calls():
-    target = copy.deepcopy(target_of("llama"))
-    with chats.patched(target, draft_sources=("history",)):
-        for _ in range(2):
-            text = prompt(10)["input_ids"]
-            assert torch.equal(chats.ask(target, text), chats.ask(copy.deepcopy(target), text))
-            target.model.rotary_emb.original_inv_freq.mul_(0.5)
 
 
 def test_what_has_other_sides_is_refused_by_name():

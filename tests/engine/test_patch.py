@@ -144,22 +144,6 @@ def test_lora_wrapped_model(patch_wrapped):
     assert torch.equal(again, expected)
 
 
-def test_two_threads_without_a_patch():
-    """The first to finish must not take the attention away from the other."""
-    target, draft = fresh()
-    out = {}
-
-    def work(thread: int) -> None:
-        tokens = (3, 40)[thread]
-        out[tokens] = gsd.generate(
-            target, **prompt(), assistant_model=draft, graph_config="tree", max_new_tokens=tokens, do_sample=False
-        )
-
-    both(work)
-    assert torch.equal(out[40], plain(40)) and torch.equal(out[3], plain(3))
-    assert target.config._attn_implementation == "sdpa"
-
-
 def test_arguments_go_before_the_patch_and_the_patch_before_defaults(patched):
     target, _, handle = patched
     rows = {}
@@ -221,36 +205,6 @@ def test_the_target_as_its_own_draft():
     assert torch.equal(target.generate(**prompt(), **arguments).sequences, plain()) and handle.stats.steps == 4
     gsd.unpatch(target)
     assert target.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "dtype"), [((VOCAB, VOCAB + 24), torch.float32), ((VOCAB + 24, VOCAB), torch.bfloat16)]
-)
-def test_a_draft_of_another_dtype_and_padded_vocabulary(sizes, dtype):
-    """Padding may be on either side; ids that the other model does not know are drafted or read as nothing."""
-    target = models.endless(vocab_size=sizes[0])
-    draft = models.tiny(vocab_size=sizes[1], seed=1)
-    shared = min(sizes)
-    for own, theirs in zip(draft.parameters(), models.noised(target, 0.01).parameters(), strict=True):
-        if own.shape == theirs.shape:
-            own.data = theirs.data.clone()
-        else:
-            own.data[:shared] = theirs.data[:shared]
-    draft = draft.to(dtype)
-    arguments = {**models.prompts(2, 9, seed=3, vocab=shared), "max_new_tokens": 24, "do_sample": False}
-    expected = target.generate(**arguments)
-    for config in ("chain", "tree", "graph"):
-        out = gsd.generate(
-            target, assistant_model=draft, graph_config=config, return_dict_in_generate=True, **arguments
-        )
-        assert torch.equal(out.sequences, expected)
-        assert out.stats.tokens_per_step > 1.1
-    if sizes[0] > sizes[1]:
-        assert (expected[:, 9:] >= shared).any(), "the target must emit ids that the draft does not know"
-    sampled = {**arguments, "do_sample": True, "top_k": 0, "seed": 3}
-    out = gsd.generate(target, assistant_model=draft, graph_config="graph", **sampled)
-    assert torch.equal(out, gsd.generate(target, **sampled))
 
 
 def test_custom_generate():

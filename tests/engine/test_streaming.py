@@ -9,10 +9,10 @@ import threading
 import models
 import pytest
 import torch
-from engine.greedy import FAST, KINDS, VOCAB, Case
 from rotated import rotated
 from transformers import (
     AsyncTextIteratorStreamer,
+    StoppingCriteria,
     TextIteratorStreamer,
     TextStreamer,
 )
@@ -35,40 +35,65 @@ class Collector(BaseStreamer):
         self.ended += 1
 
 
-SLOW = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.many]
+class StopAfter(StoppingCriteria):
+    """Stops a row whose last two tokens add up to a multiple of 6, once two tokens are new."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, -2:].sum(1) % 6 == 0) & (input_ids.shape[1] >= LENGTH + 2)
 
 
-STOPS = ("length", "eos", "strings", "custom")
+VOCAB, LENGTH = 32, 9
+SHAPES = {
+    "chain": gsd.GraphConfig.preset("chain", depth=5),
+    "graph": gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=32, merge_context=1),
+}
+STOPS = {
+    "length": {},
+    "eos": {"eos_token_id": [2, 9, 14]},
+    "strings": {"stop_strings": list(models.CHARACTERS[3:29:2]), "tokenizer": models.tokenizer(VOCAB)},
+    "custom": {"stopping_criteria": [StopAfter()]},
+}
+
+
+@functools.lru_cache
+def pair():
+    target = models.endless(vocab_size=VOCAB)
+    return target, models.noised(target, 0.015)
+
+
+def call(batch: int, **more):
+    return {**models.prompts(batch, LENGTH, seed=6, vocab=VOCAB), "max_new_tokens": 24, "do_sample": False, **more}
+
+
+def drafted(shape: str = "graph", **given):
+    target, draft = pair()
+    return gsd.generate(target, assistant_model=draft, graph_config=SHAPES[shape], **given)
 
 
 @pytest.mark.parametrize(
-    ("kind", "stop"),
-    [(kind, stop) for kind in FAST for stop in STOPS]
-    + [pytest.param(kind, STOPS[i % 4], marks=SLOW[i % 2]) for i, kind in enumerate(KINDS) if kind not in FAST],
+    ("batch", "stop", "shape", "penalty"), rotated((1, 3), tuple(STOPS), tuple(SHAPES), (1.0, 1.1))
 )
-def test_streamed_tokens_are_the_returned_tokens(kind, stop):
-    case = Case("llama-gqa", kind, 300)
-    case.prompt, case.stop, case.processor = models.prompts(1, 9, seed=4, vocab=VOCAB), stop, "none"
-    ours, theirs = Collector(), Collector()
-    actual, expected = case.actual(streamer=ours).sequences, case.expected(streamer=theirs)
-    expected = getattr(expected, "sequences", expected)
+def test_a_text_is_streamed_position_by_position(batch, stop, shape, penalty):
+    """Sequences that run ahead are held back, those that ended are padded, and what is taken back is never told."""
+    ours, theirs, options = Collector(), Collector(), call(batch, **STOPS[stop], repetition_penalty=penalty)
+    expected = pair()[0].generate(**options, streamer=theirs)
+    actual = drafted(shape, **options, streamer=ours)
     assert actual.tolist() == expected.tolist()
     assert ours.puts == theirs.puts and ours.ended == theirs.ended == 1
-    assert [token for put in ours.puts for token in put] == actual[0].tolist()
+    assert ours.puts[0] == actual[:, :LENGTH].flatten().tolist()
+    assert torch.tensor(ours.puts[1:]).T.tolist() == actual[:, LENGTH:].tolist()
 
 
 def test_text_streamers_get_the_same_text(capsys):
     tokenizer = models.tokenizer(VOCAB)
-    case = Case("llama-gqa", "graph-1", 301)
-    case.prompt, case.stop, case.processor, case.new_tokens = models.prompts(1, 9, vocab=VOCAB), "length", "none", 24
-    text = tokenizer.decode(case.expected(return_dict_in_generate=True).sequences[0, 9:])
+    text = tokenizer.decode(pair()[0].generate(**call(1))[0, LENGTH:])
     assert len(text) >= 24
 
-    case.actual(streamer=TextStreamer(tokenizer, skip_prompt=True))
+    drafted(**call(1), streamer=TextStreamer(tokenizer, skip_prompt=True))
     assert capsys.readouterr().out.strip() == text
 
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    thread = threading.Thread(target=case.actual, kwargs={"streamer": streamer})
+    thread = threading.Thread(target=drafted, kwargs=call(1, streamer=streamer))
     thread.start()
     pieces = list(streamer)
     thread.join()
@@ -76,27 +101,13 @@ def test_text_streamers_get_the_same_text(capsys):
 
     async def collect():
         streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        thread = threading.Thread(target=case.actual, kwargs={"streamer": streamer})
+        thread = threading.Thread(target=drafted, kwargs=call(1, streamer=streamer))
         thread.start()
         pieces = [piece async for piece in streamer]
         thread.join()
         return "".join(pieces)
 
     assert asyncio.run(collect()) == text
-
-
-@pytest.mark.parametrize(("stop", "kind", "processor"), rotated(STOPS, FAST, ("none", "penalty")))
-def test_a_batch_is_streamed_position_by_position(kind, stop, processor):
-    """Sequences that run ahead are held back, those that ended are padded, and what is taken back is never told."""
-    case = Case("llama-gqa", kind, 310)
-    case.prompt, case.stop, case.processor = models.prompts(3, 9, seed=6, vocab=VOCAB), stop, "none"
-    more = {"repetition_penalty": 1.1} if processor == "penalty" else {}
-    ours, theirs = Collector(), Collector()
-    expected, actual = case.expected(streamer=theirs, **more), case.actual(streamer=ours, **more)
-    sequences = getattr(actual, "sequences", actual)
-    assert sequences.tolist() == getattr(expected, "sequences", expected).tolist()
-    assert ours.puts == theirs.puts and ours.ended == theirs.ended == 1
-    assert len(ours.puts[0]) == 3 * 9 and all(len(put) == 3 for put in ours.puts[1:])
 
 
 def test_several_answers_to_one_prompt_and_an_end_before_the_others():
