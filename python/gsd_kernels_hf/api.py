@@ -197,10 +197,13 @@ class Patch(threading.local):
         engines: what is kept, see docs/how-it-works.md; :meth:`clear` returns it.
         history: what is remembered of earlier calls' texts; it can be saved and loaded.
         before: the ``generate`` that somebody else had set on the model; :func:`unpatch` puts it back.
+        options: that :func:`patch` was called with.
     """
 
-    def __init__(self, model: PreTrainedModel, engines: Engines, before: Callable[..., Any] | None) -> None:
-        self.model, self.engines, self.before = model, engines, before
+    def __init__(
+        self, model: PreTrainedModel, engines: Engines, before: Callable[..., Any] | None, options: dict[str, Any]
+    ) -> None:
+        self.model, self.engines, self.before, self.options = model, engines, before, options
         self.stats: GenerationStats | None = None
         self.handed_over = False  # whether this thread is in transformers' own generate
         self.entered = False  # whether this thread is in a ``with`` block of it
@@ -335,10 +338,11 @@ def patch(
         **options: of :class:`~gsd_kernels_hf.engine.options.Options`.
 
     Returns:
-        A handle whose ``stats`` are the last call's :class:`~gsd_kernels_hf.engine.stats.GenerationStats`.
+        A handle whose ``stats`` are the last call's :class:`~gsd_kernels_hf.engine.stats.GenerationStats`; the one that
+        is there where ``model`` was patched with the same options.
 
     Raises:
-        TypeError, ValueError: the pair cannot be served, or ``model`` is patched already; nothing was changed.
+        TypeError, ValueError: the pair cannot be served, or ``model`` is patched with others; nothing was changed.
     """
     inner = properties.unwrap(model)
     validate.check_model("model", inner)
@@ -350,17 +354,25 @@ def patch(
     if "history" in sources.options.named and sources.options.learned:
         learned_of(sources.facts)  # says what it found
     memory = HistoryMemory(properties.vocabulary(inner))
-    handle = Patch(inner, Engines(keeps_sessions=True, memory=memory), vars(inner).get("generate"))
+    handle = Patch(inner, Engines(keeps_sessions=True, memory=memory), vars(inner).get("generate"), options)
     accelerated = _Accelerated(inner, handle, {**options, **places})
-    with _lock:  # of two threads one is refused
-        if handle_of(inner) is not None:
-            raise ValueError(
-                f"model: already patched, this {type(inner).__name__}; use the handle that patch returned (a call may "
-                "give any option anew), or unpatch(model) first"
-            )
+    with _lock:  # of two threads one finds the other's
+        there = handle_of(inner)
+        if there is not None:
+            if _same(there.options, options):  # a notebook's cell, run again
+                return there
+            raise ValueError("model: already patched with other options; give these to a call, or unpatch(model) first")
         vars(inner).update(zip(_PATCHED, (handle, accelerated, accelerated.reduce_model), strict=True))
     let_go_of_unpatched(inner)
     return handle
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether options are the same; tensors, which cannot be compared as a whole, are if they are one object."""
+    try:
+        return one == other
+    except RuntimeError:
+        return False
 
 
 def unpatch(model: PreTrainedModel) -> None:

@@ -6,6 +6,7 @@ import copy
 import math
 
 import models
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -31,6 +32,13 @@ def test_a_number_of_tokens_that_is_none(name, value):
     target, draft = pair()
     with refused(target, TypeError, f"^{name}: expected an int, got {value!r}"):
         gsd.generate(target, assistant_model=draft, **prompt(**{name: value}))
+
+
+def test_a_number_of_tokens_of_another_library_is_an_int():
+    target, _ = pair()
+    with gsd.patch(target):
+        whole, same = (target.generate(**prompt(max_new_tokens=count)) for count in (9, np.uint8(9)))
+        assert torch.equal(whole, same)
 
 
 class Everything(LogitsProcessor):

@@ -112,9 +112,12 @@ def test_patching_twice_and_unpatching_the_unpatched():
     target, draft = pair()
     with pytest.raises(ValueError, match="model: not patched"):
         gsd.unpatch(target)
-    with gsd.patch(target, assistant_model=draft):
-        with pytest.raises(ValueError, match="model: already patched"):
-            gsd.patch(target, assistant_model=draft)
+    same = torch.ones(3, dtype=torch.int64)
+    with gsd.patch(target, assistant_model=draft, reference_ids=same) as handle:
+        assert gsd.patch(target, assistant_model=draft, reference_ids=same) is handle, "a notebook's cell, run again"
+        for other in ({}, {"assistant_model": draft, "reference_ids": same + 1}):
+            with pytest.raises(ValueError, match="model: already patched"):
+                gsd.patch(target, **other)
         assert target.generate is vars(target)["generate"] and target.config._attn_implementation == "sdpa"
     with pytest.raises(ValueError, match="model: not patched"):
         gsd.unpatch(target)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import numbers
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import GenerationConfig
@@ -123,14 +122,15 @@ def warn_once(about: tuple[str, ...], message: str, *values: object) -> None:
         logger.warning(message, *values)
 
 
-def check_counts(options: Mapping[str, Any]) -> None:
-    """Raise for a number of tokens or sequences that is not one."""
+def check_counts(options: dict[str, Any]) -> None:
+    """Raise for a number of tokens or sequences that is not one; NumPy's, which overflow, become ints."""
     for name in COUNTS:
         value = options.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(f"{name}: expected an int, got {value!r}")
+        options[name] = int(value)
         if name == "prefill_chunk_size" and value < 1:
             raise ValueError(f"{name}: expected at least 1 token, got {value}; None reads the prompt in one piece")
 
@@ -149,7 +149,7 @@ def check_generation_config(config: GenerationConfig) -> None:
             raise Unsupported(f"{name}={value!r}: not supported by graph-speculative generation: {why}{OTHERWISE}")
 
 
-def check_arguments(kwargs: Mapping[str, Any]) -> None:
+def check_arguments(kwargs: dict[str, Any]) -> None:
     """Raise :class:`Unsupported` for a ``generate`` argument that is set and is not served."""
     check_counts(kwargs)
     for name, value in kwargs.items():
