@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-import regex
 import torch
 from served import PROMPT, QWEN, SCHEMA, TOOL, TOOLS, row_id
 from tokenizers import decoders
 from transformers.cli.serving import utils
 
-from gsd_kernels_serve.answers import Answers, bounded
+from gsd_kernels_serve.answers import Answers
 from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
 from gsd_kernels_serve.text_options import TextOptions
 
@@ -83,94 +82,57 @@ def asked(endpoint: str, length: int) -> dict[str, object]:
     return {"tools": tools, "max_tokens" if endpoint == CHAT else "max_output_tokens": length}
 
 
-UNREAD = {
-    "cut": '<tool_call>\n{"name": "paint", "argum',
-    "told": "Use <tool_call>...</tool_call> marks.",
-    "without arguments": 'So: <tool_call>{"name": "paint"}</tool_call>',
-    "a list": "So: <tool_call>[1]</tool_call>",
-    "no name": 'So: <tool_call>{"name": 5, "arguments": {}}</tool_call> it is',
-    "behind a call": f"So: {CALL} and <tool_call>[1]</tool_call>",
-    "before a call": f"<tool_call>x</tool_call> or {CALL}",
-    "behind a bracket": "<<tool_call>{bad</tool_call>",
-    "behind a bracket and a space": "a< <tool_call>{bad</tool_call>",
-    "behind many lines": "a" + "\n" * 40 + "<tool_call>bad</tool_call>",
-    "half a character": 'So: <tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>',
-    "half a character within": 'So: <tool_call>{"name": "paint", "arguments": "\\ud83d"}</tool_call>',
-}
-
-
-@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
-@pytest.mark.parametrize("name", UNREAD)
-def test_a_call_that_cannot_be_read_is_text(name, endpoint, server, says):
-    text = UNREAD[name]
-    length = says(text) - (name == "cut")
-    found = whole(server, endpoint, **asked(endpoint, length))
-    first = name == "behind a call"
-    assert found == (text.replace(f" {CALL}", "") if first else text, [PAINT] * first)
-    assert streamed(server, endpoint, **asked(endpoint, length)) == found
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-@pytest.mark.parametrize("name", UNREAD)
-def test_nothing_of_a_text_is_lost_whatever_its_pieces(name, size, server, monkeypatch):
-    monkeypatch.setattr(server.tokenizer, "response_template", QWEN, raising=False)
-    answer = Answers(server.tokenizer, server.target).begin(server.tokenizer(":\n\n")["input_ids"], [])
-    text = f"x <y> {UNREAD[name]} z"
-    parts = [part for at in range(0, len(text), size) for part in answer.feed(text[at : at + size])] + answer.end()
-    told = [part if isinstance(part, str) else f" {CALL}" for part in parts]
-    assert "".join(told) == text and len(parts) - len([part for part in parts if isinstance(part, str)]) == (
-        name == "behind a call"
-    )
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_what_ends_a_thought_before_a_call_that_is_cut_is_no_text(size, server, monkeypatch):
-    monkeypatch.setattr(server.tokenizer, "response_template", THINKING, raising=False)
-    answer = Answers(server.tokenizer, server.target).begin(server.tokenizer(":\n\n")["input_ids"], [])
-    cut = '\n\n<tool_call>\n{"name": "f", "argu'
-    text = f"<think>abc</think>{cut}"
-    parts = [part for at in range(0, len(text), size) for part in answer.feed(text[at : at + size])] + answer.end()
-    assert "".join(part for part in parts if type(part) is str) == cut
-    assert "".join(part for part in parts if type(part) is not str) == "abc"
-
-
 QWEN_CALL = "<tool_call>\n<function=paint>\n<parameter=colour>\nred\n</parameter>\n</function>\n</tool_call>"
+BEHIND_A_THOUGHT = '\n\n<tool_call>\n{"name": "f", "argu'
+CUT = "\N{ZERO WIDTH SPACE}"
+"""Where the length ends a text that goes on."""
+
+READ = [  # how a kind of model writes, what it writes, the text that is told of it (None: all of it) and the calls
+    *((QWEN, text, None, []) for text in (
+        '<tool_call>\n{"name": "paint", "argum' + CUT,
+        "Use <tool_call>...</tool_call> marks.",
+        'So: <tool_call>{"name": "paint"}</tool_call>',
+        "So: <tool_call>[1]</tool_call>",
+        'So: <tool_call>{"name": 5, "arguments": {}}</tool_call> it is',
+        f"<tool_call>x</tool_call> or {CALL}",
+        "<<tool_call>{bad</tool_call>",
+        "a< <tool_call>{bad</tool_call>",
+        "a" + "\n" * 40 + "<tool_call>bad</tool_call>",
+        'So: <tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>',
+        'So: <tool_call>{"name": "paint", "arguments": "\\ud83d"}</tool_call>',
+    )),
+    (QWEN, f"So: {CALL} and <tool_call>[1]</tool_call>", "So: and <tool_call>[1]</tool_call>", [PAINT]),
+    (QWEN, f"So: {CALL}\n{CALL}", "So:", [PAINT, PAINT]),
+    (QWEN, f"Hello {CALL} Bye", "Hello Bye", [PAINT]),
+    (QWEN, f"I check.\n{CALL}\n{CUT}", "I check.", [PAINT]),
+    (THINKING, f"<think>abc</think>{BEHIND_A_THOUGHT}{CUT}", BEHIND_A_THOUGHT.strip(), []),
+    *((QWEN_3_5, f"So: {QWEN_CALL[:-gone]}{CUT}", None, []) for gone in (1, 12, 13, 25, 45, 60, 70, 72)),
+    (QWEN_3_5, f"So: {QWEN_CALL}{CUT}", "So:", [PAINT]),
+    *(({**THINKING, "start_anchor": anchor}, f"So: {CALL}", "So:", [PAINT]) for anchor in ("<|nowhere|>", "def")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
-@pytest.mark.parametrize("gone", [0, 1, 12, 13, 25, 45, 60, 70, 72])
-def test_a_cut_call_of_tags_is_text(gone, endpoint, server, says, monkeypatch):
-    """It was told as a whole one, with those arguments that it had got to."""
-    monkeypatch.setattr(server.tokenizer, "response_template", QWEN_3_5)
-    text = f"So: {QWEN_CALL[: len(QWEN_CALL) - gone]}"
-    length = says(text) - 1
-    expected = (text.rstrip(), []) if gone else ("So:", [PAINT])
-    assert whole(server, endpoint, **asked(endpoint, length)) == expected
-    told, calls = streamed(server, endpoint, **asked(endpoint, length))
-    assert (told.rstrip(), calls) == expected
+@pytest.mark.parametrize(("template", "text", "told", "calls"), READ, ids=range(len(READ)))
+def test_a_call_is_told_as_one_and_text_as_it_was_written(
+    endpoint, template, text, told, calls, server, says, monkeypatch
+):
+    """A call that cannot be read is text; of a prompt that begins no answer, or one that cannot be read, nothing is."""
+    monkeypatch.setattr(server.tokenizer, "response_template", template)
+    length = says(text.removesuffix(CUT)) - text.endswith(CUT)
+    asks = asked(endpoint, length)
+    if template["start_anchor"] != QWEN["start_anchor"]:
+        prompt = "Call it: def <tool_call>x</tool_call>, <think>."
+        asks |= {"messages": [{"role": "user", "content": prompt}]} if endpoint == CHAT else {"input": prompt}
+    expected = (text.removesuffix(CUT) if told is None else told, calls)
+    for found, named in (whole(server, endpoint, **asks), streamed(server, endpoint, **asks)):
+        assert (found.rstrip(), named) == (expected[0].rstrip(), calls)
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
-def test_text_round_a_call_is_told_as_a_whole(endpoint, server, says):
-    """What came before a call made room for what came behind it."""
-    length = says(f"Hello {CALL} Bye")
-    assert whole(server, endpoint, **asked(endpoint, length)) == ("Hello Bye", [PAINT])
-    assert streamed(server, endpoint, **asked(endpoint, length)) == ("Hello Bye", [PAINT])
-    length = says(f"I check.\n{CALL}\n") - 1
-    found, calls = whole(server, endpoint, **asked(endpoint, length))
-    assert (found, calls) == ("I check.", [PAINT])
-
-
-@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
-@pytest.mark.parametrize("anchor", ["<|nowhere|>", "def"], ids=["absent", "unread"])
-def test_of_a_prompt_that_begins_no_answer_nothing_is_told(anchor, endpoint, server, says, monkeypatch):
-    """transformers' parser takes all of it for the beginning of an answer, which it may not be able to read."""
-    monkeypatch.setattr(server.tokenizer, "response_template", {**THINKING, "start_anchor": anchor})
-    prompt = "Call it: def <tool_call>x</tool_call>, <think>."
-    asks = {"messages": [{"role": "user", "content": prompt}]} if endpoint == CHAT else {"input": prompt}
-    length = says(f"So: {CALL}")
-    assert whole(server, endpoint, **asks, **asked(endpoint, length)) == ("So:", [PAINT])
-    assert streamed(server, endpoint, **asks, **asked(endpoint, length)) == ("So:", [PAINT])
+def test_a_text_that_ends_within_a_character_is_told_to_its_end(endpoint, server, says):
+    asks = asked(endpoint, says("x \u20ac") - 2)
+    assert streamed(server, endpoint, **asks) == whole(server, endpoint, **asks) == ("x \ufffd", [])
 
 
 def test_a_thought_that_a_prompt_begins_begins_with_what_is_thought(server, says, monkeypatch):
@@ -209,27 +171,6 @@ def test_calls_of_different_choices_have_names_of_their_own(stream, server, says
     choices = [choice.get("delta") or choice.get("message", {}) for part in parts for choice in part["choices"]]
     names = [call["id"] for choice in choices for call in choice.get("tool_calls") or []]
     assert len(names) == len(set(names)) == 4
-
-
-@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
-def test_a_text_that_ends_within_a_character_is_told_to_its_end(endpoint, server, says):
-    says("x \u20ac")
-    length = len(server.tokenizer("x \u20ac", add_special_tokens=False)["input_ids"]) - 1
-    assert streamed(server, endpoint, **asked(endpoint, length)) == ("x \ufffd", [])
-    assert whole(server, endpoint, **asked(endpoint, length)) == ("x \ufffd", [])
-
-
-@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
-def test_calls_that_can_be_read_are_calls(endpoint, server, says):
-    length = says(f"So: {CALL}\n{CALL}")
-    assert whole(server, endpoint, **asked(endpoint, length)) == ("So:", [PAINT, PAINT])
-    assert streamed(server, endpoint, **asked(endpoint, length)) == ("So:", [PAINT, PAINT])
-
-
-def test_one_text_that_cannot_be_read_takes_none_of_its_fellows(server, says):
-    says(UNREAD["told"])
-    found = server.got(CHAT, **asked(CHAT, 60), n=2)
-    assert [choice["message"]["content"] for choice in found["choices"]] == [UNREAD["told"]] * 2
 
 
 # ---- the items of /v1/responses
@@ -279,32 +220,13 @@ def test_the_items_of_a_stream_come_once_each_and_in_their_order(text, top, serv
 # ---- white space without end
 
 
-@pytest.mark.parametrize(
-    "pattern", [r"\s*<a>", r"\\s*<a>", r"[\s*]<a>", r"\s+<a>\s*(?P<value>.*?)\s*</a>", r"\w+\s*+<a>"]
-)
-def test_patterns_with_bounded_spaces_find_what_they_found(pattern):
-    for text in (
-        "<a>x</a>",
-        " \n <a> x \n</a>",
-        "\\s<a>",
-        "*<a>",
-        "a  <a>",
-        f"{' ' * 20}<a>{' ' * 90}x y{' ' * 20}</a>",
-    ):
-        found, expected = (regex.search(one, text, regex.DOTALL) for one in (bounded(pattern), pattern))
-        assert (found and (found.span(), found.groups())) == (expected and (expected.span(), expected.groups())), text
-
-
-def test_no_pattern_of_a_template_looks_at_white_space_again_and_again(server, monkeypatch):
+@pytest.mark.parametrize("template", utils._RESPONSE_TEMPLATE_FALLBACKS.values(), ids=lambda value: "")
+def test_no_pattern_of_a_template_looks_at_white_space_again_and_again(template, server, monkeypatch):
     prompt = server.tokenizer("<|im_start|>assistant\n")["input_ids"]
     text = f"<tool_call>\n<function=paint>\n<parameter=colour>{' ' * 30_000}red</function></tool_call>{' ' * 30_000}."
     ids = server.tokenizer(text, add_special_tokens=False)["input_ids"]
-    for template in utils._RESPONSE_TEMPLATE_FALLBACKS.values():
-        monkeypatch.setattr(server.tokenizer, "response_template", template, raising=False)
-        answers = Answers(server.tokenizer, server.target)
-        assert not regex.search(r"\\s\*(?!\+)", repr(answers.response_template).replace("\\\\", "\\"))
-        answers.read(ids, prompt, [])  # which takes an hour where one does
-        assert template == answers.written, "the tokenizer's own stays"
+    monkeypatch.setattr(server.tokenizer, "response_template", template, raising=False)
+    Answers(server.tokenizer, server.target).read(ids, prompt, [])  # which takes an hour where one does
 
 
 # ---- texts behind a prompt

@@ -49,14 +49,6 @@ def calling(server, monkeypatch):
     return server
 
 
-@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
-def test_strict_tools_are_served_beside_auto(endpoint, server):
-    tools = STRICT if endpoint == CHAT else [{"type": "function", **TOOL, "strict": True}]
-    assert server.text(endpoint, tools=tools) == server.text(
-        endpoint, tools=TOOLS if endpoint == CHAT else [{"type": "function", **TOOL, "strict": None}]
-    )
-
-
 def test_calls_of_strict_tools_are_held_to_their_schema_and_text_is_free(calling):
     pytest.importorskip("xgrammar")
     assert calling.text(CHAT, tools=STRICT) == calling.text(CHAT, tools=TOOLS), "no call: the text is free"
@@ -70,10 +62,6 @@ def test_calls_of_strict_tools_are_held_to_their_schema_and_text_is_free(calling
         ('<tool_call>\n{"name": "dance", "arguments": {}}\n</tool_call>', False),
     ):
         assert held(text) == good, text
-
-
-def test_calls_in_qwens_own_marks_are_held(calling):
-    pytest.importorskip("xgrammar")
     pattern = r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>"
     held = marked(STRICT, calling, {"fields": {"tool_calls": {"open_pattern": pattern, "content": "xml-inline"}}})
     call = "<tool_call>\n<function=paint>\n<parameter=colour>\n%s\n</parameter>\n</function>\n</tool_call>"
@@ -216,7 +204,3 @@ def test_every_nested_field_of_the_client_is_accepted_or_refused_by_name(endpoin
             param = found["error"]["param"]
             named = place[-1] == "type" or place[-1] in param or param.endswith("type")
             assert param.startswith(field) and named, (place, found)
-
-
-def test_fields_of_the_table_are_those_of_three_endpoints():
-    assert {endpoint for endpoint, _ in VALID} < set(fields.ENDPOINTS) and COMPLETIONS in fields.ENDPOINTS

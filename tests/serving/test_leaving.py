@@ -9,8 +9,6 @@ import socket
 import threading
 import time
 import weakref
-from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 from fastapi.responses import StreamingResponse
@@ -119,22 +117,6 @@ def test_a_text_that_ends_early_gives_its_cache_back(endpoint, stream, why, serv
         assert sessions and not [session for session in sessions if session() is not None]
     finally:
         gc.enable()
-
-
-def test_a_loop_that_is_closed_hears_nothing_and_the_thread_goes_on(monkeypatch):
-    """A second Ctrl-C closes it beside a text; the thread of all decodings ended with a traceback then."""
-    over = threading.Event()
-    monkeypatch.setattr(service.Decoding, "generate", lambda *_, **__: over.wait(20))
-    queue = service.Queue(None, SimpleNamespace(), threading.Event(), True)
-
-    async def ask() -> None:
-        service.call_of.set(SimpleNamespace(gone=threading.Event()))
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(queue.generate_non_streaming(None, None, {}, None, "name"), 0.05)
-
-    asyncio.run(ask())
-    over.set()
-    assert queue.wait(20)
 
 
 @ENDPOINTS

@@ -133,7 +133,7 @@ def test_tokens_are_told_by_their_bytes(kind):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from gsd_kernels_serve.logprobs import Entry, Pieces, Place
+    from gsd_kernels_serve.logprobs import Pieces
 
     if kind == "bytes":
         vocabulary = {"\u0120a": 0, "\u00c3": 1, "\u00a9": 2, "<s>": 3}
@@ -145,44 +145,8 @@ def test_tokens_are_told_by_their_bytes(kind):
         steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
         inner.decoder = decoders.Sequence(steps)
     pieces = Pieces(PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>"))
-    given = [3, 1, 0, 1, 2, 0, 2, 1, 1, 2]
-    for shown in (None, "a\u00e9 a", " a\u00e9"):
-        place = Place("before", shown)
-        offsets = pieces.completion(map(Entry, given), place)["text_offset"]
-        assert offsets == [6 + at for at in offsets_of(pieces, given, shown)] and place.characters >= offsets[-1]
     assert [pieces.bytes_of(token) for token in range(5)] == [b" a", b"\xc3", b"\xa9", b"<s>", b""]
     assert [pieces.text_of(token) for token in range(3)] == [" a", "bytes:\\xc3", "bytes:\\xa9"]
-
-
-def offsets_of(pieces, tokens: list[int], shown: str | None) -> list[int]:
-    """Characters before each token: of all bytes before it, read anew."""
-    offsets, before = [], b""
-    for token in tokens:
-        offsets.append(len(before.decode(errors="ignore")))
-        piece = pieces.bytes_of(token)
-        for one in (piece, piece.lstrip(), b""):
-            if shown is None or shown.encode().startswith(before + one):
-                before += one
-                break
-    return offsets
-
-
-def test_a_long_prompt_is_told_in_time_that_grows_as_it_does(server):
-    from gsd_kernels_serve.logprobs import Entry, Pieces, Place
-
-    class Shown(bytes):
-        read = 0
-
-        def startswith(self, piece, *at):
-            Shown.read += len(piece)
-            return super().startswith(piece, *at)
-
-    text = "\u044f " * 4000
-    ids = server.tokenizer(text, add_special_tokens=False)["input_ids"]
-    place = Place(shown=text)
-    place.shown = Shown(place.shown)
-    found = Pieces(server.tokenizer).completion(map(Entry, ids), place)
-    assert place.characters == len(text) and len(found["tokens"]) == len(ids) and Shown.read <= len(text.encode())
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS], ids=row_id)
