@@ -83,7 +83,6 @@ def asked(endpoint: str, length: int) -> dict[str, object]:
 
 
 QWEN_CALL = "<tool_call>\n<function=paint>\n<parameter=colour>\nred\n</parameter>\n</function>\n</tool_call>"
-BEHIND_A_THOUGHT = '\n\n<tool_call>\n{"name": "f", "argu'
 CUT = "\N{ZERO WIDTH SPACE}"
 """Where the length ends a text that goes on."""
 
@@ -105,7 +104,6 @@ READ = [  # how a kind of model writes, what it writes, the text that is told of
     (QWEN, f"So: {CALL}\n{CALL}", "So:", [PAINT, PAINT]),
     (QWEN, f"Hello {CALL} Bye", "Hello Bye", [PAINT]),
     (QWEN, f"I check.\n{CALL}\n{CUT}", "I check.", [PAINT]),
-    (THINKING, f"<think>abc</think>{BEHIND_A_THOUGHT}{CUT}", BEHIND_A_THOUGHT.strip(), []),
     *((QWEN_3_5, f"So: {QWEN_CALL[:-gone]}{CUT}", None, []) for gone in (1, 12, 13, 25, 45, 60, 70, 72)),
     (QWEN_3_5, f"So: {QWEN_CALL}{CUT}", "So:", [PAINT]),
     *(({**THINKING, "start_anchor": anchor}, f"So: {CALL}", "So:", [PAINT]) for anchor in ("<|nowhere|>", "def")),
