@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 
@@ -16,8 +15,6 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, 
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.acceptance import criteria
-from gsd_kernels_hf.engine import decoder as decoder_module
-from gsd_kernels_hf.parallel import digest
 
 
 @pytest.mark.parametrize("criterion", criteria.DRAWN)
@@ -84,26 +81,6 @@ def test_a_batch_is_its_sequences(criterion):
     assert ended >= 3 and len(lengths) >= 3
 
 
-@pytest.mark.parametrize("criterion", ["speculative", "block", "typical"])
-@pytest.mark.parametrize("sizes", [(VOCAB, VOCAB - 3), (VOCAB - 3, VOCAB)], ids=["narrower", "wider"])
-def test_a_draft_with_other_vocabulary_padding(criterion, sizes):
-    """The draft is the target without its last tokens, or with more of them."""
-    wide = models.tiny(vocab_size=VOCAB)
-    narrow = models.tiny(vocab_size=VOCAB - 3)
-    narrow.load_state_dict(
-        {name: x[: VOCAB - 3] if x.shape[0] == VOCAB else x for name, x in wide.state_dict().items()}
-    )
-    by_size = {VOCAB: wide, VOCAB - 3: narrow}
-    target, draft = (by_size[size] for size in sizes)
-    target.generation_config.eos_token_id = None
-    out = generate(target, draft, criterion, models.prompts(2, 8, seed=4, vocab=VOCAB - 3), max_new_tokens=80)
-    tokens = out.sequences[:, 8:]
-    assert tokens.max() < target.config.vocab_size
-    assert out.stats.tokens_per_step > 1.5
-    if sizes[0] > sizes[1] and criterion in criteria.DRAWN:
-        assert (tokens >= VOCAB - 3).any(), "tokens that only the target knows are still drawn"
-
-
 @pytest.mark.parametrize("criterion", ["speculative", "typical"])
 def test_the_host_walk_agrees_with_the_device(criterion):
     """A processor that changes nothing takes the walk, one that is called per token changes what p is.
@@ -144,24 +121,6 @@ def test_speculative_through_processors_samples_the_processed_distribution():
     counts = np.bincount(out.sequences[:, 5].numpy(), minlength=VOCAB)
     assert fit(counts, biased.softmax(-1).numpy()) > P_VALUE
     assert fit(counts, logits.softmax(-1).numpy()) < P_VALUE, "the bias must matter"
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("criterion", ["speculative", "block", "typical"])
-def test_half_precision(criterion, dtype):
-    target = models.endless(vocab_size=VOCAB, dtype=dtype)
-    prompt = models.prompts(2, 8, seed=2, vocab=VOCAB)
-    out = generate(target, models.noised(target, 0.03), criterion, prompt, max_new_tokens=24)
-    assert out.sequences.shape == (2, 32) and out.stats.tokens_per_step > 1.2
-
-
-def test_the_target_without_some_layers_drafts_too():
-    target = models.endless(vocab_size=VOCAB, num_hidden_layers=3)
-    skip = gsd.LayerSkip(target, mlp=[1])
-    for sources in (None, ("layer_skip",)):
-        prompt = models.prompts(2, 8, vocab=VOCAB)
-        out = generate(target, skip, "speculative", prompt, draft_sources=sources, max_new_tokens=24)
-        assert out.stats.criterion == "speculative" and len(out.stats.accepted) > 2 and out.stats.accepted[1] > 0
 
 
 def test_nan_is_said():
@@ -236,32 +195,6 @@ def test_no_shape_given_is_a_chain():
         assert not gsd.GraphDecoder(draft, gsd.Automatic(), criterion=criterion).automatic
     assert gsd.GraphDecoder(draft).automatic and gsd.GraphDecoder(draft, criterion="typical").automatic
     assert gsd.Typical() == gsd.Typical(0.09, math.sqrt(0.09)) == criteria.resolve_criterion("typical")
-
-
-def test_ranks_must_have_the_same_criterion(monkeypatch):
-    seen = {}
-
-    class Alone:
-        """Tensor parallelism as a single rank sees it."""
-
-        alone = captures = False
-
-        def start(self, own_seed, given):
-            seen.update(given)
-            return own_seed
-
-        def check(self, verified, finished, *, timed):
-            return finished
-
-        explained = contextlib.nullcontext
-
-    monkeypatch.setattr(decoder_module, "ranks_of", lambda *_: Alone())
-    said = set()
-    for criterion in ("exact", "speculative", "block", "typical", gsd.Typical(0.2), gsd.Typical(0.2, 0.3)):
-        out = generate(*pair(), criterion, models.prompts(1, 6, vocab=VOCAB), max_new_tokens=4)
-        assert out.stats.criterion == (criterion if isinstance(criterion, str) else "typical")
-        said.add(digest(seen["criterion"]))
-    assert len(said) == 6
 
 
 def test_patch_takes_a_criterion():

@@ -86,25 +86,6 @@ def test_a_batch_of_different_grammars(kind, name, how, monkeypatch):
     assert drafted.stats.steps < plain.stats.steps
 
 
-def test_texts_one_after_the_other():
-    """A patched model keeps the session: every text has the grammar of its own call, or none."""
-    target, _, tokenizer = pair()
-    inputs = tokenizer(TEXTS[0], return_tensors="pt")
-    calls = [FORCED, SCHEMAS[0], None, FORCED]
-
-    def texts():
-        found = []
-        for text in calls:
-            given = {} if text is None else {"logits_processor": processors("xgrammar", [text], regex=text is FORCED)}
-            found.append(target.generate(**inputs, max_new_tokens=24, **GREEDY, **given).tolist())
-        return found
-
-    expected = texts()
-    with gsd.patch(target, graph_config=SHAPE, tokenizer=tokenizer) as handle:
-        assert texts() == expected
-        assert "grammar" in handle.stats.sources
-
-
 def test_without_a_tokenizer_the_longest_tokens_are_drafted():
     """xgrammar's grammar knows the tokens; named alone, the grammar drafts alone."""
     plain = written([FORCED], regex=True, graph_config="plain")

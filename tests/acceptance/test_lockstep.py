@@ -8,8 +8,7 @@ import itertools
 import models
 import pytest
 import torch
-from acceptance.processors import KINDS, Apart, Guidance, Mean, Native, Near, Recorded, closure
-from fuzzing import Ears
+from acceptance.processors import KINDS, Guidance, Mean, Native, Near, Recorded, closure
 from rotated import rotated
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, WatermarkingConfig
 from transformers.generation import logits_process
@@ -126,35 +125,6 @@ def test_a_batch_still_gains():
     lengths = [row.index(end) + 1 if end in row else 40 for row in said]
     assert min(lengths) < 12 and max(lengths) == 40 and out.stats.steps <= 20
     assert out.stats.new_tokens == sum(lengths) == sum(n * steps for n, steps in enumerate(out.stats.accepted))
-
-
-@pytest.mark.parametrize(
-    "sources", [{}, {"assistant_model": None, "draft_sources": ("history",)}], ids=["model", "history"]
-)
-def test_automatic_shapes(sources):
-    """The shape changes from step to step, and is None now and then."""
-    for eos in (False, True):
-        given = call(3, eos=eos, kind="guidance", max_new_tokens=40)
-        expected = target().generate(logits_processor=[Guidance()], **given)
-        out = gsd.generate(target(), logits_processor=[Guidance()], **{"assistant_model": draft(), **sources}, **given)
-        assert out.tolist() == expected.tolist()
-
-
-def test_transformers_own_are_asked_at_each_sequences_speed():
-    """They are the same row by row, so no sequence waits; beside one of another kind they are asked with the batch."""
-    built_in = {
-        "repetition_penalty": 1.2,
-        "no_repeat_ngram_size": 3,
-        "bad_words_ids": [[4], [5, 6]],
-        "min_new_tokens": 4,
-        "suppress_tokens": [8],
-    }
-    for eos in (False, True):
-        given = call(3, eos=eos, max_new_tokens=40, **built_in)
-        expected = target().generate(**given)
-        alone, mixed = ours("graph", **given), ours("graph", logits_processor=[Recorded()], **given)
-        assert alone.sequences.tolist() == mixed.sequences.tolist() == expected.tolist()
-        assert eos or alone.stats.accepted != mixed.stats.accepted
 
 
 def test_which_processors_see_one_sequence_only():
@@ -277,32 +247,6 @@ def test_built_in_processors_that_know_their_row(name):
     assert not torch.equal(expected, target().generate(**call(3, eos=True)))
     for own in ([], [Recorded()]):
         assert ours("graph", logits_processor=own, **given).sequences.tolist() == expected.tolist()
-
-
-def test_a_streamer_of_one_sequence():
-    theirs, mine = Ears(), Ears()
-    target().generate(logits_processor=[closure()], streamer=theirs, **call(1))
-    ours("graph", logits_processor=[closure()], streamer=mine, **call(1))
-    assert (mine.heard, mine.ended) == (theirs.heard, True)
-
-
-def test_several_calls_of_a_patched_model():
-    """Prefixes are read from the cache, and what a finished sequence's padding left there is not in the way."""
-    model = models.tiny(vocab_size=VOCAB)
-    given = call(3, eos=True)
-    expected = model.generate(logits_processor=[Mean(), Apart()], **given)
-    longer = {
-        "input_ids": torch.cat([expected, expected[:, LENGTH:].flip(1)], 1),
-        "attention_mask": torch.cat([given["attention_mask"], torch.ones_like(expected[:, LENGTH:]).repeat(1, 2)], 1),
-    }
-    turns = [given, {**given, **longer}, given, {**given, "eos_token_id": None}]
-    texts = [model.generate(logits_processor=[Mean(), Apart()], **turn).tolist() for turn in turns]
-    without = [model.generate(**turn).tolist() for turn in turns]
-    with gsd.patch(model, assistant_model=draft(), graph_config=GRAPH) as handle:
-        for turn, text, plain in zip(turns, texts, without, strict=True):
-            assert model.generate(logits_processor=[Mean(), Apart()], **turn).tolist() == text
-            assert model.generate(**turn).tolist() == plain
-        assert handle.stats.steps > 0
 
 
 class Fails(Recorded):

@@ -56,17 +56,6 @@ def test_rows_of_a_batch_keep_their_noise():
         assert eos[row, 9 : 9 + end].tolist() == new[:end]
 
 
-def test_return_sequences_differ_and_equal_plain_decoding():
-    target, draft = pair()
-    prompt = models.prompts(2, 5, vocab=VOCAB)
-    arguments = {**prompt, "do_sample": True, "num_return_sequences": 3, "max_new_tokens": 10, "seed": 1, "top_k": 0}
-    out = gsd.generate(target, assistant_model=draft, graph_config="graph", **arguments)
-    assert out.shape == (6, 15) and torch.equal(out, gsd.generate(target, **arguments))
-    assert len({tuple(row) for row in out.tolist()}) == 6
-    again = gsd.generate(target, assistant_model=draft, graph_config="chain", **arguments, return_dict_in_generate=True)
-    assert torch.equal(again.sequences, out)
-
-
 def test_set_seed_reproduces_and_the_seed_matters():
     target, draft = pair()
     arguments = {**models.prompts(1, 6, vocab=VOCAB), "do_sample": True, "max_new_tokens": 16, "top_k": 0}
@@ -126,24 +115,3 @@ def test_other_processors_go_through_the_walk(options):
             picked = theirs.gather(1, out.sequences[:, 7 + step, None])
             assert (picked > -torch.inf).all()
     assert out.stats.tokens_per_step > 1.0
-
-
-def test_candidates_rank_by_the_target_noise():
-    """What the draft proposes first is what the target picks wherever both distributions agree."""
-    gen = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(3, 5, VOCAB, generator=gen)
-    positions = torch.randint(0, 99, (3, 5), generator=gen, dtype=torch.int32)
-    shared = {
-        "seed": torch.tensor(11),
-        "sequence_ids": torch.arange(3, dtype=torch.int32),
-        "temperature": 0.8,
-        "top_k": 10,
-        "backend": "reference",
-    }
-    tokens, log_probs = gsd.draft_candidates(logits, positions, branch=12, **shared)
-    assert torch.equal(tokens[:, :, 0], gsd.sample_rows(logits, positions, **shared))
-    assert (log_probs[..., 10:] == -torch.inf).all() and (log_probs[..., :10] > -torch.inf).all()
-    assert (log_probs.diff(dim=-1).nan_to_num(0.0) <= 0).all() and (log_probs <= 0).all()
-    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(3, 5))
-    tokens, log_probs = gsd.draft_candidates(logits[..., :3], positions, branch=5, **shared)
-    assert (tokens[..., 3:] == -1).all() and (log_probs[..., 3:] == -torch.inf).all()

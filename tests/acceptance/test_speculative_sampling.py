@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -85,44 +84,6 @@ def test_speculative_samples_the_target(index, tokens, backend):
         assert fit(counts.sum(tuple(range(1, tokens))), wrong) < P_VALUE
     if index == 1:
         assert (exact == 0).mean() > 0.5, "most texts are impossible, and fit() saw that none of them came"
-
-
-def always(self, rows, logits, positions, at=criteria.EVERY):
-    """Accept whatever was drafted."""
-    child = criteria.children_of(rows)[at].amax(-1)
-    return torch.where(child >= 0, child, criteria.ExactMatch.picks(self, rows, logits, positions, at))
-
-
-def without_residual(self, rows, logits, positions, at=criteria.EVERY):
-    """Accept by the right test, but draw from p after a rejection."""
-    right = criteria.SpeculativeSampling.right(self, rows, logits, positions, at)
-    child = criteria.children_of(rows)[at].amax(-1)
-    return torch.where(right == child, right, criteria.ExactMatch.picks(self, rows, logits, positions, at))
-
-
-def shared_noise(self, level, logits, positions):
-    """Draw the draft's token with the target's noise."""
-    log_q = self.sampler.log_probs(logits)
-    token = dataclasses.replace(self.sampler, warpers=criteria.UNWARPED).pick(log_q, positions)[..., None]
-    self.distributions[level:] = [log_q.exp()]
-    return token, log_q.gather(-1, token.long())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("owner", "method", "wrong"),
-    [
-        (criteria.SpeculativeSampling, "picks", always),
-        (criteria.SpeculativeSampling, "picks", without_residual),
-        (criteria.ChainProposal, "draw", shared_noise),
-    ],
-    ids=lambda x: getattr(x, "__name__", x),
-)
-def test_the_statistic_sees_wrong_rules(owner, method, wrong, monkeypatch):
-    monkeypatch.setattr(criteria.SpeculativeSampling, "right", criteria.SpeculativeSampling.picks, raising=False)
-    monkeypatch.setattr(owner, method, wrong)
-    counts, _ = joint_counts(SAMPLING[0], 2)
-    assert min(p_values(counts, joint_probabilities(0, 2))) < P_VALUE
 
 
 def one_draft(

@@ -81,16 +81,3 @@ def test_typical_is_said_once_to_be_lossy(caplog):
     assert [r.message for r in caplog.records if "lossy" in r.message] == [
         "criterion 'typical' is lossy: the output is not the target's own (stats.lossless is False)"
     ]
-
-
-def test_typical_with_the_automatic_shape_learns_apart():
-    """What was accepted by another rule says nothing of the exact one."""
-    from gsd_kernels_hf.engine.engine import engines_of
-
-    target, draft = models.tiny(vocab_size=VOCAB), None
-    target.generation_config.eos_token_id = None
-    draft = models.noised(target, 0.05)
-    prompt = models.prompts(1, 6, vocab=VOCAB)
-    for criterion in ("exact", "typical"):
-        generate(target, draft, criterion, prompt, graph_config="auto", max_new_tokens=8)
-    assert {engine.criterion for engine in engines_of(target)} == {"exact", gsd.Typical()}

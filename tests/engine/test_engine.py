@@ -15,7 +15,7 @@ import chats
 import fake_cuda
 import pytest
 import torch
-from chats import FREE, GRAPH, SAMPLED, TREE, ask, both, expected, pair, patched, sources, words
+from chats import GRAPH, SAMPLED, TREE, ask, both, expected, pair, patched, sources, words
 from engine.capturing import drafting, in_turns
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,23 +79,6 @@ def test_the_second_call_of_a_bucket_makes_nothing(name, made, monkeypatch):
             call = functools.partial(ask, target, prompt, tokens=tokens)
             assert after(made, lambda call=call, texts=texts: texts.append(call())) == (0, 0)
             assert torch.equal(texts[0], want) and made["replays"] > 0
-
-
-@pytest.mark.slow
-def test_other_seeds_are_other_texts_of_the_same_graphs(made):
-    target, draft = pair()
-    with patched(target, assistant_model=draft, graph_config=GRAPH):
-        text, seen = words(1, 9, seed=1), set()
-        ask(target, text, tokens=30, **SAMPLED)
-        for seed in range(3):
-            options = {**SAMPLED, "seed": seed, "tokens": 30}
-            want = expected(target, text, **options)
-            replays = made["replays"]
-            assert after(made, lambda options=options: ask(target, text, **options)) == (0, 0)
-            assert made["replays"] > replays + 5
-            assert torch.equal(ask(target, text, **options), want)
-            seen.add(tuple(want[0].tolist()))
-        assert len(seen) == 3
 
 
 @pytest.mark.slow
@@ -411,21 +394,3 @@ def test_a_copied_decoder_starts_anew():
     decoder = GraphDecoder(None)
     ask(pair()[0], words(1, 5, seed=1), custom_generate=decoder)
     assert copy.deepcopy(decoder).named == decoder.named and copy.copy(decoder).stats is None
-
-
-def test_plain_and_free_calls_of_one_patch():
-    """Calls that leave sources out have sessions of their own."""
-    target, draft = pair()
-    with patched(target, assistant_model=draft, graph_config=GRAPH):
-        text = words(1, 9, seed=1)
-        for options in (
-            {},
-            {"graph_config": "plain"},
-            {"assistant_model": False},
-            {"assistant_model": False, "draft_sources": ("history",), "graph_config": FREE},
-            {"graph_config": TREE},
-            {},
-        ):
-            want = expected(target, text)
-            assert torch.equal(ask(target, text, **options), want)
-            text = torch.cat([want, words(1, 2, seed=3)], 1)

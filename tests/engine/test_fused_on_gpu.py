@@ -175,7 +175,7 @@ def test_a_prompt_has_memory_for_what_it_has_read(monkeypatch):
     rows = FusedRows(family("llama").half(), 1024, NO_PADS, "auto")
     rows.prefill(torch.zeros(1, 300, dtype=torch.int64), None, None)
     counts, seen, sizes = zip(*given, strict=True)
-    assert counts == (128, 128, 44) and seen == ({128}, {256}, {300})
+    assert counts == (256, 44) and seen == ({256}, {300})
     assert len(set(sizes)) == 1, "the cache itself, not copies"
 
 

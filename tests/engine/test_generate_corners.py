@@ -73,35 +73,3 @@ def test_a_draft_catches_up_with_rows_that_go_on_behind_a_finished_one(backend, 
     expected = target_of("llama-gqa").generate(**prompt, do_sample=False, **ends)
     actual = generate_ours(prompt, graph_config=shape, backend=backend, return_dict_in_generate=True, **ends)
     assert actual.stats.plain_steps > shape.chain_rows and torch.equal(actual.sequences, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [None, 1000])
-def test_long_prompt(chunk):
-    model = models.endless(vocab_size=VOCAB, max_position_embeddings=16384, dtype=torch.float32, num_hidden_layers=1)
-    prompt = models.prompts(1, 8192, vocab=VOCAB)
-    expected = model.generate(
-        **prompt, max_new_tokens=12, do_sample=False, output_scores=True, return_dict_in_generate=True
-    )
-    gap = min(float(s.topk(2).values.diff().abs()) for s in expected.scores)
-    assert gap > 1e-4, "a near-tie: take another seed"
-    actual = gsd.generate(
-        model,
-        **prompt,
-        max_new_tokens=12,
-        do_sample=False,
-        assistant_model=models.noised(model, 0.01),
-        graph_config="graph",
-        prefill_chunk_size=chunk,
-        return_dict_in_generate=True,
-    )
-    assert actual.sequences.tolist() == expected.sequences.tolist()
-    assert actual.stats.steps < 12
-
-
-def test_max_time_ends_generation():
-    prompt = models.prompts(2, 8, vocab=VOCAB)
-    actual = generate_ours(prompt, max_new_tokens=64, max_time=0.0)
-    full = target_of("llama-gqa").generate(**prompt, max_new_tokens=64, do_sample=False)
-    assert 8 < actual.shape[1] < 8 + 64
-    assert actual.tolist() == full[:, : actual.shape[1]].tolist()

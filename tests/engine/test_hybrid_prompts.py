@@ -9,8 +9,7 @@ import tiny_configs
 import torch
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.model import facts, fused
-from gsd_kernels_hf.model.recurrent import by_depth, mamba2, mixers
+from gsd_kernels_hf.model.recurrent import mixers
 from gsd_kernels_hf.model.recurrent.step_limit import limit_of
 
 pytestmark = pytest.mark.skipif(not mixers.READABLE, reason=f"states are read from transformers {mixers.FIRST} on")
@@ -82,19 +81,3 @@ def test_the_next_turn_reads_what_was_generated_as_a_prompt(name):
             ids = torch.cat([text, torch.tensor([said], dtype=torch.int64)], 1)
     for ids, text in turns:
         assert torch.equal(text, target.generate(ids, **CALL))
-
-
-def test_a_proof_in_float64_calls_no_other_formula_a_rounding(monkeypatch):
-    """Single tokens without the limit differ by hundredths from prompts with it; by so much no way may differ."""
-    target = target_of("Zamba2")
-    right = fused.block_of(target, "auto")
-    monkeypatch.setattr(facts, "_kept", {})
-    monkeypatch.setattr(mamba2.Mamba2, "begin", lambda self, state: unlimited(self, state))
-    monkeypatch.setattr(by_depth, "limit_of", lambda module: None)
-    assert right and fused.block_of(target, "auto") == 0
-    assert "differ" in fused.why_not_by_modules(facts.Facts(target), fused.STATE_STEPS).what
-
-
-def unlimited(kernel, state):
-    super(mamba2.Mamba2, kernel).begin(state)
-    kernel.behind_prompt = False

@@ -107,16 +107,6 @@ def test_growth_of_captured_steps(name, small, request):
     assert cuda.counts["captures"] > 1 and cuda.counts["replays"] > 3 and len(small) > 1
 
 
-def test_growth_of_one_sequence_with_an_early_end_of_another(small):
-    target, _ = pair()
-    free = target.generate(**call())
-    eos = next(int(t) for t in free[0, LENGTH + 6 :] if t not in free[1, LENGTH:])
-    wanted = target.generate(**call(eos_token_id=eos, pad_token_id=7))
-    assert (wanted == 7).sum() > 20
-    out = gsd.generate(target, **call(eos_token_id=eos, pad_token_id=7, **sources_of("model")))
-    assert torch.equal(out, wanted) and len(small) > 1
-
-
 def test_chats_and_threads_on_a_patched_model(small):
     """Every turn continues the last one, in storage that grows while it is written."""
     target, draft = pair()
@@ -242,13 +232,6 @@ def test_a_text_beyond_the_models_positions_is_transformers(options, caplog):
     assert warnings_of(caplog) == [
         "the text goes on beyond the 40 positions that the model was made for (max_position_embeddings)"
     ]
-
-
-def test_a_prompt_beyond_the_models_positions_is_transformers():
-    target, draft = of_few_positions()
-    inputs = prompts(2, 50, vocab=VOCAB)
-    wanted = target.generate(**inputs, max_new_tokens=8, do_sample=False)
-    assert torch.equal(gsd.generate(target, **inputs, max_new_tokens=8, do_sample=False, assistant_model=draft), wanted)
 
 
 def test_more_tokens_than_positions_may_be_asked_for(caplog):

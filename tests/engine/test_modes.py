@@ -303,31 +303,6 @@ def test_a_callbacks_own_mistake_is_not_the_calls(patched):
     assert asks.calls == 1 and handle.stats is None
 
 
-def test_a_model_that_became_another_after_the_patch(caplog):
-    """Its forward, its inputs or its rotary embedding are such as this package does not serve."""
-    target, draft = copy.deepcopy(pair())
-    handle = gsd.patch(target, assistant_model=draft, graph_config="tree")
-    own = target.prepare_inputs_for_generation
-
-    def prepare(input_ids, **kwargs):
-        return own(input_ids.clamp(max=9), **kwargs)
-
-    target.prepare_inputs_for_generation = prepare
-    call = prompt(2)
-    expected = type(target).generate(target, **call)
-    assert torch.equal(target.generate(**call), expected) and "prepare_inputs_for_generation" in handle.stats.why
-    del target.prepare_inputs_for_generation
-    assert not torch.equal(target.generate(**call), expected) and handle.stats.why is None
-    attention = target.model.layers[1].self_attn
-    attention.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
-    assert torch.equal(target.generate(**call), type(target).generate(target, **call))
-    assert "otherwise than by attention" in handle.stats.why
-    del attention.forward
-    target.forward = torch.autocast("cpu", torch.bfloat16)(target.float().forward)  # as mixed precision's trainers do
-    assert torch.equal(target.generate(**call), type(target).generate(target, **call))
-    assert "in autocast" in handle.stats.why
-
-
 TOKENIZER = models.tokenizer(VOCAB)
 LIKE_UNPATCHED = {
     "contrastive search": {"penalty_alpha": 0.6, "top_k": 4},

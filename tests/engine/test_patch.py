@@ -225,18 +225,6 @@ def test_custom_generate():
     assert target.config._attn_implementation == "sdpa"
 
 
-def test_a_prompt_that_begins_otherwise_is_read_anew():
-    """What a session holds of the last text must not change with its storage, into which the next prompt is written."""
-    target, draft = fresh()
-    options = {"max_new_tokens": 16, "pad_token_id": 0, "do_sample": False}
-    made = functools.partial(models.prompts, 2, vocab=VOCAB)
-    texts = [made(12), made(9, seed=4), made(9, seed=4, ragged=False), made(12)]
-    expected = [target.generate(**inputs, **options) for inputs in texts]
-    gsd.patch(target, assistant_model=draft, graph_config="tree")
-    for inputs, text in zip(texts, expected, strict=True):
-        assert torch.equal(target.generate(**inputs, **options), text)
-
-
 def test_two_patches_at_once_are_one(monkeypatch):
     """One thread enters, the other gets its handle, and nothing is left switched or half written."""
     target, draft = fresh()

@@ -8,9 +8,8 @@ import functools
 import pytest
 import tiny_configs
 import torch
-from hybrids import BY_DEPTH, FAMILIES, TREE, build, inputs_of
+from hybrids import BY_DEPTH, FAMILIES, build, inputs_of
 from models import prompts
-from reciting import Reciting
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.state_rows import BLOCK
@@ -33,15 +32,6 @@ target_of = functools.lru_cache(build)
 @functools.lru_cache
 def text_of(family: str, batch: int):
     return target_of(family).generate(**inputs_of(batch), **GREEDY)
-
-
-@pytest.mark.parametrize("family", ["qwen3.5", "kimi"])
-def test_greedy_text_by_depth_is_the_same(family):
-    """Any backend but the CPU's operators computes rows by depth."""
-    target, text = target_of(family), text_of(family, 3)
-    options = {"draft_sources": (Reciting(text, tiny_configs.VOCAB),), "graph_config": TREE}
-    assert block_of(target, "reference") == 0
-    assert torch.equal(gsd.generate(target, **inputs_of(3), **GREEDY, **options, backend="reference"), text)
 
 
 def test_turns_go_on_from_the_state_where_the_text_ends():
