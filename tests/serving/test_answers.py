@@ -260,3 +260,14 @@ def test_a_prompt_that_ends_within_a_character_is_completed(server, says):
     assert server.text(COMPLETIONS, **given) == " x"
     pieces = server.got(COMPLETIONS, stream=True, **given)[:-1]
     assert "".join(json.loads(event)["choices"][0]["text"] for event in pieces) == " x"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_what_ends_a_thought_before_a_call_that_is_cut_is_no_text(size, server, monkeypatch):
+    monkeypatch.setattr(server.tokenizer, "response_template", THINKING, raising=False)
+    answer = Answers(server.tokenizer, server.target).begin(server.tokenizer(":\n\n")["input_ids"], [])
+    cut = '\n\n<tool_call>\n{"name": "f", "argu'
+    text = f"<think>abc</think>{cut}"
+    parts = [part for at in range(0, len(text), size) for part in answer.feed(text[at : at + size])] + answer.end()
+    assert "".join(part for part in parts if type(part) is str) == cut
+    assert "".join(part for part in parts if type(part) is not str) == "abc"

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import gsd_kernels as gsd
 from gsd_kernels_hf import files
+from gsd_kernels_train.online import Gate
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.4, "seed": 3}
@@ -277,3 +278,52 @@ def test_what_cannot_learn_is_refused_by_name(target, draft):
         gsd.OnlineLearner(handle, draft)
     with pytest.raises(TypeError, match="handle: expected what patch returns, got Llama"):
         gsd.OnlineLearner(target, draft)
+
+
+def test_lessons_are_what_the_target_picked(target, draft, expected):
+    inputs = prompts(3, 9, seed=5)  # left-padded
+    plain = gsd.generate(target, **inputs, **GREEDY)
+    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft, steps=0) as learner:
+        assert torch.equal(target.generate(**inputs, **GREEDY), plain)
+        for row, lesson in enumerate(learner._texts):
+            whole = torch.cat([inputs["input_ids"][row][inputs["attention_mask"][row].bool()], plain[row, 9:]])
+            assert torch.equal(lesson.tokens[: len(whole)], whole) and len(lesson.labels) >= GREEDY["max_new_tokens"]
+            emitted = lesson.tokens[-len(lesson.labels) :]
+            assert torch.equal(lesson.labels[:, 0], emitted)
+            alone = target(lesson.tokens[None]).logits[0].log_softmax(-1)[-len(emitted) - 1 : -1]
+            likely = alone.topk(8)
+            assert torch.equal(likely.indices, lesson.labels)
+            torch.testing.assert_close(likely.values.float(), lesson.log_probs, atol=1e-5, rtol=1e-5)
+
+
+def test_learning_waits_for_calls_and_calls_for_learning():
+    gate, order, inside, leave = Gate(), [], threading.Event(), threading.Event()
+
+    def call(name: str) -> None:
+        with gate.call():
+            order.append(name)
+            inside.set()
+            assert leave.wait(10)
+
+    def learn() -> None:
+        with gate.alone("step"):
+            order.append("learned")
+
+    threads = [threading.Thread(target=call, args=("first",))]
+    threads[0].start()
+    assert inside.wait(10)
+    threads.append(threading.Thread(target=learn))
+    threads[1].start()
+    while not gate._waiting and threads[1].is_alive():
+        threads[1].join(0.001)
+    threads.append(threading.Thread(target=call, args=("second",)))
+    threads[2].start()
+    threads[2].join(0.05)
+    assert order == ["first"] and gate.busy
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["first", "learned", "second"] and not gate.busy
+    with gate.call(), gate.call(), pytest.raises(RuntimeError, match="step: not inside a call"), gate.alone("step"):
+        pass
+    assert not gate.busy
