@@ -67,10 +67,10 @@ def check_source(source: DraftSource, reserved: Sequence[str]) -> None:
         raise ValueError(
             f"{where}shares: expected a tuple of weights from 0 to 1, at least one, got {shown(source.shares)}"
         )
-    if source.reliability is not None and not numbers_in(source.reliability, most=math.inf):
+    ratios = source.reliability
+    if ratios is not None and (not numbers_in(ratios, most=math.inf) or len(ratios) != len(source.shares)):
         raise ValueError(
-            f"{where}reliability: expected a tuple of ratios from 0 on, at least one, or None, got "
-            f"{shown(source.reliability)}"
+            f"{where}reliability: expected ratios from 0 on, as many as shares, or None, got {shown(ratios)}"
         )
 
 
