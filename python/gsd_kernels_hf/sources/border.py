@@ -70,7 +70,7 @@ def check_source(source: DraftSource, reserved: Sequence[str]) -> None:
     ratios = source.reliability
     if ratios is not None and (not numbers_in(ratios, most=math.inf) or len(ratios) != len(source.shares)):
         raise ValueError(
-            f"{where}reliability: expected ratios from 0 on, as many as shares, or None, got {shown(ratios)}"
+            f"{where}reliability: expected a ratio from 0 on for each share, or None, got {shown(ratios)}"
         )
 
 
