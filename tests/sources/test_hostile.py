@@ -228,7 +228,7 @@ class Declares(Oracle):
         ({"reliability": ()}, "hostile: reliability: expected"),
         ({"reliability": (-1.0,)}, "hostile: reliability: expected"),
         ({"reliability": 1.0}, "hostile: reliability: expected"),
-        ({"reliability": (0.5, 0.7)}, "hostile: reliability: expected a ratio from 0 on for each share"),
+        ({"reliability": (0.5, 0.7)}, "hostile: reliability: expected a ratio for each share"),
         ({"hidden_layers": (99,)}, r"hostile: hidden_layers: expected a tuple of numbers from −1 to 2, .* got \(99,\)"),
         ({"hidden_layers": (-2,)}, "hostile: hidden_layers: expected"),
         ({"hidden_layers": 1}, "hostile: hidden_layers: expected"),

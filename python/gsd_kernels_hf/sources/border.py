@@ -69,7 +69,7 @@ def check_source(source: DraftSource, reserved: Sequence[str]) -> None:
         )
     ratios = source.reliability
     if ratios is not None and (not numbers_in(ratios, most=math.inf) or len(ratios) != len(source.shares)):
-        raise ValueError(f"{where}reliability: expected a ratio from 0 on for each share, or None, got {shown(ratios)}")
+        raise ValueError(f"{where}reliability: expected a ratio for each share, or None, got {shown(ratios)}")
 
 
 def check_hidden_layers(source: DraftSource, target: PreTrainedModel) -> None:
