@@ -76,12 +76,6 @@ def _llama() -> Any:
     return tiny(dtype=torch.float32)
 
 
-def _twice() -> None:
-    model = _llama()
-    gsd.patch(model)
-    gsd.patch(model)
-
-
 WRONG: dict[str, dict[str, Any]] = {
     "a shape that is none": {"graph_config": "gaph"},
     "a shape of another type": {"graph_config": 3},
@@ -148,7 +142,6 @@ OUTSIDE_OF_GENERATE: dict[str, Callable[[], Any]] = {
     "a kind of weights that is none": lambda: gsd.pack(_llama(), "q9_9"),
     "a patch of no model": lambda: gsd.patch(3),
     "a patch with an option that is none": lambda: gsd.patch(_llama(), graph_confg="auto"),
-    "a patch of a patched model": _twice,
     "an end of no patch": lambda: gsd.unpatch(_llama()),
     "a decoder with a draft that is none": lambda: gsd.GraphDecoder("draft")(_llama(), torch.tensor([[4, 5]])),
     "a corpus that is nowhere": lambda: gsd.Corpus("none"),

@@ -147,11 +147,11 @@ def test_no_prompt_that_is_learned_from_is_measured_on():
     """Nor is one that nothing is chosen on like those on which settings were."""
     asked = {
         place: [
-            turn["content"]
+            said
             for prompt in chain(
                 *(json.loads(place.read_text(encoding="utf-8"))[part] for part in ("tuning", "prompts"))
             )
-            for turn in prompt["messages"]
+            for said in prompt.get("turns") or [turn["content"] for turn in prompt["messages"]]
         ]
         for place in (FILE, UNSEEN)
     }

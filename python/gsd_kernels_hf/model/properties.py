@@ -39,7 +39,11 @@ def text_config(model: Any) -> PretrainedConfig:
 
 def vocabulary(model: PreTrainedModel) -> int:
     """Rows of the output embedding, padding included; what the config says, where a model has none."""
-    rows = getattr(model.get_output_embeddings(), "out_features", None)
+    head = model.get_output_embeddings()
+    weight = getattr(head, "_parameters", {}).get("weight")
+    if weight is not None and weight.is_floating_point() and weight.dim() == 2:
+        return len(weight)
+    rows = getattr(head, "out_features", None)  # of packed weights, which are not unpacked for it
     return int(text_config(model).vocab_size if rows is None else rows)
 
 
