@@ -24,7 +24,7 @@ if __name__ == "__main__":  # read when the package is imported
 import torch
 from models import noised, prompts, tiny
 from ops.contracts.inputs import op_inputs
-from texts.array import SUBJECTS, asked, plain_text, rows
+from texts.covering import SUBJECTS, asked, plain_text, rows
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.table import all_ops

@@ -9,7 +9,7 @@ from pathlib import Path
 import fake_cuda
 import pytest
 import torch
-from texts.array import AXES, SUBJECTS, asked, drafted, plain_text, rows
+from texts.covering import AXES, SUBJECTS, asked, drafted, plain_text, rows
 
 GOLDENS = Path(__file__).parents[1] / "goldens.py"
 

@@ -248,12 +248,11 @@ class LearningPolicy:
     def _choose(self, *, timed: bool) -> None:
         """Choose the shape of the next steps: the best one, a trial, or one of what was given up."""
         experience, gain = self.experience, self.settings.min_gain
-        if self.home is not None and self.steps > 1:
+        if self.home is not None:
             # Home again before anything is taken: the machine may have become another during the trial.
             self.current, self.home, self.next_choice = self.home, None, self.steps + RETURN_STEPS
             return
-        home = self.current if self.home is None else self.home
-        self.home = self.before = None
+        home, self.before = self.current, None
         best = self._best(home)
         self._take(best, home)
         if self.shows[best] < self.shows[home]:
