@@ -51,8 +51,9 @@ def _message(name: str, given: Any, keys: tuple[str, ...] = _KEYS) -> dict[str, 
         if not isinstance(message["tool_calls"], list):
             raise wrong(f"{name}.tool_calls", "a list of calls", message["tool_calls"])
         calls = [_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(message["tool_calls"])]
-        turn["tool_calls"] = [call for call in calls if isinstance(call["function"]["arguments"], Mapping)]
-        cut = [call["function"] for call in calls if call not in turn["tool_calls"]]  # by max_tokens: they are text
+        whole = [call for call in calls if isinstance(call["function"]["arguments"], Mapping)]
+        turn |= {"tool_calls": whole} if whole else {}
+        cut = [call["function"] for call in calls if call not in whole]  # by max_tokens: they are text
         turn["content"] = "\n".join(filter(None, [turn["content"], *(f"{f['name']}: {f['arguments']}" for f in cut)]))
     elif "content" not in message:
         raise Refused(f"{name}.content", "missing")

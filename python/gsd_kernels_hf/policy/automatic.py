@@ -123,8 +123,3 @@ class ExperienceSaver(Saver):
 def own_pair(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> CostPair:
     """The pair, with costs of all shapes that automatic policies choose among."""
     return pair_of(model, draft, backend, ladder(device_of(model).type, with_model=draft is not None), others)
-
-
-def known_steps(model: PreTrainedModel, draft: Draft, backend: str = "auto") -> int:
-    """Number of steps whose times this machine remembers of the pair, from this process and earlier ones."""
-    return own_pair(model, draft, backend).costs.steps
