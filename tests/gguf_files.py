@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from gsd_kernels.ops.packed import BY_NAME
 from gsd_kernels_hf.packed.gguf import NAMES, PERMUTED
-from gsd_kernels_hf.packed.header import ALIGNMENT_BYTES, _Reader
 
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 """Matrices of Phi 3, whose files transformers unpacks."""
@@ -129,24 +128,14 @@ def tiny(
     return model
 
 
-def with_field(raw: bytes, key: str, kind: int, content: bytes) -> bytes:
-    """A file's bytes with a field of this value, of a type of :mod:`gsd_kernels_hf.packed.header`, new or in place."""
-    reader = _Reader(Path("raw"), raw)
-    tensors, fields = struct.unpack_from("<QQ", raw, 8)
-    reader.at, kept, found = 24, [], False
-    field = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + content
-    for _ in range(fields):
-        begin = reader.at
-        name = reader.string(1 << 16)
-        reader.value(reader.numbers("I")[0])
-        found |= name == key
-        kept.append(field if name == key else raw[begin : reader.at])
-    table = reader.at
-    for _ in range(tensors):
-        reader.string(1 << 16)
-        reader.tensor()
-        reader.numbers("Q")
-    count = fields + (not found)
-    head = raw[:16] + struct.pack("<Q", count) + b"".join([*kept, *([] if found else [field])]) + raw[table : reader.at]
-    begin = -(-reader.at // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return head + bytes(-len(head) % ALIGNMENT_BYTES) + raw[begin:]
+def with_field(path: Path, key: str, kind: int, content: bytes) -> bytes:
+    """A file's bytes with a field of this value, of one of gguf's types, new or in place."""
+    raw, reader = path.read_bytes(), gguf.GGUFReader(path)
+    fields = [field for name, field in reader.fields.items() if not name.startswith("GGUF.")]
+    kept = {f.name: raw[f.offset : f.offset + sum(part.nbytes for part in f.parts)] for f in fields}
+    kept[key] = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + content
+    table = raw[fields[-1].offset + sum(part.nbytes for part in fields[-1].parts) : reader.data_offset]
+    infos = reader.tensors[-1].field
+    table = table[: len(table) - (reader.data_offset - infos.offset - sum(part.nbytes for part in infos.parts))]
+    head = raw[:16] + struct.pack("<Q", len(kept)) + b"".join(kept.values()) + table
+    return head + bytes(-len(head) % gguf.GGUF_DEFAULT_ALIGNMENT) + raw[reader.data_offset :]

@@ -324,7 +324,7 @@ def test_a_part_without_the_others_says_so(parts, tmp_path):
     with pytest.raises(ValueError, match=rf"path: {third}: split\.no is 1; expected 2"):
         from_gguf(first)
     third.write_bytes(other[:-10])
-    with pytest.raises(ValueError, match=f"path: {third} is cut short"):
+    with pytest.raises(ValueError, match=f"path: {third} is damaged, cut short"):
         from_gguf(first)
 
 
