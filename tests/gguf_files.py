@@ -15,7 +15,7 @@ from ops.contracts.packed import packed_matrix
 from transformers import PreTrainedModel
 
 from gsd_kernels.ops.packed import BY_NAME
-from gsd_kernels_hf.packed.gguf import NAMES, PERMUTED
+from gsd_kernels_hf.packed.fields import NAMES, PERMUTED
 
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 """Matrices of Phi 3, whose files transformers unpacks."""

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 
 from ..extras import cure
-from .fields import PACKED, architecture_of, check_foreign, end_by, read_whole
-from .frequencies import FREQUENCIES, divide_frequencies
+from .fields import FREQUENCIES, PACKED, architecture_of, check_foreign, empty_model, end_by
+from .frequencies import divide_frequencies
 from .header import Header
 
 NEEDED = ("gguf", "accelerate")
@@ -35,7 +35,7 @@ def load_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     header = _checked(file)
     dense: dict[str, Any] = {}
     if architecture_of(header) in PACKED:
-        dense["config"] = read_whole(header)
+        dense["config"] = empty_model(header).config
     else:
         check_foreign(header)
     _check_single(header)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from .header import Header, Strings
 
@@ -17,18 +17,31 @@ logger = logging.getLogger("gsd_kernels")
 ARCHITECTURE = "general.architecture"
 VOCABULARY = "token_embd.weight"
 LAYERS = "block_count"
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""Modules of a model by the part of a tensor's name in the file."""
+PARTS = {module: part for part, module in NAMES.items()}
+FREQUENCIES = "rope_freqs.weight"
 PERMUTED = ("llama", "mistral")
 """Architectures whose rows of q and k lie in the file as pairs of a head's halves."""
 PACKED = (*PERMUTED, "qwen2", "qwen3")
 """Architectures whose files are read whole here; transformers' loader reads the others."""
-BIASED = {"qwen2": ("attn_q", "attn_k", "attn_v")}
-"""Matrices that have a bias whatever the config says, by architecture."""
-CHOSEN = {
-    "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"),
-    "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
-}
-"""Matrices that have a bias where the config says so; a file says it by having them."""
-CAN_CHOOSE = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
+CHOSEN = {"attention_bias": "attn_output", "mlp_bias": "ffn_down"}
+"""Settings of configs that give matrices a bias, and the one by whose bias a file says it."""
 TOKENS = {
     "bos_token_id": "bos_token_id",
     "eos_token_id": "eos_token_id",
@@ -65,30 +78,6 @@ SCALED_BY_TRANSFORMERS = ("gpt-oss",)
 """Architectures whose scaling of the rotary embedding transformers' loader reads."""
 HARMLESS = ("classifier.output_labels", "pooling_type", "rope.scaling.finetuned", "tensor_data_layout")
 """Fields of an architecture that change no logit whatever they say."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Numbers that the tensors' shapes follow from.
-
-    Attributes:
-        hidden, inner: width of the embedding, of an MLP.
-        heads, kv_heads, head_dim: of attention.
-    """
-
-    layers: int
-    vocabulary: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    def __str__(self) -> str:
-        return (
-            f"vocab_size {self.vocabulary}, embedding_length {self.hidden}, feed_forward_length {self.inner}, "
-            f"attention.head_count {self.heads}, attention.head_count_kv {self.kv_heads}, heads {self.head_dim} wide"
-        )
 
 
 class Fields:
@@ -180,91 +169,55 @@ def check_foreign(header: Header) -> None:
     fields.take("attention.causal", True, lambda v: v in values, expected)
 
 
-def read_whole(header: Header) -> PretrainedConfig:
-    """The config of a file of :data:`PACKED`, whose fields and tensors are all read by the model.
-
-    Raises:
-        ValueError: see :func:`read_fields` and :func:`check_tensors`.
-    """
-    shape, values = read_fields(header)
-    check_tensors(header, shape)
-    return _config(header, shape, values)
-
-
-def read_fields(header: Header) -> tuple[Shape, dict[str, Any]]:
-    """The model's shape, and what its config says besides.
+def config_of(header: Header) -> PretrainedConfig:
+    """The config of a file's model, as transformers reads it where it reads all of the head.
 
     Raises:
         ValueError: a field is missing, is none, contradicts another, or asks for what is not served.
     """
     check_layers(header)
-    fields = Fields(header)
+    fields, architecture = Fields(header), architecture_of(header)
     heads, hidden = fields.count("attention.head_count"), fields.count("embedding_length")
     rotated = fields.count("rope.dimension_count", default=0)
     head_dim = fields.count("attention.key_length", default=rotated or hidden // heads)
-    shape = Shape(
-        layers=fields.count(LAYERS),
-        vocabulary=_vocabulary(fields),
-        hidden=hidden,
-        inner=fields.count("feed_forward_length"),
-        heads=heads,
-        kv_heads=fields.count("attention.head_count_kv", default=heads),
-        head_dim=head_dim,
-    )
+    kv_heads = fields.count("attention.head_count_kv", default=heads)
     if head_dim < 2 or head_dim % 2:
         raise fields.refusal("attention.head_count", heads, f"heads of an even width, not {head_dim}")
-    if heads % shape.kv_heads:
-        raise fields.refusal("attention.head_count_kv", shape.kv_heads, f"a divisor of {heads}, the number of heads")
+    if heads % kv_heads:
+        raise fields.refusal("attention.head_count_kv", kv_heads, f"a divisor of {heads}, the number of heads")
     for name, value in (
         ("rope.dimension_count", rotated or head_dim),
         ("attention.value_length", fields.count("attention.value_length", default=head_dim)),
     ):
         if value != head_dim:
             raise fields.refusal(name, value, f"{head_dim}, the width of a head")
-    context = fields.count("context_length")
-    values = {
-        "max_position_embeddings": context,
-        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon", below=1.0),
-        "rope_parameters": _rope(fields, context),
-        **_window(fields, context),
-    }
     scale = fields.real("attention.scale", default=0.0, above=-1.0)
     if scale != 0 and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
         raise fields.refusal("attention.scale", scale, f"{head_dim**-0.5}, 1 over the root of a head's width")
-    fields.close()
-    return shape, values
-
-
-def config_of(header: Header) -> PretrainedConfig:
-    """The config of a file's model, as transformers reads it where it reads all of the head.
-
-    Raises:
-        ValueError: see :func:`read_fields`.
-    """
-    return _config(header, *read_fields(header))
-
-
-def _config(header: Header, shape: Shape, values: dict[str, Any]) -> PretrainedConfig:
-    architecture = architecture_of(header)
+    vocabulary, context = _vocabulary(fields), fields.count("context_length")
     values = {
-        **values,
-        "num_hidden_layers": shape.layers,
-        "vocab_size": shape.vocabulary,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.inner,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
+        "num_hidden_layers": fields.count(LAYERS),
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": fields.count("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
+        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon", below=1.0),
+        "rope_parameters": _rope(fields, context),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        **_tokens(header, shape.vocabulary),
-        **_biases(header),
+        **_window(fields, context),
+        **{of: token for name, of in TOKENS.items() if (token := _token(header, name, vocabulary)) is not None},
+        **{name: True for name, matrix in CHOSEN.items() if f"blk.0.{matrix}.bias" in header.tensors},
     }
-    if architecture != "qwen2" or shape.head_dim * shape.heads != shape.hidden:  # whose config has no such name
-        values["head_dim"] = shape.head_dim
+    fields.close()
+    if architecture != "qwen2" or head_dim * heads != hidden:  # whose config has no such name
+        values["head_dim"] = head_dim
     try:
         config = AutoConfig.for_model(architecture, **values)
     except Exception as error:  # transformers checks configs in ways of its own
         raise ValueError(f"path: {header.path}: no {architecture} model has such fields: {error}") from error
-    config.eos_token_id = _with_ends(config.eos_token_id, header, shape.vocabulary)
+    config.eos_token_id = _with_ends(config.eos_token_id, header, vocabulary)
     return config
 
 
@@ -280,12 +233,6 @@ def _with_ends(ends: int | list[int] | None, header: Header, vocabulary: int) ->
     more = [token for name in ENDS if (token := _token(header, name, vocabulary)) is not None]
     ids = list(dict.fromkeys([*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *more]))
     return ends if not more else ids[0] if len(ids) == 1 else ids
-
-
-def _tokens(header: Header, vocabulary: int) -> dict[str, int]:
-    """Ids of special tokens, as configs name them."""
-    ids = {of: _token(header, name, vocabulary) for name, of in TOKENS.items()}
-    return {of: token for of, token in ids.items() if token is not None}
 
 
 def _token(header: Header, name: str, vocabulary: int) -> int | None:
@@ -347,62 +294,39 @@ def _window(fields: Fields, context: int) -> dict[str, Any]:
     return {}
 
 
-def _biases(header: Header) -> dict[str, bool]:
-    """The biases that a config leaves open."""
-    names = CAN_CHOOSE.get(architecture_of(header), ())
-    return {name: any(f"blk.0.{matrix}.bias" in header.tensors for matrix in CHOSEN[name]) for name in names}
-
-
-def expected_tensors(header: Header, shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors that the model has, by their names in the file."""
-    architecture, heads = architecture_of(header), shape.heads * shape.head_dim
-    kv_heads = shape.kv_heads * shape.head_dim
-    matrices = {
-        "attn_q": (heads, shape.hidden),
-        "attn_k": (kv_heads, shape.hidden),
-        "attn_v": (kv_heads, shape.hidden),
-        "attn_output": (shape.hidden, heads),
-        "ffn_gate": (shape.inner, shape.hidden),
-        "ffn_up": (shape.inner, shape.hidden),
-        "ffn_down": (shape.hidden, shape.inner),
-    }
-    layer = {f"{name}.weight": size for name, size in matrices.items()}
-    layer |= {f"{name}.weight": (shape.hidden,) for name in ("attn_norm", "ffn_norm")}
-    if architecture == "qwen3":
-        layer |= {f"{name}.weight": (shape.head_dim,) for name in ("attn_q_norm", "attn_k_norm")}
-    biased = {
-        *BIASED.get(architecture, ()),
-        *(n for name, said in _biases(header).items() if said for n in CHOSEN[name]),
-    }
-    layer |= {f"{name}.bias": matrices[name][:1] for name in sorted(biased)}
-    shapes: dict[str, tuple[int, ...]] = {
-        VOCABULARY: (shape.vocabulary, shape.hidden),
-        "output_norm.weight": (shape.hidden,),
-    }
-    if "output.weight" in header.tensors:
-        shapes["output.weight"] = (shape.vocabulary, shape.hidden)
-    if architecture in PERMUTED and "rope_freqs.weight" in header.tensors:
-        shapes["rope_freqs.weight"] = (shape.head_dim // 2,)
-    for number in range(shape.layers):
-        shapes |= {f"blk.{number}.{name}": size for name, size in layer.items()}
-    return shapes
-
-
-def check_tensors(header: Header, shape: Shape) -> None:
-    """Compare a file's tensors with those that its model has: each is used once, none is missing.
+def empty_model(header: Header, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """The model of a file of :data:`PACKED`, on the meta device: it uses every field and every tensor of the file.
 
     Raises:
-        ValueError: one is missing, of another shape, or would not be used.
+        ValueError: see :func:`config_of`; or a tensor is missing, of another shape, or would not be used.
     """
-    expected = expected_tensors(header, shape)
-    for name, size in expected.items():
-        if name not in header.tensors:
-            raise header.missing(name, f"a tensor {list(size)}, as the head says: {shape}")
-        if (found := header.tensors[name].shape) != size:
-            raise header.refusal(name, list(found), f"{list(size)}, as the head says: {shape}")
-    if left := [name for name in header.tensors if name not in expected]:
-        raise ValueError(
-            f"path: {header.path}: {left[0]} is {list(header.tensors[left[0]].shape)}; expected no such tensor"
-            f"{f' (nor {len(left) - 1} more)' if left[1:] else ''}: no {architecture_of(header)} model of "
-            f"{shape.layers} layers uses it"
+    config = config_of(header)
+    config.dtype = dtype
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    left = dict(header.tensors)
+    tensors = {file_name(name): weight for name, weight in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del tensors["output.weight"]
+    if architecture_of(header) in PERMUTED and FREQUENCIES in left:
+        tensors[FREQUENCIES] = model.model.rotary_emb.inv_freq
+    for place, weight in tensors.items():
+        shape = list(weight.shape)
+        if place not in left:
+            raise header.missing(place, f"a tensor {shape}, by the fields of the head")
+        if (found := list(left.pop(place).shape)) != shape:
+            raise header.refusal(place, found, f"{shape}, by the fields of the head")
+    for name, tensor in left.items():
+        raise header.refusal(
+            name, list(tensor.shape), f"no such tensor ({len(left)} in all): the model does not use it"
         )
+    return model
+
+
+def file_name(name: str) -> str:
+    """Name in the file, ``blk.3.attn_q.weight``, of a tensor of the model."""
+    module, _, kind = name.rpartition(".")
+    if not module.startswith("model.layers."):
+        return f"{PARTS[module]}.{kind}"
+    _, _, layer, module = module.split(".", 3)
+    return f"blk.{layer}.{PARTS[module]}.{kind}"

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .fields import FREQUENCIES
 from .header import Header, TensorEntry
 
-FREQUENCIES = "rope_freqs.weight"
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 """Kinds of tensors that are plain numbers."""
 

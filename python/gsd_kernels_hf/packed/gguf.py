@@ -8,34 +8,18 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
 
 from ..files import path_of
 from .dense import load_model, refusal_to_save
-from .fields import PACKED, PERMUTED, architecture_of, read_whole
+from .fields import PACKED, PERMUTED, architecture_of, empty_model, file_name
 from .frequencies import FLOATS, copied, divide_frequencies
 from .header import Header, TensorEntry
 from .modules import PackedEmbedding, PackedLinear
 
 logger = logging.getLogger("gsd_kernels")
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
@@ -70,19 +54,10 @@ def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
     if architecture not in PACKED:
         logger.warning("%s: transformers unpacks all weights of the architecture %s", path, architecture)
         return load_model(path, dtype)
-    config = read_whole(header)
-    config.dtype = dtype
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = empty_model(header, dtype)
     _Filling(header, model, dtype, permuted=architecture in PERMUTED).fill()
     model.save_pretrained = refusal_to_save(f"the weights of this model stay packed in {path}; copy that file instead")
     return model.eval()
-
-
-def _place(name: str) -> str:
-    """Name of the module's tensor for that of the file, which is one of its model's."""
-    *block, part, kind = name.split(".")
-    return f"model.layers.{block[1]}.{NAMES[part]}.{kind}" if block else f"{NAMES.get(part, part)}.{kind}"
 
 
 class _Filling:
@@ -91,7 +66,8 @@ class _Filling:
     def __init__(self, header: Header, model: PreTrainedModel, dtype: torch.dtype, *, permuted: bool) -> None:
         self.header, self.path, self.model, self.dtype, self.permuted = header, header.path, model, dtype, permuted
         self.files: dict[Path, Tensor] = {}
-        self.tensors = {_place(name): tensor for name, tensor in header.tensors.items()}
+        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+        self.tensors = {name: header.tensors[file_name(name)] for name in model.state_dict().keys() - tied}
 
     def fill(self) -> None:
         """Replace every module that holds weights, then what is computed from the config.

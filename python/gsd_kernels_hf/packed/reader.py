@@ -1,7 +1,7 @@
 """gguf's reader of a file's head: lazy where it is slow, and strict where it is not.
 
-It passes over arrays of strings, a vocabulary, which gguf reads entry by entry in seconds. And it refuses what the file
-does not hold: numpy would cut a slice that goes beyond the file. Tensors lie one behind the other, as llama.cpp demands.
+It passes over arrays of strings, a vocabulary, which gguf reads entry by entry in seconds. It refuses what the file
+does not hold, where numpy would cut a slice short. Tensors lie one behind the other, as llama.cpp demands.
 """
 
 from __future__ import annotations
