@@ -15,9 +15,10 @@ import numpy as np
 from gguf_files import tiny, write_gguf
 
 from gsd_kernels_hf.packed import dense
+from gsd_kernels_hf.packed.entries import Strings
 from gsd_kernels_hf.packed.fields import HARMLESS, NEUTRAL, PERMUTED, config_of, empty_model
 from gsd_kernels_hf.packed.gguf import from_gguf
-from gsd_kernels_hf.packed.header import Header, Strings
+from gsd_kernels_hf.packed.header import Header
 
 IDS = torch.tensor([[5, 7, 9, 11, 13, 5, 7]])
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from .header import Header, Strings
+from .entries import Strings
+from .header import Header
 
 logger = logging.getLogger("gsd_kernels")
 

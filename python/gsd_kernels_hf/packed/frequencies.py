@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .entries import TensorEntry
 from .fields import FREQUENCIES
-from .header import Header, TensorEntry
+from .header import Header
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 """Kinds of tensors that are plain numbers."""

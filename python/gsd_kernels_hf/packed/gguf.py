@@ -14,9 +14,10 @@ from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
 
 from ..files import path_of
 from .dense import load_model, refusal_to_save
+from .entries import TensorEntry
 from .fields import PACKED, PERMUTED, architecture_of, empty_model, file_name
 from .frequencies import FLOATS, copied, divide_frequencies
-from .header import Header, TensorEntry
+from .header import Header
 from .modules import PackedEmbedding, PackedLinear
 
 logger = logging.getLogger("gsd_kernels")

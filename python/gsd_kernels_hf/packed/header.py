@@ -14,35 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ..extras import cure
+from .entries import Strings, TensorEntry
 
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 """Name of a part of a split model."""
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor of a file.
-
-    Attributes:
-        shape: outputs first, as in PyTorch.
-        kind: of :data:`TYPES`.
-        path: of the file.
-        offset, nbytes: where its bytes lie there.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    kind: str
-    path: Path
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Strings:
-    """An array of strings, which were passed over."""
-
-    count: int
 
 
 @dataclass

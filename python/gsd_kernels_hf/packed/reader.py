@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 
-from .header import Strings, TensorEntry
+from .entries import Strings, TensorEntry
 
 LENGTH = struct.Struct("<Q")  # of a string
 
