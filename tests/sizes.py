@@ -39,7 +39,7 @@ BUDGET = {
     "python/gsd_kernels_hf/engine": 80,
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 161,
-    "python/gsd_kernels_hf/packed": 64,
+    "python/gsd_kernels_hf/packed": 59,
     "python/gsd_kernels_hf/policy": 21,
     "python/gsd_kernels_hf/sources": 190,
     "python/gsd_kernels_hf/validate": 20,
