@@ -1,4 +1,4 @@
-"""What the head of a GGUF file says of a tensor, and of an array of strings."""
+"""Records of a GGUF file's head: a tensor, an array of strings."""
 
 from __future__ import annotations
 
