@@ -70,9 +70,6 @@ def generate(
     names: Annotated[
         list[str] | None, typer.Option("--competitors", help="Comma-separated. Default: all but single sources.")
     ] = None,
-    peers: Annotated[
-        bool, typer.Option("--peers", help="OpenVINO GenAI and llama.cpp too, where installed: pip's extra \\[peers].")
-    ] = False,
     backend: Annotated[str, typer.Option("--backend", callback=values.backend, help="Of our ops.")] = "auto",
     dtype: DtypeOption = None,
     device: Device = None,
@@ -91,7 +88,6 @@ def generate(
     """Whole generations in one interleaved run: plain, chain, tree, graph, auto, and transformers' own modes."""
     from .competitors import DEFAULT
     from .generate import Settings
-    from .peers.race import PEERS
 
     where, processes = join(device, tp_timeout) if tp else (device_of(device), 1)
     kind = dtype_of(dtype, str(where))
@@ -118,7 +114,7 @@ def generate(
         temperature=temperature,
         fresh=fresh,
         prompt_tokens=prompt_tokens,
-        competitors=(*(listed(names) or DEFAULT), *(PEERS if peers else ())),
+        competitors=listed(names) or DEFAULT,
         backend=backend,
         quick=quick,
         seconds=float("inf") if seconds is None else seconds,

@@ -107,12 +107,11 @@ def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
     }
 
 
-def check_names(names: Sequence[str], also: Sequence[str] = ()) -> None:
-    """Raise a ValueError that names the first of ``names`` which is neither a competitor nor in ``also``."""
-    known = (*COMPETITORS, *also)
-    unknown = [name for name in names if name not in known]
+def check_names(names: Sequence[str]) -> None:
+    """Raise a ValueError that names the first of ``names`` which is no competitor."""
+    unknown = [name for name in names if name not in COMPETITORS]
     if unknown:
-        raise ValueError(f"--competitors: {unknown[0]!r} is none of {', '.join(known)}")
+        raise ValueError(f"--competitors: {unknown[0]!r} is none of {', '.join(COMPETITORS)}")
 
 
 def competitors(

@@ -31,8 +31,8 @@ from .competitors import (
     competitors,
     fixed_configs,
 )
-from .pairs import Pair, Prompt, load_pair, of_length
-from .peers.race import PEERS, TUNING_PROMPTS, Peers, in_a_line
+from .pairs import Pair, load_pair, of_length
+from .peers.race import in_a_line
 from .real.own import own_pair
 
 NAME = "generate"
@@ -44,7 +44,7 @@ FORWARDS = ("prefill", "draft", "target")  # parts of a call's statistics
 class Settings:
     """One run. ``seconds`` bounds it: no further prompt is begun after that, and there is always one.
 
-    ``competitors`` may name :data:`PEERS`, other engines, too. ``prompt_tokens`` is the length of every prompt; the
+    ``prompt_tokens`` is the length of every prompt; the
     prompts' own by default.
     """
 
@@ -129,12 +129,10 @@ class GenerateReport:
 
 def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> GenerateReport:
     """Race the competitors; after every prompt the results so far are written to ``folder``."""
-    check_names(settings.competitors, PEERS)
+    check_names(settings.competitors)
     if settings.model is None and (settings.draft is not None or settings.prompt_file is not None):
         raise ValueError("--draft, --prompt-file: need --model; the embedded pair has its own")
-    if settings.model is not None and any(name in PEERS for name in settings.competitors):
-        raise ValueError("--peers: not raced over --model here; gsd-kernels bench real races them")
-    pair, tuning = _pair_and_tuning(settings)
+    pair = _pair(settings)
     report = GenerateReport(
         settings={
             **{k: v for k, v in asdict(settings).items() if k not in ("device", "dtype", "competitors", "seconds")},
@@ -151,21 +149,15 @@ def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> 
         },
         prompts=[prompt.name for prompt in pair.prompts],
     )
-    peers = Peers(pair, settings.competitors, tuning, new_tokens=settings.new_tokens, temperature=settings.temperature)
-    with peers:
-        if peers.names:
-            report.settings["peers"] = peers.notes
-        racing = _prepare(settings, pair, report, peers.competitors)
-        _rounds(settings, pair, racing, report, folder, name)
+    _rounds(settings, pair, _prepare(settings, pair, report), report, folder, name)
     return report
 
 
-def _pair_and_tuning(settings: Settings) -> tuple[Pair, list[Prompt]]:
-    """The pair with the prompts that are reported, and others for what is chosen of the peers' settings."""
-    others = TUNING_PROMPTS if any(name in PEERS for name in settings.competitors) else 0
+def _pair(settings: Settings) -> Pair:
+    """The pair with its prompts."""
     if settings.model is not None:
         options = {"device": settings.device, "dtype": settings.dtype, "count": settings.prompts}
-        return own_pair(settings.model, settings.draft, settings.prompt_file, **options), []
+        return own_pair(settings.model, settings.draft, settings.prompt_file, **options)
     pair = load_pair(
         settings.pair,
         device=settings.device,
@@ -173,16 +165,14 @@ def _pair_and_tuning(settings: Settings) -> tuple[Pair, list[Prompt]]:
         target_shape=settings.target_shape,
         draft_shape=settings.draft_shape,
         texts=[settings.text],
-        prompts=settings.prompts + others,
+        prompts=settings.prompts,
         fresh=settings.fresh,
         tensor_parallel=settings.ranks > 1,
     )
-    count = max(1, min(settings.prompts, len(pair.prompts) - others))
-    reported, tuning = pair.prompts[:count], pair.prompts[count:]
-    if settings.prompt_tokens is not None:
-        limit = pair.target.config.max_position_embeddings - settings.new_tokens
-        reported = of_length(reported, settings.prompt_tokens, limit)
-    return replace(pair, prompts=reported), tuning
+    if settings.prompt_tokens is None:
+        return pair
+    limit = pair.target.config.max_position_embeddings - settings.new_tokens
+    return replace(pair, prompts=of_length(pair.prompts, settings.prompt_tokens, limit))
 
 
 def _rounds(
@@ -208,7 +198,7 @@ def _rounds(
             report.write(folder, name)
 
 
-def _prepare(settings: Settings, pair: Pair, report: GenerateReport, peers: Sequence[Competitor]) -> list[Competitor]:
+def _prepare(settings: Settings, pair: Pair, report: GenerateReport) -> list[Competitor]:
     """Compile and warm up; the competitors that work.
 
     What compiles as it goes writes a whole text: the compiled ones, and on a GPU everybody, whose kernels are compiled
@@ -216,9 +206,8 @@ def _prepare(settings: Settings, pair: Pair, report: GenerateReport, peers: Sequ
     """
     longest = max((prompt.input_ids for prompt in pair.prompts), key=lambda ids: ids.shape[1])
     racing = []
-    names = [name for name in settings.competitors if name not in PEERS]
-    found = competitors(pair, names, temperature=settings.temperature, backend=settings.backend, quick=settings.quick)
-    for competitor in (*found, *peers):
+    options = {"temperature": settings.temperature, "backend": settings.backend, "quick": settings.quick}
+    for competitor in competitors(pair, settings.competitors, **options):
         if competitor.decode is None:
             report.missing[competitor.name] = competitor.missing or ""
             continue

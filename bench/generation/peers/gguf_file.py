@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from .weights import distinct
-
 FILE = "model.gguf"
 _BASE = 10000.0  # of the frequencies that the factors correct
 _TYPES = {torch.float32: gguf.GGMLQuantizationType.F32, torch.bfloat16: gguf.GGMLQuantizationType.BF16}
@@ -60,9 +58,9 @@ def write_gguf(model: LlamaForCausalLM, folder: Path, ends: Sequence[int] = ()) 
             weight = getattr(layer.self_attn, name).weight
             if name in ("q_proj", "k_proj"):
                 weight = _interleaved(weight, config.head_dim)
-            _add_matrix(writer, f"{block}{short}.weight", distinct(weight, index))
+            _add_matrix(writer, f"{block}{short}.weight", weight)
         for name, short in _MLP.items():
-            _add_matrix(writer, f"{block}{short}.weight", distinct(getattr(layer.mlp, name).weight, index))
+            _add_matrix(writer, f"{block}{short}.weight", getattr(layer.mlp, name).weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -19,8 +19,6 @@ from openvino import opset15 as ops
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from .weights import distinct
-
 FILE = "openvino_model.xml"
 
 
@@ -97,7 +95,7 @@ class _Builder:
         for index, layer in enumerate(inner.layers):
             attended = self._attention(self._norm(hidden, layer.input_layernorm), layer.self_attn, index)
             hidden = ops.add(hidden, attended)
-            hidden = ops.add(hidden, self._mlp(self._norm(hidden, layer.post_attention_layernorm), layer.mlp, index))
+            hidden = ops.add(hidden, self._mlp(self._norm(hidden, layer.post_attention_layernorm), layer.mlp))
         tied = self.config.tie_word_embeddings
         head = embedding if tied else self._weight(self.model.lm_head.weight)
         logits = ops.matmul(self._norm(hidden, inner.norm), head, False, True)
@@ -192,10 +190,8 @@ class _Builder:
         values = self._remembered(value, f"past_key_values.{index}.valuepresent.{index}.value")
         mixed = ops.scaled_dot_product_attention(query, keys, values, self.visible)
         joined = ops.reshape(ops.transpose(mixed, _ints(0, 2, 1, 3)), _ints(0, 0, self.heads * self.head_dim), True)
-        return self._linear(joined, distinct(module.o_proj.weight, index))
+        return self._linear(joined, module.o_proj.weight)
 
-    def _mlp(self, rows: Any, module: Any, index: int) -> Any:
+    def _mlp(self, rows: Any, module: Any) -> Any:
         gate = ops.swish(self._linear(rows, module.gate_proj.weight))
-        return self._linear(
-            ops.multiply(gate, self._linear(rows, module.up_proj.weight)), distinct(module.down_proj.weight, index)
-        )
+        return self._linear(ops.multiply(gate, self._linear(rows, module.up_proj.weight)), module.down_proj.weight)

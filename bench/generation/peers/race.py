@@ -21,20 +21,16 @@ from gsd_kernels_hf.extras import cure
 from ..competitors import Competitor, Decode
 from ..pairs import Pair, Prompt
 from .base import TOKENS, Engine, Place, Setting
-from .llama_server import VARIABLE, LlamaServer, find_binaries
-from .openvino import OpenVino
+from .llama_server import VARIABLE, LlamaServer
 from .process import EngineProcess
 
-TUNING_PROMPTS, TUNING_TOKENS, WARM_UP_TOKENS = 2, 64, 8
+TUNING_TOKENS, WARM_UP_TOKENS = 64, 8
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def name_of(engine: Engine, kind: str) -> str:
     """``openvino``, ``openvino-draft``, ``openvino-lookup``, ``llama-cpp``, …"""
     return engine.name if kind == "plain" else f"{engine.name}-{kind}"
-
-
-PEERS = tuple(name_of(engine, kind) for engine in (OpenVino(), LlamaServer(None)) for kind in TOKENS)
 
 
 class Peers:
@@ -45,8 +41,7 @@ class Peers:
         names: of the engines' ways; others are none of this room's.
         tuning: prompts that are not reported, to choose the numbers of drafted tokens on.
         new_tokens: of the race.
-        temperature: they decode greedily only.
-        engines: by default OpenVINO GenAI and llama.cpp, in the model's dtype.
+        engines: to be started.
         ends: tokens that end a text.
 
     Attributes:
@@ -61,13 +56,11 @@ class Peers:
         tuning: Sequence[Prompt],
         *,
         new_tokens: int,
-        temperature: float = 0.0,
-        engines: Sequence[Engine] | None = None,
+        engines: Sequence[Engine],
         ends: Sequence[int] = (),
     ) -> None:
-        self.pair, self.tuning, self.temperature = pair, tuning, temperature
+        self.pair, self.tuning, self.engines = pair, tuning, engines
         self.new_tokens, self.ends = new_tokens, tuple(ends)
-        self.engines = (OpenVino(), LlamaServer(find_binaries(None))) if engines is None else engines
         known = {name_of(engine, kind) for engine in self.engines for kind in TOKENS}
         self.names = [name for name in dict.fromkeys(names) if name in known]
         self.notes: dict[str, Any] = {}
@@ -88,7 +81,7 @@ class Peers:
         self._stack.close()
 
     def _competitors(self, engine: Engine, kinds: dict[str, str], stack: ExitStack) -> dict[str, Competitor]:
-        reason = missing(engine, self.pair, self.temperature)
+        reason = missing(engine, self.pair)
         if reason is None:
             try:
                 process = self._started(engine, stack)
@@ -139,19 +132,13 @@ class Peers:
         return best
 
 
-def missing(engine: Engine, pair: Pair, temperature: float) -> str | None:
+def missing(engine: Engine, pair: Pair) -> str | None:
     """Why ``engine`` cannot take part; ``None`` where it can."""
     absent = [package for package in engine.packages if importlib.util.find_spec(package) is None]
     if absent:
         return f"{absent[0]} is not installed: {cure('peers')}"
     if isinstance(engine, LlamaServer) and engine.binaries is None:
         return f"there is no llama-server: build llama.cpp and name its folder by ${VARIABLE}, or on PATH"
-    if pair.target.device.type != "cpu":
-        return f"runs on a CPU here, and the pair is on {pair.target.device.type}"
-    if pair.source is None:
-        return "needs the whole target in one process"
-    if temperature > 0:
-        return "compared greedily only: its random numbers are its own"
     for model in (pair.target, pair.draft):
         if model is None:
             continue
