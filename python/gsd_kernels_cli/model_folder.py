@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gsd_kernels_hf.exported.options import FILE, HUB, PLACES, write_options
-from gsd_kernels_hf.files import path_of, write_folder, write_text
+from gsd_kernels_hf.files import check_writable, path_of, write_folder, write_text
 from gsd_kernels_hf.progress import tracked
 from gsd_kernels_hf.sources.checkpoints import INDEX, WEIGHTS, fetch
 from gsd_kernels_hf.sources.load import OWN
@@ -82,9 +82,7 @@ def check_new(folder: Path) -> None:
     """
     if folder.exists():
         raise ValueError(f"DIR: {folder} exists; name a new folder, or delete it first")
-    above = next(parent for parent in folder.absolute().parents if parent.exists())
-    if not os.access(above, os.W_OK):
-        raise OSError(f"DIR: {above} cannot be written to; name another place")
+    check_writable("DIR", folder)
 
 
 def write_model_folder(

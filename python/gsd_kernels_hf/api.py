@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -102,6 +103,9 @@ def generate(
     decoder = GraphDecoder(**options)
     prompt = kwargs.get("input_ids") if inputs is None else inputs
     merged, _ = model._prepare_generation_config(generation_config, **_without_prompt(kwargs))
+    if counts := validate.check_counts(vars(merged)):
+        generation_config = copy.copy(generation_config or model.generation_config)
+        vars(generation_config).update(counts)
     # Before transformers looks at them: it drops a mask of ones, whatever its shape.
     sources = screen(decoder, facts, prompt, kwargs.get("attention_mask"), merged)
     if merged.stop_strings is not None:

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Any
 
 from safetensors import SafetensorError, safe_open
@@ -128,6 +129,24 @@ def model_place(where: str, what: str, *, gguf: bool = True) -> str:
     if Path(place).is_dir() and not any((Path(place) / name).is_file() for name in CONFIGS):
         raise ValueError(f"{what}: no {CONFIGS[0]} in {where}; expected {expected}")
     return place
+
+
+def check_writable(what: str, place: Path) -> None:
+    """Raise where a file or folder cannot be written, before the minutes of work that end in it: by a file beside it.
+
+    Args:
+        what: the option that names it, the first word of the error.
+        place: to be written.
+
+    Raises:
+        OSError: the folder that it will lie in, or be made in, takes no file.
+    """
+    above = next(parent for parent in place.absolute().parents if parent.exists())
+    try:
+        with TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise OSError(f"{what}: {above} cannot be written to ({error.strerror}); name another place") from error
 
 
 def write_file(file: Path, write: Callable[[Path], object]) -> None:

@@ -26,7 +26,7 @@ from . import validate
 from .api import generate
 from .costs.pair import fingerprint
 from .engine.known import learned_file
-from .files import path_of
+from .files import check_writable, path_of
 from .model import properties
 from .progress import tracked
 from .records import Verified
@@ -136,8 +136,8 @@ def learn(
     Args:
         model: as of :func:`~gsd_kernels.generate`.
         tokenizer: of the model; needed unless all prompts and texts are ids.
-        prompts: texts, chats (lists of ``role`` and ``content``) or ids int64 [length]; ``None``: those that ship with
-            the package.
+        prompts: texts, chats (lists of ``role`` and ``content``) or ids int64 [length] or [prompts, length]; ``None``:
+            those that ship with the package.
         texts: to be read beside the answers, as texts or ids: what the model will write may repeat them. Whoever has
             the file can find their short phrases in it.
         new_tokens: of every answer, at most.
@@ -162,7 +162,7 @@ def learn(
     place = learned_file(model) if file is None else path_of(file)
     if place.is_dir():
         raise ValueError(f"file: expected the name of a file to write, got the folder {place}")
-    place.parent.mkdir(parents=True, exist_ok=True)  # before the minutes that follow
+    check_writable("GSD_KERNELS_CACHE" if file is None else "file", place)
     answers = Answers(read=[ids[0].tolist() for ids in read])
     _answer(model, asked, answers, new_tokens, progress)
     if not answers.seen:
@@ -184,14 +184,14 @@ def _encoded(name: str, given: Iterable[Prompt], model: PreTrainedModel, tokeniz
             raise ValueError(
                 f"{name}: number {number}: expected ids from 0 to {vocabulary - 1}, at least one, got {ids}"
             )
-        found.append(ids.long())
+        found += ids.long().split(1)
     return found
 
 
 def _ids(given: Prompt, tokenizer: Any, device: torch.device, *, chat: bool) -> Tensor:
-    """A prompt's ids int [1, P]."""
+    """A prompt's ids int [1, P]; of a tensor with several rows, of that many prompts."""
     if isinstance(given, Tensor):
-        return given.reshape(1, -1).to(device)
+        return torch.atleast_2d(given).flatten(0, -2).to(device)
     if tokenizer is None:
         raise ValueError("tokenizer: prompts and texts that are no ids need the model's; pass it")
     if chat and getattr(tokenizer, "chat_template", None):

@@ -28,6 +28,8 @@ MAX_BYTES = 4 << 20  # of a file: of 24 sections some hundred thousand are writt
 MAX_SECTIONS = 24  # of a file; the oldest ones go
 WRITE_INTERVAL_SECONDS = 5.0  # between two writes of a file, at least
 _THREAD = "gsd-kernels-store"  # name of one that writes
+_told: set[Path] = set()
+"""Folders of which a line has said that nothing can be kept there."""
 
 
 def cache_dir() -> Path:
@@ -71,7 +73,7 @@ class Document:
             if data["digest"] != _digest(data["sections"]):
                 raise ValueError("it is not what was written")
             return data["sections"]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         except Exception as error:
             self.ignore(error)
@@ -84,7 +86,7 @@ class Document:
             logger.warning("ignoring %s, which cannot be used: %s", self.path, error)
 
     def write(self, sections: Mapping[str, Any]) -> None:
-        """Put these sections in place of the file's of the same names; one warning where that is impossible."""
+        """Put these sections in place of the file's of the same names; a warning a folder where that fails."""
         with self.lock:
             kept = {name: value for name, value in self.read().items() if name not in sections}
             newest = list({**kept, **sections}.items())[-MAX_SECTIONS:]
@@ -93,9 +95,11 @@ class Document:
                 content = {"version": VERSION, "about": self.about, "digest": _digest(plain), "sections": plain}
                 write_text(self.path, json.dumps(content))
             except Exception as error:
-                if not self.warned:
-                    self.warned = True
-                    logger.warning("what was learned could not be kept: %s", error)
+                folder = self.path.parent
+                if folder not in _told:
+                    _told.add(folder)
+                    cure = "GSD_KERNELS_CACHE names another folder"
+                    logger.warning("what was learned cannot be kept in %s (%s); %s", folder, error, cure)
 
 
 def _text(sections: Mapping[str, Any]) -> str:

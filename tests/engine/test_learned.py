@@ -89,10 +89,11 @@ def test_prompts_are_texts_chats_and_ids_and_texts_are_read_beside(target, tmp_p
     assert gsd.learn(target, words, prompts=given, new_tokens=6, file=file, progress=False) == file
     found = read_learned(file, fingerprint=learning.fingerprint(target), vocab_size=target.config.vocab_size)
     assert found.seen <= 18 and learned_of(Facts(target)) is None, "another file is not found by itself"
-    gsd.learn(target, prompts=[], texts=[torch.arange(20)], file=file, progress=False)
+    two = torch.arange(20).reshape(1, 2, 10)  # two texts: nothing follows the end of the first
+    gsd.learn(target, prompts=[], texts=[two], file=file, progress=False)
     read = read_learned(file, fingerprint=found.fingerprint, vocab_size=found.vocab_size)
-    assert read.seen == 20 and read.table().keys.ne(0).sum() == len(read.keys) == 19
-    assert sorted(read.tokens.tolist()) == list(range(1, 20))
+    assert read.seen == 20 and read.table().keys.ne(0).sum() == len(read.keys) == 18
+    assert sorted(read.tokens.tolist()) == [*range(1, 10), *range(11, 20)]
 
 
 def test_what_a_patched_model_keeps_teaches_nothing_and_learns_nothing(target, monkeypatch, tmp_path):
@@ -147,11 +148,13 @@ def test_interrupted_it_keeps_what_is_there(target, monkeypatch, caplog):
         ),
         ({"prompts": [torch.rand(3)]}, "prompts: number 1: expected ids"),
         ({"file": "."}, "file: expected the name of a file to write, got the folder"),
+        ({"file": f"{__file__}/learned"}, f"file: {__file__} cannot be written to"),
+        ({"file": "/proc/learned"}, "file: /proc cannot be written to"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_before_anything_is_answered(target, wrong, match, monkeypatch):
     monkeypatch.setattr(learning, "_answer", lambda *_: pytest.fail("answered"))
-    with pytest.raises((ValueError, TypeError), match=match):
+    with pytest.raises((ValueError, TypeError, OSError), match=match):
         gsd.learn(target, **{"prompts": ASKED, "progress": False} | wrong)
     assert not learned_file(target).exists()
 

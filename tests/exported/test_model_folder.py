@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
+import os
+import re
 import shutil
 import socket
 import threading
@@ -225,6 +228,10 @@ DAMAGE = {
     "another file": ('{"format": "x", "version": 1}', "is none of gsd_kernels"),
     "newer": ('{"format": "gsd_kernels model folder", "version": 2}', "has version 2, unknown.*update the package"),
     "unknown": ('{"format": "gsd_kernels model folder", "version": 1, "x": 1}', "the option 'x', unknown"),
+    "no shape": (
+        '{"format": "gsd_kernels model folder", "version": 1, "graph_config": {"depth": -1}}',
+        "gsd_kernels.json is damaged .depth",
+    ),
     "outside": (
         '{"format": "gsd_kernels model folder", "version": 1, "drafter": "../x"}',
         "expected 'drafter', a folder",
@@ -237,24 +244,44 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("text", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_damaged_options_are_refused_by_name(text, message, exported, tmp_path, prompt):
+def test_damaged_options_are_named_and_transformers_serves(text, message, exported, tmp_path, prompt, plain, caplog):
     folder = copied(exported, tmp_path / "damaged")
     (folder / FILE).unlink()
     (folder / FILE).write_text(text, encoding="utf-8")
     model = loaded(folder)
-    override = vars(model)["generate"]
-    with pytest.raises(ValueError, match=message):
-        model.generate(**prompt, **CALL)
-    assert vars(model)["generate"] is override
+    assert torch.equal(model.generate(**prompt, **CALL), plain)
+    assert re.search(f"transformers' own generate serves this model: .*{message}", caplog.text)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        plain_model = loaded(folder, None)
+        plain_model.generate(**prompt, **CALL, custom_generate=str(folder), trust_remote_code=True)
 
 
-def test_a_folder_that_went_away_is_named(exported, tmp_path, prompt, monkeypatch):
-    copied(exported, tmp_path / "here")
-    monkeypatch.chdir(tmp_path)
-    model = loaded("./here")
-    monkeypatch.chdir("/")
-    with pytest.raises(ValueError, match=r"custom_generate: no such folder: \./here"):
-        model.generate(**prompt, **CALL)
+LOST = {
+    "moved": (lambda here: here.rename(here.parent / "there"), "no such folder: ./here"),
+    "another working directory": (lambda here: os.chdir("/"), "no such folder: ./here"),
+    "weights cut short": (lambda here: cut(here / "draft" / "model.safetensors"), "header|incomplete|deserializing"),
+    "no tokens of the draft's": (lambda here: shutil.rmtree(here / "draft"), "expected 'draft', a folder in"),
+}
+
+
+def cut(file: Path) -> None:
+    data = file.read_bytes()
+    file.unlink()  # the others' is the same
+    file.write_bytes(data[:50])
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_a_folder_has_no_more_is_named_and_transformers_serves(name, exported, tmp_path, prompt, plain, caplog):
+    here = copied(exported, tmp_path / "here")
+    with contextlib.chdir(tmp_path):
+        model = loaded("./here")
+        lose, message = LOST[name]
+        lose(here)
+        assert all(torch.equal(model.generate(**prompt, **CALL), plain) for _ in range(2))
+    lines = [line for line in caplog.messages if "transformers' own generate serves this model" in line]
+    assert len(lines) == 2 and re.search(message, lines[1]), lines
+    with gsd.patch(model) as handle:
+        assert torch.equal(model.generate(**prompt, **CALL), plain) and handle.stats.steps
 
 
 def test_a_folder_without_options_drafts_from_the_text(exported, tmp_path, prompt, plain):

@@ -8,6 +8,7 @@ import re
 import signal
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import fake_cuda
 import pytest
@@ -202,6 +203,35 @@ def test_a_source_of_ones_own_that_forwards_is_asked_under_auto(net, target, mon
     stats = asked_under_auto(target, source, monkeypatch, tmp_path)
     assert source.levels, "it was never asked"
     assert stats.draft_rows > 0
+
+
+class Ending(Forwarding):
+    """Counts its ends in a list that all copies have; fails at an event, by which error the test says."""
+
+    def __init__(self, event: str) -> None:
+        super().__init__(nn.Identity())
+        self.event = event
+
+    def happens(self, event):
+        if event == self.event:
+            raise KeyboardInterrupt if event == "observe" else ValueError(event)
+
+    attach = lambda self, text: self.happens("attach")  # noqa: E731
+    observe = lambda self, seen: self.happens("observe")  # noqa: E731
+    end = lambda self: self.levels.append("end")  # noqa: E731
+
+    def propose(self, level):
+        self.happens("propose")
+
+
+@pytest.mark.parametrize(("event", "ends"), {"propose": 1, "observe": 1, "streamer": 1, "attach": 0, "none": 1}.items())
+def test_a_source_is_told_the_end_of_a_call_that_fails(event, ends, target):
+    source = Ending(event)
+    heard = type("Heard", (), {"put": lambda _, value: None, "end": lambda _: source.happens("streamer")})
+    with nullcontext() if event == "none" else pytest.raises((KeyboardInterrupt, ValueError)):
+        streamed = {"streamer": heard(), "graph_config": SHAPES["chain"]}
+        gsd.generate(target, **prompts(1, 9), **TEXT, draft_sources=(source,), do_sample=False, **streamed)
+    assert source.levels == ["end"] * ends
 
 
 class Declares(Oracle):

@@ -134,14 +134,18 @@ def decode(target: str, draft: str) -> None:
     Raises:
         ValueError: it is refused, for the first of them.
     """
-    options = DRAFTS[draft](target_of(target))
+    decode_with(target, DRAFTS[draft](target_of(target)))
+
+
+def decode_with(target: str, options: dict) -> None:
+    """As :func:`decode`, with options of a call."""
     for number, (ids, text) in enumerate(texts_of(target)):
         try:
             out = gsd.generate(target_of(target), ids, **CALL, **options, graph_config=SHAPE)
         except ValueError as error:
             assert number == 0, f"served, and then not: {error}"
             raise
-        assert torch.equal(out, text), (target, draft, ids.shape)
+        assert torch.equal(out, text), (target, options, ids.shape)
 
 
 def named(pair: tuple[str, str]) -> str:
@@ -160,6 +164,12 @@ def test_a_draft_ends_no_call(pair):
 def others() -> list[tuple[str, str]]:
     """All other pairs."""
     return [(target, draft) for target in TARGETS for draft in DRAFTS if (target, draft) not in ENDED]
+
+
+@pytest.mark.parametrize("target", ["gemma4 shared", "gemma3n", "gemma4"])
+def test_a_search_of_layers_to_skip_leaves_those_whose_keys_others_read(target):
+    skip = gsd.LayerSkip.search(target_of(target), texts_of(target)[1][0], seconds=None)
+    decode_with(target, {"assistant_model": skip})
 
 
 OTHERS = random.Random(5).sample(others(), 20)  # all of them take minutes

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from fuzzing import Ears
-from transformers import LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor
 from validate.calls import LENGTH, VOCAB, pair, prompt, refused, ways
 
 import gsd_kernels as gsd
@@ -34,11 +34,18 @@ def test_a_number_of_tokens_that_is_none(name, value):
         gsd.generate(target, assistant_model=draft, **prompt(**{name: value}))
 
 
-def test_a_number_of_tokens_of_another_library_is_an_int():
+@pytest.mark.parametrize("place", ["call", "config", "model"])
+def test_a_number_of_tokens_of_another_library_is_an_int(place, monkeypatch):
     target, _ = pair()
+    plain = target.generate(**prompt(max_new_tokens=120))
+    counts = {"max_new_tokens": np.int8(120)}  # and 9 of the prompt
+    config, given = GenerationConfig(**counts, do_sample=False, pad_token_id=0), prompt()
+    del given["max_new_tokens"]
+    monkeypatch.setattr(target, "generation_config", config)
+    given = {"call": given | counts, "config": given | {"generation_config": config}, "model": given}[place]
     with gsd.patch(target):
-        whole, same = (target.generate(**prompt(max_new_tokens=count)) for count in (9, np.uint8(9)))
-        assert torch.equal(whole, same)
+        assert torch.equal(target.generate(**given), plain)
+    assert type(config.max_new_tokens) is np.int8, "the user's is as it was"
 
 
 class Everything(LogitsProcessor):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gsd_kernels_hf.extras import cure
-from gsd_kernels_hf.files import locked, write_folder
+from gsd_kernels_hf.files import check_writable, locked, write_folder
 from gsd_kernels_hf.progress import logger, tracked
 from gsd_kernels_hf.store import cache_dir
 
@@ -180,6 +180,7 @@ def _damage(made: Path) -> str | None:
 def _convert(file: Path, made: Path, progress: bool) -> None:
     from gsd_kernels_hf.packed.dense import load_model, load_tokenizer, quiet
 
+    check_writable("GSD_KERNELS_CACHE", made)
     if progress:
         logger.info("unpacking %s once, some 20 seconds on idle cores: %d MB in %s", NAME, FOLDER_MB, made)
     shown = tracked(f"unpacking {NAME}", 3, "parts") if progress else nullcontext(lambda done, note: None)

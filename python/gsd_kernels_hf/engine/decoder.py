@@ -113,19 +113,20 @@ class GraphDecoder(Options):
             learns = ranks.alone and self.learned and any(map(remembers, sources))
             learned = learned_of(request.facts) if learns else None
             reuse = current and self.reuse_prefix
-            session.begin(request, statistics.weights, reuse_prefix=reuse, memory=memory, learned=learned)
-            warn_lossy(session.rule.criterion)
-            out = Output(request, session)
-            out.stats.left_out = [source.name for source in given if source not in sources]
-            looked()
-            try:
-                decode(session, policy, ranks, out)
-            except NothingToPick as error:
-                if ranks.alone and (why := out.why_not_finite()) is not None:
-                    raise ValueError(f"logits: NaN, since {why}; check the weights and their dtype") from error
-                raise
-            estimate_plain_step(out.stats, policy, request.batch * (request.prompt_length + out.longest) / 2)
-            result = out.result()
+            with session.abandoned_on_error():
+                session.begin(request, statistics.weights, reuse_prefix=reuse, memory=memory, learned=learned)
+                warn_lossy(session.rule.criterion)
+                out = Output(request, session)
+                out.stats.left_out = [source.name for source in given if source not in sources]
+                looked()
+                try:
+                    decode(session, policy, ranks, out)
+                except NothingToPick as error:
+                    if ranks.alone and (why := out.why_not_finite()) is not None:
+                        raise ValueError(f"logits: NaN, since {why}; check the weights and their dtype") from error
+                    raise
+                estimate_plain_step(out.stats, policy, request.batch * (request.prompt_length + out.longest) / 2)
+                result = out.result()
         if ranks.alone:
             engine.release(session, statistics, steps=out.stats.steps, automatic=automatic)
         self._threads.stats = self._last = out.stats

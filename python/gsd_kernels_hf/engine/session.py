@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -245,6 +245,21 @@ class Session:
             for source in self.mixer.every:
                 source.end()
         del self.request, self.rule
+
+    @contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """Tell users' sources the end of a text that an error cuts short: they may hold what has to be let go of."""
+        mixer = self.mixer
+        if mixer is not None:
+            mixer.attached = []  # none of the last text
+        try:
+            yield
+        except BaseException:
+            for source in () if mixer is None else mixer.attached:
+                if not isinstance(source, OwnSource):
+                    with suppress(Exception):  # the first error is the call's
+                        source.end()
+            raise
 
     @property
     def reference_ids(self) -> Tensor | None:

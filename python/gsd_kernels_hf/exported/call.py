@@ -29,6 +29,8 @@ COMMIT = re.compile(r"[/\\]([0-9a-f]{40})[/\\]custom_generate[/\\]generate\.py$"
 _lock = forkable_lock()
 _options: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = weakref.WeakKeyDictionary()
 """Of a model that was loaded from such a folder."""
+_lost: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+"""Why a model's folder was not found again, or not understood: it is not asked for at every call."""
 
 
 def custom_generate_folder() -> str:
@@ -47,7 +49,9 @@ def custom_generate(
     For ``model.generate(…, custom_generate=FOLDER, trust_remote_code=True)`` it is :func:`gsd_kernels.generate`. Of a
     model that ``from_pretrained(FOLDER, trust_remote_code=True)`` loaded, the first call patches it, with what the
     folder's ``gsd_kernels.json`` names: from then on it is as after :func:`gsd_kernels.patch`, and ``unpatch`` gives it
-    transformers' own ``generate``.
+    transformers' own ``generate``. Where the folder is not found by then (moved, named from another working directory,
+    loaded with ``cache_dir=`` or a token of the call's), or holds what cannot be read, transformers' own serves the
+    model, and a line of the log says why.
 
     Args:
         inputs: prompt ids int64 [batch, length].
@@ -60,17 +64,14 @@ def custom_generate(
         As transformers' ``generate``.
 
     Raises:
-        TypeError, ValueError: something cannot be served; or the folder's files are damaged.
+        TypeError, ValueError: something cannot be served; or files of a folder that the call names are damaged.
     """
     inner = properties.unwrap(model)
-    try:
-        with _lock:
-            if _overridden(inner, folder_code):
-                _take_over(inner, folder_code)
-    except validate.Unsupported as error:  # of the model, as it was loaded
-        logger.warning("transformers' own generate serves this model: %s", error.reason)
-        given = theirs(by_name(args, kwargs), error.reason, error)
-        return type(inner).generate(inner, inputs, **given)
+    with _lock:
+        reason = _take_over(inner, folder_code) if _overridden(inner, folder_code) else None
+    if reason is not None:
+        logger.warning("transformers' own generate serves this model: %s", reason)
+        return type(inner).generate(inner, inputs, **theirs(by_name(args, kwargs), reason, None))
     handle = handle_of(inner)
     if handle is not None and not handle.handed_over:
         return inner.generate(inputs, *args, **kwargs)
@@ -85,8 +86,20 @@ def _overridden(model: PreTrainedModel, folder_code: str | None) -> bool:
     return folder_code is not None and getattr(function, "__globals__", {}).get("__file__") == folder_code
 
 
-def _take_over(model: PreTrainedModel, folder_code: str | None) -> None:
-    """Patch a model with what its folder names."""
+def _take_over(model: PreTrainedModel, folder_code: str | None) -> str | None:
+    """Patch a model with what its folder names; return why transformers has to serve it instead, if it has to."""
+    if model not in _lost:
+        try:
+            _patch(model, folder_code)
+        except validate.Unsupported as error:  # as it was loaded; it may be changed
+            return error.reason
+        except Exception as error:  # whatever is wrong with the files: whoever loads a model wants its text
+            logger.debug("custom_generate: %s", model.config.name_or_path, exc_info=True)
+            _lost[model] = " ".join(str(error).split()) or type(error).__name__
+    return _lost.get(model)
+
+
+def _patch(model: PreTrainedModel, folder_code: str | None) -> None:
     wanted = (FILE, *(f"{place}/*" for place in sorted(set(PLACES.values()))))
     match = COMMIT.search(folder_code or "")  # transformers' configs do not tell it any more
     commit = getattr(model.config, "_commit_hash", None) if match is None else match[1]

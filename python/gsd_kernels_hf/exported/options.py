@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gsd_kernels import GraphConfig
 
+from ..engine.options import Options
 from ..files import write_json
 from ..model import properties
 from ..sources.corpus import Corpus
@@ -51,9 +52,10 @@ def read_options(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         form, version = values.pop("format"), values.pop("version")
+        Options(graph_config=shape_in(values))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{FILE}: {file} is damaged ({error}); export the folder anew") from error
     if form != FORMAT or type(version) is not int:
         raise ValueError(f"{FILE}: {file} is none of gsd_kernels; export the folder anew")

@@ -69,7 +69,7 @@ class LayerSkip(Expansion):
         skipped = {"attention": tuple(sorted(set(attention))), "mlp": tuple(sorted(set(mlp)))}
         for name, indices in skipped.items():
             for index in indices:
-                if isinstance(index, bool) or not isinstance(index, int):
+                if type(index) is not int:
                     raise TypeError(f"{name}: expected indices of layers, got {index!r}")
                 if not 0 <= index < len(layers):
                     raise ValueError(f"{name}: expected indices 0 … {len(layers) - 1}, got {index}")
@@ -91,8 +91,7 @@ class LayerSkip(Expansion):
                 f"attention, mlp: without these blocks {type(self.model).__name__} {report.problem}; name others"
             ) from report.cause
         left = getattr(self.view, self.view.base_model_prefix).layers
-        whole, kept = _read(layers, self.model), _read(left, self.model)
-        self.cost = kept / whole
+        self.cost = _read(left, self.model) / _read(layers, self.model)
 
     def __repr__(self) -> str:
         return f"LayerSkip(attention={list(self.attention)}, mlp={list(self.mlp)}, cost={self.cost:.2f})"
@@ -187,10 +186,9 @@ class _Search:
         # The plain products of half precision take most of the time on CPUs without instructions for it.
         self.model = with_cpu_linears(model, "auto")
         layers = _layers(self.model)
-        self.count = len(layers)
-        _check_blocks(model, dict.fromkeys(PARTS, range(self.count)))
+        _check_blocks(model, dict.fromkeys(PARTS, range(len(layers))))
         self.attending = {("attention", i) for i in _attending(layers)}
-        self.total = 4 * self.count - 1
+        self.total = 4 * len(layers) - 1
         self.input_ids = input_ids.to(properties.device_of(model))
         self.parts = {
             (name, i): _elements(getattr(layer, _block(layer, name)))
@@ -211,12 +209,12 @@ class _Search:
         """Blocks by name, the best that were found; ``update`` is called with steps done and a note."""
         skipped: frozenset[tuple[str, int]] = frozenset()
         agreement, done = 1.0, 0
-        floor = self.head / (self.head + sum(self.layers))
+        floor = self.cost(frozenset(self.parts))
 
         def note(done: int) -> None:
             update(done, f"{self.best[0]:.2f} times the speed at best")
 
-        while len(skipped) < 2 * self.count - 1 and expected_speed(agreement, floor) > self.best[0]:
+        while len(skipped) < len(self.parts) - 1 and expected_speed(agreement, floor) > self.best[0]:
             taken: tuple[float, float, frozenset[tuple[str, int]]] | None = None
             # First what may become the fastest: a block that agreed less often earlier does not agree more often now.
             left = [block for block in self.parts.keys() - skipped if not self.attending <= skipped | {block}]
@@ -254,7 +252,10 @@ class _Search:
     def tried(self, skipped: frozenset[tuple[str, int]]) -> tuple[float, float]:
         """Expected speed and agreement of a draft without these blocks."""
         blocks = {name: tuple(sorted(i for part, i in skipped if part == name)) for name in PARTS}
-        tokens = self.best_tokens(_without(self.model, blocks))
+        try:
+            tokens = self.best_tokens(_without(self.model, blocks))
+        except LookupError:  # a later layer attends to keys and values of one of them, as in Gemma 3n and 4
+            return 0.0, 0.0
         self.forwards += 1
         agreement = float((tokens == self.wanted).float().mean())
         speed = expected_speed(agreement, self.cost(skipped))
@@ -276,8 +277,7 @@ class _Search:
 
 def expected_speed(agreement: float, cost: float) -> float:
     """Tokens per target forward's time of the best chain; 1 is plain decoding."""
-    lengths = range(1, LONGEST_DRAFT + 1)
-    return max(sum(agreement**i for i in range(n + 1)) / (1 + n * cost) for n in lengths)
+    return max(sum(agreement**i for i in range(n + 1)) / (1 + n * cost) for n in range(1, LONGEST_DRAFT + 1))
 
 
 class _NoAttention(nn.Module):
@@ -318,8 +318,8 @@ def _check_blocks(model: PreTrainedModel, skipped: Mapping[str, Iterable[int]]) 
         model(input_ids=ids, use_cache=False)
     for (part, index), module in blocks.items():
         output = returned.get((part, index))
-        states = isinstance(output, Tensor)
-        if not (states if _returns_states(module, part) else isinstance(output, tuple) and len(output) == 2):
+        alone = _returns_states(module, part)
+        if not (isinstance(output, Tensor) if alone else isinstance(output, tuple) and len(output) == 2):
             raise ValueError(
                 f"{part}: the blocks of {type(model).__name__} ({type(module).__name__}) return more than hidden "
                 f"states, so they cannot be skipped; name layers of {'attention' if part == 'mlp' else 'mlp'} alone"
@@ -373,9 +373,7 @@ def _without(model: PreTrainedModel, skipped: Mapping[str, Sequence[int]]) -> Pr
         getattr(model, model.base_model_prefix), {"layers": nn.ModuleList(kept).train(model.training)}
     )
     view = with_children(model, {model.base_model_prefix: decoder})
-    vars(view)["lacks"] = [
-        list(indices) for indices in skipped.values()
-    ]  # tells what forwards cost from those of the whole model
+    vars(view)["lacks"] = list(map(list, skipped.values()))  # tells what forwards cost from those of the whole model
     return view
 
 

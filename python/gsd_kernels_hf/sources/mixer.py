@@ -100,10 +100,12 @@ class Mixer:
         self.border.restart()
         self.tally.restart()
         self._take(self.every)
+        self.attached: list[DraftSource] = []
         for source in self.sources:
             if source.name in weights:
                 self.weights[source.name].copy_(weights[source.name])
             source.attach(text)
+            self.attached.append(source)
 
     def read(self, hidden: Mapping[int, Tensor], begin: int) -> None:
         """Hand the hidden states of a piece of the prompt, [B, n, D] by layer, to the sources that declared any."""

@@ -7,13 +7,14 @@ from .calls import check_call, check_inputs, check_listeners
 from .inputs import check_padding, check_prompt, check_reference
 from .models import check_backend, check_model, check_pair, check_paths, check_tokenizers
 from .modes import Unsupported
-from .options import check_arguments, check_generation_config
+from .options import check_arguments, check_counts, check_generation_config
 
 __all__ = [
     "Unsupported",
     "check_arguments",
     "check_backend",
     "check_call",
+    "check_counts",
     "check_generation_config",
     "check_inputs",
     "check_listeners",

@@ -122,17 +122,20 @@ def warn_once(about: tuple[str, ...], message: str, *values: object) -> None:
         logger.warning(message, *values)
 
 
-def check_counts(options: dict[str, Any]) -> None:
-    """Raise for a number of tokens or sequences that is not one; NumPy's, which overflow, become ints."""
+def check_counts(options: dict[str, Any]) -> dict[str, int]:
+    """Raise for a number of tokens or sequences that is not one; NumPy's, which overflow, become ints: return these."""
+    changed = {}
     for name in COUNTS:
         value = options.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(f"{name}: expected an int, got {value!r}")
-        options[name] = int(value)
+        if type(value) is not int:
+            options[name] = changed[name] = int(value)
         if name == "prefill_chunk_size" and value < 1:
             raise ValueError(f"{name}: expected at least 1 token, got {value}; None reads the prompt in one piece")
+    return changed
 
 
 def check_generation_config(config: GenerationConfig) -> None:
