@@ -37,8 +37,7 @@ class DecodeState:
     done: Tensor  # bool [B]
     emitted: Tensor  # int32 [B, E]; what the last step emitted, first token first
     num_emitted: Tensor  # int32 [B]
-    faults: Tensor  # int32 [B]; of what sources proposed, 0 for none
-    report: Tensor  # int32 [n]; the last four, one behind the other, which the host reads once a step
+    report: Tensor  # int32 [n]; the last three, one behind the other, which the host reads once a step
     pad: int = 0  # what lies behind a text's end
 
     @classmethod
@@ -49,7 +48,7 @@ class DecodeState:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
         report = torch.zeros(sum(report_sizes(batch, width)), dtype=torch.int32, device=device)
-        done, num_emitted, emitted, faults = report.split(report_sizes(batch, width))
+        done, num_emitted, emitted = report.split(report_sizes(batch, width))
         return cls(
             tokens=per_sequence(length, dtype=torch.int64),
             out_len=per_sequence(),
@@ -58,7 +57,6 @@ class DecodeState:
             done=done.view(torch.bool)[:batch],
             emitted=emitted.view(batch, width),
             num_emitted=num_emitted,
-            faults=faults,
             report=report,
         )
 
@@ -97,8 +95,8 @@ class DecodeState:
 
 
 def report_sizes(batch: int, width: int) -> list[int]:
-    """Elements of ``DecodeState.report``: of ``done`` (four flags each), ``num_emitted``, ``emitted``, ``faults``."""
-    return [-(-batch // 4), batch, batch * width, batch]
+    """Elements of ``DecodeState.report``: of ``done`` (four flags each), ``num_emitted``, ``emitted``."""
+    return [-(-batch // 4), batch, batch * width]
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,7 @@ KINDS: dict[str, tuple[Callable[..., Any], str]] = {
     "another width each time": (_changes_width, EXACT),
     "another dtype each time": (_changes_dtype, EXACT),
     "every other time": (_every_other, EXACT),
-    "late": (_late, ABOVE),
+    "late": (_late, EXACT),
     "in the second sequence": (_second_sequence, ABOVE),
 }
 

@@ -101,8 +101,7 @@ class Output:
             heard: its report.
 
         Raises:
-            ValueError: the target's logits held NaN, its table of positions ends before the text, or a source proposed
-                what has no meaning.
+            ValueError: the target's logits held NaN, or its table of positions ends before the text.
         """
         session, state, verified = self.session, self.session.state, launched.verified
         plain = verified.graph is None or launched.shape is None
@@ -114,7 +113,6 @@ class Output:
         if plain:
             self.plain_seconds.append(session.clock.since_step())
         if session.mixer is not None:
-            session.mixer.border.check(heard.faults)
             session.mixer.tally.count(session.mixer.asked(), verified)
         for sequence, tokens in enumerate(heard.tokens):
             self.lengths[sequence] += len(tokens)

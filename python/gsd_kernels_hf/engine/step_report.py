@@ -20,13 +20,11 @@ class HostReport(NamedTuple):
     Attributes:
         done: of every sequence.
         tokens: that each emitted.
-        faults: of what sources proposed, 0 for none.
         counted: nodes, merges and accepted merges so far, of a step that another one followed unheard.
     """
 
     done: Sequence[bool]
     tokens: Sequence[list[int]]
-    faults: Sequence[int]
     counted: list[int] | None = None
 
     @property
@@ -92,7 +90,7 @@ class StepReport:
         """The step out of ``whole``, as it is in the host's memory."""
         sizes = report_sizes(self.batch, self.width)
         numbers = iter(whole.tolist())  # one call, where a tensor for each part would be ten
-        flags, counts, emitted, faults = (list(islice(numbers, part)) for part in sizes)
+        flags, counts, emitted = (list(islice(numbers, part)) for part in sizes)
         done = [bool(flags[i // 4] >> i % 4 * 8 & 255) for i in range(self.batch)]
         tokens = [emitted[i * self.width : i * self.width + count] for i, count in enumerate(counts)]
-        return HostReport(done, tokens, faults)
+        return HostReport(done, tokens)

@@ -1,4 +1,4 @@
-"""The border of draft sources of one's own: what one declares is checked where it is given, what it proposes at once.
+"""The border of draft sources of one's own: what one declares is checked where it is given, then its first proposal.
 
 The classes of this package are not checked: their proposals come from its ops, which read any values without harm.
 """
@@ -6,7 +6,7 @@ The classes of this package are not checked: their proposals come from its ops, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,15 +29,22 @@ REPLACED = {
     **dict.fromkeys(("begin", "restart", "prepare"), "attach(text) starts every text"),
     "num_rows": "say it in Proposal.rows",
 }
-FAULTS = ("nothing", "a token id that the target does not have", "NaN", "a log-probability above 0")
-"""What is wrong with a candidate, by number."""
-
-CURES = (
-    "",
-    "propose ids of the target's tokenizer, and −1 for none",
-    "propose −inf, or token −1, for none",
-    "propose log-probabilities: log_softmax of logits, log of probabilities",
+BELOW = "log-probabilities of at most 0", "{log_prob:g}"
+FAULTS: tuple[tuple[Callable[[Tensor, Tensor, int], Tensor], str, str, str], ...] = (
+    (
+        lambda tokens, log_probs, vocab: (tokens < -1) | (tokens >= vocab),
+        "token ids from −1 to {last}",
+        "token {token}",
+        "propose ids of the target's tokenizer, and −1 for none",
+    ),
+    (lambda tokens, log_probs, vocab: log_probs.isnan(), *BELOW, "propose −inf, or token −1, for none"),
+    (
+        lambda tokens, log_probs, vocab: log_probs > ROUNDING_LOG_PROB,
+        *BELOW,
+        "propose log-probabilities: log_softmax of logits, log of probabilities",
+    ),
 )
+"""What may be wrong with candidates: where it is, what was expected, what came, the cure."""
 
 
 def is_own(source: DraftSource) -> bool:
@@ -104,26 +111,20 @@ def shown(value: object) -> str:
 
 
 class Border:
-    """Checks what sources of one's own propose, and copies it.
+    """Asks sources; of one's own it checks the first proposal of a session, and copies each.
 
-    Where the host may wait for the device a fault raises at once. On a GPU it is marked on the device, read with the
-    step's one host read, and until then the candidate counts as none.
+    Later ones are not looked at, for that would wait for the device: the ops read any values without harm, and take NaN
+    for no candidate and what is above 0 for 0.
 
     Args:
         sources: of a session.
         vocab_size: of the target.
-        faults: int32 [B], for the first fault of every sequence, 0 for none; ``None``: faults raise at once.
     """
 
-    def __init__(self, sources: Sequence[DraftSource], vocab_size: int, faults: Tensor | None) -> None:
-        self.foreign = [source.name for source in sources if not is_own(source)]
+    def __init__(self, sources: Sequence[DraftSource], vocab_size: int) -> None:
+        self.foreign = {source.name for source in sources if not is_own(source)}
+        self.unchecked = set(self.foreign)
         self.vocab_size = vocab_size
-        self.faults = faults if self.foreign else None
-
-    def restart(self) -> None:
-        """Forget the faults of the last text."""
-        if self.faults is not None:
-            self.faults.zero_()
 
     def ask(self, source: DraftSource, level: Level) -> Proposal | None:
         """Ask ``source`` for its proposal at a level, in storage of its own where the source is a user's.
@@ -133,60 +134,23 @@ class Border:
         """
         if source.name not in self.foreign:
             return source.propose(level)
+        # What is merged is not theirs to write.
         frontier = Frontier(*(tensor.clone() for tensor in level.frontier.tensors()))
         proposal = source.propose(replace(level, frontier=frontier))
         if proposal is None:
             return None
-        check_tensors(source.name, proposal, level)
-        return replace(self._values(source.name, proposal, level), rows=proposal.rows)
-
-    def _values(self, name: str, proposal: Proposal, level: Level) -> Proposal:
-        """A copy of a proposal of the right shapes, as many candidates as the graph takes, without those of no meaning.
-
-        Raises:
-            ValueError: a candidate has no meaning, and the host may wait for the device.
-        """
-        branch = level.graph.branch
-        tokens, log_probs = proposal.tokens.detach()[..., :branch], proposal.log_probs.detach()[..., :branch].float()
-        index = None if proposal.index is None else proposal.index.detach().to(torch.int32, copy=True)
-        if not tokens.numel():
-            return Proposal(tokens.int(), log_probs, index)
-        fault = self._faults(tokens, log_probs, level)
-        if self.faults is not None:
-            first = fault.amax((1, 2)) + 4 * self.foreign.index(name) * fault.any(2).any(1)
-            self.faults.copy_(torch.where(self.faults > 0, self.faults, first))
-        elif bool(fault.any()):
-            self._explain(name, tokens, log_probs, fault, level)
-        none = (fault > 0) | (tokens < 0) | (tokens >= self.vocab_size) | log_probs.isnan()
-        tokens, log_probs = torch.where(none, -1, tokens), torch.where(none, -torch.inf, log_probs.clamp(max=0.0))
-        return Proposal(tokens.to(torch.int32, copy=True), log_probs.contiguous(), index)
-
-    def _faults(self, tokens: Tensor, log_probs: Tensor, level: Level) -> Tensor:
-        """Number of what is wrong with each candidate, int32 [B, W, K]; 0: nothing, or it counts for nothing."""
-        counts = (level.frontier.node_ids >= 0)[..., None] & (tokens != -1) & (log_probs != -torch.inf)
-        fault = torch.where(log_probs.isnan(), 2, torch.where(log_probs > ROUNDING_LOG_PROB, 3, 0))
-        fault = torch.where((tokens < -1) | (tokens >= self.vocab_size), 1, fault)
-        return torch.where(counts, fault, 0).to(torch.int32)
-
-    def _explain(self, name: str, tokens: Tensor, log_probs: Tensor, faults: Tensor, level: Level) -> None:
-        at = tuple(faults.nonzero()[0].tolist())
-        fault = int(faults[at])
-        value = f"token {int(tokens[at])}" if fault == 1 else f"{float(log_probs[at]):g}"
-        raise ValueError(self._message(name, fault, f"{value} after node {at[1]} of level {level.number}"))
-
-    def _message(self, name: str, fault: int, got: str) -> str:
-        expected = f"token ids from −1 to {self.vocab_size - 1}" if fault == 1 else "log-probabilities of at most 0"
-        return f"draft_sources: {name}: expected {expected}, got {got}; {CURES[fault]}"
-
-    def check(self, faults: Sequence[int]) -> None:
-        """Raise for the first of a step's ``faults`` [B], as the host has read them.
-
-        Raises:
-            ValueError: the source and what was wrong.
-        """
-        for fault in faults:
-            if fault:
-                raise ValueError(self._message(self.foreign[fault // 4], fault % 4, FAULTS[fault % 4]))
+        if source.name in self.unchecked:
+            check_tensors(source.name, proposal, level)
+            check_values(source.name, proposal, level, self.vocab_size)
+            self.unchecked.remove(source.name)
+        branch, index = level.graph.branch, proposal.index
+        # A source may write its tensors again: what it proposed is learned from behind the step.
+        return Proposal(
+            proposal.tokens.detach()[..., :branch].to(torch.int32, copy=True),
+            proposal.log_probs.detach()[..., :branch].to(torch.float32, copy=True).nan_to_num(-torch.inf, 0.0),
+            None if index is None else index.detach().to(torch.int32, copy=True),
+            proposal.rows,
+        )
 
 
 def check_tensors(name: str, proposal: object, level: Level) -> None:
@@ -233,6 +197,26 @@ def check_tensors(name: str, proposal: object, level: Level) -> None:
         )
     if index is not None and index.shape != nodes.shape:
         raise ValueError(f"{where}index: expected shape [{batch}, {width}], of the nodes, got {list(index.shape)}")
+
+
+def check_values(name: str, proposal: Proposal, level: Level, vocab_size: int) -> None:
+    """Raise unless the candidates of a proposal of the right shapes are tokens and log-probabilities; may wait.
+
+    Raises:
+        ValueError: the source, the first that is not, and the cure.
+    """
+    branch = level.graph.branch
+    tokens, log_probs = proposal.tokens[..., :branch], proposal.log_probs[..., :branch].float()
+    counts = (level.frontier.node_ids >= 0)[..., None] & (tokens != -1) & (log_probs != -torch.inf)
+    for is_wrong, expected, got, cure in FAULTS:
+        wrong = (counts & is_wrong(tokens, log_probs, vocab_size)).nonzero()
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            values = {"last": vocab_size - 1, "token": tokens[at].item(), "log_prob": log_probs[at].item()}
+            raise ValueError(
+                f"draft_sources: {name}: expected {expected.format(**values)}, got {got.format(**values)} after node "
+                f"{at[1]} of level {level.number}; {cure}"
+            )
 
 
 def dtype_of(tensor: Tensor) -> str:

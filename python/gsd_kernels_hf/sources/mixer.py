@@ -70,7 +70,7 @@ class Mixer:
     ) -> None:
         self.every, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
         device = state.tokens.device
-        self.border = Border(sources, vocab_size, state.faults if replay.is_gpu(device) else None)
+        self.border = Border(sources, vocab_size)
         self.tally = Tally([source.name for source in sources], counts=not replay.is_gpu(device))
         self._take(self.every)
         self.shapes: dict[GraphConfig, Storage] = {}
@@ -97,7 +97,6 @@ class Mixer:
             text: the session.
             weights: statistics of earlier calls, by name; a source that is not among them keeps its own.
         """
-        self.border.restart()
         self.tally.restart()
         self._take(self.every)
         self.attached: list[DraftSource] = []
