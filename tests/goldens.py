@@ -39,10 +39,10 @@ def texts() -> Iterator[tuple[str, Any]]:
         for number, (name, subject) in enumerate(SUBJECTS.items()):
             place = Path(folder) / str(number)
             place.mkdir()
-            target, _, inputs = subject.made(place)
+            made = subject.made(place)
             for row in rows()[name]:
-                options = asked(inputs, row)
-                yield f"{name}: {' '.join(map(str, row[1:3]))}", plain_text(subject, target, options).tolist()
+                text = plain_text(subject, made.target, asked(made.inputs, row))
+                yield f"{name}: {' '.join(map(str, row[1:3]))}", text.tolist()
 
 
 def ops() -> Iterator[tuple[str, Any]]:

@@ -6,18 +6,23 @@ gets the three rows that cover most pairs of values not seen together before; a 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import fake_cuda
 import hybrids
+import pytest
+import tiny_configs
 import torch
-from models import FAMILIES, endless, noised, prompts, tiny
-from packed.test_kinds_of_weights import ROWS as WEIGHTS
+from models import FAMILIES, VOCAB, endless, noised, prompts, tiny
+from packed.rows import ROWS as WEIGHTS
 from sources.rows import ROWS as SOURCES
 
 import gsd_kernels as gsd
@@ -45,6 +50,23 @@ DOORS = ("generate", "patch", "custom_generate")
 BATCHES = (1, 3)
 AXES = (tuple(SHAPES), BATCHES, tuple(CALLS), DOORS)
 ROWS_OF_A_SUBJECT = 3
+CPU, GPU, PIECES, DEFAULTS, INFERENCE = PLACES = (
+    "cpu",
+    "taken for a GPU",
+    "a prompt in pieces",
+    "other defaults",
+    "inference mode",
+)
+"""A row has one: a subject's rows take its own in turn."""
+
+
+class Made(NamedTuple):
+    """A target, the options that name its drafts, its prompts (padded on the left), and the model whose text it is."""
+
+    target: Any
+    drafts: dict[str, Any]
+    inputs: dict[str, torch.Tensor]
+    right: Any = None  # the target itself
 
 
 @dataclass(frozen=True)
@@ -52,57 +74,81 @@ class Subject:
     """What decodes.
 
     Attributes:
-        made: of an empty folder, the target, the options that name its drafts, and its prompts, padded on the left.
+        made: of an empty folder.
         own: the text is transformers' own; else that of our plain decoding, in the same arithmetic.
+        places: where it has this text.
     """
 
-    made: Callable[[Path], tuple[Any, dict[str, Any], dict[str, torch.Tensor]]]
+    made: Callable[[Path], Made]
     own: bool = True
+    places: tuple[str, ...] = PLACES
+
+
+def _model(draft: Any) -> dict[str, Any]:
+    return {"assistant_model": draft, "draft_sources": ("model",)}
 
 
 def _family(name: str, dtype: torch.dtype, number: int) -> Subject:
-    def made(_: Path) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
+    def made(_: Path) -> Made:
         target = tiny(name, dtype=dtype)
-        return target, {"assistant_model": noised(target), "draft_sources": ("model",)}, prompts(3, 12, seed=number)
+        return Made(target, _model(noised(target)), prompts(3, 12, seed=number))
 
-    return Subject(made, dtype.itemsize >= 4)
+    # Where a default device breaks transformers' masks, modules serve, which round by rows.
+    half = dtype.itemsize < 4
+    return Subject(made, not half, tuple(place for place in PLACES if not half or place != DEFAULTS))
 
 
-def _longrope() -> Subject:
-    """Texts that cross the border between its factors."""
+def _longrope(name: str = "Llama") -> Subject:
+    """Texts that cross the border between its factors, before and behind the end of a batch's shorter prompts."""
 
-    def made(_: Path) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
+    def made(_: Path) -> Made:
         factors = {"short_factor": [1.0, 1.3, 1.1, 1.7], "long_factor": [3.0, 9.0, 5.0, 20.0]}
         rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24, **factors}
-        target = endless(num_attention_heads=4, max_position_embeddings=96, rope_parameters=rope)
-        return target, {"assistant_model": noised(target, 0.02), "draft_sources": ("model",)}, prompts(3, 14)
+        given = {"num_attention_heads": 4, "max_position_embeddings": 96, "rope_parameters": rope}
+        if name == "Llama":
+            target = endless(**given)
+        else:
+            target = tiny_configs.build(name, 2, **given, hidden_size=32, vocab_size=VOCAB)
+        return Made(target, _model(noised(target, 0.02)), prompts(3, 14))
 
-    return Subject(made)
+    return Subject(made, places=(CPU, GPU, DEFAULTS))  # pieces are turned by other factors
 
 
 def _hybrid(name: str, dtype: torch.dtype) -> Subject:
-    def made(_: Path) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
+    def made(_: Path) -> Made:
         target = hybrids.build(name).to(dtype)
-        return target, {"assistant_model": noised(target, 0.02), "draft_sources": ("model",)}, hybrids.inputs_of(3)
+        return Made(target, _model(noised(target, 0.02)), hybrids.inputs_of(3))
 
     return Subject(made, dtype.itemsize >= 4)
 
 
-def _source(name: str, number: int) -> Subject:
-    def made(folder: Path) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
-        row = SOURCES[name]
-        return row.target(), row.options(folder), row.inputs(number)
+def _source(name: str, number: int, dtype: torch.dtype | None = None) -> Subject:
+    """A source of the table; in another dtype than float64 its layers and the target's are operators."""
 
-    return Subject(made)
+    def made(folder: Path) -> Made:
+        row = SOURCES[name]
+        target, drafts = row.target(), row.options(folder)
+        if dtype is not None:
+            other = type(target)(target.config).to(dtype).eval()  # without the hooks that transformers leaves
+            other.load_state_dict(target.state_dict())
+            target = other
+            drafts["drafter"] = copy.deepcopy(drafts["drafter"]).to(dtype)
+        return Made(target, drafts, row.inputs(number))
+
+    return Subject(made, dtype is None or dtype.itemsize >= 4)
 
 
 def _weights(name: str, number: int) -> Subject:
-    def made(folder: Path) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
-        case = WEIGHTS[name](folder)
-        drafts = {"assistant_model": case.draft, "draft_sources": ("model",)}
-        return case.model, drafts, prompts(3, 9, seed=number, vocab=90)
+    """Packed weights: not a bit of the text differs from that of the dense weights that they stand for."""
 
-    return Subject(made, own=False)
+    def made(folder: Path) -> Made:
+        case = WEIGHTS[name](folder)
+        heads = {"draft_heads": gsd.DraftHeads.for_model(case.model, 2), "draft_sources": ("model", "heads")}
+        return Made(case.model, _model(case.draft) | heads, prompts(3, 9, seed=number, vocab=90), case.right)
+
+    return Subject(
+        made, own=False, places=(CPU, PIECES, DEFAULTS, INFERENCE)
+    )  # a GPU keeps the modules, which round by rows
 
 
 SUBJECTS: dict[str, Subject] = {
@@ -119,6 +165,17 @@ SUBJECTS: dict[str, Subject] = {
     **{f"hybrid {name}, bfloat16": _hybrid(name, torch.bfloat16) for name in ("qwen3.5", "falcon-h1", "lfm2")},
     "longrope": _longrope(),
 }
+BESIDE: dict[str, Subject] = {
+    "longrope phi3": _longrope("Phi3ForCausalLM"),
+    **{
+        f"source {name}, {str(dtype).removeprefix('torch.')}": _source(name, 0, dtype)
+        for name, dtype in (
+            *(("eagle3 plain", torch.float16), ("eagle3 layers", torch.float32), ("dflash shared", torch.float16)),
+            *(("DSpark", torch.bfloat16), ("p-eagle norms", torch.float32)),
+        )
+    },
+}
+"""Subjects that came after the recorded texts."""
 
 Row = tuple[str, int, str, str]  # shape, batch, call, door
 
@@ -129,7 +186,7 @@ def rows() -> dict[str, list[Row]]:
     seen: set[Any] = set()
     draws, every = random.Random(0), list(itertools.product(*AXES))
     found: dict[str, list[Row]] = {}
-    for subject in SUBJECTS:
+    for subject in (*SUBJECTS, *BESIDE):
         found[subject] = []
         for _ in range(ROWS_OF_A_SUBJECT):
             draws.shuffle(every)
@@ -161,12 +218,29 @@ def plain_text(subject: Subject, target: Any, options: dict[str, Any]) -> torch.
     return gsd.generate(target, **options, graph_config="plain")
 
 
-def drafted(target: Any, given: dict[str, Any], options: dict[str, Any], row: Row) -> Any:
+@contextlib.contextmanager
+def placed(place: str) -> Iterator[None]:
+    """One of :data:`PLACES`: on a GPU steps are captured, and have static shapes; meta stands for another device."""
+    before = torch.get_default_dtype()
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode(place == INFERENCE):
+        if place == GPU:
+            fake_cuda.install(patch)
+        if place == DEFAULTS:
+            torch.set_default_device("meta")
+            torch.set_default_dtype(torch.float16)
+        try:
+            yield
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(before)
+
+
+def drafted(made: Made, options: dict[str, Any], row: Row) -> Any:
     """The text by the row's shape and door, with its statistics; a source of tokens has the history beside it."""
     shape, _, _, door = row
-    sources = given["draft_sources"]
+    target, sources = made.target, made.drafts["draft_sources"]
     beside = sources if "history" in sources or shape in ("chain", "tree") else (*sources, "history")
-    drafts = {**given, "draft_sources": beside, "graph_config": SHAPES[shape]}
+    drafts = {**made.drafts, "draft_sources": beside, "graph_config": SHAPES[shape]}
     options = {**options, "return_dict_in_generate": True}
     if door == "generate":
         return gsd.generate(target, **options, **drafts)
