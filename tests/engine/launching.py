@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch._library.custom_ops import CustomOpDef
 
-from gsd_kernels import backends
 from gsd_kernels.ops.table import OPS
 
 LAUNCHED = {name: op for name, op in OPS.items() if "triton" in op.implementations}
-OUTSIDE_MODELS = [op for name, op in LAUNCHED.items() if name not in ("dag_attention", "write_kv")]
 
 
 def described(value: Any) -> Any:
@@ -49,25 +47,3 @@ def run_launch_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CustomOpDef, "__call__", lambda self, *args: self._init_fn(*args))
     # They are kept from launch to launch.
     monkeypatch.setattr(Tickets, "of", lambda self, like, rows: like.new_empty(rows, dtype=torch.int32))
-
-
-def as_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, first: str, values: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
-    """Let ops outside the models choose as ``auto`` does on a GPU that has both Triton and the compiled ops.
-
-    Args:
-        monkeypatch: of the test.
-        first: ``GSD_KERNELS_CUDA_FIRST``.
-        values: wraps what computes in place of a Triton kernel.
-    """
-    monkeypatch.setattr(backends, "compiled_first", lambda: first == "compiled")
-
-    def resolve(backend: str, device: torch.device, found: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-        chosen = next(name for name in backends.preferred(found) if name != "cpu")
-        return both(found["triton"], values(found["cpu"])) if chosen == "triton" else found["cpu"]
-
-    run_launch_code(monkeypatch)
-    for op in OUTSIDE_MODELS:
-        chosen = lambda backend, device, op=op: resolve(backend, device, op.implementations)  # noqa: E731
-        monkeypatch.setattr(op, "chosen", chosen)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import fake_cuda
 import pytest
 import torch
-from chats import both
 
 from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.model import replay
@@ -32,24 +30,6 @@ def test_measuring_spoils_no_capture_of_another_thread(cuda, monkeypatch):
     assert cuda.counts["waits"] == 2 * 3, "of its own work it waits"
     with pytest.raises(RuntimeError, match="stream is capturing"):
         lane_of(torch.device("cpu")).capture(lambda: replay.wait(torch.device("cpu")))
-
-
-def test_gpus_have_streams_and_locks_of_their_own(cuda):
-    devices = [torch.device("cuda", i) for i in range(2)]
-    meet, captured_on = threading.Barrier(2), []
-
-    def work(i):
-        def function():
-            captured_on.append((cuda.device, cuda.current_stream()))
-            meet.wait(20)
-
-        lane_of(devices[i]).capture(function)
-        assert cuda.device == torch.device("cpu")
-
-    both(work)
-    assert {device for device, _ in captured_on} == set(devices)
-    assert all(stream is lane_of(device).stream for device, stream in captured_on)
-    assert lane_of(devices[0]) is lane_of(devices[0])
 
 
 def test_replays_on_other_streams_wait_for_each_other(cuda):

@@ -1,27 +1,22 @@
-"""Steps replayed from a CUDA graph: what can be shown without a GPU. test_step_trace.py watches for host reads."""
+"""Steps replayed from a CUDA graph: what can be shown without a GPU."""
 
 from __future__ import annotations
-
-import contextlib
-import threading
 
 import fake_cuda
 import pytest
 import torch
-import torch.distributed as dist
-from chats import both, sources
-from engine.capturing import CAPTURED, SAMPLED, drafting, in_turns, text
+from chats import sources
+from engine.capturing import CAPTURED, SAMPLED, text
 from models import noised, prompts, tiny
 from transformers import StoppingCriteria
 
-from gsd_kernels import generate, patch, unpatch
+from gsd_kernels import generate
 from gsd_kernels_hf.acceptance.criteria import CRITERIA
 from gsd_kernels_hf.engine import capture, decoder, session
 from gsd_kernels_hf.engine.capture import WARM_STEPS
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.model import replay
-from gsd_kernels_hf.model.replay import lane_of
-from gsd_kernels_hf.parallel import Alone, can_be_captured
+from gsd_kernels_hf.parallel import Alone
 
 GRAPHS = 2  # of a shape: a step is queued before the host has heard of the one before
 
@@ -39,17 +34,6 @@ def pair():
 
 EACH = [(name, more) for name in CAPTURED for more in ({}, SAMPLED)]
 EACH += [("chain", {**SAMPLED, "criterion": criterion}) for criterion in CRITERIA if criterion != "exact"]
-
-
-@pytest.mark.slow
-def test_shapes_have_graphs_of_their_own_in_one_pool(pair, request, monkeypatch):
-    expected = text(pair, "graph", max_new_tokens=64)
-    cuda = request.getfixturevalue("cuda")
-    # In turns, since what the policy itself takes depends on the clock.
-    in_turns(monkeypatch, *drafting("cuda")[:2])
-    assert torch.equal(text(pair, "graph", graph_config="auto", max_new_tokens=64), expected)
-    assert 1 < cuda.counts["captures"] < cuda.counts["replays"]
-    assert len(set(map(id, cuda.pools))) == 1
 
 
 def test_failing_to_capture_is_said_and_harmless(pair, cuda, monkeypatch, caplog):
@@ -104,14 +88,6 @@ def test_a_gpu_that_failed_for_good_ends_the_call_with_the_first_error(pair, cud
     assert "a step could not be captured" not in caplog.text and str(f.value.__cause__).startswith("gsd_kernels: ")
 
 
-def test_what_cannot_be_measured_as_a_graph_says_why(cuda, caplog):
-    x = torch.ones(3)
-    waiting = lambda: x.sum().item()  # noqa: E731
-    assert replay.replayable(waiting, x.device) is waiting
-    assert "could not be captured: operation not permitted when stream is capturing: aten::_local" in caplog.text
-    assert isinstance(replay.replayable(lambda: x.add_(1), x.device), replay.Graph)
-
-
 WAITING = {
     "mask as an index": lambda x: x[x > 0],
     "mask written": lambda x: x.index_put_((x > 0,), x[:1]),
@@ -120,14 +96,6 @@ WAITING = {
     "repeated": lambda x: x.repeat_interleave(torch.zeros_like(x)),
     "read": lambda x: bool(x[0]),
 }
-
-
-@pytest.mark.parametrize("name", WAITING)
-def test_what_a_gpu_would_refuse_to_capture_is_refused(cuda, name):
-    x = torch.arange(3)
-    with pytest.raises(replay.CaptureError, match="not permitted when stream is capturing"):
-        lane_of(torch.device("cpu")).capture(lambda: WAITING[name](x))
-    lane_of(torch.device("cpu")).capture(lambda: x[x])
 
 
 class Longer(StoppingCriteria):
@@ -168,29 +136,6 @@ def test_what_the_host_accepts_is_committed_in_a_second_graph(pair, name, sampli
     assert cuda.counts["replays"] % 2 == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["graph", "chain"])
-def test_both_kinds_of_calls_share_a_session(pair, name, request):
-    """What a draft leaves on the host is that of the graph that ran, not of the one captured last."""
-    speculative = {"criterion": "speculative", **SAMPLED} if name == "chain" else {}
-    calls = [{"repetition_penalty": 1.3}, {}, {"repetition_penalty": 1.3}, {}]
-    expected = [text(pair, name, **speculative, **call) for call in calls]
-    cuda = request.getfixturevalue("cuda")
-    target, options = pair[0], {**sources(name, *pair), **speculative}
-    seed = options.pop("seed", None)
-    options.pop("do_sample", None), options.pop("temperature", None)
-    handle = patch(target, **options, seed=seed)
-    try:
-        for i, (call, want) in enumerate(zip(calls, expected, strict=True)):
-            decoding = {**call, **({"do_sample": True, "temperature": 0.8} if speculative else {})}
-            got = target.generate(**prompts(2, 9), max_new_tokens=24, pad_token_id=0, **decoding)
-            assert torch.equal(got, want), i
-            assert cuda.counts["captures"] == (2 if i == 0 else 2 + GRAPHS), i
-    finally:
-        unpatch(target)
-    assert handle.stats.seconds["target"] > 0
-
-
 class Ranks(Alone):
     """One of several ranks, of which the others say what they are asked to."""
 
@@ -223,31 +168,6 @@ def test_ranks_capture_together_or_not_at_all(pair, cuda, monkeypatch, captures,
     assert ranks.asked == asked
     assert cuda.counts["captures"] == captured
     assert (cuda.counts["replays"] > 0) == (captured == 1 and others(2))
-
-
-@pytest.mark.parametrize(
-    ("config", "can"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)]
-)
-def test_messages_of_nccl_are_captured(config, can, monkeypatch):
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert can_be_captured(object()) is can
-
-
-@pytest.mark.slow
-def test_threads_capture_on_one_gpu_one_after_the_other(pair, cuda, caplog):
-    expected = [text(pair, "graph", rows=1 + i) for i in range(2)]
-    engines_of(pair[0]).clear()
-    meet = threading.Barrier(2)
-
-    def wait():
-        with contextlib.suppress(threading.BrokenBarrierError):
-            meet.wait(0.3)  # long enough for the other thread to begin, were it let
-
-    cuda.in_capture = wait
-    with caplog.at_level("WARNING", logger="gsd_kernels"):
-        both(lambda i: torch.testing.assert_close(text(pair, "graph", rows=1 + i), expected[i]))
-    assert not caplog.records
-    assert cuda.counts["captures"] == 4 * GRAPHS
 
 
 @pytest.mark.gpu

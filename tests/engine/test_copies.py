@@ -12,7 +12,6 @@ import transformers
 from validate.calls import VOCAB, prompt
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.packed.modules import packed_in
 
 
 def fresh(**config):
@@ -63,45 +62,3 @@ def test_a_copy_is_not_patched_and_can_be(way, patched, plain):
 
 def own_generate(*args, **kwargs) -> str:
     return "own"
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_copy_has_the_generate_that_somebody_set(way, when):
-    target = fresh()
-    if when == "before":
-        target.generate = own_generate
-    with gsd.patch(target):
-        if when == "after":
-            target.generate = own_generate
-        clone = WAYS[way](target)
-    assert vars(clone).keys() == {*vars(fresh()), "generate"} and clone.generate is own_generate
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_a_copy_can_be_packed(way):
-    target = fresh(hidden_size=64, intermediate_size=96, dtype=torch.float32)
-    with gsd.patch(target):
-        clone = gsd.pack(WAYS[way](target))
-        assert packed_in(clone) and not packed_in(target)
-        twin = WAYS[way](clone)
-        expected = clone.generate(**prompt())
-        with gsd.patch(clone):
-            assert torch.equal(clone.generate(**prompt()), expected)
-    assert torch.equal(twin.generate(**prompt()), expected)
-
-
-def test_a_shallow_copy_says_what_its_own_parts_say(patched, plain):
-    target, draft, handle = patched
-    clone, other = copy.copy(target), fresh(seed=5)
-    clone._modules = dict(other._modules)
-    clone.generation_config = copy.deepcopy(target.generation_config)
-    clone.generation_config.max_new_tokens = 11
-    call = prompt()
-    del call["max_new_tokens"]
-    expected = other.generate(**call, max_new_tokens=11)
-    assert torch.equal(clone.generate(**call), expected)
-    with gsd.patch(clone, assistant_model=draft, graph_config="tree"):
-        assert torch.equal(clone.generate(**call), expected)
-    assert torch.equal(target.generate(**prompt()), plain)
-    assert handle.patched and handle.stats.steps > 0

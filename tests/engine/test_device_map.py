@@ -65,29 +65,3 @@ def test_offloaded_to_disk(offloaded, tmp_path):
     expected, found = generate(whole, draft), generate(spread, draft)
     assert torch.equal(expected.sequences, found.sequences)
     assert expected.stats.cache_bytes == found.stats.cache_bytes
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("devices", [("cpu", "cuda:0"), ("cuda:0", "cpu"), ("cuda:0", "cuda:1")], ids="-".join)
-def test_two_devices_with_a_gpu(devices, tmp_path):
-    """The second layer lies on the second device. accelerate offloads where a map says cpu, so hooks are set here."""
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
-    if torch.cuda.device_count() < sum(device.startswith("cuda") for device in devices):
-        pytest.skip("needs two GPUs")
-    whole = tiny(num_key_value_heads=4)
-    whole.save_pretrained(tmp_path)
-    first, second = devices
-    places = {part: second if part == "model.layers.1" else first for part in PARTS}
-    if "cpu" in devices:
-        spread = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
-        for part, device in places.items():
-            module = spread.get_submodule(part).to(device)
-            add_hook_to_module(module, AlignDevicesHook(device, skip_keys=["cache", "past_key_values"]))
-    else:
-        spread = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, device_map=places).eval()
-    expected = generate(whole, noised(whole))
-    for draft_device in {first, second}:
-        found = generate(spread, noised(whole).to(draft_device), first)
-        assert torch.equal(expected.sequences, found.sequences.cpu())
-        assert expected.stats.cache_bytes == found.stats.cache_bytes

@@ -5,8 +5,6 @@ A replay there is over at once, so whatever the host reads of a step after the n
 
 from __future__ import annotations
 
-import itertools
-
 import fake_cuda
 import pytest
 import torch
@@ -15,12 +13,9 @@ from models import CHARACTERS, noised, tiny, tokenizer
 from transformers import StoppingCriteria
 
 from gsd_kernels import patch, unpatch
-from gsd_kernels_hf.engine import loop, room
+from gsd_kernels_hf.engine import loop
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.engine.flight import Launched
-from gsd_kernels_hf.policy.base import Observation
-from gsd_kernels_hf.policy.learning import LearningPolicy
-from gsd_kernels_hf.policy.shapes import ladder
 
 LONG = {"max_new_tokens": 24}
 
@@ -103,51 +98,6 @@ def test_texts_streams_and_counts_are_the_same(pair, case, ends, flown, request)
         assert getattr(got.stats, count) == getattr(expected.stats, count), count
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_shapes_in_turns_and_a_cache_that_grows(pair, sampling, flown, request, monkeypatch):
-    """Where there is no room for two steps the host hears of the first one, then storage grows."""
-    options = {**sampling, "max_new_tokens": 60}
-    expected = text(pair, "graph", 2, **options)
-    fake_cuda.install(monkeypatch)
-    monkeypatch.setattr(room, "GRAIN_TOKENS", 8)
-    monkeypatch.setattr(room, "FIRST_GPU_TOKENS", 8)
-    shapes = [shape for shape in ladder("cpu", with_model=True).values() if shape.depth][:2]
-    taken = itertools.cycle(3 * [shapes[0]] + 3 * [shapes[1]] + 2 * [None])
-    monkeypatch.setattr(LearningPolicy, "shape", lambda self: next(taken))
-    monkeypatch.setattr(LearningPolicy, "observe", lambda self, seen: None)
-    assert torch.equal(text(pair, "graph", 2, graph_config="auto", **options), expected)
-    assert any(flown) and not all(flown)
-
-
-def test_a_policy_learns_the_same(pair, flown, request, monkeypatch):
-    """Of every step once, its own tokens and times, a step later."""
-    learned = []
-
-    def observe(self, seen):
-        learned.append((seen.tokens, seen.rows, seen.late, seen.target_seconds, seen.other_seconds))
-
-    def run():
-        engines_of(pair[0]).clear()
-        learned.clear(), flown.clear()
-        text(pair, "graph", graph_config="auto", **LONG)
-        return list(learned)
-
-    fake_cuda.install(monkeypatch)
-    drafting = next(shape for shape in ladder("cpu", with_model=True).values() if shape.depth)
-    monkeypatch.setattr(LearningPolicy, "shape", lambda self: drafting)
-    monkeypatch.setattr(LearningPolicy, "observe", observe)
-    with monkeypatch.context() as patched:
-        patched.setattr(loop, "may_fly", lambda *_, **__: False)
-        expected = run()
-    found = run()
-    assert len(found) == len(expected) == len(flown) and sum(flown) > 5
-    assert [got[:3] for got in found] == [want[:3] for want in expected]
-    known = [(target, other) for *_, target, other in found if target > 0]
-    assert len(known) >= sum(flown) - 1, "but of the step behind which another one was captured"
-    # The last one took its time when it was queued, before the host heard of the one before.
-    assert all(other >= 0 for _, other in known[:-1])
-
-
 class NeverStops(StoppingCriteria):
     def __call__(self, input_ids, scores, **_):
         return torch.zeros(len(input_ids), dtype=torch.bool)
@@ -197,10 +147,3 @@ def test_nothing_is_picked_from_nan(pair, cuda, flown):
     with pytest.raises(ValueError, match=r"NaN|not finite"):
         text(pair, "plain", 1, **LONG, streamer=given)
     assert len(given.given) > 5 and given.given[-1] != "end"
-
-
-def test_a_late_step_is_not_learned_of_as_another_shape_s():
-    policy = LearningPolicy.__new__(LearningPolicy)
-    policy.cached, policy.selector = 10.0, None
-    policy.observe(Observation(None, [3, 2], 8, 0.1, 0.1, late=True))
-    assert vars(policy) == {"cached": 15.0, "selector": None}, "but its tokens are cached"

@@ -68,12 +68,6 @@ def test_one_switch_selects_it(monkeypatch):
         missing(GPU)
 
 
-def test_without_the_library_a_gpu_keeps_the_modules(monkeypatch):
-    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "cuda")
-    monkeypatch.setattr(fused, "unavailable_reason", lambda backend, device: f"{backend} is not built")
-    assert missing(GPU) == "cuda is not built"
-
-
 def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, caplog):
     monkeypatch.setattr(replay, "is_gpu", lambda device: True)
     monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
@@ -99,19 +93,6 @@ def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, cap
             rows = rows_of(model, 8, NO_PADS, "auto")
         assert type(rows) is RowModel and rows.why_modules == why_not(model, "auto") == reason
         assert caplog.records[-1].getMessage().endswith(reason)
-
-
-def test_packed_weights_keep_their_modules_until_the_switch_is_set(monkeypatch):
-    monkeypatch.setattr(replay, "is_gpu", lambda device: True)
-    monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
-    monkeypatch.setattr(proof, "why_not_proved", lambda *_, **__: None)
-    sizes = {"dtype": torch.float16, "head_dim": 64, "hidden_size": 64, "intermediate_size": 96}
-    served, other = (gsd.pack(tiny(**sizes), kind) for kind in ("q8_0", "q4_0"))
-    asked = "packed weights have not been measured on a GPU: on request, GSD_KERNELS_FUSED_ROWS=cuda"
-    assert why_not(served, "auto") == asked
-    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "cuda")
-    assert why_not(served, "auto") is None
-    assert "or packed ones of q8_0, int8, uint8, int4, int4_offset, got q4_0" in why_not(other, "auto")
 
 
 # The operator in a model.
@@ -153,30 +134,6 @@ def test_the_error_is_at_most_twice_the_module_paths(device, name, dtype):
     exact, theirs, ours = found
     for i in range(2):  # logits, and what the output matrix reads
         assert (ours[i] - exact[i]).norm() <= 2 * (theirs[i] - exact[i]).norm() + 1e-6 * exact[i].norm()
-
-
-def test_a_packed_model_is_proved_against_its_own_modules(device):
-    model = gsd.pack(tiny(dtype=torch.bfloat16, head_dim=64, hidden_size=64, intermediate_size=96), "q8_0").to(device)
-    assert why_not(model, "auto") is None
-    assert type(rows_of(model, 8, NO_PADS.to(device), "auto")) is FusedRows
-
-
-def test_a_prompt_has_memory_for_what_it_has_read(monkeypatch):
-    """Attention keeps partial sums for every split of the positions that it is given, whatever the cache may hold."""
-    given = []
-
-    def decoder_rows(weights, ids, *arguments, keep, states, spoiled, backend):
-        *_, keys, values = arguments
-        given.append((ids.shape[1], {cache.shape[2] for cache in (*keys, *values)}, keys[0].untyped_storage().nbytes()))
-        return torch.zeros(1, keep, 8), torch.zeros(1, keep, 8), torch.zeros(0, 1, 1, 8)
-
-    fake_cuda.install(monkeypatch)
-    monkeypatch.setattr(fused, "decoder_rows", decoder_rows)
-    rows = FusedRows(family("llama").half(), 1024, NO_PADS, "auto")
-    rows.prefill(torch.zeros(1, 300, dtype=torch.int64), None, None)
-    counts, seen, sizes = zip(*given, strict=True)
-    assert counts == (256, 44) and seen == ({256}, {300})
-    assert len(set(sizes)) == 1, "the cache itself, not copies"
 
 
 @pytest.mark.parametrize(("sampled", "dtype"), [(False, torch.bfloat16), (True, torch.float16)], ids=str)

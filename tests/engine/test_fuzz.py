@@ -16,7 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.validate.options import OF_DICTS
 
 pytestmark = pytest.mark.quick
 
@@ -54,94 +53,6 @@ def patched(model: Any, own: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 # ---- wrong arguments
-
-
-def wrong(rng: random.Random, vocab: int, batch: int, length: int) -> tuple[str, Any]:
-    """An argument's name and a value that it cannot have."""
-    ids = torch.randint(3, vocab, (batch, length))
-    ones = torch.ones_like(ids)
-    choices: dict[str, list[Any]] = {
-        "graph_config": ["forest", "", {"depth": 3}, 7, 2.5, ("tree",)],
-        "seed": ["7", 1.5, True, 2**64, -(2**64), [1]],
-        "backend": ["tpu", "", 3, None],
-        "draft_sources": [("oracle",), "history", (), ("model", 3), ("layer_skip",)],
-        "draft_heads": ["heads", 3, torch.nn.Linear(2, 2)],
-        "assistant_model": ["gpt2", 3, torch.nn.Linear(2, 2)],
-        "criterion": ["lossy", 3, None, ["exact"]],
-        "reference_ids": ["text", [3, 4], ids[0].float(), torch.tensor([vocab]), torch.tensor([-1]), ids[None]],
-        "input_ids": [ids.float(), ids + vocab, ids - vocab, ids[0], ids[:, :0], ids.tolist(), ids.bool()],
-        "attention_mask": [ones[:, 1:], ones.tolist(), torch.cat([ones[:, 1:], 0 * ones[:, :1]], 1), "mask"],
-        "num_beams": [2, 5],
-        "max_new_tokens": [0, -3],
-        "max_length": [-1, 0],
-        "temperature": [0.0, -1.0],
-        "top_p": [-0.1, -2.0],
-        "top_k": [-1],
-        "min_p": [-0.5, 1.5],
-        "penalty": [0.0, -2.0],  # transformers' name for it in the refusal
-        "penalty_alpha": [0.6],
-        "guidance_scale": [2.0],
-        "prompt_lookup_num_tokens": [3],
-        "output_hidden_states": [True],
-        "output_attentions": [True],
-        "cache_implementation": ["quantized", "offloaded"],
-        "past_key_values": [filled()],
-        "inputs_embeds": [torch.zeros(batch, length, 32)],
-        "position_ids": [ones],
-        "dola_layers": ["high"],
-        "stop_strings": [["x"]],
-        "invented": [3, "x"],
-    }
-    name = rng.choice(list(choices))
-    return name, rng.choice(choices[name])
-
-
-def filled() -> Any:
-    cache = fuzzing.transformers.DynamicCache()
-    fuzzing.oracle("llama")(torch.tensor([[3, 4]]), past_key_values=cache, use_cache=True)
-    return cache
-
-
-@pytest.mark.parametrize("seed", seeds(WRONG))
-def test_a_wrong_argument_is_named_and_changes_nothing(seed):
-    name, shared, own = fuzzing.random_call(10_000 + seed)
-    rng, model = random.Random(seed), fuzzing.target(name)
-    good = {**shared, **own}
-    vocab = fuzzing.TARGETS[name][1]["vocab_size"]
-    argument, value = wrong(rng, vocab, *shared["input_ids"].shape)
-    bad = {**good, "repetition_penalty" if argument == "penalty" else argument: value}
-    for other in refused_without(argument):
-        bad.pop(other, None)
-    if argument in ("temperature", "top_p", "top_k", "min_p", "seed"):
-        bad["do_sample"] = True
-    if argument in OF_DICTS:  # without effect on token ids
-        bad["return_dict_in_generate"] = True
-    expected = sequences(plain(name, shared, own))
-    models = fuzzing.models_of(name, own)
-    stay_patched = rng.random() < 0.3
-    with patched(model, own) if stay_patched else contextlib.nullcontext(own) as rest:
-        call = model.generate if stay_patched else (lambda **kwargs: gsd.generate(model, **kwargs))
-        before, weights = fuzzing.state_of(models), fuzzing.weights_of(models)
-        what = f"seed {seed}: {argument}={value!r} in {name} {good}"
-        with pytest.raises((ValueError, TypeError), match=argument):
-            call(**bad)
-            print("not refused:", what)
-        assert fuzzing.state_of(models) == before, what
-        assert all(map(torch.equal, fuzzing.weights_of(models), weights)), what
-        if "streamer" in rest:
-            rest["streamer"].heard.clear()
-        assert torch.equal(sequences(call(**shared, **rest)), expected), what
-
-
-def refused_without(argument: str) -> tuple[str, ...]:
-    """Options that would be refused first, or give the wrong value a meaning."""
-    others = {
-        "draft_sources": ("assistant_model", "draft_heads", "reference_ids"),
-        "max_length": ("max_new_tokens", "min_new_tokens", "min_length"),
-        "max_new_tokens": ("min_new_tokens", "max_length", "min_length"),
-        "stop_strings": ("tokenizer",),
-    }
-    return others.get(argument, ())
 
 
 # ---- interruptions

@@ -54,13 +54,6 @@ def text_of(name: str, length: int) -> torch.Tensor:
     return target_of(name).generate(**prompts(length), **CALL)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_padding_reaches_no_state(name):
-    for length, chunk in zip(LENGTHS, (1, None), strict=True):
-        out = gsd.generate(target_of(name), **prompts(length), **CALL, **DRAFTS, prefill_chunk_size=chunk)
-        assert torch.equal(out, text_of(name, length)), (length, chunk)
-
-
 @pytest.mark.parametrize("name", [*LIMITED, "Zaya"])
 @pytest.mark.parametrize(("backend", "chunk"), [("reference", None), ("reference", 1), ("auto", 3)])
 def test_limits_on_steps_are_those_of_transformers(name, backend, chunk):

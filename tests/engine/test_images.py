@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import ClassVar
 
 import models
 import pytest
@@ -63,16 +62,6 @@ def test_two_images_give_two_texts_of_transformers(name, seeds):
 
 
 @pytest.mark.parametrize("name", [LLAVA, QWEN])
-def test_a_seed_gives_one_text_with_a_draft_and_without(name):
-    model, call = model_of(name), prompts(name, 1, 2)
-    plain = gsd.generate(model, **call, **SAMPLED, num_return_sequences=2, graph_config="plain")
-    out = drafted(model, plain, call, **SAMPLED, num_return_sequences=2, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, plain)
-    assert sum(out.stats.accepted[3:])
-    assert len({tuple(row) for row in plain.tolist()}) == 4
-
-
-@pytest.mark.parametrize("name", [LLAVA, QWEN])
 def test_nothing_of_an_image_is_left_for_another_call(name, caplog):
     model = model_of(name)
     image, other = prompts(name, 1), prompts(name, 2)
@@ -108,29 +97,6 @@ def test_drafts_read_placeholders_or_states_behind_the_image(name, vocabulary):
     if vocabulary == VOCAB:
         heads = gsd.DraftHeads.for_model(model, 3).requires_grad_(False)
         assert torch.equal(gsd.generate(model, **call, **GREEDY, draft_heads=heads, graph_config="tree"), text)
-
-
-def test_what_a_drafter_reads_are_the_states_of_the_prompt_with_its_image():
-    model, call = model_of(LLAVA), prompts(LLAVA, 1)
-    count = model.config.text_config.num_hidden_layers
-    with torch.no_grad():
-        wanted = model(**call, output_hidden_states=True).hidden_states
-
-    class Reads(Reciting):
-        hidden_layers = (0, 1, count)
-        states: ClassVar[dict[int, torch.Tensor]] = {}
-
-        def observe(self, seen):
-            if isinstance(seen, gsd.Prefilled):
-                assert seen.begin == 0
-                self.states.update(seen.hidden)
-
-    text = own(model, **call, **GREEDY)
-    source = Reads(text, VOCAB)
-    assert torch.equal(gsd.generate(model, **call, **GREEDY, draft_sources=(source,), graph_config="tree"), text)
-    assert set(Reads.states) == {0, 1, count}
-    for layer, states in Reads.states.items():
-        assert torch.allclose(states, wanted[layer][:, :-1]), layer
 
 
 def test_what_the_rows_do_not_compute_is_handed_over_by_name(monkeypatch, caplog):

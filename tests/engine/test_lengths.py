@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import logging
 
 import fake_cuda
 import pytest
 import torch
-from chats import both
 from models import endless, noised, prompts, tiny
 from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3
 from transformers import StoppingCriteria
@@ -80,21 +78,6 @@ def expected(sampled: bool, penalty: float) -> torch.Tensor:
     return target.generate(**call(repetition_penalty=penalty))
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.1], ids=["on the device", "token by token"])
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["plain", "model", "layer_skip", "every"])
-def test_growth_leaves_the_text_alone(name, sampled, penalty, small):
-    if sampled and penalty > 1 and name != "every":
-        pytest.skip("one of them is enough")
-    wanted = expected(sampled, penalty)
-    small.clear()
-    options = call(repetition_penalty=penalty, **sources_of(name)) | (SAMPLED if sampled else {})
-    assert torch.equal(gsd.generate(pair()[0], **options), wanted)
-    assert len(small) > 1 and small == sorted(small) and small[-1] <= LENGTH + NEW + SLOTS
-    ratios = [b / a for a, b in itertools.pairwise(small)]
-    assert max(ratios) < room.GROWTH + 0.2, "little is allocated ahead"
-
-
 @pytest.mark.parametrize("name", ["model", "every"])
 def test_growth_of_captured_steps(name, small, request):
     options = sources_of(name)
@@ -105,34 +88,6 @@ def test_growth_of_captured_steps(name, small, request):
     cuda = fake_cuda.install(request.getfixturevalue("monkeypatch"))
     assert torch.equal(gsd.generate(pair()[0], **call(**options)), wanted)
     assert cuda.counts["captures"] > 1 and cuda.counts["replays"] > 3 and len(small) > 1
-
-
-def test_chats_and_threads_on_a_patched_model(small):
-    """Every turn continues the last one, in storage that grows while it is written."""
-    target, draft = pair()
-    ids = prompts(1, LENGTH, vocab=VOCAB)["input_ids"]
-    turns = [target.generate(ids, max_new_tokens=NEW, do_sample=False)]
-    for _ in range(2):
-        ids = torch.cat([turns[-1], turns[-1][:, 3:8]], 1)
-        turns.append(target.generate(ids, max_new_tokens=30, do_sample=False))
-    handle = gsd.patch(target, assistant_model=draft, graph_config=SHAPE)
-    wrong: list[int] = []
-
-    def chat(_=0):
-        ids = prompts(1, LENGTH, vocab=VOCAB)["input_ids"]
-        for turn, wanted in enumerate(turns):
-            out = target.generate(ids, max_new_tokens=wanted.shape[1] - ids.shape[1], do_sample=False)
-            wrong.extend([turn] if not torch.equal(out, wanted) else [])
-            ids = torch.cat([out, out[:, 3:8]], 1)
-
-    try:
-        chat()
-        grown = len(small)
-        both(chat)
-        assert not wrong and grown > 3
-        assert all(session.capacity % 4 == 0 for session in handle.engines.idle.sessions)
-    finally:
-        gsd.unpatch(target)
 
 
 class Keeps(gsd.DraftSource):
@@ -150,12 +105,6 @@ class Keeps(gsd.DraftSource):
         root = self.tokens.gather(1, self.state.out_len[:, None].long() - 1)
         assert torch.equal(root[:, 0], self.state.root_tokens())
         return None
-
-
-def test_a_source_that_keeps_the_tokens_sees_them_grow(small):
-    target, _ = pair()
-    out = gsd.generate(target, **call(draft_sources=(Keeps(),), graph_config="tree"))
-    assert torch.equal(out, expected(False, 1.0)) and len(set(Keeps.last.sizes)) > 2
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -234,15 +183,6 @@ def test_a_text_beyond_the_models_positions_is_transformers(options, caplog):
     ]
 
 
-def test_more_tokens_than_positions_may_be_asked_for(caplog):
-    target, draft = of_few_positions(2048)
-    asked = call(max_new_tokens=32_000)
-    with caplog.at_level(logging.WARNING, logger="gsd_kernels"):
-        out = gsd.generate(target, **asked, assistant_model=draft, stopping_criteria=[Until(LENGTH + 20)])
-    assert torch.equal(out, target.generate(**asked, stopping_criteria=[Until(LENGTH + 20)]))
-    assert not warnings_of(caplog), "the text does not get there"
-
-
 @functools.cache
 def short_draft(positions: int = 30):
     """A draft with fewer positions than the target of :func:`pair`."""
@@ -282,63 +222,6 @@ def test_a_draft_is_left_out_where_its_positions_end(name, more):
     if name == "chain":
         assert max(seen) == 5 and seen[-1] == 0, "plain behind"
         assert sum(depth == 0 for depth in seen) > 8
-
-
-def test_a_prompt_beyond_the_drafts_positions():
-    target, _ = pair()
-    inputs = prompts(2, 35, vocab=VOCAB)
-    wanted = target.generate(**inputs, max_new_tokens=8, do_sample=False)
-    for options in OUTGROWN.values():
-        out = gsd.generate(
-            target,
-            **inputs,
-            **options,
-            max_new_tokens=8,
-            do_sample=False,
-            assistant_model=short_draft(),
-            return_dict_in_generate=True,
-        )
-        assert torch.equal(out.sequences, wanted) and out.stats.left_out == ["model"] and not out.stats.draft_rows
-    for length in (28, 29, 30, 31):
-        sampled = {"max_new_tokens": 8, "do_sample": True, "criterion": "speculative", "seed": 1}
-        inputs = prompts(1, length, vocab=VOCAB)
-        out = gsd.generate(target, **inputs, **sampled, assistant_model=short_draft())
-        assert out.shape[1] == length + 8
-
-
-def test_of_two_drafts_the_longer_one_goes_on():
-    target, draft = pair()
-    shape = gsd.GraphConfig(depth=3, width=2, branch=2, max_rows=10)
-    out = gsd.generate(
-        target, **call(assistant_model=[short_draft(), draft], graph_config=shape, return_dict_in_generate=True)
-    )
-    assert torch.equal(out.sequences, expected(False, 1.0)) and out.stats.left_out == ["model"]
-    without = gsd.generate(
-        target, **call(assistant_model=short_draft(), graph_config=shape, return_dict_in_generate=True)
-    )
-    assert out.stats.steps < without.stats.steps
-
-
-def test_a_draft_that_was_left_out_is_back_in_the_next_text(monkeypatch):
-    target, _ = pair()
-    with gsd.patch(target, assistant_model=short_draft(), graph_config="chain") as handle:
-        for _ in range(2):
-            assert torch.equal(target.generate(**call()), expected(False, 1.0))
-            assert handle.stats.left_out == ["model"] and handle.stats.draft_rows > 0
-        short = target.generate(**call(max_new_tokens=10))
-        assert torch.equal(short, expected(False, 1.0)[:, : LENGTH + 10])
-        assert not handle.stats.left_out and handle.stats.tokens_per_step > 1
-        (session,) = handle.engines.idle.sessions
-        assert session.mixer.sources == session.mixer.every
-
-
-def test_a_captured_draft_is_left_out(request):
-    cuda = fake_cuda.install(request.getfixturevalue("monkeypatch"))
-    out = gsd.generate(
-        pair()[0], **call(assistant_model=short_draft(), graph_config=SHAPE, return_dict_in_generate=True)
-    )
-    assert torch.equal(out.sequences, expected(False, 1.0)) and out.stats.left_out == ["model"]
-    assert cuda.counts["captures"] == 2 * 2 and cuda.counts["replays"] > 4
 
 
 def test_an_outgrown_text_is_held_until_its_copy_is_done(monkeypatch):

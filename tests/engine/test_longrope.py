@@ -6,17 +6,13 @@ import copy
 import functools
 
 import chats
-import fake_cuda
 import models
 import pytest
 import tiny_configs
 import torch
 import transformers
-from engine.host_data import watch_steps
-from rotated import rotated
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.dag_attention.api import ATTENTION
 from gsd_kernels_hf import validate
 from gsd_kernels_hf.validate.calls import check_inputs
 from gsd_kernels_serve import logprobs, text_options
@@ -77,26 +73,6 @@ def prompt(length: int, batch: int = 1, *, seed: int = 3):
 CASES = [(family, lengths, 3, "draft") for family in FAMILIES for lengths in LENGTHS]
 CASES += [(FAMILIES[i % 2], "crosses", 3, way) for i, way in enumerate(WAYS) if way != "draft"]
 CASES += [("llama", "crosses", 1, "draft")]
-
-
-@pytest.mark.parametrize(("family", "lengths", "batch", "way"), CASES)
-def test_the_text_is_transformers_own(family, lengths, batch, way):
-    target, (length, new) = target_of(family), LENGTHS[lengths]
-    call = {**prompt(length, batch), "max_new_tokens": new, "do_sample": False}
-    want = target.generate(**call)
-    assert torch.equal(gsd.generate(target, **call, **WAYS[way](target)), want)
-
-
-@pytest.mark.parametrize(
-    ("pads", "length", "family"), rotated(([3, 6], [0, 9], [30, 33, 31]), (22, 34), FAMILIES), ids=str
-)
-def test_the_border_counts_from_the_longest_text(family, length, pads):
-    if max(pads) >= length:
-        pads = [pad - 12 for pad in pads]
-    target = target_of(family)
-    call = {**padded(length, pads), "max_new_tokens": 16, "do_sample": False}
-    want = target.generate(**call)
-    assert torch.equal(gsd.generate(target, **call, **WAYS["draft"](target)), want)
 
 
 @pytest.mark.parametrize(
@@ -160,25 +136,3 @@ def test_the_server_reads_such_prompts_in_one_piece(monkeypatch):
     torch.testing.assert_close(torch.tensor(found), want)
     for model, piece in ((target, None), (models.tiny(), text_options.PIECE_TOKENS)):
         assert text_options.text_options({}, model, "prompt", Limits()).fitted(31).prefill_chunk_size == piece
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_captured_steps_read_the_border_where_it_is(family, monkeypatch):
-    """Between replays texts cross it, and the next text begins on the other side."""
-    cuda = fake_cuda.install(monkeypatch)
-    target = copy.deepcopy(target_of(family))
-    fresh = copy.deepcopy(target)
-    with chats.patched(target, **WAYS["draft"](fresh)):
-        for length in (16, 30, 10):
-            text = prompt(length, 2)["input_ids"]
-            assert torch.equal(chats.ask(target, text, tokens=20), chats.ask(fresh, text, tokens=20)), length
-        assert cuda.counts["replays"] > 0
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_copies_nothing_from_the_host(family, monkeypatch):
-    target = target_of(family)
-    watched = watch_steps(monkeypatch)
-    monkeypatch.setitem(ATTENTION.implementations, "cpu", ATTENTION.reference)
-    gsd.generate(target, **prompt(16, 2), max_new_tokens=20, pad_token_id=0, **WAYS["draft"](target))
-    assert sum(watched) >= 3

@@ -10,8 +10,7 @@ import models
 import pytest
 import torch
 import transformers
-from fuzzing import Ears
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor
+from transformers import DynamicCache, GenerationConfig
 
 import gsd_kernels as gsd
 from gsd_kernels_hf import validate
@@ -145,25 +144,6 @@ def test_a_mode_goes_to_transformers(name, patched, caplog):
     served_by_transformers(target, handle, caplog, reason, **call)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("num_beams", 3), ("prompt_lookup_num_tokens", 3), ("guidance_scale", 1.5)]
-)
-@pytest.mark.parametrize("where", ["checkpoint", "config"])
-def test_a_mode_of_a_generation_config(name, value, where, caplog):
-    target, draft = copy.deepcopy(pair())
-    handle = gsd.patch(target, assistant_model=draft, graph_config="tree")
-    call = {**one(), "max_new_tokens": 8}
-    if where == "checkpoint":
-        setattr(target.generation_config, name, value)
-    else:
-        call = {**one(), "generation_config": GenerationConfig(max_new_tokens=8, pad_token_id=0, **{name: value})}
-    expected = type(target).generate(target, **call)
-    with caplog.at_level(logging.INFO, logger="gsd_kernels"):
-        assert torch.equal(target.generate(**call), expected)
-    assert name in handle.stats.why and f"{name}=" in caplog.text
-    refused(target, name, **call)
-
-
 def test_the_nearest_thing_that_works_is_named():
     target, _ = pair()
     for call, cure in (
@@ -204,26 +184,6 @@ def test_another_custom_generate(patched, caplog, tmp_path):
     served_by_transformers(target, handle, caplog, str(tmp_path), **call, custom_generate=str(tmp_path))
 
 
-def test_what_decodes_inside_does_not_come_back(patched, monkeypatch):
-    """transformers' assisted generation asks the same model for its early exit's tokens."""
-    target, handle = patched
-    monkeypatch.setattr(gsd.GraphDecoder, "__call__", lambda *_, **__: pytest.fail("came back"))
-    call = one() | {"max_new_tokens": 8, "do_sample": False, "assistant_early_exit": 1}
-    assert torch.equal(target.generate(**call), type(target).generate(target, **call))
-    assert handle.stats.why.startswith("assistant_early_exit=1") and not handle.handed_over
-
-
-def test_an_error_of_transformers_is_its_own_and_ends_the_handing_over(patched):
-    target, handle = patched
-    with pytest.raises(ValueError, match="beam search"):
-        target.generate(**one(), num_beams=2, streamer=Ears(), max_new_tokens=4)
-    with pytest.raises((ValueError, ImportError, RuntimeError, AssertionError)) as caught:  # no GPU, no such package
-        target.generate(**one(), cache_implementation="offloaded", max_new_tokens=4)
-    assert "gsd_kernels" not in str(caught.value)
-    assert not handle.handed_over and handle.stats is None
-    assert torch.equal(target.generate(**prompt()), type(target).generate(target, **prompt()))
-
-
 @pytest.mark.parametrize(
     "ours",
     [
@@ -246,13 +206,6 @@ def test_an_option_of_ours_in_such_a_call_is_named(patched, ours):
     assert not isinstance(caught.value, validate.Unsupported)
 
 
-def test_none_of_ours_and_leaving_out_are_no_reason(patched):
-    target, handle = patched
-    call = prompt(num_beams=2)
-    out = target.generate(**call, seed=None, graph_config=None, assistant_model=False, drafter=False)
-    assert torch.equal(out, type(target).generate(target, **call)) and handle.stats.why.startswith("num_beams=2")
-
-
 def test_arguments_by_position(patched):
     target, handle = patched
     ids, config = one()["input_ids"], GenerationConfig(max_new_tokens=6, pad_token_id=0)
@@ -266,41 +219,6 @@ def test_arguments_by_position(patched):
         target.generate(ids, config, generation_config=config)
     with pytest.raises(TypeError, match="position"):
         target.generate(ids, *([None] * 20))
-
-
-def test_bad_input_is_no_mode(patched):
-    """What is a mistake in transformers too is refused as before."""
-    target, handle = patched
-    for call, error in (
-        ({"input_ids": prompt()["input_ids"] + 100}, ValueError),
-        ({"graph_config": "forest"}, ValueError),
-        ({"num_beams": 2.5}, TypeError),
-        ({"attention_mask": prompt()["attention_mask"][:, :4]}, ValueError),
-        ({"streamer": 3}, TypeError),
-    ):
-        with pytest.raises(error, match=next(iter(call))) as caught:
-            target.generate(**prompt() | call)
-        assert not isinstance(caught.value, validate.Unsupported) and handle.stats is None
-
-
-class Asks(LogitsProcessor):
-    """Has the library generate in the middle of a text."""
-
-    def __init__(self, model):
-        self.model, self.calls = model, 0
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        gsd.generate(self.model, **prompt(), num_beams=2)
-
-
-def test_a_callbacks_own_mistake_is_not_the_calls(patched):
-    """It comes out, and nobody begins the text anew."""
-    target, handle = patched
-    asks = Asks(target)
-    with pytest.raises(validate.Unsupported, match="num_beams"):
-        target.generate(**one(), logits_processor=[asks], max_new_tokens=4)
-    assert asks.calls == 1 and handle.stats is None
 
 
 TOKENIZER = models.tokenizer(VOCAB)
@@ -342,38 +260,4 @@ def test_output_or_error_is_that_of_the_unpatched_model(name):
         assert outcome() == expected
 
 
-def test_a_draft_of_another_tokenizer_is_served_with_both(patched):
-    """What transformers serves by its universal assisted generation."""
-    target, handle = patched
-    draft, more = models.tiny(vocab_size=1500), models.tokenizer(60)
-    call = one() | {"max_new_tokens": 6, "do_sample": False}
-    with pytest.raises(validate.Unsupported, match="pass both, tokenizer= the target's and assistant_tokenizer="):
-        gsd.generate(target, **call, assistant_model=draft)
-    call |= {"assistant_model": draft, "tokenizer": TOKENIZER, "assistant_tokenizer": more}
-    expected = type(target).generate(target, **call)
-    assert torch.equal(target.generate(**call), expected) and handle.stats.why is None
-
-
 # A cache that a config does not want ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("where", ["config.json", "generation config", "call"])
-def test_no_cache_is_the_same_text(where, tmp_path):
-    target, draft = copy.deepcopy(pair())
-    call = prompt()
-    expected = target.generate(**call)
-    if where == "config.json":
-        target.config.use_cache = False
-        target.save_pretrained(tmp_path)
-        (tmp_path / "generation_config.json").unlink()
-        target = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-        assert target.generation_config.use_cache is False
-        call |= {"pad_token_id": 0, "eos_token_id": None}
-    elif where == "generation config":
-        target.generation_config.use_cache = False
-    else:
-        call |= {"use_cache": False}
-    assert torch.equal(target.generate(**call), expected)
-    assert torch.equal(gsd.generate(target, **call, assistant_model=draft, graph_config="tree"), expected)
-    handle = gsd.patch(target, assistant_model=draft, graph_config="tree")
-    assert torch.equal(target.generate(**call), expected) and handle.stats.steps > 0

@@ -9,10 +9,8 @@ import pytest
 import tiny_configs
 import torch
 from hybrids import BY_DEPTH, FAMILIES, build, inputs_of
-from models import prompts
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.state_rows import BLOCK
 from gsd_kernels_hf import validate
 from gsd_kernels_hf.model import fused
 from gsd_kernels_hf.model.facts import Facts
@@ -24,7 +22,6 @@ from gsd_kernels_hf.model.runner import RowModel
 pytestmark = pytest.mark.skipif(not mixers.READABLE, reason=f"states are read from transformers {mixers.FIRST} on")
 
 NEW = 44
-VOCABULARY = 640
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 target_of = functools.lru_cache(build)
 
@@ -62,40 +59,6 @@ def test_layers_that_forget_their_state_are_found_in_any_dtype():
         assert (block_of(target_of(family), "auto") == 0) == (family in BY_DEPTH)
 
 
-def test_prompts_are_read_whole_where_layers_forget_their_state():
-    """Jamba's layers begin anew with every piece of a prompt, and so would the next turn's."""
-    target, ids = target_of("jamba"), inputs_of(1)["input_ids"]
-    text = text_of("jamba", 1)
-    with gsd.patch(target, graph_config="plain"):
-        found = target.generate(ids, **GREEDY, prefill_chunk_size=3)
-        turn = target.generate(torch.cat([text, ids], 1), **GREEDY)
-    assert torch.equal(found, text)
-    assert torch.equal(turn, target.generate(torch.cat([text, ids], 1), **GREEDY))
-
-
-@pytest.mark.parametrize("block", [0, 4])
-@torch.no_grad()
-def test_a_text_that_goes_on_is_not_read_again(block):
-    target, ids, none = target_of("qwen3.5"), inputs_of(1)["input_ids"], torch.zeros(1, dtype=torch.int32)
-    rows, whole = (RowModel(target, 64, none, "auto", block=block) for _ in range(2))
-    rows.prefill(ids[:, :3], None, None)
-    stored = torch.tensor([3], dtype=torch.int32)
-    for place in range(3, ids.shape[1]):
-        one = torch.zeros(1, 1, dtype=torch.int32)
-        rows.rows(ids[:, place : place + 1], stored, 0, one[..., None] + 1, one, one, keep=1)
-        rows.cache.commit(one, one[0] + 1, stored)
-    rows.holds(ids, stored)
-    rows.restart(torch.cat([ids, ids], 1))
-    assert rows.reused == ids.shape[1]
-    whole.prefill(ids, None, None)
-    for found, read in zip(rows.cache.layers[:3], whole.cache.layers[:3], strict=True):
-        assert torch.allclose(found.recurrent_states[0], read.recurrent_states[0], atol=1e-4)
-        assert torch.allclose(found.conv_states[0][..., 1:], read.conv_states[0][..., 1:], atol=1e-4)
-    rows.holds(ids, stored)
-    rows.restart(ids[:, :-1])
-    assert rows.reused == 0 and rows.cache.layers[0].recurrent_states[0] is None
-
-
 WIDE = {"num_attention_heads": 8, "head_dim": 16}  # of which PyTorch's own attention is faster from three rows on
 
 
@@ -117,26 +80,6 @@ def test_bits_of_a_row_are_its_own(family, sizes, dtype):
         for j in range(path):
             assert torch.equal(found[0, j], plain[place - 9 + j][0, 0]), (place, j)
         place += 1 + place % path
-
-
-@pytest.mark.parametrize(
-    ("name", "batches"),
-    [
-        ("Qwen3_5ForCausalLM", range(1, 17)),
-        ("Zamba2ForCausalLM", (11, 16)),
-        ("LlamaForCausalLM", (1, 2, 3, 5, 8, 11, 16)),
-    ],
-)
-def test_a_text_is_the_same_alone_and_in_batches_of_2_to_16(name, batches):
-    """By window, and dense; 192 rows at most, more than other products than a step's are made for."""
-    target = tiny_configs.build(name, 4, vocab_size=VOCABULARY)
-    ids = prompts(16, 9, vocab=VOCABULARY)["input_ids"]  # as long as each other: no padding
-    given: dict = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    alone = torch.cat([target.generate(ids[b : b + 1], **given) for b in range(16)])
-    shape = gsd.GraphConfig(depth=3, width=3, branch=3, max_rows=12)
-    for batch in batches:
-        drafts = {"draft_sources": ("history",), "reference_ids": alone[:batch], "graph_config": shape}
-        assert torch.equal(gsd.generate(target, ids[:batch], **given, **drafts), alone[:batch]), batch
 
 
 class RowsOf:
@@ -175,21 +118,6 @@ def wrong(tree: RowTree) -> RowTree:
     return RowTree((tree.parents - (tree.parents > 2).long()), tree.depths)
 
 
-@torch.no_grad()
-def test_memory_of_the_states_is_stated():
-    target = target_of("qwen3.5")
-    rows = RowModel(target, 32, torch.zeros(1, dtype=torch.int32), "auto")
-    rows.prefill(inputs_of(1)["input_ids"], None, None)
-    config = target.config
-    heads = config.linear_num_value_heads
-    state = heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
-    assert rows.nbytes > 3 * state
-    windowed = RowModel(target, 32, torch.zeros(1, dtype=torch.int32), "auto", block=BLOCK)
-    windowed.rows(*alone(5), keep=1)
-    assert windowed.nbytes > 3 * (2 * state + 3 * BLOCK * config.linear_key_head_dim * 4)
-    assert len(mixers.mixers_of(target)) == 3
-
-
 def alone(token):
     """Arguments of a forward of one row."""
     zero = torch.zeros(1, 1, dtype=torch.int32)
@@ -200,13 +128,3 @@ def test_paths_longer_than_a_block_are_refused_by_name():
     shape = gsd.GraphConfig(depth=0, history_depth=40, max_rows=64, max_path=40)
     with pytest.raises(ValueError, match=r"graph_config: max_path=40.*Qwen3_5ForCausalLM.*max_path=32"):
         gsd.generate(target_of("qwen3.5"), inputs_of(1)["input_ids"], max_new_tokens=4, graph_config=shape)
-
-
-def test_a_tree_of_rows():
-    sees = torch.eye(6, dtype=torch.bool)
-    for row, parent in ((1, 0), (2, 0), (3, 2), (4, 3)):
-        sees[row] |= sees[parent]
-    tree = RowTree.of(gsd.graph.pack_bits(sees)[None], 6)
-    assert tree.parents.tolist() == [[-1, 0, 0, 2, 3, -1]]
-    assert tree.depths.tolist() == [[0, 1, 1, 2, 3, 0]]
-    assert [row.tolist() for _, row, _ in tree.levels] == [[0, 5], [1, 2], [3], [4]]

@@ -10,7 +10,7 @@ import torch
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.engine.output import ENOUGH_PLAIN_STEPS
-from gsd_kernels_hf.engine.stats import GenerationStats, SourceStats
+from gsd_kernels_hf.engine.stats import GenerationStats
 
 TOKENS = {"max_new_tokens": 32, "do_sample": False, "return_dict_in_generate": True}
 
@@ -61,37 +61,6 @@ def test_shapes_and_sources_add_up_to_the_totals(batch, backend):
     assert stats.sources["guess"].proposed, "it adds tokens that the draft did not have"
 
 
-@pytest.mark.parametrize("graph_config", ["auto", "graph", "chain"])
-def test_one_source_has_it_all(graph_config):
-    stats = run(draft=graph_config != "auto", graph_config=graph_config)
-    add_up(stats, 1)
-    (source,) = stats.sources.values()
-    assert source.accepted == stats.new_tokens - stats.sequence_steps
-
-
-def test_a_token_of_two_sources_counts_for_the_first():
-    """A twin of the draft adds nothing to it, wherever it stands."""
-    target = models.tiny(seed=3)
-    twins = [models.noised(target, 0.05), models.noised(target, 0.05)]
-    stats = gsd.generate(target, **models.prompts(1, 9), assistant_model=twins, graph_config="graph", **TOKENS).stats
-    assert stats.sources["model"].proposed == stats.target_rows - stats.steps
-    assert (stats.sources["model 2"].proposed, stats.sources["model 2"].accepted) == (0, 0)
-
-
-def test_a_second_text_counts_anew():
-    target = models.tiny(seed=3)
-    with gsd.patch(target, graph_config=gsd.GraphConfig(depth=0, history_depth=4)) as handle:
-        for _ in range(2):
-            target.generate(**models.prompts(1, 9), max_new_tokens=32, do_sample=False)
-            add_up(handle.stats, 1)
-
-
-def test_a_plain_call_has_one_shape_and_no_gain():
-    stats = run(graph_config="plain", draft=False)
-    assert stats.shapes == {"plain": stats.steps} and stats.sources == {}
-    assert stats.gain == 1.0 and "1.00 times plain decoding" in str(stats)
-
-
 def test_the_gain_says_what_it_is_estimated_from():
     """A fixed shape times no plain step and learns no costs; auto learns them."""
     fixed = run(graph_config="tree")
@@ -101,14 +70,6 @@ def test_the_gain_says_what_it_is_estimated_from():
     few = auto.plain_steps < ENOUGH_PLAIN_STEPS
     assert ("the costs learned from" if few else "plain steps of this call") in auto.plain_from
     assert auto.plain_from in str(auto)
-
-
-def test_the_gain_is_tokens_a_step_over_what_a_step_costs():
-    stats = GenerationStats(steps=10, new_tokens=30, sequence_steps=10, plain_seconds=0.2)
-    stats.seconds = {"prefill": 1.0, "draft": 1.0, "target": 2.5, "other": 0.5, "total": 5.0}
-    assert stats.gain == pytest.approx(3 * 0.2 / 0.4)
-    stats.plain_seconds = None
-    assert stats.gain is None
 
 
 def test_statistics_are_a_table_a_line_and_json():
@@ -125,15 +86,3 @@ def test_statistics_are_a_table_a_line_and_json():
     found = json.loads(json.dumps(stats.as_dict()))
     assert found["sources"]["model"] == vars(stats.sources["model"]) and found["shapes"] == stats.shapes
     assert found["gain"] is None and found["tokens_per_step"] == stats.tokens_per_step
-
-
-def test_a_call_that_transformers_served_says_so():
-    stats = GenerationStats(why="beams", seconds={"prefill": 0.0, "draft": 0.0, "target": 0.0, "total": 2.0})
-    assert stats.gain is None and "transformers' own generate: beams" in str(stats)
-    assert repr(stats) == "GenerationStats(served by transformers)"
-
-
-def test_a_source_in_words():
-    assert str(SourceStats(8, 2, 0.25)) == "2 of 8 tokens accepted (25%), 0.250 s"
-    assert str(SourceStats(0, 0, 0.0)) == "0 of 0 tokens accepted, 0.000 s"
-    assert str(SourceStats()) == "not counted on a GPU"

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import threading
 
 import models
 import pytest
 import torch
 from rotated import rotated
 from transformers import (
-    AsyncTextIteratorStreamer,
     StoppingCriteria,
-    TextIteratorStreamer,
-    TextStreamer,
 )
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.engine.streaming import Streaming
 
 
 class Collector(BaseStreamer):
@@ -84,32 +78,6 @@ def test_a_text_is_streamed_position_by_position(batch, stop, shape, penalty):
     assert torch.tensor(ours.puts[1:]).T.tolist() == actual[:, LENGTH:].tolist()
 
 
-def test_text_streamers_get_the_same_text(capsys):
-    tokenizer = models.tokenizer(VOCAB)
-    text = tokenizer.decode(pair()[0].generate(**call(1))[0, LENGTH:])
-    assert len(text) >= 24
-
-    drafted(**call(1), streamer=TextStreamer(tokenizer, skip_prompt=True))
-    assert capsys.readouterr().out.strip() == text
-
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    thread = threading.Thread(target=drafted, kwargs=call(1, streamer=streamer))
-    thread.start()
-    pieces = list(streamer)
-    thread.join()
-    assert "".join(pieces) == text and len(pieces) > 3
-
-    async def collect():
-        streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        thread = threading.Thread(target=drafted, kwargs=call(1, streamer=streamer))
-        thread.start()
-        pieces = [piece async for piece in streamer]
-        thread.join()
-        return "".join(pieces)
-
-    assert asyncio.run(collect()) == text
-
-
 def test_several_answers_to_one_prompt_and_an_end_before_the_others():
     target = models.tiny(vocab_size=VOCAB)
     call = {**models.prompts(2, 9, seed=6, vocab=VOCAB), "max_new_tokens": 30, "do_sample": False}
@@ -125,36 +93,6 @@ def test_several_answers_to_one_prompt_and_an_end_before_the_others():
     out = gsd.generate(target, **call | {"do_sample": True, "num_return_sequences": 3, "seed": 1}, streamer=ours)
     assert torch.tensor(ours.puts[1:]).T.tolist() == out[:, 9:].tolist()
     assert ours.puts[0] == out[:, :9].flatten().tolist()
-
-
-def test_time_is_over_where_the_slowest_sequence_is():
-    target = models.tiny(vocab_size=VOCAB)
-    call = {**models.prompts(3, 9, seed=6, vocab=VOCAB), "max_new_tokens": 4000, "eos_token_id": None}
-    streamed = Collector()
-    options = {"assistant_model": models.noised(target, 0.05), "graph_config": "tree", "max_time": 0.2}
-    out = gsd.generate(target, **call, **options, do_sample=False, pad_token_id=0, streamer=streamed)
-    assert 9 < out.shape[1] < 4009
-    assert torch.tensor(streamed.puts[1:]).T.tolist() == out[:, 9:].tolist()
-
-
-def test_a_text_streamer_refuses_a_batch_itself():
-    target = models.tiny(vocab_size=VOCAB)
-    call = {**models.prompts(2, 9, vocab=VOCAB), "max_new_tokens": 4, "do_sample": False}
-    for generate in (target.generate, functools.partial(gsd.generate, target)):
-        with pytest.raises(ValueError, match="TextStreamer only supports batch size 1"):
-            generate(**call, streamer=TextStreamer(models.tokenizer(VOCAB)))
-
-
-def test_what_is_taken_back_is_never_told():
-    """A sequence ran ahead, and a criterion ends it where the slowest one now is."""
-    told = Collector()
-    streaming = Streaming(told, 2, 9)
-    streaming.add([[1, 2, 3, 4], [5]], [False, False], [4, 1])
-    assert told.puts == [[1, 5]]
-    streaming.add([[], [6]], [True, False], [2, 2])
-    streaming.add([[], [7, 8]], [True, False], [2, 4])
-    streaming.end()
-    assert told.puts == [[1, 5], [2, 6], [9, 7], [9, 8]] and told.ended == 1
 
 
 class Leaving(Collector):

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ from forked import Fork, Forks
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from gsd_kernels_bench.scale.memory import cache_bytes, memory, parameters_per_rank
+from gsd_kernels_bench.scale.memory import cache_bytes, parameters_per_rank
 from gsd_kernels_cli.app import app
 from gsd_kernels_cli.demo.inflate import ModelShape
-from gsd_kernels_hf.parallel import check_heads, ranks_of, tensor_parallel_group
+from gsd_kernels_hf.parallel import check_heads
 
 pytestmark = pytest.mark.long
 
@@ -212,50 +211,6 @@ def test_a_lost_rank_ends_the_others(job, size, forks, folder):
         launched.close()
 
 
-LATE_THREAD = """
-import atexit, sys, time
-import torch, torch.distributed as dist
-from gsd_kernels_hf.parallel import Agreement
-
-class AtTheEnd:  # gives Python's lock away when the interpreter is ending
-    def __del__(self, sleep=time.sleep):
-        sleep(0.1)
-
-def others():  # seconds that the other threads have worked
-    return time.process_time() - time.thread_time()
-
-atexit._clear()  # of modules that give it away before
-dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
-Agreement(dist.group.WORLD, torch.device("cpu"))
-sent, received, at_the_end = torch.ones(1 << 23), [torch.empty(1 << 23)], AtTheEnd()
-sys.setswitchinterval(1000.0)  # nobody takes the lock from this thread
-dist.all_gather(received, sent, async_op=True)  # which a gloo thread will be the last to hold
-worked, since = others(), time.perf_counter()
-until = since + 5  # the clocks of process and thread may drift apart
-while time.perf_counter() < min(since + 0.5, until):  # it waits for the lock
-    if others() > worked + 1e-3:
-        worked, since = others(), time.perf_counter()
-"""
-
-
-@pytest.mark.slow
-def test_a_late_gloo_thread_does_not_abort_the_exit(tmp_path):
-    """As on busy cores: the thread still waits for Python's lock when the script ends."""
-    done = subprocess.run(
-        [sys.executable, "-c", LATE_THREAD, (tmp_path / "store").as_uri()],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-
-
-def test_one_process_needs_no_agreement(folder):
-    model = ranks.load(folder, "gqa")
-    assert tensor_parallel_group("model", model) is None
-    assert ranks_of({"model": model}, torch.device("cpu")).alone
-
-
 def test_heads_are_checked_from_a_configuration(folder):
     config = ranks.load(folder, "gqa").config
     check_heads("model", config, 4)
@@ -322,47 +277,3 @@ def test_command_line(forks, tmp_path):
     assert b"start it as torchrun" in alone_here("generate", "--tp", *command).stderr
     refused = run(forks, tmp_path, "generate", "--tp", *command, processes=3)
     assert b"--model: num_attention_heads=8 does not divide" in refused.stderr
-
-
-@pytest.mark.slow
-def test_two_machines(forks, tmp_path):
-    """As far as one machine shows it: two torchruns meet, and one of the two processes that they start prints."""
-    target, draft = save_pair(tmp_path, dtype=torch.float64)
-    command = ["generate", "--model", target, "--draft", draft, "--max-new-tokens", "12", "--graph-config", "graph"]
-    endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
-    meeting = ["--nnodes", "2", "--nproc-per-node", "1", *endpoint]
-    launch = ["-m", "torch.distributed.run", *meeting, "-m", "gsd_kernels_hf", *command, "--tp", "hello"]
-    both = finished(forks, tmp_path, launch, [{"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}] * 2)
-    for machine in both:
-        assert machine.returncode == 0, machine.stderr.decode()[-3000:]
-    assert sorted(machine.stdout for machine in both) == [b"", alone_here(*command, "hello").stdout]
-
-
-@pytest.mark.slow
-def test_bench_generate(forks, tmp_path):
-    out = tmp_path / "race"
-    command = ["bench", "generate", "--tp", "--quick", "--pair", "tiny", "--prompts", "1", "--out", str(out)]
-    both = run(forks, tmp_path, *command, "--competitors", "hf-greedy,plain,graph,auto", processes=2)
-    assert both.returncode == 0, both.stderr.decode()[-3000:]
-    assert both.stdout.count(b"| hf-greedy |") == 1, "the first process prints"
-    assert both.stderr.count(b"warming up auto") == 1
-    found = {path.suffix: path for path in out.iterdir()}
-    assert found[".json"].name == "generate-none-float32-tp2-quick.json"
-    data = json.loads(found[".json"].read_text())
-    assert data["settings"]["ranks"] == 2
-    assert [row["competitor"] for row in data["summary"]] == ["hf-greedy", "plain", "graph", "auto"]
-    assert all(row["equal"] == row["compared"] for row in data["summary"])
-    assert b"start it as torchrun" in alone_here(*command).stderr
-    refused = run(forks, tmp_path, *command, processes=3)
-    assert b"--target-shape none: num_attention_heads=4 does not divide among 3" in refused.stderr
-
-
-def test_memory_of_a_large_pair():
-    sizes = [memory(gpus) for gpus in (1, 2, 4, 8)]
-    assert sizes[0].target == 2 * 68_976_648_192  # LLaMA-2-70B
-    assert sizes[0].draft == 2 * 1_100_048_384  # TinyLlama-1.1B
-    for found in sizes:
-        assert found.target == pytest.approx(sizes[0].target / found.gpus, rel=1e-3)  # all but the norms
-        assert found.draft == sizes[0].draft
-    with pytest.raises(ValueError, match="64 heads and 8 key/value heads do not divide among 16"):
-        memory(16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from chats import GRAPH, GREEDY, SAMPLED, SOURCES, TREE, Reads, ask, expected, pair, patched, sources, words
-from engine.capturing import drafting, in_turns
 from rotated import rotated
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -38,22 +37,6 @@ def test_later_turns_read_only_what_is_new(name, batch, decoding):
         assert handle.stats.steps > 0
 
 
-@pytest.mark.parametrize("options", [{"graph_config": TREE}, {"graph_config": "auto"}], ids=["tree", "auto"])
-def test_switched_off_everything_is_read(options):
-    target, draft = pair()
-    reads = Reads(target)
-    with patched(target, assistant_model=draft, reuse_prefix=False, **options):
-        text = words(1, 9, seed=1)
-        for turn in range(3):
-            want = expected(target, text)
-            reads.since()
-            out = ask(target, text)
-            assert reads.since() == text.shape[1] - 1 and torch.equal(out, want)
-            text = torch.cat([out, words(1, SAID, seed=turn)], 1)
-        ask(target, text, reuse_prefix=True)
-        assert reads.since() == SAID, "one call may ask for it"
-
-
 def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft(tmp_path, monkeypatch):
     """Under ``"auto"`` the draft reads the prompt after the first token was streamed; the text is the same."""
     settings = gsd.Automatic(long_prompt_tokens=40)
@@ -79,24 +62,6 @@ def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft(tmp_path, 
         assert torch.equal(out, expected(target, text, tokens=8))
         prompt, first, *rest = streamer.read
         assert prompt == 0 and (first == 0) == (length == 40) and sum(rest) + first >= length - 1
-
-
-@pytest.mark.slow
-def test_a_draft_that_was_left_out_of_a_turn_has_not_forgotten(monkeypatch):
-    """``"auto"`` may go without the draft for a turn; what the draft read before still holds."""
-    target, draft = pair()
-    reads = Reads(draft)
-    read: list[int] = []
-    with patched(target, assistant_model=draft, graph_config="auto"):
-        text = words(1, 40, seed=1)
-        for turn, choice in enumerate((drafting()[0], None, drafting()[0])):
-            in_turns(monkeypatch, choice)
-            want = expected(target, text)
-            out = ask(target, text)
-            assert torch.equal(out, want)
-            read.append(reads.since())
-            text = torch.cat([out, words(1, SAID, seed=turn)], 1)
-    assert read[0] == 39 and read[1] == 0 and 0 < read[2] < 39, read
 
 
 PROMPTS = {
@@ -132,52 +97,6 @@ def test_prompts_that_share_something(name, kind, decoding):
         assert reads.since() == prompt.shape[1] - 1 - shared
         again = torch.cat([want, words(1, 3, seed=9)], 1)
         assert torch.equal(ask(target, again, **decoding), expected(target, again, **decoding))
-
-
-def test_other_padding_is_another_text():
-    """The same tokens at other positions have other keys."""
-    target, draft = pair()
-    with patched(target, assistant_model=draft, graph_config=GRAPH):
-        ids, mask = words(2, 9, seed=1), torch.ones(2, 9, dtype=torch.int64)
-        for padding in (4, 3, 0, 4):
-            mask[1] = 1
-            mask[1, :padding] = 0
-            out = ask(target, ids, mask)
-            assert torch.equal(out, expected(target, ids, mask)), padding
-
-
-def test_any_token_may_lie_in_the_padding():
-    target, draft = pair()
-    with patched(target, assistant_model=draft, graph_config=GRAPH):
-        mask = torch.ones(2, 9, dtype=torch.int64)
-        mask[1, :4] = 0
-        for seed in (1, 2):
-            ids = words(2, 9, seed=1)
-            ids[1, :4] = words(1, 4, seed=seed)
-            assert torch.equal(ask(target, ids, mask), expected(target, ids, mask))
-
-
-def test_rows_that_changed_places():
-    target, draft = pair()
-    with patched(target, assistant_model=draft, graph_config=GRAPH):
-        out = ask(target, words(2, 9, seed=1))
-        prompt = torch.cat([out.flip(0), words(2, 3, seed=2)], 1)
-        assert torch.equal(ask(target, prompt), expected(target, prompt))
-
-
-@pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_text_that_ends_and_goes_on(decoding):
-    target, draft = pair()
-    first = words(2, 9, seed=1)
-    eos = int(expected(target, first, **decoding)[0, 12])  # the first sequence's fourth token
-    with patched(target, assistant_model=draft, graph_config=GRAPH):
-        text = first
-        for turn in range(3):
-            want = expected(target, text, eos_token_id=eos, **decoding)
-            out = ask(target, text, eos_token_id=eos, **decoding)
-            assert torch.equal(out, want), turn
-            assert turn or (want[0] == 0).any(), "one sequence must end before the other"
-            text = torch.cat([out, words(2, SAID, seed=turn)], 1)
 
 
 class Breaking(BaseStreamer):

@@ -5,17 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 
-import chats
 import fake_cuda
 import pytest
 import torch
 from chats import Reads, sources
 from engine.capturing import CAPTURED, SAMPLED, text
-from engine.test_stale import add_in_place, hook, layer_replaced, weight_replaced
 from models import noised, tiny
 from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3
 
-import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip, patch, unpatch
 from gsd_kernels_hf.engine.engine import MOST_SESSIONS, engines_of
 
@@ -67,15 +64,6 @@ def test_every_prompt_is_read_whole(pair, cuda):
     assert len(kept(pair[0])) == 1
 
 
-@pytest.mark.parametrize("change", [add_in_place, hook, layer_replaced, weight_replaced], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("who", ["target", "draft"])
-def test_nothing_stale_is_used(pair, cuda, change, who):
-    text(pair, "graph", max_new_tokens=12)
-    change(pair[0] if who == "target" else pair[1])
-    got = text(pair, "graph", max_new_tokens=12)
-    assert torch.equal(got, text(pair, "plain", max_new_tokens=12))
-
-
 def test_sessions_are_few(pair, cuda):
     for draft in [pair[1], *(noised(pair[0], seed=seed) for seed in range(MOST_SESSIONS))]:
         for rows in (1, 2) if draft is pair[1] else (1,):
@@ -86,11 +74,6 @@ def test_sessions_are_few(pair, cuda):
     patch(pair[0])
     assert not kept(pair[0]), "a patch keeps its own"
     unpatch(pair[0])
-
-
-def test_on_a_cpu_nothing_is_kept(pair):
-    text(pair, "graph", max_new_tokens=4)
-    assert not kept(pair[0])
 
 
 DRAFTS = {
@@ -127,23 +110,3 @@ def test_no_model_is_kept_alive(cuda, name, who):
             del given, options, models
     gc.collect()
     assert gone() is None and caches() is None
-
-
-@pytest.mark.parametrize("way", ["generate", "custom_generate", "unpatch"])
-def test_a_model_that_is_not_patched_dies_at_once(way, cuda):
-    target, draft = chats.pair()
-    refs, options = [weakref.ref(target), weakref.ref(draft)], {"assistant_model": draft, "graph_config": chats.GRAPH}
-    prompt = {"input_ids": chats.words(1, 9, seed=1), "max_new_tokens": 6, "do_sample": False}
-    gc.disable()
-    try:
-        if way == "generate":
-            gsd.generate(target, **prompt, **options)
-        elif way == "custom_generate":
-            target.generate(**prompt, custom_generate=gsd.GraphDecoder(**options))
-        else:
-            with gsd.patch(target, **options):
-                target.generate(**prompt)
-        del target, draft, options
-        assert [ref() for ref in refs] == [None, None]
-    finally:
-        gc.enable()

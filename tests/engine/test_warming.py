@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
 
 import fake_cuda
 import pytest
@@ -23,9 +22,7 @@ from triton.runtime.jit import JITFunction
 from gsd_kernels import LayerSkip
 from gsd_kernels_cli import kernel_report
 from gsd_kernels_hf.engine import capture, loop, warming
-from gsd_kernels_hf.model import fused
 from gsd_kernels_hf.policy.learning import LearningPolicy
-from gsd_kernels_hf.policy.shapes import ladder
 from gsd_kernels_hf.sources import history
 
 KERNELS = {"_commit_kernel", "_split_kernel", "_combine_kernel", "_flatten_kernel", "_merge_kernel", "_verify_kernel"}
@@ -116,44 +113,3 @@ def test_shapes_of_a_ladder_are_compiled_before_the_first_step(name, compiled, m
     assert not later
     assert second == ([], []), "another prompt in the same bucket"
     assert len(warmed) == len(set(warmed)) == 2, "each shape once"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("drafts", "sampled"), [("layer_skip", False), ("eagle3", True), ("dflash", False), ("dspark", True)]
-)
-def test_drafts_of_every_kind_are_compiled_before_the_first_step(drafts, sampled, compiled, monkeypatch):
-    options, kernels = SAMPLING["sampled" if sampled else "greedy"]
-    [(first, later)] = texts(compiled, monkeypatch, [words(2, 9, seed=1)], drafts, **options)
-    assert set(first) >= KERNELS | kernels
-    assert not later
-
-
-@pytest.mark.slow
-def test_skipped_layers_of_a_target_whose_rows_are_one_operator(compiled, monkeypatch):
-    """The operator compiles nothing, and the layers that remain are modules all the same."""
-    forward = fused.decoder_rows
-    monkeypatch.setattr(fused, "decoder_rows", lambda *args, **kw: forward(*args, **{**kw, "backend": "reference"}))
-    monkeypatch.setattr(fused, "why_not", lambda *args: None)
-    prompt = words(2, 9, seed=1)
-    [(first, later)] = texts(compiled, monkeypatch, [prompt], "layer_skip", reports=(reports := []))
-    assert [report.why_modules for report in reports] == [None]
-    assert {"_write_kernel", "_split_kernel", "_combine_kernel", "_commit_kernel"} <= set(first)
-    assert not later
-
-
-def test_shapes_of_a_ladder_share_kernels(compiled, monkeypatch):
-    """A variant of merge takes seconds to compile: sizes of a shape are arguments, not constants."""
-    shapes = list(ladder("cuda", with_model=True).values())
-    assert len({(shape.width, shape.branch, shape.max_rows) for shape in shapes}) > 5
-    texts(compiled, monkeypatch, [words(2, 9, seed=1)], shapes=shapes)
-    counts = Counter(compiled)
-    assert counts["_merge_kernel"] == 1
-    assert counts["_flatten_kernel"] <= 5, "one a power of two of the rows"
-    assert counts["_verify_kernel"] <= 5
-
-
-def test_the_count_notices(compiled, monkeypatch):
-    monkeypatch.setattr(loop, "warm", lambda session, shapes: None)
-    [(_, later)] = texts(compiled, monkeypatch, [words(2, 9, seed=1)])
-    assert set(later) >= {"_flatten_kernel", "_verify_kernel", "_commit_kernel", "_score_kernel", "_mix_kernel"}
