@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import json
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from models import prompts
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import gsd_kernels as gsd
-from gsd_kernels import DFlash, Eagle3, GraphConfig
+from gsd_kernels import DFlash, Eagle3
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.base import Prefilled
@@ -62,28 +61,6 @@ def started(module, target, tokens, pads=None):
     if isinstance(source, DFlashDrafts):
         source.enter(source.state.out_len - 1, tokens.shape[1])
     return source
-
-
-def check_own_text(target, drafter, ways: Iterable[tuple[tuple[str, ...], GraphConfig]], seed: int) -> None:
-    """Texts with a drafter are the target's own: a batch with padding, greedy and by seed, by sources and shape.
-
-    Drafts were taken and refused, so that something could have failed.
-    """
-    vocab, texts = target.config.vocab_size, []
-    accepted = rejected = 0
-    for sampled in (False, True):
-        options = {"do_sample": sampled, **prompts(3, 14, seed=seed, vocab=vocab)}
-        options |= {"seed": 4, "temperature": 0.6, "top_p": 0.95} if sampled else {}
-        options |= {"max_new_tokens": 14, "eos_token_id": [5], "pad_token_id": 0, "return_dict_in_generate": True}
-        plain = gsd.generate(target, **options).sequences
-        texts.append(plain[:, 14:].flatten())
-        for sources, graph in ways:
-            out = gsd.generate(target, **options, drafter=drafter, draft_sources=sources, graph_config=graph)
-            assert torch.equal(out.sequences, plain)
-            accepted += sum(out.stats.accepted[2:])
-            rejected += sum(n for emitted, n in enumerate(out.stats.accepted) if 0 < emitted <= graph.max_path)
-    assert accepted > 0 and rejected > 0, "nothing could have failed"
-    assert len(torch.cat(texts).unique()) >= 15
 
 
 class Causal:

@@ -54,13 +54,11 @@ class Row:
         target: made once.
         options: of a call, by an empty folder; what they have of ``draft_sources`` is the source alone.
         inputs: prompts by number.
-        forwards: a step forwards rows of a draft.
     """
 
     target: Callable[[], Any]
     options: Callable[[Path], dict[str, Any]]
     inputs: Callable[[int], dict[str, torch.Tensor]] = lambda seed: prompts(3, 14, seed=seed, vocab=VOCAB)
-    forwards: bool = True
 
 
 @functools.cache
@@ -140,10 +138,10 @@ def assistant(ordered: bool) -> Row:
     )
 
 
-def of_hybrid(family: str, options: Callable[[Any], dict[str, Any]], forwards: bool = True) -> Row:
+def of_hybrid(family: str, options: Callable[[Any], dict[str, Any]]) -> Row:
     target = functools.partial(test_hybrid_targets.target_of, family)
     texts = functools.partial(prompts, 3, 9, vocab=tiny_configs.VOCAB)
-    return Row(target, lambda _: options(target()), lambda seed: texts(seed=seed), forwards)
+    return Row(target, lambda _: options(target()), lambda seed: texts(seed=seed))
 
 
 def of_text(pair: str) -> Row:
@@ -186,13 +184,13 @@ def translated() -> Row:
 
 ROWS = {
     "every": Row(llama, lambda _: every()),
-    "history": Row(repeating, lambda _: {"draft_sources": ("history",)}, forwards=False),
+    "history": Row(repeating, lambda _: {"draft_sources": ("history",)}),
     "a model": Row(llama, lambda _: models(noised(llama(), 0.03))),
     "models": Row(llama, lambda _: models(noised(llama(), 0.03, seed=1), noised(llama(), 0.06, seed=2))),
-    "heads": Row(llama, lambda _: heads(noisy_heads(llama(), 0.2)), forwards=False),
-    "medusa": Row(repeating, medusa, forwards=False),
+    "heads": Row(llama, lambda _: heads(noisy_heads(llama(), 0.2))),
+    "medusa": Row(repeating, medusa),
     "layer skip": Row(functools.partial(llama, 4), lambda _: skip(llama(4), attention=[2], mlp=[1])),
-    "own corpus": Row(llama, corpus, forwards=False),
+    "own corpus": Row(llama, corpus),
     **{f"eagle3 {name}": Row(llama, lambda _, name=name: drafter(eagle3(name))) for name in EAGLE3},
     **{f"p-eagle {name}": row for name, row in of_drafter(test_parallel_eagle, "reduced", "norms").items()},
     **of_drafter(test_dflash_kinds, *test_dflash_kinds.KINDS),
@@ -206,6 +204,6 @@ ROWS = {
         for name in ("qwen3.5", "falcon-h1", "kimi")
     },
     **{f"qwen3.5, {kind}": of_hybrid("qwen3.5", functools.partial(fitted, kind=kind)) for kind in ("eagle3", "dflash")},
-    "qwen3.5, heads": of_hybrid("qwen3.5", lambda t: heads(noisy_heads(t, 0.02)), forwards=False),
-    "lfm2, heads": of_hybrid("lfm2", lambda t: heads(noisy_heads(t, 0.02)), forwards=False),
+    "qwen3.5, heads": of_hybrid("qwen3.5", lambda t: heads(noisy_heads(t, 0.02))),
+    "lfm2, heads": of_hybrid("lfm2", lambda t: heads(noisy_heads(t, 0.02))),
 }

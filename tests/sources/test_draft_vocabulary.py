@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,20 +47,3 @@ def test_candidates_are_those_of_the_whole_vocabulary(count, branch, seed, order
     assert torch.equal(tokens[found], expected[found]) and tokens.dtype == torch.int32
     assert not log_probs[~found].isfinite().any()
     torch.testing.assert_close(log_probs[found], expected_log_probs[found], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("ids", "target", "temperature", "reduces"),
-    [
-        ([2, 5, 60], SIZE, 0.0, True),
-        ([5, 2, 60], SIZE, 0.0, False),  # of equal ones the lowest target id is first
-        ([2, 5, 60], 60, 0.0, False),  # not all are the target's
-        ([2, 5, 60], SIZE, 1.0, False),  # noise is that of a target id
-        (None, SIZE, 0.0, False),
-    ],
-)
-def test_when_few_columns_are_ranked(ids, target, temperature, reduces):
-    given_ids = None if ids is None else torch.tensor(ids)
-    vocabulary, sampler = DraftVocabulary(given_ids, SIZE, target), sampler_of(temperature)
-    assert vocabulary.reduces(sampler) == reduces
-    assert vocabulary.ranked_size(sampler) == (3 if reduces else target)

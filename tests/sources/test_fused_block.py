@@ -9,7 +9,7 @@ import torch
 from block_code import rows as block_code
 from models import prompts, tiny
 from ops.contracts.backends import backend_param
-from sources.drafters import FixedText, check_own_text, dflash_config, fit_dflash, random_dflash
+from sources.drafters import FixedText, dflash_config, fit_dflash, random_dflash
 
 import gsd_kernels as gsd
 from gsd_kernels import DFlash, GraphConfig
@@ -146,19 +146,6 @@ def test_captured_steps_take_them(device, kind, monkeypatch, request):
     assert torch.equal(out.sequences, alone.sequences) and out.stats.why_modules is None
     assert {("decoder_rows", "cuda"), ("feature_rows", "cuda")} <= set(calls)
     assert graphs and sum(out.stats.accepted[2:]) > 0
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("DFlash", torch.float32), ("DSpark", torch.bfloat16)])
-def test_text_is_the_targets_own(kind, dtype, monkeypatch):
-    target = target_of(dtype)
-    module = fit_dflash(random_dflash(dflash_config(target, **KINDS[kind])), target_of(torch.float64)).to(dtype)
-    calls = counted(monkeypatch)
-    check_own_text(target, module, [(("drafter",), GRAPH), (("drafter", "history"), GRAPH)], seed=2)
-    assert "feature_rows" in dict(calls)
-    calls.clear()
-    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "0")
-    check_own_text(target, module, [(("drafter",), GRAPH)], seed=2)
-    assert "feature_rows" not in dict(calls)
 
 
 @pytest.mark.parametrize("kind", NO_OPERATOR)

@@ -11,7 +11,7 @@ from block_code import rows as block_code
 from models import prompts, tiny
 from ops.contracts.backends import backend_param
 from sources import mtp_checkpoints
-from sources.drafters import FixedText, check_own_text, eagle3_config, fit_eagle3, random_eagle3, random_tensors
+from sources.drafters import FixedText, eagle3_config, fit_eagle3, random_eagle3, random_tensors
 from torch import nn
 
 import gsd_kernels as gsd
@@ -158,27 +158,9 @@ def test_the_error_is_at_most_twice_the_modules(device, variant, dtype, backends
         assert (ours - exactly).norm() <= 2 * (theirs - exactly).norm() + 1e-6 * exactly.norm(), number
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_text_is_the_targets_own(dtype, monkeypatch, backends):
-    target = target_of(dtype)
-    module = fit_eagle3(drafter_of("reduced", torch.float64), target_of(torch.float64)).to(dtype)
-    check_own_text(target, module, [(("drafter",), GRAPH), (("drafter", "history"), GRAPH)], seed=2)
-    assert backends
-    backends.clear()
-    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "0")
-    check_own_text(target, module, [(("drafter",), GRAPH)], seed=2)
-    assert not backends
-
-
 def fitted(variant: str, **sizes: int) -> Eagle3 | Mtp:
     target, module = target_of(torch.float64, variant, **sizes), drafter_of(variant, torch.float64, **sizes)
     return (mtp_checkpoints.fit if variant in HEADS else fit_eagle3)(module, target, steps=40)
-
-
-def test_text_beside_a_head_is_the_targets_own(backends):
-    target, module = target_of(torch.bfloat16, "qwen2"), fitted("qwen2").to(torch.bfloat16)
-    check_own_text(target, module, [(("drafter",), GRAPH)], seed=2)
-    assert backends
 
 
 @pytest.mark.parametrize("variant", ["reduced", "llama"])

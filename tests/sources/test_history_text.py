@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fake_cuda
 import pytest
 import torch
 from models import prompts, tiny
@@ -11,16 +10,13 @@ from rotated import rotated
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.policy.base import Plan
 from gsd_kernels_hf.policy.fixed import FixedPolicy
-from gsd_kernels_hf.sources import history as sources_history
 from gsd_kernels_hf.sources.history import History
 
 SHAPE = GraphConfig(depth=0, branch=3, max_rows=12, history_depth=4, history_width=3)
 HISTORY = {"draft_sources": ("history",), "graph_config": SHAPE}
 GREEDY = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": [5, 7], "pad_token_id": 0}
-ENDLESS = {**GREEDY, "eos_token_id": None}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.5, "seed": 3}
 compiled = pytest.mark.skipif(
     unavailable_reason("cpu", torch.device("cpu")) is not None, reason="the mixture is of the compiled ops"
@@ -93,14 +89,6 @@ def test_plain_steps_and_sequences_that_end_leave_no_gap(watched, monkeypatch, p
     assert len(watched) > batch
 
 
-@compiled
-@pytest.mark.parametrize(("plain_steps", "batch", "decoding"), CASES, ids=str)
-def test_nor_do_captured_steps(whole, monkeypatch, plain_steps, batch, decoding):
-    cuda = fake_cuda.install(monkeypatch)
-    same_text(monkeypatch, plain_steps, batch, decoding | {"eos_token_id": None})
-    assert len(whole) == batch and cuda.counts["replays"] > 4
-
-
 @pytest.mark.parametrize("reuse_prefix", [True, False])
 def test_a_text_that_goes_on_and_another_one_begin_anew(watched, reuse_prefix):
     target, first, other = tiny(), prompts(1, 12, seed=4)["input_ids"], prompts(1, 9, seed=5)["input_ids"]
@@ -115,50 +103,6 @@ def test_a_text_that_goes_on_and_another_one_begin_anew(watched, reuse_prefix):
     assert len(watched) > 8 and min(watched) >= 10
 
 
-@compiled
-@pytest.mark.parametrize("reuse_prefix", [True, False])
-def test_a_text_that_outgrows_its_room_and_references_are_captured_anew(whole, reuse_prefix, monkeypatch):
-    """In one session: a long text, one that goes on, one with a text to repeat, one without."""
-    target, first, other = tiny(), prompts(1, 12, seed=4)["input_ids"], prompts(1, 9, seed=5)["input_ids"]
-    calls = [(first, {}), (other, {"reference_ids": torch.arange(20, 90).repeat(9)}), (first, {"max_new_tokens": 300})]
-    calls += [(first, {}), (other, {"reference_ids": torch.arange(20, 30)})]
-    cuda = fake_cuda.install(monkeypatch)
-    with gsd.patch(target, **HISTORY, reuse_prefix=reuse_prefix):
-        for ids, options in calls:
-            inputs = {"inputs": ids, "attention_mask": torch.ones_like(ids)}
-            expected = gsd.generate(target, **inputs, **ENDLESS | {"graph_config": "plain"} | options)
-            before = cuda.counts["replays"]
-            assert torch.equal(target.generate(**inputs, **ENDLESS | options), expected)
-            assert cuda.counts["replays"] > before
-    assert len(whole) == len(calls)
-
-
-@compiled
-def test_captured_steps_accept_what_others_do(monkeypatch):
-    def steps():
-        out = gsd.generate(tiny(), **prompts(2, 12, seed=4), **ENDLESS, **HISTORY, return_dict_in_generate=True)
-        return out.sequences.tolist(), out.stats.accepted
-
-    expected = steps()
-    cuda = fake_cuda.install(monkeypatch)
-    assert steps() == expected and cuda.counts["replays"] > 4
-
-
-@compiled
-def test_what_was_learned_of_a_model_is_drafted_with_in_captured_steps(tmp_path, monkeypatch):
-    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
-    cuda, target, inputs = fake_cuda.install(monkeypatch), tiny(), prompts(1, 12, seed=4)
-    run = {**ENDLESS, **HISTORY, "return_dict_in_generate": True, "reuse_history": False}
-    expected = gsd.generate(target, **inputs, **run)
-    gsd.learn(target, prompts=[expected.sequences[0, :n] for n in (4, 12, 20, 30)], new_tokens=24, progress=False)
-    engines_of(target).clear()
-    for learned in (True, False):
-        out = gsd.generate(target, **inputs, **run, learned=learned)
-        assert torch.equal(out.sequences, expected.sequences)
-        assert (out.stats.steps < expected.stats.steps) == learned
-    assert cuda.counts["replays"] > 4
-
-
 def test_a_reference_lies_before_the_text_and_apart_from_it(monkeypatch):
     begun, read = [], History._read_text
 
@@ -171,12 +115,3 @@ def test_a_reference_lies_before_the_text_and_apart_from_it(monkeypatch):
     ids = prompts(2, 5, seed=1, ragged=False)["input_ids"]
     gsd.generate(tiny(), ids, reference_ids=torch.arange(20, 26), **HISTORY, max_new_tokens=2, do_sample=False)
     assert begun == [[[-1, *range(20, 26), -1, *row] for row in ids.tolist()]]
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_without_compiled_ops_it_is_the_table_alone(monkeypatch, compiled):
-    monkeypatch.setattr(sources_history, "unavailable_reason", lambda *_: None if compiled else "not built")
-    history = History()
-    history.check(tiny())
-    assert history.mixes is compiled
-    assert len(history.shares) == len(history.reliability) == len(History.reliability)

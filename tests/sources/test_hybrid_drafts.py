@@ -8,11 +8,10 @@ import functools
 import pytest
 import tiny_configs
 import torch
-from hybrids import CHAIN, TREE, build, inputs_of
+from hybrids import TREE, build, inputs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import noised, tiny, tokenizer
-from reciting import Reciting
+from models import tiny, tokenizer
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits
@@ -91,38 +90,6 @@ def test_rows_of_a_level_follow_those_of_earlier_ones(family, block, levels, cou
 
 def close(found: torch.Tensor, right: torch.Tensor) -> bool:
     return float((found - right).norm()) < 1e-4 * float((right - right.mean()).norm())
-
-
-def test_greedy_text_of_a_target_without_a_state_is_its_own():
-    """The draft is beside a source that knows the text: siblings of one and the other are accepted."""
-    target, draft = tiny(vocab_size=tiny_configs.VOCAB), model_of("qwen3.5")
-    text = target.generate(**inputs_of(3), **GREEDY)
-    out = generate(target, draft, draft_sources=("model", Reciting(text, tiny_configs.VOCAB)))
-    assert torch.equal(out.sequences, text)
-    assert out.stats.accepted[1] > 0 and sum(out.stats.accepted[2:]) > 5
-    automatic = generate(target, draft, graph_config="auto", draft_sources=None)
-    assert torch.equal(automatic.sequences, text)
-
-
-def test_sampled_text_is_the_same_with_a_hybrid_draft():
-    target = model_of("qwen3.5")
-    out = generate(target, noised(target, 0.02), **SAMPLED)
-    assert out.stats.accepted[1] > 0 and sum(out.stats.accepted[2:]) > 3
-    assert torch.equal(out.sequences, gsd.generate(target, **inputs_of(3), **SAMPLED))
-    # A draft that has the target's probabilities: speculative sampling takes every token.
-    sure = generate(target, copy.deepcopy(target), **SAMPLED, graph_config=CHAIN, criterion="speculative")
-    assert sum(sure.stats.accepted[: CHAIN.depth]) <= 3
-
-
-def test_turns_go_on_from_where_the_drafts_text_ends():
-    target, ids = model_of("falcon-h1"), inputs_of(1)["input_ids"]
-    with gsd.patch(target, assistant_model=copy.deepcopy(target), draft_sources=("model",), graph_config=CHAIN):
-        text = target.generate(ids, **GREEDY)
-        prompts = [torch.cat([text[:, :n], torch.tensor([[7, 9, 11]])], 1) for n in (53, 25)]  # all of it, and a part
-        found = [target.generate(prompt, **GREEDY, return_dict_in_generate=True) for prompt in prompts]
-    for prompt, out in zip(prompts, found, strict=True):
-        assert torch.equal(out.sequences, target.generate(prompt, **GREEDY))
-        assert sum(out.stats.accepted[: CHAIN.depth]) <= 1, "its state is another text's"
 
 
 def test_what_a_hybrid_draft_cannot_do_is_refused_by_name():

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from hybrids import CHAIN, FAMILIES, GRAPH, TREE, build, inputs_of
+from hybrids import CHAIN, FAMILIES, build, inputs_of
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits
@@ -45,33 +45,6 @@ def test_skipped_blocks_that_do_nothing_are_not_missed(family, outputs, backend)
     assert sum(out.stats.accepted[: CHAIN.depth]) == 0, out.stats.accepted
 
 
-@pytest.mark.parametrize(
-    ("family", "skipped"),
-    [("qwen3.5", {"mlp": [1, 3], "attention": [1]}), ("kimi", {"mlp": [0]})],
-)
-def test_text_with_skipped_layers_is_the_targets_own(family, skipped):
-    target = build(family)
-    with torch.no_grad():
-        for layer in (target.model.layers[i] for i in skipped["mlp"]):
-            layer.mlp.down_proj.weight.mul_(0.3)
-        if family == "qwen3.5":
-            target.model.layers[1].linear_attn.out_proj.weight.mul_(0.3)
-    skip = gsd.LayerSkip(target, **skipped)
-    plain = type(target).generate(target, **inputs_of(3), **GREEDY)
-    out = generate(target, assistant_model=skip, draft_sources=("layer_skip", "history"), graph_config=GRAPH)
-    assert torch.equal(out.sequences, plain) and len(plain[0].unique()) >= 15
-    assert sum(out.stats.accepted[:2]) > 0 and sum(out.stats.accepted[2:]) > 5
-    sampled = generate(target, assistant_model=skip, graph_config=TREE, **SAMPLED)
-    assert torch.equal(sampled.sequences, gsd.generate(target, **inputs_of(3), **SAMPLED))
-
-
-def test_the_search_tries_blocks_with_a_state():
-    target = target_of("qwen3.5")
-    skip = gsd.LayerSkip.search(target, inputs_of(3)["input_ids"][:1], seconds=None)
-    assert 0 < skip.cost < 1 and 3 not in skip.attention
-    assert torch.equal(generate(target, assistant_model=skip, graph_config="chain").sequences, text_of("qwen3.5"))
-
-
 @pytest.mark.parametrize("family", ["lfm2", "nemotron-h"])
 def test_layers_of_other_blocks_are_refused_by_name(family):
     with pytest.raises(ValueError, match=f"model: the blocks of {FAMILIES[family][0]} are not self_attn and mlp"):
@@ -87,17 +60,6 @@ def test_an_mlp_that_returns_more_than_hidden_states_is_refused_by_name(how):
             gsd.LayerSkip(target, mlp=[0])
         else:
             gsd.LayerSkip.search(target, inputs_of(3)["input_ids"][:1], seconds=None)
-
-
-def test_all_blocks_with_a_state_may_be_skipped():
-    target = target_of("qwen3.5")
-    out = generate(target, assistant_model=gsd.LayerSkip(target, attention=[0, 1, 2]), graph_config="tree")
-    assert torch.equal(out.sequences, text_of("qwen3.5"))
-
-
-def test_a_draft_without_any_attention_is_refused_by_name():
-    with pytest.raises(ValueError, match="attention: all that attends is skipped"):
-        gsd.LayerSkip(target_of("qwen3.5"), attention=[3])
 
 
 @functools.lru_cache

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-from engine.chats import both
 from models import noised, prompts, tiny
 from sources.drafters import eagle3_config, random_eagle3, safeailab, save
 
@@ -32,27 +29,6 @@ def test_a_folder_is_loaded_once_until_its_files_change(tmp_path):
     assert second is not first and not torch.equal(second.fc.weight, first.fc.weight)
     assert loaded_drafter(tmp_path, target.float()).fc.weight.dtype == torch.float32
     assert loaded_drafter(tmp_path, tiny(num_hidden_layers=2)) is not loaded_drafter(tmp_path, target)
-
-
-def test_threads_that_call_at_once_load_once_and_each_its_own(monkeypatch, tmp_path):
-    target, loads, inside = tiny(num_hidden_layers=2), [], threading.Event()
-    places = [tmp_path / "one", tmp_path / "two"]
-    for place in places:
-        place.mkdir()
-
-    def load(where: Path, model: object) -> Path:
-        loads.append(where)
-        inside.wait(0.2)  # for a thread that loads beside this one
-        if len(loads) > 1:
-            inside.set()
-        return where
-
-    monkeypatch.setattr("gsd_kernels_hf.sources.load.load_drafter", load)
-    found = {}
-    both(lambda thread: found.update({thread: loaded_drafter(places[0], target)}))
-    assert found == {0: places[0], 1: places[0]} and loads == places[:1]
-    both(lambda thread: found.update({thread: loaded_drafter(places[thread], target)}))
-    assert found == {0: places[0], 1: places[1]}
 
 
 def test_the_hub_is_asked_for_an_id_once(tmp_path, monkeypatch):
@@ -110,30 +86,6 @@ def test_a_call_makes_each_of_its_sources_once(tmp_path, monkeypatch, way):
 
 
 @pytest.mark.parametrize("option", ["draft_heads", "drafter"])
-def test_a_patched_model_drafts_with_the_files_as_they_are(tmp_path, monkeypatch, option):
-    """Its place is looked at by every call, from whatever working directory, for the device and dtype of the model."""
-    target, inputs = tiny(num_hidden_layers=2), {**prompts(1, 9), "max_new_tokens": 6, "do_sample": False}
-    want = target.generate(**inputs)
-    gsd.DraftHeads.for_model(target, 2).save_pretrained(tmp_path / "heads")
-    monkeypatch.chdir(tmp_path)
-    with gsd.patch(target, **{option: "heads"}) as handle:
-
-        def heads() -> gsd.DraftHeads:
-            (*_, engine) = handle.engines
-            return engine.parts[0]()
-
-        assert torch.equal(target.generate(**inputs), want) and heads().num_heads == 2
-        first = heads()
-        monkeypatch.chdir(tmp_path.parent)
-        assert torch.equal(target.generate(**inputs), want) and heads() is first
-        gsd.DraftHeads.for_model(target, 3).save_pretrained(tmp_path / "heads")
-        assert torch.equal(target.generate(**inputs), want) and heads().num_heads == 3
-        target.float()
-        target.generate(**inputs)
-        assert {parameter.dtype for parameter in heads().parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("option", ["draft_heads", "drafter"])
 def test_files_that_go_bad_leave_what_was_loaded(tmp_path, caplog, option):
     """A draft never decides whether there is a text."""
     target, inputs = tiny(num_hidden_layers=2), {**prompts(1, 9), "max_new_tokens": 6, "do_sample": False}
@@ -157,29 +109,3 @@ def test_files_that_go_bad_leave_what_was_loaded(tmp_path, caplog, option):
         assert len(said) == 2 and all(message.startswith(f"{option}: what was loaded") for message in said)
         gsd.DraftHeads.for_model(target, 3).save_pretrained(place)
         assert torch.equal(target.generate(**inputs), want) and heads().num_heads == 3
-
-
-def test_places_in_turns_are_loaded_once_each(tmp_path, monkeypatch):
-    target, loads = tiny(num_hidden_layers=2), []
-    places = [tmp_path / "one", tmp_path / "two"]
-    for place in places:
-        place.mkdir()
-    monkeypatch.setattr(
-        "gsd_kernels_hf.sources.load.load_drafter", lambda where, model: loads.append(where) or Path(where)
-    )
-    for place in 3 * places:
-        assert loaded_drafter(place, target) == place
-    assert loads == places
-
-
-def test_heads_in_the_targets_own_folder_stay_where_it_is_relative(tmp_path, monkeypatch):
-    target, loads = tiny(num_hidden_layers=2), []
-    (tmp_path / "model").mkdir()
-    monkeypatch.setattr(
-        "gsd_kernels_hf.sources.load.load_drafter", lambda where, model: loads.append(where) or Path(where)
-    )
-    target.config.name_or_path = "model"
-    monkeypatch.chdir(tmp_path)
-    first = loaded_drafter("mtp", target)
-    monkeypatch.chdir(tmp_path / "model")
-    assert loaded_drafter("mtp", target) is first and loads == ["mtp"]

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.chats import both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import prompts, tiny
@@ -61,33 +60,6 @@ def test_a_later_call_knows_the_texts_of_earlier_ones(decoding, target):
         assert len(handle.history) == 0
 
 
-def test_it_serves_calls_of_another_kind(target):
-    """Another batch, another sampling, another shape: sessions of their own, one memory."""
-    alone, pair = prompts(1, 12, seed=1), prompts(3, 12, seed=1)
-    plain = {n: gsd.generate(target, **each, **GREEDY) for n, each in (("alone", alone), ("pair", pair))}
-    wide = CONFIG.replace(branch=4)
-    with patched(target) as handle:
-        first = steps(handle, target, alone, plain["alone"], **GREEDY)
-        assert handle.history is not None
-    with patched(target) as handle:
-        steps(handle, target, pair, plain["pair"], **GREEDY)  # its first row is the same prompt
-        assert steps(handle, target, alone, plain["alone"], **GREEDY, graph_config=wide) < 0.7 * first
-        assert steps(handle, target, pair, plain["pair"], **GREEDY) < 0.9 * first
-        sampled = gsd.generate(target, **pair, **{**SAMPLED, "reuse_history": False})
-        assert torch.equal(target.generate(**pair, **SAMPLED), sampled)
-
-
-def test_a_chat_that_continues_keeps_its_own_table(target):
-    inputs = prompts(1, 12, seed=1)
-    with patched(target, reuse_prefix=True) as handle:
-        text = target.generate(**inputs, **GREEDY)
-        known = len(handle.history)
-        more = torch.cat([text, prompts(1, 3, seed=9)["input_ids"]], 1)
-        expected = gsd.generate(tiny(), input_ids=more, **GREEDY)
-        assert torch.equal(target.generate(more, **GREEDY), expected)
-        assert len(handle.history) > known
-
-
 def test_texts_that_share_a_beginning_come_from_no_history_but_the_calls(target, monkeypatch):
     """A session goes on from their first token; what it knows of another history than the call's, it forgets."""
     given = [prompts(1, 12, seed=seed)["input_ids"] for seed in range(4)]
@@ -134,30 +106,6 @@ def test_what_is_cleared_during_a_call_stays_so(target):
         assert len(handle.history) == 0
 
 
-def test_threads_share_it(target):
-    inputs = [prompts(1, 12, seed=seed) for seed in range(3)]
-    plain = [target.generate(**each, **GREEDY) for each in inputs]
-    found = {}
-    with patched(target) as handle:
-
-        def work(number):
-            found[number] = [target.generate(**inputs[number], **GREEDY) for _ in range(2)]
-
-        both(work, 3)
-        assert len(handle.history) > 0
-    assert all(torch.equal(text, plain[n]) for n, texts in found.items() for text in texts) and len(found) == 3
-
-
-def test_a_call_that_fails_leaves_nothing(target):
-    def fail(verified):
-        raise RuntimeError("no")
-
-    with patched(target) as handle:
-        with pytest.raises(RuntimeError, match="no"):
-            target.generate(**prompts(1, 12), **GREEDY, observer=fail)
-        assert len(handle.history) == 0
-
-
 def test_nothing_is_kept_without_a_patch(target):
     inputs = prompts(1, 12, seed=1)
     options = {**GREEDY, "draft_sources": ("history",), "graph_config": CONFIG, "return_dict_in_generate": True}
@@ -201,37 +149,6 @@ def test_two_tables_in_one_are_the_newest_of_both(newer, older):
         assert all(key == 0 for key, _ in merged[len(expected) :])
 
 
-@settings(max_examples=50, deadline=None)
-@given(entries, entries, entries, st.booleans())
-def test_a_table_that_began_with_what_is_kept_stands_for_both(older, newer, others, meanwhile):
-    memory = HistoryMemory(50)
-    memory.add(table_of(older), None)
-    table = table_of([])
-    began = memory.restore(table)
-    with_entries(table, newer)
-    if meanwhile:  # another call ends
-        memory.add(table_of(others), None)
-    expected = KeptTable.of(table, 0).before(memory._kept)
-    assert memory.add(table, began) is (began if meanwhile else memory._kept)
-    found = memory._kept
-    assert [[e for e in row if e[0]] for row in sets(found)] == [[e for e in row if e[0]] for row in sets(expected)]
-
-
-def test_tables_of_different_width_and_batches_meet():
-    memory = HistoryMemory(50)
-    memory.add(table_of([(1, 7)], branch=2), None)
-    memory.add(table_of([(2, 8)], batch=3, branch=3), None)
-    assert len(memory) == 2
-    for branch in (1, 2, 4):
-        table = table_of([], batch=2, branch=branch)
-        memory.restore(table)
-        contexts = torch.tensor([[[1], [2]]] * 2, dtype=torch.int32)
-        tokens, _, matched = gsd.ngram_lookup(table, contexts)
-        assert matched.tolist() == [[1, 1]] * 2
-        for row in tokens.tolist():
-            assert row == [([7, 7] + [-1] * 4)[:branch], ([8, 8, 8] + [-1] * 4)[:branch]]
-
-
 def test_what_is_kept_is_no_table_that_goes_on_being_written():
     memory, table = HistoryMemory(50), table_of([(1, 7)])
     memory.add(table, None)
@@ -268,15 +185,6 @@ def test_a_saved_history_serves_another_process(target, saved, tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["again"]
 
 
-def test_what_was_loaded_is_no_view_of_its_file(saved, tmp_path):
-    memory, file = HistoryMemory(97), tmp_path / "history"
-    file.write_bytes(saved.file.read_bytes())
-    memory.load(file)
-    with file.open("r+b") as opened:
-        opened.write(bytes(file.stat().st_size))
-    assert len(memory) == saved.known
-
-
 def test_a_history_is_of_the_vocabulary_that_the_target_has(tmp_path):
     model = tiny()
     with patched(model) as handle:
@@ -296,15 +204,7 @@ def altered(saved, file, about=None, **tensors):
 
 
 DAMAGES = {
-    "truncated": (lambda s, f: f.write_bytes(s.file.read_bytes()[:-100]), "is damaged"),
-    "empty": (lambda s, f: f.write_bytes(b""), "is damaged"),
     "something else": (lambda s, f: save_file({"a": torch.zeros(2)}, f), "is no saved history"),
-    "a program": (lambda s, f: f.write_text("print('mine')\n"), "is damaged or something else: it is no saved history"),
-    "bytes": (
-        lambda s, f: f.write_bytes(bytes(range(256)) * 40),
-        "is damaged or something else: it is no saved history",
-    ),
-    "a folder": (lambda s, f: f.mkdir(), "is a folder; expected the file"),
     "newer": (lambda s, f: altered(s, f, {"version": "2"}), "has version 2, newer than 1; update"),
     "another vocabulary": (
         lambda s, f: altered(s, f, {"vocab_size": "96"}),
@@ -344,12 +244,3 @@ def test_damaged_and_foreign_files_are_refused_by_name(damage, saved, tmp_path):
         memory.load(file)
     assert str(file) in str(error.value) and "delete" not in str(error.value)
     assert len(memory) == saved.known, "what was remembered is kept"
-
-
-def test_no_file_and_nothing_to_save(tmp_path):
-    memory = HistoryMemory(97)
-    with pytest.raises(FileNotFoundError, match="history: no such file"):
-        memory.load(tmp_path / "none")
-    with pytest.raises(ValueError, match="nothing is remembered yet"):
-        memory.save(tmp_path / "none")
-    assert list(tmp_path.iterdir()) == []

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from types import SimpleNamespace
 
 import models
 import pytest
 import torch
 import two_tokenizers as two
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import gsd_kernels as gsd
-from gsd_kernels import GraphConfig
-from gsd_kernels_hf.engine.capture import can_capture
-from gsd_kernels_hf.engine.options import Options
-from gsd_kernels_hf.engine.resolved import Sources
-from gsd_kernels_hf.model import replay
-from gsd_kernels_hf.model.vocabulary import Translation, Vocabulary
-from gsd_kernels_hf.sources.own_text import OwnText
 from gsd_kernels_hf.sources.retokenised import Retokenised
 
 SHAPES = two.shapes(4)
@@ -45,13 +34,6 @@ def models_of(pair: str, noise: float = 0.0):
 def encoded(tokenizer, texts=PROMPTS):
     found = tokenizer(list(texts), return_tensors="pt", padding=True)
     return {name: found[name] for name in ("input_ids", "attention_mask")}
-
-
-def test_these_pairs_are_read_as_text():
-    for pair in PAIRS:
-        target, draft, both = models_of(pair)
-        (source,) = Sources.of(Options(draft, **both, draft_sources=("model",)), target).every
-        assert isinstance(source, Retokenised), pair
 
 
 def test_most_of_a_draft_that_knows_the_text_is_accepted():
@@ -147,38 +129,6 @@ def test_the_drafts_text_and_cache_are_those_of_the_targets_text(pair, monkeypat
     assert Watched.compared > 20 and Watched.claims > 200
 
 
-def test_the_next_text_reads_on_behind_what_the_cache_holds(monkeypatch):
-    """The cache keeps what both texts begin with, and no more."""
-    monkeypatch.setattr("gsd_kernels_hf.sources.drafts.Retokenised", Watched)
-    target, draft, both = models_of("byte-level to sentencepiece")
-    options = {"pad_token_id": 0, "do_sample": False, "attention_mask": None}
-    patched = {**both, "assistant_model": draft, "draft_sources": ("model",), "graph_config": SHAPES["tree"]}
-    Watched.compared = reused = 0
-    ids = encoded(both["tokenizer"], [two.TEXT])["input_ids"]
-    with gsd.patch(target, **patched) as handle:
-        for length in range(20, 60, 8):
-            target.generate(ids[:, :length], max_new_tokens=2, **options)
-            (session,) = handle.engines.idle.sessions
-            target.generate(ids[:, : length + 12], max_new_tokens=2, **options)
-            reused += session.mixer.every[0].own.target.reused
-    assert reused > 50 and Watched.compared > 10
-
-
-def test_a_character_that_is_not_whole_is_gone_on_from(monkeypatch):
-    """The target's text ends within one: the draft's ends before it; what begins with its bytes is proposed."""
-    monkeypatch.setattr("gsd_kernels_hf.sources.drafts.Retokenised", Watched)
-    target, draft, both = models_of("of another text")
-    prompts = [two.TEXT[: two.TEXT.index(char)].encode() + char.encode()[:1] for char in "é你🦊"]
-    vocabulary = Vocabulary.of(both["tokenizer"], "tokenizer")
-    Watched.begun = 0
-    for prompt in prompts:
-        ids = torch.tensor([both["tokenizer"](prompt[:-1].decode())["input_ids"] + [vocabulary.ids[prompt[-1:]]]])
-        options = {**TEXT, "do_sample": False}
-        out = gsd.generate(target, ids, **options, **both, assistant_model=draft, graph_config=SHAPES["tree"])
-        assert torch.equal(out, target.generate(ids, **options))
-    assert Watched.begun >= 3
-
-
 def test_a_text_that_ends_in_the_middle_of_the_drafts_token_is_gone_on_from_before_it(monkeypatch):
     """The draft knows " evening" as one token, and nothing behind " eve": it goes on from " the"."""
     monkeypatch.setattr("gsd_kernels_hf.sources.drafts.Retokenised", Watched)
@@ -205,68 +155,6 @@ def test_a_text_that_ends_in_the_middle_of_the_drafts_token_is_gone_on_from_befo
         seen.clear()
 
 
-@pytest.mark.parametrize("shape", ["chain", "graph"])
-def test_any_bytes_at_all(shape):
-    """Random tokens: text that is not UTF-8, ids that are no tokens, ends of text in the middle."""
-    ours, theirs = two.byte_level(), two.sentencepiece()
-    target, draft = two.target_of(ours), two.learned(theirs).float()
-    for seed in range(3):
-        prompt = models.prompts(3, 11, seed=seed, vocab=len(ours) + 3)
-        prompt["input_ids"][:, 5] = ours.eos_token_id
-        options = {**prompt, **TEXT, "eos_token_id": [40, 41], "do_sample": False}
-        out = gsd.generate(
-            target,
-            **options,
-            assistant_model=draft,
-            tokenizer=ours,
-            assistant_tokenizer=theirs,
-            graph_config=SHAPES[shape],
-        )
-        assert torch.equal(out, target.generate(**options))
-
-
-def test_the_end_of_a_text_is_drafted():
-    """The draft's token that ends a text is proposed as the target's."""
-    ours, theirs = two.byte_level(), two.sentencepiece()
-    text = "the quick fox"
-    target, draft = (two.learned(one, text=text + "</s>", steps=60) for one in (ours, theirs))
-    out = gsd.generate(
-        target,
-        **encoded(ours, ["the quick"]),
-        **TEXT,
-        tokenizer=ours,
-        assistant_tokenizer=theirs,
-        assistant_model=draft.float(),
-        draft_sources=("model",),
-        graph_config=GraphConfig.preset("chain", depth=8),
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
-    assert ours.decode(out.sequences[0]) == text + "</s>" and out.stats.steps == 1
-
-
-def test_neither_model_is_changed():
-    target, draft, both = models_of("of another text")
-    draft = copy.deepcopy(draft)
-    before, config = copy.deepcopy(draft.state_dict()), draft.config.to_dict()
-    gsd.generate(target, **encoded(both["tokenizer"]), **TEXT, **both, assistant_model=draft, graph_config="tree")
-    assert draft.config.to_dict() == config
-    assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
-
-
-def test_steps_of_a_source_on_the_host_are_not_captured(monkeypatch):
-    monkeypatch.setattr(replay, "is_gpu", lambda device: True)
-    target, draft, both = models_of("of another text")
-    (host,) = Sources.of(Options(draft, **both, draft_sources=("model",)), target).every
-    (other,) = Sources.of(Options(models.noised(target), draft_sources=("model",)), target).every
-    for source, captures in ((host, False), (other, True)):
-        target = SimpleNamespace(recurrent=False)
-        session = SimpleNamespace(
-            kv_len=torch.zeros(1), target=target, row_models=[], mixer=SimpleNamespace(sources=[source])
-        )
-        assert can_capture(session) is captures
-
-
 def test_speculative_sampling_is_refused():
     target, draft, both = models_of("of another text")
     with pytest.raises(ValueError, match='criterion: "speculative" needs the draft\'s probability of every token'):
@@ -280,46 +168,3 @@ def test_speculative_sampling_is_refused():
             graph_config="chain",
             do_sample=True,
         )
-
-
-class Growing:
-    """A session whose texts grow."""
-
-    def __init__(self, batch: int, length: int):
-        from gsd_kernels_hf.records import DecodeState, Sampler
-
-        self.state = DecodeState.empty(batch, length, 1, torch.device("cpu"))
-        self.sampler = Sampler(
-            torch.zeros((), dtype=torch.int64), torch.arange(batch, dtype=torch.int32), {"temperature": 0.0}
-        )
-        self.branch = 3
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.lists(st.integers(4, 319), min_size=1, max_size=5), min_size=1, max_size=6), st.booleans())
-def test_text_that_grows_is_cut_as_text_that_is_there(pieces, sentencepiece):
-    """Bytes are kept, whatever comes when; what was cut earlier changes near the end only."""
-    ours, theirs = two.byte_level(), two.sentencepiece() if sentencepiece else two.byte_level(300, two.OTHER)
-    between = Translation.between(ours, theirs)
-    text = Growing(1, 64)
-    first, *rest = pieces
-    text.state.restart(torch.tensor([first]), torch.zeros(1, dtype=torch.int32), 64, 0)
-    own, cached = OwnText(text, between), torch.zeros(1, dtype=torch.int32)
-    own.restart()
-    said = Vocabulary.of(ours, "tokenizer")
-    tokens = list(first)
-    for piece in rest:
-        before = list(own.ids[0])
-        text.state.tokens[0, len(tokens) : len(tokens) + len(piece)] = torch.tensor(piece)
-        text.state.out_len += len(piece)
-        tokens += piece
-        cached.fill_(10_000)
-        own.catch_up(cached)
-        same = next((i for i, (a, b) in enumerate(zip(before, own.ids[0], strict=False)) if a != b), len(before))
-        start = int(own.state.kv_start)
-        assert int(cached) - start <= max(0, min(same, len(own.ids[0]) - 1)), "what changed is read anew"
-        assert same >= len(before) - 4, "and no more than that"
-        assert own.state.tokens[0, start : int(own.state.out_len)].tolist() == own.ids[0]
-    spelled = b"".join(between.draft.spelled.get(token, b"") for token in own.ids[0]) + own.open[0]
-    expected = b"".join(said.spelled.get(token, b"") for token in tokens)
-    assert spelled.replace(b" ", b"") == expected.replace(b" ", b"")

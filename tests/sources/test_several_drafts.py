@@ -6,14 +6,13 @@ import functools
 
 import pytest
 import torch
-from models import noised, prompts, tiny, tokenizer
+from models import noised, prompts, tiny
 from sources.drafters import eagle3_config, fit_eagle3, random_eagle3
 from sources.mtp_checkpoints import fit, saved
 from sources.mtp_checkpoints import target_of as own_target
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig, LayerSkip, Mtp
-from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.sources.load import source_of
 
 VOCAB = 41
@@ -33,36 +32,6 @@ def drafts():
 def generate(ids, **options):
     options = {"max_new_tokens": 20, "eos_token_id": [2, 5], "pad_token_id": 0, "assistant_model": drafts(), **options}
     return gsd.generate(target_of(), ids, return_dict_in_generate=True, **options)
-
-
-def test_a_list_of_one_is_that_model():
-    ids = prompts(1, 9, vocab=VOCAB)["input_ids"]
-    one, other = (generate(ids, assistant_model=draft, graph_config=GRAPH) for draft in ([drafts()[0]], drafts()[0]))
-    assert torch.equal(one.sequences, other.sequences) and one.stats.draft_rows > 0
-
-
-@pytest.mark.parametrize("tokenizers", [tokenizer(VOCAB), [None, tokenizer(VOCAB)]], ids=["one", "list"])
-def test_without_a_draft_its_tokenizer_is_ignored_as_by_transformers(tokenizers):
-    """So a patched model's drafts can be left out of a call."""
-    ids, target = prompts(1, 9, vocab=VOCAB)["input_ids"], target_of()
-    assert gsd.GraphDecoder(assistant_tokenizer=tokenizers).translations == []
-    plain = target.generate(ids, max_new_tokens=8, do_sample=False)
-    options = {"tokenizer": tokenizer(VOCAB), "assistant_tokenizer": tokenizers}
-    with gsd.patch(target, assistant_model=drafts(), **options) as handle:
-        assert torch.equal(target.generate(ids, max_new_tokens=8, do_sample=False, assistant_model=False), plain)
-        assert "model" not in handle.stats.sources
-
-
-def test_a_second_draft_has_a_weight_of_its_own():
-    target, ids = target_of(), prompts(1, 9, vocab=VOCAB)["input_ids"]
-    wrong, right = noised(target, 2.0, seed=5), noised(target, 0.001, seed=6)
-    options = {"draft_sources": ("model",), "graph_config": GRAPH, "max_new_tokens": 60, "eos_token_id": None}
-    alone = generate(ids, assistant_model=wrong, **options)
-    both = generate(ids, assistant_model=[wrong, right], **options)
-    assert both.stats.steps < 0.7 * alone.stats.steps
-    engine = [e for e in engines_of(target) if [part() for part in e.parts] == [wrong, right]]
-    (learned,) = [e.statistics(sampled=False).weights for e in engine]
-    assert set(learned) == {"model", "model 2"} and learned["model 2"].mixture.weights.max() > 0.5
 
 
 def test_a_second_drafter_is_refused_as_an_option_and_drafts_as_a_source(tmp_path):

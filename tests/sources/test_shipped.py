@@ -20,8 +20,6 @@ from gsd_kernels import GraphConfig
 from gsd_kernels_bench.generation.real.prompts import FILE
 from gsd_kernels_hf import learning
 from gsd_kernels_hf.costs.pair import fingerprint
-from gsd_kernels_hf.engine.known import learned_file, learned_of
-from gsd_kernels_hf.model.facts import Facts
 from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.sources import shipped
 from gsd_kernels_hf.sources.learned import read_learned
@@ -88,45 +86,11 @@ def test_every_form_of_the_model_drafts_with_it_unless_told_not_to(form, target,
             assert steps < handle.stats.steps or form in ("q4_0", "float16")  # whose texts are others
 
 
-@torch.no_grad()
-def test_a_users_own_file_comes_first_and_a_damaged_one_counts_as_none(target, caplog):
-    with caplog.at_level(logging.INFO, "gsd_kernels"):
-        own = gsd.learn(target, prompts=ASKED + 1, new_tokens=8, progress=False)
-        assert own == learned_file(target)
-        mine = learned_of(Facts(target))
-        assert str(own) in found_in(caplog)[0] and "package" not in found_in(caplog)[0]
-        own.write_bytes(b"\xff" * 300)
-        others = learned_of(Facts(target))
-        assert "which cannot be used" in caplog.text and "comes with this package" in found_in(caplog)[-1]
-        assert others is not None and not torch.equal(others.table.keys, mine.table.keys)
-        own.unlink()
-        assert learned_of(Facts(target)) is not None and learned_of(Facts(target)) is learned_of(Facts(target))
-
-
 CHANGES = {
     "trained further": lambda model: [parameter.mul_(1.01) for parameter in model.parameters()],
     "one norm": lambda model: vectors(model)[1][0].add_(1.0),
     "another size": lambda model: setattr(model.config, "intermediate_size", 3),
 }
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@torch.no_grad()
-def test_another_model_has_none(target, change):
-    CHANGES[change](target)
-    assert learned_of(Facts(target)) is None
-
-
-def test_an_adapter_in_the_matrices_leaves_it_and_sizes_are_compared_first(target, monkeypatch):
-    with torch.no_grad():
-        target.model.layers[1].mlp.down_proj.weight[3:].mul_(1.01)
-    assert learned_of(Facts(target)) is not None
-    monkeypatch.setattr(shipped, "print_of_vectors", lambda model: pytest.fail("weights were read"))
-    assert shipped.shipped_file(packed_tiny("llama", 32)) is None
-
-
-def test_a_tensor_that_is_no_plain_one_makes_no_fingerprint(target):
-    assert print_of_vectors(target.to("meta")) is None
 
 
 @pytest.mark.parametrize("name", SHIPPED)

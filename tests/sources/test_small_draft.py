@@ -7,11 +7,10 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
-from gsd_kernels_hf.model import foreign, fused
 from gsd_kernels_hf.model.fused import FusedRows, rows_of, why_not
 from gsd_kernels_hf.model.runner import RowModel
 
@@ -120,17 +119,3 @@ def test_a_changed_model_goes_through_its_modules(change, reason):
     change(model)
     assert re.search(reason, why_not(model, "auto"))
     assert type(rows_of(model, 64, torch.zeros(1, dtype=torch.int32), "auto")) is RowModel
-
-
-@compiled
-def test_other_models_sizes_and_backends_go_through_their_modules(monkeypatch):
-    assert "dynamic" not in foreign.STATIC_ROPE
-    assert "depend on the length" in why_not(
-        llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "auto"
-    )
-    assert "'reference'" in why_not(llama(), "reference")
-    assert "act_fn is not a plain module" in why_not(llama(hidden_act="gelu"), "auto")
-    gemma = GemmaForCausalLM(GemmaConfig(vocab_size=30, hidden_size=32, intermediate_size=32, num_hidden_layers=1))
-    assert "GemmaForCausalLM is not one of" in why_not(gemma, "auto")
-    monkeypatch.setenv(fused.SWITCH, "0")
-    assert why_not(llama(), "auto") == "GSD_KERNELS_FUSED_ROWS=0"

@@ -12,7 +12,6 @@ import pytest
 import tiny_configs
 import torch
 import transformers
-import two_tokenizers as two
 from sources import drafters
 from sources.test_gemma_assistant import random_assistant
 
@@ -183,26 +182,3 @@ def test_the_targets_own_text_or_a_refusal(pair):
         decode(*pair)
     except ValueError as error:
         assert re.match(r"(model|assistant_model|drafter|draft_\w+|attention|mlp|attention, mlp|target): ", str(error))
-
-
-@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "OPTForCausalLM", "LlamaForCausalLM"])
-@pytest.mark.parametrize("positions", [40, 70, 90])  # beyond the prompt, within it, within the second turn
-def test_a_draft_of_another_tokenizer_that_has_outgrown_its_positions_is_left_out(kind, positions):
-    """Its text has more tokens than the target's: none of the turns is an error."""
-    ours, theirs = two.byte_level(), two.byte_level(300, two.OTHER)
-    target = two.target_of(ours)
-    size = {"n_positions" if kind.startswith("GPT2") else "max_position_embeddings": positions}
-    draft = tiny_configs.build(kind, 2, vocab_size=len(theirs) + 3, **size)
-    options = {"assistant_model": draft, "tokenizer": ours, "assistant_tokenizer": theirs, "draft_sources": ("model",)}
-    ids = ours(two.TEXT[:60], return_tensors="pt")["input_ids"]
-    given = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    turns, left = [], []
-    with gsd.patch(target, **options, graph_config="tree") as handle:
-        for _ in range(3):
-            text = target.generate(ids, **given)
-            turns.append((ids, text))
-            left.append(bool(handle.stats.left_out))
-            ids = text
-    assert left == ([False, False, True] if positions == 90 else [positions == 40, True, True])
-    for ids, text in turns:
-        assert torch.equal(text, target.generate(ids, **given))

@@ -11,11 +11,9 @@ import two_tokenizers as two
 from models import noised, prompts
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.engine.options import Options
-from gsd_kernels_hf.engine.resolved import Sources
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.model.vocabulary import Translation
-from gsd_kernels_hf.sources.translated import Translated, TranslatedRows
+from gsd_kernels_hf.sources.translated import TranslatedRows
 
 OURS, THEIRS = two.byte_level(), two.renumbered(two.byte_level(), without=0.3)
 VOCAB = len(OURS)
@@ -76,41 +74,6 @@ def test_logits_are_over_the_targets_tokens():
     assert 0 < int((~has).sum()) < VOCAB // 4
 
 
-def test_the_draft_is_not_changed_and_a_session_is_used_again():
-    draft = copy.deepcopy(draft_of())
-    before, config = copy.deepcopy(draft.state_dict()), draft.config.to_dict()
-    first, second = prompts(1, 12, vocab=VOCAB)["input_ids"], prompts(1, 9, seed=4, vocab=VOCAB)["input_ids"]
-    options = {**TEXT, "do_sample": False}
-    plain = [target_of().generate(ids, **options) for ids in (first, second, first)]
-    with gsd.patch(target_of(), **BOTH, assistant_model=draft, graph_config=SHAPES["tree"]) as handle:
-        for ids, text in zip((first, second, first), plain, strict=True):
-            assert torch.equal(target_of().generate(ids, **options), text)
-            assert torch.equal(
-                target_of().generate(text, **options), target_of().generate(text, **options, drafter=False)
-            )
-        assert handle.stats.why is None and len(handle.engines.idle.sessions) == 1
-    assert draft.config.to_dict() == config
-    assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
-
-
-def test_drafts_of_several_tokenizers():
-    drafts = [noised(target_of(), 0.1), draft_of()]
-    ids = prompts(2, 9, vocab=VOCAB)
-    out = gsd.generate(
-        target_of(),
-        **ids,
-        **TEXT,
-        do_sample=False,
-        assistant_model=drafts,
-        tokenizer=OURS,
-        assistant_tokenizer=[None, THEIRS],
-        graph_config=SHAPES["tree"],
-        return_dict_in_generate=True,
-    )
-    assert torch.equal(out.sequences, target_of().generate(**ids, **TEXT, do_sample=False))
-    assert out.stats.sources["model 2"].accepted > 0 and out.stats.sources["model"].proposed > 0
-
-
 def test_speculative_sampling_draws_from_what_both_have():
     out = gsd.generate(
         target_of(),
@@ -156,11 +119,3 @@ def test_a_tokenizer_larger_than_its_model_is_refused(name):
         gsd.generate(
             target_of(), **prompts(1, 9, vocab=VOCAB), **TEXT, assistant_model=draft_of(), **{**BOTH, name: larger}
         )
-
-
-def test_one_tokenizer_twice_is_the_plain_draft():
-    same = copy.deepcopy(OURS)
-    target = target_of()
-    options = Options(noised(target), tokenizer=OURS, assistant_tokenizer=same)
-    assert options.translations == [None]
-    assert not any(isinstance(source, Translated) for source in Sources.of(options, target).every)

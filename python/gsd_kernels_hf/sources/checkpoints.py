@@ -108,7 +108,7 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise bad(f"no {path.name} in {path.parent}") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise bad(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         raise bad(f"{path} holds no JSON object but {type(found).__name__}")
