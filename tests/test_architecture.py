@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import runpy
 import sys
@@ -83,18 +82,6 @@ def test_its_source_decodes_exactly(beside, source, target):
         assert sum(out.stats.accepted[2:]) > 0, "nothing was accepted, so nothing was tested"
 
 
-def test_its_source_decodes_exactly_in_a_session_that_is_used_again(source, target):
-    first, second = prompts(1, 12)["input_ids"], prompts(1, 9, seed=4)["input_ids"]
-    plain = [target.generate(ids, **GREEDY) for ids in (first, second, first)]
-    gsd.patch(target, draft_sources=(bigram := source(),), graph_config=CONFIG)
-    try:
-        for ids, expected in zip((first, second, first), plain, strict=True):
-            assert torch.equal(target.generate(ids, **GREEDY), expected)
-    finally:
-        gsd.unpatch(target)
-    assert not hasattr(bigram, "after"), "sessions work on copies"
-
-
 def test_the_layers_are_those_of_the_import_contracts():
     tomllib = pytest.importorskip("tomllib")
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
@@ -172,26 +159,6 @@ def test_the_size_of_code_does_not_count_what_explains_it():
     explained = '"""What."""\n\ndef f(a):\n    """Say.\n\n    More.\n    """\n    # why\n    return "text"  # here\n'
     assert sizes.python_code(explained) == sizes.python_code('def f(a): return "text"') == len('deff(a):return"text"')
     assert sizes.c_code("// why\nint f() {\n  /* so\n   */ return 1;  // here\n}\n") == len("intf(){return1;}")
-
-
-def test_every_verb_of_the_step_is_a_method():
-    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
-    verbs = re.findall(r"^\| \*\*(\w+)\*\* \|", page, re.MULTILINE)
-    assert verbs == ["draft", "merge", "flatten", "attend", "verify", "commit"]
-    assert re.findall(r"self\.(propose|accept|settle)\(", inspect.getsource(Session.step)) == [
-        "propose",
-        "accept",
-        "settle",
-    ]
-    step = "".join(inspect.getsource(getattr(Session, part)) for part in ("propose", "accept", "settle"))
-    assert re.findall(r"self\.(draft|flatten|attend|rule\.accept|commit)\(", step) == [
-        "draft", "flatten", "attend", "rule.accept", "commit",
-    ]  # fmt: skip
-
-
-def test_two_sources_of_one_name_are_refused(source, target):
-    with pytest.raises(ValueError, match="draft_sources: bigram, bigram have a name twice"):
-        gsd.generate(target, **prompts(1, 5), **GREEDY, draft_sources=(source(), source()))
 
 
 def file_of(frame):

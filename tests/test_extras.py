@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -75,28 +74,6 @@ def test_make_fails_where_pip_only_warns_of_an_extra(tmp_path, warns):
     assert (done.returncode != 0) == warns, done.stdout + done.stderr
     assert (tmp_path / ".venv/.demo").exists() != warns
     assert not warns or "does not provide the extra 'gguf'" in done.stdout
-
-
-@needs_make
-@pytest.mark.parametrize("fails", [False, True])
-def test_make_shows_a_sign_of_life_while_pip_compiles(tmp_path, fails):
-    """And goes on as pip ends, at once: the next sign of life, a minute away, holds nothing up."""
-    waits = f"case $* in *--log*) while [ ! -e ticked ]; do sleep 0.1; done; : > pip.log; exit {int(fails)};; esac"
-    script = f"{waits.replace('pip.log', '.venv/pip.log')}\nexit 0"
-    (tmp_path / "bin").mkdir()
-    sleep = tmp_path / "bin/sleep"  # the first of 15 s is over at once, the second begins behind a sign, and stays
-    lines = ('[ "$1" = 15 ] || exec /bin/sleep "$1"', "[ -e once ] && : > ticked && exec /bin/sleep 100", ": > once")
-    sleep.write_text("\n".join(("#!/bin/sh", *lines)))
-    sleep.chmod(0o755)
-    done = make_with_pip(tmp_path, script, f"PATH={tmp_path}/bin:{os.environ['PATH']}")
-    assert re.search(r"^make: still at it, \d+ s so far$", done.stdout, re.MULTILINE), done.stdout + done.stderr
-    assert (done.returncode != 0) == fails
-    assert (tmp_path / ".venv/.demo").exists() != fails
-
-
-def test_a_make_file_that_changed_is_installed_again():
-    text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert "Makefile" in re.search(r"^SOURCES := (.*)$", text, re.MULTILINE)[1].split()
 
 
 @pytest.mark.slow

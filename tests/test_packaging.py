@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import setuptools
-import torch
 from shared import once
 
 ROOT = Path(__file__).parent.parent
@@ -177,21 +176,6 @@ def test_what_is_asked_for_and_impossible_fails(source, environment, message):
     assert done.returncode != 0 and message in done.stderr
 
 
-def test_a_build_without_torch_asks_for_one_where_it_can_compile(source):
-    venv.create(source.parent / "venv", with_pip=False)
-    ask = "import gsd_kernels_build as backend; print(backend.get_requires_for_build_wheel())"
-    paths = f"{source}/python:{dependencies(source)}"
-    for compiler, asked in ((sys.executable, True), ("no-such-compiler", False)):
-        done = subprocess.run(
-            [source.parent / "venv/bin/python", "-c", ask],
-            cwd=source,
-            env={**os.environ, "PYTHONPATH": paths, "CXX": compiler},
-            capture_output=True,
-            text=True,
-        )
-        assert ("torch>=2.10" in done.stdout) == asked, done.stdout + done.stderr
-
-
 def test_both_off_is_pure_python(pure):
     target, tags = installed(pure / "source")
     assert tags == "py3-none-any"
@@ -209,37 +193,6 @@ def test_both_off_is_pure_python(pure):
     weights = {file.relative_to(target).as_posix() for file in target.rglob("*.safetensors")}
     models = {f"gsd_kernels_cli/demo/{member}/model.safetensors" for member in ("target", "draft")}
     assert weights == {*models, "gsd_kernels_hf/shipped/smollm2-135m-instruct.safetensors"}
-
-
-def test_the_commands_of_the_wheel_are_those_of_a_clone_and_benchmarks_name_their_place(pure):
-    target, _ = installed(pure / "source")
-    program = """
-import sys, typer
-sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != "_EditableFinder"]
-from gsd_kernels_cli.app import app
-"""
-    commands = "bench chat check demo distill doctor export generate index learn serve train-drafter train-heads"
-    listed = answer(target, f"{program}print(*sorted(typer.main.get_command(app).list_commands(None)))")
-    assert listed == commands
-    for arguments, message in {
-        ("bench", "attention"): "bench: is in a clone of gsd_kernels, not in its wheel",
-        ("generate", "--draft-heads", "demo", "x"): "--draft-heads: those of the demo are in a clone",
-    }.items():
-        done = subprocess.run(
-            [sys.executable, "-c", f"{program}app({list(arguments)!r})"],
-            cwd=target.parent,
-            env={**os.environ, "PYTHONPATH": str(target)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode in (1, 2) and message in done.stderr, done.stderr
-
-
-def test_cuda_is_left_out_by_default_beside_a_cpu_torch(source):
-    if torch.version.cuda is not None:
-        pytest.skip("this torch has CUDA")
-    done = build_wheel(source, GSD_KERNELS_BUILD_CPU="0", GSD_KERNELS_BUILD_CUDA="auto")
-    assert done.returncode == 0 and "the cuda ops are not built" in done.stdout
 
 
 TYPED = """\

@@ -8,9 +8,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from acceptance.chains import VOCAB, chain_rows, generate, pair, sampler
-from acceptance.distributions import P_VALUE, fit
-from acceptance.test_speculative_sampling import joint_counts, joint_probabilities, p_values
+from acceptance.chains import VOCAB, generate, pair
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from gsd_kernels_hf.acceptance import criteria
@@ -122,81 +120,6 @@ def test_the_joint_distribution_is_the_targets_and_no_step_is_shorter(sharpness)
         assert long >= short - 1e-12
         gains.append(long / short)
     assert max(gains) > 1.005
-
-
-def test_picks_are_the_deepest_kept_row_and_what_follows_it():
-    """By hand through the noise: the drawn length and the drawn token, of many sequences of one chain."""
-    text = (0, 0)
-    p, q = (
-        dict(zip(((), (0,), text), map(np.array, rows), strict=True))
-        for rows in (
-            ([0.3, 0.4, 0.3], [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]),
-            ([0.5, 0.3, 0.2], [0.8, 0.1, 0.1], [1.0, 0.0, 0.0]),
-        )
-    )
-    many = 20_000
-    own = sampler(5, torch.arange(many, dtype=torch.int32))
-    proposal = criteria.ChainProposal(own)
-    proposal.distributions = list(as_rows(q, text)[:, :2].float().expand(many, -1, -1).split(1, 1))
-    rows = chain_rows(torch.tensor(text, dtype=torch.int32).expand(many, -1))
-    logits = as_rows(p, text).float().log().expand(many, -1, -1)
-    positions = torch.arange(7, 10, dtype=torch.int32).expand(many, -1)
-    picks = criteria.BlockVerification(own, proposal).picks(rows, logits, positions).numpy()
-    keep, after = algorithm_2(p, q, text)
-    went = np.cumprod(picks[:, :2] == text, 1).sum(1)
-    ends = stops(keep)
-    assert fit(np.bincount(went, minlength=3), ends) > P_VALUE
-    np.testing.assert_allclose(ends, [0.5, 0.125, 0.375])
-    for accepted in range(3):
-        drawn = np.bincount(picks[went == accepted, accepted], minlength=TOKENS)
-        assert fit(drawn, after[accepted] / after[accepted].sum()) > P_VALUE
-
-
-def chained(p: torch.Tensor, q: torch.Tensor, length: int, many: int) -> np.ndarray:
-    """Texts [many, length] behind token 0 by steps; p and q [TOKENS, TOKENS] say what follows a token."""
-    own = sampler(5, torch.arange(many, dtype=torch.int32))
-    proposal = criteria.ChainProposal(own)
-    criterion = criteria.BlockVerification(own, proposal)
-    texts, size = torch.zeros(many, length + DEPTH + 2, dtype=torch.int32), torch.ones(many, dtype=torch.int32)
-    everyone = torch.arange(many)
-    while int(size.min()) <= length:
-        drafted = [texts[everyone, size.long() - 1]]
-        for level in range(DEPTH):
-            drawn, _ = proposal.draw(level, q[drafted[-1].long()].log()[:, None], size[:, None] + level)
-            drafted.append(drawn[:, 0, 0])
-        chain = torch.stack(drafted, 1)  # [many, DEPTH + 1]
-        rows, positions = chain_rows(chain[:, 1:]), size[:, None] + torch.arange(DEPTH + 1, dtype=torch.int32)
-        picks = criterion.picks(rows, p[chain.long()].log(), positions)
-        accepted = (picks[:, :-1] == chain[:, 1:]).cumprod(1).sum(1)
-        for level in range(DEPTH + 1):
-            going = (level <= accepted) & (size <= length)
-            texts[everyone[going], size[going].long()] = picks[going, level]
-            size += going
-    return texts[:, 1 : length + 1].numpy()
-
-
-@pytest.mark.parametrize("own_noise", [True, False])
-def test_no_number_decides_twice(own_noise, monkeypatch):
-    """Steps begin where earlier ones were cut by later numbers: keyed by position alone, the texts would not fit."""
-    if not own_noise:
-        monkeypatch.setattr(criteria, "step_keys", lambda first, level: (first + level).to(torch.int32))
-    draw = np.random.default_rng(4)
-    p, q = (torch.from_numpy(draw.dirichlet(np.full(TOKENS, 0.7), TOKENS)).float() for _ in range(2))
-    texts = chained(p, q, 4, 20_000)
-    counts, exact = np.zeros((TOKENS,) * 4), np.zeros((TOKENS,) * 4)
-    np.add.at(counts, tuple(texts.T), 1)
-    for text in itertools.product(range(TOKENS), repeat=4):
-        exact[text] = np.prod([p[a, b] for a, b in zip((0, *text), text, strict=False)])
-    assert (fit(counts.flatten(), exact.flatten()) > P_VALUE) == own_noise
-
-
-@pytest.mark.slow
-def test_steps_sample_the_target():
-    """Whole generations of three tokens."""
-    counts, accepted = joint_counts({"temperature": 1.0, "top_k": 0}, 3, criterion="block")
-    exact = joint_probabilities(0, 3)
-    assert min(p_values(counts, exact)) > P_VALUE
-    assert 0.1 * counts.sum() < accepted[1] and 0.1 * counts.sum() < accepted[3]
 
 
 def test_where_tokens_are_processed_one_by_one_the_ratio_decides():

@@ -8,12 +8,10 @@ import random
 import pytest
 import torch
 from grammars import GRAMMARS, REGEXES, SCHEMAS, TEXTS, pair
-from rotated import rotated
 from transformers import LogitsProcessorList
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.model.vocabulary import Vocabulary
-from gsd_kernels_hf.sources.grammar import WALK_CALLS
 from gsd_kernels_hf.sources.matchers import LLGuidanceWalk, XGrammarWalk, walks_of
 
 SHAPE = gsd.GraphConfig(depth=0, history_depth=8, history_width=3, width=3, branch=3, max_rows=16)
@@ -66,32 +64,6 @@ def test_texts_are_the_same_in_fewer_steps(kind, how):
     assert list(drafted.stats.sources) == ["history", "grammar"]
     assert drafted.stats.sources["grammar"].accepted > 0
     assert "grammar" not in history.stats.sources
-
-
-@pytest.mark.parametrize(("kind", "name", "how"), rotated(LIBRARIES, list(TABLE), (GREEDY, SAMPLED)), ids=str)
-def test_a_batch_of_different_grammars(kind, name, how, monkeypatch):
-    """The same texts, and a bounded number of questions to the matcher in a step, wherever the grammar branches."""
-    call, asked = {"prompts": TEXTS, "regex": "regexes" in name, **how}, []
-
-    def allowed(walk, own=WALKS[kind].allowed):
-        asked.append(walk)
-        assert len(asked) <= 48 * len(TEXTS) * WALK_CALLS, "a step does not end"
-        return own(walk)
-
-    monkeypatch.setattr(WALKS[kind], "allowed", allowed)
-    plain = written(list(TABLE[name]), kind, graph_config="plain", **call)
-    drafted = written(list(TABLE[name]), kind, **call)
-    assert torch.equal(drafted.sequences, plain.sequences) and "grammar" in drafted.stats.sources
-    assert 0 < len(asked) <= drafted.stats.steps * len(TEXTS) * WALK_CALLS
-    assert drafted.stats.steps < plain.stats.steps
-
-
-def test_without_a_tokenizer_the_longest_tokens_are_drafted():
-    """xgrammar's grammar knows the tokens; named alone, the grammar drafts alone."""
-    plain = written([FORCED], regex=True, graph_config="plain")
-    drafted = written([FORCED], regex=True, tokenizer=None, draft_sources=("grammar",))
-    assert torch.equal(drafted.sequences, plain.sequences)
-    assert drafted.stats.steps < 0.6 * plain.stats.steps and list(drafted.stats.sources) == ["grammar"]
 
 
 def test_a_grammar_that_is_named_and_not_there():

@@ -8,9 +8,9 @@ import itertools
 import models
 import pytest
 import torch
-from acceptance.processors import KINDS, Guidance, Mean, Native, Near, Recorded, closure
+from acceptance.processors import KINDS, Guidance, Native, Near, Recorded, closure
 from rotated import rotated
-from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, WatermarkingConfig
+from transformers import StoppingCriteria, StoppingCriteriaList, WatermarkingConfig
 from transformers.generation import logits_process
 from validate.calls import LENGTH, VOCAB, pair
 
@@ -101,32 +101,6 @@ def test_greedy_is_transformers_own(kind, source):
             assert torch.equal(ids, then) and (scores is ids or torch.equal(scores, scores_then))
 
 
-@pytest.mark.parametrize("kind", slow_but(lambda kind: kind in ("guidance", "drawn", "closure"), KINDS))
-def test_sampled_is_the_same_with_any_draft(kind):
-    for batch, eos in ((1, False), (3, True)):
-        given = call(batch, eos=eos, do_sample=True, temperature=0.8, top_k=12, seed=5)
-        plain = KINDS[kind]()
-        expected = ours("plain", logits_processor=[plain], **given)
-        for source in ("history", "graph"):
-            processor = KINDS[kind]()
-            out = ours(source, logits_processor=[processor], **given)
-            assert out.sequences.tolist() == expected.sequences.tolist()
-            same_calls(processor.seen, plain.seen)
-
-
-def test_a_batch_still_gains():
-    """With three sequences a step brings what the least lucky one has, and that is more than one token."""
-    for batch, least in ((1, 2.5), (3, 1.8)):
-        out = ours("graph", logits_processor=[Guidance()], **call(batch, max_new_tokens=40))
-        assert out.stats.tokens_per_step > least
-    # A sequence that ended holds nobody back.
-    out = ours("graph", logits_processor=[Guidance()], **call(3, eos=True, kind="guidance", max_new_tokens=40))
-    said, end = out.sequences[:, LENGTH:].tolist(), early("guidance")
-    lengths = [row.index(end) + 1 if end in row else 40 for row in said]
-    assert min(lengths) < 12 and max(lengths) == 40 and out.stats.steps <= 20
-    assert out.stats.new_tokens == sum(lengths) == sum(n * steps for n, steps in enumerate(out.stats.accepted))
-
-
 def test_which_processors_see_one_sequence_only():
     """By the exact class, as it was shipped: a subclass may do anything, and so may another __call__."""
     penalty = logits_process.RepetitionPenaltyLogitsProcessor
@@ -213,24 +187,6 @@ def test_processors_and_criteria_are_called_in_transformers_order(batch, eos, so
         assert ids[0].tolist() == ids[1].tolist() and logs[0] == logs[1]
 
 
-@pytest.mark.parametrize("source", ["plain", "graph"])
-@pytest.mark.parametrize("eos", [False, True])
-def test_a_prefix_function_is_asked_as_transformers_asks_it(source, eos):
-    """Row by row in order, of finished rows too; so it may count."""
-
-    def allowed(seen):
-        def function(batch_id, ids):
-            seen.append((batch_id, ids.tolist()))
-            return [t for t in range(VOCAB) if (t + len(seen)) % 3]
-
-        return function
-
-    theirs, mine = [], []
-    expected = target().generate(prefix_allowed_tokens_fn=allowed(theirs), **call(3, eos=eos))
-    out = ours(source, prefix_allowed_tokens_fn=allowed(mine), **call(3, eos=eos))
-    assert out.sequences.tolist() == expected.tolist() and mine == theirs
-
-
 PLACED = {
     "encoder_repetition_penalty": 1.5,
     "encoder_no_repeat_ngram_size": 2,
@@ -294,33 +250,6 @@ def test_what_a_processor_does_wrong_is_named_and_the_next_call_is_exact(wrong):
             with pytest.raises(error, match=message):
                 model.generate(logits_processor=[Native(), Fails(how)], **call(2))
             assert torch.equal(model.generate(logits_processor=[closure()], **call(2)), expected)
-
-
-def test_scores_that_leave_nothing_to_draw():
-    given = call(2, do_sample=True, seed=1)
-    for value in (-torch.inf, torch.inf):
-        with pytest.raises(ValueError, match="in sequence 0 after the logits_processor Fails"):
-            ours("graph", logits_processor=[Fails(lambda s, v=value: torch.full_like(s, v))], **given)
-    # Of a sequence that ended nothing is drawn.
-
-    class Blank(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            return scores.masked_fill((input_ids[:, -2:] == PAD).all(1, keepdim=True), torch.nan)
-
-    out = ours("graph", logits_processor=[Blank()], **call(3, eos=True, suppress_tokens=[PAD]))
-    assert (out.sequences[:, -1] == PAD).any()
-
-
-def test_other_criteria_with_a_processor_of_ones_own():
-    """Speculative and typical acceptance run through them; with processors that change nothing, as without."""
-    for criterion in ("speculative", "typical"):
-        given = call(1, do_sample=True, temperature=0.9, seed=3, criterion=criterion, max_new_tokens=24)
-        chain = {"assistant_model": draft(), "graph_config": "chain"}
-        free = gsd.generate(target(), **chain, **given)
-        assert torch.equal(gsd.generate(target(), logits_processor=[Recorded()], **chain, **given), free)
-        three = {**given, **models.prompts(3, LENGTH, seed=3, vocab=VOCAB)}
-        out = gsd.generate(target(), logits_processor=[Mean()], return_dict_in_generate=True, **chain, **three)
-        assert out.sequences.shape == (3, LENGTH + 24) and out.stats.criterion == criterion
 
 
 @pytest.mark.parametrize("criterion", ["exact", "speculative", "typical"])

@@ -43,33 +43,6 @@ def test_the_noise_is_that_generator():
         assert float(single) == float(noise[0, token])
 
 
-def noise_of_words(word: torch.Tensor, monkeypatch) -> np.ndarray:
-    """The noise that the code makes of given 32-bit words."""
-    with monkeypatch.context() as patch:
-        patch.setattr(philox, "philox4x32", lambda key, counter, rounds=10: tuple(word[i::4] for i in range(4)))
-        noise = philox.gumbel_noise(torch.tensor(0), torch.zeros(1, dtype=torch.int64), torch.zeros(1), len(word))
-    return noise.flatten().double().numpy()
-
-
-def test_tail_mass(monkeypatch):
-    """256k tokens of p = 1e-8 keep their mass of 0.0026 together; a 24-bit uniform leaves them 1% of it."""
-    tokens, p = 2**18, 1e-8
-    # The noise decreases in the word; every exceedance of 15 or more lies in the first 2¹² of 2³¹ values.
-    upper = noise_of_words(torch.arange(2**12) << 1, monkeypatch)
-    assert (np.diff(upper) < 0).all() and upper[-1] < 15 and upper[0] > 22
-    assert np.array_equal(upper, noise_of_words((torch.arange(2**12) << 1) + 1, monkeypatch)), "31 bits are used"
-    rest = np.log1p(-tokens * p)
-    quantiles = (np.arange(4000) + 0.5) / 4000
-    threshold = -np.log(-np.log(quantiles)) + rest - np.log(p)  # what a tail token's noise must exceed
-    exceed = np.searchsorted(-upper, -threshold) / 2.0**31  # P(noise > threshold), as the code makes it
-    mass = (1 - (1 - exceed) ** tokens).mean()
-    assert mass == pytest.approx(tokens * p, rel=0.03)
-    coarse = np.floor(exceed * 2**24) / 2**24
-    assert (1 - (1 - coarse) ** tokens).mean() < 0.1 * tokens * p, "the test cannot tell a coarse uniform"
-    lowest = noise_of_words(torch.tensor([0xFFFFFFFF] * 4), monkeypatch)
-    assert np.isfinite(lowest).all()
-
-
 def test_uniform_over_many_draws():
     """The noise is Gumbel distributed, and independent of neighbours: token, position, sequence and seed."""
     at = torch.arange(64)

@@ -55,18 +55,3 @@ def test_the_embedded_drafters_are_right_now_and_then():
         options = {"draft_sources": ("drafter",), "graph_config": GRAPH, "eos_token_id": None}
         out = gsd.generate(source, ids, drafter=drafter, max_new_tokens=24, return_dict_in_generate=True, **options)
         assert torch.equal(out.sequences, plain) and out.stats.tokens_per_step > 1.2
-
-
-def test_what_cannot_be_fitted_is_refused_by_name(source):
-    wider = replace(ModelShape.of(source.config), hidden_size=96)
-    for changes, layers, why in (
-        ({"fc_norm": True}, [0, 1, 2], "it norms hidden states before they are fused"),
-        ({"norm_before_fc": True}, [0, 1, 2], "it norms hidden states before they are fused"),
-        ({}, [0, 1, 3], "it reads what leaves the last norm"),
-    ):
-        drafter = random_eagle3(eagle3_config(source, eagle_aux_hidden_state_layer_ids=layers, **changes))
-        with pytest.raises(ValueError, match=f"drafter: {why}"):
-            fitted_drafter(drafter, source, inflate(source, wider))
-    drafter = random_eagle3(eagle3_config(source, eagle_aux_hidden_state_layer_ids=[0, 1, 2]))
-    with pytest.raises(ValueError, match=r"target: its vocabulary grew from 97 to 128"):
-        fitted_drafter(drafter, source, inflate(source, replace(wider, vocab_size=128)))

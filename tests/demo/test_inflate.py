@@ -6,39 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gsd_kernels_cli import demo
-from gsd_kernels_cli.demo.inflate import SHAPES, ModelShape, inflate
-
-PUBLISHED_PARAMETERS = {
-    "tinyllama-1.1b": 1_100_048_384,
-    "llama-2-7b": 6_738_415_616,
-    "llama-3-8b": 8_030_261_248,
-    "llama-2-70b": 68_976_648_192,
-}
-
-GROWTHS = {
-    "same": {},
-    "wider": {"hidden_size": 96},
-    "wider by a ratio that is no square": {"hidden_size": 56},
-    "wider MLP": {"intermediate_size": 200},
-    "deeper": {"num_layers": 5},
-    "more heads": {"num_heads": 8, "num_key_value_heads": 4},
-    "larger groups": {"num_heads": 16},
-    "grouped to one key/value head per query head": {"num_key_value_heads": 4},
-    "larger heads": {"head_dim": 32},
-    "larger vocabulary": {"vocab_size": 160, "hidden_size": 64, "tie_word_embeddings": False},
-    "untied": {"tie_word_embeddings": False},
-    "everything": {
-        "hidden_size": 128,
-        "intermediate_size": 160,
-        "num_layers": 4,
-        "num_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 16,
-        "vocab_size": 300,
-        "tie_word_embeddings": False,
-    },
-}
+from gsd_kernels_cli.demo.inflate import ModelShape, inflate
 
 
 def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
@@ -86,17 +54,6 @@ def assert_same_function(source: LlamaForCausalLM, inflated: LlamaForCausalLM, t
     )
 
 
-@pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
-def test_a_tiny_model_keeps_its_function(growth):
-    source = tiny_llama()
-    shape = replace(ModelShape.of(source.config), **growth)
-    inflated = inflate(source, shape, seed=3)
-    assert ModelShape.of(inflated.config) == shape
-    assert sum(p.numel() for p in inflated.parameters()) == shape.num_parameters
-    tokens = torch.randint(0, 97, (2, 33), generator=torch.Generator().manual_seed(1))
-    assert_same_function(source, inflated, tokens)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -116,14 +73,6 @@ def test_every_kind_of_source_keeps_its_function(changes):
     assert_same_function(source, inflate(source, shape), tokens)
 
 
-def test_llama3_rotary_scaling_survives_larger_heads():
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope |= {"original_max_position_embeddings": 32, "rope_theta": 10000.0}
-    source = tiny_llama(rope_parameters=rope)
-    tokens = torch.randint(0, 97, (1, 60), generator=torch.Generator().manual_seed(1))
-    assert_same_function(source, inflate(source, replace(ModelShape.of(source.config), head_dim=24)), tokens)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_added_tokens_are_never_picked_in_half_precision(dtype):
     source = tiny_llama()
@@ -133,18 +82,6 @@ def test_added_tokens_are_never_picked_in_half_precision(dtype):
     logits = inflated(torch.randint(0, 97, (2, 33))).logits
     assert not logits.isnan().any()
     assert logits[..., 97:].max() < logits[..., :97].min() - 50
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_named_shapes_have_the_published_size(name):
-    target, _, _ = demo.load()
-    inflated = inflate(target, name, dtype=torch.bfloat16, device="meta")
-    count = sum(p.numel() for p in inflated.parameters())
-    assert count == SHAPES[name].num_parameters
-    assert ModelShape.of(inflated.config) == SHAPES[name]
-    assert count == PUBLISHED_PARAMETERS.get(name, count)
-    if name == "250m":
-        assert 240e6 < count < 260e6
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import re
-import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -65,50 +63,6 @@ def test_without_the_package_pips_line_is_named(installed, call):
         call()
 
 
-def test_what_reads_the_file_is_needed_until_it_was_read(installed, readings):
-    assert smollm2.why_missing() is None
-    del installed["gguf"]
-    assert "read by the package gguf, which is not installed" in smollm2.why_missing()
-    with pytest.raises(smollm2.MissingModelError, match=MISSING):
-        smollm2.folder(progress=False)
-    installed["gguf"] = []
-    smollm2.folder(progress=False)
-    del installed["gguf"]
-    assert smollm2.why_missing() is None and smollm2.folder().name == "model-q4-20"
-    assert readings == ["Model-Q4.gguf"]
-
-
-def test_whoever_asks_at_once_waits_for_one(installed, readings, monkeypatch):
-    told = []
-
-    @contextmanager
-    def tracked(what, total, unit):
-        yield lambda done, note: told.append(f"{what}: {done} of {total} {unit}, {note}")
-
-    monkeypatch.setattr(smollm2, "tracked", tracked)
-    threads = [threading.Thread(target=smollm2.folder) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(readings) == 1
-    assert len(told) == 3 and told[2] == "unpacking SmolLM2-135M-Instruct: 2 of 3 parts, writing"
-    model, tokenizer = smollm2.load(torch.bfloat16)
-    assert model.dtype == torch.bfloat16 and not model.training and tokenizer.chat_template
-    assert torch.equal(model.model.norm.weight, tiny().model.norm.weight.bfloat16())
-    assert len(told) == 3 and len(readings) == 1
-
-
-def test_what_is_interrupted_leaves_no_folder(installed, readings, monkeypatch):
-    reads = dense.load_tokenizer
-    monkeypatch.setattr(dense, "load_tokenizer", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        smollm2.folder(progress=False)
-    assert not smollm2.folder_path().exists()
-    monkeypatch.setattr(dense, "load_tokenizer", reads)
-    assert (smollm2.folder(progress=False) / "config.json").is_file() and len(readings) == 2
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -156,18 +110,3 @@ def test_a_file_that_is_none_or_cannot_be_read_is_named(tmp_path, installed):
     for load in (dense.load_model, dense.load_tokenizer):
         with pytest.raises(ImportError, match=f"needs the package accelerate: {MISSING}"):
             load(file)
-
-
-@pytest.mark.slow
-def test_a_file_is_the_dense_model_that_was_written_to_it(tmp_path):
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    from gsd_kernels_bench.generation.peers.gguf_file import FILE, write_gguf
-
-    model = tiny(dtype=torch.float32)
-    write_gguf(model, tmp_path)
-    found = dense.load_model(tmp_path / FILE, torch.float32)
-    for name, weight in model.named_parameters():
-        assert torch.equal(found.get_parameter(name), weight), name
-    found.save_pretrained(tmp_path / "saved")  # as an ordinary checkpoint
-    assert not hasattr(found.config, "quantization_config")

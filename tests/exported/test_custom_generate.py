@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from models import noised, prompts, tiny
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria, RepetitionPenaltyLogitsProcessor
@@ -21,7 +20,6 @@ from gsd_kernels_hf.exported.call import custom_generate
 FOLDER = gsd.custom_generate_folder()
 DOOR = {"custom_generate": FOLDER, "trust_remote_code": True}
 CALL = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-CONVENTION = ["Description", "Base model", "Model compatibility", "Additional Arguments", "Output Type changes"]
 
 
 class Kept(BaseStreamer):
@@ -58,14 +56,6 @@ def test_it_writes_the_models_own_text(options, target):
     out = target.generate(**inputs, **CALL, **drafts, **DOOR, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected)
     assert out.stats.steps > 0 and set(vars(target)) == variables
-
-
-def test_a_streamer_a_positional_prompt_and_a_seed(target):
-    ids, streamer = prompts(1, 9)["input_ids"], Kept()
-    sampled = {**CALL, "do_sample": True, "seed": 7}
-    out = target.generate(ids, **sampled, **DOOR, streamer=streamer)
-    assert torch.equal(out, gsd.generate(target, ids, **sampled, graph_config="plain"))
-    assert streamer.ids == out.flatten().tolist() and streamer.ended == 1
 
 
 def test_a_patched_model_takes_it_too(target):
@@ -107,29 +97,6 @@ def test_without_the_package_the_error_names_the_cure(target, tmp_path, monkeypa
         with pytest.raises(ImportError, match="or too old"):
             target.generate(**call)
     assert torch.equal(target.generate(**call), target.generate(**prompts(1, 9), **CALL))
-
-
-def test_an_error_within_the_package_is_not_taken_for_its_absence(target, monkeypatch):
-    """A library that it needs is missing: pip is to install that one."""
-    generate = Path(FOLDER, "custom_generate", "generate.py").read_text(encoding="utf-8")
-    monkeypatch.setitem(sys.modules, "gsd_kernels", broken := type(sys)("gsd_kernels"))
-    broken.__getattr__ = lambda name: (_ for _ in ()).throw(
-        ModuleNotFoundError("No module named 'typer'", name="typer")
-    )
-    with pytest.raises(ModuleNotFoundError, match="typer") as caught:
-        exec(compile(generate, "generate.py", "exec"), {})
-    assert caught.value.name == "typer"
-
-
-def test_its_files_follow_the_convention():
-    card = ModelCard.load(Path(FOLDER) / "README.md")
-    assert "custom_generate" in card.data.tags and card.data.library_name == "transformers"
-    assert re.findall(r"^## (.*)$", card.text, re.MULTILINE) == CONVENTION
-    wanted = Path(FOLDER, "custom_generate", "requirements.txt").read_text(encoding="utf-8")
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text(encoding="utf-8"))
-    needed = [line for line in wanted.splitlines() if not line.startswith("#")]
-    assert needed == [line for line in project["project"]["dependencies"] if line.startswith(("torch", "transformers"))]
 
 
 def test_every_option_of_the_card_is_one(target):

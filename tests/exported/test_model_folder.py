@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import json
 import logging
 import os
 import re
 import shutil
 import socket
-import threading
 import time
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -25,7 +21,6 @@ import gsd_kernels as gsd
 from gsd_kernels_hf.api import handle_of
 from gsd_kernels_hf.exported.call import CALLS
 from gsd_kernels_hf.exported.options import FILE
-from gsd_kernels_hf.sources import checkpoints
 
 
 @pytest.fixture
@@ -80,27 +75,6 @@ def test_without_trust_it_is_transformers_own(exported, prompt, plain):
     assert torch.equal(out.sequences, plain) and "model" in out.stats.sources, "its folder's draft, by the other door"
 
 
-def test_unpatch_and_a_patch_of_ones_own(model, exported, prompt, plain):
-    override = vars(model)["generate"]
-    with gsd.patch(model, graph_config="plain") as handle:
-        assert torch.equal(model.generate(**prompt, **CALL), plain) and handle.stats.tokens_per_step == 1
-    assert vars(model)["generate"] is override, "what was there before comes back"
-    assert torch.equal(override(prompt["input_ids"], **CALL), plain) and handle_of(model) is not None
-    assert torch.equal(override(prompt["input_ids"], **CALL), plain), "whoever kept it gets the patch"
-    with pytest.raises(ValueError, match="already patched"):
-        gsd.patch(model)
-    gsd.unpatch(model)
-    assert "generate" not in vars(model) and torch.equal(model.generate(**prompt, **CALL), plain)
-    assert torch.equal(override(prompt["input_ids"], **CALL), plain) and handle_of(model) is None
-
-
-def test_modes_that_only_transformers_serves_go_there(model, pair, prompt):
-    beams = {**CALL, "num_beams": 2}
-    expected = loaded(pair / "target", None).generate(**prompt, **beams)
-    assert torch.equal(model.generate(**prompt, **beams), expected)
-    assert handle_of(model).stats.why is not None
-
-
 def test_a_model_that_is_not_served_as_it_was_loaded_goes_there(model, prompt, plain, monkeypatch, caplog):
     def refuse(*_, **__):
         raise gsd_unsupported("model: a kind that is not served; or let transformers serve it: model.generate")
@@ -113,34 +87,6 @@ def test_a_model_that_is_not_served_as_it_was_loaded_goes_there(model, prompt, p
     assert "transformers' own generate serves this model: model: a kind that is not served" in caplog.text
     with pytest.raises(ValueError, match="graph_config: this call goes to transformers"):
         model.generate(**prompt, **CALL, graph_config="tree")
-
-
-def test_two_threads_make_the_first_call(model, prompt, plain):
-    barrier, found = threading.Barrier(2), []
-
-    def work():
-        barrier.wait()
-        found.append(model.generate(**prompt, **CALL))
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 2 and all(torch.equal(out, plain) for out in found)
-
-
-def test_a_copy_of_the_model_is_its_own(model, prompt, plain):
-    other = copy.deepcopy(model)
-    assert torch.equal(other.generate(**prompt, **CALL), plain)
-    assert handle_of(other).model is other and handle_of(model) is None
-
-
-def test_a_pipeline(exported, plain, told):
-    pipe = transformers.pipeline("text-generation", model=str(exported), trust_remote_code=True, dtype=torch.float32)
-    (found,) = pipe(TEXT, **CALL)
-    assert found["generated_text"] == pipe.tokenizer.decode(plain[0], skip_special_tokens=True)
-    assert told and handle_of(pipe.model).stats.tokens_per_step > 1.5
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -182,45 +128,6 @@ def served(exported):
     )
     server.kill_server()
     transformers.utils.logging.set_verbosity(level)
-
-
-def test_lm_eval(exported, pair, told):
-    pytest.importorskip("lm_eval", reason="pip install lm_eval; in no extra, its dependencies are large")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    asked = (TEXT, {"until": ["\nclass"], "max_gen_toks": 40, "do_sample": False})
-    texts = []
-    for folder in (pair / "target", exported):
-        lm = HFLM(pretrained=str(folder), dtype="float32", trust_remote_code=True, device="cpu")
-        texts += lm.generate_until([Instance("generate_until", {}, asked, 0)], disable_tqdm=True)
-    assert texts[0] == texts[1] and told
-
-
-@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
-def test_a_hub_id(level, exported, prompt, plain, tmp_path, monkeypatch, caplog):
-    """As the hub's cache has it, without a network. Where the log is read, the disk is asked for heads besides."""
-    caplog.set_level(level, logger="gsd_kernels")
-    monkeypatch.setattr(checkpoints, "_snapshots", {})
-    commit = "0" * 40
-    snapshot = tmp_path / "models--someone--model" / "snapshots" / commit
-    snapshot.parent.mkdir(parents=True)
-    copied(exported, snapshot)
-    (tmp_path / "models--someone--model" / "refs").mkdir()
-    (tmp_path / "models--someone--model" / "refs" / "main").write_text(commit)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    asked = []
-    monkeypatch.setattr(
-        checkpoints, "snapshot_download", lambda name, **how: asked.append((name, how)) or str(snapshot)
-    )
-    model = loaded("someone/model")
-    assert torch.equal(model.generate(prompt["input_ids"], **CALL), plain)
-    assert "model" in handle_of(model).stats.sources
-    ((name, how),) = [(name, how) for name, how in asked if not how["local_files_only"]]
-    assert len(asked) == 1 + (level == logging.INFO)
-    assert (name, how["revision"]) == ("someone/model", commit), "of the commit that the weights are of"
-    assert {FILE, "draft/*"} <= set(how["allow_patterns"])
 
 
 DAMAGE = {
@@ -291,10 +198,3 @@ def test_a_folder_without_options_drafts_from_the_text(exported, tmp_path, promp
     model = loaded(folder)
     assert torch.equal(model.generate(**prompt, **CALL), plain)
     assert set(handle_of(model).stats.sources) == {"history"}
-
-
-def test_the_card_keeps_the_models_own(exported):
-    card = huggingface_hub.ModelCard.load(exported / "README.md")
-    assert card.data.license == "psf-2.0" and card.data.tags == ["code", "custom_generate"]
-    assert card.text.rstrip().endswith("## The model's own card\n\n# A small model\n\nOf Python.")
-    assert json.loads((exported / FILE).read_text())["assistant_model"] == "draft"

@@ -10,9 +10,7 @@ import torch
 
 pytest.importorskip("speculators", reason="oracle: needs gsd-kernels[oracles], which make test-oracles installs")
 
-from checkpoints import save_pair
 from models import tiny
-from safetensors.torch import load_file
 from sources.drafters import SIZES, FixedText, random_tensors
 from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
@@ -22,16 +20,12 @@ from speculators.models.dspark import core as dspark_core
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 from speculators.models.peagle.data import generate_cod_sample_indices
-from training.options import options_for
 from transformers import LlamaConfig, Qwen3Config
 
 from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.dflash import DFlash, DFlashDrafts
 from gsd_kernels_hf.sources.eagle3 import Eagle3
 from gsd_kernels_hf.sources.recursion import Parallel, Recursive
-from gsd_kernels_train.drafter import DrafterOptions
-from gsd_kernels_train.eagle3 import Eagle3Training
-from gsd_kernels_train.job import load_target
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 VOCAB = 97
@@ -368,33 +362,3 @@ def test_dflash_2_equals_speculators(anchored, tmp_path):
     mine = ours.edges(source.logits, source.hidden, tokens[0, places[:, None] + torch.arange(drafted)])
     torch.testing.assert_close(mine.gather(-1, ids[:, -drafted:]), scores[:, -drafted:], **TOLERANCE)
     assert (mine - source.logits).abs().max() > 0.1
-
-
-@torch.no_grad()
-def test_what_training_writes_means_the_same_to_speculators(tmp_path):
-    """A folder of ``train-drafter --kind eagle3`` under their names: the same levels."""
-    length, draft = 13, torch.arange(1, 90, 2)
-    save_pair(tmp_path)
-    options = options_for(tmp_path, dtype=torch.float32, length=length)
-    target, _ = load_target(options)
-    ours = Eagle3Training(
-        options, target, DrafterOptions("eagle3", hidden_layers=(0, 1, 2), depth=2), torch.float32, draft
-    )
-    random_tensors(ours.module)
-    ours.save(tmp_path)
-    layers = {name: ours.config[name] for name in (*SIZES, "hidden_size", "vocab_size", "rms_norm_eps", "rope_theta")}
-    theirs = Eagle3DraftModel(theirs_eagle3("llama", {"num_hidden_layers": 1, **layers}, len(draft))).eval()
-    tensors = {
-        name.replace("midlayer.", "layers.0."): t for name, t in load_file(tmp_path / "model.safetensors").items()
-    }
-    missing, unknown = theirs.load_state_dict(tensors, strict=False)
-    assert not unknown and all(name.startswith(("embed_tokens", "verifier_")) for name in missing)
-    theirs.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
-    tokens = torch.randint(3, 259, (1, length + 1), generator=torch.Generator().manual_seed(1))
-    states, _ = ours.read(tokens)
-    found = []
-    theirs.lm_head.register_forward_hook(lambda _, __, out: found.append(out))
-    theirs(torch.cat(states, -1)[:, :length], tokens[:, 1:], torch.zeros(1, length, dtype=torch.long), ttt_steps=2)
-    for level, logits in enumerate(ours.levels(tokens, states)):
-        places = logits.shape[1]
-        torch.testing.assert_close(logits, found[level][:, :places], **TOLERANCE)

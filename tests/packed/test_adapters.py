@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
 from models import prompts
 from quantised import SCHEMES, dense_of, gptq, original
-from torch import nn
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.packed import unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels_hf.costs.pair import describe
 from gsd_kernels_hf.costs.prior import weight_bytes
-from gsd_kernels_hf.model import fused
-from gsd_kernels_hf.model.facts import Facts
 from gsd_kernels_hf.model.fused import why_not
-from gsd_kernels_hf.packed import copies
 from gsd_kernels_hf.packed.adapters import stored_in
 from gsd_kernels_hf.packed.modules import matrix_of
 
@@ -73,13 +67,6 @@ def test_costs_know_the_bytes_and_the_format(name, made):
 
 
 @names
-def test_what_holds_a_module_is_found_once(name, made):
-    for module in layers(made(name)).values():
-        held = [id(tensor) for tensor in Facts(module).tensors]
-        assert len(held) == len(set(held)) and set(held) >= {id(tensor) for tensor in stored_in(module).tensors}
-
-
-@names
 def test_a_patched_model_notices_changed_weights(name, made):
     model, scheme = copy.deepcopy(made(name)), SCHEMES[name]
     inputs = prompts(1, 9, vocab=96)
@@ -109,52 +96,6 @@ def test_a_patched_model_notices_changed_weights(name, made):
     third = changed()
     gsd.unpatch(model)
     assert torch.equal(gsd.generate(model, **inputs, **GREEDY), third)
-
-
-@pytest.mark.parametrize("name", ["torchao int8", "bitsandbytes nf4"])  # in place, and a copy
-def test_matrices_are_asked_for_when_weights_changed_and_not_before(name, made, monkeypatch):
-    model, asked = copy.deepcopy(made(name)), []
-    monkeypatch.setattr(fused, "matrix_of", lambda module: asked.append(module) or matrix_of(module))
-    inputs, each = prompts(1, 9, vocab=96), 2 + 14  # embedding and output, layers
-    handle = gsd.patch(model, graph_config="chain")
-    first = model.generate(**inputs, **GREEDY)
-    asked.clear()
-    assert torch.equal(model.generate(**inputs, **GREEDY), first)
-    model.generate(**prompts(1, 9, vocab=96, seed=3), **GREEDY, reuse_prefix=False)
-    assert not asked
-    stored_in(model.model.layers[1].mlp.up_proj).tensors[1].mul_(-1.5)  # its scales
-    second = model.generate(**inputs, **GREEDY)
-    assert len(asked) == each and not torch.equal(second, first)
-    handle.clear()
-    assert torch.equal(model.generate(**inputs, **GREEDY), second)
-    gsd.unpatch(model)
-    asked.clear()
-    gsd.generate(model, **inputs, **GREEDY, graph_config="plain")
-    assert len(asked) == each
-
-
-def test_copies_go_with_the_patch_and_with_the_model(made):
-    pytest.importorskip("torchao")
-    model = copy.deepcopy(made("torchao int4"))
-    handle = gsd.patch(model)
-    model.generate(**prompts(1, 9, vocab=96), **GREEDY)
-    packed = sum(matrix_of(module).nbytes for module in layers(model).values())
-    assert copies.nbytes(model) == packed
-    assert f"{packed / 2**20:,.1f} MiB of packed weights in an order of their own" in repr(handle)
-    gsd.unpatch(model)
-    assert copies.nbytes(model) == 0
-    in_place = copy.deepcopy(made("torchao int8"))
-    gsd.generate(in_place, **prompts(1, 9, vocab=96), **GREEDY)
-    assert copies.nbytes(in_place) == 0
-    module = in_place.model.layers[0].mlp.up_proj
-    assert matrix_of(module).data.data_ptr() == module.weight.qdata.data_ptr()
-    assert matrix_of(module).scales.data_ptr() == module.weight.scale.data_ptr()
-    gsd.generate(model, **prompts(1, 9, vocab=96), **GREEDY)
-    assert copies.nbytes(model) == packed
-    left = weakref.ref(model.lm_head)
-    del model, handle
-    gc.collect()
-    assert left() is None
 
 
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")
@@ -194,16 +135,3 @@ def test_what_is_not_read_keeps_the_modules_and_says_why(made):
     int4 = copy.deepcopy(made("torchao int4"))
     int4.model.layers[1].mlp.up_proj.weight.act_pre_scale = torch.ones(64)
     assert "layers.1.mlp.up_proj scales its activations" in why_not(int4, "auto")
-
-
-def test_blocks_that_do_not_end_with_rows_keep_the_modules():
-    pytest.importorskip("bitsandbytes")
-    model = SCHEMES["bitsandbytes nf4"](original(hidden_size=96, head_dim=16, intermediate_size=128))
-    assert "[64, 96] in blocks of 64 that do not end with its rows" in why_not(model, "auto")
-
-
-def test_one_layer_of_another_dtype_is_named():
-    pytest.importorskip("torchao")
-    model = SCHEMES["torchao int8"](original(torch.float32))
-    assert why_not(model, "auto") is None
-    assert isinstance(model.model.layers[0].mlp.up_proj, nn.Linear)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from models import noised, prompts
-from quantised import SCHEMES, compressed, decompressed, dense_of, original
+from quantised import compressed, decompressed, original
 from torch import nn
-from transformers import LlamaForCausalLM
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.packed import unpack_rows
@@ -57,19 +54,6 @@ def test_compressed_layers_are_those_that_the_library_decompresses_to(way):
         model.save_pretrained("nowhere")
 
 
-def test_a_checkpoint_of_transformers_is_kept_as_loaded(tmp_path):
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import ModelCompressor
-
-    model = compressed(original(), 4, "group", symmetric=True)
-    model.save_pretrained(tmp_path)
-    ModelCompressor.from_pretrained_model(model).update_config(str(tmp_path))
-    loaded = gsd.keep_packed(LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
-    expected = decompressed(model.model.layers[1].mlp.down_proj)
-    assert torch.equal(loaded.model.layers[1].mlp.down_proj.weight, expected)
-    assert text_of(loaded).stats.why_modules is None and len(packed_in(loaded)) == 14
-
-
 def test_what_cannot_be_kept_is_refused_and_stays():
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationArgs
@@ -92,25 +76,4 @@ def test_what_cannot_be_kept_is_refused_and_stays():
         gsd.keep_packed(nn.Linear(2, 2))
     gsd.patch(model)
     with pytest.raises(ValueError, match="model: it is patched"):
-        gsd.keep_packed(model)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bitsandbytes_keeps_its_scales_and_its_dtype(dtype):
-    scheme = SCHEMES["bitsandbytes nf4 double"]
-    model = scheme(original(dtype))
-    dense = dense_of(model, scheme, original(dtype))
-    before = copy.deepcopy(model.model.layers[0].mlp.up_proj.weight.data)
-    gsd.keep_packed(model)
-    assert torch.equal(model.model.layers[0].mlp.up_proj.packed.flatten(), before.flatten())
-    out = text_of(model, assistant_model=noised(dense, 0.02))
-    assert torch.equal(out.sequences, text_of(dense, graph_config="plain").sequences)
-    assert out.stats.why_modules is None and out.stats.tokens_per_step > 1
-
-
-def test_another_dtype_than_the_models_is_refused():
-    pytest.importorskip("torchao")
-    model = SCHEMES["torchao int8"](original())
-    model.model.embed_tokens.float()
-    with pytest.raises(ValueError, match=r"q_proj stands for torch\.bfloat16 on cpu; expected torch\.float32 on a CPU"):
         gsd.keep_packed(model)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 
 import pytest
 import torch
-from models import FAMILIES, noised, prompts, tiny
+from models import prompts, tiny
 from torch import nn
 
 import gsd_kernels as gsd
@@ -32,16 +31,6 @@ def test_the_gguf_package_packs_the_same_bytes(kind):
     dense[7] = (dense[7] * 4).round() / 4  # ties
     theirs = gguf.quants.quantize(dense.numpy(), gguf.GGMLQuantizationType[kind.upper()])
     assert torch.equal(pack_matrix(dense, kind).data, torch.from_numpy(theirs))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_matrix_is_packed_and_stays_tied(tied):
-    dense = tiny(tie_word_embeddings=tied, **SIZES).to(torch.bfloat16)
-    packed = gsd.pack(copy.deepcopy(dense), "q4_0")
-    assert len(packed_in(packed)) == sum(isinstance(m, (nn.Linear, nn.Embedding)) for m in dense.modules())
-    assert (packed.lm_head.packed.data_ptr() == packed.model.embed_tokens.packed.data_ptr()) is tied
-    with pytest.raises(ValueError, match="save_pretrained: packed weights"):
-        packed.save_pretrained("nowhere")
 
 
 @pytest.mark.parametrize("patched", [True, False])
@@ -93,45 +82,6 @@ def test_writing_to_a_packed_weight_is_refused(write, embeds):
     with pytest.raises(ValueError, match=r"weight: |read-only"), torch.no_grad():
         WRITES[write](layer)
     assert torch.equal(layer.weight, before)
-
-
-def test_a_packed_weight_is_read_as_any_other():
-    layer = packed_once().model.layers[0].mlp.up_proj
-    weight, x = layer.weight, torch.randn(2, 64)
-    dense = nn.Linear(64, 96, bias=False)
-    with torch.no_grad():
-        dense.weight.copy_(weight)
-    for plain in (weight.clone(), copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), weight + 0, dense.weight):
-        assert type(plain) in (torch.Tensor, nn.Parameter) and torch.equal(plain, weight)
-    assert type(nn.functional.linear(x, weight)) is torch.Tensor
-    assert torch.equal(nn.functional.linear(x, weight), dense(x)) and torch.equal(x @ weight.T, dense(x))
-    parameter = nn.Parameter(layer.weight)
-    assert torch.equal(nn.functional.linear(x, parameter), dense(x)) and parameter.requires_grad
-    weight.clone().zero_()
-    assert torch.equal(layer.weight, dense.weight)
-
-
-WITHOUT_PARAMETERS = {name: (name, {"num_key_value_heads": 2}) for name in ("Olmo", "NanoChat")}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", WITHOUT_PARAMETERS)
-def test_a_model_whose_norms_have_no_weights(name, dtype, monkeypatch):
-    """Every parameter is packed, and it still has a dtype and a device."""
-    monkeypatch.setitem(FAMILIES, name, WITHOUT_PARAMETERS[name])
-    model = tiny(name, dtype=dtype, **SIZES)
-    draft = noised(model, 0.01)
-    gsd.pack(model)
-    assert not sum(parameter.numel() for parameter in model.parameters())
-    assert model.dtype == dtype and model.device == torch.device("cpu") and model.float().dtype == torch.float32
-    assert model.to(dtype).dtype == dtype and not any(parameter.requires_grad for parameter in model.parameters())
-    call = prompts(2, 9) | {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    plain = gsd.generate(model, **call, graph_config="plain")
-    assert torch.equal(model.generate(**call), plain)
-    for options in ({}, {"assistant_model": draft, "graph_config": "graph"}):
-        with gsd.patch(model, **options) as handle:
-            assert torch.equal(model.generate(**call), plain) and handle.stats.steps > 0
-            assert torch.equal(gsd.generate(model, **call), plain)
 
 
 def test_what_cannot_be_packed_is_refused_and_stays():

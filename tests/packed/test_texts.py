@@ -19,7 +19,6 @@ from gsd_kernels_cli import pair as console
 from gsd_kernels_cli.pair import load_pair
 from gsd_kernels_hf.costs.pair import describe
 from gsd_kernels_hf.costs.prior import weight_bytes
-from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.packed import modules
 from gsd_kernels_hf.packed.modules import packed_in
 
@@ -62,18 +61,6 @@ def test_no_whole_matrix_is_unpacked(pair, monkeypatch):
         assert packed_in(target)[0].weight is not None
 
 
-def test_a_patched_model_and_its_own_generate(pair):
-    target, _, draft = pair
-    call = prompts(2, 7, vocab=90) | {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    in_float = copy.deepcopy(target).float()
-    assert {module.like.dtype for module in packed_in(in_float)} == {torch.float32}
-    assert why_not(in_float, "auto") is None
-    expected = in_float.generate(**call)
-    gsd.patch(in_float, assistant_model=draft)
-    assert torch.equal(in_float.generate(**call), expected)
-    gsd.unpatch(in_float)
-
-
 def test_costs_know_the_packed_bytes(pair):
     target, dense, _ = pair
     tied = dense.config.tie_word_embeddings
@@ -84,16 +71,6 @@ def test_costs_know_the_packed_bytes(pair):
     assert weight_bytes(target) == sum(matrices.values()) + others < 0.8 * weight_bytes(dense)
     mine, theirs = describe(target, None, "auto")["target"], describe(dense, None, "auto")["target"]
     assert mine["packed"] == sorted({m.kind.name for m in packed_in(target)}) and "packed" not in theirs
-
-
-def test_a_part_that_is_not_the_files_keeps_the_modules(pair):
-    target = copy.deepcopy(pair[0])
-    packed_in(target)[-1].register_forward_hook(lambda *_: None)
-    assert "has a hook" in why_not(target, "auto")
-    target = copy.deepcopy(pair[0])
-    target.model.layers[0].mlp.down_proj.to(torch.float32)
-    reason = why_not(target, "auto")
-    assert "packed on cpu for torch.float32" in reason or "is torch.float32, the output matrix" in reason
 
 
 def test_the_command_line_takes_a_file(tmp_path, monkeypatch):

@@ -8,15 +8,12 @@ import threading
 import pytest
 import torch
 from corpora import corpus_of
-from safetensors import safe_open
 from transformers import TextIteratorStreamer
-from typer.testing import CliRunner
 
 import gsd_kernels as gsd
 from gsd_kernels import Corpus, GraphConfig, LayerSkip
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_cli import comparison
-from gsd_kernels_cli.app import app
 from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_hf import learning
 from gsd_kernels_hf.engine.known import learned_of
@@ -43,6 +40,13 @@ MESSAGES = (
 )
 # A fixed shape, where drafts are asserted: `auto` may find a busy machine's plain steps the fastest.
 TREE = GraphConfig(depth=3, width=2, branch=2, max_rows=8)
+
+
+def plainly(model, inputs, tokens, **options):
+    """Sequences of plain decoding: a forward a token."""
+    decoded = comparison.undrafted(model.model, **options)(inputs, tokens)
+    assert decoded.stats.tokens_per_step == 1
+    return decoded.sequences
 
 
 def text_of(model, inputs, **options):
@@ -81,13 +85,6 @@ def test_float32_texts_are_those_of_transformers(full, tmp_path):
         assert out.stats.tokens_per_step > 1, f"{name} drafts"
 
 
-def test_a_prompt_alone_has_transformers_text_too(full):
-    for message in MESSAGES[:3]:
-        inputs = full.chats(message)
-        expected = full.model.generate(**inputs, do_sample=False, max_new_tokens=16)
-        assert torch.equal(text_of(full, inputs, max_new_tokens=16, draft_sources=("history",)).sequences, expected)
-
-
 @compiled
 def test_in_bfloat16_every_source_has_the_text_of_plain_decoding(half, tmp_path):
     inputs, tokens = half.chats(*MESSAGES[2:6]), 16
@@ -105,27 +102,6 @@ def test_in_bfloat16_every_source_has_the_text_of_plain_decoding(half, tmp_path)
         out = text_of(half, inputs, max_new_tokens=tokens, **options)
         assert torch.equal(out.sequences, plain), name
         assert out.stats.tokens_per_step > 1, f"{name} drafts"
-
-
-def plainly(model, inputs, tokens, **options):
-    """Sequences of plain decoding: a forward a token."""
-    decoded = comparison.undrafted(model.model, **options)(inputs, tokens)
-    assert decoded.stats.tokens_per_step == 1
-    return decoded.sequences
-
-
-@compiled
-def test_a_prompt_has_one_text_in_any_batch(half):
-    messages = MESSAGES[0], MESSAGES[8], MESSAGES[2]  # of three lengths
-    inputs = half.chats(*messages)
-    assert (inputs["attention_mask"].sum(1).unique().numel()) == 3
-    together = text_of(half, inputs, max_new_tokens=16, draft_sources=("history",), graph_config=TREE).sequences
-    for row, message in enumerate(messages):
-        own = half.chats(message)
-        alone = plainly(half, own, 16)[0, own["input_ids"].shape[1] :]
-        new = together[row, inputs["input_ids"].shape[1] :]
-        assert torch.equal(new[: len(alone)], alone), message
-        assert (new[len(alone) :] == half.tokenizer.pad_token_id).all()
 
 
 def test_streamed_text_holds_characters_of_several_bytes_whole(half):
@@ -176,17 +152,6 @@ def test_json_by_a_grammar(half):
     )
     assert torch.equal(both.sequences, history.sequences) and torch.equal(both.sequences, drafted)
     assert both.stats.steps < 0.75 * history.stats.steps, "what the grammar forces is drafted"
-
-
-@compiled
-def test_a_seed_has_one_sample_with_and_without_drafts(half):
-    inputs = half.chats(MESSAGES[2])
-    options = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
-    samples = [plainly(half, inputs, 24, seed=seed, **options) for seed in (1, 2)]
-    assert not torch.equal(*samples)
-    options |= {"draft_sources": ("history",), "graph_config": TREE}
-    drafted = text_of(half, inputs, max_new_tokens=24, seed=1, **options)
-    assert torch.equal(drafted.sequences, samples[0]) and drafted.stats.tokens_per_step > 1
 
 
 @compiled
@@ -245,13 +210,3 @@ def test_what_comes_with_the_package_is_found_in_every_form_and_changes_no_text(
             steps[learned] += out.stats.steps
             assert torch.equal(out.sequences, plain)
     assert steps[True] < steps[False]
-
-
-def test_learn_from_the_command_line(place, tmp_path, monkeypatch):
-    monkeypatch.setenv("GSD_KERNELS_CACHE", str(place))
-    (tmp_path / "asked.txt").write_text("Name two birds.\nWhat is rain?\n")
-    arguments = ("--prompts", tmp_path / "asked.txt", "--max-new-tokens", 12, "-o", tmp_path / "own.safetensors")
-    done = CliRunner().invoke(app, ["learn", str(smollm2.folder()), *map(str, arguments)])
-    assert done.exit_code == 0, done.output
-    with safe_open(tmp_path / "own.safetensors", framework="pt") as opened:
-        assert int(opened.metadata()["seen"]) > 12

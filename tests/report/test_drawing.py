@@ -10,7 +10,7 @@ import torch
 from models import noised, prompts, tiny
 
 from gsd_kernels import GraphConfig
-from gsd_kernels_cli.drawing import ACCEPTED, REJECTED, ROOT, UNCHECKED, StepPicture, draw_step, visible
+from gsd_kernels_cli.drawing import ACCEPTED, REJECTED, ROOT, UNCHECKED, StepPicture, draw_step
 from gsd_kernels_hf import generate
 
 pytestmark = pytest.mark.quick
@@ -55,14 +55,6 @@ def test_pictures_tell_what_happened(steps):
     assert kinds == {ROOT, ACCEPTED, REJECTED, UNCHECKED} and sum(merges) > 0
 
 
-def test_checked_only_keeps_whole_paths(steps):
-    for picture in steps[0]:
-        drawn = picture.checked_only()
-        seen = {node.id for node in drawn.nodes}
-        assert {node.id for node in picture.nodes if node.kind != UNCHECKED} <= seen
-        assert {edge.target for edge in drawn.edges if not edge.merged} == seen - {0}
-
-
 def groups(file):
     return [e.get("id") for e in ElementTree.parse(file).iter() if re.match(r"(node|edge)-", e.get("id", ""))]
 
@@ -79,26 +71,3 @@ def test_svg_has_every_node_and_edge_once(steps, tmp_path):
     data = png.read_bytes()
     width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
     assert data.startswith(b"\x89PNG") and width > 800 and height > 200
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        (" a", "·a"),
-        ("\n        ", "↵·×8"),
-        ("\t\t", "⇥⇥"),
-        ("\x00", "\ufffd"),
-        ("$x$", "$x$"),
-        ("a" * 30, "a" * 15 + "…"),
-    ],
-)
-def test_visible(text, shown):
-    assert visible(text) == shown
-
-
-def test_missing_matplotlib_is_said(steps, tmp_path, monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'matplotlib"):
-        draw_step(steps[0][0], str, [tmp_path / "a.svg"])

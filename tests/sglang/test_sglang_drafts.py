@@ -10,7 +10,6 @@ import torch
 
 from gsd_kernels.graph import TokenGraph
 from gsd_kernels_sglang.drafter import TAIL, Drafter, Text
-from gsd_kernels_sglang.history import OTHERS, RELIABILITY, History
 from gsd_kernels_sglang.load import RowPolicy
 from gsd_kernels_sglang.options import Options
 from gsd_kernels_sglang.statistics import Statistics
@@ -72,12 +71,6 @@ def test_the_arrays_are_trees_as_sglang_reads_them():
     assert merges > 20
 
 
-def test_a_new_request_drafts_from_its_own_prompt():
-    ours = drafter()
-    drafted = ours.draft([text("a", [5, 6, 7, 8, 5, 6, 7, 8, 5, 6])])
-    assert paths(drafted, 0)[:4] == [(6,), (6, 7), (6, 7, 8), (6, 7, 8, 5)]
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_requests_see_each_others_verified_rows_only_if_shared(shared):
     ours = drafter(shared=shared)
@@ -90,81 +83,11 @@ def test_requests_see_each_others_verified_rows_only_if_shared(shared):
     assert paths(ours.draft([text("c", [7, 8, 9, 10])]), 0) == [(10,)]
 
 
-def test_a_prompt_is_never_shared():
-    ours = drafter()
-    ours.draft([text("a", [1, 2, 3, 4, 1, 2, 3])])
-    assert paths(ours.draft([text("b", [2, 3])]), 0) == [(3,)]
-
-
-def test_what_nearly_followed_is_drafted_too():
-    ours = drafter()
-    first = ours.draft([text("a", [1, 2])])
-    ours.observe(first, answer(first), torch.tensor([[9]]), torch.tensor([1]))
-    assert {(2, 50), (2, 51), (2, 52)} <= set(paths(ours.draft([text("a", [1, 2])]), 0))
-
-
-def test_a_request_that_comes_back_is_read_anew():
-    ours = drafter(shared=False)
-    ours.draft([text("a", [1, 2, 3])])
-    before = ours.numbers["a"]
-    ours.forget(["a", "unknown"])
-    assert paths(ours.draft([text("a", [4, 5, 4, 5])]), 0)[:2] == [(5,), (5, 4)]
-    assert ours.numbers["a"] != before
-    assert paths(ours.draft([text("b", [1, 2])]), 0) == [(2,)], "what the request left belongs to nobody"
-
-
-def test_the_longer_context_weighs_more_and_one_that_is_alone_counts_in_full():
-    history = History(Options(**SMALL), 3)
-    history.read(0, torch.tensor([1, 2, 3, 4], dtype=torch.int32))  # 1 2 3 → 4, for request 0
-    candidates = torch.tensor([[[5, 6, -1]]], dtype=torch.int32), torch.tensor([[[0.6, 0.3, 0.0]]]).log()
-    context = torch.tensor([[[3, 9, -1, -1]]], dtype=torch.int32)  # 9 3 → 5 or 6, of request 1
-    history.remember(torch.tensor([1], dtype=torch.int32), context, *candidates, torch.ones(1, 1, dtype=torch.bool))
-
-    def recalled(number: int, *nearest: int) -> dict[int, float]:
-        contexts = torch.tensor([[[*nearest, *[-1] * (4 - len(nearest))]]], dtype=torch.int32)
-        tokens, log_probs = history.recall(torch.tensor([number], dtype=torch.int32), contexts)
-        return {t: p for t, p in zip(tokens[0, 0].tolist(), log_probs[0, 0].exp().tolist(), strict=True) if t >= 0}
-
-    known = RELIABILITY[1]
-    assert recalled(0, 2, 1) == pytest.approx({3: 0.6 * RELIABILITY[2]})
-    assert recalled(7, 3) == pytest.approx({5: 0.6 * known, 6: 0.3 * known}), "only others know it"
-    both = recalled(0, 3, 2, 1)  # three tokens of its own text, one of another request's
-    weight = OTHERS["shorter"]
-    own = 0.6 * RELIABILITY[3] * (1 - weight)
-    assert both == pytest.approx({4: own, 5: weight * 0.6 * known, 6: weight * 0.3 * known})
-    both = recalled(0, 3)
-    weight = OTHERS["equal"]
-    assert both == pytest.approx({4: 0.6 * known * (1 - weight), 5: weight * 0.6 * known, 6: weight * 0.3 * known})
-    assert recalled(0, 8) == recalled(7, 2) == {}
-
-
 @pytest.mark.parametrize(
     ("requests", "rows"), [(0, 16), (1, 16), (4, 16), (5, 12), (8, 8), (32, 2), (33, 1), (64, 1), (1000, 1)]
 )
 def test_rows_follow_the_load(requests, rows):
     assert RowPolicy(16, 64).budget(requests) == rows
-
-
-def test_rows_stay_where_sglang_has_fixed_them():
-    fixed = RowPolicy.of(16, 8, backend="triton", device="cuda", captured=True)
-    assert (fixed.budget(100), fixed.used(16, 2)) == (16, 16)
-    captured = RowPolicy.of(16, 64, backend="flashinfer", device="cuda", captured=True)
-    assert (captured.budget(8), captured.used(8, 2)) == (8, 8)
-    free = RowPolicy.of(16, None, backend="torch_native", device="cpu", captured=False)
-    assert (free.budget(2), free.budget(4), free.used(8, 2), free.used(8, 9)) == (16, 8, 2, 8)
-    assert RowPolicy.of(16, None, backend="flashinfer", device="cuda", captured=False).budget(16) == 16
-    assert not RowPolicy.of(16, None, backend=None, device="cuda", captured=False).flexible
-
-
-def test_a_full_batch_is_plain_decoding():
-    ours = drafter(batch_rows=3)
-    drafted = ours.draft([text(key, [1, 2, 1, 2]) for key in "abcd"])
-    tokens, mask = drafted.arrays()
-    assert drafted.graph is None and drafted.num_rows == 1
-    assert tokens.tolist() == [2] * 4 and mask.tolist() == [True] * 4
-    ours.observe(drafted, answer(drafted), torch.full((4, 1), 50), torch.ones(4, dtype=torch.int32))
-    assert (ours.statistics.tokens, ours.statistics.rows, ours.statistics.nodes) == (4, 4, 0)
-    assert (2, 50) in paths(ours.draft([text("a", [1, 2, 1, 2])]), 0), "plain steps are learned from as well"
 
 
 def test_statistics_count_accepted_merge_edges():
@@ -187,11 +110,3 @@ def test_statistics_count_accepted_merge_edges():
     counted.add(rows, graph, torch.tensor([[2, 3, 9, 0, 0, 0, 0, 0]]), torch.tensor([3]))
     assert (counted.accepted, counted.accepted_merged, counted.tokens) == (4, 1, 6)
     assert "steps=2 tokens_per_step=3.000" in counted.line() and "merged_share=0.250" in counted.line()
-
-
-def test_long_texts_and_short_ones_in_one_batch():
-    ours = drafter(rows=4)
-    long = [i % 11 for i in range(3000)]
-    drafted = ours.draft([text("long", long), text("short", [3])])
-    assert paths(drafted, 0) == [tuple((long[-1] + j) % 11 for j in range(i + 1)) for i in range(4)]
-    assert paths(drafted, 1)[0] == (3,) and int(drafted.rows.num_rows[1]) == 1

@@ -37,15 +37,6 @@ def test_importing_the_package_needs_no_sglang():
     assert not [name for name in set(sys.modules) - before if name.split(".")[0] in ("sglang", "transformers")]
 
 
-def test_the_entry_point_names_the_function(registered):
-    tomllib = pytest.importorskip("tomllib")
-    from pathlib import Path
-
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    module, _, function = project["entry-points"]["sglang.srt.plugins"]["gsd"].partition(":")
-    assert callable(getattr(importlib.import_module(module), function))
-
-
 def test_an_untested_version_is_refused_by_name(registered, monkeypatch):
     registered = install(monkeypatch, "0.6.0")
     plugin().register()
@@ -91,14 +82,6 @@ def test_what_cannot_be_served_is_refused_by_name(name, value, registered):
         registered["GSD"].validate_server_args(arguments(**{name: value}))
 
 
-def test_large_pages_are_refused_where_sglang_moves_branches_wrongly(registered):
-    plugin().register()
-    with pytest.raises(ValueError, match=r"--page-size: expected 1.*got 64"):
-        registered["GSD"].handle_server_args(arguments(page_size=64))
-    registered["GSD"].handle_server_args(arguments(page_size=64, attention_backend="flashinfer"))
-    registered["GSD"].handle_server_args(arguments(page_size=64, speculative_eagle_topk=1))
-
-
 @pytest.mark.parametrize(
     ("text", "error", "match"),
     [
@@ -117,18 +100,6 @@ def test_large_pages_are_refused_where_sglang_moves_branches_wrongly(registered)
 def test_options_out_of_range_are_refused(text, error, match):
     with pytest.raises(error, match=f"^{VARIABLE}: .*{match}"):
         Options.read({VARIABLE: text})
-
-
-def test_options_are_read():
-    assert Options.read({}) == Options.read({VARIABLE: " "}) == Options()
-    assert Options.read({VARIABLE: '{"levels": 3, "shared": false}'}) == Options(levels=3, shared=False)
-    config = Options(levels=12).graph_config(rows=5, branch=2)
-    assert (config.depth, config.history_depth, config.max_rows, config.branch) == (0, 4, 5, 2)
-    for flag, rows, branch in (("num-draft-tokens", 129, 4), ("num-draft-tokens", 1, 4), ("eagle-topk", 8, 33)):
-        with pytest.raises(ValueError, match=flag):
-            Options().graph_config(rows, branch)
-    with pytest.raises(ValueError, match="lower levels or width"):
-        Options(levels=64, width=64).graph_config(128, 32)
 
 
 class Serving:
@@ -185,31 +156,6 @@ def test_requests_that_come_end_and_are_put_back_get_the_targets_text(backend, s
         assert widths == {8}
     else:
         assert {1, 8} <= widths and len(widths) > 3
-
-
-def test_fewer_rows_than_the_start_up_has_reach_every_tensor_of_the_worker(registered, monkeypatch):
-    monkeypatch.setenv(VARIABLE, '{"batch_rows": 6}')
-    serving = Serving(worker())
-    serving.join(*(Request(str(i), [i, 1, i, 1, i]) for i in range(3)))
-    serving.step()
-    assert serving.worker.widths == [2] and serving.worker.speculative_num_draft_tokens == 2
-    assert [len(view) for view in serving.worker.draft_tokens_batch[:3]] == [0, 2, 4]
-    assert len(serving.carried) == 3 * 8
-    serving.join(Request("late", [3, 4, 5]))
-    assert len(serving.carried) == 4 * 8
-
-
-def test_rows_are_fixed_where_two_attention_backends_verify_or_graphs_were_captured(registered):
-    def policy(**changes):
-        serving = Serving(worker(**changes))
-        serving.join(Request("a", [1, 2, 3]))
-        serving.step()
-        return serving.worker.drafter.policy
-
-    assert policy().flexible and policy().trims
-    for decoding in ("triton", "flashinfer"):
-        assert not policy(decode_attention_backend=decoding).flexible
-    assert policy(graphs=object()).flexible and not policy(graphs=object()).trims
 
 
 def test_the_flushed_cache_and_the_requests_that_went_are_forgotten(registered):

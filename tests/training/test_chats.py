@@ -6,31 +6,22 @@ import json
 
 import pytest
 import torch
-from models import tiny
 from safetensors.torch import load_file
-from training.options import options_for
 from training.test_commands import done, refused
 from training.test_losses import distillation, head_training
 from training.test_train_drafter import random_training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Config
+from gsd_kernels_hf.sources.eagle3 import Eagle3
 from gsd_kernels_hf.sources.load import load_drafter
 from gsd_kernels_train.chats import encode_chats
 from gsd_kernels_train.clock import RunClock
 from gsd_kernels_train.drafters import frequent_tokens
-from gsd_kernels_train.job import load_target, read
-from gsd_kernels_train.streams import blocks
-from gsd_kernels_train.text import own_text
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-LAST_ONLY = (  # as models that think: what was thought is dropped from earlier answers
-    "{% for message in messages %}<{{ message.role }}>{% if loop.last and message.role == 'assistant' %}hm, {% endif %}"
-    "{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 QUICK = ["--batch", 4, "--length", 24, "--lr", 0.01, "--checkpoint-every", 5, "--device", "cpu"]
 
@@ -78,18 +69,6 @@ def test_answers_count_and_what_ends_them(folder, chats, tmp_path):
     assert tokenizer.decode(stream.tokens[stream.starts[-1] :])[:8] == "<user>Hi"
 
 
-def test_the_last_chats_are_held_out_and_measured_where_answers_begin(folder, chats):
-    options = options_for(folder, text=[], chats=[chats], length=24)
-    _, tokenizer = load_target(options)
-    text = read(options, tokenizer, RunClock(None))
-    # A twentieth of 60 chats, each of which goes beyond two windows.
-    assert len(text.held_out.answers) == 3 and len(text.held_out.starts) == 9 and text.digests.keys() == {"chats"}
-    prefix, _ = blocks(text.held_out.before_answers(6), 6, 8)
-    assert len(prefix) == 3 and all(tokenizer.decode(row).endswith("stant>") for row in prefix)
-    windows, counted = blocks(text.held_out, 25, 8)
-    assert windows.shape == counted.shape and counted.dtype == torch.bool
-
-
 def trained_of(kind, folder):
     if kind == "draft":
         return distillation(folder)
@@ -128,20 +107,6 @@ def test_the_loss_is_the_mean_of_what_counts(folder, kind):
         torch.testing.assert_close(loss(early), torch.stack(single).mean())
 
 
-def test_what_the_target_writes_itself_counts_alone(folder, chats):
-    options = options_for(folder, text=[], chats=[chats], length=24)
-    target, tokenizer = load_target(options)
-    text = read(options, tokenizer, RunClock(None))
-    work = folder / "own"
-    work.mkdir()
-    settings = {"at_once": 4, "sequences": 8, "seconds": None, "may_write": lambda: True}
-    own, _ = own_text(target, text.training, 24, 0, work, **settings)
-    said = own.counted.nonzero()[0]
-    begins = said[~own.counted[said - 1]]
-    assert len(begins) == 8 and 0 < own.counted.mean() < 1
-    assert all(tokenizer.decode(own.tokens[at - 6 : at]).endswith("stant>") for at in begins)
-
-
 def test_a_drafter_learns_answers(folder, chats):
     out = folder / "learned"
     given = ["train-drafter", "--kind", "eagle3", "--target", folder / "target", "--chats", chats, "--out", out]
@@ -162,25 +127,6 @@ def test_a_drafter_learns_answers(folder, chats):
     assert torch.equal(gsd.generate(target, ids, max_new_tokens=24, drafter=drafter), plain)
     with pytest.raises(ValueError, match="drafts by its target's output matrix; pass the target too"):
         Eagle3.from_pretrained(out)
-
-
-def test_a_drafter_that_shares_the_output_matrix_is_as_wide(tmp_path, folder):
-    target = tiny(hidden_size=48, head_dim=8)
-    config = json.loads((folder / "learned" / "config.json").read_text())
-    narrow = config | {"target_hidden_size": 48}
-    module = Eagle3(Eagle3Config.of(narrow, own_embedding=True))
-    with pytest.raises(ValueError, match="no output matrix of its own, and is 32 wide where"):
-        module.check_target(target)
-
-
-def test_templates_that_do_not_serve(folder, chats):
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
-    tokenizer.chat_template = LAST_ONLY
-    with pytest.raises(ValueError, match=r"chats\.jsonl, line 8: .* writes earlier turns otherwise"):
-        encode_chats("chats", [chats], tokenizer, 24, RunClock(None))
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="chats: the target's tokenizer has no chat template"):
-        encode_chats("chats", [chats], tokenizer, 24, RunClock(None))
 
 
 SHORT = json.dumps(chat("a", "b"))

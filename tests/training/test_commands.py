@@ -19,10 +19,7 @@ from typer.testing import CliRunner
 
 from gsd_kernels_cli.app import app
 from gsd_kernels_hf.sources.heads import DraftHeads
-from gsd_kernels_train import job
 from gsd_kernels_train.loop import Checkpoints
-from gsd_kernels_train.streams import Stream
-from gsd_kernels_train.text import own_text
 
 QUICK = ["--steps", 12, "--batch", 4, "--length", 24, "--lr", 0.01, "--checkpoint-every", 5, "--device", "cpu"]
 
@@ -98,30 +95,6 @@ def test_heads_learn_what_their_target_says_later(folder, headed):
     assert report["before"] == first["before"] and report["after"] != report["before"]
 
 
-def test_a_finished_run_answers_again_and_is_not_trained_further(folder, distilled, monkeypatch):
-    out, report = distilled
-    monkeypatch.setattr(job, "train", None)
-    assert done(*arguments("distill", folder, out)) == report
-    table = run(*arguments("distill", folder, out)).stdout
-    assert f"{report['after']['agreement']:.3f}" in table and "accepted of a chain of 5" in table
-
-
-def test_a_config_alone_is_a_draft_from_nothing(folder, tmp_path):
-    fresh = tmp_path / "fresh"
-    fresh.mkdir()
-    (fresh / "config.json").write_text((folder / "draft" / "config.json").read_text())
-    drafts = {}
-    for seed in (0, 1):
-        out = tmp_path / str(seed)
-        given = arguments("distill", folder, out, "--sequence-level", 0, "--token-level", 0.5, "--seed", seed)
-        given[given.index("--draft") + 1] = str(fresh)
-        report = done(*given)
-        assert report["own_text"] == {} and report["after"] != report["before"]
-        drafts[seed] = weights(out)
-    assert drafts[0].keys() == weights(folder / "draft").keys()
-    assert not torch.equal(drafts[0]["lm_head.weight"], drafts[1]["lm_head.weight"])
-
-
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_equal_weights(folder, tmp_path):
     long = [*QUICK, "--steps", 60]
@@ -144,33 +117,6 @@ def test_a_killed_run_goes_on_to_equal_weights(folder, tmp_path):
     whole = done(*arguments("distill", folder, tmp_path / "whole", quick=long))
     assert_equal_weights(tmp_path / "killed", tmp_path / "whole")
     assert resumed["before"] == whole["before"] and resumed["after"] == whole["after"]
-
-
-def test_own_text_goes_on_with_the_next_batch(folder, tmp_path, monkeypatch):
-    target = AutoModelForCausalLM.from_pretrained(folder / "target")
-    stream = Stream(torch.arange(3, 250).repeat(8).numpy())
-    for name in ("whole", "cut"):
-        (tmp_path / name).mkdir()
-
-    def write(name, sequences=192, may_write=lambda: True, seconds=None):
-        return own_text(
-            target,
-            stream,
-            12,
-            7,
-            tmp_path / name,
-            at_once=64,
-            sequences=sequences,
-            seconds=seconds,
-            may_write=may_write,
-        )[0].tokens
-
-    whole = write("whole")
-    first = write("cut", sequences=64)
-    assert (whole[: len(first)] == first).all() and len(whole) == 192 * 12
-    assert (write("cut", may_write=lambda: False) == first).all()  # training has begun: no more is written
-    assert (write("cut") == whole).all()
-    assert len(write("cut", seconds=0.0, sequences=None)) == len(whole)
 
 
 def test_a_run_with_other_options_is_refused_by_name(folder, distilled):

@@ -14,8 +14,6 @@ from gsd_kernels_train.clock import NothingLearned
 from gsd_kernels_train.distill import distill
 from gsd_kernels_train.drafters import DrafterOptions, train_drafter
 from gsd_kernels_train.heads import train_heads
-from gsd_kernels_train.loop import RunFolder
-from gsd_kernels_train.measure import is_better
 
 TRAININGS = {
     "draft": lambda options, folder: distill(str(folder / "draft"), options),
@@ -60,20 +58,6 @@ def test_minutes_bound_all_of_a_run(kind, pace, folder, tmp_path, clock):
         assert report["training"]["steps"] > 1 and (out / "training.json").exists()
 
 
-def test_minutes_count_over_an_interruption(folder, tmp_path, clock, monkeypatch):
-    clock.pace = 0.03
-    options = options_for(folder, steps=None, minutes=1.0, out=tmp_path / "out", batch=2, length=12)
-    finish = RunFolder.finish
-    monkeypatch.setattr(RunFolder, "finish", None)
-    with pytest.raises(TypeError):
-        TRAININGS["heads"](options, folder)
-    gone = clock.now
-    monkeypatch.setattr(RunFolder, "finish", finish)
-    report = TRAININGS["heads"](options, folder)
-    assert clock.now - gone < 20, "what was measured and trained is not done again"
-    assert report["seconds"] <= 70
-
-
 @pytest.mark.parametrize("command", ["distill", "train-heads", "train-drafter"])
 def test_a_run_without_a_step_says_so_and_exits_with_1(command, folder, tmp_path):
     more = {"distill": ["--draft", folder / "draft"], "train-heads": ["--heads", 2]}.get(command, ["--kind", "eagle3"])
@@ -82,12 +66,3 @@ def test_a_run_without_a_step_says_so_and_exits_with_1(command, folder, tmp_path
     assert result.exit_code == 1 and result.stdout == ""
     assert "gsd-kernels: error: nothing was learned, and nothing is written: the 0.0006 s are over" in result.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_better_is_what_is_better_on_balance():
-    before = {"accuracy": [0.5, 0.2], "divergence": 2.0, "accepted": None}
-    assert not is_better(before, before)
-    assert is_better(before, before | {"divergence": 1.9})
-    assert not is_better(before, before | {"divergence": 2.1})
-    assert is_better(before, before | {"accuracy": [0.6, 0.1]})
-    assert not is_better(before, {"accuracy": [0.4, 0.1], "divergence": 1.9, "accepted": 1.0})

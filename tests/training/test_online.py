@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
 import threading
 from contextlib import contextmanager
 
@@ -15,8 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import gsd_kernels as gsd
-from gsd_kernels_hf import files
-from gsd_kernels_train.online import Gate
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.4, "seed": 3}
@@ -98,35 +94,6 @@ def test_sampled_text_is_the_seeds_before_during_and_after(target, draft):
         assert torch.equal(target.generate(**inputs, **SAMPLED), plain)
 
 
-def test_steps_texts_and_windows_are_bounded(target, draft, expected):
-    with patched(target, draft) as handle:
-        with gsd.OnlineLearner(handle, draft, steps=2, texts=2, window=10, top=3) as learner:
-            assert learner.step() == 0
-            steps_of(handle, target, expected, 3)
-            assert learner.taken == 6 and len(learner) == 2
-            assert learner.step(3) == 3 and learner.step(0) == 0
-        assert learner.step() == 0 and len(learner) == 0
-        with gsd.OnlineLearner(handle, draft, steps=0) as learner:
-            steps_of(handle, target, expected, 1)
-            assert learner.taken == 0 and learner.step(1) == 1
-
-
-def test_a_failure_while_learning_costs_no_text(target, draft, expected, monkeypatch, caplog):
-    first = bits(draft)
-    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft) as learner:
-        loss = learner._loss
-        monkeypatch.setattr(learner, "_loss", lambda lesson: loss(lesson) * float("nan"))
-        steps_of(handle, target, expected, 1)
-        assert (learner.taken, learner.skipped, len(learner)) == (0, 1, 0) and bits(draft) == first
-
-        def out_of_memory(lesson):
-            raise torch.OutOfMemoryError("no memory")
-
-        monkeypatch.setattr(learner, "_loss", out_of_memory)
-        steps_of(handle, target, expected, 2)
-        assert caplog.text.count("no memory") == 1 and bits(draft) == first
-
-
 def test_what_was_saved_goes_on(target, draft, expected, tmp_path):
     file, again = tmp_path / "learned", copy.deepcopy(draft)
     with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft, batch=1) as learner:
@@ -144,32 +111,6 @@ def test_what_was_saved_goes_on(target, draft, expected, tmp_path):
         learner._texts.extend(texts)
         learner.step()
         assert bits(again) == later  # the optimizer goes on too
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_kill_while_saving_leaves_the_last_state(target, draft, expected, tmp_path, monkeypatch):
-    file = tmp_path / "learned"
-    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft) as learner:
-        steps_of(handle, target, expected, 1)
-        learner.save(file)
-        saved = bits(draft)
-        learner.step()
-
-        def killed(*args, **kwargs):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        child = os.fork()
-        if child == 0:
-            files._flush = killed
-            learner.save(file)
-            os._exit(0)
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-        assert len(list(tmp_path.iterdir())) == 2  # the half one beside it
-        learner.load(file)
-        assert bits(draft) == saved and learner.taken == 1
-        learner.step()
-        learner.save(file)
-        learner.load(file)
 
 
 def test_bad_files_are_refused_by_name(target, draft, expected, tmp_path):
@@ -230,13 +171,6 @@ def test_threads_that_call_get_their_texts(target, draft, expected):
         assert len(learner) == 4 and learner.taken >= 1
 
 
-def test_inside_a_call_it_refuses(target, draft):
-    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft) as learner:
-        with pytest.raises(RuntimeError, match="close: not inside a call"):
-            target.generate(**INPUTS, **GREEDY, observer=lambda verified: learner.close())
-        assert not learner.closed and len(learner) == 0
-
-
 def test_what_cannot_learn_is_refused_by_name(target, draft):
     shared = noised(target)
     shared.model.embed_tokens.weight = target.model.embed_tokens.weight
@@ -278,52 +212,3 @@ def test_what_cannot_learn_is_refused_by_name(target, draft):
         gsd.OnlineLearner(handle, draft)
     with pytest.raises(TypeError, match="handle: expected what patch returns, got Llama"):
         gsd.OnlineLearner(target, draft)
-
-
-def test_lessons_are_what_the_target_picked(target, draft, expected):
-    inputs = prompts(3, 9, seed=5)  # left-padded
-    plain = gsd.generate(target, **inputs, **GREEDY)
-    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft, steps=0) as learner:
-        assert torch.equal(target.generate(**inputs, **GREEDY), plain)
-        for row, lesson in enumerate(learner._texts):
-            whole = torch.cat([inputs["input_ids"][row][inputs["attention_mask"][row].bool()], plain[row, 9:]])
-            assert torch.equal(lesson.tokens[: len(whole)], whole) and len(lesson.labels) >= GREEDY["max_new_tokens"]
-            emitted = lesson.tokens[-len(lesson.labels) :]
-            assert torch.equal(lesson.labels[:, 0], emitted)
-            alone = target(lesson.tokens[None]).logits[0].log_softmax(-1)[-len(emitted) - 1 : -1]
-            likely = alone.topk(8)
-            assert torch.equal(likely.indices, lesson.labels)
-            torch.testing.assert_close(likely.values.float(), lesson.log_probs, atol=1e-5, rtol=1e-5)
-
-
-def test_learning_waits_for_calls_and_calls_for_learning():
-    gate, order, inside, leave = Gate(), [], threading.Event(), threading.Event()
-
-    def call(name: str) -> None:
-        with gate.call():
-            order.append(name)
-            inside.set()
-            assert leave.wait(10)
-
-    def learn() -> None:
-        with gate.alone("step"):
-            order.append("learned")
-
-    threads = [threading.Thread(target=call, args=("first",))]
-    threads[0].start()
-    assert inside.wait(10)
-    threads.append(threading.Thread(target=learn))
-    threads[1].start()
-    while not gate._waiting and threads[1].is_alive():
-        threads[1].join(0.001)
-    threads.append(threading.Thread(target=call, args=("second",)))
-    threads[2].start()
-    threads[2].join(0.05)
-    assert order == ["first"] and gate.busy
-    leave.set()
-    for thread in threads:
-        thread.join(10)
-    assert order == ["first", "learned", "second"] and not gate.busy
-    with gate.call(), gate.call(), pytest.raises(RuntimeError, match="step: not inside a call"), gate.alone("step"):
-        pass
-    assert not gate.busy

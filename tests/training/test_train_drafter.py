@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-import tiny_configs
 import torch
-from models import tiny
 from safetensors.torch import load_file
 from sources.drafters import FixedText, random_tensors
 from sources.mtp_checkpoints import target_of
@@ -24,7 +22,7 @@ from gsd_kernels_hf.sources.load import load_drafter
 from gsd_kernels_hf.sources.recursion import Recursive
 from gsd_kernels_train import loop
 from gsd_kernels_train.dflash import DFlashTraining
-from gsd_kernels_train.drafters import DrafterOptions, frequent_tokens
+from gsd_kernels_train.drafters import DrafterOptions
 from gsd_kernels_train.eagle3 import Eagle3Training
 from gsd_kernels_train.job import load_target
 from gsd_kernels_train.mtp import MtpTraining
@@ -93,21 +91,6 @@ def test_the_layouts_are_the_published_ones(folder, trained):
     assert tensors["midlayer.self_attn.q_proj.weight"].shape[1] == 64 and tensors["fc.weight"].shape == (32, 64)
     ids = torch.arange(250) + tensors["d2t"]
     assert torch.equal(tensors["t2d"].nonzero().flatten(), ids)
-
-
-def test_sglang_is_told_outputs_of_layers_and_vllm_what_layers_read(folder):
-    options = options_for(folder)
-    drafter = DrafterOptions("eagle3", hidden_layers=(1, 2))
-    trained = Eagle3Training(options, load_target(options)[0], drafter, torch.float16, torch.arange(259))
-    assert trained.config["eagle_aux_hidden_state_layer_ids"] == [1, 2]
-    assert trained.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1]
-
-
-def test_the_draft_vocabulary_is_the_most_frequent_tokens():
-    tokens = torch.tensor([5, 5, 5, 2, 2, 7, 7, 1]).numpy()
-    assert frequent_tokens(tokens, 9, 3).tolist() == [2, 5, 7]
-    assert frequent_tokens(tokens, 9, 4).tolist() == [1, 2, 5, 7]
-    assert frequent_tokens(tokens, 9, 9).tolist() == list(range(9))
 
 
 def random_training(kind, folder, token_level=1.0, **drafter):
@@ -187,58 +170,6 @@ def test_blocks_are_what_drafting_computes(folder, windows, kind):  # noqa: F811
     assert (trained.guessed(window, 0, 8)[0] == expected.argmax(-1)).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_divergence_and_likelihood(folder, windows, kind):  # noqa: F811
-    size = {"eagle3": {"depth": 2}, "mtp": {"depth": 2}, "dspark": {"block_size": 2, "markov_rank": 5}}.get(
-        kind, {"block_size": 3}
-    )
-    trained, _ = random_training(kind, folder, 0.3, **size)
-    states, log_target = trained.read(windows)
-    ids = trained.module.target_ids().tolist()
-
-    def at(row, logits, place):
-        """Loss of the guess for the token after ``place``."""
-        log_draft, token = logits.log_softmax(-1), int(windows[row, place + 1])
-        p = log_target[row, place, ids].exp()
-        divergence = (p * (p.log() - log_draft)).sum()
-        return 0.3 * divergence - 0.7 * (log_draft[ids.index(token)] if token in ids else 0.0)
-
-    torch.manual_seed(4)
-    found = trained.loss(windows)
-    if kind in ("eagle3", "mtp"):
-        assert len(ids) == (128 if kind == "eagle3" else 259)
-        levels = trained.levels(windows, states)
-        means = [
-            torch.stack([at(r, logits[r, t], t + 1 + k) for r in range(3) for t in range(logits.shape[1])]).mean()
-            for k, logits in enumerate(levels)
-        ]
-        torch.testing.assert_close(found, means[0] + 0.8 * means[1])
-        return
-    torch.manual_seed(4)
-    roots = torch.rand(3, 10).topk(4).indices + 1
-    logits, confidence = trained.outputs(windows, states, roots)
-    assert (confidence is None) == (kind != "dspark")
-
-    def confident(row, block, guess):
-        """Cross-entropy of the confidence head against what the distributions share."""
-        if confidence is None:
-            return 0.0
-        p, q = log_target[row, int(roots[row, block]) + guess].exp(), logits[row, block, guess].softmax(-1)
-        share, said = torch.minimum(p, q).sum(), confidence[row, block, guess].sigmoid()
-        return -(share * said.log() + (1 - share) * (1 - said).log())
-
-    ratio = torch.exp(torch.tensor(-2 / 3, dtype=torch.float64))
-    losses = [
-        sum(
-            ratio**k * (at(r, logits[r, a, k], int(roots[r, a]) + k) + confident(r, a, k)) / (1 + ratio)
-            for k in range(2)
-        )
-        for r in range(3)
-        for a in range(4)
-    ]
-    torch.testing.assert_close(found, torch.stack(losses).sum() / 12)
-
-
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "mtp"])
 def test_an_interrupted_run_goes_on_to_equal_weights(folder, tmp_path, monkeypatch, kind):
     given, step = arguments(kind, folder, tmp_path / "cut", steps=9), loop._Run.step
@@ -284,16 +215,6 @@ def test_bad_options_are_refused_by_name(folder, tmp_path, kind, more, says):
     assert not (tmp_path / "out").exists()
 
 
-def test_rotary_settings_follow_the_target(folder, tmp_path):
-    from gsd_kernels_train.drafter import layer_sizes
-
-    scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    target = tiny(rope_parameters={"rope_theta": 5000.0, "original_max_position_embeddings": 64, **scaling})
-    sizes = layer_sizes(target, DrafterOptions("eagle3"))
-    assert sizes["rope_theta"] == 5000.0 and sizes["rope_scaling"]["factor"] == 4.0
-    assert "rope_scaling" not in layer_sizes(tiny(), DrafterOptions("eagle3"))
-
-
 @pytest.mark.parametrize("name", ["qwen3.5", "mellum", "glm", "exaone"])
 def test_heads_of_layers_of_other_classes(folder, tmp_path, windows, name):  # noqa: F811
     """A hybrid's attention layer, one of two types of attention, the dense one beside experts: trained, read, equal."""
@@ -316,12 +237,3 @@ def test_heads_of_layers_of_other_classes(folder, tmp_path, windows, name):  # n
     assert not torch.allclose(after, begun)
     drafted = gsd.generate(target, tokens[:1], max_new_tokens=16, drafter=read, draft_sources=("drafter",))
     assert torch.equal(drafted, target.generate(tokens[:1], max_new_tokens=16, do_sample=False))
-
-
-def test_a_head_of_attention_that_training_does_not_know_is_refused(folder):
-    target = tiny_configs.build(
-        "Gemma2ForCausalLM", layer_types=["full_attention", "full_attention"], final_logit_softcapping=None
-    )
-    trained = MtpTraining(options_for(folder), target, DrafterOptions("mtp", depth=2), torch.float64)
-    with pytest.raises(ValueError, match=r"kind: mtp trains a decoder layer .* has a soft cap"):
-        trained.levels(torch.zeros(1, 12, dtype=torch.long), [torch.zeros(1, 12, target.config.hidden_size)])
