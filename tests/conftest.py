@@ -23,6 +23,7 @@ for variable, value in (("OMP_NUM_THREADS", "1"), ("OPENBLAS_NUM_THREADS", "1"),
 import pytest
 import torch
 from _pytest.terminal import TerminalReporter
+from kept import pytest_addoption, pytest_runtest_makereport, pytest_runtest_setup  # noqa: F401
 
 from gsd_kernels.ops.table import all_ops
 

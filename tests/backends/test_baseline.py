@@ -43,6 +43,9 @@ sys.exit(pytest.main([*options, *sys.argv[1:]]))
 pytestmark = [
     pytest.mark.quick,
     needs_cpu,
+    pytest.mark.kept(
+        "csrc", "setup.py", "gsd_kernels", "python/gsd_kernels_hf", "tests/models.py", "tests/ops/contracts"
+    ),
     pytest.mark.skipif(os.uname().machine != "x86_64", reason="not an x86-64 machine"),
 ]
 

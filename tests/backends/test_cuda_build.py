@@ -58,6 +58,7 @@ pytestmark = [
     pytest.mark.quick,
     pytest.mark.long,
     pytest.mark.slow,
+    pytest.mark.kept("csrc", "setup.py", "tests/block_code", "gsd_kernels"),
     pytest.mark.skipif(find_nvcc() is None, reason="no nvcc (CUDACXX, CUDA_HOME, PATH) or no checkout"),
 ]
 

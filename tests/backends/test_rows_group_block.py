@@ -28,6 +28,7 @@ NOT_AWAITED, UNPUBLISHED, UNFENCED, MISUSED = 7, 8, 9, 10
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.kept("csrc", "tests/block_code"),
     pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
     pytest.mark.skipif(not SOURCE.exists(), reason="not a source checkout"),
 ]

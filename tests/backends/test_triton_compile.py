@@ -16,7 +16,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from gsd_kernels.attention_config import attention_config, load_table
 from gsd_kernels_cli import kernel_report
 
-pytestmark = [pytest.mark.quick, pytest.mark.long]
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.long,
+    pytest.mark.kept("gsd_kernels", "python/gsd_kernels_cli/kernel_report.py"),
+]
 
 KERNELS = {
     *("split", "combine", "merge", "flatten", "verify", "cut", "score", "log_probs", "commit", "write"),

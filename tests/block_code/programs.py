@@ -34,6 +34,7 @@ def needs(*files: Path) -> list[pytest.MarkDecorator]:
     return [
         pytest.mark.quick,
         pytest.mark.slow,
+        pytest.mark.kept("csrc", "tests/block_code"),
         pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
         pytest.mark.skipif(missing, reason="not a source checkout"),
     ]
