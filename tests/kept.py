@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path(os.environ.get("GSD_KERNELS_CACHE") or Path.home() / ".cache/gsd_kernels") / "gates"
-SOURCES = (".py", ".h", ".cpp", ".cu", ".cuh", ".so", ".json", ".toml")
+SOURCES = (".py", ".h", ".cpp", ".cu", ".cuh", ".json", ".toml")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

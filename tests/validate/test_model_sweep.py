@@ -11,6 +11,10 @@ import torch
 import transformers
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.kept(
+    *("csrc", "gsd_kernels", "python/gsd_kernels_hf", "docs/model_classes.json"),
+    *("tests/model_sweep.py", "tests/tiny_configs.py", "tests/models.py"),
+)
 
 
 @functools.lru_cache
