@@ -43,7 +43,9 @@ VARIABLES = (
         old=False,
     ),
     Variable(
-        "ROWS_GROUP", "`0`, `1`", "more than 32 rows multiplied by groups of warps (wgmma) on 9.0; not yet run there"
+        "ROWS_GROUP",
+        "what is faster, `0`, `1`",
+        "more than 32 rows multiplied by groups of warps (wgmma) on 9.0, or not",
     ),
     Variable("CUDA_FIRST", "`triton`, `compiled`", "what `auto` takes first on a GPU"),
     Variable("SGLANG_OPTIONS", "none, a JSON object", "what SGLang has no flag for (docs/served.md)"),

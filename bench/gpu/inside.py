@@ -15,12 +15,11 @@ import torch
 from gsd_kernels.environment import switched
 from gsd_kernels.ops.decoder_rows.cuda import GROUP, OVERLAP
 from gsd_kernels_hf.model.fused import FusedRows
-from gsd_kernels_hf.model.rows_proof import MOST_ROWS, row_inputs
+from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
 
 from ..kernels.rows import random_model
 from .graphs import Launch, kernel_table
-from .group import GROUPED, MOST_EARLY_ROWS, passed_by_groups
-from .right import passed
+from .right import GROUPED, MOST_EARLY_ROWS, passed, passed_by_groups
 from .work import Work
 
 SHAPES = ("llama-3-8b", "llama-3.2-1b")

@@ -1,29 +1,29 @@
 """The verdict on the forward of rows as one operator: its error against float32, and its bits wherever they are due.
 
 Nothing of the operator is timed before. A few layers of the real widths: every kernel, tile and split of a whole model.
-What is looked for, and what is right, is what every GPU is held to before it serves (model/rows_proof.py).
+What is looked for, and what is right, is what every GPU is held to before it serves (model/gpu_proof.py), at more
+prefixes, by more replays, and for products by groups of warps with weights of any size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.environment import switched
-from gsd_kernels.ops.decoder_rows.cuda import OVERLAP
-from gsd_kernels_hf.model import rows_proof
-from gsd_kernels_hf.model.rows_proof import BOUNDS, PARTS, ROWS, Case
+from gsd_kernels.ops.decoder_rows.cuda import GROUP, GROUP_CAPABILITY
+from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, PARTS, REPLAYED_ROWS, ROWS, Case, Subject, apart, too_large
 
 from ..kernels.rows import WAYS, random_model
+from .graphs import Launch, kernel_table
 from .stages import stage_named
 from .work import Work
 
-Point = Callable[["Subject"], dict[str, Any]]
+Point = Callable[[], dict[str, Any]]
 
 SHAPES = ("llama-3-8b", "llama-3.2-1b")
 LAYERS = 2
@@ -33,95 +33,91 @@ REPLAYS = 1000
 CASES = (Case(1024), Case(1000), Case(1023), Case(1025), Case(4097), Case(1000, (0, 37)), Case(1025, (300, 1)))
 SMALL_CASES = (Case(40), Case(33), Case(39, (0, 7)))
 
+GROUPED = " by groups"  # behind the names of other stages' points
+MOST_EARLY_ROWS = 32  # that never go by groups
+KERNEL = "rows_group_kernel"
+GROUP_ROWS = (33, 64, 100, 128, 200, 256)
+#: Factors of the output matrix's weights by dtype: subnormal numbers, and sums that leave the range.
+FACTORS = {
+    torch.bfloat16: {"usual": 1.0, "subnormal": 2.0**-130, "large": 2.0**124},
+    torch.float16: {"usual": 1.0, "subnormal": 2.0**-18, "large": 2.0**12},
+}
+
 
 def run(work: Work) -> None:
-    """Points ``SHAPE PREFIX``, ``SHAPE bits``, ``SHAPE batch`` and ``SHAPE launches`` of each shape."""
+    """The points of ``group`` or ``right``, a shape's behind each other."""
+    grouped = work.stage.name == "group"
     if work.rehearse:
         own = unavailable_reason("cpu", work.device)
-        work.skip(
-            "the CUDA operator: " + ("a CPU's own takes its place" if own is None else f"the reference runs, {own}")
-        )
-        work.skip("launches that begin early, graphs")
+        work.skip("the CUDA operator: " + ("a CPU's own takes its place" if own is None else f"the reference: {own}"))
+        work.skip("launches that begin early, graphs, groups of warps")
+    elif grouped and torch.cuda.get_device_capability(work.device) != GROUP_CAPABILITY:
+        return work.skip("groups of warps: only GPUs of compute capability 9.0 have them")
     for shape in ("tiny",) if work.rehearse else SHAPES:
-        of, points = Subject(work, shape), points_of(shape, small=work.rehearse)
-        work.each(points, lambda name, of=of, points=points: points[name](of))
+        of = lru_cache(lambda shape=shape: Subject(random_model(shape, work.dtype, work.device, LAYERS), WAYS))
+        points = points_of(work.stage.name, work, shape, of)
+        work.each(points, lambda name, points=points: points[name]())
 
 
-def points_of(shape: str, *, small: bool) -> dict[str, Point]:
-    """The verdict on a shape: its points by name, in order of worth."""
-    cases = SMALL_CASES if small else CASES
-    errors_of = {f"{shape} {case.name}": partial(against_float32, case=case) for case in cases}
-    first = dict(list(errors_of.items())[:2])
+def points_of(stage: str, work: Work, shape: str, of: Callable[[], Subject] | None = None) -> dict[str, Point]:
+    """A stage's points of a shape by name, in order of worth."""
+    if stage == "group":
+        return {f"{shape} {kind}": partial(same, work, of, factor) for kind, factor in factors_of(work).items()}
+    cases = SMALL_CASES if work.rehearse else CASES
+    errors = {f"{shape} {case.name}": partial(against_float32, of, case) for case in cases}
     return {
-        **first,
-        f"{shape} bits": partial(bits, prefix=cases[1].prefix),
-        f"{shape} launches": partial(launches, prefix=cases[1].prefix),
-        **errors_of,
-        f"{shape} batch": partial(batch, case=cases[-1]),
+        **dict(list(errors.items())[:2]),
+        f"{shape} bits": partial(bits, work, of, cases[1], Subject.parts_apart),
+        f"{shape} launches": partial(launches, work, of, cases[1]),
+        **errors,
+        f"{shape} batch": partial(bits, work, of, cases[-1], Subject.sequences_apart),
     }
 
 
-def passed(work: Work, *shapes: str) -> bool:
-    """Return whether the operator is right on this device, wherever it was looked at; else it is not worth timing."""
-    found = work.points_of(stage_named("right"))
-    names = [name for shape in shapes for name in points_of(shape, small=work.rehearse)]
+def factors_of(work: Work) -> dict[str, float]:
+    return FACTORS.get(work.dtype, {"usual": 1.0})
+
+
+def passed(work: Work, *shapes: str, stage: str = "right") -> bool:
+    """Return whether a stage found a shape right on this device, wherever it was looked at."""
+    found = work.points_of(stage_named(stage))
+    names = [name for shape in shapes for name in points_of(stage, work, shape)]
     return all(name in found and "error" not in found[name] for name in names)
 
 
-class Subject(rows_proof.Subject):
-    """A few layers of a shape, in the stage's dtype and in float32; made when first asked."""
-
-    def __init__(self, work: Work, shape: str) -> None:
-        super().__init__(lambda: random_model(shape, work.dtype, work.device, LAYERS), WAYS)
-        self.work = work
+def passed_by_groups(work: Work) -> bool:
+    """Return whether groups of warps had the bits of the others on this GPU; they are not there in a rehearsal."""
+    return not work.rehearse and passed(work, *SHAPES, stage="group")
 
 
-def against_float32(of: Subject, case: Case) -> dict[str, Any]:
-    """Errors of operator and modules, and what they are held to."""
-    found = rows_proof.errors_of(of, case)
-    print("  error: " + "; ".join(f"{way} {e['row']:.2e}, {e['element']:.2e}" for way, e in found.items()), flush=True)
-    judge(found["operator"], found["modules"], of.work.dtype)
-    return {"errors": found, "bounds": BOUNDS[of.work.dtype], "layers": LAYERS, "rows": ROWS, **vars(case)}
-
-
-def judge(ours: dict[str, float], theirs: dict[str, float], dtype: torch.dtype) -> None:
-    """Hold errors to those of the modules, and to what rounding may cost.
+def against_float32(of: Callable[[], Subject], case: Case) -> dict[str, Any]:
+    """Errors of operator and modules.
 
     Raises:
-        RuntimeError: they are too large, or no numbers.
+        RuntimeError: the operator's is too large, or no number.
     """
-    found = rows_proof.too_large(ours, theirs, dtype)
-    if found is not None:
-        raise RuntimeError(f"wrong: {found}")
+    found = of().errors(case)
+    print("  error: " + "; ".join(f"{way} {error:.2e}" for way, error in found.items()), flush=True)
+    if (wrong := too_large(found)) is not None:
+        raise RuntimeError(f"wrong: {wrong}")
+    return {"errors": found, "layers": LAYERS, "rows": ROWS, **case._asdict()}
 
 
-def bits(of: Subject, prefix: int) -> dict[str, Any]:
-    """A row's bits alone, and among others in blocks of every size.
+def bits(
+    work: Work,
+    of: Callable[[], Subject],
+    case: Case,
+    found: Callable[[Subject, Case], Iterable[tuple[str, list[int]]]],
+) -> dict[str, Any]:
+    """A row's bits alone and among others, in blocks of every size; or a sequence's, behind padding beside another.
 
     Raises:
-        RuntimeError: they depend on the rows beside it.
+        RuntimeError: they depend on what is beside it.
     """
-    if not invariant(of.work):
-        return {"parts": []}
-    none_apart(rows_proof.parts_apart(of, Case(prefix)))
-    return {"parts": PARTS, "rows": rows_proof.MOST_ROWS, "prefix": prefix}
-
-
-def batch(of: Subject, case: Case) -> dict[str, Any]:
-    """A sequence's bits behind padding beside another one, and alone.
-
-    Raises:
-        RuntimeError: they differ.
-    """
-    if not invariant(of.work):
-        return {"sequences": 0}
-    none_apart(rows_proof.sequences_apart(of, case))
-    return {"sequences": len(case.pads), "rows": ROWS, **vars(case)}
-
-
-def invariant(work: Work) -> bool:
-    """Return whether bits are due: the reference's depend on the rows."""
-    return unavailable_reason(work.device.type, work.device) is None
+    if unavailable_reason(work.device.type, work.device) is not None:  # the reference's depend on the rows
+        return {}
+    none_apart(found(of(), case))
+    return {"parts": PARTS, "rows": MOST_ROWS, **case._asdict()}
 
 
 def none_apart(found: Iterable[tuple[str, list[int]]]) -> None:
@@ -133,29 +129,59 @@ def none_apart(found: Iterable[tuple[str, list[int]]]) -> None:
             raise RuntimeError(f"{what}: {len(rows)} rows have other bits, first {rows[:8]}")
 
 
-@torch.no_grad()
-def launches(of: Subject, prefix: int) -> dict[str, Any]:
-    """Forwards of two texts in turns, called and replayed, with launches that begin early and without.
+def launches(work: Work, of: Callable[[], Subject], case: Case) -> dict[str, Any]:
+    """Replays of two texts in turns, against calls whose launches do not begin early.
 
     Raises:
         RuntimeError: one of them has other bits, or a forward cannot be captured.
     """
-    work, case = of.work, Case(prefix)
-    rows, inputs, texts = of.behind(case), of.inputs(case, ROWS), of.texts(case)
-    with switched({OVERLAP: "0"}):
-        expected = [rows.rows(tokens, *inputs[1:], keep=ROWS) for tokens in texts]
-    if torch.equal(*expected):
-        raise RuntimeError("two texts have the same logits: nothing would be noticed")
-    tokens, count = texts[0].clone(), 4 if work.rehearse else REPLAYS
-    found: dict[str, dict[str, int]] = {}
-    for name, overlap in (("early", "1"), ("in turn", "0")):
-        with switched({OVERLAP: overlap}):
-            forward: Callable[[], Tensor] = lambda: rows.rows(tokens, *inputs[1:], keep=ROWS)  # noqa: E731
-            ways = {"called": forward}
-            if work.device.type == "cuda":
-                ways["replayed"] = rows_proof.replayed(forward, work.device)
-            found[name] = {way: rows_proof.wrong(call, tokens, texts, expected, count) for way, call in ways.items()}
-    bad = {f"{name}, {way}": n for name, ways in found.items() for way, n in ways.items() if n}
-    if bad:
-        raise RuntimeError(f"of {count} forwards some have other bits: {bad}")
-    return {"forwards": count, "wrong": found, "rows": ROWS, "prefix": prefix}
+    count = 4 if work.rehearse else REPLAYS
+    found = dict(of().replays_apart(case, count))
+    if any(found.values()):
+        raise RuntimeError(f"of {count} forwards some have other bits: {found}")
+    return {"forwards": count, "wrong": found, "rows": REPLAYED_ROWS, **case._asdict()}
+
+
+@torch.no_grad()
+def same(work: Work, subject: Callable[[], Subject], factor: float) -> dict[str, Any]:
+    """Logits of some rows by groups of warps (wgmma) and by warps (mma.sync), bit for bit; NaN is one number.
+
+    Raises:
+        RuntimeError: they differ, so groups of warps stay off; or no group of warps multiplied.
+    """
+    of, case = subject(), SMALL_CASES[0]
+    head = of.model.get_output_embeddings().weight
+    usual = head.clone()
+    head.copy_(usual.double() * factor)
+    try:
+        rows = of.behind(case)
+        tokens, kv_len, slots, mask, depths, nodes = of.inputs(case, MOST_ROWS)
+        for count in GROUP_ROWS:
+            part = (tokens[:, :count], kv_len, slots[:count], mask[:, :count], depths[:, :count], nodes)
+            call = partial(rows.rows, *part, keep=count)
+            found = []
+            for group in "01":
+                with switched({GROUP: group}):
+                    found.append(call().nan_to_num(nan=7.0))
+                    if not work.rehearse and count == GROUP_ROWS[0]:
+                        kernel_table(call, more=taken(group == "1"))
+            none_apart([(f"{count} rows by groups of warps", apart(found[1], found[0]))])
+    finally:
+        head.copy_(usual)
+    return {"rows": GROUP_ROWS, "factor": factor}
+
+
+def taken(grouped: bool) -> Callable[[list[Launch]], dict[str, Any]]:
+    """Hold what was launched to the setting: a library without the kernel would agree with itself.
+
+    Raises:
+        RuntimeError: groups of warps multiplied where they should not, or did not where they should.
+    """
+
+    def more(launches: list[Launch]) -> dict[str, Any]:
+        if any(KERNEL in name for name, _ in launches) != grouped:
+            names = sorted({name[:60] for name, _ in launches})
+            raise RuntimeError(f"{GROUP}={int(grouped)} took {names}; the library has to be compiled for 9.0a")
+        return {}
+
+    return more

@@ -79,7 +79,7 @@ class Stage:
 #: In order of worth: what decides whether anything else means something comes first.
 STAGES = (
     Stage("build", "build", "the CUDA ops for this GPU, doctor", 115, 60, ("torch",)),
-    Stage("group", "group", "products by wgmma and by mma.sync: the same bits or not", 45, 25),
+    Stage("group", "right", "products by wgmma and by mma.sync: the same bits or not", 45, 25),
     Stage("right", "right", "the verdict on the operator of rows: error, bits, launches that begin early", 80, 45),
     Stage("rows", "forward", "its time by rows, early, in turn and by groups, beside the modules; a prompt's", 100, 40),
     Stage("inside", "inside", "its time by kernel and by matrix; path attention by rows and prefix", 50, 30),

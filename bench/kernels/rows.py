@@ -22,7 +22,7 @@ from gsd_kernels.ops.decoder_rows.cuda import DTYPES
 from gsd_kernels.ops.decoder_rows.weights import stored
 from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels_hf.model import fused
-from gsd_kernels_hf.model.rows_proof import MOST_ROWS, row_inputs
+from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.packed.modules import matrix_of, packed_in
 

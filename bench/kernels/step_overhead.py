@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gsd_kernels import Acceptance, GraphConfig, Rows
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels_hf.model.rows_proof import row_inputs
+from gsd_kernels_hf.model.gpu_proof import row_inputs
 from gsd_kernels_hf.model.runner import RowModel
 
 from ..lib.environment import environment

@@ -263,7 +263,7 @@ def _proof_table(device: str, kinds: dict[str, dict[str, Any]]) -> Table:
     rows = table(f"one operator on {device}, and its modules", *headers)
     for name, proof in kinds.items():
         errors, times = proof["errors"], proof["milliseconds"]
-        cells = [" / ".join(f"{errors[way]['row']:.1e}" for way in errors), str(sum(proof["apart"].values()))]
+        cells = [" / ".join(f"{errors[way]:.1e}" for way in errors), str(sum(proof["apart"].values()))]
         cells += [" / ".join(f"{times[n][way]:.3f}" for way in times[n]) if n in times else "" for n in counts]
         rows.add_row(name, *cells, "[green]serves[/green]" if proof["why"] is None else f"no: {escape(proof['why'])}")
     return rows

@@ -73,7 +73,8 @@ def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, cap
     monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
     monkeypatch.setattr(proof, "why_not_proved", lambda *_, **__: None)  # which would run the kernels
     half = tiny(dtype=torch.float16, head_dim=64)
-    monkeypatch.setattr(gpu_proof, "why_not", lambda device, dtype, head_dim, ways: f"{dtype} {head_dim} is wrong")
+    wrong = lambda device, dtype, head_dim, ways: gpu_proof.Choice(f"{dtype} {head_dim} is wrong")  # noqa: E731
+    monkeypatch.setattr(gpu_proof, "choice", wrong)
     assert why_not(half, "auto") == "torch.float16 64 is wrong"
     monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "cuda")
     assert why_not(half, "auto") is None and why_not(half, "cuda") is None

@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
-import re
+import os
 
+import fake_cuda
 import pytest
 import torch
+from block_code import rows as block_code
+from models import tiny
 from ops.contracts.backends import needs_cpu
 
 from gsd_kernels.ops.decoder_rows import cuda
-from gsd_kernels_hf.model import fused, gpu_proof, replay, rows_proof
+from gsd_kernels_hf.model import fused, gpu_proof, replay
 from gsd_kernels_hf.model.fused import FusedRows
-from gsd_kernels_hf.model.gpu_proof import Kind, proof_of
-from gsd_kernels_hf.model.rows_proof import Sizes
+from gsd_kernels_hf.model.gpu_proof import Kind, Sizes, Subject, UnprovedError, proof_of
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.store import Document
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 KIND = Kind(torch.bfloat16, 64, "mma")
-FASTER = {rows: {"operator": 0.5, "modules": 1.0} for rows in gpu_proof.TIMED_ROWS}
+SMALL = (
+    Sizes(hidden=128, inner=192, vocabulary=96, layers=1, width=128, prefix=45, pads=(0, 7)),
+    Sizes(hidden=136, inner=72, vocabulary=104, width=64, window=20, prefix=45, pads=(0, 7)),
+)
 own = FusedRows.rows
+
+
+def figures(why=None, **operator):
+    """A proof by which rows take half of the modules' time, or as much of it as is said: ``rows_64=1.5``."""
+    times = {
+        str(rows): {"operator": operator.get(f"rows_{rows}", 0.5), "modules": 1.0} for rows in gpu_proof.TIMED_ROWS
+    }
+    return {**gpu_proof.not_ended("", 2.5), "why": why, "milliseconds": times}
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     """Small sizes, times that are none, a cache folder of its own, and no GPU's name."""
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
-    monkeypatch.setattr(gpu_proof, "SIZES", Sizes(hidden=128, inner=192, layers=1, vocabulary=96))
-    monkeypatch.setattr(gpu_proof, "PREFIX", 45)
-    monkeypatch.setattr(gpu_proof, "PADS", (0, 7))
+    monkeypatch.setattr(gpu_proof, "MODELS", SMALL)
     monkeypatch.setattr(gpu_proof, "REPLAYS", 4)
     monkeypatch.setattr(gpu_proof, "_known", {})
-    monkeypatch.setattr(rows_proof, "milliseconds", lambda *_: FASTER)
+    monkeypatch.setattr(Subject, "milliseconds", lambda *_: (figures()["milliseconds"], 0))
     monkeypatch.setattr(gpu_proof, "document_of", lambda device: Document("gpu-proof", {"gpu": str(device)}))
 
 
@@ -41,17 +53,21 @@ def proved(kind=KIND, **options):
     return proof_of(kind, CPU, fused.ways(), **options)
 
 
+def chosen():
+    return gpu_proof.choice(CPU, torch.bfloat16, 64, fused.ways())
+
+
 # What is found.
 
 
 @needs_cpu
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_right_operator_proves_itself(dtype, head_dim):
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.float16, 128)], ids=str)
+def test_a_right_operator_proves_itself(dtype, head_dim, monkeypatch):
+    monkeypatch.setattr(gpu_proof, "MODELS", [Sizes(**{**vars(of), "width": 128}) for of in SMALL])
     state, default = torch.get_rng_state(), torch.get_default_dtype()
     proof = proved(Kind(dtype, head_dim, "mma"))
     assert proof["why"] is None and proof["seconds"] > 0 and set(proof["apart"].values()) == {0}
-    assert 0 < proof["errors"]["operator"]["row"] < 2 * proof["errors"]["modules"]["row"] + 1e-5
+    assert 0 < proof["errors"]["operator"] < 2 * proof["errors"]["modules"] + 1e-5
     assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == default
 
 
@@ -71,13 +87,13 @@ def another_bit(part):
 class Stale:
     """A replay reads what the call before has left; the first two calls are those that say what is right."""
 
-    def __init__(self):
-        self.calls = {}
+    def __init__(self, count):
+        self.count, self.calls = count, {}
 
     def __call__(self, of, inputs, keep):
         logits, (_, calls) = own(of, *inputs, keep=keep), self.calls.setdefault((id(inputs[1]), keep), (inputs[1], []))
         calls.append(logits)
-        return calls[-2] if len(calls) > 3 else logits
+        return calls[-2] if keep == self.count and len(calls) > 3 else logits
 
 
 def broken(*_):
@@ -89,47 +105,100 @@ def broken(*_):
     ("rows", "says"),
     [
         *(
-            (another_bit(lambda inputs, keep, count=count: keep == count), "1 rows have other bits (alone)")
-            for count in (16, 17, 32, 33, 128, 129)
+            (another_bit(lambda inputs, keep, count=count: keep == count and len(inputs[0]) == 1), "(alone)")
+            for count in (17, 33, 128, 129)
         ),
-        (another_bit(lambda inputs, keep: keep == 1), "2 rows have other bits (alone)"),
-        (another_bit(lambda inputs, keep: len(inputs[0]) == 2), "1 rows have other bits (beside another)"),
-        (Stale(), "3 rows have other bits (replayed)"),
-        (lambda of, inputs, keep: own(of, *inputs, keep=keep) * 1.5, "row error 5."),
-        (lambda of, inputs, keep: own(of, *inputs, keep=keep) * float("nan"), "row error 1.00e+09, the modules' is"),
+        (another_bit(lambda inputs, keep: len(inputs[0]) == 2), "2 rows have other bits (beside another)"),
+        *((Stale(count), "6 rows have other bits (replayed)") for count in gpu_proof.REPLAYED_ROWS),
+        (another_bit(lambda inputs, keep: os.environ.get(cuda.OVERLAP) == "0"), "rows have other bits (replayed)"),
+        (lambda of, inputs, keep: own(of, *inputs, keep=keep) * 1.5, "its error is 5."),
+        (lambda of, inputs, keep: own(of, *inputs, keep=keep) * float("nan"), "its error is inf, the modules' "),
         (broken, "RuntimeError: an illegal instruction ?[31m!!!"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_wrong_keeps_the_modules(rows, says, monkeypatch, caplog):
+def test_what_is_wrong_keeps_the_modules(rows, says, monkeypatch):
     monkeypatch.setattr(FusedRows, "rows", lambda self, *inputs, keep: rows(self, inputs, keep))
-    monkeypatch.setattr(cuda, "is_measured", lambda device: True)
-    reason = gpu_proof.why_not(CPU, torch.bfloat16, 64, fused.ways())
+    monkeypatch.setattr(cuda, "WAYS", {"mma": {}})
+    reason = chosen().why
     assert reason.startswith("one operator did not prove itself on this GPU: ") and says in reason
     assert reason.endswith("; again by: gsd-kernels doctor --prove") and reason.isprintable() and len(reason) < 450
     gpu_proof._known.clear()
-    assert gpu_proof.why_not(CPU, torch.bfloat16, 64, fused.ways()) == reason, "as it was kept"
-
-
-@pytest.mark.parametrize(("times", "reason"), [(0.99, None), (1.2, "it takes 1.20 times as long as the modules")])
-def test_what_is_slower_keeps_the_modules(times, reason):
-    right = {"row": 0.001, "element": 0.01}
-    ratios = [times * 2, times / 2, times * 3, times / 3]  # the mean counts
-    taken = {rows: {"operator": r, "modules": 1.0} for rows, r in zip(gpu_proof.TIMED_ROWS, ratios, strict=True)}
-    both = {"operator": right, "modules": right}
-    assert gpu_proof.verdict(both, {"alone": 0}, taken, torch.bfloat16) == reason
-    assert gpu_proof.verdict(both, {"alone": 2}, taken, torch.bfloat16) == "2 rows have other bits (alone)"
+    assert chosen().why == reason, "as it was kept"
 
 
 @needs_cpu
-def test_both_ways_are_timed(monkeypatch):
+def test_both_ways_are_timed_and_what_is_timed_has_its_bits(monkeypatch):
     monkeypatch.undo()
-    of = rows_proof.Subject(
-        lambda: rows_proof.random_model(Sizes(128, 192, 1, 96), torch.float32, 64, CPU), fused.ways()
+    of = Subject(gpu_proof.random_model(SMALL[0], torch.float32, 64, CPU), fused.ways())
+    found, wrong = of.milliseconds(gpu_proof.Case(20), (1, 3))
+    assert found.keys() == {"1", "3"} and all(set(ms) == {"operator", "modules"} for ms in found.values())
+    assert min(value for ms in found.values() for value in ms.values()) > 0 and wrong == 0
+    calls = itertools.count()
+    monkeypatch.setattr(
+        FusedRows, "rows", lambda self, *inputs, keep: own(self, *inputs, keep=keep) + (next(calls) > 5)
     )
-    found = rows_proof.milliseconds(of, rows_proof.Case(20), (1, 3))
-    assert found.keys() == {1, 3} and all(set(ms) == {"operator", "modules"} for ms in found.values())
-    assert min(value for ms in found.values() for value in ms.values()) > 0
+    assert of.milliseconds(gpu_proof.Case(20), (1, 3))[1] == 1, "those that were right when they were called"
+
+
+# What is decided.
+
+
+@pytest.mark.parametrize(
+    ("proofs", "group", "way", "prompt", "why"),
+    [
+        ({"wgmma": {}, "mma": {}}, None, "wgmma", 256, None),
+        ({"wgmma": {"rows_128": 0.4}, "mma": {}}, None, "wgmma", 256, None),
+        ({"wgmma": {"rows_128": 0.6}, "mma": {"rows_256": 1.0}}, "0", "mma", 128, None),
+        ({"wgmma": {"rows_64": 0.6}, "mma": {}}, None, "mma", 256, None),
+        ({"wgmma": {"rows_64": 0.6}, "mma": {}}, "1", "wgmma", 256, None),
+        ({"wgmma": {"why": "wrong"}, "mma": {}}, "1", "mma", 256, None),
+        ({"wgmma": {"rows_1": 1.2, "rows_16": 1.2, "rows_64": 1.2}, "mma": {"why": "wrong"}}, None, None, 256, "1.20"),
+        ({"wgmma": {"rows_256": 3.0}, "mma": {"why": "wrong"}}, None, "wgmma", 128, None),
+        ({"wgmma": {"why": "wrong"}, "mma": {"why": "refused"}, cuda.IN_TURN: {}}, None, cuda.IN_TURN, 256, None),
+        ({"wgmma": {"why": "1"}, "mma": {"why": "2"}, cuda.IN_TURN: {"why": "3"}}, None, None, 256, ": 2; again by"),
+    ],
+)
+def test_the_fastest_way_that_is_right_serves(proofs, group, way, prompt, why, monkeypatch):
+    if group is not None:
+        monkeypatch.setenv(cuda.GROUP, group)
+    asked = []
+    monkeypatch.setattr(gpu_proof, "prove", lambda kind, *_: asked.append(kind.way) or figures(**proofs[kind.way]))
+    found = chosen()
+    assert found[1:] == (way, prompt) and (found.why is None if why is None else why in found.why)
+    assert asked == [name for name in proofs if name != "wgmma" or group != "0"], "in turn only where mma fails"
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "names"),
+    [((9, 0), "9.0a", ["wgmma", "mma"]), ((9, 0), "9.0", ["mma"]), ((8, 0), "9.0a", ["mma"])],
+)
+def test_groups_of_warps_are_proved_where_they_are(capability, archs, names, monkeypatch):
+    """On GPUs that have them, by a library that has their code; each way sets what is set otherwise."""
+    monkeypatch.setattr(cuda, "architectures", lambda: ("8.0", archs))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert cuda.ways(GPU) == [*names, cuda.IN_TURN]
+    assert [cuda.settings(way) for way in cuda.WAYS] == [{cuda.GROUP: "1"}, {}, {cuda.OVERLAP: "0"}]
+    monkeypatch.setenv(cuda.GROUP, "1")
+    assert cuda.ways(GPU) == [*names, cuda.IN_TURN]
+    assert [cuda.settings(way) for way in ("wgmma", "mma")] == [{}, {cuda.GROUP: "0"}]
+
+
+@pytest.mark.parametrize("setting", ["1", "cuda"])
+def test_a_model_goes_the_way_of_its_kind(setting, monkeypatch):
+    model, asked = tiny(dtype=torch.float16, head_dim=64), []
+    monkeypatch.setattr(replay, "is_gpu", lambda device: True)
+    monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", setting)
+    monkeypatch.setattr(fused.proof, "why_not_proved", lambda *_, **__: None)  # which would run the kernels
+    for proof, why in ((figures("planted"), "planted"), (figures(rows_256=2.0), None)):
+        monkeypatch.setattr(gpu_proof, "proof_of", lambda kind, *_, proof=proof: asked.append(kind) or proof)
+        rows = fused.rows_of(model, 8, torch.zeros(1, dtype=torch.int32), "auto")
+        assert isinstance(rows, FusedRows) == (why is None or setting == "cuda")
+        assert why is None or setting == "cuda" or (type(rows) is RowModel and why in rows.why_modules)
+    assert (rows.settings, rows.prompt_rows) == (({}, 256) if setting == "cuda" else ({cuda.GROUP: "1"}, 128))
+    kinds = [Kind(torch.float16, 64, way) for way in cuda.WAYS]
+    assert set(asked) == (set() if setting == "cuda" else set(kinds)), "on request, unproved"
 
 
 # What is kept.
@@ -142,63 +211,37 @@ def given(monkeypatch, proof):
     return made
 
 
-def figures(why=None):
-    return {**gpu_proof.not_ended("", 2.5), "why": why}
-
-
-def test_it_is_made_once_a_machine_and_kind(monkeypatch):
+def test_it_is_made_once_a_machine_a_kind_and_what_is_switched(monkeypatch):
     made = given(monkeypatch, figures())
-    other = Kind(torch.float16, 64, "mma")
-    for kind in (KIND, KIND, other):
+    kinds = KIND, KIND, Kind(torch.float16, 64, "mma"), Kind(torch.bfloat16, 64, "wgmma")
+    for kind in kinds:
         assert proved(kind) == figures()
-    assert made == [KIND, other]
+    for variable in (cuda.OVERLAP, cuda.AHEAD):
+        monkeypatch.setenv(variable, "0")
+        assert proved() == figures()
+    monkeypatch.setenv(cuda.GROUP, "1")  # which the way says
+    assert proved() == figures() and made == [*kinds[1:], KIND, KIND]
     gpu_proof._known.clear()
-    assert proved() == proved(other) == figures() and len(made) == 2, "another process reads it"
-    proved(again=True)
-    assert len(made) == 3
+    assert proved() == figures() and len(made) == 5, "another process reads it"
+    assert proved(again=True) == figures() and len(made) == 6
 
 
-def test_other_kernels_have_a_proof_of_their_own(monkeypatch):
-    made = given(monkeypatch, figures())
-    monkeypatch.setattr(cuda, "PRODUCTS", {"mma": {}, "other": {"GSD_KERNELS_ROWS_OTHER": "1"}})
-    for setting in ("0", "1", "1"):
-        monkeypatch.setenv("GSD_KERNELS_ROWS_OTHER", setting)
-        assert gpu_proof.why_not(CPU, torch.bfloat16, 64, fused.ways()) is None
-    assert [kind.products for kind in made] == ["mma", "other"]
-
-
-@pytest.mark.parametrize(
-    ("capability", "archs", "names"),
-    [((9, 0), "9.0a", ["mma", "wgmma"]), ((9, 0), "9.0", ["mma"]), ((8, 0), "9.0a", ["mma"])],
-)
-def test_groups_of_warps_are_proved_where_they_are(capability, archs, names, monkeypatch):
-    """On GPUs that have them, by a library that has their code."""
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(cuda, "architectures", lambda: ("8.0", archs))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert cuda.product_kernels(gpu) == names and cuda.selected(gpu) == "mma"
-    monkeypatch.setenv(cuda.GROUP, "1")
-    assert cuda.selected(gpu) == names[-1]
-    assert cuda.selecting("mma") == {cuda.GROUP: None} and cuda.selecting("wgmma") == {cuda.GROUP: "1"}
-
-
-def test_a_report_proves_every_kind_by_its_own_kernels(monkeypatch):
-    monkeypatch.setattr(cuda, "PRODUCTS", {"mma": {}, "other": {"GSD_KERNELS_ROWS_OTHER": "1"}})
-    monkeypatch.setenv("GSD_KERNELS_ROWS_OTHER", "1")
+def test_a_proof_is_made_under_its_own_switches_and_a_report_is_of_every_kind(monkeypatch):
     taken = []
 
-    def prove(kind, *_):
-        taken.append((kind.products, cuda.selected(CPU)))
+    def found(kind, *_):
+        taken.append((kind.way, {name: os.environ.get(name) for name in cuda.WAYS[kind.way]}))
         if kind.head_dim == 128:
-            raise gpu_proof.UnprovedError("full")
+            raise torch.OutOfMemoryError("full")
         return figures()
 
-    monkeypatch.setattr(gpu_proof, "prove", prove)
+    monkeypatch.setattr(gpu_proof, "figures", found)
     assert gpu_proof.report(CPU, fused.ways(), again=False) == {} and not taken
-    found = gpu_proof.report(CPU, fused.ways(), again=True)
-    assert len(found) == len(taken) == 8 and all(named == really for named, really in taken)
-    assert {proof["why"] for proof in found.values()} == {None, "full"} and cuda.selected(CPU) == "other"
-    assert set(gpu_proof.report(CPU, fused.ways(), again=False)) == {n for n, p in found.items() if p["why"] is None}
+    proofs = gpu_proof.report(CPU, fused.ways(), again=True)
+    assert len(proofs) == len(taken) == 12 and all(settings == cuda.WAYS[way] for way, settings in taken)
+    full = "there is no memory to prove one operator on this GPU (1 GB)"
+    assert {proof["why"] for proof in proofs.values()} == {None, full} and cuda.GROUP not in os.environ
+    assert set(gpu_proof.report(CPU, fused.ways(), again=False)) == {n for n, p in proofs.items() if p["why"] is None}
 
 
 @pytest.mark.parametrize("bad", ["{", '{"why": null}', "[1, 2]", "NaN"])
@@ -227,32 +270,27 @@ def test_what_breaks_off_is_no_answer(error, reason, monkeypatch):
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(rows_proof, "errors_of", breaks)
-        with pytest.raises(KeyboardInterrupt if reason is None else gpu_proof.UnprovedError):
+        patched.setattr(gpu_proof, "figures", breaks)
+        with pytest.raises(KeyboardInterrupt if reason is None else UnprovedError):
             proved()
         if reason is not None:
             for measured, said in ((True, None), (False, reason)):
                 patched.setattr(cuda, "is_measured", lambda device, found=measured: found)
-                assert gpu_proof.why_not(CPU, torch.bfloat16, 64, fused.ways()) == said
+                assert chosen().why == said
     made = given(monkeypatch, figures())
     if reason is not None:
-        with pytest.raises(gpu_proof.UnprovedError, match=re.escape(reason)):
+        with pytest.raises(UnprovedError, match="this GPU"):
             proved()
         assert not made, "the process tried once, and a session's begin does not try again"
+        assert proved(again=True) == figures(), "unless it is asked to"
+        made.clear()
         gpu_proof._known.clear()
+        gpu_proof.document_of(CPU).path.unlink()
     assert proved() == figures() and made == [KIND], "another process tries"
 
 
-def test_what_broke_off_is_tried_again_where_that_is_asked(monkeypatch):
-    monkeypatch.setattr(gpu_proof, "prove", broken_off)
-    with pytest.raises(gpu_proof.UnprovedError, match="full"):
-        proved()
-    made = given(monkeypatch, figures())
-    assert proved(again=True) == proved() == figures() and made == [KIND]
-
-
 def test_a_gpu_that_fails_is_remembered(monkeypatch):
-    monkeypatch.setattr(rows_proof, "errors_of", broken)
+    monkeypatch.setattr(gpu_proof, "figures", broken)
     monkeypatch.setattr(replay, "lost", lambda device: "an illegal address")
     with pytest.raises(replay.DeviceLostError, match="the GPU failed while rows as one operator were proved"):
         proved()
@@ -261,12 +299,8 @@ def test_a_gpu_that_fails_is_remembered(monkeypatch):
     assert "the GPU failed while" in proved()["why"] and not made
 
 
-def broken_off(*_):
-    raise gpu_proof.UnprovedError("full")
-
-
 def dies():
-    gpu_proof.prove = lambda *_: __import__("os")._exit(3)
+    gpu_proof.prove = lambda *_: os._exit(3)
     proved()
 
 
@@ -317,20 +351,30 @@ def test_a_proof_is_of_a_gpu_a_driver_and_a_build(monkeypatch):
     assert len(paths) == 4
 
 
-@pytest.mark.parametrize(("head_dim", "setting"), [(64, "1"), (64, "cuda")])
-def test_a_model_asks_for_its_own_kind(head_dim, setting, monkeypatch):
-    from models import tiny
+# What it launches.
 
-    model, asked = tiny(dtype=torch.float16, head_dim=head_dim), []
-    monkeypatch.setattr(replay, "is_gpu", lambda device: True)
-    monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
-    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", setting)
-    monkeypatch.setattr(fused.proof, "why_not_proved", lambda *_, **__: None)  # which would run the kernels
-    monkeypatch.setattr(gpu_proof, "proof_of", lambda kind, *_: asked.append(kind) or figures("planted"))
-    reason = fused.why_not(model, "auto")
-    if setting == "cuda":
-        assert reason is None and not asked, "on request, unproved"
-    else:
-        assert "planted" in reason and asked == [Kind(torch.float16, head_dim, "mma")]
-        rows = fused.rows_of(model, 8, torch.zeros(1, dtype=torch.int32), "auto")
-        assert type(rows) is RowModel and rows.why_modules == reason
+
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+def test_what_is_replayed_begins_early_and_asks_for_weights(monkeypatch, tmp_path_factory):
+    """Of forwards of up to 32 rows, which plain decoding and small graphs are."""
+    captured = []
+    block_code.take_for_gpus(monkeypatch, tmp_path_factory)
+    fakes = fake_cuda.install(monkeypatch)
+
+    def run(*arguments):
+        if fakes.capturing:
+            captured.append(arguments[:-1])
+        return cuda.OPS["decoder_rows"].implementations["cpu"](*arguments)
+
+    monkeypatch.setattr(cuda, "run", run)
+    of = Subject(gpu_proof.random_model(SMALL[0], torch.bfloat16, 64, CPU), fused.ways())
+    assert not any(count for _, count in of.replays_apart(SMALL[0].cases[0], 2))
+    plans = {
+        call[1].shape[1]: (
+            block_code.begins_early(tmp_path_factory, *call),
+            bool(block_code.asked_ahead(tmp_path_factory, *call)),
+        )
+        for call in captured
+    }
+    assert plans == {1: (True, True), 16: (True, True), 32: (True, True), 64: (False, False)}

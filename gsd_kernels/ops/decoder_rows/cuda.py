@@ -31,11 +31,17 @@ OVERLAP = "GSD_KERNELS_ROWS_OVERLAP"
 AHEAD = "GSD_KERNELS_ROWS_AHEAD"
 """Environment variable: megabytes of the next product's weights that one asks for, where launches begin early."""
 GROUP = "GSD_KERNELS_ROWS_GROUP"
-"""Environment variable: ``1`` has groups of warps multiply more than 32 rows, where there is code for it."""
+"""Environment variable: whether groups of warps multiply more than 32 rows, where there is code for it and a proof."""
 GROUP_CAPABILITY, GROUP_CODE = (9, 0), "9.0a"
 """GPUs that have groups of warps, and what the library has to be compiled for."""
-PRODUCTS: dict[str, dict[str, str]] = {"mma": {}, "wgmma": {GROUP: "1"}}
-"""Kernels that multiply, by name, and the environment variables by which calls take them."""
+SWITCHES = {OVERLAP: "1", AHEAD: "24", GROUP: "0"}
+"""What the kernels read of the environment, and what they take where a variable is unset."""
+IN_TURN = "mma, in turn"
+WAYS: dict[str, dict[str, str]] = {"wgmma": {GROUP: "1"}, "mma": {GROUP: "0"}, IN_TURN: {GROUP: "0", OVERLAP: "0"}}
+"""How rows may be multiplied and launched, by name, and the variables by which calls do so; all give the same bits.
+
+The last one is for systems that refuse, in a graph, launches that begin early.
+"""
 OTHERWISE = "; use backend='reference'"
 
 
@@ -72,29 +78,20 @@ def is_measured(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) in MEASURED
 
 
-def product_kernels(device: torch.device) -> list[str]:
-    """The :data:`PRODUCTS` that a GPU has, and the library code for."""
+def ways(device: torch.device) -> list[str]:
+    """The :data:`WAYS` that a GPU has, and the library code for, but for one that the environment rules out."""
     grouped = device.type != "cuda" or _has_groups(torch.cuda.get_device_capability(device))
-    return [name for name in PRODUCTS if name != "wgmma" or grouped]
+    return [way for way in WAYS if way != "wgmma" or (grouped and os.environ.get(GROUP) != "0")]
+
+
+def settings(way: str) -> dict[str, str]:
+    """The variables of the environment that a call by one of :data:`WAYS` needs set otherwise than they are."""
+    return {name: value for name, value in WAYS[way].items() if os.environ.get(name, SWITCHES[name]) != value}
 
 
 def _has_groups(capability: tuple[int, int]) -> bool:
     compiled = (architecture.removesuffix("+PTX") for architecture in architectures())
     return capability == GROUP_CAPABILITY and GROUP_CODE in compiled
-
-
-def selected(device: torch.device) -> str:
-    """The one of them that calls take: the last whose variables are set so."""
-
-    def is_set(name: str) -> bool:
-        return all(os.environ.get(variable) == value for variable, value in PRODUCTS[name].items())
-
-    return [name for name in product_kernels(device) if is_set(name)][-1]
-
-
-def selecting(name: str) -> dict[str, str | None]:
-    """Environment variables by which calls take one of :data:`PRODUCTS`; ``None``: unset."""
-    return {variable: None for named in PRODUCTS.values() for variable in named} | dict(PRODUCTS[name])
 
 
 def products(capability: tuple[int, int]) -> str | None:
@@ -103,12 +100,10 @@ def products(capability: tuple[int, int]) -> str | None:
         return None
     few = "mma.sync: tiles of 16 or 32 rows" + (", launched early" if capability >= EARLY_CAPABILITY else "")
     has = _has_groups(capability)
-    if has and os.environ.get(GROUP) == "1":
-        return f"{few}; wgmma: of 64, 128 or 256 for more rows ({GROUP}=1), never run on a GPU"
-    more = f"; {GROUP}=1 takes wgmma instead, never run on a GPU" if has else ""
+    more = ", or wgmma of 64, 128 or 256 where that proves itself faster" if has else ""
     if capability == GROUP_CAPABILITY and not has:
         more = f"; without wgmma: compiled for {', '.join(architectures()) or 'what is not known'}, not {GROUP_CODE}"
-    return f"{few}; of 64 for more rows, on 9.0 as fast as a model's modules at 128 and slower beyond{more}"
+    return f"{few}; of 64 for more rows{more}"
 
 
 def check(weights: DecoderWeights) -> None:

@@ -27,13 +27,14 @@ from transformers import (
 
 from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.environment import switched
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, decoder_rows
 from gsd_kernels.ops.state_rows import BLOCK
 from gsd_kernels.ops.step import FedRows
 
 from ..packed.modules import matrix_of, shape_of
-from . import gpu_proof, proof, replay, rows_proof
+from . import gpu_proof, proof, replay
 from .asking import ask
 from .attention import AttentionKind
 from .facts import Facts, fact
@@ -59,9 +60,7 @@ SETTINGS = {
 STATE_STEPS, PROVED_BLOCK = 2, 4
 """Steps of a proof of recurrent layers, and tokens between two states in it: rows read the second one."""
 PROMPT_ROWS = 256
-"""Of a prompt at a time, all sequences together: what they need stays in a CPU's second cache."""
-GROUP_PROMPT_ROWS = 256
-"""The same on a GPU where groups of warps multiply, which read weights once for so many."""
+"""Of a prompt at a time, all sequences together: what they need stays in a CPU's cache. A GPU's proof says it."""
 
 
 def switch() -> str:
@@ -130,15 +129,19 @@ def _unserved_by_cuda(weights: DecoderWeights) -> str | None:
 
 def unproved(weights: DecoderWeights) -> str | None:
     """Say what a GPU's operator, which takes such weights, has not proved; ``None``: nothing, or it is asked for."""
+    return choice(weights).why
+
+
+def choice(weights: DecoderWeights) -> gpu_proof.Choice:
+    """The way that a GPU's operator goes with weights that it takes."""
     if switch() == "cuda":
-        return None
+        return gpu_proof.Choice(None, None)
     if weights.packing[0]:
-        return f"packed weights have not been measured on a GPU: on request, {SWITCH}=cuda"
-    head_dim = 2 * weights.inv_freq.shape[0]
-    return gpu_proof.why_not(weights.final_norm.device, weights.dtype, head_dim, ways())
+        return gpu_proof.Choice(f"packed weights have not been measured on a GPU: on request, {SWITCH}=cuda")
+    return gpu_proof.choice(weights.final_norm.device, weights.dtype, 2 * weights.inv_freq.shape[0], ways())
 
 
-def ways() -> dict[str, rows_proof.Way]:
+def ways() -> dict[str, gpu_proof.Way]:
     """The way that is proved, and the one that it is held to."""
     return {"operator": FusedRows, "modules": RowModel}
 
@@ -288,6 +291,8 @@ class FusedRows(RowModel):
         self.operator = "cuda" if replay.is_gpu(self.device) else self.backend
         self.head_dim = 2 * self.weights.inv_freq.numel()
         self.kv_heads = self.weights.layers[0].k.shape[0] // self.head_dim
+        self.settings: dict[str, str] = {}  # of the environment, under which the operator is called
+        self.prompt_rows = PROMPT_ROWS
 
     def changed(self) -> bool:
         """See :meth:`RowModel.changed`; matrices that a library keeps in an order of its own are read anew."""
@@ -315,9 +320,7 @@ class FusedRows(RowModel):
         """Read as :meth:`RowModel.read` does, ``chunk`` tokens at most at once. Padding is where ``kv_start`` says."""
         (batch, length), device = input_ids.shape, self.device
         input_ids = input_ids.to(device)
-        grouped = self.operator == "cuda" and not self.weights.packing[0] and cuda.selected(device) == "wgmma"
-        rows = GROUP_PROMPT_ROWS if grouped else PROMPT_ROWS
-        most = min(chunk or rows, max(1, rows // batch))
+        most = min(chunk or self.prompt_rows, max(1, self.prompt_rows // batch))
         if length > self.cache.capacity:
             raise ValueError(f"cache: full, {length} positions needed and {self.cache.capacity} allocated")
         for begin in range(self.reused, length, most):
@@ -376,17 +379,18 @@ class FusedRows(RowModel):
         keys, values = self.caches(rows[0].shape[0])  # [B, Hkv, capacity, D] a layer
         if seen is not None:
             keys, values = ([cache[:, :, :seen] for cache in caches] for caches in (keys, values))
-        logits, hidden, read_by = decoder_rows(
-            self.weights,
-            *rows,
-            self.kv_start,
-            keys,
-            values,
-            keep=keep,
-            states=self.states,
-            spoiled=spoiled,
-            backend=self.operator,
-        )
+        with switched(self.settings):
+            logits, hidden, read_by = decoder_rows(
+                self.weights,
+                *rows,
+                self.kv_start,
+                keys,
+                values,
+                keep=keep,
+                states=self.states,
+                spoiled=spoiled,
+                backend=self.operator,
+            )
         dtype = self.weights.dtype
         self.hidden = {LAST: hidden.to(dtype)} if LAST in self.hidden_layers and keep else {}
         self.hidden |= zip(self.states, read_by.to(dtype), strict=True)  # [B, R, D] each
@@ -405,7 +409,11 @@ def rows_of(
     facts = Facts.of(model)
     reason = why_not(facts, backend, hidden_layers)
     if reason is None:
-        return FusedRows(facts, capacity, kv_start, backend, hidden_layers)
+        fused = FusedRows(facts, capacity, kv_start, backend, hidden_layers)
+        if fused.operator == "cuda":
+            _, way, fused.prompt_rows = choice(fused.weights)
+            fused.settings = {} if way is None else cuda.settings(way)
+        return fused
     _log_once(type(facts.model).__name__, reason)
     block, least = block_of(facts, backend), least_piece(facts)
     rows = RowModel(facts, capacity, kv_start, backend, hidden_layers, block=block, least=least)

@@ -1,25 +1,33 @@
-"""A GPU proves the operator of rows before it serves there: its bits, its errors, its time, in a few seconds, once.
+"""A GPU proves the operator of rows before it serves there: its errors, its bits, its time, in a few seconds, once.
 
-The cases are those of :mod:`.rows_proof`. The verdict is kept in the user's cache folder with its figures, by GPU,
-driver, package and build.
+The proof of :mod:`.proof` at a model's real sizes, where every kernel has its share: two models of random weights, the
+second of which has what the first one has not (norms of heads, biases, a window, sizes that are no multiple of a tile).
+Their rows by the operator are held to float32 as the modules are, and to their own bits in any company. It is made of
+each way to multiply that the GPU has; the fastest one that is right serves. A verdict is kept in the user's cache
+folder with its figures, by GPU, driver, package and build, under the switches that it was made with.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import itertools
 import logging
-import math
+import os
+import statistics
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import gsd_kernels
 from gsd_kernels.compiled import LIBRARIES
@@ -28,15 +36,31 @@ from gsd_kernels.ops.decoder_rows import cuda
 
 from ..files import locked
 from ..store import Document
-from . import replay, rows_proof
-from .rows_proof import Case, Sizes, Subject, Way
+from . import replay
+from .proof import tree_of, worst
+from .runner import RowModel
 
 logger = logging.getLogger("gsd_kernels")
 
-PREFIX, PADS = 1000, (0, 37)
-REPLAYS = 50
-TIMED_ROWS = (1, 8, 16, 64)
-SLOWER = 1.0  # times the modules, the mean over rows, from which on the modules go on
+Way = Callable[[Any, int, Tensor, str], RowModel]
+"""Makes what forwards rows, of a model, cache positions, left padding int32 [B] and a backend."""
+Proof = dict[str, Any]
+"""A verdict and its figures.
+
+``"why"`` a way to multiply may not serve (``None``: it may), ``"seconds"`` that the proof took, ``"errors"`` of
+operator and modules against float32, rows or replays ``"apart"`` from the bits that are due, ``"milliseconds"`` by
+rows.
+"""
+
+BRANCH = 4  # children of a node of the tree
+ROWS, MOST_ROWS = 64, 256  # of a comparison with float32; of any
+PARTS = ((0, 1), (0, 16), (5, 22), (16, 48), (3, 36), (0, 64), (63, 64), (64, 192), (127, 256))
+"""First and last of some rows: blocks of 16, 32, 64, 128 and 256 rows, each with places left over."""
+REPLAYED_ROWS, REPLAYS = (1, 16, 32, 64), 50  # up to 32 rows launches begin early and weights are asked for ahead
+TIMED_ROWS = (1, 16, 64, 128, 256)
+STEP_ROWS, PIECE_ROWS = TIMED_ROWS[:3], TIMED_ROWS[2:]  # of most steps; of a prompt's pieces, and by groups of warps
+TIMES_THE_MODULES, SLACK = 2.0, 1e-5  # that an error may be; of float32, where the modules are the measure itself
+IN_A_ROW, TURNS = 5, 5  # calls that are timed together, and how often
 MOST_TEXT = 300  # characters of what went wrong
 WAIT_SECONDS = 120.0  # for another process's proof
 AGAIN = "again by: gsd-kernels doctor --prove"
@@ -47,30 +71,278 @@ class UnprovedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Kind:
+class Sizes:
+    """Of a model that is made: those of a 1B, whose layers no second-level cache holds.
+
+    Attributes:
+        width: of all query heads together.
+        window: of the second layer, where heads have norms and projections biases, as Qwen's; 0: a LLaMA.
+        prefix, pads: cached tokens before its rows, and left padding of a batch's sequences.
+    """
+
+    hidden: int = 2048
+    inner: int = 8192
+    vocabulary: int = 4096
+    layers: int = 2
+    width: int = 2048
+    window: int = 0
+    prefix: int = 1000
+    pads: tuple[int, ...] = (0, 37)
+
+    @property
+    def cases(self) -> tuple[Case, Case]:
+        return Case(self.prefix), Case(self.prefix, self.pads)
+
+
+MODELS = (Sizes(), Sizes(hidden=1992, inner=8136, vocabulary=4104, width=1024, window=700, prefix=2100))
+
+
+class Case(NamedTuple):
+    """Rows behind a prefix: tokens of the prompt, and left padding of every sequence."""
+
+    prefix: int
+    pads: tuple[int, ...] = (0,)
+
+    @property
+    def name(self) -> str:
+        return f"prefix={self.prefix}" + (f" pads={','.join(map(str, self.pads))}" if len(self.pads) > 1 else "")
+
+
+class Kind(NamedTuple):
     """A part of the operator that is proved by itself: kernels are compiled for each.
 
     Attributes:
         dtype: float16 or bfloat16.
         head_dim: 64 or 128.
-        products: of ``cuda.PRODUCTS``, the kernels that multiply.
+        way: of ``cuda.WAYS``, how it multiplies and launches.
     """
 
     dtype: torch.dtype
     head_dim: int
-    products: str
+    way: str
 
     @property
     def name(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}, heads of {self.head_dim}, {self.products}"
+        """The kind in words, with the switches that others than the way have set."""
+        others = (f", {v}={os.environ[v]}" for v in cuda.SWITCHES if v in os.environ and v not in cuda.WAYS[self.way])
+        return f"{str(self.dtype).removeprefix('torch.')}, heads of {self.head_dim}, {self.way}" + "".join(others)
 
 
-Proof = dict[str, Any]
-"""A verdict and its figures.
+def random_model(sizes: Sizes, dtype: torch.dtype, head_dim: int, device: torch.device) -> Any:
+    """A model, four query heads to one of keys; no random numbers are taken from anybody."""
+    heads = sizes.width // head_dim
+    common: dict[str, Any] = {
+        "vocab_size": sizes.vocabulary,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.inner,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 4),
+        "head_dim": head_dim,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 8192,
+    }
+    windowed = {"sliding_window": sizes.window, "use_sliding_window": True, "max_window_layers": sizes.layers - 1}
+    with torch.device("meta"):
+        model: Any = (
+            Qwen3ForCausalLM(Qwen3Config(**common, **windowed, attention_bias=True))
+            if sizes.window
+            else LlamaForCausalLM(LlamaConfig(**common))
+        ).eval()
+    model = model.to(dtype=dtype).to_empty(device=device).requires_grad_(False)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        mean = float(parameter.dim() == 1 and not name.endswith("bias"))
+        parameter.normal_(mean, 0.1 if parameter.dim() == 1 else parameter.shape[1] ** -0.5, generator=generator)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    return model
 
-``"why"`` rows stay with the modules (``None``: they need not), ``"seconds"`` that it took, ``"errors"`` by way against
-float32, rows or replays ``"apart"`` from the bits that are due, and ``"milliseconds"`` by rows and way.
-"""
+
+def row_inputs(
+    rows: int, prefix: int, device: torch.device | str = "cpu", batch: int = 1, branch: int = BRANCH
+) -> tuple[Tensor, ...]:
+    """A tree of ``rows`` nodes, each with up to ``branch`` children; arguments of :meth:`RowModel.rows`.
+
+    Of a batch every sequence has other tokens.
+    """
+    device = torch.device(device)
+    mask, depths = tree_of([-1, *((row - 1) // branch for row in range(1, rows))], batch, device)
+    kv_len = torch.full((batch,), prefix, dtype=torch.int32, device=device)
+    slots = torch.arange(rows, device=device)
+    tokens = (slots + torch.arange(batch, device=device)[:, None]) % 7
+    return tokens, kv_len, slots, mask, depths, depths
+
+
+class Subject:
+    """The subject of a proof: the rows of a model by one operator, beside its modules.
+
+    Args:
+        model: of random weights.
+        ways: ``"operator"`` and ``"modules"``.
+        backend: of the operator.
+    """
+
+    def __init__(self, model: Any, ways: Mapping[str, Way], backend: str = "auto") -> None:
+        self.model, self.ways, self.backend = model, ways, backend
+        self.device: torch.device = model.device
+
+    @cached_property
+    def exact(self) -> Any:
+        return copy.deepcopy(self.model).float()
+
+    @torch.no_grad()
+    def behind(self, case: Case, way: str = "operator", model: Any = None, backend: str = "reference") -> RowModel:
+        """A way to forward rows, behind the tokens of a case.
+
+        Modules attend by the reference, so that the proof needs none of our other kernels.
+        """
+        model, device = model or self.model, self.device
+        start = torch.tensor(case.pads, dtype=torch.int32, device=device)
+        named = self.backend if way == "operator" else backend
+        rows = self.ways[way](model, case.prefix + MOST_ROWS, start, named)
+        at = torch.arange(case.prefix, device=device)
+        # What is written is the same behind any padding.
+        ids = torch.stack([(at - pad).clamp(min=0) * (3 + 2 * b) for b, pad in enumerate(case.pads)])
+        padded = (at >= start[:, None]).long() if any(case.pads) else None
+        rows.prefill(ids % model.config.vocab_size, padded, None)
+        return rows
+
+    def inputs(self, case: Case, count: int) -> tuple[Tensor, ...]:
+        """Rows of a tree; of the last sequence of a batch behind three positions less."""
+        tokens, kv_len, *others = row_inputs(count, case.prefix, self.device, len(case.pads))
+        kv_len[1:] -= 3
+        return (tokens, kv_len, *others)
+
+    @torch.no_grad()
+    def errors(self, case: Case) -> dict[str, float]:
+        """Errors of operator and modules against float32: a row's, relative to the spread of its logits."""
+        inputs = self.inputs(case, ROWS)
+
+        def logits(*way: Any) -> Tensor:
+            return self.behind(case, *way).rows(*inputs, keep=ROWS).double()
+
+        exact = logits("modules", self.exact)
+        return {way: worst(exact, logits(way)) for way in self.ways}
+
+    @torch.no_grad()
+    def parts_apart(self, case: Case) -> Iterator[tuple[str, list[int]]]:
+        """Of rows by themselves, in blocks of every size, those with other bits than among all: a part at a time."""
+        rows = self.behind(case)
+        tokens, kv_len, slots, mask, depths, nodes = self.inputs(case, MOST_ROWS)
+        whole = rows.rows(tokens, kv_len, slots, mask, depths, nodes, keep=MOST_ROWS)
+        for first, last in PARTS:
+            some = slice(first, last)
+            part = (tokens[:, some], kv_len, slots[some], mask[:, some], depths[:, some], nodes)
+            yield f"rows {first} … {last - 1} by themselves", apart(rows.rows(*part, keep=last - first), whole[:, some])
+
+    @torch.no_grad()
+    def sequences_apart(self, case: Case) -> Iterator[tuple[str, list[int]]]:
+        """Of sequences behind padding beside others, the rows with other bits than alone: a sequence at a time."""
+        tokens, kv_len, slots, mask, depths, nodes = inputs = self.inputs(case, ROWS)
+        whole, again = (self.behind(case).rows(*inputs, keep=ROWS) for _ in range(2))
+        yield "the same call again", apart(again, whole)
+        for number, pad in enumerate(case.pads):
+            length, this = case.prefix - pad, slice(number, number + 1)
+            start = torch.zeros(1, dtype=torch.int32, device=self.device)
+            rows = self.ways["operator"](self.model, length + MOST_ROWS, start, self.backend)
+            ids = torch.arange(length, device=self.device)[None] * (3 + 2 * number) % self.model.config.vocab_size
+            rows.prefill(ids, None, None)
+            one = tokens[this], kv_len[this] - pad, slots, mask[this], depths[this], nodes[this]
+            yield f"sequence {number} alone", apart(rows.rows(*one, keep=ROWS), whole[this])
+
+    @torch.no_grad()
+    def replays_apart(self, case: Case, count: int, rows: tuple[int, ...] = REPLAYED_ROWS) -> Iterator[tuple[str, int]]:
+        """How many of ``count`` replays of a captured forward have other bits than when it is called, by its rows.
+
+        Of two texts in turns, because what a launch reads too early is what the forward before left, which must not be
+        the right thing. The host waits once.
+
+        Raises:
+            RuntimeError: two texts have the same logits, or a forward cannot be captured.
+        """
+        operator = self.behind(case)
+        for number in rows:
+            tokens, *inputs = self.inputs(case, number)
+            texts = [tokens.clone(), (tokens + 11) % self.model.config.vocab_size]
+            with switched({cuda.OVERLAP: "0"}):
+                expected = [operator.rows(text, *inputs, keep=number) for text in texts]
+            if torch.equal(*expected):
+                raise RuntimeError("two texts have the same logits: nothing would be noticed")
+            call = replayed(lambda: operator.rows(tokens, *inputs, keep=number), self.device)  # noqa: B023
+            wrong = torch.zeros((), dtype=torch.int32, device=self.device)
+            for turn in range(count):
+                tokens.copy_(texts[turn % 2])
+                wrong += (call() != expected[turn % 2]).any()
+            yield f"{number} rows replayed", int(wrong)
+
+    @torch.no_grad()
+    def milliseconds(self, case: Case, counts: tuple[int, ...]) -> tuple[dict[str, dict[str, float]], int]:
+        """Of a forward by its rows, by the operator and by the modules, each as a step replays it.
+
+        And how many of the operator's had other bits than a call.
+        """
+        ways = {way: self.behind(case, way, backend="auto") for way in self.ways}
+        times: dict[str, dict[str, float]] = {}
+        wrong = 0
+        for count in counts:
+            inputs = self.inputs(case, count)
+            taken = {}
+            for way, rows in ways.items():
+                forward: Callable[[], Tensor] = lambda rows=rows: rows.rows(*inputs, keep=count)  # noqa: B023, E731
+                if way == "operator":
+                    expected, call = forward(), replayed(forward, self.device)
+                else:  # what cannot be captured is no fault of the operator
+                    call = replay.replayable(forward, self.device)
+                taken[way] = 1e3 * seconds_of(call, self.device)
+                wrong += way == "operator" and not torch.equal(call(), expected)
+            times[str(count)] = taken
+        return times, wrong
+
+
+def apart(logits: Tensor, expected: Tensor) -> list[int]:
+    """Rows of logits [B, R, V], one sequence behind the other, with other bits."""
+    if torch.equal(logits, expected):
+        return []
+    rows: list[int] = (logits != expected).flatten(0, -2).any(-1).nonzero().flatten().tolist()
+    return rows or [-1]  # NaN with other bits
+
+
+def too_large(errors: Mapping[str, float]) -> str | None:
+    """Name the error that is larger than twice the modules', or no number; ``None``: it is not."""
+    if errors["operator"] <= TIMES_THE_MODULES * errors["modules"] + SLACK:
+        return None
+    return f"its error is {errors['operator']:.2e}, the modules' {errors['modules']:.2e}"
+
+
+def replayed(forward: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """``forward`` as a CUDA graph; itself on a CPU.
+
+    Raises:
+        CaptureError: it cannot be captured.
+    """
+    if not replay.is_gpu(device):
+        return forward
+    forward()  # loads what it launches
+    graph, logits = replay.lane_of(device).capture(forward)
+
+    def call() -> Tensor:
+        graph()
+        return logits
+
+    return call
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call, some behind each other, of several turns the fastest: what others do only adds."""
+    best = float("inf")
+    for _ in range(TURNS):
+        replay.wait(device)
+        start = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            call()
+        replay.wait(device)
+        best = min(best, (time.perf_counter() - start) / IN_A_ROW)
+    return best
 
 
 def not_ended(why: str, seconds: float = 0.0) -> Proof:
@@ -80,68 +352,48 @@ def not_ended(why: str, seconds: float = 0.0) -> Proof:
 
 
 def prove(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: str = "auto") -> Proof:
-    """Try the operator on a model of its own; what goes wrong in it is part of the answer.
+    """Try a kind on models of its own; what goes wrong in it is part of the answer.
 
     Raises:
         UnprovedError: there is no answer: the GPU has no room for it, some 800 MB, or the proof itself failed.
         DeviceLostError: the GPU failed for good.
     """
-    begin = time.perf_counter()
-
-    def model() -> Any:
-        return rows_proof.random_model(SIZES, kind.dtype, kind.head_dim, device)
-
+    begin, quiet = time.perf_counter(), torch.autocast(device.type, enabled=False)
     try:
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            return _figures(Subject(model, ways, backend), kind.dtype, begin)
+        with torch.inference_mode(False), torch.no_grad(), quiet, switched(cuda.WAYS[kind.way]):
+            found = figures(kind, device, ways, backend)
     except torch.OutOfMemoryError as error:
         raise UnprovedError("there is no memory to prove one operator on this GPU (1 GB)") from error
     except Exception as error:
-        proof = not_ended(f"{type(error).__name__}: {error}", time.perf_counter() - begin)
+        found = not_ended(f"{type(error).__name__}: {error}")
         if not isinstance(error, RuntimeError):  # which CUDA's and the operator's are
-            raise UnprovedError(f"one operator could not be proved on this GPU: {proof['why']}") from error
+            raise UnprovedError(f"one operator could not be proved on this GPU: {found['why']}") from error
         if replay.lost(device) is not None:
             raise replay.DeviceLostError(f"the GPU failed while rows as one operator were proved: {error}") from error
-        return proof
+    return {**found, "seconds": round(time.perf_counter() - begin, 3)}
 
 
-SIZES = Sizes()
-
-
-def _figures(of: Subject, dtype: torch.dtype, begin: float) -> Proof:
-    one, batch = Case(PREFIX), Case(PREFIX, PADS)
-    cases = [rows_proof.errors_of(of, case) for case in (one, batch)]
-    errors = {way: {kind: max(case[way][kind] for case in cases) for kind in found} for way, found in cases[0].items()}
-    del of.exact  # the largest part of the memory
-    apart = {
-        "alone": sum(len(rows) for _, rows in rows_proof.parts_apart(of, one)),
-        "beside another": sum(len(rows) for _, rows in rows_proof.sequences_apart(of, batch)),
-        "replayed": rows_proof.replays_apart(of, one, REPLAYS),
-    }
-    times = rows_proof.milliseconds(of, one, TIMED_ROWS)
-    return {
-        "why": verdict(errors, apart, times, dtype),
-        "seconds": round(time.perf_counter() - begin, 3),
-        "errors": errors,
-        "apart": apart,
-        "milliseconds": {str(rows): ms for rows, ms in times.items()},
-    }
-
-
-def verdict(
-    errors: Mapping[str, Mapping[str, float]],
-    apart: Mapping[str, int],
-    times: Mapping[int, Mapping[str, float]],
-    dtype: torch.dtype,
-) -> str | None:
-    """Say what keeps rows of this dtype with the modules; ``None``: nothing does."""
-    found = rows_proof.too_large(errors["operator"], errors["modules"], dtype)
+def figures(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: str) -> Proof:
+    """What is found of each model, the worst of both; the first one is timed."""
+    errors, apart, times = dict.fromkeys(ways, 0.0), {"alone": 0, "beside another": 0, "replayed": 0}, {}
+    why: str | None = None
+    for sizes in MODELS:
+        of = Subject(random_model(sizes, kind.dtype, kind.head_dim, device), ways, backend)
+        for case in sizes.cases:
+            found = of.errors(case)
+            why = why or too_large(found)
+            errors = {way: max(errors[way], found[way]) for way in errors}
+        del of.exact  # the largest part of the memory
+        one, batch = sizes.cases
+        apart["alone"] += sum(len(rows) for _, rows in of.parts_apart(one))
+        apart["beside another"] += sum(len(rows) for _, rows in of.sequences_apart(batch))
+        apart["replayed"] += sum(count for _, count in of.replays_apart(one, REPLAYS))
+        if not times:
+            times, wrong = of.milliseconds(one, TIMED_ROWS)
+            apart["replayed"] += wrong
     for what, count in apart.items():
-        found = found or (f"{count} rows have other bits ({what})" if count else None)
-    slower = math.prod(ms["operator"] / ms["modules"] for ms in times.values()) ** (1 / len(times))
-    if found is None and slower > SLOWER:
-        return f"it takes {slower:.2f} times as long as the modules"
-    return found
+        why = why or (f"{count} rows have other bits ({what})" if count else None)
+    return {"why": why, "errors": errors, "apart": apart, "milliseconds": times}
 
 
 def document_of(device: torch.device) -> Document:
@@ -174,35 +426,24 @@ def build() -> str:
     return hashlib.sha256(library.read_bytes()).hexdigest()[:20] if library.exists() else "none"
 
 
-def kept(kind: Kind, document: Document) -> Proof | None:
-    """A proof that an earlier process made, or did not end; ``None`` for none."""
-    section = document.read().get(kind.name)
-    whole = isinstance(section, dict) and section.keys() == BEGUN.keys()
-    return section if whole else None
-
-
 BEGUN = not_ended("a proof was begun and did not end, as where a GPU hangs")
-_known: dict[tuple[Path, Kind], Proof | str] = {}
+_known: dict[tuple[Path, str], Proof | str] = {}
 """Of this process: proofs, and why there is none. An error itself would keep what it was raised with."""
 _lock = threading.Lock()
 
 
 def proof_of(
-    kind: Kind,
-    device: torch.device,
-    ways: Mapping[str, Way],
-    *,
-    again: bool = False,
-    backend: str = "auto",
+    kind: Kind, device: torch.device, ways: Mapping[str, Way], *, again: bool = False, backend: str = "auto"
 ) -> Proof:
     """The proof of a kind on a GPU: known, kept, or made now. Processes that ask at once wait for one.
 
     Where there is no answer, a process does not look for one again unless it is asked to: every text would wait for it.
+    A process that dies of it leaves word of that.
 
     Args:
         kind: of the operator.
         device: the GPU.
-        ways: to forward rows, see :class:`~.rows_proof.Subject`.
+        ways: to forward rows, see :class:`Subject`.
         again: whether it is made in any case.
         backend: of the operator.
 
@@ -211,33 +452,29 @@ def proof_of(
     """
     document = document_of(device)
     with _lock:
-        known = document.path, kind
+        known = document.path, kind.name
         if again or known not in _known:
             with locked(document.path.with_suffix(".lock"), WAIT_SECONDS):
-                found = None if again else kept(kind, document)
-                try:
-                    _known[known] = found or _made(kind, device, ways, document, backend)
-                except UnprovedError as error:
-                    _known[known] = str(error)
+                found = None if again else document.read().get(kind.name)
+                if not (isinstance(found, dict) and found.keys() == BEGUN.keys()):
+                    logger.info("rows as one operator (%s) are proved on this GPU, some seconds, once", kind.name)
+                    document.write({kind.name: BEGUN})
+                    found = {}
+                    try:
+                        _known[known] = found = prove(kind, device, ways, backend)
+                    except UnprovedError as error:
+                        _known[known] = str(error)
+                    except replay.DeviceLostError as error:
+                        found = not_ended(str(error))
+                        raise
+                    finally:
+                        document.write({kind.name: found})
+                else:
+                    _known[known] = found
         proof = _known[known]
     if isinstance(proof, str):
         raise UnprovedError(proof)
     return proof
-
-
-def _made(kind: Kind, device: torch.device, ways: Mapping[str, Way], document: Document, backend: str) -> Proof:
-    """A proof, kept; a process that dies of it leaves word of that."""
-    logger.info("rows as one operator (%s) are proved on this GPU, which takes a few seconds, once", kind.name)
-    section: Proof = {}
-    document.write({kind.name: BEGUN})
-    try:
-        section = prove(kind, device, ways, backend)
-    except replay.DeviceLostError as error:
-        section = not_ended(str(error))
-        raise
-    finally:
-        document.write({kind.name: section})
-    return section
 
 
 def report(device: torch.device, ways: Mapping[str, Way], *, again: bool) -> dict[str, Proof]:
@@ -246,31 +483,61 @@ def report(device: torch.device, ways: Mapping[str, Way], *, again: bool) -> dic
     Raises:
         DeviceLostError: the GPU failed for good.
     """
-    found: dict[str, Proof] = {}
-    document = document_of(device)
-    for products, dtype, head_dim in itertools.product(cuda.product_kernels(device), cuda.DTYPES, cuda.HEAD_DIMS):
-        kind = Kind(dtype, head_dim, products)
-        try:
-            with switched(cuda.selecting(products)):
-                proof = proof_of(kind, device, ways, again=True) if again else kept(kind, document)
-        except UnprovedError as error:
-            proof = not_ended(str(error))
-        if proof is not None:
-            found[kind.name] = proof
-    return found
+    kinds = [Kind(*of) for of in itertools.product(cuda.DTYPES, cuda.HEAD_DIMS, cuda.ways(device))]
+    if again:
+        for kind in kinds:
+            with contextlib.suppress(UnprovedError):
+                proof_of(kind, device, ways, again=True)
+    kept = document_of(device).read()
+    unproved = {name: not_ended(why) for (_, name), why in _known.items() if again and isinstance(why, str)}
+    return {kind.name: found for kind in kinds if (found := unproved.get(kind.name) or kept.get(kind.name))}
 
 
-def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, ways: Mapping[str, Way]) -> str | None:
-    """Say what keeps rows on a GPU with the modules, or ``None``; the GPU proves itself at the first question.
+class Choice(NamedTuple):
+    """What a GPU's proofs decide.
 
-    Where nothing can be proved, GPUs on which the operator was measured go on with it.
+    Attributes:
+        why: rows stay with the modules; ``None``: they need not.
+        way: of ``cuda.WAYS``, by which the operator multiplies; ``None``: as the environment says.
+        prompt_rows: of a prompt at a time, all sequences together.
+    """
+
+    why: str | None
+    way: str | None = None
+    prompt_rows: int = MOST_ROWS
+
+
+def choice(device: torch.device, dtype: torch.dtype, head_dim: int, ways: Mapping[str, Way]) -> Choice:
+    """Choose how rows go on a GPU, which proves itself at the first question.
+
+    Of the ways that are right the one that is fastest from 33 rows on; fewer are the same kernels for all of them.
+    Modules, where those are faster in the mean over a step's rows: they share no text with the operator, since their
+    bits go by how many rows there are. Where nothing can be proved, GPUs on which the operator was measured go on.
 
     Raises:
         DeviceLostError: the GPU failed for good.
     """
-    kind = Kind(dtype, head_dim, cuda.selected(device))
-    try:
-        reason = proof_of(kind, device, ways)["why"]
-    except UnprovedError as error:
-        return None if cuda.is_measured(device) else str(error)
-    return None if reason is None else f"one operator did not prove itself on this GPU: {reason}; {AGAIN}"
+    proofs: dict[str, Proof] = {}
+    for way in cuda.ways(device):
+        right = {name: proof["milliseconds"] for name, proof in proofs.items() if proof["why"] is None}
+        if way == cuda.IN_TURN and right:
+            break
+        try:
+            proofs[way] = proof_of(Kind(dtype, head_dim, way), device, ways)
+        except UnprovedError as error:
+            return Choice(None if cuda.is_measured(device) else str(error))
+    right = {name: proof["milliseconds"] for name, proof in proofs.items() if proof["why"] is None}
+    if not right:
+        reason = proofs["mma"]["why"]
+        return Choice(f"one operator did not prove itself on this GPU: {reason}; {AGAIN}")
+    forced = os.environ.get(cuda.GROUP) == "1" and "wgmma" in right
+    way = "wgmma" if forced else min(right, key=lambda name: mean(right[name], PIECE_ROWS))
+    slower = mean(right[way], STEP_ROWS) / mean(right[way], STEP_ROWS, "modules")
+    if slower > 1:
+        return Choice(f"one operator takes {slower:.2f} times as long as the modules on this GPU; {AGAIN}")
+    return Choice(None, way, min(PIECE_ROWS, key=lambda rows: right[way][str(rows)]["operator"] / rows))
+
+
+def mean(times: Mapping[str, Mapping[str, float]], rows: tuple[int, ...], of: str = "operator") -> float:
+    """The geometric mean of milliseconds over rows."""
+    return statistics.geometric_mean(times[str(count)][of] for count in rows)
