@@ -374,7 +374,7 @@ def prove(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: st
 
 
 def figures(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: str) -> Proof:
-    """What is found of each model, the worst of both; the first one is timed."""
+    """The figures of both models, the worse ones; the first model is timed."""
     errors, apart, times = dict.fromkeys(ways, 0.0), {"alone": 0, "beside another": 0, "replayed": 0}, {}
     why: str | None = None
     for sizes in MODELS:
@@ -494,7 +494,7 @@ def report(device: torch.device, ways: Mapping[str, Way], *, again: bool) -> dic
 
 
 class Choice(NamedTuple):
-    """What a GPU's proofs decide.
+    """The decision of a GPU's proofs.
 
     Attributes:
         why: rows stay with the modules; ``None``: they need not.
