@@ -29,8 +29,8 @@ MOST_STAYS = 60
 CORE_OF_SATELLITES = {
     "gsd_kernels_train": (
         "api engine.resolved files model.hidden model.properties parallel progress records sources.checkpoints "
-        "sources.dflash sources.dflash_config sources.eagle3 sources.edges sources.heads sources.layers "
-        "sources.mtp sources.mtp_block sources.mtp_layouts validate"
+        "sources.dflash sources.eagle3 sources.edges sources.heads sources.layers "
+        "sources.layouts sources.mtp validate"
     ),
     "gsd_kernels_serve": "api extras model.properties model.sides records validate.options",
     "gsd_kernels_cli": (

@@ -16,8 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, scaled_dot_pro
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels_hf.model.hidden import decoder_of
-from gsd_kernels_hf.sources.dflash import DFlash
-from gsd_kernels_hf.sources.dflash_config import DFlashConfig
+from gsd_kernels_hf.sources.dflash import CONFIDENCE, DFlash, DFlashConfig
 from gsd_kernels_hf.sources.edges import along
 from gsd_kernels_hf.sources.layers import Attention
 
@@ -117,18 +116,16 @@ class DFlashTraining(DrafterTraining):
             "layer_types": ["full_attention"] * drafter.layers,
         }
         said: dict[str, Any] = {"mask_token_id": mask, "target_layer_ids": [i - 1 for i in fused]}
-        confidence = None
+        tensors: dict[str, tuple[int, ...]] = {}
         if dspark:
             rank = drafter.markov_rank or MARKOV_RANK
             self.config |= {**said, "markov_rank": rank, "markov_head_type": drafter.markov_head or "vanilla"}
             self.config |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
-            confidence = (1, sizes["hidden_size"] + rank)
+            tensors = {f"{CONFIDENCE}weight": (1, sizes["hidden_size"] + rank), f"{CONFIDENCE}bias": (1,)}
         else:
             self.config["dflash_config"] = said | ({"causal_head": True} if self.kind == "jetspec" else {})
         check_output_matrix("drafters of blocks", options, target)
-        read = DFlashConfig.of(
-            self.config, own_embedding=False, own_head=False, confidence=confidence, confidence_bias=True
-        )
+        read = DFlashConfig.of(self.config, tensors)
         module = DFlash(read)
         self.begin(module, fused, read.num_drafted)
         with torch.no_grad():  # the target's output matrix is behind it

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from gsd_kernels_hf.model.hidden import decoder_of, listening
 from gsd_kernels_hf.model.properties import text_config, vocabulary
 from gsd_kernels_hf.sources.checkpoints import CONFIG, WEIGHTS
-from gsd_kernels_hf.sources.dflash_config import MARKOV_HEADS
+from gsd_kernels_hf.sources.dflash import MARKOV_HEADS
 
 from .job import TrainingOptions
 from .measure import Guessing

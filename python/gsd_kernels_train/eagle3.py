@@ -54,7 +54,7 @@ class Eagle3Training(UnrolledTraining):
         if drafter.target_head:
             self.config[TARGET_HEAD] = True
             check_output_matrix("drafters without an output matrix of their own", options, target)
-        module = Eagle3(Eagle3Config.of(self.config, own_embedding=False))
+        module = Eagle3(Eagle3Config.of(self.config, {}))
         if module.d2t is not None:
             module.d2t.copy_(draft_ids - torch.arange(len(draft_ids), device=draft_ids.device))
         self.begin(module, fused, drafter.depth or DEPTH)

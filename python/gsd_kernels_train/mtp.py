@@ -15,15 +15,14 @@ from transformers import PreTrainedModel
 
 from gsd_kernels_hf.model.hidden import decoder_of
 from gsd_kernels_hf.sources.checkpoints import BadCheckpoint
-from gsd_kernels_hf.sources.mtp import Mtp
-from gsd_kernels_hf.sources.mtp_block import Block, blocks_of
-from gsd_kernels_hf.sources.mtp_layouts import LAYOUTS
+from gsd_kernels_hf.sources.layouts import HEADS
+from gsd_kernels_hf.sources.mtp import Block, Mtp, blocks_of
 
 from .drafter import DrafterOptions, write_checkpoint
 from .job import TrainingOptions, check_output_matrix, output_logits
 from .unrolled import DEPTH, Unrolled, UnrolledTraining
 
-WRITTEN = next(layout for layout in LAYOUTS if layout.prefix == "mtp.")
+WRITTEN = next(layout for layout in HEADS if layout.prefix == "mtp.")
 """The names of heads that are trained here."""
 WANTED = ("full_attention", None, "sliding_attention")
 """Types of attention that a new head's layer may have, the best first."""

@@ -18,8 +18,7 @@ from gsd_kernels import DFlash, Eagle3
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.base import Prefilled
-from gsd_kernels_hf.sources.dflash import DFlashDrafts
-from gsd_kernels_hf.sources.dflash_config import DFlashConfig
+from gsd_kernels_hf.sources.dflash import DFlashConfig, DFlashDrafts
 from gsd_kernels_hf.sources.eagle3 import Eagle3Config
 from gsd_kernels_hf.sources.edges import along
 from gsd_kernels_hf.sources.load import source_of
@@ -101,7 +100,10 @@ def random_eagle3(
 ) -> Eagle3:
     """A drafter of random weights, and of a random draft vocabulary where that is a reduced one."""
     torch.manual_seed(seed)
-    found = Eagle3Config.of(config, own_embedding=own_embedding, mask_shape=mask_shape)
+    tensors = {"embed_tokens.weight": ()} if own_embedding else {}
+    if mask_shape is not None:
+        tensors["mask_hidden"] = mask_shape
+    found = Eagle3Config.of(config, tensors)
     module = Eagle3(found).double().requires_grad_(False)
     random_tensors(module)
     if module.d2t is not None:
@@ -221,7 +223,10 @@ def random_dflash(
 ) -> DFlash:
     """A drafter of random weights; ``own``: with embedding and output matrix; ``confidence``: with such a head."""
     torch.manual_seed(seed)
-    found = DFlashConfig.of(config, own_embedding=own, own_head=own, confidence=confidence, confidence_bias=True)
+    tensors = dict.fromkeys(("embed_tokens.weight", "lm_head.weight") if own else (), ())
+    if confidence is not None:
+        tensors |= {"confidence_head.proj.weight": confidence, "confidence_head.proj.bias": (1,)}
+    found = DFlashConfig.of(config, tensors)
     module = DFlash(found).double().requires_grad_(False)
     random_tensors(module)
     if module.d2t is not None:

@@ -10,7 +10,7 @@ from models import tiny
 from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3, safeailab, save
 
 from gsd_kernels import Eagle3
-from gsd_kernels_hf.sources.dflash_config import DFlashConfig
+from gsd_kernels_hf.sources.dflash import DFlashConfig
 from gsd_kernels_hf.sources.load import load_drafter, source_of
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -114,4 +114,4 @@ def test_the_roots_row_drafts_only_where_the_config_says_so():
     """Speculators' layout without the setting: slot j predicts the token of its own place."""
     _, config, _ = dspark("speculators")
     del config["sample_from_anchor"], config["enable_confidence_head"]
-    assert DFlashConfig.of(config, own_embedding=False, own_head=False).num_drafted == 3
+    assert DFlashConfig.of(config, {}).num_drafted == 3

@@ -26,9 +26,9 @@ from ..sources.base import DraftSource
 from ..sources.border import check_source
 from ..sources.drafts import check_probabilities, translations_of
 from ..sources.expansion import Expansion
-from ..sources.gemma_assistant import CLASS as GEMMA_ASSISTANT
 from ..sources.heads import DraftHeads
 from ..sources.layer_skip import LayerSkip
+from ..sources.layouts import GEMMA4
 from ..sources.load import KINDS, Drafter
 
 SourceName = Literal["model", "layer_skip", "drafter", "heads", "history", "grammar"]
@@ -231,9 +231,9 @@ def drafts_in(given: object) -> tuple[PreTrainedModel | Expansion, ...]:
             )
     drafts = [draft if isinstance(draft, Expansion) else properties.unwrap(draft) for draft in given]
     for draft in drafts:
-        if type(draft).__name__ == GEMMA_ASSISTANT:
+        if type(draft).__name__ == GEMMA4:
             raise validate.Unsupported(
-                f"assistant_model: a {GEMMA_ASSISTANT} has no keys and values of its own; pass drafter= its folder, or "
+                f"assistant_model: a {GEMMA4} has no keys and values of its own; pass drafter= its folder, or "
                 "gsd_kernels.Gemma4Assistant(model)"
             )
         if not isinstance(draft, Expansion):

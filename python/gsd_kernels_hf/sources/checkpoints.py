@@ -145,6 +145,11 @@ class Checkpoint:
         found.list_tensors(found._weight_files())
         return found
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor by its name."""
+        return {name: shape for name, (_, shape) in self.files.items()}
+
     def list_tensors(self, paths: Iterable[Path]) -> None:
         """Read the headers of files.
 

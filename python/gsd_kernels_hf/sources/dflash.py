@@ -9,11 +9,14 @@ the earlier ones only), DSpark, DFlash 2. Layouts: z-lab's (``dflash_config``), 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
+from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from gsd_kernels import GraphConfig
@@ -22,9 +25,9 @@ from gsd_kernels.ops.decoder_rows import decoder_rows
 from gsd_kernels.ops.feature_rows import FeatureWeights, feature_rows
 from gsd_kernels.ops.step import feed_chain
 
+from . import checkpoints, layouts
 from .base import Level, Proposal, Text, rows_at
-from .checkpoints import Checkpoint
-from .dflash_config import DFlashConfig
+from .checkpoints import bad
 from .draft_vocabulary import DraftVocabulary
 from .edges import ConfidenceHead, ConvolvedLayer, MarkovHead, RecurrentHead, Selector
 from .expansion import NodeVectors
@@ -33,6 +36,144 @@ from .features import FeatureSource
 from .fused_features import weights_of, why_not
 from .lattice import Lattice, shares_of
 from .layers import Layer, RowPass
+from .layouts import layer_numbers, layout_of
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+"""Kinds of DSpark's head."""
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """The settings in a DFlash checkpoint's config.
+
+    Attributes:
+        layers: sizes and rotary settings of the decoder layers; ``vocab_size`` is the target's.
+        block_size: rows of the forward, the root's included.
+        mask_token_id: whose embedding stands for a token to be drafted.
+        hidden_layers: the target's hidden states that are fused, as transformers' ``hidden_states[i]``.
+        draft_vocab_size: tokens that it can draft.
+        target_hidden_size: Dt, width of the target's hidden states.
+        sample_from_anchor: whether the root's row drafts, too; else candidates after it are those of the first mask.
+        bidirectional_window: whether rows of a layer with a sliding window see the later ones of the block.
+        own_embedding, own_head: whether the checkpoint has these matrices; else the target's are used.
+        causal: whether rows of all layers see the earlier ones of the block only (JetSpec).
+        markov_rank, markov_head_type: of DSpark's head, the latter one of :data:`MARKOV_HEADS`; 0: none.
+        confidence, confidence_bias: numbers that DSpark's confidence head reads, and whether it has a bias; 0: none.
+        selector_rank, selector_top_k: of DFlash 2's head; 0: none.
+        conv_kernel_size, conv_group_size: of DFlash 2's convolutions, rows that one reads and channels that share a
+            weight; 0: none.
+    """
+
+    layers: PretrainedConfig
+    block_size: int
+    mask_token_id: int
+    hidden_layers: tuple[int, ...]
+    draft_vocab_size: int
+    target_hidden_size: int
+    sample_from_anchor: bool = False
+    bidirectional_window: bool = False
+    own_embedding: bool = False
+    own_head: bool = False
+    causal: bool = False
+    markov_rank: int = 0
+    markov_head_type: str = "vanilla"
+    confidence: int = 0
+    confidence_bias: bool = False
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> DFlashConfig:
+        """Read a ``config.json``, beside which there are tensors of these shapes.
+
+        Raises:
+            BadCheckpoint: a setting is missing, impossible, or not served.
+        """
+        layout, own_head = layout_of(config, layouts.DFLASH), "lm_head.weight" in tensors
+        if layout is None:
+            raise bad(f"its config has neither {' nor '.join(one.mark for one in layouts.DFLASH)}")
+        said = layout.settings_in(config)
+        settings = {"block_size": config.get("block_size"), **checkpoints.set_in(said), **layout.fixed}
+        layers = layer_numbers(layout.layers, said.get(layout.layers), shift=layout.shift)
+        sizes = checkpoints.layer_config({**layout.sizes_in(config), "model_type": "qwen3"}, "qwen3")
+        draft_vocab_size = checkpoints.number(config, "draft_vocab_size", default=sizes.vocab_size)
+        if draft_vocab_size < sizes.vocab_size and not own_head:
+            raise bad(f"its draft vocabulary of {draft_vocab_size} needs an output matrix of its own, lm_head.weight")
+        second = config.get("speculators_model_type") == "dflash2" or any(
+            str(name).startswith("DFlash2") for name in config.get("architectures") or ()
+        )
+        edges = edges_of(settings, sizes, tensors, whole=second)
+        if edges.get("conv_kernel_size"):  # DFlash 2's own code has it so; the others say it
+            settings = {"sliding_window_non_causal": True, **settings}
+        if edges.get("selector_rank") and draft_vocab_size < sizes.vocab_size:
+            raise bad("a DFlash 2 drafter with a draft vocabulary of its own; not served")
+        return cls(
+            sizes,
+            checkpoints.number(settings, "block_size", least=2),
+            checkpoints.number(settings, "mask_token_id", least=0),
+            layers,
+            draft_vocab_size,
+            checkpoints.number({**config, **settings}, "target_hidden_size", default=sizes.hidden_size),
+            checkpoints.flag(settings, "sample_from_anchor"),
+            checkpoints.flag(settings, "sliding_window_non_causal"),
+            "embed_tokens.weight" in tensors,
+            own_head,
+            checkpoints.flag(settings, "causal_head"),
+            **edges,
+        )
+
+    @property
+    def kind(self) -> str:
+        """The name that its authors gave it."""
+        if self.selector_rank or self.conv_kernel_size:
+            return "DFlash 2"
+        return "DSpark" if self.markov_rank else "JetSpec" if self.causal else "DFlash"
+
+    @property
+    def num_drafted(self) -> int:
+        """Later positions that a block has candidates for."""
+        return self.block_size - (not self.sample_from_anchor)
+
+
+EDGES = (("markov_rank",), ("selector_rank", "selector_top_k"), ("conv_kernel_size", "conv_group_size"))
+"""Settings of DSpark's head, DFlash 2's and its convolutions; without the first there is none."""
+
+CONFIDENCE = "confidence_head.proj."
+
+
+def edges_of(
+    settings: Mapping[str, Any], sizes: PretrainedConfig, tensors: Mapping[str, tuple[int, ...]], *, whole: bool
+) -> dict[str, Any]:
+    """Read the heads for edges, and the convolutions that come with one of them; ``whole``: as DFlash 2 has them.
+
+    Raises:
+        BadCheckpoint: a setting is missing, impossible, or not served.
+    """
+    found: dict[str, Any] = {}
+    projector = settings.get("projector_type", "dflash")
+    if projector != "dflash":
+        raise bad(f"projector_type={projector!r} in its config; only 'dflash' is served")
+    for names in EDGES:
+        if settings.get(names[0]) or (whole and names != EDGES[0]):
+            found |= {name: checkpoints.number(settings, name) for name in names}
+    size, rank, group = sizes.hidden_size, found.get("markov_rank", 0), found.get("conv_group_size", 1)
+    if rank:
+        kind = found["markov_head_type"] = settings.get("markov_head_type", "vanilla")
+        if kind not in MARKOV_HEADS:
+            raise bad(f"markov_head_type={kind!r} in its config; served are {', '.join(MARKOV_HEADS)}")
+    if size % group:
+        raise bad(f"conv_group_size={group} in its config does not divide hidden_size={size}")
+    # DSpark's confidence head reads a row's output, and maybe the token before: its weight says it.
+    shape, served = tensors.get(CONFIDENCE + "weight"), [(1, read) for read in sorted({size, size + rank})]
+    if shape is None:
+        return found
+    if shape not in served:
+        raise bad(
+            f"{CONFIDENCE}weight is {list(shape)}, and its config means {' or '.join(str([*one]) for one in served)}"
+        )
+    return found | {"confidence": shape[1], "confidence_bias": CONFIDENCE + "bias" in tensors}
 
 
 class DFlash(FeatureDrafter):
@@ -43,6 +184,7 @@ class DFlash(FeatureDrafter):
     """
 
     kind = "DFlash"
+    read_config = DFlashConfig.of
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
@@ -50,7 +192,7 @@ class DFlash(FeatureDrafter):
         size, eps = sizes.hidden_size, sizes.rms_norm_eps
         self.fc = nn.Linear(len(config.hidden_layers) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = LlamaRMSNorm(size, eps)
-        count, taps, group = sizes.num_hidden_layers, config.taps, config.group
+        count, taps, group = sizes.num_hidden_layers, config.conv_kernel_size, config.conv_group_size
         self.layers = nn.ModuleList(
             ConvolvedLayer(sizes, i, taps, group) if taps else Layer(sizes, i) for i in range(count)
         )
@@ -60,10 +202,10 @@ class DFlash(FeatureDrafter):
         self._add_outputs()
         vocab, drafted, rank = sizes.vocab_size, config.draft_vocab_size, config.markov_rank
         self.markov_head: MarkovHead | RecurrentHead | None = None
-        if config.markov_type == "rnn":
+        if config.markov_head_type == "rnn":
             self.markov_head = RecurrentHead(vocab, drafted, rank, size)
         elif rank:
-            self.markov_head = MarkovHead(vocab, drafted, rank, size, gated=config.markov_type == "gated")
+            self.markov_head = MarkovHead(vocab, drafted, rank, size, gated=config.markov_head_type == "gated")
         confident = config.confidence
         self.confidence_head = ConfidenceHead(confident, bias=config.confidence_bias) if confident else None
         rank = config.selector_rank
@@ -73,18 +215,6 @@ class DFlash(FeatureDrafter):
     def edges(self) -> MarkovHead | RecurrentHead | Selector | None:
         """The head that scores a token by the one before, or by all before it, if there is one."""
         return self.candidate_selector if self.markov_head is None else self.markov_head
-
-    @classmethod
-    def read_config(cls, checkpoint: Checkpoint) -> DFlashConfig:
-        has = {name: f"{name}.weight" in checkpoint.files for name in ("embed_tokens", "lm_head")}
-        _, confidence = checkpoint.files.get("confidence_head.proj.weight", (None, None))
-        return DFlashConfig.of(
-            checkpoint.config,
-            own_embedding=has["embed_tokens"],
-            own_head=has["lm_head"],
-            confidence=confidence,
-            confidence_bias="confidence_head.proj.bias" in checkpoint.files,
-        )
 
     def __repr__(self) -> str:
         config = self.config
@@ -157,7 +287,7 @@ class DFlashDrafts(FeatureSource, Lattice):
         convolved, or have windows: these are counted from the root, so that all rows see the same of the text.
         """
         parts = self.module, self.embedding, head
-        plain = not self.module.config.taps and not any(self.module.windows)
+        plain = not self.module.config.conv_kernel_size and not any(self.module.windows)
         return weights_of(*parts) if plain and why_not(*parts, self.rows.backend) is None else None
 
     def start(self, text: Text) -> None:

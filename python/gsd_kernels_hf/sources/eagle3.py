@@ -22,23 +22,15 @@ from ..model.cache import GraphCache
 from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints
 from .checkpoints import Checkpoint, bad
-from .config_layouts import NESTED, ConfigLayout, layer_numbers, layout_of
 from .feature_drafter import FeatureDrafter
 from .layers import Layer, RowPass, Turns
+from .layouts import EAGLE3, FUSED, INNER, NESTED, layer_numbers, layout_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 UNITS_AT_ONCE = 64
 """Columns of the target's output matrix that are read at once."""
-
-FUSED, INNER = "eagle_aux_hidden_state_layer_ids", "eagle_config"
-LAYOUTS = (
-    ConfigLayout(NESTED, FUSED, sizes=NESTED),  # speculators
-    ConfigLayout(FUSED, FUSED),  # SafeAILab, SpecForge
-    ConfigLayout(INNER, FUSED, 1, settings=INNER),  # SGLang: layers whose outputs are fused
-)
-"""What published drafters come in, by where their fused layers stand; a new layout is a row."""
 
 MASK = "mask_hidden"
 """P-EAGLE's tensor."""
@@ -89,15 +81,13 @@ class Eagle3Config:
     num_parallel: int = 1
 
     @classmethod
-    def of(
-        cls, config: Mapping[str, Any], *, own_embedding: bool, mask_shape: tuple[int, ...] | None = None
-    ) -> Eagle3Config:
-        """Read a ``config.json``.
+    def of(cls, config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Eagle3Config:
+        """Read a ``config.json``, beside which there are tensors of these shapes.
 
         Raises:
             BadCheckpoint: a setting is missing, impossible, or not served.
         """
-        layout = layout_of(config, LAYOUTS) or LAYOUTS[1]
+        layout = layout_of(config, EAGLE3) or EAGLE3[1]
         if config.get("speculators_model_type") and not layout.sizes:
             raise bad(f"its config has no {NESTED}, which speculators' layout nests")
         layers = checkpoints.layer_config(layout.sizes_in(config), "llama")
@@ -115,21 +105,34 @@ class Eagle3Config:
             raise bad(f"logit_scale={said['logit_scale']!r} in its config; only 1 is served")
         if found["norm_before_fc"] and found["fc_norm"]:
             raise bad("its config sets norm_before_fc and fc_norm, of which a drafter has one at most")
-        return cls(
+        mask_shape = tensors.get(MASK)
+        if mask_shape is None and says_parallel(config):
+            raise bad(f"a P-EAGLE checkpoint without its tensor {MASK}")
+        read = cls(
             layers,
             draft_vocab_size,
             checkpoints.number(config, "target_hidden_size", default=layers.hidden_size),
             None if fused is None else layer_numbers(FUSED, fused, layout.shift),
-            own_embedding=own_embedding,
+            own_embedding="embed_tokens.weight" in tensors,
             own_head=not checkpoints.flag(said, TARGET_HEAD),
             **found,
             **(parallel_settings(config, mask_shape) if mask_shape is not None else {}),
         )
+        if mask_shape is not None and math.prod(mask_shape) != read.fused_width:
+            raise bad(f"its {MASK} is {list(mask_shape)}, and its config means {read.fused_width} numbers")
+        if read.num_fused != 2 and tensors.get("fc.weight") == (layers.hidden_size, 2 * layers.hidden_size):
+            raise bad("an EAGLE-1 or EAGLE-2 checkpoint, which fuses no layers; not served")
+        return read
 
     @property
     def num_fused(self) -> int:
         """Hidden states that are fused."""
         return 3 if self.hidden_layers is None else len(self.hidden_layers)
+
+    @property
+    def fused_width(self) -> int:
+        """Numbers of all of them together."""
+        return self.num_fused * self.target_hidden_size
 
 
 def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...]) -> dict[str, Any]:
@@ -184,10 +187,11 @@ class Eagle3(FeatureDrafter):
     """
 
     kind = "EAGLE-3"
+    read_config = Eagle3Config.of
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        layers, width = config.layers, config.num_fused * config.target_hidden_size
+        layers, width = config.layers, config.fused_width
         size, eps = layers.hidden_size, layers.rms_norm_eps
         self.input_norm = LlamaRMSNorm(width, eps) if config.norm_before_fc else None
         norms = [LlamaRMSNorm(config.target_hidden_size, eps) for _ in range(config.num_fused)]
@@ -215,21 +219,6 @@ class Eagle3(FeatureDrafter):
                 )
             drafter.share_head(target)
         return drafter
-
-    @classmethod
-    def read_config(cls, checkpoint: Checkpoint) -> Eagle3Config:
-        _, mask_shape = checkpoint.files.get(MASK, (None, None))
-        if mask_shape is None and says_parallel(checkpoint.config):
-            raise bad(f"a P-EAGLE checkpoint without its tensor {MASK} in {checkpoint.folder}")
-        own = "embed_tokens.weight" in checkpoint.files
-        config = Eagle3Config.of(checkpoint.config, own_embedding=own, mask_shape=mask_shape)
-        width = config.num_fused * config.target_hidden_size
-        if mask_shape is not None and math.prod(mask_shape) != width:
-            raise bad(f"{MASK} in {checkpoint.folder} is {list(mask_shape)}, and its config means {width} numbers")
-        fc = checkpoint.files.get("fc.weight", (None, ()))[1]
-        if config.num_fused != 2 and fc == (config.layers.hidden_size, 2 * config.layers.hidden_size):
-            raise bad("an EAGLE-1 or EAGLE-2 checkpoint, which fuses no layers; not served")
-        return config
 
     def __repr__(self) -> str:
         config = self.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +15,10 @@ from ..model.properties import text_config
 from . import checkpoints
 from .checkpoints import Checkpoint, bad
 from .layers import Rotary
+from .layouts import weight_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
-"""Tensors of training, which drafting does not read."""
 
 
 class FeatureDrafter(nn.Module):
@@ -32,9 +31,11 @@ class FeatureDrafter(nn.Module):
 
     Attributes:
         kind: in errors.
+        read_config: function that reads a ``config.json`` beside tensors of these shapes, or refuses it.
     """
 
     kind: str
+    read_config: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Any]
     fc: nn.Linear
     layers: nn.ModuleList
 
@@ -65,7 +66,7 @@ class FeatureDrafter(nn.Module):
     def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> Self:
         """Load an open checkpoint, see :meth:`from_pretrained`."""
         checkpoint.rename(weight_name)
-        config = cls.read_config(checkpoint)
+        config = cls.read_config(checkpoint.config, checkpoint.shapes)
         vocab_size = config.layers.vocab_size
         if config.draft_vocab_size == vocab_size:
             checkpoint.files.pop("d2t", None)  # the identity
@@ -78,15 +79,6 @@ class FeatureDrafter(nn.Module):
             checkpoints.check_map("d2t", module.target_ids(), vocab_size)
         checkpoints.move_to(module, target)
         return module
-
-    @classmethod
-    def read_config(cls, checkpoint: Checkpoint) -> Any:
-        """Read the checkpoint's config, and the names and shapes of its tensors.
-
-        Raises:
-            BadCheckpoint: nothing that can be served.
-        """
-        raise NotImplementedError
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise unless the drafter fits a target's vocabulary, width and layers.
@@ -131,11 +123,3 @@ class FeatureDrafter(nn.Module):
         """The target's id of every draft token, int64 [draft_vocab_size]."""
         at = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
         return at if self.d2t is None else at + self.d2t
-
-
-def weight_name(name: str) -> str | None:
-    """The name here of a published tensor; ``None``: not needed."""
-    name = name.removeprefix("model.")
-    if name in UNUSED or name.endswith("rotary_emb.inv_freq"):
-        return None
-    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name

@@ -29,9 +29,10 @@ from .checkpoints import CONFIG, bad
 from .draft_vocabulary import DraftVocabulary
 from .expansion import NodeVectors
 from .last_state import LastState
+from .layouts import GEMMA4
 from .recursion import Recursion
 
-KIND, CLASS = "Gemma 4", "Gemma4AssistantForCausalLM"
+KIND = "Gemma 4"
 Stored = dict[str, tuple[Tensor, Tensor]]
 """Keys and values [B, Hkv, S, D] by type of layer."""
 
@@ -87,9 +88,9 @@ class Gemma4Assistant(nn.Module):
             ValueError: none that can be served, or another model's; the message names what and the cure.
         """
         folder = checkpoints.fetch(where)
-        kind = getattr(transformers, CLASS, None)
+        kind = getattr(transformers, GEMMA4, None)
         if kind is None:
-            raise bad(f"{folder} is a Gemma 4 assistant; it needs transformers with {CLASS}")
+            raise bad(f"{folder} is a Gemma 4 assistant; it needs transformers with {GEMMA4}")
         try:
             config = kind.config_class.from_dict(checkpoints.read_json(folder / CONFIG))
             sizes = Sizes.of(config)

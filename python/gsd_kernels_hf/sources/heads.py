@@ -186,7 +186,7 @@ class DraftHeads(nn.Module):
         """
         checkpoint.rename(lambda name: name.removeprefix("medusa_head.") if MEDUSA.search(name) else None)
         numbers = [int(name.partition(".")[0]) for name in checkpoint.files]
-        outputs = {name: shape for name, (_, shape) in checkpoint.files.items() if name.count(".") == 2}
+        outputs = {name: shape for name, shape in checkpoint.shapes.items() if name.count(".") == 2}
         if not outputs or len(next(iter(outputs.values()))) != 2:
             raise bad(f"{checkpoint.folder} has no Medusa heads, such as 0.0.linear.weight, 0.1.weight")
         name, (vocab, size) = next(iter(outputs.items()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,11 +17,12 @@ from ..model.properties import device_of
 from ..validate.options import warn_once
 from . import checkpoints
 from .base import DraftSource
-from .checkpoints import Checkpoint, bad
+from .checkpoints import Checkpoint
 from .dflash import DFlash, DFlashDrafts
 from .eagle3 import Eagle3
-from .gemma_assistant import CLASS, AssistantDrafts, Gemma4Assistant
+from .gemma_assistant import AssistantDrafts, Gemma4Assistant
 from .heads import CONFIG_FILE, DraftHeads, Heads
+from .layouts import kind_of
 from .mtp import Mtp
 from .mtp_files import open_heads, place_of
 from .recursion import Parallel, Recursive
@@ -38,8 +39,6 @@ SOURCES: dict[type[Any], Callable[[Any], DraftSource]] = {
 }
 """The draft source of a loaded drafter, by its class."""
 KINDS = tuple(SOURCES)
-SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash"}
-"""Kinds by ``speculators_model_type``."""
 OWN = "mtp"
 """As a place: the heads in the target's own checkpoint; a folder of this name is ``./mtp``."""
 
@@ -143,84 +142,27 @@ def _loaded_once(
     option: str, place: str, target: PreTrainedModel, files: Callable[[object], object], load: Callable[[], _Kind]
 ) -> _Kind:
     like = target.dtype, device_of(target)
-
-    def known_and_files() -> tuple[_Loaded | None, object]:
-        known = _loaded.get(target, {}).get((option, place))
+    with _lock:  # of two threads the second one waits for what the first one loads
+        kept = _loaded.setdefault(target, {})
+        known = kept.get((option, place))
         if known is not None and known.like != like:
             known = None
+        now = None if known is None else known.files
         try:
-            return known, files(None if known is None else known.files)
+            now = files(now)
+            drafter = load() if known is None or known.files != now else known.drafter
         except (ValueError, OSError) as error:
-            return known, _still(known, option, error)
-
-    known, now = known_and_files()
-    if known is not None and known.files == now:
-        return known.drafter  # type: ignore[no-any-return]
-    with _lock:  # of two threads the second one waits for what the first one loads
-        known, now = known_and_files()
-        if known is not None and known.files == now:
-            return known.drafter  # type: ignore[no-any-return]
-        try:
-            drafter = load()
-        except (ValueError, OSError) as error:
-            _still(known, option, error)
-            assert known is not None
+            if known is None:
+                raise
+            warn_once((option, str(error)), "%s: what was loaded goes on drafting; now it is: %s", option, error)
             drafter = known.drafter
-        kept = _loaded.setdefault(target, {})
         kept.pop((option, place), None)
         kept[option, place] = _Loaded(now, like, drafter)
         for old in [key for key in kept if key[0] == option][:-KEPT_PLACES]:
             kept.pop(old)
-        return drafter
-
-
-def _still(known: _Loaded | None, option: str, error: Exception) -> object:
-    """Warn that files went bad, and return those that were loaded; with none that were, the error stands."""
-    if known is None:
-        raise error
-    warn_once((option, str(error)), "%s: what was loaded goes on drafting; now it is: %s", option, error)
-    return known.files
+    return drafter  # type: ignore[no-any-return]
 
 
 def source_of(drafter: Drafter) -> DraftSource:
     """The draft source of a loaded drafter."""
     return next(make for kind, make in SOURCES.items() if isinstance(drafter, kind))(drafter)
-
-
-def kind_of(config: Mapping[str, Any], folder: Path) -> str:
-    """The kind of drafter that a ``config.json`` describes.
-
-    Raises:
-        ValueError: none that is served.
-    """
-    named = config.get("speculators_model_type")
-    if named is not None:
-        if named in SPECULATORS:
-            return SPECULATORS[named]
-        raise bad(f"{folder} is of speculators' kind {named!r}; served are {', '.join(map(repr, SPECULATORS))}")
-    architectures = [str(name) for name in config.get("architectures") or ()]
-    foreign = [name for name in architectures if "DSpark" in name and not name.startswith("Qwen3")]
-    if foreign:
-        raise bad(f"{folder} is a DSpark drafter of other layers than Qwen3's ({foreign[0]}); not served")
-    if "dflash_config" in config or any("DSpark" in name for name in architectures):  # code of auto_map is not run
-        return "dflash"
-    if "medusa_num_heads" in config:
-        return "medusa"
-    if CLASS in architectures:
-        return "gemma4"
-    if any(name.endswith("MTP") for name in architectures):  # as train-drafter writes them
-        return "mtp"
-    if any("eagle3" in name.lower() or "peagle" in name.lower() for name in architectures) or (
-        "draft_vocab_size" in config
-    ):
-        return "eagle3"
-    if any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
-        raise bad(
-            f"{folder} is a language model ({architectures[0]}), not a drafter; load it with transformers and "
-            'pass it as assistant_model, or pass drafter="mtp" for the multi-token-prediction heads in the target\'s '
-            "own checkpoint"
-        )
-    raise bad(
-        f"{folder} is no drafter of a kind that is served (docs/drafts.md has a table) and no heads: its "
-        f"config names the architectures {architectures}"
-    )

@@ -10,9 +10,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..model.hidden import decoder_of
-from . import checkpoints, mtp_layouts
+from . import checkpoints, layouts
 from .checkpoints import CONFIG, INDEX, WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch
-from .mtp_layouts import Layout
+from .layouts import HeadLayout
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -35,7 +35,7 @@ def place_of(target: PreTrainedModel) -> tuple[str, str | None]:
 
 def open_heads(
     where: str | os.PathLike[str], target: PreTrainedModel, revision: str | None = None
-) -> tuple[Checkpoint, Layout]:
+) -> tuple[Checkpoint, HeadLayout]:
     """The first head in a checkpoint of ``target``, its tensors by their names here.
 
     Raises:
@@ -47,17 +47,15 @@ def open_heads(
         fetch(where, wanted=(WEIGHTS,), revision=revision)
     index, names = listed(found)
     layers = len(decoder_of(target)[0])
-    heads = mtp_layouts.find(names, layers)
+    heads = layouts.find_heads(names, layers)
     if heads is None:
         others = [name for name in names if "mtp" in name.lower() or "nextn" in name.lower()]
         strange = f"; it has {others[0]}, of a layout that is not served" if others else ""
-        raise bad(
-            f"{where} has no multi-token-prediction heads; looked for were {mtp_layouts.looked_for(layers)}{strange}"
-        )
+        raise bad(f"{where} has no multi-token-prediction heads; looked for were {layouts.looked_for(layers)}{strange}")
     layout, prefix = heads
     own = {name: layout.own_name(name.removeprefix(prefix)) for name in names if name.startswith(prefix)}
     own = {name: ours for name, ours in own.items() if ours is not None}
-    quantised = next((name for name in own if name.endswith(mtp_layouts.QUANTISED)), None)
+    quantised = next((name for name in own if name.endswith(layouts.QUANTISED)), None)
     if quantised is not None:
         raise bad(
             f"the multi-token-prediction heads in {where} are quantised ({quantised}); served are floating "
@@ -108,7 +106,7 @@ def own_heads(target: PreTrainedModel) -> str | None:
         where, revision = place_of(target)
         layers = len(decoder_of(target)[0])
         folder = fetch(where, wanted=("*.json", WEIGHTS), revision=revision, download=False)
-        heads = mtp_layouts.find(listed(Checkpoint(folder, {}))[1], layers)
+        heads = layouts.find_heads(listed(Checkpoint(folder, {}))[1], layers)
     except ValueError:  # no checkpoint, or none that can be read: nothing to mention
         return None
     return None if heads is None else heads[0].recognised_by(layers)

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.feature_rows import FeatureWeights, feature_rows
 from gsd_kernels.ops.step import feed_rows
+from gsd_kernels.ops.step.reference import laid_out
 
 from ..packed.modules import device_of_weights, dtype_of
 from ..records import Candidates
 from .base import Level, Text
-from .chain import Chain
 from .draft_vocabulary import DraftVocabulary
 from .expansion import Expansion, NodeVectors
 from .features import FeatureSource
@@ -114,17 +114,18 @@ class Reading(FeatureSource):
 
         With rows of ``unknown`` tokens behind them, which see all before them and stay no entries.
         """
-        chain = Chain.of(self.cached, end + unknown, width + unknown, self.state.kv_start)
-        place = chain.place[:, :width]
-        tokens = torch.where(chain.real[:, :width], self.state.tokens.gather(1, place + 1), 0)
+        rows, cached, padded = width + unknown, self.cached, self.state.kv_start - self.cached
+        count, real, slots, depths, mask = laid_out(end + unknown - cached, rows, padded)
+        place = (cached[:, None] + depths[:, :width]).long()
+        tokens = torch.where(real[:, :width], self.state.tokens.gather(1, place + 1), 0)
         features = self.rows.at(place)
         if unknown:
             token, feature = self.unknown
             tokens = pad(tokens, (0, unknown), value=token)
             features = torch.cat([features, feature.expand(len(tokens), unknown, -1)], 1)
-        graph = self.cached, chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths
-        found = self.forward(tokens.to(torch.int32), features, *graph, keep=keep)
-        self.cached.add_(chain.count - unknown)
+        node_depths = torch.arange(rows, dtype=torch.int32, device=cached.device).expand_as(slots)
+        found = self.forward(tokens.to(torch.int32), features, cached, slots, mask, depths, node_depths, keep=keep)
+        self.cached.add_(count - unknown)
         return found
 
     def forward(

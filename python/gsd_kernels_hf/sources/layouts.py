@@ -1,0 +1,301 @@
+"""Published drafters as tables: what shows their kind, where their configs say what, what their tensors are called.
+
+A new layout is a row. How the drafters themselves are wired stands in the files of their modules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .checkpoints import bad
+
+GEMMA4 = "Gemma4AssistantForCausalLM"
+"""transformers' class of Gemma 4's assistants."""
+
+
+class Kind(NamedTuple):
+    """A kind of drafter, and what shows it in a ``config.json``.
+
+    Attributes:
+        name: of the kind.
+        speculators: values of ``speculators_model_type``, which alone counts where it is there.
+        architecture: regular expression found in one of the ``architectures``; code of ``auto_map`` is not run.
+        key: of the config.
+    """
+
+    name: str
+    speculators: tuple[str, ...] = ()
+    architecture: str = "$^"
+    key: str = ""
+
+
+KINDS = (
+    Kind("dflash", ("dflash", "dflash2", "dspark"), "DSpark", "dflash_config"),
+    Kind("medusa", key="medusa_num_heads"),
+    Kind("gemma4", architecture=GEMMA4),
+    Kind("mtp", architecture="MTP$"),  # as train-drafter writes them
+    Kind("eagle3", ("eagle3", "peagle"), "(?i)eagle3|peagle", "draft_vocab_size"),
+)
+"""The first that a config is of counts."""
+
+
+def kind_of(config: Mapping[str, Any], folder: Path) -> str:
+    """The kind of drafter that a ``config.json`` describes.
+
+    Raises:
+        ValueError: none that is served.
+    """
+    named, architectures = config.get("speculators_model_type"), [str(n) for n in config.get("architectures") or ()]
+    foreign = [name for name in architectures if "DSpark" in name and not name.startswith("Qwen3")]
+    if foreign and named is None:
+        raise bad(f"{folder} is a DSpark drafter of other layers than Qwen3's ({foreign[0]}); not served")
+    for kind in KINDS:
+        shown = kind.key in config or any(re.search(kind.architecture, name) for name in architectures)
+        if shown if named is None else named in kind.speculators:
+            return kind.name
+    if named is not None:
+        served = ", ".join(repr(name) for kind in reversed(KINDS) for name in kind.speculators)
+        raise bad(f"{folder} is of speculators' kind {named!r}; served are {served}")
+    if any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
+        raise bad(
+            f"{folder} is a language model ({architectures[0]}), not a drafter; load it with transformers and "
+            'pass it as assistant_model, or pass drafter="mtp" for the multi-token-prediction heads in the target\'s '
+            "own checkpoint"
+        )
+    raise bad(
+        f"{folder} is no drafter of a kind that is served (docs/drafts.md has a table) and no heads: its "
+        f"config names the architectures {architectures}"
+    )
+
+
+# Configs of drafters that read the target's features.
+
+NESTED = "transformer_layer_config"
+"""Of configs as ``speculators`` writes them: where the sizes of the layers are."""
+
+
+@dataclass(frozen=True)
+class ConfigLayout:
+    """A kind of ``config.json``: where it says what.
+
+    Attributes:
+        mark: a key that it has, and those before it in a table do not.
+        layers: name of the list of fused layers.
+        shift: what is added to their numbers: 1 where it lists layers whose outputs are fused, not what layers read.
+        sizes, settings: the key that the sizes of the layers, or the rest, is nested in; empty: it is not.
+        fixed: settings that it has no word for.
+    """
+
+    mark: str
+    layers: str
+    shift: int = 0
+    sizes: str = ""
+    settings: str = ""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def sizes_in(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The part of a config that has the sizes of layers."""
+        return config[self.sizes] if self.sizes else config
+
+    def settings_in(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The part that has the rest."""
+        return config[self.settings] if self.settings else config
+
+
+FUSED, INNER = "eagle_aux_hidden_state_layer_ids", "eagle_config"
+EAGLE3 = (
+    ConfigLayout(NESTED, FUSED, sizes=NESTED),  # speculators
+    ConfigLayout(FUSED, FUSED),  # SafeAILab, SpecForge
+    ConfigLayout(INNER, FUSED, 1, settings=INNER),  # SGLang: layers whose outputs are fused
+)
+DFLASH = (
+    ConfigLayout("dflash_config", "target_layer_ids", 1, settings="dflash_config"),  # z-lab
+    ConfigLayout(NESTED, "aux_hidden_state_layer_ids", sizes=NESTED),  # speculators
+    # DeepSpec, whose root's row always drafts
+    ConfigLayout("target_layer_ids", "target_layer_ids", 1, fixed={"sample_from_anchor": True}),
+)
+
+
+def layout_of(config: Mapping[str, Any], layouts: Iterable[ConfigLayout]) -> ConfigLayout | None:
+    """The first of a drafter's layouts that a config is of."""
+    for layout in layouts:
+        value = config.get(layout.mark)
+        if isinstance(value, dict) if layout.mark in (layout.sizes, layout.settings) else value is not None:
+            return layout
+    return None
+
+
+def layer_numbers(name: str, value: Any, shift: int = 0) -> tuple[int, ...]:
+    """Numbers of hidden states that a config lists, each ``shift`` higher.
+
+    Raises:
+        BadCheckpoint: not a list of different layers.
+    """
+    good = isinstance(value, (list, tuple)) and value and all(type(i) is int and i + shift >= 0 for i in value)
+    if not good or len(set(value)) < len(value):
+        raise bad(f"{name} in its config: expected a list of different layers, got {value!r}")
+    return tuple(i + shift for i in value)
+
+
+UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Tensors of training, which drafting does not read."""
+
+
+def weight_name(name: str) -> str | None:
+    """The name here of a published tensor of such a drafter; ``None``: not needed."""
+    name = name.removeprefix("model.")
+    if name in UNUSED or name.endswith("rotary_emb.inv_freq"):
+        return None
+    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+
+
+# Multi-token-prediction heads in a target's own checkpoint. Which row serves one is decided by the tensors found in it,
+# not by the model's name. Only the first head of several is read: it drafts every depth, from its own output, as vLLM's
+# does.
+
+SCALE = "_scale_inv"
+"""What the name of a weight in blocks of FP8 has behind it where its scales are, one a block."""
+QUANTISED = ("weight_scale", "weight_packed", "qweight", "weight.absmax", "SCB", "proj_scale_inv")
+"""Ends of the names of tensors that only other quantised weights have beside them."""
+PARTS = ("projection", "embedding_norm", "hidden_norm", "output_norm")
+"""Modules of a head beside its decoder layer, as they are called here; a layout has an attribute for each."""
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Names of a head's tensors, and how it is wired.
+
+    Attributes:
+        families: who has it, for errors and the documentation.
+        prefix: of all its tensors, behind what wrappers of the model put before; ``{layers}`` stands for the number of
+            the target's layers.
+        projection: the linear layer that reads both, behind the prefix, by which the layout is recognised.
+        embedding_norm, hidden_norm: norms of what it reads.
+        output_norm: norm of what the head gives; ``None``: the target's own final norm.
+        block: where the names of the decoder layer begin, behind the prefix.
+        hidden_first: whether the projection reads the hidden state before the embedding.
+        renamed: parts of the decoder layer by what transformers calls them.
+        unused: regular expression of names behind the prefix that are not read: copies of the target's embedding and
+            output matrix, further heads, the target's own tensors.
+        attention: type of the decoder layer where neither its tensors nor the config (``mtp_layer_types``) tell.
+    """
+
+    families: str
+    prefix: str
+    projection: str
+    embedding_norm: str
+    hidden_norm: str
+    output_norm: str | None
+    block: str = ""
+    hidden_first: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    unused: str = "$"
+    attention: str | None = None
+
+    def recognised_by(self, layers: int) -> str:
+        """The name of the projection's weight in a checkpoint of a target with so many layers."""
+        return f"{self.prefix}{self.projection}.weight".replace("{layers}", str(layers))
+
+    @property
+    def prefixes(self) -> list[tuple[str, str]]:
+        """What names begin with in a file, behind the prefix, and what here; the first that fits counts."""
+        return [
+            *((f"{getattr(self, part)}.", f"{part}.") for part in PARTS),
+            *((self.block + theirs, f"block.{ours}") for theirs, ours in self.renamed.items()),
+            (self.block, "block."),
+        ]
+
+    def own_name(self, name: str) -> str | None:
+        """Name here of a tensor, named behind the prefix; ``None``: it is not read."""
+        return None if re.fullmatch(self.unused, name) else swapped_prefix(name, self.prefixes)
+
+    def published_name(self, name: str, prefix: str | None = None) -> str:
+        """Name in a file of a tensor that is called ``name`` here; the inverse of :meth:`own_name`.
+
+        prefix: as of :func:`find_heads`; ``None``: the layout's own.
+        """
+        begin = self.prefix if prefix is None else prefix
+        return begin + swapped_prefix(name, [(ours, theirs) for theirs, ours in self.prefixes])
+
+
+def swapped_prefix(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
+    """``name`` with its prefix exchanged, by the first pair of old and new that fits."""
+    old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
+    return new + name.removeprefix(old)
+
+
+HEADS = (
+    HeadLayout(
+        "DeepSeek-V3, Kimi, GLM-4.5 to 4.7",  # wired as in vLLM's deepseek_mtp.py
+        "layers.{layers}.",
+        "eh_proj",
+        "enorm",
+        "hnorm",
+        "shared_head.norm",
+        unused=r"embed_tokens\.weight|shared_head\.head\.weight",
+    ),
+    HeadLayout(
+        "Qwen3-Next, Qwen3.5, Qwen3.6, EXAONE MoE, Mellum",  # wired as in vLLM's qwen3_next_mtp.py and two alike
+        "mtp.",
+        "fc",
+        "pre_fc_norm_embedding",
+        "pre_fc_norm_hidden",
+        "norm",
+        block="layers.0.",
+        unused=r"layers\.[1-9]\d*\..*|embed_tokens\.weight|lm_head\.weight",
+    ),
+    HeadLayout(
+        "MiMo",  # wired as in vLLM's mimo_mtp.py
+        "mtp_layers.0.",
+        "input_proj",
+        "token_layernorm",
+        "hidden_layernorm",
+        "final_layernorm",
+        hidden_first=True,
+    ),
+    HeadLayout(
+        "MiMo-V2",  # wired as in vLLM's mimo_v2_mtp.py
+        "mtp.layers.0.",
+        "eh_proj",
+        "enorm",
+        "hnorm",
+        "final_layernorm",
+        renamed={"pre_mlp_layernorm": "post_attention_layernorm", "self_attn.attention_sink_bias": "self_attn.sinks"},
+        attention="sliding_attention",
+    ),
+    HeadLayout(
+        "Ernie 4.5 MoE",  # wired as in vLLM's ernie_mtp.py
+        "",
+        "mtp_linear_proj.0",
+        "mtp_emb_norm.0",
+        "mtp_hidden_norm.0",
+        None,  # as its authors have it (FastDeploy's ernie4_5_mtp.py); vLLM's file has no norm there
+        block="mtp_block.0.",
+        unused=r"(?!mtp_).*|mtp_\w+\.[1-9]\d*\..*",
+    ),
+)
+
+
+def find_heads(names: Iterable[str], layers: int) -> tuple[HeadLayout, str] | None:
+    """The layout of a checkpoint's heads and the prefix of their tensors; ``None``: none that is known.
+
+    Args:
+        names: of all its tensors.
+        layers: of the target.
+    """
+    names = list(names)
+    for layout in HEADS:
+        sign = layout.recognised_by(layers)
+        for name in names:
+            if name == sign or name.endswith(f".{sign}"):
+                return layout, name.removesuffix(f"{layout.projection}.weight")
+    return None
+
+
+def looked_for(layers: int) -> str:
+    """Say what :func:`find_heads` looks for, for an error."""
+    return ", ".join(f"{layout.recognised_by(layers)} ({layout.families})" for layout in HEADS)
