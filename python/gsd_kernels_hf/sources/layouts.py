@@ -202,7 +202,7 @@ class HeadLayout:
 
     @property
     def prefixes(self) -> list[tuple[str, str]]:
-        """What names begin with in a file, behind the prefix, and what here; the first that fits counts."""
+        """Pairs of what names begin with in a file, behind the prefix, and here; the first that fits counts."""
         return [
             *((f"{getattr(self, part)}.", f"{part}.") for part in PARTS),
             *((self.block + theirs, f"block.{ours}") for theirs, ours in self.renamed.items()),
