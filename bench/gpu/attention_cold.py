@@ -15,7 +15,7 @@ from ..lib.cold import copies_for, time_rotating
 from ..lib.runner import Contestant, Entry, Settings
 from ..lib.shapes import shape_named
 from ..lib.timing import copy_bandwidth, time_call
-from .work import Work
+from .work import Work, points
 
 SHAPES = ("llama-3-8b", "llama-2-70b")
 PREFIXES = (1024, 4096, 32768)
@@ -33,18 +33,14 @@ def run(work: Work) -> None:
         ours = ("cpu" if own is None else "reference",)
         work.skip("backends triton and cuda, FlashInfer" + ("" if own is None else f"; nor cpu, {own}"))
     contestants = (*ours, *PEERS)
-    names = {
-        f"{shape} prefix={prefix} rows={count} {who}": (shape, prefix, count, who)
-        for who in contestants
-        for shape in shapes
-        for prefix in prefixes
-        for count in rows
-    }
+    names = points(
+        "{shape} prefix={prefix} rows={rows} {who}", who=contestants, shape=shapes, prefix=prefixes, rows=rows
+    )
     work.each(names, lambda name: measure(work, *names[name]))
 
 
 @torch.no_grad()
-def measure(work: Work, shape: str, prefix: int, rows: int, who: str) -> dict[str, Any]:
+def measure(work: Work, who: str, shape: str, prefix: int, rows: int) -> dict[str, Any]:
     """Time one contestant, after comparing what it computes with float32.
 
     Raises:

@@ -6,7 +6,6 @@ C++ takes much longer, since it is compiled at its first use; CUDA's tree attent
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from types import ModuleType
@@ -26,7 +25,7 @@ from ..lib.runner import Entry, Settings
 from ..lib.timing import time_call
 from . import attention_cold, pair
 from .right import passed
-from .work import Work
+from .work import Work, points
 
 FORMS = ("triton", "cuda")
 OPS: tuple[ModuleType, ...] = (merge, sample, commit, ngram)
@@ -49,13 +48,15 @@ def run(work: Work) -> None:
         work.skip(f"backends triton and cuda: {' and '.join(backends.values())} take their places")
     ops = {f"{name} {form}": (name, backends[form]) for name, _ in entries(work, "reference") for form in FORMS}
     work.each(ops, lambda name: timed(work, *ops[name]))
-    attention = {
-        f"{ATTENDS} {shape} prefix={prefix} rows={rows} {form}": (shape, prefix, rows, backends[form])
-        for (shape, prefix), rows, form in itertools.product(
-            (("tiny", 64),) if small else ATTENTION, (8,) if small else ATTENTION_ROWS, FORMS
-        )
-    }
-    work.each(attention, lambda name: attention_cold.measure(work, *attention[name]))
+    sizes, rows = (("tiny", 64),) if small else ATTENTION, (8,) if small else ATTENTION_ROWS
+    pattern = ATTENDS + " {size[0]} prefix={size[1]} rows={rows} {form}"
+    attention = points(pattern, size=sizes, rows=rows, form=FORMS)
+
+    def attend(name: str) -> dict[str, Any]:
+        size, count, form = attention[name]
+        return attention_cold.measure(work, backends[form], *size, count)
+
+    work.each(attention, attend)
     steps(work)
     if all(work.is_done(name) for name in (*ops, *attention)):
         work.each(["verdict"], lambda _: verdict(work.points))

@@ -16,12 +16,11 @@ from gsd_kernels_hf.model.runner import RowModel
 from ..kernels.rows import WAYS, again, bytes_read, in_turns, random_model
 from ..lib.timing import read_bandwidths, time_call
 from .right import GROUPED, MOST_EARLY_ROWS, passed, passed_by_groups
-from .work import Work
+from .work import Work, points
 
-SHAPES = ("llama-3-8b", "llama-3.2-1b")
 ROWS = (16, 64, 128, 256)
 FEWER = (8, 1, 32, 2, 4)  # 8 rows of a 1B: a level of its draft
-PREFIX, PROMPT = 1000, 2000
+PROMPT = 2000
 Settings = Mapping[str, tuple[str, dict[str, str]]]
 """How a forward is launched: by which way, and with which variables of the environment."""
 SETTINGS: Settings = {
@@ -34,38 +33,38 @@ SETTINGS: Settings = {
 
 def run(work: Work) -> None:
     """Points ``bandwidth``, ``SHAPE rows=R SETTING`` and ``SHAPE prompt``."""
-    small = work.rehearse
-    shapes, prefix = (("tiny",), 40) if small else (SHAPES, PREFIX)
+    small, shapes = work.rehearse, work.shapes
     if small:
         work.skip("launches that begin early")
     work.each(["bandwidth"], lambda _: read_bandwidths(work.device, quick=small))
     if not work.is_done("bandwidth"):
         return
-    forwards = {shape: Forward(work, shape, prefix) for shape in shapes}
+    forwards = {shape: Forward(work, shape) for shape in shapes}
     counts = ((1, 5), ()) if small else (ROWS, FEWER)
     settings = list(SETTINGS) if passed_by_groups(work) else list(SETTINGS)[:-1]
-    names = {
-        f"{shape} rows={rows} {setting}": (shape, rows, setting)
-        for some in counts
-        for setting in settings
-        for shape in shapes
-        for rows in some
-        if rows > MOST_EARLY_ROWS or not setting.endswith(GROUPED)
-    }
+    names = {}
+    for some in counts:
+        names |= points("{shape} rows={rows} {setting}", setting=settings, shape=shapes, rows=some)
+    names = {n: of for n, of in names.items() if of[2] > MOST_EARLY_ROWS or not of[0].endswith(GROUPED)}
     wrong = {shape for shape in shapes if not passed(work, shape)}
-    early = [name for name, (shape, _, setting) in names.items() if shape in wrong and setting != "modules"]
+    early = [name for name, (setting, shape, _) in names.items() if shape in wrong and setting != "modules"]
     work.leave([*early, *(f"{shape} prompt" for shape in wrong)], "not found right by the stage before")
-    work.each([n for n in names if n not in early], lambda name: forwards[names[name][0]].time(*names[name][1:]))
+
+    def time(name: str) -> dict[str, Any]:
+        setting, shape, rows = names[name]
+        return forwards[shape].time(rows, setting)
+
+    work.each([n for n in names if n not in early], time)
     prompts = {f"{shape} prompt": shape for shape in shapes if shape not in wrong}
     ways = [setting for setting in settings if "in turn" not in setting]
-    work.each(prompts, lambda name: forwards[prompts[name]].read(min(PROMPT, 50 * prefix), ways))
+    work.each(prompts, lambda name: forwards[prompts[name]].read(min(PROMPT, 50 * work.prefix), ways))
 
 
 class Forward:
     """All layers of a shape, made when the first point is measured."""
 
-    def __init__(self, work: Work, shape: str, prefix: int) -> None:
-        self.work, self.shape, self.prefix = work, shape, prefix
+    def __init__(self, work: Work, shape: str) -> None:
+        self.work, self.shape, self.prefix = work, shape, work.prefix
 
     @cached_property
     def model(self) -> Any:

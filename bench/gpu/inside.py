@@ -20,11 +20,9 @@ from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
 from ..kernels.rows import random_model
 from .graphs import Launch, kernel_table
 from .right import GROUPED, MOST_EARLY_ROWS, passed, passed_by_groups
-from .work import Work
+from .work import Work, points
 
-SHAPES = ("llama-3-8b", "llama-3.2-1b")
 ROWS = (16, 64, 128, 256)
-PREFIX = 1000
 PREFIXES = (256, 1000, 4097, 16384, 32768)
 LAYERS = 4
 PRODUCTS = ("q, k, v", "o", "gate and up", "down")  # of a layer, in the order of their launches
@@ -35,22 +33,16 @@ ATTENTION = ("path_split_kernel", "path_end_kernel", "ancestors_kernel")
 def run(work: Work) -> None:
     """Points ``SHAPE rows=R`` by kernel, also with groups of warps, and ``SHAPE rows=R prefix=P attention``; of a few
     layers all."""
-    shapes, rows, prefixes = (("tiny",), (5,), (40,)) if work.rehearse else (SHAPES, ROWS, PREFIXES)
+    rows, prefixes = ((5,), (work.prefix,)) if work.rehearse else (ROWS, PREFIXES)
     if work.rehearse:
         work.skip("kernels by CUPTI: a CPU's operators are listed instead, and the attention is none of them")
-    right = [shape for shape in shapes if passed(work, shape)]
-    work.leave([shape for shape in shapes if shape not in right], "not found right by the stage before")
-    at = prefixes[-1] if work.rehearse else PREFIX
-    by_kernel = {f"{shape} rows={count}": (shape, count, at) for shape in right for count in rows}
+    right = [shape for shape in work.shapes if passed(work, shape)]
+    work.leave([shape for shape in work.shapes if shape not in right], "not found right by the stage before")
+    by_kernel = {name: (*of, work.prefix) for name, of in points("{shape} rows={rows}", shape=right, rows=rows).items()}
     if passed_by_groups(work):
         grouped = {f"{name}{GROUPED}": (*sizes, "1") for name, sizes in by_kernel.items() if sizes[1] > MOST_EARLY_ROWS}
         by_kernel |= grouped
-    by_prefix = {
-        f"{shape} rows={count} prefix={prefix} attention": (shape, count, prefix)
-        for shape in right
-        for prefix in prefixes
-        for count in rows
-    }
+    by_prefix = points("{shape} prefix={prefix} rows={rows} attention", shape=right, prefix=prefixes, rows=rows)
     model = lru_cache(maxsize=None)(lambda shape: random_model(shape, work.dtype, work.device, LAYERS))
     work.each(by_kernel, lambda name: table(work, model(by_kernel[name][0]), *by_kernel[name]))
     work.each(by_prefix, lambda name: attention(work, model(by_prefix[name][0]), *by_prefix[name]))
@@ -85,7 +77,7 @@ def by_product(launches: Sequence[Launch]) -> dict[str, Any]:
     return {"products": {**layers, "head": seconds[-1]}}
 
 
-def attention(work: Work, model: Any, shape: str, count: int, prefix: int) -> dict[str, Any]:
+def attention(work: Work, model: Any, shape: str, prefix: int, count: int) -> dict[str, Any]:
     """Seconds of the attention's kernels in one layer, and what they read of the cache."""
     found = table(work, model, shape, count, prefix)
     sizes = {"shape": shape, "rows": count, "prefix": prefix}

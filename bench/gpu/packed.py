@@ -20,9 +20,9 @@ from gsd_kernels_hf.packed.pack import replace
 
 from ..kernels.rows import random_model
 from ..lib.timing import read_bandwidths
-from .forward import PREFIX, SHAPES, Forward
+from .forward import Forward
 from .right import LAYERS, none_apart
-from .work import Work
+from .work import Work, points
 
 KINDS = ("q8_0", "int8", "int4")
 DENSE = "dense"
@@ -33,23 +33,18 @@ GROUP = 32  # inputs of an int4 scale
 
 def run(work: Work) -> None:
     """Points ``bandwidth``, ``SHAPE KIND bits`` of a few layers, and ``SHAPE rows=R KIND`` of a whole model."""
-    shapes, prefix, rows, of_bits = (("tiny",), 40, (1, 5), (5,)) if work.rehearse else (SHAPES, PREFIX, ROWS, OF_BITS)
+    rows, of_bits = ((1, 5), (5,)) if work.rehearse else (ROWS, OF_BITS)
     if work.rehearse:
         work.skip("the CUDA operator: a CPU's own takes its place")
-    verdicts = {f"{shape} {kind} bits": (shape, kind) for shape in shapes for kind in KINDS}
-    work.each(verdicts, lambda name: bits(work, *verdicts[name], prefix, of_bits))
-    names = {
-        f"{shape} rows={count} {kind}": (shape, kind, count)
-        for shape in shapes
-        for kind in (DENSE, *KINDS)
-        for count in rows
-    }
+    verdicts = points("{shape} {kind} bits", shape=work.shapes, kind=KINDS)
+    work.each(verdicts, lambda name: bits(work, *verdicts[name], work.prefix, of_bits))
+    names = points("{shape} rows={rows} {kind}", shape=work.shapes, kind=(DENSE, *KINDS), rows=rows)
     work.each(["bandwidth"], lambda _: read_bandwidths(work.device, quick=work.rehearse))
     wrong = [n for n, (shape, kind, _) in names.items() if kind != DENSE and not work.is_done(f"{shape} {kind} bits")]
     work.leave(wrong, "bits not found right")
     if not work.is_done("bandwidth"):
         return
-    forward = lru_cache(maxsize=1)(lambda shape, kind: PackedForward(work, shape, kind, prefix))
+    forward = lru_cache(maxsize=1)(lambda shape, kind: PackedForward(work, shape, kind))
     work.each(
         [n for n in names if n not in wrong], lambda name: forward(*names[name][:2]).time(names[name][2], "operator")
     )
@@ -58,8 +53,8 @@ def run(work: Work) -> None:
 class PackedForward(Forward):
     """All layers of a shape with matrices of a kind, by the operator alone: modules would unpack them every time."""
 
-    def __init__(self, work: Work, shape: str, kind: str, prefix: int) -> None:
-        super().__init__(work, shape, prefix)
+    def __init__(self, work: Work, shape: str, kind: str) -> None:
+        super().__init__(work, shape)
         self.kind = kind
 
     @cached_property

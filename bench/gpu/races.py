@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 
 from gsd_kernels.attention_config import TABLE
+from gsd_kernels_cli import demo
+from gsd_kernels_cli.demo import smollm2
 
 from ..lib.shapes import shape_named
 from .work import Work
@@ -21,6 +24,7 @@ COMPETITORS = (
     "hf-greedy,hf-assisted-3,hf-assisted-5,hf-assisted-dynamic,hf-prompt-lookup,plain,chain,graph,history-auto,auto"
 )
 STATIC = "hf-static-compile,plain,auto"
+THREADS = (1, 2, 4, 8, 16)  # of the CPU's benchmarks
 SESSIONS = "plain,graph,graph-new,auto,auto-new"
 #: (target, draft, competitors): function and cost apart, the demo pair's function at the cost of these shapes.
 PAIRS = {
@@ -51,18 +55,15 @@ def commands(stage: str, rehearse: bool, seconds: float = MIN_RACE_SECONDS) -> d
     A race begins no prompt that would end after ``seconds``: models are made and warmed up before.
     """
     where = ["--device", "cpu", "--dtype", "float32"] if rehearse else ["--device", "cuda", "--dtype", "bfloat16"]
-    quick = ["--seconds", "0.01" if rehearse else "0.2"]
     if stage == "tune":
         return {"tune": ["tune-attention", *(["--help"] if rehearse else [])]}
-    if stage == "kernels":
-        shapes = ("tiny",) if rehearse else ("llama-2-7b", "llama-3-8b", "llama-2-70b")
-        every = [word for shape in shapes for word in ("--shape", shape)]
-        one = {name: ["--rows", rows] if rehearse else [] for name, rows in (("merge", "16"), ("rows", "1"))}
-        return {
-            "merge": ["merge", *where[:2], *quick, *one["merge"]],
-            "sample": ["sample", *where, *quick, *every, *one["rows"]],
-            "commit": ["commit", *where, *quick, *every, *one["rows"]],
-        }
+    if stage == "cpu":
+        tiny = ["--model", str(demo.path() / "target"), "--dtype", "float32"]
+        model = tiny if rehearse or smollm2.why_missing() is not None else []
+        real = ["real", *model, "--limit", "1", *(["--new-tokens", "4", "--ways", "gsd-plain"] if rehearse else [])]
+        short = ["--lengths", "9", "--new-tokens", "2", "--ways", "gsd-history"] if rehearse else ["--rounds", "1"]
+        runs = {"real": real, "prompt": ["prompt", *model, *short]}
+        return {f"{name} threads={n}": runs[name] for n in THREADS[: 1 if rehearse else None] for name in runs}
     target, draft, competitors = PAIRS[stage]
     if rehearse:
         target = draft = "tiny"
@@ -94,7 +95,8 @@ def bench(work: Work, name: str, arguments: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         where = [] if arguments[0] == "tune-attention" else ["--out", folder, "--name", name]
         seconds = work.left()
-        ended = call(["--debug", "bench", *arguments, *where], seconds)
+        threads = name.partition(" threads=")[2]
+        ended = call(["--debug", "bench", *arguments, *where], seconds, {"OMP_NUM_THREADS": threads} if threads else {})
         if arguments[0] == "tune-attention":  # it rewrites this GPU's entries of the table
             return {"table": json.loads(TABLE.read_text(encoding="utf-8"))}
         report = Path(folder, f"{name}.json")
@@ -103,14 +105,15 @@ def bench(work: Work, name: str, arguments: list[str]) -> dict[str, Any]:
         return {"report": json.loads(report.read_text(encoding="utf-8")), "ended": ended}
 
 
-def call(arguments: list[str], seconds: float) -> bool:
+def call(arguments: list[str], seconds: float, variables: dict[str, str]) -> bool:
     """The package's command line, in a process that ends with this one's group; whether it ended within ``seconds``.
 
     Raises:
         RuntimeError: it failed.
     """
     try:
-        done = subprocess.run([sys.executable, "-m", "gsd_kernels_hf", *arguments], timeout=max(seconds, 1.0))
+        command = [sys.executable, "-m", "gsd_kernels_hf", *arguments]
+        done = subprocess.run(command, timeout=max(seconds, 1.0), env={**os.environ, **variables})
     except subprocess.TimeoutExpired:
         return False
     if done.returncode:

@@ -7,6 +7,7 @@ prefixes, by more replays, and for products by groups of warps with weights of a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from typing import Any
@@ -15,17 +16,17 @@ import torch
 
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.environment import switched
-from gsd_kernels.ops.decoder_rows.cuda import GROUP, GROUP_CAPABILITY
-from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, PARTS, REPLAYED_ROWS, ROWS, Case, Subject, apart, too_large
+from gsd_kernels.ops.decoder_rows.cuda import DTYPES, GROUP, GROUP_CAPABILITY, HEAD_DIMS, ways
+from gsd_kernels_hf.model import gpu_proof
+from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, PARTS, REPLAYED_ROWS, ROWS, Case, Kind, Subject, apart, too_large
 
 from ..kernels.rows import WAYS, random_model
 from .graphs import Launch, kernel_table
 from .stages import stage_named
-from .work import Work
+from .work import SHAPES, Work
 
 Point = Callable[[], dict[str, Any]]
 
-SHAPES = ("llama-3-8b", "llama-3.2-1b")
 LAYERS = 2
 REPLAYS = 1000
 
@@ -45,7 +46,9 @@ FACTORS = {
 
 
 def run(work: Work) -> None:
-    """The points of ``group`` or ``right``, a shape's behind each other."""
+    """The points of ``group`` or ``right``, a shape's behind each other; of ``proof``, kind by kind."""
+    if work.stage.name == "proof":
+        return prove(work)
     grouped = work.stage.name == "group"
     if work.rehearse:
         own = unavailable_reason("cpu", work.device)
@@ -53,10 +56,25 @@ def run(work: Work) -> None:
         work.skip("launches that begin early, graphs, groups of warps")
     elif grouped and torch.cuda.get_device_capability(work.device) != GROUP_CAPABILITY:
         return work.skip("groups of warps: only GPUs of compute capability 9.0 have them")
-    for shape in ("tiny",) if work.rehearse else SHAPES:
+    for shape in work.shapes:
         of = lru_cache(lambda shape=shape: Subject(random_model(shape, work.dtype, work.device, LAYERS), WAYS))
         points = points_of(work.stage.name, work, shape, of)
         work.each(points, lambda name, points=points: points[name]())
+
+
+def prove(work: Work) -> None:
+    """What a GPU does at its first use, of every kind; a point ends in an error where it may not serve."""
+    if work.rehearse:
+        return work.skip("a GPU's proof of itself: tests run it on a CPU, at small sizes")
+    found = itertools.product(DTYPES, HEAD_DIMS, ways(work.device))
+    kinds = {kind.name: kind for kind in itertools.starmap(Kind, found)}
+
+    def proved(name: str) -> dict[str, Any]:
+        proof = gpu_proof.prove(kinds[name], work.device, WAYS)
+        return {**proof, **({} if proof["why"] is None else {"error": proof["why"]})}
+
+    work.each(kinds, proved)
+    return None
 
 
 def points_of(stage: str, work: Work, shape: str, of: Callable[[], Subject] | None = None) -> dict[str, Point]:

@@ -9,9 +9,24 @@ is measured is not measured again: the same command goes on where the last one e
 given the files of earlier calls (``--former``). A call begins no stage for which its seconds (``--budget``) or files
 (``--files``) do not suffice.
 
-The limits of the stages up to ``duel`` fit together in ten minutes on a bare machine, the build counted, and those of
-the next three, built anew, in the next ten: whether the operator of rows is right, its time by rows, by kernel and by
-megabytes asked for ahead, which form of each op goes; whole captured steps, a race, cuBLAS.
+The limits of the stages up to ``proof`` fit together in ten minutes on a bare machine, the build counted, and those of
+the next three, built anew, in the next ten. What each result decides:
+
+========= ==============================================================================================
+group     wgmma serves or not: with other bits its kernels go (rows_group*, warpgroup_machine.h)
+right     the operator serves or not; a wrong replay alone: GSD_KERNELS_ROWS_OVERLAP=0 becomes the default
+clusters  fewer than 32 of 4 or 16 of 8: sums through L2 are what this card takes, else the cluster stays
+inside    of each matrix wgmma or mma.sync: the slower one of a shape goes
+ahead     kAheadMegabytes; where 0 is as fast, asking ahead goes
+proof     what users of this GPU get; a kind that fails here is the next thing to mend
+rows      the wanted milliseconds, 8B: 4.2, 4.7, 5.4, 7.8 (H200) or 5.8, 6.1, 6.5, 8.0 (H100) at 16 … 256 rows
+duel      which form of an op goes: its verdict names it
+pair      captures: a shape's nodes and seconds; two texts of the operator are a fault, and nothing ships
+race      auto below 1.0 × the best fixed graph: its policy is wrong on GPUs
+cpu       how many threads the default takes; where more are slower, a limit
+packed    packed matrices serve without GSD_KERNELS_FUSED_ROWS=cuda, or their kernels go
+tune      attention_configs.json
+========= ==============================================================================================
 
 Only the standard library is imported here, and nothing need be installed: the stages import the packages of this
 checkout. What they need beside it is looked for first.
@@ -81,29 +96,22 @@ STAGES = (
     Stage("build", "build", "the CUDA ops for this GPU, doctor", 115, 60, ("torch",)),
     Stage("group", "right", "products by wgmma and by mma.sync: the same bits or not", 45, 25),
     Stage("right", "right", "the verdict on the operator of rows: error, bits, launches that begin early", 80, 45),
-    Stage("rows", "forward", "its time by rows, early, in turn and by groups, beside the modules; a prompt's", 100, 40),
+    Stage("clusters", "clusters", "how many clusters of blocks this card holds at a time", 20, 10, with_ops=False),
     Stage("inside", "inside", "its time by kernel and by matrix; path attention by rows and prefix", 50, 30),
     Stage("ahead", "ahead", "its time by megabytes of weights that are asked for ahead", 40, 25),
+    Stage("proof", "right", "the proof of every kind, as a GPU makes it at its first use", 120, 30),
+    Stage("rows", "forward", "its time by rows, early, in turn and by groups, beside the modules; a prompt's", 100, 40),
     Stage("duel", "duel", "Triton and CUDA C++ forms of each op and of a captured step: which goes", 150, 60),
-    Stage(
-        "pair",
-        "pair",
-        "8B + 1B shapes, operator and modules: captured steps, nodes, memory, a replay by kernel",
-        100,
-        60,
-    ),
+    Stage("pair", "pair", "8B + 1B, operator and modules: captured steps, nodes, memory, a replay by kernel", 100, 60),
     Stage("race", "races", "8B behind a 1B: plain, graph and auto, sessions kept and not", 260, 120, COMMAND_LINE),
-    Stage("gemm", "gemm", "cuBLAS with few rows on the 8B, 1B and 70B matrices, cold L2", 40, 20, with_ops=False),
+    Stage("cpu", "races", "bench real and prompt on the CPU by 1 to 16 threads", 480, 60, COMMAND_LINE, with_ops=False),
     Stage("tests", "gpu_tests", "each kernel once, captured steps, then more", 480, 60, (*MODELS, *TESTING)),
     Stage("sanitize", "sanitize", "the operator's tests under compute-sanitizer", 480, 120, (*MODELS, *TESTING)),
     Stage("packed", "packed", "packed matrices in the operator of rows: bits, then time", 150, 60),
-    Stage("compile", "compile", "every Triton kernel compiled: registers, spills", 300, 120, with_ops=False),
     Stage("attention", "attention_cold", "tree attention beside its peers, cold L2", 480, 60),
-    Stage("auto", "automatic", "auto for 128 tokens, compilations by step", 420, 240),
     Stage("e2e-8b", "races", "8B behind a 1B, beside transformers' modes", 480, 240, COMMAND_LINE),
     Stage("e2e-7b", "races", "7B behind a 1.1B", 480, 240, COMMAND_LINE),
     Stage("e2e-70b", "races", "70B behind a 1.1B, on a GPU that holds it", 480, 240, COMMAND_LINE),
-    Stage("kernels", "races", "merge, sample, commit", needs=COMMAND_LINE),
     Stage("tune", "races", "launch configurations of the Triton attention", needs=COMMAND_LINE),
     Stage("static-compile", "races", "transformers' compiled static cache", needs=COMMAND_LINE),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 import traceback
@@ -19,6 +20,14 @@ from ..lib.environment import environment
 from .stages import Call, Stage, stage_named, write
 
 SCHEMA = 1
+SHAPES = ("llama-3-8b", "llama-3.2-1b")
+PREFIX = 1000
+
+
+def points(pattern: str, **axes: Iterable[Any]) -> dict[str, tuple[Any, ...]]:
+    """Names of points, and of each the values of all axes, in the order of the pattern's last one."""
+    values = itertools.product(*axes.values())
+    return {pattern.format(**dict(zip(axes, of, strict=True))): of for of in values}
 
 
 class Work:
@@ -32,6 +41,7 @@ class Work:
     Attributes:
         points: results by name. A point with ``error`` counts as not measured.
         not_run: what a rehearsal leaves out.
+        shapes, prefix: of models, and tokens before their rows.
     """
 
     def __init__(self, stage: Stage, call: Call, seconds: float) -> None:
@@ -44,6 +54,7 @@ class Work:
         self.points: dict[str, dict[str, Any]] = {} if call.again else self.points_of(stage)
         self.waiting: list[str] = []
         self.not_run: list[str] = []
+        self.shapes, self.prefix = (("tiny",), 40) if call.rehearse else (SHAPES, PREFIX)
         self.slowest = 0.0
         self.finished = False
 

@@ -177,7 +177,7 @@ def test_every_file_of_gpu_tests_is_among_those_asked():
     assert all((ROOT / name).exists() for name in (*gpu_tests.FILES, *gpu_tests.FILES_WITHOUT_GPU))
 
 
-REHEARSED = ["right", "gemm", "attention", "rows", "inside", "ahead", "packed", "pair", "auto", "duel"]
+REHEARSED = ["right", "attention", "rows", "inside", "ahead", "packed", "pair", "duel"]
 
 
 @pytest.mark.slow

@@ -33,8 +33,18 @@ def cuda(monkeypatch):
 
 @pytest.fixture
 def flown(monkeypatch):
-    """Whether each step that the host heard of had another one queued behind it, in order."""
-    found, hear = [], Launched.hear
+    """Whether each step that the host heard of had another one queued behind it, in order.
+
+    Nobody is given the record of such a step, over which that other one may be writing.
+    """
+    found, hear, observed = [], Launched.hear, Launched.observed
+
+    def held(launched, heard):
+        seen = observed(launched, heard)
+        assert (seen.verified is None) == (launched.sent is not None)
+        return seen
+
+    monkeypatch.setattr(Launched, "observed", held)
     monkeypatch.setattr(Launched, "hear", lambda launched: (found.append(launched.sent is not None), hear(launched))[1])
     return found
 

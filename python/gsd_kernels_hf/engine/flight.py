@@ -91,7 +91,8 @@ class Launched:
         other = self.seconds - target if target > 0 else 0.0
         rows = self.verified.rows.token_ids.shape[1]
         late = self.shape != self.session.config
-        return Observation(self.verified, heard.counts, rows, target, other, late)
+        record = self.verified if self.sent is None else None  # over which the step behind it may be writing
+        return Observation(record, heard.counts, rows, target, other, late)
 
     def wait(self) -> None:
         """Wait for it, if it was queued in vain."""

@@ -29,8 +29,8 @@ class Observation:
     """The outcome of a step.
 
     Attributes:
-        verified: its record, valid until the next step; the loop gives it to every policy. ``None`` in replays and
-            tests: only the figures below are known.
+        verified: its record, valid until the next step. ``None`` where that is queued already, in replays and tests:
+            only the figures below are known.
         tokens: emitted by every sequence; 0 for one that was finished before.
         rows: that the target computed, of each sequence.
         target_seconds, other_seconds: of its forward, and of all else in the step; 0 where unknown.
