@@ -63,7 +63,7 @@ def run(work: Work) -> None:
 
 
 def prove(work: Work) -> None:
-    """What a GPU does at its first use, of every kind; a point ends in an error where it may not serve."""
+    """Prove every kind, as a GPU does at its first use; a point ends in an error where it may not serve."""
     if work.rehearse:
         return work.skip("a GPU's proof of itself: tests run it on a CPU, at small sizes")
     found = itertools.product(DTYPES, HEAD_DIMS, ways(work.device))
