@@ -58,7 +58,7 @@ def started(module: DFlash, target, tokens: torch.Tensor, pads: torch.Tensor, *,
     source.check(target)
     source.attach(FixedText(target, tokens, pads))
     if modules:
-        source.weights = None
+        source.operator = None
     shape = len(tokens), tokens.shape[1] - 1, target.config.hidden_size
     states = [torch.randn(shape, generator=gen).to(tokens.device, target.dtype) for _ in source.hidden_layers]
     source.observe(Prefilled(dict(zip(source.hidden_layers, states, strict=True)), 0))
@@ -83,7 +83,7 @@ def computed(source: DFlashDrafts, pads: torch.Tensor) -> list[torch.Tensor]:
 def test_the_operators_compute_what_the_modules_do(kind, dtype, most):
     target, module = target_of(dtype), drafter_of(kind, dtype)
     tokens, pads = prompts(3, 17, vocab=VOCAB)["input_ids"], torch.tensor([0, 4, 16], dtype=torch.int32)
-    assert started(module, target, tokens, pads).weights is not None
+    assert started(module, target, tokens, pads).operator is not None
     found = [computed(started(module, target, tokens, pads, modules=own), pads) for own in (False, True)]
     for ours, theirs in zip(*found, strict=True):
         assert ours.shape == theirs.shape
@@ -107,7 +107,7 @@ def test_the_error_is_at_most_twice_the_modules(device, kind, dtype):
     for exact, modules in ((True, True), (False, True), (False, False)):
         of = (copy.deepcopy(module).double(), copy.deepcopy(target).double()) if exact else (module, target)
         source = started(*of, tokens, pads.to(device), modules=modules)
-        assert modules or source.weights is not None
+        assert modules or source.operator is not None
         assert source.rows.operator == ("cuda" if replay.is_gpu(source.rows.device) else "auto")
         found.append([t.double() for t in computed(source, pads)])
     for number, (exactly, theirs, ours) in enumerate(zip(*found, strict=True)):
@@ -154,4 +154,4 @@ def test_what_is_no_plain_decoder_keeps_its_modules(kind):
     module = random_dflash(dflash_config(target, **NO_OPERATOR[kind])).float()
     tokens, pads = prompts(2, 9, vocab=VOCAB)["input_ids"], torch.zeros(2, dtype=torch.int32)
     with torch.no_grad():
-        assert started(module, target, tokens, pads).weights is None
+        assert started(module, target, tokens, pads).operator is None

@@ -145,10 +145,6 @@ class Declares(Oracle):
 @pytest.mark.parametrize(
     ("attributes", "match"),
     [
-        ({"costs_forward": True}, "hostile: costs_forward is no longer an attribute .* declare forwards"),
-        ({"costs_forward": False}, "hostile: costs_forward is no longer"),
-        ({"models": (None,)}, "hostile: models is no longer an attribute .* declare them in forwards"),
-        ({"models": ()}, "hostile: models is no longer"),
         ({"forwards": (None,)}, r"hostile: forwards: expected a tuple of torch modules, got \(None,\)"),
         ({"forwards": nn.Identity()}, "hostile: forwards: expected a tuple of torch modules, got Identity"),
         ({"forwards": "net"}, "hostile: forwards: expected a tuple"),
@@ -168,11 +164,6 @@ class Declares(Oracle):
         ({"name": 5}, "Declares.name: expected a name, got 5"),
         ({"name": ""}, "Declares.name: expected a name"),
         ({"name": "history"}, "history: the name of a source of this package; give Declares a name of its own"),
-        ({"num_rows": lambda config: None}, "hostile: num_rows is no longer an attribute .* say it in Proposal.rows"),
-        *(
-            ({hook: None}, f"hostile: {hook} is no longer an attribute of draft sources; attach")
-            for hook in ("begin", "restart", "prepare")
-        ),
     ],
     ids=lambda value: next(iter(value.items()))[0] if isinstance(value, dict) else "",
 )

@@ -19,16 +19,10 @@ from gsd_kernels import Frontier
 from ..model.facts import Facts
 from ..model.hidden import why_no_states
 from ..model.properties import text_config
-from .base import DraftSource, Level, OwnSource, Proposal
+from .base import DraftSource, Level, Proposal
 
 ROUNDING_LOG_PROB = 0.01  # above 0, of a log-probability: what half precision makes of a probability of 1
 TOKEN_TYPES = (torch.int32, torch.int64)
-REPLACED = {
-    "costs_forward": "declare forwards, the modules that it runs; without them it costs no forward",
-    "models": "declare them in forwards, a tuple of the modules that it runs",
-    **dict.fromkeys(("begin", "restart", "prepare"), "attach(text) starts every text"),
-    "num_rows": "say it in Proposal.rows",
-}
 BELOW = "log-probabilities of at most 0", "{log_prob:g}"
 FAULTS: tuple[tuple[Callable[[Tensor, Tensor, int], Tensor], str, str, str], ...] = (
     (
@@ -64,9 +58,6 @@ def check_source(source: DraftSource, reserved: Sequence[str]) -> None:
     where = f"draft_sources: {source.name}: "
     if source.name in reserved:
         raise ValueError(f"{where}the name of a source of this package; give {kind} a name of its own")
-    for attribute, cure in REPLACED.items():
-        if hasattr(source, attribute) and not isinstance(source, OwnSource):
-            raise TypeError(f"{where}{attribute} is no longer an attribute of draft sources; {cure}")
     forwards = source.forwards
     if not isinstance(forwards, (tuple, list)) or not all(isinstance(m, nn.Module) for m in forwards):
         raise TypeError(f"{where}forwards: expected a tuple of torch modules, got {shown(forwards)}; () for none")

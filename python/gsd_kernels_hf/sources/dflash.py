@@ -22,18 +22,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from gsd_kernels import GraphConfig
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import decoder_rows
-from gsd_kernels.ops.feature_rows import FeatureWeights, feature_rows
+from gsd_kernels.ops.feature_rows import feature_rows
 from gsd_kernels.ops.step import feed_chain
 
 from . import checkpoints, layouts
 from .base import Level, Proposal, Text, rows_at
 from .checkpoints import bad
-from .draft_vocabulary import DraftVocabulary
 from .edges import ConfidenceHead, ConvolvedLayer, MarkovHead, RecurrentHead, Selector
 from .expansion import NodeVectors
 from .feature_drafter import FeatureDrafter
 from .features import FeatureSource
-from .fused_features import weights_of, why_not
 from .lattice import Lattice, shares_of
 from .layers import Layer, RowPass
 from .layouts import layer_numbers, layout_of
@@ -183,7 +181,7 @@ class DFlash(FeatureDrafter):
         config: see :class:`DFlashConfig`.
     """
 
-    kind = "DFlash"
+    name, kind = "dflash", "DFlash"
     read_config = DFlashConfig.of
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -220,6 +218,14 @@ class DFlash(FeatureDrafter):
         config = self.config
         sizes = f"{len(self.layers)} layer(s) of width {config.layers.hidden_size}, blocks of {config.block_size}"
         return f"<DFlash: {config.kind}, {sizes}, vocabulary of {config.draft_vocab_size:,} tokens>"
+
+    @property
+    def plain(self) -> bool:
+        """Layers are a decoder's over rows that see each other, behind keys and values of features.
+
+        Not where they are convolved, or have windows: these are counted from the root, so that all rows see the same.
+        """
+        return not self.config.conv_kernel_size and not any(self.windows)
 
     def fuse(self, hidden: list[Tensor]) -> Tensor:
         """The feature of the target's hidden states, [B, n, Dt] each: [B, n, D]."""
@@ -266,36 +272,15 @@ class DFlashDrafts(FeatureSource, Lattice):
     (``merge_context=0``), and a chain in the shape ``"chain"``.
     """
 
-    name = "dflash"
-
     def __init__(self, module: DFlash) -> None:
         super().__init__(module)
-        self.hidden_layers = module.config.hidden_layers
         self.extra_slots = module.config.block_size
         self.shares = shares_of(module.config.num_drafted)
-
-    def attach(self, text: Text) -> None:
-        super().attach(text)
-        # Parameters as they lie now: a cast replaces them.
-        self.weights = self.weights_of(self.module.lm_head or text.target.model.get_output_embeddings())
-        self.rows.compiled = self.weights is not None
-
-    def weights_of(self, head: Any) -> FeatureWeights | None:
-        """The layers as one operator reads them, before an output matrix; ``None``: they are modules.
-
-        They are a decoder's over rows that see each other, behind keys and values of features. Not where layers are
-        convolved, or have windows: these are counted from the root, so that all rows see the same of the text.
-        """
-        parts = self.module, self.embedding, head
-        plain = not self.module.config.conv_kernel_size and not any(self.module.windows)
-        return weights_of(*parts) if plain and why_not(*parts, self.rows.backend) is None else None
 
     def start(self, text: Text) -> None:
         """Make the storage of a session, and what the block's rows see."""
         super().start(text)
         config, device, batch = self.module.config, self.cached.device, len(self.cached)
-        self.lm_head = self.module.lm_head or text.target.stepping.get_output_embeddings()
-        self.vocabulary = DraftVocabulary.of(self.module, text.target.vocab_size)
         self.states = NodeVectors()
         row = torch.arange(config.block_size, device=device)
         every = torch.ones(len(row), len(row), dtype=torch.bool, device=device)
@@ -320,11 +305,11 @@ class DFlashDrafts(FeatureSource, Lattice):
         begin = chain.kv_len[:, None]
         positions, places = self.rows.positions(chain.kv_len, chain.depths), begin + chain.slots
         features = self.rows.at((begin + chain.depths).long())
-        if self.weights is not None:
-            ids, storage = self.readable(chain.token_ids), self.rows.storage(self.weights.decoder)
+        if self.operator is not None:
+            ids, storage = self.readable(chain.token_ids), self.rows.storage(self.operator.decoder)
             graph = chain.ancestor_mask, chain.node_depths, chain.kv_len, self.rows.text_kv_start
             rows = ids, features, positions.int(), places, *graph
-            feature_rows(self.weights, *rows, *storage, keep=0, backend=self.rows.operator)
+            feature_rows(self.operator, *rows, *storage, keep=0, backend=self.rows.operator)
             return
         with self.rows.cache.writing(places.long()):
             self.module.store(features, positions, RowPass(self.rows.cache, None))
@@ -340,7 +325,7 @@ class DFlashDrafts(FeatureSource, Lattice):
         self.rows.launch(stored, config.chain_rows, 0)
         self.rows.launch(stored, block_size, block_size)
         features, config = self.rows.features, self.module.config
-        logits = self.lm_head.weight.new_zeros(len(features), config.num_drafted, config.draft_vocab_size)
+        logits = self.head.weight.new_zeros(len(features), config.num_drafted, config.draft_vocab_size)
         self.keep(features.new_zeros(len(features), config.num_drafted, features.shape[2]), logits, level)
         self.first = features.new_zeros(len(features), 1, config.markov_rank)
 
@@ -416,8 +401,8 @@ class DFlashDrafts(FeatureSource, Lattice):
         tokens[:, 0] = self.state.root_tokens()
         positions, places = self.rows.positions(kv_len, self.row), kv_len[:, None] + self.row
         drafted = slice(config.block_size - config.num_drafted, None)
-        if self.weights is not None:
-            decoder, ids = self.weights.decoder, self.readable(tokens).int()
+        if self.operator is not None:
+            decoder, ids = self.operator.decoder, self.readable(tokens).int()
             graph = positions.int(), places, self.sees_all, self.row, kv_len, self.rows.text_kv_start
             logits, states, _ = decoder_rows(
                 decoder, ids, *graph, *self.rows.storage(decoder), keep=config.block_size, backend=self.rows.operator
@@ -429,4 +414,4 @@ class DFlashDrafts(FeatureSource, Lattice):
         rows = RowPass(self.rows.cache, inputs, self.rows.inputs(kv_len, self.sees_window, here, here))
         with self.rows.cache.writing(places.long()):
             states = self.module(self.embedded(tokens), positions, rows)
-        return states, self.lm_head(states[:, drafted].to(self.lm_head.weight.dtype))
+        return states, self.head(states[:, drafted].to(self.head.weight.dtype))

@@ -31,10 +31,12 @@ class FeatureDrafter(nn.Module):
 
     Attributes:
         kind: in errors.
+        plain: whether the layers are a decoder's, which may be one operator.
         read_config: function that reads a ``config.json`` beside tensors of these shapes, or refuses it.
     """
 
     kind: str
+    plain = True
     read_config: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Any]
     fc: nn.Linear
     layers: nn.ModuleList

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.decoder_rows import DecoderWeights
+from gsd_kernels.ops.feature_rows import FeatureWeights
 
 from ..model import replay
 from ..model.attention import GraphInputs, windowed
@@ -20,6 +21,8 @@ from ..model.runner import CachedText
 from ..records import Verified
 from . import checkpoints
 from .base import OwnSource, Prefilled, Text, rows_at
+from .draft_vocabulary import DraftVocabulary
+from .fused_features import weights_of, why_not
 
 READ_ROWS = 128
 """Of a prompt in one forward: as many as graph rows may be."""
@@ -100,7 +103,14 @@ class FeatureSource(OwnSource):
 
     Its cache has an entry for every position of the text that the target has read. Features come in while the target
     reads and verifies; entries are made of them when the drafter is next used.
+
+    Attributes:
+        head: the drafter's output matrix, or the target's.
+        vocabulary: of the drafter.
+        operator: the layers as one operator reads them; ``None``: they are modules.
     """
+
+    operator: FeatureWeights | None = None
 
     ahead = 0
     """How many tokens beyond its own position an entry reads."""
@@ -109,14 +119,19 @@ class FeatureSource(OwnSource):
     """Cache positions that a forward needs, more than the target's rows do."""
 
     def __init__(self, module: Any) -> None:
-        self.module, self.forwards = module, (module,)
+        self.module, self.forwards, self.name = module, (module,), module.name
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the drafter was not made for."""
         checkpoints.check(self.module, target)
+        self.module.check_block()
+        self.hidden_layers = self.module.layers_of(target)
 
     def start(self, text: Text) -> None:
         """Make the cache."""
+        own = self.module.lm_head
+        self.head = text.target.stepping.get_output_embeddings() if own is None else own
+        self.vocabulary = DraftVocabulary.of(self.module, text.target.vocab_size)
         self.rows = FeatureCache(self.module, self.module.sizes, text, self.extra_slots)
         text.keep(self.rows)
         self.embed = text.target.stepping.get_input_embeddings()
@@ -124,6 +139,10 @@ class FeatureSource(OwnSource):
 
     def attach(self, text: Text) -> None:
         super().attach(text)
+        parts = self.module, self.embedding, self.head
+        # Parameters as they lie now: a cast replaces them.
+        self.operator = weights_of(*parts) if why_not(*parts, self.rows.backend) is None else None
+        self.rows.compiled = self.operator is not None
         prompt = self.state.tokens[:, : int(self.state.out_len[0])]
         reused = self.rows.common(prompt, self.state.kv_start) - self.ahead
         self.cached.fill_(max(0, min(reused, prompt.shape[1] - 1 - self.ahead)))

@@ -54,6 +54,8 @@ def why_not(module: Any, embed: Any, head: Any, backend: str) -> str | None:
     reason = missing(device, backend) or foreign_code(module) or foreign_code(embed) or foreign_code(head)
     if reason is not None:
         return reason
+    if not module.plain:
+        return "its layers are no plain decoder's"
     # Parts first: configs of other families need not have the fields that are read.
     reason = _foreign_part(module, embed, head) or _foreign_config(module) or _foreign_tensor(module, embed, head)
     if reason is not None or not replay.is_gpu(device):

@@ -214,7 +214,7 @@ class Mtp(nn.Module):
     """
 
     name, kind = "mtp", KIND
-    hands_on_normed = True
+    hands_on_normed = plain = True
     embed_tokens = lm_head = None  # the target's
     d2t = None  # it drafts all tokens
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
-from gsd_kernels.ops.feature_rows import FeatureWeights, feature_rows
+from gsd_kernels.ops.feature_rows import feature_rows
 from gsd_kernels.ops.step import feed_rows
 from gsd_kernels.ops.step.reference import laid_out
 
@@ -24,7 +23,6 @@ from .base import Level, Text
 from .draft_vocabulary import DraftVocabulary
 from .expansion import Expansion, NodeVectors
 from .features import FeatureSource
-from .fused_features import weights_of, why_not
 from .lattice import Lattice, shares_of
 
 
@@ -75,36 +73,11 @@ class Reading(FeatureSource):
     """A draft source whose layers have keys and values of their own, of every position that the target has read.
 
     Attributes:
-        operator: the layers as one operator reads them; ``None``: they are modules.
         unknown: id and feature [D] that stand for a token behind the text, where rows of such are asked for.
     """
 
     ahead = 1
-    operator: FeatureWeights | None = None
     unknown: tuple[int, Tensor]
-
-    def __init__(self, module: Any) -> None:
-        super().__init__(module)
-        self.name = module.name
-
-    def check(self, target: PreTrainedModel) -> None:
-        """Refuse a target that the drafter was not made for."""
-        super().check(target)
-        self.module.check_block()
-        self.hidden_layers = self.module.layers_of(target)
-
-    def start(self, text: Text) -> None:
-        super().start(text)
-        own, self.vocab_size = self.module.lm_head, text.target.vocab_size
-        self.head = text.target.stepping.get_output_embeddings() if own is None else own
-        self.vocabulary = DraftVocabulary.of(self.module, self.vocab_size)
-
-    def attach(self, text: Text) -> None:
-        super().attach(text)
-        parts = self.module, self.embedding, self.head
-        # Parameters as they lie now: a cast replaces them.
-        self.operator = weights_of(*parts) if why_not(*parts, self.rows.backend) is None else None
-        self.rows.compiled = self.operator is not None
 
     def enter(self, end: Tensor, width: int) -> None:
         self.feed(end, width, keep=0)
@@ -183,7 +156,7 @@ class Recursive(Reading, Recursion):
 
     def start(self, text: Text) -> None:
         super().start(text)
-        self.slot_depths, self.vectors = {}, NodeVectors()
+        self.vocab_size, self.slot_depths, self.vectors = text.target.vocab_size, {}, NodeVectors()
 
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape, and let entries catch up."""
