@@ -205,65 +205,61 @@ def test_bad_medusa(name, target, tmp_path, monkeypatch):
     refuse(target, medusa(target, tmp_path, tensors), message, monkeypatch)
 
 
-CONFIGS = {
-    "broken config": "{",
-    "a list for a config": "[]",
-    "language model": json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
-    "nothing known": json.dumps({"architectures": ["Whisper"]}),
-}
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
-def unreadable(target, folder, how):
-    eagle3(target, folder)
-    config, weights = folder / "config.json", folder / "model.safetensors"
-    index = folder / "model.safetensors.index.json"
-    if how == "no config":
-        config.unlink()
-    elif how in CONFIGS:
-        config.write_text(CONFIGS[how])
-    elif how == "no weights":
-        weights.unlink()
-    elif how == "broken weights":
-        weights.write_bytes(b"\x00" * 40)
-    elif how == "cut weights":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif how == "pickle":
-        weights.unlink()
-        torch.save({"fc.weight": ones(2)}, folder / "pytorch_model.bin")
-    elif how == "shard missing":
-        weights.unlink()
-        index.write_text(json.dumps({"weight_map": {"fc.weight": "model-1.safetensors"}}))
-    elif how == "shard outside":
-        weights.rename(folder.parent / "outside.safetensors")
-        index.write_text(json.dumps({"weight_map": {"fc.weight": "../outside.safetensors"}}))
-    elif how == "no map":
-        weights.unlink()
-        index.write_text("{}")
-    return folder
+def written(name, text):
+    """Put a text in the place of a file."""
+    return lambda folder: (folder / name).write_text(text)
+
+
+def instead(name, text):
+    """Put a file in the place of the weights."""
+
+    def damage(folder):
+        (folder / WEIGHTS).rename(folder.parent / "outside.safetensors")
+        (folder / name).write_text(text)
+
+    return damage
+
+
+def of_architecture(name):
+    return written(CONFIG, json.dumps({"architectures": [name]}))
 
 
 UNREADABLE = {
-    "no config": "no config.json in",
-    "broken config": "cannot be read as JSON",
-    "a list for a config": "holds no JSON object but list",
-    "no weights": "no model.safetensors in",
-    "broken weights": "is no readable safetensors file",
-    "cut weights": "is no readable safetensors file",
-    "pickle": "pytorch_model.bin alone, a pickle, which is not loaded since it may run code; convert it",
-    "shard missing": "names model-1.safetensors, and",
-    "shard outside": "which is outside the folder",
-    "no map": "has no weight_map of file names",
-    "language model": "is a language model (LlamaForCausalLM), not a drafter",
-    "nothing known": "is no drafter of a kind that is served",
+    "no config": (lambda folder: (folder / CONFIG).unlink(), "no config.json in"),
+    "broken config": (written(CONFIG, "{"), "cannot be read as JSON"),
+    "a list for a config": (written(CONFIG, "[]"), "holds no JSON object but list"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "no model.safetensors in"),
+    "broken weights": (written(WEIGHTS, 40 * "\0"), "is no readable safetensors file"),
+    "cut weights": (
+        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100]),
+        "is no readable safetensors file",
+    ),
+    "pickle": (
+        instead("pytorch_model.bin", ""),
+        "pytorch_model.bin alone, a pickle, which is not loaded since it may run code; convert it",
+    ),
+    "shard missing": (
+        instead(INDEX, json.dumps({"weight_map": {"fc.weight": "model-1.safetensors"}})),
+        "names model-1.safetensors, and",
+    ),
+    "shard outside": (
+        instead(INDEX, json.dumps({"weight_map": {"fc.weight": "../outside.safetensors"}})),
+        "which is outside the folder",
+    ),
+    "no map": (instead(INDEX, "{}"), "has no weight_map of file names"),
+    "language model": (of_architecture("LlamaForCausalLM"), "is a language model (LlamaForCausalLM), not a drafter"),
+    "nothing known": (of_architecture("Whisper"), "is no drafter of a kind that is served"),
 }
 
 
 @pytest.mark.parametrize("how", UNREADABLE)
 def test_unreadable_folders(how, target, tmp_path, monkeypatch):
-    folder = unreadable(target, tmp_path / "drafter", how)
-    if how == "shard outside":
-        (tmp_path / "drafter" / "model.safetensors").unlink(missing_ok=True)
-    refuse(target, folder, UNREADABLE[how], monkeypatch)
+    damage, message = UNREADABLE[how]
+    damage(eagle3(target, tmp_path / "drafter"))
+    refuse(target, tmp_path / "drafter", message, monkeypatch)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from gsd_kernels import Eagle3, GraphConfig, Mtp
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.sources import recursion
 from gsd_kernels_hf.sources.base import Prefilled
-from gsd_kernels_hf.sources.fused_features import why_not
+from gsd_kernels_hf.sources.features import why_not
 from gsd_kernels_hf.sources.recursion import Recursive
 from gsd_kernels_train.mtp import block_to_train, new_head
 

@@ -1,4 +1,4 @@
-"""Parts of drafters that read the target's hidden states: a feature at every position of the text, and a cache."""
+"""Drafts from the target's hidden states: from the one behind the root, or a feature of every position of the text."""
 
 from __future__ import annotations
 
@@ -7,25 +7,71 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.decoder_rows import DecoderWeights
-from gsd_kernels.ops.feature_rows import FeatureWeights
+from gsd_kernels.ops.feature_rows import FeatureWeights, cuda
+from gsd_kernels.ops.packed.api import FLOATS
 
 from ..model import replay
 from ..model.attention import GraphInputs, windowed
 from ..model.cache import GraphCache
-from ..model.fused import storage_of
+from ..model.foreign import SILU, STATIC_ROPE, foreign_code
+from ..model.fused import decoder_weights, error_of, missing, storage_of, unproved
+from ..model.hidden import LAST
 from ..model.launching import launch_attention
+from ..model.linear import CpuLinear, RowLinear
 from ..model.runner import CachedText
+from ..packed.modules import device_of_weights, dtype_of, shape_of
 from ..records import Verified
 from . import checkpoints
 from .base import OwnSource, Prefilled, Text, rows_at
 from .draft_vocabulary import DraftVocabulary
-from .fused_features import weights_of, why_not
+from .layers import Layer
 
+LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+PLAIN = (nn.Linear, CpuLinear, RowLinear, nn.Embedding, *NORMS, *SILU)
 READ_ROWS = 128
 """Of a prompt in one forward: as many as graph rows may be."""
+
+
+class LastState(OwnSource):
+    """A draft source that reads one hidden state a step.
+
+    Attributes:
+        hidden: [B, D], on the device of the target's output matrix, in its dtype.
+        known: bool [B], whether there is one; not before the target has read a token.
+    """
+
+    hidden_layers = (LAST,)
+
+    def start(self, text: Text) -> None:
+        """Make room for a state of each sequence."""
+        head, batch = text.target.stepping.get_output_embeddings(), len(self.state.out_len)
+        self.hidden = torch.zeros(batch, shape_of(head)[1], dtype=dtype_of(head), device=device_of_weights(head))
+        self.known = torch.zeros(batch, dtype=torch.bool, device=self.state.tokens.device)
+
+    def attach(self, text: Text) -> None:
+        super().attach(text)
+        self.known.zero_()
+
+    def observe(self, seen: Verified | Prefilled) -> None:
+        """Keep the hidden state that the next root follows: of the prompt's last position but one, or of a row."""
+        if isinstance(seen, Prefilled):
+            if LAST in seen.hidden:  # not of every piece
+                self.hidden.copy_(seen.hidden[LAST][:, -1])
+                self.known.copy_(self.state.kv_start < self.state.out_len - 1)
+            return
+        hidden = seen.hidden[LAST]
+        last = rows_at(hidden, seen.last_rows()[:, None])[:, 0]
+        running = seen.accepted.num_accepted > 0
+        self.hidden.copy_(torch.where(running.to(hidden.device)[:, None], last, self.hidden))
+        self.known.logical_or_(running)
 
 
 class FeatureCache(CachedText):
@@ -198,3 +244,75 @@ class FeatureSource(OwnSource):
     def enter(self, end: Tensor, width: int) -> None:
         """Make up to ``width`` entries before ``end`` [B]."""
         raise NotImplementedError
+
+
+# The layers over rows as one operator, where that is possible: module by module a level of drafting is many small
+# calls, which take longer than reading the weights. ``ops.feature_rows`` computes what the modules define, to rounding:
+# it rounds less in between. Drafts need no proof: the target verifies them.
+
+
+def weights_of(module: Any, embed: Any, head: Any) -> FeatureWeights:
+    """A drafter's parameters as they lie in it."""
+    return FeatureWeights(decoder_of(module, embed, head), **module.first_parameters())
+
+
+def decoder_of(module: Any, embed: Any, head: Any) -> DecoderWeights:
+    """The parameters of a drafter's layers as they lie in it, with an embedding and an output matrix."""
+    kinds = windowed(module.windows)
+    frequencies = module.rotary.frequencies(module.norm.weight.device)
+    return decoder_weights(embed, module.layers, kinds, module.norm, head, *frequencies)
+
+
+def why_not(module: Any, embed: Any, head: Any, backend: str) -> str | None:
+    """The reason that keeps a drafter from being one operator, or ``None``.
+
+    Raises:
+        ValueError: a variable of the environment says what there is not.
+    """
+    device = module.norm.weight.device
+    reason = missing(device, backend) or foreign_code(module) or foreign_code(embed) or foreign_code(head)
+    if reason is not None:
+        return reason
+    if not module.plain:
+        return "its layers are no plain decoder's"
+    # Parts first: configs of other families need not have the fields that are read.
+    reason = _foreign_part(module, embed, head) or _foreign_config(module) or _foreign_tensor(module, embed, head)
+    if reason is not None or not replay.is_gpu(device):
+        return reason
+    weights = weights_of(module, embed, head)
+    return error_of(cuda.check, weights) or unproved(weights.decoder)
+
+
+def _foreign_config(module: Any) -> str | None:
+    config = module.sizes
+    if config.hidden_act != "silu":
+        return f"the activation {config.hidden_act} instead of silu"
+    if (config.rope_parameters or {}).get("rope_type", "default") not in STATIC_ROPE:
+        return "frequencies of the rotary embedding that depend on the length"
+    return None
+
+
+def _foreign_part(module: Any, embed: Any, head: Any) -> str | None:
+    if type(embed) is not nn.Embedding or embed.max_norm is not None:
+        return f"the embedding is no plain one, but {type(embed).__name__}"
+    for layer in module.layers:
+        if not isinstance(layer, Layer) and type(layer) not in LAYERS:
+            return f"its layer is a {type(layer).__name__}"
+    for name, part in (("the output matrix", head), *module.named_modules()):
+        if any(part.children()):
+            continue
+        if type(part) not in PLAIN:
+            return f"{name} is no plain module, but {type(part).__name__}"
+        if type(part) in NORMS and part.variance_epsilon != module.norm.variance_epsilon:
+            return f"{name} has another epsilon"
+    return None if head.bias is None else "a bias of the output matrix"
+
+
+def _foreign_tensor(module: Any, embed: Any, head: Any) -> str | None:
+    device, dtype = module.norm.weight.device, module.norm.weight.dtype
+    others = ("the embedding", embed.weight), ("the output matrix", head.weight)
+    for name, parameter in (*others, *module.named_parameters()):
+        plain = type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter.device == device
+        if not plain or parameter.dtype != dtype or dtype not in FLOATS:
+            return f"{name} is no plain tensor of {dtype} on {device}, or that is none of float32, bfloat16, float16"
+    return None

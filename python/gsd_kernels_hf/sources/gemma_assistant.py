@@ -28,7 +28,7 @@ from .base import Level, Proposal, Text
 from .checkpoints import CONFIG, bad
 from .draft_vocabulary import DraftVocabulary
 from .expansion import NodeVectors
-from .last_state import LastState
+from .features import LastState
 from .layouts import GEMMA4
 from .recursion import Recursion
 

@@ -29,7 +29,7 @@ from ..records import Candidates
 from .base import Level, Text
 from .checkpoints import Checkpoint, bad, check_vocabulary, fetch
 from .draft_vocabulary import DraftVocabulary
-from .last_state import LastState
+from .features import LastState
 from .lattice import Lattice, shares_of
 
 CONFIG_FILE = "draft_heads.json"
