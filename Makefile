@@ -22,10 +22,10 @@ SGLANG := .venv-sglang
 VLLM := .venv-vllm
 SOURCES := Makefile pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help install demo docs test test-fast test-oracles test-vllm test-ray test-sglang lint format mutants bench wheel gpu-test gpu-bench sanitize clean
+.PHONY: help install demo docs test test-all test-fast test-oracles test-vllm test-ray test-sglang lint format mutants bench wheel gpu-test gpu-bench sanitize clean
 
 help:
-	@echo "make demo | docs | test | test-fast | test-oracles | test-vllm | test-ray | test-sglang | lint | format | mutants | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
+	@echo "make demo | docs | test | test-all | test-fast | test-oracles | test-vllm | test-ray | test-sglang | lint | format | mutants | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -84,6 +84,10 @@ demo: $(if $(wildcard $(READY)),$(READY),$(SHOWN)) $(REAL)
 
 test: $(READY) $(REAL)
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist worksteal
+
+# With what is one of many: rows of texts at random, every model class and architecture, the rest of random cases.
+test-all: $(READY) $(REAL)
+	CI=1 $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist worksteal
 
 # Without what is marked slow: exactness, refusals and every op, but no launches, compilers or long random runs.
 test-fast: $(READY) $(REAL)

@@ -133,12 +133,9 @@ class Ranks:
         target, draft = models["gqa"], drafts["gqa", False]
         torch.manual_seed(self.rank)
         drawn = generate(target, draft, graph_config=CONFIGS["tree"], do_sample=True).sequences.tolist()
-        held = {"gqa": target, "mha": models["mha"], "tied": load(self.folder, "tied", sharded=True)}
         return {
             "cases": cases,
             "drawn": drawn,
-            "parameters": {name: own_parameters(model) for name, model in held.items()},
-            "vocabulary": own_parameters(target.get_input_embeddings()) < target.get_input_embeddings().weight.numel(),
             "refused": self.refusals(target, draft),
         }
 
@@ -195,11 +192,6 @@ class Ranks:
                 fault(record)
 
         return observe
-
-
-def own_parameters(model: torch.nn.Module) -> int:
-    """Elements that this rank holds."""
-    return sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters())
 
 
 def swap_rows(record: Any) -> None:

@@ -26,6 +26,8 @@ EXAMPLE = ROOT / "examples" / "bigram_source.py"
 CONFIG = GraphConfig(depth=2, width=3, branch=2, max_rows=16, merge_context=0, history_depth=2, history_width=3)
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 700, 80
 MOST_STAYS = 60
+MOST_PATCHES, MOST_PRIVATE_PATCHES = 169, 12
+"""Names of the package that tests patch, and those with an underscore among them: lowered, never raised."""
 CORE_OF_SATELLITES = {
     "gsd_kernels_train": (
         "api engine.resolved files model.hidden model.properties parallel progress records sources.checkpoints "
@@ -247,6 +249,27 @@ def test_nobody_asks_the_model_again(door):
         walked = entries(lambda: call(**inputs, **GREEDY), stays)
         ways = {f"{file_of(frame.f_back)} → {file} {frame.f_code.co_name}" for file, frame in walked}
         assert 20 < len(ways) <= MOST_STAYS, "\n".join(sorted(ways))
+
+
+def patches_of(tree):
+    """What a file of tests patches of the package's modules and classes, by its last name."""
+    imported = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and "gsd_kernels" in str(n.module)]
+    ours = {alias.asname or alias.name for node in imported for alias in node.names} | {"gsd", "gsd_kernels"}
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or not call.args:
+            continue
+        if call.func.attr in ("setattr", "setitem", "delattr", "object", "patch"):
+            *place, name = [ast.unparse(argument).strip("'") for argument in call.args[:2]]
+            if (place or [name])[0].partition(".")[0] in ours | {"gsd_kernels_hf", "gsd_kernels_cli"}:
+                yield name.rpartition(".")[2]
+
+
+def test_tests_patch_few_names_of_the_package():
+    """They freeze how a thing is made; what a user sees of it can be tested as well."""
+    files = [ast.parse(file.read_text("utf-8")) for file in (ROOT / "tests").rglob("*.py")]
+    names = [name for tree in files for name in patches_of(tree)]
+    assert 0 < len(names) <= MOST_PATCHES
+    assert sum(name.startswith("_") and not name.startswith("__") for name in names) <= MOST_PRIVATE_PATCHES
 
 
 def test_every_file_of_tests_has_a_name_of_its_own():

@@ -93,21 +93,3 @@ def test_a_walk_leaves_the_processor_alone(kind):
     assert beside.text(b'{"first')
     brace = torch.tensor([[0, vocabulary.ids[b"{"]]])
     assert (processor(brace, scores.clone()) == 0).any(), "the walk moved the processor"
-
-
-@pytest.mark.parametrize("size", [2047, 2049, 4096])
-def test_a_grammar_of_another_number_of_tokens(size):
-    """What was compiled for fewer tokens than the target has, or more, drafts what it can, and breaks nothing."""
-    target, _, tokenizer = pair()
-    inputs = tokenizer(TEXTS[0], return_tensors="pt")
-
-    def text(**options):
-        given = LogitsProcessorList([GRAMMARS["xgrammar"](tokenizer, size, [FORCED], regex=True)])
-        return gsd.generate(target, **inputs, max_new_tokens=8, logits_processor=given, **GREEDY, **options)
-
-    class Odd:
-        """No tokenizer whose tokens can be read."""
-
-    if size < 2048:  # xgrammar's own mask leaves the last token out
-        assert torch.equal(text(graph_config=SHAPE), text(graph_config="plain"))
-    assert torch.equal(text(graph_config=SHAPE, tokenizer=Odd()), text(graph_config="plain"))

@@ -11,11 +11,9 @@ import torch
 from acceptance.processors import KINDS, Guidance, Native, Near, Recorded, closure
 from rotated import rotated
 from transformers import StoppingCriteria, StoppingCriteriaList, WatermarkingConfig
-from transformers.generation import logits_process
 from validate.calls import LENGTH, VOCAB, pair
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.acceptance.sampling import is_row_wise
 
 pytestmark = pytest.mark.quick
 
@@ -99,22 +97,6 @@ def test_greedy_is_transformers_own(kind, source):
         assert len(set((expected == 0).sum(1).tolist())) > 1 or not eos or kind == "mean", "none ends before others"
         for (ids, scores), (then, scores_then) in zip(getattr(processor, "kept", []), processor.seen, strict=False):
             assert torch.equal(ids, then) and (scores is ids or torch.equal(scores, scores_then))
-
-
-def test_which_processors_see_one_sequence_only():
-    """By the exact class, as it was shipped: a subclass may do anything, and so may another __call__."""
-    penalty = logits_process.RepetitionPenaltyLogitsProcessor
-
-    class Own(penalty):
-        pass
-
-    assert is_row_wise(penalty(1.1)) and is_row_wise(logits_process.MinPLogitsWarper(0.1))
-    prefix = logits_process.PrefixConstrainedLogitsProcessor(lambda b, ids: [1], 1)
-    for other in (Own(1.1), prefix, Guidance(), closure(), lambda ids, scores: scores):
-        assert not is_row_wise(other)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(penalty, "__call__", lambda self, ids, scores: scores.roll(1, 0))
-        assert not is_row_wise(penalty(1.1))
 
 
 @pytest.mark.parametrize(
@@ -261,33 +243,3 @@ def test_scores_in_float64_are_cut_in_float64(cut, criterion):
     given = call(3, do_sample=True, seed=5, criterion=criterion, **{**plain, **cut})
     chain = {"assistant_model": draft(), "graph_config": "chain"}
     assert torch.equal(gsd.generate(target(), logits_processor=[Near()], **chain, **given), best)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "own"),
-    slow_but(lambda dtype, own: dtype == torch.float64, [torch.float64, torch.float16, torch.bfloat16], [True, False]),
-)
-def test_scores_of_another_dtype(own, dtype, monkeypatch):
-    """Greedy and kept for the output as transformers does; sampled, the same text with any draft."""
-    kind = logits_process.SuppressTokensLogitsProcessor
-    shipped = kind.__call__
-    near = Near().process
-
-    def narrowed(self, input_ids, scores):
-        return near(input_ids, shipped(self, input_ids, scores)).to(dtype)
-
-    narrowed.__module__ = shipped.__module__
-    if own:
-        given = {"logits_processor": [lambda ids, scores: near(ids, scores).to(dtype)]}
-    else:
-        monkeypatch.setattr(kind, "__call__", narrowed)
-        given = {"suppress_tokens": [5]}
-    kept = {"output_scores": True, "return_dict_in_generate": True}
-    expected, out = target().generate(**call(3), **given, **kept), ours("graph", output_scores=True, **call(3), **given)
-    assert torch.equal(out.sequences, expected.sequences)
-    assert [scores.dtype for scores in out.scores] == [scores.dtype for scores in expected.scores] == [dtype] * NEW
-    texts = [
-        ours(source, **call(3, do_sample=True, seed=2, top_k=4), **given).sequences
-        for source in ("plain", "history", "graph")
-    ]
-    assert all(torch.equal(text, texts[0]) for text in texts)

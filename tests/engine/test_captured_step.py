@@ -12,11 +12,10 @@ from transformers import StoppingCriteria
 
 from gsd_kernels import generate
 from gsd_kernels_hf.acceptance.criteria import CRITERIA
-from gsd_kernels_hf.engine import capture, decoder, session
+from gsd_kernels_hf.engine import capture, session
 from gsd_kernels_hf.engine.capture import WARM_STEPS
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.model import replay
-from gsd_kernels_hf.parallel import Alone
 
 GRAPHS = 2  # of a shape: a step is queued before the host has heard of the one before
 
@@ -134,40 +133,6 @@ def test_what_the_host_accepts_is_committed_in_a_second_graph(pair, name, sampli
     assert cuda.counts["captures"] == 2
     assert cuda.counts["replays"] >= 2 * WARM_STEPS
     assert cuda.counts["replays"] % 2 == 0
-
-
-class Ranks(Alone):
-    """One of several ranks, of which the others say what they are asked to."""
-
-    alone = False
-
-    def __init__(self, captures, others=lambda asked: True):
-        self.captures, self.others, self.asked = captures, others, []
-
-    def agree(self, yes):
-        self.asked.append(yes)
-        return yes and self.others(len(self.asked))
-
-
-@pytest.mark.parametrize(
-    ("captures", "others", "captured", "asked"),
-    [
-        (True, lambda asked: True, 1, [True, True]),  # before the first step, and after the capture
-        (True, lambda asked: asked > 1, 0, [True]),  # another rank has two GPUs
-        (True, lambda asked: asked == 1, 1, [True, True]),  # another one failed to capture: nothing is replayed
-        (False, lambda asked: True, 0, []),  # gloo
-    ],
-    ids=["all", "one cannot", "one failed", "gloo"],
-)
-def test_ranks_capture_together_or_not_at_all(pair, cuda, monkeypatch, captures, others, captured, asked):
-    expected = text(pair, "graph")
-    cuda.counts.clear()
-    ranks = Ranks(captures, others)
-    monkeypatch.setattr(decoder, "ranks_of", lambda *_: ranks)
-    assert torch.equal(text(pair, "graph"), expected)
-    assert ranks.asked == asked
-    assert cuda.counts["captures"] == captured
-    assert (cuda.counts["replays"] > 0) == (captured == 1 and others(2))
 
 
 @pytest.mark.gpu

@@ -14,11 +14,10 @@ import chats
 import fake_cuda
 import pytest
 import torch
-from chats import GRAPH, SAMPLED, ask, both, expected, pair, patched, sources, words
+from chats import GRAPH, SAMPLED, ask, expected, pair, patched, sources, words
 from engine.capturing import drafting, in_turns
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.engine.decoder import GraphDecoder
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.model.cache import GraphCache, GraphLayer
 
@@ -200,23 +199,3 @@ def test_a_forward_of_another_thread_is_no_change(name, made):
         done.set()
         other.join()
         assert made["Session.__init__"] == before
-
-
-@pytest.mark.slow
-def test_a_decoder_of_two_threads():
-    target, draft = pair()
-    decoder = GraphDecoder(draft, GRAPH)
-    meet = threading.Barrier(2)
-
-    def work(thread: int) -> None:
-        for i in range(3):
-            prompt = words(1 + thread, 6 + i, seed=i)
-            out = ask(target, prompt, custom_generate=decoder, tokens=4 + thread)
-            meet.wait(30)
-            assert torch.equal(out, expected(target, prompt, tokens=4 + thread))
-            assert (decoder.stats.sequences, decoder.stats.new_tokens) == (1 + thread, (1 + thread) * (4 + thread))
-
-    both(work)
-    assert decoder.stats is not None, "a thread that made no call sees the last call of all"
-    ask(target, words(1, 5, seed=1), custom_generate=decoder, tokens=2)
-    assert decoder.stats.new_tokens == 2

@@ -6,7 +6,6 @@ A CPU is taken for one: steps are recorded and replayed (fake_cuda), and the ker
 from __future__ import annotations
 
 import copy
-import logging
 
 import fake_cuda
 import pytest
@@ -17,15 +16,13 @@ from models import add_noise, noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits
-from gsd_kernels_hf.costs.pair import forwards
 from gsd_kernels_hf.engine import capture
-from gsd_kernels_hf.model import fused, gpu_proof, proof, replay
-from gsd_kernels_hf.model.fused import FusedRows, missing, rows_of, why_not
+from gsd_kernels_hf.model import fused, replay
+from gsd_kernels_hf.model.fused import FusedRows, missing, why_not
 from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.runner import RowModel
 
 GPU = torch.device("cuda", 0)
-NO_PADS = torch.zeros(1, dtype=torch.int32)
 FAMILIES = {
     "llama": ("llama-gqa", {"attention_bias": True, "mlp_bias": True}),
     "tied-yarn": (
@@ -66,34 +63,6 @@ def test_one_switch_selects_it(monkeypatch):
     monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "gpu")
     with pytest.raises(ValueError, match="GSD_KERNELS_FUSED_ROWS: expected one of 0, 1, cuda, got 'gpu'; or unset it"):
         missing(GPU)
-
-
-def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, caplog):
-    monkeypatch.setattr(replay, "is_gpu", lambda device: True)
-    monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
-    monkeypatch.setattr(proof, "why_not_proved", lambda *_, **__: None)  # which would run the kernels
-    half = tiny(dtype=torch.float16, head_dim=64)
-    wrong = lambda device, dtype, head_dim, ways: gpu_proof.Choice(f"{dtype} {head_dim} is wrong")  # noqa: E731
-    monkeypatch.setattr(gpu_proof, "choice", wrong)
-    assert why_not(half, "auto") == "torch.float16 64 is wrong"
-    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "cuda")
-    assert why_not(half, "auto") is None and why_not(half, "cuda") is None
-    assert why_not(half, "cpu") == "backend 'cpu' has no such operator"
-    known = {"target_forward": "operator", "draft_forward": "modules", "cpu_level": None}
-    assert forwards(half, None, "auto") == known, "costs are known apart from those of the modules"
-    fused._log_once.cache_clear()
-    for model, reason in (
-        (tiny(dtype=torch.float32, head_dim=64), "embedding: backend 'cuda' expects float16 or bfloat16, got float32"),
-        (tiny(dtype=torch.float16), "q: backend 'cuda' expects heads of 64 or 128, got 4"),
-        (
-            tiny(dtype=torch.float16, head_dim=64, intermediate_size=68),
-            "layers[0].down: backend 'cuda' expects rows of a multiple of 8, got 68",
-        ),
-    ):
-        with caplog.at_level(logging.INFO, "gsd_kernels"):
-            rows = rows_of(model, 8, NO_PADS, "auto")
-        assert type(rows) is RowModel and rows.why_modules == why_not(model, "auto") == reason
-        assert caplog.records[-1].getMessage().endswith(reason)
 
 
 # The operator in a model.

@@ -61,16 +61,3 @@ def test_limits_on_steps_are_those_of_transformers(name, backend, chunk):
     for length in LENGTHS:
         options = {**DRAFTS, "prefill_chunk_size": chunk, "backend": backend}
         assert torch.equal(gsd.generate(target_of(name), **prompts(length), **CALL, **options), text_of(name, length))
-
-
-@pytest.mark.parametrize("name", [*LIMITED, "Zaya", "Jamba", "FalconH1"])
-def test_the_next_turn_reads_what_was_generated_as_a_prompt(name):
-    target, ids = target_of(name), prompts(8)["input_ids"][:1]
-    turns = []
-    with gsd.patch(target, **DRAFTS):
-        for said in ([7], [9, 8, 7], []):
-            text = target.generate(ids, **CALL)
-            turns.append((ids, text))
-            ids = torch.cat([text, torch.tensor([said], dtype=torch.int64)], 1)
-    for ids, text in turns:
-        assert torch.equal(text, target.generate(ids, **CALL))

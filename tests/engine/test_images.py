@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 
-import models
 import pytest
 import tiny_vision
 import torch
@@ -84,19 +83,6 @@ def said(call: dict) -> dict:
     """Words behind a prompt, as its processor would say them, by input."""
     words = {"input_ids": torch.tensor([9, 8, 7]), "attention_mask": torch.ones(3, dtype=torch.int64)}
     return words | {name: torch.zeros(3, dtype=torch.int64) for name in call if name == "mm_token_type_ids"}
-
-
-@pytest.mark.parametrize("name", [LLAVA, QWEN])
-@pytest.mark.parametrize("vocabulary", [VOCAB, VOCAB - 4])
-def test_drafts_read_placeholders_or_states_behind_the_image(name, vocabulary):
-    """A draft model whose vocabulary may end before the placeholder; heads and EAGLE-3 on the states of this prompt."""
-    model, call = model_of(name), prompts(name, 1, 2)
-    text = own(model, **call, **GREEDY)
-    draft = models.tiny(vocab_size=vocabulary)
-    assert torch.equal(gsd.generate(model, **call, **GREEDY, assistant_model=draft, graph_config="tree"), text)
-    if vocabulary == VOCAB:
-        heads = gsd.DraftHeads.for_model(model, 3).requires_grad_(False)
-        assert torch.equal(gsd.generate(model, **call, **GREEDY, draft_heads=heads, graph_config="tree"), text)
 
 
 def test_what_the_rows_do_not_compute_is_handed_over_by_name(monkeypatch, caplog):

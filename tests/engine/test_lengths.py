@@ -9,15 +9,12 @@ import logging
 import fake_cuda
 import pytest
 import torch
-from models import endless, noised, prompts, tiny
+from models import endless, noised, prompts
 from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3
-from transformers import StoppingCriteria
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.engine import room
-from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.engine.session import Session
-from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.load import source_of
 
 VOCAB = 41
@@ -110,50 +107,6 @@ class Keeps(gsd.DraftSource):
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-class Until(StoppingCriteria):
-    def __init__(self, length: int):
-        self.length = length
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.full(input_ids.shape[:1], input_ids.shape[1] >= self.length)
-
-
-@pytest.mark.parametrize("name", ["plain", "model", "every"])
-def test_a_short_text_takes_the_same_memory_whatever_was_asked_for(name):
-    """Caches, tokens and drafters' features, by what a session holds; 2³¹ tokens would be terabytes."""
-    target, _ = pair()
-    taken = {}
-    for tokens in (300, 100_000, 2**31):
-        with gsd.patch(target, **sources_of(name)) as handle:
-            out = target.generate(**call(max_new_tokens=tokens), stopping_criteria=[Until(LENGTH + 10)])
-            assert torch.equal(out, expected(False, 1.0)[:, : LENGTH + 10])
-            (session,) = handle.engines.idle.sessions
-            assert handle.stats.cache_bytes == handle.engines.cache_bytes
-            taken[tokens] = handle.stats.cache_bytes, session.capacity, session.state.tokens.shape
-        out = gsd.generate(
-            target,
-            **call(max_new_tokens=tokens),
-            **sources_of(name),
-            stopping_criteria=[Until(LENGTH + 10)],
-            return_dict_in_generate=True,
-        )
-        assert 0 < out.stats.cache_bytes <= handle.stats.cache_bytes
-    assert len(set(taken.values())) == 1 and taken[300][1] == 512
-    assert engines_of(target) is not None
-
-
-def test_room():
-    cpu = torch.device("cpu")
-    assert room.to_begin(100, 32, 20, cpu) == 152, "what is needed, where that is little"
-    assert room.to_begin(100, 32, 10**9, cpu) == 512
-    assert room.larger(512, 513, 10**9) == 768 and room.larger(512, 513, 600) == 600
-    assert room.larger(512, 2000, 10**9) == 2048 and room.larger(512, 2000, 1) == 2000
-    capacity, copied = room.to_begin(1, 1, 10**9, cpu), 0
-    while capacity < 10**6:
-        copied, capacity = copied + capacity, room.larger(capacity, capacity + 1, 10**9)
-    assert copied < 3 * capacity
-
-
 # Positions ------------------------------------------------------------------------------------------------------------
 
 
@@ -222,18 +175,3 @@ def test_a_draft_is_left_out_where_its_positions_end(name, more):
     if name == "chain":
         assert max(seen) == 5 and seen[-1] == 0, "plain behind"
         assert sum(depth == 0 for depth in seen) > 8
-
-
-def test_an_outgrown_text_is_held_until_its_copy_is_done(monkeypatch):
-    """As caches are: what was queued before reads it on another stream than it was made on."""
-    cuda, outgrown, own = fake_cuda.install(monkeypatch), [], DecodeState.grow
-    monkeypatch.setattr(room, "FIRST_GPU_TOKENS", 4)
-    monkeypatch.setattr(room, "GRAIN_TOKENS", 8)
-
-    def grow(self, length):
-        outgrown.append(self.tokens.data_ptr())
-        own(self, length)
-
-    monkeypatch.setattr(DecodeState, "grow", grow)
-    gsd.generate(tiny(), **prompts(1, 5), max_new_tokens=40, pad_token_id=0)
-    assert outgrown and set(outgrown) <= {address for address, _ in cuda.held}

@@ -15,8 +15,6 @@ import transformers
 import gsd_kernels as gsd
 from gsd_kernels_hf import validate
 from gsd_kernels_hf.validate.calls import check_inputs
-from gsd_kernels_serve import logprobs, text_options
-from gsd_kernels_serve.limits import Limits
 
 VOCAB, ORIGINAL = 40, 24
 FAMILIES = ("llama", "phi3")
@@ -126,13 +124,3 @@ def test_images_are_refused_by_name():
 
     with pytest.raises(validate.Unsupported, match=r"pixel_values: .*longrope"):
         check_inputs(target_of("phi3"), Inputs(), torch.zeros(1))
-
-
-def test_the_server_reads_such_prompts_in_one_piece(monkeypatch):
-    target, ids = target_of("phi3"), prompt(31)["input_ids"]
-    monkeypatch.setattr(logprobs, "PIECE_TOKENS", 8)
-    found = [entry.log_prob for entry in logprobs.of_prompt(target, ids, 1, lambda: None)[1:]]
-    want = target(ids[:, :-1]).logits[0].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(found), want)
-    for model, piece in ((target, None), (models.tiny(), text_options.PIECE_TOKENS)):
-        assert text_options.text_options({}, model, "prompt", Limits()).fitted(31).prefill_chunk_size == piece

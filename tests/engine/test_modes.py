@@ -144,24 +144,6 @@ def test_a_mode_goes_to_transformers(name, patched, caplog):
     served_by_transformers(target, handle, caplog, reason, **call)
 
 
-def test_the_nearest_thing_that_works_is_named():
-    target, _ = pair()
-    for call, cure in (
-        ({"prompt_lookup_num_tokens": 3}, r'draft_sources=\("history",\)'),
-        ({"assistant_early_exit": 1}, "LayerSkip"),
-        ({"use_mtp": True}, "drafter="),
-        ({"num_beams": 2}, "num_beams=1"),
-        ({"force_words_ids": [[3]]}, "prefix_allowed_tokens_fn"),
-        ({"past_key_values": DynamicCache()}, "whole prompt"),
-        ({"inputs_embeds": torch.zeros(2, 3, 32)}, "input_ids"),
-        ({"output_hidden_states": True} | DICT, "model.sequences"),
-    ):
-        with pytest.raises(validate.Unsupported, match=f"^{next(iter(call))}.*{cure}.*model.generate"):
-            gsd.generate(target, **prompt(), **call)
-    out = gsd.generate(target, **prompt(), draft_sources=("history",))
-    assert torch.equal(out, target.generate(**prompt()))
-
-
 def decoding(model, input_ids, logits_processor, stopping_criteria, generation_config, seed=None, **kwargs):
     """A custom_generate that wants an argument of the same name as one of ours."""
     assert seed == 3

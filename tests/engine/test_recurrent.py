@@ -6,7 +6,6 @@ import copy
 import functools
 
 import pytest
-import tiny_configs
 import torch
 from hybrids import BY_DEPTH, FAMILIES, build, inputs_of
 
@@ -17,7 +16,6 @@ from gsd_kernels_hf.model.facts import Facts
 from gsd_kernels_hf.model.fused import block_of
 from gsd_kernels_hf.model.recurrent import mixers
 from gsd_kernels_hf.model.recurrent.tree import RowTree
-from gsd_kernels_hf.model.runner import RowModel
 
 pytestmark = pytest.mark.skipif(not mixers.READABLE, reason=f"states are read from transformers {mixers.FIRST} on")
 
@@ -57,53 +55,6 @@ def test_layers_that_forget_their_state_are_found_in_any_dtype():
             target = copy.deepcopy(target_of(family)).to(dtype)
             assert fused.reads_whole(Facts(target)) == (family == "jamba"), (family, dtype)
         assert (block_of(target_of(family), "auto") == 0) == (family in BY_DEPTH)
-
-
-WIDE = {"num_attention_heads": 8, "head_dim": 16}  # of which PyTorch's own attention is faster from three rows on
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "sizes"), [("qwen3.5", WIDE), ("bamba", {}), ("falcon-h1", {}), ("lfm2", {})])
-@torch.no_grad()
-def test_bits_of_a_row_are_its_own(family, sizes, dtype):
-    """Alone or among others, wherever commits fall: of sizes that are no multiples of vectors, too."""
-    target = tiny_configs.build(*FAMILIES[family], **sizes).to(dtype)
-    ids = torch.randint(3, tiny_configs.VOCAB, (1, 60), generator=torch.Generator().manual_seed(0))
-    alone, generator = RowsOf(target, ids), torch.Generator().manual_seed(1)
-    plain = [alone.step(place, [-1], []) for place in range(9, 32)]
-    beside, place = RowsOf(target, ids), 9
-    while place < 27:
-        path, more_rows = torch.randint(1, 6, (2,), generator=generator).tolist()
-        parents = list(range(-1, path - 1))
-        parents += [int(torch.randint(0, path + j, (), generator=generator)) for j in range(11 * more_rows)]
-        found = beside.step(place, parents, list(range(path))[: 1 + place % path])
-        for j in range(path):
-            assert torch.equal(found[0, j], plain[place - 9 + j][0, 0]), (place, j)
-        place += 1 + place % path
-
-
-class RowsOf:
-    """A model behind 9 tokens of ``ids``, which takes rows step by step."""
-
-    def __init__(self, model, ids):
-        self.ids, self.stored = ids, torch.tensor([9], dtype=torch.int32)
-        self.rows = RowModel(model, 256, torch.zeros(1, dtype=torch.int32), "auto", block=4)
-        self.rows.prefill(ids[:, :9], None, None)
-
-    def step(self, place, parents, accepted):
-        """Logits of rows, the first of which are the text from ``place`` on; then commit ``accepted``, or the first."""
-        sees, depths = torch.eye(len(parents), dtype=torch.bool), [0] * len(parents)
-        for row, parent in enumerate(parents):
-            if parent >= 0:
-                sees[row] |= sees[parent]
-                depths[row] = depths[parent] + 1
-        tokens = self.ids.repeat(1, 3)[:, place : place + len(parents)]
-        depths = torch.tensor([depths], dtype=torch.int32)
-        mask = gsd.graph.pack_bits(sees)[None]
-        out = self.rows.rows(tokens, self.stored, 0, mask, depths, depths, keep=len(parents))
-        path = torch.tensor([accepted or [0]], dtype=torch.int32)
-        self.rows.cache.commit(path, torch.tensor([path.shape[1]], dtype=torch.int32), self.stored)
-        return out
 
 
 def test_rows_that_are_not_what_the_model_computes_are_refused(monkeypatch):

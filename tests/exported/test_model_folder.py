@@ -7,15 +7,11 @@ import logging
 import os
 import re
 import shutil
-import socket
-import time
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from exported.loading import CALL, TEXT, loaded
-from transformers import AutoTokenizer
+from exported.loading import CALL, loaded
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.api import handle_of
@@ -87,47 +83,6 @@ def test_a_model_that_is_not_served_as_it_was_loaded_goes_there(model, prompt, p
     assert "transformers' own generate serves this model: model: a kind that is not served" in caplog.text
     with pytest.raises(ValueError, match="graph_config: this call goes to transformers"):
         model.generate(**prompt, **CALL, graph_config="tree")
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_transformers_own_server(stream, served, plain, told):
-    client, folder, tokenizer = served
-    messages = [{"role": "user", "content": TEXT}]
-    asked = {"model": folder, "messages": messages, "max_tokens": 40, "temperature": 0}
-    answer = client.chat.completions.create(**asked, stream=stream)
-    if stream:
-        text = "".join(event.choices[0].delta.content or "" for event in answer if event.choices)
-    else:
-        text = answer.choices[0].message.content
-    ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
-    expected = loaded(folder, None).generate(**ids, **CALL)[0, ids["input_ids"].shape[1] :]
-    assert text == tokenizer.decode(expected, skip_special_tokens=True)
-    (line,) = told
-    assert float(line.partition(" steps, ")[2].split()[0]) > 1.5, line
-
-
-@pytest.fixture
-def served(exported):
-    """The program ``transformers serve DIR --trust-remote-code``, in a thread of this process."""
-    openai = pytest.importorskip("openai", reason="the server needs the extra [serving]")
-    pytest.importorskip("transformers.cli.serving.completion", reason="the server needs transformers 5.15")
-    from transformers.cli import serve
-
-    level = transformers.utils.logging.get_verbosity()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = {"host": "127.0.0.1", "port": port, "log_level": "info", "non_blocking": True}
-    server = serve.Serve(str(exported), trust_remote_code=True, dtype="float32", **options)
-    while not server.server.started:
-        time.sleep(0.01)
-    url = f"http://127.0.0.1:{port}/v1"
-    yield (
-        openai.OpenAI(base_url=url, api_key="none", max_retries=0),
-        str(exported),
-        AutoTokenizer.from_pretrained(exported),
-    )
-    server.kill_server()
-    transformers.utils.logging.set_verbosity(level)
 
 
 DAMAGE = {

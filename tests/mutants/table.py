@@ -59,7 +59,7 @@ MUTANTS = [Mutant(*row) for row in (
     (LOCKSTEP, "(self.plan.warpers(self.history, scores),)", "(scores,)", "scores that are returned were not warped", T_LOCKSTEP + " -k warped"),
     (LOCKSTEP, "[self.pad if done else next(picked)", "[0 if done else next(picked)", "padding: finished sequences get another token", T_LOCKSTEP + " -k scores"),
     (SAMPLING, "_fused_rank(processors[split - 1]) < rank", "_fused_rank(processors[split - 1]) < len(FUSED)", "processors' order: warpers in another order are fused", T_SAMPLING),
-    (SAMPLING, "scores.expand(batch, -1))[b : b + 1]", "scores.expand(batch, -1))[:1]", "processors: every sequence gets the first one's", "tests/acceptance"),
+    (SAMPLING, "scores.expand(batch, -1))[b : b + 1]", "scores.expand(batch, -1))[:1]", "processors: every sequence gets the first one's", T_LOCKSTEP + " -k built_in"),
     (SAMPLING, "return seed - 2**64 if", "return seed - 2**63 if", "noise keys: a large seed becomes another", T_SAMPLING),
     (CRITERIA, "DRAFT_STREAM, ACCEPT_STREAM = 1, 2", "DRAFT_STREAM, ACCEPT_STREAM = 1, 1", "noise keys: draft and test share a stream", "tests/acceptance/test_noise.py tests/acceptance/test_speculative_sampling.py"),
     (STOPS, "iter(row[-2::-1])", "iter(row[-3::-1])", "stop strings: the token before the last is skipped", T_STOPS),

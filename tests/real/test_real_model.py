@@ -14,10 +14,6 @@ import gsd_kernels as gsd
 from gsd_kernels import Corpus, GraphConfig, LayerSkip
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_cli import comparison
-from gsd_kernels_cli.demo import smollm2
-from gsd_kernels_hf import learning
-from gsd_kernels_hf.engine.known import learned_of
-from gsd_kernels_hf.model.facts import Facts
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 compiled = pytest.mark.skipif(
@@ -196,17 +192,3 @@ def test_a_chat_of_five_turns_with_edits(half):
     assert answers == 5 and len(pairs) == 7
     for inputs, out in pairs:
         assert torch.equal(out, plainly(half, inputs, out.shape[1] - inputs["input_ids"].shape[1]))
-
-
-def test_what_comes_with_the_package_is_found_in_every_form_and_changes_no_text(full, half, caplog):
-    packed, steps = gsd.from_gguf(smollm2.gguf_path()), {True: 0, False: 0}
-    assert learned_of(Facts(full.model)) is not None and learned_of(Facts(packed)) is not None
-    for asked in ("What is a list in Python?", "How do plants make food?", "Write a short note to a neighbour."):
-        inputs = half.chats(asked)
-        plain = text_of(half, inputs, max_new_tokens=64, graph_config="plain").sequences
-        for learned in steps:
-            options = {"draft_sources": ("history",), "graph_config": learning.SHAPE, "learned": learned}
-            out = text_of(half, inputs, max_new_tokens=64, **options, reuse_history=False)
-            steps[learned] += out.stats.steps
-            assert torch.equal(out.sequences, plain)
-    assert steps[True] < steps[False]

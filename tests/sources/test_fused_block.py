@@ -9,9 +9,8 @@ import torch
 from block_code import rows as block_code
 from models import prompts, tiny
 from ops.contracts.backends import backend_param
-from sources.drafters import FixedText, dflash_config, fit_dflash, random_dflash
+from sources.drafters import FixedText, dflash_config, random_dflash
 
-import gsd_kernels as gsd
 from gsd_kernels import DFlash, GraphConfig
 from gsd_kernels.ops.table import Op
 from gsd_kernels_hf.model import replay
@@ -125,27 +124,6 @@ def counted(monkeypatch) -> list[tuple[str, str | None]]:
 
     monkeypatch.setattr(Op, "__call__", call)
     return calls
-
-
-@pytest.mark.parametrize("kind", ["JetSpec", "DSpark"])
-def test_captured_steps_take_them(device, kind, monkeypatch, request):
-    """Target and drafter are operators, and a step of both is one graph; texts are the target's own."""
-    if request.node.callspec.params["device"] == block_code.OWN:
-        pytest.skip("nothing is captured on a CPU")
-    target = target_of(torch.bfloat16, **SERVED)
-    module = random_dflash(dflash_config(target, **{**KINDS[kind], **SERVED}))
-    module = fit_dflash(module, target_of(torch.float64, **SERVED)).to(device, torch.bfloat16)
-    calls, graphs, capture = counted(monkeypatch), [], replay.CaptureLane.capture
-    monkeypatch.setattr(replay.CaptureLane, "capture", lambda *args: graphs.append(1) or capture(*args))
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    options |= {name: t.to(device) for name, t in prompts(2, 9, vocab=VOCAB).items()}
-    target = target.to(device)
-    alone = gsd.generate(target, **options, graph_config="plain")
-    graphs.clear()
-    out = gsd.generate(target, **options, drafter=module, draft_sources=("drafter",), graph_config=GRAPH)
-    assert torch.equal(out.sequences, alone.sequences) and out.stats.why_modules is None
-    assert {("decoder_rows", "cuda"), ("feature_rows", "cuda")} <= set(calls)
-    assert graphs and sum(out.stats.accepted[2:]) > 0
 
 
 @pytest.mark.parametrize("kind", NO_OPERATOR)

@@ -10,11 +10,9 @@ import torch
 from block_code import rows as block_code
 from models import prompts, tiny
 from ops.contracts.backends import backend_param
-from sources import mtp_checkpoints
-from sources.drafters import FixedText, eagle3_config, fit_eagle3, random_eagle3, random_tensors
+from sources.drafters import FixedText, eagle3_config, random_eagle3, random_tensors
 from torch import nn
 
-import gsd_kernels as gsd
 from gsd_kernels import Eagle3, GraphConfig, Mtp
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.sources import recursion
@@ -156,31 +154,6 @@ def test_the_error_is_at_most_twice_the_modules(device, variant, dtype, backends
     for number, (exactly, theirs, ours) in enumerate(zip(*found, strict=True)):
         assert ours.isfinite().all()
         assert (ours - exactly).norm() <= 2 * (theirs - exactly).norm() + 1e-6 * exactly.norm(), number
-
-
-def fitted(variant: str, **sizes: int) -> Eagle3 | Mtp:
-    target, module = target_of(torch.float64, variant, **sizes), drafter_of(variant, torch.float64, **sizes)
-    return (mtp_checkpoints.fit if variant in HEADS else fit_eagle3)(module, target, steps=40)
-
-
-@pytest.mark.parametrize("variant", ["reduced", "llama"])
-def test_captured_steps_take_it(device, variant, monkeypatch, request, backends):
-    """Target and drafter are operators, and a step of both is one graph; texts are the target's own."""
-    if request.node.callspec.params["device"] == block_code.OWN:
-        pytest.skip("nothing is captured on a CPU")
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    target, module = target_of(torch.bfloat16, variant, **sizes).to(device), fitted(variant, **sizes)
-    graphs, capture = [], replay.CaptureLane.capture
-    monkeypatch.setattr(replay.CaptureLane, "capture", lambda *args: graphs.append(1) or capture(*args))
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    options |= {name: t.to(device) for name, t in prompts(2, 9, vocab=VOCAB).items()}
-    alone = gsd.generate(target, **options, graph_config="plain")
-    assert alone.stats.why_modules is None
-    graphs.clear()
-    given = {"drafter": module.to(device, torch.bfloat16), "draft_sources": ("drafter",)}
-    out = gsd.generate(target, **options, **given, graph_config=GRAPH.replace(depth=2))
-    assert torch.equal(out.sequences, alone.sequences) and out.stats.why_modules is None
-    assert set(backends) == {"cuda"} and graphs and sum(out.stats.accepted[2:]) > 0
 
 
 class Scaled(nn.Embedding):

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import prompts, tiny
 from safetensors.torch import load_file, save_file
 
@@ -116,14 +114,6 @@ def test_nothing_is_kept_without_a_patch(target):
 # ---- the table
 
 
-entries = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), max_size=30)
-
-
-def table_of(inserted, *, batch: int = 1, branch: int = 2, ways: int = 4) -> NgramTable:
-    """A table of 8 entries after insertions of (context, continuation)."""
-    return with_entries(NgramTable.empty(batch, branch, "cpu", capacity=8, max_context=1, ways=ways), inserted)
-
-
 def with_entries(table: NgramTable, inserted) -> NgramTable:
     batch, _, branch = table.tokens.shape
     for context, token in inserted:
@@ -133,20 +123,14 @@ def with_entries(table: NgramTable, inserted) -> NgramTable:
     return table
 
 
+def table_of(inserted, *, batch: int = 1, branch: int = 2, ways: int = 4) -> NgramTable:
+    """A table of 8 entries after insertions of (context, continuation)."""
+    return with_entries(NgramTable.empty(batch, branch, "cpu", capacity=8, max_context=1, ways=ways), inserted)
+
+
 def sets(kept: KeptTable) -> list[list[tuple[int, list[int]]]]:
     listed = list(zip(kept.keys.tolist(), kept.tokens.tolist(), strict=True))
     return [listed[at : at + kept.ways] for at in range(0, len(listed), kept.ways)]
-
-
-@settings(max_examples=50, deadline=None)
-@given(entries, entries)
-def test_two_tables_in_one_are_the_newest_of_both(newer, older):
-    new, old = (KeptTable.of(table_of(each), 0) for each in (newer, older))
-    for merged, first, second in zip(sets(new.before(old)), sets(new), sets(old), strict=True):
-        expected = [entry for entry in first if entry[0]]
-        expected += [entry for entry in second if entry[0] and entry[0] not in dict(expected)]
-        assert merged[: len(expected[:4])] == expected[:4]
-        assert all(key == 0 for key, _ in merged[len(expected) :])
 
 
 def test_what_is_kept_is_no_table_that_goes_on_being_written():

@@ -171,12 +171,8 @@ def test_a_search_of_layers_to_skip_leaves_those_whose_keys_others_read(target):
     decode_with(target, {"assistant_model": skip})
 
 
-OTHERS = random.Random(5).sample(others(), 20)  # all of them take minutes
-
-
-@pytest.mark.parametrize(
-    "pair", [*OTHERS[:7], *(pytest.param(p, marks=pytest.mark.many) for p in OTHERS[7:])], ids=named
-)
+@pytest.mark.many
+@pytest.mark.parametrize("pair", random.Random(5).sample(others(), 20), ids=named)  # all of them take minutes
 def test_the_targets_own_text_or_a_refusal(pair):
     try:
         decode(*pair)

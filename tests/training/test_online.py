@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import threading
 from contextlib import contextmanager
 
 import pytest
 import torch
 from models import noised, prompts, tiny
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 import gsd_kernels as gsd
 
@@ -111,64 +108,6 @@ def test_what_was_saved_goes_on(target, draft, expected, tmp_path):
         learner._texts.extend(texts)
         learner.step()
         assert bits(again) == later  # the optimizer goes on too
-
-
-def test_bad_files_are_refused_by_name(target, draft, expected, tmp_path):
-    file, bad = tmp_path / "learned", tmp_path / "bad"
-    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft) as learner:
-        steps_of(handle, target, expected, 1)
-        learner.save(file)
-        now = bits(draft)
-        tensors = load_file(file)
-        with safe_open(file, "pt") as opened:
-            about = opened.metadata()
-        name = next(iter(tensors))
-
-        def refused(message: str) -> None:
-            with pytest.raises(ValueError, match=message):
-                learner.load(bad)
-            assert bits(draft) == now and learner.taken == 1
-
-        with pytest.raises(FileNotFoundError, match="no such file"):
-            learner.load(bad)
-        for change, message in (
-            ({"format": "other"}, "holds nothing that a learner saved"),
-            ({"version": "2"}, "newer than 1"),
-            ({"version": "x"}, "damaged"),
-            ({"base": "0"}, "of another draft"),
-            ({"taken": "0"}, "damaged"),
-            ({"taken": "9" * 5000}, "damaged"),
-        ):
-            save_file(tensors, bad, metadata={**about, **change})
-            refused(message)
-        save_file({**tensors, name: tensors[name][:1].clone()}, bad, metadata=about)
-        refused("its tensors are not the draft's")
-        save_file({**tensors, name: tensors[name] * float("nan")}, bad, metadata=about)
-        refused("its tensors are not the draft's")
-        squares = next(name for name in tensors if name.startswith("exp_avg_sq"))
-        save_file({**tensors, squares: tensors[squares] - 1.0}, bad, metadata=about)
-        refused("its tensors are not the draft's")
-        bad.write_bytes(file.read_bytes()[:-7])
-        refused("damaged")
-
-
-@pytest.mark.slow
-def test_threads_that_call_get_their_texts(target, draft, expected):
-    found = []
-    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft, lr=1e-2) as learner:
-
-        def calls() -> None:
-            for _ in range(2):
-                found.append(target.generate(**INPUTS, **GREEDY))
-
-        threads = [threading.Thread(target=calls) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        learner.step()
-        for thread in threads:
-            thread.join(60)
-        assert len(found) == 4 and all(torch.equal(text, expected) for text in found)
-        assert len(learner) == 4 and learner.taken >= 1
 
 
 def test_what_cannot_learn_is_refused_by_name(target, draft):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from sources.drafters import FixedText, random_tensors
 from sources.mtp_checkpoints import target_of
 from training.options import options_for
-from training.test_commands import done, refused, run
+from training.test_commands import done, refused
 from training.test_losses import windows  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +20,6 @@ from gsd_kernels_hf.sources.dflash import DFlashDrafts
 from gsd_kernels_hf.sources.edges import along
 from gsd_kernels_hf.sources.load import load_drafter
 from gsd_kernels_hf.sources.recursion import Recursive
-from gsd_kernels_train import loop
 from gsd_kernels_train.dflash import DFlashTraining
 from gsd_kernels_train.drafters import DrafterOptions
 from gsd_kernels_train.eagle3 import Eagle3Training
@@ -168,27 +167,6 @@ def test_blocks_are_what_drafting_computes(folder, windows, kind):  # noqa: F811
         torch.testing.assert_close(confidence[0], trained.module.confidence(hidden, tokens)[..., 0])
     torch.testing.assert_close(logits[0], expected)
     assert (trained.guessed(window, 0, 8)[0] == expected.argmax(-1)).all()
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "mtp"])
-def test_an_interrupted_run_goes_on_to_equal_weights(folder, tmp_path, monkeypatch, kind):
-    given, step = arguments(kind, folder, tmp_path / "cut", steps=9), loop._Run.step
-
-    def stop(self, *given):
-        if self.record.steps == 7:
-            raise KeyboardInterrupt
-        return step(self, *given)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(loop._Run, "step", stop)
-        assert run(*given).exit_code == 130
-    assert "error: seed: the run in" in refused(*given, "--seed", 1)
-    assert loop.Checkpoints(tmp_path / "cut" / "checkpoints").steps() == [5]
-    torch.manual_seed(99)  # random places of blocks come from the checkpoint
-    report, whole = done(*given), done(*arguments(kind, folder, tmp_path / "whole", steps=9))
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert report["after"] == whole["after"]
 
 
 REFUSED = [
