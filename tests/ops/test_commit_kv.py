@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from ops.contracts.backends import ALL, assert_bit_equal, backends, cases
-from ops.contracts.kv import check_commit, check_commitment, copied
+from ops.contracts.backends import Backend, assert_bit_equal, backends, cases
+from ops.contracts.kv import copied
 
 import gsd_kernels as gsd
 
@@ -19,64 +19,55 @@ FEW = [(torch.float32, 80), (torch.bfloat16, 64), (torch.float16, 256)]
 HALF_AND_SINGLE = list(itertools.product(FLOATS[:3], (64, 80, 256)))
 ODD = list(itertools.product((torch.bfloat16, torch.float32, torch.float64), (1, 7, 63, 64, 128)))  # narrower loads
 COMPILED = [*HALF_AND_SINGLE, *ODD]
-COMMITS = {"cpu": COMPILED, "interpreter": FEW, "triton": HALF_AND_SINGLE, "cuda": COMPILED}
+COMMITS = {"reference": COMPILED, "cpu": COMPILED, "interpreter": FEW, "triton": HALF_AND_SINGLE, "cuda": COMPILED}
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@cases("seed", {name: [(str(seed), seed) for seed in range(6 if name == "interpreter" else 12)] for name in ALL})
-def test_commit_equals_reading_all_and_then_writing(on, seed, transposed):
+LAYOUTS = ("stacked", "separate", "positions first")
+
+
+def caches_of(layout: str, dtype: torch.dtype, dim: int, slots: int, gen: torch.Generator) -> list[torch.Tensor]:
+    """Three layers of four sequences, some numbers NaN: parts of one tensor, or of several sizes."""
+    if layout == "stacked":
+        stacked = torch.randn(3, 4, 2, slots, dim, generator=gen).to(dtype)
+        return list(stacked.masked_fill_(stacked.abs() < 0.01, math.nan))
+    caches = [torch.randn(4, heads, slots, size, generator=gen).to(dtype) for heads, size in ((1, dim), (2, 7), (3, 9))]
+    caches[1][:, :, 12:] = math.nan
+    return caches if layout == "separate" else [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@cases("kind", {name: [(f"{t}-D{d}", (t, d)) for t, d in dict.fromkeys(kinds)] for name, kinds in COMMITS.items()})
+def test_commit_equals_reading_all_and_then_writing(on, kind, layout):
     """Rows in any order, sources that are also destinations, finished sequences, several layers of several sizes."""
-    gen = torch.Generator().manual_seed(seed)
-    batch, rows, prefix, width = 4, 9, 11, 6
-    capacity = prefix + rows + 2
-    caches = []
-    for heads, dim in ((1, 4), (2, 8), (3, 2)):
-        shape = (batch, capacity, heads, dim) if transposed else (batch, heads, capacity, dim)
-        cache = torch.randn(shape, generator=gen)
-        cache[(cache.abs() < 0.01)] = math.nan
-        caches.append(cache.transpose(1, 2) if transposed else cache)
+    gen = torch.Generator().manual_seed(3 * kind[1] + LAYOUTS.index(layout))
+    batch, rows, prefix, width = 4, 60, 31, 6
     kv_len = torch.randint(0, prefix + 1, (batch,), generator=gen, dtype=torch.int32)
-    accepted, count = torch.full((batch, width), -1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
-    for b in range(batch - 1):  # the last sequence is finished
-        n = int(torch.randint(1, width + 1, (), generator=gen))
-        order = torch.randperm(rows, generator=gen)[:n]
-        accepted[b, :n] = order.sort().values if b == 0 else order
-        count[b] = n
-    expected = [cache.clone() for cache in caches]
-    for cache, before in zip(expected, caches, strict=True):
+    count = torch.randint(1, width + 1, (batch,), generator=gen, dtype=torch.int32)
+    count[3] = 0  # finished
+    accepted = torch.rand(batch, rows, generator=gen).argsort(-1)[:, :width].int()
+    accepted[0] = accepted[0].sort().values
+    accepted[1] %= 7  # close to each other, some of them twice
+    accepted = torch.where(torch.arange(width) < count[:, None], accepted, -1)
+    others = LAYOUTS[LAYOUTS.index(layout) - 1]
+    caches = [caches_of(of, *kind, prefix + rows + 2, gen) for of in (layout, others)]
+    expected = [[cache.clone() for cache in part] for part in caches]
+    for cache, before in zip(itertools.chain(*expected), itertools.chain(*caches), strict=True):
         for b in range(batch):
             for i in range(int(count[b])):
                 cache[b, :, int(kv_len[b]) + i] = before[b, :, int(kv_len[b]) + int(accepted[b, i])]
-    for part in range(2):  # keys and then values
-        moved, others = ([on.to(copied(cache)) for cache in caches] for _ in range(2))
-        length = on.to(kv_len.clone())
-        pair = (moved, others) if part == 0 else (others, moved)
-        gsd.commit_kv(*pair, on.to(accepted), on.to(count), length, backend=on.name)
-        assert_bit_equal(moved, expected)
-        assert torch.equal(length.cpu(), kv_len + count)
+    moved = [on_device(part, on) for part in caches]
+    length = on.to(kv_len.clone())
+    gsd.commit_kv(*moved, on.to(accepted), on.to(count), length, backend=on.name)
+    assert_bit_equal(itertools.chain(*moved), itertools.chain(*expected))
+    assert torch.equal(length.cpu(), kv_len + count)
 
 
-@pytest.mark.parametrize("layout", ["stacked", "separate"])
-@cases("kind", {name: [(f"{t}-D{d}", (t, d)) for t, d in dict.fromkeys(kinds)] for name, kinds in COMMITS.items()})
-def test_commit_equals_the_reference(on, kind, layout):
-    check_commit(layout, *kind, on)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("seed", range(4))
-@backends("cpu", "interpreter", "triton", "cuda")
-def test_commit_of_odd_sizes(on, dtype, seed):
-    gen = torch.Generator().manual_seed(seed)
-    layers, batch, heads, slots, width = 3, 5, 2, 97, 6
-    # Odd sizes, and layers stored slot-first: [B, S, Hkv, D] seen as [B, Hkv, S, D].
-    k = [torch.randn(batch, heads, slots, 7, generator=gen).to(dtype) for _ in range(layers)]
-    v = [torch.randn(batch, slots, heads, 9, generator=gen).to(dtype).transpose(1, 2) for _ in range(layers)]
-    kv_len = torch.randint(0, 30, (batch,), generator=gen, dtype=torch.int32)
-    num_accepted = torch.randint(0, width + 1, (batch,), generator=gen, dtype=torch.int32)
-    rows = torch.rand(batch, 60, generator=gen).argsort(-1)[:, :width].int()  # any order, not only ascending
-    rows[0] = torch.arange(width)
-    rows = torch.where(torch.arange(width) < num_accepted[:, None], rows, -1).int()
-    check_commitment(k, v, rows, num_accepted, kv_len, on)
+def on_device(layers: list[torch.Tensor], on: Backend) -> list[torch.Tensor]:
+    """Copies; layers of one tensor are layers of one tensor again."""
+    whole = layers[0]._base
+    if whole is not None and all(layer._base is whole for layer in layers):
+        return list(on.to(copied(whole)))
+    return [on.to(copied(layer)) for layer in layers]
 
 
 @backends("cpu", "triton", "cuda")

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import STYLES
-from ops.contracts.arguments import rows_case
-from ops.contracts.backends import ALL, backends
-from ops.contracts.graph import (
-    check_verify,
-)
+from ops.contracts.backends import backends
+from ops.contracts.graph import rows_case
 
 import gsd_kernels as gsd
 
@@ -19,12 +15,9 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize("seed", range(24))
 @backends("reference", "cpu", "interpreter", "triton", "cuda")
 def test_verify_equals_the_walk(on, seed):
-    rows, config, picked = rows_case(seed)
-    gen = torch.Generator().manual_seed(seed)
-    eos = torch.tensor([[], [3], [2, 5]][seed % 3], dtype=torch.int32)
-    remaining = torch.randint(1, 8, (4,), generator=gen, dtype=torch.int32)
-    done = torch.tensor([False, False, False, True])
-    limits = {"eos_ids": eos, "remaining": remaining, "done": done}
+    rows, config, picked, limits = rows_case(seed)
+    done, (eos, remaining) = torch.arange(4) == 3, limits.values()
+    limits["done"] = done
     got = gsd.verify(on.to(rows), on.to(picked), **on.to(limits), max_path=config.max_path, backend=on.name)
     lengths = []
     for b in range(4):
@@ -46,13 +39,13 @@ def test_verify_equals_the_walk(on, seed):
         assert int(got.num_accepted[b]) == len(path)
         lengths.append(len(path))
     assert got.accepted_rows.dtype == got.num_accepted.dtype == got.next_token.dtype == torch.int32
-    assert lengths[3] == 0 and max(lengths) >= 1
+    assert lengths[3] == 0 and min(lengths[:3]) >= 1
 
 
 def test_verify_cases_are_not_trivial():
     paths = []
     for seed in range(24):
-        rows, config, picked = rows_case(seed)
+        rows, config, picked, _ = rows_case(seed)
         accepted = gsd.verify(
             rows,
             picked,
@@ -64,18 +57,3 @@ def test_verify_cases_are_not_trivial():
         )
         paths += accepted.num_accepted.tolist()
     assert {1, 2, 3, 4} <= set(paths), set(paths)
-
-
-@pytest.mark.parametrize("max_rows", [2, 7, 31, 32, 33, 100])
-@pytest.mark.parametrize("style", STYLES)
-@backends("cpu", "interpreter", "triton", "cuda")
-def test_verify_equals_the_reference(on, max_rows, style):
-    config = gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=max_rows)
-    check_verify(config, style, STYLES.index(style), on)
-
-
-@pytest.mark.parametrize("max_rows", [2, 7, 31, 32, 33, 100])
-def test_verification_cases_accept_and_finish(max_rows):
-    config = gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=max_rows)
-    accepted = [check_verify(config, style, STYLES.index(style), ALL["reference"]) for style in STYLES]
-    assert torch.cat(accepted).max() > min(2, max_rows - 1) and torch.cat(accepted).min() == 0

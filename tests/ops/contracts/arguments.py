@@ -6,6 +6,7 @@ import math
 
 import torch
 from graphs import drafted
+from ops.contracts.graph import rows_case
 from torch import Tensor
 
 import gsd_kernels as gsd
@@ -82,20 +83,6 @@ def dense_mask(case: dict[str, Tensor], window: int | None, chunk: int | None = 
     return torch.tensor(mask)
 
 
-def rows_case(seed: int, max_rows: int = 24) -> tuple[gsd.Rows, gsd.GraphConfig, Tensor]:
-    """Rows of a random graph, and picks that agree with a child of their row more often than not."""
-    gen = torch.Generator().manual_seed(seed)
-    config = gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=max_rows, merge_context=seed % 4 - 1)
-    graph = drafted(config, batch=4, vocab=6, seed=seed, style=("random", "repeat", "sparse")[seed % 3])
-    rows = gsd.flatten(graph, config.max_rows, config.max_path, backend="reference")
-    picked = torch.randint(0, 6, (4, max_rows), generator=gen, dtype=torch.int32)
-    for b in range(4):
-        for r in range(1, int(rows.num_rows[b])):
-            if torch.rand((), generator=gen) < 0.6:
-                picked[b, rows.parent_rows[b, r]] = rows.token_ids[b, r]
-    return rows, config, picked
-
-
 def attention_arguments():
     return {name: x for name, x in attention_case(0).items()} | {"backend": "reference"}
 
@@ -111,12 +98,11 @@ def sampling_arguments():
 
 
 def verify_arguments():
-    rows, config, picked = rows_case(0)
+    rows, config, picked, more = rows_case(4)
     return {
         "rows": rows,
         "sampled": picked,
-        "eos_ids": torch.tensor([1], dtype=torch.int32),
-        "remaining": torch.ones(4, dtype=torch.int32),
+        **more,
         "done": torch.zeros(4, dtype=torch.bool),
         "max_path": config.max_path,
         "backend": "reference",

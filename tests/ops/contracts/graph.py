@@ -112,6 +112,15 @@ def agreeing_target(rows: gsd.Rows, vocab: int, seed: int) -> tuple[Tensor, dict
     }
 
 
+def rows_case(seed: int) -> tuple[gsd.Rows, gsd.GraphConfig, Tensor, dict[str, Tensor]]:
+    """Rows of a random graph, how it was drafted, and what :func:`agreeing_target` gives for them."""
+    max_rows = (2, 7, 31, 32, 33, 100)[seed // 4 % 6]
+    config = gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=max_rows, merge_context=seed % 4 - 1)
+    graph = drafted(config, batch=4, vocab=6, seed=seed, style=("random", "repeat", "sparse")[seed % 3])
+    rows = gsd.flatten(graph, config.max_rows, config.max_path, backend="reference")
+    return rows, config, *agreeing_target(rows, 6, seed)
+
+
 def check_merge_into_arbitrary_graph(seed: int, merge_context: int, on: Backend) -> None:
     """Many nodes of one token whose contexts agree to all lengths, tied scores: what drafting reaches rarely."""
     gen = torch.Generator().manual_seed(seed)
@@ -144,27 +153,6 @@ def check_merge_into_arbitrary_graph(seed: int, merge_context: int, on: Backend)
     got_next = gsd.merge(got, *on.to(level), **rules, backend=on.name)
     assert_bit_equal(got, expected)
     assert_bit_equal(got_next, expected_next)
-
-
-def check_verify(config: gsd.GraphConfig, style: str, seed: int, on: Backend) -> Tensor:
-    """Samples that follow the rows most of the time; with and without EOS, budgets and finished sequences."""
-    gen = torch.Generator().manual_seed(seed)
-    graph = drafted(config, vocab=5, style=style, seed=seed, batch=4)
-    rows = gsd.flatten(graph, config.max_rows, config.max_path, backend="reference")
-    batch, count = rows.token_ids.shape
-    sampled = torch.randint(0, 5, (batch, count), generator=gen, dtype=torch.int32)
-    follow = torch.rand(batch, count, generator=gen) < 0.8
-    for b in range(batch):
-        for i in range(count - 1, 0, -1):
-            if rows.parent_rows[b, i] >= 0 and follow[b, i]:
-                sampled[b, rows.parent_rows[b, i]] = rows.token_ids[b, i]
-    options = {
-        "eos_ids": torch.tensor([[], [1], [4, 2]][seed % 3], dtype=torch.int32),
-        "remaining": torch.tensor([50, 1, 3, 50], dtype=torch.int32),
-        "done": torch.tensor([False, False, False, seed % 2 == 0]),
-    }
-    check_verification(rows, sampled, options, config.max_path, on)
-    return gsd.verify(rows, sampled, **options, max_path=config.max_path, backend="reference").num_accepted
 
 
 def check_verification(rows: gsd.Rows, sampled: Tensor, options: dict[str, Tensor], max_path: int, on: Backend) -> None:

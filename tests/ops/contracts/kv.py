@@ -1,10 +1,8 @@
-"""commit_kv and write_kv: problems, and equality with the reference bit for bit."""
+"""write_kv: problems, and equality with the reference bit for bit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from ops.contracts.backends import Backend, assert_bit_equal
@@ -22,46 +20,6 @@ WRITES = {
     "values-wider": (torch.float16, (17, 200), 1, 10),
     "one-head-per-program": (torch.float32, (1500, 3), 2, 2),
 }
-
-
-def check_commit(layout: str, dtype: torch.dtype, dim: int, on: Backend) -> None:
-    """Any order of rows, finished sequences, stacked and separate layers; the whole cache compared, NaN included."""
-    gen = torch.Generator().manual_seed(dim)
-    layers, batch, heads, capacity = 3, 3, 2, 61
-
-    def caches() -> list[Tensor]:
-        if layout == "stacked":
-            return list(torch.randn(layers, batch, heads, capacity, dim, generator=gen).to(dtype))
-        each = [torch.randn(batch, capacity, heads, dim, generator=gen).to(dtype) for _ in range(layers)]
-        return [x.transpose(1, 2) for x in each]
-
-    k, v = caches(), caches()
-    k[1][:, :, 40:] = NAN
-    rows = torch.tensor([[0, 9, 2, 17, 4, -1], [3, -1, -1, -1, -1, -1], [-1] * 6], dtype=torch.int32)
-    accepted = torch.tensor([5, 1, 0], dtype=torch.int32)
-    kv_len = torch.tensor([11, 30, 43], dtype=torch.int32)
-    check_commitment(k, v, rows, accepted, kv_len, on)
-
-
-def check_commitment(
-    k: list[Tensor], v: list[Tensor], rows: Tensor, accepted: Tensor, kv_len: Tensor, on: Backend
-) -> None:
-    """Every bit of the caches and the lengths; the arguments lie on the CPU and stay as they are."""
-    results = []
-    for to, name in ((on.to, on.name), (on.to_reference, "reference")):
-        caches = [copied_layers(part, to) for part in (k, v)]
-        length = to(kv_len.clone())
-        gsd.commit_kv(*caches, to(rows), to(accepted), length, backend=name)
-        results.append([*caches[0], *caches[1], length])
-    assert_bit_equal(*results)
-
-
-def copied_layers(layers: list[Tensor], to: Callable[[Any], Any]) -> list[Tensor]:
-    """Copies somewhere; layers of one tensor are layers of one tensor again."""
-    whole = layers[0]._base
-    if whole is not None and all(layer._base is whole for layer in layers):
-        return list(to(copied(whole)))
-    return [to(copied(layer)) for layer in layers]
 
 
 def copied(tensor: Tensor) -> Tensor:
