@@ -330,34 +330,6 @@ struct NgramRecallArgs {
   }
 };
 
-// One candidate's log-probability by one thread, corrected by a table: by an index of its row and by its rank, or by its
-// rank and by the bin of its probability; never above 0.
-struct CalibrateArgs {
-  const float* log_probs;  // [R, K]
-  const float* log_ratio;  // [entries, columns]
-  const int32_t* index;    // [R]; null: 0
-  const float* edges;      // [columns − 1] between bins of probability; null: by index
-  float* calibrated;       // [R, K]
-  int branch, entries, columns;
-};
-
-GSD_HD void calibrate_candidate(const CalibrateArgs& a, int64_t at) {
-  const float log_prob = a.log_probs[at];
-  const int rank = static_cast<int>(at % a.branch);
-  int64_t cell = rank;
-  if (a.edges != nullptr) {
-    const float prob = expf(log_prob);
-    int bin = 0;
-    while (bin < a.columns - 1 && a.edges[bin] < prob) bin++;
-    cell = static_cast<int64_t>(rank) * a.columns + bin;
-  } else if (a.index != nullptr) {
-    const int entry = min_int(max_int(a.index[at / a.branch], 0), a.entries - 1);
-    cell = static_cast<int64_t>(entry) * a.columns + rank;
-  }
-  const float corrected = log_prob + a.log_ratio[cell];
-  a.calibrated[at] = corrected > 0.0f ? 0.0f : corrected;
-}
-
 // K candidates of one source, O of the other; `weights` entries to look a row's weight up in, 0: a row has its own.
 struct MixSizes {
   int branch, others, weights;

@@ -1,4 +1,4 @@
-// Levels that the history alone drafts: its candidates, their calibration and merge, level after level of one sequence.
+// Levels that the history alone drafts: its candidates and their merge, level after level of one sequence.
 // gsd_kernels/ops/recall_levels/reference.py is the specification.
 #pragma once
 
@@ -7,10 +7,9 @@
 
 namespace gsd {
 
-// L levels of W nodes with K candidates each, of which the first has G; a calibration of E lengths and C ranks, 0 lengths
-// for none.
+// L levels of W nodes with K candidates each, of which the first has G.
 struct LevelSizes {
-  int levels, width, branch, given, entries, columns;
+  int levels, width, branch, given;
   int at_once;  // nodes of a level whose evidence lies in memory side by side
   NgramSizes recall;
   MergeSizes merge;  // of the first level
@@ -24,8 +23,6 @@ struct LevelsArgs {
   int32_t* tokens;          // [L, W, K], −1 for none
   float* log_probs;         // [L, W, K], −inf for none
   int32_t* matched;         // [L, W], 0 for none
-  float* calibrated;        // [L, W, K]
-  const float* log_ratio;   // [E, C]
 
   GSD_HD LevelsArgs at(const LevelSizes& s, int64_t b) const {
     const int64_t places = b * s.levels * s.width, k = places * s.branch;
@@ -36,9 +33,7 @@ struct LevelsArgs {
             nodes + places,
             tokens + k,
             log_probs + k,
-            matched + places,
-            calibrated + k,
-            log_ratio};
+            matched + places};
   }
 
   // What a level finds lies where the levels' results go.
@@ -46,11 +41,10 @@ struct LevelsArgs {
     LevelsArgs mine = *this;
     mine.nodes += level * s.width, mine.matched += level * s.width;
     mine.tokens += level * s.width * s.branch, mine.log_probs += level * s.width * s.branch;
-    mine.calibrated += level * s.width * s.branch;
     NgramRecallArgs& asked = mine.known.asked;
     asked.nodes = mine.nodes, asked.tokens = mine.tokens, asked.log_probs = mine.log_probs;
     asked.matched = mine.matched;
-    mine.merge.frontier = mine.nodes, mine.merge.tokens = mine.tokens, mine.merge.log_probs = mine.calibrated;
+    mine.merge.frontier = mine.nodes, mine.merge.tokens = mine.tokens, mine.merge.log_probs = mine.log_probs;
     return mine;
   }
 };
@@ -95,16 +89,6 @@ GSD_HD void grow_levels(Group& group, const LevelsArgs& a, const LevelSizes& s, 
       for (int i = rank; i < candidates; i += step) level.tokens[i] = -1, level.log_probs[i] = negative_infinity();
     }
     group.sync("levels: candidates known");
-    const CalibrateArgs ratio{level.log_probs, a.log_ratio, level.matched, nullptr,  level.calibrated,
-                              s.branch,        s.entries,   s.columns};
-    for (int i = rank; i < candidates; i += step) {
-      if (s.entries > 0) {
-        calibrate_candidate(ratio, i);
-      } else {
-        level.calibrated[i] = level.log_probs[i];
-      }
-    }
-    group.sync("levels: candidates calibrated");
     if (number == 0 || !empty) merge_level(group, level.merge, merge, memory);  // else the next are what they are: none
   }
 }

@@ -22,10 +22,6 @@ void look_up(const NgramLookupCall& call) {
   });
 }
 
-void calibrate(const CalibrateCall& call) {
-  for (int64_t i = 0; i < call.candidates; i++) calibrate_candidate(call.args, i);
-}
-
 void perturb_rows(const PerturbCall& call) {
   for (int64_t row = 0; row < call.rows; row++) perturb_row(call.args, row);
 }
@@ -43,7 +39,6 @@ void mix(const MixCall& call) {
 GSD_OPS(CPU, m) {
   m.impl("ngram_insert", TORCH_BOX((&gsd::Op<gsd::prepare_ngram_insert, gsd::insert>::call)));
   m.impl("ngram_lookup", TORCH_BOX((&gsd::Op<gsd::prepare_ngram_lookup, gsd::look_up>::call)));
-  m.impl("calibrate_candidates", TORCH_BOX((&gsd::Op<gsd::prepare_calibrate, gsd::calibrate>::call)));
   m.impl("perturb_candidates", TORCH_BOX((&gsd::Op<gsd::prepare_perturb, gsd::perturb_rows>::call)));
   m.impl("mix_candidates", TORCH_BOX((&gsd::Op<gsd::prepare_mix, gsd::mix>::call)));
 }

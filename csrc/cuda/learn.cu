@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 }  // namespace
 
 int launch_learn(const LearnArgs& args, const LearnSizes& sizes, void* stream) {
-  const int items = max_int(sizes.nodes(), sizes.entries * max_int(sizes.ranks, 1));
+  const int items = max_int(sizes.nodes(), sizes.entries);
   return launch_blocks(learn_kernel, args, sizes, 1, items, 0, stream);
 }
 

@@ -22,12 +22,6 @@ __global__ void __launch_bounds__(kBlockThreads)
 constexpr int kPerturbThreads = 32;
 
 __global__ void __launch_bounds__(kPerturbThreads)
-    calibrate_kernel(const __grid_constant__ CalibrateArgs args, const __grid_constant__ int64_t candidates) {
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kPerturbThreads + threadIdx.x;
-  if (at < candidates) calibrate_candidate(args, at);
-}
-
-__global__ void __launch_bounds__(kPerturbThreads)
     perturb_kernel(const __grid_constant__ PerturbArgs args, const __grid_constant__ int64_t rows) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kPerturbThreads + threadIdx.x;
   if (row < rows) perturb_row(args, row);
@@ -51,13 +45,6 @@ int launch_ngram_insert(const NgramInsertArgs& first, const NgramSizes& sizes, i
 int launch_ngram_lookup(const NgramLookupArgs& first, const NgramSizes& sizes, int64_t batch, void* stream) {
   if (sizes.rows == 0) return cudaSuccess;
   return launch_blocks(ngram_lookup_kernel, first, sizes, batch, sizes.rows, 0, stream);
-}
-
-int launch_calibrate(const CalibrateArgs& args, int64_t candidates, void* stream) {
-  if (candidates == 0) return cudaSuccess;
-  const unsigned blocks = static_cast<unsigned>((candidates + kPerturbThreads - 1) / kPerturbThreads);
-  calibrate_kernel<<<blocks, kPerturbThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, candidates);
-  return cudaGetLastError();
 }
 
 int launch_perturb(const PerturbArgs& args, int64_t rows, void* stream) {

@@ -21,10 +21,6 @@ int launch_feed_of(const FeedArgs<Integer>& args, const FeedSizes& sizes, int64_
   return launch_feed(args, sizes, batch, stream);
 }
 
-int launch_calibration(const CalibrateCall& call, void* stream) {
-  return launch_calibrate(call.args, call.candidates, stream);
-}
-
 int launch_perturbation(const PerturbCall& call, void* stream) { return launch_perturb(call.args, call.rows, stream); }
 
 int launch_recollection(const HistoryCall& call, void* stream) {
@@ -235,7 +231,6 @@ GSD_OPS(CUDA, m) {
   m.impl("warped_log_probs", TORCH_BOX(&warped_log_probs));
   m.impl("ngram_insert", TORCH_BOX((&LaunchedOp<prepare_ngram_insert, launch_ngram_insert>::call)));
   m.impl("ngram_lookup", TORCH_BOX((&LaunchedOp<prepare_ngram_lookup, launch_ngram_lookup>::call)));
-  m.impl("calibrate_candidates", TORCH_BOX((&LaunchedOp<prepare_calibrate, launch_calibration>::call)));
   m.impl("perturb_candidates", TORCH_BOX((&LaunchedOp<prepare_perturb, launch_perturbation>::call)));
   m.impl("mix_candidates", TORCH_BOX((&LaunchedOp<prepare_mix, launch_mix>::call)));
   m.impl("history_recall", TORCH_BOX((&LaunchedOp<prepare_history, launch_recollection>::call)));

@@ -9,16 +9,14 @@ namespace gsd {
 struct LearnCall {
   LearnSizes sizes{};
   LearnArgs args{};
-  Tensor places, parts;  // working memory
+  Tensor entry, parts;  // working memory
 };
 
 inline LearnCall prepare_learn(const Tensor& nodes, const Tensor& picked, const Tensors& node_ids,
                                const Tensors& tokens, const Tensors& log_probs,
                                const Tensors& index, const Tensors& first_tokens,
                                const Tensors& first_log_probs, const Tensor& start, const Tensor& shares,
-                               const Tensor& counts, const Tensor& weights, const MaybeTensor& prior,
-                               const MaybeTensor& hits, const MaybeTensor& claimed,
-                               const MaybeTensor& log_ratio, double prior_count, double memory) {
+                               const Tensor& counts, const Tensor& weights, double prior_count, double memory) {
   const int32_t* path_nodes = read<int32_t>("nodes", nodes, {kAny, kAny});
   const int64_t batch = nodes.size(0), path = nodes.size(1), entries = start.numel();
   const size_t levels = node_ids.size();
@@ -40,15 +38,12 @@ inline LearnCall prepare_learn(const Tensor& nodes, const Tensor& picked, const 
   for (size_t i = 0; i < levels; i++) {
     a.node_ids[i] = read<int32_t>("node_ids", node_ids[i], {batch, kAny});
     const int64_t width = node_ids[i].size(1);
-    STD_TORCH_CHECK(width < kMostWidth, "node_ids: too many nodes, ", width);
     s.widths[i] = narrow(width);
     a.tokens[i] = read<int32_t>("tokens", tokens[i], {batch, width, branch});
     a.log_probs[i] = read<float>("log_probs", log_probs[i], {batch, width, branch});
     if (index[i].dim() == 2) a.index[i] = read<int32_t>("index", index[i], {batch, width});  // else there is none
-    if (first_tokens[i].dim() == 3) {
-      a.first_tokens[i] = read<int32_t>("first_tokens", first_tokens[i], {batch, width, branch});
-      a.first_log_probs[i] = read<float>("first_log_probs", first_log_probs[i], {batch, width, branch});
-    }
+    a.first_tokens[i] = read<int32_t>("first_tokens", first_tokens[i], {batch, width, branch});
+    a.first_log_probs[i] = read<float>("first_log_probs", first_log_probs[i], {batch, width, branch});
   }
   a.nodes = path_nodes;
   a.picked = read<int32_t>("picked", picked, {batch, path});
@@ -56,19 +51,7 @@ inline LearnCall prepare_learn(const Tensor& nodes, const Tensor& picked, const 
   a.shares = written<float>("shares", shares, {entries});
   a.counts = written<float>("counts", counts, {entries});
   a.weights = written<float>("weights", weights, {entries});
-  STD_TORCH_CHECK(prior.has_value() == hits.has_value() && prior.has_value() == claimed.has_value() &&
-                      prior.has_value() == log_ratio.has_value(),
-                  "prior, hits, claimed, log_ratio: expected all or none");
-  if (prior) {
-    a.prior = read<float>("prior", *prior, {entries, kAny});
-    const int64_t ranks = prior->size(1);
-    STD_TORCH_CHECK(ranks >= branch, "prior: expected at least ", branch, " ranks, got ", ranks);
-    s.ranks = narrow(ranks);
-    a.hits = written<float>("hits", hits, {entries, ranks});
-    a.claimed = written<float>("claimed", claimed, {entries, ranks});
-    a.log_ratio = written<float>("log_ratio", log_ratio, {entries, ranks});
-  }
-  a.places = written<int32_t>(call.places);
+  a.entry = written<int32_t>(call.entry);
   a.parts = written<float>(call.parts);
   a.prior_count = static_cast<float>(prior_count);
   a.memory = static_cast<float>(memory);

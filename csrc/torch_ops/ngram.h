@@ -1,4 +1,4 @@
-// The table and rows of the n-gram ops; the candidates of those that calibrate, perturb and mix them.
+// The table and rows of the n-gram ops; the candidates of those that perturb and mix them.
 #pragma once
 
 #include "../algorithms/ngram.h"
@@ -150,32 +150,6 @@ inline NgramRecallCall prepare_recall(const NgramTensors& table, const NodeTenso
   args.log_probs = found.of<float>({batch, sizes.rows, wanted});
   args.matched = found.of<int32_t>({batch, sizes.rows});
   return {sizes, args, batch, found.results()};
-}
-
-struct CalibrateCall {
-  CalibrateArgs args;
-  int64_t candidates;
-  Tensor outputs;
-};
-
-inline CalibrateCall prepare_calibrate(const Tensor& log_probs, const Tensor& log_ratio,
-                                       const MaybeTensor& index, const MaybeTensor& edges) {
-  const float* chances = read<float>("log_probs", log_probs, {kAny, kAny, kAny});
-  const float* table = read<float>("log_ratio", log_ratio, {kAny, kAny});
-  const int64_t batch = log_probs.size(0), rows = log_probs.size(1), branch = log_probs.size(2);
-  const int64_t entries = log_ratio.size(0), columns = log_ratio.size(1), ranks = edges ? entries : columns;
-  STD_TORCH_CHECK(!(index && edges), "index, edges: expected at most one of them");
-  STD_TORCH_CHECK(entries >= 1 && branch <= ranks, "log_ratio: expected at least ", branch, " ranks, got ", ranks);
-  Tensor output = fresh<float>(log_probs, {batch, rows, branch});
-  const CalibrateArgs args{chances,
-                           table,
-                           read<int32_t>("index", index, {batch, rows}),
-                           read<float>("edges", edges, {columns - 1}),
-                           written<float>(output),
-                           narrow(branch),
-                           narrow(entries),
-                           narrow(columns)};
-  return {args, batch * rows * branch, std::move(output)};
 }
 
 struct PerturbCall {

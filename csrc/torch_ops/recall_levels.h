@@ -7,12 +7,12 @@
 
 namespace gsd {
 
-struct LevelsCall : Call<LevelSizes, LevelsArgs, 5> {
+struct LevelsCall : Call<LevelSizes, LevelsArgs, 4> {
   Tensor next;  // working memory: the frontier behind a level
 };
 
 inline LevelsCall prepare_levels(const Tensors& history, const Tensors& tensors,
-                                 const Tensor& frontier, const MaybeTensor& log_ratio,
+                                 const Tensor& frontier,
                                  const std::vector<int64_t>& table_sizes, int64_t level, int64_t levels, int64_t width,
                                  int64_t merge_context, double log_sibling_ratio, double log_min_prob,
                                  const MaybeTensor& first_pick, const MaybeTensor& seed,
@@ -28,34 +28,27 @@ inline LevelsCall prepare_levels(const Tensors& history, const Tensors& tensors,
                   " nodes, below ", kMost, ", got ", width);
   STD_TORCH_CHECK(levels >= 1 && levels < kMost && level >= 0 && level < kMost, "levels: expected at least 1 from 0 on, got ",
                   levels, " from ", level);
-  const float* ratios = read<float>("log_ratio", log_ratio, {kAny, kAny});
-  const int64_t entries = log_ratio ? log_ratio->size(0) : 0, columns = log_ratio ? log_ratio->size(1) : 0;
-  STD_TORCH_CHECK(!log_ratio || (entries >= 1 && columns >= branch), "log_ratio: expected at least ", branch,
-                  " ranks, got ", columns);
   const GraphData& data = graph.data;
   known.args.parents = data.parents;
   const RecallAsked asked =
       RecallAsked::of(known.table, {data.token_ids, data.contexts, data.depths, graph.nodes, kContext}, width, branch,
                       table_sizes[0], table_sizes[1], first_pick, seed, sequence_ids);
   const MergeSizes merge = merge_sizes(graph, width, level, width, merge_context, log_sibling_ratio, log_min_prob);
-  const LevelSizes sizes{narrow(levels), narrow(width), narrow(branch), narrow(given), narrow(entries),
-                         narrow(columns), 1, asked.sizes, merge};
-  Fresh<5> found(frontier);
+  const LevelSizes sizes{narrow(levels), narrow(width), narrow(branch), narrow(given), 1, asked.sizes, merge};
+  Fresh<4> found(frontier);
   LevelsArgs args{{asked.args, known.args},
                   {},
                   first,
                   found.of<int32_t>({batch, places}),
                   found.of<int32_t>({batch, places, branch}),
                   found.of<float>({batch, places, branch}),
-                  found.of<int32_t>({batch, places}),
-                  found.of<float>({batch, places, branch}),
-                  ratios};
+                  found.of<int32_t>({batch, places})};
   NgramRecallArgs& any = args.known.asked;  // replaced by those of a level
   any.nodes = args.nodes, any.tokens = args.tokens, any.log_probs = args.log_probs, any.matched = args.matched;
   const int64_t nodes = batch * width;
   Tensor next = fresh<int32_t>(frontier, {nodes * (3 + graph.words)});
   static_cast<GraphData&>(args.merge) = data;
-  args.merge.frontier = args.nodes, args.merge.tokens = args.tokens, args.merge.log_probs = args.calibrated;
+  args.merge.frontier = args.nodes, args.merge.tokens = args.tokens, args.merge.log_probs = args.log_probs;
   args.merge.next_ids = written<int32_t>(next);
   args.merge.next_tokens = args.merge.next_ids + nodes, args.merge.next_depths = args.merge.next_tokens + nodes;
   args.merge.next_mask = args.merge.next_depths + nodes;

@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gsd_kernels import NgramTable, mix_candidates, ngram_insert, ngram_lookup
-from gsd_kernels.config import MAX_BRANCH
-from gsd_kernels.ops.ngram import calibrate_candidates
 
 from .options import Options
 
@@ -41,12 +39,7 @@ class History:
         if options.shared:
             self.shared = NgramTable.empty(1, branch, "cpu", capacity=options.capacity, max_context=options.context)
         reliability = [*RELIABILITY, *(RELIABILITY[-1] for _ in range(options.context))][: options.context + 1]
-        self.log_reliability = (
-            torch.tensor(reliability, dtype=torch.float32, device="cpu")
-            .log()[:, None]
-            .expand(-1, MAX_BRANCH)
-            .contiguous()
-        )
+        self.log_reliability = torch.tensor(reliability, dtype=torch.float32, device="cpu").log()
         own, others = torch.meshgrid(
             *(torch.arange(options.context + 1, device="cpu") for _ in range(2)), indexing="ij"
         )
@@ -114,7 +107,7 @@ class History:
         return mix_candidates(*own, found[0], self._calibrated(found[1], elsewhere), self.weights, index=index)
 
     def _calibrated(self, log_probs: Tensor, matched: Tensor) -> Tensor:
-        return calibrate_candidates(log_probs, self.log_reliability, index=matched)
+        return log_probs + self.log_reliability[matched][..., None]
 
     def _lookup(self, table: NgramTable, contexts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = contexts.shape[:2]

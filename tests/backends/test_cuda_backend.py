@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 
 HALF = torch.float16
 GPU = torch.device("cuda")
-ATTENTION, CALIBRATE = OPS["dag_attention"], OPS["calibrate_candidates"]
+ATTENTION, LEARN = OPS["dag_attention"], OPS["learn_source"]
 
 
 def attention_inputs(dtype=HALF, head_dim=64):
@@ -95,14 +95,14 @@ def test_ops_without_a_kernel_are_said_to_be_slow(backend, device, first, monkey
     backends._say_slow.cache_clear()
     with caplog.at_level("WARNING", logger="gsd_kernels"):
         for _ in range(2):
-            assert CALIBRATE.chosen(backend, torch.device(device)) is CALIBRATE.reference
+            assert LEARN.chosen(backend, torch.device(device)) is LEARN.reference
     assert [r.message for r in caplog.records] == [
         f"on this {device.upper()} PyTorch's operators compute steps, which is right and slow: {missing[device]}"
     ]
     caplog.clear()
     monkeypatch.setitem(missing, device, None)
-    assert CALIBRATE.chosen(backend, torch.device(device)) == CALIBRATE.compiled
-    CALIBRATE.chosen("reference", torch.device(device))
+    assert LEARN.chosen(backend, torch.device(device)) == LEARN.compiled
+    LEARN.chosen("reference", torch.device(device))
     assert not caplog.records
 
 

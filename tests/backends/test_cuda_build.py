@@ -19,7 +19,7 @@ ARCHS = ("8.0", "9.0a", "10.0") if os.environ.get("CI") else ("8.0", "9.0a")
 KERNELS = (
     *("merge_kernel", "flatten_kernel", "verify_kernel", "pick_kernel", "commit_kernel", "advance_kernel"),
     *("ngram_insert_kernel", "ngram_lookup_kernel", "perturb_kernel", "mix_kernel"),
-    *("calibrate_kernel", "learn_kernel", "history_recall_kernel", "history_append_kernel", "recall_levels_kernel"),
+    *("learn_kernel", "history_recall_kernel", "history_append_kernel", "recall_levels_kernel"),
     *("start_kernel", "feed_kernel", "chain_kernel", "path_kernel", "text_kernel", "ancestors_kernel"),
 )
 ATTENTION = ("attention_split_kernel", "attention_combine_kernel", "path_split_kernel", "path_end_kernel")
@@ -31,7 +31,7 @@ CUDA_OPS = (
     *("merge", "flatten", "verify", "commit_kv", "dag_attention"),
     *("sample_rows", "draft_candidates", "warped_log_probs"),
     *("ngram_insert", "ngram_lookup", "perturb_candidates", "mix_candidates"),
-    *("calibrate_candidates", "learn_source", "history_recall", "history_append", "recall_levels"),
+    *("learn_source", "history_recall", "history_append", "recall_levels"),
     *("start_graph", "feed_rows", "feed_chain", "accepted_path", "commit_text"),
     *("decoder_rows", "feature_rows"),
 )

@@ -99,7 +99,7 @@ inline bool histories_agree(int threads, const Faults& faults, std::mt19937& ran
 // A graph and what its levels found.
 struct Grown {
   Ints token_ids, parents, depths, contexts, mask, edge_targets, counts{1, 0}, nodes, tokens, matched, next;
-  Floats scores, edge_log_probs, log_probs, calibrated;
+  Floats scores, edge_log_probs, log_probs;
   std::vector<char> expanded;
 
   explicit Grown(const LevelSizes& s)
@@ -116,7 +116,6 @@ struct Grown {
         scores(token_ids.size(), 0.0f),
         edge_log_probs(edge_targets.size(), 0.0f),
         log_probs(tokens.size(), -7.0f),
-        calibrated(tokens.size(), -7.0f),
         expanded(token_ids.size(), 0) {}
 
   MergeArgs merge(int width) {
@@ -133,7 +132,7 @@ inline bool levels_agree(int threads, const Faults& faults, std::mt19937& random
   const int width = 1 + static_cast<int>(random() % 5), branch = 1 + static_cast<int>(random() % 4);
   const int given = 1 + static_cast<int>(random() % width), at_once = 1 + static_cast<int>(random() % width);
   const NgramSizes s{Followed::kEntries, Followed::kWays, Followed::kBranch, width, kContext, 4};
-  const LevelSizes sizes{levels, width, branch, given, random() % 3 == 0 ? 0 : 7, branch + 1, 1, s,
+  const LevelSizes sizes{levels, width, branch, given, 1, s,
                          {1 + levels * width * branch, width, branch, width, words_for(levels * width), 0,
                           static_cast<int>(random() % 4) - 1, -INFINITY, random() % 2 == 0 ? -INFINITY : -3.0f}};
   SerialGroup serial;
@@ -149,7 +148,6 @@ inline bool levels_agree(int threads, const Faults& faults, std::mt19937& random
   Ints frontier = drawn(random, given, -1, 0);
   frontier[0] = static_cast<int32_t>(random() % 8 == 0 ? -1 : 0);
   for (int w = 1; w < given; w++) frontier[w] = -1;
-  const Floats log_ratio = drawn_floats(random, 7 * (branch + 1));
   Grown expected(sizes), got(sizes);
   expected.token_ids[0] = got.token_ids[0] = read.back();
   for (int i = 0; i < kContext; i++) expected.contexts[i] = got.contexts[i] = read[148 - i];
@@ -159,7 +157,7 @@ inline bool levels_agree(int threads, const Faults& faults, std::mt19937& random
     const HistoryArgs known{text.table(), {}, text.copies(), text.runners.data(), text.runner_log_probs.data(),
                             text.emitted.data(), weights.data(), g.parents.data(), {}, Followed::kRunnersUp};
     return LevelsArgs{{asked, known}, g.merge(width), frontier.data(), g.nodes.data(), g.tokens.data(),
-                      g.log_probs.data(), g.matched.data(), g.calibrated.data(), log_ratio.data()};
+                      g.log_probs.data(), g.matched.data()};
   };
   LevelSizes block = sizes;
   block.at_once = at_once;

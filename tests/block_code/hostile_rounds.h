@@ -253,7 +253,7 @@ inline bool wild_memory_stands(int threads, Wild& wild) {
   const auto sequence = wild.ids(1, 9);
   const int64_t seed = wild.id(9);
   std::vector<int32_t> matched(rows), found(rows * s.branch);
-  std::vector<float> log_probs(rows * s.branch), calibrated(rows * s.branch), mixed_scores(s.branch);
+  std::vector<float> log_probs(rows * s.branch), mixed_scores(s.branch);
   const int room = wild.between(1, 200), hashes = 1 << wild.between(0, 4), added = wild.between(0, 20);
   auto text = wild.ids(room, 3), length = wild.counts(1, room), heads = wild.counts(hashes, room);
   auto previous = wild.counts(room, room), runners = wild.ids(4, 9), emitted = wild.counts(1, 9);
@@ -276,16 +276,6 @@ inline bool wild_memory_stands(int threads, Wild& wild) {
   const int at_once = min_int(rows, 3);
   run_wild(threads, at_once * HistoryArena::bytes(),
            [&](auto& group, char* arena) { recall_history(group, asked, known, s, 0, at_once, arena); });
-  const int entries = wild.between(1, 4), columns = s.branch + 1;
-  const auto ratio = wild.scores(entries * columns), bounds = wild.scores(columns - 1);
-  const auto wide = wild.scores(s.branch * columns);
-  const auto index = wild.ids(rows, entries);
-  for (int i = 0; i < rows * s.branch; i++) {
-    calibrate_candidate({scores.data(), ratio.data(), index.data(), nullptr, calibrated.data(), s.branch, entries,
-                         columns}, i);
-    calibrate_candidate({scores.data(), wide.data(), nullptr, bounds.data(), calibrated.data(), s.branch, s.branch,
-                         columns}, i);
-  }
   const int others = wild.between(0, 9);
   const auto other_tokens = wild.ids(others, 9);
   const auto other_scores = wild.scores(others), weight = wild.scores(1);
@@ -300,21 +290,20 @@ inline bool wild_memory_stands(int threads, Wild& wild) {
 
 inline bool wild_learning_stands(int threads, Wild& wild) {
   const int path = wild.between(1, 9), branch = wild.between(1, 4), width = wild.between(1, 5);
-  const int entries = wild.between(1, 4), ranks = branch + wild.between(0, 2), cells = entries * ranks;
+  const int entries = wild.between(1, 4);
   const auto nodes = wild.ids(path, 9), picked = wild.ids(path, 4), ids = wild.ids(width, 9);
   const auto tokens = wild.ids(width * branch, 4), index = wild.ids(width, entries);
-  const auto scores = wild.scores(width * branch), start = wild.scores(entries), prior = wild.scores(cells);
+  const auto scores = wild.scores(width * branch), start = wild.scores(entries);
   auto shares = wild.scores(entries), counts = wild.scores(entries), weights = wild.scores(entries);
-  auto hits = wild.scores(cells), claimed = wild.scores(cells), ratio = wild.scores(cells), parts = wild.scores(path);
-  std::vector<int32_t> places(static_cast<size_t>(path));
-  const auto sizes = std::make_unique<LearnSizes>(LearnSizes{1, path, branch, 1, entries, ranks, {width}});
+  auto parts = wild.scores(path);
+  std::vector<int32_t> entry(static_cast<size_t>(path));
+  const auto sizes = std::make_unique<LearnSizes>(LearnSizes{1, path, branch, 1, entries, {width}});
   const auto args = std::make_unique<LearnArgs>();
   args->nodes = nodes.data(), args->picked = picked.data(), args->node_ids[0] = ids.data();
   args->tokens[0] = args->first_tokens[0] = tokens.data(), args->index[0] = index.data();
   args->log_probs[0] = args->first_log_probs[0] = scores.data(), args->start = start.data();
   args->shares = shares.data(), args->counts = counts.data(), args->weights = weights.data();
-  args->prior = prior.data(), args->hits = hits.data(), args->claimed = claimed.data();
-  args->log_ratio = ratio.data(), args->parts = parts.data(), args->places = places.data();
+  args->parts = parts.data(), args->entry = entry.data();
   args->prior_count = wild.score(), args->memory = wild.score();
   run_wild(threads, 0, [&](auto& group, char*) { learn_all(group, *args, *sizes); });
 

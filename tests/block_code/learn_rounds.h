@@ -19,20 +19,20 @@ inline Floats drawn_floats(std::mt19937& random, int count) {
 }
 
 struct Learned {
-  Floats shares, counts, weights, hits, claimed, log_ratio, parts;
-  Ints places;
+  Floats shares, counts, weights, parts;
+  Ints entry;
 
   bool operator==(const Learned&) const = default;
 };
 
 // Few nodes and tokens, so that many are found and picked.
 inline bool learning_agrees(int threads, const Faults& faults, std::mt19937& random) {
-  constexpr int kBatch = 3, kPath = 9, kBranch = 3, kLevels = 4, kWidth = 5, kEntries = 4, kRanks = 6;
-  constexpr int kNodes = kBatch * kPath, kCells = kEntries * kRanks, kAsked = kBatch * kWidth;
+  constexpr int kBatch = 3, kPath = 9, kBranch = 3, kLevels = 4, kWidth = 5, kEntries = 4;
+  constexpr int kNodes = kBatch * kPath, kAsked = kBatch * kWidth;
   const Ints nodes = drawn(random, kNodes, -2, 12), picked = drawn(random, kNodes, 0, 3);
   Ints ids[kLevels], tokens[kLevels], index[kLevels], first_tokens[kLevels];
   Floats log_probs[kLevels], first_log_probs[kLevels];
-  LearnSizes sizes{kBatch, kPath, kBranch, kLevels, kEntries, kRanks, {}};
+  LearnSizes sizes{kBatch, kPath, kBranch, kLevels, kEntries, {}};
   LearnArgs args{};
   for (int level = 0; level < kLevels; level++) {
     ids[level] = drawn(random, kAsked, -1, 12);
@@ -46,12 +46,12 @@ inline bool learning_agrees(int threads, const Faults& faults, std::mt19937& ran
     args.tokens[level] = tokens[level].data();
     args.log_probs[level] = log_probs[level].data();
     args.index[level] = level == 1 ? nullptr : index[level].data();
-    args.first_tokens[level] = level == 2 ? nullptr : first_tokens[level].data();
-    args.first_log_probs[level] = level == 2 ? nullptr : first_log_probs[level].data();
+    args.first_tokens[level] = first_tokens[level].data();
+    args.first_log_probs[level] = first_log_probs[level].data();
   }
-  const Floats start(kEntries, 0.5f), prior(kCells, 4.0f);
-  Learned expected{Floats(kEntries, 5.0f), Floats(kEntries, 9.0f), Floats(kEntries, 0.6f), Floats(kCells, 5.0f),
-                   Floats(kCells, 9.0f),   Floats(kCells, -7.0f),  Floats(kNodes, -7.0f),  Ints(kNodes, -7)};
+  const Floats start(kEntries, 0.5f);
+  Learned expected{Floats(kEntries, 5.0f), Floats(kEntries, 9.0f), Floats(kEntries, 0.6f), Floats(kNodes, -7.0f),
+                   Ints(kNodes, -7)};
   Learned got = expected;
   const auto with = [&](Learned& tables) {
     LearnArgs a = args;
@@ -61,11 +61,7 @@ inline bool learning_agrees(int threads, const Faults& faults, std::mt19937& ran
     a.shares = tables.shares.data();
     a.counts = tables.counts.data();
     a.weights = tables.weights.data();
-    a.prior = prior.data();
-    a.hits = tables.hits.data();
-    a.claimed = tables.claimed.data();
-    a.log_ratio = tables.log_ratio.data();
-    a.places = tables.places.data();
+    a.entry = tables.entry.data();
     a.parts = tables.parts.data();
     a.prior_count = 8.0f;
     a.memory = 40.0f;

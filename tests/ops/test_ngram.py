@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import oracle
@@ -24,7 +23,6 @@ from ops.contracts.ngram import (
 )
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.ngram import calibrate_candidates
 
 pytestmark = pytest.mark.quick
 
@@ -242,29 +240,6 @@ def test_one_weight_of_a_table_serves_all_rows_without_an_index(on):
     got = gsd.mix_candidates(*sources, table, backend=on.name)
     expected = gsd.mix_candidates(*sources, torch.full_like(log_probs[..., 0], 0.3), backend=on.name)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-@pytest.mark.parametrize("ranks", [3, 5])
-@backends("reference", "cpu", "cuda")
-def test_calibration_by_index_and_by_bin(on, ranks):
-    gen = torch.Generator().manual_seed(0)
-    probs = torch.tensor([[[0.9, 0.05, 0.0], [0.5, 0.2, 0.1]], [[0.25, 0.125, 0.01], [1.0, 0.3, 0.3]]])
-    table = torch.randn(4, ranks, generator=gen)
-    index = torch.tensor([[0, 3], [2, 2]], dtype=torch.int32)
-    got = calibrate_candidates(*on.to((probs.log(), table)), index=on.to(index), backend=on.name).cpu()
-    for b, w, k in itertools.product(range(2), range(2), range(3)):
-        want = min(0.0, math.log(probs[b, w, k]) + float(table[index[b, w], k])) if probs[b, w, k] > 0 else -math.inf
-        assert got[b, w, k].item() == pytest.approx(want, abs=1e-6)
-    first = calibrate_candidates(*on.to((probs.log(), table)), backend=on.name).cpu()
-    same = calibrate_candidates(*on.to((probs.log(), table)), index=on.to(index * 0), backend=on.name).cpu()
-    assert torch.equal(first, same)
-    edges = torch.tensor([0.11, 0.4])
-    bins = torch.randn(3, 3, generator=gen)  # rank, bin
-    got = calibrate_candidates(*on.to((probs.log(), bins)), edges=on.to(edges), backend=on.name).cpu()
-    for b, w, k in itertools.product(range(2), range(2), range(3)):
-        bin_of = sum(float(edge) < float(probs[b, w, k]) for edge in edges)
-        want = min(0.0, math.log(probs[b, w, k]) + float(bins[k, bin_of])) if probs[b, w, k] > 0 else -math.inf
-        assert got[b, w, k].item() == pytest.approx(want, abs=1e-6)
 
 
 def test_an_index_into_no_table_is_refused():

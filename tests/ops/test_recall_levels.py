@@ -1,4 +1,4 @@
-"""Levels that the history drafts in one call: what recall, calibration and merge make of them one by one."""
+"""Levels that the history drafts in one call: what recall and merge make of them one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.history import Recollection, history_recall
-from gsd_kernels.ops.ngram import calibrate_candidates
 from gsd_kernels.ops.recall_levels import RecalledLevels, recall_levels
 
 pytestmark = pytest.mark.quick
@@ -33,14 +32,13 @@ class Case:
     width: int = 4
     levels: int = 5
     merge_context: int = 2
-    calibrated: bool = True
     opened: bool = False  # a level of another source comes before
     padded: int = 0  # absent nodes of the given frontier
     min_prob: float = 0.0
     sibling_ratio: float = 0.0
 
-    def build(self) -> tuple[Recollection, gsd.TokenGraph, Tensor, Tensor | None]:
-        """History, graph, frontier and calibration."""
+    def build(self) -> tuple[Recollection, gsd.TokenGraph, Tensor]:
+        """History, graph and frontier."""
         given = {name: getattr(self, name) for name in ("batch", "vocab", "text", "branch", "remembered")}
         known, text = Known(**given, runners=min(self.text, 8)).build()
         graph = gsd.TokenGraph.empty(self.batch, self.config.replace(history_width=8), "cpu")
@@ -54,9 +52,7 @@ class Case:
         if self.padded:
             frontier = frontier.clone()
             frontier[0, -self.padded :] = -1
-        gen = torch.Generator().manual_seed(self.vocab)
-        log_ratio = torch.rand(7, self.branch + 2, generator=gen).log() if self.calibrated else None
-        return known, graph, frontier, log_ratio
+        return known, graph, frontier
 
     @property
     def config(self) -> gsd.GraphConfig:
@@ -85,7 +81,6 @@ CASES = {
     "nothing known": Case(text=0),
     "few tokens again": Case(vocab=40, text=50, levels=9),
     "runs dry": Case(min_prob=math.exp(-2.0), sibling_ratio=0.5),
-    "as remembered": Case(calibrated=False, opened=True),
     "no merging": Case(merge_context=-1),
     "merged by token": Case(merge_context=0, levels=8),
     "few candidates": Case(branch=2, remembered=4),
@@ -97,7 +92,7 @@ CASES = {
 
 def one_by_one(case: Case, sampled: bool, backend: str) -> tuple[gsd.TokenGraph, RecalledLevels]:
     """The levels by the ops that they are made of."""
-    known, graph, frontier, log_ratio = case.build()
+    known, graph, frontier = case.build()
     options = case.options(sampled)
     asked = {name: options[name] for name in noise(1)} if sampled else {}
     merged = {"width": case.width, "config": case.config}
@@ -108,23 +103,20 @@ def one_by_one(case: Case, sampled: bool, backend: str) -> tuple[gsd.TokenGraph,
         tokens = tokens.masked_fill(absent[..., None], -1)
         log_probs = log_probs.masked_fill(absent[..., None], -torch.inf)
         matched = matched.masked_fill(absent, 0)
-        calibrated = log_probs
-        if log_ratio is not None:
-            calibrated = calibrate_candidates(log_probs, log_ratio, index=matched, backend=backend)
-        found.append(RecalledLevels(nodes, tokens, log_probs, matched, calibrated))
-        nodes = gsd.merge(graph, nodes, tokens, calibrated, level=number, **merged, backend=backend).node_ids
+        found.append(RecalledLevels(nodes, tokens, log_probs, matched))
+        nodes = gsd.merge(graph, nodes, tokens, log_probs, level=number, **merged, backend=backend).node_ids
     return graph, RecalledLevels(*(torch.cat(parts, 1) for parts in zip(*found, strict=True)))
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", CASES)
 @backends("cpu", "reference")
-def test_levels_are_those_of_recall_calibrate_and_merge(on, name, sampled):
+def test_levels_are_those_of_recall_and_merge(on, name, sampled):
     case = CASES[name]
     expected_graph, expected = one_by_one(case, sampled, on.name)
-    known, graph, frontier, log_ratio = case.build()
+    known, graph, frontier = case.build()
     with poisoned():
-        found = recall_levels(known, graph, frontier, log_ratio, **case.options(sampled), backend=on.name)
+        found = recall_levels(known, graph, frontier, **case.options(sampled), backend=on.name)
     assert_bit_equal(found, expected)
     assert_bit_equal(graph, expected_graph)
     first = int(case.opened)
@@ -144,8 +136,8 @@ def test_without_noise_the_compiled_levels_are_the_references(on, name):
     for backend, device in ((on.name, on.device), ("reference", "cpu")):
         known, *rest = case.build()
         known, rest = on_device(known, device), rest if device == "cpu" else on.to(rest)
-        graph, frontier, log_ratio = rest
-        levels = recall_levels(known, graph, frontier, log_ratio, **case.options(False), backend=backend)
+        graph, frontier = rest
+        levels = recall_levels(known, graph, frontier, **case.options(False), backend=backend)
         whole = (levels.node_ids, levels.tokens, levels.matched, graph.token_ids, graph.edge_targets)
         found.append(tuple(t.cpu() for t in whole))
         chances.append(levels.log_probs.cpu())
@@ -156,16 +148,14 @@ def test_without_noise_the_compiled_levels_are_the_references(on, name):
 @backends("cpu")
 def test_a_table_of_fewer_candidates_is_refused(on):
     case = Case(branch=3, remembered=2)
-    known, graph, frontier, _ = case.build()
+    known, graph, frontier = case.build()
     with pytest.raises(RuntimeError, match="branch: expected at most 2, got 3"):
-        recall_levels(known, graph, frontier, None, **case.options(False), backend=on.name)
+        recall_levels(known, graph, frontier, **case.options(False), backend=on.name)
 
 
 @backends("cpu")
 def test_levels_beyond_the_graph_are_refused(on):
     case = CASES["no merging"]
-    known, graph, frontier, log_ratio = case.build()
+    known, graph, frontier = case.build()
     with pytest.raises(RuntimeError, match=r"the levels need .* nodes, the graph holds 100"):
-        recall_levels(
-            known, graph, frontier, log_ratio, config=case.config.replace(history_depth=40), level=0, backend=on.name
-        )
+        recall_levels(known, graph, frontier, config=case.config.replace(history_depth=40), level=0, backend=on.name)

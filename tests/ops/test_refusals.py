@@ -79,10 +79,6 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
         ("keys", filled(0, 2, 31, dtype=torch.int64), "keys: expected a power of two"),
     ],
     "perturb_candidates": [("positions", filled(0, 2, 4), "positions: expected size")],
-    "calibrate_candidates": [
-        ("edges", torch.zeros(1), "index, edges"),
-        ("log_ratio", torch.zeros(3, 2), "log_ratio: expected at least 4 ranks, got 2"),
-    ],
     "start_graph": [
         ("tokens", Tensor.int, "tokens: wrong dtype"),
         ("out_len", lambda t: t[:1], "out_len"),
@@ -114,7 +110,7 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
         ("picked", long, "picked: wrong dtype"),
         ("tokens", [filled(0, 3, 1, 4)], "node_ids: expected 1 ... 64 levels"),
         ("log_probs", lambda levels: [levels[0][:1], *levels[1:]], "log_probs"),
-        ("prior", lambda t: t[:, :2].contiguous(), "prior: expected at least 4 ranks, got 2"),
+        ("first_tokens", lambda levels: [filled(0, 1), *levels[1:]], "first_tokens"),
     ],
     "history_recall": [
         ("history", KNOWN["usual"].build()[0].tensors()[:10], "history: expected 11 tensors, or 14"),
@@ -135,8 +131,6 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
         ("frontier", Tensor.float, "frontier"),
         ("frontier", filled(99, 2, 1), "frontier: node 99 of"),
         ("frontier", filled(0, 2, 5), "width: expected at least the frontier's 5"),
-        ("log_ratio", torch.rand(4, 1), "log_ratio: expected at least 2 ranks, got 1"),
-        ("log_ratio", double, "log_ratio"),
         ("level", -1, "levels: .* from -1"),
         ("levels", 0, "levels: expected at least 1"),
         ("width", 0, "width: expected at least the frontier's 1"),

@@ -1,4 +1,4 @@
-"""What the mixer makes of its sources' proposals: mixed by each source's own weights, calibrated, merged."""
+"""What the mixer makes of its sources' proposals: mixed by each source's own weights, corrected, merged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from gsd_kernels import GraphConfig
 from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.base import DraftSource, Proposal
 from gsd_kernels_hf.sources.mixer import Mixer
-from gsd_kernels_hf.sources.weights import SourceWeights
 
 CPU = torch.device("cpu")
 SHAPE = GraphConfig(depth=1, width=2, branch=2, max_rows=8, history_depth=0)
@@ -48,11 +47,9 @@ def drafted(monkeypatch):
     def draft(sources, shares, reliability=None):
         state = DecodeState.empty(1, 16, SHAPE.max_path + 1, CPU)
         state.restart(torch.tensor([[7, 8, 9]]), torch.zeros(1, dtype=torch.int32), 8, 0)
-        weights = {
-            source.name: SourceWeights((share,), reliability if source is sources[0] else None, 2, CPU)
-            for source, share in zip(sources, shares, strict=True)
-        }
-        mixer = Mixer(sources, weights, state, "reference", vocab_size=10)
+        for source, share in zip(sources, shares, strict=True):
+            source.shares, source.reliability = (share,), reliability if source is sources[0] else None
+        mixer = Mixer(sources, state, "reference", vocab_size=10)
         mixer.prepare(SHAPE)
         mixer.draft(SHAPE)
         return merged.pop()
@@ -85,7 +82,7 @@ class AtOnce(Fixed):
     def at_once(self):
         return True
 
-    def propose_rest(self, level, log_ratio):
+    def propose_rest(self, level):
         self.asked.append(level.number)
 
 
@@ -98,8 +95,7 @@ def test_a_source_is_asked_for_all_levels_where_no_other_proposes(trims, others,
     source, state = AtOnce("history"), DecodeState.empty(1, 16, 8, CPU)
     state.restart(torch.tensor([[7, 8, 9]]), torch.zeros(1, dtype=torch.int32), 8, 0)
     sources = [source, *others]
-    weights = {s.name: SourceWeights((0.5,), None, 2, CPU) for s in sources}
-    mixer = Mixer(sources, weights, state, "reference", vocab_size=10)
+    mixer = Mixer(sources, state, "reference", vocab_size=10)
     config = GraphConfig(depth=1, width=2, branch=2, max_rows=8, history_depth=2)
     mixer.prepare(config)
     mixer.draft(config, trims=trims)

@@ -16,7 +16,7 @@ from gsd_kernels.ops.learn import Asked
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.layer_skip import expected_speed
-from gsd_kernels_hf.sources.weights import SourceWeights
+from gsd_kernels_hf.sources.ledger import SourceWeights
 
 NEW = 24
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_heads_that_do_not_fit_are_refused_by_the_option_that_named_them(option,
 def test_a_mixture_learns_which_source_was_right(share, seed):
     """Two sources that never agree; the other is right ``share`` of the time."""
     gen = torch.Generator().manual_seed(seed)
-    weights = SourceWeights((0.0, 0.5), None, 1, CPU)
+    weights = SourceWeights((0.0, 0.5), CPU)
     nodes = torch.arange(5, dtype=torch.int32).expand(4, -1)
     for _ in range(120):
         right = torch.rand(4, 5, generator=gen) < share

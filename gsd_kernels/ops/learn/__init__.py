@@ -1,5 +1,5 @@
-"""Statistics of draft sources, learned from what the target picked."""
+"""Interpolation weights of draft sources, learned from what the target picked."""
 
-from .api import Asked, Mixture, Reliability, learn_source
+from .api import Asked, Mixture, learn_source
 
-__all__ = ["Asked", "Mixture", "Reliability", "learn_source"]
+__all__ = ["Asked", "Mixture", "learn_source"]

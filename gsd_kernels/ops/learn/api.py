@@ -8,17 +8,15 @@ from torch import Tensor
 
 from ..table import Op
 from . import reference
-from .records import Asked, Mixture, Reliability
+from .records import Asked, Mixture
 
-__all__ = ["MAX_LEVELS", "Asked", "Mixture", "Reliability", "learn_source"]
+__all__ = ["MAX_LEVELS", "Asked", "Mixture", "learn_source"]
 
 MAX_LEVELS = 64
-"""That the compiled op takes; of more, those alike are joined."""
+"""That the compiled op takes; more are joined."""
 
 
-def tables(
-    asked: Sequence[Asked], nodes: Tensor, picked: Tensor, mixture: Mixture, reliability: Reliability | None, *rest: Any
-) -> tuple[Any, ...]:
+def tables(asked: Sequence[Asked], nodes: Tensor, picked: Tensor, mixture: Mixture, *rest: Any) -> tuple[Any, ...]:
     """The operator's lists, a field of all levels each, and its tables."""
     if not asked:
         raise ValueError("asked: expected at least one level")
@@ -27,14 +25,13 @@ def tables(
         lists.append([])
         for t in part:  # no frame of Python's a level
             lists[-1].append(nothing if t is None else t.contiguous())
-    return (nodes, picked, *lists, *mixture, *((None,) * 4 if reliability is None else reliability), *rest)
+    return (nodes, picked, *lists, *mixture, *rest)
 
 
 learn_source = Op(
     "learn_source(Tensor nodes, Tensor picked, Tensor[] node_ids, Tensor[] tokens, Tensor[] log_probs, "
     "Tensor[] index, Tensor[] first_tokens, Tensor[] first_log_probs, Tensor start, Tensor(a!) shares, "
-    "Tensor(b!) counts, Tensor(c!) weights, Tensor? prior, Tensor(d!)? hits, Tensor(e!)? claimed, "
-    "Tensor(f!)? log_ratio, float prior_count, float memory) -> ()",
+    "Tensor(b!) counts, Tensor(c!) weights, float prior_count, float memory) -> ()",
     reference.learn_source,
     ranked=("cpu", "cuda"),
     lacks=("triton",),
@@ -44,14 +41,9 @@ learn_source = Op(
 
 
 def _joined(asked: Sequence[Asked]) -> list[Asked]:
-    """The levels that were mixed side by side as one, and the others."""
-    groups = ([a for a in asked if (a.first_tokens is None) == alone] for alone in (False, True))
-    return [Asked(*map(_side_by_side, zip(*map(_indexed, group), strict=True))) for group in groups if group]
+    """The levels side by side as one."""
+    return [Asked(*(torch.cat(part, 1) for part in zip(*map(_indexed, asked), strict=True)))]
 
 
 def _indexed(level: Asked) -> Asked:
     return level if level.index is not None else level._replace(index=torch.zeros_like(level.node_ids))
-
-
-def _side_by_side(parts: tuple[Tensor | None, ...]) -> Tensor | None:
-    return None if parts[0] is None else torch.cat([t for t in parts if t is not None], 1)

@@ -13,7 +13,7 @@ class Asked(NamedTuple):
     node_ids: Tensor  # int32 [B, W], −1 for padding
     tokens: Tensor  # int32 [B, W, K], what it proposed
     log_probs: Tensor  # float32 [B, W, K]
-    index: Tensor | None = None  # int32 [B, W], which of its statistics hold for each node; None: the first
+    index: Tensor | None = None  # int32 [B, W], which of its weights holds for each node; None: the first
     first_tokens: Tensor | None = None  # int32 [B, W, K], of the sources before it; None: there was none
     first_log_probs: Tensor | None = None  # float32 [B, W, K]
 
@@ -25,12 +25,3 @@ class Mixture(NamedTuple):
     shares: Tensor  # expected number of picked tokens that were this source's
     counts: Tensor  # of picked tokens
     weights: Tensor  # shares / counts
-
-
-class Reliability(NamedTuple):
-    """How often candidates were right for their probability, by index and rank: float32 [n, ranks] each."""
-
-    prior: Tensor  # of hits
-    hits: Tensor  # candidates that were picked
-    claimed: Tensor  # sum of their probabilities
-    log_ratio: Tensor  # log(hits / claimed)

@@ -5,70 +5,44 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .records import Asked, Mixture, Reliability
+from .records import Asked, Mixture
 
 
 def learn_source(
-    asked: Sequence[Asked],
-    nodes: Tensor,
-    picked: Tensor,
-    mixture: Mixture,
-    reliability: Reliability | None,
-    prior_count: float,
-    memory: float,
+    asked: Sequence[Asked], nodes: Tensor, picked: Tensor, mixture: Mixture, prior_count: float, memory: float
 ) -> None:
-    """Update a source's statistics, in place, by what the target picked after nodes that the source was asked about.
+    """Update a source's weights, in place, by what the target picked after nodes where it was mixed with others.
 
     Interpolation weights w of P = (1 − w) · P(first) + w · P(source) by one step of expectation maximisation: how
     likely each picked token came from the source is its share of the mixture at that token (deleted interpolation;
     Jelinek and Mercer, 1980, "Interpolated estimation of Markov source parameters from sparse data"). Candidates are
-    the likeliest of a distribution: a token that is none of them has half of what it could have at most. Reliability by
-    counting a source's candidates that were picked, and their probabilities, by rank; index 0 is no match and stays.
-    Both sink back to their priors by what is observed.
+    the likeliest of a distribution: a token that is none of them has half of what it could have at most. Weights sink
+    back to their priors by what is observed.
 
     There is no Triton kernel: ``backend="triton"`` takes what ``"auto"`` does.
 
     Args:
-        asked: the levels, at least one; a node is in one of them at most.
+        asked: the levels, at least one, each with what it was mixed with; a node is in one of them at most.
         nodes: int32 [B, P], of the accepted path; −2 beyond it.
         picked: int32 [B, P], the target's token after each.
-        mixture: learned where the source was mixed with others.
-        reliability: learned at all levels; ``None``: not at all.
+        mixture: what is learned.
         prior_count: observations that priors count for.
         memory: observations after which an older one counts 1/e.
     """
-    last = len(mixture.start) - 1
-    mixed = [level for level in asked if level.first_tokens is not None]
-    if mixed:
-        at, found = _places(mixed, nodes)
-        index = _index(mixed).gather(1, at).clamp(0, last)
-        other = _probability(mixed, "tokens", "log_probs", at, picked)
-        first = _probability(mixed, "first_tokens", "first_log_probs", at, picked)
-        w = mixture.weights[index]
-        seen = found & (w * other + (1.0 - w) * first > 0)
-        theirs = w * torch.where(other > 0, other, _unnamed(mixed, "log_probs", at))
-        both = theirs + (1.0 - w) * torch.where(first > 0, first, _unnamed(mixed, "first_log_probs", at))
-        counted = torch.zeros_like(mixture.counts).index_add_(0, index.flatten(), seen.float().flatten())
-        share = torch.where(seen, theirs / both, 0.0)
-        shares = torch.zeros_like(mixture.shares).index_add_(0, index.flatten(), share.flatten())
-        _add(mixture.shares, prior_count * mixture.start, shares, counted, memory)
-        _add(mixture.counts, prior_count, counted, counted, memory)
-        torch.div(mixture.shares, mixture.counts, out=mixture.weights)
-    if reliability is None:
-        return
     at, found = _places(asked, nodes)
-    index = _index(asked).gather(1, at).clamp(0, last)
-    tokens, log_probs = (_take([getattr(level, name) for level in asked], at) for name in ("tokens", "log_probs"))
-    known = (found & (index > 0))[..., None] & (log_probs > -torch.inf)
-    k, index = log_probs.shape[2], index.flatten()
-    claimed = torch.where(known, log_probs.exp(), 0.0).flatten(0, 1)
-    right = ((tokens == picked[..., None]) & known).float().flatten(0, 1)
-    claims, hits = torch.zeros_like(reliability.claimed), torch.zeros_like(reliability.hits)
-    claims[:, :k].index_add_(0, index, claimed)
-    hits[:, :k].index_add_(0, index, right)
-    _add(reliability.claimed, prior_count, claims, claims, memory)
-    _add(reliability.hits, reliability.prior, hits, claims, memory)
-    torch.div(reliability.hits, reliability.claimed, out=reliability.log_ratio).log_()
+    index = _index(asked).gather(1, at).clamp(0, len(mixture.start) - 1)
+    other = _probability(asked, "tokens", "log_probs", at, picked)
+    first = _probability(asked, "first_tokens", "first_log_probs", at, picked)
+    w = mixture.weights[index]
+    seen = found & (w * other + (1.0 - w) * first > 0)
+    theirs = w * torch.where(other > 0, other, _unnamed(asked, "log_probs", at))
+    both = theirs + (1.0 - w) * torch.where(first > 0, first, _unnamed(asked, "first_log_probs", at))
+    counted = torch.zeros_like(mixture.counts).index_add_(0, index.flatten(), seen.float().flatten())
+    share = torch.where(seen, theirs / both, 0.0)
+    shares = torch.zeros_like(mixture.shares).index_add_(0, index.flatten(), share.flatten())
+    _add(mixture.shares, prior_count * mixture.start, shares, counted, memory)
+    _add(mixture.counts, prior_count, counted, counted, memory)
+    torch.div(mixture.shares, mixture.counts, out=mixture.weights)
 
 
 def _places(asked: Sequence[Asked], nodes: Tensor) -> tuple[Tensor, Tensor]:

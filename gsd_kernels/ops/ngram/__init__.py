@@ -1,7 +1,6 @@
 """Remember continuations of recent contexts, look them up, and mix them with another source's."""
 
 from .api import (
-    calibrate_candidates,
     mix_candidates,
     ngram_insert,
     ngram_lookup,
@@ -13,7 +12,6 @@ from .table import NgramTable
 
 __all__ = [
     "NgramTable",
-    "calibrate_candidates",
     "mix_candidates",
     "ngram_insert",
     "ngram_lookup",

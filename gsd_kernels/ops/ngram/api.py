@@ -46,14 +46,6 @@ MIX = Op(
     whole=same,
     tolerance=1e-5,
 )
-calibrate_candidates = Op(
-    "calibrate_candidates(Tensor log_probs, Tensor log_ratio, Tensor? index, Tensor? edges) -> Tensor",
-    reference.calibrate_candidates,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
-    whole=same,
-    tolerance=1e-5,
-)
 
 
 def ngram_insert(

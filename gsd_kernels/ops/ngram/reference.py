@@ -186,37 +186,6 @@ def ngram_recall(
     return tokens, torch.where(tokens >= 0, log_probs, float("-inf")), matched
 
 
-def calibrate_candidates(
-    log_probs: Tensor, log_ratio: Tensor, index: Tensor | None = None, edges: Tensor | None = None
-) -> Tensor:
-    """Log-probabilities corrected by how often such candidates were right, at most 0.
-
-    A table by an index of the row and by the candidate's rank, or by its rank and the bin of its probability. There is
-    no Triton kernel: ``backend="triton"`` takes what ``"auto"`` does.
-
-    Args:
-        log_probs: float32 [B, W, K], best first.
-        log_ratio: float32 [entries, K or more]; with ``edges`` [K or more, bins].
-        index: int32 [B, W], entry of each row; ``None``: 0.
-        edges: float32 [bins − 1], ascending, between bins of probability. Not with ``index``.
-        backend: see :mod:`gsd_kernels.backends`.
-
-    Returns:
-        float32 [B, W, K].
-
-    Raises:
-        TypeError, ValueError: an argument has the wrong type or shape.
-    """
-    rank = torch.arange(log_probs.shape[2], device=log_probs.device)
-    if edges is not None:
-        corrections = log_ratio[rank, torch.bucketize(log_probs.exp(), edges)]
-    elif index is not None:
-        corrections = log_ratio[index.long().clamp(0, len(log_ratio) - 1), : len(rank)]
-    else:
-        corrections = log_ratio[0, : len(rank)]
-    return (log_probs + corrections).clamp(max=0.0)
-
-
 def weights_of(weight: Tensor, index: Tensor | None, shape: tuple[int, int]) -> Tensor:
     """The weight of every row, float32 ``shape``, of its own or from a table [n]."""
     if weight.dim() == 2:

@@ -14,7 +14,6 @@ def flat(
     known: Recollection,
     graph: TokenGraph,
     frontier: Tensor,
-    log_ratio: Tensor | None,
     config: GraphConfig,
     level: int,
     *noise: Tensor | None,
@@ -22,14 +21,14 @@ def flat(
     """The operator's arguments."""
     levels = config.depth + config.history_depth - level
     rules = config.merge_context, config.log_sibling_ratio, config.log_min_prob
-    given = known.tensors(), graph.tensors(), frontier, log_ratio, known.sizes
+    given = known.tensors(), graph.tensors(), frontier, known.sizes
     return (*given, level, levels, config.history_width, *rules, *noise)
 
 
 recall_levels = Op(
-    "recall_levels(Tensor[] history, Tensor(a!)[] graph, Tensor frontier, Tensor? log_ratio, int[] sizes, int level, "
+    "recall_levels(Tensor[] history, Tensor(a!)[] graph, Tensor frontier, int[] sizes, int level, "
     "int levels, int width, int merge_context, float log_sibling_ratio, float log_min_prob, Tensor? first_pick, "
-    "Tensor? seed, Tensor? sequence_ids) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? seed, Tensor? sequence_ids) -> (Tensor, Tensor, Tensor, Tensor)",
     reference.recall_levels,
     ranked=("cpu", "cuda"),
     flat=flat,

@@ -12,4 +12,3 @@ class RecalledLevels(NamedTuple):
     tokens: Tensor  # int32 [B, E, K], −1 for none
     log_probs: Tensor  # float32 [B, E, K]; −inf for none
     matched: Tensor  # int32 [B, E], as history_recall says it
-    calibrated: Tensor  # float32 [B, E, K], what was merged

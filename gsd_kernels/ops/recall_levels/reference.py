@@ -8,7 +8,6 @@ from ...config import GraphConfig
 from ...graph import TokenGraph
 from ..history import Recollection, history_recall
 from ..merge import merge
-from ..ngram import calibrate_candidates
 from .records import RecalledLevels
 
 
@@ -16,7 +15,6 @@ def recall_levels(
     known: Recollection,
     graph: TokenGraph,
     frontier: Tensor,
-    log_ratio: Tensor | None,
     config: GraphConfig,
     level: int,
     first_pick: Tensor | None = None,
@@ -25,16 +23,14 @@ def recall_levels(
 ) -> RecalledLevels:
     """Grow ``graph``, in place, by levels that the history alone drafts.
 
-    At each level: :func:`~gsd_kernels.ops.history.history_recall` after every frontier node,
-    :func:`~gsd_kernels.ops.ngram.calibrate_candidates` by what it says was matched, :func:`~gsd_kernels.merge`. One
-    call, since a level's look-ups take microseconds where its calls, or on a GPU its launches, take longer.
+    At each level: :func:`~gsd_kernels.ops.history.history_recall` after every frontier node, then
+    :func:`~gsd_kernels.merge`. One call, since a level's look-ups take microseconds where its calls, or on a GPU its
+    launches, take longer.
 
     Args:
         known: of at least the graph's branch.
         graph: the graphs so far.
         frontier: int32 [B, F], F ≤ W, ids of the nodes to expand first, −1 for padding.
-        log_ratio: float32 [entries, K or more], calibration by what was matched and by rank;
-            ``None``: as they are.
         config: of the step. Its levels from ``level`` on, at least one, are drafted, ``history_width`` nodes W each,
             and merged by its rules. After a level that leaves nothing to expand the others find nothing.
         level: number of the first level.
@@ -54,15 +50,12 @@ def recall_levels(
         tokens = torch.where(absent[..., None], -1, tokens)
         log_probs = torch.where(absent[..., None], -torch.inf, log_probs)
         matched = torch.where(absent, 0, matched)
-        calibrated = log_probs
-        if log_ratio is not None:
-            calibrated = calibrate_candidates(log_probs, log_ratio, index=matched, backend="reference")
-        found.append(RecalledLevels(nodes, tokens, log_probs, matched, calibrated))
+        found.append(RecalledLevels(nodes, tokens, log_probs, matched))
         nodes = merge(
             graph,
             nodes,
             tokens,
-            calibrated,
+            log_probs,
             level=number,
             width=width,
             config=config,

@@ -17,9 +17,8 @@ from ..model.facts import ModelState
 from ..packed import copies
 from ..policy.base import Policy
 from ..sources.base import DraftSource
+from ..sources.ledger import Retention, SourceWeights
 from ..sources.memory import HistoryMemory
-from ..sources.retention import Retention
-from ..sources.weights import SourceWeights
 from . import room
 from .parked import Parked
 from .request import Request

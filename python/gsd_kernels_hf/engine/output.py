@@ -20,7 +20,7 @@ from ..policy.shapes import shape_name
 from .flight import Launched
 from .request import Request
 from .session import Session
-from .stats import GenerationStats, SourceStats
+from .stats import GenerationStats
 from .step_report import HostReport
 from .streaming import Streaming
 
@@ -166,10 +166,7 @@ class Output:
             stats.plain_seconds = statistics.median(self.plain_seconds)
             stats.plain_from = f"the {len(self.plain_seconds)} plain steps of this call"
         if session.mixer is not None:
-            brought = session.mixer.tally.sources
-            stats.sources = {
-                name: SourceStats(**vars(counts)) if counts else SourceStats() for name, counts in brought.items()
-            }
+            stats.sources = session.mixer.tally.sources
         if self.streaming is not None:
             self.streaming.end()
         rule = session.rule

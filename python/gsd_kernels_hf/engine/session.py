@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gsd_kernels import Acceptance, GraphConfig, Rows, TokenGraph, flatten
-from gsd_kernels.config import MAX_BRANCH
 from gsd_kernels.ops.step import commit_text
 
 from ..acceptance.criteria import ChainProposal, criterion_of
@@ -30,9 +29,9 @@ from ..policy.base import Plan
 from ..records import DecodeState, Sampler, Unverified, Verified, lone_root
 from ..sources.base import DraftSource, OwnSource
 from ..sources.learned import Known
+from ..sources.ledger import SourceWeights
 from ..sources.memory import HistoryMemory
 from ..sources.mixer import Mixer
-from ..sources.weights import SourceWeights
 from . import room
 from .request import Request
 from .session_key import SessionKey
@@ -118,8 +117,7 @@ class Session:
         self.plan = Plan(None)
         self.mixer: Mixer | None = None
         if sources:
-            weights = {s.name: SourceWeights(s.shares, s.reliability, MAX_BRANCH, device) for s in sources}
-            self.mixer = Mixer(sources, weights, self.state, self.backend, vocab_size=self.target.vocab_size)
+            self.mixer = Mixer(sources, self.state, self.backend, vocab_size=self.target.vocab_size)
         self.first, self.continues = True, False
         self.memory: HistoryMemory | None = None
         self.learned: Known | None = None

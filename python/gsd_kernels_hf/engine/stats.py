@@ -14,30 +14,7 @@ import torch
 from gsd_kernels.config import PLAIN
 
 from ..model import replay
-
-
-@dataclass
-class SourceStats:
-    """The counts of one draft source.
-
-    Attributes:
-        proposed: drafted tokens that the target verified. One that several sources proposed counts for the first of
-            them, in the order in which they are mixed.
-        accepted: those of them that were accepted.
-        seconds: of proposing and learning, a part of ``seconds["draft"]``, whose rest is merging and unrolling.
-
-    All are ``None`` on a GPU, where counting would slow down every step.
-    """
-
-    proposed: int | None = None
-    accepted: int | None = None
-    seconds: float | None = None
-
-    def __str__(self) -> str:
-        if self.proposed is None or self.accepted is None or self.seconds is None:
-            return "not counted on a GPU"
-        share = f" ({self.accepted / self.proposed:.0%})" if self.proposed else ""
-        return f"{self.accepted:,} of {self.proposed:,} tokens accepted{share}, {self.seconds:.3f} s"
+from ..sources.ledger import SourceStats
 
 
 @dataclass(repr=False)

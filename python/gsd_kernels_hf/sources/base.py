@@ -167,8 +167,8 @@ class DraftSource:
             ``hidden_states[i]``, so 0 are the embeddings; −1 is what the output matrix reads (of a prompt the last
             position alone).
         shares: prior interpolation weight w in (1 − w) · P(sources before it) + w · P(this one), by ``Proposal.index``.
-        reliability: prior ratio of how often its candidates are right to their probability, by ``Proposal.index``, for
-            levels where it is alone; ``None``: its probabilities are taken as they are.
+        reliability: ratio of how often its candidates are right to their probability, by ``Proposal.index``, for levels
+            where it is alone; ``None``: its probabilities are taken as they are.
         max_length: tokens of a text from which on its model has no positions and it is left out; ``None``: never.
         other_tokens: whether its models read tokens of another tokenizer, which it maps itself; else their vocabulary
             is compared with the target's.
@@ -289,7 +289,7 @@ class GrowsLevels(Protocol):
     def at_once(self) -> bool:
         """Return whether it does so in this session, from its first text on."""
 
-    def propose_rest(self, level: Level, log_ratio: Tensor | None) -> tuple[Asked, Tensor] | None:
+    def propose_rest(self, level: Level) -> Asked | None:
         """Propose for this level and all behind it at once, and merge that into ``level.graph``.
 
         Asked where no other source proposes. Nothing may wait for the device, and the graph must be what level by
@@ -297,11 +297,8 @@ class GrowsLevels(Protocol):
 
         Args:
             level: the first of them.
-            log_ratio: float32 [entries, K], what ``reliability`` has become, by ``Proposal.index`` and rank; ``None``
-                without one.
 
         Returns:
-            All E nodes with what was proposed, and its log-probabilities as merged, float32 [B, E, K]; ``None`` to be
-            asked level by level.
+            All E nodes with what was proposed; ``None`` to be asked level by level.
         """
         ...

@@ -12,7 +12,7 @@ from gsd_kernels import GraphConfig, NgramTable, ngram_insert
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.config import MAX_CONTEXT
 from gsd_kernels.ops.history import Recollection, Seen, history_append, history_recall
-from gsd_kernels.ops.history.records import ELSEWHERE, REMEMBERED
+from gsd_kernels.ops.history.records import REMEMBERED
 from gsd_kernels.ops.learn import Asked
 from gsd_kernels.ops.ngram import ngram_recall, ngram_remember
 from gsd_kernels.ops.recall_levels import recall_levels
@@ -52,7 +52,7 @@ class History(OwnSource):
         """Decide whether it is a mixture, see above; no target is refused."""
         self.mixes = mixes_on(device_of(target))
         if self.mixes:
-            self.reliability = (0.0, *(1.0,) * ELSEWHERE)  # chances of a mixture are calibrated
+            self.reliability = None  # chances of a mixture are calibrated
 
     def attach(self, text: Text) -> None:
         if text.first:
@@ -178,7 +178,7 @@ class History(OwnSource):
         """Return whether one call looks up level after level."""
         return self.known is not None and self.sampler.backend in ("auto", "cpu", "cuda")
 
-    def propose_rest(self, level: Level, log_ratio: Tensor | None) -> tuple[Asked, Tensor] | None:
+    def propose_rest(self, level: Level) -> Asked | None:
         """Look up level after level in one call."""
         if self.known is None or not self.at_once():
             return None
@@ -186,13 +186,12 @@ class History(OwnSource):
             self.known,
             level.graph,
             level.frontier.node_ids,
-            log_ratio,
             level.config,
             level.number,
             **self._noise(level),
             backend=self.sampler.backend,
         )
-        return Asked(found.node_ids, found.tokens, found.log_probs, found.matched), found.calibrated
+        return Asked(found.node_ids, found.tokens, found.log_probs, found.matched)
 
     def _noise(self, level: Level) -> dict[str, Tensor]:
         sampler = self.sampler

@@ -17,8 +17,7 @@ from ..model import replay
 from ..records import Candidates, DecodeState, Verified
 from .base import DraftSource, GrowsLevels, Level, OwnSource, Prefilled, Proposal, Text, reaches
 from .border import Border, is_own
-from .tally import Tally
-from .weights import SourceWeights
+from .ledger import SourceWeights, Tally
 
 
 @dataclass
@@ -49,28 +48,26 @@ class Mixer:
     Attributes:
         every: the sources.
         sources: those in use.
+        weights: of each source, by name; updated in place.
         tally: what each brought to this text.
 
     Args:
         sources: in the order in which they are mixed.
-        weights: statistics of each source, by name; updated in place.
         state: of the text.
         backend: of the ops.
         vocab_size: of the target.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[DraftSource],
-        weights: dict[str, SourceWeights],
-        state: DecodeState,
-        backend: str,
-        *,
-        vocab_size: int,
-    ) -> None:
-        self.every, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
+    def __init__(self, sources: Sequence[DraftSource], state: DecodeState, backend: str, *, vocab_size: int) -> None:
+        self.every, self.state, self.backend = tuple(sources), state, backend
         device = state.tokens.device
+        self.weights = {source.name: SourceWeights(source.shares, device) for source in sources}
         self.border = Border(sources, vocab_size)
+        self.log_reliability = {
+            source.name: torch.tensor(source.reliability, dtype=torch.float32, device=device).log()  # [n]
+            for source in sources
+            if source.reliability is not None
+        }
         self.tally = Tally([source.name for source in sources], counts=not replay.is_gpu(device))
         self._take(self.every)
         self.shapes: dict[GraphConfig, Storage] = {}
@@ -200,18 +197,21 @@ class Mixer:
         source, grower = self.lookups[0] if self.lookups else None, self.grower
         if source is None or grower is None or level.number < level.config.depth:
             return None
-        reliability = self.weights[source.name].reliability
         begin = self.tally.begin()
-        rest = grower.propose_rest(level, None if reliability is None else reliability.log_ratio)
+        asked = grower.propose_rest(level)
         self.tally.end(source.name, begin)
-        if rest is None:
+        if asked is None:
             return None
-        asked, log_probs = rest
-        return MixedLevel(asked.node_ids, (asked.tokens, log_probs), {source.name: asked})
+        return MixedLevel(asked.node_ids, (asked.tokens, asked.log_probs), {source.name: asked})
 
     def alone(self, name: str, asked: Asked) -> Candidates:
-        """Candidates of a source that is not mixed with others, calibrated by its reliability."""
-        return asked.tokens, self.weights[name].calibrated(asked.log_probs, asked.index, self.backend)
+        """Candidates of a source that is not mixed with others, corrected by its reliability."""
+        table = self.log_reliability.get(name)
+        if table is None:
+            return asked.tokens, asked.log_probs
+        index = torch.zeros_like(asked.node_ids) if asked.index is None else asked.index
+        ratio = table[index.clamp(0, len(table) - 1)]  # [B, W]
+        return asked.tokens, (asked.log_probs + ratio[..., None]).clamp(max=0.0)
 
     def observe(self, verified: Verified) -> None:
         """Let every source learn from a step, and update its weights by the probability it gave the emitted tokens."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig, Rows, flatten
-from gsd_kernels.config import MAX_BRANCH, MAX_ROWS
+from gsd_kernels.config import MAX_ROWS
 
 from .. import validate
 from ..model import properties
@@ -19,7 +19,6 @@ from .base import Level, OwnSource, Proposal, Text
 from .mixer import Mixer
 from .own_text import END_ROWS, OwnText, Reader
 from .trie import Trie, proposal_of
-from .weights import SourceWeights
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,8 @@ class Retokenised(OwnSource):
         """Make the draft's text and sources."""
         self.vocab_size = text.target.vocab_size
         self.own, self.draft = OwnText(text, self.translation), Reader(self.model)
-        state, device = self.own.state, self.state.tokens.device
-        weights = {self.draft.name: SourceWeights(self.draft.shares, None, MAX_BRANCH, device)}
         vocabulary = properties.vocabulary(self.model)
-        self.drafts = Mixer([self.draft], weights, state, self.sampler.backend, vocab_size=vocabulary)
+        self.drafts = Mixer([self.draft], self.own.state, self.sampler.backend, vocab_size=vocabulary)
 
     def end(self) -> None:
         self.draft.end()

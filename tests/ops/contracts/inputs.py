@@ -7,7 +7,7 @@ from graphs import drafted, tails
 from ops.contracts.corpus import arguments, indexed
 from ops.contracts.decoder import decoder_case, feature_case
 from ops.contracts.history import KNOWN, tail_of
-from ops.contracts.learn import questions, tables
+from ops.contracts.learn import mixture, questions
 from ops.contracts.ngram import Memory, remembered, tree_of, two_sources
 from ops.contracts.sampling import sampling_inputs
 from ops.contracts.select_rows import path, posterior, problem
@@ -70,12 +70,6 @@ def op_inputs() -> dict[str, tuple]:
         "ngram_lookup": (*ngram_tensors(), Memory().queries(), 3, 4),
         "perturb_candidates": (*remembered(0, 4), *stream),
         "mix_candidates": two_sources(0, 4, 3),
-        "calibrate_candidates": (
-            torch.rand(2, 5, 4).log(),
-            torch.rand(3, 6),
-            torch.ones(2, 5, dtype=torch.int32),
-            None,
-        ),
         "learn_source": learn_inputs(),
         **select_rows_inputs(),
         **history_inputs(stream),
@@ -102,8 +96,7 @@ def learn_inputs():
     asked, nodes, picked = questions(0)
     nothing = nodes.new_empty(0)
     lists = [[nothing if t is None else t for t in part] for part in zip(*asked, strict=True)]
-    mixture, reliability = tables(0)
-    return nodes, picked, *lists, *mixture, *reliability, 8.0, 40.0
+    return nodes, picked, *lists, *mixture(0), 8.0, 40.0
 
 
 def history_inputs(stream):
