@@ -121,10 +121,7 @@ def history_inputs(stream):
             seen,
             known.sizes,
         ),
-        "recall_levels": (
-            *(known.tensors(), [*fresh.tensors()], fresh.root_frontier(), torch.rand(7, 2)),
-            *(*level, first, *stream),
-        ),
+        "recall_levels": (*(known.tensors(), [*fresh.tensors()], fresh.root_frontier(), *level, first, *stream),),
     }
 
 
