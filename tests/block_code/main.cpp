@@ -367,7 +367,7 @@ int main(int argc, char** argv) {
     const int levels = p.depth;
     const MergeSizes merge = merge_sizes(p, 0, p.width);
     printf("recall_levels_kernel %zu\n",
-           levels_bytes({levels, p.width, p.branch, 1, 7, p.branch, min_int(p.width, 12), memory, merge}));
+           levels_bytes({levels, p.width, p.branch, 1, min_int(p.width, 12), memory, merge}));
     printf("mix_kernel %zu\n", MixArena::bytes({p.branch, p.branch, 0}));
     printf("verify_kernel %zu\n", VerifyArena::bytes({p.rows, 1, p.max_path}));
     return 0;
