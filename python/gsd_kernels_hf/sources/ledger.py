@@ -1,4 +1,4 @@
-"""What is known of draft sources by what the target picked: weights beside others, counts, and who is left out.
+"""The ledger of draft sources, by what the target picked: weights beside others, counts, and who is left out.
 
 Weights lie on the device and are updated in place; nothing there waits for it, so that a step can be captured. They
 sink back to their priors by what was observed since, see :func:`gsd_kernels.ops.learn.learn_source`. Counts are of
