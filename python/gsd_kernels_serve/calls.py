@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import logging
 import secrets
 import threading
@@ -177,6 +178,18 @@ class Writer:
         return len(self.entries)
 
 
+def _check_json(text: str) -> None:
+    """Read an answer that was held to a schema once, before it is told as JSON.
+
+    Raises:
+        ValueError: it is none, by the grammar's fault.
+    """
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the answer was held to a schema, and is no JSON: {error}") from error
+
+
 def forget_calls(error: BaseException | None) -> None:
     """Let go of the variables of all calls that an error and those before it came through, caches among them.
 
@@ -273,6 +286,8 @@ class Decoding:
             call.begun.set_result(None)
         call.ids = output[0, prompt:].tolist()
         call.finish = self._finish(config, tokenizer)
+        if call.options.is_content and call.ids and call.ids[-1] in call.options.ends:
+            _check_json(tokenizer.decode(call.ids, skip_special_tokens=True))
         self._count(prompt, queued=begun - call.since)
         if inner is not None:
             inner.end()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
-
-from .spelling import Spelled, spelled
 
 
 @dataclass
@@ -18,11 +15,6 @@ class _Item:
     name: str
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-
-    @cached_property
-    def spelled(self) -> Spelled:
-        """The log-probabilities of all its text, which four events tell."""
-        return Spelled(spelled(self.logprobs, 1, ascii=True))
 
 
 class Items:
@@ -100,4 +92,4 @@ def _name_of(data: dict[str, Any]) -> str | None:
 def _tell(part: dict[str, Any], item: _Item) -> None:
     part["text"] = item.text
     if item.logprobs:
-        part["logprobs"] = item.spelled
+        part["logprobs"] = item.logprobs

@@ -220,7 +220,7 @@ class _Rewriter:
 
     def told(self, data: dict[str, Any]) -> str:
         """Return the events of a stream in place of one that has what it is to have."""
-        return "".join(f"data: {spelled(one, 7, ascii=True)}\n\n" for one in self.items.events(data))
+        return "".join(f"data: {spelled(one)}\n\n" for one in self.items.events(data))
 
 
 async def _events(parts: Any, rewriter: _Rewriter) -> AsyncIterator[str]:

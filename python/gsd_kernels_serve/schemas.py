@@ -52,8 +52,16 @@ _SIZES: dict[str, Check] = {
 }
 """Bounds of numbers in a schema, whose grammar grows with them."""
 
-MAX_ENUM_VALUES, MAX_LETTERS = 1_000, 300
-"""Values of one enum; letters of the longest text of a pattern without stars."""
+_PARTS = re.compile(
+    r"\\(?:x[\da-fA-F]{2}|u[\da-fA-F]{4}|.)|\[(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|\((?:\?[:=!])?|.", re.DOTALL
+)
+"""Of a regular expression: an escape, a class, a count, the beginning of a group, or a letter."""
+
+_UNHELD = re.compile(r"^\(\?[=!]|[\0-\x1f\"]|\\(?![dDwWsSpPkxu1-9])[\w\"\\]|\\(?:x|u00)(?:[01]|22|5[cC])")
+"""In a part: a look ahead, and letters that JSON escapes; escapes that xgrammar takes for letters."""
+
+MAX_ENUM_VALUES, MAX_LETTERS, MAX_PARTS = 1_000, 300, 3_000
+"""Values of one enum; letters of the longest text of a pattern without stars; its letters, anchors and counts."""
 
 
 def check_schema(schema: Any, field: str) -> None:
@@ -138,20 +146,52 @@ def _check_sizes(schema: Mapping[str, Any], at: str) -> None:
     values = schema.get("enum", [])
     if isinstance(values, list) and len(values) > MAX_ENUM_VALUES:
         raise Refused(f"{at}.enum", f"has {len(values)} values; {MAX_ENUM_VALUES} at most")
-    patterns = {f"{at}.pattern": schema.get("pattern")}
-    patterns |= {f"{at}.patternProperties": pattern for pattern in schema.get("patternProperties", ())}
+    named = list(schema.get("patternProperties", ()))
+    if len(named) > 1:
+        raise Refused(f"{at}.patternProperties", "xgrammar holds a name to one of several patterns; write one")
+    patterns = {f"{at}.pattern": schema.get("pattern"), f"{at}.patternProperties": named[0] if named else None}
     for place, pattern in patterns.items():
-        if isinstance(pattern, str) and (states := _states(pattern)) > MAX_LETTERS:
-            reason = f"a pattern for texts of {states} letters; {MAX_LETTERS} at most: repeat less, or use *"
-            raise Refused(place, reason)
+        if isinstance(pattern, str):
+            parts = _PARTS.findall(pattern)
+            states = max(_states(parts), len(parts) - MAX_PARTS)
+            if states > MAX_LETTERS:
+                reason = f"a pattern for texts of {states} letters; {MAX_LETTERS} at most: repeat less, or use *"
+                raise Refused(place, reason)
+            if (part := _dropped(parts)) is not None:
+                raise Refused(place, f"xgrammar does not hold a text to {part!r} in {pattern!r}; write it otherwise")
 
 
-def _states(pattern: str) -> int:
+def _dropped(parts: list[str]) -> str | None:
+    """The first part of a regular expression that xgrammar leaves out, or takes for letters that JSON escapes."""
+    for i, part in enumerate(parts):
+        within = part == "^" and not _at_edge(parts[:i][::-1], ")", "(", "^")
+        within |= part == "$" and not _at_edge(parts[i + 1 :], "(", ")", "$")
+        if within or (not part.startswith("[^") and _UNHELD.search(part)):
+            return part
+    return None
+
+
+def _at_edge(rest: list[str], enters: str, leaves: str, anchor: str) -> bool:
+    """Return whether nothing that has to match is between an anchor and the end of the expression: ``rest``."""
+    depth, others = 0, False  # groups within other alternatives than the anchor's
+    for part in rest:
+        if part[0] == leaves:
+            others &= depth > 0
+            depth = max(depth - 1, 0)
+        elif part == "|" and not depth:
+            others = True
+        elif others:
+            depth += part[0] == enters
+        elif part != anchor:
+            return False
+    return True
+
+
+def _states(parts: list[str]) -> int:
     """How many letters a regular expression tells one by one: those of groups times their repetitions."""
-    parts = re.findall(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|.", pattern, re.DOTALL)
     groups, last = [0], 0
     for part in parts:
-        if part == "(":
+        if part.startswith("("):
             groups.append(0)
             continue
         if part == ")" and len(groups) > 1:

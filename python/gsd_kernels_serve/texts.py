@@ -352,4 +352,4 @@ def _call(name: str, call: ToolCall) -> dict[str, Any]:
 
 
 def _event(data: dict[str, Any]) -> str:
-    return f"data: {spelled(data, ascii=True)}\n\n"
+    return f"data: {spelled(data)}\n\n"

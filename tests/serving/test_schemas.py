@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 
 import pytest
 
@@ -32,6 +34,21 @@ def several(**bounds):
     return {"type": "array", **bounds}
 
 
+UNHELD = ["(?=ab)a", "^(?!a)[ab]+$", "a^b", "a$b", "(^a$)+", "a(b|c$)d", r"\Aab", r"ab\Z", r"\0", r"^\t$"]
+UNHELD += ["\t", r"\cA", r"\e", '"', r"\"", r"\\", r"[\t]", '["]', r"\x09", r"\x22", r"\u005c", r"a\b"]
+PATTERNS = [
+    "a",
+    "^a",
+    "a$",
+    "^a|b$",
+    "^(a|b)$",
+    "(^a$)|(^b$)",
+    "(?:ab)+",
+    r'^[^"\\]{2}$',
+    r"^\d\D\w\W\s\S$",
+    r"\x41|\u0041",
+]
+PATTERNS += [r"\.\/\-", "a(b$|c$)", "^$", "(?:^ab?)|c"]
 HELD = [  # a schema, a value that meets it, one that does not
     (INT, 5, "x"),
     ({"type": ["integer", "null"], "minimum": 3}, 4, 2),
@@ -82,6 +99,9 @@ DROPPED = [  # a schema, the keyword by which it is refused
     ({"items": INT, "maxProperties": 1}, "maxProperties"),
     ({"type": []}, "type"),
     (an(properties={"x": INT}, patternProperties={"x": whole(maximum=3)}), "patternProperties"),
+    (an(patternProperties={"^a+$": INT, "^ab?$": {"type": "string"}}), "patternProperties"),
+    (an(patternProperties={"(?=b)a": INT}), "patternProperties"),
+    *((a_text(pattern=pattern), "pattern") for pattern in UNHELD),
     ({"$ref": "#k"}, "$ref"),
     ({"$ref": "other.json"}, "$ref"),
     (a_text(enum=["a", 1]), "type"),
@@ -100,19 +120,43 @@ DROPPED = [  # a schema, the keyword by which it is refused
 
 
 @pytest.fixture(scope="module")
-def accepts():
-    """Whether a grammar of single characters takes a value."""
+def library():
+    """Whether a grammar of single characters takes a value, and the grammars."""
     xgrammar = pytest.importorskip("xgrammar")
     letters = xgrammar.TokenizerInfo(["<s>", *map(chr, range(1, 128))], stop_token_ids=[0])
     grammars = Grammars(None, 128)
     grammars.compilers[(0,)] = xgrammar.GrammarCompiler(letters)
 
     def found(schema, value, raw="") -> bool:
-        compiled = grammars.of(schema, "schema", [0])
-        matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+        matcher = xgrammar.GrammarMatcher(grammars.of(schema, "schema", [0]), terminate_without_stop_token=True)
         return matcher.accept_string(raw or json.dumps(value)) and matcher.is_completed()
 
-    return found
+    return found, grammars
+
+
+@pytest.fixture(scope="module")
+def accepts(library):
+    return library[0]
+
+
+@pytest.fixture(scope="module")
+def walked(library):
+    """A text that is drawn from what the grammar allows."""
+    import xgrammar
+
+    def text(schema, draws) -> str:
+        matcher = xgrammar.GrammarMatcher(library[1].of(schema, "schema", [0]))
+        mask, found = xgrammar.allocate_token_bitmask(1, 128), ""
+        while True:
+            matcher.fill_next_token_bitmask(mask)
+            allowed = [letter for letter in range(128) if mask[0, letter // 32] >> letter % 32 & 1]
+            letter = 0 if 0 in allowed else draws.choice(allowed)
+            assert matcher.accept_token(letter)
+            if letter == 0:
+                return found
+            found += chr(letter)
+
+    return text
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), HELD, ids=lambda value: json.dumps(value)[:40])
@@ -127,6 +171,14 @@ def test_what_is_served_holds(schema, good, bad, accepts):
 @pytest.mark.parametrize("bounds", [{}, {"minLength": 1}, {"maxLength": 9}, {"pattern": "^.+$"}], ids=str)
 def test_a_string_holds_no_letter_that_json_escapes(letter, bounds, accepts):
     assert accepts(a_text(**bounds), "a~") and not accepts(a_text(**bounds), None, f'"a{letter}"')
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_texts_that_a_grammar_writes_meet_their_pattern(pattern, walked):
+    schema = a_text(pattern=pattern)
+    check_schema(schema, "schema")
+    texts = [json.loads(walked(schema, random.Random(seed))) for seed in range(9)]
+    assert all(re.search(pattern, text) for text in texts), texts
 
 
 @pytest.mark.parametrize(("schema", "keyword"), DROPPED, ids=lambda value: json.dumps(value)[:40])
