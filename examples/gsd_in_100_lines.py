@@ -4,6 +4,8 @@ One sequence, slow and sequential on purpose. Tests hold the package's operation
 
     draft → merge → flatten → attend → verify → commit
 
+Run, it shows a text and the graph of a step. From Python:
+
     ids, steps = generate(target, draft, tokenizer("import os", return_tensors="pt").input_ids[0].tolist(), 40)
 """
 
@@ -12,10 +14,11 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 
 import torch
 from numpy import errstate, float32
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 
 @dataclass
@@ -116,7 +119,10 @@ def commit(cache, places):
 
 @torch.no_grad()
 def generate(target, draft, prompt, new_tokens, temperature=0.0, seed=0, depth=4, width=4, branch=3, max_rows=16):
-    """The prompt and its continuation, and how many tokens each step gave; the text does not depend on the draft."""
+    """The prompt and its continuation, which does not depend on the draft; and the steps.
+
+    Of a step: its graph, the nodes that were accepted, and the tokens that it gave.
+    """
     text, steps, read, drafted = list(prompt), [], DynamicCache(), DynamicCache()
 
     def perturbed(scores, position):  # the same noise for draft and target, by position: Gumbel's trick
@@ -144,5 +150,17 @@ def generate(target, draft, prompt, new_tokens, temperature=0.0, seed=0, depth=4
                 break
             accepted.append(rows.index((accepted[-1], picked[-1])))
         commit(read, [*range(len(text) - 1), *(len(text) - 1 + row for row in accepted)])
-        text, steps = text + picked, [*steps, len(picked)]
+        text, steps = text + picked, [*steps, (graph, [nodes[row] for row in accepted], picked)]
     return text[: len(prompt) + new_tokens], steps
+
+
+if __name__ == "__main__":  # the graph of the step that gave the most tokens, accepted ones marked, and the text
+    demo = Path(__file__).parents[1] / "python" / "gsd_kernels_cli" / "demo"
+    pair = [AutoModelForCausalLM.from_pretrained(demo / name, dtype=torch.float32) for name in ("target", "draft")]
+    tokenizer = AutoTokenizer.from_pretrained(demo / "target")
+    ids, steps = generate(*pair, tokenizer("class Stack:\n    def push(self").input_ids, 40)
+    graph, accepted, _ = max(steps, key=lambda step: len(step[1]))
+    for node, token in enumerate(graph.tokens):
+        edge = f"{graph.parents[node]:2} → {node:2}"
+        print(edge, "  " * graph.depth(node), repr(tokenizer.decode([token])), "*" * (node in accepted))
+    print(tokenizer.decode(ids[1:]))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -40,25 +39,20 @@ class Generator:
         if device == "cpu":
             torch.set_num_threads(options["threads"])
         if options["model"]:
-            names = [options["model"], options["draft"]]
-            model, draft = (
-                AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device) if name else None for name in names
-            )
+            load = AutoModelForCausalLM.from_pretrained
+            model = load(options["model"], dtype="auto").to(device)
+            draft = load(options["draft"], dtype="auto").to(device) if options["draft"] else None
             self.tokenizer = AutoTokenizer.from_pretrained(options["model"])
         else:
             model, draft, self.tokenizer = demo.load(device=device)
-        # History alone where there is no draft model.
-        speculation = {"assistant_model": draft} if draft is not None else {"draft_sources": ("history",)}
         self.model, self.options = model, options
-        self.handle = gsd_kernels.patch(model, **speculation)
+        self.handle = gsd_kernels.patch(model, assistant_model=draft)  # without one the history drafts
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for row, prompt in zip(batch["row"], batch["prompt"], strict=True):
             inputs = self.tokenizer(str(prompt), return_tensors="pt", return_token_type_ids=False).to(self.model.device)
-            sampling: dict[str, Any] = {"do_sample": False}
-            if self.options["temperature"] > 0:
-                temperature, seed = self.options["temperature"], self.options["seed"] + int(row)
-                sampling = {"do_sample": True, "temperature": temperature, "seed": seed}
+            temperature, seed = self.options["temperature"], self.options["seed"] + int(row)
+            sampling = {"do_sample": temperature > 0, "temperature": temperature or None, "seed": seed}
             output = self.model.generate(**inputs, **sampling, max_new_tokens=self.options["max_new_tokens"])
             text = self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             yield {
@@ -79,10 +73,12 @@ def read_prompts(path: Path | None) -> list[Row]:
     rows = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines):
-            record = json.loads(line) if line.strip() else {}
-            if line.strip() and not isinstance(record.get("prompt"), str):
+            if not line.strip():
+                continue
+            prompt = json.loads(line).get("prompt")
+            if not isinstance(prompt, str):
                 raise SystemExit(f'{path}, line {number + 1}: expected an object with a string "prompt"')
-            rows += [{"row": number, "prompt": record["prompt"]}] if line.strip() else []
+            rows.append({"row": number, "prompt": prompt})
     return rows
 
 
@@ -104,9 +100,7 @@ def decode(rows: list[Row], options: argparse.Namespace) -> Iterator[Row]:
     except ModuleNotFoundError as error:
         raise SystemExit(f"{error.name} is missing: pip install -e '.[ray]', or 'ray[data]' alone") from None
 
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
     ray.init(options.address, include_dashboard=False, log_to_driver=False, logging_level="warning")
-    ray.data.DataContext.get_current().enable_progress_bars = False
     blocks = -(-len(rows) // options.rows_per_task)
     done = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
         Generator,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import io
+import re
+import runpy
 import tokenize
 
 import hundred_lines
@@ -14,7 +16,7 @@ from models import noised, prompts, tiny
 import gsd_kernels as gsd
 
 METHOD = hundred_lines.load()
-SOURCE = hundred_lines.PATH.read_text(encoding="utf-8")
+SOURCE = hundred_lines.PATH.read_text(encoding="utf-8").partition("\n\nif __name__")[0]
 SPACE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -35,6 +37,12 @@ def test_it_has_100_lines_besides_imports_and_docstrings_and_imports_nothing_of_
     assert "gsd_kernels" not in SOURCE
 
 
+def test_run_it_shows_the_graph_of_a_step_and_the_text(capsys):
+    runpy.run_path(str(hundred_lines.PATH), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "\nclass Stack:\n    def push(self" in said and re.search(r"0 → +\d+ +'.*' \*\n", said)
+
+
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen3"])
 @pytest.mark.parametrize("noise", [0.02, 0.3])
 def test_greedy_text_is_transformers_and_ours(family, noise):
@@ -43,7 +51,8 @@ def test_greedy_text_is_transformers_and_ours(family, noise):
     own = target.generate(ids, max_new_tokens=48, do_sample=False, eos_token_id=None, pad_token_id=0)
     text, steps = METHOD.generate(target, draft, ids[0].tolist(), 48)
     assert text == own[0].tolist()
-    assert sum(steps) >= 48 and (max(steps) > 2 or noise > 0.1), "nothing was accepted, so nothing was tested"
+    given = [len(picked) for _, _, picked in steps]
+    assert sum(given) >= 48 and (max(given) > 2 or noise > 0.1), "nothing was accepted, so nothing was tested"
     ours = gsd.generate(target, ids, assistant_model=draft, graph_config="graph", max_new_tokens=48, eos_token_id=None)
     assert ours[0].tolist() == text
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gsd_kernels_cli import values
+from gsd_kernels_cli import options, values
 
 from ..lib.options import (
     RESULTS,
@@ -50,6 +50,7 @@ TargetShape = Annotated[str, typer.Option("--target-shape", help="Inflate the ta
 
 
 def generate(
+    place: options.ModelPlace = None,
     pair: PairOption = PairName.demo,
     model: Model = None,
     draft: Draft = None,
@@ -89,6 +90,7 @@ def generate(
     from .competitors import DEFAULT
     from .generate import Settings
 
+    model = values.named_once(place, model)
     where, processes = join(device, tp_timeout) if tp else (device_of(device), 1)
     kind = dtype_of(dtype, str(where))
     if quick:

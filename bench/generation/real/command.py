@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gsd_kernels_cli import values
+from gsd_kernels_cli import options, values
 from gsd_kernels_cli.output import INTERRUPTED
 
 from ...lib.options import RESULTS, Dtype, Name, Out, listed, quiet, show
@@ -44,6 +44,7 @@ Limit = Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="
 
 
 def command(
+    place: options.ModelPlace = None,
     model: Model = None,
     draft: Annotated[
         str | None,
@@ -76,6 +77,7 @@ def command(
 
     After the first prompt an estimate is told. Ctrl-C and SIGTERM end with the table of the prompts so far.
     """
+    model = values.named_once(place, model)
     check_ways(listed(ways))
     import torch
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gsd_kernels_cli import options, values
+
 from ...lib.options import RESULTS, Dtype, Name, Out, listed, quiet
 from .command import Limit, Model, Prompts
 
@@ -25,6 +27,7 @@ ALL = "all"
 
 
 def command(
+    place: options.ModelPlace = None,
     model: Model = None,
     prompts: Prompts = None,
     limit: Limit = None,
@@ -42,6 +45,7 @@ def command(
 
     Counts, which no other load changes, but for auto, whose rows follow the clock. Every way begins cold.
     """
+    model = values.named_once(place, model)
     wanted = [_rows(each) for each in listed(rows) or map(str, ROWS)]
     import torch
 

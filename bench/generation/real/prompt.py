@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from gsd_kernels_cli import options, values
+
 from ...lib.options import RESULTS, Dtype, Name, Out, listed, quiet, show
 from .command import LlamaCpp, Model
 from .names import HF, HISTORY, PACKED_HISTORY, check_ways
@@ -21,6 +23,7 @@ STRIDE = 7  # tokens between the beginnings of two prompts of a length: what was
 
 
 def command(
+    place: options.ModelPlace = None,
     model: Model = None,
     lengths: Annotated[
         list[str] | None,
@@ -43,6 +46,7 @@ def command(
 
     Prompts are pieces of the long texts among the chats of real; all texts have the same length.
     """
+    model = values.named_once(place, model)
     check_ways(listed(ways))
     sizes = [_size(each) for each in listed(lengths) or map(str, LENGTHS)]
     import torch
