@@ -161,6 +161,12 @@ if __name__ == "__main__":  # the graph of the step that gave the most tokens, a
     ids, steps = generate(*pair, tokenizer("class Stack:\n    def push(self").input_ids, 40)
     graph, accepted, _ = max(steps, key=lambda step: len(step[1]))
     for node, token in enumerate(graph.tokens):
-        edge = f"{graph.parents[node]:2} → {node:2}"
-        print(edge, "  " * graph.depth(node), repr(tokenizer.decode([token])), "*" * (node in accepted))
+        print(
+            graph.parents[node],
+            "→",
+            node,
+            "  " * graph.depth(node),
+            repr(tokenizer.decode([token])),
+            "*" * (node in accepted),
+        )
     print(tokenizer.decode(ids[1:]))
