@@ -161,12 +161,5 @@ if __name__ == "__main__":  # the graph of the step that gave the most tokens, a
     ids, steps = generate(*pair, tokenizer("class Stack:\n    def push(self").input_ids, 40)
     graph, accepted, _ = max(steps, key=lambda step: len(step[1]))
     for node, token in enumerate(graph.tokens):
-        print(
-            graph.parents[node],
-            "→",
-            node,
-            "  " * graph.depth(node),
-            repr(tokenizer.decode([token])),
-            "*" * (node in accepted),
-        )
+        print(graph.parents[node], node, " *"[node in accepted], " " * graph.depth(node), tokenizer.decode([token]))
     print(tokenizer.decode(ids[1:]))

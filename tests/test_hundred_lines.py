@@ -40,7 +40,7 @@ def test_it_has_100_lines_besides_imports_and_docstrings_and_imports_nothing_of_
 def test_run_it_shows_the_graph_of_a_step_and_the_text(capsys):
     runpy.run_path(str(hundred_lines.PATH), run_name="__main__")
     said = capsys.readouterr().out
-    assert "\nclass Stack:\n    def push(self" in said and re.search(r"0 +\d+ +'.*' \*\n", said)
+    assert "\nclass Stack:\n    def push(self" in said and re.search(r"\n0 \d+ \* +\S+\n", said)
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen3"])
