@@ -25,7 +25,6 @@ FAMILIES = {
 BY_DEPTH = {"zaya", "jamba"}  # their kernels are not known
 CHAIN = gsd.GraphConfig.preset("chain", depth=4)
 TREE = gsd.GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1)
-GRAPH = TREE.replace(merge_context=0, history_depth=2, history_width=3)
 
 
 def build(family: str) -> PreTrainedModel:

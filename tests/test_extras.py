@@ -54,28 +54,6 @@ def test_every_extra_that_make_installs_exists():
     assert {"plot", "gguf", "test", "ray", "oracles"} <= named(printed) <= extras()
 
 
-def make_with_pip(folder: Path, script: str, *settings: str) -> subprocess.CompletedProcess[str]:
-    """``make .venv/.demo`` in a folder of its own where ``script`` stands for a Python with pip."""
-    for file in ("Makefile", "pyproject.toml", "setup.py"):
-        shutil.copy(ROOT / file, folder)
-    python = folder / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f"#!/bin/sh\n{script}\n")
-    python.chmod(0o755)
-    return subprocess.run(["make", ".venv/.demo", *settings], cwd=folder, capture_output=True, text=True, timeout=60)
-
-
-@needs_make
-@pytest.mark.parametrize("warns", [False, True], ids=["known", "unknown"])
-def test_make_fails_where_pip_only_warns_of_an_extra(tmp_path, warns):
-    line = "WARNING: gsd-kernels 1.0 does not provide the extra 'gguf'" if warns else "Successfully installed"
-    log = f'for word; do [ "$last" = --log ] && echo "{line}" >> "$word"; last=$word; done\nexit 0'
-    done = make_with_pip(tmp_path, log)
-    assert (done.returncode != 0) == warns, done.stdout + done.stderr
-    assert (tmp_path / ".venv/.demo").exists() != warns
-    assert not warns or "does not provide the extra 'gguf'" in done.stdout
-
-
 @pytest.mark.slow
 def test_import_is_light():
     """``import gsd_kernels`` loads neither transformers nor triton; the bindings come on first use."""

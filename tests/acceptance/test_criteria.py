@@ -28,18 +28,6 @@ def test_greedy_and_undrafted_output_is_exact(criterion):
     assert torch.equal(gsd.generate(target, criterion=criterion, **plain, **alone), expected)
 
 
-@pytest.mark.parametrize("temperature", [7e-46, 1e-46, 1e-300])
-def test_temperatures_that_are_none_in_float32_are_greedy(temperature):
-    """They are applied in float32: no criterion draws from a draft what none of its siblings samples."""
-    target, draft = pair(0.02)
-    prompt = models.prompts(2, 9, seed=2, vocab=VOCAB)
-    greedy = target.generate(**prompt, do_sample=False, max_new_tokens=16, pad_token_id=0)
-    for criterion in ("exact", "speculative", "block", "typical"):
-        options = {"do_sample": True, "temperature": temperature, "max_new_tokens": 16, "seed": 3}
-        out = generate(target, draft, criterion, prompt, **options)
-        assert torch.equal(out.sequences, greedy), criterion
-
-
 @pytest.mark.parametrize("criterion", ["speculative", "block", "typical"])
 def test_a_batch_is_its_sequences(criterion):
     """Padding, end-of-text tokens, and rows that finish early: every row as if it were alone, up to its key."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import random
-
 import pytest
 import torch
-from grammars import GRAMMARS, REGEXES, SCHEMAS, TEXTS, pair
+from grammars import GRAMMARS, TEXTS, pair
 from transformers import LogitsProcessorList
 
 import gsd_kernels as gsd
@@ -20,13 +17,6 @@ WALKS = {"xgrammar": XGrammarWalk, "llguidance": LLGuidanceWalk}
 LIBRARIES = tuple(WALKS)
 ARRAYS = [{"type": "array", "items": of} for of in ({"type": "boolean"}, {"enum": ["ab", "ba"]}, {"enum": [1, 2, 3]})]
 PIECES = ["ab", "ba", "0", "1", "[a-c]", "left"]
-TABLE = {
-    "schemas": SCHEMAS,
-    "regexes": REGEXES,
-    "schemas that branch": [json.dumps(schema) for schema in ARRAYS],
-    "regexes that branch": ["[01]{20}", "(ab|ba){20}", "((a|bc)[de]){1,20}"],
-    "random regexes": [f"({'|'.join(random.Random(seed).sample(PIECES, 3))}){{2,12}}" for seed in range(3)],
-}
 GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 1.5, "seed": 7}
 
 

@@ -8,7 +8,7 @@ import itertools
 import models
 import pytest
 import torch
-from acceptance.processors import KINDS, Guidance, Native, Near, Recorded, closure
+from acceptance.processors import KINDS, Guidance, Native, Recorded, closure
 from rotated import rotated
 from transformers import StoppingCriteria, StoppingCriteriaList, WatermarkingConfig
 from validate.calls import LENGTH, VOCAB, pair
@@ -232,14 +232,3 @@ def test_what_a_processor_does_wrong_is_named_and_the_next_call_is_exact(wrong):
             with pytest.raises(error, match=message):
                 model.generate(logits_processor=[Native(), Fails(how)], **call(2))
             assert torch.equal(model.generate(logits_processor=[closure()], **call(2)), expected)
-
-
-@pytest.mark.parametrize("criterion", ["exact", "speculative", "typical"])
-@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 0.3}, {"min_p": 1.0}, {"temperature": 1e-11}], ids=str)
-def test_scores_in_float64_are_cut_in_float64(cut, criterion):
-    """What leaves one token in float64 leaves that one, where float32 would leave a tie."""
-    best = target().generate(logits_processor=[Near()], **call(3))
-    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    given = call(3, do_sample=True, seed=5, criterion=criterion, **{**plain, **cut})
-    chain = {"assistant_model": draft(), "graph_config": "chain"}
-    assert torch.equal(gsd.generate(target(), logits_processor=[Near()], **chain, **given), best)

@@ -12,7 +12,6 @@ from acceptance.distributions import P_VALUE, exact_probabilities, fit, moved, t
 import gsd_kernels as gsd
 from gsd_kernels.ops.sampling.reference import warp
 
-VOCAB = 32
 DRAWS = 20_000
 
 WARPERS = [

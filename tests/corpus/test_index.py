@@ -43,12 +43,6 @@ def truncate(file: Path, by: int = 1) -> None:
     os.truncate(file, file.stat().st_size - by)
 
 
-def flip(file: Path, at: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[at] ^= 0xFF
-    file.write_bytes(data)
-
-
 def rewrite(folder: Path, **changes: object) -> None:
     """Another header, with a right digest."""
     values = json.loads((folder / HEADER).read_text())

@@ -87,16 +87,6 @@ def test_a_gpu_that_failed_for_good_ends_the_call_with_the_first_error(pair, cud
     assert "a step could not be captured" not in caplog.text and str(f.value.__cause__).startswith("gsd_kernels: ")
 
 
-WAITING = {
-    "mask as an index": lambda x: x[x > 0],
-    "mask written": lambda x: x.index_put_((x > 0,), x[:1]),
-    "selected": lambda x: x.masked_select(x > 0),
-    "unique": lambda x: x.unique(),
-    "repeated": lambda x: x.repeat_interleave(torch.zeros_like(x)),
-    "read": lambda x: bool(x[0]),
-}
-
-
 class Longer(StoppingCriteria):
     """Stops all sequences early, for a reason that no device state knows."""
 

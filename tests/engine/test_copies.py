@@ -58,7 +58,3 @@ def test_a_copy_is_not_patched_and_can_be(way, patched, plain):
     gsd.unpatch(clone)
     assert clone.config._attn_implementation == "sdpa" and handle.patched
     assert torch.equal(target.generate(**prompt()), plain) and handle.stats.steps > 0
-
-
-def own_generate(*args, **kwargs) -> str:
-    return "own"

@@ -23,7 +23,6 @@ LLAVA, QWEN = "LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGenerati
 NEW = 32
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 SHORT = {**GREEDY, "max_new_tokens": 16}
-SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.2, "top_k": 0, "seed": 3}
 
 
 @functools.cache

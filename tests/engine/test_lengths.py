@@ -87,23 +87,6 @@ def test_growth_of_captured_steps(name, small, request):
     assert cuda.counts["captures"] > 1 and cuda.counts["replays"] > 3 and len(small) > 1
 
 
-class Keeps(gsd.DraftSource):
-    """Holds the tensor of the text's tokens, rather than the state."""
-
-    name = "keeps"
-
-    def attach(self, text):
-        self.state, self.tokens, self.sizes = text.state, text.state.tokens, []
-        Keeps.last = self
-
-    def propose(self, level):
-        assert self.tokens is self.state.tokens
-        self.sizes.append(self.tokens.shape[1])
-        root = self.tokens.gather(1, self.state.out_len[:, None].long() - 1)
-        assert torch.equal(root[:, 0], self.state.root_tokens())
-        return None
-
-
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 

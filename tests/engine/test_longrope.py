@@ -55,15 +55,6 @@ def target_of(family: str):
     return model
 
 
-def padded(length: int, pads: list[int]):
-    """Prompts behind these numbers of pad tokens."""
-    found = prompt(length, len(pads))
-    found["attention_mask"] = torch.ones_like(found["input_ids"])
-    for row, pad in enumerate(pads):
-        found["input_ids"][row, :pad], found["attention_mask"][row, :pad] = 0, 0
-    return found
-
-
 def prompt(length: int, batch: int = 1, *, seed: int = 3):
     return models.prompts(batch, length, seed=seed, vocab=VOCAB)
 

@@ -144,8 +144,6 @@ def test_unpatch_leaves_what_others_set_and_puts_back_what_was_before(before, si
 
 # ``with patch(model):``, and what a handle says of itself.
 
-TOKENS = {"max_new_tokens": 12, "do_sample": False}
-
 
 @pytest.fixture
 def alone():

@@ -24,11 +24,6 @@ GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 target_of = functools.lru_cache(build)
 
 
-@functools.lru_cache
-def text_of(family: str, batch: int):
-    return target_of(family).generate(**inputs_of(batch), **GREEDY)
-
-
 def test_turns_go_on_from_the_state_where_the_text_ends():
     target = target_of("falcon-h1")
     first = inputs_of(1)["input_ids"]

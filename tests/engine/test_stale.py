@@ -6,15 +6,12 @@ More changes, of one text: tests/model/changes.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from chats import GRAPH, SAMPLED, Reads, ask, expected, pair, patched, words
-from torch import nn
 
-from gsd_kernels.ops.packed import KINDS
 from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.validate import check_model
 
@@ -28,36 +25,8 @@ def data_in_place(model: Any) -> None:
     model.model.layers[0].mlp.down_proj.weight.data.add_(0.3)
 
 
-def data_replaced(model: Any) -> None:
-    weight = model.model.layers[1].self_attn.v_proj.weight
-    weight.data = weight.data.flip(0).clone()
-
-
 def load_state(model: Any) -> None:
     model.load_state_dict(pair(seed=9)[0].state_dict())
-
-
-def optimizer_step(model: Any) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(input_ids=words(1, 8, seed=1), labels=words(1, 8, seed=1)).loss.backward()
-    optimizer.step()
-    model.zero_grad()
-
-
-def to_float(model: Any) -> None:
-    model.float()
-
-
-def through_half(model: Any) -> None:
-    model.half().double()
-
-
-def resize(model: Any) -> None:
-    model.resize_token_embeddings(101, mean_resizing=False)
-
-
-def tie(model: Any) -> None:
-    model.lm_head.weight = model.model.embed_tokens.weight
 
 
 def hook(model: Any) -> None:
@@ -68,41 +37,8 @@ def layer_replaced(model: Any) -> None:
     model.model.layers[1] = copy.deepcopy(pair(seed=9)[0].model.layers[1]).to(model.dtype)
 
 
-def weight_replaced(model: Any) -> None:
-    proj = model.model.layers[0].mlp.up_proj
-    proj.weight = nn.Parameter(proj.weight.detach().flip(0).clone())
-
-
-def rotary_scale(model: Any) -> None:
-    model.model.rotary_emb.attention_scaling = 1.3
-
-
 def norm_epsilon(model: Any) -> None:
     model.model.layers[0].input_layernorm.variance_epsilon = 30.0
-
-
-def head_bias(model: Any) -> None:
-    torch.manual_seed(0)
-    model.lm_head.bias = nn.Parameter(3 * torch.randn(model.config.vocab_size, dtype=model.dtype))
-
-
-CHANGES: dict[str, Callable[[Any], None]] = {
-    "weights in place": add_in_place,
-    ".data of a tensor": data_in_place,
-    ".data replaced": data_replaced,
-    "load_state_dict": load_state,
-    "optimizer": optimizer_step,
-    "dtype": to_float,
-    "dtype and back": through_half,
-    "resize": resize,
-    "tied": tie,
-    "hook": hook,
-    "layer replaced": layer_replaced,
-    "weight replaced": weight_replaced,
-    "rope scale": rotary_scale,
-    "norm epsilon": norm_epsilon,
-    "output bias": head_bias,
-}
 
 
 def proved(model):
@@ -216,15 +152,6 @@ def test_a_change_in_the_middle_of_a_text():
         text = torch.cat([ask(target, words(1, 12, seed=1), observer=change, tokens=20), words(1, 4, seed=2)], 1)
         assert len(calls) > 2
         assert torch.equal(ask(target, text), expected(target, text))
-
-
-SETTINGS = {
-    "a list": ([16, 24], lambda held: held.value.reverse()),
-    "a dict": ({"default": 0.5}, lambda held: held.value.update(default=0.6)),
-    "a tuple": ((1, 2), lambda held: setattr(held, "value", (1, 3))),
-    "a dtype": (torch.float32, lambda held: setattr(held, "value", torch.float64)),
-    "the kind of packed weights": (KINDS[0], lambda held: setattr(held, "value", KINDS[5])),
-}
 
 
 def test_what_is_not_noticed_is_forgotten_by_hand():

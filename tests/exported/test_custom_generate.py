@@ -12,7 +12,6 @@ import torch
 from models import noised, prompts, tiny
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria, RepetitionPenaltyLogitsProcessor
-from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.exported.call import custom_generate
@@ -20,17 +19,6 @@ from gsd_kernels_hf.exported.call import custom_generate
 FOLDER = gsd.custom_generate_folder()
 DOOR = {"custom_generate": FOLDER, "trust_remote_code": True}
 CALL = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-
-
-class Kept(BaseStreamer):
-    def __init__(self):
-        self.ids, self.ended = [], 0
-
-    def put(self, value):
-        self.ids += value.flatten().tolist()
-
-    def end(self):
-        self.ended += 1
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ from quantised import SCHEMES, dense_of, gptq, original
 import gsd_kernels as gsd
 from gsd_kernels.ops.packed import unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
-from gsd_kernels_hf.costs.pair import describe
-from gsd_kernels_hf.costs.prior import weight_bytes
 from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.packed.adapters import stored_in
 from gsd_kernels_hf.packed.modules import matrix_of
@@ -53,17 +51,6 @@ def test_matrices_have_the_bits_of_the_librarys_dequantisation(name, made):
             x = torch.randn(128, matrix.inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
             for rows in (1, 2, 17, 128):
                 assert torch.equal(row_linear(x[:rows], matrix), row_linear(x[:rows], dense))
-
-
-@names
-def test_costs_know_the_bytes_and_the_format(name, made):
-    model, dense = made(name), original()
-    mine, theirs = describe(model, None, "auto")["target"], describe(dense, None, "auto")["target"]
-    assert mine["packed"][0].endswith(f" of {name.split()[0]}") and "packed" not in theirs
-    expected = weight_bytes(dense)
-    for place, module in layers(model).items():
-        expected += stored_in(module).nbytes - dense.get_submodule(place).weight.nbytes
-    assert weight_bytes(model) == expected < weight_bytes(dense)
 
 
 @names

@@ -133,15 +133,3 @@ def test_wrong_arguments_are_named(made, tmp_path):
         from_gguf(tmp_path)
     with pytest.raises(TypeError, match=r"dtype: expected torch\.float32"):
         from_gguf(made("llama"), dtype=torch.float64)
-
-
-MEMORY = """
-import resource, sys, torch
-from gsd_kernels_hf.packed.gguf import from_gguf
-torch.set_num_threads(1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-model = from_gguf(sys.argv[1])
-with torch.no_grad():
-    model(torch.tensor([[1, 2, 3]]))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""

@@ -14,23 +14,6 @@ from gsd_kernels_hf.packed import dense
 from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.packed.header import Header
 
-EDGES = (
-    0,
-    1,
-    2,
-    3,
-    8,
-    9,
-    12,
-    255,
-    1 << 16,
-    (1 << 31) - 1,
-    1 << 31,
-    (1 << 32) - 1,
-    1 << 62,
-    (1 << 63) - 1,
-    (1 << 64) - 1,
-)
 U32, I32, F32, BOOL, STRING, ARRAY, U64, F64 = 4, 5, 6, 7, 8, 9, 10, 12
 WHOLE = "block_count context_length embedding_length feed_forward_length attention.head_count vocab_size".split()
 LENGTHS = ("attention.head_count_kv", "rope.dimension_count", "attention.key_length", "attention.value_length")

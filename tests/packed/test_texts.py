@@ -15,10 +15,6 @@ from models import noised, prompts
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.packed import unpack_rows
-from gsd_kernels_cli import pair as console
-from gsd_kernels_cli.pair import load_pair
-from gsd_kernels_hf.costs.pair import describe
-from gsd_kernels_hf.costs.prior import weight_bytes
 from gsd_kernels_hf.packed import modules
 from gsd_kernels_hf.packed.modules import packed_in
 
@@ -59,34 +55,3 @@ def test_no_whole_matrix_is_unpacked(pair, monkeypatch):
     assert out.shape[0] == 2
     with pytest.raises(AssertionError, match="rows were unpacked"):
         assert packed_in(target)[0].weight is not None
-
-
-def test_costs_know_the_packed_bytes(pair):
-    target, dense, _ = pair
-    tied = dense.config.tie_word_embeddings
-    matrices = {m.packed.data_ptr(): m.matrix.nbytes for m in packed_in(target)}
-    if not tied:
-        del matrices[target.get_input_embeddings().packed.data_ptr()]
-    others = sum(parameter.nbytes for parameter in target.parameters())
-    assert weight_bytes(target) == sum(matrices.values()) + others < 0.8 * weight_bytes(dense)
-    mine, theirs = describe(target, None, "auto")["target"], describe(dense, None, "auto")["target"]
-    assert mine["packed"] == sorted({m.kind.name for m in packed_in(target)}) and "packed" not in theirs
-
-
-def test_the_command_line_takes_a_file(tmp_path, monkeypatch):
-    class Tokenizer:
-        pad_token = eos_token = "x"
-
-        def __len__(self):
-            return 96
-
-    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", "q8_0")
-    monkeypatch.setattr(console, "_load_tokenizer", lambda *_: Tokenizer())
-    loaded = load_pair(str(path), None)
-    assert packed_in(loaded.target) and loaded.target.dtype == torch.bfloat16
-    assert load_pair(str(path), None, dtype="float32").target.dtype == torch.float32
-    with pytest.raises(ValueError, match=r"--model: no such file: .*none\.gguf"):
-        load_pair(str(tmp_path / "none.gguf"), None)
-    monkeypatch.setattr(console, "pick_device", lambda _: torch.device("cuda"))
-    with pytest.raises(ValueError, match=r"--model: .*on a CPU alone; --device cpu"):
-        load_pair(str(path), None, device="cuda")

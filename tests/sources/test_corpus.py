@@ -62,7 +62,3 @@ def test_a_corpus_of_tokens_that_the_target_lacks_is_refused(target, tmp_path):
     corpus = Corpus(corpus_of(tmp_path / "large", [1, 2, 200]))
     with pytest.raises(ValueError, match="made with a tokenizer of 201 tokens, the target has 97"):
         gsd.generate(target, **prompts(1, 5), draft_sources=(corpus,), max_new_tokens=4)
-
-
-CAPTURED = GraphConfig(depth=0, branch=2, max_rows=8, history_depth=3)
-SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}

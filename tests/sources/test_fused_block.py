@@ -11,8 +11,7 @@ from models import prompts, tiny
 from ops.contracts.backends import backend_param
 from sources.drafters import FixedText, dflash_config, random_dflash
 
-from gsd_kernels import DFlash, GraphConfig
-from gsd_kernels.ops.table import Op
+from gsd_kernels import DFlash
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
@@ -40,7 +39,6 @@ NO_OPERATOR = {
 }
 SERVED = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 """Heads that a GPU's operators take."""
-GRAPH = GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=0)
 
 
 def target_of(dtype: torch.dtype, **sizes: int):
@@ -112,18 +110,6 @@ def test_the_error_is_at_most_twice_the_modules(device, kind, dtype):
     for number, (exactly, theirs, ours) in enumerate(zip(*found, strict=True)):
         assert ours.isfinite().all()
         assert (ours - exactly).norm() <= 2 * (theirs - exactly).norm() + 1e-6 * exactly.norm(), number
-
-
-def counted(monkeypatch) -> list[tuple[str, str | None]]:
-    """Calls of ops from here on, with the backend that they name."""
-    calls, honest = [], Op.__call__
-
-    def call(self, *given, **more):
-        calls.append((self.name, more.get("backend")))
-        return honest(self, *given, **more)
-
-    monkeypatch.setattr(Op, "__call__", call)
-    return calls
 
 
 @pytest.mark.parametrize("kind", NO_OPERATOR)

@@ -13,7 +13,7 @@ from ops.contracts.backends import backend_param
 from sources.drafters import FixedText, eagle3_config, random_eagle3, random_tensors
 from torch import nn
 
-from gsd_kernels import Eagle3, GraphConfig, Mtp
+from gsd_kernels import Eagle3, Mtp
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.sources import recursion
 from gsd_kernels_hf.sources.base import Prefilled
@@ -39,7 +39,6 @@ HEADS = {
 """Targets of heads of multi-token prediction."""
 FIRST = ("yarn", "qwen2")
 """Of them those whose heads read the feature first, with a bias."""
-GRAPH = GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=0)
 
 
 def target_of(dtype: torch.dtype, name: str = "", **sizes: int):

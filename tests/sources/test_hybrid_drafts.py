@@ -20,7 +20,6 @@ from gsd_kernels_hf.model.runner import RowModel
 
 FAMILIES = ("qwen3.5", "lfm2", "bamba", "falcon-h1", "kimi", "zaya")
 GREEDY = {"max_new_tokens": 44, "do_sample": False, "eos_token_id": None}
-SAMPLED = {"max_new_tokens": 30, "do_sample": True, "top_k": 0, "seed": 3, "eos_token_id": None}
 model_of = functools.lru_cache(build)
 
 

@@ -14,7 +14,6 @@ from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.runner import RowModel
 
 GREEDY = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
-SAMPLED = {"max_new_tokens": 24, "do_sample": True, "top_k": 0, "seed": 3, "eos_token_id": None}
 target_of = functools.lru_cache(build)
 
 
@@ -60,11 +59,6 @@ def test_an_mlp_that_returns_more_than_hidden_states_is_refused_by_name(how):
             gsd.LayerSkip(target, mlp=[0])
         else:
             gsd.LayerSkip.search(target, inputs_of(3)["input_ids"][:1], seconds=None)
-
-
-@functools.lru_cache
-def text_of(family: str):
-    return target_of(family).generate(**inputs_of(3), **GREEDY)
 
 
 @pytest.mark.parametrize(("family", "block"), [("qwen3.5", 4), ("qwen3.5", 0), ("lfm2", 4), ("nemotron-h", 4)])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig, NgramTable
 from gsd_kernels_hf.sources.history import History
-from gsd_kernels_hf.sources.memory import HistoryMemory, KeptTable
+from gsd_kernels_hf.sources.memory import HistoryMemory
 
 CONFIG = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=4, history_width=3)
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
@@ -126,11 +126,6 @@ def with_entries(table: NgramTable, inserted) -> NgramTable:
 def table_of(inserted, *, batch: int = 1, branch: int = 2, ways: int = 4) -> NgramTable:
     """A table of 8 entries after insertions of (context, continuation)."""
     return with_entries(NgramTable.empty(batch, branch, "cpu", capacity=8, max_context=1, ways=ways), inserted)
-
-
-def sets(kept: KeptTable) -> list[list[tuple[int, list[int]]]]:
-    listed = list(zip(kept.keys.tolist(), kept.tokens.tolist(), strict=True))
-    return [listed[at : at + kept.ways] for at in range(0, len(listed), kept.ways)]
 
 
 def test_what_is_kept_is_no_table_that_goes_on_being_written():

@@ -86,13 +86,6 @@ def test_every_form_of_the_model_drafts_with_it_unless_told_not_to(form, target,
             assert steps < handle.stats.steps or form in ("q4_0", "float16")  # whose texts are others
 
 
-CHANGES = {
-    "trained further": lambda model: [parameter.mul_(1.01) for parameter in model.parameters()],
-    "one norm": lambda model: vectors(model)[1][0].add_(1.0),
-    "another size": lambda model: setattr(model.config, "intermediate_size", 3),
-}
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_what_is_shipped_is_whole_and_small(name):
     """Where this fails because the mixture has other weights, run ``python -m gsd_kernels_train.recipes.learned``."""

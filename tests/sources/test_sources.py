@@ -20,7 +20,6 @@ from gsd_kernels_hf.sources.ledger import SourceWeights
 
 NEW = 24
 CPU = torch.device("cpu")
-FREE = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=4, history_width=3)
 GRAPH = GraphConfig(depth=3, width=3, branch=3, max_rows=32, merge_context=0, history_depth=2, history_width=4)
 
 

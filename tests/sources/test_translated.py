@@ -17,7 +17,6 @@ from gsd_kernels_hf.sources.translated import TranslatedRows
 
 OURS, THEIRS = two.byte_level(), two.renumbered(two.byte_level(), without=0.3)
 VOCAB = len(OURS)
-SHAPES = two.shapes(3)
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "seed": 5}
 ENDS = [OURS.eos_token_id, 40, 41]
 TEXT = {"max_new_tokens": 20, "eos_token_id": ENDS, "pad_token_id": 0}
