@@ -63,7 +63,7 @@ def digest(place: str) -> str:
     """Of the sources below a place."""
     path, found = ROOT / place, hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.suffix in SOURCES and file.is_file():
+        if file.is_file() and (file == path or file.suffix in SOURCES):
             found.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
     return found.hexdigest()
 

@@ -22,6 +22,7 @@ TREES = ("csrc", "gsd_kernels", "python", "bench", "setup.py", "pyproject.toml",
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.kept("csrc", "setup.py", "pyproject.toml", "gsd_kernels", "python"),
     pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a source checkout"),
 ]
 

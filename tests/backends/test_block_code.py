@@ -67,6 +67,7 @@ WARPERS = [
 ]
 
 
+@pytest.mark.kept("gsd_kernels/ops/sampling")
 @pytest.mark.parametrize("warpers", WARPERS, ids=str)
 @pytest.mark.parametrize("vocab", [1, 3, 111, 1000])
 def test_the_sampling_block_equals_the_reference(programs, warpers, vocab):

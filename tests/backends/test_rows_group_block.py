@@ -196,6 +196,7 @@ def test_the_cut_follows_from_the_shape(programs, product):
     assert set(found.split("\n")) == {f"{tiles} {splits}", ""} and (splits == 1 or tiles * splits <= 132)
 
 
+@pytest.mark.kept("gsd_kernels", "python/gsd_kernels_hf/model", "tests/decoders.py")
 @pytest.mark.parametrize("where", block_code.DEVICES)
 @pytest.mark.parametrize("count", [40, 140])
 def test_the_operator_has_the_same_bits_by_groups(where, count, monkeypatch, tmp_path_factory):

@@ -22,7 +22,7 @@ ctypes.CDLL(sys.argv[1]).gsd_register(b"gsd_kernels")
 sys.exit(pytest.main([sys.argv[2], "-o", "addopts=", "-p", "no:cacheprovider", "-q", "-x", "-s"]))
 """
 
-pytestmark = needs(SOURCE)
+pytestmark = [*needs(SOURCE), pytest.mark.kept("gsd_kernels", "tests/ops")]
 
 
 def runtime(name: str) -> str:

@@ -8,12 +8,10 @@ import pytest
 import torch
 from ops.contracts.arguments import (
     attention_case,
-    commit_arguments,
     flatten_arguments,
     merge_arguments,
-    sampling_arguments,
+    named_inputs,
     verify_arguments,
-    write_arguments,
 )
 from ops.contracts.backends import assert_bit_equal
 from ops.contracts.inputs import op_inputs
@@ -32,10 +30,10 @@ CALLS = {
     gsd.dag_attention: lambda: attention_case(0, dtype=torch.float32),
     gsd.merge: merge_arguments,
     gsd.flatten: flatten_arguments,
-    gsd.sample_rows: lambda: {**sampling_arguments(), "temperature": 0.7, "top_k": 5},
+    gsd.sample_rows: lambda: {**named_inputs(gsd.sample_rows, 4), "temperature": 0.7, "top_k": 5},
     gsd.verify: verify_arguments,
-    gsd.commit_kv: commit_arguments,
-    gsd.write_kv: write_arguments,
+    gsd.commit_kv: lambda: named_inputs(gsd.commit_kv, 5),
+    gsd.write_kv: lambda: named_inputs(gsd.write_kv, 5),
     gsd.ngram_insert: lambda: named(MEMORY.empty(), *MEMORY.calls()[0], names="table contexts tokens log_probs valid"),
     gsd.ngram_lookup: lambda: named(MEMORY.empty(), MEMORY.queries(), names="table contexts"),
     gsd.mix_candidates: lambda: named(*two_sources(0, 3, 2), names=SOURCES),

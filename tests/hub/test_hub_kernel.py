@@ -25,7 +25,7 @@ ATTENTION = f"{NAME}:attention"
 
 kernels = pytest.importorskip("kernels")
 pytestmark = [
-    pytest.mark.skipif(not (ROOT / "hub").exists(), reason="not a source checkout"),
+    pytest.mark.skipif(not (ROOT / "python/gsd_kernels_hub").exists(), reason="not a source checkout"),
     needs_cpu,
 ]
 
@@ -101,7 +101,7 @@ def test_its_public_names_are_there_and_its_ops_are_its_own(kernel):
 def test_two_versions_live_in_one_process(same_file, layout, kernel, tmp_path):
     """Ops of one name and other arguments, each in a namespace of its own; the installed package has them too."""
     source, libraries = tmp_path / "source", Path(kernel.__file__).parent
-    for folder in ("gsd_kernels", "hub"):
+    for folder in ("gsd_kernels", "python/gsd_kernels_hub"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(ROOT / "LICENSE", source)
     file = source / "gsd_kernels/ops/verify/api.py"
@@ -239,6 +239,7 @@ def test_what_it_does_not_compute_is_refused(change, message, kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.kept("csrc", "setup.py", "gsd_kernels", "python/gsd_kernels_hub", ".ci/hub")
 def test_ci_lays_it_out_and_runs_its_tests_and_benchmarks(tmp_path):
     environment = {"PYTHON": sys.executable, "LIBRARIES": str(LIBRARIES), "OUT": str(tmp_path / "hub")}
     done = subprocess.run([ROOT / ".ci/hub"], env=os.environ | environment, capture_output=True, text=True, timeout=300)

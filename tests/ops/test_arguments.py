@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from ops.contracts.arguments import (
     attention_arguments,
-    commit_arguments,
     flatten_arguments,
     merge_arguments,
-    sampling_arguments,
+    named_inputs,
     verify_arguments,
-    write_arguments,
 )
 from torch import Tensor
 
@@ -59,7 +58,7 @@ BAD = {
         ],
     ),
     gsd.sample_rows: (
-        sampling_arguments,
+        partial(named_inputs, gsd.sample_rows, 4),
         [
             ("logits", *part()),
             ("logits", *whole),
@@ -86,11 +85,11 @@ BAD = {
         ],
     ),
     gsd.commit_kv: (
-        commit_arguments,
+        partial(named_inputs, gsd.commit_kv, 5),
         [("v_caches", *value([])), ("accepted_rows", *long), ("num_accepted", *part(1)), ("kv_len", *long)],
     ),
     gsd.write_kv: (
-        write_arguments,
+        partial(named_inputs, gsd.write_kv, 5),
         [
             ("k_cache", *part()),
             ("k_cache", *whole),

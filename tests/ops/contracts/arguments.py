@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
 
 import torch
 from graphs import drafted
 from ops.contracts.graph import rows_case
+from ops.contracts.inputs import op_inputs
 from torch import Tensor
 
 import gsd_kernels as gsd
@@ -83,18 +87,15 @@ def dense_mask(case: dict[str, Tensor], window: int | None, chunk: int | None = 
     return torch.tensor(mask)
 
 
+def named_inputs(op: Callable[..., Any], count: int) -> dict[str, Any]:
+    """The first of an op's inputs by name, for the reference."""
+    return dict(zip(signature(op).parameters, op_inputs()[op.__name__][:count], strict=False)) | {
+        "backend": "reference"
+    }
+
+
 def attention_arguments():
     return {name: x for name, x in attention_case(0).items()} | {"backend": "reference"}
-
-
-def sampling_arguments():
-    return {
-        "logits": torch.randn(2, 3, 8),
-        "positions": torch.zeros(2, 3, dtype=torch.int32),
-        "seed": torch.tensor(0),
-        "sequence_ids": torch.zeros(2, dtype=torch.int32),
-        "backend": "reference",
-    }
 
 
 def verify_arguments():
@@ -105,28 +106,6 @@ def verify_arguments():
         **more,
         "done": torch.zeros(4, dtype=torch.bool),
         "max_path": config.max_path,
-        "backend": "reference",
-    }
-
-
-def commit_arguments():
-    return {
-        "k_caches": [torch.zeros(2, 1, 8, 4)],
-        "v_caches": [torch.zeros(2, 1, 8, 4)],
-        "accepted_rows": torch.zeros(2, 3, dtype=torch.int32),
-        "num_accepted": torch.zeros(2, dtype=torch.int32),
-        "kv_len": torch.zeros(2, dtype=torch.int32),
-        "backend": "reference",
-    }
-
-
-def write_arguments():
-    return {
-        "k_cache": torch.zeros(2, 1, 8, 4),
-        "v_cache": torch.zeros(2, 1, 8, 6),
-        "k": torch.ones(2, 1, 3, 4),
-        "v": torch.ones(2, 1, 3, 6),
-        "positions": torch.arange(6).view(2, 3),
         "backend": "reference",
     }
 
