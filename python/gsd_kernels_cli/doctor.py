@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from gsd_kernels_hf.extras import cure
 
-from . import options
+from . import options, values
 from .demo.smollm2 import NAME
 from .output import FAILURE, err, out, print_json, progress, table
 
@@ -28,6 +28,7 @@ NO_GPU = "no GPU here can run the operator of rows"
 
 
 def command(
+    place: options.ModelPlace = None,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Compile every Triton kernel, no GPU needed, and list its resources.")
     ] = False,
@@ -45,6 +46,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Versions, devices, compilers, and every backend on every device with the reason why one is missing."""
+    model = values.named_once(place, model)
     with progress("looking around"):
         report = examine()
     if prove:

@@ -201,7 +201,8 @@ def test_slips_are_refused_before_torch_is_imported():
 def test_a_model_is_named_by_its_place_or_by_the_option(folder, tmp_path):
     """Every command that takes a model: the same words at both doors, and not at both at once."""
     place, none = str(folder / "target"), tmp_path / "none"
-    for command in (["chat"], ["demo"], ["learn"], ["serve"], ["export", tmp_path / "new"]):
+    benches = [["bench", name] for name in ("real", "prompt", "sources", "generate")]
+    for command in (["chat"], ["demo"], ["learn"], ["serve"], ["doctor"], ["export", tmp_path / "new"], *benches):
         assert error(*command, none).startswith(f"MODEL: no such folder: {none}")
         assert error(*command, "--model", none).startswith(f"--model: no such folder: {none}")
         assert error(*command, place, "--model", place).startswith(f"--model: {place!r} names the model already")
