@@ -99,6 +99,15 @@ def test_prompts_that_share_something(name, kind, decoding):
         assert torch.equal(ask(target, again, **decoding), expected(target, again, **decoding))
 
 
+def test_a_text_that_was_returned_stays_while_its_storage_is_used_again():
+    target, draft = pair()
+    with patched(target, assistant_model=draft, graph_config=TREE):
+        text = ask(target, words(1, 12, seed=1))
+        before = text.clone()
+        assert not torch.equal(ask(target, words(1, 12, seed=2)), text)
+        assert torch.equal(text, before)
+
+
 class Breaking(BaseStreamer):
     def __init__(self, after: int) -> None:
         self.left = after

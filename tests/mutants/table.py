@@ -42,7 +42,7 @@ T_MEMORY, T_GRAMMAR, T_BORDER = (
 T_ACCEPTED = "tests/demo/test_fitted_drafters.py tests/sources/test_fused_features.py"
 T_PADDING = "tests/sources/test_every_source.py -k padding"
 T_CACHE, T_CHUNKS = "tests/model/test_cache.py", "tests/model/test_chunks.py"
-T_STALE, T_LENGTHS = "tests/engine/test_stale.py", "tests/engine/test_lengths.py"
+T_STALE, T_TURNS = "tests/engine/test_stale.py", "tests/engine/test_turns.py"
 
 # fmt: off
 MUTANTS = [Mutant(*row) for row in (
@@ -68,7 +68,7 @@ MUTANTS = [Mutant(*row) for row in (
     (STREAMING, "if at < len(text) else self.pad", "if at < len(text) else 0", "streaming: padding is another token", T_STREAM),
     (KEY, "tuple(sorted(request.eos_ids))", "()", "caches between calls: a session with other EOS tokens serves", T_STALE + " tests/engine/test_turns.py"),
     (KEY, "tuple(request.plan.warper_arguments.items())", "()", "caches between calls: a session with other warpers serves", T_STALE + " tests/engine/test_turns.py"),
-    (OUTPUT, "to(request.input_ids.device, copy=True)", "to(request.input_ids.device)", "output: the returned text is storage of the next call", "tests/engine/test_copies.py tests/engine/test_engine.py"),
+    (OUTPUT, "to(request.input_ids.device, copy=True)", "to(request.input_ids.device)", "output: the returned text is storage of the next call", T_TURNS + " -k returned_stays"),
     (CACHE, "new[..., : storage.shape[-2], :] = storage", "new[..., 1 : storage.shape[-2], :] = storage[..., 1:, :]", "resize: the first position is lost when a cache grows", T_CACHE),
     (CACHE, "if not length and isinstance(layer, StateLayer)", "if length and isinstance(layer, StateLayer)", "caches between calls: recurrent states of the last text stay", "tests/engine/test_recurrent.py"),
     (MASKS, "row - position < self.window", "row - position <= self.window", "windows: one position more is seen", "tests/model/test_sinks.py tests/model/test_kinds_of_models.py " + T_CHUNKS),
