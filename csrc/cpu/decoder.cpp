@@ -9,8 +9,6 @@ namespace {
 
 constexpr int64_t kUnit = 32;  // outputs that are not shared out among threads
 
-std::unique_ptr<float[]> floats(int64_t n) { return std::unique_ptr<float[]>(new float[static_cast<size_t>(n)]); }
-
 constexpr int64_t kLeastWeights = 1 << 14, kMostWeights = 1 << 17;  // of up to eight rows, in a piece of a product
 constexpr int64_t kPieceElements = 1 << 11;
 
@@ -55,15 +53,15 @@ Decoder::Decoder(Team& team, const DecoderSizes& sizes, const DecoderRows& rows,
     : team_(team), s_(sizes), r_(rows), paths_(paths), element_(element), kernels_(kernels()),
       kernel_(kernels_.large[static_cast<int>(element)]), kept_(sizes.rows) {
   const int64_t count = s_.count(), half = s_.head_dim / 2;
-  x_ = floats(count * s_.hidden), added_ = floats(count * s_.hidden);
-  q_ = floats(count * s_.q_size()), attended_ = floats(count * s_.q_size());
-  k_ = floats(count * s_.kv_size()), v_ = floats(count * s_.kv_size());
-  inner_ = floats(count * s_.inner);
-  cos_ = floats(count * half), sin_ = floats(count * half);
-  strips_ = floats(team_.size() * 2 * kept_ * s_.batch * strip());
+  x_.make_room(count * s_.hidden), added_.make_room(count * s_.hidden);
+  q_.make_room(count * s_.q_size()), attended_.make_room(count * s_.q_size());
+  k_.make_room(count * s_.kv_size()), v_.make_room(count * s_.kv_size());
+  inner_.make_room(count * s_.inner);
+  cos_.make_room(count * half), sin_.make_room(count * half);
+  strips_.make_room(team_.size() * 2 * kept_ * s_.batch * strip());
   share_rows(team_, count, s_.hidden, 1, [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
-      read_weights(element_, embedding, r_.tokens[m], x_.get() + m * s_.hidden);
+      read_weights(element_, embedding, r_.tokens[m], x_.data() + m * s_.hidden);
       for (int64_t i = 0; i < half; i++) {
         const float angle = static_cast<float>(r_.positions[m]) * r_.inv_freq[i];
         cos_[m * half + i] = std::cos(angle) * s_.rope_scale;
@@ -86,14 +84,14 @@ void Decoder::forward_paired(const DecoderLayer& layer, const Features& features
 void Decoder::project_pairs(const Projection& projection, const Features& features) {
   pair_and_pack(features, {&projection});
   share_outputs(team_, s_.hidden, count(), projection.weights.inputs, [&](int64_t, int64_t begin, int64_t end) {
-    multiply(projection, count(), begin, end, x_.get() + begin, s_.hidden);
+    multiply(projection, count(), begin, end, x_.data() + begin, s_.hidden);
   });
 }
 
 void Decoder::store_features(const std::vector<DecoderLayer>& layers, const Matrix& features) {
-  for (int64_t m = 0; m < count(); m++) read_row(features, m, x_.get() + m * s_.hidden, s_.hidden);
+  for (int64_t m = 0; m < count(); m++) read_row(features, m, x_.data() + m * s_.hidden, s_.hidden);
   for (const DecoderLayer& layer : layers) {
-    pack(x_.get(), count(), s_.hidden, {&layer.k, &layer.v});
+    pack(x_.data(), count(), s_.hidden, {&layer.k, &layer.v});
     project_heads(layer, false);
     turn_and_store(layer, false);
   }
@@ -107,20 +105,20 @@ void Decoder::forward_packed(const DecoderLayer& layer, int64_t keep) {
   keep_last(keep);
   if (keep == 0) return;
   attend(layer);
-  pack(attended_.get(), count(), s_.q_size(), {&layer.o});
+  pack(attended_.data(), count(), s_.q_size(), {&layer.o});
   project_and_add(layer.o);
   norm_and_pack(layer.second_norm, {&layer.gate, &layer.up});
   feed_forward(layer);
-  pack(inner_.get(), count(), s_.inner, {&layer.down});
+  pack(inner_.data(), count(), s_.inner, {&layer.down});
   project_and_add(layer.down);
 }
 
-void Decoder::copy_state(float* out) const { std::copy(x_.get(), x_.get() + count() * s_.hidden, out); }
+void Decoder::copy_state(float* out) { std::copy(x_.data(), x_.data() + count() * s_.hidden, out); }
 
 void Decoder::norm_state(const std::vector<float>& norm, float* out) {
   share_rows(team_, count(), s_.hidden, 1, [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
-      rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, out + m * s_.hidden, s_.hidden);
+      rms_norm(x_.data() + m * s_.hidden, norm.data(), s_.eps, out + m * s_.hidden, s_.hidden);
     }
   });
 }
@@ -140,8 +138,7 @@ void Decoder::finish(const std::vector<float>& norm, const Projection& head, flo
 void Decoder::make_room(int64_t rows, int64_t k, Readers readers) {
   for (const Projection* p : readers) {
     const RowForm form = form_of(p->weights.kind);
-    packed_[static_cast<int>(form)].resize(
-        static_cast<size_t>((rows + kRowBlock) * packed_row_bytes(kernels_, element_, form, k)));
+    packed_[static_cast<int>(form)].make_room((rows + kRowBlock) * packed_row_bytes(kernels_, element_, form, k));
   }
 }
 
@@ -159,26 +156,27 @@ void Decoder::norm_and_pack(const std::vector<float>& norm, Readers readers) {
   make_room(count(), s_.hidden, readers);
   share_rows(team_, count(), s_.hidden, kernel_.group, [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
-      rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, added_.get() + m * s_.hidden, s_.hidden);
+      rms_norm(x_.data() + m * s_.hidden, norm.data(), s_.eps, added_.data() + m * s_.hidden, s_.hidden);
     }
-    pack_rows(added_.get(), first, last, s_.hidden, readers);
+    pack_rows(added_.data(), first, last, s_.hidden, readers);
   });
 }
 
 void Decoder::pair_and_pack(const Features& features, Readers readers) {
   const int64_t hidden = s_.hidden, width = 2 * hidden;
   make_room(count(), width, readers);
-  const std::unique_ptr<float[]> pairs = floats(count() * width);
+  Lines<float> pairs;
+  pairs.make_room(count() * width);
   share_rows(team_, count(), width, kernel_.group, [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
-      float *x = x_.get() + m * hidden, *pair = pairs.get() + m * width;
+      float *x = x_.data() + m * hidden, *pair = pairs.data() + m * width;
       float *token = pair + (features.first ? hidden : 0), *feature = pair + (features.first ? 0 : hidden);
       rms_norm(x, features.token_norm.data(), s_.eps, token, hidden);
       read_row(features.rows, m, x, hidden);
       rms_norm(x, features.norm.data(), s_.eps, feature, hidden);
       if (features.normed_residual) std::copy_n(feature, hidden, x);
     }
-    pack_rows(pairs.get(), first, last, width, readers);
+    pack_rows(pairs.data(), first, last, width, readers);
   });
 }
 
@@ -190,7 +188,7 @@ void Decoder::pack(const float* x, int64_t rows, int64_t k, Readers readers) {
 
 // Outputs begin … end − 1 of the packed rows, with their bias: out[r · out_stride + n − begin].
 void Decoder::multiply(const Projection& p, int64_t rows, int64_t begin, int64_t end, float* out,
-                       int64_t out_stride) const {
+                       int64_t out_stride) {
   const char* packed = packed_[static_cast<int>(form_of(p.weights.kind))].data();
   gsd::multiply(kernels_, element_, p.weights, packed, rows, begin, end, out, out_stride);
   if (p.bias.empty()) return;
@@ -202,9 +200,10 @@ void Decoder::multiply(const Projection& p, int64_t rows, int64_t begin, int64_t
 void Decoder::project_and_add(const Projection& p) {
   const int64_t outputs = p.outputs();
   share_outputs(team_, outputs, count(), p.weights.inputs, [&](int64_t, int64_t begin, int64_t end) {
-    multiply(p, count(), begin, end, added_.get() + begin, outputs);
+    float *x = x_.data(), *added = added_.data();
+    multiply(p, count(), begin, end, added + begin, outputs);
     for (int64_t m = 0; m < count(); m++) {
-      for (int64_t n = begin; n < end; n++) x_[m * outputs + n] += added_[m * outputs + n];
+      for (int64_t n = begin; n < end; n++) x[m * outputs + n] += added[m * outputs + n];
     }
   });
 }
@@ -213,7 +212,7 @@ void Decoder::project_heads(const DecoderLayer& layer, bool queries) {
   const struct {
     const Projection& projection;
     float* out;
-  } parts[] = {{layer.q, q_.get()}, {layer.k, k_.get()}, {layer.v, v_.get()}};
+  } parts[] = {{layer.q, q_.data()}, {layer.k, k_.data()}, {layer.v, v_.data()}};
   const int64_t before = queries ? 0 : s_.q_size();  // outputs that nobody reads
   const int64_t outputs = s_.q_size() + 2 * s_.kv_size() - before;
   share_outputs(team_, outputs, count(), s_.hidden, [&](int64_t, int64_t begin, int64_t end) {
@@ -236,18 +235,18 @@ void Decoder::turn_and_store(const DecoderLayer& layer, bool queries) {
 
 void Decoder::turn_and_store_row(const DecoderLayer& layer, bool queries, int64_t row) {
   const int64_t half = s_.head_dim / 2, b = row / s_.rows;
-  const float *cos = cos_.get() + row * half, *sin = sin_.get() + row * half;
+  const float *cos = cos_.data() + row * half, *sin = sin_.data() + row * half;
   for (int64_t h = 0; queries && h < s_.heads; h++) {
-    float* q = q_.get() + row * s_.q_size() + h * s_.head_dim;
+    float* q = q_.data() + row * s_.q_size() + h * s_.head_dim;
     if (!layer.q_norm.empty()) rms_norm(q, layer.q_norm.data(), s_.eps, q, s_.head_dim);
     rotate(q, s_.head_dim, cos, sin);
   }
   bool spoiled = false;
   for (int64_t h = 0; h < s_.kv_heads; h++) {
-    float* k = k_.get() + row * s_.kv_size() + h * s_.head_dim;
+    float* k = k_.data() + row * s_.kv_size() + h * s_.head_dim;
     if (!layer.k_norm.empty()) rms_norm(k, layer.k_norm.data(), s_.eps, k, s_.head_dim);
     rotate(k, s_.head_dim, cos, sin);
-    float* v = v_.get() + row * s_.kv_size() + h * s_.head_dim;
+    float* v = v_.data() + row * s_.kv_size() + h * s_.head_dim;
     spoiled |= store(k, layer.keys, layer.cache_element, b, h, r_.slots[row], s_.head_dim);
     spoiled |= store(v, layer.values, layer.cache_element, b, h, r_.slots[row], s_.head_dim);
   }
@@ -259,8 +258,8 @@ void Decoder::keep_last(int64_t keep) {
   const int64_t skipped = kept_ - keep;
   for (int64_t m = 0; skipped > 0 && m < s_.batch * keep; m++) {
     const int64_t from = m + (m / keep + 1) * skipped;
-    std::copy_n(x_.get() + from * s_.hidden, s_.hidden, x_.get() + m * s_.hidden);
-    std::copy_n(q_.get() + from * s_.q_size(), s_.q_size(), q_.get() + m * s_.q_size());
+    std::copy_n(x_.data() + from * s_.hidden, s_.hidden, x_.data() + m * s_.hidden);
+    std::copy_n(q_.data() + from * s_.q_size(), s_.q_size(), q_.data() + m * s_.q_size());
   }
   kept_ = keep;
 }
@@ -269,14 +268,14 @@ void Decoder::attend(const DecoderLayer& layer) {
   PathAttention a{};
   a.batch = s_.batch, a.heads = s_.heads, a.kv_heads = s_.kv_heads, a.head_dim = a.value_dim = s_.head_dim;
   a.graph_rows = s_.rows, a.rows = kept_;
-  a.q = reinterpret_cast<const char*>(q_.get());
+  a.q = reinterpret_cast<const char*>(q_.data());
   a.q_batch = kept_ * s_.q_size(), a.q_head = s_.head_dim, a.q_row = s_.q_size();
   a.element = Element::kFloat32;
   a.keys = layer.keys, a.values = layer.values, a.cache_element = layer.cache_element;
   a.paths = &paths_, a.kv_len = r_.kv_len, a.kv_start = r_.kv_start, a.positions = r_.positions;
   a.window = layer.window;
   a.scale = 1.0f / std::sqrt(static_cast<float>(s_.head_dim));
-  a.out = reinterpret_cast<char*>(attended_.get());
+  a.out = reinterpret_cast<char*>(attended_.data());
   attend_paths(team_, a, kernels_.small[static_cast<int>(layer.cache_element)]);
 }
 
@@ -289,13 +288,13 @@ int64_t Decoder::strip() const {
 void Decoder::feed_forward(const DecoderLayer& layer) {
   const int64_t count = this->count(), strip = this->strip();
   share_outputs(team_, s_.inner, 2 * count, s_.hidden, [&](int64_t thread, int64_t begin, int64_t end) {
-    float *gate = strips_.get() + thread * 2 * s_.count() * strip, *up = gate + count * strip;
+    float *gate = strips_.data() + thread * 2 * s_.count() * strip, *up = gate + count * strip;
     for (int64_t n = begin; n < end; n += strip) {
       const int64_t outputs = std::min(strip, end - n);
       multiply(layer.gate, count, n, n + outputs, gate, strip);
       multiply(layer.up, count, n, n + outputs, up, strip);
       for (int64_t m = 0; m < count; m++) {
-        silu_times(gate + m * strip, up + m * strip, inner_.get() + m * s_.inner + n, outputs);
+        silu_times(gate + m * strip, up + m * strip, inner_.data() + m * s_.inner + n, outputs);
       }
     }
   });

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <initializer_list>
-#include <memory>
 #include <vector>
 
+#include "lines.h"
 #include "path_attention.h"
 #include "row_forms.h"
 #include "team.h"
@@ -72,7 +72,7 @@ class Decoder {
   void store_features(const std::vector<DecoderLayer>& layers, const Matrix& features);
 
   // What the next layer reads of the rows that are kept, [batch · rows, hidden].
-  void copy_state(float* out) const;
+  void copy_state(float* out);
 
   // The same through the norm behind the last layer.
   void norm_state(const std::vector<float>& norm, float* out);
@@ -94,7 +94,7 @@ class Decoder {
   void pack(const float* x, int64_t rows, int64_t k, Readers readers);
   void make_room(int64_t rows, int64_t k, Readers readers);
   void pack_rows(const float* x, int64_t first, int64_t last, int64_t k, Readers readers);
-  void multiply(const Projection& p, int64_t rows, int64_t begin, int64_t end, float* out, int64_t out_stride) const;
+  void multiply(const Projection& p, int64_t rows, int64_t begin, int64_t end, float* out, int64_t out_stride);
   void project_and_add(const Projection& p);
   void project_heads(const DecoderLayer& layer, bool queries);
   void turn_and_store(const DecoderLayer& layer, bool queries);
@@ -110,8 +110,8 @@ class Decoder {
   const IsaKernels& kernels_;
   const RowKernel& kernel_;
   int64_t kept_;  // rows of a sequence that have a state and queries: its last ones, one behind the other
-  std::unique_ptr<float[]> x_, added_, q_, k_, v_, attended_, inner_, cos_, sin_, strips_;
-  std::vector<char> packed_[kRowForms];
+  Lines<float> x_, added_, q_, k_, v_, attended_, inner_, cos_, sin_, strips_;
+  Lines<char> packed_[kRowForms];
 };
 
 }  // namespace gsd

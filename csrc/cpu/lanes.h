@@ -58,25 +58,39 @@ GSD_INLINE void choose(const Ints& mask, const Floats& where, const Floats& else
   out = (Floats)((mask & (Ints)where) | (~mask & (Ints)elsewhere));
 }
 
-// Cephes' expf: relative error 1e-7; 0 below −87.
-GSD_INLINE void exp_lanes(const Floats& x, Floats& out) {
-  Ints small, nan;
-  sign_of(x + 87.0f, small);
-  is_nan(x, nan);
-  small &= ~nan;
-  Floats clamped;
-  choose(small, Floats{} - 87.0f, x, clamped);
-  const Floats shifted = clamped * 1.44269504088896341f + 12582912.0f;  // + 1.5·2²³ rounds to an integer
+// Cephes' expf: relative error 1e-7. Of −87 … 88: exp(x) = p · 2ⁿ, n is what `shifted` ends with.
+GSD_INLINE void exp_parts(const Floats& x, Floats& shifted, Floats& p) {
+  shifted = x * 1.44269504088896341f + 12582912.0f;  // + 1.5·2²³ rounds to an integer
   const Floats n = shifted - 12582912.0f;
-  const Floats r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const Ints scale = (__builtin_convertvector(n, Ints) + 127) << 23;
+}
+
+// 0 below −87.
+GSD_INLINE void exp_lanes(const Floats& x, Floats& out) {
+  Ints small, nan;
+  sign_of(x + 87.0f, small);
+  is_nan(x, nan);
+  small &= ~nan;
+  Floats clamped, shifted, p;
+  choose(small, Floats{} - 87.0f, x, clamped);
+  exp_parts(clamped, shifted, p);
+  const Ints scale = (__builtin_convertvector(shifted - 12582912.0f, Ints) + 127) << 23;
   out = (Floats)(~small & (Ints)(p * (Floats)scale));
+}
+
+// The same bits of what is neither above 0 nor NaN, for two thirds of the work.
+GSD_INLINE void exp_to_one(const Floats& x, Floats& out) {
+  Ints small;
+  Floats shifted, p;
+  sign_of(x + 87.0f, small);
+  exp_parts(x, shifted, p);
+  out = (Floats)(~small & ((Ints)p + ((Ints)shifted << 23)));
 }
 
 }  // namespace gsd

@@ -8,7 +8,6 @@
 
 #include "../algorithms/elements.h"
 #include "lanes.h"
-#include "row_math.h"
 
 namespace gsd {
 namespace {
@@ -76,17 +75,7 @@ GSD_CLONES void read_row(const Matrix& from, int64_t row, float* to, int64_t wid
 }
 
 GSD_CLONES static void write_bfloat16(const float* from, uint16_t* to, int64_t width) {
-  int64_t i = 0;
-  Floats value;
-  for (; i + kLanes <= width; i += kLanes) {  // as Bfloat16::round
-    load(from + i, value);
-    const Words bits = (Words)value, up = bits + 0x7FFFu + (bits >> 16 & 1u);
-    Ints nan;
-    is_nan(value, nan);
-    const Halves rounded = __builtin_convertvector(((up & ~(Words)nan) | ((bits | 0x400000u) & (Words)nan)) >> 16, Halves);
-    memcpy(to + i, &rounded, sizeof rounded);
-  }
-  for (; i < width; i++) to[i] = Bfloat16::round(from[i]);
+  for (int64_t i = 0; i < width; i++) to[i] = Bfloat16::round(from[i]);
 }
 
 void write_row(const float* from, void* to, Element element, int64_t width) {
@@ -143,23 +132,19 @@ GSD_CLONES void silu_times(const float* gate, const float* up, float* out, int64
   for (int64_t i = 0; i < width; i += kLanes) {
     load_some(gate + i, width - i, g);
     load_some(up + i, width - i, u);
-    exp_lanes((Floats)((Ints)g | INT32_MIN), e);  // of −|g|: ≤ 1, so nothing overflows
+    exp_to_one((Floats)((Ints)g | INT32_MIN), e);  // of −|g|: nothing overflows; NaN gets through g
     sign_of(g, negative);
     choose(negative, e, Floats{} + 1.0f, share);
     store_some(g * u * (share / (1.0f + e)), width - i, out + i);
   }
 }
 
-float largest(const float* scores, int64_t padded) {
-  const Extremes found = extremes(scores, static_cast<int>(padded));
-  return found.has_nan ? float_from_bits(0x7FC00000) : found.max;  // NaN gets through
-}
-
 GSD_CLONES float exp_row(float* scores, int64_t padded, float shift) {
   Floats seen, e, sum{};
+  const bool finite = shift - shift == 0.0f;
   for (int64_t i = 0; i < padded; i += kLanes) {
     load(scores + i, seen);
-    exp_lanes(seen - shift, e);
+    finite ? exp_to_one(seen - shift, e) : exp_lanes(seen - shift, e);
     sum += e;
     store(e, scores + i);
   }

@@ -35,9 +35,6 @@ void rms_norm(const float* x, const float* weight, float eps, float* out, int64_
 // out = gate · sigmoid(gate) · up
 void silu_times(const float* gate, const float* up, float* out, int64_t width);
 
-// The largest of n scores, padded to kLanes with −inf; NaN if there is one.
-float largest(const float* scores, int64_t padded);
-
 // scores → exp(score − shift), in place; their sum.
 float exp_row(float* scores, int64_t padded, float shift);
 

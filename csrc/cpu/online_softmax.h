@@ -8,6 +8,7 @@
 #include "../algorithms/group.h"
 #include "lanes.h"
 #include "model_math.h"
+#include "row_math.h"
 
 namespace gsd {
 
@@ -19,7 +20,8 @@ struct OnlineSoftmax {
 
   // Takes n scores in, padded with −inf, and turns them into weights; what to scale the accumulated by.
   float take(float* scores, int64_t padded) {
-    const float top = largest(scores, padded);
+    const Extremes found = extremes(scores, static_cast<int>(padded));
+    const float top = found.has_nan ? NAN : found.max;
     float decay = 1.0f;
     if (top == negative_infinity()) {
       std::fill(scores, scores + padded, 0.0f);

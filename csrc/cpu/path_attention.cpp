@@ -4,28 +4,26 @@
 #include <cmath>
 
 #include "../algorithms/group.h"
+#include "lines.h"
 #include "online_softmax.h"
 
 namespace gsd {
 namespace {
 
 constexpr int64_t kBlockPositions = 256;  // of the text, from its beginning
+constexpr int64_t kScores = kBlockPositions + kLanes;  // of a row: no power of two, where columns would meet in one set
 constexpr int64_t kSliceRows = 12;        // query vectors that are added to as far as one of them sees
 
 // A thread's working memory, which keeps its size: of a step's thousands of items none asks for any, or clears it.
 struct Scratch {
-  std::vector<char> packed;
-  std::vector<float> queries, acc, fresh, scores, node_scores, tails;
+  Lines<char> packed;
+  Lines<float> queries, acc, fresh, scores, node_scores, tails;
   std::vector<OnlineSoftmax> running;
-  std::vector<int64_t> offsets, tail_offsets;
+  Lines<int64_t> offsets, tail_offsets;
 
   static Scratch& of_thread() {
     static thread_local Scratch scratch;
     return scratch;
-  }
-  template <class T>
-  static void make_room(std::vector<T>& storage, int64_t n) {
-    if (storage.size() < static_cast<size_t>(n)) storage.resize(static_cast<size_t>(n));
   }
 };
 
@@ -40,15 +38,16 @@ class Item {
     keys_ = a.keys.data + b * a.keys.batch_stride + kv_head * a.keys.head_stride;
     values_ = a.values.data + b * a.values.batch_stride + kv_head * a.values.head_stride;
     width_ = padded_to_lanes(a.value_dim);
-    s_.acc.assign(static_cast<size_t>(count * width_), 0.0f);
+    s_.acc.make_room(count * width_);
+    std::fill_n(s_.acc.data(), count * width_, 0.0f);
     s_.running.assign(static_cast<size_t>(count), {});
-    Scratch::make_room(s_.scores, count * kBlockPositions);
-    Scratch::make_room(s_.offsets, kBlockPositions), Scratch::make_room(s_.tail_offsets, kBlockPositions);
+    s_.scores.make_room(count * kScores);
+    s_.offsets.make_room(kBlockPositions), s_.tail_offsets.make_room(kBlockPositions);
     group_ = a.heads / a.kv_heads;
     // Where values are arranged before they are read, all at once.
     tall_ = alone() ? 1 : kernel.together > 1 ? count : kSliceRows;
-    Scratch::make_room(s_.tails, tall_ * kBlockPositions);
-    if (!finite()) Scratch::make_room(s_.fresh, tall_ * width_);
+    s_.tails.make_room(tall_ * kBlockPositions);
+    if (!finite()) s_.fresh.make_room(tall_ * width_);
   }
 
   void run() {
@@ -104,8 +103,8 @@ class Item {
   }
 
   void pack_queries() {
-    Scratch::make_room(s_.packed, (count_ + kRowBlock) * kernel_.row_bytes(a_.head_dim));
-    Scratch::make_room(s_.queries, count_ * a_.head_dim);
+    s_.packed.make_room((count_ + kRowBlock) * kernel_.row_bytes(a_.head_dim));
+    s_.queries.make_room(count_ * a_.head_dim);
     for (int64_t m = 0; m < count_; m++) {
       const int64_t at = b_ * a_.q_batch + head(m) * a_.q_head + row(m) * a_.q_row;
       read_row({a_.q + at * bytes_of(a_.element), 0, a_.element}, 0, s_.queries.data() + m * a_.head_dim, a_.head_dim);
@@ -121,7 +120,7 @@ class Item {
   // Every query with every slot behind the prefix up to the last that a path lists; a row takes its own.
   void score_nodes() {
     nodes_ = std::min(a_.paths->slots, a_.keys.slots - a_.kv_len[b_]);
-    Scratch::make_room(s_.node_scores, count_ * nodes_);
+    s_.node_scores.make_room(count_ * nodes_);
     if (nodes_ > 0) score(keys_ + a_.kv_len[b_] * a_.keys.slot_stride, nodes_, s_.node_scores.data(), nodes_);
   }
 
@@ -131,8 +130,8 @@ class Item {
     for (int64_t m = 0; m < count_; m++) most = std::max(most, dense_in(m, first));
     const int64_t skipped = std::min(from - first, most) / kernel_.together * kernel_.together;
     const char* keys = keys_ + (start_ + first + skipped) * a_.keys.slot_stride;
-    if (skipped < most) score(keys, most - skipped, s_.scores.data() + skipped, kBlockPositions);
-    for (int64_t p = 0; p < most; p++) s_.offsets[static_cast<size_t>(p)] = value_offset(start_ + first + p);
+    if (skipped < most) score(keys, most - skipped, s_.scores.data() + skipped, kScores);
+    for (int64_t p = 0; p < most; p++) s_.offsets[p] = value_offset(start_ + first + p);
     for (int64_t m = 0; m < count_; m += tall_) slice(m, std::min(count_, m + tall_), first, skipped);
   }
 
@@ -151,7 +150,7 @@ class Item {
     const int64_t from = alone() ? std::max(skipped, low(m) - first) : skipped;
     for (int64_t row = m; row < last; row++) {
       const int64_t filled = weigh(row, first, skipped), cut = tail_begin(row, first, filled);
-      float* scores = s_.scores.data() + row * kBlockPositions;
+      float* scores = s_.scores.data() + row * kScores;
       std::copy(scores + cut, scores + filled, s_.tails.data() + (row - m) * kBlockPositions);
       if (cut < most) std::fill(scores + cut, scores + most, 0.0f);
     }
@@ -160,7 +159,7 @@ class Item {
     const int64_t numbers = (last - m) * width_;
     if (!finite()) std::fill(sum, sum + numbers, 0.0f);
     if (from < most) {
-      kernel_.weighted(s_.scores.data() + m * kBlockPositions + from, kBlockPositions, last - m, values_,
+      kernel_.weighted(s_.scores.data() + m * kScores + from, kScores, last - m, values_,
                        s_.offsets.data() + from, most - from, a_.value_dim, sum, width_);
     }
     for (int64_t i = m, next; i < last; i = next) {  // whose path the heads of a row share
@@ -172,14 +171,14 @@ class Item {
 
   // Scores of a row become weights; how many.
   int64_t weigh(int64_t m, int64_t first, int64_t skipped) {
-    float* scores = s_.scores.data() + m * kBlockPositions;
+    float* scores = s_.scores.data() + m * kScores;
     int64_t begin, end;
     path_part(m, first, begin, end);
     const int64_t before = begin < end ? path_in(m, first) : dense_in(m, first);
     const int64_t filled = before + end - begin, padded = padded_to_lanes(filled);
     for (int64_t i = begin; i < end; i++) {
       const size_t at = path_begin(m) + static_cast<size_t>(i);
-      scores[before + i - begin] = s_.node_scores[static_cast<size_t>(m * nodes_ + a_.paths->nodes[at])];
+      scores[before + i - begin] = s_.node_scores[m * nodes_ + a_.paths->nodes[at]];
     }
     scale_row(scores, a_.scale, padded);
     for (int64_t i = 0; a_.softcap > 0.0f && i < filled; i++) scores[i] = a_.softcap * std::tanh(scores[i] / a_.softcap);
@@ -206,7 +205,7 @@ class Item {
     if (begin == end) return;
     const int64_t dense = dense_in(m, first);
     int64_t* offset = s_.tail_offsets.data();
-    for (int64_t p = whole(m, first); p < dense; p++) *offset++ = s_.offsets[static_cast<size_t>(p)];
+    for (int64_t p = whole(m, first); p < dense; p++) *offset++ = s_.offsets[p];
     for (int64_t i = begin; i < end; i++) {
       *offset++ = value_offset(a_.kv_len[b_] + a_.paths->nodes[path_begin(m) + static_cast<size_t>(i)]);
     }

@@ -8,6 +8,7 @@
 
 #include "../torch_ops/registration.h"
 #include "../torch_ops/weights.h"
+#include "lines.h"
 #include "row_forms.h"
 
 namespace gsd {
@@ -26,10 +27,12 @@ Tensor row_linear(const Tensor& x, const Tensor& weight, int64_t kind, const May
   const IsaKernels& level = kernels();
   const Weights w = weights_of("weight", weight, kind, scales ? &*scales : nullptr, n, k, element);
   Tensor out = torch::stable::new_empty(x, {rows, n});
-  std::vector<float> widened(static_cast<size_t>(rows * k));
+  Lines<float> widened;
+  widened.make_room(rows * k);
   for (int64_t r = 0; r < rows; r++) read_row({x.const_data_ptr(), k, element}, r, widened.data() + r * k, k);
   const RowForm form = form_of(w.kind);
-  std::vector<char> packed(static_cast<size_t>((rows + kRowBlock) * packed_row_bytes(level, element, form, k)));
+  Lines<char> packed;
+  packed.make_room((rows + kRowBlock) * packed_row_bytes(level, element, form, k));
   pack_rows(level, element, form, widened.data(), k, 0, rows, k, packed.data());
   const int64_t of_unit = std::max<int64_t>(1, rows * k * kUnit);
   torch::stable::parallel_for(

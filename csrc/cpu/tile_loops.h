@@ -26,10 +26,11 @@ struct TileBlocks : Tiles {
   }
 
   // out[rows, columns] = a[rows, depth] · b, or +=; up to 32 rows and columns. Of b, words of pairs, the tiles of the second 16
-  // columns lie `second` behind. Meanwhile rows from `ahead` on are asked for, if it is not null.
+  // columns lie `second` behind. Meanwhile `asked` rows from
+  // `ahead` on are asked for.
   void add_tiles(const uint16_t* a, int64_t a_stride, int64_t rows, const uint16_t* b, int64_t b_line, int64_t second,
                  int64_t columns, int64_t depth, bool adds, float* out, int64_t out_stride,
-                 const uint16_t* ahead = nullptr) {
+                 const uint16_t* ahead = nullptr, int64_t asked = 0) {
     const bool tall = rows > kTile, wide = columns > kTile;
     float *below = out + kTile * out_stride, *beside = out + kTile, *last = below + kTile;
     this->clear();
@@ -38,7 +39,7 @@ struct TileBlocks : Tiles {
     if (adds && wide) begin<2>(beside, out_stride, rows, columns - kTile);
     if (adds && tall && wide) begin<3>(last, out_stride, rows - kTile, columns - kTile);
     for (int64_t i = 0; i < depth; i += kDeep) {
-      for (int64_t r = 0; ahead != nullptr && r < 2 * kTile; r++) __builtin_prefetch(ahead + r * a_stride + i, 0, 2);
+      for (int64_t r = 0; r < asked; r++) __builtin_prefetch(ahead + r * a_stride + i, 0, 2);
       const uint16_t* words = b + i / 2 * b_line;
       load<4>(a + i, a_stride * 2);
       load<6>(words, b_line * 2);
@@ -97,11 +98,14 @@ void products(const void* packed, int64_t rows, int64_t k, const void* w, int64_
       for (int64_t j = 0; j < outputs; j++) std::copy_n(weights + j * w_stride, k, copied.data() + j * depth);
       weights = copied.data(), stride = depth;
     }
-    const uint16_t* ahead = resident || stride != w_stride ? nullptr : weights + kWide * w_stride;
-    for (int64_t r = 0; r < rows; r += kWide, ahead = nullptr) {
+    // The next outputs are asked for by all blocks of rows in turn: at once they would be waited for.
+    const int64_t blocks = (rows + kWide - 1) / kWide, next = resident || stride != w_stride ? 0 : kWide;
+    for (int64_t r = 0, asked = 0; r < rows; r += kWide) {
+      const int64_t until = next * (r / kWide + 1) / blocks;
       const uint16_t* x = static_cast<const uint16_t*>(packed) + r * depth;
       tiles.add_tiles(weights, stride, kWide, x, 2 * kTile, kTile * depth, up_to(fewer(kWide, rows - r), kTile), depth, false,
-                      sums, kWide, ahead);
+                      sums, kWide, weights + (kWide + asked) * w_stride, until - asked);
+      asked = until;
       Tiles::put_turned(sums, rows - r, outputs, out + r * out_stride + n, out_stride);
     }
   }

@@ -4,20 +4,19 @@
 #include <cstring>
 #include <vector>
 
+#include "lines.h"
 #include "row_forms.h"
 
 namespace gsd {
 namespace {
 
 constexpr int64_t kStripBytes = 24 << 10;  // of decoded weights: they stay in the nearest cache beside a few rows
-constexpr int64_t kLine = 64;
 
-// Of the asking thread, on a cache line; it keeps its size.
+// Of the asking thread; it keeps its size.
 char* strip_of(int64_t bytes) {
-  static thread_local std::vector<char> storage;
-  if (storage.size() < static_cast<size_t>(bytes + kLine)) storage.resize(static_cast<size_t>(bytes + kLine));
-  const uintptr_t at = reinterpret_cast<uintptr_t>(storage.data());
-  return storage.data() + (kLine - at % kLine) % kLine;
+  static thread_local Lines<char> storage;
+  storage.make_room(bytes);
+  return storage.data();
 }
 
 void decode_row(const Weights& w, int64_t n, void* to) {
@@ -42,7 +41,7 @@ void multiply(const IsaKernels& level, Element element, const Weights& w, const 
     return;
   }
   // Columns at powers of two would meet in one set of the first cache.
-  const int64_t stride = (k * size + kLine - 1) / kLine * kLine / size + kLine / size;
+  const int64_t stride = ((k * size + kLineBytes - 1) / kLineBytes + 1) * kLineBytes / size;
   const int64_t fitting = kStripBytes / (stride * size) / kernel.wide * kernel.wide;
   const int64_t most = std::max(kernel.wide, fitting);
   char* strip = strip_of(most * stride * size);
@@ -59,7 +58,8 @@ void multiply_rounded(const IsaKernels& level, Element element, const Weights& w
     return multiply(level, element, w, packed, rows, begin, end, static_cast<float*>(out) + begin, out_stride);
   }
   constexpr int64_t kColumns = 64;
-  std::vector<float> part(static_cast<size_t>(rows * kColumns));
+  Lines<float> part;
+  part.make_room(rows * kColumns);
   for (int64_t n = begin; n < end; n += kColumns) {
     const int64_t count = std::min(kColumns, end - n);
     multiply(level, element, w, packed, rows, n, n + count, part.data(), kColumns);
