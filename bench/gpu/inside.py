@@ -27,7 +27,7 @@ PREFIXES = (256, 1000, 4097, 16384, 32768)
 LAYERS = 4
 PRODUCTS = ("q, k, v", "o", "gate and up", "down")  # of a layer, in the order of their launches
 IS_PRODUCT = ("product_kernel", "rows_group_kernel")
-ATTENTION = ("path_split_kernel", "path_end_kernel", "ancestors_kernel")
+ATTENTION = ("path_split_kernel", "path_end_kernel")
 
 
 def run(work: Work) -> None:
@@ -86,7 +86,7 @@ def attention(work: Work, model: Any, shape: str, prefix: int, count: int) -> di
 
 
 def of_a_layer(rows: list[list[Any]]) -> dict[str, Any]:
-    """Seconds a layer of the attention, from a table [name, launches, seconds]; the lists serve all layers.
+    """Seconds a layer of the attention, from a table [name, launches, seconds].
 
     Raises:
         RuntimeError: its kernels are not in the table.
@@ -95,6 +95,6 @@ def of_a_layer(rows: list[list[Any]]) -> dict[str, Any]:
     missing = [kernel for kernel, found in seconds.items() if not found]
     if missing:
         raise RuntimeError(f"no {', '.join(missing)} among {[row[0][:60] for row in rows]}")
-    layer = {kernel: seconds[kernel] / LAYERS for kernel in ATTENTION[:2]}
+    layer = {kernel: seconds[kernel] / LAYERS for kernel in ATTENTION}
     print(f"  attention {1e6 * sum(layer.values()):.1f} µs a layer", flush=True)
-    return {"seconds": sum(layer.values()), "kernels": layer, "lists_seconds": seconds[ATTENTION[2]]}
+    return {"seconds": sum(layer.values()), "kernels": layer}

@@ -8,7 +8,7 @@
 // follows from the matrices' shape alone.
 #pragma once
 
-#include "elements.h"
+#include "path_attention.h"
 
 namespace gsd {
 
@@ -50,7 +50,7 @@ enum class RowsEnd {
 // Queries and keys normed (Qwen3) and turned by their position, keys and values into the cache.
 struct RowsTurn {
   const float* qkv;        // [batch · rows, (heads + 2 kv_heads) · head_dim], where a launch of its own turns them
-  const float* turns;      // [batch · rows, head_dim / 2, 2], of RowsAngles
+  const float* turns;      // [batch · rows, head_dim / 2, 2], of RowsOnce
   const uint16_t* q_norm;  // [head_dim] or null
   const uint16_t* k_norm;  // likewise
   const int32_t* slots;    // [batch · rows]; one outside 0 … capacity − 1 is not written
@@ -186,13 +186,14 @@ struct RowsNorm {
   float eps;
 };
 
-// What every row's heads turn by, in all layers; made by the first launch.
-struct RowsAngles {
+// What all layers read of a row, made by the first launch: what its heads turn by (RoPE), and its ancestors.
+struct RowsOnce {
   const int32_t* positions;  // [rows], of the text
   const float* inv_freq;     // [half]
   float* turns;              // [rows, half, 2]: cosine and sine of the angle, times rope_scale
   int half;                  // of a head
   float rope_scale;
+  AncestorListArgs ancestors;  // of rows that attend; without memory: none
 };
 
 // Rows of the embedding as the first residual. Tokens outside the vocabulary read its nearest end.
@@ -200,8 +201,8 @@ struct RowsEmbed {
   const int32_t* tokens;  // [rows]
   RowsMatrix embedding;   // [vocab, hidden]
   float* x;               // [rows, hidden]
-  int rows, hidden;       // hidden: a multiple of 8; 0: angles alone
-  RowsAngles angles;
+  int rows, hidden;       // hidden: a multiple of 8; 0: nothing but `once`
+  RowsOnce once;
 };
 
 }  // namespace gsd

@@ -17,7 +17,7 @@ struct RowsPair {
   bool normed_residual;        // the residual begins as the normed feature; else as the feature
   int rows, hidden;            // hidden: a multiple of 8
   float eps;
-  RowsAngles angles;
+  RowsOnce once;
 };
 
 // Eight numbers times what their row is divided by and a norm's weights, rounded to `out`; `value` is left unrounded.
@@ -33,12 +33,12 @@ GSD_HD void store_normed(const uint16_t* norm, float by, float (&value)[8], uint
   *reinterpret_cast<Chunk*>(out) = rounded;
 }
 
-// One block: a row, and its angles.
+// One block: a row, and what all layers read of it.
 template <class Element, class Machine>
 GSD_HD void pair_row(Machine& machine, const RowsPair& a, int row) {
   machine.await_previous("pair");
   machine.release_next();
-  store_angles(machine, a.angles, row);
+  store_once(machine, a.once, row);
   const RowsMatrix& m = a.embedding;
   const int token = max_int(min_int(a.tokens[row], m.outputs - 1), 0);
   const int64_t start = static_cast<int64_t>(row) * a.hidden;

@@ -151,23 +151,26 @@ GSD_HD void turn_head(Machine& machine, const RowsTurn& a, int row, int number) 
   head.mark(a, row, changed);  // by any lane that met one
 }
 
-// One block: what the row's heads turn by.
+// One block: what the row's heads turn by, and its ancestors.
 template <class Machine>
-GSD_HD void store_angles(Machine& machine, const RowsAngles& a, int row) {
+GSD_HD void store_once(Machine& machine, const RowsOnce& a, int row) {
   for (int i = machine.thread(); i < a.half; i += kRowThreads) {
     float cosine, sine;
     cosine_and_sine(static_cast<float>(a.positions[row]) * a.inv_freq[i], cosine, sine);
     machine.store(a.turns + 2 * (static_cast<int64_t>(row) * a.half + i), cosine * a.rope_scale, sine * a.rope_scale);
   }
+  if (a.ancestors.slots == nullptr) return;
+  if (machine.thread() == 0) count_ancestors(a.ancestors, row);
+  for (int node = machine.thread(); node < a.ancestors.width(); node += kRowThreads) list_ancestor(a.ancestors, row, node);
 }
 
-// One block: a token's row of the embedding, and the angles.
+// One block: a token's row of the embedding, and what all layers read of the row.
 template <class Element, class Machine>
 GSD_HD void embed_row(Machine& machine, const RowsEmbed& a, int row) {
   machine.await_previous("embedding");
   machine.release_next();
   const RowsMatrix& m = a.embedding;
-  store_angles(machine, a.angles, row);
+  store_once(machine, a.once, row);
   const int token = max_int(min_int(a.tokens[row], m.outputs - 1), 0);
   float value[8];
   with_format(m.kind, [&](auto format) {

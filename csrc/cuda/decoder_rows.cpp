@@ -20,7 +20,6 @@ struct CudaLaunches {
   int norm(const RowsNorm& args) const { return launch_rows_norm(args, how); }
   int product(const RowsProduct& args) const { return launch_rows_product(args, how); }
   int turn(const RowsTurn& args) const { return launch_rows_turn(args, how); }
-  int ancestors(const AncestorListArgs& args) const { return launch_ancestors(args, how.stream); }
   int attention(const PathAttentionArgs& args, const PathAttentionSizes& sizes) const {
     return launch_path_attention(args, sizes, how);
   }

@@ -12,16 +12,6 @@ namespace {
 #define GSD_HAS_MMA
 #endif
 
-constexpr int kListThreads = 128;
-
-__global__ void __launch_bounds__(kListThreads) ancestors_kernel(const __grid_constant__ AncestorListArgs args) {
-  const auto row = static_cast<int64_t>(blockIdx.x);
-  if (threadIdx.x == 0) count_ancestors(args, row);
-  for (int node = static_cast<int>(threadIdx.x); node < args.width(); node += kListThreads) {
-    list_ancestor(args, row, node);
-  }
-}
-
 // Blocks of rows vary fastest, as in attention_split_kernel. The longest splits are the last ones and begin first. Blocks
 // of four warps and small heads are told that three share a multiprocessor: for a fourth one 8.6 and 8.9 would spill.
 template <class Element, int kHeadDim, int kWarps>
@@ -82,13 +72,6 @@ int launch_dims(const PathAttentionArgs& args, const PathAttentionSizes& sizes, 
 }
 
 }  // namespace
-
-int launch_ancestors(const AncestorListArgs& args, void* stream) {
-  const int64_t rows = static_cast<int64_t>(args.batch) * args.rows;
-  if (rows == 0) return cudaSuccess;
-  ancestors_kernel<<<static_cast<unsigned>(rows), kListThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  return cudaGetLastError();
-}
 
 int launch_path_attention(const PathAttentionArgs& args, const PathAttentionSizes& sizes, const RowsLaunch& how) {
   if (sizes.batch * sizes.kv_heads == 0 || sizes.query_rows() == 0) return cudaSuccess;

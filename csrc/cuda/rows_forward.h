@@ -92,19 +92,19 @@ class RowsForward {
   template <class Launch>
   int run(char* memory, Launch& launch) const {
     if (count == 0) return 0;
-    const int embedded = stores() ? 0 : d.hidden;  // 0: angles alone
+    const int embedded = stores() ? 0 : d.hidden;  // 0: no residual
     int error = reads_features() ? launch.pair(pair(memory))
                                  : launch.embed(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, embedded,
-                                                          angles(memory)});
+                                                          once(memory)});
     if (stores()) return error != 0 ? error : store(memory, launch);
-    if (error == 0) error = launch.ancestors(ancestor_lists(memory));
     if (error == 0 && projects()) error = launch.product(before(projection(memory), qkv(d.layers[0], nullptr)));
     for (size_t l = 0; l < d.layers.size() && error == 0; l++) {
       const RowsLayer& layer = d.layers[l];
       const bool last = l + 1 == d.layers.size(), ends = last && d.keep == 0 && d.normed == nullptr;
       error = store_keys(layer, ends, memory, launch);
       if (error != 0 || ends) continue;
-      error = finish_layer(layer, last ? output(nullptr) : qkv(d.layers[l + 1], nullptr), memory, launch);
+      const RowsProduct next = !last ? qkv(d.layers[l + 1], nullptr) : d.keep > 0 ? output(nullptr) : RowsProduct{};
+      error = finish_layer(layer, next, memory, launch);
     }
     if (error == 0 && d.normed != nullptr) {
       RowsNorm every = norm_of(d.final_norm, memory);
@@ -237,16 +237,16 @@ class RowsForward {
     return made;
   }
 
-  // What heads turn by, in all layers.
-  RowsAngles angles(char* memory) const {
-    return {d.positions, d.inv_freq, at<float>(memory, turns), d.head_dim / 2, d.rope_scale};
+  RowsOnce once(char* memory) const {
+    return {d.positions,      d.inv_freq, at<float>(memory, turns),
+            d.head_dim / 2, d.rope_scale, stores() ? AncestorListArgs{} : ancestor_lists(memory)};
   }
 
   RowsPair pair(char* memory) const {
     RowsPair made = d.pair;
     made.out = at<uint16_t>(memory, pairs);
     made.x = projects() ? nullptr : at<float>(memory, x);
-    made.angles = angles(memory);
+    made.once = once(memory);
     return made;
   }
 

@@ -20,7 +20,7 @@ KERNELS = (
     *("merge_kernel", "flatten_kernel", "verify_kernel", "pick_kernel", "commit_kernel", "advance_kernel"),
     *("ngram_insert_kernel", "ngram_lookup_kernel", "perturb_kernel", "mix_kernel"),
     *("learn_kernel", "history_recall_kernel", "history_append_kernel", "recall_levels_kernel"),
-    *("start_kernel", "feed_kernel", "chain_kernel", "path_kernel", "text_kernel", "ancestors_kernel"),
+    *("start_kernel", "feed_kernel", "chain_kernel", "path_kernel", "text_kernel"),
 )
 ATTENTION = ("attention_split_kernel", "attention_combine_kernel", "path_split_kernel", "path_end_kernel")
 ROWS = (

@@ -100,7 +100,7 @@ def test_token_and_feature_are_one_launch(tmp_path_factory, wiring):
     ids = torch.zeros(2, 5, dtype=torch.int32)
     features = torch.zeros(2, 5, case.sizes.hidden, dtype=HALF)
     rows = (ids, features, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], *case.caches)
-    begin = ["pair", "ancestors", "product"]
+    begin = ["pair", "product"]
     if wiring.startswith("projection"):
         begin += ["norm", "product"]
     whole = [*begin, *LAYER, "norm", "product", *LAYER, "norm", "product"]

@@ -160,7 +160,7 @@ bool embedding_is_right(std::mt19937& random) {
   for (int i = 0; i < a.rows; i++) drawn_tokens.push_back(between(random, -1, 5));
   Awaited<int32_t> tokens(drawn_tokens);
   std::vector<float> x(static_cast<size_t>(a.rows) * a.hidden, NAN);
-  RowsAngles& angles = a.angles;
+  RowsOnce& angles = a.once;
   angles.half = 8 * between(random, 1, 70), angles.rope_scale = 1.25f;
   std::vector<int32_t> positions;
   for (int i = 0; i < a.rows; i++) positions.push_back(between(random, 0, i % 2 == 0 ? 100 : 1000000));

@@ -21,7 +21,7 @@ from .programs import CXX, ROOT, build
 
 SOURCE = ROOT / "tests/block_code/rows_op.cpp"
 MISSING = "no C++ compiler (CXX, g++)" if CXX is None else None if SOURCE.exists() else "not a source checkout"
-KERNELS = ("embed", "ancestors", "norm", "product", "turn", "attend", "combine", "pair")
+KERNELS = ("embed", "norm", "product", "turn", "attend", "combine", "pair")
 TORCH = Path(torch.__file__).parent
 BLOCKS = pytest.param(
     "cpu",

@@ -26,7 +26,7 @@
 namespace gsd {
 namespace {
 
-enum Kernel : int32_t { kEmbed, kAncestors, kNorm, kProduct, kTurn, kAttend, kCombine, kPair };
+enum Kernel : int32_t { kEmbed, kNorm, kProduct, kTurn, kAttend, kCombine, kPair };
 
 struct Recorder {
   std::vector<int32_t> launched;
@@ -39,7 +39,6 @@ struct Recorder {
   }
   int embed(const RowsEmbed&) { return add({kEmbed}); }
   int pair(const RowsPair&) { return add({kPair}); }
-  int ancestors(const AncestorListArgs&) { return add({kAncestors}); }
   int norm(const RowsNorm&) { return add({kNorm}); }
   int product(const RowsProduct& a) {
     for (int i = 0, size; i < a.ahead.pieces(); i++) {
@@ -103,13 +102,6 @@ struct BlockLaunches {
       a.head_dim == 64 ? turn_head<Element, 64>(m, a, block / heads, block % heads)
                        : turn_head<Element, 128>(m, a, block / heads, block % heads);
     });
-  }
-  int ancestors(const AncestorListArgs& a) const {
-    for (int64_t row = 0; row < int64_t{a.batch} * a.rows; row++) {
-      count_ancestors(a, row);
-      for (int node = a.width() - 1; node >= 0; node--) list_ancestor(a, row, node);
-    }
-    return 0;
   }
   int attention(const PathAttentionArgs& a, const PathAttentionSizes& s) const {
     return s.head_dim == 64 ? attend<64>(a, s) : attend<128>(a, s);
