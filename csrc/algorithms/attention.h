@@ -83,7 +83,7 @@ struct Span {
 };
 
 GSD_HD Span span_of(const AttentionArgs& a, const AttentionSizes& s, int batch, int split) {
-  const int kv_len = min_int(max_int(a.kv_len[batch], 0), s.capacity);
+  const int kv_len = clamped(a.kv_len[batch], s.capacity);
   if (split >= s.prefix_splits) {
     const int nodes = min_int(32 * s.words, s.capacity - kv_len);
     const int begin = (split - s.prefix_splits) * s.nodes_per_split;
@@ -136,7 +136,7 @@ struct SplitRows {
     }
     if (!windowed) return seen;
     // The first position in the row's window or chunk, counted from kv_len; nodes go by their depth.
-    const int kv_len = min_int(max_int(a.kv_len[batch], 0), s.capacity);
+    const int kv_len = clamped(a.kv_len[batch], s.capacity);
     const int depth = a.row_depths[static_cast<int64_t>(batch) * s.rows + row];
     const int oldest = depth - positions_back(a, batch, kv_len, depth);
     if (!span.graph) return seen & ~bits_below(kv_len + oldest - column);
@@ -208,13 +208,8 @@ GSD_HD void combine_row(Machine& machine, const AttentionArgs& a, const Attentio
   const int64_t first = static_cast<int64_t>(batch_head) * splits * size_m + m;
   const float lse = lane < splits ? a.partial_lse[first + static_cast<int64_t>(lane) * size_m] : kEmpty;
   const bool filled = !(lse <= 0.5f * kEmpty);  // not `lse > …`: NaN has to get through
-  float best = filled ? lse : kEmpty;
-  GSD_UNROLL
-  for (int step = 1; step < kLanes; step *= 2) best = machine.max(best, machine.shuffle_xor(best, step));
-  const float weight = filled ? machine.exp2(lse - best) : 0.0f;
-  float total = weight;
-  GSD_UNROLL
-  for (int step = 1; step < kLanes; step *= 2) total += machine.shuffle_xor(total, step);
+  const float best = max_of_lanes(machine, filled ? lse : kEmpty);
+  const float weight = filled ? machine.exp2(lse - best) : 0.0f, total = sum_of_lanes(machine, weight);
 
   float out[kOwn] = {};
   GSD_UNROLL_4

@@ -21,7 +21,22 @@ constexpr int kStages = 3;        // tiles in shared memory; two are on their wa
 constexpr float kEmpty = -1.0e30f;
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
+GSD_HD int clamped(int value, int most) { return min_int(max_int(value, 0), most); }
 GSD_HD uint32_t bits_below(int n) { return n >= 32 ? 0xFFFFFFFFu : n <= 0 ? 0u : (1u << n) - 1u; }
+
+template <class Machine>
+GSD_HD float sum_of_lanes(Machine& machine, float x) {
+  GSD_UNROLL
+  for (int step = 1; step < kLanes; step *= 2) x += machine.shuffle_xor(x, step);
+  return x;
+}
+
+template <class Machine>
+GSD_HD float max_of_lanes(Machine& machine, float x) {
+  GSD_UNROLL
+  for (int step = 1; step < kLanes; step *= 2) x = machine.max(x, machine.shuffle_xor(x, step));
+  return x;
+}
 
 // One tile of keys and one of values in shared memory, as rows of 16-byte chunks. A chunk's place in its row is
 // exchanged by the row's low bits: eight rows of one chunk column, which ldmatrix reads at once, lie in eight different

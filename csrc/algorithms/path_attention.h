@@ -31,8 +31,6 @@ GSD_HD int path_split_of(int position) {
   return kSplitsPerSize * size + units;
 }
 
-GSD_HD int clamped(int value, int most) { return min_int(max_int(value, 0), most); }
-
 // The ancestors of every row, sorted once for all layers.
 struct AncestorListArgs {
   const int32_t* mask;    // [B, R, words], contiguous: bit n of a row is set if it sees node n

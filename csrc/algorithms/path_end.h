@@ -228,8 +228,7 @@ struct PathEnd {
       for (int split = first + lane; h < heads && split < splits; split += kLanes) {
         best[h] = machine.max(best[h], *states.best(at + h + split * stride));
       }
-      GSD_UNROLL
-      for (int step = 1; step < kLanes; step *= 2) best[h] = machine.max(best[h], machine.shuffle_xor(best[h], step));
+      best[h] = max_of_lanes(machine, best[h]);
     }
     GSD_ROLLED
     for (int begin = first; begin < splits; begin += kLanes) {

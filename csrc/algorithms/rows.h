@@ -20,9 +20,7 @@ constexpr int kSmallestSplit = 4;     // stages: a shorter one costs more to add
 constexpr int kMostSplits = 8;        // blocks that every GPU of 9.0 has together in a cluster
 constexpr int kMultiprocessors = 132; // to be filled; not asked of the device, see above
 constexpr int kMostTileRows = 64;     // of a block
-constexpr int kAheadMegabytes = 24;   // of weights that are asked for ahead: half of the smallest second-level cache of
-                                      // 9.0, never measured
-constexpr int kMostAheadMegabytes = 64;
+constexpr int kFirstOutputs = kMultiprocessors * 5 * kTileOutputs;  // of a product of few rows, that run together
 constexpr int kLine = 128;            // bytes of the second-level cache
 constexpr int kMostEarlyRows = 32;    // from compute capability 9.0 on launches begin early; with more they lose by it
 
@@ -60,6 +58,8 @@ struct RowsTurn {
   int64_t k_batch, k_head, k_slot, v_batch, v_head, v_slot;  // strides in elements, multiples of 4
   int batch, rows, heads, kv_heads, head_dim, capacity;      // head_dim 64 or 128
   float eps;
+
+  GSD_HD int head_bits() const { return head_dim == 64 ? 6 : 7; }
 };
 
 // What the launches behind a product read first of the next one's weights, in pieces: of every row the beginning of each
@@ -145,17 +145,19 @@ struct RowsCut {
       : output_blocks(a.output_blocks(tile_outputs)), stages(a.stages()), split_stages(a.split_stages()), splits(a.splits()) {}
 };
 
-// The beginning of a product's weights, so many bytes in all; nothing where some are packed.
-GSD_HD RowsAhead rows_ahead(const RowsProduct& next, int64_t bytes) {
+// The beginning of a product's weights, so many bytes in all, of the outputs that blocks have first; nothing where some are
+// packed.
+GSD_HD RowsAhead rows_ahead(const RowsProduct& next, int64_t bytes, int outputs = kFirstOutputs) {
   RowsAhead made{};
   if (next.packed()) return made;
-  int64_t rows = 0;
+  int rows = 0;
   for (int i = 0; i < next.count; i++) {
     made.matrices[i] = reinterpret_cast<const char*>(next.matrices[i].weight);
-    rows += made.rows[i] = next.matrices[i].outputs;
+    const int most = next.end == RowsEnd::kGate ? outputs / 2 : outputs - rows;
+    rows += made.rows[i] = min_int(next.matrices[i].outputs, most);
   }
   made.splits = next.splits(), made.row_bytes = 2 * next.inputs, made.split_bytes = 2 * kTileInputs * next.split_stages();
-  const int64_t pieces = rows * made.splits, most = pieces == 0 ? 0 : bytes / pieces / kLine * kLine;
+  const int64_t pieces = int64_t{rows} * made.splits, most = pieces == 0 ? 0 : bytes / pieces / kLine * kLine;
   made.bytes = most < made.split_bytes ? static_cast<int>(most) : made.split_bytes;
   return made;
 }
@@ -168,9 +170,8 @@ struct RowsScratch {
 // What `args` needs; launches that follow each other share it, so the largest of each is enough.
 GSD_HD RowsScratch rows_product_scratch(const RowsProduct& args) {
   if (args.splits() == 1) return {0, 0};
-  const int64_t outputs = max_int(args.output_blocks() * kTileOutputs, args.output_blocks(kWideOutputs) * kWideOutputs);
-  const int64_t tiles = static_cast<int64_t>(args.row_blocks()) * args.output_blocks();
-  return {args.row_blocks() * args.splits() * outputs * args.tile_rows(), tiles};
+  const int64_t outputs = args.output_blocks(kWideOutputs) * kWideOutputs;  // as many as of smaller tiles, or more
+  return {args.row_blocks() * args.splits() * outputs * args.tile_rows(), int64_t{args.row_blocks()} * args.output_blocks()};
 }
 
 // RMSNorm of rows of the residual.

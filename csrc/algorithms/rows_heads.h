@@ -32,12 +32,13 @@ GSD_HD float norm_of_head(Machine& machine, const RowsTurn& a, float squares) {
 
 // One of the heads of queries, keys and values, in this order.
 struct RowsHead {
-  int number;
   bool query, value;
+  int own;               // among the queries', the keys' or the values'
   const uint16_t* norm;  // [head_dim] or null
 
   GSD_HD RowsHead(const RowsTurn& a, int number)
-      : number(number), query(number < a.heads), value(number >= a.heads + a.kv_heads),
+      : query(number < a.heads), value(number >= a.heads + a.kv_heads),
+        own(query ? number : number - a.heads - (value ? a.kv_heads : 0)),
         norm(query ? a.q_norm : value ? nullptr : a.k_norm) {}
 
   // Numbers `pair` and half a head later. `changed` is set where a key or value is not finite in the cache.
@@ -55,12 +56,11 @@ struct RowsHead {
     if (!query) x = finite<Element>(x, changed), y = finite<Element>(y, changed);
   }
 
-  // Where the row's head is stored; null: nowhere.
-  GSD_HD uint16_t* place(const RowsTurn& a, int row) const {
-    if (query) return a.q + (static_cast<int64_t>(row) * a.heads + number) * a.head_dim;
-    const int64_t slot = a.slots[row], batch = row / a.rows;
+  // Where the row's head is stored, of sequence `batch`; null: nowhere.
+  GSD_HD uint16_t* place(const RowsTurn& a, int row, int64_t batch) const {
+    if (query) return a.q + (static_cast<int64_t>(row) * a.heads + own) * a.head_dim;
+    const int64_t slot = a.slots[row];
     if (slot < 0 || slot >= a.capacity) return nullptr;
-    const int own = (number - a.heads) % a.kv_heads;
     return value ? a.v_cache + batch * a.v_batch + own * a.v_head + slot * a.v_slot
                  : a.k_cache + batch * a.k_batch + own * a.k_head + slot * a.k_slot;
   }
@@ -76,11 +76,11 @@ template <class Element, int kRowTiles, int kWarps>
 struct TurnedSums {
   template <class Machine>
   static GSD_HD void finish(Machine& machine, const RowsProduct& a, const RowsTile& tile, int output, int row,
-                            const float (&own)[kRowTiles][4]) {
+                            int rows, const float (&own)[kRowTiles][4]) {
     const RowsTurn& t = a.turn;
     const int before = tile.matrix == 0 ? 0 : t.heads + (tile.matrix - 1) * t.kv_heads, half = t.head_dim / 2;
-    const RowsHead head(t, before + output / t.head_dim);
-    const int pair = output % t.head_dim;
+    const RowsHead head(t, before + (output >> t.head_bits()));
+    const int pair = output & (t.head_dim - 1);
     const uint16_t* biases = tile.of(a).bias;
     const bool inside = output < tile.outputs, biased = inside && biases != nullptr;
     const float bias[2] = {biased ? Element::widen(biases[output]) : 0.0f,
@@ -89,14 +89,17 @@ struct TurnedSums {
     if constexpr (kWarps > 0) {
       if (head.norm != nullptr) norm(machine, t, bias, own, by);
     }
+    int batch = row / t.rows, next = (batch + 1) * t.rows;  // the first row of the sequence behind
     GSD_UNROLL
     for (int j = 0; j < 2 * kRowTiles; j++) {
       const int of = row + 8 * (j / 2) + j % 2;
-      if (!inside || of >= a.rows) continue;
+      if (!inside || of >= rows) continue;
+      GSD_ROLLED
+      for (; of >= next; next += t.rows) batch++;
       float x = own[j / 2][j % 2] + bias[0], y = own[j / 2][2 + j % 2] + bias[1];
       bool changed = false;
       head.template turn<Element>(machine, t, of, pair, by[j], x, y, changed);
-      uint16_t* const to = head.place(t, of);
+      uint16_t* const to = head.place(t, of, batch);
       if (to == nullptr) continue;
       to[pair] = static_cast<uint16_t>(Element::pack(x, 0.0f));
       to[pair + half] = static_cast<uint16_t>(Element::pack(y, 0.0f));

@@ -29,7 +29,8 @@ template <class Element, int kRows, int kOutputs = kTileOutputs, bool kPacked = 
 struct ProductBlock {
   static constexpr int kWarps = kOutputs / 16, kThreads = kLanes * kWarps;
   static constexpr int kStages = kRows == kMostTileRows ? 3 : 4;  // with 64 outputs 48 KiB, which need no opt-in
-  static constexpr int kRowBytes = 2 * kTileInputs;
+  using Layout = TileLayout<kTileInputs>;
+  static constexpr int kRowBytes = Layout::kRowBytes;
   static constexpr int kWeightBytes = kOutputs * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kRows * kRowBytes;
   static constexpr int kArenaBytes = kStages * kStageBytes;
@@ -73,8 +74,9 @@ struct ProductBlock {
       }
       machine.commit();
       if (next == max_int(stages, kStages - 1)) {  // all that this block reads is on its way
-        fetch_ahead(machine, a, (split * cut.output_blocks + output_block) * a.row_blocks() + row_block,
-                    cut.splits * cut.output_blocks * a.row_blocks());
+        const int block = (split * cut.output_blocks + output_block) * a.row_blocks() + row_block;
+        fetch_ahead(machine, a.ahead, block * kThreads + machine.thread(),
+                    cut.splits * cut.output_blocks * a.row_blocks() * kThreads);
       }
       multiply(machine, sums, i % kStages);
     }
@@ -83,10 +85,10 @@ struct ProductBlock {
     const int output = weights.tile.first + 8 * machine.warp() + machine.lane() / 4, row = first_row + 2 * (machine.lane() % 4);
     if constexpr (!kPacked) {
       if (a.end == RowsEnd::kTurn) {
-        return TurnedSums<Element, kRowTiles, kWarps>::finish(machine, a, weights.tile, output, row, sums);
+        return TurnedSums<Element, kRowTiles, kWarps>::finish(machine, a, weights.tile, output, row, a.rows, sums);
       }
     }
-    RowsSums<Element, kRowTiles>::finish(machine, a, weights.tile, output, kHalf, row, sums);
+    RowsSums<Element, kRowTiles>::finish(machine, a, weights.tile, output, kHalf, row, a.rows, sums);
   }
 
  private:
@@ -98,7 +100,6 @@ struct ProductBlock {
     int second;               // outputs from the first half to the second
   };
 
-  static GSD_HD int at(int row, int chunk) { return row * kRowBytes + (chunk ^ (row & 7)) * 16; }
   static GSD_HD int weights_at(int stage) { return stage * kStageBytes; }
   static GSD_HD int rows_at(int stage) { return stage * kStageBytes + kWeightBytes; }
 
@@ -120,18 +121,6 @@ struct ProductBlock {
     kPacked ? decode_weights(machine, a, w, stage, to) : copy_weights(machine, a, w, stage, to);
   }
 
-  // This block's share of the next product's weights.
-  template <class Machine>
-  static GSD_HD void fetch_ahead(Machine& machine, const RowsProduct& a, int block, int blocks) {
-    const int pieces = a.ahead.pieces();
-    GSD_ROLLED
-    for (int i = block * kThreads + machine.thread(); i < pieces; i += blocks * kThreads) {
-      int size;
-      const char* from = a.ahead.piece(i, size);
-      machine.prefetch(from, size);
-    }
-  }
-
   // Outputs and inputs beyond the matrix become zeros, and are not read.
   template <class Machine>
   static GSD_HD void copy_weights(Machine& machine, const RowsProduct& a, const Weights& w, int stage, int to) {
@@ -143,7 +132,7 @@ struct ProductBlock {
       const uint16_t* from = a.matrices[0].weight;
       const bool there = inside && w.tile.first + half * w.second + later + row < w.tile.outputs;
       if (there) from = w.from[half] + static_cast<int64_t>(later) * a.inputs + stage * kTileInputs;
-      machine.copy("weights", weights_at(to) + at(pass * kRowsPerPass + row, chunk), from, there);
+      machine.copy("weights", weights_at(to) + Layout::at(pass * kRowsPerPass + row, chunk), from, there);
     }
   }
 
@@ -174,7 +163,7 @@ struct ProductBlock {
       for (int pass = 0; pass < kPasses / 2; pass++) {
         const bool there = input < a.inputs && output + pass * kRowsPerPass < w.tile.outputs;
         const Chunk decoded = there ? chunk_of<Element, Format>(machine, eights[pass]) : Chunk{};
-        machine.write(weights_at(to) + at(row + pass * kRowsPerPass, chunk), decoded);
+        machine.write(weights_at(to) + Layout::at(row + pass * kRowsPerPass, chunk), decoded);
       }
     });
   }
@@ -187,7 +176,7 @@ struct ProductBlock {
       const int row = pass * kRowsPerPass + machine.thread() / kChunks;
       const bool there = first_row + row < a.rows && input < a.inputs;
       const uint16_t* from = there ? a.x + static_cast<int64_t>(first_row + row) * a.inputs + input : a.x;
-      machine.copy("rows", rows_at(to) + at(row, chunk), from, there);
+      machine.copy("rows", rows_at(to) + Layout::at(row, chunk), from, there);
     }
   }
 
@@ -195,8 +184,8 @@ struct ProductBlock {
   template <class Machine>
   static GSD_HD void multiply(Machine& machine, float (&sums)[kRowTiles][4], int stage) {
     const int lane = machine.lane();
-    const int weights = weights_at(stage) + lane / 8 % 2 * kHalf * kRowBytes + at(8 * machine.warp() + lane % 8, lane / 16);
-    const int rows = rows_at(stage) + at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    const int weights = weights_at(stage) + lane / 8 % 2 * kHalf * kRowBytes + Layout::at(8 * machine.warp() + lane % 8, lane / 16);
+    const int rows = rows_at(stage) + Layout::at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
     GSD_UNROLL_BY(kRows == kMostTileRows ? 1 : kChunks / 2)  // of the most rows, whose registers do not suffice
     for (int step = 0; step < kChunks / 2; step++) {
       const int later = 32 * step, weight_places[1] = {weights ^ later};
@@ -221,8 +210,7 @@ struct ProductBlock {
     GSD_UNROLL
     for (int j = 0; j < kRowTiles; j++) machine.publish(parts + split * kPart + 4 * kThreads * j, own[j]);
     machine.sync("partials written");
-    const bool last = machine.thread() == 0 && machine.arrive(a.counters + tile, splits);
-    if (!machine.any("last block known", last)) return false;
+    if (!machine.any("last block known", machine.thread() == 0 && machine.arrive(a.counters + tile, splits))) return false;
     GSD_UNROLL
     for (int j = 0; j < kRowTiles; j++) machine.collect(parts + 4 * kThreads * j, own[j]);
     GSD_UNROLL_4

@@ -32,15 +32,27 @@ struct RowsTile {
   }
 };
 
+// A thread's share of what comes ahead, of so many threads.
+template <class Machine>
+GSD_HD void fetch_ahead(Machine& machine, const RowsAhead& ahead, int thread, int threads) {
+  const int pieces = ahead.pieces();
+  GSD_ROLLED
+  for (int i = thread; i < pieces; i += threads) {
+    int size;
+    const char* from = ahead.piece(i, size);
+    machine.prefetch(from, size);
+  }
+}
+
 // A thread's sums of kRowTiles times eight rows: two rows of two outputs each. Number 2 m + c of tile j is output
-// `output + m · second` of `row + 8 j + c`; with gates m = 0 is the gate, m = 1 the up of the one output.
+// `output + m · second` of `row + 8 j + c`, below `rows`; with gates m = 0 is the gate, m = 1 the up of the one output.
 template <class Element, int kRowTiles>
 struct RowsSums {
   template <class Machine>
   static GSD_HD void finish(Machine& machine, const RowsProduct& a, const RowsTile& tile, int output, int second, int row,
-                            const float (&own)[kRowTiles][4]) {
+                            int rows, const float (&own)[kRowTiles][4]) {
     if (a.end == RowsEnd::kGate) {
-      if (output < tile.outputs) gate(machine, a, row, output, own);
+      if (output < tile.outputs) gate(machine, a, row, rows, output, own);
       return;
     }
     const uint16_t* biases = a.matrices[0].bias;
@@ -58,7 +70,7 @@ struct RowsSums {
         GSD_UNROLL
         for (int j = 0; j < 2 * kRowTiles; j++) {
           const int later = 8 * (j / 2) + j % 2;
-          if (row + later >= a.rows) continue;
+          if (row + later >= rows) continue;
           a.rounded[(row + later) * a.out_stride + n] =
               static_cast<uint16_t>(Element::pack(own[j / 2][2 * m + j % 2] + bias, 0.0f));
         }
@@ -70,14 +82,14 @@ struct RowsSums {
         GSD_UNROLL
         for (int j = 0; j < 2 * kRowTiles; j++) {
           const int later = 8 * (j / 2) + j % 2;
-          if (row + later < a.rows) values[j / 2][j % 2] = to[later * a.out_stride];
+          if (row + later < rows) values[j / 2][j % 2] = to[later * a.out_stride];
         }
       }
       GSD_UNROLL
       for (int j = 0; j < 2 * kRowTiles; j++) {
         const int later = 8 * (j / 2) + j % 2;
         const float sum = own[j / 2][2 * m + j % 2] + bias;  // of kStore with the sign of its zero, as heads that turn
-        if (row + later < a.rows) to[later * a.out_stride] = a.end == RowsEnd::kAdd ? values[j / 2][j % 2] + sum : sum;
+        if (row + later < rows) to[later * a.out_stride] = a.end == RowsEnd::kAdd ? values[j / 2][j % 2] + sum : sum;
       }
     }
   }
@@ -85,7 +97,7 @@ struct RowsSums {
  private:
   // silu(gate) · up of one output, rounded.
   template <class Machine>
-  static GSD_HD void gate(Machine& machine, const RowsProduct& a, int row, int output,
+  static GSD_HD void gate(Machine& machine, const RowsProduct& a, int row, int rows, int output,
                           const float (&own)[kRowTiles][4]) {
     const uint16_t *gate_bias = a.matrices[0].bias, *up_bias = a.matrices[1].bias;
     const float to_gate = gate_bias != nullptr ? Element::widen(gate_bias[output]) : 0.0f;
@@ -96,7 +108,7 @@ struct RowsSums {
       const float g = own[j / 2][j % 2] + to_gate, up = own[j / 2][2 + j % 2] + to_up;
       const float decay = machine.exp2((g < 0.0f ? g : -g) * kLog2E);  // at most 1, so nothing overflows
       const float value = g * machine.divide(g < 0.0f ? decay : 1.0f, 1.0f + decay) * up;
-      if (row + later >= a.rows) continue;
+      if (row + later >= rows) continue;
       a.rounded[(row + later) * a.out_stride + output] =
           static_cast<uint16_t>(Element::pack(value, 0.0f));
     }

@@ -35,11 +35,42 @@ GSD_HD void store_eight(Machine& machine, float* to, const float (&from)[8]) {
   for (int i = 0; i < 8; i += 2) machine.store(to + i, from[i], from[i + 1]);
 }
 
-template <class Machine>
-GSD_HD float sum_of_lanes(Machine& machine, float x) {
+GSD_HD void add_squares(const float (&value)[8], float& sum) {
   GSD_UNROLL
-  for (int step = 1; step < kLanes; step *= 2) x += machine.shuffle_xor(x, step);
-  return x;
+  for (int j = 0; j < 8; j++) sum += value[j] * value[j];
+}
+
+// Of a thread's sums of squares, of one or two rows of `a`, what the rows are multiplied by. All of a block take part.
+template <int kCount, class Machine, class Args>
+GSD_HD void norms_of_row(Machine& machine, const Args& a, float (&sums)[kCount]) {
+  Chunk own{};
+  GSD_UNROLL
+  for (int i = 0; i < kCount; i++) own.words[i] = float_bits(sum_of_lanes(machine, sums[i]));
+  if (machine.lane() == 0) machine.write(16 * machine.warp(), own);
+  machine.sync("squares added");
+  GSD_UNROLL
+  for (int i = 0; i < kCount; i++) {
+    float total = 0.0f;
+    GSD_UNROLL
+    for (int w = 0; w < kRowWarps; w++) total += float_from_bits(machine.read(16 * w).words[i]);
+    sums[i] = machine.inverse_root(total / static_cast<float>(a.hidden) + a.eps);
+  }
+}
+
+// Eight numbers times what their row is multiplied by and a norm's weights, rounded to `out`, or `mark` if that is NaN;
+// `value` is left unrounded.
+template <class Element>
+GSD_HD void store_normed(const uint16_t* norm, float by, float (&value)[8], uint16_t* out, float mark = 0.0f) {
+  float weight[8];
+  widen_chunk<Element>(*reinterpret_cast<const Chunk*>(norm), weight);
+  Chunk rounded;
+  GSD_UNROLL
+  for (int j = 0; j < 8; j++) value[j] = value[j] * by * weight[j];
+  GSD_UNROLL
+  for (int j = 0; j < 4; j++) {
+    rounded.words[j] = mark == mark ? Element::pack(value[2 * j], value[2 * j + 1]) : Element::pack(mark, mark);
+  }
+  *reinterpret_cast<Chunk*>(out) = rounded;
 }
 
 // One block: x / sqrt(mean(x²) + eps) · weight for kept row `kept` of batch · keep.
@@ -51,32 +82,17 @@ GSD_HD void norm_row(Machine& machine, const RowsNorm& a, int kept) {
   const float* x = a.x + static_cast<int64_t>(row) * a.hidden;
   const int64_t start = static_cast<int64_t>(kept) * a.hidden;
   const float mark = a.marks != nullptr ? a.marks[row] : 0.0f;
-  float sum = 0.0f, value[8], weight[8];
+  float value[8], by[1] = {0.0f};
   for (int i = 8 * machine.thread(); i < a.hidden; i += 8 * kRowThreads) {
     load_eight(machine, x + i, value);
-    GSD_UNROLL
-    for (int j = 0; j < 8; j++) sum += value[j] * value[j];
+    add_squares(value, by[0]);
   }
-  sum = sum_of_lanes(machine, sum);
-  if (machine.lane() == 0) machine.write(16 * machine.warp(), {{float_bits(sum), 0, 0, 0}});
-  machine.sync("squares added");
-  float total = 0.0f;
-  GSD_UNROLL
-  for (int w = 0; w < kRowWarps; w++) total += float_from_bits(machine.read(16 * w).words[0]);
-  const float by = machine.inverse_root(total / static_cast<float>(a.hidden) + a.eps);
+  norms_of_row(machine, a, by);
   for (int i = 8 * machine.thread(); i < a.hidden; i += 8 * kRowThreads) {
     load_eight(machine, x + i, value);
     if (a.copy != nullptr) store_eight(machine, a.copy + start + i, value);
-    widen_chunk<Element>(*reinterpret_cast<const Chunk*>(a.weight + i), weight);
-    GSD_UNROLL
-    for (int j = 0; j < 8; j++) value[j] = value[j] * by * weight[j];
+    store_normed<Element>(a.weight + i, by[0], value, a.out + start + i, mark);
     if (a.exact != nullptr) store_eight(machine, a.exact + start + i, value);
-    Chunk rounded;
-    GSD_UNROLL
-    for (int j = 0; j < 4; j++) {
-      rounded.words[j] = mark == mark ? Element::pack(value[2 * j], value[2 * j + 1]) : Element::pack(mark, mark);
-    }
-    *reinterpret_cast<Chunk*>(a.out + start + i) = rounded;
   }
 }
 
@@ -95,45 +111,25 @@ GSD_HD void cosine_and_sine(float angle, float& cosine, float& sine) {
   if ((quarter & 2) != 0) sine = -sine;
 }
 
-// A lane's dimensions of a head: kOwn neighbours of the first half, and those of the second half that turn with them.
-template <int kHeadDim>
-struct HeadPart {
-  static constexpr int kHalf = kHeadDim / 2, kOwn = kHalf / kLanes;
-  float x[2][kOwn];
-
-  template <class Element>
-  GSD_HD void store(uint16_t* head, int lane) const {
-    GSD_UNROLL
-    for (int i = 0; i < 2; i++) {
-      uint16_t* to = head + i * kHalf + kOwn * lane;
-      if constexpr (kOwn == 2) {
-        *reinterpret_cast<uint32_t*>(to) = Element::pack(x[i][0], x[i][1]);
-      } else {
-        *to = static_cast<uint16_t>(Element::pack(x[i][0], 0.0f));
-      }
-    }
-  }
-};
-
-// One warp: head 0 … heads + 2 kv_heads − 1 of one row, where the product has left it in memory.
+// One warp: head 0 … heads + 2 kv_heads − 1 of one row, where the product has left it in memory. A lane has kOwn neighbours
+// of the first half, and those of the second half that turn with them.
 template <class Element, int kHeadDim, class Machine>
 GSD_HD void turn_head(Machine& machine, const RowsTurn& a, int row, int number) {
-  using Part = HeadPart<kHeadDim>;
-  constexpr int kHalf = Part::kHalf, kOwn = Part::kOwn;
+  constexpr int kHalf = kHeadDim / 2, kOwn = kHalf / kLanes;
   machine.await_previous("heads");
   machine.release_next();
   const int lane = machine.lane(), first = kOwn * lane;
   const float* from = a.qkv + (static_cast<int64_t>(row) * (a.heads + 2 * a.kv_heads) + number) * kHeadDim;
-  Part part;
+  float x[2][kOwn];
   GSD_UNROLL
-  for (int i = 0; i < 2 * kOwn; i++) part.x[i / kOwn][i % kOwn] = from[i / kOwn * kHalf + first + i % kOwn];
+  for (int i = 0; i < 2 * kOwn; i++) x[i / kOwn][i % kOwn] = from[i / kOwn * kHalf + first + i % kOwn];
 
   const RowsHead head(a, number);
   float by = 1.0f;
   if (head.norm != nullptr) {
     float sum = 0.0f, squares = 0.0f;
     GSD_UNROLL
-    for (int i = 0; i < kOwn; i++) sum += square_of_pair(machine, part.x[0][i], part.x[1][i]);
+    for (int i = 0; i < kOwn; i++) sum += square_of_pair(machine, x[0][i], x[1][i]);
     GSD_UNROLL
     for (int step = 1; step < 8 / kOwn; step *= 2) sum += machine.shuffle_xor(sum, step);
     GSD_UNROLL
@@ -143,11 +139,14 @@ GSD_HD void turn_head(Machine& machine, const RowsTurn& a, int row, int number) 
   bool changed = false;
   GSD_UNROLL
   for (int i = 0; i < kOwn; i++) {
-    head.template turn<Element>(machine, a, row, first + i, by, part.x[0][i], part.x[1][i], changed);
+    head.template turn<Element>(machine, a, row, first + i, by, x[0][i], x[1][i], changed);
   }
-  uint16_t* const to = head.place(a, row);
+  uint16_t* const to = head.place(a, row, row / a.rows);
   if (to == nullptr) return;
-  part.template store<Element>(to, lane);
+  GSD_UNROLL
+  for (int i = 0; i < 2 * kOwn; i++) {
+    to[i / kOwn * kHalf + first + i % kOwn] = static_cast<uint16_t>(Element::pack(x[i / kOwn][i % kOwn], 0.0f));
+  }
   head.mark(a, row, changed);  // by any lane that met one
 }
 
@@ -171,7 +170,7 @@ GSD_HD void embed_row(Machine& machine, const RowsEmbed& a, int row) {
   machine.release_next();
   const RowsMatrix& m = a.embedding;
   store_once(machine, a.once, row);
-  const int token = max_int(min_int(a.tokens[row], m.outputs - 1), 0);
+  const int token = clamped(a.tokens[row], m.outputs - 1);
   float value[8];
   with_format(m.kind, [&](auto format) {
     using Format = decltype(format);

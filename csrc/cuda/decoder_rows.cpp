@@ -32,7 +32,7 @@ int launch_rows(const RowsCall& call, void* stream) {
   Tensor cleared = torch::stable::narrow(memory, 0, 0, forward.cleared_bytes());
   torch::stable::zero_(cleared);
   const bool bfloat16 = like.scalar_type() == ScalarType::BFloat16;
-  CudaLaunches launches{{stream, bfloat16, call.decoder.overlap, call.decoder.group}};
+  CudaLaunches launches{{stream, bfloat16, forward.early(), call.decoder.group}};
   const int error = forward.run(written<char>(memory), launches);
   if (error == 0) call.repeat_states();
   return error;

@@ -28,7 +28,7 @@ constexpr int64_t kStateBytes = 64 << 20;  // of attention's states, beyond whic
 
 struct RowsDecoder {
   int batch, rows, keep, hidden, inner, heads, kv_heads, head_dim, capacity, words, nodes;
-  bool overlap, group;  // of RowsLaunch
+  bool overlap, group;  // whether launches may begin early, and products of many rows are multiplied by groups of warps
   int64_t ahead;        // bytes that a product asks for of the next one's weights, where launches begin early
   float eps, rope_scale;
   const int32_t *tokens, *positions, *slots;  // [B, R]
@@ -84,6 +84,8 @@ class RowsForward {
     partials = place(4 * most.partials);
   }
 
+  // Whether launches begin while the one before ends: those of few rows, and of groups of warps, gain by it.
+  bool early() const { return d.overlap && (d.group || count <= kMostEarlyRows); }
   int64_t bytes() const { return size; }             // of scratch memory, at a multiple of 256 bytes
   int64_t cleared_bytes() const { return cleared; }  // of its beginning, which have to be 0
 
@@ -196,9 +198,10 @@ class RowsForward {
     return sizes;
   }
 
-  // A product of few rows that asks for the weights of the next one, where launches begin early.
+  // A product that asks for the weights of the next one, where launches begin early.
   RowsProduct before(RowsProduct made, const RowsProduct& next) const {
-    if (d.overlap && count <= kMostEarlyRows) made.ahead = rows_ahead(next, d.ahead);
+    const bool grouped = d.group && next.grouped();
+    if (early()) made.ahead = rows_ahead(next, d.ahead, grouped ? kMultiprocessors * kWideOutputs : kFirstOutputs);
     return made;
   }
 

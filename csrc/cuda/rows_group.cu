@@ -1,10 +1,10 @@
 // The product of many rows by groups of warps (rows_group_product.h), in code for 9.0a alone.
 #include <cuda_runtime.h>
 
-#include "../algorithms/rows_group_product.h"
 #include "errors.h"
 #include "kernel_facts.h"
 #include "rows.h"
+#include "rows_boxes.h"
 #include "warpgroup_machine.h"
 
 namespace gsd {
@@ -26,9 +26,8 @@ __global__ void __launch_bounds__(GroupProduct<Element, kRows>::kThreads, 1)
 }
 
 struct GroupFacts {
-  bool built;  // whether the kernel has code, which only what was compiled for 9.0a has, the driver makes maps, and the
-               // GPU, which may be a part of one, has the largest cluster
-  int multiprocessors;
+  bool built;  // whether the kernel has code, which only what was compiled for 9.0a has, and the driver makes maps
+  int multiprocessors, clusters[kMostSplits + 1];  // of so many blocks, together: fewer where multiprocessors are missing
 };
 
 // How the kernel is launched: `blocks` in clusters of `cluster`.
@@ -50,12 +49,11 @@ struct GroupConfig {
   }
   GroupConfig(const GroupConfig&) = delete;  // it points into itself
 
-  static bool fits() {
-    const GroupConfig largest(kMostSplits, kMostSplits);
-    int clusters = 0;
-    const bool asked = cudaOccupancyMaxActiveClusters(&clusters, kernel, &largest.config) == cudaSuccess;
-    if (!asked) drop_error();
-    return asked && clusters > 0;
+  static int clusters(int size) {
+    const GroupConfig one(size, size);
+    int found = 0;
+    if (cudaOccupancyMaxActiveClusters(&found, kernel, &one.config) != cudaSuccess) found = 0, drop_error();
+    return found;
   }
 };
 
@@ -75,16 +73,13 @@ MakeMap make_map_function() {
   return found;
 }
 
-// Rows of `inputs` numbers, in boxes of kTileInputs × `box`.
-int make_map(CUtensorMap& map, const uint16_t* from, int rows, int inputs, int box, bool bfloat16) {
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(inputs), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t pitch[] = {2 * static_cast<cuuint64_t>(inputs)};
-  const cuuint32_t boxes[] = {static_cast<cuuint32_t>(kTileInputs), static_cast<cuuint32_t>(box)}, every[] = {1, 1};
-  const CUresult result =
-      make_map_function()(&map, bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-           const_cast<uint16_t*>(from), sizes, pitch, boxes, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
-           CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+// Whether the driver takes them: not where gate and up lie 2^40 bytes apart.
+bool make_map(CUtensorMap& map, const RowsBoxes& boxes, bool bfloat16) {
+  const cuuint32_t every[] = {1, 1, 1, 1, 1};
+  const auto type = bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  return make_map_function()(&map, type, boxes.kDimensions, const_cast<uint16_t*>(boxes.from), boxes.sizes, boxes.bytes,
+                             boxes.box, every, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <class Element, int kRows>
@@ -101,27 +96,29 @@ int find_facts(int device, GroupFacts& facts) {
     found.built = code.sharedSizeBytes > 0 && make_map_function() != nullptr;
     if (error != cudaSuccess || !found.built) return error;
     error = cudaFuncSetAttribute(Config::kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kBytes);
-    found.built = error == cudaSuccess && Config::fits();
+    for (int size = 2; size <= kMostSplits; size++) found.clusters[size] = Config::clusters(size);
     return error;
   });
 }
 
+// False, and nothing launched, where the driver refuses a map.
 template <class Element, int kRows>
-int launch(const RowsProduct& args, const RowsLaunch& how, const GroupFacts& facts) {
+int launch(const RowsProduct& args, const RowsLaunch& how, const GroupFacts& facts, bool& taken) {
   using Group = GroupProduct<Element, kRows>;
   const RowsCut cut(args, Group::kOutputs);
   GroupMaps maps{};
-  int error = make_map(maps.rows, args.x, args.rows, args.inputs, kRows, how.bfloat16);
-  const int box = Group::paired(args) ? 8 : Group::kOutputs / 2;
-  for (int i = 0; i < args.count && error == cudaSuccess; i++) {
-    const RowsMatrix& m = args.matrices[i];
-    if (m.outputs == 0) continue;  // which no map describes, and no block has
-    error = make_map(maps.matrices[i], m.weight, m.outputs, args.inputs, box, how.bfloat16);
+  taken = make_map(maps.rows, RowsBoxes::rows(args.x, args.inputs, args.rows, kRows), how.bfloat16);
+  for (int i = 0; i < args.count; i++) {
+    if (args.matrices[i].outputs == 0 || (args.end == RowsEnd::kGate && i > 0)) continue;  // a map that no block has
+    taken = taken && make_map(maps.matrices[i], RowsBoxes::weights(args, i), how.bfloat16);
   }
-  if (error != cudaSuccess) return error;
-  const int tiles = cut.output_blocks * ((args.rows + kRows - 1) / kRows);
+  if (!taken) return cudaSuccess;
+  const int tiles = cut.output_blocks * ((args.rows + kRows - 1) / kRows), together = facts.clusters[cut.splits];
   const int blocks = cut.splits > 1 ? tiles * cut.splits : min_int(tiles, facts.multiprocessors);
-  GroupConfig<Element, kRows> made(blocks, cut.splits);
+  // As clusters only where that takes no further wave.
+  const auto waves = [](int count, int at_once) { return (count + at_once - 1) / at_once; };
+  const bool clusters = together > 0 && waves(tiles, together) <= waves(blocks, facts.multiprocessors);
+  GroupConfig<Element, kRows> made(blocks, clusters ? cut.splits : 1);
   made.attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   made.attributes[1].val.programmaticStreamSerializationAllowed = 1;
   made.config.numAttrs = how.overlap ? 2 : 1;
@@ -137,7 +134,7 @@ int take(const RowsProduct& args, const RowsLaunch& how, bool& taken) {
   int error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = find_facts<Element, kRows>(device, facts);
   taken = error == cudaSuccess && facts.built;
-  return taken ? launch<Element, kRows>(args, how, facts) : error;
+  return taken ? launch<Element, kRows>(args, how, facts, taken) : error;
 }
 
 template <class Element>

@@ -175,8 +175,8 @@ inline RowsDecoder rows_decoder(const DecoderInputs& in) {
   // All asked in any case, so that a wrong value is refused. Without proof on a GPU groups of warps multiply on request.
   const bool early = rows_setting("GSD_KERNELS_ROWS_OVERLAP", 1) != 0;
   d.group = rows_setting("GSD_KERNELS_ROWS_GROUP", 0) != 0;
-  d.ahead = int64_t{rows_setting("GSD_KERNELS_ROWS_AHEAD", kAheadMegabytes, kMostAheadMegabytes)} << 20;
-  d.overlap = early && (d.group || batch * rows <= kMostEarlyRows);
+  d.ahead = int64_t{rows_setting("GSD_KERNELS_ROWS_AHEAD", 24, 64)} << 20;
+  d.overlap = early;
   d.eps = static_cast<float>(in.eps), d.rope_scale = static_cast<float>(in.rope_scale);
   d.tokens = read<int32_t>(in.token_ids), d.positions = read<int32_t>(in.positions);
   d.slots = read<int32_t>(in.slots);

@@ -4,7 +4,7 @@
 
 #include <cuda.h>
 
-#include "../algorithms/rows.h"
+#include "../algorithms/rows_group_product.h"
 #include "warp_machine.h"
 
 namespace gsd {
@@ -73,12 +73,16 @@ struct CudaWarpgroupMachine : CudaMachine {
           : "memory");
     } while (over == 0);
   }
-  __device__ __forceinline__ void load_box(const char*, int b, int at, int map, int input, int row) const {
+  __device__ __forceinline__ void load_box(const char*, int b, int at, int map, int input, int row, int eight,
+                                           int head) const {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-            arena + at),
-        "l"(&maps.rows + map), "r"(barriers + 8 * b), "r"(input), "r"(row)
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(arena + at),
+        "l"(&maps.rows + map), "r"(barriers + 8 * b), "r"(input), "r"(row), "n"(0), "r"(eight), "r"(head)
         : "memory");
+  }
+  __device__ __forceinline__ void prefetch_map(int map) const {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&maps.rows + map) : "memory");
   }
 
   __device__ __forceinline__ void multiply_begin() const { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -109,23 +113,18 @@ struct CudaWarpgroupMachine : CudaMachine {
   }
 
   __device__ __forceinline__ void sync_consumers(const char*) const { asm volatile("bar.sync 1, 256;" ::: "memory"); }
-  __device__ __forceinline__ int cluster_rank() const {
-    int rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
+  __device__ __forceinline__ int cluster_blocks() const {
+    int blocks;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+    return blocks;
   }
   __device__ __forceinline__ void cluster_sync(const char*) const {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
   }
-  __device__ __forceinline__ Chunk read_cluster(int block, int at) const {
-    uint32_t there;
-    Chunk chunk;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(arena + at), "r"(block));
-    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(chunk.words[0]), "=r"(chunk.words[1]), "=r"(chunk.words[2]), "=r"(chunk.words[3])
-                 : "r"(there)
-                 : "memory");
-    return chunk;
+  __device__ __forceinline__ float* cluster_memory(int block) const {
+    float* there;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(memory), "r"(block));
+    return there;
   }
 
  private:

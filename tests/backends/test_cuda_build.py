@@ -228,14 +228,18 @@ def test_groups_of_warps_multiply_what_the_tensor_memory_accelerator_brings(buil
     for code in kernels:
         rows = int(re.search(r"Li(\d+)E", code).group(1))
         assert len(re.findall(rf"HGMMA\.64x{rows}x16\.F32", code)) == code.count("HGMMA.64x") == 4, rows
-        # Of the first stages and of the others: weights in one box of eight outputs, in a loop, or in two; rows in one.
-        assert code.count("UTMALDG") == 2 * (1 + 2 + 1), rows
-        for instruction in ("UTMALDG.2D", "SYNCS.PHASECHK.TRANS64", "USETMAXREG", "ACQBULK", "PREEXIT", "UCGABAR_ARV"):
+        # Of the first stages and of the others: weights in one box, rows in one.
+        assert code.count("UTMALDG") == code.count("UTMALDG.5D") == 2 * 2, rows
+        for instruction in ("UTMACCTL.PF", "UBLKPF.L2", "SYNCS.PHASECHK.TRANS64", "ACQBULK", "PREEXIT", "UCGABAR_ARV"):
             assert instruction in code, (instruction, rows)
         for instruction in (" HMMA", "LDL", "STL", "LDGSTS"):
             assert instruction not in code, (instruction, rows)
         gives = code.partition("USETMAXREG.DEALLOC.CTAPOOL 0x28 ")[2]  # 40 registers are left to the thread that brings
         assert gives and max(map(int, re.findall(r"\bR(\d+)\b", gives))) < 40, rows
+        # One thread brings all stages: what it does from a stage's barrier to its last box is the least a stage takes.
+        stage = gives.rpartition("UTMALDG")[0].rpartition("PHASECHK")[2]
+        assert "UTMALDG" in stage and stage.count(";") <= 100, rows
+        assert code.count(";") <= 4500, "of the 128 KiB of code that a multiprocessor keeps at hand"
     assert all("HGMMA" not in code for code in machine_code("rows_group_kernel", "sm_80"))
     assert not re.search(r"C75\d\d|serialized", build[1]), "ptxas made the instructions wait for each other"
 
@@ -292,8 +296,9 @@ def test_the_library_loads_beside_a_cpu_torch_and_registers_its_ops(build):
 LAUNCHES = {
     "errors": "a call that failed is told of once",
     "groups": "clusters of blocks multiply",
-    "no clusters": "another kernel does, where they cannot be launched",
-    "no maps": "or where the driver makes no maps",
+    "uneven clusters": "blocks that add up in memory do, where not all clusters run at once",
+    "no clusters": "or none can be launched",
+    "no maps": "another kernel does, where the driver makes no maps",
     "memory": "what a kernel may have does not become less",
     "empty": "a block has threads, whatever it has to do",
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 
 import pytest
 import torch
@@ -39,11 +38,6 @@ def test_a_layer_is_eight_launches(tmp_path_factory):
     assert launched(5) == launched(1) == launched(1, count=1) == whole
     assert launched(5, states=(0, 2)) == whole, "hidden states are copied by launches that are there"
     assert launched(1, states=(3,)) == [*whole[:-2], "norm", "norm", "product"], "those behind the last norm are not"
-    folder = block_code.SOURCE.parents[2] / "csrc/cuda"
-    attention = (folder / "path_attention.cu").read_text()
-    assert len(re.findall(r"return launch(?:_with)?\(", attention)) == 2, "the prefix, the ends of rows"
-    launching, others = ((folder / file).read_text() for file in ("rows_launch.h", "rows.cu"))
-    assert launching.count("cudaLaunchKernelEx(") == 1 and "<<<" not in launching + others + attention, "one launch a call"
     assert launched(0) == ["embed", *(2 * LAYER), *LAYER[:2]], "of a prompt the last layer's keys suffice"
     assert launched(0, states=(3,)) == whole[:-1], "unless its states are read"
 

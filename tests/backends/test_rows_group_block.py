@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from block_code import rows as block_code
-from block_code.programs import BUILDS, CXX, DIFFERENT, DIVERGENT, ONE_TYPE, RACE, ROOT, build_all, build_mutated, run
+from block_code.programs import CXX, DIFFERENT, DIVERGENT, RACE, ROOT, build_mutated, programs_of, run
 from decoders import Sizes, Text, decoder, random_parents, random_tokens, tree
 from shared import once
 
@@ -38,7 +38,7 @@ TEXT = HEADER.read_text(encoding="utf-8") if HEADER.exists() else ""
 
 #: Calls of the machine by the option that makes one of their names faulty; how a run then ends.
 FAULTS = {
-    "--drop": (r"(?:sync|sync_consumers|cluster_sync)", (RACE, DIFFERENT, MISUSED)),
+    "--drop": (r"(?:sync|any|sync_consumers|cluster_sync)", (RACE, DIFFERENT, MISUSED)),
     "--no-wait": ("wait_barrier", (RACE, DIFFERENT, MISUSED)),
     "--parity": ("wait_barrier", (RACE, DIFFERENT, DIVERGENT, MISUSED)),
     "--no-arrival": ("arrive_barrier", (DIVERGENT,)),
@@ -54,10 +54,7 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    flags = {name: [flag for flag in BUILDS[name] if flag != "-g"] for name in BUILDS}
-    flags["thread"].append(ONE_TYPE)
-    folder = once(tmp_path_factory, "rows_group", lambda folder: build_all(SOURCE, folder, flags))
-    return {name: folder / name for name in BUILDS}
+    return programs_of(tmp_path_factory, SOURCE)
 
 
 @pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 8), ("address", 12)])
@@ -94,7 +91,7 @@ def test_a_block_that_ends_before_it_waits_is_caught(programs):
 #: Products into sums that begin at 0, added by an instruction of their own.
 ADDED_LATE = (
     "[&] { float late[kRowTiles][4] = {}; "
-    "machine.template multiply_group<Element>(late, weights_at(stage) + own + later, rows_at(stage) + later); "
+    "machine.template multiply_group<Element>(late, weights, rows); "
     'machine.multiply_commit(); machine.template multiply_wait<0>("late"); machine.multiply_begin(); '
     "for (int j = 0; j < kRowTiles; j++) for (int i = 0; i < 4; i++) sums[j][i] += late[j][i]; }()"
 )
@@ -102,18 +99,23 @@ ADDED_LATE = (
 #: What the source says, from a bar on, what it becomes, and how that ends.
 MUTATIONS = {
     "a sum that is added behind its products": (
-        "machine.template multiply_group<Element>(sums, weights_at(stage) + own + later, rows_at(stage) + later)",
+        "machine.template multiply_group<Element>(sums, weights, rows)",
         ADDED_LATE,
         DIFFERENT,
     ),
     "two steps of inputs swapped": ("32 * step", "32 * (step ^ 1)", DIFFERENT),
     "a split that is not added": ("s < cut.splits", "s < cut.splits - 1", DIFFERENT),
-    "splits that are added backwards": ("read_cluster(|s", "cut.splits - 1 - s", DIFFERENT),
+    "splits that are added backwards": ("sums_of(s)", "sums_of(cut.splits - 1 - s)", DIFFERENT),
     "a share that is not the split's": ("split * cut.split_stages", "0 * cut.split_stages", DIFFERENT),
     "sums that no fence orders": ("machine.multiply_begin()", "(void)0", UNFENCED),
-    "ups beside other gates": ("eight / 2 * 8", "(eight / 2 ^ eight % 2) * 8", DIFFERENT),
-    "a pair of another head": ("pair / half * 2 * half", "0", DIFFERENT),
-    "half of the arrivals": ("kConsumers * kGroupThreads / kLanes", "kConsumers * kGroupThreads / kLanes / 2", MISUSED),
+    "a split's sums in another's place": ("sums_of(share.split)", "sums_of(0)", DIFFERENT),
+    "ups that are taken for gates": ("if (|ups_first(a)", "false", DIFFERENT),
+    "a pair of another head": ("pair & -(a.turn.head_dim / 2)", "0", DIFFERENT),
+    "half of the arrivals": (
+        "kConsumers * kGroupThreads / kLanes",
+        "kConsumers * kGroupThreads / kLanes / 2",
+        DIVERGENT,
+    ),
 }
 
 
@@ -223,6 +225,6 @@ def test_the_operator_has_the_same_bits_by_groups(where, count, monkeypatch, tmp
 def test_everything_with_a_name_is_listed():
     counts = {option: len(names) for option, names in NAMES.items()}
     assert counts == {
-        **{"--drop": 4, "--no-wait": 2, "--parity": 2, "--no-arrival": 2},
+        **{"--drop": 6, "--no-wait": 2, "--parity": 2, "--no-arrival": 2},
         **{"--no-multiply-wait": 2, "--no-publish": 1, "--no-await": 2},
     }

@@ -102,7 +102,31 @@ struct FiberMachineBlock {
   void poison() { std::fill(arena.begin(), arena.end(), static_cast<char>(0xA5)); }
 };
 
-class FiberMachine {
+// What needs no other thread.
+struct FiberValues {
+  void publish(float* at, const float (&values)[4]) const { memcpy(at, values, sizeof values); }
+  void collect(const float* at, float (&values)[4]) const { memcpy(values, at, sizeof values); }
+  bool arrive(int32_t* counter, int blocks) const {
+    Fibers::here().yield(true);
+    if (__atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL) != blocks - 1) return false;
+    __atomic_store_n(counter, 0, __ATOMIC_RELAXED);
+    return true;
+  }
+  float exp2(float x) const { return std::exp2(x); }
+  float log2(float x) const { return std::log2(x); }
+  float divide(float a, float b) const { return a / b; }
+  float inverse_root(float x) const { return 1.0f / std::sqrt(x); }
+  float max(float a, float b) const { return std::fmax(a, b); }
+  float times(float a, float b) const { return a * b; }
+  float fma(float a, float b, float c) const { return std::fma(a, b, c); }
+  void store(float* at, float first, float second) const { at[0] = first, at[1] = second; }
+  template <size_t n>
+  void load(const float* at, float (&values)[n]) const {
+    memcpy(values, at, sizeof values);
+  }
+};
+
+class FiberMachine : public FiberValues {
  public:
   FiberMachine(FiberMachineBlock* block, int thread) : block(block), group{&block->group, thread} {}
 
@@ -166,15 +190,6 @@ class FiberMachine {
   void prefetch(const void* from, int size) const {
     Hidden hidden;
     if (block->prefetched) block->prefetched(from, size);
-  }
-
-  void publish(float* at, const float (&values)[4]) const { memcpy(at, values, sizeof values); }
-  void collect(const float* at, float (&values)[4]) const { memcpy(values, at, sizeof values); }
-  bool arrive(int32_t* counter, int blocks) const {
-    Fibers::here().yield(true);
-    if (__atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL) != blocks - 1) return false;
-    __atomic_store_n(counter, 0, __ATOMIC_RELAXED);
-    return true;
   }
 
   Chunk read(int at) const {
@@ -245,19 +260,6 @@ class FiberMachine {
                for (int l = 0; l < kLanes; l++) bits |= static_cast<uint32_t>(all[l].predicate) << l;
              });
     return bits;
-  }
-
-  float exp2(float x) const { return std::exp2(x); }
-  float log2(float x) const { return std::log2(x); }
-  float divide(float a, float b) const { return a / b; }
-  float inverse_root(float x) const { return 1.0f / std::sqrt(x); }
-  float max(float a, float b) const { return std::fmax(a, b); }
-  float times(float a, float b) const { return a * b; }
-  float fma(float a, float b, float c) const { return std::fma(a, b, c); }
-  void store(float* at, float first, float second) const { at[0] = first, at[1] = second; }
-  template <size_t n>
-  void load(const float* at, float (&values)[n]) const {
-    memcpy(values, at, sizeof values);
   }
 
  private:

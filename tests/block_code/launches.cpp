@@ -19,7 +19,7 @@ constexpr size_t kWithoutOptIn = 48 << 10, kMost = 227 << 10;
 
 struct Launch {
   std::string kernel;
-  unsigned threads, cluster;
+  unsigned threads, cluster, blocks;
 };
 
 // The runtime's state, and what a test makes of its GPU.
@@ -28,7 +28,8 @@ struct Gpu {
   std::map<const void*, size_t> allowed;  // dynamic shared memory, where it is more than a block may have without asking
   std::vector<Launch> launches;
   cudaError_t last = cudaSuccess;
-  bool clusters = true, maps = true;
+  int clusters = 33;  // that run together
+  bool maps = true;
 };
 
 // Kernels are registered before main begins.
@@ -46,8 +47,8 @@ cudaError_t launched(const void* kernel, dim3 grid, dim3 block, size_t shared, u
   if (grid.x * grid.y * grid.z == 0 || block.x == 0 || block.x > 1024) return answer(cudaErrorInvalidConfiguration);
   const auto allowed = gpu().allowed.find(kernel);
   if (shared > (allowed == gpu().allowed.end() ? kWithoutOptIn : allowed->second)) return answer(cudaErrorInvalidValue);
-  if (cluster > 1 && !gpu().clusters) return answer(cudaErrorInvalidClusterSize);
-  gpu().launches.push_back({gpu().kernels.at(kernel), block.x, cluster});
+  if (cluster > 1 && gpu().clusters == 0) return answer(cudaErrorInvalidClusterSize);
+  gpu().launches.push_back({gpu().kernels.at(kernel), block.x, cluster, grid.x * grid.y * grid.z});
   return cudaSuccess;
 }
 
@@ -130,9 +131,8 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute
   gpu().allowed[kernel] = static_cast<size_t>(value);
   return cudaSuccess;
 }
-cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t* config) {
-  *clusters = cluster_of(*config) > 1 && !gpu().clusters ? 0 : 16;
-  return cudaSuccess;
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {
+  return *clusters = gpu().clusters, cudaSuccess;
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** entry, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
@@ -199,7 +199,12 @@ void groups(bool possible) {
   expect(launch_rows_group(product(), {nullptr, true, false, true}, taken) == 0, "an error");
   expect(taken == possible, "taken");
   const bool right = expect(gpu().launches.size() == (possible ? 1 : 0), "launches");
-  if (right && possible) expect(gpu().launches[0].cluster == static_cast<unsigned>(product().splits()), "a cluster a tile");
+  if (right && possible) {
+    const Launch& made = gpu().launches[0];
+    const unsigned splits = static_cast<unsigned>(product().splits()), tiles = made.blocks / splits;
+    expect(made.cluster == (gpu().clusters < static_cast<int>(tiles) ? 1 : splits), "a cluster a tile, where all fit");
+    expect(made.blocks <= 132, "one wave");
+  }
   gpu().launches.clear();
   expect(launch_rows_product(product(), {nullptr, false, false, true}) == 0, "a product by either");
   if (expect(gpu().launches.size() == 1, "a launch")) {
@@ -238,7 +243,8 @@ int main(int, char** arguments) {
   const std::string part = arguments[1];
   if (part == "errors") gsd::errors();
   if (part == "groups") gsd::groups(true);
-  if (part == "no clusters") gpu().clusters = false, gsd::groups(false);
+  if (part == "uneven clusters") gpu().clusters = 31, gsd::groups(true);
+  if (part == "no clusters") gpu().clusters = 0, gsd::groups(true);
   if (part == "no maps") gpu().maps = false, gsd::groups(false);
   if (part == "memory") gsd::memory();
   if (part == "empty") gsd::empty();

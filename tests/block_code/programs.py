@@ -62,7 +62,7 @@ def programs_of(factory: pytest.TempPathFactory, source: Path) -> dict[str, Path
 
 def build_mutated(source: Path, folder: Path, headers: dict[Path, str]) -> None:
     """``mutated``, a program of changed headers, in which ``mutation()`` is the number that ``run`` is told."""
-    shutil.copytree(ROOT / "csrc/algorithms", folder / "csrc/algorithms")
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
     shutil.copytree(source.parent, folder / "tests/block_code", ignore=shutil.ignore_patterns("__pycache__"))
     for header, text in headers.items():
         (folder / header.relative_to(ROOT)).write_text(text)

@@ -200,6 +200,26 @@ Result with_memory(const Problem<Element>& p, const Run& run) {
   return result;
 }
 
+// Of what comes ahead every piece is asked for once; here it is of the product itself.
+struct AskedAhead {
+  RowsAhead& ahead;
+  std::vector<int> asked;
+
+  explicit AskedAhead(RowsProduct& a) : ahead(a.ahead = rows_ahead(a, 24 << 20)), asked(static_cast<size_t>(ahead.pieces())) {}
+  std::function<void(const void*, int)> prefetched() {
+    return [this](const void* from, int bytes) {
+      for (int i = 0, size; i < ahead.pieces(); i++) {
+        if (ahead.piece(i, size) == from && size == bytes) __atomic_fetch_add(&asked[i], 1, __ATOMIC_RELAXED);
+      }
+    };
+  }
+  ~AskedAhead() {
+    if (std::any_of(asked.begin(), asked.end(), [](int times) { return times != 1; })) {
+      stop(kWrong, "a piece of the next weights is not asked for once", "the end");
+    }
+  }
+};
+
 template <class Element>
 bool right(const Problem<Element>& p, const Result& got) {
   const Shape& s = p.shape;

@@ -19,14 +19,7 @@ MachineFaults machine_faults;
 template <class Block, class Element>
 Result multiplied(const Problem<Element>& p, int outputs, bool backwards) {
   return with_memory(p, [&](RowsProduct& a, Previous& previous) {
-    // Of the next product every piece is asked for once; here it is this one.
-    if (p.packed.empty()) a.ahead = rows_ahead(a, int64_t{kAheadMegabytes} << 20);
-    std::vector<int> asked(static_cast<size_t>(a.ahead.pieces()));
-    const auto prefetched = [&](const void* from, int bytes) {
-      for (int i = 0, size; i < a.ahead.pieces(); i++) {
-        if (a.ahead.piece(i, size) == from && size == bytes) __atomic_fetch_add(&asked[i], 1, __ATOMIC_RELAXED);
-      }
-    };
+    AskedAhead ahead(a);
     const RowsCut cut(a, outputs);
     const int splits = cut.splits, tiles = a.row_blocks() * cut.output_blocks;
     run_grid(
@@ -35,10 +28,7 @@ Result multiplied(const Problem<Element>& p, int outputs, bool backwards) {
           const int tile = b / splits, split = backwards ? splits - 1 - b % splits : b % splits;
           Block::run(machine, a, cut, tile % a.row_blocks(), tile / a.row_blocks(), split);
         },
-        backwards ? 1 : splits, &previous, prefetched);
-    if (std::any_of(asked.begin(), asked.end(), [](int times) { return times != 1; })) {
-      stop(kWrong, "a piece of the next weights is not asked for once", "the end");
-    }
+        backwards ? 1 : splits, &previous, ahead.prefetched());
   });
 }
 

@@ -18,13 +18,18 @@ namespace {
 GroupFault fault;
 const char* dropped = "";
 
+bool clustered = true;
+
 template <class Element, int kRows, int kStages = group_stages(kRows)>
 Result multiplied(const Problem<Element>& p, int multiprocessors) {
   using Group = GroupProduct<Element, kRows, kStages>;
   return with_memory(p, [&](RowsProduct& a, Previous& previous) {
     const GroupLaunch launch(a, Group::kOutputs, kRows, multiprocessors);
-    run_clusters(launch.blocks, launch.cut.splits, Group::kArenaBytes, Group::kBarriers, launch.sources, fault, dropped,
-                 previous, [&](GroupMachine& machine, int b) { Group::run(machine, a, launch.cut, b, launch.blocks); });
+    AskedAhead ahead(a);
+    run_clusters(
+        launch.blocks, launch.cut.splits, clustered, Group::kArenaBytes, Group::kBarriers, launch.sources, fault, dropped,
+        previous, [&](GroupMachine& machine, int b) { Group::run(machine, a, launch.cut, b, launch.blocks); },
+        ahead.prefetched());
   });
 }
 
@@ -41,7 +46,7 @@ Result multiplied(const Problem<Element>& p, int multiprocessors, bool few_stage
   }
 }
 
-// In turn with splits, and without: several tiles a block.
+// In turn with splits, in a cluster and not, and without: several tiles a block. Gates lie before ups and behind them.
 template <class Element>
 bool random_round(int round, std::mt19937& random) {
   Shape s{};
@@ -52,9 +57,15 @@ bool random_round(int round, std::mt19937& random) {
   s.inputs = 8 * (splits ? between(random, 65, 100) : between(random, 1, 32));
   for (int i = 0; i < count; i++) {
     const bool same = s.end == RowsEnd::kGate && i > 0;
-    s.outputs.push_back(same ? s.outputs[0] : between(random, 1, splits ? 300 / count : 520 / count));
+    const int outputs = between(random, 1, splits ? 300 / count : 520 / count);
+    s.outputs.push_back(same ? s.outputs[0] : s.end == RowsEnd::kGate ? (outputs + 7) / 8 * 8 : outputs);
   }
-  const Problem<Element> p(s, random);
+  Problem<Element> p(s, random);
+  const bool ups_before = (round + round / 8) % 2 != 0;
+  if (s.end == RowsEnd::kGate && (p.weights[1].data() < p.weights[0].data()) != ups_before) {
+    std::swap(p.weights[0], p.weights[1]);
+  }
+  clustered = round % 4 == 0;
   const Result got = multiplied(p, 1 + round / 2 % 2, round % 3 < 2);
   return right(p, got) && keeps_contract(p, got);
 }
@@ -82,6 +93,7 @@ bool sizes_agree(std::mt19937& random) {
 template <class Element>
 bool round_is_right(const char* what, int round, std::mt19937& random) {
   if (strcmp(what, "turned") == 0) {
+    clustered = round / 4 % 2 == 0;
     return turned_is_right<Element>(round % 2 == 0 ? 128 : 64, between(random, 33, 64),
                                     8 * (round / 2 % 2 == 0 ? between(random, 33, 45) : between(random, 1, 20)), false, random,
                                     [&](const Problem<Element>& p) { multiplied(p, 1 + round / 2 % 2, round % 3 < 2); });

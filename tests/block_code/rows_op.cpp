@@ -131,8 +131,11 @@ struct BlockLaunches {
     const GroupLaunch launch(a, Group::kOutputs, kRows, 2);
     Previous previous;
     previous.write = [] {};
-    run_clusters(launch.blocks, launch.cut.splits, Group::kArenaBytes, Group::kBarriers, launch.sources, {}, "", previous,
-                 [&](GroupMachine& m, int block) { Group::run(m, a, launch.cut, block, launch.blocks); });
+    static bool clustered = false;
+    clustered = !clustered;
+    run_clusters(
+        launch.blocks, launch.cut.splits, clustered, Group::kArenaBytes, Group::kBarriers, launch.sources, {}, "", previous,
+        [&](GroupMachine& m, int block) { Group::run(m, a, launch.cut, block, launch.blocks); }, [](const void*, int) {});
     return 0;
   }
   template <int kRows>
@@ -175,9 +178,10 @@ RowsOutputs launched(const RowsCall& call) {
 }
 
 Recorder recorded(const RowsCall& call) {
-  Recorder recorder{{call.decoder.overlap}, {}};
   const RowsDecoder decoder = limited(call);
-  RowsForward(decoder).run(nullptr, recorder);
+  const RowsForward forward(decoder);
+  Recorder recorder{{forward.early()}, {}};
+  forward.run(nullptr, recorder);
   return recorder;
 }
 

@@ -11,7 +11,7 @@
 
 #include <memory>
 
-#include "../../csrc/algorithms/rows.h"
+#include "../../csrc/cuda/rows_boxes.h"
 #include "fiber_machine.h"
 
 namespace gsd {
@@ -31,12 +31,6 @@ GSD_UNSEEN inline uint32_t drawn_delay() {
   state ^= state << 13, state ^= state >> 17, state ^= state << 5;
   return state;
 }
-
-// A matrix in memory, as a tensor map describes it.
-struct BoxSource {
-  const uint16_t* from = nullptr;
-  int rows = 0, inputs = 0, box = 0;
-};
 
 class PhaseBarrier {
  public:
@@ -71,8 +65,10 @@ struct GroupBlock {
   static constexpr int kGroups = 3, kGroupThreads = 4 * kLanes, kThreads = kGroups * kGroupThreads, kMost = 64;
 
   struct Box {
-    const BoxSource* of;
-    int barrier, at, input, row;
+    const RowsBoxes* of;
+    int barrier, at, corner[RowsBoxes::kDimensions];
+
+    int bytes() const { return static_cast<int>(2 * of->box[0] * of->box[1] * of->box[2] * of->box[3] * of->box[4]); }
   };
   struct Multiply {
     int posted = 0, weights = 0, rows = 0, tiles = 0;
@@ -87,7 +83,7 @@ struct GroupBlock {
 
   std::vector<char> arena;
   std::vector<PhaseBarrier> barriers;
-  std::array<BoxSource, 1 + kMaxMatrices> sources;
+  std::array<RowsBoxes, 1 + kMaxMatrices> sources;
   Barriers all{kThreads}, consumers{kThreads - kGroupThreads};
   Barriers* cluster = nullptr;
   std::vector<std::unique_ptr<GroupBlock>>* blocks = nullptr;
@@ -95,7 +91,9 @@ struct GroupBlock {
   GroupFault fault;
   const char* dropped = "";
   Previous* previous = nullptr;
-  bool awaited = false;
+  bool awaited = false, clustered = true;
+  std::atomic<bool> voted = false;
+  std::function<void(const void*, int)> prefetched;
   std::vector<Box> boxes;
   char asked;
   std::array<Group, kGroups> groups;
@@ -120,7 +118,7 @@ struct GroupBlock {
       acquire(&asked);
       barriers[static_cast<size_t>(box.barrier)].check("a box");
       bring(box);
-      barriers[static_cast<size_t>(box.barrier)].came(box.of->box * 2 * kTileInputs);
+      barriers[static_cast<size_t>(box.barrier)].came(box.bytes());
     }
   }
 
@@ -150,13 +148,16 @@ struct GroupBlock {
 
  private:
   void bring(const Box& box) {
-    for (int r = 0; r < box.of->box; r++) {
-      for (int i = 0; i < kTileInputs; i++) {
-        const bool inside = box.row + r < box.of->rows && box.input + i < box.of->inputs;
-        const uint16_t value =
-            inside ? box.of->from[static_cast<size_t>(box.row + r) * static_cast<size_t>(box.of->inputs) + box.input + i] : 0;
-        memcpy(&arena[static_cast<size_t>(exchanged(box.at + 128 * r + 2 * i))], &value, 2);
+    const RowsBoxes& of = *box.of;
+    for (int n = 0; n < box.bytes() / 2; n++) {
+      uint64_t rest = static_cast<uint64_t>(n), from = 0;
+      bool inside = true;
+      for (uint32_t d = 0; d < of.kDimensions; d++) {
+        const uint64_t place = static_cast<uint64_t>(box.corner[d]) + rest % of.box[d];
+        inside &= place < of.sizes[d], from += place * (d == 0 ? 2 : of.bytes[d - 1]), rest /= of.box[d];
       }
+      const uint16_t value = inside ? *reinterpret_cast<const uint16_t*>(reinterpret_cast<uintptr_t>(of.from) + from) : 0;
+      memcpy(&arena[static_cast<size_t>(exchanged(box.at + 2 * n))], &value, 2);
     }
   }
 
@@ -193,9 +194,11 @@ struct GroupBlock {
   }
 };
 
-class GroupMachine {
+class GroupMachine : public FiberValues {
  public:
-  GroupMachine(GroupBlock* block, int number) : block(block), number(number) {}
+  GroupMachine(GroupBlock* block, int number) : memory(block->arena.data()), block(block), number(number) {}
+
+  char* const memory;
 
   int thread() const { return number; }
   int lane() const { return number % kLanes; }
@@ -204,13 +207,15 @@ class GroupMachine {
   void sync(const char* name) const { meet(name, block->all); }
   void sync_consumers(const char* name) const { meet(name, block->consumers); }
   void cluster_sync(const char* name) const { meet(name, *block->cluster); }
-  int cluster_rank() const { return block->rank; }
-  Chunk read_cluster(int other, int at) const {
-    Chunk chunk;
-    memcpy(&chunk, &(*block->blocks)[static_cast<size_t>(other)]->arena[static_cast<size_t>(at)], sizeof chunk);
-    return chunk;
+  bool any(const char* name, bool predicate) const {  // once a block
+    if (predicate) block->voted.store(true, std::memory_order_relaxed);
+    meet(name, block->all);
+    return block->voted.load(std::memory_order_relaxed);
   }
-  void write(int at, const Chunk& chunk) const { memcpy(&block->arena[static_cast<size_t>(at)], &chunk, sizeof chunk); }
+  int cluster_blocks() const { return block->clustered ? static_cast<int>(block->blocks->size()) : 1; }
+  float* cluster_memory(int other) const {
+    return reinterpret_cast<float*>((*block->blocks)[static_cast<size_t>(other)]->arena.data());
+  }
 
   void init_barrier(int b, int arrivals) const {
     Fibers::here().yield(true);
@@ -230,13 +235,21 @@ class GroupMachine {
     if (block->fault.hits(GroupFault::kParity, name)) parity ^= 1;
     if (!block->fault.hits(GroupFault::kNoWait, name)) barrier(b).wait(parity);
   }
-  void load_box(const char* name, int b, int at, int map, int input, int row) const {
-    const BoxSource& of = block->sources[static_cast<size_t>(map)];
+  void prefetch_map(int) const {}
+  void prefetch(const void* from, int size) const {
+    Hidden hidden;
+    block->prefetched(from, size);
+  }
+  void load_box(const char* name, int b, int at, int map, int input, int row, int eight, int head) const {
+    const GroupBlock::Box box{&block->sources[static_cast<size_t>(map)], b, at, {input, row, 0, eight, head}};
     if (at % 1024 != 0 || input % 8 != 0) stop(kMisused, "misaligned box", name);
-    memset(&block->arena[static_cast<size_t>(at)], 0xA5, static_cast<size_t>(of.box) * 2 * kTileInputs);
+    for (const uint64_t bytes : box.of->bytes) {
+      if (bytes == 0 || bytes % 16 != 0) stop(kMisused, "a map that no driver makes", name);
+    }
+    memset(&block->arena[static_cast<size_t>(at)], 0xA5, static_cast<size_t>(box.bytes()));
     release(&block->asked);
     Hidden hidden;
-    block->boxes.push_back({&of, b, at, input, row});
+    block->boxes.push_back(box);
   }
 
   void multiply_begin() { begun = true; }
@@ -285,13 +298,6 @@ class GroupMachine {
     if (!awaited) stop(kMisused, "released before it waited", "a launch");
   }
 
-  float inverse_root(float x) const { return 1.0f / std::sqrt(x); }
-  float times(float a, float b) const { return a * b; }
-  float fma(float a, float b, float c) const { return std::fma(a, b, c); }
-  void load(const float* at, float (&values)[2]) const { memcpy(values, at, sizeof values); }
-  float exp2(float x) const { return std::exp2(x); }
-  float divide(float a, float b) const { return a / b; }
-
  private:
   PhaseBarrier& barrier(int b) const { return block->barriers[static_cast<size_t>(b)]; }
   GroupBlock::Group& group() const { return block->groups[static_cast<size_t>(number / GroupBlock::kGroupThreads)]; }
@@ -320,22 +326,21 @@ class GroupMachine {
 struct GroupLaunch {
   RowsCut cut;
   int blocks;
-  std::array<BoxSource, 1 + kMaxMatrices> sources;
+  std::array<RowsBoxes, 1 + kMaxMatrices> sources{};
 
   GroupLaunch(const RowsProduct& a, int outputs, int rows, int multiprocessors) : cut(a, outputs) {
     const int tiles = cut.output_blocks * ((a.rows + rows - 1) / rows);
     blocks = cut.splits > 1 ? tiles * cut.splits : min_int(tiles, multiprocessors);
-    sources[0] = {a.x, a.rows, a.inputs, rows};
-    const int box = a.end == RowsEnd::kGate || a.end == RowsEnd::kTurn ? 8 : outputs / 2;
-    for (int i = 0; i < a.count; i++) sources[1 + i] = {a.matrices[i].weight, a.matrices[i].outputs, a.inputs, box};
+    sources[0] = RowsBoxes::rows(a.x, a.inputs, a.rows, rows);
+    for (int i = 0; i < (a.end == RowsEnd::kGate ? 1 : a.count); i++) sources[1 + i] = RowsBoxes::weights(a, i);
   }
 };
 
-// Runs body(machine, b) for the blocks 0 … blocks − 1, those of a cluster together.
+// Runs body(machine, b) for the blocks 0 … blocks − 1, so many together, which are a cluster or not.
 template <class Body>
-void run_clusters(int blocks, int cluster, size_t arena_bytes, int barriers,
-                  const std::array<BoxSource, 1 + kMaxMatrices>& sources, const GroupFault& fault, const char* dropped,
-                  Previous& previous, const Body& body) {
+void run_clusters(int blocks, int cluster, bool clustered, size_t arena_bytes, int barriers,
+                  const std::array<RowsBoxes, 1 + kMaxMatrices>& sources, const GroupFault& fault, const char* dropped,
+                  Previous& previous, const Body& body, const std::function<void(const void*, int)>& prefetched = nullptr) {
   constexpr int kFibers = GroupBlock::kThreads + GroupBlock::kGroups;
   for (int first = 0; first < blocks; first += cluster) {
     Barriers together(cluster * GroupBlock::kThreads);
@@ -345,6 +350,7 @@ void run_clusters(int blocks, int cluster, size_t arena_bytes, int barriers,
       GroupBlock& block = *places.back();
       block.sources = sources, block.fault = fault, block.dropped = dropped, block.previous = &previous;
       block.cluster = &together, block.blocks = &places, block.rank = i;
+      block.clustered = clustered && cluster > 1, block.prefetched = prefetched;
     }
     Fibers::here().run(cluster * kFibers, [&](int i) {
       GroupBlock& block = *places[static_cast<size_t>(i / kFibers)];
