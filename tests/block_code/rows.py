@@ -54,6 +54,7 @@ def operators(factory: pytest.TempPathFactory) -> Any:
         torch.library.define("gsd_block_code::launches", f"{arguments} -> Tensor")
         torch.library.define("gsd_block_code::ahead", f"{arguments} -> Tensor")
         torch.library.define("gsd_block_code::bytes", f"{arguments} -> Tensor")
+        torch.library.define("gsd_block_code::kinds", f"{arguments} -> Tensor")
         arguments, _, results = feature_rows.schema.partition(" -> ")
         torch.library.define("gsd_block_code::feature_rows", f"{arguments} -> {results}")
         torch.library.define("gsd_block_code::feature_launches", f"{arguments} -> Tensor")
@@ -86,6 +87,12 @@ def scratch_bytes(factory: pytest.TempPathFactory, *arguments: Any) -> int:
 def asked_ahead(factory: pytest.TempPathFactory, *arguments: Any) -> list[list[int]]:
     """What products ask for of the next one's weights: number of the product, address and bytes, a piece each."""
     return operators(factory).ahead(*decoder_rows.operands(*arguments, None)).view(-1, 3).tolist()
+
+
+def kinds(factory: pytest.TempPathFactory, *arguments: Any) -> set[tuple[int, ...]]:
+    """The code that products and attention take; of a product (kernel, rows of a block, outputs, end, split, norms)."""
+    found = operators(factory).kinds(*decoder_rows.operands(*arguments, None))
+    return set(map(tuple, found.view(-1, 6).tolist()))
 
 
 def take_for_gpus(monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFactory) -> None:

@@ -8,6 +8,7 @@
 //     gsd_block_code::bytes          the same arguments; of scratch memory
 //     gsd_block_code::ahead          the same arguments; what products ask for ahead: number of the product, address and
 //                                    size of a piece, three numbers each
+//     gsd_block_code::kinds          the same arguments; of every product and attention which code it takes, six numbers
 //
 // The tensors go through the glue's own checks, and the launches through its own sequence.
 #include <algorithm>
@@ -32,6 +33,8 @@ struct Recorder {
   std::vector<int32_t> launched;
   std::vector<int64_t> ahead;
   int64_t products = 0;
+  bool group = false;
+  std::vector<int32_t> kinds{};
 
   int add(std::initializer_list<int32_t> kernels) {
     launched.insert(launched.end(), kernels);
@@ -46,10 +49,19 @@ struct Recorder {
       ahead.insert(ahead.end(), {products, from, size});
     }
     products++;
+    const bool groups = group && a.grouped(), norms = a.end == RowsEnd::kTurn && a.turn.q_norm != nullptr;
+    kinds.insert(kinds.end(), {kProduct, groups ? a.group_rows() : -a.tile_rows(), groups ? 0 : a.tile_outputs(),
+                               static_cast<int>(a.end), a.splits() > 1, norms});
     return add({kProduct});
   }
-  int turn(const RowsTurn&) { return add({kTurn}); }
-  int attention(const PathAttentionArgs&, const PathAttentionSizes&) { return add({kAttend, kCombine}); }
+  int turn(const RowsTurn& a) {
+    kinds.insert(kinds.end(), {kTurn, a.q_norm != nullptr, 0, 0, 0, 0});
+    return add({kTurn});
+  }
+  int attention(const PathAttentionArgs& a, const PathAttentionSizes& s) {
+    kinds.insert(kinds.end(), {kAttend, s.query_rows() <= 16, a.window > 0, s.splits() > 2 * kSplitsPerSize, 0, 0});
+    return add({kAttend, kCombine});
+  }
 };
 
 // Runs body(machine, block) for all blocks in an order of its own: nothing may depend on it.
@@ -195,6 +207,11 @@ Tensor listed(const RowsCall& call, const std::vector<Number>& numbers) {
 Tensor launches(const RowsCall& call) { return listed(call, recorded(call).launched); }
 Tensor bytes(const RowsCall& call) { return listed(call, std::vector{RowsForward(call.decoder).bytes()}); }
 Tensor ahead(const RowsCall& call) { return listed(call, recorded(call).ahead); }
+Tensor kinds(const RowsCall& call) {
+  Recorder recorder{{}, {}, 0, call.decoder.group};
+  RowsForward(call.decoder).run(nullptr, recorder);
+  return listed(call, recorder.kinds);
+}
 
 // An op: what `use` makes of a call of decoder_rows or feature_rows.
 template <auto prepare, auto use>
@@ -219,4 +236,5 @@ STABLE_TORCH_LIBRARY_IMPL(gsd_block_code, CPU, m) {
   m.impl("feature_launches", TORCH_BOX(&gsd::OfFeatures<gsd::launches>::call));
   m.impl("bytes", TORCH_BOX(&gsd::OfDecoder<gsd::bytes>::call));
   m.impl("ahead", TORCH_BOX(&gsd::OfDecoder<gsd::ahead>::call));
+  m.impl("kinds", TORCH_BOX(&gsd::OfDecoder<gsd::kinds>::call));
 }

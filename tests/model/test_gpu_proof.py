@@ -14,7 +14,7 @@ from block_code import rows as block_code
 from models import tiny
 from ops.contracts.backends import needs_cpu
 
-from gsd_kernels.ops.decoder_rows import cuda
+from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda
 from gsd_kernels_hf.model import fused, gpu_proof, replay
 from gsd_kernels_hf.model.fused import FusedRows
 from gsd_kernels_hf.model.gpu_proof import Kind, Sizes, Subject, UnprovedError, proof_of
@@ -378,3 +378,87 @@ def test_what_is_replayed_begins_early_and_asks_for_weights(monkeypatch, tmp_pat
         for call in captured
     }
     assert plans == {1: (True, True), 16: (True, True), 32: (True, True), 64: (False, False)}
+
+
+class Nothing:
+    """Modules, or the operator's results, where only launches count; logits of other tokens are others."""
+
+    def __init__(self, model, *_):
+        self.width = model.config.vocab_size
+
+    def prefill(self, *_):
+        pass
+
+    def rows(self, tokens, *_, keep):
+        return logits_of(tokens, self.width)
+
+
+def logits_of(tokens, width):
+    return tokens[..., None].float() + torch.arange(width)
+
+
+#: Of published models: hidden, inner, query heads, heads of keys, their size, norms of heads, window.
+PUBLISHED = {
+    "Llama-3.2-1B": (2048, 8192, 32, 8, 64, False, 0),
+    "Llama-3.1-8B": (4096, 14336, 32, 8, 128, False, 0),
+    "Llama-3.1-70B": (8192, 28672, 64, 8, 128, False, 0),
+    "Mistral-7B-v0.1": (4096, 14336, 32, 8, 128, False, 4096),
+    "Qwen2.5-0.5B": (896, 4864, 14, 2, 64, False, 0),
+    "Qwen2.5-7B": (3584, 18944, 28, 4, 128, False, 0),
+    "Qwen3-0.6B": (1024, 3072, 16, 8, 128, True, 0),
+    "Qwen3-32B": (5120, 25600, 64, 8, 128, True, 0),
+}
+
+
+def launched_by(factory, sizes, rows, capacity):
+    """The code that a forward of rows of a published model takes, of one layer; the weights are never read."""
+    hidden, inner, heads, kv_heads, head_dim, norms, window = sizes
+    q, kv = heads * head_dim, kv_heads * head_dim
+
+    def made(*shape):
+        return torch.empty(*shape, dtype=torch.bfloat16)
+
+    one = {"q_norm": made(head_dim), "k_norm": made(head_dim)} if norms else {}
+    shapes = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q), "gate": (inner, hidden)}
+    shapes |= {"up": (inner, hidden), "down": (hidden, inner), "input_norm": (hidden,), "second_norm": (hidden,)}
+    layer = LayerWeights(**{name: made(*shape) for name, shape in shapes.items()}, **one, window=window)
+    table = made(32_000, hidden)
+    weights = DecoderWeights(table, [layer], made(hidden), table, torch.ones(head_dim // 2), 1.0, heads, 1e-6)
+    ids, zero = torch.zeros(1, rows, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    mask = torch.zeros(1, rows, (rows + 31) // 32, dtype=torch.int32)
+    caches = [made(1, kv_heads, capacity, head_dim)]
+    return block_code.kinds(factory, weights, ids, ids, ids, mask, ids, zero, zero, caches, caches, rows, ())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+@pytest.mark.parametrize("group", ["0", "1"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_it_covers_the_code_that_published_models_launch(head_dim, group, monkeypatch, tmp_path_factory):
+    """Every kernel, end and split of products, and of attention, for the head size and the way that is proved."""
+    monkeypatch.undo()
+    monkeypatch.setenv(cuda.GROUP, group)
+    block_code.take_for_gpus(monkeypatch, tmp_path_factory)
+    fake_cuda.install(monkeypatch)
+    calls = {}
+
+    def run(weights, ids, *rest):
+        keep, key = rest[-3], (id(weights), *ids.shape, rest[-3], rest[-5][0].shape[2])
+        calls.setdefault(key, (weights, ids, *rest[:-1]))
+        width = weights.head.shape[0]
+        logits = logits_of(ids[:, ids.shape[1] - keep :], width)
+        return logits, logits[..., :1].expand(-1, -1, weights.final_norm.shape[0]), torch.zeros(0, *ids.shape, 1)
+
+    monkeypatch.setattr(cuda, "run", run)
+    monkeypatch.setattr(gpu_proof, "REPLAYS", 2)
+    ways = {"operator": FusedRows, "modules": Nothing}
+    way = "wgmma" if group == "1" else "mma"
+    gpu_proof.figures(Kind(torch.bfloat16, head_dim, way), CPU, ways, "auto")
+    proved = set().union(*(block_code.kinds(tmp_path_factory, *call) for call in calls.values()))
+    counts, capacities = (1, 16, 17, 32, 33, 64, 65, 128, 129, 256), (1000, 4000)
+    left = {}
+    for name, rows, capacity in itertools.product(PUBLISHED, counts, capacities):
+        if PUBLISHED[name][4] == head_dim:
+            for kind in launched_by(tmp_path_factory, PUBLISHED[name], rows, capacity) - proved:
+                left.setdefault(kind, (name, rows, capacity))
+    assert not left

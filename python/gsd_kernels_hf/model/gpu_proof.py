@@ -1,10 +1,10 @@
 """A GPU proves the operator of rows before it serves there: its errors, its bits, its time, in a few seconds, once.
 
-The proof of :mod:`.proof` at a model's real sizes, where every kernel has its share: two models of random weights, the
-second of which has what the first one has not (norms of heads, biases, a window, sizes that are no multiple of a tile).
-Their rows by the operator are held to float32 as the modules are, and to their own bits in any company. It is made of
-each way to multiply that the GPU has; the fastest one that is right serves. A verdict is kept in the user's cache
-folder with its figures, by GPU, driver, package and build, under the switches that it was made with.
+The proof of :mod:`.proof` at a model's real sizes: models of random weights, some with norms of heads, biases, a window
+and sizes that are no multiple of a tile, so that all code has its share that the served classes launch. Their rows by
+the operator are held to float32 as the modules are, and to their own bits in any company. It is made of each way to
+multiply that the GPU has; the fastest one that is right serves. A verdict is kept in the user's cache folder with its
+figures, by GPU, driver, package and build, under the switches that it was made with.
 """
 
 from __future__ import annotations
@@ -94,7 +94,13 @@ class Sizes:
         return Case(self.prefix), Case(self.prefix, self.pads)
 
 
-MODELS = (Sizes(), Sizes(hidden=1992, inner=8136, vocabulary=4104, width=1024, window=700, prefix=2100))
+MODELS = (
+    Sizes(),
+    Sizes(hidden=1992, inner=3016, vocabulary=9000, width=2048, window=700, prefix=2100),
+    Sizes(hidden=1056, inner=4104, width=6144, prefix=2100),
+    Sizes(hidden=1032, inner=1032, width=6144, window=700),
+)
+"""With products that are split and whole, turned heads with norms and without, and of both attention's splits."""
 
 
 class Case(NamedTuple):
@@ -374,7 +380,7 @@ def prove(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: st
 
 
 def figures(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: str) -> Proof:
-    """The figures of both models, the worse ones; the first model is timed."""
+    """The worst figures of all models; the first one is timed."""
     errors, apart, times = dict.fromkeys(ways, 0.0), {"alone": 0, "beside another": 0, "replayed": 0}, {}
     why: str | None = None
     for sizes in MODELS:
