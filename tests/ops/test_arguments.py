@@ -118,7 +118,11 @@ BAD = {
 ROWS = [(op, arguments, *row) for op, (arguments, rows) in BAD.items() for row in rows]
 
 
-@pytest.mark.parametrize(("op", "good", "name", "bad", "error"), ROWS, ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.parametrize(
+    ("op", "good", "name", "bad", "error"),
+    ROWS,
+    ids=[f"{op.__name__}-{name}-{i}" for i, (op, _, name, *_) in enumerate(ROWS)],
+)
 def test_bad_arguments_are_named(op, good, name, bad, error):
     given = good()
     op(**good())
