@@ -88,7 +88,7 @@ GSD_HD void grow_levels(Group& group, const LevelsArgs& a, const LevelSizes& s, 
       for (int w = rank; w < s.width; w += step) level.matched[w] = 0;
       for (int i = rank; i < candidates; i += step) level.tokens[i] = -1, level.log_probs[i] = negative_infinity();
     }
-    group.sync("levels: candidates known");
+    // What merge reads is behind the last barrier of the recall: places without a node, written since, it passes over.
     if (number == 0 || !empty) merge_level(group, level.merge, merge, memory);  // else the next are what they are: none
   }
 }
