@@ -163,6 +163,7 @@ def learn(
     if place.is_dir():
         raise ValueError(f"file: expected the name of a file to write, got the folder {place}")
     check_writable("GSD_KERNELS_CACHE" if file is None else "file", place)
+    place.parent.mkdir(parents=True, exist_ok=True)
     answers = Answers(read=[ids[0].tolist() for ids in read])
     _answer(model, asked, answers, new_tokens, progress)
     if not answers.seen:
