@@ -146,9 +146,9 @@ def _weights(name: str, number: int) -> Subject:
         heads = {"draft_heads": gsd.DraftHeads.for_model(case.model, 2), "draft_sources": ("model", "heads")}
         return Made(case.model, _model(case.draft) | heads, prompts(3, 9, seed=number, vocab=90), case.right)
 
-    return Subject(
-        made, own=False, places=(CPU, PIECES, DEFAULTS, INFERENCE)
-    )  # a GPU keeps the modules, which round by rows
+    # A GPU keeps the modules, which round by rows; gptqmodel's layers, as rebuilt here, use the default device.
+    places = (CPU, PIECES, INFERENCE) if name.startswith("gptqmodel") else (CPU, PIECES, DEFAULTS, INFERENCE)
+    return Subject(made, own=False, places=places)
 
 
 SUBJECTS: dict[str, Subject] = {
