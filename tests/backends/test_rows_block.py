@@ -113,7 +113,9 @@ MUTATIONS = {
     "a sine of the other sign": (
         *("rows_heads", "-machine.times(y, angle[1])", "machine.times(y, angle[1])", "between", DIFFERENT),
     ),
-    "another pair": ("rows_heads", "output % t.head_dim", "(output % t.head_dim ^ 1)", "turned", DIFFERENT),
+    "another pair": (
+        *("rows_heads", "output & (t.head_dim - 1)", "((output & (t.head_dim - 1)) ^ 1)", "turned", DIFFERENT),
+    ),
     "values among the keys": ("rows_heads", "(tile.matrix - 1) * t.kv_heads", "0 * t.kv_heads", "turned", DIFFERENT),
     "squares of a part of the head": ("rows_heads", "w < kWarps", "w < kWarps - 1", "turned", DIFFERENT),
     "a sum that is added behind its products": (
