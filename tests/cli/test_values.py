@@ -296,11 +296,6 @@ def test_no_help_is_swallowed_as_markup():
             Text.from_markup(text)
 
 
-def test_bench_help_names_its_extra():
-    result = CliRunner().invoke(app, ["bench", "generate", "--help"], env={"COLUMNS": "200"})
-    assert result.exit_code == 0 and "[peers]" in result.stdout
-
-
 def test_a_prompt_in_brackets_is_shown(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
     given = ["check", "--model", folder / "target", "--draft", "history", "--max-new-tokens", "2", "[INST] hi"]
