@@ -55,7 +55,7 @@ def test_it_is_found_makes_texts_faster_and_changes_none(target, decoding, batch
     assert sum("drafting with what was learned" in message for message in caplog.messages) == 1
     for out in (before, after, again, without):
         assert torch.equal(out.sequences, plain)
-    assert after.stats.steps < (0.8 if decoding is GREEDY else 1.05) * before.stats.steps  # its answers were greedy
+    assert after.stats.steps < (0.9 if decoding is GREEDY else 1.1) * before.stats.steps  # its answers were greedy
     assert without.stats.steps == pytest.approx(before.stats.steps, abs=2)  # weights of sources are learned too
 
 

@@ -48,7 +48,9 @@ def test_commit_equals_reading_all_and_then_writing(on, kind, layout):
     accepted[0] = accepted[0].sort().values
     accepted[1] %= 7  # close to each other, some of them twice
     accepted = torch.where(torch.arange(width) < count[:, None], accepted, -1)
-    others = LAYOUTS[LAYOUTS.index(layout) - 1]
+    others = (
+        layout if on.name == "triton" else LAYOUTS[LAYOUTS.index(layout) - 1]
+    )  # whose keys and values have one shape
     caches = [caches_of(of, *kind, prefix + rows + 2, gen) for of in (layout, others)]
     expected = [[cache.clone() for cache in part] for part in caches]
     for cache, before in zip(itertools.chain(*expected), itertools.chain(*caches), strict=True):
