@@ -12,6 +12,7 @@ import urllib.request
 
 import pytest
 
+from gsd_kernels import GraphConfig
 from gsd_kernels_cli import demo
 from gsd_kernels_hf import patch, unpatch
 from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
@@ -27,6 +28,7 @@ TEMPLATE = (
     "{{ m['role'] ~ ' ' if m['role'] == 'system' else '' }}{{ m['content'] }}\n{% endfor %}"
 )
 PROMPT = "def add(a, b):\n"
+SHAPE = GraphConfig(depth=4, history_depth=8, history_width=4)  # of every step: auto goes by the clock
 ASKED = {CHAT: {"messages": [{"role": "user", "content": PROMPT}]}, COMPLETIONS: {"prompt": PROMPT}}
 ASKED[RESPONSES] = {"input": PROMPT}
 LENGTH = {CHAT: "max_tokens", COMPLETIONS: "max_tokens", RESPONSES: "max_output_tokens"}
@@ -75,7 +77,7 @@ class Server:
 
         self.target, draft, self.tokenizer = demo.load()
         self.tokenizer.chat_template = template
-        drafting = {"assistant_model": draft} if speculates else {"graph_config": "plain"}
+        drafting = {"assistant_model": draft, "graph_config": SHAPE} if speculates else {"graph_config": "plain"}
         handle = patch(self.target, tokenizer=self.tokenizer, **drafting)
         own = {key: named.pop(key) for key in ("origins", "hosts") if key in named}
         app = make_app("small", handle, self.tokenizer, speculates=speculates, limits=Limits(**named), **own)
