@@ -87,7 +87,7 @@ test: $(READY) $(REAL)
 
 # With what is one of many: rows of texts at random, every model class and architecture, the rest of random cases.
 test-all: $(READY) $(REAL)
-	CI=1 $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist worksteal
+	EVERY=1 $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist worksteal
 
 # Without what is marked slow: exactness, refusals and every op, but no launches, compilers or long random runs.
 test-fast: $(READY) $(REAL)

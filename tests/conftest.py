@@ -25,8 +25,6 @@ import torch
 from _pytest.terminal import TerminalReporter
 from kept import pytest_addoption, pytest_runtest_makereport, pytest_runtest_setup  # noqa: F401
 
-from gsd_kernels.ops.table import all_ops
-
 torch.set_num_threads(1)
 for library in ("torchao", "torch.utils._pytree"):  # which tell of GPUs that are not here, and of each other
     logging.getLogger(library).setLevel(logging.ERROR)
@@ -56,13 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Where triton is interpreted, the interpreter's cases run and no others; elsewhere all but these.
 
     What is long begins, so that no process waits for another's last test, nor makes a fixture that another has. What is
-    one of many, as two of three interpreted cases of a test are, runs where ``CI`` is set or something is asked for by
-    name.
+    one of many, as two of three interpreted cases of a test are, runs where ``EVERY`` is set or something is asked for
+    by name.
     """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     mark_what_is_slow(items)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    every = bool(os.environ.get("CI")) or any("::" in name for name in config.args)
+    every = bool(os.environ.get("EVERY")) or any("::" in name for name in config.args)
     cases: Counter[str] = Counter()
 
     def stays(item: pytest.Item) -> bool:
@@ -109,20 +107,6 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
         terminalreporter.section("slowest files: seconds, with their fixtures")
         for file, spent in seconds.most_common(10):
             terminalreporter.write_line(f"{spent:7.1f}  {file}")
-
-
-@pytest.fixture(scope="session")
-def implementations():
-    """Of every op: its implementations by backend, fastest first."""
-    return {name: op.implementations for name, op in all_ops().items()}
-
-
-@pytest.fixture(autouse=True)
-def ops_stay_as_they_are(implementations):
-    """What a test takes out of them comes back in its place, or ``auto`` is another backend in all that follow."""
-    before = {op: list(known.items()) for op, known in implementations.items()}
-    yield
-    assert {op: list(known.items()) for op, known in implementations.items()} == before
 
 
 @pytest.fixture(autouse=True)
