@@ -109,8 +109,7 @@ class Conversation:
         from .streaming import StdoutStreamer, is_cut
 
         tokenizer, turns = self.pair.tokenizer, [*self.turns, _turn("user", message)]
-        text = self.pair.templated(turns, "--model")
-        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(self.pair.device)
+        inputs = self.pair.chat(turns, "--model")
         arguments = self._within(inputs["input_ids"].shape[1])
         with ExitStack() as waiting:
             waiting.enter_context(progress("reading"))

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from . import options
-from .busy import Others, distrust
+from .busy import distrust
 from .groups import with_groups
 from .options import describe_graph_config, read_graph_config, read_prompts
 from .output import DIFFERS, OK, only_first_rank_prints, out, print_json, progress, table
@@ -100,18 +100,7 @@ def _compare(
         UNDRAFTED: comparison.undrafted(pair.target, backend=speculation["backend"], **pair.padding),
         GRAPH: comparison.graph(pair.target, **speculation, **pair.speculation, **pair.padding),
     }
-    others, total = Others(), len(contenders) * len(inputs)
-    with tracked(f"decoding {len(inputs)} prompts, {len(contenders)} times each", total, "runs") as update:
-        done = 0
-
-        def started(name: str, prompt: int) -> None:
-            nonlocal done
-            warming = prompt < 0
-            update(done, f"warming {name} up" if warming else f"{name} on prompt {prompt + 1}")
-            done += not warming
-
-        rounds = comparison.race(pair.target, contenders, inputs, max_new_tokens, started=started)
-    share = others.share()
+    rounds, share = comparison.race(pair.target, contenders, inputs, max_new_tokens)
     with tracked("comparing", len(inputs), "prompts") as update:
         divergences = []
         for number, (i, runs) in enumerate(zip(inputs, rounds, strict=True)):

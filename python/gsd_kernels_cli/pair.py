@@ -88,6 +88,11 @@ class LoadedPair:
         encoded = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not chat)
         return {name: encoded[name].to(self.device) for name in ("input_ids", "attention_mask")}
 
+    def chat(self, turns: list[dict[str, str]], option: str) -> dict[str, Tensor]:
+        """Inputs of a chat up to where its answer begins; see :meth:`templated`."""
+        text = self.templated(turns, option)
+        return dict(self.tokenizer(text, return_tensors="pt", add_special_tokens=False).to(self.device))
+
     def templated(self, turns: list[dict[str, str]], option: str) -> str:
         """The text of a chat, up to where its answer begins.
 
