@@ -202,7 +202,7 @@ def _talk(shown: Shown) -> list[dict[str, Any]]:
 
 def _race(shown: Shown, seconds: float) -> dict[str, Any]:
     """All ways on the same prompts, one after the other; printed as a table."""
-    from .comparison import first_divergence, plain, race, sameness, tally
+    from .comparison import first_divergence, plain, race, tally
 
     pair, length = shown.pair, min(RACE_TOKENS, shown.most)
     ours = OURS if pair.draft is None else DRAFTED
@@ -213,46 +213,53 @@ def _race(shown: Shown, seconds: float) -> dict[str, Any]:
     }
     prompts = [shown.chat(_asked(question)) for question in shown.raced]
     rounds, share = race(pair.target, ways, prompts, length, seconds=seconds)
-    late = f" (time is up after {len(rounds)} of {len(prompts)} prompts: --seconds {seconds:.0f})"
-    out.print(
-        f"\nThe same prompts ({len(rounds)}), {length} tokens at most, every way in turn"
-        f"{late if len(rounds) < len(prompts) else ''}:",
-        style="bold",
-        soft_wrap=True,
-    )
-    if (busy := distrust(share)) is not None:
-        out.print(busy, style="bold yellow", soft_wrap=True)
-    rows, found = table("", "tokens/s", "×", "tokens/step", "<same texts"), []
+    found = []
     for way in ways:
         runs = [each[way] for each in rounds]
-        tokens, spent = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
+        tokens = sum(len(run.tokens) for run in runs)
         divergences = [
             first_divergence(pair.target, inputs["input_ids"], each[HF].tokens, each[way].tokens)
             for inputs, each in zip(prompts, rounds, strict=False)
             if way == ours  # transformers' own ways are no promise of ours
         ]
-        result = {
-            "dtype": _dtype(pair),
-            "way": way,
-            "tokens_per_second": tokens / spent,
-            "tokens_per_forward": tokens / sum(run.target_forwards or 0 for run in runs),
-            "compared_with": HF if divergences else None,
-            **tally(divergences),
-        }
-        found.append(result)
-        ratio = result["tokens_per_second"] / found[0]["tokens_per_second"]
+        found.append(
+            {
+                "dtype": _dtype(pair),
+                "way": way,
+                "tokens_per_second": tokens / sum(run.seconds for run in runs),
+                "tokens_per_forward": tokens / sum(run.target_forwards or 0 for run in runs),
+                "compared_with": HF if divergences else None,
+                **tally(divergences),
+            }
+        )
+    report = {"prompts": len(rounds), "asked": len(prompts), "seconds": seconds, "max_new_tokens": length}
+    report |= {"others_share": share, "ways": found}
+    _print_race(report)
+    return report
+
+
+def _print_race(report: dict[str, Any]) -> None:
+    from .comparison import sameness
+
+    done, asked = report["prompts"], report["asked"]
+    late = "" if done == asked else f" (time is up after {done} of {asked} prompts: --seconds {report['seconds']:.0f})"
+    title = f"\nThe same prompts ({done}), {report['max_new_tokens']} tokens at most, every way in turn{late}:"
+    out.print(title, style="bold", soft_wrap=True)
+    if (busy := distrust(report["others_share"])) is not None:
+        out.print(busy, style="bold yellow", soft_wrap=True)
+    rows = table("", "tokens/s", "×", "tokens/step", "<same texts")
+    base = report["ways"][0]["tokens_per_second"]
+    for way in report["ways"]:
         rows.add_row(
-            way,
-            f"{result['tokens_per_second']:.1f}",
-            "" if way == HF else "–" if busy else f"{ratio:.2f}",
-            f"{result['tokens_per_forward']:.2f}",
-            sameness(result, len(rounds)) if divergences else "",
+            way["way"],
+            f"{way['tokens_per_second']:.1f}",
+            "" if way["way"] == HF else "–" if busy else f"{way['tokens_per_second'] / base:.2f}",
+            f"{way['tokens_per_forward']:.2f}",
+            sameness(way, done) if way["compared_with"] else "",
         )
     out.print(rows)
-    if wrong := found[-1]["beyond_rounding"]:
+    if wrong := sum(way["beyond_rounding"] for way in report["ways"]):
         err.print(f"{wrong} texts differ beyond rounding: a bug", style="bold red")
-    report = {"prompts": len(rounds), "asked": len(prompts), "seconds": seconds, "max_new_tokens": length}
-    return {**report, "others_share": share, "ways": found}
 
 
 def _draw(shown: Shown, directory: Path) -> dict[str, Any] | None:

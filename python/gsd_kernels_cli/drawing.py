@@ -12,6 +12,7 @@ from gsd_kernels_hf.extras import cure
 from gsd_kernels_hf.records import Verified
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.path import Path as Curve
 
 ROOT, ACCEPTED, REJECTED, UNCHECKED, PICKED = "root", "accepted", "rejected", "unchecked", "picked"
@@ -143,7 +144,7 @@ def draw_step(
         from matplotlib import rc_context
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
-        from matplotlib.patches import FancyArrowPatch, Patch
+        from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError(f"drawing needs matplotlib: {cure('plot')}") from error
 
@@ -162,32 +163,12 @@ def draw_step(
         axes.axis("off")
         axes.set_title(title, loc="left", fontsize=1.2 * FONT_SIZE, fontweight="bold")
         for edge in edges:
-            colour, thickness, layer = ACCEPTED_EDGE if edge.accepted else MERGE_EDGE if edge.merged else EDGE
-            axes.add_patch(
-                FancyArrowPatch(
-                    path=_curve(edge, x, y, width),
-                    arrowstyle="-|>,head_length=5,head_width=2.5",
-                    color=colour,
-                    linewidth=thickness,
-                    linestyle=DASHED if edge.merged else "solid",
-                    zorder=layer,
-                    gid=f"edge-{names[edge.source]}-{names[edge.target]}",
-                )
-            )
+            _draw_edge(axes, edge, _curve(edge, x, y, width), f"edge-{names[edge.source]}-{names[edge.target]}")
         for node in nodes:
+            box = axes.text(x[node.id] + PADDING, y[node.id], labels[node.id], va="center", fontsize=FONT_SIZE)
             fill, outline, colour, _ = COLOURS[node.kind]
-            axes.text(
-                x[node.id] + PADDING,
-                y[node.id],
-                labels[node.id],
-                fontsize=FONT_SIZE,
-                color=colour,
-                va="center",
-                zorder=4,
-                parse_math=False,
-                bbox={"boxstyle": f"round,pad={PADDING / FONT_SIZE}", "facecolor": fill, "edgecolor": outline},
-                gid=f"node-{names[node.id]}",
-            )
+            style = {"boxstyle": f"round,pad={PADDING / FONT_SIZE}", "facecolor": fill, "edgecolor": outline}
+            box.set(color=colour, bbox=style, gid=f"node-{names[node.id]}", zorder=4, parse_math=False)
         kinds = {node.kind for node in nodes}
         shown = [
             Patch(facecolor=fill, edgecolor=outline, label=said)
@@ -202,6 +183,15 @@ def draw_step(
             metadata = {"Date": None} if path.suffix == ".svg" else None
             figure.savefig(path, dpi=160, bbox_inches="tight", metadata=metadata)
     return paths
+
+
+def _draw_edge(axes: Axes, edge: Edge, curve: Curve, name: str) -> None:
+    from matplotlib.patches import FancyArrowPatch
+
+    colour, thickness, layer = ACCEPTED_EDGE if edge.accepted else MERGE_EDGE if edge.merged else EDGE
+    arrow = FancyArrowPatch(path=curve, arrowstyle="-|>,head_length=5,head_width=2.5", color=colour, gid=name)
+    arrow.set(linewidth=thickness, linestyle=DASHED if edge.merged else "solid", zorder=layer)
+    axes.add_patch(arrow)
 
 
 def _places(
