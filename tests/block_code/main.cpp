@@ -1,415 +1,406 @@
-// Drafts random graphs, flattens and verifies them, fills n-gram tables and reads them, and so on, once by a group of one thread (which the Python tests hold against
-// the reference) and once by a block of T threads, and compares every byte.
+// The block code over thread groups on random problems: by a group of one thread, which the Python tests hold against the
+// reference, and by a block of T threads. Every byte that they leave is compared.
 //
-//     block_code THREADS ROUNDS SEED [--drop BARRIER | --plain ATOMIC | --diverge]
-//     block_code --wild THREADS ROUNDS SEED         the same on values of no meaning
+//     block_code THREADS ROUNDS SEED [--drop BARRIER | --plain ATOMIC | --diverge | --wild]
 //     block_code --arena DEPTH WIDTH BRANCH ROWS LENGTHS WAYS    prints the shared memory of the kernels in bytes
 //     block_code --pick THREADS VOCAB BRANCH SEED POSITION SEQUENCE TEMPERATURE TOP_K TOP_P MIN_P < logits
 //                                                   prints draft_candidates of one float32 row, one pair a line
 //
 // Exit status: 0 equal, 3 different, 4 divergent barriers; sanitizers have their own.
-#include <cmath>
+#include <algorithm>
 #include <cstdio>
-#include <random>
 
+#include "../../csrc/algorithms/commit.h"
+#include "../../csrc/algorithms/corpus.h"
 #include "../../csrc/algorithms/flatten.h"
-#include "../../csrc/algorithms/merge.h"
-#include "../../csrc/algorithms/verify.h"
-#include "../../csrc/algorithms/ngram.h"
+#include "../../csrc/algorithms/learn.h"
+#include "../../csrc/algorithms/recall_levels.h"
 #include "../../csrc/algorithms/sampling.h"
-#include "history_rounds.h"
-#include "hostile_rounds.h"
-#include "learn_rounds.h"
-#include "fiber_group.h"
-#include "step_rounds.h"
+#include "../../csrc/algorithms/select_rows.h"
+#include "../../csrc/algorithms/step.h"
+#include "../../csrc/algorithms/verify.h"
+#include "group_case.h"
 
 using namespace gsd;
 
 namespace {
 
-constexpr int32_t kPoison = 0xA5;
-
-// Exactly as large as asked, so that AddressSanitizer sees the first byte beyond; poisoned, as shared memory is.
-struct Arena {
-  std::vector<char> memory;
-  explicit Arena(size_t bytes) : memory(bytes, static_cast<char>(kPoison)) {}
-  char* data() { return memory.data(); }
-};
-
-template <class T>
-std::vector<T> poisoned(size_t n) {
-  std::vector<T> v(n);
-  memset(v.data(), kPoison, n * sizeof(T));
-  return v;
+GraphData empty_graph(Case& c, int nodes, int branch, int words) {
+  return {c.filled(nodes, 0),           c.filled(nodes, -1),           c.counts(nodes, 0, 0),
+          c.filled(nodes, 0.0f),        c.filled(nodes * kContext, -1), c.filled(nodes, false),
+          c.filled(nodes * words, 0),   c.filled(nodes * branch, -1),  c.filled(nodes * branch, 0.0f),
+          c.filled(1, 1),               c.filled(1, 0)};
 }
 
-struct Problem {
-  int depth, width, branch, merge_context, vocab, rows, max_path;
-
-  int capacity() const { return 1 + branch + (depth - 1) * width * branch; }
-  int words() const { return words_for(depth * width); }
-};
-
-struct Graph {
-  std::vector<int32_t> token_ids, parents, depths, contexts, ancestor_mask, edge_targets, counts;
-  std::vector<float> scores, edge_log_probs;
-  std::vector<char> expanded;
-
-  explicit Graph(const Problem& p)
-      : token_ids(p.capacity(), 0),
-        parents(p.capacity(), -1),
-        depths(p.capacity(), 0),
-        contexts(p.capacity() * kContext, -1),
-        ancestor_mask(p.capacity() * p.words(), 0),
-        edge_targets(p.capacity() * p.branch, -1),
-        counts{1, 0},
-        scores(p.capacity(), 0.0f),
-        edge_log_probs(p.capacity() * p.branch, 0.0f),
-        expanded(p.capacity(), 0) {}
-
-  bool operator==(const Graph&) const = default;
-};
-
-struct Level {
-  std::vector<int32_t> frontier, tokens;
-  std::vector<float> log_probs;
-};
-
-struct Next {
-  std::vector<int32_t> ids, tokens, depths, mask;
-
-  explicit Next(const Problem& p)
-      : ids(poisoned<int32_t>(p.width)),
-        tokens(poisoned<int32_t>(p.width)),
-        depths(poisoned<int32_t>(p.width)),
-        mask(poisoned<int32_t>(p.width * p.words())) {}
-
-  bool operator==(const Next&) const = default;
-};
-
-struct Unrolled {
-  std::vector<int32_t> token_ids, parent_rows, depths, mask, node_ids, num_rows;
-  std::vector<float> scores;
-
-  explicit Unrolled(const Problem& p)
-      : token_ids(poisoned<int32_t>(p.rows)),
-        parent_rows(poisoned<int32_t>(p.rows)),
-        depths(poisoned<int32_t>(p.rows)),
-        mask(poisoned<int32_t>(p.rows * words_for(p.rows))),
-        node_ids(poisoned<int32_t>(p.rows)),
-        num_rows(poisoned<int32_t>(1)),
-        scores(poisoned<float>(p.rows)) {}
-
-  bool operator==(const Unrolled&) const = default;
-};
-
-struct Accepted {
-  std::vector<int32_t> rows, counts;
-
-  explicit Accepted(const Problem& p) : rows(poisoned<int32_t>(p.max_path + 1)), counts(poisoned<int32_t>(2)) {}
-
-  bool operator==(const Accepted&) const = default;
-};
-
-MergeSizes merge_sizes(const Problem& p, int level, int expanding) {
-  return {p.capacity(), expanding, p.branch, p.width, p.words(), level, p.merge_context, -INFINITY, -INFINITY};
-}
-
-MergeArgs merge_args(Graph& g, const Level& level, Next& next) {
-  return {g.token_ids.data(),
-          g.parents.data(),
-          g.depths.data(),
-          g.scores.data(),
-          g.contexts.data(),
-          reinterpret_cast<bool*>(g.expanded.data()),
-          g.ancestor_mask.data(),
-          g.edge_targets.data(),
-          g.edge_log_probs.data(),
-          &g.counts[0],
-          &g.counts[1],
-          level.frontier.data(),
-          level.tokens.data(),
-          level.log_probs.data(),
-          next.ids.data(),
-          next.tokens.data(),
-          next.depths.data(),
-          next.mask.data()};
-}
-
-FlattenArgs flatten_args(const Graph& g, Unrolled& u) {
-  return {g.token_ids.data(),   g.edge_targets.data(), g.edge_log_probs.data(), u.token_ids.data(),
-          u.parent_rows.data(), u.depths.data(),       u.mask.data(),           u.node_ids.data(),
-          u.scores.data(),      u.num_rows.data()};
-}
-
-VerifyArgs verify_args(const Unrolled& u, const std::vector<int32_t>& sampled, const int32_t* eos,
-                       const int32_t* remaining, const bool* done, Accepted& a) {
-  return {u.token_ids.data(), u.parent_rows.data(), u.depths.data(), u.mask.data(), u.num_rows.data(), sampled.data(),
-          eos,                remaining,            done,            a.rows.data(), &a.counts[0],      &a.counts[1]};
-}
-
-// Log-probabilities on a coarse grid, so that ties are common.
-Level draft(const Problem& p, const std::vector<int32_t>& frontier, std::mt19937& random) {
-  Level level{frontier, {}, {}};
-  for (size_t i = 0; i < frontier.size() * p.branch; i++) {
-    level.tokens.push_back(static_cast<int32_t>(random() % p.vocab));
-    level.log_probs.push_back(random() % 12 == 0 ? -INFINITY : -0.25f * static_cast<float>(random() % 12));
-  }
-  return level;
-}
-
-struct Picked {
-  std::vector<int32_t> tokens;
-  std::vector<float> log_probs, scores;
-
-  Picked(const PickSizes& s)
-      : tokens(poisoned<int32_t>(std::max(1, s.branch))),
-        log_probs(poisoned<float>(std::max(1, s.branch))),
-        scores(poisoned<float>(s.vocab)) {}
-};
-
-template <class Group>
-void pick(Group& group, const std::vector<Float32Logit>& logits, const Warpers& warpers, const NoiseStream& noise,
-          const PickSizes& sizes, Picked& out, char* arena) {
-  const PickArgs<Float32Logit> args{logits.data(),        out.scores.data(), out.tokens.data(),
-                                    out.log_probs.data(), warpers,           noise};
-  pick_tokens(group, args, sizes, arena);
-}
-
-// Only the sum over the vocabulary depends on how many threads there are.
-bool picks_agree(int threads, const Faults& faults, std::mt19937& random) {
-  const PickSizes sizes{1 + static_cast<int>(random() % 300), static_cast<int>(random() % 7)};
-  std::vector<Float32Logit> logits(sizes.vocab);
-  for (Float32Logit& logit : logits) logit.bits = 0.01f * static_cast<float>(random() % 1000);
-  const auto one_of = [&](std::initializer_list<float> values) { return values.begin()[random() % values.size()]; };
-  const Warpers warpers{one_of({0.0f, 0.7f, 1.0f}), one_of({0.0f, 5.0f, 40.0f}), one_of({1.0f, 0.9f, 0.3f}),
-                        one_of({0.0f, 0.05f})};
-  const NoiseStream noise = noise_stream(static_cast<int64_t>(random()), 17, 3);
-  Picked expected(sizes), got(sizes);
-  SerialGroup serial;
-  Arena serial_arena(PickArena::bytes(1)), block_arena(PickArena::bytes(threads));
-  pick(serial, logits, warpers, noise, sizes, expected, serial_arena.data());
-  run_block(threads, faults, [&](FiberGroup& group) {
-    pick(group, logits, warpers, noise, sizes, got, block_arena.data());
-  });
-  const auto close = [](float a, float b) { return a == b || fabsf(a - b) < 1e-5f; };
-  for (int k = 0; k < sizes.branch; k++) {
-    if (expected.tokens[k] != got.tokens[k] || !close(expected.log_probs[k], got.log_probs[k])) return false;
-  }
-  for (int i = 0; sizes.branch == 0 && i < sizes.vocab; i++) {
-    if (!close(expected.scores[i], got.scores[i])) return false;
+// What flatten leaves: every row after its parent, in order, and sees itself and what its parent sees.
+bool rows_stand(const FlattenArgs& a, const FlattenSizes& s) {
+  const int count = *a.num_rows, words = words_for(s.rows);
+  if (count < 1 || count > s.rows) return false;
+  for (int i = 0; i < count; i++) {
+    const int parent = a.parent_rows[i];
+    if (i == 0 ? parent != -1 : parent < 0 || parent >= i) return false;
+    if (a.node_ids[i] < 0 || a.node_ids[i] >= s.capacity) return false;
+    if (a.depths[i] != (i == 0 ? 0 : a.depths[parent] + 1)) return false;
+    if (i > 0 && !(a.scores[i] <= a.scores[i - 1])) return false;
+    for (int w = 0; w < words; w++) {
+      const uint32_t own = w == i / 32 ? 1u << i % 32 : 0u;
+      const uint32_t above = i == 0 ? 0u : static_cast<uint32_t>(a.ancestor_mask[parent * words + w]);
+      if (static_cast<uint32_t>(a.ancestor_mask[i * words + w]) != (own | above)) return false;
+    }
   }
   return true;
 }
 
-void pick_from_input(char** argv) {
-  const int threads = atoi(argv[0]);
-  const PickSizes sizes{atoi(argv[1]), atoi(argv[2]), atoi(argv[2]) != 0};
-  const NoiseStream noise = noise_stream(atoll(argv[3]), atoi(argv[4]), atoi(argv[5]));
-  const Warpers warpers{strtof(argv[6], nullptr), strtof(argv[7], nullptr), strtof(argv[8], nullptr),
-                        strtof(argv[9], nullptr)};
-  std::vector<Float32Logit> logits(sizes.vocab);
-  if (fread(logits.data(), sizeof(Float32Logit), logits.size(), stdin) != logits.size()) _Exit(2);
-  Picked out(sizes);
-  Arena arena(PickArena::bytes(threads));
-  run_block(threads, {}, [&](FiberGroup& group) { pick(group, logits, warpers, noise, sizes, out, arena.data()); });
-  for (int k = 0; k < sizes.branch; k++) printf("%d %.9g\n", out.tokens[k], static_cast<double>(out.log_probs[k]));
-  for (int i = 0; sizes.branch == 0 && i < sizes.vocab; i++) printf("%d %.9g\n", i, static_cast<double>(out.scores[i]));
-}
-
-struct Memory {
-  std::vector<int64_t> keys;
-  std::vector<int32_t> tokens;
-  std::vector<float> log_probs;
-
-  explicit Memory(const NgramSizes& s)
-      : keys(s.capacity, 0), tokens(s.capacity * s.branch, -1), log_probs(s.capacity * s.branch, 0.0f) {}
-
-  NgramTable table() { return {keys.data(), tokens.data(), log_probs.data()}; }
-  bool operator==(const Memory&) const = default;
-};
-
-struct Remembered {
-  std::vector<int32_t> tokens, matched;
-  std::vector<float> log_probs;
-
-  explicit Remembered(const NgramSizes& s)
-      : tokens(poisoned<int32_t>(s.rows * s.branch)),
-        matched(poisoned<int32_t>(s.rows)),
-        log_probs(poisoned<float>(s.rows * s.branch)) {}
-
-  bool operator==(const Remembered&) const = default;
-};
-
-// Few different tokens, so that contexts come again; small tables, so that sets overflow; now and then several chunks.
-bool memories_agree(int threads, const Faults& faults, std::mt19937& random) {
-  const int ways = 1 << random() % 4, rows = random() % 4 == 0 ? 150 : 1 + static_cast<int>(random() % 40);
-  const NgramSizes s{ways << random() % 6, ways, 1 + static_cast<int>(random() % 4), rows, 5,
-                     1 + static_cast<int>(random() % 5)};
-  const int vocab = 1 + static_cast<int>(random() % 12);
-  Memory expected(s), got(s);
-  SerialGroup serial;
-  std::vector<int32_t> contexts(s.rows * s.context), tokens(s.rows * s.branch);
-  std::vector<float> log_probs(s.rows * s.branch);
-  std::vector<char> valid(s.rows);
-  const auto draw = [&] {
-    for (int32_t& token : contexts) token = random() % 12 == 0 ? -1 : static_cast<int32_t>(random() % vocab);
-    for (int32_t& token : tokens) token = static_cast<int32_t>(random());
-    for (float& log_prob : log_probs) log_prob = -static_cast<float>(random() % 1000);
-    for (char& taken : valid) taken = random() % 8 != 0;
-  };
-  for (int call = 0; call < 2; call++) {
-    draw();
-    const auto args = [&](Memory& memory) {
-      return NgramInsertArgs{memory.table(), contexts.data(), tokens.data(), log_probs.data(),
-                             reinterpret_cast<const bool*>(valid.data()), {}};
-    };
-    Arena serial_arena(NgramArena::bytes(s)), block_arena(NgramArena::bytes(s));
-    insert_rows(serial, args(expected), s, serial_arena.data());
-    run_block(threads, faults, [&](FiberGroup& group) { insert_rows(group, args(got), s, block_arena.data()); });
-    if (!(expected == got)) return false;
-  }
-  draw();
-  Remembered answers(s), block_answers(s);
-  const auto args = [&](Remembered& r) {
-    return NgramLookupArgs{expected.table(), contexts.data(), r.tokens.data(), r.log_probs.data(), r.matched.data()};
-  };
-  look_up_rows(serial, args(answers), s);
-  run_block(threads, faults, [&](FiberGroup& group) { look_up_rows(group, args(block_answers), s); });
-  return answers == block_answers;
-}
-
-bool mixtures_agree(int threads, const Faults& faults, std::mt19937& random) {
-  const MixSizes s{1 + static_cast<int>(random() % 20), static_cast<int>(random() % 20), 0};
-  const auto draw = [&](int count, std::vector<int32_t>& tokens, std::vector<float>& log_probs) {
-    for (int i = 0; i < count; i++) {
-      tokens.push_back(random() % 6 == 0 ? -1 : 2 * i + static_cast<int32_t>(random() % 2));  // distinct
-      log_probs.push_back(-0.5f * static_cast<float>(random() % 12));
-    }
-  };
-  std::vector<int32_t> tokens, other_tokens, expected(poisoned<int32_t>(s.branch)), got(expected);
-  std::vector<float> log_probs, other_log_probs, expected_log_probs(poisoned<float>(s.branch));
-  std::vector<float> got_log_probs(expected_log_probs);
-  draw(s.branch, tokens, log_probs);
-  draw(s.others, other_tokens, other_log_probs);
-  const float weight = 0.25f * static_cast<float>(random() % 5);
-  const auto args = [&](std::vector<int32_t>& mixed, std::vector<float>& mixed_log_probs) {
-    return MixArgs{tokens.data(), log_probs.data(), other_tokens.data(), other_log_probs.data(),
-                   &weight,       nullptr,          mixed.data(),     mixed_log_probs.data()};
-  };
-  SerialGroup serial;
-  Arena serial_arena(MixArena::bytes(s)), block_arena(MixArena::bytes(s));
-  mix_row(serial, args(expected, expected_log_probs), s, serial_arena.data());
-  run_block(threads, faults, [&](FiberGroup& group) { mix_row(group, args(got, got_log_probs), s, block_arena.data()); });
-  return expected == got && expected_log_probs == got_log_probs;
-}
-
-bool round_agrees(const Problem& p, int threads, const Faults& faults, std::mt19937& random) {
-  Graph serial_graph(p), block_graph(p);
-  const SerialGroup serial;
-  std::vector<int32_t> frontier{0};
-  for (int depth = 0; depth < p.depth; depth++) {
-    const Level level = draft(p, frontier, random);
-    const MergeSizes sizes = merge_sizes(p, depth, static_cast<int>(frontier.size()));
-    Next expected(p), got(p);
-    Arena serial_arena(MergeArena::bytes(sizes)), block_arena(MergeArena::bytes(sizes));
-    merge_level(serial, merge_args(serial_graph, level, expected), sizes, serial_arena.data());
-    run_block(threads, faults, [&](FiberGroup& group) {
-      merge_level(group, merge_args(block_graph, level, got), sizes, block_arena.data());
-    });
-    if (!(expected == got) || !(serial_graph == block_graph)) return false;
-    frontier = expected.ids;
+// Levels are merged, the graph flattened, rows verified.
+bool graph(Case& c) {
+  const int depth = c.between(1, 5), width = c.between(1, 12), branch = c.between(1, 8), vocab = c.between(2, 10);
+  const int nodes = 1 + branch + (depth - 1) * width * branch, words = words_for(depth * width);
+  const int merge_context = c.between(-1, 2);
+  const GraphData g = empty_graph(c, nodes, branch, words);
+  for (int32_t* ids : {g.token_ids, g.parents}) c.spoil(ids, nodes, nodes);
+  c.spoil(g.contexts, nodes * kContext, 9), c.spoil(g.ancestor_mask, nodes * words, 9);
+  c.spoil(g.edge_targets, nodes * branch, nodes), c.spoil(g.num_nodes, 1, nodes);
+  c.spoil(g.scores, nodes, 0), c.spoil(g.edge_log_probs, nodes * branch, 0);
+  int32_t* frontier = c.filled(1, 0);
+  int expanding = 1;
+  for (int level = 0; level < depth; level++) {
+    const float least = c.wild ? c.score() : -INFINITY;
+    const MergeSizes sizes{nodes, expanding, branch, width, words, level, merge_context, least, least};
+    const MergeArgs args{g, frontier, c.ids(expanding * branch, 0, vocab - 1), c.scores(expanding * branch),
+                         c.out<int32_t>(width), c.out<int32_t>(width), c.out<int32_t>(width),
+                         c.out<int32_t>(width * words)};
+    const auto merge = [&](auto& group, char* arena) { merge_level(group, args, sizes, arena); };
+    if (!c.agrees(MergeArena::bytes(sizes), merge)) return false;
+    frontier = args.next_ids, expanding = width;
+    if (std::any_of(frontier, frontier + width, [&](int32_t node) { return node < -1 || node >= nodes; })) return false;
+    c.spoil(frontier, width, nodes);
   }
 
-  const FlattenSizes sizes{p.capacity(), p.branch, p.rows, p.max_path};
-  Unrolled expected(p), got(p);
-  Arena serial_arena(FlattenArena::bytes(sizes)), block_arena(FlattenArena::bytes(sizes));
-  flatten_graph(serial, flatten_args(serial_graph, expected), sizes, serial_arena.data());
-  run_block(threads, faults, [&](FiberGroup& group) {
-    flatten_graph(group, flatten_args(serial_graph, got), sizes, block_arena.data());
-  });
-  if (!(expected == got)) return false;
+  const int rows = c.between(2, 128), max_path = c.between(0, rows - 1);
+  const FlattenSizes sizes{nodes, branch, rows, max_path};
+  const FlattenArgs flat{g.token_ids, g.edge_targets, g.edge_log_probs, c.out<int32_t>(rows), c.out<int32_t>(rows),
+                         c.out<int32_t>(rows), c.out<int32_t>(rows * words_for(rows)), c.out<int32_t>(rows),
+                         c.out<float>(rows), c.out<int32_t>(1)};
+  const auto flattened = [&](const FlattenArgs& args) {
+    const auto flatten = [&](auto& group, char* arena) { flatten_graph(group, args, sizes, arena); };
+    return c.agrees(FlattenArena::bytes(sizes), flatten) && rows_stand(args, sizes);
+  };
+  // By predicted probabilities, then as they were claimed.
+  const EdgeSizes edge_sizes{1, nodes, branch, c.between(1, 9)};
+  const EdgeGraph edges{g.token_ids, g.depths, g.edge_targets, g.edge_log_probs, c.counts(1, 0, 9)};
+  const auto doubles = [&](int n) { return c.made<double>(n, [&] { return c.score(); }); };
+  const LogisticPosterior posterior{doubles(kEdgeFeatures), doubles(kEdgeFeatures * kEdgeFeatures), doubles(kEdgeFeatures)};
+  FlattenArgs predicted = flat;
+  float* const log_probs = c.out<float>(nodes * branch);
+  predict_edges(edges, edge_sizes, posterior.weights, 0, log_probs), predicted.edge_log_probs = log_probs;
+  if (!flattened(predicted)) return false;
+  const int best = best_count(flat.scores, 1, rows, *flat.num_rows, doubles(8), 8, c.score());
+  if (best < 1 || best > *flat.num_rows) return false;
+  update_edges(edges, edge_sizes, posterior, c.ids(edge_sizes.path, 0, nodes - 1), c.ids(edge_sizes.path, 0, vocab), 0.5);
+  if (!flattened(flat)) return false;
 
   // The target agrees with most drafted tokens.
-  std::vector<int32_t> sampled(p.rows);
-  for (int32_t& token : sampled) token = static_cast<int32_t>(random() % p.vocab);
-  for (int row = 1; row < expected.num_rows[0]; row++) {
-    if (random() % 4 != 0) sampled[expected.parent_rows[row]] = expected.token_ids[row];
+  int32_t* const sampled = c.ids(rows, 0, vocab - 1);
+  for (int row = 1; row < *flat.num_rows; row++) {
+    if (!c.once_in(4)) sampled[flat.parent_rows[row]] = flat.token_ids[row];
   }
-  const int32_t eos[] = {0}, remaining = 1 + static_cast<int32_t>(random() % 12);
-  const bool done = random() % 8 == 0;
-  const VerifySizes verify_sizes{p.rows, 1, p.max_path};
-  Accepted accepted(p), block_accepted(p);
-  Arena serial_verify(VerifyArena::bytes(verify_sizes)), block_verify(VerifyArena::bytes(verify_sizes));
-  verify_rows(serial, verify_args(expected, sampled, eos, &remaining, &done, accepted), verify_sizes,
-              serial_verify.data());
-  run_block(threads, faults, [&](FiberGroup& group) {
-    verify_rows(group, verify_args(expected, sampled, eos, &remaining, &done, block_accepted), verify_sizes,
-                block_verify.data());
-  });
-  return accepted == block_accepted;
+  for (int32_t* ids : {flat.token_ids, flat.parent_rows, flat.depths}) c.spoil(ids, rows, rows);
+  c.spoil(flat.ancestor_mask, rows * words_for(rows), 9), c.spoil(flat.num_rows, 1, rows);
+  const VerifySizes verifying{rows, 1, max_path};
+  const VerifyArgs args{flat.token_ids, flat.parent_rows, flat.depths, flat.ancestor_mask, flat.num_rows, sampled,
+                        c.filled(1, 0), c.counts(1, 1, 12), c.filled(1, c.once_in(8)), c.out<int32_t>(max_path + 1),
+                        c.out<int32_t>(1), c.out<int32_t>(1)};
+  const auto verify = [&](auto& group, char* arena) { verify_rows(group, args, verifying, arena); };
+  return c.agrees(VerifyArena::bytes(verifying), verify) && *args.num_accepted >= 0 && *args.num_accepted <= max_path + 1;
 }
 
-int between(std::mt19937& random, int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
+// Only the sum over the vocabulary depends on how many threads there are.
+bool picks(Case& c) {
+  const PickSizes s{c.between(1, 300), c.between(0, 6)};
+  const auto* logits = c.made<float>(s.vocab, [&] { return 0.01f * static_cast<float>(c.between(0, 999)); });
+  const Warpers warpers{c.one_of({0.0f, 0.7f, 1.0f}), c.one_of({0.0f, 5.0f, 40.0f}), c.one_of({1.0f, 0.9f, 0.3f}),
+                        c.one_of({0.0f, 0.05f})};
+  const PickArgs<Float32Logit> args{reinterpret_cast<const Float32Logit*>(logits), c.out<float>(s.vocab),
+                                    c.out<int32_t>(s.branch), c.out<float>(s.branch), warpers,
+                                    noise_stream(c.between(0, 1 << 30), 17, 3)};
+  const auto pick = [&](auto& group, char* arena) { pick_tokens(group, args, s, arena); };
+  return c.agrees([](int threads) { return PickArena::bytes(threads); }, pick, 1e-5f);
+}
+
+NgramTable empty_table(Case& c, int entries, int branch) {
+  return {c.filled(entries, int64_t{0}), c.filled(entries * branch, -1), c.filled(entries * branch, 0.0f)};
+}
+
+// Few different tokens, so that contexts come again; small tables, so that sets overflow; now and then several chunks.
+bool memory(Case& c) {
+  const int ways = 1 << c.between(0, 3), rows = c.once_in(4) ? 150 : c.between(1, 40), vocab = c.between(0, 11);
+  const NgramSizes s{ways << c.between(0, 5), ways, c.between(1, 4), rows, 5, c.between(1, 5)};
+  const NgramTable table = empty_table(c, s.capacity, s.branch);
+  const auto draw = [&] { return c.made<int32_t>(rows * s.context, [&] { return c.once_in(12) ? -1 : c.id(0, vocab); }); };
+  for (int call = 0; call < 2; call++) {
+    const NgramInsertArgs args{table, draw(), c.ids(rows * s.branch, 0, 1 << 30), c.scores(rows * s.branch),
+                               c.flags(rows), {}};
+    const auto insert = [&](auto& group, char* arena) { insert_rows(group, args, s, arena); };
+    if (!c.agrees(NgramArena::bytes(s), insert)) return false;
+    if (c.wild) {  // keys of real contexts, some of them twice in a set
+      for (int i = 0; i < s.capacity; i++) table.keys[i] = c.once_in(4) ? 0 : ContextKeys().next(c.between(0, 2));
+    }
+  }
+  const NgramLookupArgs args{table, draw(), c.out<int32_t>(rows * s.branch), c.out<float>(rows * s.branch),
+                             c.out<int32_t>(rows)};
+  return c.agrees(0, [&](auto& group, char*) { look_up_rows(group, args, s); });
+}
+
+bool mixture(Case& c) {
+  const MixSizes s{c.between(1, 20), c.between(0, 19), 0};
+  const auto distinct = [&](int n) {
+    int next = 0;
+    return c.made<int32_t>(n, [&] { return next += 2, c.once_in(6) ? -1 : c.wild ? c.id(0, 9) : next + c.between(0, 1); });
+  };
+  const MixArgs args{distinct(s.branch), c.scores(s.branch), distinct(s.others), c.scores(s.others),
+                     c.filled(1, c.wild ? c.score() : 0.25f * static_cast<float>(c.between(0, 4))), nullptr,
+                     c.out<int32_t>(s.branch), c.out<float>(s.branch)};
+  return c.agrees(MixArena::bytes(s), [&](auto& group, char* arena) { mix_row(group, args, s, arena); });
+}
+
+// All that lies between the larger algorithms of a step, on a graph of any content.
+bool step(Case& c) {
+  constexpr int kNodes = 40, kBranch = 3, kWords = 2, kLength = 90, kRows = 37, kVocab = 50;
+  const GraphData g = empty_graph(c, kNodes, kBranch, kWords);
+  for (int i = 0; i < kNodes; i++) g.parents[i] = c.id(0, 3), g.token_ids[i] = c.id(0, kVocab);
+  int32_t *const path = c.ids(kRows, 0, kRows - 1), *const accepted = c.counts(1, 0, kRows), *const next = c.ids(1, 0, 2);
+  for (int p = std::max(*accepted, 0); p < kRows; p++) path[p] = -1;
+  int64_t* const tokens = c.made<int64_t>(kLength, [&] { return c.between(0, kVocab); });
+  int32_t *const rows = c.ids(kRows, 0, 60), *const out_len = c.counts(1, 21, kLength - kRows);
+  int32_t *const start = c.counts(1, 0, 9), *const emitted = c.out<int32_t>(kRows), *const nodes = c.out<int32_t>(kRows);
+  const PathArgs walked{path, accepted, next, rows, c.ids(kRows, 0, kNodes - 1), emitted, nodes};
+  const TextArgs text{emitted, accepted, next, c.ids(2, 1, 4), tokens, out_len, c.counts(1, 1, 60), c.filled(1, false),
+                      c.out<int32_t>(kRows), c.out<int32_t>(1), c.filled(3, int64_t{5}), nodes, g.parents, g.num_nodes,
+                      g.num_merges};
+  const StartArgs started{g, tokens, out_len, start, c.out<int32_t>(1)};
+  const FeedArgs<int64_t> fed{rows, c.counts(kRows, 1, 6), nullptr, out_len, start, c.out<int64_t>(kRows),
+                              c.out<int64_t>(kRows), c.out<int64_t>(kRows), c.out<int32_t>(kRows), c.out<int32_t>(kRows),
+                              c.out<int32_t>(kRows + 3)};
+  const ChainArgs chain{tokens, out_len, c.counts(1, 0, 20), c.out<int32_t>(1), c.out<int32_t>(kRows), c.out<int32_t>(kRows),
+                        c.out<int32_t>(kRows), c.out<int32_t>(kRows * words_for(kRows)), c.out<int32_t>(kRows)};
+  const bool agreed = c.agrees(0, [&](auto& group, char*) {
+    walk_path(group, walked, {kRows, kRows});
+    group.sync("between the step's ops");
+    append_text(group, text, {kRows, kRows, kLength, kNodes, 2});
+    group.sync("between the step's ops");
+    reset_to_root(group, started, {kNodes, kBranch, kWords, kLength});
+    place_rows(group, fed, {kRows, kRows + 3, 2, 1, kVocab});
+    chain_rows(group, chain, {kRows, kLength});
+  });
+  return agreed && std::all_of(fed.ids, fed.ids + kRows, [](int64_t token) { return token >= 0 && token < kVocab; });
+}
+
+// Few nodes and tokens, so that many are found and picked.
+bool learning(Case& c) {
+  constexpr int kBatch = 3, kPath = 9, kBranch = 3, kLevels = 4, kWidth = 5, kEntries = 4, kAsked = kBatch * kWidth;
+  LearnSizes sizes{kBatch, kPath, kBranch, kLevels, kEntries, {}};
+  LearnArgs a{};
+  for (int level = 0; level < kLevels; level++) {
+    sizes.widths[level] = kWidth;
+    a.node_ids[level] = c.ids(kAsked, -1, 12);
+    a.tokens[level] = c.ids(kAsked * kBranch, 0, 3), a.first_tokens[level] = c.ids(kAsked * kBranch, 0, 3);
+    a.log_probs[level] = c.scores(kAsked * kBranch), a.first_log_probs[level] = c.scores(kAsked * kBranch);
+    a.index[level] = level == 1 ? nullptr : c.ids(kAsked, 0, kEntries - 1);
+  }
+  a.nodes = c.ids(sizes.nodes(), -2, 12), a.picked = c.ids(sizes.nodes(), 0, 3), a.start = c.filled(kEntries, 0.5f);
+  a.shares = c.filled(kEntries, 5.0f), a.counts = c.filled(kEntries, 9.0f), a.weights = c.filled(kEntries, 0.6f);
+  for (float* table : {a.shares, a.counts, a.weights}) c.spoil(table, kEntries, 0);
+  a.entry = c.out<int32_t>(sizes.nodes()), a.parts = c.out<float>(sizes.nodes());
+  a.prior_count = c.wild ? c.score() : 8.0f, a.memory = c.wild ? c.score() : 40.0f;
+  return c.agrees(0, [&](auto& group, char*) { learn_all(group, a, sizes); });
+}
+
+// A text of few different tokens with its table, which steps add to.
+struct Followed {
+  static constexpr int kRoom = 300, kHashes = 16, kEntries = 64, kWays = 4, kBranch = 9, kRunnersUp = 8;
+  Case& c;
+  const int vocab;
+  NgramTable table = empty_table(c, kEntries, kBranch);
+  CopyIndex copies{c.filled(kRoom, -1), c.filled(1, 0), c.filled(kHashes, 0), c.filled(kRoom, 0), kRoom, kHashes};
+  int32_t *runners = c.filled(kRunnersUp, -1), *emitted = c.filled(1, 1);
+  float* runner_log_probs = c.filled(kRunnersUp, -2.0f);
+
+  // Whether `given` more tokens, of which as many count as `count` says, leave the same.
+  bool agrees(int given, int least, const NgramSizes& s, const NgramInsertArgs& seen = {}, const int32_t* path = nullptr) {
+    const FollowArgs args{seen, copies, runners, runner_log_probs, emitted, c.ids(given, -1, vocab),
+                          c.counts(1, least, given), path, kRunnersUp, given, 1};
+    return c.agrees(follow_bytes(args, s), [&](auto& group, char* arena) { follow_step(group, args, s, arena); });
+  }
+  void spoil() {
+    c.spoil(copies.text, kRoom, 3), c.spoil(copies.heads, kHashes, kRoom), c.spoil(copies.previous, kRoom, kRoom);
+    c.spoil(table.tokens, kEntries * kBranch, 9), c.spoil(table.log_probs, kEntries * kBranch, 0);
+    c.spoil(runners, kRunnersUp, 9), c.spoil(runner_log_probs, kRunnersUp, 0);
+    if (c.wild) *copies.length = c.count(0, kRoom), *emitted = c.count(0, 9);
+  }
+  HistoryArgs known(const int32_t* parents, const NgramSizes& learned) {
+    const double* weights =
+        c.made<double>(kHistoryWeights, [&] { return c.wild ? c.score() : 0.25 * c.between(0, 8) - 1.0; });
+    return {table, c.once_in(2) ? table : NgramTable{}, copies, runners, runner_log_probs, emitted, weights, parents,
+            learned, kRunnersUp};
+  }
+};
+
+bool history(Case& c) {
+  constexpr int kNodes = 12, kTail = 8, kWanted = 5;
+  Followed text{c, c.between(1, 5)};
+  const int vocab = text.vocab, rows = c.between(1, 20);
+  const NgramSizes s{Followed::kEntries, Followed::kWays, Followed::kBranch, rows, kTail, 4};
+  if (!text.agrees(150, 130, s)) return false;
+  int32_t *const parents = c.filled(rows, -1), *const depths = c.filled(rows, 0);
+  for (int row = 1; row < rows; row++) parents[row] = c.between(0, row - 1), depths[row] = depths[parents[row]] + 1;
+  c.spoil(parents, rows, rows), c.spoil(depths, rows, 9), text.spoil();
+  const NgramInsertArgs seen{text.table, nullptr, c.ids(rows * s.branch, -1, vocab + 3), c.scores(rows * s.branch), nullptr,
+                             {c.ids(rows, 0, vocab), parents, depths, c.ids(1, rows, rows), c.ids(kTail, 0, vocab)}};
+  for (int step = 0; step < 3; step++) {
+    if (!text.agrees(9, 0, s, seen, c.ids(1, 0, rows - 1))) return false;
+  }
+  int32_t* const graph_parents = c.ids(kNodes, -1, 1);
+  if (!c.wild) graph_parents[0] = -1, graph_parents[1] = 0;
+  text.spoil();
+  const bool noisy = c.once_in(2);
+  const NgramRecallArgs asked{text.table, c.ids(kNodes, 0, vocab), c.ids(kNodes * kTail, 0, vocab), c.ids(kNodes, 0, 5),
+                              c.ids(rows, -1, kNodes - 1), noisy ? c.ids(1, 1, 20) : nullptr,
+                              noisy ? c.filled(1, int64_t{12345}) : nullptr, noisy ? c.ids(1, 0, 9) : nullptr,
+                              c.out<int32_t>(rows * kWanted), c.out<float>(rows * kWanted), c.out<int32_t>(rows), kNodes,
+                              kWanted};
+  const HistoryArgs known = text.known(graph_parents, s);
+  for (int row = 0; row < std::min(rows, 3); row++) {
+    const auto recall = [&](auto& group, char* arena) { recall_history(group, asked, known, s, row, 1, arena); };
+    if (!c.agrees(HistoryArena::bytes(), recall)) return false;
+  }
+  return true;
+}
+
+bool levels(Case& c) {
+  const int levels = c.between(1, 4), width = c.between(1, 5), branch = c.between(1, 4), given = c.between(1, width);
+  const NgramSizes s{Followed::kEntries, Followed::kWays, Followed::kBranch, width, kContext, 4};
+  const int nodes = 1 + levels * width * branch, words = words_for(levels * width), at_once = c.between(1, width);
+  const MergeSizes merging{nodes, width, branch, width, words, 0, c.between(-1, 2), -INFINITY, c.once_in(2) ? -INFINITY : -3.0f};
+  Followed text{c, c.between(1, 3)};
+  if (!text.agrees(150, 150, s)) return false;
+  for (int i = 0; i < Followed::kRunnersUp; i++) text.runners[i] = c.id(-1, text.vocab);
+  int32_t* const frontier = c.filled(given, -1);
+  if (!c.once_in(8)) frontier[0] = 0;
+  const GraphData g = empty_graph(c, nodes, branch, words);
+  const int length = std::clamp(*text.copies.length, kContext + 1, Followed::kRoom);
+  g.token_ids[0] = text.copies.text[length - 1];
+  for (int i = 0; i < kContext; i++) g.contexts[i] = text.copies.text[length - 2 - i];
+  const NgramRecallArgs asked{text.table, g.token_ids, g.contexts, g.depths, nullptr, nullptr, nullptr, nullptr, nullptr,
+                              nullptr, nullptr, nodes, branch};
+  text.spoil(), c.spoil(frontier, given, nodes);
+  const LevelsArgs args{{asked, text.known(g.parents, {})},
+                        {g, nullptr, nullptr, nullptr, c.out<int32_t>(width), c.out<int32_t>(width), c.out<int32_t>(width),
+                         c.out<int32_t>(width * words)},
+                        frontier, c.out<int32_t>(levels * width), c.out<int32_t>(levels * width * branch),
+                        c.out<float>(levels * width * branch), c.out<int32_t>(levels * width)};
+  const auto sizes = [&](int threads) { return LevelSizes{levels, width, branch, given, threads > 1 ? at_once : 1, s, merging}; };
+  return c.agrees([&](int threads) { return levels_bytes(sizes(threads)); },
+                  [&](auto& group, char* arena) { grow_levels(group, args, sizes(group.size()), arena); });
+}
+
+// Row by row, without a group.
+bool corpus(Case& c) {
+  const int length = c.between(1, 40), found = c.between(1, 30), nodes = c.between(1, 9), branch = c.between(1, 4);
+  constexpr int kFrontier = 3, kRoom = 20;
+  const CorpusArgs a{{c.ids(length, -1, 2), c.ids(found, 0, length), c.ids(found, 0, 8), length, found}, c.ids(nodes, 0, 2),
+                     c.ids(nodes, -1, nodes - 1), c.filled(kRoom, int64_t{1}), c.counts(1, 1, kRoom), c.counts(1, 0, kRoom),
+                     c.ids(kFrontier, -1, nodes - 1), c.out<int32_t>(kFrontier * branch), c.out<float>(kFrontier * branch),
+                     c.out<int32_t>(kFrontier)};
+  for (int64_t row = 0; row < kFrontier; row++) corpus_recall_row(a, {nodes, kFrontier, branch, 9, kRoom}, row);
+  return true;
+}
+
+// Rows that are accepted move inside of their head, or nowhere.
+bool commit(Case& c) {
+  const int batch = c.between(1, 3), heads = c.between(1, 2), slots = c.between(1, 20), path = c.between(1, 6);
+  int32_t next = 0;
+  int32_t *const cache = c.made<int32_t>(batch * heads * slots, [&] { return next++; }), *const staged = c.out<int32_t>(path);
+  std::vector<int32_t> expected(cache, cache + next);
+  CommitArgs args{};
+  args.heads = heads, args.row_bytes = 4, args.slots = slots, args.path = path;
+  args.batch_stride = 4 * heads * slots, args.head_stride = 4 * slots, args.slot_stride = 4;
+  const int32_t *const rows = c.ids(batch * path, 0, slots), *const count = c.ids(batch, 0, path), *const kv_len = c.ids(batch, 0, slots);
+  args.accepted_rows = rows, args.num_accepted = count, args.kv_len = kv_len;
+  for (int b = 0; b < batch; b++) {
+    for (int head = 0; head < heads; head++) {
+      const int first = (b * heads + head) * slots;
+      for (int64_t i = 0; kv_len[b] >= 0 && i < path && i < count[b]; i++) {
+        const int64_t to = kv_len[b] + i, from = int64_t{kv_len[b]} + max_int(rows[b * path + i], 0);
+        if (from < slots && to < slots) expected[first + to] = cache[first + from];
+      }
+      commit_column(args, reinterpret_cast<char*>(cache), b, head, staged, 1);
+    }
+    if (accepted_of(count[b], path) != std::clamp(count[b], 0, path)) return false;
+  }
+  return std::equal(expected.begin(), expected.end(), cache);
+}
+
+struct {
+  const char* name;
+  bool (*right)(Case&);
+} constexpr kProblems[] = {{"graph", graph},       {"picks", picks},     {"memory", memory}, {"mixture", mixture},
+                           {"step", step},         {"learning", learning}, {"history", history}, {"levels", levels},
+                           {"corpus", corpus},     {"commit", commit}};
+
+void print_arenas(const int* sizes) {
+  const auto [depth, width, branch, rows, lengths, ways] = reinterpret_cast<const int(&)[6]>(*sizes);
+  const int nodes = 1 + branch + (depth - 1) * width * branch, words = words_for(depth * width);
+  const auto merging = [&](int level) { return MergeSizes{nodes, width, branch, width, words, level, 0, -INFINITY, -INFINITY}; };
+  const NgramSizes memory{1 << 15, ways, branch, rows, kMostLengths, lengths};
+  const int32_t path = 0;
+  printf("merge_kernel %zu\n", MergeArena::bytes(merging(1)));
+  printf("flatten_kernel %zu\n", FlattenArena::bytes({nodes, branch, rows, rows - 1}));
+  printf("pick_kernel %zu\n", PickArena::bytes(kPickThreads));
+  printf("ngram_insert_kernel %zu\n", NgramArena::bytes(memory));
+  printf("history_append_kernel %zu\n", follow_bytes({.accepted_rows = &path, .path = 1}, memory));
+  printf("history_recall_kernel %zu\n", HistoryArena::bytes());
+  printf("recall_levels_kernel %zu\n", levels_bytes({depth, width, branch, 1, min_int(width, 12), memory, merging(0)}));
+  printf("mix_kernel %zu\n", MixArena::bytes({branch, branch, 0}));
+  printf("verify_kernel %zu\n", VerifyArena::bytes({rows, 1, rows - 1}));
+}
+
+void pick_from_input(char** argv) {
+  std::mt19937 random;
+  Case c(atoi(argv[0]), false, {}, random);
+  const PickSizes s{atoi(argv[1]), atoi(argv[2]), atoi(argv[2]) != 0};
+  const Warpers warpers{strtof(argv[6], nullptr), strtof(argv[7], nullptr), strtof(argv[8], nullptr),
+                        strtof(argv[9], nullptr)};
+  Float32Logit* const logits = c.out<Float32Logit>(s.vocab);
+  if (fread(logits, sizeof(Float32Logit), static_cast<size_t>(s.vocab), stdin) != static_cast<size_t>(s.vocab)) _Exit(2);
+  const PickArgs<Float32Logit> args{logits, c.out<float>(s.vocab), c.out<int32_t>(s.branch), c.out<float>(s.branch), warpers,
+                                    noise_stream(atoll(argv[3]), atoi(argv[4]), atoi(argv[5]))};
+  c.in_a_block(PickArena::bytes(c.threads), [&](auto& group, char* arena) { pick_tokens(group, args, s, arena); });
+  for (int k = 0; k < s.branch; k++) printf("%d %.9g\n", args.tokens[k], static_cast<double>(args.log_probs[k]));
+  for (int i = 0; s.branch == 0 && i < s.vocab; i++) printf("%d %.9g\n", i, static_cast<double>(args.scores[i]));
+}
 
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc == 8 && strcmp(argv[1], "--arena") == 0) {
-    const Problem p{atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), 1, 0, atoi(argv[5]), atoi(argv[5]) - 1};
-    printf("merge_kernel %zu\n", MergeArena::bytes(merge_sizes(p, 1, p.width)));
-    printf("flatten_kernel %zu\n", FlattenArena::bytes({p.capacity(), p.branch, p.rows, p.max_path}));
-    printf("pick_kernel %zu\n", PickArena::bytes(kPickThreads));
-    const NgramSizes memory{1 << 15, atoi(argv[7]), p.branch, p.rows, kMostLengths, atoi(argv[6])};
-    printf("ngram_insert_kernel %zu\n", NgramArena::bytes(memory));
-    printf("history_append_kernel %zu\n", follow_bytes({.accepted_rows = &kPoison, .path = 1}, memory));
-    printf("history_recall_kernel %zu\n", HistoryArena::bytes());
-    const int levels = p.depth;
-    const MergeSizes merge = merge_sizes(p, 0, p.width);
-    printf("recall_levels_kernel %zu\n",
-           levels_bytes({levels, p.width, p.branch, 1, min_int(p.width, 12), memory, merge}));
-    printf("mix_kernel %zu\n", MixArena::bytes({p.branch, p.branch, 0}));
-    printf("verify_kernel %zu\n", VerifyArena::bytes({p.rows, 1, p.max_path}));
-    return 0;
+    int sizes[6];
+    for (int i = 0; i < 6; i++) sizes[i] = atoi(argv[2 + i]);
+    return print_arenas(sizes), 0;
   }
-  if (argc == 12 && strcmp(argv[1], "--pick") == 0) {
-    pick_from_input(argv + 2);
-    return 0;
-  }
-  if (argc == 5 && strcmp(argv[1], "--wild") == 0) {
-    std::mt19937 random(static_cast<unsigned>(atoi(argv[4])));
-    for (int round = 0; round < atoi(argv[3]); round++) {
-      if (!wild_stands(atoi(argv[2]), random)) {
-        fprintf(stderr, "wild round %d does not stand\n", round);
-        return 3;
-      }
-    }
-    return 0;
-  }
+  if (argc == 12 && strcmp(argv[1], "--pick") == 0) return pick_from_input(argv + 2), 0;
   if (argc < 4) return 2;
-  const int threads = atoi(argv[1]), rounds = atoi(argv[2]);
-  std::mt19937 random(static_cast<unsigned>(atoi(argv[3])));
+  const char *const option = argc > 4 ? argv[4] : "", *const name = argc > 5 ? argv[5] : "";
   Faults faults;
-  if (argc > 5 && strcmp(argv[4], "--drop") == 0) faults.dropped_barrier = argv[5];
-  if (argc > 5 && strcmp(argv[4], "--plain") == 0) faults.plain_atomic = argv[5];
-  if (argc > 4 && strcmp(argv[4], "--diverge") == 0) {
-    run_block(threads, faults, [](FiberGroup& group) { group.sync(group.rank() % 2 == 0 ? "even" : "odd"); });
+  if (strcmp(option, "--drop") == 0) faults.dropped_barrier = name;
+  if (strcmp(option, "--plain") == 0) faults.plain_atomic = name;
+  if (strcmp(option, "--diverge") == 0) {
+    run_block(atoi(argv[1]), faults, [](FiberGroup& group) { group.sync(group.rank() % 2 == 0 ? "even" : "odd"); });
   }
-  for (int round = 0; round < rounds; round++) {
-    Problem p{};
-    p.depth = between(random, 1, 5);
-    p.width = between(random, 1, 12);
-    p.branch = between(random, 1, 8);
-    p.merge_context = between(random, -1, 2);
-    p.vocab = between(random, 2, 10);
-    p.rows = between(random, 2, 70);
-    p.max_path = between(random, 1, p.rows - 1);
-    if (!round_agrees(p, threads, faults, random) || !picks_agree(threads, faults, random) ||
-        !memories_agree(threads, faults, random) || !mixtures_agree(threads, faults, random) ||
-        !steps_agree(threads, faults, random) || !learning_agrees(threads, faults, random) ||
-        !histories_agree(threads, faults, random) || !levels_agree(threads, faults, random)) {
-      fprintf(stderr, "round %d differs\n", round);
-      return 3;
+  std::mt19937 random(static_cast<unsigned>(atoi(argv[3])));
+  for (int round = 0; round < atoi(argv[2]); round++) {
+    for (const auto& [problem, right] : kProblems) {
+      Case c(atoi(argv[1]), strcmp(option, "--wild") == 0, faults, random);
+      if (!right(c)) return fprintf(stderr, "%s: round %d is wrong\n", problem, round), 3;
     }
   }
   return 0;
