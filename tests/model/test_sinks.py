@@ -9,9 +9,10 @@ import pytest
 import tiny_configs
 import torch
 import transformers
-from gates import refused, unpadded
+from gates import unchanged, unpadded
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import gsd_kernels as gsd
@@ -90,34 +91,27 @@ def gpt_oss(**fields) -> PreTrainedModel:
     return model
 
 
-def test_an_attention_that_ignores_the_sinks_is_refused():
+def exchanged(module, query, key, value, mask, scaling=None, dropout=0.0, s_aux=None, **options):
+    """Takes one head's sink for another's."""
+    scores = query @ key.repeat_interleave(2, 1).mT * scaling + mask
+    columns = s_aux.roll(1).to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, columns], -1).softmax(-1)[..., :-1]
+    return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize(
+    ("own", "says"), [("sdpa", "leave sinks out; .*'eager'"), ("exchanged", "exchanged; .*'sdpa'")]
+)
+def test_an_attention_that_does_otherwise_with_sinks_is_refused(own, says, monkeypatch):
     """SDPA takes s_aux and drops it; transformers keeps models with sinks from it, a config that was set does not."""
     model = gpt_oss()
-    model.config._attn_implementation = "sdpa"
-    refused(model, r"'sdpa'.*with sinks.*set_attn_implementation\('eager'\)")
-
-
-@pytest.mark.parametrize("value", [-30.0, 0.0, 60.0])
-def test_sinks_are_proved_however_far_they_are_from_the_scores(value, monkeypatch):
-    """A function that takes one head's sink for another's differs by nothing where no sink is near the scores."""
-    model = gpt_oss()
-    for sinks in sinks_of(model):
-        sinks.data.fill_(value)
-        sinks.data[1] += 3.0
-
-    def exchanged(module, query, key, value, mask, scaling=None, dropout=0.0, s_aux=None, **options):
-        scores = query @ key.repeat_interleave(2, 1).mT * scaling + mask
-        columns = s_aux.roll(1).to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, columns], -1).softmax(-1)[..., :-1]
-        return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2).contiguous(), None
-
-    assert probe.examine(model).problem is None
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "exchanged", exchanged)
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
-
-    monkeypatch.setitem(MASKS._global_mapping, "exchanged", MASKS["eager"])
-    model.config._attn_implementation = "exchanged"
-    assert "with sinks" in str(probe.examine(model).problem)
+    assert gsd.generate(model, unpadded(), draft_sources=("history",), max_new_tokens=2).shape[1] > 2
+    for functions, like in ((ALL_ATTENTION_FUNCTIONS, exchanged), (ALL_MASK_ATTENTION_FUNCTIONS, None)):
+        if own == "exchanged":
+            monkeypatch.setitem(functions._global_mapping, own, like or functions["eager"])
+    model.config._attn_implementation = own
+    with unchanged(model), pytest.raises(ValueError, match=rf"^model: GptOssForCausalLM.*differ.*{says}"):
+        gsd.generate(model, unpadded(), draft_sources=("history",), max_new_tokens=2)
 
 
 def test_sinks_of_another_size_are_refused():

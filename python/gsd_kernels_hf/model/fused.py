@@ -38,7 +38,7 @@ from . import gpu_proof, proof, replay
 from .asking import ask
 from .attention import AttentionKind
 from .facts import Facts, fact
-from .foreign import foreign, foreign_code, layers_of
+from .foreign import foreign, foreign_code, foreign_name, layers_of
 from .hidden import LAST
 from .pieces import SEVERAL_TOKENS, WHOLE_TOKENS
 from .probe import served
@@ -57,8 +57,8 @@ SETTINGS = {
     "1": "the default: as one operator on a CPU, and on GPUs that prove it right and no slower",
     "cuda": "on every GPU that can run it, unproved",
 }
-STATE_STEPS, PROVED_BLOCK = 2, 4
-"""Steps of a proof of recurrent layers, and tokens between two states in it: rows read the second one."""
+STATES, PROVED_BLOCK = proof.Passage(steps=2), 4
+"""Text of a proof of recurrent layers, and tokens between two states in it: rows read the second one."""
 PROMPT_ROWS = 256
 """Of a prompt at a time, all sequences together: what they need stays in a CPU's cache. A GPU's proof says it."""
 
@@ -217,24 +217,28 @@ def check_rows(facts: Facts, name: str) -> None:
     """Raise unless rows through a target's modules are what the model computes, where anything may make a difference.
 
     Code that is not transformers' own may go by what it is called with: one token at a time, transformers' cache, the
-    attention's name. And transformers takes a text's length from the first layer of its cache, written or not.
+    attention's name. Attention may leave out sinks, or be another function than softmax. And transformers takes a
+    text's length from the first layer of its cache, written or not.
 
     Raises:
         ValueError: ``model``, the argument ``name``, computes something else of graph rows.
     """
-    code, unwritten, steps = foreign_code(facts, shipped=False), served(facts).unwritten, 1
+    report, passage = served(facts), proof.SHORT
+    code = foreign_code(facts, shipped=False)
     if mixers := mixers_of(facts):
         if block_of(facts, "auto"):
             return
-        suspect, steps = f"its layers keep a recurrent state ({mixers[0][0]})", STATE_STEPS
-    elif code is not None:
-        suspect = f"it has code that is not transformers' own: {code}"
-    elif unwritten:
-        suspect = f"no layer of it has the number {min(unwritten)} (layer_idx)"
+        suspect, passage = f"its layers keep a recurrent state ({mixers[0][0]})", STATES
+    elif report.unusual is not None or code is not None:
+        suspect = report.unusual or f"it has code that is not transformers' own: {code}"
+        if report.unusual is not None or foreign_name(facts) is not None:
+            passage = proof.LONG
+    elif report.unwritten:
+        suspect = f"no layer of it has the number {min(report.unwritten)} (layer_idx)"
     else:
         return
 
-    difference = why_not_by_modules(facts, steps)
+    difference = why_not_by_modules(facts, passage)
     if difference is not None:
         raise ValueError(
             f"{name}: {type(facts.model).__name__} cannot be forwarded with graph rows, since {difference.what}; "
@@ -242,10 +246,10 @@ def check_rows(facts: Facts, name: str) -> None:
         ) from difference.cause
 
 
-def why_not_by_modules(facts: Facts, steps: int) -> proof.Difference | None:
+def why_not_by_modules(facts: Facts, passage: proof.Passage) -> proof.Difference | None:
     """Name what rows through the modules compute otherwise than the model, or ``None``."""
-    forward = proof.forward_of(RowModel, "auto", steps, least=least_piece(facts))
-    return proof.why_not_proved(facts, "modules", forward, singly=True, steps=steps)
+    forward = proof.forward_of(RowModel, "auto", passage, least=least_piece(facts))
+    return proof.why_not_proved(facts, "modules", forward, singly=True, passage=passage)
 
 
 def reads_whole(facts: Facts) -> bool:
@@ -269,8 +273,8 @@ def block_of(facts: Facts, backend: str) -> int:
     devices = {parameter.device for _, module in mixers for parameter in module.parameters()}
     if backend not in ("auto", "cpu") or any(unavailable_reason("cpu", device) is not None for device in devices):
         return 0
-    forward = proof.forward_of(RowModel, backend, STATE_STEPS, block=PROVED_BLOCK, least=least_piece(facts))
-    difference = proof.why_not_proved(facts, f"windows, backend {backend}", forward, singly=True, steps=STATE_STEPS)
+    forward = proof.forward_of(RowModel, backend, STATES, block=PROVED_BLOCK, least=least_piece(facts))
+    difference = proof.why_not_proved(facts, f"windows, backend {backend}", forward, singly=True, passage=STATES)
     return BLOCK if difference is None else 0
 
 

@@ -20,6 +20,7 @@ from ..packed.modules import PackedLinear, dtype_of
 from .attention import AttentionKind, implementation_of, switched_configs, watching
 from .cache import GraphCache
 from .facts import Facts, fact
+from .fingerprint import described, is_shipped
 from .finite import with_finite_embeddings
 from .hidden import hooked
 from .masks import Limits, Unserved, limits_of_mask
@@ -27,7 +28,6 @@ from .properties import text_config
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
-from .same_attention import AttentionCall, check_attention
 from .sides import check_sides
 from .tables import Lookups
 from .temperature import Temperature
@@ -52,9 +52,46 @@ class AttentionReport:
     unwritten: frozenset[int] = frozenset()  # layers of the cache that get nothing, before others that do
     by_length: frozenset[int] = frozenset()  # layers that scale their queries by the cache's length
     positions: int | None = None  # that it has entries for in a table; ``None``: there is no table
+    unusual: str | None = None  # attention that may be another one than graph rows get, which a proof shows
     problem: str | None = None
     passing: bool = False  # whether another look may find something else
     cause: BaseException | None = None  # an error of the model's, which may be a passing one, as full memory is
+
+
+@dataclass
+class AttentionCall:
+    """One attention call of a forward."""
+
+    module: nn.Module
+    own: Callable[..., Any]  # the model's attention function
+    mask: Any
+    options: dict[str, Any]
+
+    @property
+    def layer(self) -> int | None:
+        """Its layer of the cache."""
+        return getattr(self.module, "layer_idx", None)
+
+    @property
+    def window(self) -> int | None:
+        """The window that the call says."""
+        return self.options.get("sliding_window")
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """A score of each query head that has no value, [Hq]."""
+        return self.options.get("s_aux")
+
+    @property
+    def unusual(self) -> str | None:
+        """What functions leave out, or a function that nobody knows; ``None``: softmax attention of transformers'."""
+        if not is_shipped(self.own):
+            return f"its attention is {described(self.own)}; model.set_attn_implementation('sdpa') chooses another"
+        for what, name in (("sinks", "s_aux"), ("a softcap", "softcap")):
+            if self.options.get(name) is not None:
+                own = described(self.own)
+                return f"{own} may leave {what} out; model.set_attn_implementation('eager') chooses what does not"
+        return None
 
 
 class Probe:
@@ -99,8 +136,7 @@ class Probe:
         check_call(module, query, key, value, options)
         self.by_place = self.by_place or differing_twin(query, key, value)
         self.queries.append(query)
-        sizes = query.shape, key.shape, value.shape
-        self.calls.append(AttentionCall(module, self.own, *sizes, query.dtype, attention_mask, scaling, options))
+        self.calls.append(AttentionCall(module, self.own, attention_mask, options))
         return itself(query, value)
 
 
@@ -213,8 +249,8 @@ def _examine(facts: Facts) -> AttentionReport:
             if probe.by_place is not None:
                 raise Unserved(f"computes {probe.by_place} by place in the cache rather than by position_ids")
             kinds = tuple(_kinds(facts.model, probe))
-            check_own_attention(facts, probe.calls, kinds)
-        return AttentionReport(kinds, probe.unwritten, probe.asked, probe.positions)
+            unusual = next((call.unusual for call in probe.calls if call.unusual is not None), None)
+        return AttentionReport(kinds, probe.unwritten, probe.asked, probe.positions, unusual)
     except Unserved as error:
         return AttentionReport(problem=str(error), cause=error.__cause__, passing=error.__cause__ is not None)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
@@ -311,23 +347,6 @@ def _forward(facts: Facts, *, poisoned: bool, length: int | Tensor | None = None
     if poisoned:
         unknown[0, POISONED] = False
     return probe, not bool(unknown.any())
-
-
-def check_own_attention(facts: Facts, calls: list[AttentionCall], kinds: tuple[AttentionKind, ...]) -> None:
-    """Raise unless the model's own attention function computes what graph rows get."""
-    padding = torch.tensor(PADDING, device=facts.device, dtype=torch.int64)[:, None, None]
-    position = torch.arange(CACHED + ROWS, device=facts.device) - padding  # [2, 1, S]
-    for call, kind in zip(calls, kinds, strict=True):
-        visible = Limits(kind.window, kind.chunk).seen(position[..., CACHED:].mT, position)  # [2, R, S]
-        # A layer may lie elsewhere than the embedding.
-        differs = check_attention(call, visible.to(call.mask.device) if isinstance(call.mask, Tensor) else visible)
-        if differs is not None:
-            name = implementation_of(text_config(facts.model))
-            other = "sdpa" if call.sinks is None else "eager"
-            raise Unserved(
-                f"has an attention implementation, {name!r}, that graph rows cannot follow: {differs}; "
-                f"model.set_attn_implementation({other!r}) chooses one that they can"
-            )
 
 
 def _poison(model: PreTrainedModel, poisoned: bool) -> RemovableHandle:

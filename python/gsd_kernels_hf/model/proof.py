@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from .recurrent.by_depth import KINDS
 from .recurrent.mixers import mixers_of, states_of
 from .view import with_children
 
-PROMPT_TOKENS, PAD_TOKENS, PIECE_TOKENS = 7, 3, 4  # tokens; of the second sequence; of a piece
+PAD_TOKENS, PIECE_TOKENS = 3, 4  # of the second sequence; of a piece of the prompt, at least
 PARENTS = (-1, 0, 0, 1, 3, 4)  # of the rows
 TEXT = (0, 1, 3, 4, 5)  # rows that are a path; the other one is beside it
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -39,6 +39,27 @@ NOISE_FACTOR_BELOW_MAX = 30.0  # × the change that one rounding of the embeddin
 NOISE_FACTOR_ALWAYS = 3.0  # × that change, where a model multiplies roundings beyond the maximum
 PROVED_TOKENS = 64  # tokens of the vocabulary that a proof in float32 has
 MOST_WEIGHTS, MOST_LAYERS = 8_000_000, 3  # in float32; one layer in any case
+
+
+class Passage(NamedTuple):
+    """How much text a proof forwards: tokens of a prompt, and how often rows follow it."""
+
+    prompt: int = 7
+    steps: int = 1
+
+    @property
+    def length(self) -> int:
+        """Tokens of each of its two sequences."""
+        return self.prompt + self.steps * len(TEXT)
+
+    @property
+    def capacity(self) -> int:
+        """Cache positions that its rows need."""
+        return self.length - len(TEXT) + len(PARENTS)
+
+
+SHORT, LONG = Passage(), Passage(160)
+"""What shows another formula, and what shows the window that a function of attention may have of its own."""
 
 Forward = Callable[[Facts], Tensor]
 """Logits of :data:`TEXT`, [2, len(TEXT), V], the way that is to be proved."""
@@ -59,9 +80,9 @@ class Difference:
     passing: bool = False
 
 
-def text(model: PreTrainedModel | Facts, steps: int = 1) -> Tensor:
-    """Tokens [2, PROMPT_TOKENS + steps · len(TEXT)], spread over the vocabulary."""
-    facts, length = Facts.of(model), PROMPT_TOKENS + steps * len(TEXT)
+def text(model: PreTrainedModel | Facts, passage: Passage = SHORT) -> Tensor:
+    """Tokens [2, length of the passage], spread over the vocabulary."""
+    facts, length = Facts.of(model), passage.length
     ids = 11 + 7919 * torch.arange(2 * length, device=facts.device).view(2, length)
     ids %= min(facts.vocabulary, shape_of(facts.model.get_input_embeddings())[0])
     return with_finite_embeddings(facts, ids)
@@ -74,16 +95,16 @@ def padding(ids: Tensor) -> Tensor:
     return mask
 
 
-def own_logits(facts: Facts, *, singly: bool = False, steps: int = 1) -> Tensor:
+def own_logits(facts: Facts, *, singly: bool = False, passage: Passage = SHORT) -> Tensor:
     """Logits as transformers' ``generate`` computes them of a prompt; ``singly``: of a prompt and tokens behind it."""
-    ids, cache = text(facts, steps), DynamicCache(config=facts.model.config)
+    ids, cache = text(facts, passage), DynamicCache(config=facts.model.config)
     length = ids.shape[1]
     mask = padding(ids)
-    ends = [*range(PROMPT_TOKENS + 1, length + 1)] if singly else [length]
+    ends = [*range(passage.prompt + 1, length + 1)] if singly else [length]
     logits, begin = [], 0
     for end in ends:
         piece = _piece(facts, cache, ids, mask, begin, end)  # [B, end − begin, V]
-        logits.append(piece[:, -1:] if singly else piece[:, PROMPT_TOKENS - length :])
+        logits.append(piece[:, -1:] if singly else piece[:, passage.prompt - length :])
         begin = end
     return torch.cat(logits, 1)
 
@@ -146,19 +167,19 @@ def tree_of(parents: Sequence[int], batch: int, device: torch.device) -> tuple[T
     return words.contiguous().to(device), depths.expand(batch, -1).contiguous().to(device)
 
 
-def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, steps: int = 1) -> Tensor:
+def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, passage: Passage = SHORT) -> Tensor:
     """The same through a row model: a prompt in pieces, then rows of a tree, and more behind its accepted path."""
-    ids, count = text(model, steps), len(PARENTS)
+    ids, count, (prompt, steps) = text(model, passage), len(PARENTS), passage
     device = ids.device
     sibling = next(row for row in range(count) if row not in TEXT)
     order = [*TEXT, sibling]
     words, depths = tree_of(PARENTS, 2, device)
-    rows.prefill(ids[:, :PROMPT_TOKENS], padding(ids)[:, :PROMPT_TOKENS], PIECE_TOKENS)
-    stored = torch.full((2,), PROMPT_TOKENS, dtype=torch.int32, device=device)  # [2]
+    rows.prefill(ids[:, :prompt], padding(ids)[:, :prompt], max(PIECE_TOKENS, prompt // 2))
+    stored = torch.full((2,), prompt, dtype=torch.int32, device=device)  # [2]
     path = torch.tensor([TEXT, TEXT], dtype=torch.int32, device=device)  # [2, len(TEXT)]
     logits = []
     for step in range(steps):
-        path_tokens = ids[:, PROMPT_TOKENS + step * len(TEXT) :][:, : len(TEXT)]
+        path_tokens = ids[:, prompt + step * len(TEXT) :][:, : len(TEXT)]
         tokens = torch.cat([path_tokens, path_tokens[:, :1]], 1)[:, [order.index(row) for row in range(count)]]
         here = rows.rows(tokens, stored, torch.arange(count, device=device), words, depths, depths, keep=count)
         logits.append(here[:, list(TEXT)])
@@ -167,19 +188,14 @@ def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, steps: int = 1) ->
     return torch.cat(logits, 1)
 
 
-def forward_of(make: Callable[..., Any], backend: str, steps: int = 1, **options: Any) -> Forward:
+def forward_of(make: Callable[..., Any], backend: str, passage: Passage = SHORT, **options: Any) -> Forward:
     """A way to be proved: :func:`logits_of_rows` of what ``make`` makes, as :class:`~.runner.RowModel` is made."""
-    return lambda of: logits_of_rows(make(of, capacity(steps), kv_start(of), backend, **options), of, steps)
+    return lambda of: logits_of_rows(make(of, passage.capacity, kv_start(of), backend, **options), of, passage)
 
 
 def kv_start(model: PreTrainedModel | Facts) -> Tensor:
     """Padding of the two sequences, int32 [2]."""
     return torch.tensor([0, PAD_TOKENS], dtype=torch.int32, device=Facts.of(model).device)
-
-
-def capacity(steps: int = 1) -> int:
-    """Cache positions that the text needs."""
-    return PROMPT_TOKENS + (steps - 1) * len(TEXT) + len(PARENTS)
 
 
 def why_not_proved(
@@ -189,7 +205,7 @@ def why_not_proved(
     *,
     closely: bool = False,
     singly: bool = False,
-    steps: int = 1,
+    passage: Passage = SHORT,
     own: Forward | None = None,
 ) -> Difference | None:
     """Name what ``forward`` computes otherwise than the model, or ``None``.
@@ -203,15 +219,15 @@ def why_not_proved(
         closely: whether it also takes some of the layers in float32, as a model of their own.
         singly: whether the model forwards token by token, as it does behind a prompt: code that is not transformers'
             own may go by how many there are.
-        steps: of rows, see :func:`logits_of_rows`.
+        passage: of text.
         own: logits of another text, [B, n, V], by transformers' own steps.
     """
 
     def of_text(of: Facts) -> Tensor:
-        return own_logits(of, singly=singly, steps=steps)
+        return own_logits(of, singly=singly, passage=passage)
 
     def at_once(of: Facts) -> Tensor:
-        return own_logits(of, steps=steps)
+        return own_logits(of, passage=passage)
 
     facts = Facts.of(model)
 
@@ -230,14 +246,17 @@ def _difference(parts: Sequence[Facts], forward: Forward, own_steps: Forward, ow
             for part in parts:
                 own = own_steps(part).double()
                 ours = forward(part).double()
-                if not bool(own.isfinite().all()):
+                # Eager attention makes NaN of padding in float64.
+                finite = own.isfinite().flatten(1).all(1)  # [B]
+                if not bool(finite.any()):
                     return Difference("the logits of a few tokens are not finite", passing=True)
+                own, ours = own[finite], ours[finite]
                 difference = worst(own, ours)
                 if difference <= TOLERANCE[precision_of(part)]:
                     continue
-                rounding = worst(own, shaken(part, own_steps))
+                rounding = worst(own, shaken(part, own_steps)[finite])
                 if mixers_of(part):  # which have other code for prompts than for single tokens
-                    codes = worst(own, own_prompt(part).double())
+                    codes = worst(own, own_prompt(part).double()[finite])
                     bound = max(TOLERANCE[precision_of(part)], NOISE_FACTOR_BELOW_MAX * rounding)
                     if codes <= bound:  # else it is another formula
                         rounding = max(rounding, codes)
