@@ -84,7 +84,7 @@ class AttentionCall:
 
     @property
     def unusual(self) -> str | None:
-        """What functions leave out, or a function that nobody knows; ``None``: softmax attention of transformers'."""
+        """A reason to doubt that it is softmax attention over all that it was told; ``None``: there is none."""
         if not is_shipped(self.own):
             return f"its attention is {described(self.own)}; model.set_attn_implementation('sdpa') chooses another"
         for what, name in (("sinks", "s_aux"), ("a softcap", "softcap")):
