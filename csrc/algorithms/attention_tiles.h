@@ -1,5 +1,5 @@
 // Tiles of keys and values for tensor cores: copied through shared memory, multiplied with 16 rows a warp, and taken
-// into the rows' online softmax. Every attention runs this loop and says which positions its rows see.
+// into the rows' online softmax (flash attention). Every attention runs this loop and says which positions its rows see.
 //
 // The code is written over a *warp machine*: lanes and warps, a block barrier, asynchronous 16-byte copies to shared
 // memory, ldmatrix, mma, shuffles. CudaMachine (cuda/warp_machine.h) is PTX; FiberMachine

@@ -4,7 +4,8 @@
 // splits are cut at fixed places of that list, whatever the slot a position lies in, so the bits of a row's output
 // follow from what it sees alone: not from other rows, their number, the batch, padding, the cache's capacity, nor
 // from how many of its ancestors are committed. Two launches:
-//   PathPrefix  the whole tiles of the prefix, for all rows of a cache head together, split by split;
+//   PathPrefix  the whole tiles of the prefix, for all rows of a cache head together, split by split (split-KV, flash
+//               decoding);
 //   PathEnd     (path_end.h) row by row the rest of the prefix and the ancestors, gathered into tiles. It goes on from the
 //               state that PathPrefix left of the split in which the prefix ends, and then combines the row's splits.
 // docs/how-it-works.md has the reasons.

@@ -1,4 +1,5 @@
-// The ends of rows: what lies behind the prefix' whole tiles, and the splits of a row added up. See path_attention.h.
+// The ends of rows: what lies behind the prefix' whole tiles (the tail), and the splits of a row added up (the combine of
+// split-KV). See path_attention.h.
 //
 // A warp takes 16 heads of one row, with tiles of its own, so that warps do not wait for each other.
 #pragma once

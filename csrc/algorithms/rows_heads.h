@@ -1,4 +1,4 @@
-// Heads of queries, keys and values: normed (Qwen3), turned by their position, rounded, and put where they are read.
+// Heads of queries, keys and values: normed (Qwen3), turned by their position (RoPE), rounded, and put where they are read.
 //
 // Two numbers half a head apart turn together: a pair. What becomes of it is the same arithmetic, rounded as the source
 // says, in the product that computed it and in a launch of its own (rows_turn.h). So is the order in which the squares of a

@@ -1,4 +1,5 @@
-// One block of a RowsProduct: 64 or 128 outputs of up to 64 rows over one split of the inputs.
+// One block of a RowsProduct: 64 or 128 outputs of up to 64 rows over one split of the inputs (split-K GEMM by mma.sync,
+// fed by cp.async).
 //
 // Stages of 64 inputs travel to shared memory, weights and rows side by side; two or three are on their way while one
 // is multiplied. A warp has 16 outputs, eight in each half of the tile. With more than one split, the last block to

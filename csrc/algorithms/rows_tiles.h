@@ -1,4 +1,5 @@
-// What blocks of a RowsProduct share, whatever multiplies in them: which outputs a block has, and what becomes of its sums.
+// What blocks of a RowsProduct share, whatever multiplies in them: which outputs a block has, and what becomes of its sums
+// (the epilogue).
 #pragma once
 
 #include "attention_tiles.h"

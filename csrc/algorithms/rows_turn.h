@@ -1,4 +1,4 @@
-// What lies between the products: norms, heads turned by their position, the cache's new slots, the embedding.
+// What lies between the products: norms, heads turned by their position (RoPE), the cache's new slots, the embedding.
 //
 // One block a row or one warp a head, whose sums have one order: rows do not know of each other.
 #pragma once

@@ -1,4 +1,5 @@
-// The product of many rows by groups of warps (rows_group_product.h), in code for 9.0a alone.
+// The product of many rows by groups of warps (warp-specialized wgmma GEMM, fed by TMA: rows_group_product.h), in code for
+// 9.0a alone.
 #include <cuda_runtime.h>
 
 #include "errors.h"
