@@ -18,6 +18,11 @@ NAMESPACE = (__package__ or "").rpartition(".")[2]
 LIBRARIES = {"cpu": "_cpu.abi3.so", "cuda": "_cuda.abi3.so"}
 
 
+def library(backend: str) -> ctypes.CDLL | None:
+    """The library of ``"cpu"`` or ``"cuda"`` that is loaded, for its functions beside the operators."""
+    return None if UNAVAILABLE[backend] else ctypes.CDLL(str(Path(__file__).with_name(LIBRARIES[backend])))
+
+
 def load(backend: str) -> str | None:
     """Load the library of ``"cpu"`` or ``"cuda"``; the reason if that is impossible."""
     path = Path(__file__).with_name(LIBRARIES[backend])

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from typing import NamedTuple
 
 PREFIX, OLD_PREFIX = "GSD_KERNELS_", "GSD_"
@@ -54,25 +53,6 @@ VARIABLES = (
     Variable("BUILD_CUDA", "`auto`, `0`, `1`", "build the CUDA ops; `1`: fail without nvcc 12.5 or newer"),
     Variable("CUDA_ARCHS", "this machine's GPUs, `8.0;9.0+PTX`", "architectures of the CUDA ops"),
 )
-
-
-@contextmanager
-def switched(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Variables of this process as given, ``None`` for unset, while the block runs."""
-    before = {name: os.environ.get(name) for name in variables}
-    _set(variables)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def adopt_old_names(environment: MutableMapping[str, str] | None = None) -> None:

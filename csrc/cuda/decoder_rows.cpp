@@ -41,6 +41,10 @@ int launch_rows(const RowsCall& call, void* stream) {
 }  // namespace
 }  // namespace gsd
 
+extern "C" __attribute__((visibility("default"))) void gsd_force_rows(int overlap, int group) {
+  gsd::rows_forced = {overlap, group};
+}
+
 GSD_OPS(CUDA, m) {
   using namespace gsd;
   m.impl("decoder_rows", TORCH_BOX((&LaunchedOp<decoder_call<RowsCall>, launch_rows>::call)));

@@ -119,6 +119,13 @@ inline int rows_setting(const char* name, int otherwise, int most = 1) {
   return number;
 }
 
+// What this thread's calls do whatever the environment says; below 0: as it says. So that no call has to change the
+// environment, which other threads read.
+struct RowsForced {
+  int overlap = -1, group = -1;
+};
+inline thread_local RowsForced rows_forced;
+
 // `t`: tensors of layer l in the order of LayerWeights.tensors.
 inline RowsLayer rows_layer(const RowsTensors& of, const Tensor* t, size_t l, const RowsDecoder& d, bool paired) {
   const int64_t q_size = int64_t{d.heads} * d.head_dim, kv_size = int64_t{d.kv_heads} * d.head_dim;
@@ -173,10 +180,10 @@ inline RowsDecoder rows_decoder(const DecoderInputs& in) {
   STD_TORCH_CHECK(d.hidden % 8 == 0 && d.inner % 8 == 0,
                   "embedding, gate: expected sizes that are multiples of 8, got ", d.hidden, " and ", d.inner);
   // All asked in any case, so that a wrong value is refused. Without proof on a GPU groups of warps multiply on request.
-  const bool early = rows_setting("GSD_KERNELS_ROWS_OVERLAP", 1) != 0;
-  d.group = rows_setting("GSD_KERNELS_ROWS_GROUP", 0) != 0;
+  const int early = rows_setting("GSD_KERNELS_ROWS_OVERLAP", 1), group = rows_setting("GSD_KERNELS_ROWS_GROUP", 0);
+  d.overlap = (rows_forced.overlap < 0 ? early : rows_forced.overlap) != 0;
+  d.group = (rows_forced.group < 0 ? group : rows_forced.group) != 0;
   d.ahead = int64_t{rows_setting("GSD_KERNELS_ROWS_AHEAD", 24, 64)} << 20;
-  d.overlap = early;
   d.eps = static_cast<float>(in.eps), d.rope_scale = static_cast<float>(in.rope_scale);
   d.tokens = read<int32_t>(in.token_ids), d.positions = read<int32_t>(in.positions);
   d.slots = read<int32_t>(in.slots);

@@ -110,7 +110,7 @@ def broken(*_):
         ),
         (another_bit(lambda inputs, keep: len(inputs[0]) == 2), "2 rows have other bits (beside another)"),
         *((Stale(count), "6 rows have other bits (replayed)") for count in gpu_proof.REPLAYED_ROWS),
-        (another_bit(lambda inputs, keep: os.environ.get(cuda.OVERLAP) == "0"), "rows have other bits (replayed)"),
+        (another_bit(lambda inputs, keep: cuda.forced().get(cuda.OVERLAP) == "0"), "rows have other bits (replayed)"),
         (lambda of, inputs, keep: own(of, *inputs, keep=keep) * 1.5, "its error is 5."),
         (lambda of, inputs, keep: own(of, *inputs, keep=keep) * float("nan"), "its error is inf, the modules' "),
         (broken, "RuntimeError: an illegal instruction ?[31m!!!"),
@@ -230,7 +230,7 @@ def test_a_proof_is_made_under_its_own_switches_and_a_report_is_of_every_kind(mo
     taken = []
 
     def found(kind, *_):
-        taken.append((kind.way, {name: os.environ.get(name) for name in cuda.WAYS[kind.way]}))
+        taken.append((kind.way, cuda.forced()))
         if kind.head_dim == 128:
             raise torch.OutOfMemoryError("full")
         return figures()
@@ -240,7 +240,7 @@ def test_a_proof_is_made_under_its_own_switches_and_a_report_is_of_every_kind(mo
     proofs = gpu_proof.report(CPU, fused.ways(), again=True)
     assert len(proofs) == len(taken) == 12 and all(settings == cuda.WAYS[way] for way, settings in taken)
     full = "there is no memory to prove one operator on this GPU (1 GB)"
-    assert {proof["why"] for proof in proofs.values()} == {None, full} and cuda.GROUP not in os.environ
+    assert {proof["why"] for proof in proofs.values()} == {None, full} and not cuda.forced()
     assert set(gpu_proof.report(CPU, fused.ways(), again=False)) == {n for n, p in proofs.items() if p["why"] is None}
 
 

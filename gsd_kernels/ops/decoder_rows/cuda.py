@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compiled import architectures
+from ...compiled import architectures, library
 from ..packed import PackedMatrix
 from ..table import OPS
 from .weights import DecoderWeights
@@ -42,6 +43,7 @@ WAYS: dict[str, dict[str, str]] = {"wgmma": {GROUP: "1"}, "mma": {GROUP: "0"}, I
 
 The last one is for systems that refuse, in a graph, launches that begin early.
 """
+_forced = threading.local()
 OTHERWISE = "; use backend='reference'"
 
 
@@ -85,8 +87,34 @@ def ways(device: torch.device) -> list[str]:
 
 
 def settings(way: str) -> dict[str, str]:
-    """The variables of the environment that a call by one of :data:`WAYS` needs set otherwise than they are."""
+    """What a call by one of :data:`WAYS` does otherwise than the environment says, by variable."""
     return {name: value for name, value in WAYS[way].items() if os.environ.get(name, SWITCHES[name]) != value}
+
+
+def forced() -> dict[str, str]:
+    """What this thread's calls do whatever the environment says, by variable."""
+    return vars(_forced).get("switches", {})
+
+
+@contextmanager
+def forcing(switches: Mapping[str, str]) -> Iterator[None]:
+    """Let this thread's calls do as ``OVERLAP`` and ``GROUP`` are given, while the block runs.
+
+    The environment stays as it is: other threads read it, and setting it is not safe beside that.
+    """
+    before = forced()
+    _force(before | switches)
+    try:
+        yield
+    finally:
+        _force(before)
+
+
+def _force(switches: dict[str, str]) -> None:
+    if switches != forced():
+        _forced.switches = switches
+        if (cuda := library("cuda")) is not None:
+            cuda.gsd_force_rows(*(int(switches.get(name, -1)) for name in (OVERLAP, GROUP)))
 
 
 def _has_groups(capability: tuple[int, int]) -> bool:

@@ -27,7 +27,6 @@ from transformers import (
 
 from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels.environment import switched
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, decoder_rows
 from gsd_kernels.ops.state_rows import BLOCK
@@ -295,7 +294,7 @@ class FusedRows(RowModel):
         self.operator = "cuda" if replay.is_gpu(self.device) else self.backend
         self.head_dim = 2 * self.weights.inv_freq.numel()
         self.kv_heads = self.weights.layers[0].k.shape[0] // self.head_dim
-        self.settings: dict[str, str] = {}  # of the environment, under which the operator is called
+        self.settings: dict[str, str] = {}  # what the operator does otherwise than the environment says
         self.prompt_rows = PROMPT_ROWS
 
     def changed(self) -> bool:
@@ -383,7 +382,7 @@ class FusedRows(RowModel):
         keys, values = self.caches(rows[0].shape[0])  # [B, Hkv, capacity, D] a layer
         if seen is not None:
             keys, values = ([cache[:, :, :seen] for cache in caches] for caches in (keys, values))
-        with switched(self.settings):
+        with cuda.forcing(self.settings):
             logits, hidden, read_by = decoder_rows(
                 self.weights,
                 *rows,

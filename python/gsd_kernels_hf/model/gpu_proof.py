@@ -31,7 +31,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 import gsd_kernels
 from gsd_kernels.compiled import LIBRARIES
-from gsd_kernels.environment import switched
 from gsd_kernels.ops.decoder_rows import cuda
 
 from ..files import locked
@@ -270,7 +269,7 @@ class Subject:
         for number in rows:
             tokens, *inputs = self.inputs(case, number)
             texts = [tokens.clone(), (tokens + 11) % self.model.config.vocab_size]
-            with switched({cuda.OVERLAP: "0"}):
+            with cuda.forcing({cuda.OVERLAP: "0"}):
                 expected = [operator.rows(text, *inputs, keep=number) for text in texts]
             if torch.equal(*expected):
                 raise RuntimeError("two texts have the same logits: nothing would be noticed")
@@ -366,7 +365,7 @@ def prove(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: st
     """
     begin, quiet = time.perf_counter(), torch.autocast(device.type, enabled=False)
     try:
-        with torch.inference_mode(False), torch.no_grad(), quiet, switched(cuda.WAYS[kind.way]):
+        with torch.inference_mode(False), torch.no_grad(), quiet, cuda.forcing(cuda.WAYS[kind.way]):
             found = figures(kind, device, ways, backend)
     except torch.OutOfMemoryError as error:
         raise UnprovedError("there is no memory to prove one operator on this GPU (1 GB)") from error
