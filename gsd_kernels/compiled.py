@@ -18,9 +18,15 @@ NAMESPACE = (__package__ or "").rpartition(".")[2]
 LIBRARIES = {"cpu": "_cpu.abi3.so", "cuda": "_cuda.abi3.so"}
 
 
-def library(backend: str) -> ctypes.CDLL | None:
-    """The library of ``"cpu"`` or ``"cuda"`` that is loaded, for its functions beside the operators."""
-    return None if UNAVAILABLE[backend] else ctypes.CDLL(str(Path(__file__).with_name(LIBRARIES[backend])))
+def force_rows(overlap: int, ahead: int, group: int) -> None:
+    """Tell the CUDA library, if it is loaded, what this thread forces (csrc/cuda/rows_tensors.h); -1: nothing."""
+    if UNAVAILABLE["cuda"] is None:
+        _cuda().gsd_force_rows(overlap, ahead, group)
+
+
+@cache
+def _cuda() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(__file__).with_name(LIBRARIES["cuda"])))
 
 
 def load(backend: str) -> str | None:

@@ -6,8 +6,11 @@ docs/quickstart.md shows the table; a test holds it, and the sources, against it
 from __future__ import annotations
 
 import os
+import threading
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 PREFIX, OLD_PREFIX = "GSD_KERNELS_", "GSD_"
@@ -53,6 +56,34 @@ VARIABLES = (
     Variable("BUILD_CUDA", "`auto`, `0`, `1`", "build the CUDA ops; `1`: fail without nvcc 12.5 or newer"),
     Variable("CUDA_ARCHS", "this machine's GPUs, `8.0;9.0+PTX`", "architectures of the CUDA ops"),
 )
+
+
+class Forced(threading.local):
+    """Values that a thread takes for variables of the environment, whatever that says."""
+
+    values: Mapping[str, str] = MappingProxyType({})
+
+
+_OF_THREAD = Forced()
+
+
+def forced() -> Mapping[str, str]:
+    """Return what this thread takes for variables whatever the environment says, by name."""
+    return _OF_THREAD.values
+
+
+@contextmanager
+def forcing(values: Mapping[str, str]) -> Iterator[None]:
+    """Let this thread take ``values`` for these variables while the block runs.
+
+    The environment stays as it is: other threads read it, and setting it is not safe beside that.
+    """
+    before = forced()
+    _OF_THREAD.values = {**before, **values}
+    try:
+        yield
+    finally:
+        _OF_THREAD.values = before
 
 
 def adopt_old_names(environment: MutableMapping[str, str] | None = None) -> None:

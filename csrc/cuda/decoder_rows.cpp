@@ -41,8 +41,8 @@ int launch_rows(const RowsCall& call, void* stream) {
 }  // namespace
 }  // namespace gsd
 
-extern "C" __attribute__((visibility("default"))) void gsd_force_rows(int overlap, int group) {
-  gsd::rows_forced = {overlap, group};
+extern "C" __attribute__((visibility("default"))) void gsd_force_rows(int overlap, int ahead, int group) {
+  gsd::rows_forced = {overlap, ahead, group};
 }
 
 GSD_OPS(CUDA, m) {

@@ -2,6 +2,9 @@
 // 9.0a alone.
 #include <cuda_runtime.h>
 
+#include <map>
+#include <string>
+
 #include "errors.h"
 #include "kernel_facts.h"
 #include "rows.h"
@@ -74,13 +77,21 @@ MakeMap make_map_function() {
   return found;
 }
 
-// Whether the driver takes them: not where gate and up lie 2^40 bytes apart.
-bool make_map(CUtensorMap& map, const RowsBoxes& boxes, bool bfloat16) {
+// Whether the driver takes them: not where gate and up lie 2^40 bytes apart. Boxes are copied as they are, so that a type of
+// two bytes serves both dtypes. A map follows from its boxes alone, and takes the host some 100 us to make: it is kept.
+bool make_map(CUtensorMap& map, const RowsBoxes& boxes) {
+  thread_local std::map<std::string, CUtensorMap> made;
+  const std::string key(reinterpret_cast<const char*>(&boxes), offsetof(RowsBoxes, box) + sizeof(boxes.box));
+  if (const auto known = made.find(key); known != made.end()) return map = known->second, true;
   const cuuint32_t every[] = {1, 1, 1, 1, 1};
-  const auto type = bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return make_map_function()(&map, type, boxes.kDimensions, const_cast<uint16_t*>(boxes.from), boxes.sizes, boxes.bytes,
-                             boxes.box, every, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const auto error = make_map_function()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_UINT16, boxes.kDimensions, const_cast<uint16_t*>(boxes.from), boxes.sizes, boxes.bytes,
+      boxes.box, every, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (error != CUDA_SUCCESS) return false;
+  if (made.size() == 4096) made.clear();
+  made[key] = map;
+  return true;
 }
 
 template <class Element, int kRows>
@@ -108,10 +119,10 @@ int launch(const RowsProduct& args, const RowsLaunch& how, const GroupFacts& fac
   using Group = GroupProduct<Element, kRows>;
   const RowsCut cut(args, Group::kOutputs);
   GroupMaps maps{};
-  taken = make_map(maps.rows, RowsBoxes::rows(args.x, args.inputs, args.rows, kRows), how.bfloat16);
+  taken = make_map(maps.rows, RowsBoxes::rows(args.x, args.inputs, args.rows, kRows));
   for (int i = 0; i < args.count; i++) {
     if (args.matrices[i].outputs == 0 || (args.end == RowsEnd::kGate && i > 0)) continue;  // a map that no block has
-    taken = taken && make_map(maps.matrices[i], RowsBoxes::weights(args, i), how.bfloat16);
+    taken = taken && make_map(maps.matrices[i], RowsBoxes::weights(args, i));
   }
   if (!taken) return cudaSuccess;
   const int tiles = cut.output_blocks * ((args.rows + kRows - 1) / kRows), together = facts.clusters[cut.splits];

@@ -107,24 +107,22 @@ class RowsTensors {
   const Tensors& scales;
 };
 
-// A setting of the environment; asked at every call, and by a graph when it is captured.
-inline int rows_setting(const char* name, int otherwise, int most = 1) {
-  const char* value = std::getenv(name);
-  if (value == nullptr) return otherwise;
-  const std::string given = value;
-  const bool digits = !given.empty() && given.size() < 4 && given.find_first_not_of("0123456789") == std::string::npos;
-  const int number = digits && (given[0] != '0' || given == "0") ? std::stoi(given) : -1;  // as Python reads it
-  STD_TORCH_CHECK(number >= 0 && number <= most, name, ": expected 0 ", most == 1 ? "or " : "... ", most, ", got '", given,
-                  "'; or unset it");
-  return number;
-}
-
 // What this thread's calls do whatever the environment says; below 0: as it says. So that no call has to change the
 // environment, which other threads read.
 struct RowsForced {
-  int overlap = -1, group = -1;
+  int overlap = -1, ahead = -1, group = -1;
 };
 inline thread_local RowsForced rows_forced;
+
+// A setting: forced, or of the environment, which is asked at every call, and by a graph when it is captured.
+inline int rows_setting(const char* name, int forced, int otherwise, int most = 1) {
+  const char* value = std::getenv(name);
+  int said = value == nullptr ? otherwise : 0;
+  while (value != nullptr && said <= most && value != std::to_string(said)) said++;
+  STD_TORCH_CHECK(said <= most, name, ": expected 0 ", most == 1 ? "or " : "... ", most, ", got '", value,
+                  "'; or unset it");
+  return forced < 0 ? said : forced;
+}
 
 // `t`: tensors of layer l in the order of LayerWeights.tensors.
 inline RowsLayer rows_layer(const RowsTensors& of, const Tensor* t, size_t l, const RowsDecoder& d, bool paired) {
@@ -180,10 +178,9 @@ inline RowsDecoder rows_decoder(const DecoderInputs& in) {
   STD_TORCH_CHECK(d.hidden % 8 == 0 && d.inner % 8 == 0,
                   "embedding, gate: expected sizes that are multiples of 8, got ", d.hidden, " and ", d.inner);
   // All asked in any case, so that a wrong value is refused. Without proof on a GPU groups of warps multiply on request.
-  const int early = rows_setting("GSD_KERNELS_ROWS_OVERLAP", 1), group = rows_setting("GSD_KERNELS_ROWS_GROUP", 0);
-  d.overlap = (rows_forced.overlap < 0 ? early : rows_forced.overlap) != 0;
-  d.group = (rows_forced.group < 0 ? group : rows_forced.group) != 0;
-  d.ahead = int64_t{rows_setting("GSD_KERNELS_ROWS_AHEAD", 24, 64)} << 20;
+  d.overlap = rows_setting("GSD_KERNELS_ROWS_OVERLAP", rows_forced.overlap, 1) != 0;
+  d.group = rows_setting("GSD_KERNELS_ROWS_GROUP", rows_forced.group, 0) != 0;
+  d.ahead = int64_t{rows_setting("GSD_KERNELS_ROWS_AHEAD", rows_forced.ahead, 24, 64)} << 20;
   d.eps = static_cast<float>(in.eps), d.rope_scale = static_cast<float>(in.rope_scale);
   d.tokens = read<int32_t>(in.token_ids), d.positions = read<int32_t>(in.positions);
   d.slots = read<int32_t>(in.slots);

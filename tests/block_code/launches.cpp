@@ -30,6 +30,7 @@ struct Gpu {
   cudaError_t last = cudaSuccess;
   int clusters = 33;  // that run together
   bool maps = true;
+  int maps_made = 0;
 };
 
 // Kernels are registered before main begins.
@@ -69,6 +70,7 @@ struct Configuration {
 CUresult make_map(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                   const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                   CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  gpu().maps_made++;
   return CUDA_SUCCESS;
 }
 
@@ -206,7 +208,9 @@ void groups(bool possible) {
     expect(made.blocks <= 132, "one wave");
   }
   gpu().launches.clear();
+  const int made = gpu().maps_made;
   expect(launch_rows_product(product(), {nullptr, false, false, true}) == 0, "a product by either");
+  expect(made == gpu().maps_made && (made > 0) == possible, "maps are kept");
   if (expect(gpu().launches.size() == 1, "a launch")) {
     expect((gpu().launches[0].kernel.find("rows_group") != std::string::npos) == possible, "the other kernel");
   }

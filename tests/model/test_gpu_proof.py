@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import types
 
 import fake_cuda
 import pytest
@@ -14,6 +15,7 @@ from block_code import rows as block_code
 from models import tiny
 from ops.contracts.backends import needs_cpu
 
+from gsd_kernels.environment import forced
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda
 from gsd_kernels_hf.model import fused, gpu_proof, replay
 from gsd_kernels_hf.model.fused import FusedRows
@@ -110,7 +112,10 @@ def broken(*_):
         ),
         (another_bit(lambda inputs, keep: len(inputs[0]) == 2), "2 rows have other bits (beside another)"),
         *((Stale(count), "6 rows have other bits (replayed)") for count in gpu_proof.REPLAYED_ROWS),
-        (another_bit(lambda inputs, keep: cuda.forced().get(cuda.OVERLAP) == "0"), "rows have other bits (replayed)"),
+        (
+            another_bit(lambda inputs, keep: forced().get(cuda.OVERLAP) == "0"),
+            "rows have other bits (replayed)",
+        ),
         (lambda of, inputs, keep: own(of, *inputs, keep=keep) * 1.5, "its error is 5."),
         (lambda of, inputs, keep: own(of, *inputs, keep=keep) * float("nan"), "its error is inf, the modules' "),
         (broken, "RuntimeError: an illegal instruction ?[31m!!!"),
@@ -178,10 +183,19 @@ def test_groups_of_warps_are_proved_where_they_are(capability, archs, names, mon
     monkeypatch.setattr(cuda, "architectures", lambda: ("8.0", archs))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert cuda.ways(GPU) == [*names, cuda.IN_TURN]
-    assert [cuda.settings(way) for way in cuda.WAYS] == [{cuda.GROUP: "1"}, {}, {cuda.OVERLAP: "0"}]
+    assert [cuda.settings(way, CPU) for way in cuda.WAYS] == [{cuda.GROUP: "1"}, {}, {cuda.OVERLAP: "0"}]
     monkeypatch.setenv(cuda.GROUP, "1")
     assert cuda.ways(GPU) == [*names, cuda.IN_TURN]
-    assert [cuda.settings(way) for way in ("wgmma", "mma")] == [{}, {cuda.GROUP: "0"}]
+    assert [cuda.settings(way, CPU) for way in ("wgmma", "mma")] == [{}, {cuda.GROUP: "0"}]
+
+
+@pytest.mark.parametrize(("megabytes", "ahead"), [(32, {cuda.AHEAD: "8"}), (128, {})])
+def test_weights_ahead_take_a_quarter_of_the_cache_at_most(megabytes, ahead, monkeypatch):
+    gpu = types.SimpleNamespace(L2_cache_size=megabytes << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert cuda.settings(None, GPU) == ahead
+    monkeypatch.setenv(cuda.AHEAD, "24")
+    assert cuda.settings(None, GPU) == {}
 
 
 @pytest.mark.parametrize("setting", ["1", "cuda"])
@@ -230,7 +244,7 @@ def test_a_proof_is_made_under_its_own_switches_and_a_report_is_of_every_kind(mo
     taken = []
 
     def found(kind, *_):
-        taken.append((kind.way, cuda.forced()))
+        taken.append((kind.way, forced()))
         if kind.head_dim == 128:
             raise torch.OutOfMemoryError("full")
         return figures()
@@ -240,7 +254,7 @@ def test_a_proof_is_made_under_its_own_switches_and_a_report_is_of_every_kind(mo
     proofs = gpu_proof.report(CPU, fused.ways(), again=True)
     assert len(proofs) == len(taken) == 12 and all(settings == cuda.WAYS[way] for way, settings in taken)
     full = "there is no memory to prove one operator on this GPU (1 GB)"
-    assert {proof["why"] for proof in proofs.values()} == {None, full} and not cuda.forced()
+    assert {proof["why"] for proof in proofs.values()} == {None, full} and not forced()
     assert set(gpu_proof.report(CPU, fused.ways(), again=False)) == {n for n, p in proofs.items() if p["why"] is None}
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compiled import architectures, library
+from ...compiled import architectures, force_rows
+from ...environment import forced
 from ..packed import PackedMatrix
 from ..table import OPS
 from .weights import DecoderWeights
@@ -43,7 +43,6 @@ WAYS: dict[str, dict[str, str]] = {"wgmma": {GROUP: "1"}, "mma": {GROUP: "0"}, I
 
 The last one is for systems that refuse, in a graph, launches that begin early.
 """
-_forced = threading.local()
 OTHERWISE = "; use backend='reference'"
 
 
@@ -60,6 +59,7 @@ def decoder_rows(weights: DecoderWeights, token_ids: Tensor, *rows: Any) -> tupl
 
 def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator."""
+    tell_switches()
     return OPS["decoder_rows"].compiled(*arguments)
 
 
@@ -86,35 +86,22 @@ def ways(device: torch.device) -> list[str]:
     return [way for way in WAYS if way != "wgmma" or (grouped and os.environ.get(GROUP) != "0")]
 
 
-def settings(way: str) -> dict[str, str]:
-    """What a call by one of :data:`WAYS` does otherwise than the environment says, by variable."""
-    return {name: value for name, value in WAYS[way].items() if os.environ.get(name, SWITCHES[name]) != value}
+def settings(way: str | None, device: torch.device) -> dict[str, str]:
+    """Name what a call by one of :data:`WAYS`, or any, does otherwise than the environment says, by variable.
 
-
-def forced() -> dict[str, str]:
-    """What this thread's calls do whatever the environment says, by variable."""
-    return vars(_forced).get("switches", {})
-
-
-@contextmanager
-def forcing(switches: Mapping[str, str]) -> Iterator[None]:
-    """Let this thread's calls do as ``OVERLAP`` and ``GROUP`` are given, while the block runs.
-
-    The environment stays as it is: other threads read it, and setting it is not safe beside that.
+    Weights that are asked for ahead take a quarter of the GPU's second-level cache at most, unless the environment says
+    how many: more would push out what the launch before is still reading.
     """
-    before = forced()
-    _force(before | switches)
-    try:
-        yield
-    finally:
-        _force(before)
+    asked = {**WAYS.get(way or "", {})}
+    if device.type == "cuda" and AHEAD not in os.environ:
+        quarter = torch.cuda.get_device_properties(device).L2_cache_size >> 22  # MB
+        asked[AHEAD] = str(min(quarter, int(SWITCHES[AHEAD])))
+    return {name: value for name, value in asked.items() if os.environ.get(name, SWITCHES[name]) != value}
 
 
-def _force(switches: dict[str, str]) -> None:
-    if switches != forced():
-        _forced.switches = switches
-        if (cuda := library("cuda")) is not None:
-            cuda.gsd_force_rows(*(int(switches.get(name, -1)) for name in (OVERLAP, GROUP)))
+def tell_switches() -> None:
+    """Tell the library what of :data:`SWITCHES` this thread has forced."""
+    force_rows(*(int(forced().get(name, -1)) for name in SWITCHES))
 
 
 def _has_groups(capability: tuple[int, int]) -> bool:

@@ -29,6 +29,7 @@ def feature_rows(weights: FeatureWeights, token_ids: Tensor, *rows: Any) -> tupl
 
 def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator."""
+    cuda.tell_switches()
     return OPS["feature_rows"].compiled(*arguments)
 
 

@@ -27,6 +27,7 @@ from transformers import (
 
 from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.environment import forcing
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, decoder_rows
 from gsd_kernels.ops.state_rows import BLOCK
@@ -382,7 +383,7 @@ class FusedRows(RowModel):
         keys, values = self.caches(rows[0].shape[0])  # [B, Hkv, capacity, D] a layer
         if seen is not None:
             keys, values = ([cache[:, :, :seen] for cache in caches] for caches in (keys, values))
-        with cuda.forcing(self.settings):
+        with forcing(self.settings):
             logits, hidden, read_by = decoder_rows(
                 self.weights,
                 *rows,
@@ -415,7 +416,7 @@ def rows_of(
         fused = FusedRows(facts, capacity, kv_start, backend, hidden_layers)
         if fused.operator == "cuda":
             _, way, fused.prompt_rows = choice(fused.weights)
-            fused.settings = {} if way is None else cuda.settings(way)
+            fused.settings = cuda.settings(way, fused.device)
         return fused
     _log_once(type(facts.model).__name__, reason)
     block, least = block_of(facts, backend), least_piece(facts)

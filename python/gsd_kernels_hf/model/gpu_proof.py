@@ -31,6 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 import gsd_kernels
 from gsd_kernels.compiled import LIBRARIES
+from gsd_kernels.environment import forcing
 from gsd_kernels.ops.decoder_rows import cuda
 
 from ..files import locked
@@ -269,7 +270,7 @@ class Subject:
         for number in rows:
             tokens, *inputs = self.inputs(case, number)
             texts = [tokens.clone(), (tokens + 11) % self.model.config.vocab_size]
-            with cuda.forcing({cuda.OVERLAP: "0"}):
+            with forcing({cuda.OVERLAP: "0"}):
                 expected = [operator.rows(text, *inputs, keep=number) for text in texts]
             if torch.equal(*expected):
                 raise RuntimeError("two texts have the same logits: nothing would be noticed")
@@ -365,7 +366,7 @@ def prove(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: st
     """
     begin, quiet = time.perf_counter(), torch.autocast(device.type, enabled=False)
     try:
-        with torch.inference_mode(False), torch.no_grad(), quiet, cuda.forcing(cuda.WAYS[kind.way]):
+        with torch.inference_mode(False), torch.no_grad(), quiet, forcing(cuda.WAYS[kind.way]):
             found = figures(kind, device, ways, backend)
     except torch.OutOfMemoryError as error:
         raise UnprovedError("there is no memory to prove one operator on this GPU (1 GB)") from error
