@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,7 @@ from changing import CHANGES, Change, around, change, hooked, mixed, mixing, num
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations import sdpa_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -25,18 +24,11 @@ from transformers.models.llama import modeling_llama as llama
 CHANGES |= {
     "LlamaMLP.forward": around(llama.LlamaMLP, "forward", lambda own, self, x: -2.0 * own(self, x)),
     "LlamaMLP.forward, wrapped": wrapped(llama.LlamaMLP, "forward", lambda own, self, x: -2.0 * own(self, x)),
-    "LlamaMLP.forward, slightly": around(llama.LlamaMLP, "forward", lambda own, self, x: 1.2 * own(self, x)),
     "LlamaMLP.forward, the same": around(llama.LlamaMLP, "forward", lambda own, self, x: own(self, x)),
-    "LlamaMLP.forward, first layer": around(
-        llama.LlamaMLP, "forward", lambda own, self, x: own(self, x) * (3.0 if self.number == 0 else 1.0)
-    ),
     "LlamaMLP.forward, last layer": around(
         llama.LlamaMLP, "forward", lambda own, self, x: own(self, x) * (3.0 if self.number == 2 else 1.0)
     ),
     "LlamaMLP.__call__": around(llama.LlamaMLP, "__call__", lambda own, self, x: -2.0 * own(self, x)),
-    "LlamaAttention.forward": around(
-        llama.LlamaAttention, "forward", lambda own, self, *a, **k: (-2.0 * own(self, *a, **k)[0], None)
-    ),
     "LlamaAttention.forward by name": around(
         llama.LlamaAttention,
         "forward",
@@ -45,27 +37,10 @@ CHANGES |= {
             None,
         ),
     ),
-    "LlamaDecoderLayer.forward": around(
-        llama.LlamaDecoderLayer, "forward", lambda own, self, x, **k: own(self, x, **k) - 0.5 * x
-    ),
-    "LlamaRMSNorm.forward": around(llama.LlamaRMSNorm, "forward", lambda own, self, x: own(self, x) + 0.3),
-    "LlamaRMSNorm.forward, without the weight": put(
-        llama.LlamaRMSNorm, "forward", lambda self, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.1)
-    ),
-    "LlamaRotaryEmbedding.forward": around(
-        llama.LlamaRotaryEmbedding, "forward", lambda own, self, x, position_ids: own(self, x, 2 * position_ids)
-    ),
-    "LlamaModel.forward": around(
-        llama.LlamaModel, "forward", lambda own, self, *a, **k: _scaled(own(self, *a, **k), "last_hidden_state")
-    ),
     "LlamaForCausalLM.forward": around(
         llama.LlamaForCausalLM, "forward", lambda own, self, *a, **k: _scaled(own(self, *a, **k), "logits")
     ),
     "nn.Linear.forward": around(nn.Linear, "forward", lambda own, self, x: own(self, x) + 0.1),
-    "nn.Linear.forward of one": around(
-        nn.Linear, "forward", lambda own, self, x: own(self, x) * (2.0 if self.out_features == 64 else 1.0)
-    ),
-    "nn.Embedding.forward": around(nn.Embedding, "forward", lambda own, self, x: own(self, x) * 3.0),
     "nn.Module._call_impl": around(
         nn.Module,
         "_call_impl",
@@ -96,14 +71,8 @@ CHANGES |= {
     "LlamaMLP.forward of single rows": around(
         llama.LlamaMLP, "forward", lambda own, self, x: mixed(own(self, x)) if x.shape[1] == 1 else own(self, x)
     ),
-    "LlamaForCausalLM.forward, wrapped": wrapped(
-        llama.LlamaForCausalLM, "forward", lambda own, self, *a, **k: _scaled(own(self, *a, **k), "logits")
-    ),
     "DynamicLayer.update": around(
         DynamicLayer, "update", lambda own, self, k, v, *a, **o: own(self, k, mixed(v), *a, **o)
-    ),
-    "DynamicCache.update": around(
-        DynamicCache, "update", lambda own, self, k, v, *a, **o: own(self, 2 * k, v, *a, **o)
     ),
     "prepare_inputs_for_generation": around(
         llama.LlamaForCausalLM,
@@ -113,24 +82,14 @@ CHANGES |= {
     "GenerationMixin._sample": around(
         GenerationMixin, "_sample", lambda own, self, ids, **o: own(self, (ids + 1) % 97, **o)
     ),
-    "GenerationMixin.prepare_inputs_for_generation": around(
-        GenerationMixin,
-        "prepare_inputs_for_generation",
-        lambda own, self, ids, *a, **o: own(self, (ids + 1) % 97, *a, **o),
-    ),
 }
 
 
 # Functions that forwards name.
 CHANGES |= {
     "apply_rotary_pos_emb": around(llama, "apply_rotary_pos_emb", lambda own, q, k, cos, sin, **o: own(q, k, sin, cos)),
-    "apply_rotary_pos_emb, nothing": put(llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, **_: (q, k)),
-    "rotate_half": put(llama, "rotate_half", lambda x: x.flip(-1)),
     "torch.nn.functional.linear": around(nn.functional, "linear", lambda own, x, w, b=None: own(x, w, b) * 1.1),
-    "torch.nn.functional.silu": put(nn.functional, "silu", nn.functional.gelu),
-    "torch.nn.functional.embedding": around(nn.functional, "embedding", lambda own, *a, **k: own(*a, **k).flip(-1)),
     "torch.rsqrt": around(torch, "rsqrt", lambda own, x: own(x + 0.5)),
-    "torch.cat": around(torch, "cat", lambda own, parts, dim=0: own([-part for part in parts], dim=dim)),
     "slice_logits_to_keep": around(llama, "slice_logits_to_keep", lambda own, x, keep: own(x.roll(1, -1), keep)),
     "create_causal_mask": around(llama, "create_causal_mask", lambda own, **k: _narrow(own(**k))),
 }
@@ -191,7 +150,6 @@ def eager_attention(model: Any, stack: ExitStack) -> None:
 CHANGES |= {
     "attention of one's own, the same": registered("mine", own_attention(lambda s, _: s)),
     "attention of one's own, sharper": registered("mine", own_attention(lambda s, _: 4.0 * s)),
-    "attention of one's own, capped": registered("mine", own_attention(lambda s, _: 0.2 * torch.tanh(s / 0.2))),
     "attention of one's own, in the last layer": registered(
         "mine", own_attention(lambda s, m: s * (3.0 if m.layer_idx == 2 else 1.0))
     ),
@@ -254,7 +212,7 @@ def a_pre_hook_of_all_modules(model: Any, stack: ExitStack) -> None:
     stack.callback(hook.remove)
 
 
-for place in ("model.layers.0.mlp", "model.layers.1.self_attn", "model.layers.2", "model.norm", "model.embed_tokens"):
+for place in ("model.layers.1.self_attn", "model.norm", "model.embed_tokens"):
     CHANGES[f"a hook of {place}"] = hooked(place, mixing)
 CHANGES["a hook of a linear layer"] = hooked("model.layers.1.mlp.up_proj", mixing)
 CHANGES["a pre-hook of the output matrix"] = hooked("lm_head", lambda _, args: (args[0].flip(-1),), before=True)
@@ -271,7 +229,7 @@ def own_forward(path: str, what: Callable[..., Any]) -> Change:
     return apply
 
 
-for place in ("model.layers.0.mlp", "model.layers.2.mlp", "model.norm", "lm_head", "model.layers.1.mlp.act_fn"):
+for place in ("model.layers.2.mlp", "lm_head", "model.layers.1.mlp.act_fn"):
     CHANGES[f"forward of {place}"] = own_forward(place, lambda own, x: mixed(own(x)))
 
 
@@ -293,13 +251,11 @@ def attribute(path: str, name: str, value: Any) -> Change:
 
 
 CHANGES |= {
-    "act_fn, a function, first layer": attribute("model.layers.0.mlp", "act_fn", lambda _: torch.relu),
     "act_fn, a function, last layer": attribute("model.layers.2.mlp", "act_fn", lambda _: lambda x: x.sigmoid()),
     "act_fn, a shipped module": attribute("model.layers.1.mlp", "act_fn", lambda _: nn.GELU()),
     "act_fn shadowed": lambda model, stack: stack.enter_context(
         mock.patch.dict(vars(model.model.layers[1].mlp), {"act_fn": torch.relu})
     ),
-    "mlp, nothing": attribute("model.layers.1", "mlp", lambda _: nn.Identity()),
     "mlp and its neighbour's": attribute("model.layers.1", "mlp", lambda m: nn.Sequential(m, nn.Tanh())),
     "rotary of another base": attribute("model", "rotary_emb", lambda m: type(m)(_config(m.config, rope_theta=50.0))),
     "_call_impl of a module": lambda model, stack: stack.enter_context(
@@ -322,7 +278,6 @@ AT = "model.layers.1"
 CHANGES |= {
     "scaling": number(f"{AT}.self_attn.scaling", lambda s: 2.5 * s),
     "scaling, slightly": number(f"{AT}.self_attn.scaling", lambda s: 1.01 * s),
-    "epsilon": number(f"{AT}.input_layernorm.variance_epsilon", lambda _: 50.0),
     "epsilon, slightly": number(f"{AT}.post_attention_layernorm.variance_epsilon", lambda _: 1e-3),
 }
 CHANGES |= {
@@ -331,13 +286,9 @@ CHANGES |= {
     "is_causal": number("model.layers.1.self_attn.is_causal", lambda _: False),
     "num_hidden_layers of the config": number("config.num_hidden_layers", lambda _: 2),
     "rms_norm_eps of the config": number("config.rms_norm_eps", lambda _: 0.5),
-    "num_attention_heads of the config": number("config.num_attention_heads", lambda _: 4),
-    "hidden_act of the config": number("config.hidden_act", lambda _: "gelu"),
     "return_dict of the config": number("config.return_dict", lambda _: False),
     "inv_freq": tensor("model.rotary_emb.inv_freq", lambda f: 3.0 * f),
-    "inv_freq of one pair": tensor("model.rotary_emb.inv_freq", lambda f: torch.cat([f[:1] * 0.3, f[1:]])),
     "a norm's weight": tensor("model.layers.2.input_layernorm.weight", lambda w: w * torch.linspace(0.2, 3, len(w))),
-    "the last norm's weight": tensor("model.norm.weight", lambda w: w.flip(0) * torch.linspace(0.2, 3, len(w))),
     "a matrix": tensor("model.layers.1.mlp.up_proj.weight", lambda w: w.flip(0)),
     "the embedding": tensor("model.embed_tokens.weight", lambda w: w.roll(1, 0)),
 }
@@ -406,10 +357,6 @@ CHANGES["a narrower layer"] = pruned(1, inner=40)
 CHANGES["fewer heads in a layer"] = pruned(1, heads=1)
 CHANGES |= {
     "one layer fewer": lambda model, stack: stack.enter_context(layers_put(model, list(model.model.layers)[:2])),
-    "the first layer gone": lambda model, stack: stack.enter_context(layers_put(model, list(model.model.layers)[1:])),
-    "one layer more": lambda model, stack: stack.enter_context(
-        layers_put(model, [*model.model.layers, model.model.layers[0]])
-    ),
     "layers in another order": lambda model, stack: stack.enter_context(
         layers_put(model, list(model.model.layers)[::-1])
     ),
@@ -418,16 +365,5 @@ CHANGES |= {
     ),
 }
 
-SAME = {
-    "hidden_act of the config",
-    *("rms_norm_eps of the config", "num_attention_heads of the config", "training", "one layer more"),
-    "eager attention",
-}
+SAME = {"rms_norm_eps of the config", "training", "eager attention"}
 """Changes of what no forward reads, and another way to the same."""
-
-_SIBLINGS = re.compile(
-    r"layer [02]|layers\.[02]|(first|last) layer|order|twice|, (slightly|wrapped|nothing)|of one$|by name|__|Mixin"
-    r"|helper|the same|of the config|narrower|functional|local|one file|Tensor"
-)
-BRIEF = {name for name in CHANGES if not _SIBLINGS.search(name)}
-"""One of each kind; every layer and the kinds' siblings are slow together."""

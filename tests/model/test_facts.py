@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 
 import pytest
 import torch
@@ -70,26 +69,6 @@ def test_an_error_is_no_answer():
     assert function(model) == 5
     with pytest.raises(ZeroDivisionError), looking():
         _ = 1 / 0
-
-
-def test_threads_make_facts_of_their_own(function):
-    model, answers = nn.Linear(2, 2), []
-    with looking():
-        assert function(model) == 1
-        thread = threading.Thread(target=lambda: answers.extend([function(model), function(model)]))
-        thread.start()
-        thread.join()
-        assert answers == [2, 3] and function(model) == 1
-
-
-@pytest.mark.parametrize("family", ["llama-gqa", "llama-tied", "qwen2"])
-def test_modules_and_parameters(family):
-    model = tiny(family)
-    facts = Facts(model)
-    assert list(facts.modules) == list(model.named_modules())
-    mine, theirs = facts.parameters, list(model.named_parameters())
-    assert [name for name, _ in mine] == [name for name, _ in theirs]
-    assert all(a is b for (_, a), (_, b) in zip(mine, theirs, strict=True))
 
 
 def test_a_call_looks_at_each_model_once(monkeypatch):

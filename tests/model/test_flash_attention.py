@@ -136,17 +136,6 @@ def test_patch_and_unpatch(stand_in):
     assert torch.equal(target.generate(**inputs, **GREEDY), expected) and 1 in stand_in.rows
 
 
-def test_an_exception_in_the_prompt_restores_flash_attention(stand_in, monkeypatch):
-    target, inputs = flashing(), prompts(2, 17)
-    expected = target.generate(**inputs, **GREEDY)
-    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="stop"):
-        broken.setattr(StandIn, "attend", lambda *a: (_ for _ in ()).throw(RuntimeError("stop")))
-        gsd.generate(target, **inputs, **GREEDY, assistant_model=noised(tiny(), 0.03), graph_config=SHAPE)
-    assert target.config._attn_implementation == "flash_attention_2"
-    out = gsd.generate(target, **inputs, **GREEDY, assistant_model=noised(tiny(), 0.03), graph_config=SHAPE)
-    assert torch.equal(out, expected)
-
-
 def test_switching_to_flash_attention_and_from_it(stand_in):
     """Between calls the model's own choice is followed."""
     target, inputs = tiny(), prompts(2, 17)

@@ -59,31 +59,6 @@ def logits(model):
     return model(**inputs_of(2)).logits
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_quantised_target_says_what_it_says_alone(quantised, batch):
-    """By a call and patched, which leaves its weights alone."""
-    before = logits(quantised)
-    assert not torch.equal(before, logits(original(FLOAT32)))
-    call = {**inputs_of(batch, seed=batch), **GREEDY}
-    expected = quantised.generate(**call)
-    draft = {"assistant_model": noised(original(FLOAT32), 0.02), "draft_sources": ("model", "history")}
-    out = gsd.generate(quantised, **call, **draft, graph_config=SHAPE, return_dict_in_generate=True)
-    with gsd.patch(quantised, **draft, graph_config=SHAPE) as handle:
-        found = [(out.sequences, out.stats), (quantised.generate(**call), handle.stats)]
-    for text, stats in found:
-        assert torch.equal(text, expected)
-        assert sum(stats.accepted[2:]) > 0 and 1 < stats.tokens_per_step < 1 + SHAPE.max_path
-    assert len(set(expected[:, 12:].flatten().tolist())) > 8
-    assert torch.equal(logits(quantised), before)
-
-
-def test_a_seed_gives_the_same_text_with_any_draft(quantised):
-    sampled = {**inputs_of(2), **GREEDY, "do_sample": True, "temperature": 0.6, "top_p": 0.95, "seed": 5}
-    expected = gsd.generate(quantised, **sampled)
-    for sources in ({"assistant_model": noised(original(FLOAT32), 0.02)}, {"draft_sources": ("history",)}):
-        assert torch.equal(gsd.generate(quantised, **sampled, **sources, graph_config=SHAPE), expected)
-
-
 def test_a_quantised_draft(quantised):
     target, call = original(FLOAT32), {**inputs_of(2), **GREEDY}
     options = {"assistant_model": quantised, "graph_config": SHAPE, "return_dict_in_generate": True}

@@ -225,15 +225,6 @@ def test_a_message_names_the_argument_and_what_was_expected(what):
         gsd.generate(target, **{"graph_config": "tree", **call})
 
 
-def test_a_falcon_draft_is_refused_by_patch_and_leaves_both_as_they_were():
-    target, draft = copy.deepcopy(pair()[0]), falcon()
-    with pytest.raises(ValueError, match=r"^assistant_model: Falcon"):
-        gsd.patch(target, assistant_model=draft)
-    assert target.config._attn_implementation == "sdpa" and "generate" not in vars(target)
-    gsd.patch(target)
-    gsd.unpatch(target)
-
-
 def test_a_model_without_weights_is_named():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(pair()[0].config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import inspect
 import weakref
@@ -232,20 +231,6 @@ WAYS = {
     "inner model": lambda model: model.model.set_attn_implementation("eager"),
     "config": lambda model: setattr(model.config, "_attn_implementation", "eager"),
 }
-
-
-@functools.lru_cache
-@pytest.mark.parametrize("way", WAYS)
-def test_another_attention_implementation_after_patch(way):
-    model = llama()
-    draft, expected = models.noised(model, 0.01), model.generate(unpadded(), **TOKENS)
-    handle = gsd.patch(model, assistant_model=draft, graph_config="tree")
-    WAYS[way](model)
-    assert torch.equal(model.generate(unpadded(), **TOKENS), expected)
-    assert handle.stats.tokens_per_step > 1 and model.config._attn_implementation == "eager"
-    gsd.unpatch(model)
-    assert model.config._attn_implementation == "eager", "it is the user's"
-    assert torch.equal(model.generate(unpadded(), **TOKENS), expected)
 
 
 @pytest.mark.parametrize("way", WAYS)

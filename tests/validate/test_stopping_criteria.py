@@ -104,30 +104,6 @@ def test_stopping_criteria_see_scores_and_scores_end_with_the_text(eos):
                 torch.testing.assert_close(ours[step][row], theirs[step][row], rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_what_a_faster_sequence_said_beyond_its_end_is_taken_back():
-    """Each sequence stops at an own place, others are slower; a second criterion has no say."""
-    target, _ = pair()
-    draft = models.noised(target, 0.03)
-    call = prompt(3, max_new_tokens=24, eos_token_id=[1], pad_token_id=0)
-    free = target.generate(**call)[:, LENGTH:].tolist()
-    taken_back = 0
-    for at in range(2, 16):
-        stops = [OwnRow([row[(at + 5 * b) % 23] for b, row in enumerate(free)]), Counts(100)]
-        expected = target.generate(**call, stopping_criteria=stops)
-        out = gsd.generate(
-            target,
-            assistant_model=draft,
-            graph_config="chain",
-            stopping_criteria=[stops[0], Counts(100)],
-            return_dict_in_generate=True,
-            **call,
-        )
-        assert out.sequences.tolist() == expected.tolist()
-        taken_back += sum(n * steps for n, steps in enumerate(out.stats.accepted)) - out.stats.new_tokens
-    assert taken_back > 0, "no sequence was ahead of its end"
-
-
 def test_a_stopped_sequence_asks_its_processors_no_more_than_transformers_does():
     """Alone, so that the processor is the caller's own."""
     target, draft = pair()

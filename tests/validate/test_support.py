@@ -134,16 +134,6 @@ def test_a_bad_patch_changes_nothing(arguments):
     assert "generate" not in vars(target) and target.config._attn_implementation == "sdpa"
 
 
-def test_a_model_outside_the_attention_interface_is_refused():
-    """Its own attention would silently ignore the graph."""
-    model = models.tiny(dtype=torch.float32)
-    attention = model.model.layers[1].self_attn
-    attention.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
-    with pytest.raises(ValueError, match=r"model: LlamaForCausalLM lets .* otherwise than by attention"):
-        gsd.generate(model, IDS, max_new_tokens=4)
-    assert model.config._attn_implementation == "sdpa"
-
-
 def test_stop_strings_of_the_models_own_generation_config():
     target = models.tiny(dtype=torch.float64)
     prompt = models.prompts(1, 8)["input_ids"]
