@@ -33,8 +33,6 @@ int launch_history_append(const FollowArgs& first, const NgramSizes& sizes, int6
 // One thread block.
 int launch_learn(const LearnArgs& args, const LearnSizes& sizes, void* stream);
 
-// A thread takes one of the B·W·K candidates.
-
 // A thread takes one of the B·W rows.
 int launch_perturb(const PerturbArgs& args, int64_t rows, void* stream);
 
