@@ -34,7 +34,6 @@ logger = logging.getLogger("gsd_kernels")
 MAX_CHOICE_INTERVAL_STEPS = 16  # between choices, at most
 KNOWN_CHOICE_STEPS = 4  # until the first choice, where an earlier text's goes on
 MIN_TOKENS_PER_STEP = 1.1  # below it speculation is useless whatever it costs
-LESS_GAIN = 1.03  # over min_gain, of a choice whose steps show less of the sources than the current one's
 TRIAL_STEPS, TRIAL_PAUSE_STEPS = 2, 9  # length of a trial; steps before the first, and between two
 RETURN_STEPS = 3  # of the choice before, until a trial is judged
 TRIAL_TOKENS = 1.0  # that a trial must be worth beside its steps: other storage, cold caches
@@ -271,7 +270,7 @@ class LearningPolicy:
     def _best(self, home: int) -> int:
         """The choice with the most tokens a second, if that is enough more than ``home`` has."""
         gain, speculating = self.settings.min_gain, self.tokens[1:].max() > MIN_TOKENS_PER_STEP
-        more = np.where(self.shows < self.shows[home], gain * LESS_GAIN, gain)
+        more = np.full_like(self.rates, gain)
         if speculating and PLAIN not in self.experience.costs.timed:  # it is not chosen by a guess of what it takes
             more[0] = np.inf
         more[home] = 1.0

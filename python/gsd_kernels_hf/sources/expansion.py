@@ -12,12 +12,14 @@ from gsd_kernels import GraphConfig
 from ..model.runner import RowModel
 from ..records import Candidates, Verified
 from .base import Level, OwnSource, Proposal, Text, rows_at
+from .draft_vocabulary import DraftVocabulary
 
 
 class Expansion(OwnSource):
     """A draft source with one forward a level over the frontier nodes; their keys and values lie behind the prefix.
 
     Attributes:
+        vocabulary: of the model.
         stem: of the prefix's positions, how many are rows of this step.
         root_alone: whether level 0 forwards the root's row alone, rather than all tokens that the cache lacks.
     """
@@ -28,7 +30,7 @@ class Expansion(OwnSource):
     def start(self, text: Text) -> None:
         """Make the model's cache."""
         self.rows = self.row_model(text)
-        self.vocab_size = min(text.target.vocab_size, self.rows.vocab_size)
+        self.vocabulary = DraftVocabulary(None, self.rows.vocab_size, text.target.vocab_size)
         self.slot_depths: dict[GraphConfig, Tensor] = {}
 
     def row_model(self, text: Text) -> RowModel:
@@ -76,10 +78,7 @@ class Expansion(OwnSource):
             self.rows.launch(stored, config.width, config.draft_slots)
         if self.text.draws is not None:
             return None
-        noise, device = level.frontier.token_ids, self.state.tokens.device
-        logits = self.no_logits(noise.shape[1])[..., : self.vocab_size]
-        tokens, log_probs = self.sampler.candidates(logits, noise.to(logits.device), config.branch)
-        return Proposal(tokens.to(device), log_probs.to(device))
+        return self.proposal(level, self.no_logits(level.frontier.token_ids.shape[1]))
 
     def no_logits(self, count: int) -> Tensor:
         """Logits as after ``count`` nodes, [B, count, V], all 0."""
@@ -100,16 +99,11 @@ class Expansion(OwnSource):
         rows = level.config.width if level.number else self.first_rows(level.config)
         return Proposal(tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True), rows=rows)
 
-    def positions(self, level: Level, count: int) -> Tensor:
-        """Index in the text of the token after each of the last ``count`` rows forwarded, int32 [B, W]."""
-        return self.rows.after[:, -count:]
-
     def candidates(self, level: Level, logits: Tensor) -> Candidates:
         """The best after every frontier node by its logits [B, W, V], or what speculative sampling draws."""
-        logits, positions = logits[..., : self.vocab_size], self.positions(level, logits.shape[1])
         if self.text.draws is not None:
-            return self.text.draws(level.number, logits, positions)
-        return self.sampler.candidates(logits, positions, level.config.branch)
+            return self.text.draws(level.number, self.vocabulary.whole(logits), level.positions.to(logits.device))
+        return self.vocabulary.ranked(self.sampler, logits, level.positions, level.config.branch)
 
 
 class NodeVectors:

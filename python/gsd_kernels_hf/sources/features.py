@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -273,46 +274,35 @@ def why_not(module: Any, embed: Any, head: Any, backend: str) -> str | None:
     reason = missing(device, backend) or foreign_code(module) or foreign_code(embed) or foreign_code(head)
     if reason is not None:
         return reason
-    if not module.plain:
-        return "its layers are no plain decoder's"
-    # Parts first: configs of other families need not have the fields that are read.
-    reason = _foreign_part(module, embed, head) or _foreign_config(module) or _foreign_tensor(module, embed, head)
+    reason = next(_reasons(module, embed, head), None) if module.plain else "its layers are no plain decoder's"
     if reason is not None or not replay.is_gpu(device):
         return reason
     weights = weights_of(module, embed, head)
     return error_of(cuda.check, weights) or unproved(weights.decoder)
 
 
-def _foreign_config(module: Any) -> str | None:
-    config = module.sizes
-    if config.hidden_act != "silu":
-        return f"the activation {config.hidden_act} instead of silu"
-    if (config.rope_parameters or {}).get("rope_type", "default") not in STATIC_ROPE:
-        return "frequencies of the rotary embedding that depend on the length"
-    return None
-
-
-def _foreign_part(module: Any, embed: Any, head: Any) -> str | None:
+def _reasons(module: Any, embed: Any, head: Any) -> Iterator[str]:
+    """What of a drafter the operator does not compute; parts first, since configs of others lack what is read."""
+    norm, config = module.norm, module.sizes
+    device, dtype = norm.weight.device, norm.weight.dtype
     if type(embed) is not nn.Embedding or embed.max_norm is not None:
-        return f"the embedding is no plain one, but {type(embed).__name__}"
+        yield f"the embedding is no plain one, but {type(embed).__name__}"
     for layer in module.layers:
         if not isinstance(layer, Layer) and type(layer) not in LAYERS:
-            return f"its layer is a {type(layer).__name__}"
+            yield f"its layer is a {type(layer).__name__}"
     for name, part in (("the output matrix", head), *module.named_modules()):
-        if any(part.children()):
-            continue
-        if type(part) not in PLAIN:
-            return f"{name} is no plain module, but {type(part).__name__}"
-        if type(part) in NORMS and part.variance_epsilon != module.norm.variance_epsilon:
-            return f"{name} has another epsilon"
-    return None if head.bias is None else "a bias of the output matrix"
-
-
-def _foreign_tensor(module: Any, embed: Any, head: Any) -> str | None:
-    device, dtype = module.norm.weight.device, module.norm.weight.dtype
+        if not any(part.children()) and type(part) not in PLAIN:
+            yield f"{name} is no plain module, but {type(part).__name__}"
+        if type(part) in NORMS and part.variance_epsilon != norm.variance_epsilon:
+            yield f"{name} has another epsilon"
+    if head.bias is not None:
+        yield "a bias of the output matrix"
+    if config.hidden_act != "silu":
+        yield f"the activation {config.hidden_act} instead of silu"
+    if (config.rope_parameters or {}).get("rope_type", "default") not in STATIC_ROPE:
+        yield "frequencies of the rotary embedding that depend on the length"
     others = ("the embedding", embed.weight), ("the output matrix", head.weight)
     for name, parameter in (*others, *module.named_parameters()):
         plain = type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter.device == device
         if not plain or parameter.dtype != dtype or dtype not in FLOATS:
-            return f"{name} is no plain tensor of {dtype} on {device}, or that is none of float32, bfloat16, float16"
-    return None
+            yield f"{name} is no plain tensor of {dtype} on {device}, or that is none of float32, bfloat16, float16"

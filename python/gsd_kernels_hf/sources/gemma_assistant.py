@@ -208,9 +208,8 @@ class AssistantDrafts(LastState, Recursion):
 
     def start(self, text: Text) -> None:
         super().start(text)
-        self.vocab_size = text.target.vocab_size
         self.head, self.vectors = self.module.model.lm_head, NodeVectors()
-        self.vocabulary = DraftVocabulary(None, self.module.sizes.vocab_size, self.vocab_size)
+        self.vocabulary = DraftVocabulary(None, self.module.sizes.vocab_size, text.target.vocab_size)
         self.embed = text.target.stepping.get_input_embeddings()
         stored = storing_layers(text.target.model)
         self.layers = {kind: stored[kind] for kind in self.module.sizes.types}

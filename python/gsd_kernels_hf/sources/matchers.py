@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,54 +14,38 @@ from transformers import LogitsProcessor
 from ..model.vocabulary import Vocabulary
 
 
-class Walk(Protocol):
-    """A walk of one's own through a grammar; every step of it can be taken back."""
-
-    def token(self, token: int) -> bool:
-        """Go on by a token; whether the grammar allows it."""
-        ...
-
-    def text(self, text: bytes) -> int:
-        """Go on by a text; the number of steps that it took, 0 where the grammar does not allow it."""
-        ...
-
-    def back(self, steps: int) -> None:
-        """Take steps back."""
-        ...
-
-    def forced(self) -> bytes:
-        """The text that must follow, as far as the library tells."""
-        ...
-
-    def allowed(self) -> np.ndarray:
-        """The tokens that may follow, bool [V or more]."""
-        ...
-
-
 class XGrammarWalk:
-    """Over an ``xgrammar.GrammarMatcher`` of its own, whose vocabulary has ``size`` tokens."""
+    """Over an ``xgrammar.GrammarMatcher`` of its own, whose vocabulary has ``size`` tokens.
+
+    Every step of a walk can be taken back.
+    """
 
     def __init__(self, matcher: Any, size: int) -> None:
         self.matcher = matcher
         self.mask = torch.zeros(1, -(-size // 32), dtype=torch.int32, device="cpu")
 
     def token(self, token: int) -> bool:
+        """Go on by a token; whether the grammar allows it."""
         return not self.matcher.is_terminated() and bool(self.matcher.accept_token(token))
 
     def text(self, text: bytes) -> int:
+        """Go on by a text; the number of steps that it took, 0 where the grammar does not allow it."""
         return int(self.matcher.accept_string(text))
 
     def back(self, steps: int) -> None:
+        """Take steps back."""
         if steps:
             self.matcher.rollback(steps)
 
     def forced(self) -> bytes:
+        """The text that must follow, as far as the library tells."""
         try:
             return self.matcher.find_jump_forward_string().encode()
         except UnicodeDecodeError:  # it ends within a character
             return b""
 
     def allowed(self) -> np.ndarray:
+        """The tokens that may follow, bool [V or more]."""
         try:
             self.matcher.fill_next_token_bitmask(self.mask)
         except RuntimeError:  # it was compiled for another number of tokens: nothing is known
@@ -70,7 +54,7 @@ class XGrammarWalk:
 
 
 class LLGuidanceWalk:
-    """Over an ``llguidance.LLMatcher`` of its own, which takes tokens alone; ``vocabulary``: theirs."""
+    """As :class:`XGrammarWalk`, over an ``llguidance.LLMatcher``, which takes tokens alone; ``vocabulary``: theirs."""
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
         self.matcher, self.vocabulary = matcher, vocabulary
@@ -96,6 +80,10 @@ class LLGuidanceWalk:
 
     def allowed(self) -> np.ndarray:
         return np.unpackbits(np.frombuffer(self.matcher.compute_bitmask(), np.uint8), bitorder="little").view(bool)
+
+
+Walk = XGrammarWalk | LLGuidanceWalk
+"""A walk of one's own through a grammar."""
 
 
 def walks_of(processors: Sequence[Any], batch: int, vocabulary: Vocabulary, size: int) -> list[Walk | None]:

@@ -18,9 +18,7 @@ from gsd_kernels.ops.step import feed_rows
 from gsd_kernels.ops.step.reference import laid_out
 
 from ..packed.modules import device_of_weights, dtype_of
-from ..records import Candidates
 from .base import Level, Text
-from .draft_vocabulary import DraftVocabulary
 from .expansion import Expansion, NodeVectors
 from .features import FeatureSource
 from .lattice import Lattice, shares_of
@@ -31,13 +29,11 @@ class Recursion(Expansion):
 
     Attributes:
         head: the drafter's output matrix, or the target's.
-        vocabulary: of the drafter.
         vectors: of every expanded node.
     """
 
     shares = (0.1,)  # beside another source, before anything was learned; what is too large costs rows at once
     head: Any
-    vocabulary: DraftVocabulary
     vectors: NodeVectors
 
     def at_root(self, config: GraphConfig) -> tuple[Tensor, Tensor]:
@@ -61,12 +57,6 @@ class Recursion(Expansion):
     def no_logits(self, count: int) -> Tensor:
         shape = (len(self.state.out_len), count, self.vocabulary.ranked_size(self.sampler))
         return torch.zeros(shape, dtype=dtype_of(self.head), device=device_of_weights(self.head))
-
-    def candidates(self, level: Level, logits: Tensor) -> Candidates:
-        """The best in the target's ids, see :meth:`Expansion.candidates`."""
-        if self.text.draws is not None:
-            return self.text.draws(level.number, self.vocabulary.whole(logits), level.positions)
-        return self.vocabulary.ranked(self.sampler, logits, level.positions, level.config.branch)
 
 
 class Reading(FeatureSource):
@@ -156,7 +146,7 @@ class Recursive(Reading, Recursion):
 
     def start(self, text: Text) -> None:
         super().start(text)
-        self.vocab_size, self.slot_depths, self.vectors = text.target.vocab_size, {}, NodeVectors()
+        self.slot_depths, self.vectors = {}, NodeVectors()
 
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape, and let entries catch up."""

@@ -87,7 +87,6 @@ class Retokenised(OwnSource):
 
     def start(self, text: Text) -> None:
         """Make the draft's text and sources."""
-        self.vocab_size = text.target.vocab_size
         self.own, self.draft = OwnText(text, self.translation), Reader(self.model)
         vocabulary = properties.vocabulary(self.model)
         self.drafts = Mixer([self.draft], self.own.state, self.sampler.backend, vocab_size=vocabulary)
