@@ -33,22 +33,6 @@ def as_rows(table: dict, text: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(np.stack([table[text[:size]] for size in range(len(text) + 1)]))[None]
 
 
-def algorithm_2(p: dict, q: dict, text: tuple[int, ...]) -> tuple[list[float], list[np.ndarray]]:
-    """Sun et al., algorithm 2: h of the tokens X_1 … X_γ, and what the next one is drawn from after each and none."""
-    weight, keep, after = 1.0, [1.0], []
-    for i, token in enumerate((*text, None)):
-        prefix = text[:i]
-        excess = np.maximum(weight * p[prefix] - q[prefix], 0)
-        last = token is None
-        after.append(p[prefix] if last else excess)
-        if i > 0:
-            among = excess.sum() + 1 - weight
-            keep.append(weight if last else excess.sum() / among if among > 0 else 1.0)
-        if not last:
-            weight = min(weight * p[prefix][token] / q[prefix][token], 1)
-    return keep, after
-
-
 def stops(keep: list[float]) -> np.ndarray:
     """The probability that so many drafted tokens are accepted: the deepest test that succeeds, and none above it."""
     beyond, found = 1.0, []
@@ -56,19 +40,6 @@ def stops(keep: list[float]) -> np.ndarray:
         found.append(beyond * h)
         beyond *= 1 - h
     return np.array(found[::-1])
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_it_is_the_papers_algorithm(seed):
-    p, q = tables(seed)
-    for text in itertools.product(range(TOKENS), repeat=DEPTH):
-        if any(q[text[:i]][token] == 0 for i, token in enumerate(text)):
-            continue
-        child = torch.tensor([[*text, -1]], dtype=torch.int32)
-        keep, rest = criteria.block_verification(as_rows(p, text), as_rows(q, text), child)
-        expected, after = algorithm_2(p, q, text)
-        np.testing.assert_allclose(keep[0, 1:].numpy(), expected[1:], rtol=0, atol=1e-12)
-        np.testing.assert_allclose(rest[0].numpy(), np.stack(after), rtol=0, atol=1e-15)
 
 
 def emitted(p: dict, q: dict, by_block: bool) -> tuple[np.ndarray, float]:

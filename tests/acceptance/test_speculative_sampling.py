@@ -13,7 +13,6 @@ from acceptance.chains import DRAWS, SAMPLING, VOCAB, chain_rows, generate, pair
 from acceptance.distributions import P_VALUE, exact_probabilities, fit, moved
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.sampling import philox
 from gsd_kernels_hf.acceptance import criteria
 
 
@@ -130,19 +129,3 @@ def test_the_acceptance_rule_by_hand():
     residual = np.maximum(0, p - wide)
     assert fit(np.bincount(rejected, minlength=6), residual / residual.sum()) > P_VALUE
     assert len(rejected) == pytest.approx(residual.sum() * 10_000, rel=0.1)
-
-
-def test_streams_are_independent():
-    """The draft's sample, the test and the target's sample share no word of noise."""
-    seed = torch.tensor(-(2**63) + 12345)
-    seeds = [seed, philox.derived_seed(seed, 1), philox.derived_seed(seed, 2)]
-    assert len({int(s) for s in seeds}) == 3
-    assert int(philox.derived_seed(seed + 1, 1)) != int(seeds[1])
-    at, sequences = torch.arange(200).expand(50, -1), torch.arange(50)[:, None]
-    noise = [philox.gumbel_noise(s, at, sequences, 4).double().numpy() for s in seeds]
-    uniform = philox.uniform_of(seeds[2], at, sequences).double().numpy()
-    assert uniform.shape == (50, 200) and 0 < uniform.min() < 0.01 and 0.99 < uniform.max() < 1
-    for a, b in [(noise[0], noise[1]), (noise[0], noise[2]), (noise[1], noise[2])]:
-        assert abs(np.corrcoef(a.flatten(), b.flatten())[0, 1]) < 4 / math.sqrt(a.size)
-    for other in (noise[0][..., 0], noise[1][..., 0], np.roll(uniform, 1, 1), np.roll(uniform, 1, 0)):
-        assert abs(np.corrcoef(uniform.flatten(), other.flatten())[0, 1]) < 4 / math.sqrt(uniform.size)

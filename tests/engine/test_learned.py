@@ -55,7 +55,10 @@ def test_it_is_found_makes_texts_faster_and_changes_none(target, decoding, batch
     assert sum("drafting with what was learned" in message for message in caplog.messages) == 1
     for out in (before, after, again, without):
         assert torch.equal(out.sequences, plain)
-    assert after.stats.steps < (0.9 if decoding is GREEDY else 1.1) * before.stats.steps  # its answers were greedy
+    # Its answers were greedy, and a batch takes as many steps as its slowest text. The ledger has no part in this: it
+    # weighs a source beside others, and here the history is alone, whose chances begin with the weights of the file.
+    most = 1.1 if decoding is SAMPLED else 0.6 if batch == 1 else 0.9
+    assert after.stats.steps < most * before.stats.steps
     assert without.stats.steps == pytest.approx(before.stats.steps, abs=2)  # weights of sources are learned too
 
 

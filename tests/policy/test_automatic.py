@@ -18,8 +18,7 @@ from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.costs import pair as pairs
 from gsd_kernels_hf.engine import decoder, engine
 from gsd_kernels_hf.policy.automatic import own_pair
-from gsd_kernels_hf.policy.learning import KNOWN_CHOICE_STEPS, LearningPolicy
-from gsd_kernels_hf.policy.row_selector import RowSelector
+from gsd_kernels_hf.policy.learning import LearningPolicy
 
 OPTIONS = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
 
@@ -136,62 +135,6 @@ def test_what_was_learned_is_on_disk_and_the_next_process_begins_with_it(models,
     assert second.costs.steps >= first.costs.steps and second.last[0] >= 0
 
 
-def test_a_second_process_takes_the_shapes_that_the_first_one_took_last(models, opened):
-    generate(models, tokens=60)
-    policy = opened[-1]
-    last = policy.configs[int(policy.experience.last[0])]
-    forget()
-    steps = []
-    generate(models, tokens=60, observer=lambda record: steps.append(record.graph is None))
-    assert opened[-1].least == KNOWN_CHOICE_STEPS
-    assert steps[:4] == [last is None] * len(steps[:4])
-
-
-def test_the_plans_choice_of_rows_is_what_the_target_forwards(models, monkeypatch):
-    """In every step that speculates."""
-    chosen, forwarded, honest = [], [], RowSelector.__call__
-
-    def choose(self, *args):
-        rows = honest(self, *args)
-        chosen.append(rows.token_ids.shape[1])
-        return rows
-
-    monkeypatch.setattr(RowSelector, "__call__", choose)
-    inputs = prompts(1, 12, vocab=models[0].config.vocab_size)
-    options = {"draft_sources": ("history",), "max_new_tokens": 40, **OPTIONS}
-    gsd.generate(
-        models[0],
-        **inputs,
-        **options,
-        observer=lambda record: forwarded.append(record.rows.token_ids.shape[1]) if record.graph is not None else None,
-    )
-    assert len(chosen) > 3 and forwarded == chosen
-
-
-def test_what_was_learned_serves_the_next_engine_of_the_process(models, monkeypatch):
-    """Of a pair that stays in memory, with what an engine that is gone has not yet written."""
-    begun, honest = [], decoder.automatic_policy
-
-    def remember(*args):
-        policy = honest(*args)
-        begun.append((policy.experience, policy.experience.acceptance.share.copy()))
-        return policy
-
-    monkeypatch.setattr(decoder, "automatic_policy", remember)
-    for _ in range(2):  # the second one ends too soon after the first one to be written at once
-        generate(models, tokens=60)
-    first, learned = begun[-1][0], begun[-1][0].acceptance.share
-    assert not np.array_equal(learned, begun[0][1])
-    engine._unpatched.clear()
-    generate(models, tokens=1)
-    assert np.array_equal(begun[-1][1], learned) and begun[-1][0] is not first
-    learned = begun[-1][0].acceptance.share  # to which its one token may have added
-    store._flush_all()
-    forget()
-    generate(models, tokens=1)
-    assert np.array_equal(begun[-1][1], learned), "nor does an older figure take its place on disk"
-
-
 def test_without_a_draft_model_rows_are_chosen_and_the_next_process_knows_of_them(models, opened):
     options = {"draft_sources": ("history",), "max_new_tokens": 60, **OPTIONS}
     for _ in range(2):
@@ -256,24 +199,6 @@ def test_deterministic_algorithms_make_no_timing_decisions(models, monkeypatch):
     assert out.stats.plain_steps == 0
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("sampled", [False, True])
-def test_auto_gives_the_same_text_while_shapes_change(batch, sampled, monkeypatch):
-    target = tiny()
-    draft = noised(target, 0.03)
-    shapes = [None, gsd.GraphConfig(depth=3, max_rows=9), gsd.GraphConfig(depth=1, max_rows=4)]
-    rng = np.random.default_rng(batch)
-    monkeypatch.setattr(LearningPolicy, "shape", lambda self: shapes[rng.integers(3)])
-    options = {"do_sample": sampled, "max_new_tokens": 80, "eos_token_id": None}
-    if sampled:
-        options |= {"seed": 1, "temperature": 0.6}
-    inputs = prompts(batch, 17, seed=3)
-    plain = gsd.generate(target, **inputs, **options)
-    out = gsd.generate(target, **inputs, **options, assistant_model=draft, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, plain)
-    assert 0 < out.stats.plain_steps < out.stats.steps
-
-
 @pytest.mark.skipif(unavailable_reason("cpu", torch.device("cpu")) is not None, reason="no compiled CPU ops")
 def test_costs_of_the_operator_are_not_those_of_the_modules_or_of_other_instructions(
     models, opened, tmp_path, monkeypatch
@@ -302,13 +227,6 @@ def test_costs_of_the_operator_are_not_those_of_the_modules_or_of_other_instruct
         ("modules", "modules", None),
     ]
     assert len(list(tmp_path.glob("pair-*.json"))) == 3 - alone
-
-
-def test_pairs_are_bounded(models, monkeypatch):
-    monkeypatch.setattr(pairs, "MAX_PAIRS", 2)
-    found = [own_pair(models[0], None, backend) for backend in ("auto", "reference", "cpu")]
-    assert len(pairs._pairs) == 2
-    assert own_pair(models[0], None, "cpu") is found[2] and own_pair(models[0], None, "auto") is not found[0]
 
 
 class Wrapper(torch.Tensor):

@@ -5,44 +5,12 @@ from __future__ import annotations
 import models
 import pytest
 import torch
-from ops.contracts.select_rows import CONFIG, path, problem
+from ops.contracts.select_rows import CONFIG, problem
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.policy.learning import LearningPolicy
 from gsd_kernels_hf.policy.row_selector import EdgeModel, RowSelector
-from gsd_kernels_hf.records import Verified
-
-
-def verified(seed: int, graph: gsd.TokenGraph | None) -> Verified:
-    """A step of which nothing is told but its graph and what was accepted."""
-    nodes, tokens = path(problem(seed)[0], seed)
-    count = (nodes >= 0).sum(1, dtype=torch.int32)
-    accepted, empty = gsd.Acceptance(nodes, count, count), torch.empty(0)
-    return Verified(graph, None, empty, {}, accepted, empty, tokens, nodes)
-
-
-def test_a_step_s_probabilities_depend_on_what_the_step_before_emitted():
-    selector, (graph, _) = RowSelector(EdgeModel()), problem(1)
-    first = selector(graph, CONFIG, 99).scores
-    assert torch.equal(selector(graph, CONFIG, 99).scores, first)
-    selector.num_accepted = torch.full((3,), 9, dtype=torch.int32)
-    assert (selector(graph, CONFIG, 99).scores[:, 1:4] > first[:, 1:4]).all(), "a text that is being repeated"
-
-
-def test_learns_from_every_step_that_drafted():
-    edges, (graph, _) = EdgeModel(), problem(1)
-    selector = RowSelector(edges)
-    before = edges.posterior
-    selector.observe(verified(5, graph))
-    assert edges.posterior is before, "it was not asked"
-    selector(graph, CONFIG, 99)
-    selector.observe(verified(5, None))
-    assert edges.posterior is before
-    assert selector.num_accepted.tolist() == verified(5, None).accepted.num_accepted.tolist()
-    selector(graph, CONFIG, 99)
-    selector.observe(verified(5, graph))
-    assert not torch.equal(edges.posterior.weights, before.weights)
 
 
 @pytest.mark.parametrize(("remaining", "depth"), [(1, 0), (2, 1), (3, 2), (99, 4)])

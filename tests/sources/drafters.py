@@ -133,13 +133,19 @@ def descended(module: Any, steps: int, rate: float, loss: Callable[[], torch.Ten
     return module.requires_grad_(False)
 
 
-def fit_eagle3(module: Eagle3, target, steps: int = 60) -> Eagle3:
-    """Fit a drafter to the target's own text: two levels, each reading the last one's output."""
+def lessons(module: Any, target) -> tuple[torch.Tensor, list[torch.Tensor], Any, torch.Tensor, torch.Generator]:
+    """The target's own text, the states that a drafter fuses, its embedding, its ids of tokens, and draws."""
     text, states = text_of(target)
-    chosen = [states[i].float() for i in module.layers_of(target)]
     embed = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
     draft_id = torch.full((module.config.layers.vocab_size,), -100)
     draft_id[module.target_ids()] = torch.arange(module.config.draft_vocab_size)
+    chosen = [states[i].float() for i in module.layers_of(target)]
+    return text, chosen, embed, draft_id, torch.Generator().manual_seed(1)
+
+
+def fit_eagle3(module: Eagle3, target, steps: int = 60) -> Eagle3:
+    """Fit a drafter to the target's own text: two levels, each reading the last one's output."""
+    text, chosen, embed, draft_id, _ = lessons(module, target)
 
     def loss() -> torch.Tensor:
         features, total = module.fuse(chosen), 0.0
@@ -157,14 +163,8 @@ def fit_eagle3(module: Eagle3, target, steps: int = 60) -> Eagle3:
 
 def fit_parallel(module: Eagle3, target, steps: int = 80) -> Eagle3:
     """Fit P-EAGLE to the target's own text: the masks behind a place of every text a step."""
-    text, states = text_of(target)
-    chosen = [states[i].float() for i in module.layers_of(target)]
-    config = module.config
-    count = config.num_parallel
-    embed = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
-    draft_id = torch.full((config.layers.vocab_size,), -100)
-    draft_id[module.target_ids()] = torch.arange(config.draft_vocab_size)
-    gen = torch.Generator().manual_seed(1)
+    text, chosen, embed, draft_id, gen = lessons(module, target)
+    config, count = module.config, module.config.num_parallel
 
     def loss() -> torch.Tensor:
         place = int(torch.randint(3, text.shape[1] - count, (), generator=gen))
@@ -250,14 +250,9 @@ class Block(list):
 
 def fit_dflash(module: DFlash, target, steps: int = 80) -> DFlash:
     """Fit a drafter to the target's own text, a block of every text at a place a step."""
-    text, states = text_of(target)
-    chosen = [states[i].float() for i in module.config.hidden_layers]
+    text, chosen, embed, draft_id, gen = lessons(module, target)
     config = module.config
-    embed = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
     head = (target.lm_head if module.lm_head is None else module.lm_head).weight.detach().float()
-    draft_id = torch.full((config.layers.vocab_size,), -100)
-    draft_id[module.target_ids()] = torch.arange(config.draft_vocab_size)
-    gen = torch.Generator().manual_seed(1)
 
     def loss() -> torch.Tensor:
         place = int(torch.randint(3, text.shape[1] - config.block_size, (), generator=gen))

@@ -10,25 +10,8 @@ from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
-from gsd_kernels.ops.ngram.reference import row_contexts
 from gsd_kernels_hf.records import DecodeState, Sampler
 from gsd_kernels_hf.sources.history import History
-
-
-def test_row_contexts_follow_the_path_and_run_on_into_the_text():
-    rows = gsd.Rows(
-        token_ids=torch.tensor([[10, 11, 12, 13]], dtype=torch.int32),
-        parent_rows=torch.tensor([[-1, 0, 0, 2]], dtype=torch.int32),
-        depths=torch.tensor([[0, 1, 1, 2]], dtype=torch.int32),
-        ancestor_mask=torch.zeros(1, 4, 1, dtype=torch.int32),
-        node_ids=torch.arange(4, dtype=torch.int32)[None],
-        scores=torch.zeros(1, 4),
-        num_rows=torch.tensor([4], dtype=torch.int32),
-    )
-    tail = torch.tensor([[9, 8, 7, -1, -1, -1, -1, -1]], dtype=torch.int32)
-    assert row_contexts(rows, tail, 4).tolist() == [
-        [[10, 9, 8, 7], [11, 10, 9, 8], [12, 10, 9, 8], [13, 12, 10, 9]],
-    ]
 
 
 @pytest.mark.parametrize(

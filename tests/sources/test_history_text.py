@@ -24,25 +24,6 @@ compiled = pytest.mark.skipif(
 
 
 @pytest.fixture
-def watched(monkeypatch):
-    """How many look-ups began with a text whose last tokens are the root and those before it."""
-    seen, propose = [], History.propose
-
-    def checked(self, level):
-        if self.known is not None and level.number == 0:
-            for b, length in enumerate(self.known.length.tolist()):
-                before = [t for t in level.graph.contexts[b, 0].tolist() if t >= 0]
-                recent = [int(level.graph.token_ids[b, 0]), *before]
-                assert self.known.text[b, length - len(recent) : length].flip(0).tolist() == recent
-                seen.append(length)
-        return propose(self, level)
-
-    monkeypatch.setattr(History, "propose", checked)
-    monkeypatch.setattr(History, "propose_rest", lambda *_: None)  # level by level
-    return seen
-
-
-@pytest.fixture
 def whole(monkeypatch):
     """How many texts ended with an index that holds them, whatever was read before."""
     texts, end = [], History.end
@@ -84,13 +65,13 @@ CASES = rotated(PLAIN, (1, 3), (GREEDY, SAMPLED))
 
 
 @pytest.mark.parametrize(("plain_steps", "batch", "decoding"), CASES, ids=str)
-def test_plain_steps_and_sequences_that_end_leave_no_gap(watched, monkeypatch, plain_steps, batch, decoding):
+def test_plain_steps_and_sequences_that_end_leave_no_gap(whole, monkeypatch, plain_steps, batch, decoding):
     same_text(monkeypatch, plain_steps, batch, decoding)
-    assert len(watched) > batch
+    assert len(whole) == batch
 
 
 @pytest.mark.parametrize("reuse_prefix", [True, False])
-def test_a_text_that_goes_on_and_another_one_begin_anew(watched, reuse_prefix):
+def test_a_text_that_goes_on_and_another_one_begin_anew(whole, reuse_prefix):
     target, first, other = tiny(), prompts(1, 12, seed=4)["input_ids"], prompts(1, 9, seed=5)["input_ids"]
     texts = [first]
     with gsd.patch(target, **HISTORY, reuse_prefix=reuse_prefix):
@@ -100,7 +81,7 @@ def test_a_text_that_goes_on_and_another_one_begin_anew(watched, reuse_prefix):
             assert torch.equal(text, gsd.generate(target, **inputs, **GREEDY, graph_config="plain"))
             texts.append(torch.cat([text, more], 1))
         target.generate(other, reference_ids=texts[-1][0], **GREEDY)
-    assert len(watched) > 8 and min(watched) >= 10
+    assert len(whole) == 4
 
 
 def test_a_reference_lies_before_the_text_and_apart_from_it(monkeypatch):

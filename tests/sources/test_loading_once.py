@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
 
 import pytest
 import torch
-from models import noised, prompts, tiny
+from models import prompts, tiny
 from sources.drafters import eagle3_config, random_eagle3, safeailab, save
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.engine import resolved
 from gsd_kernels_hf.sources import checkpoints
 from gsd_kernels_hf.sources.load import loaded_drafter
 
@@ -54,35 +52,6 @@ def test_the_hub_is_asked_for_an_id_once(tmp_path, monkeypatch):
     hub["here"] = (tmp_path / "a").rename(tmp_path / "b")
     assert loaded_drafter("someone/once", target) is not first
     assert len(asked) == 2
-
-
-@pytest.mark.parametrize("way", ["generate", "patched", "custom_generate"])
-def test_a_call_makes_each_of_its_sources_once(tmp_path, monkeypatch, way):
-    target = tiny(num_hidden_layers=2)
-    config = eagle3_config(target)
-    save(tmp_path, config, safeailab(random_eagle3(config)))
-    made: Counter[str] = Counter()
-    for name in ("loaded_drafter", "source_of", "draft_source", "History"):
-        make = getattr(resolved, name)
-        if name == "History":  # a class, which sources are asked about
-            monkeypatch.setattr(make, "__init__", lambda self: made.update(["History"]))
-        else:
-            monkeypatch.setattr(resolved, name, lambda *a, name=name, make=make: made.update([name]) or make(*a))
-    options = {"assistant_model": [noised(target), noised(target, seed=4)], "drafter": str(tmp_path)}
-    inputs = {**prompts(1, 9), "max_new_tokens": 16, "do_sample": False}
-    want, before = target.generate(**inputs), {}
-    if way == "generate":
-        text = gsd.generate(target, **inputs, **options)
-    elif way == "custom_generate":
-        text = target.generate(**inputs, custom_generate=gsd.GraphDecoder(**options))
-    else:
-        with gsd.patch(target, **options):
-            before = dict(made)
-            text = target.generate(**inputs)
-    assert torch.equal(text, want)
-    once = {"loaded_drafter": 1, "draft_source": 2, "source_of": 1, "History": 1}
-    assert {name: made[name] - before.get(name, 0) for name in once} == once
-    assert not before or before == once
 
 
 @pytest.mark.parametrize("option", ["draft_heads", "drafter"])

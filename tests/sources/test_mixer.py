@@ -32,32 +32,20 @@ LOOKUP = Fixed("lookup", False, [4, 5], [0.5, 0.25])
 THIRD = Fixed("third", False, [6, 5], [0.4, 0.1])
 
 
-@pytest.fixture
-def drafted(monkeypatch):
-    """A step's first merge: probability by token."""
-    merged = []
-    merge = "gsd_kernels_hf.sources.mixer.merge"
-
-    def noted(graph, node_ids, tokens, log_probs, *, level, **_):
-        merged.append(dict(zip(tokens[0, 0].tolist(), log_probs[0, 0].exp().tolist(), strict=True)))
-        return None
-
-    monkeypatch.setattr(merge, noted)
-
-    def draft(sources, shares, reliability=None):
-        state = DecodeState.empty(1, 16, SHAPE.max_path + 1, CPU)
-        state.restart(torch.tensor([[7, 8, 9]]), torch.zeros(1, dtype=torch.int32), 8, 0)
-        for source, share in zip(sources, shares, strict=True):
-            source.shares, source.reliability = (share,), reliability if source is sources[0] else None
-        mixer = Mixer(sources, state, "reference", vocab_size=10)
-        mixer.prepare(SHAPE)
-        mixer.draft(SHAPE)
-        return merged.pop()
-
-    return draft
+def drafted(sources, shares, reliability=None):
+    """What follows the root: probability by token."""
+    state = DecodeState.empty(1, 16, SHAPE.max_path + 1, CPU)
+    state.restart(torch.tensor([[7, 8, 9]]), torch.zeros(1, dtype=torch.int32), 8, 0)
+    for source, share in zip(sources, shares, strict=True):
+        source.shares, source.reliability = (share,), reliability if source is sources[0] else None
+    mixer = Mixer(sources, state, "reference", vocab_size=10)
+    mixer.prepare(SHAPE)
+    graph = mixer.draft(SHAPE)
+    after = graph.edge_targets[0, 0].tolist()
+    return dict(zip(graph.token_ids[0, after].tolist(), graph.edge_log_probs[0, 0].exp().tolist(), strict=True))
 
 
-def test_each_source_is_mixed_in_by_its_own_weight(drafted):
+def test_each_source_is_mixed_in_by_its_own_weight():
     """P = (1 − w) · P(sources so far) + w · P(next source), the best two of them."""
     assert drafted([MODEL, LOOKUP], (0.9, 0.25)) == pytest.approx({3: 0.45, 4: 0.75 * 0.2 + 0.25 * 0.5})
     assert drafted([MODEL, LOOKUP], (0.25, 0.9)) == pytest.approx({4: 0.1 * 0.2 + 0.9 * 0.5, 5: 0.9 * 0.25})
@@ -65,7 +53,7 @@ def test_each_source_is_mixed_in_by_its_own_weight(drafted):
     assert three == pytest.approx({3: 0.225, 6: 0.2}), "the second weight is not the third's"
 
 
-def test_a_source_that_is_alone_is_corrected_by_its_reliability(drafted):
+def test_a_source_that_is_alone_is_corrected_by_its_reliability():
     assert drafted([LOOKUP], (0.0,), reliability=(0.5,)) == pytest.approx({4: 0.25, 5: 0.125})
     assert drafted([LOOKUP], (0.0,)) == pytest.approx({4: 0.5, 5: 0.25})
 

@@ -92,6 +92,15 @@ def test_sources_that_do_not_fit_are_refused(target, heads):
     refused('"heads" needs draft_heads', draft_sources=("heads",))
     refused('"layer_skip" needs assistant_model=LayerSkip', draft_sources=("layer_skip",))
     refused('leave out draft_heads, or name "heads"', draft_sources=("history",), draft_heads=heads)
+    draft = noised(target)
+    refused("assistant_model: expected draft models, got an empty list", assistant_model=[])
+    refused("assistant_model( 2)?: the same draft model twice", assistant_model=[draft, draft])
+    refused("assistant_model( 2)?: expected a model, got the path 'draft'; load it", assistant_model=[draft, "draft"])
+    refused("a LayerSkip is given alone", assistant_model=[draft, LayerSkip(target, attention=[1])])
+    refused("assistant_model( 2)?: vocabulary sizes 97", assistant_model=[draft, tiny(vocab_size=5000)])
+    two = {"assistant_model": [draft, noised(target, seed=4)], "criterion": "speculative", "graph_config": "chain"}
+    refused("assistant_model: criterion=.speculative. drafts from one model alone", **two)
+    refused("drafter: expected .*, got list; of drafters one is", drafter=[heads, heads])
     with pytest.raises(ValueError, match="another model"):
         gsd.patch(target, assistant_model=LayerSkip(other, mlp=[0]))
     assert "generate" not in vars(target)
