@@ -201,11 +201,8 @@ class Eagle3(FeatureDrafter):
         self.layers = nn.ModuleList([first, *(Layer(layers, i) for i in range(1, layers.num_hidden_layers))])
         self._add_outputs()
         self.mask_hidden = None if config.mask_shape is None else nn.Parameter(torch.zeros(config.mask_shape))
-
-    @property
-    def name(self) -> str:
-        """Of its draft source."""
-        return "eagle3" if self.mask_hidden is None else "p-eagle"
+        self.name = "eagle3" if config.mask_shape is None else "p-eagle"  # of its draft source
+        self.hands_on_normed = config.norm_output  # of a node what the output matrix reads, not the norm before it
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> Self:
@@ -245,11 +242,6 @@ class Eagle3(FeatureDrafter):
             hidden = [norm(state) for norm, state in zip(self.fc_norm, hidden, strict=True)]
         whole = torch.cat(hidden, -1)
         return self.fc(whole if self.input_norm is None else self.input_norm(whole))
-
-    @property
-    def hands_on_normed(self) -> bool:
-        """A node's vector is what the output matrix reads; else what the norm before it reads."""
-        return self.config.norm_output
 
     def first_parameters(self) -> dict[str, Any]:
         """Parameters of the first layer that :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has by name."""

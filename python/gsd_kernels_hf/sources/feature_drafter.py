@@ -31,11 +31,13 @@ class FeatureDrafter(nn.Module):
 
     Attributes:
         kind: in errors.
+        sizes: of the layers, and their rotary settings.
         plain: whether the layers are a decoder's, which may be one operator.
         read_config: function that reads a ``config.json`` beside tensors of these shapes, or refuses it.
     """
 
     kind: str
+    sizes: PretrainedConfig
     plain = True
     read_config: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Any]
     fc: nn.Linear
@@ -43,8 +45,8 @@ class FeatureDrafter(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.config, sizes = config, config.layers
-        self.rotary = Rotary(sizes)
+        self.config, self.sizes = config, config.layers
+        self.rotary, sizes = Rotary(self.sizes), self.sizes
         self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size) if config.own_embedding else None
 
     def _add_outputs(self) -> None:
@@ -103,12 +105,6 @@ class FeatureDrafter(nn.Module):
 
     def check_block(self) -> None:
         """Raise unless the layers can be forwarded, as those can that are ours."""
-
-    @property
-    def sizes(self) -> PretrainedConfig:
-        """Sizes and rotary settings of the layers."""
-        layers: PretrainedConfig = self.config.layers
-        return layers
 
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
         """The target's hidden states that are fused."""

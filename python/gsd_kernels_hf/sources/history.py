@@ -21,7 +21,6 @@ from ..model import replay
 from ..model.properties import device_of
 from ..records import Verified
 from .base import Level, OwnSource, Proposal, Text
-from .memory import KeptTable
 from .priors import PRIOR, weights_of
 
 PROMPT_PROBABILITY = 0.6  # of a continuation that was read in the prompt
@@ -45,7 +44,7 @@ class History(OwnSource):
     reliability = (0.0, 0.5, 0.7, 0.85, 0.95, 0.95, 0.5)
     mixes, compiled_ahead, remembers = False, True, True
     known: Recollection | None = None  # made with a session's first text
-    began: KeptTable | None = None  # of what earlier calls left, what the table holds
+    began: NgramTable | None = None  # of what earlier calls left, what the table holds
     era: object = None  # of that memory
 
     def check(self, target: PreTrainedModel) -> None:

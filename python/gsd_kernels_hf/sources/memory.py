@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,48 +19,44 @@ from ..locks import forkable_lock
 
 FORMAT = "gsd_kernels history"
 VERSION = 1
+TENSORS = ("keys", "tokens", "log_probs")
 
 
-@dataclass(frozen=True)
-class KeptTable:
-    """One sequence's table, whose tensors are never written again."""
+def each(table: NgramTable, change: Callable[[Tensor], Tensor]) -> NgramTable:
+    """A table whose tensors are changed alike."""
+    parts = {name: change(getattr(table, name)) for name in TENSORS}
+    return replace(table, **parts)
 
-    keys: Tensor  # int64 [capacity]
-    tokens: Tensor  # int32 [capacity, K]
-    log_probs: Tensor  # float32 [capacity, K]
-    max_context: int
-    ways: int
 
-    @classmethod
-    def of(cls, table: NgramTable, row: int) -> KeptTable:
-        return cls(table.keys[row], table.tokens[row], table.log_probs[row], table.max_context, table.ways)
+def row_of(table: NgramTable, row: int) -> NgramTable:
+    """One sequence's table, where it lies."""
+    return each(table, lambda tensor: tensor[row : row + 1])
 
-    def copy(self) -> KeptTable:
-        return replace(self, keys=self.keys.clone(), tokens=self.tokens.clone(), log_probs=self.log_probs.clone())
 
-    def fits(self, table: NgramTable) -> bool:
-        """Return whether the table has the same sets."""
-        mine = (len(self.keys), self.max_context, self.ways)
-        return mine == (table.keys.shape[1], table.max_context, table.ways)
+def fit(one: NgramTable, other: NgramTable) -> bool:
+    """Return whether two tables have the same sets."""
+    sizes = [(table.keys.shape[1:], table.max_context, table.ways) for table in (one, other)]
+    return sizes[0] == sizes[1]
 
-    def before(self, older: KeptTable) -> KeptTable:
-        """Both tables in one: a set's entries, then those of the older table's set, as far as there is room."""
-        width = max(self.tokens.shape[1], older.tokens.shape[1])
-        device, sets = self.keys.device, (-1, self.ways)
-        ours, theirs = self.keys.view(sets), older.keys.to(device).view(sets)
-        again = (theirs[:, :, None] == ours[:, None, :]).any(2)
-        keys = torch.cat([ours, torch.where(again, 0, theirs)], 1)
-        kept = (keys == 0).to(torch.uint8).sort(dim=1, stable=True).indices[:, : self.ways]  # [sets, ways]
 
-        def both(mine: Tensor, other: Tensor, nothing: float) -> Tensor:
-            given = [mine, other.to(device)]
-            parts = [torch.nn.functional.pad(t, (0, width - t.shape[1]), value=nothing) for t in given]
-            whole = torch.cat([t.view(-1, self.ways, width) for t in parts], 1)
-            return whole.gather(1, kept[..., None].expand(-1, -1, width)).flatten(0, 1)
+def before(newer: NgramTable, older: NgramTable) -> NgramTable:
+    """Both sequences' tables in one: a set's entries, then those of the older one's set, as far as there is room."""
+    width = max(newer.tokens.shape[2], older.tokens.shape[2])
+    device, sets = newer.keys.device, (-1, newer.ways)
+    ours, theirs = newer.keys.view(sets), older.keys.to(device).view(sets)
+    again = (theirs[:, :, None] == ours[:, None, :]).any(2)
+    keys = torch.cat([ours, torch.where(again, 0, theirs)], 1)
+    kept = (keys == 0).to(torch.uint8).sort(dim=1, stable=True).indices[:, : newer.ways]  # [sets, ways]
 
-        tokens = both(self.tokens, older.tokens, -1)
-        log_probs = both(self.log_probs, older.log_probs, 0.0)
-        return KeptTable(keys.gather(1, kept).flatten(), tokens, log_probs, self.max_context, self.ways)
+    def both(mine: Tensor, other: Tensor, nothing: float) -> Tensor:
+        given = [mine, other.to(device)]
+        parts = [torch.nn.functional.pad(t, (0, width - t.shape[2]), value=nothing) for t in given]
+        whole = torch.cat([t.view(-1, newer.ways, width) for t in parts], 1)
+        return whole.gather(1, kept[..., None].expand(-1, -1, width)).view(1, -1, width)
+
+    tokens = both(newer.tokens, older.tokens, -1)
+    log_probs = both(newer.log_probs, older.log_probs, 0.0)
+    return replace(newer, keys=keys.gather(1, kept).view(1, -1), tokens=tokens, log_probs=log_probs)
 
 
 class HistoryMemory:
@@ -78,7 +75,7 @@ class HistoryMemory:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._kept: KeptTable | None = None
+        self._kept: NgramTable | None = None  # of one sequence; its tensors are never written again
         self._lock = forkable_lock()
         self.era = object()
 
@@ -101,7 +98,7 @@ class HistoryMemory:
         with self._lock:
             self._kept, self.era = None, object()
 
-    def add(self, table: NgramTable, began: KeptTable | None) -> KeptTable | None:
+    def add(self, table: NgramTable, began: NgramTable | None) -> NgramTable | None:
         """Take over what a call's table holds, of all its sequences.
 
         Args:
@@ -111,26 +108,26 @@ class HistoryMemory:
         Returns:
             What it holds in any case from here on, of all that is remembered now.
         """
-        newest = KeptTable.of(table, 0).copy()  # the call's table goes on being written
+        newest = each(row_of(table, 0), Tensor.clone)  # the call's table goes on being written
         for row in range(1, table.keys.shape[0]):
-            newest = newest.before(KeptTable.of(table, row))
+            newest = before(newest, row_of(table, row))
         with self._lock:
             older = self._kept
-            if older is not None and older is not began and older.fits(table):  # other calls ended meanwhile
-                self._kept = newest.before(older)
+            if older is not None and older is not began and fit(older, table):  # other calls ended meanwhile
+                self._kept = before(newest, older)
                 return began
             self._kept = newest
         return newest
 
-    def restore(self, table: NgramTable) -> KeptTable | None:
+    def restore(self, table: NgramTable) -> NgramTable | None:
         """Write what is remembered into every sequence of an empty table, in place; return it."""
         kept = self._kept
-        if kept is None or not kept.fits(table):
+        if kept is None or not fit(kept, table):
             return None
-        width = min(table.tokens.shape[2], kept.tokens.shape[1])
+        width = min(table.tokens.shape[2], kept.tokens.shape[2])
         table.keys.copy_(kept.keys)
-        table.tokens[..., :width] = kept.tokens[:, :width].to(table.tokens.device)
-        table.log_probs[..., :width] = kept.log_probs[:, :width].to(table.tokens.device)
+        table.tokens[..., :width] = kept.tokens[..., :width].to(table.tokens.device)
+        table.log_probs[..., :width] = kept.log_probs[..., :width].to(table.tokens.device)
         return kept
 
     def save(self, file: str | os.PathLike[str]) -> None:
@@ -142,8 +139,7 @@ class HistoryMemory:
         kept = self._kept
         if kept is None:
             raise ValueError("history: nothing is remembered yet; generate with the history as a source first")
-        tensors = {"keys": kept.keys, "tokens": kept.tokens, "log_probs": kept.log_probs}
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        tensors = {name: getattr(kept, name)[0].cpu().contiguous() for name in TENSORS}
         numbers = {"max_context": kept.max_context, "ways": kept.ways, "vocab_size": self.vocab_size}
         about = {"format": FORMAT, "version": str(VERSION), **{name: str(value) for name, value in numbers.items()}}
         write_file(path_of(file), lambda partial: save_file(tensors, partial, metadata=about))
@@ -161,33 +157,28 @@ class HistoryMemory:
             self._kept, self.era = kept, object()
 
 
-def _read(file: Path, vocab_size: int) -> KeptTable:
+def _read(file: Path, vocab_size: int) -> NgramTable:
     foreign = "is no saved history; handle.history.save writes one"
     with open_saved(file, "history", FORMAT, VERSION, foreign=foreign) as (opened, about):
         sizes = {name: number_in(about, name) for name in ("max_context", "ways", "vocab_size")}
         # Copies: pages of a mapped file that is shortened later end the process.
-        keys, tokens, log_probs = (opened.get_tensor(name).clone() for name in ("keys", "tokens", "log_probs"))
+        tensors = [opened.get_tensor(name)[None].clone() for name in TENSORS]
     if sizes["vocab_size"] != vocab_size:
         raise ValueError(
             f"history: {file} is of a vocabulary of {sizes['vocab_size']} tokens, the target has {vocab_size}; load "
             "what was saved for this target"
         )
-    kept = KeptTable(keys, tokens, log_probs, sizes["max_context"], sizes["ways"])
+    kept = NgramTable(*tensors, sizes["max_context"], sizes["ways"])
     if not _whole(kept, vocab_size):
         raise damaged("history", file, "its table is none")
     return kept
 
 
-def _whole(kept: KeptTable, vocab_size: int) -> bool:
+def _whole(kept: NgramTable, vocab_size: int) -> bool:
     """Return whether this is a table as the ops leave them: they rely on its order."""
-    ours = NgramTable.empty(1, 1, "cpu")
-    if kept.keys.dtype != torch.int64 or not (kept.keys.dim() == 1 and kept.fits(ours)):
-        return False
-    dtypes = (kept.tokens.dtype, kept.log_probs.dtype)
-    if kept.tokens.dim() != 2 or dtypes != (torch.int32, torch.float32):
-        return False
-    shape = (len(kept.keys), kept.tokens.shape[1])
-    if kept.tokens.shape != shape or kept.log_probs.shape != shape:
+    ours = NgramTable.empty(1, kept.tokens.shape[-1], "meta")
+    kinds = [[(tensor.dtype, tensor.shape) for tensor in (t.keys, t.tokens, t.log_probs)] for t in (kept, ours)]
+    if kinds[0] != kinds[1] or not fit(kept, ours):
         return False
     keys = kept.keys.view(-1, kept.ways)
     free = keys == 0

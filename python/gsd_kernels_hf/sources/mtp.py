@@ -221,6 +221,7 @@ class Mtp(nn.Module):
     def __init__(self, layout: HeadLayout, block: Block, *, bias: bool) -> None:
         super().__init__()
         self.layout, self.config, self.windows = layout, block.config, (block.window,)
+        self.sizes = self.config
         size = block.config.hidden_size
         _, norm = decoder_of(block.target)
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
@@ -350,11 +351,6 @@ class Mtp(nn.Module):
     def target_ids(self) -> Tensor:
         """The target's id of every draft token, int64 [vocabulary]: all of them."""
         return torch.arange(self.config.vocab_size, device=self.projection.weight.device)
-
-    @property
-    def sizes(self) -> PretrainedConfig:
-        """Of the decoder layer."""
-        return self.config
 
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
         """The target's hidden state that a head reads: what leaves its final norm."""
