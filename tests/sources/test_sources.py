@@ -90,6 +90,7 @@ def test_sources_that_do_not_fit_are_refused(target, heads):
     refused("a LayerSkip of another model", assistant_model=LayerSkip(other, mlp=[0]))
     refused("draft_heads: no such folder: heads", draft_heads="heads")
     refused('"heads" needs draft_heads', draft_sources=("heads",))
+    refused('"model" needs assistant_model', draft_sources=("model",))
     refused('"layer_skip" needs assistant_model=LayerSkip', draft_sources=("layer_skip",))
     refused('leave out draft_heads, or name "heads"', draft_sources=("history",), draft_heads=heads)
     draft = noised(target)

@@ -62,34 +62,37 @@ def test_a_drafter_learns_and_our_loader_reads_it(folder, trained):
     assert torch.equal(drafted.sequences, plain) and drafted.stats.draft_rows > 0
 
 
+INNER = {"mask_token_id": 0, "target_layer_ids": [1]}
+CONFIDENT = {"block_size": 3, "markov_rank": 8, "markov_head_type": "gated", "enable_confidence_head": True}
+BLOCK = {"fc", "hidden_norm", "layers", "norm"}
+LAYOUTS = {  # architecture, more of the config, what the names of tensors begin with
+    "eagle3": (
+        "LlamaForCausalLMEagle3",
+        {"draft_vocab_size": 250, "eagle_aux_hidden_state_layer_ids": [0, 1]},
+        {"fc", "lm_head", "midlayer", "norm", "d2t", "t2d"},
+    ),
+    "dflash": ("DFlashDraftModel", {"block_size": 4, "dflash_config": INNER}, BLOCK),
+    "jetspec": ("DFlashDraftModel", {"block_size": 4, "dflash_config": INNER | {"causal_head": True}}, BLOCK),
+    "dspark": ("Qwen3DSparkModel", INNER | CONFIDENT, BLOCK | {"markov_head", "confidence_head"}),
+    "mtp": ("LlamaMTP", {"num_nextn_predict_layers": 1}, {"mtp"}),
+}
+
+
 def test_the_layouts_are_the_published_ones(folder, trained):
     kind, out, _ = trained
     config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
-    assert config["torch_dtype"] == "float32" and config["hidden_size"] == 32 and config["vocab_size"] == 259
+    architecture, said, parts = LAYOUTS[kind]
+    said |= {"architectures": [architecture], "torch_dtype": "float32", "hidden_size": 32, "vocab_size": 259}
+    assert said.items() <= config.items() and {name.split(".")[0] for name in tensors} == parts
     assert {tensors[name].dtype for name in tensors if name not in ("d2t", "t2d")} == {torch.float32}
-    parts, said = {name.split(".")[0] for name in tensors}, {"mask_token_id": 0, "target_layer_ids": [1]}
-    if kind in ("dflash", "jetspec"):
-        assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 4
-        assert config["dflash_config"] == said | ({"causal_head": True} if kind == "jetspec" else {})
-        assert parts == {"fc", "hidden_norm", "layers", "norm"}
-        return
     if kind == "dspark":
-        said |= {"block_size": 3, "markov_rank": 8, "markov_head_type": "gated", "enable_confidence_head": True}
-        assert said.items() <= config.items() and config["architectures"] == ["Qwen3DSparkModel"]
-        assert parts == {"fc", "hidden_norm", "layers", "norm", "markov_head", "confidence_head"}
         assert tensors["confidence_head.proj.weight"].shape == (1, 40) and "confidence_head.proj.bias" in tensors
-        return
     if kind == "mtp":
-        assert config["architectures"] == ["LlamaMTP"] and config["num_nextn_predict_layers"] == 1
         heads = {name.split(".")[1] for name in tensors}
-        assert parts == {"mtp"} and heads == {"fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers"}
-        return
-    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == 250
-    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1]
-    assert {name.split(".")[0] for name in tensors} == {"fc", "lm_head", "midlayer", "norm", "d2t", "t2d"}
-    assert tensors["midlayer.self_attn.q_proj.weight"].shape[1] == 64 and tensors["fc.weight"].shape == (32, 64)
-    ids = torch.arange(250) + tensors["d2t"]
-    assert torch.equal(tensors["t2d"].nonzero().flatten(), ids)
+        assert heads == {"fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers"}
+    if kind == "eagle3":
+        assert tensors["midlayer.self_attn.q_proj.weight"].shape[1] == 64 and tensors["fc.weight"].shape == (32, 64)
+        assert torch.equal(tensors["t2d"].nonzero().flatten(), torch.arange(250) + tensors["d2t"])
 
 
 def random_training(kind, folder, token_level=1.0, **drafter):
