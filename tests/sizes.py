@@ -41,7 +41,7 @@ BUDGET = {
     "python/gsd_kernels_hf/model": 158,
     "python/gsd_kernels_hf/packed": 59,
     "python/gsd_kernels_hf/policy": 21,
-    "python/gsd_kernels_hf/sources": 185,
+    "python/gsd_kernels_hf/sources": 183,
     "python/gsd_kernels_hf/validate": 20,
     "python/gsd_kernels_serve": 113,  # 101 before malformed, cut and large answers and items of streams were its own
     "python/gsd_kernels_sglang": 20,
