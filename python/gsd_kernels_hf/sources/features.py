@@ -282,7 +282,7 @@ def why_not(module: Any, embed: Any, head: Any, backend: str) -> str | None:
 
 
 def _reasons(module: Any, embed: Any, head: Any) -> Iterator[str]:
-    """What of a drafter the operator does not compute; parts first, since configs of others lack what is read."""
+    """Name what of a drafter the operator does not compute; parts first, since configs of others lack what is read."""
     norm, config = module.norm, module.sizes
     device, dtype = norm.weight.device, norm.weight.dtype
     if type(embed) is not nn.Embedding or embed.max_norm is not None:
