@@ -54,7 +54,7 @@ class XGrammarWalk:
 
 
 class LLGuidanceWalk:
-    """A walk like :class:`XGrammarWalk`, over an ``llguidance.LLMatcher``, which takes tokens alone; ``vocabulary``: theirs."""
+    """A walk like the other, over an ``llguidance.LLMatcher``, which takes tokens alone; ``vocabulary``: theirs."""
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
         self.matcher, self.vocabulary = matcher, vocabulary
