@@ -139,7 +139,7 @@ def lies_in_a_block(facts: Facts) -> bool:
     storage by layer grows layer by layer.
     """
     config = text_config(facts.model)
-    devices = {parameter.device for _, parameter in facts.parameters}
+    devices = {parameter.device for parameter in facts.model.parameters()}
     kinds = getattr(config, "layer_types", None) or ()
     unlike = ("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads", "cross_attention_layers")
     return (

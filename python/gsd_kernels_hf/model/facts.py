@@ -85,16 +85,6 @@ class Facts:
         return tuple(self.model.named_modules())
 
     @cached_property
-    def parameters(self) -> tuple[tuple[str, nn.Parameter], ...]:
-        """All parameters, by name; a shared one once."""
-        names: dict[nn.Parameter, str] = {}
-        for prefix, module in self.modules:
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    names.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
-        return tuple((name, parameter) for parameter, name in names.items())
-
-    @cached_property
     def configs(self) -> list[PretrainedConfig]:
         """Every config that a module may read its attention implementation from."""
         return configs_in(module for _, module in self.modules)
@@ -125,7 +115,7 @@ class Facts:
     @cached_property
     def ambient(self) -> tuple[Any, ...]:
         """All that this thread's PyTorch does to operations on the device of the first parameter."""
-        return ambient(next((parameter.device for _, parameter in self.parameters), torch.device("cpu")))
+        return ambient(next((parameter.device for parameter in self.model.parameters()), torch.device("cpu")))
 
     @cached_property
     def structure(self) -> tuple[Any, ...]:

@@ -86,7 +86,7 @@ def _foreign_module(facts: Facts) -> str | None:
         stored = stored_in(module)
         if stored and not (stored.is_for(dtype) and all(tensor.device == device for tensor in stored.tensors)):
             return f"{name} stands for {stored.dtype}, the output matrix is {dtype} on {device}"
-    for name, parameter in facts.parameters:
+    for name, parameter in model.named_parameters():
         if parameter.device != device:
             return f"{name} lies on another device"
     rotary = getattr(model.model.rotary_emb, "rope_type", "default")

@@ -10,7 +10,6 @@ prompt, its logits there have been compared with those of transformers' own step
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from gsd_kernels.ops.step import FedRows
 
 from . import proof
 from .facts import Facts
-from .hidden import LAST, decoder_of, hooked, kept, listening, states_in
+from .hidden import LAST, kept, listening
 from .properties import CACHES, cache_argument, logits_alone
 from .runner import Listener, RowModel
 
@@ -31,6 +30,8 @@ BY_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_i
 TAIL = 3  # tokens that a proof appends
 PARENTS = (-1, 0, 0, 2, 3)  # of its rows: the prompt's last token, one beside, and the tail
 PATH = (0, 2, 3, 4)  # of them
+NAMED = ("_token_id", "_token_index")
+"""What configs' names of tokens end in."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,8 @@ def check_inputs(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> None:
 
     The first prompt with these inputs is read twice, once by transformers' own steps with a few tokens behind it, once
     here with the same tokens as rows of a tree. What is found holds until the model's structure is another one. The
-    prompt's last token is read as a word by the first row: one that is none has a proof of its own.
+    prompt's last token is read as a word by the first row: one that configs name, as what stands for an image is, has a
+    proof of its own.
 
     Args:
         facts: of the target.
@@ -168,12 +170,11 @@ def check_inputs(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> None:
     padded = inputs.kwargs.get("attention_mask") is not None
     kv_start = kv_start.to(facts.device)
     way = f"rows behind {inputs.names}, {inputs.axes}, {padded}"
-    end = ""
-    if not ends_in_words(facts, inputs, kv_start):
-        end = f" where prompts end in {sorted(set(inputs.input_ids[:, -1].tolist()))}, which is no word"
-        way += end
+    named = {v for config in facts.configs for k, v in vars(config).items() if k.endswith(NAMED) and isinstance(v, int)}
+    last = sorted(named.intersection(inputs.input_ids[:, -1].tolist()))
+    end = f" where prompts end in {last}, which is no word" if last else ""
     difference = proof.why_not_proved(
-        facts, way, lambda of: _ours(of, inputs, kv_start), own=lambda of: _own(of, inputs)
+        facts, way + end, lambda of: _ours(of, inputs, kv_start), own=lambda of: _own(of, inputs)
     )
     if difference is not None:
         name = type(facts.model).__name__
@@ -181,41 +182,6 @@ def check_inputs(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> None:
             f"{', '.join(inputs.unread)}: {name} cannot be forwarded with graph rows behind it{end}, since "
             f"{difference.what}; not supported by graph-speculative generation"
         ) from difference.cause
-
-
-class _Read(Exception):
-    """The first layer was called: nothing else of a forward is needed."""
-
-
-def ends_in_words(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> bool:
-    """Return whether the first layer reads the same of the prompts' last tokens there and where they stand alone.
-
-    It does not of a placeholder, which the prompt's forward puts something else in the place of. ``False`` as well
-    where that cannot be told.
-
-    kv_start: int32 [B], left padding, on the model's device.
-    """
-    model, read = facts.model, list[Tensor]()
-
-    def keep(*given: Any) -> None:
-        read.append(states_in(*given)[..., -1:, :])
-        raise _Read
-
-    last = inputs.input_ids[:, -1:]
-    positions = (inputs.input_ids.shape[1] - 1 - kv_start.long())[:, None] + inputs.ahead(kv_start)  # [*axes, B, 1]
-    try:
-        handle = hooked(decoder_of(model)[0][0], keep, before=True)
-    except (AttributeError, IndexError, ValueError):
-        return False
-    try:
-        with handle, torch.no_grad(), proof.random_numbers_kept(facts):
-            with suppress(_Read):
-                inputs.read(model, DynamicCache(config=model.config))
-            with suppress(_Read):
-                model(input_ids=last, position_ids=positions, use_cache=False, return_dict=True)
-    except Exception:  # whatever it is, a proof of these prompts names it
-        return False
-    return len(read) == 2 and torch.equal(*read)
 
 
 def _tail(facts: Facts, inputs: PromptInputs) -> Tensor:
