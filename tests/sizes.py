@@ -38,7 +38,7 @@ BUDGET = {
     "python/gsd_kernels_hf/costs": 15,
     "python/gsd_kernels_hf/engine": 80,
     "python/gsd_kernels_hf/exported": 7,
-    "python/gsd_kernels_hf/model": 158,
+    "python/gsd_kernels_hf/model": 157,
     "python/gsd_kernels_hf/packed": 59,
     "python/gsd_kernels_hf/policy": 21,
     "python/gsd_kernels_hf/sources": 183,
