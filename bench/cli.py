@@ -34,13 +34,6 @@ def readme(
         raise typer.Exit(1)
 
 
-def scale_memory() -> None:
-    """Memory that one GPU holds of a tensor-parallel target and a replicated draft, from their shapes alone."""
-    from .scale.memory import table
-
-    typer.echo(table())
-
-
 #: room → name → command
 BENCHMARKS = {
     "Kernels": {
@@ -56,9 +49,6 @@ BENCHMARKS = {
         "sources": sources,
         "prompt": prompt,
         "generate": generation.generate,
-    },
-    "Scale": {
-        "scale-memory": scale_memory,
     },
     "GPU": {"gpu": gpu.stages, "tune-attention": gpu.tune_attention},
     "Results": {"readme": readme},

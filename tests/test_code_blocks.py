@@ -36,7 +36,7 @@ OTHERS = {
     "pip": "installs",
     "rm": "deletes the user's cache",
     "curl": "needs a server, tests/serving",
-    "python": "tests/machines, bench/scale",
+    "python": "tests/machines",
     "ray": "tests/machines",
     "torchrun": "tests/engine/test_tensor_parallel.py",
     "gsd-kernels export": "tests/exported",

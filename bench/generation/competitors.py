@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from gsd_kernels import GraphConfig, LayerSkip
+from gsd_kernels import GraphConfig
 from gsd_kernels_cli import comparison
 from gsd_kernels_hf.engine import engine
 from gsd_kernels_hf.sources.load import source_of
@@ -19,40 +21,26 @@ from gsd_kernels_hf.sources.load import source_of
 from .pairs import Pair
 
 NEW = "-new"  # behind the names of ours that begin every call with a new session, in which nothing is captured yet
-GREEDY, STATIC, PLAIN, AUTO, HISTORY_AUTO = "hf-greedy", "hf-static-compile", "plain", "auto", "history-auto"
-ASSISTED = ("hf-assisted-3", "hf-assisted-5", "hf-assisted-8", "hf-assisted-dynamic")
-OTHER_SPECULATION = ("hf-prompt-lookup", "hf-early-exit", "hf-mtp", "hf-dflash")
-HISTORY_ROWS = {"history-4": 4, "history-8": 8, "history-16": 16}  # fixed shapes beside ``history``, which has 11 rows
-#: ``merged`` joins recurring sequences inside a step, ``graph`` across steps too, through the history; ``all`` is
-#: ``graph`` with the heads. ``history`` verifies as many rows as prompt lookup does, ``history-auto`` what pays of any.
-#: ``auto`` is what a user has who names a draft model and nothing else.
-BASIC = (
-    *(PLAIN, "chain", "tree", "merged", "graph", "history", *HISTORY_ROWS, HISTORY_AUTO),
-    *("layer-skip", "heads", "all", AUTO, f"graph{NEW}", f"{AUTO}{NEW}"),
-)
-#: By name: draft sources beside the pair's own draft, and the shape. All verify as many rows at most.
-DRAFTERS: dict[str, tuple[tuple[str, ...], str]] = {
-    "heads-history": (("heads", "history"), "graph"),
-    "heads-auto": (("model", "heads", "history"), AUTO),
-    "eagle3-chain": (("eagle3",), "chain"),
-    "eagle3": (("eagle3",), "merged"),
-    "eagle3-history": (("eagle3", "history"), "graph"),
-    "dflash-chain": (("dflash",), "block-chain"),
-    "dflash-lattice": (("dflash",), "block"),
-    "dflash-history": (("dflash", "history"), "block-history"),
-    "every": (("model", "heads", "eagle3", "dflash", "history"), "graph"),
-    "every-auto": (("model", "heads", "eagle3", "dflash", "history"), AUTO),
-    "eagle3-auto": (("eagle3", "history"), AUTO),
+GREEDY, STATIC, LOOKUP, PLAIN, AUTO = "hf-greedy", "hf-static-compile", "hf-prompt-lookup", "plain", "auto"
+#: transformers' assisted generation: drafted tokens, ``None`` by its own schedule
+ASSISTED = {"hf-assisted-3": 3, "hf-assisted-5": 5, "hf-assisted-8": 8, "hf-assisted-dynamic": None}
+THEIRS = (GREEDY, STATIC, *ASSISTED, LOOKUP)
+#: Ours by name: ``SOURCE+SOURCE@SHAPE``. ``model`` alone is what a user has who names a draft model and nothing else.
+#: ``merged`` joins recurring sequences inside a step, ``graph`` across steps too, through the history. ``history``
+#: verifies as many rows as prompt lookup does, ``history-auto`` what pays of any.
+OURS = {
+    PLAIN: "@plain",
+    "chain": "model@chain",
+    "tree": "model@tree",
+    "merged": "model@merged",
+    "graph": "model@graph",
+    "history": "history@history",
+    "history-auto": "history@auto",
+    AUTO: "model@auto",
 }
-OURS = (*BASIC, *DRAFTERS)
-COMPETITORS = (GREEDY, STATIC, *ASSISTED, *OTHER_SPECULATION, *OURS)
-#: Raced where they are asked for.
-SINGLE_SOURCES = ("merged", *HISTORY_ROWS, HISTORY_AUTO, "layer-skip", "heads", "all", *DRAFTERS)
-LATER = (*SINGLE_SOURCES, f"graph{NEW}", f"{AUTO}{NEW}")
-DEFAULT = tuple(name for name in COMPETITORS if name not in LATER)
-
-#: With the draft model; ``auto`` drafts from the history where there is none.
-NEED_A_DRAFT = (*ASSISTED, "hf-dflash", "chain", "tree", "merged", "graph", f"graph{NEW}", "all")
+SOURCES = ("model", "heads", "eagle3", "dflash", "history")
+DEFAULT = (*THEIRS, PLAIN, "chain", "tree", "graph", "history", AUTO)
+"""Others are raced where they are asked for."""
 
 BLOCK_DEPTH = 7  # of the embedded DFlash drafter's block, and of what train-drafter makes by default
 PROMPT_LOOKUP_TOKENS = 10  # transformers' documentation's choice
@@ -74,6 +62,55 @@ class Competitor:
     missing: str | None = None
     compiled: bool = False
 
+    def timed(self, ids: Tensor, new_tokens: int, seed: int) -> tuple[list[int], float, comparison.Decoded]:
+        """Decode: the new tokens, the seconds that it took, and everything else."""
+        assert self.decode is not None
+        comparison.wait_for(ids.device)
+        begin = time.perf_counter()
+        decoded = self.decode(ids, new_tokens, seed)
+        comparison.wait_for(ids.device)
+        seconds = time.perf_counter() - begin if decoded.seconds is None else decoded.seconds
+        return decoded.sequences[0, ids.shape[1] :].tolist(), seconds, decoded
+
+
+class Kept(Protocol):
+    """A report's part on who takes part."""
+
+    missing: dict[str, str]
+    setup_seconds: dict[str, float]
+
+
+def warmed_up(
+    ways: Iterable[Competitor], ids: Tensor, tokens: Callable[[Competitor], int], kept: Kept
+) -> list[Competitor]:
+    """Let every way decode so many ``tokens`` once; those that work. An error of ours is raised."""
+    racing = []
+    for way in ways:
+        if way.decode is None:
+            kept.missing[way.name] = way.missing or ""
+            continue
+        print(f"warming up {way.name}", file=sys.stderr, flush=True)
+        begin = time.perf_counter()
+        try:
+            way.decode(ids, tokens(way), 0)
+        except Exception as error:
+            if is_ours(way.name) or way.name.startswith("gsd-"):
+                raise
+            kept.missing[way.name] = in_a_line(error)
+            continue
+        kept.setup_seconds[way.name] = time.perf_counter() - begin
+        racing.append(way)
+    return racing
+
+
+def in_a_line(error: Exception) -> str:
+    """The error, at most 300 letters of it."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def is_ours(name: str) -> bool:
+    return name.removesuffix(NEW) in OURS or "@" in name
+
 
 def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
     """The chain, tree and graph that ``auto`` has to beat: rows cost time on a CPU and hardly any on a GPU."""
@@ -84,34 +121,38 @@ def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
         tree = GraphConfig(depth=5, width=3, branch=3, max_rows=16, merge_context=-1)
         chain = GraphConfig.preset("chain", depth=5)
     merged = tree.replace(merge_context=2)
-    graph = merged.replace(history_depth=4, history_width=8)
     rows = PROMPT_LOOKUP_TOKENS + 1
-    history = GraphConfig(
-        depth=0, branch=3, max_rows=rows, merge_context=2, history_depth=PROMPT_LOOKUP_TOKENS, history_width=3
-    )
     block = merged.replace(depth=BLOCK_DEPTH, merge_context=0)  # its candidates hold below every path, at one forward
     return {
         "chain": chain,
         "tree": tree,
         "merged": merged,
-        "graph": graph,
-        "history": history,
-        **{
-            name: history.replace(max_rows=rows, history_depth=min(rows - 1, PROMPT_LOOKUP_TOKENS))
-            for name, rows in HISTORY_ROWS.items()
-        },
-        "all": graph,
+        "graph": merged.replace(history_depth=4, history_width=8),
+        "history": GraphConfig(
+            depth=0, branch=3, max_rows=rows, merge_context=2, history_depth=PROMPT_LOOKUP_TOKENS, history_width=3
+        ),
         "block-chain": GraphConfig.preset("chain", depth=BLOCK_DEPTH),
         "block": block,
         "block-history": block.replace(history_depth=4, history_width=8),
     }
 
 
+def parsed(name: str) -> tuple[list[str], str]:
+    """Sources and shape of one of ours."""
+    sources, _, shape = OURS.get(name.removesuffix(NEW), name.removesuffix(NEW)).partition("@")
+    return sources.split("+") if sources else [], shape
+
+
 def check_names(names: Sequence[str]) -> None:
     """Raise a ValueError that names the first of ``names`` which is no competitor."""
-    unknown = [name for name in names if name not in COMPETITORS]
-    if unknown:
-        raise ValueError(f"--competitors: {unknown[0]!r} is none of {', '.join(COMPETITORS)}")
+    shapes = (PLAIN, AUTO, *fixed_configs(torch.device("cpu")))
+    for name in names:
+        sources, shape = parsed(name)
+        if name not in THEIRS and not (is_ours(name) and set(sources) <= {*SOURCES} and shape in shapes):
+            raise ValueError(
+                f"--competitors: {name!r} is none of {', '.join((*THEIRS, *OURS))}, and no SOURCE+SOURCE@SHAPE of the "
+                f"sources {', '.join(SOURCES)} and the shapes {', '.join(shapes)}"
+            )
 
 
 def competitors(
@@ -129,57 +170,24 @@ def competitors(
     """
     check_names(names)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-    wanted = dict.fromkeys(names)
-    undrafted = {name for name in wanted if pair.draft is None and _needs_draft(name)}
     return [
-        Competitor(name, missing="no draft model was given")
-        if name in undrafted
-        else _competitor(name, pair, sampling, backend, quick)
-        for name in wanted
+        _ours(name, pair, {**sampling, "backend": backend})
+        if is_ours(name)
+        else _theirs(name, pair, sampling, quick=quick)
+        for name in dict.fromkeys(names)
     ]
 
 
-def _needs_draft(name: str) -> bool:
-    return name in NEED_A_DRAFT or "model" in DRAFTERS.get(name, ((), ""))[0]
-
-
-def _competitor(
-    name: str,
-    pair: Pair,
-    sampling: dict[str, Any],
-    backend: str,
-    quick: bool,
-) -> Competitor:
-    target, draft = pair.target, pair.draft
-    if name in DRAFTERS:
-        return _drafters(name, pair, sampling, backend)
-    if name in OURS:
-        if name in ("heads", "all") and pair.heads is None:
-            return Competitor(name, missing="the pair has no trained heads")
-        if name == "layer-skip" and pair.source is None:
-            return Competitor(name, missing="searched for the demo's pair alone, whole")
-        return Competitor(name, _ours(name, pair, sampling, backend))
-
-    def theirs(**options: Any) -> Decode:
-        return _seeded(comparison.plain(target, **sampling, **options))
-
-    if name == GREEDY:
-        return Competitor(name, theirs())
-    if name == STATIC:
-        return _static(name, target, theirs, quick)
+def _theirs(name: str, pair: Pair, options: dict[str, Any], *, quick: bool) -> Competitor:
+    target = pair.target
     if name in ASSISTED:
-        setting = name.rpartition("-")[2]
-        tokens = None if setting == "dynamic" else int(setting)
-        return Competitor(name, _seeded(comparison.assisted(target, draft, tokens, **sampling)))
-    if name == "hf-prompt-lookup":
-        return Competitor(name, theirs(prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS))
-    if name == "hf-early-exit":
-        layers = target.config.num_hidden_layers
-        if layers < 2:
-            return Competitor(name, missing="a target of one layer has no earlier exit")
-        # Half of the layers that compute something: an inflated target's added ones do not.
-        return Competitor(name, theirs(counted=False, assistant_early_exit=max(1, _effective_layers(pair) // 2)))
-    return _by_model(name, target, draft, theirs)
+        if pair.draft is None:
+            return Competitor(name, missing="no draft model was given")
+        return Competitor(name, _seeded(comparison.assisted(target, pair.draft, ASSISTED[name], **options)))
+    if name == STATIC:
+        return _static(name, target, options, quick)
+    lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS} if name == LOOKUP else {}
+    return Competitor(name, _seeded(comparison.plain(target, **options, **lookup)))
 
 
 def _seeded(contender: comparison.Contender) -> Decode:
@@ -187,34 +195,16 @@ def _seeded(contender: comparison.Contender) -> Decode:
 
     def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Decoded:
         torch.manual_seed(seed)
-        return contender(_inputs(ids), new_tokens)
+        return contender(inputs_of(ids), new_tokens)
 
     return decode
 
 
-def _inputs(ids: Tensor) -> comparison.Inputs:
+def inputs_of(ids: Tensor) -> comparison.Inputs:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def _by_model(
-    name: str, target: PreTrainedModel, draft: PreTrainedModel | None, theirs: Callable[..., Decode]
-) -> Competitor:
-    """Modes that need a model which was trained for them."""
-    known = vars(GenerationConfig())
-    if name == "hf-mtp":
-        if "use_mtp" not in known:
-            return Competitor(name, missing="this version of transformers has no multi-token prediction")
-        if not getattr(target.config, "num_mtp_layers", None):
-            return Competitor(name, missing="the target has no multi-token-prediction layers")
-        return Competitor(name, theirs(use_mtp=True))
-    if "speculation_type" not in known:
-        return Competitor(name, missing="this version of transformers has no dflash")
-    if not hasattr(draft.config, "target_layer_ids"):
-        return Competitor(name, missing="the draft is not a dflash model")
-    return Competitor(name, theirs(assistant_model=draft, speculation_type="dflash"))
-
-
-def _static(name: str, target: PreTrainedModel, theirs: Callable[..., Decode], quick: bool) -> Competitor:
+def _static(name: str, target: PreTrainedModel, options: dict[str, Any], quick: bool) -> Competitor:
     if quick:
         return Competitor(name, missing="compiling it takes longer than --quick allows")
     from transformers import CompileConfig
@@ -225,15 +215,8 @@ def _static(name: str, target: PreTrainedModel, theirs: Callable[..., Decode], q
             return Competitor(name, missing="this version of transformers compiles on GPUs only")
         config._compile_all_devices = True
         config.mode = "default"  # the other modes are about CUDA graphs
-    return Competitor(name, theirs(counted=False, cache_implementation="static", compile_config=config), compiled=True)
-
-
-def _effective_layers(pair: Pair) -> int:
-    """Layers whose output projections are not all zero, as an inflated target's added ones are."""
-    target = pair.target
-    if pair.source is None:
-        return int(target.config.num_hidden_layers)
-    return sum(bool(layer.mlp.down_proj.weight.any()) for layer in target.model.layers)
+    options = {**options, "cache_implementation": "static", "compile_config": config}
+    return Competitor(name, _seeded(comparison.plain(target, counted=False, **options)), compiled=True)
 
 
 @contextmanager
@@ -246,62 +229,23 @@ def new_sessions(target: PreTrainedModel) -> Iterator[None]:
         engine._unpatched[target] = kept
 
 
-def layer_skip(pair: Pair) -> LayerSkip:
-    """Search skipped layers on the source of the target; of an inflated target's added layers skip the same share."""
-    assert pair.source is not None and pair.sample is not None
-    source = pair.source.to(pair.sample.device)
-    skip = LayerSkip.search(source, pair.sample)
-    own, all_ = source.config.num_hidden_layers, pair.target.config.num_hidden_layers
-
-    def scaled(skipped: Sequence[int]) -> list[int]:
-        return [*skipped, *range(own, own + round((all_ - own) * len(skipped) / own))]
-
-    return LayerSkip(pair.target, attention=scaled(skip.attention), mlp=scaled(skip.mlp))
-
-
-def _drafters(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Competitor:
-    """Drafters of the pair, alone or mixed."""
-    wanted, shape = DRAFTERS[name]
-    own = {kind: source_of(drafter) for kind, drafter in pair.drafters.items()}
-    missing = [w for w in wanted if w not in own and w not in ("model", "heads", "history")]
-    missing += ["heads"] * ("heads" in wanted and pair.heads is None)
-    if missing and not (name.startswith("every") and len(missing) < 3):
-        return Competitor(name, missing=f"the pair has no trained {', '.join(missing)}")
-    options: dict[str, Any] = {"graph_config": fixed_configs(pair.target.device).get(shape, shape)}
-    sources = [own.get(source, source) for source in wanted if source not in missing]
-    options["draft_sources"] = tuple(sources)
-    options |= {"assistant_model": pair.draft} if "model" in wanted else {}
+def _ours(name: str, pair: Pair, options: dict[str, Any]) -> Competitor:
+    sources, shape = parsed(name)
+    if pair.draft is None and "model" in sources and name.removesuffix(NEW) != AUTO:  # which then has the history
+        return Competitor(name, missing="no draft model was given")
+    own: dict[str, Any] = {kind: source_of(drafter) for kind, drafter in pair.drafters.items()}
+    own |= {"heads": "heads"} if pair.heads is not None else {}
+    missing = [source for source in sources if source not in ("model", "history", *own)]
+    if missing:
+        return Competitor(name, missing=f"the pair has no trained {', '.join(missing)}: --target-shape none has")
+    options = {**options, "graph_config": fixed_configs(pair.target.device).get(shape, shape)}
+    options |= {"assistant_model": pair.draft} if "model" in sources else {}
     options |= {"draft_heads": pair.heads} if "heads" in sources else {}
+    if sources not in ([], ["model"]):
+        options["draft_sources"] = tuple(own.get(source, source) for source in sources)
 
     def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Decoded:
-        contender = comparison.graph(pair.target, seed=seed, backend=backend, **sampling, **options)
-        return contender(_inputs(ids), new_tokens)
+        with new_sessions(pair.target) if name.endswith(NEW) else nullcontext():
+            return comparison.graph(pair.target, seed=seed, **options)(inputs_of(ids), new_tokens)
 
     return Competitor(name, decode)
-
-
-def _ours(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Decode:
-    target, configs = pair.target, fixed_configs(pair.target.device)
-    is_new, name = name.endswith(NEW), name.removesuffix(NEW)
-    options: dict[str, Any] = {"assistant_model": pair.draft}
-    if name == PLAIN:
-        options = {"graph_config": PLAIN}
-    elif name == AUTO:
-        options["graph_config"] = "auto"
-    elif name in ("history", *HISTORY_ROWS, HISTORY_AUTO):
-        options = {"draft_sources": ("history",), "graph_config": configs.get(name, "auto")}
-    elif name == "layer-skip":
-        options = {"assistant_model": layer_skip(pair), "graph_config": configs["merged"]}
-    elif name == "heads":
-        options = {"draft_heads": pair.heads, "draft_sources": ("heads",), "graph_config": configs["merged"]}
-    else:
-        options["graph_config"] = configs[name]
-        if name == "all":
-            options["draft_heads"] = pair.heads
-
-    def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Decoded:
-        contender = comparison.graph(target, seed=seed, backend=backend, **sampling, **options)
-        with new_sessions(target) if is_new else nullcontext():
-            return contender(_inputs(ids), new_tokens)
-
-    return decode

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gsd_kernels_cli.comparison import first_divergence, sameness, wait_for
+from gsd_kernels_cli.comparison import first_divergence, sameness
 from gsd_kernels_cli.ranks import from_first
 from gsd_kernels_hf.files import write_json
 
@@ -24,15 +24,15 @@ from .competitors import (
     AUTO,
     DEFAULT,
     GREEDY,
-    OURS,
     PLAIN,
     Competitor,
     check_names,
     competitors,
     fixed_configs,
+    is_ours,
+    warmed_up,
 )
 from .pairs import Pair, load_pair, of_length
-from .peers.race import in_a_line
 from .real.own import own_pair
 
 NAME = "generate"
@@ -186,11 +186,11 @@ def _rounds(
             print(f"generate: {number} of {len(pair.prompts)} prompts in {spent:.0f} s", file=sys.stderr)
             break
         turn = number % len(racing)
-        decoded: dict[str, Tensor] = {}
+        decoded: dict[str, list[int]] = {}
         order = racing[turn:] + racing[:turn]
         for place, competitor in enumerate(order):
             print(f"generate: prompt {number + 1}/{len(pair.prompts)}, {competitor.name}", file=sys.stderr, flush=True)
-            measured, decoded[competitor.name] = _decode(pair, competitor, prompt.input_ids, settings, seed=number)
+            measured, decoded[competitor.name] = _decode(competitor, prompt.input_ids, settings, seed=number)
             report.runs.append({"prompt": prompt.name, "competitor": competitor.name, "place": place, **measured})
         _judge(settings, pair, prompt.input_ids, decoded, report.runs[-len(order) :], seed=number)
         _summarise(report, [c.name for c in racing])
@@ -205,37 +205,17 @@ def _prepare(settings: Settings, pair: Pair, report: GenerateReport) -> list[Com
     for the rows of a step when it first has so many.
     """
     longest = max((prompt.input_ids for prompt in pair.prompts), key=lambda ids: ids.shape[1])
-    racing = []
     options = {"temperature": settings.temperature, "backend": settings.backend, "quick": settings.quick}
-    for competitor in competitors(pair, settings.competitors, **options):
-        if competitor.decode is None:
-            report.missing[competitor.name] = competitor.missing or ""
-            continue
-        print(f"generate: warming up {competitor.name}", file=sys.stderr, flush=True)
-        begin = time.perf_counter()
-        try:
-            whole = competitor.compiled or settings.device.type == "cuda"
-            competitor.decode(longest, settings.new_tokens if whole else WARM_UP_TOKENS, 0)
-        except Exception as error:
-            if competitor.name in OURS:
-                raise
-            report.missing[competitor.name] = in_a_line(error)
-            continue
-        report.setup_seconds[competitor.name] = time.perf_counter() - begin
-        racing.append(competitor)
-    return racing
+
+    def tokens(competitor: Competitor) -> int:
+        return settings.new_tokens if competitor.compiled or settings.device.type == "cuda" else WARM_UP_TOKENS
+
+    return warmed_up(competitors(pair, settings.competitors, **options), longest, tokens, report)
 
 
-def _decode(
-    pair: Pair, competitor: Competitor, ids: Tensor, settings: Settings, seed: int
-) -> tuple[dict[str, Any], Tensor]:
-    assert competitor.decode is not None
-    wait_for(settings.device)
-    begin = time.perf_counter()
-    decoded = competitor.decode(ids, settings.new_tokens, seed)
-    wait_for(settings.device)
-    seconds = time.perf_counter() - begin if decoded.seconds is None else decoded.seconds
-    new, stats = decoded.sequences[0, ids.shape[1] :], decoded.stats
+def _decode(competitor: Competitor, ids: Tensor, settings: Settings, seed: int) -> tuple[dict[str, Any], list[int]]:
+    new, seconds, decoded = competitor.timed(ids, settings.new_tokens, seed)
+    stats = decoded.stats
     result = {
         "tokens": len(new),
         "seconds": seconds,
@@ -252,7 +232,7 @@ def _judge(
     settings: Settings,
     pair: Pair,
     ids: Tensor,
-    decoded: dict[str, Tensor],
+    decoded: dict[str, list[int]],
     runs: list[dict[str, Any]],
     seed: int,
 ) -> None:
@@ -260,11 +240,11 @@ def _judge(
     reference = GREEDY if settings.temperature == 0 and GREEDY in decoded else PLAIN
     if reference not in decoded:
         return
-    plain = decoded[reference].tolist()
+    plain = decoded[reference]
     for run_ in runs:
-        if run_["competitor"] == reference or (settings.temperature > 0 and run_["competitor"] not in OURS):
+        if run_["competitor"] == reference or (settings.temperature > 0 and not is_ours(run_["competitor"])):
             continue
-        other = decoded[run_["competitor"]].tolist()
+        other = decoded[run_["competitor"]]
         run_["same"] = plain == other
         if not run_["same"]:
             divergence = first_divergence(pair.target, ids, plain, other, temperature=settings.temperature, seed=seed)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import os
 import shutil
 import tempfile
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels import DFlash, DraftHeads, Eagle3
 from gsd_kernels_cli import demo, ranks
 from gsd_kernels_cli.demo.drafters import embedded, heads_folder
-from gsd_kernels_cli.demo.inflate import fitted_heads, inflate, inflated_config
-from gsd_kernels_hf.model.properties import vocabulary
+from gsd_kernels_cli.demo.inflate import inflate, inflated_config
 from gsd_kernels_hf.parallel import check_heads
 from gsd_kernels_train.recipes.stdlib import split_sources, stdlib_sources
 from gsd_kernels_train.recipes.stdlib_prompts import copy_prompt
@@ -34,7 +31,6 @@ PAIRS = ("demo", "tiny")
 TEXTS = ("code", "copy", "table", "prose")
 MAX_TABLES = 16
 PROSE = Path(__file__).with_name("prose.json")  # openings of English books in the public domain
-SAMPLE_TOKENS = 384
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,7 @@ class Pair:
     draft: PreTrainedModel | None
     prompts: list[Prompt]
     heads: DraftHeads | None = None  # trained for the target
-    source: PreTrainedModel | None = None  # what the target was inflated from
     drafters: dict[str, Eagle3 | DFlash] = field(default_factory=dict)  # trained for the target, by kind
-    sample: Tensor | None = None  # int64 [1, L]; text that is neither prompt nor held out, to search layers on
 
 
 def of_length(prompts: Sequence[Prompt], tokens: int, limit: int) -> list[Prompt]:
@@ -115,17 +109,10 @@ def load_pair(
         # All texts get the same length, so that rates are comparable: decoding goes on past an end-of-text token.
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
+    trained = name == "demo" and target_shape == "none" and not tensor_parallel
     extras: dict[str, Any] = {}
-    if not tensor_parallel:
-        heads = DraftHeads.from_pretrained(heads_folder()) if name == "demo" else None
-        fits = name == "demo" and vocabulary(source) == vocabulary(target)
-        drafters = embedded(source, target) if fits else {}
-        extras = {
-            "drafters": drafters,
-            "heads": heads and fitted_heads(heads, target),
-            "source": source,
-            "sample": _sample(name).to(device),
-        }
+    if trained:
+        extras = {"drafters": embedded(target), "heads": DraftHeads.from_pretrained(heads_folder(), target)}
     return Pair(name, target, draft, [Prompt(n, k, ids.to(device)) for n, k, ids in raw], **extras)
 
 
@@ -180,15 +167,6 @@ def _fresh_copies(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
         if prompt is not None:
             copies.append((f"fresh-copy-{source.name}", str(prompt["text"])))
     return copies
-
-
-def _sample(name: str) -> Tensor:
-    """Source code that the demo pair was trained on, as tokens; or any tokens."""
-    if name != "demo":
-        return torch.randint(3, 512, (1, 64), generator=torch.Generator().manual_seed(99))
-    text = inspect.getsource(textwrap)
-    tokenizer = AutoTokenizer.from_pretrained(demo.path() / "target")
-    return tokenizer(text, return_tensors="pt")["input_ids"][:, :SAMPLE_TOKENS]
 
 
 def _tables() -> list[tuple[str, str]]:

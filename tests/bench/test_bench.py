@@ -85,7 +85,10 @@ REFUSED = [
     (("sources", "--rows", "129"), "--rows: expected numbers from 2 to 128"),
     (("prompt", "--lengths", "1"), "--lengths: expected numbers of tokens, at least 2, got '1'"),
     (("real", "--model", str(demo.path() / "target"), "--ways", "fast"), "--ways: there is no 'fast'"),
-    (("generate", "--pair", "tiny", "--competitors", "x"), "'x' is none of"),
+    *(
+        (("generate", "--pair", "tiny", "--competitors", name), f"{name!r} is none of")
+        for name in ("x", "x@tree", "model@x")
+    ),
 ]
 
 
@@ -114,7 +117,7 @@ def test_generate_races_everyone(tmp_path):
     )
     generate.run(settings, folder=tmp_path)
     data = json.loads((tmp_path / "generate.json").read_text())
-    assert set(data["missing"]) == {"hf-static-compile", "hf-mtp", "hf-dflash"}
+    assert set(data["missing"]) == {"hf-static-compile"}
     present = [name for name in DEFAULT if name not in data["missing"]]
     assert [row["competitor"] for row in data["summary"]] == present
     assert all(one["same"] for one in data["runs"] if one["competitor"] != "hf-greedy"), "float32 is equal"
@@ -218,7 +221,7 @@ def test_benchmark_kernels(benchmark, name):
         benchmark(contestant.call)
 
 
-@pytest.mark.parametrize("name", ["hf-greedy", "plain", "chain", "tree", "graph"])
+@pytest.mark.parametrize("name", ["hf-greedy", "plain", "model+history@graph"])
 def test_benchmark_generate(benchmark, name):
     pair = load_pair("tiny", device=CPU, dtype=torch.float32, prompts=1)
     (competitor,) = competitors(pair, [name])

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from gsd_kernels_cli.comparison import Decoded
 from gsd_kernels_hf.extras import cure
 
-from ..competitors import Competitor, Decode
+from ..competitors import Competitor, Decode, in_a_line
 from ..pairs import Pair, Prompt
 from .base import TOKENS, Engine, Place, Setting
 from .llama_server import VARIABLE, LlamaServer
@@ -147,11 +147,6 @@ def missing(engine: Engine, pair: Pair) -> str | None:
         if not isinstance(model, LlamaForCausalLM) or model.config.attention_bias or model.config.mlp_bias:
             return f"the converter knows LLaMA models without biases, not {type(model).__name__}"
     return None
-
-
-def in_a_line(error: Exception) -> str:
-    """The error, at most 300 letters of it."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _decoder(process: EngineProcess, setting: Setting) -> Decode:

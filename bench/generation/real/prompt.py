@@ -76,8 +76,6 @@ def measure(
     real: Any, lengths: list[int], new_tokens: int, rounds: int, wanted: tuple[str, ...], llama_cpp: Path | None
 ) -> dict[str, Any]:
     """Decode one token, then all, behind every prompt, by everyone in turn: seconds of both."""
-    import time
-
     from gsd_kernels_cli.busy import Others
 
     from ..pairs import Pair, Prompt
@@ -91,7 +89,7 @@ def measure(
     names = [name for name in names_of(real, engines) if name in wanted]
     text = long_text(real.tokenizer, max(lengths) + 2 * STRIDE * rounds)  # [tokens]
     prompts = [Prompt(str(n), NAME, text[None, :n]) for n in lengths]
-    pair = Pair(real.name, real.model, None, prompts, source=real.model)
+    pair = Pair(real.name, real.model, None, prompts)
     runs: list[dict[str, Any]] = []
     others = Others()
     with cold_cache(), Peers(pair, names, prompts[:2], new_tokens=new_tokens, engines=engines) as peers:
@@ -105,9 +103,7 @@ def measure(
                 seconds = []
                 for place, count in enumerate((1, new_tokens)):
                     begin = STRIDE * (2 * round_ + place)
-                    clock = time.perf_counter()
-                    decoded = way.decode(text[None, begin : begin + n], count, round_)
-                    seconds.append(time.perf_counter() - clock if decoded.seconds is None else decoded.seconds)
+                    seconds.append(way.timed(text[None, begin : begin + n], count, round_)[1])
                 runs.append({"way": way.name, "length": n, "round": round_, "first": seconds[0], "all": seconds[1]})
     missing = {way.name: way.missing for way in peers.competitors if way.decode is None}
     return {"peers": peers.notes, "missing": missing, "others_share": others.share(), "runs": runs}

@@ -22,9 +22,9 @@ from gsd_kernels_cli.busy import Others, distrust
 from gsd_kernels_cli.comparison import first_divergence
 
 from ...lib.environment import environment
-from ..competitors import Competitor
+from ..competitors import Competitor, warmed_up
 from ..pairs import Pair, Prompt
-from ..peers.race import Peers, in_a_line
+from ..peers.race import Peers
 from .models import Real, bits_of, load_real
 from .names import HF, OURS, PACKED, PLAIN, check_ways, label, plain_of
 from .prompts import Chat, encoded, first_of_each_kind, read_chats
@@ -97,7 +97,7 @@ def _run(settings: Settings, folder: Path | None, name: str) -> RealReport:
     names = _named(settings.ways, names_of(real, engines))
     prompts, others = encoded(chats, real.tokenizer), encoded(tuning, real.tokenizer)
     longest = [_to_the_end(real, chat, settings.new_tokens) for chat in chats if chat.turns]
-    pair = Pair(real.name, real.model, real.shared_draft, [*prompts, *longest], source=real.model)  # type: ignore[arg-type]
+    pair = Pair(real.name, real.model, real.shared_draft, [*prompts, *longest])
     report = RealReport(
         settings={
             "model": real.name,
@@ -120,7 +120,9 @@ def _run(settings: Settings, folder: Path | None, name: str) -> RealReport:
         report.peers = peers.notes
         if real.packed is not None:
             report.peers |= {PACKED: {"bits": bits_of(real.packed)}}
-        racing = _warm(real, names, [*own_ways(real, names), *peers.competitors], others, report)
+        ways = {way.name: way for way in (*own_ways(real, names), *peers.competitors)}
+        sorted_ways = [ways[name] for name in names if name in ways]
+        racing = warmed_up(sorted_ways, others[0].input_ids, lambda way: WARM_UP_TOKENS, report)
         try:
             _rounds(settings, real, chats, racing, report, folder, name)
         except KeyboardInterrupt:
@@ -180,29 +182,6 @@ def cold_cache() -> Iterator[None]:
                 del os.environ["GSD_KERNELS_CACHE"]
             else:
                 os.environ["GSD_KERNELS_CACHE"] = before
-
-
-def _warm(
-    real: Real, names: Sequence[str], ways: Sequence[Competitor], others: Sequence[Prompt], report: RealReport
-) -> list[Competitor]:
-    """Decode a few tokens of a prompt that is not reported; the ways that work, in the order of ``names``."""
-    racing = {}
-    for way in ways:
-        if way.decode is None:
-            report.missing[way.name] = way.missing or ""
-            continue
-        _say(f"warming up {way.name}")
-        begin = time.perf_counter()
-        try:
-            way.decode(others[0].input_ids, WARM_UP_TOKENS, 0)
-        except Exception as error:
-            if way.name in OURS:
-                raise
-            report.missing[way.name] = in_a_line(error)
-            continue
-        report.setup_seconds[way.name] = time.perf_counter() - begin
-        racing[way.name] = way
-    return [racing[name] for name in names if name in racing]
 
 
 def _rounds(
@@ -268,11 +247,7 @@ def _decode(
     real: Real, way: Competitor, prompt: Prompt, new_tokens: int, round_: int
 ) -> tuple[list[int], dict[str, Any]]:
     """The new tokens without the end's, which not every engine gives, and what they took."""
-    assert way.decode is not None
-    begin = time.perf_counter()
-    decoded = way.decode(prompt.input_ids, new_tokens, round_)
-    seconds = time.perf_counter() - begin if decoded.seconds is None else decoded.seconds
-    tokens = decoded.sequences[0, prompt.input_ids.shape[1] :].tolist()
+    tokens, seconds, decoded = way.timed(prompt.input_ids, new_tokens, round_)
     ended = next((place for place, token in enumerate(tokens) if token in real.ends), None)
     stats = decoded.stats
     if way.name in (PLAIN, PACKED) and stats is not None and stats.target_rows > stats.steps:

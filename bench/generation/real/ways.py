@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gsd_kernels_cli import comparison
 from gsd_kernels_hf.sources.shipped import shipped_file
 
-from ..competitors import PROMPT_LOOKUP_TOKENS, Competitor, Decode
+from ..competitors import PROMPT_LOOKUP_TOKENS, Competitor, Decode, inputs_of
 from ..peers.base import Engine
 from ..peers.llama_server import LlamaServer, find_binaries
 from ..peers.openvino import OpenVino
@@ -88,7 +87,4 @@ def _drafting(model: Any, options: dict[str, Any]) -> Callable[[], comparison.Co
 
 
 def _decode(contender: comparison.Contender) -> Decode:
-    def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Decoded:
-        return contender({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, new_tokens)
-
-    return decode
+    return lambda ids, new_tokens, seed: contender(inputs_of(ids), new_tokens)

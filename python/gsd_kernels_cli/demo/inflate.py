@@ -29,9 +29,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from gsd_kernels_hf.sources.heads import DraftHeads, shape_of
-
-__all__ = ["SHAPES", "ModelShape", "fitted_heads", "inflate", "inflated_config"]
+__all__ = ["SHAPES", "ModelShape", "inflate", "inflated_config"]
 
 # Rotary scalings that treat each pair by its frequency alone, so that a pair may move to another index.
 _PAIRWISE_ROPE = ("default", "linear", "llama3")
@@ -357,16 +355,3 @@ def inflate(
         head[: source.vocab_size, source.hidden_size] = 0
         head[source.vocab_size :, source.hidden_size] = _NEVER
     return result.eval()
-
-
-@torch.no_grad()
-def fitted_heads(heads: DraftHeads, target: PreTrainedModel) -> DraftHeads:
-    """``heads`` for what their target was inflated to: the same guesses from a wider hidden state.
-
-    The hidden state's added dimensions are left as they are, since a block of zeros adds nothing to them.
-    """
-    shape, size = shape_of(target), heads.hidden_size
-    wide = DraftHeads(int(shape["hidden_size"]), heads.num_heads, num_layers=heads.num_layers, target=shape)
-    wide.weight[..., :size, :size] = heads.weight.float()
-    wide.bias[..., :size] = heads.bias.float()
-    return wide.to(target.device, target.dtype).eval().requires_grad_(False)
