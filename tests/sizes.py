@@ -17,11 +17,11 @@ C_LIKE = (".h", ".cpp", ".cu", ".cuh", ".hpp")
 
 BUDGET = {
     "bench": 3,
-    "bench/generation": 100,
+    "bench/generation": 95,
     "bench/gpu": 66,
     "bench/kernels": 32,  # 29 before the duel had every op of two forms
     "bench/lib": 20,
-    "bench/scale": 7,
+    "bench/scale": 0,
     "csrc/algorithms": 150,
     "csrc/cpu": 191,  # 210 before heads of a drafter were one operator and candidates read at once
     "csrc/cuda": 84,
@@ -31,7 +31,7 @@ BUDGET = {
     "gsd_kernels": 22,
     "gsd_kernels/ops": 206,
     "python/gsd_kernels_hub": 11,  # what is laid out for the Hub
-    "python/gsd_kernels_cli": 130,
+    "python/gsd_kernels_cli": 128,
     "python/gsd_kernels_hf": 48,
     "python/gsd_kernels_hf/acceptance": 25,  # 24 before blocks were verified as a whole
     "python/gsd_kernels_hf/corpus": 5,
