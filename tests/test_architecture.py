@@ -37,7 +37,7 @@ CORE_OF_SATELLITES = {
     "gsd_kernels_serve": "api extras model.properties model.sides records validate.options",
     "gsd_kernels_cli": (
         "api corpus.index engine.decoder engine.options engine.resolved engine.stats exported.options "
-        "extras files learning model.fused model.gpu_proof model.hidden model.properties packed.dense packed.gguf "
+        "extras files learning model.fused model.gpu_proof model.properties packed.dense packed.gguf "
         "parallel progress records sources.base sources.checkpoints sources.corpus sources.dflash "
         "sources.eagle3 sources.heads sources.load sources.mtp_files store validate"
     ),

@@ -87,10 +87,10 @@ def generate(
     compare: Compare = None,
 ) -> None:
     """Whole generations in one interleaved run: plain, chain, tree, graph, auto, and transformers' own modes."""
+    model = values.named_once(place, model)
     from .competitors import DEFAULT
     from .generate import Settings
 
-    model = values.named_once(place, model)
     where, processes = join(device, tp_timeout) if tp else (device_of(device), 1)
     kind = dtype_of(dtype, str(where))
     if quick:

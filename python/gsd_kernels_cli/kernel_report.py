@@ -6,6 +6,7 @@ code with the assembler in its wheel, and the disassembly is counted. Importing 
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import subprocess
 import tempfile
@@ -201,200 +202,139 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def _floats(*shape: int) -> Tensor:
+    return _meta(*shape, dtype=torch.float32)
+
+
+def _long(*shape: int) -> Tensor:
+    return _meta(*shape, dtype=torch.int64)
+
+
+def _flags(*shape: int) -> Tensor:
+    return _meta(*shape, dtype=torch.bool)
+
+
+def _case(op: str, name: str, place: str, *arguments: Any) -> Case:
+    """A call of ``place``, ``room.module:function`` below :mod:`gsd_kernels.ops`, which is imported when it is made."""
+    return Case(op, name, lambda: pkgutil.resolve_name(f"gsd_kernels.ops.{place}")(*arguments))
+
+
+HALF = torch.bfloat16
+
+
 def shipped_cases() -> list[Case]:
     """Launches that between them use every kernel in every shipped configuration family."""
     return [
         *_attention_cases(),
         *_graph_cases(),
         *_sampling_cases(),
-        *_commit_cases(),
-        *_write_cases(),
+        *_cache_cases(),
         *_ngram_cases(),
     ]
 
 
 def _attention_cases() -> list[Case]:
     def case(name: str, heads: int, kv_heads: int, rows: int, dim: int, dtype: torch.dtype, **options: Any) -> Case:
-        def launch() -> None:
-            from gsd_kernels.ops.dag_attention.triton import dag_attention
+        cache = _meta(1, kv_heads, 8192, dim, dtype=dtype)
+        inputs = (_meta(1, heads, rows, dim, dtype=dtype), cache, cache)
+        places = (_meta(1, rows, 4), _meta(1), _meta(1), _meta(1, rows), _meta(1, 128))
+        limits = (options.get("softcap"), options.get("window"), options.get("chunk"))
+        sinks = _meta(heads, dtype=dtype) if "sinks" in options else None
+        return _case(
+            "dag_attention", name, "dag_attention.triton:dag_attention", *inputs, *places, dim**-0.5, *limits, sinks
+        )
 
-            cache = (1, kv_heads, 8192, dim)
-            dag_attention(
-                _meta(1, heads, rows, dim, dtype=dtype),
-                _meta(*cache, dtype=dtype),
-                _meta(*cache, dtype=dtype),
-                _meta(1, rows, 4),
-                _meta(1),
-                _meta(1),
-                _meta(1, rows),
-                _meta(1, 128),
-                dim**-0.5,
-                options.get("softcap"),
-                options.get("window"),
-                options.get("chunk"),
-                _meta(heads, dtype=dtype) if "sinks" in options else None,
-            )
-
-        return Case("dag_attention", name, launch)
-
-    half, single = torch.bfloat16, torch.float32
     return [
-        case("bf16 D64 4×16 rows", 32, 8, 16, 64, half),  # the tile of 64
-        case("bf16 D80 1×24 rows", 32, 32, 24, 80, half),  # of 32, padded dimensions
+        case("bf16 D64 4×16 rows", 32, 8, 16, 64, HALF),  # the tile of 64
+        case("bf16 D80 1×24 rows", 32, 32, 24, 80, HALF),  # of 32, padded dimensions
         case("fp16 D96 1×8 rows", 32, 32, 8, 96, torch.float16),  # of 16
-        case("bf16 D128 4×16 rows", 32, 8, 16, 128, half),
-        case("bf16 D128 8×64 rows", 64, 8, 64, 128, half),  # of 128
-        case("bf16 D256 2×16 rows", 16, 8, 16, 256, half),
-        case("bf16 D256 8×64 rows", 8, 1, 64, 256, half),
-        case("bf16 D256 8×64 rows, soft cap, window", 8, 1, 64, 256, half, softcap=50.0, window=4096),
-        case("bf16 D64 8×64 rows, sinks, window", 64, 8, 64, 64, half, window=128, sinks=True),
-        case("bf16 D128 5×64 rows, chunks, window", 40, 8, 64, 128, half, chunk=8192),
-        case("fp32 D128 4×16 rows", 32, 8, 16, 128, single),
-        case("fp32 D256 1×16 rows", 8, 8, 16, 256, single),
+        case("bf16 D128 4×16 rows", 32, 8, 16, 128, HALF),
+        case("bf16 D128 8×64 rows", 64, 8, 64, 128, HALF),  # of 128
+        case("bf16 D256 2×16 rows", 16, 8, 16, 256, HALF),
+        case("bf16 D256 8×64 rows", 8, 1, 64, 256, HALF),
+        case("bf16 D256 8×64 rows, soft cap, window", 8, 1, 64, 256, HALF, softcap=50.0, window=4096),
+        case("bf16 D64 8×64 rows, sinks, window", 64, 8, 64, 64, HALF, window=128, sinks=True),
+        case("bf16 D128 5×64 rows, chunks, window", 40, 8, 64, 128, HALF, chunk=8192),
+        case("fp32 D128 4×16 rows", 32, 8, 16, 128, torch.float32),
+        case("fp32 D256 1×16 rows", 8, 8, 16, 256, torch.float32),
     ]
 
 
 def _graph_cases() -> list[Case]:
-    def merge(depth: int, width: int, branch: int, merge_context: int = 1) -> Callable[[], object]:
-        def launch() -> None:
-            from gsd_kernels.ops.merge.triton import merge
+    def merge(name: str, depth: int, width: int, branch: int, merge_context: int = 1) -> Case:
+        graph = TokenGraph.empty(1, GraphConfig(depth=depth, width=width, branch=branch), "meta").tensors()
+        found = (_meta(1, width), _meta(1, width, branch), _floats(1, width, branch))
+        return _case("merge", name, "merge.triton:merge", graph, *found, 1, width, merge_context, -1.0, -1.0)
 
-            graph = TokenGraph.empty(1, GraphConfig(depth=depth, width=width, branch=branch), "meta")
-            shape = (1, width, branch)
-            log_probs = _meta(*shape, dtype=torch.float32)
-            merge(graph.tensors(), _meta(1, width), _meta(*shape), log_probs, 1, width, merge_context, -1.0, -1.0)
+    def flatten(branch: int, max_rows: int) -> Case:
+        edges = (_meta(1, 1024, branch), _floats(1, 1024, branch))
+        name = f"branch {branch}, {max_rows} rows"
+        return _case("flatten", name, "flatten.triton:flatten", _meta(1, 1024), *edges, max_rows, max_rows - 1)
 
-        return launch
-
-    def flatten(branch: int, max_rows: int) -> Callable[[], object]:
-        def launch() -> None:
-            from gsd_kernels.ops.flatten.triton import flatten
-
-            edges = (1, 1024, branch)
-            flatten(_meta(1, 1024), _meta(*edges), _meta(*edges, dtype=torch.float32), max_rows, max_rows - 1)
-
-        return launch
-
-    def verify() -> None:
-        from gsd_kernels.ops.verify.triton import verify
-
-        rows = _meta(1, 128)
-        done = _meta(1, dtype=torch.bool)
-        verify(rows, rows, rows, _meta(1, 128, 4), _meta(1), rows, _meta(2), _meta(1), done, 24)
-
+    rows = _meta(1, 128)
+    state = (_meta(1, 128, 4), _meta(1), rows, _meta(2), _meta(1), _flags(1))
     return [
-        Case("merge", "4×3 candidates, 64 nodes", merge(6, 4, 3)),
-        Case("merge", "tree", merge(6, 4, 3, merge_context=-1)),
-        Case("merge", "64×8 candidates, 1024 nodes", merge(2, 64, 8)),
-        Case("flatten", "branch 3, 32 rows", flatten(3, 32)),
-        Case("flatten", "branch 32, 128 rows", flatten(32, 128)),
-        Case("verify", "128 rows", verify),
+        merge("4×3 candidates, 64 nodes", 6, 4, 3),
+        merge("tree", 6, 4, 3, merge_context=-1),
+        merge("64×8 candidates, 1024 nodes", 2, 64, 8),
+        flatten(3, 32),
+        flatten(32, 128),
+        _case("verify", "128 rows", "verify.triton:verify", rows, rows, rows, *state, 24),
     ]
 
 
 def _sampling_cases() -> list[Case]:
     def case(name: str, count: int, dtype: torch.dtype, *parameters: float | Tensor | None) -> Case:
-        def launch() -> None:
-            from gsd_kernels.ops.sampling.triton import best_tokens
+        drawn = (_meta(1, 64, 128256, dtype=dtype), _meta(1, 64), count, _long(), _meta(1))
+        return _case("sampling", name, "sampling.triton:best_tokens", *drawn, *parameters, True, count > 1)
 
-            logits = _meta(1, 64, 128256, dtype=dtype)
-            seed = _meta(dtype=torch.int64)
-            best_tokens(logits, _meta(1, 64), count, seed, _meta(1), *parameters, True, count > 1)
-
-        return Case("sampling", name, launch)
-
-    def each() -> Tensor:
-        return _meta(1, dtype=torch.float32)
-
-    def distribution() -> None:
-        from gsd_kernels.ops.sampling.triton_cut import log_probs
-
-        log_probs(_meta(1, 8, 128256, dtype=torch.bfloat16), None, 0.7, None, 20.0, None, 0.9, None, 0.05)
-
+    each = _floats(1)
+    cut = (_meta(1, 8, 128256, dtype=HALF), None, 0.7, None, 20.0, None, 0.9, None, 0.05)
     return [
-        Case("sampling", "distribution after the warpers", distribution),
-        case("greedy", 1, torch.bfloat16, None, 0.0, None, 0.0, None, 1.0, None, 0.0),
-        case("temperature", 1, torch.bfloat16, None, 0.7, None, 0.0, None, 1.0, None, 0.0),
-        case("temperature, candidates", 8, torch.bfloat16, None, 0.7, None, 0.0, None, 1.0, None, 0.0),
-        case("min-p", 1, torch.bfloat16, None, 0.7, None, 0.0, None, 1.0, None, 0.05),
-        case("all warpers, candidates", 4, torch.float32, each(), 0.0, each(), 0.0, each(), 1.0, each(), 0.0),
+        _case("sampling", "distribution after the warpers", "sampling.triton_cut:log_probs", *cut),
+        case("greedy", 1, HALF, None, 0.0, None, 0.0, None, 1.0, None, 0.0),
+        case("temperature", 1, HALF, None, 0.7, None, 0.0, None, 1.0, None, 0.0),
+        case("temperature, candidates", 8, HALF, None, 0.7, None, 0.0, None, 1.0, None, 0.0),
+        case("min-p", 1, HALF, None, 0.7, None, 0.0, None, 1.0, None, 0.05),
+        case("all warpers, candidates", 4, torch.float32, each, 0.0, each, 0.0, each, 1.0, each, 0.0),
     ]
 
 
-def _commit_cases() -> list[Case]:
-    def case(name: str, dim: int, dtype: torch.dtype, width: int) -> Case:
-        def launch() -> None:
-            from gsd_kernels.ops.commit_kv.triton import commit_kv
+def _cache_cases() -> list[Case]:
+    """Keys and values: a step's accepted rows behind the prefix, and a forward's into the cache."""
 
-            caches = [_meta(1, 8, 4096, dim, dtype=dtype) for _ in range(4)]
-            commit_kv(caches, caches, _meta(1, width), _meta(1), _meta(1))
+    def commit(name: str, dim: int, dtype: torch.dtype, width: int) -> Case:
+        caches = [_meta(1, 8, 4096, dim, dtype=dtype) for _ in range(4)]
+        rows = (_meta(1, width), _meta(1), _meta(1))
+        return _case("commit_kv", name, "commit_kv.triton:commit_kv", caches, caches, *rows)
 
-        return Case("commit_kv", name, launch)
+    def write(name: str, dim: int, dtype: torch.dtype, rows: int) -> Case:
+        cache = _meta(1, 8, 4096, dim, dtype=dtype)
+        new = _meta(1, rows, 8, dim, dtype=dtype).transpose(1, 2)
+        return _case("write_kv", name, "write_kv.triton:write_kv", cache, cache, new, new, _long(1, rows))
 
-    return [case("bf16 D128, 11 rows", 128, torch.bfloat16, 11), case("fp32 D256, 128 rows", 256, torch.float32, 128)]
-
-
-def _write_cases() -> list[Case]:
-    def case(name: str, dim: int, dtype: torch.dtype, rows: int) -> Case:
-        def launch() -> None:
-            from gsd_kernels.ops.write_kv.triton import write_kv
-
-            cache = _meta(1, 8, 4096, dim, dtype=dtype)
-            projected = _meta(1, rows, 8, dim, dtype=dtype).transpose(1, 2)
-            write_kv(cache, cache, projected, projected, _meta(1, rows, dtype=torch.int64))
-
-        return Case("write_kv", name, launch)
-
-    return [case("bf16 D128, 64 rows", 128, torch.bfloat16, 64), case("fp32 D256, 64 rows", 256, torch.float32, 64)]
+    return [
+        commit("bf16 D128, 11 rows", 128, HALF, 11),
+        commit("fp32 D256, 128 rows", 256, torch.float32, 128),
+        write("bf16 D128, 64 rows", 128, HALF, 64),
+        write("fp32 D256, 64 rows", 256, torch.float32, 64),
+    ]
 
 
 def _ngram_cases() -> list[Case]:
-    def table(branch: int) -> tuple[Tensor, Tensor, Tensor]:
-        size = (1, 1 << 15)
-        return _meta(*size, dtype=torch.int64), _meta(*size, branch), _meta(*size, branch, dtype=torch.float32)
+    def case(name: str, function: str, *arguments: Any) -> Case:
+        return _case("ngram", name, f"ngram.{function}", *arguments)
 
-    def insert(branch: int, max_context: int, ways: int) -> Callable[[], object]:
-        def launch() -> None:
-            from gsd_kernels.ops.ngram.triton_insert import ngram_insert
-
-            new = (_meta(1, 64, branch), _meta(1, 64, branch, dtype=torch.float32), _meta(1, 64, dtype=torch.bool))
-            ngram_insert(*table(branch), _meta(1, 64, 8), *new, max_context, ways)
-
-        return launch
-
-    def lookup(branch: int, max_context: int, ways: int) -> Callable[[], object]:
-        def launch() -> None:
-            from gsd_kernels.ops.ngram.triton import ngram_lookup
-
-            ngram_lookup(*table(branch), _meta(1, 8, 8), max_context, ways)
-
-        return launch
-
-    def perturb(branch: int) -> Callable[[], object]:
-        def launch() -> None:
-            from gsd_kernels.ops.ngram.triton import perturb_candidates
-
-            source = _meta(1, 8, branch), _meta(1, 8, branch, dtype=torch.float32)
-            perturb_candidates(*source, _meta(1, 8), _meta(dtype=torch.int64), _meta(1))
-
-        return launch
-
-    def mix(branch: int) -> Callable[[], object]:
-        def launch() -> None:
-            from gsd_kernels.ops.ngram.triton import mix_candidates
-
-            source = _meta(1, 8, branch), _meta(1, 8, branch, dtype=torch.float32)
-            mix_candidates(*source, *source, _meta(1, 8, dtype=torch.float32))
-
-        return launch
-
-    return [
-        Case("ngram", "4 lengths, 8 ways, branch 4", insert(4, 4, 8)),
-        Case("ngram", "8 lengths, 16 ways, branch 32", insert(32, 8, 16)),
-        Case("ngram", "4 lengths, 8 ways, branch 4", lookup(4, 4, 8)),
-        Case("ngram", "8 lengths, 16 ways, branch 32", lookup(32, 8, 16)),
-        Case("ngram", "4 candidates", perturb(4)),
-        Case("ngram", "32 candidates", perturb(32)),
-        Case("ngram", "4 and 4 candidates", mix(4)),
-        Case("ngram", "32 and 32 candidates", mix(32)),
-    ]
+    cases = []
+    for branch, lengths, ways in ((4, 4, 8), (32, 8, 16)):
+        name, size = f"{lengths} lengths, {ways} ways, branch {branch}", (1, 1 << 15)
+        table = (_long(*size), _meta(*size, branch), _floats(*size, branch))
+        new = (_meta(1, 64, 8), _meta(1, 64, branch), _floats(1, 64, branch), _flags(1, 64))
+        found = (_meta(1, 8, branch), _floats(1, 8, branch))
+        cases += [
+            case(name, "triton_insert:ngram_insert", *table, *new, lengths, ways),
+            case(name, "triton:ngram_lookup", *table, _meta(1, 8, 8), lengths, ways),
+            case(f"{branch} candidates", "triton:perturb_candidates", *found, _meta(1, 8), _long(), _meta(1)),
+            case(f"{branch} and {branch} candidates", "triton:mix_candidates", *found, *found, _floats(1, 8)),
+        ]
+    return cases
