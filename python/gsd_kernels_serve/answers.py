@@ -169,11 +169,11 @@ class Answers:
 
     def read(
         self, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]
-    ) -> tuple[str, str | None, list[ToolCall] | None]:
+    ) -> tuple[str, str | None, list[ToolCall]]:
         """The text, the reasoning and the calls of an answer that is there as a whole."""
         answer = self.begin(prompt, tools)
         if answer is None:
-            return self._inner.decode(ids, skip_special_tokens=True), None, None
+            return self._inner.decode(ids, skip_special_tokens=True), None, []
         whole, parts = self._inner.decode(ids), list(answer.begun)
         for at in range(0, len(whole), READ_CHARACTERS):
             parts += answer.feed(whole[at : at + READ_CHARACTERS])
@@ -181,7 +181,7 @@ class Answers:
         calls = [part for part in parts if isinstance(part, ToolCall)]
         reasoning = "".join(part for part in parts if isinstance(part, ReasoningText))
         content = "".join(part for part in parts if type(part) is str)
-        return self.special.sub("", content).strip(), reasoning.strip() or None, calls or None
+        return self.special.sub("", content).strip(), reasoning.strip() or None, calls
 
 
 class _Behind:

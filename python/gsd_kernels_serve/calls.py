@@ -49,29 +49,24 @@ class Call:
         number: of the text in its request, which is added to the seed.
         gone: set once the client has closed its connection.
         recorder: of log-probabilities, or ``None``.
-        written: the tokens of every piece of a stream that is text, for ``/v1/responses``; of a whole text all at once.
         statistics: of the decoding, plain data.
         ids: its tokens.
         begun: done with the text's first token or with an error in its place; until then a stream can be refused.
         finish: ``"stop"``, or ``"length"`` for a text that was cut.
         since: when the request came, by ``time.perf_counter``.
         echoed: tokens of the prompt with their log-probabilities, where they are asked for.
-        prompt, tools: tokens and functions of the chat, where transformers' handler asks for them.
     """
 
     options: TextOptions
     number: int = 0
     gone: threading.Event = field(default_factory=threading.Event)
     recorder: Recorder | None = None
-    written: list[list[Entry]] = field(default_factory=list)
     statistics: dict[str, Any] | None = None
     ids: list[int] = field(default_factory=list)
     begun: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
     finish: str | None = None
     since: float = field(default_factory=time.perf_counter)
     echoed: list[Entry] = field(default_factory=list)
-    prompt: list[int] = field(default_factory=list)
-    tools: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.options.top is not None:
@@ -167,15 +162,6 @@ class Writer:
                 self._piece(value)
         if self.waiting and self.call.recorder is not None:
             self._piece("")
-
-    def cancel(self) -> None:
-        """Cancel the text; transformers' server calls it where a client goes away."""
-        self.call.gone.set()
-
-    @property
-    def total_tokens(self) -> int:
-        """The number of tokens, as transformers' server counts them."""
-        return len(self.entries)
 
 
 def _check_json(text: str) -> None:

@@ -90,19 +90,19 @@ def _call(name: str, given: Any) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def check_input(given: Any) -> None:
-    """Check ``input`` of ``/v1/responses``: what transformers' server makes messages of.
+def items_of(given: Any) -> list[Any]:
+    """The items of ``input`` of ``/v1/responses``, of which transformers' server makes messages.
 
     Raises:
         Refused: another item, or a part that is no text.
     """
     if isinstance(given, str):
-        return
+        return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given or not all(isinstance(item, Mapping) for item in given):
         raise wrong("input", "a string or a list of items", given)
     if "role" not in given[0] and given[0].get("type") in PARTS:
         _text("input", given)
-        return
+        return [{"role": "user", "content": given}]
     needed = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}
     for i, item in enumerate(given):
         kind = str(item.get("type", "message"))
@@ -122,6 +122,7 @@ def check_input(given: Any) -> None:
             raise Refused(
                 f"input[{i}].type", f"not served: {kind!r}; messages, calls of functions and their results are"
             )
+    return given
 
 
 def template_arguments(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

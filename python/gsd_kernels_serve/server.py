@@ -27,6 +27,7 @@ from starlette.exceptions import HTTPException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import GenerationState
 
 from gsd_kernels_hf.api import Patch
 
@@ -35,7 +36,7 @@ from .door import Door
 from .limits import Limits
 from .preparing import THREAD
 from .responses import Responses
-from .service import ERRORS, NoModelError, OneQueue, Service, answer_of
+from .service import ERRORS, NoModelError, Service, answer_of
 from .texts import Chat, Completions
 
 STOP_SECONDS = 2
@@ -171,10 +172,10 @@ def make_app(
         "model_manager": manager,
         "chat_handler": Chat(service),
         "completion_handler": Completions(service),
-        "response_handler": Responses(service, manager),
+        "response_handler": Responses(service),
         "transcription_handler": None,
         "systemone_handler": None,
-        "generation_state": OneQueue(service.queue),
+        "generation_state": GenerationState(),
     }
     wanted = inspect.signature(build_server).parameters
     unknown = [p.name for p in wanted.values() if p.default is p.empty and p.name not in parts]

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.utils import GenerateManager, GenerationState, _StreamError
+from transformers.cli.serving.utils import GenerateManager
 
 from gsd_kernels_cli.pair import BAD_CHAT
 from gsd_kernels_hf.api import Patch
@@ -33,13 +33,13 @@ from .processors import Grammars
 from .shown import check_shown
 from .text_options import TextOptions, text_options
 
-call_of: ContextVar[Call] = ContextVar("call")
-"""The text of the request that transformers' own handler works on."""
-
 receive: ContextVar[Any] = ContextVar("receive")
 """ASGI's function of the connection."""
 
 T = TypeVar("T")
+
+Waiting = asyncio.Queue[Piece | Exception | None]
+"""The pieces of a text that is being decoded, and at its end ``None`` or its error."""
 
 ERRORS = (ClientGoneError, StoppingError, BusyError, ValueError, TypeError, KeyError, OverflowError, TemplateError)
 """Of a request, where they name one of its fields: they have an answer of their own, and no traceback in the log."""
@@ -108,53 +108,6 @@ class Queue(GenerateManager):
         self.turns: list[_Turn] = []
         super().__init__()
 
-    def generate_streaming(
-        self,
-        model: Any,
-        processor: PreTrainedTokenizerBase,
-        inputs: dict[str, Any],
-        gen_config: Any,
-        request_id: str,
-        response_parser: Any = None,
-    ) -> tuple[asyncio.Queue[Any], Writer]:
-        """Stream like transformers' own, with a writer that keeps log-probabilities beside the pieces of the text."""
-        call = call_of.get()
-        loop, waiting = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        writer = Writer(call, self.tokenizer, processor.answer())
-
-        def send(value: Any) -> None:
-            in_loop(loop, waiting.put_nowait, value)
-
-        def take(piece: Piece) -> None:
-            if type(piece.value) is str:
-                call.written.append(piece.entries)
-            send(piece.value)
-
-        def run() -> None:
-            try:
-                self.decoding(call, request_id).generate(tokenizer=self.tokenizer, streamer=writer, **inputs)
-                send(None)
-            except ClientGoneError:
-                send(None)
-            except Exception as error:
-                call.fail(error)
-                send(_StreamError(answer_of(error, fields.RESPONSES)[1]["error"]["message"]))
-
-        writer.begin(take)
-        self.turn(call, run)
-        return waiting, writer
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> tuple[str, int, list[int]]:
-        """Generate like transformers' own, with a writer that keeps log-probabilities."""
-        call = call_of.get()
-        writer = Writer(call, self.tokenizer)
-        decode = partial(self.decoding(call, request_id).generate, tokenizer=self.tokenizer, streamer=writer, **inputs)
-        await outcome_of(self.turn(call, decode))
-        call.written = [writer.entries]
-        return await asyncio.to_thread(processor.read_answer, call.ids), inputs["input_ids"].shape[-1], call.ids
-
     def turn(self, call: Call, function: Callable[[], T]) -> concurrent.futures.Future[T | None]:
         """Have the thread call a function for a text; what waits for clients that have gone is let go of."""
         self.turns = [turn for turn in self.turns if turn.waits()]
@@ -172,17 +125,6 @@ class Queue(GenerateManager):
         except concurrent.futures.TimeoutError:  # TimeoutError itself from Python 3.11 on
             return False
         return True
-
-
-class OneQueue(GenerationState):
-    """transformers' table of queues, with one."""
-
-    def __init__(self, queue: Queue) -> None:
-        super().__init__()
-        self.queue = queue
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Queue:
-        return self.queue
 
 
 class Service:
@@ -275,10 +217,10 @@ class Service:
         """Wait for a text, which goes to ``writer``."""
         await outcome_of(self.queue.turn(call, partial(self._generate, call, ids, name, writer)))
 
-    def begin(self, call: Call, ids: list[int], name: str, writer: Writer) -> asyncio.Queue[Piece | Exception | None]:
+    def begin(self, call: Call, ids: list[int], name: str, writer: Writer) -> Waiting:
         """Have a text decoded, whose pieces :meth:`pieces_of` takes from this queue."""
         loop = asyncio.get_running_loop()
-        waiting: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+        waiting: Waiting = asyncio.Queue()
 
         def send(piece: Piece | Exception | None) -> None:
             in_loop(loop, waiting.put_nowait, piece)
@@ -308,7 +250,7 @@ class Service:
             await outcome_of(call.begun)
 
     @staticmethod
-    async def pieces_of(waiting: asyncio.Queue[Piece | Exception | None]) -> AsyncIterator[Piece]:
+    async def pieces_of(waiting: Waiting) -> AsyncIterator[Piece]:
         """The pieces of a text, as it is decoded; its error is raised."""
         while (piece := await waiting.get()) is not None:
             if isinstance(piece, Exception):

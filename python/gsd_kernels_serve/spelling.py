@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 from fastapi.responses import Response
@@ -16,6 +17,8 @@ def spelled(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
-async def answer(value: Any) -> Response:
-    """A response of JSON, spelled beside the event loop in parts: other threads have their turns between them."""
-    return Response(await asyncio.to_thread(lambda: "".join(_WHOLE.iterencode(value))), media_type="application/json")
+async def answer(function: Callable[..., Any], *args: Any) -> Response:
+    """A response of JSON, made and spelled beside the event loop in parts: other threads have turns between them."""
+    return Response(
+        await asyncio.to_thread(lambda: "".join(_WHOLE.iterencode(function(*args)))), media_type="application/json"
+    )

@@ -1,8 +1,10 @@
-"""``/v1/chat/completions`` and ``/v1/completions``: requests of one text or many, each decoded by itself."""
+"""Requests of one text or many, each decoded by itself: ``/v1/chat/completions`` and ``/v1/completions``."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -14,14 +16,16 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import fields
 from .answers import Answer, last_of, text_of
-from .calls import Call, Piece, Writer
+from .calls import Call, Writer
 from .checks import Refused, entries, one_of, text, wrong
 from .logprobs import Entry, Place
 from .messages import messages_of, template_arguments
-from .service import Events, Service, answer_of
+from .service import Events, Service, Waiting, answer_of
 from .spelling import answer, spelled
 from .text_options import TextOptions, token_ids
 from .tools import chosen, forced_calls, held_to
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -62,6 +66,7 @@ class TextRequest:
         stream: whether the client gets events.
         usage: ``stream_options.include_usage``; ``None``: not named.
         tools: as the chat template takes them; none are shown for ``tool_choice: "none"``.
+        echo: fields that the answer has as the request had them.
         gone: set once the client has closed its connection.
     """
 
@@ -72,6 +77,7 @@ class TextRequest:
     stream: bool = False
     usage: bool | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
+    echo: dict[str, Any] = field(default_factory=dict)
     gone: threading.Event = field(default_factory=threading.Event)
     since: int = field(default_factory=lambda: int(time.time()))
 
@@ -96,15 +102,18 @@ class TextRequest:
 
 
 class Texts:
-    """Texts of a request, as both endpoints write them.
+    """An endpoint: a request is read, its texts are decoded one after another and told, as a whole or as events.
 
     Args:
         service: the model and its queue.
+
+    Attributes:
+        endpoint: its path.
+        done: what ends a stream.
     """
 
     endpoint: str
-    whole: str
-    part: str
+    done = "data: [DONE]\n\n"
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -116,6 +125,75 @@ class Texts:
             Refused: something that only shows with the model and its tokenizer.
         """
         raise NotImplementedError
+
+    def whole(self, request: TextRequest, written: list[list[Entry]]) -> dict[str, Any]:
+        """The answer of a request that is no stream; ``written``: the tokens of each text."""
+        raise NotImplementedError
+
+    def events(self, request: TextRequest, first: Waiting) -> AsyncIterator[dict[str, Any]]:
+        """The events of a stream; ``first``: its first text, which is being decoded already."""
+        raise NotImplementedError
+
+    def answer(self, request: TextRequest, prompt: Prompt) -> Answer | None:
+        """Return the reader of a text that has parts; ``None``: it is text alone."""
+        return None
+
+    def numbered(self, event: dict[str, Any], number: int) -> dict[str, Any]:
+        """An event with its place in a stream, where it has one."""
+        return event
+
+    def failed(self, request: TextRequest, error: dict[str, Any]) -> list[dict[str, Any]]:
+        """The last events of a stream that an error ends."""
+        return [{"error": error, "detail": error["message"]}]
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
+        """Answer a request; transformers' application calls it."""
+        request = await self.service.prepare(fields.NEEDED[self.endpoint], self._checked, body, request_id)
+        await self.service.hold(request.options)
+        if request.stream:
+            first = await self.begin(request, 0)
+            await self.service.first_token(request.texts[0][1])
+            return Events(self._stream(request, first), request.gone)
+        written = []
+        async with self.service.connected(request.gone):
+            for index, (prompt, call) in enumerate(request.texts):
+                writer = Writer(call, self.service.tokenizer, before=prompt.last)
+                await self.service.decode(call, prompt.ids, self._name(request, index), writer)
+                written.append(writer.entries)
+            return await answer(self.whole, request, written)
+
+    def _checked(self, body: dict[str, Any], request_id: str) -> TextRequest:
+        return self.read(self.service.checked(self.endpoint, body), request_id)
+
+    async def begin(self, request: TextRequest, index: int) -> Waiting:
+        """Have a text of a stream decoded."""
+        prompt, call = request.texts[index]
+        reader = await asyncio.to_thread(self.answer, request, prompt)
+        writer = Writer(call, self.service.tokenizer, reader, prompt.last)
+        return self.service.begin(call, prompt.ids, self._name(request, index), writer)
+
+    async def _stream(self, request: TextRequest, first: Waiting) -> AsyncIterator[str]:
+        number = itertools.count()
+        try:
+            async for event in self.events(request, first):
+                yield _event(self.numbered(event, next(number)))
+            yield self.done
+        except Exception as error:
+            status, told = answer_of(error, self.endpoint)
+            if status == 500:
+                log.exception("%s failed", self.endpoint)
+            for event in self.failed(request, told["error"]):
+                yield _event(self.numbered(event, next(number)))
+
+    def _name(self, request: TextRequest, index: int) -> str:
+        return request.id if len(request.texts) == 1 else f"{request.id}/{index}"
+
+
+class Choices(Texts):
+    """An endpoint whose answers and events are lists of choices, a choice a text."""
+
+    object: str
+    part: str
 
     def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
         """A text that is over."""
@@ -129,80 +207,48 @@ class Texts:
         """A part of a text behind those before."""
         raise NotImplementedError
 
-    def answer(self, request: TextRequest, prompt: Prompt) -> Answer | None:
-        """Return the reader of a text that has parts; ``None``: it is text alone."""
-        return None
-
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
-        """Answer a request; transformers' application calls it."""
-        request = await self.service.prepare(fields.NEEDED[self.endpoint], self._checked, body, request_id)
-        await self.service.hold(request.options)
-        head = {"id": request_id, "created": request.since, "model": self.service.name}
-        if request.stream:
-            first = await self._begin(request, 0)
-            await self.service.first_token(request.texts[0][1])
-            events = self._events(request, {**head, "object": self.part}, first)
-            return Events(events, request.gone)
-        choices = []
-        async with self.service.connected(request.gone):
-            for index, (prompt, call) in enumerate(request.texts):
-                writer = Writer(call, self.service.tokenizer, before=prompt.last)
-                await self.service.decode(call, prompt.ids, self._name(request, index), writer)
-                choice = await asyncio.to_thread(self.choice, request, prompt, call, writer.entries)
-                choices.append({"index": index, **choice})
+    def whole(self, request: TextRequest, written: list[list[Entry]]) -> dict[str, Any]:
+        choices = [
+            {"index": index, **self.choice(request, prompt, call, entries)}
+            for index, ((prompt, call), entries) in enumerate(zip(request.texts, written, strict=True))
+        ]
         about = {**request.counted(), **request.statistics()}
-        return await answer({**head, "object": self.whole, "choices": choices, **about})
+        return {**self._head(request, self.object), "choices": choices, **about}
 
-    def _checked(self, body: dict[str, Any], request_id: str) -> TextRequest:
-        return self.read(self.service.checked(self.endpoint, body), request_id)
+    async def events(self, request: TextRequest, first: Waiting) -> AsyncIterator[dict[str, Any]]:
+        head = self._head(request, self.part)
+        for index, (prompt, call) in enumerate(request.texts):
 
-    async def _begin(self, request: TextRequest, index: int) -> asyncio.Queue[Piece | Exception | None]:
-        """Have a text of a stream decoded."""
-        prompt, call = request.texts[index]
-        reader = await asyncio.to_thread(self.answer, request, prompt)
-        writer = Writer(call, self.service.tokenizer, reader, prompt.last)
-        return self.service.begin(call, prompt.ids, self._name(request, index), writer)
+            def event(choice: dict[str, Any], index: int = index, **rest: Any) -> dict[str, Any]:
+                return {**head, "choices": [{"index": index, **choice}], **rest}
 
-    async def _events(
-        self, request: TextRequest, head: dict[str, Any], first: asyncio.Queue[Piece | Exception | None]
-    ) -> AsyncIterator[str]:
-        """The events of a stream, a text after another; ``first`` is being decoded already."""
-        try:
-            for index, (prompt, call) in enumerate(request.texts):
+            waiting = await self.begin(request, index) if index else first
+            if request.options.echoes:  # whose prompt is read before its text begins
+                await asyncio.wrap_future(call.begun)
+            if (begun := await asyncio.to_thread(self.first, request, prompt, call)) is not None:
+                yield event({**begun, "finish_reason": None})
+            state = StreamState(Place(prompt.shown), call.number)
+            async for piece in self.service.pieces_of(waiting):
+                delta = self.delta(piece.value, piece.entries, state, request)
+                yield event({**delta, "finish_reason": None})
+                state.calls += isinstance(piece.value, ToolCall)
+            last = self.delta("", [], state, request)
+            finish = "tool_calls" if state.calls and call.finish == "stop" else call.finish
+            rest = request.statistics() if index == len(request.texts) - 1 else {}
+            if rest and request.usage is None:
+                rest |= request.counted()
+            yield event({**last, "finish_reason": finish}, **rest)
+        if request.usage:
+            yield {**head, "choices": [], **request.counted(), **request.statistics()}
 
-                def event(choice: dict[str, Any], index: int = index, **rest: Any) -> str:
-                    return _event({**head, "choices": [{"index": index, **choice}], **rest})
-
-                waiting = await self._begin(request, index) if index else first
-                if request.options.echoes:  # whose prompt is read before its text begins
-                    await asyncio.wrap_future(call.begun)
-                if (begun := await asyncio.to_thread(self.first, request, prompt, call)) is not None:
-                    yield await asyncio.to_thread(event, {**begun, "finish_reason": None})
-                state = StreamState(Place(prompt.shown), call.number)
-                async for piece in self.service.pieces_of(waiting):
-                    delta = self.delta(piece.value, piece.entries, state, request)
-                    yield event({**delta, "finish_reason": None})
-                    state.calls += isinstance(piece.value, ToolCall)
-                last = self.delta("", [], state, request)
-                finish = "tool_calls" if state.calls and call.finish == "stop" else call.finish
-                rest = request.statistics() if index == len(request.texts) - 1 else {}
-                if rest and request.usage is None:
-                    rest |= request.counted()
-                yield event({**last, "finish_reason": finish}, **rest)
-            if request.usage:
-                yield _event({**head, "choices": [], **request.counted(), **request.statistics()})
-            yield "data: [DONE]\n\n"
-        except Exception as error:
-            yield _event(answer_of(error, self.endpoint)[1])
-
-    def _name(self, request: TextRequest, index: int) -> str:
-        return request.id if len(request.texts) == 1 else f"{request.id}/{index}"
+    def _head(self, request: TextRequest, kind: str) -> dict[str, Any]:
+        return {"id": request.id, "created": request.since, "model": self.service.name, "object": kind}
 
 
-class Completions(Texts):
+class Completions(Choices):
     """``/v1/completions``."""
 
-    endpoint, whole, part = fields.COMPLETIONS, "text_completion", "text_completion"
+    endpoint, object, part = fields.COMPLETIONS, "text_completion", "text_completion"
 
     def read(self, body: dict[str, Any], request_id: str) -> TextRequest:
         options = self.service.text_options(body, "prompt")
@@ -264,26 +310,55 @@ class Completions(Texts):
         return prompt.told
 
 
-class Chat(Texts):
+class Chats(Texts):
+    """An endpoint of messages, whose texts may think and call.
+
+    Attributes:
+        log_probs: the field that asks for log-probabilities, and how.
+    """
+
+    log_probs: tuple[str, str]
+
+    def chat(
+        self, body: dict[str, Any], request_id: str, messages: list[dict[str, Any]], form: Any, field: str
+    ) -> TextRequest:
+        """A request of messages; ``form``: what its ``field`` holds the texts to, or ``None``."""
+        service, needed = self.service, fields.NEEDED[self.endpoint]
+        offered = chosen(body, service.tokenizer)
+        options = service.text_options(body, needed)
+        name, needed_too = self.log_probs
+        if body.get("top_logprobs") and not body.get(name):
+            raise Refused("top_logprobs", f"needs {needed_too}")
+        options.top = body.get("top_logprobs", 0) if body.get(name) else None
+        options.forced = offered.forced
+        options.held = held_to(offered, form, field, service.answers.written)
+        ids = service.templated(messages, offered.tools, template_arguments(body, service.tokenizer), needed)
+        usage, stream = _usage(body), bool(body.get("stream"))
+        return TextRequest(request_id, [Prompt(ids)], options, body.get("n", 1), stream, usage, offered.tools)
+
+    def answer(self, request: TextRequest, prompt: Prompt) -> Answer | None:
+        return None if request.options.is_content else self.service.answers.begin(prompt.ids, request.tools)
+
+    def parts(self, request: TextRequest, prompt: Prompt, call: Call) -> tuple[str, str | None, list[ToolCall]]:
+        """The text, the reasoning and the calls of an answer that is over."""
+        if not request.options.is_content:
+            return self.service.answers.read(call.ids, prompt.ids, request.tools)
+        content = self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
+        calls = [] if request.options.forced is None else forced_calls(content, request.options.forced)
+        return "" if calls else content, None, calls
+
+
+class Chat(Chats, Choices):
     """``/v1/chat/completions``."""
 
-    endpoint, whole, part = fields.CHAT, "chat.completion", "chat.completion.chunk"
+    endpoint, object, part = fields.CHAT, "chat.completion", "chat.completion.chunk"
+    log_probs = "logprobs", "logprobs: true"
 
     def read(self, body: dict[str, Any], request_id: str) -> TextRequest:
-        service = self.service
         messages = messages_of(body["messages"])
-        options = service.text_options(body, "messages")
-        if body.get("top_logprobs") and not body.get("logprobs"):
-            raise Refused("top_logprobs", "needs logprobs: true")
-        options.top = body.get("top_logprobs", 0) if body.get("logprobs") else None
-        offered = chosen(body, service.tokenizer)
-        options.forced = offered.forced
-        options.held = held_to(offered, body.get("response_format"), "response_format", service.answers.written)
-        options.reference = self._reference(body.get("prediction"))
-        ids = service.templated(messages, offered.tools, template_arguments(body, service.tokenizer), "messages")
-        usage = _usage(body)
-        stream = bool(body.get("stream"))
-        return TextRequest(request_id, [Prompt(ids)], options, body.get("n", 1), stream, usage, offered.tools)
+        request = self.chat(body, request_id, messages, body.get("response_format"), "response_format")
+        request.options.reference = self._reference(body.get("prediction"))
+        return request
 
     def _reference(self, given: Any) -> list[int] | None:
         """The tokens of ``prediction``."""
@@ -303,20 +378,13 @@ class Chat(Texts):
         whole = "".join(part["text"] for part in parts)
         return self.service.tokens(whole, "prediction", add_special_tokens=False)
 
-    def answer(self, request: TextRequest, prompt: Prompt) -> Answer | None:
-        return None if request.options.is_content else self.service.answers.begin(prompt.ids, request.tools)
-
     def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
-        finish, reasoning = call.finish, None
-        if request.options.is_content:
-            content = self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
-            calls = None if request.options.forced is None else forced_calls(content, request.options.forced)
-        else:
-            content, reasoning, calls = self.service.answers.read(call.ids, prompt.ids, request.tools)
+        finish = call.finish
+        content, reasoning, calls = self.parts(request, prompt, call)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             made = [_call(f"{request.id}-{call.number}-{i}", one) for i, one in enumerate(calls)]
-            message |= {"content": None if request.options.forced is not None else content, "tool_calls": made}
+            message |= {"content": content if request.options.forced is None else None, "tool_calls": made}
             finish = "tool_calls" if finish == "stop" else finish
         if reasoning:
             message["reasoning_content"] = reasoning

@@ -18,7 +18,7 @@ from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_serve import fields, service
 from gsd_kernels_serve.calls import Listener
 from gsd_kernels_serve.door import Door
-from gsd_kernels_serve.responses import _Rewriter
+from gsd_kernels_serve.responses import Items
 
 pytestmark = pytest.mark.slow
 
@@ -171,15 +171,15 @@ def test_a_stream_whose_text_fails_before_it_is_decoded_ends(endpoint, server, m
         assert b" 500 " in client.recv(64)
 
 
-def test_an_error_while_events_are_rewritten_is_an_event(server, monkeypatch):
-    def broken(self, event, whole=_Rewriter.event):
-        if "output_text.delta" in event:
-            raise Broken("no event")
-        return whole(self, event)
+def test_an_error_while_events_are_made_is_an_event(server, monkeypatch):
+    def broken(self, value, logprobs):
+        raise Broken("no event")
 
-    monkeypatch.setattr(_Rewriter, "event", broken)
+    monkeypatch.setattr(Items, "part", broken)
     status, events = server.raw(fields.RESPONSES, {"input": "x", "max_output_tokens": 4, "stream": True})
     assert status == 200
-    last = json.loads(events[-1])
-    assert (last["type"], last["message"], last["sequence_number"]) == ("error", "no event", len(events) - 1)
+    error, last = (json.loads(event) for event in events[-2:])
+    assert (error["type"], error["message"], error["sequence_number"]) == ("error", "no event", len(events) - 2)
+    assert (last["type"], last["response"]["error"]["message"]) == ("response.failed", "no event")
+    monkeypatch.undo()
     assert server.got(fields.RESPONSES)["status"] == "incomplete", "the next text has its place"
