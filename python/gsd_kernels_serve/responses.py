@@ -124,10 +124,10 @@ class Responses(Chats):
         request.echo = {name: body[name] for name in _ECHOED if name in body}
         return request
 
-    def whole(self, request: TextRequest, written: list[list[Entry]]) -> dict[str, Any]:
-        ((prompt, call),) = request.texts
-        content, reasoning, calls = self.parts(request, prompt, call)
-        log_probs = self._log_probs(request, written[0])
+    def whole(self, request: TextRequest) -> dict[str, Any]:
+        (call,) = request.calls
+        content, reasoning, calls = self.parts(request, call)
+        log_probs = self._log_probs(request, call.entries)
         items = Items(request.id)
         parts: list[Any] = [ReasoningText(reasoning)] if reasoning else []
         parts += [content] if content or log_probs or not calls else []
@@ -164,9 +164,9 @@ class Responses(Chats):
 
     def _over(self, request: TextRequest, output: list[dict[str, Any]]) -> dict[str, Any]:
         """The response of a text that is over: with statistics, and whether it was cut."""
-        ((prompt, call),) = request.texts
+        (call,) = request.calls
         response = self._response(request, "completed", output)
-        response["usage"] = compute_usage(len(prompt.ids), len(call.ids)).model_dump(exclude_none=True)
+        response["usage"] = compute_usage(len(call.prompt.ids), len(call.ids)).model_dump(exclude_none=True)
         if call.finish == "length":
             response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
             output[-1]["status"] = "incomplete"

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.utils import GenerateManager
 
 from gsd_kernels_cli.pair import BAD_CHAT
 from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
 
 from . import fields
-from .answers import Answers
-from .calls import Call, ClientGoneError, Decoding, Piece, StoppingError, Writer
+from .answers import Answer, Answers
+from .calls import Call, ClientGoneError, Piece, StoppingError, Writer
 from .checks import Refused
+from .decoding import Queue
 from .limits import Limits
 from .logprobs import Pieces
 from .preparing import BusyError, Preparing, in_loop, outcome_of
@@ -79,54 +77,6 @@ class Events(StreamingResponse):
             self.gone.set()
 
 
-class _Turn:
-    """A function in the queue, called once: a text's. One whose client has gone holds nothing until its turn."""
-
-    def __init__(self, call: Call, function: Callable[[], Any]) -> None:
-        self.gone = call.gone
-        self.function: Callable[[], Any] | None = function
-
-    def waits(self) -> bool:
-        """Return whether its turn is to come, and somebody waits for it."""
-        if self.gone.is_set():
-            self.function = None
-        return self.function is not None
-
-    def __call__(self) -> Any:
-        function, self.function = self.function, None
-        return None if function is None else function()
-
-
-class Queue(GenerateManager):
-    """transformers' thread that decodes one text after another; each with its seed and its statistics."""
-
-    def __init__(
-        self, handle: Patch, tokenizer: PreTrainedTokenizerBase, stopping: threading.Event, speculates: bool
-    ) -> None:
-        self.handle, self.tokenizer = handle, tokenizer  # the same in every text, whose tokens are read once
-        self.stopping, self.speculates = stopping, speculates
-        self.turns: list[_Turn] = []
-        super().__init__()
-
-    def turn(self, call: Call, function: Callable[[], T]) -> concurrent.futures.Future[T | None]:
-        """Have the thread call a function for a text; what waits for clients that have gone is let go of."""
-        self.turns = [turn for turn in self.turns if turn.waits()]
-        self.turns.append(turn := _Turn(call, function))
-        return self.submit(turn)
-
-    def decoding(self, call: Call, name: str) -> Decoding:
-        """The object that decodes a text."""
-        return Decoding(self.handle, call, name, self.stopping, self.speculates)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until the thread is idle; whether it is."""
-        try:
-            self.submit(lambda: None).result(seconds)
-        except concurrent.futures.TimeoutError:  # TimeoutError itself from Python 3.11 on
-            return False
-        return True
-
-
 class Service:
     """A patched model, for endpoints.
 
@@ -150,7 +100,7 @@ class Service:
     ) -> None:
         self.name, self.model, self.tokenizer, self.limits = name, handle.model, tokenizer, limits
         self.prepare, self.compile = Preparing(limits.seconds, 4), Preparing(limits.seconds, 2)
-        self.queue = Queue(handle, tokenizer, stopping, speculates)
+        self.queue, self.stopping = Queue(handle, tokenizer, speculates), stopping
         self.vocabulary = properties.vocabulary(handle.model)
         self.grammars = Grammars(tokenizer, self.vocabulary)
         self.pieces, self.answers = Pieces(tokenizer), Answers(tokenizer, handle.model)
@@ -213,21 +163,20 @@ class Service:
             raise Refused(field, f"{len(text)} characters; this server reads {most} tokens (--max-prompt): shorten it")
         return list(self.tokenizer(text, **options)["input_ids"])
 
-    async def decode(self, call: Call, ids: list[int], name: str, writer: Writer) -> None:
-        """Wait for a text, which goes to ``writer``."""
-        await outcome_of(self.queue.turn(call, partial(self._generate, call, ids, name, writer)))
+    async def decode(self, call: Call) -> None:
+        """Wait for a text."""
+        writer = Writer(call, self.tokenizer, self.stopping)
+        await outcome_of(self.queue.turn(call, partial(self.queue.decode, writer)))
 
-    def begin(self, call: Call, ids: list[int], name: str, writer: Writer) -> Waiting:
-        """Have a text decoded, whose pieces :meth:`pieces_of` takes from this queue."""
-        loop = asyncio.get_running_loop()
+    def begin(self, call: Call, answer: Answer | None) -> Waiting:
+        """Have a text of a stream decoded, and read by ``answer``; its pieces are what :meth:`pieces_of` takes."""
         waiting: Waiting = asyncio.Queue()
-
-        def send(piece: Piece | Exception | None) -> None:
-            in_loop(loop, waiting.put_nowait, piece)
+        send = partial(in_loop, asyncio.get_running_loop(), waiting.put_nowait)
+        writer = Writer(call, self.tokenizer, self.stopping, answer, send)
 
         def run() -> None:
             try:
-                self._generate(call, ids, name, writer)
+                self.queue.decode(writer)
                 send(None)
             except ClientGoneError:
                 send(None)
@@ -235,7 +184,6 @@ class Service:
                 call.fail(error)
                 send(error)
 
-        writer.begin(send)
         self.queue.turn(call, run)
         return waiting
 
@@ -256,10 +204,6 @@ class Service:
             if isinstance(piece, Exception):
                 raise piece
             yield piece
-
-    def _generate(self, call: Call, ids: list[int], name: str, writer: Writer) -> None:
-        inputs = torch.tensor([ids], device=properties.device_of(self.model), dtype=torch.int64)
-        self.queue.decoding(call, name).generate(inputs, self.tokenizer, streamer=writer)
 
     @contextlib.asynccontextmanager
     async def connected(self, gone: threading.Event) -> AsyncIterator[None]:

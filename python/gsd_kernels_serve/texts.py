@@ -16,7 +16,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import fields
 from .answers import Answer, last_of, text_of
-from .calls import Call, Writer
+from .calls import Call, Prompt
 from .checks import Refused, entries, one_of, text, wrong
 from .logprobs import Entry, Place
 from .messages import messages_of, template_arguments
@@ -26,23 +26,6 @@ from .text_options import TextOptions, token_ids
 from .tools import chosen, forced_calls, held_to
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Prompt:
-    """Tokens to go on from.
-
-    Attributes:
-        ids: of them.
-        shown: what is put before each text.
-        last: of the tokens, where a text goes on what they say.
-        told: its log-probabilities, once they are formed.
-    """
-
-    ids: list[int]
-    shown: str = ""
-    last: list[int] = field(default_factory=list)
-    told: dict[str, Any] | None = None
 
 
 @dataclass
@@ -84,19 +67,22 @@ class TextRequest:
     def __post_init__(self) -> None:
         if (texts := len(self.prompts) * self.copies) > fields.MAX_TEXTS:
             raise Refused("n", f"{texts} texts of a request; {fields.MAX_TEXTS} at most")
-        self.texts = [(p, Call(self.options, i, self.gone)) for p in self.prompts for i in range(self.copies)]
+        self.calls = [
+            Call(prompt, self.options, self.id if texts == 1 else f"{self.id}/{index}", self.gone, number)
+            for index, (prompt, number) in enumerate(itertools.product(self.prompts, range(self.copies)))
+        ]
         for prompt in self.prompts:
             self.options.fitted(len(prompt.ids))
 
     def statistics(self) -> dict[str, Any]:
         """Statistics of the texts: of the only one, or a list."""
-        statistics = [call.statistics for _, call in self.texts]
+        statistics = [call.statistics for call in self.calls]
         return {"gsd_kernels": statistics[0] if len(statistics) == 1 else statistics}
 
     def counted(self) -> dict[str, Any]:
         """``usage``: a prompt counts once, whatever the number of its texts."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
-        answer = sum(len(call.ids) for _, call in self.texts)
+        answer = sum(len(call.ids) for call in self.calls)
         usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
         return {"usage": usage}
 
@@ -126,15 +112,15 @@ class Texts:
         """
         raise NotImplementedError
 
-    def whole(self, request: TextRequest, written: list[list[Entry]]) -> dict[str, Any]:
-        """The answer of a request that is no stream; ``written``: the tokens of each text."""
+    def whole(self, request: TextRequest) -> dict[str, Any]:
+        """The answer of a request that is no stream."""
         raise NotImplementedError
 
     def events(self, request: TextRequest, first: Waiting) -> AsyncIterator[dict[str, Any]]:
         """The events of a stream; ``first``: its first text, which is being decoded already."""
         raise NotImplementedError
 
-    def answer(self, request: TextRequest, prompt: Prompt) -> Answer | None:
+    def answer(self, request: TextRequest) -> Answer | None:
         """Return the reader of a text that has parts; ``None``: it is text alone."""
         return None
 
@@ -151,26 +137,20 @@ class Texts:
         request = await self.service.prepare(fields.NEEDED[self.endpoint], self._checked, body, request_id)
         await self.service.hold(request.options)
         if request.stream:
-            first = await self.begin(request, 0)
-            await self.service.first_token(request.texts[0][1])
+            first = await self.begin(request, request.calls[0])
+            await self.service.first_token(request.calls[0])
             return Events(self._stream(request, first), request.gone)
-        written = []
         async with self.service.connected(request.gone):
-            for index, (prompt, call) in enumerate(request.texts):
-                writer = Writer(call, self.service.tokenizer, before=prompt.last)
-                await self.service.decode(call, prompt.ids, self._name(request, index), writer)
-                written.append(writer.entries)
-            return await answer(self.whole, request, written)
+            for call in request.calls:
+                await self.service.decode(call)
+            return await answer(self.whole, request)
 
     def _checked(self, body: dict[str, Any], request_id: str) -> TextRequest:
         return self.read(self.service.checked(self.endpoint, body), request_id)
 
-    async def begin(self, request: TextRequest, index: int) -> Waiting:
+    async def begin(self, request: TextRequest, call: Call) -> Waiting:
         """Have a text of a stream decoded."""
-        prompt, call = request.texts[index]
-        reader = await asyncio.to_thread(self.answer, request, prompt)
-        writer = Writer(call, self.service.tokenizer, reader, prompt.last)
-        return self.service.begin(call, prompt.ids, self._name(request, index), writer)
+        return self.service.begin(call, await asyncio.to_thread(self.answer, request))
 
     async def _stream(self, request: TextRequest, first: Waiting) -> AsyncIterator[str]:
         number = itertools.count()
@@ -185,9 +165,6 @@ class Texts:
             for event in self.failed(request, told["error"]):
                 yield _event(self.numbered(event, next(number)))
 
-    def _name(self, request: TextRequest, index: int) -> str:
-        return request.id if len(request.texts) == 1 else f"{request.id}/{index}"
-
 
 class Choices(Texts):
     """An endpoint whose answers and events are lists of choices, a choice a text."""
@@ -195,11 +172,11 @@ class Choices(Texts):
     object: str
     part: str
 
-    def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
+    def choice(self, request: TextRequest, call: Call) -> dict[str, Any]:
         """A text that is over."""
         raise NotImplementedError
 
-    def first(self, request: TextRequest, prompt: Prompt, call: Call) -> dict[str, Any] | None:
+    def first(self, call: Call) -> dict[str, Any] | None:
         """The first event of a streamed text, before it has a token."""
         raise NotImplementedError
 
@@ -207,34 +184,31 @@ class Choices(Texts):
         """A part of a text behind those before."""
         raise NotImplementedError
 
-    def whole(self, request: TextRequest, written: list[list[Entry]]) -> dict[str, Any]:
-        choices = [
-            {"index": index, **self.choice(request, prompt, call, entries)}
-            for index, ((prompt, call), entries) in enumerate(zip(request.texts, written, strict=True))
-        ]
+    def whole(self, request: TextRequest) -> dict[str, Any]:
+        choices = [{"index": index, **self.choice(request, call)} for index, call in enumerate(request.calls)]
         about = {**request.counted(), **request.statistics()}
         return {**self._head(request, self.object), "choices": choices, **about}
 
     async def events(self, request: TextRequest, first: Waiting) -> AsyncIterator[dict[str, Any]]:
         head = self._head(request, self.part)
-        for index, (prompt, call) in enumerate(request.texts):
+        for index, call in enumerate(request.calls):
 
             def event(choice: dict[str, Any], index: int = index, **rest: Any) -> dict[str, Any]:
                 return {**head, "choices": [{"index": index, **choice}], **rest}
 
-            waiting = await self.begin(request, index) if index else first
+            waiting = await self.begin(request, call) if index else first
             if request.options.echoes:  # whose prompt is read before its text begins
                 await asyncio.wrap_future(call.begun)
-            if (begun := await asyncio.to_thread(self.first, request, prompt, call)) is not None:
+            if (begun := await asyncio.to_thread(self.first, call)) is not None:
                 yield event({**begun, "finish_reason": None})
-            state = StreamState(Place(prompt.shown), call.number)
+            state = StreamState(Place(call.prompt.shown), call.number)
             async for piece in self.service.pieces_of(waiting):
                 delta = self.delta(piece.value, piece.entries, state, request)
                 yield event({**delta, "finish_reason": None})
                 state.calls += isinstance(piece.value, ToolCall)
             last = self.delta("", [], state, request)
             finish = "tool_calls" if state.calls and call.finish == "stop" else call.finish
-            rest = request.statistics() if index == len(request.texts) - 1 else {}
+            rest = request.statistics() if call is request.calls[-1] else {}
             if rest and request.usage is None:
                 rest |= request.counted()
             yield event({**last, "finish_reason": finish}, **rest)
@@ -286,15 +260,16 @@ class Completions(Choices):
                 raise Refused(name, "has no tokens")
         return prompts
 
-    def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
+    def choice(self, request: TextRequest, call: Call) -> dict[str, Any]:
+        prompt = call.prompt
         shown = prompt.shown + text_of(self.service.tokenizer, call.ids, prompt.last)
-        choice = self.delta(shown, written, StreamState(Place(prompt.shown)), request)
-        if echoed := self._echoed(prompt, call):
+        choice = self.delta(shown, call.entries, StreamState(Place(prompt.shown)), request)
+        if echoed := self._echoed(call):
             choice["logprobs"] = {key: [*echoed[key], *(choice["logprobs"] or {}).get(key, ())] for key in echoed}
         return {**choice, "finish_reason": call.finish}
 
-    def first(self, request: TextRequest, prompt: Prompt, call: Call) -> dict[str, Any] | None:
-        return {"text": prompt.shown, "logprobs": self._echoed(prompt, call)} if prompt.shown else None
+    def first(self, call: Call) -> dict[str, Any] | None:
+        return {"text": call.prompt.shown, "logprobs": self._echoed(call)} if call.prompt.shown else None
 
     def delta(self, value: Any, written: list[Entry], state: StreamState, request: TextRequest) -> dict[str, Any]:
         logprobs = (
@@ -304,7 +279,8 @@ class Completions(Choices):
         )
         return {"text": str(value), "logprobs": logprobs}
 
-    def _echoed(self, prompt: Prompt, call: Call) -> dict[str, Any] | None:
+    def _echoed(self, call: Call) -> dict[str, Any] | None:
+        prompt = call.prompt
         if call.echoed and prompt.told is None:
             prompt.told = self.service.pieces.completion(call.echoed, Place(shown=prompt.shown))
         return prompt.told
@@ -336,13 +312,13 @@ class Chats(Texts):
         usage, stream = _usage(body), bool(body.get("stream"))
         return TextRequest(request_id, [Prompt(ids)], options, body.get("n", 1), stream, usage, offered.tools)
 
-    def answer(self, request: TextRequest, prompt: Prompt) -> Answer | None:
-        return None if request.options.is_content else self.service.answers.begin(prompt.ids, request.tools)
+    def answer(self, request: TextRequest) -> Answer | None:
+        return None if request.options.is_content else self.service.answers.begin(request.prompts[0].ids, request.tools)
 
-    def parts(self, request: TextRequest, prompt: Prompt, call: Call) -> tuple[str, str | None, list[ToolCall]]:
+    def parts(self, request: TextRequest, call: Call) -> tuple[str, str | None, list[ToolCall]]:
         """The text, the reasoning and the calls of an answer that is over."""
         if not request.options.is_content:
-            return self.service.answers.read(call.ids, prompt.ids, request.tools)
+            return self.service.answers.read(call.ids, call.prompt.ids, request.tools)
         content = self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
         calls = [] if request.options.forced is None else forced_calls(content, request.options.forced)
         return "" if calls else content, None, calls
@@ -378,9 +354,9 @@ class Chat(Chats, Choices):
         whole = "".join(part["text"] for part in parts)
         return self.service.tokens(whole, "prediction", add_special_tokens=False)
 
-    def choice(self, request: TextRequest, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
+    def choice(self, request: TextRequest, call: Call) -> dict[str, Any]:
         finish = call.finish
-        content, reasoning, calls = self.parts(request, prompt, call)
+        content, reasoning, calls = self.parts(request, call)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             made = [_call(f"{request.id}-{call.number}-{i}", one) for i, one in enumerate(calls)]
@@ -388,9 +364,9 @@ class Chat(Chats, Choices):
             finish = "tool_calls" if finish == "stop" else finish
         if reasoning:
             message["reasoning_content"] = reasoning
-        return {"message": message, "logprobs": self._logprobs(written, request), "finish_reason": finish}
+        return {"message": message, "logprobs": self._logprobs(call.entries, request), "finish_reason": finish}
 
-    def first(self, request: TextRequest, prompt: Prompt, call: Call) -> dict[str, Any] | None:
+    def first(self, call: Call) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
     def delta(self, value: Any, written: list[Entry], state: StreamState, request: TextRequest) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from fastapi.responses import StreamingResponse
 from served import ASKED, LENGTH, row_id
 
 from gsd_kernels_hf.engine.session import Session
-from gsd_kernels_serve import fields, service
-from gsd_kernels_serve.calls import Listener
+from gsd_kernels_serve import fields
+from gsd_kernels_serve.calls import Writer
+from gsd_kernels_serve.decoding import Queue
 from gsd_kernels_serve.door import Door
 from gsd_kernels_serve.responses import Items
 
@@ -31,12 +32,12 @@ def held(server, monkeypatch):
     """A text that the thread of all decodings is busy with."""
     begun, over = threading.Event(), threading.Event()
 
-    def ask(self, whole=Listener.ask):
+    def ask(self, whole=Writer.ask):
         begun.set()
         over.wait(60)
         return whole(self)
 
-    monkeypatch.setattr(Listener, "ask", ask)
+    monkeypatch.setattr(Writer, "ask", ask)
     thread = threading.Thread(target=lambda: server.raw(fields.COMPLETIONS, {"prompt": "x", "max_tokens": 1}))
     thread.start()
     assert begun.wait(60)
@@ -99,7 +100,7 @@ def test_a_text_that_ends_early_gives_its_cache_back(endpoint, stream, why, serv
         sessions.append(weakref.ref(self))
         return whole(self, *args, **kwargs)
 
-    def put(self, value, whole=Listener.put):
+    def put(self, value, whole=Writer.put):
         whole(self, value)
         if why == "left" and self.call.begun.done():
             self.call.gone.set()
@@ -108,7 +109,7 @@ def test_a_text_that_ends_early_gives_its_cache_back(endpoint, stream, why, serv
             raise Broken("no") if why == "failed" else ValueError("no")
 
     monkeypatch.setattr(Session, "begin", begin)
-    monkeypatch.setattr(Listener, "put", put)
+    monkeypatch.setattr(Writer, "put", put)
     gc.collect()
     gc.disable()
     try:
@@ -124,7 +125,7 @@ def test_a_stream_ends_whose_client_leaves_while_an_event_is_being_sent(endpoint
     """At once: the events' generator is not within an ``await`` then; it hears of it once it is collected."""
     over, sending, gone = threading.Event(), threading.Event(), []
 
-    def ask(self, whole=Listener.ask):
+    def ask(self, whole=Writer.ask):
         gone[:] = [self.call.gone]
         if self.call.begun.done() and not over.wait(30):
             raise AssertionError("nobody left")
@@ -141,7 +142,7 @@ def test_a_stream_ends_whose_client_leaves_while_an_event_is_being_sent(endpoint
         await whole(self, slow)
 
     kept = []  # as a cycle keeps it
-    monkeypatch.setattr(Listener, "ask", ask)
+    monkeypatch.setattr(Writer, "ask", ask)
     monkeypatch.setattr(StreamingResponse, "stream_response", stream)
     body = json.dumps({**ASKED[endpoint], LENGTH[endpoint]: 64, "stream": True}).encode()
     with socket.create_connection(server.socket.getsockname()) as client:
@@ -162,8 +163,7 @@ def test_a_stream_whose_text_fails_before_it_is_decoded_ends(endpoint, server, m
     def broken(*_, **__):
         raise Broken("no memory")
 
-    monkeypatch.setattr(service.Service, "_generate", broken)
-    monkeypatch.setattr(service.Queue, "decoding", broken)
+    monkeypatch.setattr(Queue, "decode", broken)
     body = json.dumps({**ASKED[endpoint], LENGTH[endpoint]: 8, "stream": True}).encode()
     with socket.create_connection(server.socket.getsockname()) as client:
         client.settimeout(30)

@@ -4,14 +4,61 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from served import ASKED, LENGTH, PROMPT, SCHEMA, TOOL, TOOLS, Server, row_id, spoken
 
+from gsd_kernels_cli import demo
+from gsd_kernels_hf import generate
 from gsd_kernels_serve import fields
 from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
 
 pytestmark = pytest.mark.slow
+
+
+TEXTS = (  # what a request asks for, and how generate is
+    ({}, {}),
+    ({"seed": 7, "temperature": 0.9}, {"do_sample": True, "temperature": 0.9, "seed": 7}),
+    ({"stop": ["nowhere", "("]}, {"stop_strings": ["nowhere", "("]}),
+    ({"stop": "self"}, {"stop_strings": "self"}),
+)
+PROMPTS = ("def add(a, b):\n", "class Queue:\n    def put(self, item):\n", "import os\n")
+
+
+def streamed(endpoint: str, events: list[str]) -> str:
+    """The text of a stream's events."""
+    found = [json.loads(event) for event in events if event != "[DONE]"]
+    if endpoint == RESPONSES:
+        return "".join(event["delta"] for event in found if event["type"] == "response.output_text.delta")
+    choices = [choice for event in found for choice in event["choices"]]
+    return "".join(c["text"] if endpoint == COMPLETIONS else c["delta"].get("content") or "" for c in choices)
+
+
+@pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
+def test_a_text_is_that_of_generate_whole_and_streamed_and_with_others_at_once(endpoint, server):
+    target, _, tokenizer = demo.load()
+    rows = [(prompt, *row) for prompt in PROMPTS for row in TEXTS if endpoint != RESPONSES or "stop" not in row[0]]
+
+    def asked(prompt: str) -> dict[str, object]:
+        return {fields.NEEDED[endpoint]: [{"role": "user", "content": prompt}] if endpoint == CHAT else prompt}
+
+    def ask(prompt: str, named: dict[str, object], stream: bool) -> str:
+        named = {**asked(prompt), LENGTH[endpoint]: 24, **named}
+        return (
+            streamed(endpoint, server.got(endpoint, stream=True, **named)) if stream else server.text(endpoint, **named)
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = [(pool.submit(ask, *row[:2], False), pool.submit(ask, *row[:2], True)) for row in rows]
+        found = [(whole.result(), stream.result()) for whole, stream in texts]
+    for (prompt, _, options), (whole, stream) in zip(rows, found, strict=True):
+        shown = prompt if endpoint == COMPLETIONS else prompt + "\n"
+        ids = tokenizer(shown, return_tensors="pt")["input_ids"]
+        options = {"max_new_tokens": 24, "do_sample": False, "graph_config": "plain", **options}
+        out = generate(target, ids, tokenizer=tokenizer, **options)
+        expected = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        assert whole == stream == expected, (prompt, options)
 
 
 def test_a_top_k_beyond_all_integers_is_off(server):
@@ -154,7 +201,7 @@ def test_an_error_behind_the_first_token_is_the_last_event(endpoint, server, mon
     from gsd_kernels_serve.calls import Writer
 
     def put(self, value, whole=Writer.put):
-        if len(self.entries) >= 3:
+        if len(self.call.entries) >= 3:
             raise ValueError("the text broke")
         whole(self, value)
 

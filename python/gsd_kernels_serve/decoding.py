@@ -1,0 +1,172 @@
+"""The thread that decodes one text after another."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers.cli.serving.utils import GenerateManager
+
+from gsd_kernels.config import AUTO
+from gsd_kernels_hf.api import Patch
+from gsd_kernels_hf.model import properties
+
+from .calls import Call, Writer
+from .checks import Refused
+from .logprobs import of_prompt
+from .text_options import refused_config
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_BAD = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError)
+"""What transformers raises for values that it cannot use."""
+
+
+def _check_json(text: str) -> None:
+    """Read an answer that was held to a schema once, before it is told as JSON.
+
+    Raises:
+        ValueError: it is none, by the grammar's fault.
+    """
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the answer was held to a schema, and is no JSON: {error}") from error
+
+
+def forget_calls(error: BaseException | None) -> None:
+    """Let go of the variables of all calls that an error and those before it came through, caches among them.
+
+    An error outlives its text: a future, a queue and a log have it, in cycles that the garbage collection finds late.
+    """
+    known: set[int] = set()
+    while error is not None and id(error) not in known:
+        known.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+class _Turn:
+    """A function in the queue, called once: a text's. One whose client has gone holds nothing until its turn."""
+
+    def __init__(self, call: Call, function: Callable[[], Any]) -> None:
+        self.gone = call.gone
+        self.function: Callable[[], Any] | None = function
+
+    def waits(self) -> bool:
+        """Return whether its turn is to come, and somebody waits for it."""
+        if self.gone.is_set():
+            self.function = None
+        return self.function is not None
+
+    def __call__(self) -> Any:
+        function, self.function = self.function, None
+        return None if function is None else function()
+
+
+class Queue(GenerateManager):
+    """transformers' thread that decodes one text after another; each with its seed and its statistics.
+
+    Args:
+        handle: the patched model's.
+        tokenizer: the model's.
+        speculates: whether the model drafts; where it decodes plainly, a text with a reference drafts all the same.
+    """
+
+    def __init__(self, handle: Patch, tokenizer: PreTrainedTokenizerBase, speculates: bool) -> None:
+        self.handle, self.tokenizer, self.speculates = handle, tokenizer, speculates
+        self.turns: list[_Turn] = []
+        super().__init__()
+
+    def turn(self, call: Call, function: Callable[[], T]) -> concurrent.futures.Future[T | None]:
+        """Have the thread call a function for a text; what waits for clients that have gone is let go of."""
+        self.turns = [turn for turn in self.turns if turn.waits()]
+        self.turns.append(turn := _Turn(call, function))
+        return self.submit(turn)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the thread is idle; whether it is."""
+        try:
+            self.submit(lambda: None).result(seconds)
+        except concurrent.futures.TimeoutError:  # TimeoutError itself from Python 3.11 on
+            return False
+        return True
+
+    def decode(self, writer: Writer) -> None:
+        """Decode a text, on the thread.
+
+        Raises:
+            TypeError, ValueError: the request cannot be served.
+            ClientGoneError, StoppingError: nobody waits for the text.
+        """
+        call, begun, model = writer.call, time.perf_counter(), self.handle.model
+        try:
+            writer.ask()
+            ids = torch.tensor([call.prompt.ids], device=properties.device_of(model), dtype=torch.int64)  # [1, P]
+            prompt = ids.shape[1]
+            config = call.options.fitted(prompt)
+            options: dict[str, Any] = {"generation_config": config, **self._speculation(call, ids)}
+            if processors := call.options.processors(prompt):
+                options["logits_processor"] = LogitsProcessorList(processors)
+            if call.options.echoes and call.options.top is not None:
+                call.echoed = of_prompt(model, ids, call.options.top, writer.ask)
+            options |= {"tokenizer": self.tokenizer, "seed": call.seed, "streamer": writer, "observer": call.recorder}
+            output = ids if config.max_new_tokens == 0 else model.generate(ids, **options)
+        except Exception as error:
+            reason = (
+                "the client went away" if call.gone.is_set() else " ".join(str(error).split()) or type(error).__name__
+            )
+            log.warning("%s ended after %.2f s: %s", call.name, time.perf_counter() - begun, reason)
+            forget_calls(error)
+            if call.options.named and isinstance(error, _BAD) and not isinstance(error, Refused):
+                error = refused_config(call.options.named, error)
+            call.fail(error)
+            raise error
+        if not call.begun.done():  # it has no token
+            call.begun.set_result(None)
+        call.ids = output[0, prompt:].tolist()
+        call.finish = self._finish(call, config)
+        if call.options.is_content and call.ids and call.ids[-1] in call.options.ends:
+            _check_json(self.tokenizer.decode(call.ids, skip_special_tokens=True))
+        self._count(call, queued=begun - call.since)
+        writer.close()
+
+    def _speculation(self, call: Call, ids: torch.Tensor) -> dict[str, Any]:
+        if not call.options.reference:
+            return {}
+        reference = {"reference_ids": ids.new_tensor(call.options.reference)}
+        return reference if self.speculates else {**reference, "graph_config": AUTO}
+
+    def _finish(self, call: Call, config: GenerationConfig) -> str:
+        ids, most = call.ids, config.max_new_tokens
+        ended = bool(ids) and ids[-1] in call.options.ends
+        if not ended and config.stop_strings:
+            text = self.tokenizer.decode(ids)
+            ended = any(stop in text for stop in config.stop_strings)
+        return "length" if not ended and most is not None and len(ids) >= most else "stop"
+
+    def _count(self, call: Call, queued: float) -> None:
+        if call.finish == "length" and not call.ids:  # nothing was decoded
+            call.statistics = {"new_tokens": 0, "queued": queued}
+            return
+        stats = self.handle.stats  # of this thread
+        call.statistics = {**stats.as_dict(), "queued": queued}
+        log.info(
+            "%s: %d + %d tokens, %d steps, %.2f tokens a step, %.2f s, queued %.2f s",
+            call.name,
+            len(call.prompt.ids),
+            stats.new_tokens,
+            stats.steps,
+            stats.tokens_per_step,
+            stats.seconds["total"],
+            queued,
+        )
