@@ -23,9 +23,6 @@ log = logging.getLogger(__name__)
 SPACES = 32
 """White space that a delimiter may begin or end with; without a bound a search looks at all of it from each."""
 
-READ_CHARACTERS = 64
-"""Characters that a parser is given at once."""
-
 LAST_TOKENS = 8
 """Tokens of a prompt before which there is nothing that a text behind them would be decoded by."""
 
@@ -54,19 +51,32 @@ class Answer:
         begun = _read(parser.initial_events)  # by the prompt
         self.begun = [part for part in begun if isinstance(part, ToolCall) or part.strip()]
         self.fed: list[str] = []
-        self.told = 0  # of them, up to the last one that gave a part
+        self.untold: list[str] = []  # letters of the text that no part has told yet
 
     def feed(self, text: str) -> list[Any]:
-        """The parts that are clear with more of the text."""
+        """The parts that are clear with more of the text, letter by letter: an error loses what came with its own."""
         if self.parser is None:
             return self._bare(text)
         self.fed.append(text)
-        try:
-            parts = _read(self.parser.feed(text))
-        except Exception as error:  # of a parser that takes what a model writes for well-formed
-            return self._give_up(error)
-        self.told = len(self.fed) if parts else self.told
-        return parts
+        parts: list[Any] = []
+        for at, letter in enumerate(text):
+            try:
+                events = self.parser.feed(letter)
+                parts += _read(events)
+            except Exception as error:  # of a parser that takes what a model writes for well-formed
+                parts += self._give_up(error, text[at:])
+                break
+            self._note(letter, events)
+        return _joined(parts)
+
+    def _note(self, letter: str, events: list[dict[str, Any]]) -> None:
+        """Keep the letters that the events of the last one leave untold."""
+        self.untold.append(letter)
+        clear = [event for event in events if event["type"] == "region_close" or event.get("dirty") is False]
+        if {"type": "region_open", "field": _CALLS} in events:  # which closes what is before it
+            del self.untold[: sum(len(event.get("text", "")) for event in clear)]
+        elif clear:
+            self.untold = list(self.parser._buffer[self.parser._pos :])
 
     def end(self) -> list[Any]:
         """The parts that are clear once the text is over."""
@@ -88,30 +98,11 @@ class Answer:
         again = self.anew().feed("".join(self.fed) + "\0")  # behind which a delimiter is clear
         return not _closes_a_call([event for event in again if event["field"] == _CALLS])
 
-    def _give_up(self, error: Exception) -> list[Any]:
-        """The parts before the error, which has lost them, and the rest as text."""
+    def _give_up(self, error: Exception, rest: str = "") -> list[str]:
+        """What no part has told, and the ``rest``, as text."""
         _tell(error)
-        self.parser, parser = None, self.anew()
-        before = max(self.told - 1, 0)
-        for text in self.fed[:before]:
-            parser.feed(text)
-        parts: list[Any] = []
-        raw, known = "", sum(map(len, self.fed[before : self.told]))
-        text = "".join(self.fed[before:])
-        for at, char in enumerate(text):
-            try:
-                events = parser.feed(char)
-                found = _read(events)
-            except Exception:
-                raw += text[at:]
-                break
-            clear = [event for event in events if event["type"] == "region_close" or event.get("dirty") is False]
-            if {"type": "region_open", "field": _CALLS} in events:  # which closes what is before it
-                raw = (raw + char)[sum(len(event.get("text", "")) for event in clear) :]
-            else:
-                raw = parser._buffer[parser._pos :] if clear else raw + char
-            parts += found if at >= known else ()
-        return _joined([*parts, *self._bare(raw)])
+        self.parser = None
+        return self._bare("".join(self.untold) + rest)
 
     def _bare(self, text: str) -> list[str]:
         return [bare] if (bare := self.special.sub("", text)) else []
@@ -174,10 +165,7 @@ class Answers:
         answer = self.begin(prompt, tools)
         if answer is None:
             return self._inner.decode(ids, skip_special_tokens=True), None, []
-        whole, parts = self._inner.decode(ids), list(answer.begun)
-        for at in range(0, len(whole), READ_CHARACTERS):
-            parts += answer.feed(whole[at : at + READ_CHARACTERS])
-        parts += answer.end()
+        parts = [*answer.begun, *answer.feed(self._inner.decode(ids)), *answer.end()]
         calls = [part for part in parts if isinstance(part, ToolCall)]
         reasoning = "".join(part for part in parts if isinstance(part, ReasoningText))
         content = "".join(part for part in parts if type(part) is str)

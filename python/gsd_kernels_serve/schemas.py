@@ -29,8 +29,12 @@ _TOLD_BY = {"object": ("properties", "additionalProperties"), "array": ("items",
 _ALONE = ("$ref", "anyOf", "allOf", "enum", "const")
 """Keywords whose neighbours xgrammar does not read."""
 
-_APART = (("format",), ("pattern",), ("minLength", "maxLength"))
-"""Of these bounds of a string, xgrammar reads those of one line alone."""
+_APART = (
+    (("format",), ("pattern",), ("minLength", "maxLength")),
+    (("properties",), ("patternProperties",), ("propertyNames",)),
+    (_BOUNDS, ("multipleOf",)),
+)
+"""Groups of keywords of which xgrammar reads those of one alone."""
 
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED = ("anyOf", "allOf", "prefixItems")
@@ -120,12 +124,12 @@ def _check_bounds(schema: Mapping[str, Any], at: str) -> None:
         wanted = _OF_TYPE.get(keyword, ())
         if wanted and not any(kind in wanted for kind in kinds):
             raise Refused(f"{at}.{keyword}", f"xgrammar reads it beside type {' or '.join(wanted)}; name it")
-    if "multipleOf" in schema and (kinds != ["integer"] or any(bound in schema for bound in _BOUNDS)):
-        raise Refused(f"{at}.multipleOf", "xgrammar holds integers without bounds to it, and no others; leave it out")
-    apart = [names for names in _APART if any(name in schema for name in names)]
-    if len(apart) > 1:
-        name = next(name for name in apart[1] if name in schema)
-        raise Refused(f"{at}.{name}", f"xgrammar does not read it beside {apart[0][0]}; leave one of them out")
+    if "multipleOf" in schema and "number" in kinds:
+        raise Refused(f"{at}.multipleOf", "xgrammar holds integers to it, and no others; leave it out")
+    for groups in _APART:
+        found = [[name for name in group if name in schema] for group in groups]
+        if len(found := [names[0] for names in found if names]) > 1:
+            raise Refused(f"{at}.{found[1]}", f"xgrammar does not read it beside {found[0]}; leave one of them out")
     if "format" in schema and schema["format"] not in _FORMATS:
         raise Refused(f"{at}.format", f"expected one of {', '.join(_FORMATS)}, got {schema['format']!r}")
     properties = schema.get("properties", {})
@@ -134,9 +138,6 @@ def _check_bounds(schema: Mapping[str, Any], at: str) -> None:
         raise wrong(f"{at}.required", "a list of names", needed)
     if isinstance(properties, Mapping) and (missing := [name for name in needed if name not in properties]):
         raise Refused(f"{at}.required", f"properties has no {missing[0]!r}, which xgrammar needs there")
-    names = [keyword for keyword in ("properties", "patternProperties", "propertyNames") if keyword in schema]
-    if len(names) > 1:
-        raise Refused(f"{at}.{names[1]}", f"xgrammar does not read it beside {names[0]}; leave it out")
 
 
 def _check_sizes(schema: Mapping[str, Any], at: str) -> None:

@@ -247,7 +247,7 @@ def _run(
         raise NothingLearned(_why_no_step(options, clock, record))
     after = trainee.measure(held_out)
     training = asdict(record)
-    del training["extended_at"], training["unfinished"]
+    del training["unfinished"]
     return folder.finish(
         trainee.save,
         {

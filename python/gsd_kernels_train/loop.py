@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,6 @@ class Record:
     seconds: float = 0.0
     tokens: int = 0
     loss: float = float("nan")
-    extended_at: list[int] = field(default_factory=list)  # steps at which a run was resumed with a larger budget
     unfinished: int = 0  # parts of the last step that were done when the time was over; it counts for nothing
 
 
@@ -244,8 +243,6 @@ class _Run:
             optimizer.load_state_dict(saved)
         _set_random_state(state["random"], self.device)
         self.record = Record(**state["record"])
-        if self.progress < state["progress"] - 1e-3:
-            self.record.extended_at.append(self.record.steps)
 
     def save(self) -> None:
         """Write a checkpoint."""
@@ -256,7 +253,6 @@ class _Run:
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "random": _random_state(self.device),
                 "record": asdict(self.record),
-                "progress": self.progress,
             },
         )
 

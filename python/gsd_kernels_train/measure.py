@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,12 +29,40 @@ class Guessing:
 
     @torch.no_grad()
     def measure(self, held_out: HeldOut) -> dict[str, Any]:
-        """See :func:`measure_guesses`."""
+        """Measure first guesses on held-out text and on the target's own greedy continuations of it.
+
+        Returns:
+            accuracy: by guess, how often it is the token of the text, where that counts. continuation_accuracy: the
+            same where the target wrote the text (``None`` where it ended at once). accepted: guesses that a step of
+            decoding those would accept.
+        """
         self.module.eval()
-        return measure_guesses(self.right, self.guesses, held_out)
+        depth, text, own = self.guesses, [], []
+        with tracked("measuring", len(held_out.windows) + len(held_out.picks), "windows") as update:
+            for part in held_out.windows.split(MEASURED_WINDOWS):
+                text.append(self.right(part, 0))
+                update(len(text) * MEASURED_WINDOWS)
+            for part in held_out.picks.split(MEASURED_WINDOWS):
+                own.append(self.right(part, held_out.prefix - 1))
+                update(len(held_out.windows) + len(own) * MEASURED_WINDOWS)
+        own = torch.cat(own)
+        lengths = (held_out.picked.sum(1) - depth).clamp(min=0)  # own: [texts, places, depth]
+        counted = torch.arange(own.shape[1], device=lengths.device) < lengths[:, None]
+        read = torch.cat(text)  # [windows, places, depth]
+        said = torch.ones_like(read)
+        if held_out.counted is not None:
+            said = held_out.counted[:, 2:].unfold(1, depth, 1)[:, : read.shape[1]]
+        return {
+            "accuracy": [read[..., k][said[..., k]].double().mean().item() for k in range(depth)],
+            "continuation_accuracy": own[counted].double().mean(0).tolist() if counted.any() else [None] * depth,
+            "accepted": accepted_per_step(own, lengths),
+        }
 
     def right(self, windows: Tensor, first: int) -> Tensor:
-        """Answer as :func:`measure_guesses` asks it."""
+        """Whether guesses are right: bool [B, places, guesses] of windows [B, N], from place ``first`` on.
+
+        The guess for token i + 2 + k, made once the target has read token i, given that those before it were right.
+        """
         places = windows.shape[1] - 1 - self.guesses - first
         if places < 1:
             return torch.zeros(len(windows), 0, self.guesses, dtype=torch.bool, device="cpu")
@@ -45,41 +72,6 @@ class Guessing:
     def guessed(self, windows: Tensor, first: int, places: int) -> Tensor:
         """First guesses from each of ``places`` places: target ids [B, places, guesses]."""
         raise NotImplementedError
-
-
-def measure_guesses(right: Callable[[Tensor, int], Tensor], depth: int, held_out: HeldOut) -> dict[str, Any]:
-    """Measure first guesses on held-out text and on the target's own greedy continuations of it.
-
-    Args:
-        right: (windows [B, N], first place) → bool [B, places, depth]: whether the guess for token i + 2 + k, made once
-            the target has read token i of a window, is the window's, given that those before it were.
-        depth: guesses a place.
-
-    Returns:
-        accuracy: by guess, how often it is the token of the text, where that counts. continuation_accuracy: the same
-        where the target wrote the text (``None`` where it ended at once). accepted: guesses that a step of decoding
-        those would accept.
-    """
-    text, own = [], []
-    with tracked("measuring", len(held_out.windows) + len(held_out.picks), "windows") as update:
-        for part in held_out.windows.split(MEASURED_WINDOWS):
-            text.append(right(part, 0))
-            update(len(text) * MEASURED_WINDOWS)
-        for part in held_out.picks.split(MEASURED_WINDOWS):
-            own.append(right(part, held_out.prefix - 1))
-            update(len(held_out.windows) + len(own) * MEASURED_WINDOWS)
-    own = torch.cat(own)
-    lengths = (held_out.picked.sum(1) - depth).clamp(min=0)  # own: [texts, places, depth]
-    counted = torch.arange(own.shape[1], device=lengths.device) < lengths[:, None]
-    read = torch.cat(text)  # [windows, places, depth]
-    said = torch.ones_like(read)
-    if held_out.counted is not None:
-        said = held_out.counted[:, 2:].unfold(1, depth, 1)[:, : read.shape[1]]
-    return {
-        "accuracy": [read[..., k][said[..., k]].double().mean().item() for k in range(depth)],
-        "continuation_accuracy": own[counted].double().mean(0).tolist() if counted.any() else [None] * depth,
-        "accepted": accepted_per_step(own, lengths),
-    }
 
 
 def accepted_per_step(right: Tensor, lengths: Tensor) -> float | None:

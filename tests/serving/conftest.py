@@ -1,4 +1,4 @@
-"""The demo pair, served once a file."""
+"""The demo pair, served once for all files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 pytest.register_assert_rewrite("effects", "effects_told", "served")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def server():
     from served import Server  # which skips the file that asks, where the extra is missing
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import typing
 
 import pytest
@@ -39,12 +38,6 @@ def model(server, endpoint):
 def messages(server, endpoint):
     two = [{"role": "user", "content": "import os"}, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
     assert server.got(endpoint, messages=two)["usage"]["prompt_tokens"] == tokens(server, "import os\nx\n")
-    image = {"type": "image_url", "image_url": {"url": "data:,"}}
-    for content, place in (([image], "[0].content[0]"), (7, "[0].content")):
-        refused = server.refusal(endpoint, messages=[{"role": "user", "content": content}])
-        assert refused["param"] == f"messages{place}"
-    assert server.refusal(endpoint, messages=[])["param"] == "messages"
-    assert server.refusal(endpoint, messages=[{"role": "judge", "content": ""}])["param"] == "messages[0].role"
 
 
 @effect("prompt", COMPLETIONS)
@@ -58,8 +51,6 @@ def prompt(server, endpoint):
         assert [choice["text"] for choice in found["choices"]] == texts
         assert [choice["index"] for choice in found["choices"]] == [0, 1] and len(found["gsd_kernels"]) == 2
         assert found["usage"]["prompt_tokens"] == sum(map(len, ids)) and found["usage"]["completion_tokens"] == 16
-    for bad in ([], [PROMPT, 3], [[1, "x"]], [10**6], {"a": 1}, [[]], True):
-        assert re.match(r"prompt(\[\d\])?$", server.refusal(endpoint, prompt=bad)["param"])
 
 
 @effect("input", RESPONSES)
@@ -72,10 +63,6 @@ def input_(server, endpoint):
     assert server.got(endpoint, input=items)["usage"]["input_tokens"] == tokens(
         server, "import os\n# calls paint\n\nx\n"
     )
-    image = {"type": "input_image", "image_url": "data:,"}
-    assert server.refusal(endpoint, input=[{"role": "user", "content": [image]}])["param"] == "input[0].content[0]"
-    for kind in ("item_reference", ["message"]):
-        assert server.refusal(endpoint, input=[{"type": kind, "id": "1"}])["param"] == "input[0].type"
 
 
 @effect("instructions", RESPONSES)
@@ -96,7 +83,6 @@ def tools(server, endpoint):
     assert next(iter(usage.values())) == tokens(server, "# paint\n" + PROMPT + "\n") or usage["total_tokens"] == (
         tokens(server, "# paint\n" + PROMPT + "\n") + 8
     )
-    assert server.refusal(endpoint, tools=[{"type": "web_search"}])["param"] == "tools[0].type"
 
 
 @effect("tool_choice", CHAT)
@@ -114,9 +100,6 @@ def tool_choice(server, endpoint):
         events = server.got(endpoint, tools=TOOLS, tool_choice=choice, max_tokens=64, stream=True)
         told, last = (json.loads(event)["choices"][0] for event in events[-3:-1])
         assert told["delta"]["tool_calls"][0]["function"] == call and last["finish_reason"] == "tool_calls"
-    assert server.refusal(endpoint, tool_choice="required")["param"] == "tool_choice"
-    named["function"]["name"] = "sing"
-    assert server.refusal(endpoint, tools=TOOLS, tool_choice=named)["param"] == "tool_choice"
 
 
 @effect("tool_choice", RESPONSES)
@@ -133,7 +116,6 @@ def tool_choice_of_responses(server, endpoint):
         events = server.got(endpoint, tools=flat, tool_choice=choice, max_output_tokens=64, stream=True)
         last = json.loads(events[-1])["response"]["output"][-1]
         assert (last["name"], last["arguments"]) == ("paint", call["arguments"])
-    assert server.refusal(endpoint, tool_choice="required")["param"] == "tool_choice"
 
 
 @effect("chat_template_kwargs", CHAT, RESPONSES)
@@ -142,9 +124,6 @@ def chat_template_kwargs(server, endpoint):
     assert other["usage"]["total_tokens"] - plain["usage"]["total_tokens"] == tokens(server, "# sweet\n") - tokens(
         server, ""
     )
-    for bad in ("taste", "messages", "tools", "tokenize"):  # unread, or the server's own
-        refused = server.refusal(endpoint, chat_template_kwargs={bad: "sweet"})
-        assert refused["param"] == f"chat_template_kwargs.{bad}"
 
 
 @effect("reasoning_effort", CHAT)
@@ -164,32 +143,26 @@ def temperature(server, endpoint):
     greedy = server.text(endpoint, temperature=...)
     assert server.text(endpoint, temperature=0) == greedy
     assert len({server.text(endpoint, temperature=2) for _ in range(3)}) > 1
-    assert server.refusal(endpoint, temperature=3)["param"] == "temperature"
-    for bad in ("hot", True, 10**400):
-        assert server.refusal(endpoint, temperature=bad)["param"] == "temperature"
 
 
-def narrowed(name: str, narrow: float, wide: float, bad: float):
+def narrowed(name: str, narrow: float, wide: float):
     def test(server, endpoint):
         assert server.text(endpoint, temperature=2, **{name: narrow}) == server.text(endpoint)
         long = {LENGTH[endpoint]: 24, "temperature": ..., name: wide}
         assert len({server.text(endpoint, **long) for _ in range(3)}) > 1, "it samples without a temperature"
-        assert server.refusal(endpoint, **{name: bad})["param"] == name
 
     effect(name)(test)
 
 
-narrowed("top_p", 1e-6, 0.999, 1.5)
-narrowed("top_k", 1, 0, -2)
-narrowed("min_p", 1.0, 0.001, -1)
+narrowed("top_p", 1e-6, 0.999)
+narrowed("top_k", 1, 0)
+narrowed("min_p", 1.0, 0.001)
 
 
 @effect("seed")
 def seed(server, endpoint):
     first, second = (server.text(endpoint, temperature=2, seed=number) for number in (1, 2))
     assert server.text(endpoint, temperature=2, seed=1) == first != second
-    assert server.refusal(endpoint, seed=2**80)["param"] == "seed"
-    assert server.refusal(endpoint, seed=1.5)["param"] == "seed"
 
 
 @effect("frequency_penalty", CHAT, COMPLETIONS)
@@ -216,13 +189,11 @@ def penalised(server, endpoint, name) -> None:
         ids = torch.cat([ids, logits.argmax()[None, None]], 1)
     expected = server.tokenizer.decode(ids[0, start:])
     assert server.text(endpoint, max_tokens=16, **{name: 1.5}, **shown) == expected != text
-    assert server.refusal(endpoint, **{name: 2.5})["param"] == name
 
 
 @effect("repetition_penalty")
 def repetition_penalty(server, endpoint):
     assert server.text(endpoint, repetition_penalty=5.0) != server.text(endpoint)
-    assert server.refusal(endpoint, repetition_penalty=0)["param"] == "repetition_penalty"
 
 
 @effect("logit_bias", CHAT, COMPLETIONS)
@@ -230,8 +201,6 @@ def logit_bias(server, endpoint):
     token = server.tokenizer(" x", add_special_tokens=False)["input_ids"][0]
     assert server.text(endpoint, logit_bias={str(token): 100}).count(server.tokenizer.decode([token])) == 8
     assert server.text(endpoint, logit_bias={}) == server.text(endpoint)
-    for bad, place in (({"x": 1}, ""), ({"1000000": 1}, ""), ({"5": 101}, ".5"), ([1], ""), ({"5": "1"}, ".5")):
-        assert server.refusal(endpoint, logit_bias=bad)["param"] == f"logit_bias{place}"
 
 
 @effect("response_format", CHAT)
@@ -241,10 +210,6 @@ def response_format(server, endpoint):
     form = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA, "strict": True}}
     check_json(server, endpoint, response_format=form)
     assert server.text(endpoint, response_format={"type": "json_object"}).startswith("{")
-    form["json_schema"]["schema"] = {"type": "nonsense"}
-    assert server.refusal(endpoint, response_format=form)["param"].startswith("response_format")
-    assert server.refusal(endpoint, response_format={"type": "yaml"})["param"] == "response_format.type"
-    assert server.refusal(endpoint, tools=TOOLS, response_format={"type": "json_object"})["param"] == "response_format"
 
 
 def check_json(server, endpoint, **form) -> None:
@@ -266,7 +231,6 @@ def check_json(server, endpoint, **form) -> None:
 def text(server, endpoint):
     assert server.text(endpoint, text={"format": {"type": "text"}}) == server.text(endpoint)
     assert server.text(endpoint, text={"verbosity": "low"}) == server.text(endpoint)
-    assert server.refusal(endpoint, text={"format": {"type": "yaml"}})["param"] == "text.format.type"
     pytest.importorskip("xgrammar")
     check_json(server, endpoint, text={"format": {"type": "json_schema", "name": "one", "schema": SCHEMA}})
 
@@ -276,7 +240,3 @@ def generation_config(server, endpoint):
     given = json.dumps({"max_new_tokens": 3, "transformers_version": "5", "num_beams": 1})
     found = server.got(endpoint, generation_config=given, **{LENGTH[endpoint]: ...})
     assert found["gsd_kernels"]["new_tokens"] == 3
-    for bad in ("num_beams", "num_assistant_tokens", "unheard_of", "num_return_sequences"):
-        refused = server.refusal(endpoint, generation_config=json.dumps({bad: 3}))
-        assert refused["param"] == f"generation_config.{bad}"
-    assert server.refusal(endpoint, generation_config="{")["param"] == "generation_config"

@@ -132,10 +132,7 @@ class Server:
 
     def text(self, endpoint: str, **named: typing.Any) -> str:
         """The text of a request that is served."""
-        found = self.got(endpoint, **named)
-        if endpoint == RESPONSES:
-            return found["output"][-1]["content"][0]["text"]
-        return found["choices"][0]["message"]["content"] if endpoint == CHAT else found["choices"][0]["text"]
+        return read(self.got(endpoint, **named))[0]
 
     def refusal(self, endpoint: str, **named: typing.Any) -> dict[str, typing.Any]:
         """The error of a request that is refused."""
@@ -143,6 +140,29 @@ class Server:
         assert status == 400, found
         assert found["error"]["type"] == "invalid_request_error" and found["error"]["message"]
         return found["error"]
+
+
+def read(found: typing.Any, index: int = 0) -> tuple[str, list[tuple[str, str]]]:
+    """The text and the calls of an answer, a choice of it, whole or in events."""
+    text, calls = "", []
+    for data in [found] if isinstance(found, dict) else [json.loads(event) for event in found if event != "[DONE]"]:
+        assert not data.get("error") and data.get("type") != "error", data
+        for choice in data.get("choices", ()):
+            if choice["index"] == index:
+                said = choice.get("delta") or choice.get("message") or choice
+                text += said.get("content") or said.get("text") or ""
+                made = [call["function"] for call in said.get("tool_calls") or ()]
+                calls += [(call["name"], call["arguments"]) for call in made]
+        for item in data.get("output", ()):
+            if item["type"] == "message":
+                text += item["content"][0]["text"]
+            elif item["type"] == "function_call":
+                calls.append((item["name"], item["arguments"]))
+        if data.get("type") == "response.output_text.delta":
+            text += data["delta"]
+        elif data.get("type") == "response.function_call_arguments.done":
+            calls.append((data["name"], data["arguments"]))
+    return text, calls
 
 
 def known(endpoint: str) -> set[str]:

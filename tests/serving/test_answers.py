@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from served import PROMPT, QWEN, SCHEMA, TOOL, TOOLS, row_id
+from served import PROMPT, QWEN, SCHEMA, TOOL, TOOLS, read, row_id
 from tokenizers import decoders
 from transformers.cli.serving import utils
 
@@ -49,32 +49,12 @@ def says(server, monkeypatch):
 
 def whole(server, endpoint: str, **named: object) -> tuple[str, list[tuple[str, str]]]:
     """An answer's text and its calls."""
-    found = server.got(endpoint, **named)
-    if endpoint == CHAT:
-        message = found["choices"][0]["message"]
-        calls = [call["function"] for call in message.get("tool_calls") or []]
-        text = message["content"]
-    else:
-        calls = [item for item in found["output"] if item["type"] == "function_call"]
-        text = "".join(item["content"][0]["text"] for item in found["output"] if item["type"] == "message")
-    return text, [(call["name"], call["arguments"]) for call in calls]
+    return read(server.got(endpoint, **named))
 
 
 def streamed(server, endpoint: str, **named: object) -> tuple[str, list[tuple[str, str]]]:
     """The same, of a stream."""
-    text, calls = "", []
-    for event in server.got(endpoint, stream=True, **named):
-        data = json.loads(event) if event != "[DONE]" else {}
-        assert "error" not in data and data.get("type") != "error", data
-        if data.get("choices"):
-            delta = data["choices"][0]["delta"]
-            text += delta.get("content") or ""
-            calls += [(call["function"]["name"], call["function"]["arguments"]) for call in delta.get("tool_calls", [])]
-        elif data.get("type") == "response.output_text.delta":
-            text += data["delta"]
-        elif data.get("type") == "response.function_call_arguments.done":
-            calls.append((data["name"], data["arguments"]))
-    return text, calls
+    return read(server.got(endpoint, stream=True, **named))
 
 
 def asked(endpoint: str, length: int) -> dict[str, object]:
@@ -246,8 +226,7 @@ def test_a_completion_goes_on_where_its_prompt_ends(prompt, text, stripping, say
     expected = text.removeprefix(" ") if prompt == "" else text  # behind a special token alone a text begins
     found = stripping.got(COMPLETIONS, **named)["choices"][0]
     assert (found["text"], found["finish_reason"]) == (expected, "stop")
-    events = [json.loads(event)["choices"][0] for event in stripping.got(COMPLETIONS, stream=True, **named)[:-1]]
-    assert "".join(event["text"] for event in events) == expected
+    assert streamed(stripping, COMPLETIONS, **named) == (expected, [])
     shown = stripping.text(COMPLETIONS, echo=True, **named)
     assert shown.endswith(expected) and (not isinstance(prompt, str) or shown.endswith(prompt + expected))
 
@@ -257,9 +236,7 @@ def test_a_prompt_that_ends_within_a_character_is_completed(server, says):
     assert len(euro) > 1
     length = says(" x")
     given = {"prompt": [5, *euro[:-1]], "max_tokens": length}
-    assert server.text(COMPLETIONS, **given) == " x"
-    pieces = server.got(COMPLETIONS, stream=True, **given)[:-1]
-    assert "".join(json.loads(event)["choices"][0]["text"] for event in pieces) == " x"
+    assert whole(server, COMPLETIONS, **given) == streamed(server, COMPLETIONS, **given) == (" x", [])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])

@@ -7,12 +7,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served import ASKED, LENGTH, PROMPT, SCHEMA, TOOL, TOOLS, Server, row_id, spoken
+import torch
+from served import ASKED, LENGTH, PROMPT, TOOLS, Server, read, row_id, spoken
 
 from gsd_kernels_cli import demo
 from gsd_kernels_hf import generate
 from gsd_kernels_serve import fields
 from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
+from gsd_kernels_serve.logprobs import Pieces, entries_of
 
 pytestmark = pytest.mark.slow
 
@@ -26,15 +28,6 @@ TEXTS = (  # what a request asks for, and how generate is
 PROMPTS = ("def add(a, b):\n", "class Queue:\n    def put(self, item):\n", "import os\n")
 
 
-def streamed(endpoint: str, events: list[str]) -> str:
-    """The text of a stream's events."""
-    found = [json.loads(event) for event in events if event != "[DONE]"]
-    if endpoint == RESPONSES:
-        return "".join(event["delta"] for event in found if event["type"] == "response.output_text.delta")
-    choices = [choice for event in found for choice in event["choices"]]
-    return "".join(c["text"] if endpoint == COMPLETIONS else c["delta"].get("content") or "" for c in choices)
-
-
 @pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
 def test_a_text_is_that_of_generate_whole_and_streamed_and_with_others_at_once(endpoint, server):
     target, _, tokenizer = demo.load()
@@ -45,9 +38,7 @@ def test_a_text_is_that_of_generate_whole_and_streamed_and_with_others_at_once(e
 
     def ask(prompt: str, named: dict[str, object], stream: bool) -> str:
         named = {**asked(prompt), LENGTH[endpoint]: 24, **named}
-        return (
-            streamed(endpoint, server.got(endpoint, stream=True, **named)) if stream else server.text(endpoint, **named)
-        )
+        return read(server.got(endpoint, stream=stream, **named))[0]
 
     with ThreadPoolExecutor(8) as pool:
         texts = [(pool.submit(ask, *row[:2], False), pool.submit(ask, *row[:2], True)) for row in rows]
@@ -86,15 +77,6 @@ def test_what_a_generation_config_holds_is_honoured_or_refused_by_name(server):
             assert refused["param"].startswith("generation_config")
     given = json.dumps({"max_new_tokens": 8, "do_sample": False})
     assert server.text(COMPLETIONS, generation_config=given) == server.text(COMPLETIONS)
-
-
-@pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
-def test_a_stream_is_refused_with_a_status_as_well(endpoint, server):
-    assert server.refusal(endpoint, stream=True, top_p=7)["param"] == "top_p"
-    long = {"prompt": [5] * 2048} if endpoint == COMPLETIONS else {fields.NEEDED[endpoint]: spoken(server, 2048)}
-    assert server.refusal(endpoint, stream=True, **{LENGTH[endpoint]: ..., **long})["param"] == fields.NEEDED[endpoint]
-    refused = server.refusal(endpoint, stream=True, generation_config='{"bad_words_ids": 5}')
-    assert refused["param"].startswith("generation_config")
 
 
 @pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
@@ -158,29 +140,10 @@ def test_a_forced_call_that_was_cut_can_be_handed_back(server):
     assert server.text(CHAT, **back) == server.text(CHAT, **written)
 
 
-def test_the_fields_of_a_message_are_named_where_they_would_be_dropped(server):
-    one = {"role": "user", "content": PROMPT, "audio": {"id": "1"}}
-    assert server.refusal(CHAT, messages=[one])["param"] == "messages[0].audio"
-    described = {"type": "json_schema", "json_schema": {"name": "one", "description": 5, "schema": SCHEMA}}
-    refused = server.refusal(CHAT, response_format=described)
-    assert refused["param"] == "response_format.json_schema.description"
-    named = {"role": "user", "content": PROMPT, "name": "ann"}  # which the template does not show
-    assert server.refusal(CHAT, messages=[named])["param"] == "messages[0].name"
-    assert server.refusal(RESPONSES, input=[named])["param"] == "input[0].name"
-    loose = {"type": "json_object", "schema": SCHEMA}
-    assert server.refusal(CHAT, response_format=loose)["param"] == "response_format.schema"
-    assert server.refusal(RESPONSES, text={"format": loose})["param"] == "text.format.schema"
-    assert server.refusal(CHAT, tools=[{**TOOLS[0], "cached": 1}])["param"] == "tools[0].cached"
-    strict = [{"type": "function", "function": {**TOOL, "strict": "yes"}}]
-    assert server.refusal(CHAT, tools=strict)["param"] == "tools[0].function.strict"
-
-
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 def test_tokens_are_told_by_their_bytes(kind):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-
-    from gsd_kernels_serve.logprobs import Pieces
 
     if kind == "bytes":
         vocabulary = {"\u0120a": 0, "\u00c3": 1, "\u00a9": 2, "<s>": 3}
@@ -194,6 +157,12 @@ def test_tokens_are_told_by_their_bytes(kind):
     pieces = Pieces(PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>"))
     assert [pieces.bytes_of(token) for token in range(5)] == [b" a", b"\xc3", b"\xa9", b"<s>", b""]
     assert [pieces.text_of(token) for token in range(3)] == [" a", "bytes:\\xc3", "bytes:\\xa9"]
+
+
+def test_a_token_that_is_ruled_out_has_a_number_of_json():
+    log_probs = torch.tensor([[0.0, -torch.inf, -torch.inf]], dtype=torch.float32, device="cpu")
+    (entry,) = entries_of(log_probs, torch.tensor([1], dtype=torch.int64, device="cpu"), 2)
+    assert entry.log_prob == -9999.0 and [log_prob for _, log_prob in entry.top] == [0.0, -9999.0]
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS], ids=row_id)

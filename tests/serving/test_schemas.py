@@ -72,6 +72,7 @@ HELD = [  # a schema, a value that meets it, one that does not
     (whole(minimum=3, maximum=5), 4, 2),
     ({"type": "number", "exclusiveMinimum": 3}, 3.5, 3),
     (whole(multipleOf=7), 14, 8),
+    ({"type": ["integer", "null"], "multipleOf": 7}, None, 8),
     ({"anyOf": [INT, {"type": "null"}], "description": "x"}, 1, "x"),
     ({"allOf": [INT]}, 1, "x"),
     ({**DEFINED, "$ref": "#/$defs/a"}, 1, "x"),
@@ -112,10 +113,17 @@ DROPPED = [  # a schema, the keyword by which it is refused
     (a_text(pattern="a", maxLength=2), "maxLength"),
     (a_text(format="date", maxLength=2), "maxLength"),
     (a_text(format="iri"), "format"),
-    ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
+    *(({"type": kind, "multipleOf": 7}, "multipleOf") for kind in ("number", ["integer", "number"])),
+    (whole(multipleOf=0.5), "multipleOf"),
     (whole(multipleOf=7, minimum=3), "multipleOf"),
     (whole(multipleOf=7, exclusiveMaximum=30), "multipleOf"),
     (a_text(contentEncoding="base64"), "contentEncoding"),
+    # ---- what makes a grammar large
+    *(({"enum": [str(i) for i in range(count)]}, "enum") for count in (1_001, 50_000)),
+    (a_text(maxLength=10**9), "maxLength"),
+    (whole(multipleOf=10**6), "multipleOf"),
+    *((a_text(pattern=pattern), "pattern") for pattern in ("^([a-z]{1,30}[0-9]){1,30}$", "a{99999999999}")),
+    (an(patternProperties={"a{301}": {}}), "patternProperties"),
 ]
 
 
