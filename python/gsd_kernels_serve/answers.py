@@ -12,8 +12,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import (
     ReasoningText,
+    ResponseParser,
     ToolCall,
-    build_response_parser,
     get_response_template,
     response_events_to_chunks,
 )
@@ -109,7 +109,7 @@ class Answer:
 
 
 class Answers:
-    """A tokenizer as transformers' server sees it, and what reads its model's answers.
+    """What reads a model's answers.
 
     Args:
         tokenizer, model: these.
@@ -120,33 +120,24 @@ class Answers:
         special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
     @property
     def written(self) -> Mapping[str, Any] | None:
         """How the model writes its answers, as transformers has it; ``None``: unknown, so that calls are text."""
         return get_response_template(self._inner, self._model)
 
-    @property
-    def response_template(self) -> Mapping[str, Any] | None:
-        """The same, as it is read: in time that grows as the text does."""
-        return bounded(self.written or {}) or None
-
-    def parser(self, prompt: list[int], tools: list[dict[str, Any]]) -> Any:
+    def parser(self, prompt: list[int], tools: list[dict[str, Any]]) -> ResponseParser | None:
         """transformers', of an answer behind a prompt; ``None``: it is text alone.
 
         Of a prompt that begins an answer in a way that cannot be read, or in none, it is not told.
         """
-
-        def build(before: str) -> Any:
-            return build_response_parser(_Behind(self, before), self._model, [prompt], tools=tools or None)
-
-        bare, before = build(""), self._inner.decode(prompt)
-        if bare is None or not bare._spec.start_anchor_re.search(before):
+        if not self.written:
+            return None
+        template, before = bounded(self.written), self._inner.decode(prompt)
+        bare = ResponseParser(template, prefix="", tools=tools or None)
+        if not bare._spec.start_anchor_re.search(before):
             return bare
         try:
-            parser = build(before)
+            parser = ResponseParser(template, prefix=before, tools=tools or None)
             _read(parser.initial_events)
         except Exception as error:
             _tell(error)
@@ -170,20 +161,6 @@ class Answers:
         reasoning = "".join(part for part in parts if isinstance(part, ReasoningText))
         content = "".join(part for part in parts if type(part) is str)
         return self.special.sub("", content).strip(), reasoning.strip() or None, calls
-
-
-class _Behind:
-    """The same as :class:`Answers`, whose prompt is decoded."""
-
-    def __init__(self, answers: Answers, before: str) -> None:
-        self._answers, self._before = answers, before
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._answers, name)
-
-    def decode(self, _: Any) -> str:
-        """The prompt."""
-        return self._before
 
 
 def last_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:

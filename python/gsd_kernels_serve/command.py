@@ -13,7 +13,9 @@ from gsd_kernels_cli.options import read_graph_config
 from gsd_kernels_cli.output import err, progress
 from gsd_kernels_cli.values import check_draft, named_once
 
-_SERVER, _LIMITS = "Server", "Limits of requests"
+from .limits import Limits
+
+_SERVER = "Server"
 
 
 @dataclass
@@ -40,35 +42,6 @@ class AccessOptions:
     ] = None
 
 
-@dataclass
-class LimitOptions:
-    """Bounds of one request."""
-
-    max_body: Annotated[
-        int, typer.Option("--max-body", min=1, metavar="BYTES", rich_help_panel=_LIMITS, help="Of a request.")
-    ] = 2_000_000
-    max_prompt: Annotated[
-        int | None,
-        typer.Option(
-            "--max-prompt",
-            min=1,
-            metavar="TOKENS",
-            rich_help_panel=_LIMITS,
-            show_default=False,
-            help="Of a prompt; default: twice the model's positions.",
-        ),
-    ] = None
-    max_seconds: Annotated[
-        float,
-        typer.Option(
-            "--max-seconds", min=0.1, rich_help_panel=_LIMITS, help="For its template, its tokens and its schema."
-        ),
-    ] = 10.0
-    max_requests: Annotated[
-        int, typer.Option("--max-requests", min=1, rich_help_panel=_LIMITS, help="Under way at a time.")
-    ] = 128
-
-
 @with_groups
 def command(
     *,
@@ -89,7 +62,7 @@ def command(
         typer.Option("--name", rich_help_panel=_SERVER, help="By which clients ask for the model; default: MODEL."),
     ] = None,
     access: AccessOptions,
-    limits: LimitOptions,
+    limits: Limits,
 ) -> None:
     """Serve a model to OpenAI clients, by transformers' own server; one request is decoded at a time.
 
@@ -114,7 +87,6 @@ def command(
             decoding = {"graph_config": pair.shape(config), "criterion": criterion.value, "backend": backend}
             handle = patch(pair.target, **{"tokenizer": pair.tokenizer, **pair.speculation, **decoding})
         from . import server
-        from .limits import Limits
 
         name = name or model or "demo"
         app = server.make_app(
@@ -124,7 +96,7 @@ def command(
             speculates=decoding["graph_config"] != PLAIN,
             origins=origins,
             hosts=names_of(host, hosts),
-            limits=Limits(limits.max_body, limits.max_prompt, limits.max_seconds, limits.max_requests),
+            limits=limits,
         )
         if not is_loopback(host):
             err.print(f"gsd-kernels: anyone who reaches {host} can use this server: it asks for no key", markup=False)

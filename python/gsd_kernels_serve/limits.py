@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
 
 READ_SECONDS = 30.0
 """Seconds in which a client sends the body of a request."""
 
 
+def _option(name: str, help: str, **more: Any) -> Any:
+    return typer.Option(name, help=help, rich_help_panel="Limits of requests", **more)
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of all requests; those of single fields are in the table of fields.
+    """Bounds of all requests, options of the command; those of single fields are in the table of fields.
 
     Attributes:
         body: bytes of a request, and characters of a chat that its template has written.
@@ -19,10 +26,19 @@ class Limits:
         requests: that are under way; more are sent away.
     """
 
-    body: int = 2_000_000
-    prompt: int | None = None
-    seconds: float = 10.0
-    requests: int = 128
+    body: Annotated[int, _option("--max-body", "Of a request.", min=1, metavar="BYTES")] = 2_000_000
+    prompt: Annotated[
+        int | None,
+        _option(
+            "--max-prompt",
+            "Of a prompt; default: twice the model's positions.",
+            min=1,
+            metavar="TOKENS",
+            show_default=False,
+        ),
+    ] = None
+    seconds: Annotated[float, _option("--max-seconds", "For its template, its tokens and its schema.", min=0.1)] = 10.0
+    requests: Annotated[int, _option("--max-requests", "Under way at a time.", min=1)] = 128
 
     def tokens(self, positions: int | None) -> int:
         """Of a prompt of a model with so many positions."""

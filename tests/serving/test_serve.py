@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -110,18 +111,16 @@ def test_an_interrupt_while_a_prompt_is_read_ends_it_cleanly(process):
     """Last, as it ends the process; a text that is being decoded is one of ``test_crowd``."""
 
     def ask() -> None:
-        with pytest.raises(OSError, match=r"closed|reset"):
-            process.ask(COMPLETIONS, {"prompt": [5] * 300_000, "max_tokens": 1})
-        left.append(True)
+        with contextlib.suppress(OSError):  # the connection ends, or there is time for an answer
+            assert process.ask(COMPLETIONS, {"prompt": [5] * 300_000, "max_tokens": 1})[0] == 503
 
-    left: list[bool] = []
     waiting = threading.Thread(target=ask)
     waiting.start()
     time.sleep(1.5)  # it is being read, for minutes
     process.process.send_signal(signal.SIGINT)
     assert process.process.wait(60) == 130, process.log
     waiting.join(10)
-    assert left
+    assert not waiting.is_alive()
     assert "Traceback" not in process.log and process.log.rstrip().endswith("gsd-kernels: interrupted")
     assert not re.search("torchao|_pytree", process.log), "unused packages speak up when they are imported"
 
