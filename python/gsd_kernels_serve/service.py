@@ -113,13 +113,9 @@ class Service:
             Refused: one that is not served, another model among them.
         """
         kept = fields.check(endpoint, body)
-        self.check_name(kept.get("model"))
-        return kept
-
-    def check_name(self, name: str | None) -> None:
-        """Refuse another model."""
-        if name not in (None, self.name):
+        if (name := kept.get("model")) not in (None, self.name):
             raise NoModelError("model", f"Server is pinned to '{self.name}'; requested '{name}'.")
+        return kept
 
     def text_options(self, body: Mapping[str, Any], source: str) -> TextOptions:
         """Make of a checked request what the decoding takes; ``source``: the field of its prompt."""
