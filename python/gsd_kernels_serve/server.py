@@ -22,9 +22,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState
@@ -53,40 +53,27 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/model
 """Of transformers' server; the others load or drop models, or are for other kinds of models."""
 
 
-class OneModel(ModelManager):
-    """transformers' manager of models with one, which is loaded already and stays.
+class OneModel:
+    """What transformers' application asks of a manager of models, of one that is loaded already and stays.
 
     Args:
         name: by which clients ask for it.
-        model, tokenizer: it.
         stopping: set when the server stops.
     """
 
-    def __init__(
-        self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stopping: threading.Event
-    ) -> None:
-        self.model, self.tokenizer, self.stopping = model, tokenizer, stopping
-        self.since = int(time.time())
-        super().__init__(force_model=name)
+    def __init__(self, name: str, stopping: threading.Event) -> None:
+        self.stopping = stopping
+        self.entry = {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "gsd-kernels",
+            "status": {"value": "loaded"},
+        }
 
-    def load_model_and_processor(
-        self, *_: Any, **__: Any
-    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # of the one name that handlers let through
-        return self.model, self.tokenizer
-
-    async def load_model_streaming(self, model_id_and_revision: str, **_: Any) -> AsyncIterator[str]:
-        own = self.process_model_name(self.force_model)
-        status: dict[str, Any] = {"status": "ready", "model": own, "cached": True}
-        if model_id_and_revision != own:
-            status = {
-                "status": "error",
-                "model": model_id_and_revision,
-                "message": f"only {self.force_model} is served",
-            }
-        yield f"data: {json.dumps(status)}\n\n"
-
-    def get_gen_models(self, *_: Any) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [{"id": self.force_model, "object": "model", "created": self.since, "owned_by": "gsd-kernels"}]
+    def list_models(self) -> list[dict[str, Any]]:
+        """The one."""
+        return [self.entry]
 
     def shutdown(self) -> None:
         """Called when the server ends: so do texts that nobody waits for any more."""
@@ -107,18 +94,20 @@ async def _no_object(request: Request, error: RequestValidationError) -> Respons
     return await _refused(request, HTTPException(400, reason))
 
 
-def _add_routes(app: FastAPI, manager: OneModel) -> None:
+def _add_routes(app: FastAPI, entry: dict[str, Any]) -> None:
     """Of OpenAI's routes the one that transformers' application has not, and the one that takes any name there."""
 
     @app.post("/load_model")
     async def load_model(body: dict[str, Any]) -> Response:
         text("model", body.get("model"))
-        name = manager.process_model_name(body["model"])
-        return StreamingResponse(manager.load_model_streaming(name), media_type="text/event-stream")
+        name, own = map(ModelManager.process_model_name, (body["model"], entry["id"]))
+        status: dict[str, Any] = {"status": "ready", "model": own, "cached": True}
+        if name != own:
+            status = {"status": "error", "model": name, "message": f"only {entry['id']} is served"}
+        return Response(f"data: {json.dumps(status)}\n\n", media_type="text/event-stream")
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        (entry,) = manager.list_models()
         if name != entry["id"]:
             raise NoModelError("model", f"there is no {name!r}; {entry['id']!r} is served")
         return JSONResponse(entry)
@@ -167,7 +156,7 @@ def make_app(
     """
     stopping, limits = threading.Event(), limits or Limits()
     service = Service(name, handle, tokenizer, stopping, speculates, limits)
-    manager = OneModel(name, handle.model, tokenizer, stopping)
+    manager = OneModel(name, stopping)
     parts: dict[str, Any] = {
         "model_manager": manager,
         "chat_handler": Chat(service),
@@ -183,7 +172,7 @@ def make_app(
         raise ImportError(f"serve: this transformers' server wants {', '.join(unknown)}; 5.15 to 5.23 do not")
     app = build_server(**{part: value for part, value in parts.items() if part in wanted})
     app.router.routes[:] = [route for route in app.router.routes if route.path in ROUTES]
-    _add_routes(app, manager)
+    _add_routes(app, manager.entry)
     _take_turns(app)
     app.add_middleware(Door, limits=limits, hosts=hosts)
     if origins:
