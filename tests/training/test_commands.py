@@ -153,7 +153,7 @@ def bad(folder):
 
 
 GRANITE = ["--target", "{}/granite"]
-REFUSED = [  # a command, what it is given beside a good run's options, and what is said
+REFUSED = [  # a command, or a kind of train-drafter, what it is given beside a good run's options, and what is said
     ("distill", ["--text", "{}/empty.txt"], "text: no text in"),
     ("distill", ["--text", "{}/binary.txt"], "is not UTF-8 text (byte 3:"),
     ("distill", ["--text", "{}/draft"], "draft is a folder; name its files"),
@@ -171,15 +171,29 @@ REFUSED = [  # a command, what it is given beside a good run's options, and what
     ("distill", ["--out", "{}/used"], "used is not empty and holds no checkpoint"),
     ("train-heads", ["--heads", 30], "length: expected more than the 30 heads"),
     ("train-heads", GRANITE, "target: GraniteForCausalLM changes its logits after the output matrix"),
-    ("train-drafter", GRANITE, "(a scale or a soft cap), which drafters of blocks"),
+    ("dflash", GRANITE, "(a scale or a soft cap), which drafters of blocks"),
+    ("dflash", ["--markov-rank", 4], "markov_rank: not a setting of dflash"),
+    ("dspark", ["--markov-head", "lstm"], "markov_head: expected one of vanilla, gated, rnn, got 'lstm'"),
+    ("dspark", ["--markov-rank", 0], "markov_rank: expected at least 1, got 0"),
+    ("eagle3", ["--block-size", 4], "block_size: not a setting of eagle3"),
+    ("mtp", ["--layers", 2], "layers: not a setting of mtp, which is a layer as the target's own"),
+    ("dflash", ["--block-size", 1], "block_size: expected at least 2, got 1"),
+    ("eagle3", ["--draft-vocabulary", 260], "draft_vocabulary: expected at most the target's 259"),
+    ("eagle3", ["--hidden-layers", "1,x"], "hidden_layers: expected numbers between commas"),
+    ("eagle3", ["--hidden-layers", "1,1"], "hidden_layers: expected different numbers"),
+    ("eagle3", ["--hidden-layers", "1,9"], "hidden_layers: expected numbers from 0 to 2"),
+    ("dflash", ["--hidden-layers", "0,1"], "hidden_layers: expected numbers from 1 on"),
+    ("dflash", ["--mask-token-id", 1000], "mask token 1000 has no row"),
+    ("eagle3", ["--depth", 23], "length: expected more than 24 for 23 guesses, got 24"),
+    ("eagle3", ["--kind", "medusa"], "kind: expected one of eagle3, dflash, jetspec, dspark, mtp, got 'medusa'"),
 ]
 
 
-@pytest.mark.parametrize(("command", "more", "says"), REFUSED, ids=lambda value: str(value)[:30])
-def test_bad_arguments_are_refused_by_name(bad, tmp_path, command, more, says):
-    out, kind = tmp_path / "out", ["--kind", "dflash"] if command == "train-drafter" else []
-    given = [command, "--target", bad / "target", *kind, "--out", out, *QUICK]
-    given += {"distill": ["--draft", bad / "draft"], "train-heads": ["--heads", 3]}.get(command, [])
+@pytest.mark.parametrize(("what", "more", "says"), REFUSED, ids=lambda value: str(value)[:30])
+def test_bad_arguments_are_refused_by_name(bad, tmp_path, what, more, says):
+    out, parts = tmp_path / "out", {"distill": ["--draft", bad / "draft"], "train-heads": ["--heads", 3]}
+    given = [what, *parts[what]] if what in parts else ["train-drafter", "--kind", what]
     text = [] if "--text" in more else ["--text", bad / "text.txt"]
-    assert says in refused(*given, *text, *(str(one).format(bad) for one in more))
+    more = [str(one).format(bad) for one in more]
+    assert says in refused(*given, "--target", bad / "target", "--out", out, *QUICK, *text, *more)
     assert not out.exists() and [file.name for file in (bad / "used").iterdir()] == ["mine.txt"]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from sources.drafters import FixedText, random_tensors
 from sources.mtp_checkpoints import target_of
 from training.options import options_for
-from training.test_commands import done, refused
+from training.test_commands import done
 from training.test_losses import windows  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -170,30 +170,6 @@ def test_blocks_are_what_drafting_computes(folder, windows, kind):  # noqa: F811
         torch.testing.assert_close(confidence[0], trained.module.confidence(hidden, tokens)[..., 0])
     torch.testing.assert_close(logits[0], expected)
     assert (trained.guessed(window, 0, 8)[0] == expected.argmax(-1)).all()
-
-
-REFUSED = [
-    ("dflash", ["--markov-rank", 4], "markov_rank: not a setting of dflash"),
-    ("dspark", ["--markov-head", "lstm"], "markov_head: expected one of vanilla, gated, rnn, got 'lstm'"),
-    ("dspark", ["--markov-rank", 0], "markov_rank: expected at least 1, got 0"),
-    ("eagle3", ["--block-size", 4], "block_size: not a setting of eagle3"),
-    ("mtp", ["--layers", 2], "layers: not a setting of mtp, which is a layer as the target's own"),
-    ("dflash", ["--block-size", 1], "block_size: expected at least 2, got 1"),
-    ("eagle3", ["--draft-vocabulary", 260], "draft_vocabulary: expected at most the target's 259"),
-    ("eagle3", ["--hidden-layers", "1,x"], "hidden_layers: expected numbers between commas"),
-    ("eagle3", ["--hidden-layers", "1,1"], "hidden_layers: expected different numbers"),
-    ("eagle3", ["--hidden-layers", "1,9"], "hidden_layers: expected numbers from 0 to 2"),
-    ("dflash", ["--hidden-layers", "0,1"], "hidden_layers: expected numbers from 1 on"),
-    ("dflash", ["--mask-token-id", 1000], "mask token 1000 has no row"),
-    ("eagle3", ["--depth", 23], "length: expected more than 24 for 23 guesses, got 24"),
-    ("eagle3", ["--kind", "medusa"], "kind: expected one of eagle3, dflash, jetspec, dspark, mtp, got 'medusa'"),
-]
-
-
-@pytest.mark.parametrize(("kind", "more", "says"), REFUSED, ids=lambda value: str(value)[:30])
-def test_bad_options_are_refused_by_name(folder, tmp_path, kind, more, says):
-    assert says in refused(*arguments(kind, folder, tmp_path / "out", *more))
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "mellum", "glm", "exaone"])
