@@ -43,7 +43,7 @@ BUDGET = {
     "python/gsd_kernels_hf/policy": 21,
     "python/gsd_kernels_hf/sources": 183,
     "python/gsd_kernels_hf/validate": 20,
-    "python/gsd_kernels_serve": 113,  # 101 before malformed, cut and large answers and items of streams were its own
+    "python/gsd_kernels_serve": 107,
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 93,
     "python/gsd_kernels_train/recipes": 3,
