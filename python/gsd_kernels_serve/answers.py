@@ -99,7 +99,7 @@ class Answer:
         return not _closes_a_call([event for event in again if event["field"] == _CALLS])
 
     def _give_up(self, error: Exception, rest: str = "") -> list[str]:
-        """What no part has told, and the ``rest``, as text."""
+        """The letters that no part has told, and the ``rest``, as text."""
         _tell(error)
         self.parser = None
         return self._bare("".join(self.untold) + rest)
@@ -109,7 +109,7 @@ class Answer:
 
 
 class Answers:
-    """What reads a model's answers.
+    """Readers of a model's answers, one a text.
 
     Args:
         tokenizer, model: these.

@@ -54,7 +54,7 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/model
 
 
 class OneModel:
-    """What transformers' application asks of a manager of models, of one that is loaded already and stays.
+    """A manager of models as transformers' application asks it, of one that is loaded already and stays.
 
     Args:
         name: by which clients ask for it.

@@ -59,7 +59,7 @@ class Guessing:
         }
 
     def right(self, windows: Tensor, first: int) -> Tensor:
-        """Whether guesses are right: bool [B, places, guesses] of windows [B, N], from place ``first`` on.
+        """Tell whether guesses are right: bool [B, places, guesses] of windows [B, N], from place ``first`` on.
 
         The guess for token i + 2 + k, made once the target has read token i, given that those before it were right.
         """
