@@ -1,11 +1,12 @@
-"""One rank of the tensor-parallel tests: ``python tensor_parallel.py JOB FOLDER``, with RANK and WORLD_SIZE set.
+"""What one rank of the tensor-parallel tests does: a job of :class:`Ranks`, or the command line.
 
-The checkpoints lie in FOLDER; what the rank found goes to ``FOLDER/JOB-<rank>.json``.
+Ranks are forks of a process that has imported this file, and with it all that they need.
 """
 
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 
 import gsd_kernels
 from gsd_kernels import GraphConfig
+from gsd_kernels_cli.app import main
 from gsd_kernels_hf.engine.engine import engines_of
 
 PROMPT, NEW_TOKENS = 9, 16
@@ -45,32 +48,24 @@ CONFIGS = {
     "tree": GraphConfig.preset("tree", depth=3, max_rows=16),
     "graph": GraphConfig(depth=4, width=3, branch=3, max_rows=16, merge_context=0, history_depth=2, history_width=2),
 }
-SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seed": 7}
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seed": 7}
 
 #: name → (target, draft is sharded too, batch, arguments of generate)
 CASES: dict[str, tuple[str, bool, int, dict[str, Any]]] = {
-    f"{target}-{config}-{'sampled' if sampled else 'greedy'}-{batch}": (
-        target,
-        batch == 3,
-        batch,
-        {"graph_config": CONFIGS[config], **(SAMPLED if sampled else {"do_sample": False})},
+    f"{target}-{config}-{batch}": (target, batch == 3, batch, {"graph_config": CONFIGS[config], **decoding})
+    for target, config, decoding, batch in (
+        *(("gqa", "chain", GREEDY, 1), ("mha", "chain", SAMPLED, 3)),
+        *(("gqa", "tree", SAMPLED, 1), ("mha", "tree", GREEDY, 3)),
+        *(("gqa", "graph", GREEDY, 3), ("mha", "graph", SAMPLED, 1)),
     )
-    for target, config, sampled, batch in itertools.product(("gqa", "mha"), CONFIGS, (False, True), (1, 3))
 }
 CASES |= {
-    "auto": ("gqa", False, 1, {"do_sample": False}),
+    "auto": ("gqa", False, 1, GREEDY),
     "processors": ("gqa", False, 3, {**SAMPLED, "repetition_penalty": 1.3, "graph_config": CONFIGS["graph"]}),
-    "timed": ("gqa", False, 1, {"do_sample": False, "max_time": 600.0, "graph_config": CONFIGS["graph"]}),
-    "history": ("mha", False, 1, {"do_sample": False, "draft_sources": ("history",), "graph_config": CONFIGS["graph"]}),
+    "timed": ("gqa", False, 1, {**GREEDY, "max_time": 600.0, "graph_config": CONFIGS["graph"]}),
+    "history": ("mha", False, 1, {**GREEDY, "draft_sources": ("history",), "graph_config": CONFIGS["graph"]}),
 }
-
-
-def cases_of(size: int) -> list[str]:
-    """All for two ranks; for more, every pair of target, shape, decoding and batch once, and all sources."""
-    if size == 2:
-        return list(CASES)
-    pairs = ["gqa-chain-greedy-1", "mha-chain-sampled-3", "gqa-tree-sampled-1", "mha-tree-greedy-3"]
-    return [*pairs, "gqa-graph-greedy-3", "mha-graph-sampled-1", "auto", "processors", "history"]
 
 
 def save(folder: Path) -> None:
@@ -126,18 +121,11 @@ class Ranks:
         """All cases, and everything that ranks can be told apart by."""
         models = {name: load(self.folder, name, sharded=True) for name in ("gqa", "mha")}
         drafts = load_drafts(self.folder, sharded=True)
-        cases = {
-            name: run_case(name, models[target], drafts[target, sharded])
-            for name, (target, sharded, *_) in ((name, CASES[name]) for name in cases_of(self.size))
-        }
+        cases = {name: run_case(name, models[case[0]], drafts[case[:2]]) for name, case in CASES.items()}
         target, draft = models["gqa"], drafts["gqa", False]
         torch.manual_seed(self.rank)
         drawn = generate(target, draft, graph_config=CONFIGS["tree"], do_sample=True).sequences.tolist()
-        return {
-            "cases": cases,
-            "drawn": drawn,
-            "refused": self.refusals(target, draft),
-        }
+        return {"cases": cases, "drawn": drawn, "refused": self.refusals(target, draft)}
 
     def refusals(self, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, str | None]:
         """Messages of calls that must fail on every rank, by what is wrong."""
@@ -213,24 +201,32 @@ def refused(function: Any, *args: Any, **kwargs: Any) -> str | None:
     return None
 
 
-def main() -> None:
-    job, folder = sys.argv[1], Path(sys.argv[2])
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+def rank(job: str, checkpoints: Path, folder: Path) -> None:
+    """Do a job with the others that meet in ``folder``; what was found goes to ``folder/RANK.json``."""
     torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo",
-        init_method=(folder / f"{job}-store").as_uri(),
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=START_TIMEOUT),
-    )
-    result = getattr(Ranks(folder), job)()
-    (folder / f"{job}-{rank}.json").write_text(json.dumps(result))
+    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = datetime.timedelta(seconds=START_TIMEOUT)
+    meeting = (folder / "store").as_uri()
+    dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=size, timeout=timeout)
+    (folder / f"{number}.json").write_text(json.dumps(getattr(Ranks(checkpoints), job)()))
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def command(*words: str) -> None:
+    """The command line."""
+    sys.argv[1:] = words
     main()
+
+
+def begin(environment: dict[str, str], files: list[Path], function: Callable[..., None], *arguments: Any) -> None:
+    """Begin a process that was forked: variables, where it prints, then what it is for."""
+    os.environ.update(environment)
+    for number, path in enumerate(files, 1):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    faulthandler.enable()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    function(*arguments)
+    sys.stdout.flush()

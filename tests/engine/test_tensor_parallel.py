@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import tensor_parallel as ranks
 import torch
 import torch.distributed as dist
 from checkpoints import save_pair
-from forked import Fork, Forks
 from typer.testing import CliRunner
 
 from gsd_kernels_cli.app import app
@@ -30,6 +30,8 @@ if not (dist.is_available() and dist.is_gloo_available()):
 
 SIZES = (2, 4)
 LIMIT = 480.0  # seconds that ranks may take on a busy machine; a hang is longer
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([ranks.__name__])
 
 
 @pytest.fixture(scope="module")
@@ -50,73 +52,57 @@ def alone(folder) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.fixture(scope="module")
-def forks():
-    started = Forks()
-    yield started
-    started.close()
-
-
 class Launched:
-    """The processes of one job."""
+    """Processes that do the same, rank by rank, and what they print; killed at the end of a ``with`` block."""
 
-    def __init__(self, forks: Forks, job: str, size: int, folder: Path) -> None:
-        self.forks = forks
-        self.job, self.size, self.folder = job, size, folder / f"{job}-{size}"
-        self.folder.mkdir()
-        for checkpoint in folder.iterdir():
-            if checkpoint.name in {ranks.HYBRID, *(name + end for name in ranks.TARGETS for end in ("", "-draft"))}:
-                (self.folder / checkpoint.name).symlink_to(checkpoint)
-        self.begin = time.monotonic()
-        self.processes = [self._start(rank) for rank in range(size)]
+    def __init__(self, folder: Path, size: int, function: Callable[..., None], *arguments: Any, **more: str) -> None:
+        folder.mkdir()
+        self.folder, self.end = folder, time.monotonic() + LIMIT
+        self.processes = []
+        for rank in range(size):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), **more}
+            files = [self.file("out", rank), self.file("errors", rank)]
+            self.processes.append(FORKS.Process(target=ranks.begin, args=(place, files, function, *arguments)))
+            self.processes[-1].start()
 
-    def _start(self, rank: int) -> Fork:
-        command, out = [ranks.__file__, self.job, str(self.folder)], Path(os.devnull)
-        return self.forks.start(command, out, self._errors(rank), **place(rank, self.size), GSD_KERNELS_DEBUG="0")
-
-    def _errors(self, rank: int) -> Path:
-        return self.folder / f"errors-{rank}.txt"
+    def file(self, what: str, rank: int) -> Path:
+        return self.folder / f"{what}-{rank}.txt"
 
     def wait(self, rank: int) -> tuple[int, str]:
         """Exit status and standard error of a rank, which must end by itself."""
-        try:
-            status = self.processes[rank].wait(max(1.0, LIMIT - (time.monotonic() - self.begin)))
-        except TimeoutError:
-            self.close(signal.SIGABRT)  # which prints where they are
-            places = "\n".join(f"rank {r}: {self._errors(r).read_text()[-3000:]}" for r in range(self.size))
-            pytest.fail(f"{self.job}: rank {rank} of {self.size} hangs\n{places}")
-        return status, self._errors(rank).read_text()
+        process = self.processes[rank]
+        process.join(max(1.0, self.end - time.monotonic()))
+        if process.exitcode is None:
+            os.kill(process.pid, signal.SIGABRT)  # which prints where it is
+            process.join()
+            pytest.fail(f"rank {rank} hangs\n{self.file('errors', rank).read_text()[-3000:]}")
+        return process.exitcode, self.file("errors", rank).read_text()
 
-    def results(self) -> list[dict[str, Any]]:
-        """What every rank found."""
-        for rank in range(self.size):
+    def succeed(self) -> Launched:
+        """Wait for all."""
+        for rank in range(len(self.processes)):
             status, error = self.wait(rank)
             assert status == 0, error[-3000:]
-        return [json.loads((self.folder / f"{self.job}-{r}.json").read_text()) for r in range(self.size)]
+        return self
 
-    def close(self, by: signal.Signals = signal.SIGKILL) -> None:
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for process in self.processes:
-            process.send_signal(by)
-        for process in self.processes:
-            process.wait()
-
-
-def place(rank: int, size: int) -> dict[str, str]:
-    """What tells a process which rank it is."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+            process.kill()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES, ids="{} ranks".format)
-def test_ranks_decode_like_one_process(size, forks, folder, alone):
+def test_ranks_decode_like_one_process(size, folder, alone, tmp_path):
     """All that ranks can show without one being lost, in one launch: starting is what takes long."""
-    launched = Launched(forks, "texts", size, folder)
-    try:
-        everyone = launched.results()
-    finally:
-        launched.close()
+    meeting = tmp_path / "ranks"
+    with Launched(meeting, size, ranks.rank, "texts", folder, meeting) as launched:
+        launched.succeed()
+    everyone = [json.loads((meeting / f"{rank}.json").read_text()) for rank in range(size)]
     for found in everyone:
-        _same_texts(found["cases"], alone, size)
+        _same_texts(found["cases"], alone)
         _divided_caches(found["cases"], alone, size)
         assert found["drawn"] == everyone[0]["drawn"], "seed=None"
         _differences_at_the_start(found["refused"], size)
@@ -126,8 +112,7 @@ def test_ranks_decode_like_one_process(size, forks, folder, alone):
         assert "decode different texts (rank 1 from rank 0) since step 5;" in found["refused"]["every step"]
 
 
-def _same_texts(cases: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]], size: int) -> None:
-    assert list(cases) == ranks.cases_of(size)
+def _same_texts(cases: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]]) -> None:
     for name, case in cases.items():
         assert case["tokens"] == alone[name]["tokens"], name
         assert case["steps"] == alone[name]["steps"] or name == "auto", name
@@ -166,9 +151,9 @@ def _heads(said: dict[str, str], size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("job", "size"), [("killed", 4), ("stopped", 2), ("early", 2)])
-def test_a_lost_rank_ends_the_others(job, size, forks, folder):
-    launched = Launched(forks, job, size, folder)
-    try:
+def test_a_lost_rank_ends_the_others(job, size, folder, tmp_path):
+    meeting = tmp_path / "ranks"
+    with Launched(meeting, size, ranks.rank, job, folder, meeting) as launched:
         for rank in range(size):
             if rank == 1 and job != "early":
                 continue
@@ -177,8 +162,6 @@ def test_a_lost_rank_ends_the_others(job, size, forks, folder):
             lost = f"RuntimeError: tensor parallel: rank {rank} of {size} lost the other ranks in step "
             parted = "RuntimeError: tensor parallel: the ranks decode different texts"
             assert lost in error or (job == "early" and parted in error), error[-3000:]
-    finally:
-        launched.close()
 
 
 def test_heads_are_checked_from_a_configuration(folder):
@@ -188,62 +171,28 @@ def test_heads_are_checked_from_a_configuration(folder):
         check_heads("--model", config, 8)
 
 
-def alone_here(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """The command line in this process, which has imported everything."""
-    done = CliRunner().invoke(app, list(arguments))
-    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout_bytes, done.stderr_bytes)
-
-
-def run(forks: Forks, folder: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[bytes]:
-    """The command line by ranks that find each other as torchrun's do; what they print, one after the other."""
-    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "GROUP_RANK": "0"}
-    command = ["-m", "gsd_kernels_hf", *arguments]
-    places = [{**place(rank, processes), **meeting} for rank in range(processes)]
-    done = finished(forks, folder, command, places)
-    out, errors = (b"".join(getattr(process, name) for process in done) for name in ("stdout", "stderr"))
-    return subprocess.CompletedProcess(arguments, max(abs(process.returncode) for process in done), out, errors)
-
-
-def finished(
-    forks: Forks, folder: Path, command: list[str], environments: list[dict[str, str]]
-) -> list[subprocess.CompletedProcess[bytes]]:
-    """The command in several processes at once."""
-    files = [(folder / f"out-{number}.txt", folder / f"errors-{number}.txt") for number in range(len(environments))]
-    started = [
-        forks.start(command, *paths, **environment) for paths, environment in zip(files, environments, strict=True)
-    ]
-    try:
-        statuses = [process.wait(LIMIT) for process in started]
-    finally:
-        for process in started:
-            process.send_signal(signal.SIGKILL)
-    return [
-        subprocess.CompletedProcess(command, status, out.read_bytes(), errors.read_bytes())
-        for status, (out, errors) in zip(statuses, files, strict=True)
-    ]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
-
-
 @pytest.mark.slow
-def test_command_line(forks, tmp_path):
-    """Both processes run, the first one prints."""
+def test_command_line(tmp_path):
+    """All processes run, the first one prints."""
     target, draft = save_pair(tmp_path, dtype=torch.float64)
-    command = ["--model", target, "--draft", draft, "--max-new-tokens", "12", "--graph-config", "graph", "hello"]
-    alone = alone_here("generate", *command)
-    both = run(forks, tmp_path, "generate", "--tp", *command, processes=2)
-    assert both.returncode == 0, both.stderr.decode()[-3000:]
-    assert both.stdout == alone.stdout
-    assert len(both.stdout) > 5
-    checked = run(forks, tmp_path, "check", "--tp", "--json", *command, processes=2)
-    assert checked.returncode == 0, checked.stderr.decode()[-3000:]
-    assert json.loads(checked.stdout)["summary"]["equal"] == 1
-    unshared = run(forks, tmp_path, "generate", "--tp", *command[:-1], processes=2)
-    assert b"processes cannot share stdin" in unshared.stderr
-    assert b"start it as torchrun" in alone_here("generate", "--tp", *command).stderr
-    refused = run(forks, tmp_path, "generate", "--tp", *command, processes=3)
-    assert b"--model: num_attention_heads=8 does not divide" in refused.stderr
+    words = ["--model", target, "--draft", draft, "--max-new-tokens", "12", "--graph-config", "graph", "hello"]
+    alone = CliRunner().invoke(app, ["generate", *words])
+
+    def run(name: str, size: int, *words: str) -> Launched:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "GROUP_RANK": "0"}
+        return Launched(tmp_path / name, size, ranks.command, *words, **meeting)
+
+    with run("both", 2, "generate", "--tp", *words) as both:
+        first, second = (both.succeed().file("out", rank).read_text() for rank in range(2))
+    assert first == alone.stdout and len(first) > 5 and not second
+    with run("check", 2, "check", "--tp", "--json", *words) as checked:
+        assert json.loads(checked.succeed().file("out", 0).read_text())["summary"]["equal"] == 1
+    for name, size, given, message in (
+        ("stdin", 2, words[:-1], "processes cannot share stdin"),
+        ("three", 3, words, "--model: num_attention_heads=8 does not divide"),
+    ):
+        with run(name, size, "generate", "--tp", *given) as refused:
+            assert any(message in error for _, error in map(refused.wait, range(size)))
+    assert "start it as torchrun" in CliRunner().invoke(app, ["generate", "--tp", *words]).stderr
