@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -187,34 +187,36 @@ def write_json(file: Path, value: Any, indent: int | None = 1) -> Path:
 
 
 @contextmanager
-def locked(file: Path, seconds: float = math.inf) -> Iterator[None]:
-    """Let one process at a time in, for others' ``seconds`` at most; where files cannot be locked, all of them."""
+def locked(place: Path, seconds: float = math.inf) -> Iterator[bool]:
+    """Let one process at a time in: lock a folder itself, or a file, which is made.
+
+    Without the lock it goes on, and says ``False``: where another process has it for longer than ``seconds``, or where
+    files cannot be locked.
+    """
     with ExitStack() as stack:
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(file.open("w"))
-            _wait_for(lock, seconds)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(place, os.O_RDONLY if place.is_dir() else os.O_WRONLY | os.O_CREAT)
+            stack.callback(os.close, handle)
+            _lock(handle, seconds)
         except (ImportError, OSError):
-            pass
-        yield
+            yield False
+        else:
+            yield True
 
 
-def _wait_for(lock: IO[str] | int, seconds: float) -> None:
-    """Lock an open file, or folder.
+def _lock(handle: int, seconds: float) -> None:
+    """Lock what is open.
 
     Raises:
         ImportError, OSError: files cannot be locked here, or another process has it for longer.
     """
     import fcntl
 
-    if seconds == math.inf:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return
     end = time.monotonic() + seconds
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return fcntl.flock(handle, fcntl.LOCK_EX | (0 if seconds == math.inf else fcntl.LOCK_NB))
         except BlockingIOError:
             if time.monotonic() > end:
                 raise
@@ -227,10 +229,10 @@ def write_folder(folder: Path) -> Iterator[Path]:
     partial = _partial(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        with _held(folder.parent, math.inf):  # so that nobody takes a new one, not held yet, for a killed writer's
+        with locked(folder.parent):  # so that nobody takes a new one, not held yet, for a killed writer's
             _remove_left(folder)
             partial.mkdir()
-            stack.enter_context(_held(partial, math.inf))
+            stack.enter_context(locked(partial))
         try:
             yield partial
             for file in partial.rglob("*"):
@@ -245,23 +247,9 @@ def _remove_left(folder: Path) -> None:
     """Remove what writers of a folder left that were killed: nobody holds it any more."""
     for left in folder.parent.glob(".partial-*"):
         if left.is_dir() and left.name.split("-", 2)[2:] == [folder.name]:
-            with _held(left, 0.0) as alone:
+            with locked(left, 0.0) as alone:
                 if alone:
                     shutil.rmtree(left, ignore_errors=True)
-
-
-@contextmanager
-def _held(folder: Path, seconds: float) -> Iterator[bool]:
-    """Lock a folder itself; ``False`` where it is another's for longer, or cannot be locked."""
-    with ExitStack() as stack:
-        try:
-            handle = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, handle)
-            _wait_for(handle, seconds)
-        except (ImportError, OSError):
-            yield False
-        else:
-            yield True
 
 
 @contextmanager

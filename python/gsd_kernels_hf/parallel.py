@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +70,13 @@ def tensor_parallel_group(name: str, model: PreTrainedModel) -> dist.ProcessGrou
     return mesh.get_group()
 
 
-class Alone:
-    """One process: nothing to agree on."""
+class Ranks:
+    """Ranks that decode one text; here the only one, which has nothing to agree on.
+
+    Attributes:
+        alone: whether there is one process.
+        captures: whether their messages can be captured: on all of them, or on none.
+    """
 
     alone = captures = True
 
@@ -87,13 +92,13 @@ class Alone:
         """Stop when this process would."""
         return finished
 
-    def explained(self) -> nullcontext[None]:
+    def explained(self) -> AbstractContextManager[None]:
         """Nothing to explain."""
         return nullcontext()
 
 
-def ranks_of(models: dict[str, PreTrainedModel], device: torch.device) -> Agreement | Alone:
-    """The ranks that the models are sharded over; :class:`Alone` where all are whole.
+def ranks_of(models: dict[str, PreTrainedModel], device: torch.device) -> Ranks:
+    """The ranks that the models are sharded over; this process alone where all are whole.
 
     Args:
         models: by the name that an error calls them.
@@ -102,7 +107,7 @@ def ranks_of(models: dict[str, PreTrainedModel], device: torch.device) -> Agreem
     groups = [tensor_parallel_group(name, model) for name, model in models.items()]
     sharded = [group for group in groups if group is not None]
     if not sharded:
-        return Alone()
+        return Ranks()
     return Agreement(sharded[0], device, captures=all(can_be_captured(group) for group in sharded))
 
 
@@ -111,7 +116,7 @@ def can_be_captured(group: dist.ProcessGroup) -> bool:
     return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
-class Agreement:
+class Agreement(Ranks):
     """The agreement that the ranks of one ``generate`` call hold each other to.
 
     Args:

@@ -18,7 +18,7 @@ class Mutant(NamedTuple):
 HF = "python/gsd_kernels_hf/"
 LOCKSTEP, SAMPLING, CRITERIA = (HF + f"acceptance/{name}.py" for name in ("lockstep", "sampling", "criteria"))
 CACHE, MASKS, FACTS = (HF + f"model/{name}.py" for name in ("cache", "masks", "facts"))
-STREAMING, STOPS, KEY, OUTPUT = (HF + f"engine/{n}.py" for n in ("streaming", "stop_strings", "session_key", "output"))
+STREAMING, STOPS, KEY, OUTPUT = (HF + f"engine/{n}.py" for n in ("output", "stop_strings", "request", "output"))
 HISTORY, MEMORY, GRAMMAR, MATCHERS, BORDER, FEATURES, RECURSION, EAGLE, MTP, DFLASH = (
     HF + f"sources/{name}.py"
     for name in (

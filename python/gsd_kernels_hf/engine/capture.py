@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from gsd_kernels.backends import compiles
 
 from ..model import replay
 from ..model.fused import FusedRows
+from ..parallel import Ranks
 from ..records import Verified
 from ..sources.base import OwnSource
 from .session import Session
@@ -30,21 +31,7 @@ Place = tuple[GraphConfig | None, bool, bool]
 """A graph: the shape of its steps, whether the device accepts, and whether it is the second one of these."""
 
 
-class Capturers(Protocol):
-    """The ranks that must capture together: a captured message is captured on all of them, or on none.
-
-    Attributes:
-        captures: whether their messages can be captured, the same on all of them.
-    """
-
-    captures: bool
-
-    def agree(self, yes: bool) -> bool:
-        """Return whether all ranks say yes; all must ask."""
-        ...
-
-
-def stepping(session: Session, ranks: Capturers) -> Callable[[], Verified]:
+def stepping(session: Session, ranks: Ranks) -> Callable[[], Verified]:
     """The function that takes a step: replayed from CUDA graphs where that is possible, else ``session.step``."""
     if not (ranks.captures and ranks.agree(can_capture(session))):
         return session.step
@@ -98,7 +85,7 @@ class CapturedStep:
     before it, it is tried again behind them.
     """
 
-    def __init__(self, session: Session, ranks: Capturers) -> None:
+    def __init__(self, session: Session, ranks: Ranks) -> None:
         self.session: Session = weakref.proxy(session)  # which holds this
         self.ranks = ranks
         self.warm: Counter[tuple[GraphConfig | None, bool]] = Counter()
@@ -200,11 +187,10 @@ class CapturedStep:
         session = self.session
         with session.clock.capture() as parts:
             graph, result = replay.lane_of(session.state.tokens.device).capture(function, self.pool)
-        self.pool, report = graph.pool, session.report
+        self.pool = graph.pool
 
         def run() -> None:
             graph()
-            session.report = report
             session.clock.replayed(parts)
 
         return run, result

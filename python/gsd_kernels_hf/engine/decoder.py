@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from gsd_kernels.config import PLAIN
 
 from .. import validate
 from ..acceptance.criteria import warn_lossy
@@ -23,7 +26,6 @@ from ..policy.base import Policy
 from ..policy.fixed import FixedPolicy
 from ..sources.base import DraftSource, reaches, remembers
 from .engine import Engines, Statistics, engines_of
-from .gain import estimate_plain_step
 from .known import learned_of
 from .loop import decode
 from .options import Options
@@ -160,3 +162,14 @@ class GraphDecoder(Options):
 def forwarded(sources: Sequence[DraftSource]) -> list[Any]:
     """The modules that sources forward, each once: modules and views of the target, in the order of the sources."""
     return list({id(module): module for source in sources for module in source.forwards}.values())
+
+
+def estimate_plain_step(stats: GenerationStats, policy: object, cached: float) -> None:
+    """Note what a plain step takes behind ``cached`` tokens (of all sequences), if the policy has timed any step."""
+    experience = getattr(policy, "experience", None)  # of a policy that goes by costs, as the automatic ones do
+    if experience is None or not experience.costs.steps:
+        return
+    costs, batch = experience.costs, stats.sequences
+    target = costs.target_seconds(np.array([float(batch)]), cached)[0]
+    stats.plain_seconds = float(target + costs.other_seconds(batch)[costs.index[PLAIN]])
+    stats.plain_from = f"the costs learned from {costs.steps:,} steps of this pair"

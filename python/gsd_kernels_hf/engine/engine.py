@@ -21,10 +21,9 @@ from ..sources.ledger import Retention, SourceWeights
 from ..sources.memory import HistoryMemory
 from . import room
 from .parked import Parked
-from .request import Request
+from .request import Request, SessionKey
 from .resolved import Sources
 from .session import Session
-from .session_key import SessionKey
 
 MOST_ENGINES = 8  # of a target; the least recently used one goes
 MOST_SESSIONS = 4  # that wait for later calls, of all engines of a target; the least recently used one goes

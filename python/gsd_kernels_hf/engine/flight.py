@@ -6,16 +6,44 @@ nothing. What the host plans, it plans without the last step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from gsd_kernels import GraphConfig
 
+from ..model import replay
 from ..policy.base import Observation
-from ..records import Verified
+from ..records import DecodeState, Verified, report_sizes
 from .session import Session
 from .stats import Part
-from .step_report import HostReport, ReportOnItsWay, StepReport
+
+
+class HostReport(NamedTuple):
+    """A step in the host's memory.
+
+    Attributes:
+        done: of every sequence.
+        tokens: that each emitted.
+        counted: nodes, merges and accepted merges so far, of a step that another one followed unheard.
+    """
+
+    done: Sequence[bool]
+    tokens: Sequence[list[int]]
+    counted: list[int] | None
+
+    @classmethod
+    def of(cls, state: DecodeState, whole: Tensor, counted: list[int] | None) -> HostReport:
+        """A step out of ``whole``, int32 [n]: the state's report as it is in the host's memory."""
+        batch, width = state.emitted.shape
+        numbers = iter(whole.tolist())  # one call, where a tensor for each part would be ten
+        flags, counts, emitted = (list(islice(numbers, part)) for part in report_sizes(batch, width))
+        done = [bool(flags[i // 4] >> i % 4 * 8 & 255) for i in range(batch)]
+        return cls(done, [emitted[i * width : i * width + count] for i, count in enumerate(counts)], counted)
 
 
 @dataclass
@@ -27,10 +55,10 @@ class Launched:
         verified: its record.
         shape: of its graph; ``None``: nothing is drafted.
         drafted_rows: that drafts forward in it, padding included.
-        report: to the host.
         begin: when it was queued, by the clock.
         typical: whether its times say something of later ones.
-        sent: its copy on the way to the host; ``None``: it is heard of before another is queued.
+        sent: its report and the session's counts on the way to the host, there once the event is over; ``None``: it is
+            heard of before another is queued.
         parts: what was timed of it, where it is sent.
         seconds: that it took, once the host has heard of it.
     """
@@ -39,10 +67,9 @@ class Launched:
     verified: Verified
     shape: GraphConfig | None
     drafted_rows: int
-    report: StepReport
     begin: float
     typical: bool
-    sent: ReportOnItsWay | None = None
+    sent: tuple[Tensor, Tensor, torch.cuda.Event] | None = None
     parts: list[Part] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -61,17 +88,25 @@ class Launched:
             captured.ahead = behind is not None
         verified = step()
         begin, typical = session.clock.step_start, captured is None or captured.typical
-        launched = cls(session, verified, session.config, session.drafted_rows, session.report, begin, typical)
+        launched = cls(session, verified, session.config, session.drafted_rows, begin, typical)
         if behind is not None and (captured is None or captured.added):
             behind.typical = False  # the host hears of it later than it could
         if may_fly and captured is not None and captured.last is not None:
-            launched.sent, launched.parts = session.report.send(session.counts), session.clock.hand_over()
+            # Behind the step, before the next one writes the same storage.
+            report, counts = (replay.send(tensor) for tensor in (session.state.report, session.counts))
+            launched.sent, launched.parts = (report, counts, torch.cuda.Event()), session.clock.hand_over()
+            launched.sent[2].record(torch.cuda.current_stream(session.counts.device))
         return launched
 
     def hear(self) -> HostReport:
         """Hear what it tells the host: one read, which waits for it, and not for a step behind it."""
-        clock, rule = self.session.clock, self.session.rule
-        heard = self.report.read() if self.sent is None else self.sent.read()
+        clock, rule, state = self.session.clock, self.session.rule, self.session.state
+        if self.sent is None:
+            heard = HostReport.of(state, state.report.cpu(), None)
+        else:
+            report, counts, event = self.sent
+            event.synchronize()
+            heard = HostReport.of(state, report, counts.tolist())
         clock.over(self.parts, self.begin)
         self.seconds = clock.since_step()
         # What a rule on the host has marked behind the step, it knows.
@@ -92,9 +127,9 @@ class Launched:
         rows = self.verified.rows.token_ids.shape[1]
         late = self.shape != self.session.config
         record = self.verified if self.sent is None else None  # over which the step behind it may be writing
-        return Observation(record, heard.counts, rows, target, other, late)
+        return Observation(record, [len(tokens) for tokens in heard.tokens], rows, target, other, late)
 
     def wait(self) -> None:
         """Wait for it, if it was queued in vain."""
         if self.sent is not None:
-            self.sent.event.synchronize()
+            self.sent[2].synchronize()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+
+from torch import nn
 
 from ..model import replay
+from ..parallel import Ranks
 from ..policy.base import Plan, Policy
-from ..records import Verified
 from ..sources.base import reaches
-from .capture import Capturers, stepping
-from .crossing import cross
+from .capture import stepping
 from .flight import Launched
 from .output import Output
 from .session import Session
@@ -17,20 +18,6 @@ from .stats import GenerationStats
 from .warming import warm
 
 PLAIN_PLAN = Plan(None)
-
-
-class Ranks(Capturers, Protocol):
-    """Keeps the ranks of a sharded model together.
-
-    Attributes:
-        alone: whether there is one process.
-    """
-
-    alone: bool
-
-    def check(self, verified: Verified, finished: bool, *, timed: bool) -> bool:
-        """Compare a step with other ranks'; whether to stop. See :class:`~gsd_kernels_hf.parallel.Agreement`."""
-        ...
 
 
 def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> GenerationStats:
@@ -113,3 +100,32 @@ def may_follow(session: Session, out: Output) -> bool:
     there = positions is None or reach + width <= positions
     fits = out.longest + width + session.key.slots <= session.capacity
     return there and fits and all(reaches(source, reach) for source in sources) and not out.ends
+
+
+def cross(session: Session, lengths: Sequence[int], done: Sequence[bool]) -> bool:
+    """Read texts anew that crossed the border between two sets of rotary frequencies since the last step.
+
+    So does transformers, see :mod:`~gsd_kernels_hf.model.sides`.
+
+    Args:
+        session: begun on the texts.
+        lengths: of the sequences, padding included.
+        done: which of them ended.
+
+    Returns:
+        Whether the next step must be plain: its rows would lie on both sides.
+    """
+    sides = session.target.sides
+    if sides is None or not sides.pending:
+        return False
+    longest, mask = max(lengths), session.request.attention_mask
+    lengths = [longest] * len(lengths) if session.key.padding else lengths
+    crossed = [length > sides.original for length in lengths]
+    if any(long and column for long, column in zip(crossed, sides.columns, strict=True)):
+        if mask is not None:
+            mask = nn.functional.pad(mask, (0, longest - 1 - mask.shape[1]), value=1)
+        with session.reading():
+            session.target.cross(crossed, session.state.tokens[:, : longest - 1], mask)
+    before = [n for n, long, end in zip(lengths, crossed, done, strict=True) if not long and not end]
+    sides.pending = bool(before)
+    return any(length + session.key.width > sides.original for length in before)

@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,34 +33,8 @@ from ..sources.ledger import SourceWeights
 from ..sources.memory import HistoryMemory
 from ..sources.mixer import Mixer
 from . import room
-from .request import Request
-from .session_key import SessionKey
+from .request import Request, SessionKey
 from .stats import Clock
-from .step_report import StepReport
-
-
-class Captured(Protocol):
-    """Steps as CUDA graphs, see :class:`~gsd_kernels_hf.engine.capture.CapturedStep`.
-
-    Attributes:
-        typical: whether the last step's times say something of later ones.
-        ahead: whether the next step is queued behind one that the host has not heard of.
-        last: the graph of the last step; ``None``: it was none.
-        added: whether that was not there before.
-    """
-
-    typical: bool
-    ahead: bool
-    last: Any
-    added: bool
-
-    def __call__(self) -> Verified:
-        """Take one step."""
-        ...
-
-    def forget(self) -> None:
-        """Capture anew: storage was replaced."""
-        ...
 
 
 class Session:
@@ -80,7 +54,6 @@ class Session:
             :class:`~gsd_kernels_hf.sources.base.Text`.
         plan: of the next step.
         rule: accepts rows; of the call.
-        report: of the last step, to the host.
         trims: draft only levels that have a node to expand, and forward only rows that hold a token; else shapes are
             static and nothing waits for the device.
         continues: whether the text goes on from what the target's cache held.
@@ -99,7 +72,6 @@ class Session:
             dict(key.warpers),
             self.backend,
         )
-        self.report = StepReport.of(self.state)
         self.proposal = ChainProposal(self.sampler) if key.draws else None
         self.draws = None if self.proposal is None else self.proposal.draw
         for source in sources:
@@ -122,7 +94,7 @@ class Session:
         self.memory: HistoryMemory | None = None
         self.learned: Known | None = None
         self.models: dict[str, ModelState] = {}  # what the models were when the text was begun, see engine.engine
-        self.captured: Captured | None = None
+        self.captured: Any = None  # see engine.capture.CapturedStep
         self.warmed: tuple[int, int] | None = None  # the sizes for which kernels were compiled, see engine.warming
         self.compiled: frozenset[GraphConfig | None] = frozenset()  # the shapes of these kernels
         self.clock = Clock(device)
@@ -365,7 +337,6 @@ class Session:
         if self.mixer is not None:
             with self.clock.part("draft"):
                 self.mixer.observe(verified)
-        self.report = StepReport.of(self.state)
         return verified
 
     @property
