@@ -2,33 +2,72 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES = {
+    "int32": (torch.int32,),
+    "int64": (torch.int64,),
+    "bool": (torch.bool,),
+    "float32": (torch.float32,),
+    "float64": (torch.float64,),
+    "float": FLOATS,
+}
 
 
-def check_tensor(
-    name: str, value: object, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+def _arguments(shapes: str) -> list[tuple[str, bool, str, list[str]]]:
+    """Name, whether it may be ``None``, dtype and sizes of every argument."""
+    found = re.findall(r"([\w.]+)(\??) (\w+)\[([\w,]*)\]", shapes)
+    return [(name, bool(optional), dtype, re.findall(r"\w+", sizes)) for name, optional, dtype, sizes in found]
+
+
+def check_shapes(shapes: str, *values: object, device: torch.device | None = None, **sizes: int) -> None:
+    """Raise unless every value is a tensor as ``shapes`` says: ``"frontier int32[B,W], tokens int32[B,W,K]"``.
+
+    Args:
+        shapes: of the values, in order. A letter is one size wherever it stands; ``?`` behind a name: or ``None``. A
+            dtype is one of :data:`DTYPES`, or the name of an argument before, which has the same.
+        values: the arguments.
+        device: of all; that of the first where none is given.
+        sizes: of letters that are known before.
+
+    Raises:
+        TypeError, ValueError: the first argument that is another, by its name.
+    """
+    described = [
+        (v.shape, v.dtype, v.device) if isinstance(v, Tensor) else None if v is None else type(v).__name__
+        for v in values
+    ]
+    check = _check.__wrapped__ if torch.compiler.is_compiling() else _check
+    check(shapes, tuple(described), device, tuple(sizes.items()))
+
+
+@functools.lru_cache(maxsize=1024)  # hundreds of these a step, most of which were seen before
+def _check(
+    shapes: str,
+    described: tuple[tuple[torch.Size, torch.dtype, torch.device] | str | None, ...],
+    device: torch.device | None,
+    known: tuple[tuple[str, int], ...],
 ) -> None:
-    """Raise unless ``value`` is a tensor of ``shape`` (``None`` = any size), one of ``dtypes``, on ``device``."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
-    size = value.shape
-    if size != shape and not _fits(size, shape):  # hundreds of these a step: compared at once where all is given
-        expected = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
-        raise ValueError(f"{name}: expected shape {expected}, got {list(size)}")
-    if value.dtype not in dtypes:
-        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise TypeError(f"{name}: expected {names}, got {str(value.dtype).removeprefix('torch.')}")
-    if value.device != device:
-        raise ValueError(f"{name}: expected device {device}, got {value.device}: move it with .to()")
-
-
-def _fits(size: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
-    if len(size) != len(shape):
-        return False
-    for got, expected in zip(size, shape, strict=True):  # noqa: SIM110 (a generator costs more)
-        if expected is not None and got != expected:
-            return False
-    return True
+    """Raise by what is :func:`described <check_shapes>` of every value: a tensor, or the name of another type."""
+    dtypes, sizes = dict(DTYPES), dict(known)
+    for (name, optional, dtype, letters), value in zip(_arguments(shapes), described, strict=True):
+        if optional and value is None:
+            continue
+        if value is None or isinstance(value, str):
+            raise TypeError(f"{name}: expected a tensor, got {value}")
+        size, found, place = value
+        expected = [sizes.setdefault(*one) for one in zip(letters, size, strict=False)]
+        if len(letters) != len(size) or expected != [*size]:
+            wanted = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
+            raise ValueError(f"{name}: expected shape [{wanted}], got {list(size)}")
+        if found not in dtypes[dtype]:
+            names = " or ".join(str(d).removeprefix("torch.") for d in dtypes[dtype])
+            raise TypeError(f"{name}: expected {names}, got {str(found).removeprefix('torch.')}")
+        dtypes[name], device = (found,), device or place
+        if place != device:
+            raise ValueError(f"{name}: expected device {device}, got {place}: move it with .to()")

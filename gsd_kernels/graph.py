@@ -38,8 +38,16 @@ def unpack_bits(words: Tensor, n: int) -> Tensor:
     return bits.flatten(-2)[..., :n].to(torch.bool)
 
 
+class Record:
+    """A dataclass of tensors."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All storage, in field order; of a :class:`TokenGraph` that is the order of csrc/torch_ops/graph.h."""
+        return tuple(vars(self).values())
+
+
 @dataclass
-class TokenGraph:
+class TokenGraph(Record):
     """Drafted continuations of the root as a directed acyclic graph; edges run from smaller to larger node ids.
 
     Node 0, the root, is the last emitted token. A node has one primary parent, the edge that it was drafted on, and
@@ -114,17 +122,12 @@ class TokenGraph:
         """The first frontier: the root of every graph. int32 [B, 1]."""
         return torch.zeros_like(self.token_ids[:, :1])
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All storage, in field order, which is that of csrc/torch_ops/graph.h."""
-        nodes = (self.token_ids, self.parents, self.depths, self.scores, self.contexts, self.expanded)
-        return *nodes, self.ancestor_mask, self.edge_targets, self.edge_log_probs, self.num_nodes, self.num_merges
-
     def clone(self) -> TokenGraph:
         return TokenGraph(*(t.clone() for t in self.tensors()))
 
 
 @dataclass
-class Frontier:
+class Frontier(Record):
     """The nodes that the next draft forward expands, with all that the forward needs. −1 ids pad to the width."""
 
     node_ids: Tensor  # int32 [B, W]
@@ -132,12 +135,9 @@ class Frontier:
     depths: Tensor  # int32 [B, W]; primary depth, 1 for padding
     ancestor_mask: Tensor  # int32 [B, W, words]; own slot included; only the own slot for padding
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.node_ids, self.token_ids, self.depths, self.ancestor_mask
-
 
 @dataclass
-class Rows:
+class Rows(Record):
     """The graph unrolled: a tree whose row i is one path of the graph; row 0 is the root; parents come first."""
 
     token_ids: Tensor  # int32 [B, R]; 0 for padding
@@ -147,10 +147,6 @@ class Rows:
     node_ids: Tensor  # int32 [B, R]; −1 for padding
     scores: Tensor  # float32 [B, R]; sum of log-probabilities along this path, −inf for padding
     num_rows: Tensor  # int32 [B]
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        tree = (self.token_ids, self.parent_rows, self.depths, self.ancestor_mask)
-        return *tree, self.node_ids, self.scores, self.num_rows
 
     def first(self, count: int) -> Rows:
         """The first ``count`` rows, which hold no other row's child."""
@@ -162,12 +158,9 @@ class Rows:
 
 
 @dataclass
-class Acceptance:
+class Acceptance(Record):
     """The part that the target accepts: a path of rows from the root, and the token that it picked behind it."""
 
     accepted_rows: Tensor  # int32 [B, max_path + 1]; −1 padded
     num_accepted: Tensor  # int32 [B]; rows on the path, the root included; 0 for a finished sequence
     next_token: Tensor  # int32 [B]; the bonus token, which becomes the next root
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.accepted_rows, self.num_accepted, self.next_token

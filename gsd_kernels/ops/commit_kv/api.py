@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ...checks import check_tensor
+from ...checks import check_shapes
 from ..table import Op
 from . import reference
 
@@ -43,8 +42,6 @@ def commit_kv(
     """
     if len(k_caches) != len(v_caches) or not k_caches:
         raise ValueError(f"v_caches: expected as many layers as k_caches and at least one, got {len(v_caches)}")
-    device, batch = k_caches[0].device, k_caches[0].shape[0]
-    check_tensor("accepted_rows", accepted_rows, (batch, None), (torch.int32,), device)
-    check_tensor("num_accepted", num_accepted, (batch,), (torch.int32,), device)
-    check_tensor("kv_len", kv_len, (batch,), (torch.int32,), device)
+    shapes, first = "accepted_rows int32[B,P], num_accepted int32[B], kv_len int32[B]", k_caches[0]
+    check_shapes(shapes, accepted_rows, num_accepted, kv_len, device=first.device, B=first.shape[0])
     COMMIT(list(k_caches), list(v_caches), accepted_rows, num_accepted, kv_len, backend=backend)

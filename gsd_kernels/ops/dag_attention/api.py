@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import FLOATS, check_tensor
+from ...checks import check_shapes
 from ..table import Op
 from . import cpu, cuda, reference
 from .dense import DenseMask
@@ -31,6 +31,10 @@ ATTENTION = Op(
     fake=empty,
     dense=False,
     tolerance=1e-4,  # of float32
+)
+SHAPES = (
+    "q float[B,H,R,D], k q[B,G,S,D], v q[B,G,S,V], ancestor_mask int32[B,R,W], kv_len int32[B], kv_start? int32[B], "
+    "sinks? float[H]"
 )
 DENSE = (cpu.dag_attention, reference.dag_attention)  # these work on a dense mask
 
@@ -92,10 +96,10 @@ def dag_attention(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or range.
     """
-    _check(q, k, v, ancestor_mask, kv_len, kv_start)
+    check_shapes(SHAPES, q, k, v, ancestor_mask, kv_len, kv_start, sinks)
+    if q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"q: {q.shape[1]} heads are not a multiple of the cache's {k.shape[1]}")
     _check_sight(q, row_depths, node_depths, sliding_window, chunk)
-    if sinks is not None:
-        check_tensor("sinks", sinks, (q.shape[1],), FLOATS, q.device)
     if backend == "auto" and q.dtype == torch.float64 and q.device.type != "cpu":
         backend = "reference"  # the GPU's kernels compute in float32
     function = ATTENTION.chosen(backend, q.device)
@@ -106,29 +110,6 @@ def dag_attention(
     call = AttentionCall(q, k, v, ancestor_mask, *lengths, scale, softcap, sliding_window, chunk, sinks)
     out, lse = function(call, **more)
     return (out, lse) if return_lse else out
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ancestor_mask: Tensor,
-    kv_len: Tensor,
-    kv_start: Tensor | None,
-) -> None:
-    """Raise unless the arguments of :func:`dag_attention` are what its docstring says."""
-    if not isinstance(q, Tensor) or q.dim() != 4:
-        raise ValueError("q: expected a tensor [batch, heads, rows, head_dim]")
-    device, int32, batch, rows = q.device, (torch.int32,), q.shape[0], q.shape[2]
-    check_tensor("q", q, (None, None, None, None), FLOATS, device)
-    check_tensor("k", k, (batch, None, None, q.shape[3]), (q.dtype,), device)
-    check_tensor("v", v, (batch, k.shape[1], k.shape[2], None), (q.dtype,), device)
-    check_tensor("ancestor_mask", ancestor_mask, (batch, rows, None), int32, device)
-    check_tensor("kv_len", kv_len, (batch,), int32, device)
-    if kv_start is not None:
-        check_tensor("kv_start", kv_start, (batch,), int32, device)
-    if q.shape[1] % k.shape[1] != 0:
-        raise ValueError(f"q: {q.shape[1]} heads are not a multiple of the cache's {k.shape[1]}")
 
 
 def _check_sight(
@@ -142,7 +123,7 @@ def _check_sight(
             continue
         if row_depths is None or node_depths is None:
             raise ValueError(f"{name}: needs row_depths and node_depths, since it goes by position")
-        check_tensor("row_depths", row_depths, (q.shape[0], q.shape[2]), (torch.int32,), q.device)
-        check_tensor("node_depths", node_depths, (q.shape[0], None), (torch.int32,), q.device)
+        shapes = "q float[B,H,R,D], row_depths int32[B,R], node_depths int32[B,N]"
+        check_shapes(shapes, q, row_depths, node_depths)
         if size < 1:
             raise ValueError(f"{name}: expected at least 1, got {size}")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import check_tensor
+from ...checks import check_shapes
 from ...graph import Rows
 from ..ngram import NgramTable
 
@@ -107,9 +107,9 @@ class Recollection:
         batch, device = table.keys.shape[0], table.keys.device
         if hashes < 1 or hashes & (hashes - 1):
             raise ValueError(f"hashes: expected a power of two, got {hashes}")
-        check_tensor("weights", weights, (WEIGHTS,), (torch.float64,), device)
-        if learned is not None:
-            check_tensor("learned.keys", learned.keys, (1, None), (torch.int64,), device)
+        keys = None if learned is None else learned.keys
+        shapes = "weights float64[W], learned.keys? int64[B,N]"
+        check_shapes(shapes, weights, keys, device=device, W=WEIGHTS, B=1)
 
         def numbers(*shape: int, value: int = 0) -> Tensor:
             return torch.full((batch, *shape), value, dtype=torch.int32, device=device)

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ...checks import check_tensor
+from ...checks import check_shapes
 from ...config import MAX_CONTEXT, GraphConfig
 from ...graph import Frontier, TokenGraph
 from ..table import Op
@@ -65,12 +64,8 @@ def merge(
         log_min_prob = config.log_min_prob
     if merge_context is None:
         raise TypeError("merge_context: expected a number of tokens, or a config; got neither")
-    device = graph.token_ids.device
-    batch, int32 = graph.token_ids.shape[0], (torch.int32,)
-    check_tensor("frontier", frontier, (batch, None), int32, device)
-    shape = (batch, frontier.shape[1], graph.branch)
-    check_tensor("cand_tokens", cand_tokens, shape, int32, device)
-    check_tensor("cand_log_probs", cand_log_probs, shape, (torch.float32,), device)
+    shapes = "token_ids int32[B,N], frontier int32[B,W], cand_tokens int32[B,W,K], cand_log_probs float32[B,W,K]"
+    check_shapes(shapes, graph.token_ids, frontier, cand_tokens, cand_log_probs, K=graph.branch)
     if not -1 <= merge_context <= MAX_CONTEXT:
         raise ValueError(f"merge_context: expected -1 … {MAX_CONTEXT}, got {merge_context}")
     if width < 1 or level < 0:

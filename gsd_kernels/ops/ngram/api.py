@@ -3,10 +3,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...checks import check_tensor
+from ...checks import check_shapes
 from ...graph import Rows, TokenGraph
 from ..table import Op, same
 from . import reference
@@ -70,10 +69,8 @@ def ngram_insert(
         TypeError, ValueError: an argument has the wrong type or shape.
     """
     table.check_contexts(contexts)
-    device, (batch, m) = table.keys.device, contexts.shape[:2]
-    check_tensor("tokens", tokens, (batch, m, table.tokens.shape[2]), (torch.int32,), device)
-    check_tensor("log_probs", log_probs, (batch, m, table.tokens.shape[2]), (torch.float32,), device)
-    check_tensor("valid", valid, (batch, m), (torch.bool,), device)
+    shapes = "contexts int32[B,M,C], tokens int32[B,M,K], log_probs float32[B,M,K], valid bool[B,M]"
+    check_shapes(shapes, contexts, tokens, log_probs, valid, K=table.tokens.shape[2])
     INSERT(table, contexts, tokens, log_probs, valid, backend=backend)
 
 
@@ -124,12 +121,8 @@ def perturb_candidates(
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
     """
-    device, shape = tokens.device, tuple(tokens.shape)
-    check_tensor("tokens", tokens, (None, None, None), (torch.int32,), device)
-    check_tensor("log_probs", log_probs, shape, (torch.float32,), device)
-    check_tensor("positions", positions, shape[:2], (torch.int32,), device)
-    check_tensor("seed", seed, (), (torch.int64,), device)
-    check_tensor("sequence_ids", sequence_ids, shape[:1], (torch.int32,), device)
+    shapes = "tokens int32[B,W,K], log_probs float32[B,W,K], positions int32[B,W], seed int64[], sequence_ids int32[B]"
+    check_shapes(shapes, tokens, log_probs, positions, seed, sequence_ids)
     return PERTURB(tokens, log_probs, positions, seed, sequence_ids, backend=backend)
 
 
@@ -162,17 +155,14 @@ def mix_candidates(
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
     """
-    device, shape = tokens.device, tuple(tokens.shape)
-    check_tensor("tokens", tokens, (None, None, None), (torch.int32,), device)
-    check_tensor("log_probs", log_probs, shape, (torch.float32,), device)
-    check_tensor("other_tokens", other_tokens, (*shape[:2], None), (torch.int32,), device)
-    check_tensor("other_log_probs", other_log_probs, tuple(other_tokens.shape), (torch.float32,), device)
     table = isinstance(weight, Tensor) and weight.dim() == 1
-    check_tensor("weight", weight, (None,) if table else shape[:2], (torch.float32,), device)
-    if index is not None:
-        check_tensor("index", index, shape[:2], (torch.int32,), device)
-        if not table:
-            raise ValueError("weight: expected a table with an index, got one for each row")
+    shapes = (
+        "tokens int32[B,W,K], log_probs float32[B,W,K], other_tokens int32[B,W,L], other_log_probs float32[B,W,L], "
+        f"weight float32[{'N' if table else 'B,W'}], index? int32[B,W]"
+    )
+    check_shapes(shapes, tokens, log_probs, other_tokens, other_log_probs, weight, index)
+    if index is not None and not table:
+        raise ValueError("weight: expected a table with an index, got one for each row")
     return MIX(tokens, log_probs, other_tokens, other_log_probs, weight, index, backend=backend)
 
 

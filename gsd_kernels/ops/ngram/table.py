@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...checks import check_tensor
+from ...checks import check_shapes
 from ...config import MAX_CONTEXT
 
 MAX_WAYS = 16
@@ -72,7 +72,7 @@ class NgramTable:
 
     def check_contexts(self, contexts: Tensor) -> None:
         """Raise unless ``contexts`` is int32 [B, *, C], C ≥ max_context, on the table's device."""
-        check_tensor("contexts", contexts, (self.keys.shape[0], None, None), (torch.int32,), self.keys.device)
+        check_shapes("keys int64[B,N], contexts int32[B,M,C]", self.keys, contexts)
         if contexts.shape[2] < self.max_context:
             raise ValueError(
                 f"contexts: expected at least max_context={self.max_context} tokens of each, got {contexts.shape[2]}; "

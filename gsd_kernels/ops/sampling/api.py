@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import FLOATS, check_tensor
+from ...checks import check_shapes
 from ..table import Op
 from . import reference
 
@@ -173,13 +173,12 @@ def check_warpers(temperature: object, top_k: object, top_p: object, min_p: obje
 
 def _check(logits: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor, *warpers: object) -> None:
     _check_logits(logits)
-    check_tensor("positions", positions, tuple(logits.shape[:2]), (torch.int32,), logits.device)
-    check_tensor("seed", seed, (), (torch.int64,), logits.device)
-    check_tensor("sequence_ids", sequence_ids, (logits.shape[0],), (torch.int32,), logits.device)
+    shapes = "logits float[B,R,V], positions int32[B,R], seed int64[], sequence_ids int32[B]"
+    check_shapes(shapes, logits, positions, seed, sequence_ids)
     check_warpers(*warpers)
 
 
 def _check_logits(logits: Tensor) -> None:
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[-1] == 0:
         raise ValueError("logits: expected a tensor [batch, rows, vocabulary]")
-    check_tensor("logits", logits, (None, None, None), FLOATS, logits.device)
+    check_shapes("logits float[B,R,V]", logits)

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ...checks import check_tensor
+from ...checks import check_shapes
 from ...graph import Acceptance, Rows
 from ..table import Op, same
 from . import reference
@@ -44,11 +43,7 @@ def verify(
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
     """
-    batch, num_rows = rows.token_ids.shape
-    device, int32 = rows.token_ids.device, (torch.int32,)
-    check_tensor("sampled", sampled, (batch, num_rows), int32, device)
-    check_tensor("eos_ids", eos_ids, (None,), int32, device)
-    check_tensor("remaining", remaining, (batch,), int32, device)
-    check_tensor("done", done, (batch,), (torch.bool,), device)
+    shapes = "token_ids int32[B,R], sampled int32[B,R], eos_ids int32[E], remaining int32[B], done bool[B]"
+    check_shapes(shapes, rows.token_ids, sampled, eos_ids, remaining, done)
     tree = rows.token_ids, rows.parent_rows, rows.depths, rows.ancestor_mask, rows.num_rows
     return VERIFY(*tree, sampled, eos_ids, remaining, done, max_path, backend=backend)

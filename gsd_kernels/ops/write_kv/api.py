@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ...checks import FLOATS, check_tensor
+from ...checks import check_shapes
 from ..table import Op
 from . import reference
 
@@ -41,14 +40,9 @@ def write_kv(
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
     """
-    if not isinstance(k_cache, Tensor) or k_cache.dim() != 4:
-        raise ValueError("k_cache: expected a tensor [batch, heads, positions, head_dim]")
-    device, dtype, (batch, heads, slots, k_dim) = k_cache.device, (k_cache.dtype,), k_cache.shape
-    check_tensor("k_cache", k_cache, (None, None, None, None), FLOATS, device)
-    check_tensor("v_cache", v_cache, (batch, heads, slots, None), dtype, device)
-    check_tensor("positions", positions, (batch, None), (torch.int64,), device)
-    check_tensor("k", k, (batch, heads, positions.shape[1], k_dim), dtype, device)
-    check_tensor("v", v, (batch, heads, positions.shape[1], v_cache.shape[3]), dtype, device)
-    if spoiled is not None:
-        check_tensor("spoiled", spoiled, positions.shape, (torch.float32,), device)
+    shapes = (
+        "k_cache float[B,H,S,D], v_cache k_cache[B,H,S,V], positions int64[B,R], k k_cache[B,H,R,D], "
+        "v k_cache[B,H,R,V], spoiled? float32[B,R]"
+    )
+    check_shapes(shapes, k_cache, v_cache, positions, k, v, spoiled)
     WRITE(k_cache, v_cache, k, v, positions.contiguous(), spoiled, backend=backend)
