@@ -1,33 +1,16 @@
-"""A target and its draft in the families of models, and a policy that switches shapes at random."""
+"""A policy that switches shapes at random."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 
-import models
 import pytest
-import torch
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.policy.base import Plan
 from gsd_kernels_hf.policy.row_selector import EdgeModel, RowSelector
 from gsd_kernels_hf.policy.shapes import ladder
-
-VOCAB = 32  # small, so that sequences recur and merge edges are accepted
-
-
-@functools.lru_cache
-def target_of(family: str, dtype: torch.dtype = torch.float64):
-    model = models.tiny(family, vocab_size=VOCAB, dtype=torch.float64).to(dtype)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@functools.lru_cache
-def draft_of(family: str, noise: float, dtype: torch.dtype = torch.float64):
-    return models.noised(target_of(family), noise).to(dtype)
 
 
 class SomeRows(RowSelector):

@@ -170,10 +170,6 @@ def test_a_running_call_returns_its_memory_when_it_ends(objects):
     assert not alive(objects)
 
 
-READ = [*chats.each({}), *chats.each(SAMPLED)]
-READ += [pytest.param("chain", {**SAMPLED, "criterion": "speculative"})]
-
-
 @pytest.mark.parametrize("name", ["model", "heads"])
 def test_a_forward_of_another_thread_is_no_change(name, made):
     """Configs are switched and hidden states listened for in the middle of it."""

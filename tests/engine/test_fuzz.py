@@ -1,4 +1,4 @@
-"""Wrong arguments and interruptions: the text is the target's own before and after.
+"""Interruptions: the text is the target's own before and after.
 
 Every case follows from its seed, which is its name: ``pytest tests/engine/test_fuzz.py -k "interruption and 17"``.
 """
@@ -19,15 +19,8 @@ import gsd_kernels as gsd
 
 pytestmark = pytest.mark.quick
 
-WRONG, INTERRUPTS = 110, 120
+INTERRUPTS, EVERYWHERE = 120, 15
 torch.set_num_threads(1)
-
-
-def seeds(count: int) -> list[Any]:
-    """All but the first fifteen are slow together; a third runs everywhere."""
-    slow, many = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.many]
-    marks = [(), *(slow if seed < count // 3 else many for seed in range(1, count))]
-    return [pytest.param(seed, marks=() if seed < 15 else marks[seed]) for seed in range(count)]
 
 
 def sequences(out: Any) -> torch.Tensor:
@@ -50,12 +43,6 @@ def patched(model: Any, own: dict[str, Any]) -> Iterator[dict[str, Any]]:
     names = ("assistant_model", "graph_config", "draft_heads", "criterion")
     with gsd.patch(model, **{name: own[name] for name in names if name in own}):
         yield {name: value for name, value in own.items() if name not in names}
-
-
-# ---- wrong arguments
-
-
-# ---- interruptions
 
 
 class Alarm:
@@ -153,7 +140,9 @@ def ringing(rng: random.Random, alarm: Alarm, models: list[Any], call: dict[str,
         yield {**call, "observer": alarm}
 
 
-@pytest.mark.parametrize("seed", seeds(INTERRUPTS))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.many if seed >= EVERYWHERE else ()) for seed in range(INTERRUPTS)]
+)
 def test_the_call_after_an_interruption_is_right(seed):
     name, shared, own = fuzzing.random_call(20_000 + seed)
     rng, model = random.Random(seed), fuzzing.target(name)

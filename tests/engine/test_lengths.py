@@ -10,16 +10,14 @@ import fake_cuda
 import pytest
 import torch
 from models import endless, noised, prompts
-from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.engine import room
 from gsd_kernels_hf.engine.session import Session
-from gsd_kernels_hf.sources.load import source_of
 
 VOCAB = 41
 SHAPE = gsd.GraphConfig(depth=3, width=2, branch=2, max_rows=10, history_depth=2, history_width=2)
-SLOTS, LENGTH, NEW = SHAPE.cache_slots, 9, 60
+LENGTH, NEW = 9, 60
 SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}
 
 
@@ -27,23 +25,6 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}
 def pair():
     target = endless(vocab_size=VOCAB, num_hidden_layers=3)
     return target, noised(target, 0.03)
-
-
-@functools.cache
-def sources_of(name: str) -> dict:
-    target, draft = pair()
-    heads = gsd.DraftHeads.for_model(target, 2)
-    drafters = (random_eagle3(eagle3_config(target)), random_dflash(dflash_config(target)))
-    return {
-        "plain": {},
-        "model": {"assistant_model": draft},
-        "layer_skip": {"assistant_model": gsd.LayerSkip(target, mlp=[1])},
-        "every": {
-            "assistant_model": [draft, noised(target, 0.06, seed=2)],
-            "draft_heads": heads,
-            "draft_sources": ("model", "heads", *(source_of(drafter) for drafter in drafters), "history"),
-        },
-    }[name] | {"graph_config": "plain" if name == "plain" else SHAPE}
 
 
 def call(**more):
@@ -75,22 +56,15 @@ def expected(sampled: bool, penalty: float) -> torch.Tensor:
     return target.generate(**call(repetition_penalty=penalty))
 
 
-@pytest.mark.parametrize("name", ["model", "every"])
-def test_growth_of_captured_steps(name, small, request):
-    options = sources_of(name)
-    if name == "every":  # drafters' steps are captured in their own tests
-        options = options | {"draft_sources": ("model", "heads", "history")}
-    wanted = gsd.generate(pair()[0], **call(**options))
+def test_growth_of_captured_steps(small, monkeypatch):
+    target, draft = pair()
+    heads, drafts = gsd.DraftHeads.for_model(target, 2), [draft, noised(target, 0.06, seed=2)]
+    options = {"assistant_model": drafts, "draft_heads": heads, "graph_config": SHAPE}
+    wanted = gsd.generate(target, **call(**options))
     small.clear()
-    cuda = fake_cuda.install(request.getfixturevalue("monkeypatch"))
-    assert torch.equal(gsd.generate(pair()[0], **call(**options)), wanted)
+    cuda = fake_cuda.install(monkeypatch)
+    assert torch.equal(gsd.generate(target, **call(**options)), wanted)
     assert cuda.counts["captures"] > 1 and cuda.counts["replays"] > 3 and len(small) > 1
-
-
-# Memory ---------------------------------------------------------------------------------------------------------------
-
-
-# Positions ------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache

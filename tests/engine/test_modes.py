@@ -20,8 +20,8 @@ VOCAB, LENGTH = 40, 9
 
 
 @functools.lru_cache
-def pair(seed: int = 0):
-    target = models.endless(vocab_size=VOCAB, seed=seed, num_hidden_layers=3)
+def pair():
+    target = models.endless(vocab_size=VOCAB, num_hidden_layers=3)
     return target, models.noised(target, 0.02)
 
 
@@ -33,81 +33,25 @@ def prompt(batch: int = 2, **more) -> dict:
 @pytest.fixture
 def patched():
     target, draft = pair()
-    handle = gsd.patch(target, assistant_model=draft, graph_config="tree")
-    yield target, handle
-    gsd.unpatch(target)
+    with gsd.patch(target, assistant_model=draft, graph_config="tree") as handle:
+        yield target, handle
 
 
-def served_by_transformers(model, handle, caplog, reason: str, own=None, **call):
-    """The call's output by the patched model, equal to transformers' own, after one line that names the reason."""
-    own = type(model).generate if own is None else own
-    torch.manual_seed(5)
-    expected = own(model, **copy.deepcopy(call))
-    caplog.clear()
-    torch.manual_seed(5)
-    with caplog.at_level(logging.INFO, logger="gsd_kernels"):
-        out = model.generate(**copy.deepcopy(call))
-    said = [r.getMessage() for r in caplog.records if "transformers' own generate" in r.getMessage()]
-    assert len(said) == 1 and reason in said[0], said
-    assert reason in handle.stats.why and handle.stats.steps == 0 and handle.stats.seconds["total"] > 0
-    assert type(out) is type(expected)
-    sequences, wanted = (getattr(o, "sequences", o) for o in (out, expected))
-    assert torch.equal(sequences, wanted)
-    # The next call is this package's.
-    assert torch.equal(model.generate(**prompt()), type(model).generate(model, **prompt()))
-    assert handle.stats.why is None and handle.stats.steps > 0
-    return out
-
-
-def refused(model, reason: str, **call):
-    """``gsd_kernels.generate`` says no, patched or not."""
-    with pytest.raises(validate.Unsupported, match=reason):
-        gsd.generate(model, **copy.deepcopy(call))
-
-
-def filled(target):
+def filled(target, name):
     ids = prompt()["input_ids"]
     cache = DynamicCache()
     with torch.no_grad():
         target(ids[:, :-1], use_cache=True, **{cache_argument(target): cache})
-    return {cache_argument(target): cache, "attention_mask": torch.ones_like(ids)}
+    return prompt() | {name: cache, "attention_mask": torch.ones_like(ids)}
 
 
-def old_name(target):
-    """A filled cache by the name before transformers 5.24."""
-    found = filled(target)
-    return {"past_key_values": next(iter(found.values())), "attention_mask": found["attention_mask"]}
-
-
-def embeds(target):
+def embedded(target):
     ids = prompt()["input_ids"]
-    return {"input_ids": None, "inputs_embeds": target.get_input_embeddings()(ids).detach()}
+    return prompt(input_ids=None, inputs_embeds=target.get_input_embeddings()(ids).detach())
 
 
-MODES = {
-    "num_beams": lambda t: {"num_beams": 3},
-    "num_beams=2": lambda t: {"num_beams": 2, "num_return_sequences": 2, "output_scores": True} | DICT,
-    "num_beams=4": lambda t: {"num_beams": 4, "do_sample": True, "top_k": 5},
-    "prompt_lookup_num_tokens": lambda t: {"prompt_lookup_num_tokens": 3} | one(),
-    "assistant_early_exit": lambda t: {"assistant_early_exit": 1} | one(),
-    "output_hidden_states": lambda t: {"output_hidden_states": True} | DICT,
-    "output_attentions": lambda t: {"output_attentions": True} | DICT,
-    "guidance_scale": lambda t: {"guidance_scale": 1.5} | one(),
-    cache_argument(pair()[0]): filled,
-    "past_key_values": old_name,
-    "inputs_embeds": embeds,
-    "position_ids": lambda t: {"position_ids": prompt()["attention_mask"].cumsum(1)},
-    "negative_prompt_ids": lambda t: {"guidance_scale": 2.0, "negative_prompt_ids": one()["input_ids"][:, :4]} | one(),
-    "attention_mask": lambda t: {"attention_mask": holed(3)},
-    "right-padded": lambda t: {"attention_mask": holed(-1)},
-    "assistant_model: BloomForCausalLM": lambda t: {"assistant_model": bloom(), "num_assistant_tokens": 2} | one(),
-    "assistant_model: LlamaForCausalLM": lambda t: {"assistant_model": dynamic(), "num_assistant_tokens": 2} | one(),
-}
-DICT = {"return_dict_in_generate": True}
-
-
-def one() -> dict:
-    return models.prompts(1, LENGTH, seed=3, vocab=VOCAB)
+def one(**more) -> dict:
+    return models.prompts(1, LENGTH, seed=3, vocab=VOCAB) | {"max_new_tokens": 10, "do_sample": False, **more}
 
 
 def holed(at: int) -> torch.Tensor:
@@ -131,39 +75,92 @@ def dynamic():
     return models.tiny(vocab_size=VOCAB, rope_parameters=rope, max_position_embeddings=64)
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_a_mode_goes_to_transformers(name, patched, caplog):
-    target, handle = patched
-    call = prompt() | MODES[name](target)
-    reason = name.partition(":")[0] if name != cache_argument(target) else "cache"
-    if name == "past_key_values":
-        reason = "cache|past_key_values"
-    refused(target, reason, **call)
-    if name == "past_key_values":
-        reason = "past_key_values"
-    served_by_transformers(target, handle, caplog, reason, **call)
-
-
 def decoding(model, input_ids, logits_processor, stopping_criteria, generation_config, seed=None, **kwargs):
     """A custom_generate that wants an argument of the same name as one of ours."""
     assert seed == 3
     return torch.cat([input_ids, input_ids[:, :2]], 1)
 
 
-def test_another_custom_generate(patched, caplog, tmp_path):
-    target, handle = patched
-    out = served_by_transformers(
-        target, handle, caplog, "custom_generate: a function", **prompt(), seed=3, custom_generate=decoding
-    )
-    assert out.shape[1] == LENGTH + 2
-    (tmp_path / "custom_generate").mkdir()
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "custom_generate" / "generate.py").write_text(
+def of_a_folder(folder):
+    (folder / "custom_generate").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "custom_generate" / "generate.py").write_text(
         "def generate(model, input_ids, max_new_tokens=4, **kwargs):\n"
         "    return model.generate(input_ids, max_new_tokens=max_new_tokens, do_sample=False)\n"
     )
-    call = {"input_ids": one()["input_ids"], "max_new_tokens": 5, "trust_remote_code": True}
-    served_by_transformers(target, handle, caplog, str(tmp_path), **call, custom_generate=str(tmp_path))
+    call = {"input_ids": one()["input_ids"], "max_new_tokens": 5}
+    return call | {"custom_generate": str(folder), "trust_remote_code": True}
+
+
+DICT = {"return_dict_in_generate": True}
+TOKENIZER = models.tokenizer(VOCAB)
+MODES = {  # of a target and an empty folder: the call; its reason begins the name, but for what has none
+    "num_beams=3": lambda *_: prompt(num_beams=3),
+    "num_beams=2": lambda *_: prompt(num_beams=2, num_return_sequences=2, output_scores=True, **DICT),
+    "num_beams=4": lambda *_: prompt(num_beams=4, do_sample=True, top_k=5),
+    "prompt_lookup_num_tokens": lambda *_: one(prompt_lookup_num_tokens=3),
+    "assistant_early_exit": lambda *_: one(assistant_early_exit=1),
+    "output_hidden_states": lambda *_: prompt(output_hidden_states=True, **DICT),
+    "output_attentions": lambda *_: prompt(output_attentions=True, **DICT),
+    "guidance_scale": lambda *_: one(guidance_scale=1.5),
+    "cache": lambda target, _: filled(target, cache_argument(target)),
+    "past_key_values": lambda target, _: filled(target, "past_key_values"),  # the name before transformers 5.24
+    "inputs_embeds": lambda target, _: embedded(target),
+    "position_ids": lambda *_: prompt(position_ids=prompt()["attention_mask"].cumsum(1)),
+    "negative_prompt_ids": lambda *_: one(guidance_scale=2.0, negative_prompt_ids=one()["input_ids"][:, :4]),
+    "attention_mask": lambda *_: prompt(attention_mask=holed(3)),
+    "right-padded": lambda *_: prompt(attention_mask=holed(-1)),
+    "assistant_model: BloomForCausalLM": lambda *_: one(assistant_model=bloom(), num_assistant_tokens=2),
+    "assistant_model: rope type 'dynamic'": lambda *_: one(assistant_model=dynamic(), num_assistant_tokens=2),
+    "custom_generate: a function": lambda *_: prompt(seed=3, custom_generate=decoding),
+    "custom_generate: '/": lambda _, folder: of_a_folder(folder / "another"),
+}
+LIKE_UNPATCHED = {
+    "contrastive search": {"penalty_alpha": 0.6, "top_k": 4},
+    "DoLa": {"dola_layers": "low"},
+    "constraints": {"constraints": [1]},
+    "forced words": {"force_words_ids": [[3]], "num_beams": 2},
+    "groups of beams": {"num_beam_groups": 2, "num_beams": 4},
+    "heads of the model's own": {"use_mtp": True},
+    "a way of speculating": {"speculation_type": "mtp"},
+    "healing": {"token_healing": True, "tokenizer": TOKENIZER},
+    "labels": {"labels": torch.ones(1, LENGTH, dtype=torch.int64)},
+    "an encoder's outputs": {"encoder_outputs": (torch.ones(1, 2),)},
+    "synchronised GPUs": {"synced_gpus": True},
+    "stop strings and beams": {"stop_strings": ["a"], "num_beams": 2, "tokenizer": TOKENIZER},
+    "padding alone": {"attention_mask": torch.zeros(1, LENGTH, dtype=torch.int64)},
+    "a tuple for a cache": {"past_key_values": ((torch.ones(1),),)},
+    "no beams": {"num_beams": 0},
+    "no tokens": {"max_new_tokens": 0},
+    "an invented argument": {"depth": 3},
+}
+"""Calls that transformers may refuse as well, by whatever reason."""
+
+
+def outcome(model, call):
+    torch.manual_seed(5)
+    try:
+        out = model.generate(**copy.deepcopy(call))
+    except Exception as error:
+        return type(error), str(error)
+    return type(out), getattr(out, "sequences", out).tolist()
+
+
+@pytest.mark.parametrize("name", [*MODES, *LIKE_UNPATCHED])
+def test_output_or_error_is_that_of_the_unpatched_model(name, caplog, tmp_path):
+    """Of a mode that transformers alone serves one line names the reason, and the next call is this package's."""
+    target, draft = pair()
+    call = MODES[name](target, tmp_path) if name in MODES else one(**LIKE_UNPATCHED[name])
+    expected, next_one = outcome(target, call), outcome(target, prompt())
+    caplog.set_level(logging.INFO, logger="gsd_kernels")
+    with gsd.patch(target, assistant_model=draft) as handle:
+        assert outcome(target, call) == expected
+        if name in MODES:
+            said = [line for line in caplog.messages if "transformers' own generate" in line]
+            assert len(said) == 1 and name in said[0] and name in handle.stats.why, said
+            assert handle.stats.steps == 0 and handle.stats.seconds["total"] > 0 and type(expected[1]) is list
+        assert outcome(target, prompt()) == next_one
+        assert handle.stats.why is None and handle.stats.steps > 0
 
 
 @pytest.mark.parametrize(
@@ -201,45 +198,3 @@ def test_arguments_by_position(patched):
         target.generate(ids, config, generation_config=config)
     with pytest.raises(TypeError, match="position"):
         target.generate(ids, *([None] * 20))
-
-
-TOKENIZER = models.tokenizer(VOCAB)
-LIKE_UNPATCHED = {
-    "contrastive search": {"penalty_alpha": 0.6, "top_k": 4},
-    "DoLa": {"dola_layers": "low"},
-    "constraints": {"constraints": [1]},
-    "forced words": {"force_words_ids": [[3]], "num_beams": 2},
-    "groups of beams": {"num_beam_groups": 2, "num_beams": 4},
-    "heads of the model's own": {"use_mtp": True},
-    "a way of speculating": {"speculation_type": "mtp"},
-    "healing": {"token_healing": True, "tokenizer": TOKENIZER},
-    "labels": {"labels": torch.ones(1, LENGTH, dtype=torch.int64)},
-    "an encoder's outputs": {"encoder_outputs": (torch.ones(1, 2),)},
-    "synchronised GPUs": {"synced_gpus": True},
-    "stop strings and beams": {"stop_strings": ["a"], "num_beams": 2, "tokenizer": TOKENIZER},
-    "padding alone": {"attention_mask": torch.zeros(1, LENGTH, dtype=torch.int64)},
-    "a tuple for a cache": {"past_key_values": ((torch.ones(1),),)},
-    "no beams": {"num_beams": 0},
-    "no tokens": {"max_new_tokens": 0},
-    "an invented argument": {"depth": 3},
-}
-
-
-@pytest.mark.parametrize("name", LIKE_UNPATCHED)
-def test_output_or_error_is_that_of_the_unpatched_model(name):
-    target, draft = pair()
-    call = one() | {"max_new_tokens": 6, "do_sample": False} | LIKE_UNPATCHED[name]
-
-    def outcome():
-        torch.manual_seed(0)
-        try:
-            return target.generate(**call).tolist()
-        except Exception as error:
-            return type(error), str(error)
-
-    expected = outcome()
-    with gsd.patch(target, assistant_model=draft):
-        assert outcome() == expected
-
-
-# A cache that a config does not want ----------------------------------------------------------------------------------

@@ -19,28 +19,22 @@ from gsd_kernels_hf.model.recurrent.tree import RowTree
 
 pytestmark = pytest.mark.skipif(not mixers.READABLE, reason=f"states are read from transformers {mixers.FIRST} on")
 
-NEW = 44
-GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 target_of = functools.lru_cache(build)
 
 
 def test_turns_go_on_from_the_state_where_the_text_ends():
     target = target_of("falcon-h1")
     first = inputs_of(1)["input_ids"]
-    with gsd.patch(
-        target, draft_sources=("history",), graph_config=gsd.GraphConfig(depth=0, history_depth=4)
-    ) as handle:
+    shape = gsd.GraphConfig(depth=0, history_depth=4)
+    with gsd.patch(target, draft_sources=("history",), graph_config=shape) as handle:
         text = target.generate(first, max_new_tokens=45, do_sample=False)
-        longer = torch.cat([text, torch.tensor([[7, 9, 11]])], 1)
-        other = torch.cat([text[:, :25], torch.tensor([[7, 9, 11]])], 1)
-        found = {
-            name: target.generate(ids, max_new_tokens=20, do_sample=False)
-            for name, ids in {"longer": longer, "same": text, "other": other}.items()
-        }
+        more = torch.tensor([[7, 9, 11]])
+        asked = torch.cat([text, more], 1), text, torch.cat([text[:, :25], more], 1)
+        found = [target.generate(ids, max_new_tokens=20, do_sample=False) for ids in asked]
         reused = [session.target.reused for session in handle.engines.idle.sessions]
     assert reused == [0], "the last prompt left the text in the middle"
-    for name, ids in {"longer": longer, "same": text, "other": other}.items():
-        assert torch.equal(found[name], target.generate(ids, max_new_tokens=20, do_sample=False)), name
+    for ids, answer in zip(asked, found, strict=True):
+        assert torch.equal(answer, target.generate(ids, max_new_tokens=20, do_sample=False))
 
 
 def test_layers_that_forget_their_state_are_found_in_any_dtype():
@@ -55,19 +49,14 @@ def test_layers_that_forget_their_state_are_found_in_any_dtype():
 def test_rows_that_are_not_what_the_model_computes_are_refused(monkeypatch):
     target = build("qwen3.5")
     right = RowTree.of
-    monkeypatch.setattr(RowTree, "of", lambda *args, **options: wrong(right(*args, **options)))
+
+    def wrong(*args, **options):
+        tree = right(*args, **options)
+        return RowTree(tree.parents - (tree.parents > 2).long(), tree.depths)
+
+    monkeypatch.setattr(RowTree, "of", wrong)
     with pytest.raises(validate.Unsupported, match=r"Qwen3_5ForCausalLM.*linear_attn"):
-        gsd.generate(target, inputs_of(1)["input_ids"], **GREEDY)
-
-
-def wrong(tree: RowTree) -> RowTree:
-    return RowTree((tree.parents - (tree.parents > 2).long()), tree.depths)
-
-
-def alone(token):
-    """Arguments of a forward of one row."""
-    zero = torch.zeros(1, 1, dtype=torch.int32)
-    return zero + token, zero[0], 0, zero[..., None] + 1, zero, zero
+        gsd.generate(target, inputs_of(1)["input_ids"], max_new_tokens=4)
 
 
 def test_paths_longer_than_a_block_are_refused_by_name():

@@ -29,9 +29,11 @@ def target():
 OPTIONS = {
     "greedy": {},
     "tree of a draft": {"assistant_model": ..., "graph_config": "tree"},
-    "processors": {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)])},
-    "generation options": {"no_repeat_ngram_size": 3, "bad_words_ids": [[5], [7, 9]]},
-    "criteria": {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(17)])},
+    "of one's own": {
+        "logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)]),
+        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(17)]),
+        "bad_words_ids": [[5], [7, 9]],
+    },
 }
 
 

@@ -87,51 +87,34 @@ def test_a_model_that_is_not_served_as_it_was_loaded_goes_there(model, prompt, p
         model.generate(**prompt, **CALL, graph_config="tree")
 
 
-DAMAGE = {
+HEAD = '{"format": "gsd_kernels model folder", "version": '
+DAMAGED = {
     "no JSON": ("{", "is damaged"),
     "another file": ('{"format": "x", "version": 1}', "is none of gsd_kernels"),
-    "newer": ('{"format": "gsd_kernels model folder", "version": 2}', "has version 2, unknown.*update the package"),
-    "unknown": ('{"format": "gsd_kernels model folder", "version": 1, "x": 1}', "the option 'x', unknown"),
-    "no shape": (
-        '{"format": "gsd_kernels model folder", "version": 1, "graph_config": {"depth": -1}}',
-        "gsd_kernels.json is damaged .depth",
-    ),
-    "outside": (
-        '{"format": "gsd_kernels model folder", "version": 1, "drafter": "../x"}',
-        "expected 'drafter', a folder",
-    ),
-    "absent": (
-        '{"format": "gsd_kernels model folder", "version": 1, "draft_heads": "heads"}',
-        "expected 'heads', a folder",
-    ),
+    "newer": (HEAD + "2}", "has version 2, unknown.*update the package"),
+    "unknown": (HEAD + '1, "x": 1}', "the option 'x', unknown"),
+    "no shape": (HEAD + '1, "graph_config": {"depth": -1}}', "gsd_kernels.json is damaged .depth"),
+    "outside": (HEAD + '1, "drafter": "../x"}', "expected 'drafter', a folder"),
+    "absent": (HEAD + '1, "draft_heads": "heads"}', "expected 'heads', a folder"),
 }
-
-
-@pytest.mark.parametrize(("text", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_damaged_options_are_named_and_transformers_serves(text, message, exported, tmp_path, prompt, plain, caplog):
-    folder = copied(exported, tmp_path / "damaged")
-    (folder / FILE).unlink()
-    (folder / FILE).write_text(text, encoding="utf-8")
-    model = loaded(folder)
-    assert torch.equal(model.generate(**prompt, **CALL), plain)
-    assert re.search(f"transformers' own generate serves this model: .*{message}", caplog.text)
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        plain_model = loaded(folder, None)
-        plain_model.generate(**prompt, **CALL, custom_generate=str(folder), trust_remote_code=True)
-
-
 LOST = {
     "moved": (lambda here: here.rename(here.parent / "there"), "no such folder: ./here"),
     "another working directory": (lambda here: os.chdir("/"), "no such folder: ./here"),
-    "weights cut short": (lambda here: cut(here / "draft" / "model.safetensors"), "header|incomplete|deserializing"),
+    "weights cut short": (
+        lambda here: replaced(here / "draft" / "model.safetensors", "x" * 50),
+        "header|incomplete|deserializing",
+    ),
     "no tokens of the draft's": (lambda here: shutil.rmtree(here / "draft"), "expected 'draft', a folder in"),
+    **{
+        name: (lambda here, text=text: replaced(here / FILE, text), message)
+        for name, (text, message) in DAMAGED.items()
+    },
 }
 
 
-def cut(file: Path) -> None:
-    data = file.read_bytes()
+def replaced(file: Path, text: str) -> None:
     file.unlink()  # the others' is the same
-    file.write_bytes(data[:50])
+    file.write_text(text, encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", LOST)
@@ -144,6 +127,10 @@ def test_what_a_folder_has_no_more_is_named_and_transformers_serves(name, export
         assert all(torch.equal(model.generate(**prompt, **CALL), plain) for _ in range(2))
     lines = [line for line in caplog.messages if "transformers' own generate serves this model" in line]
     assert len(lines) == 2 and re.search(message, lines[1]), lines
+    if name in DAMAGED:
+        door = {"custom_generate": str(here), "trust_remote_code": True}
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            loaded(here, None).generate(**prompt, **CALL, **door)
     with gsd.patch(model) as handle:
         assert torch.equal(model.generate(**prompt, **CALL), plain) and handle.stats.steps
 
