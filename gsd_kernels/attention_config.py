@@ -8,7 +8,7 @@ reports (registers, shared memory, spills) and have not been timed.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 
@@ -67,7 +67,5 @@ def attention_config(
             and capacity <= (entry["max_capacity"] or capacity)
             and (entry["with_extras"] or not extras)
         ):
-            return AttentionConfig(
-                entry["block_m"], entry["block_n"], entry["num_warps"], entry["num_stages"], entry["programs"]
-            )
+            return AttentionConfig(*(entry[field.name] for field in fields(AttentionConfig)))
     raise ValueError(f"q: no launch configuration for head_dim {head_dim} with {element_size}-byte elements")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+import torch
 from engine.chats import sources
-from models import prompts
+from models import noised, prompts, tiny
 
 from gsd_kernels import generate
 from gsd_kernels_hf.policy.learning import LearningPolicy
@@ -18,7 +19,15 @@ CAPTURED = ("plain", "chain", "tree", "graph", "layer_skip", "heads")
 def text(pair, name, rows=2, **options):
     """A text of one of :data:`CAPTURED`."""
     options = {"max_new_tokens": 24, "pad_token_id": 0, **sources(name, *pair), **options}
-    return generate(pair[0], **prompts(rows, 9), **options)
+    inputs = {key: value.to(pair[0].device) for key, value in prompts(rows, 9).items()}
+    return generate(pair[0], **inputs, **options)
+
+
+def on_a_gpu():
+    """A pair that lies there."""
+    target = tiny(dtype=torch.float32)
+    draft = noised(target)
+    return target.cuda(), draft.cuda()
 
 
 def drafting(device="cpu"):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine.capturing import drafting, in_turns
-from models import noised, prompts, tiny
+from engine.capturing import drafting, in_turns, on_a_gpu, text
 
-from gsd_kernels import GraphConfig, generate
 from gsd_kernels_hf.engine import capture
 from gsd_kernels_hf.engine.stats import Clock
 from gsd_kernels_hf.model.replay import CaptureError, lane_of
@@ -19,20 +17,12 @@ pytestmark = [
 GPU = torch.device("cuda", 0)
 
 
-def text(graph_config):
-    target = tiny(dtype=torch.float32)
-    draft, target = noised(target).cuda(), target.cuda()
-    inputs = {key: value.cuda() for key, value in prompts(2, 9).items()}
-    options = {"assistant_model": draft, "graph_config": graph_config, "max_new_tokens": 96, "pad_token_id": 0}
-    return generate(target, **inputs, **options)
-
-
 def test_captured_shapes_take_turns_in_one_pool(monkeypatch, caplog):
     """What one graph leaves in the pool's memory, and is read later, another one must not write over."""
 
     def texts():
         in_turns(monkeypatch, *drafting("cuda")[:3])
-        return text("auto")
+        return text(on_a_gpu(), "auto", max_new_tokens=96)
 
     with caplog.at_level("WARNING", logger="gsd_kernels"):
         captured = texts()
@@ -42,13 +32,12 @@ def test_captured_shapes_take_turns_in_one_pool(monkeypatch, caplog):
 
 
 def test_captured_steps_go_on_after_a_failed_capture(caplog):
-    config = GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=2)
-    before, x = text(config), torch.ones(3, device=GPU)
+    before, x = text(on_a_gpu(), "graph", max_new_tokens=96), torch.ones(3, device=GPU)
     for _ in range(2):
         with pytest.raises(CaptureError, match="captur"):
             lane_of(GPU).capture(lambda: x.sum().item())
     with caplog.at_level("WARNING", logger="gsd_kernels"):
-        assert torch.equal(text(config), before)
+        assert torch.equal(text(on_a_gpu(), "graph", max_new_tokens=96), before)
     assert not caplog.records and float(x.sum()) == 3.0
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import fake_cuda
 import pytest
 import torch
-from chats import sources
-from engine.capturing import CAPTURED, SAMPLED, text
-from models import noised, prompts, tiny
+from engine.capturing import CAPTURED, SAMPLED, on_a_gpu, text
+from models import noised, tiny
 from transformers import StoppingCriteria
 
-from gsd_kernels import generate
 from gsd_kernels_hf.acceptance.criteria import CRITERIA
 from gsd_kernels_hf.engine import capture, session
 from gsd_kernels_hf.engine.capture import WARM_STEPS
@@ -129,12 +127,9 @@ def test_what_the_host_accepts_is_committed_in_a_second_graph(pair, name, sampli
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize(("name", "more"), EACH, ids=str)
 def test_captured_on_a_gpu(name, more, monkeypatch, caplog):
-    target = tiny(dtype=torch.float32)
-    draft, target = noised(target).cuda(), target.cuda()
-    inputs = {key: value.cuda() for key, value in prompts(2, 9).items()}
-    options = {"max_new_tokens": 64, "pad_token_id": 0, **sources(name, target, draft), **more}
+    pair, more = on_a_gpu(), {**more, "max_new_tokens": 64}
     with caplog.at_level("WARNING", logger="gsd_kernels"):
-        captured = generate(target, **inputs, **options)
+        captured = text(pair, name, **more)
     assert all("is lossy" in message for message in caplog.messages)
     monkeypatch.setattr(capture, "can_capture", lambda session: False)
-    assert torch.equal(generate(target, **inputs, **options), captured)
+    assert torch.equal(text(pair, name, **more), captured)

@@ -8,9 +8,8 @@ from typing import get_args, get_type_hints
 
 import gsd_kernels
 from gsd_kernels.config import AUTO, PLAIN, PRESETS, GraphName
-from gsd_kernels_hf.acceptance.criteria import CRITERIA
 from gsd_kernels_hf.engine.arguments import GenerateArguments, OptionArguments
-from gsd_kernels_hf.engine.options import NAMES, Options
+from gsd_kernels_hf.engine.options import Options
 from gsd_kernels_hf.validate.options import CONFIG_FIELDS, GENERATE_PARAMETERS, HONOURED
 
 
@@ -32,8 +31,5 @@ def test_what_is_honoured_of_transformers_own_arguments_is_known_to_type_checker
     assert known == expected
 
 
-def test_names_are_written_once():
+def test_shapes_are_known_to_type_checkers():
     assert set(get_args(GraphName)) == {AUTO, PLAIN, *PRESETS}
-    assert gsd_kernels.BACKENDS == ("auto", "cpu", "cuda", "triton", "reference")
-    assert NAMES == ("model", "layer_skip", "drafter", "heads", "history", "grammar")
-    assert CRITERIA == ("exact", "speculative", "block", "typical")

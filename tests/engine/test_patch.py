@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import io
+import os
+import signal
+import threading
+from contextlib import ExitStack
 
 import models
 import pytest
@@ -10,6 +16,7 @@ import torch
 import transformers
 
 import gsd_kernels as gsd
+from gsd_kernels_hf import locks
 
 torch.set_num_threads(1)
 
@@ -162,3 +169,65 @@ def test_nested_and_late_blocks_are_refused_by_name(alone):
         assert handle.patched, "the refused block ended nothing"
     with pytest.raises(ValueError, match="patch: this handle's model was unpatched; patch it anew"), handle:
         pass
+
+
+# Copies and pickles, which are of the model, not of the patch; children of a fork.
+
+
+def ask(model) -> torch.Tensor:
+    return model.generate(**prompt(), max_new_tokens=16, do_sample=False)
+
+
+def pickled(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+WAYS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickled}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_is_not_patched_and_can_be(way, patched):
+    target, draft, handle = patched
+    clone = WAYS[way](target)
+    assert vars(clone).keys() == vars(fresh()[0]).keys()
+    assert clone.generate.__func__ is transformers.GenerationMixin.generate and clone.generate.__self__ is clone
+    assert torch.equal(ask(clone), plain())
+    assert handle.stats is None
+    with pytest.raises(ValueError, match="model: not patched, as a copy of a patched model is not"):
+        gsd.unpatch(clone)
+    own = gsd.patch(clone, assistant_model=draft, graph_config="tree")
+    assert torch.equal(ask(clone), plain())
+    assert own.stats.steps > 0 and handle.stats is None
+    gsd.unpatch(clone)
+    assert clone.config._attn_implementation == "sdpa" and handle.patched
+    assert torch.equal(ask(target), plain()) and handle.stats.steps > 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_no_lock_of_another_thread_is_held_in_a_child():
+    """Other threads are inside of what is locked when it is forked, and the child decodes."""
+    target, held, over = models.tiny(), threading.Event(), threading.Event()
+
+    def hold():
+        with ExitStack() as every:
+            for lock in list(locks._locks):
+                every.enter_context(lock)
+            held.set()
+            over.wait()
+
+    with gsd.patch(target):
+        ids = target.generate(max_new_tokens=4)
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        if (child := os.fork()) == 0:
+            signal.alarm(60)  # a child that hangs is killed
+            torch.set_num_threads(1)  # threads of its pool are not in the child either
+            os._exit(not target.generate(max_new_tokens=4).equal(ids))
+        status = os.waitpid(child, 0)[1]
+        over.set()
+        thread.join()
+    assert status == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import FAMILIES, prompts, tiny
+from models import FAMILIES, endless, noised, prompts, tiny
 from texts.covering import AXES, BESIDE, CPU, DEFAULTS, GPU, PIECES, SUBJECTS, asked, drafted, placed, plain_text, rows
 
 import gsd_kernels as gsd
@@ -91,6 +91,18 @@ def test_in_half_precision_a_text_leaves_transformers_where_two_tokens_are_as_go
             logits = target(own[row, None, :at], **mask).logits[0, -1].float()
             gap = (logits[own[row, at]] - logits[mine[row, at]]).abs()
             assert gap <= 2**-5 * logits.abs().max(), (row, at)
+
+
+@pytest.mark.parametrize("context", [0, 1, 2, 3])
+def test_merge_edges_are_accepted_with_every_context(context):
+    """Of a small vocabulary, in which sequences recur."""
+    target = endless("qwen3", vocab_size=32)
+    shape = gsd.GraphConfig(depth=8, width=12, branch=3, max_rows=128, merge_context=context)
+    call = {**prompts(4, 20, seed=3, vocab=32), "max_new_tokens": 32, "do_sample": False}
+    drafts = {"assistant_model": noised(target, 0.01), "graph_config": shape, "return_dict_in_generate": True}
+    out = gsd.generate(target, **call, **drafts)
+    assert torch.equal(out.sequences, target.generate(**call))
+    assert out.stats.merges > out.stats.accepted_merges > 0
 
 
 def test_a_prompt_of_8192_tokens():
