@@ -8,21 +8,8 @@ import re
 import torch
 from torch import Tensor
 
+ARGUMENT = re.compile(r"([\w.]+)(\??) (\w+)\[([\w,]*)\]")  # name, whether it may be None, dtype, sizes
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-DTYPES = {
-    "int32": (torch.int32,),
-    "int64": (torch.int64,),
-    "bool": (torch.bool,),
-    "float32": (torch.float32,),
-    "float64": (torch.float64,),
-    "float": FLOATS,
-}
-
-
-def _arguments(shapes: str) -> list[tuple[str, bool, str, list[str]]]:
-    """Name, whether it may be ``None``, dtype and sizes of every argument."""
-    found = re.findall(r"([\w.]+)(\??) (\w+)\[([\w,]*)\]", shapes)
-    return [(name, bool(optional), dtype, re.findall(r"\w+", sizes)) for name, optional, dtype, sizes in found]
 
 
 def check_shapes(shapes: str, *values: object, device: torch.device | None = None, **sizes: int) -> None:
@@ -30,7 +17,7 @@ def check_shapes(shapes: str, *values: object, device: torch.device | None = Non
 
     Args:
         shapes: of the values, in order. A letter is one size wherever it stands; ``?`` behind a name: or ``None``. A
-            dtype is one of :data:`DTYPES`, or the name of an argument before, which has the same.
+            dtype is torch's, ``float`` (any of :data:`FLOATS`), or the name of an argument before, which has the same.
         values: the arguments.
         device: of all; that of the first where none is given.
         sizes: of letters that are known before.
@@ -54,20 +41,21 @@ def _check(
     known: tuple[tuple[str, int], ...],
 ) -> None:
     """Raise by what is :func:`described <check_shapes>` of every value: a tensor, or the name of another type."""
-    dtypes, sizes = dict(DTYPES), dict(known)
-    for (name, optional, dtype, letters), value in zip(_arguments(shapes), described, strict=True):
+    dtypes, sizes = {"float": FLOATS}, dict(known)
+    for (name, optional, dtype, row), value in zip(ARGUMENT.findall(shapes), described, strict=True):
         if optional and value is None:
             continue
         if value is None or isinstance(value, str):
             raise TypeError(f"{name}: expected a tensor, got {value}")
-        size, found, place = value
+        letters, (size, found, place) = re.findall(r"\w+", row), value
         expected = [sizes.setdefault(*one) for one in zip(letters, size, strict=False)]
         if len(letters) != len(size) or expected != [*size]:
             wanted = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
             raise ValueError(f"{name}: expected shape [{wanted}], got {list(size)}")
-        if found not in dtypes[dtype]:
-            names = " or ".join(str(d).removeprefix("torch.") for d in dtypes[dtype])
-            raise TypeError(f"{name}: expected {names}, got {str(found).removeprefix('torch.')}")
+        allowed = dtypes.get(dtype) or (getattr(torch, dtype),)
+        if found not in allowed:
+            names = " or ".join(map(str, allowed))
+            raise TypeError(f"{name}: expected {names}, got {found}".replace("torch.", ""))
         dtypes[name], device = (found,), device or place
         if place != device:
             raise ValueError(f"{name}: expected device {device}, got {place}: move it with .to()")
