@@ -42,7 +42,7 @@ def stepping(session: Session, ranks: Ranks) -> Callable[[], Verified]:
 
 def can_capture(session: Session) -> bool:
     """Return whether all that this process forwards lies on one GPU, and nothing in a step waits for it."""
-    sources = session.mixer.sources if session.mixer is not None else ()
+    sources = session.mixer.sources
     waits = any(rows.recurrent for rows in session.row_models) or any(source.on_host for source in sources)
     if waits or not replay.is_gpu(session.kv_len.device):
         return False
@@ -61,8 +61,7 @@ def warm_steps(session: Session) -> int:
     """
     if compiles(session.backend, session.kv_len.device) and session.config not in session.compiled:
         return WARM_STEPS
-    sources = session.mixer.sources if session.mixer is not None else ()
-    known = all(isinstance(source, OwnSource) and source.compiled_ahead for source in sources)
+    known = all(isinstance(source, OwnSource) and source.compiled_ahead for source in session.mixer.sources)
     ahead = all(isinstance(rows, FusedRows) and rows.cache.layers[0].is_initialized for rows in session.row_models)
     return 0 if known and ahead else WARM_STEPS
 

@@ -102,7 +102,7 @@ class Parked:
 
 def _variables(session: Session) -> Iterator[dict[str, Any]]:
     """Attributes of everything in a session that may refer to a model."""
-    waiting: list[Any] = [*session.row_models, *(() if session.mixer is None else session.mixer.every)]
+    waiting: list[Any] = [*session.row_models, *session.mixer.every]
     seen: set[int] = set()
     while waiting:
         holder = waiting.pop()
@@ -259,11 +259,10 @@ class Engine:
             steps: that it took.
             automatic: whether a policy chose them, which may leave sources out of the next call.
         """
-        if session.mixer is not None:
-            learned = {name: own.clone() for name, own in session.mixer.weights.items()}
-            statistics.weights = {**statistics.weights, **learned}
-            if automatic:
-                statistics.retention.observe(session.mixer.every, statistics.weights, steps)
+        learned = {name: own.clone() for name, own in session.mixer.weights.items()}
+        statistics.weights = {**statistics.weights, **learned}
+        if automatic:
+            statistics.retention.observe(session.mixer.every, statistics.weights, steps)
         if self.ended:
             session.memory = None  # what was forgotten meanwhile stays so
         request = session.request

@@ -72,7 +72,7 @@ def _hear(launched: Launched, policy: Policy, ranks: Ranks, out: Output, *, lear
 def without_left(session: Session, policy: Policy, out: Output) -> Policy:
     """Return the policy of the next shape, once sources are left out that the text has outgrown."""
     left = session.leave(out.reach)
-    if not left or session.mixer is None:
+    if not left:
         return policy
     out.stats.left_out += left
     if any(source.forwards for source in session.mixer.sources):
@@ -95,11 +95,11 @@ def may_follow(session: Session, out: Output) -> bool:
 
     There must be room and positions for both, and a sequence that may go on behind the first.
     """
-    width, sources = session.key.width, session.mixer.sources if session.mixer is not None else ()
+    width = session.key.width
     reach, positions = out.reach + width, session.target.positions
     there = positions is None or reach + width <= positions
     fits = out.longest + width + session.key.slots <= session.capacity
-    return there and fits and all(reaches(source, reach) for source in sources) and not out.ends
+    return there and fits and all(reaches(source, reach) for source in session.mixer.sources) and not out.ends
 
 
 def cross(session: Session, lengths: Sequence[int], done: Sequence[bool]) -> bool:

@@ -112,8 +112,7 @@ class Output:
             self.observer(verified)
         if plain:
             self.plain_seconds.append(session.clock.since_step())
-        if session.mixer is not None:
-            session.mixer.tally.count(session.mixer.asked(), verified)
+        session.mixer.tally.count(session.mixer.asked(), verified)
         for sequence, tokens in enumerate(heard.tokens):
             self.lengths[sequence] += len(tokens)
             self.stats.count_accepted(len(tokens))
@@ -165,8 +164,7 @@ class Output:
         if len(self.plain_seconds) >= ENOUGH_PLAIN_STEPS:
             stats.plain_seconds = statistics.median(self.plain_seconds)
             stats.plain_from = f"the {len(self.plain_seconds)} plain steps of this call"
-        if session.mixer is not None:
-            stats.sources = session.mixer.tally.sources
+        stats.sources = session.mixer.tally.sources
         if self.streaming is not None:
             self.streaming.end()
         rule = session.rule

@@ -87,9 +87,7 @@ class Session:
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # nodes, merges, accepted merges
         self.lone_root = lone_root(key.batch, device)
         self.plan = Plan(None)
-        self.mixer: Mixer | None = None
-        if sources:
-            self.mixer = Mixer(sources, self.state, self.backend, vocab_size=self.target.vocab_size)
+        self.mixer = Mixer(sources, self.state, self.backend, vocab_size=self.target.vocab_size)
         self.first, self.continues = True, False
         self.memory: HistoryMemory | None = None
         self.learned: Known | None = None
@@ -137,16 +135,15 @@ class Session:
                 rows.forget()
         self.target.restart(*self._prompt())
         self.continues = self.target.reused > 0
-        if self.mixer is not None:
-            # No cycle: caches go with their session, at once.
-            self.mixer.restart(weakref.proxy(self), weights)
+        # No cycle: caches go with their session, at once.
+        self.mixer.restart(weakref.proxy(self), weights)
         with self.reading():
-            self._read(self.target, None if self.mixer is None else self.mixer.read)
+            self._read(self.target, self.mixer.read)
         self.first = False
         self.rule = self._rule(request)
 
     def _rule(self, request: Request) -> AcceptanceRule:
-        drafts = self.mixer is not None
+        drafts = bool(self.mixer.every)
         criterion = criterion_of(
             request.options.criterion, self.sampler, self.proposal, drafts=drafts, per_token=request.per_token
         )
@@ -176,8 +173,7 @@ class Session:
         self.state.grow(capacity + self.key.width)
         for rows in self.row_models:
             rows.grow(capacity)
-        if self.mixer is not None:
-            self.mixer.grow()
+        self.mixer.grow()
         self.recapture()
 
     def recapture(self) -> None:
@@ -193,7 +189,7 @@ class Session:
 
     def leave(self, length: int) -> list[str]:
         """Draft without sources whose model has no positions behind texts of ``length`` tokens; names of new ones."""
-        left = [] if self.mixer is None else self.mixer.leave(length)
+        left = self.mixer.leave(length)
         if left:
             self.recapture()
         return left
@@ -211,21 +207,18 @@ class Session:
     def end(self) -> None:
         """End a text: note which tokens the caches hold, and drop the request."""
         self.target.holds(self.state.tokens, self.kv_len)
-        if self.mixer is not None:
-            for source in self.mixer.every:
-                source.end()
+        for source in self.mixer.every:
+            source.end()
         del self.request, self.rule
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
         """Tell users' sources the end of a text that an error cuts short: they may hold what has to be let go of."""
-        mixer = self.mixer
-        if mixer is not None:
-            mixer.attached = []  # none of the last text
+        self.mixer.attached = []  # none of the last text
         try:
             yield
         except BaseException:
-            for source in () if mixer is None else mixer.attached:
+            for source in self.mixer.attached:
                 if not isinstance(source, OwnSource):
                     with suppress(Exception):  # the first error is the call's
                         source.end()
@@ -284,7 +277,6 @@ class Session:
         self.clock.begin_step()
         config = plan.shape
         if config is not None and self.config != config:
-            assert self.mixer is not None
             self.mixer.prepare(config)
         self.plan = plan
 
@@ -296,7 +288,7 @@ class Session:
     @property
     def drafted_rows(self) -> int:
         """Rows that drafts forwarded in the last step, padding included."""
-        return 0 if self.config is None or self.mixer is None else self.mixer.drafted_rows
+        return 0 if self.config is None else self.mixer.drafted_rows
 
     @property
     def max_path(self) -> int:
@@ -334,7 +326,7 @@ class Session:
         """The step once it is known what is accepted, all of it on the device: commit, and let sources observe it."""
         verified = Verified.of(unverified, accepted, self.backend)
         self.commit(verified)
-        if self.mixer is not None:
+        if self.mixer.sources:
             with self.clock.part("draft"):
                 self.mixer.observe(verified)
         return verified
@@ -342,20 +334,18 @@ class Session:
     @property
     def drafted(self) -> tuple[Any, ...]:
         """The last draft's leavings on the host: the shape's storage, and what its tokens were drawn from."""
-        storage = None if self.mixer is None else copy.copy(self.mixer.current)
-        return storage, None if self.proposal is None else list(self.proposal.distributions)
+        return copy.copy(self.mixer.current), None if self.proposal is None else list(self.proposal.distributions)
 
     @drafted.setter
     def drafted(self, kept: tuple[Any, ...]) -> None:
         storage, distributions = kept
-        if self.mixer is not None:
-            self.mixer.current = copy.copy(storage)
+        self.mixer.current = copy.copy(storage)
         if self.proposal is not None:
             self.proposal.distributions = list(distributions)
 
     def draft(self) -> TokenGraph | None:
         """Grow the step's graph: draft and merge, once a level; ``None`` in plain decoding."""
-        if self.mixer is None or self.config is None:
+        if self.config is None:
             return None
         with self.clock.part("draft"):
             # A token that is drawn has a distribution at every level.

@@ -56,7 +56,7 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
     )
     node_ids = graph.root_frontier()
     mixer = session.mixer
-    looks_up = mixer is not None and bool(mixer.lookups) and not (mixer.grower is not None and mixer.grower.at_once())
+    looks_up = bool(mixer.lookups) and not (mixer.grower is not None and mixer.grower.at_once())
     for level in range(shape.depth + (shape.history_depth if looks_up else 0)):
         candidates = torch.full((*node_ids.shape, shape.branch), -1, dtype=torch.int32, device=device)
         node_ids = merge(
@@ -90,12 +90,11 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
 def _warm_candidates(session: Session, shape: GraphConfig, verified: Verified) -> None:
     """Launch proposals after one node and after a frontier, what sources make of a step, and the mixture."""
     batch, device = session.key.batch, session.kv_len.device
-    sources = session.mixer.sources if session.mixer is not None else ()
     for width in dict.fromkeys((1, shape.width, shape.history_width)):
         root = torch.zeros(batch, width, dtype=torch.int32, device=device)
         frontier = Frontier(root, root, root, root[..., None])
         level = Level(0, shape, verified.graph, frontier, session.kv_len)
-        proposals = (source.warm(level, verified) for source in sources if isinstance(source, OwnSource))
+        proposals = (source.warm(level, verified) for source in session.mixer.sources if isinstance(source, OwnSource))
         proposed = [proposal.candidates for proposal in proposals if proposal is not None]
         here = [tuple(tensor.to(device) for tensor in candidates) for candidates in proposed]
         for first, other in pairwise(here):
