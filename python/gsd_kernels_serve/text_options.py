@@ -118,8 +118,6 @@ def text_options(body: Mapping[str, Any], model: PreTrainedModel, source: str, l
         setattr(config, name, value)
     vocabulary = properties.vocabulary(model)
     _sampling(config, body, named, vocabulary)
-    if "repetition_penalty" in body:
-        config.repetition_penalty = float(body["repetition_penalty"])
     if body.get("logit_bias"):
         if beyond := [token for token in body["logit_bias"] if int(token) >= vocabulary]:
             raise Refused("logit_bias", f"the model's {vocabulary} tokens have no {', '.join(beyond)}")
@@ -151,7 +149,7 @@ def text_options(body: Mapping[str, Any], model: PreTrainedModel, source: str, l
 def _sampling(config: GenerationConfig, body: Mapping[str, Any], named: Mapping[str, Any], vocabulary: int) -> None:
     if body.get("temperature"):
         config.temperature = float(body["temperature"])
-    for name in ("top_p", "min_p"):
+    for name in ("top_p", "min_p", "repetition_penalty"):
         if name in body:
             setattr(config, name, float(body[name]))
     if "top_k" in body:

@@ -93,7 +93,7 @@ class DFlashTraining(DrafterTraining):
         dtype: torch.dtype,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        super().__init__(options, target, drafter, dtype)
+        super().__init__(options, target, drafter.given, dtype)
         self.kind = drafter.kind
         count = len(decoder_of(target)[0])
         fused = drafter.layers_of(target, spread(min(2, count), count - 2, min(FUSED_STATES, count)))

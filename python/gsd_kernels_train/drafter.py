@@ -167,11 +167,11 @@ class DrafterTraining(Guessing):
     config: dict[str, Any]
 
     def __init__(
-        self, options: TrainingOptions, target: PreTrainedModel, drafter: DrafterOptions, dtype: torch.dtype
+        self, options: TrainingOptions, target: PreTrainedModel, identity: dict[str, Any], dtype: torch.dtype
     ) -> None:
         self.options, self.target, self.dtype, self.device = options, target, dtype, options.device
         self.embedding = target.get_input_embeddings()
-        self.identity = drafter.given
+        self.identity = identity
 
     def begin(self, module: nn.Module, hidden_layers: tuple[int, ...], guesses: int) -> None:
         """Take a new drafter.
@@ -212,9 +212,14 @@ class DrafterTraining(Guessing):
         states = [hidden[number].to(self.options.weights) for number in self.hidden_layers]
         return states, logits.to(self.options.weights).log_softmax(-1)
 
+    @property
+    def ids(self) -> Tensor | None:
+        """Ids of a reduced draft vocabulary, ascending; ``None``: it is the target's."""
+        return None if getattr(self.module, "d2t", None) is None else self.module.target_ids()
+
     def labels(self, log_target: Tensor) -> Labels:
         """The labels that the loss takes of the target's log-probabilities [..., V]."""
-        log_target = log_target if self.module.d2t is None else log_target[..., self.module.target_ids()]
+        log_target = log_target if self.ids is None else log_target[..., self.ids]
         expected = log_target.exp()
         return Labels(expected, expected.sum(-1), (expected * log_target).sum(-1))
 
@@ -238,10 +243,11 @@ class DrafterTraining(Guessing):
             cross_entropy = labels.mass * normaliser - (labels.expected * logits).sum(-1)
             loss = loss + weight * (labels.negative_entropy + cross_entropy)
         if weight < 1:
-            ids = self.module.target_ids()
-            at = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)  # ids ascend
+            ids, at = self.ids, tokens
+            if ids is not None:
+                at = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)
             nll = normaliser - logits.gather(-1, at[..., None])[..., 0]
-            loss = loss + (1 - weight) * torch.where(ids[at] == tokens, nll, 0.0)
+            loss = loss + (1 - weight) * (nll if ids is None else torch.where(ids[at] == tokens, nll, 0.0))
         return loss
 
     def save(self, folder: Path) -> None:

@@ -36,7 +36,7 @@ class Eagle3Training(UnrolledTraining):
         dtype: torch.dtype,
         draft_ids: Tensor,
     ) -> None:
-        super().__init__(options, target, drafter, dtype)
+        super().__init__(options, target, drafter.given, dtype)
         fused = drafter.layers_of(target, default_layers(target))
         sizes = layer_sizes(target, drafter)
         self.config = {

@@ -101,7 +101,7 @@ class MtpTraining(UnrolledTraining):
     def __init__(
         self, options: TrainingOptions, target: PreTrainedModel, drafter: DrafterOptions, dtype: torch.dtype
     ) -> None:
-        super().__init__(options, target, drafter, dtype)
+        super().__init__(options, target, drafter.given, dtype)
         check_output_matrix("multi-token-prediction heads", options, target)
         block = block_to_train(target)
         module = new_head(block)

@@ -107,4 +107,5 @@ class UnrolledTraining(DrafterTraining):
         """See :meth:`DrafterTraining.guessed`; levels read the window's tokens, which are right where it counts."""
         states, _ = self.read(windows)
         guesses = [logits[:, first : first + places].argmax(-1) for logits in self.levels(windows, states)]
-        return self.module.target_ids()[torch.stack(guesses, -1)]
+        picked = torch.stack(guesses, -1)
+        return picked if self.ids is None else self.ids[picked]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import typing
+from functools import partial
 
 import pytest
 import torch
-from served import LENGTH, PROMPT, SCHEMA, TOOL, TOOLS, Server, tokens
+from served import LENGTH, OFFERED, PROMPT, SCHEMA, Server, read, tokens
 from transformers import LogitsProcessorList
 
 from gsd_kernels_hf import generate
 from gsd_kernels_serve import fields
-from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
+from gsd_kernels_serve.fields import BOTH, CHAT, COMPLETIONS, RESPONSES, TEMPLATED
 from gsd_kernels_serve.processors import Grammar, Grammars
 
 EFFECTS: dict[tuple[str, str], typing.Callable[[Server, str], None]] = {}
@@ -76,46 +77,32 @@ def instructions(server, endpoint):
     assert found["instructions"] == "import os"
 
 
-@effect("tools", CHAT, RESPONSES)
+@effect("tools", *TEMPLATED)
 def tools(server, endpoint):
-    flat = [{"type": "function", "strict": None, **TOOL}]
-    usage = server.got(endpoint, tools=TOOLS if endpoint == CHAT else flat)["usage"]
-    assert next(iter(usage.values())) == tokens(server, "# paint\n" + PROMPT + "\n") or usage["total_tokens"] == (
-        tokens(server, "# paint\n" + PROMPT + "\n") + 8
-    )
+    usage = server.got(endpoint, tools=OFFERED[endpoint])["usage"]
+    assert usage["total_tokens"] == tokens(server, "# paint\n" + PROMPT + "\n") + 8
 
 
-@effect("tool_choice", CHAT)
+@effect("tool_choice", *TEMPLATED)
 def tool_choice(server, endpoint):
-    plain, shown = server.text(endpoint), server.text(endpoint, tools=TOOLS)
-    assert server.text(endpoint, tools=TOOLS, tool_choice="none") == plain != shown
-    assert server.text(endpoint, tools=TOOLS, tool_choice="auto") == shown
+    offered = {"tools": OFFERED[endpoint], LENGTH[endpoint]: 64}
+    shown = server.text(endpoint, **offered)
+    assert server.text(endpoint, **offered, tool_choice="auto") == shown
+    assert server.text(endpoint, **offered, tool_choice="none") == server.text(endpoint, **{LENGTH[endpoint]: 64})
+    assert not server.text(endpoint, **{LENGTH[endpoint]: 64}).startswith(shown), "the template shows them"
     pytest.importorskip("xgrammar")
-    named = {"type": "function", "function": {"name": "paint"}}
-    for choice in ("required", named):
-        found = server.got(endpoint, tools=TOOLS, tool_choice=choice, max_tokens=64)["choices"][0]
-        call = found["message"]["tool_calls"][0]["function"]
-        assert (found["finish_reason"], call["name"], found["message"]["content"]) == ("tool_calls", "paint", None)
-        assert json.loads(call["arguments"])["colour"] in ("red", "blue")
-        events = server.got(endpoint, tools=TOOLS, tool_choice=choice, max_tokens=64, stream=True)
-        told, last = (json.loads(event)["choices"][0] for event in events[-3:-1])
-        assert told["delta"]["tool_calls"][0]["function"] == call and last["finish_reason"] == "tool_calls"
-
-
-@effect("tool_choice", RESPONSES)
-def tool_choice_of_responses(server, endpoint):
-    flat = [{"type": "function", "strict": None, **TOOL}]
-    assert server.text(endpoint, tools=flat, tool_choice="none") == server.text(endpoint)
-    assert server.text(endpoint, tools=flat, tool_choice="auto") != server.text(endpoint)
-    pytest.importorskip("xgrammar")
-    for choice in ("required", {"type": "function", "name": "paint"}):
-        found = server.got(endpoint, tools=flat, tool_choice=choice, max_output_tokens=64)
-        call = found["output"][-1]
-        assert (call["type"], call["name"], found["status"]) == ("function_call", "paint", "completed")
-        assert json.loads(call["arguments"])["colour"] in ("red", "blue")
-        events = server.got(endpoint, tools=flat, tool_choice=choice, max_output_tokens=64, stream=True)
-        last = json.loads(events[-1])["response"]["output"][-1]
-        assert (last["name"], last["arguments"]) == ("paint", call["arguments"])
+    named = {"type": "function", "name": "paint"}
+    for choice in ("required", named if endpoint == RESPONSES else {"type": "function", "function": {"name": "paint"}}):
+        found = server.got(endpoint, **offered, tool_choice=choice)
+        text, ((name, arguments),) = read(found)
+        assert (text, name) == ("", "paint") and json.loads(arguments)["colour"] in ("red", "blue")
+        events = server.got(endpoint, **offered, tool_choice=choice, stream=True)
+        assert read(events) == (text, [(name, arguments)])
+        if endpoint == CHAT:
+            last = json.loads(events[-2])["choices"][0]
+            assert found["choices"][0]["finish_reason"] == last["finish_reason"] == "tool_calls"
+        else:
+            assert found["status"] == json.loads(events[-1])["response"]["status"] == "completed"
 
 
 @effect("chat_template_kwargs", CHAT, RESPONSES)
@@ -165,16 +152,6 @@ def seed(server, endpoint):
     assert server.text(endpoint, temperature=2, seed=1) == first != second
 
 
-@effect("frequency_penalty", CHAT, COMPLETIONS)
-def frequency_penalty(server, endpoint):
-    penalised(server, endpoint, "frequency_penalty")
-
-
-@effect("presence_penalty", CHAT, COMPLETIONS)
-def presence_penalty(server, endpoint):
-    penalised(server, endpoint, "presence_penalty")
-
-
 def penalised(server, endpoint, name) -> None:
     """As OpenAI defines it, token by token, of the bare model's logits."""
     prompt = "x = [0, 0, 0, 0, "
@@ -191,6 +168,10 @@ def penalised(server, endpoint, name) -> None:
     assert server.text(endpoint, max_tokens=16, **{name: 1.5}, **shown) == expected != text
 
 
+for name in ("frequency_penalty", "presence_penalty"):
+    effect(name, *BOTH)(partial(penalised, name=name))
+
+
 @effect("repetition_penalty")
 def repetition_penalty(server, endpoint):
     assert server.text(endpoint, repetition_penalty=5.0) != server.text(endpoint)
@@ -204,15 +185,19 @@ def logit_bias(server, endpoint):
 
 
 @effect("response_format", CHAT)
-def response_format(server, endpoint):
-    assert server.text(endpoint, response_format={"type": "text"}) == server.text(endpoint)
+@effect("text", RESPONSES)
+def form(server, endpoint):
+    def held(kind: str, **more: object) -> dict[str, object]:
+        if endpoint == RESPONSES:
+            return {"text": {"format": {"type": kind, **more}}}
+        return {"response_format": {"type": kind, **({"json_schema": more} if more else {})}}
+
+    assert server.text(endpoint, **held("text")) == server.text(endpoint)
+    if endpoint == RESPONSES:
+        assert server.text(endpoint, text={"verbosity": "low"}) == server.text(endpoint)
     pytest.importorskip("xgrammar")
-    form = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA, "strict": True}}
-    check_json(server, endpoint, response_format=form)
-    assert server.text(endpoint, response_format={"type": "json_object"}).startswith("{")
-
-
-def check_json(server, endpoint, **form) -> None:
+    assert server.text(endpoint, **held("json_object")).startswith("{")
+    form = held("json_schema", name="one", schema=SCHEMA, strict=True)
     for sampled in ({"temperature": 0}, {"temperature": 1.5, "seed": 5}):
         text = server.text(endpoint, **{LENGTH[endpoint]: 64}, **sampled, **form)
         found = json.loads(text)
@@ -225,14 +210,6 @@ def check_json(server, endpoint, **form) -> None:
     options = {"max_new_tokens": 64, "do_sample": True, "temperature": 1.5, "seed": 5}
     out = generate(server.target, ids, logits_processor=bare, tokenizer=server.tokenizer, **options)
     assert server.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == text, "as without a draft"
-
-
-@effect("text", RESPONSES)
-def text(server, endpoint):
-    assert server.text(endpoint, text={"format": {"type": "text"}}) == server.text(endpoint)
-    assert server.text(endpoint, text={"verbosity": "low"}) == server.text(endpoint)
-    pytest.importorskip("xgrammar")
-    check_json(server, endpoint, text={"format": {"type": "json_schema", "name": "one", "schema": SCHEMA}})
 
 
 @effect("generation_config")

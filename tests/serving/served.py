@@ -42,6 +42,7 @@ TOOL = {
     },
 }
 TOOLS = [{"type": "function", "function": TOOL}]
+OFFERED = {CHAT: TOOLS, RESPONSES: [{"type": "function", "strict": None, **TOOL}]}
 QWEN = {
     "defaults": {"role": "assistant"},
     "start_anchor": ":\n\n",  # the end of what is asked

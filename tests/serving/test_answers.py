@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from served import PROMPT, QWEN, SCHEMA, TOOL, TOOLS, read, row_id
+from served import LENGTH, OFFERED, PROMPT, QWEN, SCHEMA, read, row_id
 from tokenizers import decoders
 from transformers.cli.serving import utils
 
@@ -58,8 +58,7 @@ def streamed(server, endpoint: str, **named: object) -> tuple[str, list[tuple[st
 
 
 def asked(endpoint: str, length: int) -> dict[str, object]:
-    tools = TOOLS if endpoint == CHAT else [{"type": "function", "strict": None, **TOOL}]
-    return {"tools": tools, "max_tokens" if endpoint == CHAT else "max_output_tokens": length}
+    return {"tools": OFFERED[endpoint], LENGTH[endpoint]: length}
 
 
 QWEN_CALL = "<tool_call>\n<function=paint>\n<parameter=colour>\nred\n</parameter>\n</function>\n</tool_call>"

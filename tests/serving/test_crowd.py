@@ -83,7 +83,7 @@ ODD = ("\ud800", "x\udfffx", float("nan"), float("-inf"))
 def test_what_no_answer_could_repeat_is_refused_before_anything_is_decoded(endpoint, server):
     for name, field in fields.rows(endpoint).items():
         deep = field.treatment != fields.REFUSED and field.most.depth > 2
-        reason = "no character|no number" if deep else ""
+        reason = "no character|no number" if deep else None
         for odd in ODD:
             for value in (odd, [odd], {"a": [odd]}, *([{odd: 1}] if isinstance(odd, str) else [])):
                 with pytest.raises(Refused, match=reason) as refused:
