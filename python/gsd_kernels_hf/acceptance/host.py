@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gsd_kernels import Rows
+from gsd_kernels import Acceptance, Rows
 
 from ..records import At, DecodeState
 from .criteria import ExactMatch
@@ -110,6 +110,21 @@ class OnHost:
                     f"[{self.batch}], or one for all; together with the others' that has shape {list(stops.shape)}"
                 )
         return stops.bool().tolist()
+
+
+def children(rows: Rows, ended: Sequence[bool]) -> list[dict[tuple[int, int], int]]:
+    """The row of every row and token after it, by sequence; of those that ``ended``, the chain of their padding."""
+    tokens, parents, sizes = rows.token_ids.tolist(), rows.parent_rows.tolist(), rows.num_rows.tolist()
+    ends = [len(tokens[b]) if ended[b] else size for b, size in enumerate(sizes)]
+    return [{(parents[b][r], tokens[b][r]): r for r in range(1, end)} for b, end in enumerate(ends)]
+
+
+def accepted(paths: Sequence[list[int]], tokens: Sequence[int], width: int, device: torch.device) -> Acceptance:
+    """A step's rows of every sequence, their number, and the token behind them; 0 where nothing is accepted."""
+    rows = [path + [-1] * (width - len(path)) for path in paths]
+    last = [token if path else 0 for path, token in zip(paths, tokens, strict=True)]
+    found = rows, [len(path) for path in paths], last
+    return Acceptance(*(torch.tensor(values, dtype=torch.int32, device=device) for values in found))
 
 
 class NothingToPick(ValueError):

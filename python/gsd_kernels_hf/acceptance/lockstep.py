@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from gsd_kernels import Acceptance, Rows
 from gsd_kernels.graph import pack_bits
 
 from ..records import DecodeState
-from .host import OnHost, check_pick
+from .host import OnHost, accepted, check_pick, children
 
 
 class Lockstep(OnHost):
@@ -47,7 +46,8 @@ class Lockstep(OnHost):
             if self.done != ended or len(path) > max_path or None in following:
                 break
             path.append(following)
-        return accepted(path, tokens, ended, max_path + 1, rows.token_ids.device)
+        paths = [[] if over else [at[b] for at in path] for b, over in enumerate(ended)]
+        return accepted(paths, tokens, max_path + 1, rows.token_ids.device)
 
     @property
     def final_length(self) -> int:
@@ -135,24 +135,6 @@ def checked(name: str, scores: object, shape: torch.Size) -> Tensor:
     if scores.shape != shape:
         raise ValueError(f"{expected} {list(scores.shape)}")
     return scores
-
-
-def children(rows: Rows, ended: Sequence[bool]) -> list[dict[tuple[int, int], int]]:
-    """The row of every row and token after it, by sequence; of those that ``ended``, the chain of their padding."""
-    tokens, parents, sizes = rows.token_ids.tolist(), rows.parent_rows.tolist(), rows.num_rows.tolist()
-    ends = [len(tokens[b]) if ended[b] else size for b, size in enumerate(sizes)]
-    return [{(parents[b][r], tokens[b][r]): r for r in range(1, end)} for b, end in enumerate(ends)]
-
-
-def accepted(
-    path: list[list[int]], tokens: list[int], ended: Sequence[bool], width: int, device: torch.device
-) -> Acceptance:
-    """A step's rows by position and sequence; one that had ``ended`` before it accepts nothing."""
-    gap = [-1] * (width - len(path))
-    rows = [[-1] * width if over else [at[b] for at in path] + gap for b, over in enumerate(ended)]
-    counts = [0 if over else len(path) for over in ended]
-    last = [0 if over else token for over, token in zip(ended, tokens, strict=True)]
-    return Acceptance(*(torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, counts, last)))
 
 
 def padded(rows: Rows, state: DecodeState, kv_len: Tensor) -> Rows:

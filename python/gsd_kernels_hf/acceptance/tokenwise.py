@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gsd_kernels import Acceptance, Rows
 
-from .host import OnHost, check_pick
+from .host import OnHost, accepted, check_pick, children
 from .sampling import processed
 
 
@@ -38,15 +38,12 @@ class TokenByToken(OnHost):
 
     def accept(self, rows: Rows, logits: Tensor, positions: Tensor, max_path: int) -> Acceptance:
         """See :class:`~gsd_kernels_hf.acceptance.rule.AcceptanceRule`; marks sequences that end."""
-        width = max_path + 1
         more = self.state.tokens.shape[1] - self.history.shape[1]  # the text's storage grows with it
         if more > 0:
             self.history = torch.nn.functional.pad(self.history, (0, more), value=self.pad)
-        tokens, parents = rows.token_ids.tolist(), rows.parent_rows.tolist()
-        sizes, remaining = rows.num_rows.tolist(), self.state.remaining.tolist()
-        before = list(self.lengths)
+        before, remaining = list(self.lengths), self.state.remaining.tolist()
         paths = [[] if done else [0] for done in self.done]
-        children = [{(parents[b][r], tokens[b][r]): r for r in range(1, size)} for b, size in enumerate(sizes)]
+        below = children(rows, [False] * self.batch)  # those that ended are not walked
         walking = {b for b, path in enumerate(paths) if path}
         while walking:
             b = min(walking, key=lambda sequence: (self.lengths[sequence], sequence))
@@ -54,13 +51,18 @@ class TokenByToken(OnHost):
             token = self._pick(rows, (b, row), logits[b, row].float(), positions[b : b + 1, row : row + 1])
             self.done[b] = token in self.eos or self.lengths[b] - before[b] >= remaining[b]
             self._judge()
-            child = children[b].get((row, token))
+            child = below[b].get((row, token))
             if child is None:
                 walking.remove(b)
             else:
                 paths[b].append(child)
             walking = {sequence for sequence in walking if not self.done[sequence]}
-        return self._acceptance(paths, before, width, rows.token_ids.device)
+        # Up to the ends of sequences, which criteria may have taken back to before the step.
+        counts = [now - then for now, then in zip(self.lengths, before, strict=True)]
+        self.taken_back += sum(max(0, -count) for count in counts)
+        kept = [path[: max(0, count)] for path, count in zip(paths, counts, strict=True)]
+        tokens = [int(text[length - 1]) for text, length in zip(self.history, self.lengths, strict=True)]
+        return accepted(kept, tokens, max_path + 1, rows.token_ids.device)
 
     @property
     def final_length(self) -> int:
@@ -87,18 +89,6 @@ class TokenByToken(OnHost):
         self.history[b, self.lengths[b]] = token
         self.lengths[b] += 1
         return token
-
-    def _acceptance(self, paths: list[list[int]], before: list[int], width: int, device: torch.device) -> Acceptance:
-        """The step's paths up to the ends of sequences; one that ended before the step began accepts nothing."""
-        kept, picks = [], []
-        for b, path in enumerate(paths):
-            count = self.lengths[b] - before[b]
-            self.taken_back += max(0, -count)
-            kept.append(path[: max(0, count)] + [-1] * (width - min(len(path), max(0, count))))
-            picks.append(int(self.history[b, self.lengths[b] - 1]) if count > 0 else 0)
-        accepted_rows = torch.tensor(kept, dtype=torch.int32, device=device)  # [B, P]
-        num_accepted = (accepted_rows >= 0).sum(1, dtype=torch.int32)  # [B]
-        return Acceptance(accepted_rows, num_accepted, torch.tensor(picks, dtype=torch.int32, device=device))
 
     def _judge(self) -> None:
         """Call the criteria at every position that all sequences have reached; finished ones are padded."""
