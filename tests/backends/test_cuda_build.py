@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from block_code.programs import SOURCE, TORCH, build_all, run
+from block_code.programs import CODE, TORCH, problems, run
 from shared import once
 
 ROOT = Path(__file__).parents[2]
@@ -117,10 +117,10 @@ def build_library(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def arenas(tmp_path_factory):
     """Dynamic shared memory in bytes: for the default graph and history, and for the largest that are allowed."""
-    program = once(tmp_path_factory, "block_code", lambda folder: build_all(SOURCE, folder)) / "address"
+    program = problems(tmp_path_factory)["address"]
 
     def ask(*sizes: int) -> dict[str, int]:  # depth, width, branch, rows; context lengths and ways of the history
-        command = [program, "--arena", *map(str, sizes)]
+        command = [program, "arena", *map(str, sizes)]
         lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
         return {name: int(size) for name, size in (line.split() for line in lines if line)}
 
@@ -256,6 +256,7 @@ def test_the_rows_attention_rounds_as_it_is_written(dump):
         assert code.count("mul.rn.f32") == 16, "a thread's scores of a tile, each rounded once"
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("arch", ["89", "120"])
 @pytest.mark.parametrize("source", ["rows", "path_attention"])
 def test_nothing_spills_on_what_the_wheel_is_built_for_besides(tmp_path, source, arch):
@@ -311,7 +312,7 @@ def launches(build, tmp_path_factory):
     def make(folder: Path) -> None:
         libraries = Path(TORCH[-1]).parent / "lib"
         objects = sorted(build[0].parents[1].glob("tmp/_cuda/*.cu.o"))
-        command = [find_nvcc(), "-std=c++17", "-cudart=none", "-DUSE_CUDA", *TORCH, SOURCE.with_name("launches.cpp")]
+        command = [find_nvcc(), "-std=c++17", "-cudart=none", "-DUSE_CUDA", *TORCH, CODE / "launches.cpp"]
         link = ["-Xlinker=--no-as-needed", *("-ltorch", "-ltorch_cpu", "-lc10"), f"-Xlinker=-rpath={libraries}"]
         subprocess.run([*command, *objects, f"-L{libraries}", *link, "-o", folder / "launches"], check=True)
 

@@ -297,6 +297,26 @@ def test_packed_matrices_have_the_bits_of_their_dense_ones(device, dtype):
         assert torch.equal(ours, dense)
 
 
+@pytest.mark.parametrize("count", [40, 140])
+def test_the_operator_has_the_same_bits_by_groups(device, count, monkeypatch):
+    """All layers, in blocks of 64, 128 and 256 rows, with splits and without; caches as well."""
+    sizes = Sizes(hidden=320, inner=272, heads=2, kv_heads=1, head_dim=64, layers=1, bias=True)
+    tokens, (sees, depths) = random_tokens(1, count, 1), tree(random_parents(count))
+    results = []
+    for group in "01":
+        monkeypatch.setenv(cuda.GROUP, group)
+        case = Text(decoder(sizes, BFLOAT16, lambda t: t.to(device)), sizes, BFLOAT16, [1], 200, "cuda")
+        case.read(random_tokens(1, 45), 40)
+        logits = case.rows(tokens, sees, depths, 0, count)
+        results.append([logits, *(cache.nan_to_num(7.0) for caches in case.caches for cache in caches)])
+    assert results[0][0].isfinite().all()
+    for ours, others in zip(*results, strict=True):
+        assert torch.equal(ours, others)
+    monkeypatch.setenv(cuda.GROUP, "yes")
+    with pytest.raises(RuntimeError, match=f"{cuda.GROUP}: expected 0 or 1, got 'yes'; or unset it"):
+        case.rows(tokens[:, :1], sees, depths, 0, 1)
+
+
 def test_whether_launches_begin_early_is_a_setting(device, monkeypatch):
     case = text(SMALL, HALF, [0], device, 24)
     case.read(random_tokens(1, 9), 9)

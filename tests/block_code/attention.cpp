@@ -1,10 +1,6 @@
 // dag_attention of random problems on the machine of fibers, against double precision.
-//
-//     attention ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME | --misplace-load NAME]
-//
-// Exit status: 0 right, 3 wrong, 4 divergent lanes or barriers, 5 bank conflict; sanitizers have their own.
 #include "../../csrc/algorithms/attention.h"
-#include "tile_rounds.h"
+#include "problems.h"
 
 using namespace gsd;
 
@@ -19,7 +15,7 @@ struct Shape {
   bool sinks;
 };
 
-struct Problem {
+struct Call {
   Shape shape;
   std::vector<uint16_t> q, k, v;
   std::vector<int32_t> mask, kv_len, kv_start, row_depths, node_depths;
@@ -57,13 +53,13 @@ struct Result {
 
 // Caches end with the last node of the longest sequence: AddressSanitizer sees what lies beyond.
 template <class Element>
-Problem make_problem(const Shape& shape, std::mt19937& random) {
-  Problem p{};
+Call make_call(const Shape& shape, std::mt19937& random) {
+  Call p{};
   p.shape = shape;
   const size_t cache = static_cast<size_t>(shape.batch) * shape.kv_heads * shape.capacity * shape.head_dim;
-  fill<Element>(p.q, static_cast<size_t>(shape.batch) * p.heads() * shape.rows * shape.head_dim, random);
-  fill<Element>(p.k, cache, random);
-  fill<Element>(p.v, cache, random);
+  p.q = drawn<Element>(static_cast<size_t>(shape.batch) * p.heads() * shape.rows * shape.head_dim, random);
+  p.k = drawn<Element>(cache, random);
+  p.v = drawn<Element>(cache, random);
   std::normal_distribution<float> normal(3.0f, 2.0f);
   for (int head = 0; head < p.heads(); head++) p.sinks.push_back(normal(random));
   for (int b = 0; b < shape.batch; b++) {
@@ -87,7 +83,7 @@ Problem make_problem(const Shape& shape, std::mt19937& random) {
 
 // NaN or infinity wherever no row looks; returns the cache rows that some rows see and others do not.
 template <class Element>
-std::vector<std::pair<int, int>> spoil_unseen(Problem& p, std::mt19937& random) {
+std::vector<std::pair<int, int>> spoil_unseen(Call& p, std::mt19937& random) {
   std::vector<std::pair<int, int>> partly;
   for (int b = 0; b < p.shape.batch; b++) {
     for (int position = 0; position < p.shape.capacity; position++) {
@@ -107,7 +103,7 @@ std::vector<std::pair<int, int>> spoil_unseen(Problem& p, std::mt19937& random) 
   return partly;
 }
 
-void bind(Problem& p) {
+void bind(Call& p) {
   const Shape& s = p.shape;
   p.sizes = {s.batch, s.kv_heads, s.group, s.rows, s.head_dim, p.words(), s.capacity, 0, 0, 0};
   choose_splits(p.sizes, 12);
@@ -135,7 +131,7 @@ void bind(Problem& p) {
 }
 
 template <class Element, int kHeadDim, int kWarps>
-Result attend(Problem& p, const Faults& faults, const MachineFaults& machine_faults) {
+Result attend(Call& p) {
   using Split = SplitAttention<Element, kHeadDim, kWarps>;
   using Tiles = AttentionTiles<Element, kHeadDim, kWarps>;
   bind(p);
@@ -146,31 +142,31 @@ Result attend(Problem& p, const Faults& faults, const MachineFaults& machine_fau
   Result result{std::vector<uint16_t>(p.q.size(), 0xA5A5), std::vector<float>(p.q.size() / kHeadDim, NAN)};
   p.args.partial_out = partial_out.data(), p.args.partial_lse = partial_lse.data();
   p.args.out = result.out.data(), p.args.lse = result.lse.data();
-  run_grid(kWarps, m_blocks * heads * s.splits(), Tiles::kArenaBytes, faults, machine_faults,
+  run_grid(kWarps, m_blocks * heads * s.splits(), Tiles::kArenaBytes,
            [&](FiberMachine& machine, int block) {
              Split::run(machine, p.args, s, block % m_blocks, block / m_blocks % heads, block / m_blocks / heads);
            });
-  run_grid(1, heads * rows, 0, {}, {}, [&](FiberMachine& machine, int block) {
+  run_grid(1, heads * rows, 0, [&](FiberMachine& machine, int block) {
     combine_row<Element, kHeadDim>(machine, p.args, s, block / rows, block % rows);
   });
   return result;
 }
 
 template <class Element, int kHeadDim>
-Result attend(Problem& p, const Faults& faults, const MachineFaults& machine_faults) {
+Result attend(Call& p) {
   switch (attention_block_rows(p.shape.group * p.shape.rows)) {
     case 16:
-      return attend<Element, kHeadDim, 1>(p, faults, machine_faults);
+      return attend<Element, kHeadDim, 1>(p);
     case 32:
-      return attend<Element, kHeadDim, 2>(p, faults, machine_faults);
+      return attend<Element, kHeadDim, 2>(p);
     default:
-      return attend<Element, kHeadDim, 4>(p, faults, machine_faults);
+      return attend<Element, kHeadDim, 4>(p);
   }
 }
 
 // One row in double precision; false if it sees a value that is not finite, which may spoil all of it.
 template <class Element>
-bool exact_row(const Problem& p, int b, int head, int row, std::vector<double>& out, double& lse) {
+bool exact_row(const Call& p, int b, int head, int row, std::vector<double>& out, double& lse) {
   const Shape& s = p.shape;
   const auto value = [](uint16_t bits) { return static_cast<double>(Element::widen(bits)); };
   const uint16_t* q = p.q.data() + ((static_cast<size_t>(b) * p.heads() + head) * s.rows + row) * s.head_dim;
@@ -204,10 +200,9 @@ bool exact_row(const Problem& p, int b, int head, int row, std::vector<double>& 
 }
 
 template <class Element>
-bool right(const Problem& p, const Result& got) {
+bool right(const Call& p, const Result& got) {
   const Shape& s = p.shape;
   // A weight and an output are rounded once each.
-  const double unit = std::is_same_v<Element, Half> ? std::ldexp(1, -11) : std::ldexp(1, -8);
   double error = 0, norm = 0;
   std::vector<double> expected;
   for (int b = 0; b < s.batch; b++) {
@@ -231,23 +226,23 @@ bool right(const Problem& p, const Result& got) {
           row_error += (value - expected[d]) * (value - expected[d]);
           row_norm += expected[d] * expected[d];
         }
-        if (!(std::sqrt(row_error) <= 2 * unit * std::sqrt(row_norm))) {
+        if (!(std::sqrt(row_error) <= 2 * unit<Element>() * std::sqrt(row_norm))) {
           return fprintf(stderr, "row %d: error %g\n", row, std::sqrt(row_error / row_norm)), false;
         }
         error += row_error, norm += row_norm;
       }
     }
   }
-  const bool close = std::sqrt(error) <= unit * std::sqrt(norm);
+  const bool close = std::sqrt(error) <= unit<Element>() * std::sqrt(norm);
   if (!close) fprintf(stderr, "error %g\n", std::sqrt(error / norm));
   return close;
 }
 
 // Row 0 keeps every bit when all other rows' queries, masks and nodes change, even to NaN.
 template <class Element, int kHeadDim>
-bool rows_are_independent(Problem& p, const Result& before) {
+bool rows_are_independent(Call& p, const Result& before) {
   const Shape& s = p.shape;
-  Problem changed = p;
+  Call changed = p;
   for (int b = 0; b < s.batch; b++) {
     for (int r = 1; r < s.rows; r++) {
       for (int w = 0; w < p.words(); w++) changed.mask[(b * s.rows + r) * p.words() + w] = -1;
@@ -266,7 +261,7 @@ bool rows_are_independent(Problem& p, const Result& before) {
       }
     }
   }
-  const Result after = attend<Element, kHeadDim>(changed, {}, {});
+  const Result after = attend<Element, kHeadDim>(changed);
   const size_t row_size = static_cast<size_t>(p.heads()) * s.head_dim;
   for (int b = 0; b < s.batch; b++) {
     const size_t at = b * s.rows * row_size;
@@ -276,57 +271,40 @@ bool rows_are_independent(Problem& p, const Result& before) {
 }
 
 template <class Element, int kHeadDim>
-bool round_is_right(const Shape& shape, int round, const Faults& faults, const MachineFaults& machine_faults,
-                    std::mt19937& random) {
-  Problem p = make_problem<Element>(shape, random);
+bool round_is_right(const Shape& shape, int round, std::mt19937& random) {
+  Call p = make_call<Element>(shape, random);
   const auto partly = spoil_unseen<Element>(p, random);
   if (round % 4 == 3 && !partly.empty()) {  // one value that some rows see
     const auto [b, position] = partly[random() % partly.size()];
     p.v[p.cache_at(b, 0, position) + random() % kHeadDim] = Element::round(round % 8 == 3 ? NAN : INFINITY);
   }
-  const Result got = attend<Element, kHeadDim>(p, faults, machine_faults);
+  const Result got = attend<Element, kHeadDim>(p);
   if (!right<Element>(p, got)) return false;
   return round % 3 != 0 || rows_are_independent<Element, kHeadDim>(p, got);
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  if (argc < 3) return 2;
-  const int rounds = atoi(argv[1]);
-  std::mt19937 random(static_cast<unsigned>(atoi(argv[2])));
-  const auto [faults, machine_faults] = faults_of(argc, argv);
-  for (int round = 0; round < rounds; round++) {
-    Shape s{};
-    s.bfloat16 = round % 2 == 1;
-    s.head_dim = round / 2 % 2 == 0 ? 64 : 128;
-    s.positions_first = random() % 2 == 0;
-    s.batch = between(random, 1, 2);
-    s.kv_heads = between(random, 1, 2);
-    s.group = round % 3 == 0 ? 1 : between(random, 2, 4);
-    s.rows = between(random, 1, round % 5 == 4 ? 20 : 9);  // up to 80 query rows: two blocks of four warps
-    s.nodes = between(random, 1, 70);
-    s.capacity = s.nodes + (random() % 5 == 0 ? 0 : between(random, 1, round % 7 == 6 ? 600 : 150));
-    s.softcap = round % 5 == 1 ? 1.5f : 0.0f;
-    const int sight = round % 4 == 2 || round % 8 == 3 ? between(random, 1, 90) : 0;
-    (random() % 2 == 0 ? s.window : s.chunk) = sight;
-    s.sinks = random() % 2 == 0;
-#ifdef GSD_ONE_TYPE
-    s.bfloat16 = false;
-    using Other = Half;
-#else
-    using Other = Bfloat16;
-#endif
-    const bool right =
-        s.bfloat16
-            ? (s.head_dim == 64 ? round_is_right<Other, 64>(s, round, faults, machine_faults, random)
-                                : round_is_right<Other, 128>(s, round, faults, machine_faults, random))
-            : (s.head_dim == 64 ? round_is_right<Half, 64>(s, round, faults, machine_faults, random)
-                                : round_is_right<Half, 128>(s, round, faults, machine_faults, random));
-    if (!right) {
-      fprintf(stderr, "round %d is wrong\n", round);
-      return kWrong;
-    }
-  }
-  return 0;
+bool attended(int round, std::mt19937& random) {
+  Shape s{};
+  s.bfloat16 = round % 2 == 1;
+  s.head_dim = round / 2 % 2 == 0 ? 64 : 128;
+  s.positions_first = random() % 2 == 0;
+  s.batch = between(random, 1, 2);
+  s.kv_heads = between(random, 1, 2);
+  s.group = round % 3 == 0 ? 1 : between(random, 2, 4);
+  s.rows = between(random, 1, round % 5 == 4 ? 20 : 9);  // up to 80 query rows: two blocks of four warps
+  s.nodes = between(random, 1, 70);
+  s.capacity = s.nodes + (random() % 5 == 0 ? 0 : between(random, 1, round % 7 == 6 ? 600 : 150));
+  s.softcap = round % 5 == 1 ? 1.5f : 0.0f;
+  const int sight = round % 4 == 2 || round % 8 == 3 ? between(random, 1, 90) : 0;
+  (random() % 2 == 0 ? s.window : s.chunk) = sight;
+  s.sinks = random() % 2 == 0;
+  return s.bfloat16
+          ? (s.head_dim == 64 ? round_is_right<Other, 64>(s, round, random)
+                              : round_is_right<Other, 128>(s, round, random))
+          : (s.head_dim == 64 ? round_is_right<Half, 64>(s, round, random)
+                              : round_is_right<Half, 128>(s, round, random));
 }
+
+const Listed listed({{"attention", attended}});
+
+}  // namespace

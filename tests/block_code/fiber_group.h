@@ -12,11 +12,15 @@
 
 namespace gsd {
 
-// Faults that a test injects, to see that they are caught.
-struct Faults {
-  const char* dropped_barrier = "";  // a name passed to sync()
-  const char* plain_atomic = "";     // "atomic_or", "atomic_add" or "atomic_add64"
+// The fault that a test plants, to see that it is caught: a kind, and the name in the source of what it is about.
+struct Fault {
+  const char *kind = "", *name = "";
 };
+inline Fault planted;
+
+inline bool faulty(const char* kind, const char* name) {
+  return strcmp(kind, planted.kind) == 0 && strcmp(name, planted.name) == 0;
+}
 
 // Two in turn. For ThreadSanitizer a thread that wakes late comes after all that others did before they arrived at the
 // same barrier once more, which would order what a dropped barrier leaves unordered.
@@ -28,11 +32,10 @@ struct Barriers {
 
 struct FiberBlock {
   int threads;
-  Faults faults;
   Barriers barriers;
   std::vector<std::atomic<const char*>> waiting_at;
 
-  FiberBlock(int threads, Faults faults) : threads(threads), faults(faults), barriers(threads), waiting_at(threads) {}
+  explicit FiberBlock(int threads) : threads(threads), barriers(threads), waiting_at(threads) {}
 };
 
 struct FiberGroup {
@@ -44,7 +47,7 @@ struct FiberGroup {
   int size() const { return block->threads; }
 
   void sync(const char* name) const {
-    if (strcmp(name, block->faults.dropped_barrier) == 0) return;
+    if (faulty("drop", name)) return;
 #ifdef GSD_CHECK_DIVERGENCE
     // Not in the ThreadSanitizer build: a second barrier would order what the first one must.
     block->waiting_at[thread].store(name, std::memory_order_relaxed);
@@ -63,7 +66,7 @@ struct FiberGroup {
   // Before it anything may have happened.
   void atomic_or(uint32_t* word, uint32_t bits) const {
     Fibers::here().yield(true);
-    if (strcmp(block->faults.plain_atomic, "atomic_or") == 0) {
+    if (faulty("plain", "atomic_or")) {
       *word |= bits;
     } else {
       __atomic_fetch_or(word, bits, __ATOMIC_RELAXED);
@@ -72,13 +75,13 @@ struct FiberGroup {
 
   int32_t atomic_add(int32_t* counter, int32_t value) const {
     Fibers::here().yield(true);
-    if (strcmp(block->faults.plain_atomic, "atomic_add") == 0) return (*counter += value) - value;
+    if (faulty("plain", "atomic_add")) return (*counter += value) - value;
     return __atomic_fetch_add(counter, value, __ATOMIC_RELAXED);
   }
 
   void atomic_add64(uint64_t* counter, uint64_t value) const {
     Fibers::here().yield(true);
-    if (strcmp(block->faults.plain_atomic, "atomic_add64") == 0) {
+    if (faulty("plain", "atomic_add64")) {
       *counter += value;
     } else {
       __atomic_fetch_add(counter, value, __ATOMIC_RELAXED);
@@ -88,8 +91,8 @@ struct FiberGroup {
 
 // Runs body(group) on every thread of the block.
 template <class Body>
-void run_block(int threads, const Faults& faults, const Body& body) {
-  FiberBlock block(threads, faults);
+void run_block(int threads, const Body& body) {
+  FiberBlock block(threads);
   Fibers::here().run(threads, [&](int t) {
     FiberGroup group{&block, t};
     body(group);

@@ -50,15 +50,7 @@ struct Hidden {
 #endif
 };
 
-// Faults of asynchronous copies and of the tiles' layout.
-struct MachineFaults {
-  const char* hurried_wait = "";     // a name passed to wait(): it does not wait
-  const char* misplaced_copy = "";   // a name passed to copy(): odd rows' chunks are exchanged wrongly
-  const char* misplaced_load = "";   // a name passed to load_matrices(): likewise
-  const char* not_awaited = "";      // a name passed to await_previous(): it does not wait
-};
-
-constexpr int kDivergent = 4, kBankConflict = 5, kChangedSource = 6, kNotAwaited = 7;
+constexpr int kWrong = 3, kDivergent = 4, kBankConflict = 5, kChangedSource = 6, kNotAwaited = 7;
 
 // The launch before: writes when a block first waits for it.
 struct Previous {
@@ -86,7 +78,6 @@ struct FiberWarp {
 
 struct FiberMachineBlock {
   FiberBlock group;
-  MachineFaults faults;
   Previous* previous = nullptr;
   std::atomic<bool> awaited = false;  // by the block that runs
   std::function<void(const void*, int)> prefetched;
@@ -94,8 +85,7 @@ struct FiberMachineBlock {
   std::vector<char> arena;
   std::vector<char> votes[2];
 
-  FiberMachineBlock(int warps, size_t arena_bytes, const Faults& faults, const MachineFaults& machine_faults)
-      : group(kLanes * warps, faults), faults(machine_faults), warps(warps), arena(arena_bytes) {
+  FiberMachineBlock(int warps, size_t arena_bytes) : group(kLanes * warps), warps(warps), arena(arena_bytes) {
     for (auto& v : votes) v.resize(kLanes * warps);
     poison();
   }
@@ -136,7 +126,7 @@ class FiberMachine : public FiberValues {
 
   void sync(const char* name) const { group.sync(name); }
   void sync_warp(const char* name) {
-    if (!same(name, block->group.faults.dropped_barrier)) block->warps[warp()].syncs.each[sync_turn ^= 1].arrive_and_wait();
+    if (!faulty("drop", name)) block->warps[warp()].syncs.each[sync_turn ^= 1].arrive_and_wait();
   }
 
   bool any(const char* name, bool predicate) {
@@ -154,7 +144,7 @@ class FiberMachine : public FiberValues {
   }
 
   void copy(const char* name, int at, const void* from, bool inside) {
-    if (same(name, block->faults.misplaced_copy)) at ^= at >> 4 & 16;
+    if (faulty("misplace-copy", name)) at ^= at >> 4 & 16;
     write(at, {{0xA5A5A5A5u, 0xA5A5A5A5u, 0xA5A5A5A5u, 0xA5A5A5A5u}});  // a memset is none to ThreadSanitizer
     waiting.push_back({at, inside ? from : nullptr, {}});
     if (inside) memcpy(&waiting.back().seen, from, sizeof(Chunk));
@@ -165,7 +155,7 @@ class FiberMachine : public FiberValues {
   }
   template <int kNewer>
   void wait(const char* name) {
-    if (same(name, block->faults.hurried_wait)) return;
+    if (faulty("hurry", name)) return;
     while (groups.size() > kNewer) {
       for (const Copy& copy : groups.front()) {
         if (copy.from != nullptr) {
@@ -182,7 +172,7 @@ class FiberMachine : public FiberValues {
   void await_previous(const char* name) const {
     Previous* const previous = block->previous;
     block->awaited.store(true, std::memory_order_relaxed);
-    if (previous == nullptr || same(name, block->faults.not_awaited)) return;
+    if (previous == nullptr || faulty("no-await", name)) return;
     if (!previous->done.exchange(true, std::memory_order_relaxed)) previous->write(), release(previous);
     acquire(previous);
   }
@@ -277,12 +267,10 @@ class FiberMachine : public FiberValues {
     }
   }
 
-  static bool same(const char* a, const char* b) { return strcmp(a, b) == 0; }
-
   char* shared(int at) const { return block->arena.data() + at; }
 
   uint32_t element(const char* name, int row, int index) const {
-    if (same(name, block->faults.misplaced_load)) row ^= row >> 4 & 16;
+    if (faulty("misplace-load", name)) row ^= row >> 4 & 16;
     uint16_t bits;
     memcpy(&bits, shared(row + 2 * index), sizeof bits);
     return bits;
@@ -311,7 +299,7 @@ class FiberMachine : public FiberValues {
     all[lane()].where = where;
     fill(all[lane()]);
     own.barrier.arrive_and_wait();
-    if (!same(all[(lane() + 1) % kLanes].where, where)) stop(kDivergent, "divergent lanes", where);
+    if (strcmp(all[(lane() + 1) % kLanes].where, where) != 0) stop(kDivergent, "divergent lanes", where);
     use(all);
   }
 
@@ -324,12 +312,11 @@ class FiberMachine : public FiberValues {
 
 // Runs body(machine, b) for the blocks 0 … blocks − 1, so many at a time: one of every `together`, one after the other.
 template <class Body>
-void run_grid(int warps, int blocks, size_t arena_bytes, const Faults& faults, const MachineFaults& machine_faults,
-              const Body& body, int together = 1, Previous* previous = nullptr,
+void run_grid(int warps, int blocks, size_t arena_bytes, const Body& body, int together = 1, Previous* previous = nullptr,
               const std::function<void(const void*, int)>& prefetched = nullptr) {
   std::deque<FiberMachineBlock> places;
   for (int i = 0; i < together; i++) {
-    places.emplace_back(warps, arena_bytes, faults, machine_faults).previous = previous;
+    places.emplace_back(warps, arena_bytes).previous = previous;
     places.back().prefetched = prefetched;
   }
   const int threads = kLanes * warps;

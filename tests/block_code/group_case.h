@@ -21,8 +21,7 @@ class Case {
   const int threads;
   const bool wild;
 
-  Case(int threads, bool wild, const Faults& faults, std::mt19937& random)
-      : threads(threads), wild(wild), faults(faults), random(random) {}
+  Case(int threads, bool wild, std::mt19937& random) : threads(threads), wild(wild), random(random) {}
 
   int between(int low, int high) { return low + static_cast<int>(random() % static_cast<unsigned>(high - low + 1)); }
   bool once_in(int times) { return between(1, times) == 1; }
@@ -113,7 +112,7 @@ class Case {
   template <class Bytes, class Algorithm>
   void in_a_block(const Bytes& bytes, const Algorithm& algorithm) {
     std::vector<char> arena = arena_of(bytes, threads);
-    run_block(threads, faults, [&](FiberGroup& group) { algorithm(group, arena.data()); });
+    run_block(threads, [&](FiberGroup& group) { algorithm(group, arena.data()); });
   }
 
  private:
@@ -141,7 +140,6 @@ class Case {
     return found;
   }
 
-  const Faults faults;
   std::mt19937& random;
   std::vector<Block> blocks;
 };

@@ -13,18 +13,22 @@ import pytest
 import torch
 from shared import once
 
+from .changes import plant
+
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "tests/block_code/main.cpp"
+CODE = ROOT / "tests/block_code"
 CXX = shutil.which(os.environ.get("CXX", "g++"))
 BUILDS = {
-    "thread": ["-O1", "-g", "-fsanitize=thread"],
+    "thread": ["-O1", "-fsanitize=thread", "-DGSD_ONE_TYPE"],
     # Optimising takes longer than all that runs, and hides accesses.
-    "address": ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DGSD_CHECK_DIVERGENCE"],
+    "address": ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DGSD_CHECK_DIVERGENCE"],
 }
+PROBLEMS = ("program", "groups", "attention", "path_attention", "rows", "rows_group")
 #: Of what is compiled against PyTorch's headers.
 TORCH = ["-DTORCH_TARGET_VERSION=0x020A000000000000", "-isystem", Path(torch.__file__).parent / "include"]
-ONE_TYPE = "-DGSD_ONE_TYPE"  # float16 and not bfloat16: half of a program's code, and the same accesses
-DIFFERENT, DIVERGENT, RACE = 3, 4, 66
+DIVERGENT, RACE, BAD_ACCESS = 4, 66, 67
+CAUGHT = {3, DIVERGENT, 5, 6, 7, 8, 9, 10, RACE, BAD_ACCESS}
+"""Statuses of a run in which something is wrong, as problems.h and the sanitizers have them."""
 HUNG = "hung"
 
 
@@ -52,22 +56,34 @@ def build_all(source: Path, folder: Path, builds: dict[str, list[str]] = BUILDS)
         list(pool.map(lambda name: build(source, folder / name, builds[name]), builds))
 
 
-def programs_of(factory: pytest.TempPathFactory, source: Path) -> dict[str, Path]:
-    """Much unrolled code for every sanitizer, without debug information, which doubles the time to compile it."""
-    flags = {name: [flag for flag in BUILDS[name] if flag != "-g"] for name in BUILDS}
-    flags["thread"].append(ONE_TYPE)
-    folder = once(factory, source.stem, lambda folder: build_all(source, folder, flags))
+def problems(factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The program of all problems, for every sanitizer.
+
+    That of "address" is of changed headers, in which ``mutation()`` is the number that ``run`` is told, 0 for none.
+    """
+
+    def make(folder: Path) -> None:
+        shutil.copytree(ROOT / "csrc", folder / "csrc")
+        shutil.copytree(CODE, folder / "tests/block_code", ignore=shutil.ignore_patterns("__pycache__"))
+        plant(folder / "csrc/algorithms")
+        wanted = [(name, of) for name in PROBLEMS for of in BUILDS]
+
+        def compiled(name: str, of: str) -> None:
+            code, more = (
+                (folder / "tests/block_code", ["-w", "-include", CODE / "mutation.h"])
+                if of == "address"
+                else (CODE, [])
+            )
+            build(code / f"{name}.cpp", folder / f"{of}-{name}.o", ["-c", *BUILDS[of], *more])
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(compiled, *zip(*wanted, strict=True)))
+        for of in BUILDS:
+            objects = [folder / f"{of}-{name}.o" for name in PROBLEMS]
+            build(objects[0], folder / of, [*BUILDS[of], *objects[1:]])
+
+    folder = once(factory, "block_code", make)
     return {name: folder / name for name in BUILDS}
-
-
-def build_mutated(source: Path, folder: Path, headers: dict[Path, str]) -> None:
-    """``mutated``, a program of changed headers, in which ``mutation()`` is the number that ``run`` is told."""
-    shutil.copytree(ROOT / "csrc", folder / "csrc")
-    shutil.copytree(source.parent, folder / "tests/block_code", ignore=shutil.ignore_patterns("__pycache__"))
-    for header, text in headers.items():
-        (folder / header.relative_to(ROOT)).write_text(text)
-    flags = ["-O0", "-w", ONE_TYPE, "-include", source.parent / "mutation.h"]
-    build(folder / source.relative_to(ROOT), folder / "mutated", flags)
 
 
 def run(program: Path, *arguments: object, timeout: float = 120, mutation: int = 0) -> tuple[int | str, str]:

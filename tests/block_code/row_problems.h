@@ -1,53 +1,10 @@
 // Random products, what they should be, and the memory that they are run in.
 #pragma once
 
-#include <algorithm>
-#include <random>
-
 #include "../../csrc/algorithms/rows_product.h"
-#include "fiber_machine.h"
+#include "problems.h"
 
 namespace gsd {
-
-constexpr int kWrong = 3;
-inline int between(std::mt19937& random, int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
-
-template <class Element>
-std::vector<uint16_t> drawn(size_t size, std::mt19937& random) {
-  std::normal_distribution<float> normal;
-  std::vector<uint16_t> values(size);
-  for (uint16_t& value : values) value = Element::round(normal(random));
-  return values;
-}
-
-std::vector<float> drawn_floats(size_t size, std::mt19937& random) {
-  std::normal_distribution<float> normal;
-  std::vector<float> values(size);
-  for (float& value : values) value = normal(random);
-  return values;
-}
-
-template <class Element>
-constexpr double unit() {  // half the distance from 1 to the next number
-  return std::is_same_v<Element, Half> ? 0x1p-11 : 0x1p-8;
-}
-
-inline bool close(double got, double expected, double allowed, const char* what, int row, int column) {
-  if (std::abs(got - expected) <= allowed) return true;
-  fprintf(stderr, "%s of row %d, column %d: %g instead of %g\n", what, row, column, got, expected);
-  return false;
-}
-
-// What the launch before writes: numbers that are not there before.
-template <class T>
-struct Awaited {
-  std::vector<T> values, there;
-
-  explicit Awaited(std::vector<T> numbers) : values(std::move(numbers)), there(values.size()) {
-    std::fill_n(reinterpret_cast<unsigned char*>(there.data()), sizeof(T) * there.size(), 0xFF);  // NaN in every type
-  }
-  void arrive() { there = values; }
-};
 
 // A random packed matrix, or a dense one where it has no rows.
 struct PackedRows {
@@ -108,7 +65,7 @@ struct Shape {
 };
 
 template <class Element>
-struct Problem {
+struct Product {
   Shape shape;
   std::vector<uint16_t> x;
   std::vector<std::vector<uint16_t>> weights, biases;
@@ -116,7 +73,7 @@ struct Problem {
   std::vector<PackedRows> packed;  // of every matrix, or none
   const RowsTurn* turn = nullptr;  // kTurn
 
-  Problem(const Shape& shape, std::mt19937& random)
+  Product(const Shape& shape, std::mt19937& random)
       : shape(shape), x(drawn<Element>(static_cast<size_t>(shape.rows) * shape.inputs, random)) {
     for (const int outputs : shape.outputs) {
       weights.push_back(drawn<Element>(static_cast<size_t>(outputs) * shape.inputs, random));
@@ -143,13 +100,12 @@ struct Problem {
     for (const int outputs : shape.outputs) sum += outputs;
     return shape.end == RowsEnd::kGate ? shape.outputs[0] : sum;
   }
-  // One of its rows alone.
-  Problem only(int row) const {
-    Problem one = *this;
-    one.shape.rows = 1;
-    one.x.assign(x.begin() + row * shape.inputs, x.begin() + (row + 1) * shape.inputs);
-    one.before.assign(before.begin() + row * width(), before.begin() + (row + 1) * width());
-    return one;
+  // The first of its rows.
+  Product first(int rows) const {
+    Product some = *this;
+    some.shape.rows = rows;
+    some.x.resize(static_cast<size_t>(rows) * shape.inputs), some.before.resize(static_cast<size_t>(rows) * width());
+    return some;
   }
 };
 
@@ -158,7 +114,7 @@ using Result = std::vector<float>;
 
 // A product without memory: what its cut follows from.
 template <class Element>
-RowsProduct shaped(const Problem<Element>& p) {
+RowsProduct shaped(const Product<Element>& p) {
   RowsProduct a{};
   a.count = static_cast<int>(p.shape.outputs.size()), a.rows = p.shape.rows, a.inputs = p.shape.inputs;
   a.end = p.shape.end;
@@ -169,7 +125,7 @@ RowsProduct shaped(const Problem<Element>& p) {
 
 // Memory for a product, which `run(a, previous)` multiplies; what the launch before writes is not there yet.
 template <class Element, class Run>
-Result with_memory(const Problem<Element>& p, const Run& run) {
+Result with_memory(const Product<Element>& p, const Run& run) {
   RowsProduct a = shaped(p);
   const size_t size = p.before.size();
   const RowsScratch scratch = rows_product_scratch(a);
@@ -220,46 +176,9 @@ struct AskedAhead {
   }
 };
 
-template <class Element>
-bool right(const Problem<Element>& p, const Result& got) {
-  const Shape& s = p.shape;
-  const auto product = [&](int i, int row, int n, double& size) {
-    const uint16_t *x = &p.x[static_cast<size_t>(row) * s.inputs],
-                   *weight = &p.weights[i][static_cast<size_t>(n) * s.inputs];
-    double sum = p.biases[i].empty() ? 0.0 : Element::widen(p.biases[i][n]);
-    size = std::abs(sum);
-    for (int k = 0; k < s.inputs; k++) {
-      const double term = static_cast<double>(Element::widen(x[k])) * Element::widen(weight[k]);
-      sum += term, size += std::abs(term);
-    }
-    return sum;
-  };
-  for (int row = 0; row < s.rows; row++) {
-    for (int i = 0, column = 0; i < (s.end == RowsEnd::kGate ? 1 : static_cast<int>(s.outputs.size())); i++) {
-      for (int n = 0; n < s.outputs[i]; n++, column++) {
-        const size_t at = static_cast<size_t>(row) * p.width() + column;
-        double size, up_size;
-        double expected = product(i, row, n, size), allowed = 0x1p-21 * size;
-        if (s.end == RowsEnd::kGate) {
-          const double gate = expected, up = product(1, row, n, up_size), open = 1.0 / (1.0 + std::exp(-gate));
-          expected = gate * open * up;
-          allowed = unit<Element>() * std::abs(expected) + 0x1p-20 * (size * std::abs(up) + up_size * std::abs(gate)) +
-                    0x1p-24;  // of subnormal numbers
-        } else if (s.end == RowsEnd::kRound) {
-          allowed += unit<Element>() * std::abs(expected) + 0x1p-24;
-        } else if (s.end == RowsEnd::kAdd) {
-          expected += p.before[at], allowed += 0x1p-23 * std::abs(expected);
-        }
-        if (!close(got[at], expected, allowed, "product", row, column)) return false;
-      }
-    }
-  }
-  return true;
-}
-
 // What the contract of rows_product.h makes of a problem, number by number: no tiles, no stages, no other rows.
 template <class Element>
-Result contracted(const Problem<Element>& p) {
+Result contracted(const Product<Element>& p) {
   const Shape& s = p.shape;
   const RowsProduct a = shaped(p);
   const int split_inputs = a.split_stages() * kTileInputs;
@@ -302,7 +221,7 @@ Result contracted(const Problem<Element>& p) {
 }
 
 template <class Element>
-bool keeps_contract(const Problem<Element>& p, const Result& got) {
+bool keeps_contract(const Product<Element>& p, const Result& got) {
   const Result expected = contracted(p);
   for (size_t i = 0; i < got.size(); i++) {
     if (float_bits(got[i]) != float_bits(expected[i])) {

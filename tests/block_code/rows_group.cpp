@@ -1,12 +1,7 @@
 // The product of groups of warps, of random problems on the machine of fibers: held to the contract bit for bit.
 //
-//     rows_group cut END INPUTS OUTPUTS...
-//     rows_group dots COUNT SEED
-//     rows_group random|turned|sizes ROUNDS SEED [--drop BARRIER | --no-wait NAME | --parity NAME | --no-multiply-wait NAME |
-//                                          --no-publish NAME | --no-await NAME | --no-arrival NAME | --early-end block]
-//
-// random: odd sizes, all ends but the next, with and without splits. turned: heads that turn, likewise. sizes: every row count's kernel, and the kernel of few rows beside
-// it. Exit status: 0 right, 3 wrong, 4 divergent or stuck, 7 … 10 what the machine says.
+//     cut END INPUTS OUTPUTS...    tiles and splits for one row and for many
+//     dots COUNT SEED              sums of 16 products, for the published rule
 #include "../../csrc/algorithms/rows_group_product.h"
 #include "turn_problems.h"
 #include "warpgroup_machine.h"
@@ -15,27 +10,23 @@ using namespace gsd;
 
 namespace {
 
-GroupFault fault;
-const char* dropped = "";
-
 bool clustered = true;
 
 template <class Element, int kRows, int kStages = group_stages(kRows)>
-Result multiplied(const Problem<Element>& p, int multiprocessors) {
+Result multiplied(const Product<Element>& p, int multiprocessors) {
   using Group = GroupProduct<Element, kRows, kStages>;
   return with_memory(p, [&](RowsProduct& a, Previous& previous) {
     const GroupLaunch launch(a, Group::kOutputs, kRows, multiprocessors);
     AskedAhead ahead(a);
     run_clusters(
-        launch.blocks, launch.cut.splits, clustered, Group::kArenaBytes, Group::kBarriers, launch.sources, fault, dropped,
-        previous, [&](GroupMachine& machine, int b) { Group::run(machine, a, launch.cut, b, launch.blocks); },
+        launch.blocks, launch.cut.splits, clustered, Group::kArenaBytes, Group::kBarriers, launch.sources, previous, [&](GroupMachine& machine, int b) { Group::run(machine, a, launch.cut, b, launch.blocks); },
         ahead.prefetched());
   });
 }
 
 // With fewer stages than on a GPU every one is used again soon.
 template <class Element>
-Result multiplied(const Problem<Element>& p, int multiprocessors, bool few_stages = false) {
+Result multiplied(const Product<Element>& p, int multiprocessors, bool few_stages = false) {
   switch (shaped(p).group_rows()) {
     case 64:
       return few_stages ? multiplied<Element, 64, 2>(p, multiprocessors) : multiplied<Element, 64>(p, multiprocessors);
@@ -60,45 +51,32 @@ bool random_round(int round, std::mt19937& random) {
     const int outputs = between(random, 1, splits ? 300 / count : 520 / count);
     s.outputs.push_back(same ? s.outputs[0] : s.end == RowsEnd::kGate ? (outputs + 7) / 8 * 8 : outputs);
   }
-  Problem<Element> p(s, random);
+  Product<Element> p(s, random);
   const bool ups_before = (round + round / 8) % 2 != 0;
   if (s.end == RowsEnd::kGate && (p.weights[1].data() < p.weights[0].data()) != ups_before) {
     std::swap(p.weights[0], p.weights[1]);
   }
   clustered = round % 4 == 0;
-  const Result got = multiplied(p, 1 + round / 2 % 2, round % 3 < 2);
-  return right(p, got) && keeps_contract(p, got);
+  return keeps_contract(p, multiplied(p, 1 + round / 2 % 2, round % 3 < 2));
 }
 
-// The first rows of 300 by every kernel: their bits are those of the contract, whatever stands beside them.
+// The first rows of 300 by every kernel, whatever stands beside them.
 template <class Element>
-bool sizes_agree(std::mt19937& random) {
-  const Problem<Element> all({300, 328, {20}, RowsEnd::kStore}, random);
-  Result most;
+bool sizes_round(std::mt19937& random) {
+  const Product<Element> all({300, 328, {20}, RowsEnd::kStore}, random);
   for (const int rows : {300, 256, 129, 128, 65, 64, 33}) {
-    Problem<Element> some = all;
-    some.shape.rows = rows;
-    some.x.resize(static_cast<size_t>(rows) * some.shape.inputs);
-    some.before.resize(static_cast<size_t>(rows) * some.width());
-    const Result got = multiplied(some, 2);
-    if (most.empty()) most = got;
-    if (memcmp(most.data(), got.data(), sizeof(float) * got.size()) != 0) {
-      return fprintf(stderr, "rows among %d differ from themselves among 300\n", rows), false;
-    }
-    if (rows == 33 && !keeps_contract(some, got)) return false;
+    const Product<Element> some = all.first(rows);
+    if (!keeps_contract(some, multiplied(some, 2))) return fprintf(stderr, "%d rows\n", rows), false;
   }
   return true;
 }
 
 template <class Element>
-bool round_is_right(const char* what, int round, std::mt19937& random) {
-  if (strcmp(what, "turned") == 0) {
-    clustered = round / 4 % 2 == 0;
-    return turned_is_right<Element>(round % 2 == 0 ? 128 : 64, between(random, 33, 64),
-                                    8 * (round / 2 % 2 == 0 ? between(random, 33, 45) : between(random, 1, 20)), false, random,
-                                    [&](const Problem<Element>& p) { multiplied(p, 1 + round / 2 % 2, round % 3 < 2); });
-  }
-  return strcmp(what, "sizes") == 0 ? sizes_agree<Element>(random) : random_round<Element>(round, random);
+bool turned_round(int round, std::mt19937& random) {
+  clustered = round / 4 % 2 == 0;
+  return turned_is_right<Element>(round % 2 == 0 ? 128 : 64, between(random, 33, 64),
+                                  8 * (round / 2 % 2 == 0 ? between(random, 33, 45) : between(random, 1, 20)), false, random,
+                                  [&](const Product<Element>& p) { multiplied(p, 1 + round / 2 % 2, round % 3 < 2); });
 }
 
 // Tiles and splits for one row and for many.
@@ -114,7 +92,7 @@ void print_cuts(int count, char** argv) {
 
 // Sums of 16 products: the bits of a sum, of both factors' numbers, of what a tensor core makes of them.
 template <class Element>
-void print_dots(int count, std::mt19937& random) {
+void print_dots_of(int count, std::mt19937& random) {
   for (int i = 0; i < count; i++) {
     Factor factors[2][16];
     const Factor* given[2][16];
@@ -137,33 +115,20 @@ void print_dots(int count, std::mt19937& random) {
   }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  if (argc < 4) return 2;
-  if (strcmp(argv[1], "cut") == 0) return print_cuts(argc - 2, argv + 2), 0;
-  if (strcmp(argv[1], "dots") == 0) {
-    std::mt19937 random(static_cast<unsigned>(atoi(argv[3])));
-    return print_dots<Half>(atoi(argv[2]), random), print_dots<Bfloat16>(atoi(argv[2]), random), 0;
-  }
-  constexpr std::pair<const char*, GroupFault::Kind> kFaults[] = {
-      {"--no-wait", GroupFault::kNoWait},       {"--parity", GroupFault::kParity},
-      {"--no-publish", GroupFault::kNoPublish}, {"--no-multiply-wait", GroupFault::kNoMultiplyWait},
-      {"--no-await", GroupFault::kNoAwait},     {"--no-arrival", GroupFault::kNoArrival},
-      {"--early-end", GroupFault::kEarlyEnd}};
-  if (argc > 5 && strcmp(argv[4], "--drop") == 0) dropped = argv[5];
-  for (const auto& [option, kind] : kFaults) {
-    if (argc > 5 && strcmp(argv[4], option) == 0) fault = {kind, argv[5]};
-  }
-  std::mt19937 random(static_cast<unsigned>(atoi(argv[3])));
-  for (int round = 0; round < atoi(argv[2]); round++) {
-#ifdef GSD_ONE_TYPE
-    const bool right = round_is_right<Half>(argv[1], round, random);
-#else
-    const bool right = round % 2 == 0 ? round_is_right<Half>(argv[1], round, random)
-                                      : round_is_right<Bfloat16>(argv[1], round, random);
-#endif
-    if (!right) return fprintf(stderr, "round %d is wrong\n", round), kWrong;
-  }
-  return 0;
+void print_dots(int, char** argv) {
+  std::mt19937 random(static_cast<unsigned>(atoi(argv[1])));
+  print_dots_of<Half>(atoi(argv[0]), random), print_dots_of<Bfloat16>(atoi(argv[0]), random);
 }
+
+const Listed listed(
+    {{"group", [](int round, std::mt19937& random) {
+        return round % 2 == 0 ? random_round<Half>(round, random) : random_round<Other>(round, random);
+      }},
+     {"group sizes",
+      [](int round, std::mt19937& random) { return round % 2 == 0 ? sizes_round<Half>(random) : sizes_round<Other>(random); }},
+     {"group turned", [](int round, std::mt19937& random) {
+        return round % 2 == 0 ? turned_round<Half>(round, random) : turned_round<Other>(round, random);
+      }}},
+    {{"cut", print_cuts}, {"dots", print_dots}});
+
+}  // namespace

@@ -71,7 +71,7 @@ int run_blocks(int warps, int blocks, size_t arena, const Body& body) {
   std::vector<int> order(static_cast<size_t>(blocks));
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
-  run_grid(warps, blocks, arena, {}, {},
+  run_grid(warps, blocks, arena,
            [&](FiberMachine& machine, int block) { body(machine, order[static_cast<size_t>(block)]); });
   return 0;
 }
@@ -146,7 +146,7 @@ struct BlockLaunches {
     static bool clustered = false;
     clustered = !clustered;
     run_clusters(
-        launch.blocks, launch.cut.splits, clustered, Group::kArenaBytes, Group::kBarriers, launch.sources, {}, "", previous,
+        launch.blocks, launch.cut.splits, clustered, Group::kArenaBytes, Group::kBarriers, launch.sources, previous,
         [&](GroupMachine& m, int block) { Group::run(m, a, launch.cut, block, launch.blocks); }, [](const void*, int) {});
     return 0;
   }

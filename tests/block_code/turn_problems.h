@@ -81,14 +81,14 @@ struct TurnedHeads {
 
 // A launch of its own, of heads in memory.
 template <class Element>
-void turn_heads(const Turn<Element>& t, const RowsTurn& a, const Faults& faults, const MachineFaults& machine_faults) {
+void turn_heads(const Turn<Element>& t, const RowsTurn& a) {
   Awaited<float> qkv(t.qkv);
   RowsTurn given = a;
   given.qkv = qkv.there.data();
   Previous previous;
   previous.write = [&] { qkv.arrive(); };
   run_grid(
-      1, t.count() * t.heads(), 0, faults, machine_faults,
+      1, t.count() * t.heads(), 0,
       [&](FiberMachine& machine, int b) {
         a.head_dim == 64 ? turn_head<Element, 64>(machine, given, b / t.heads(), b % t.heads())
                          : turn_head<Element, 128>(machine, given, b / t.heads(), b % t.heads());
@@ -104,13 +104,14 @@ bool turned_is_right(int head_dim, int rows, int inputs, bool norms, std::mt1993
   t.q_norm = t.k_norm = {};
   if (norms) t.q_norm = drawn<Element>(head_dim, random), t.k_norm = drawn<Element>(head_dim, random);
   RowsTurn& a = t.a;
-  Problem<Element> p({rows, inputs, {a.heads * head_dim, a.kv_heads * head_dim, a.kv_heads * head_dim}, RowsEnd::kStore},
+  Product<Element> p({rows, inputs, {a.heads * head_dim, a.kv_heads * head_dim, a.kv_heads * head_dim}, RowsEnd::kStore},
                      random);
   p.x[random() % p.x.size()] = Element::round(random() % 2 == 0 ? INFINITY : NAN);
   t.qkv = contracted(p);
   const bool positions_first = random() % 2 == 0;
   TurnedHeads<Element> expected(t, a, positions_first);
-  turn_heads(t, a, {}, {});
+  const Fault fault = std::exchange(planted, {});
+  turn_heads(t, a), planted = fault;
   TurnedHeads<Element> got(t, a, positions_first);
   p.shape.end = RowsEnd::kTurn, p.turn = &a;
   multiplied(p);

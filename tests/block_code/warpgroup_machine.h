@@ -16,13 +16,6 @@
 
 namespace gsd {
 
-// One fault, of the call that has the name.
-struct GroupFault {
-  enum Kind { kNone, kNoWait, kParity, kNoMultiplyWait, kNoPublish, kNoAwait, kNoArrival, kEarlyEnd } kind = kNone;
-  const char* name = "";
-  bool hits(Kind k, const char* n) const { return kind == k && strcmp(name, n) == 0; }
-};
-
 constexpr int kUnpublished = 8, kUnfenced = 9, kMisused = 10;
 
 // Numbers for delays and for what comes first.
@@ -88,8 +81,6 @@ struct GroupBlock {
   Barriers* cluster = nullptr;
   std::vector<std::unique_ptr<GroupBlock>>* blocks = nullptr;
   int rank = 0, running = kThreads;
-  GroupFault fault;
-  const char* dropped = "";
   Previous* previous = nullptr;
   bool awaited = false, clustered = true;
   std::atomic<bool> voted = false;
@@ -222,18 +213,18 @@ class GroupMachine : public FiberValues {
     barrier(b).init(arrivals);
   }
   void publish_barriers(const char* name) const {
-    if (block->fault.hits(GroupFault::kNoPublish, name)) return;
+    if (faulty("no-publish", name)) return;
     for (PhaseBarrier& each : block->barriers) each.publish();
   }
   void expect(int b, int bytes) const { barrier(b).expect(bytes); }
   void arrive_barrier(const char* name, int b) const {
     delay();
-    if (!block->fault.hits(GroupFault::kNoArrival, name)) barrier(b).arrive();
+    if (!faulty("no-arrival", name)) barrier(b).arrive();
   }
   void wait_barrier(const char* name, int b, int parity) const {
     delay();
-    if (block->fault.hits(GroupFault::kParity, name)) parity ^= 1;
-    if (!block->fault.hits(GroupFault::kNoWait, name)) barrier(b).wait(parity);
+    if (faulty("parity", name)) parity ^= 1;
+    if (!faulty("no-wait", name)) barrier(b).wait(parity);
   }
   void prefetch_map(int) const {}
   void prefetch(const void* from, int size) const {
@@ -273,7 +264,7 @@ class GroupMachine : public FiberValues {
   template <int kNewer>
   void multiply_wait(const char* name) {
     delay();
-    if (block->fault.hits(GroupFault::kNoMultiplyWait, name) || committed.size() <= kNewer) return;
+    if (faulty("no-multiply-wait", name) || committed.size() <= kNewer) return;
     const int64_t until = committed[committed.size() - 1 - kNewer];
     wait_done(until);
     if (until > 0) acquire(&group().finished[(until - 1) % GroupBlock::kMost]);
@@ -287,7 +278,7 @@ class GroupMachine : public FiberValues {
   void await_previous(const char* name) {
     set_awaited();
     Previous* const previous = block->previous;
-    if (block->fault.hits(GroupFault::kNoAwait, name)) return;
+    if (faulty("no-await", name)) return;
     delay();
     awaited = true;
     if (!previous->done.exchange(true, std::memory_order_relaxed)) previous->write(), release(previous);
@@ -309,7 +300,7 @@ class GroupMachine : public FiberValues {
     if (drawn_delay() % 8 == 0) Fibers::here().yield(true);
   }
   void meet(const char* name, Barriers& of) const {
-    if (strcmp(name, block->dropped) == 0) return;
+    if (faulty("drop", name)) return;
     int& turn = &of == &block->all ? turns[0] : &of == &block->consumers ? turns[1] : turns[2];
     of.each[turn ^= 1].arrive_and_wait();
   }
@@ -339,8 +330,7 @@ struct GroupLaunch {
 // Runs body(machine, b) for the blocks 0 … blocks − 1, so many together, which are a cluster or not.
 template <class Body>
 void run_clusters(int blocks, int cluster, bool clustered, size_t arena_bytes, int barriers,
-                  const std::array<RowsBoxes, 1 + kMaxMatrices>& sources, const GroupFault& fault, const char* dropped,
-                  Previous& previous, const Body& body, const std::function<void(const void*, int)>& prefetched = nullptr) {
+                  const std::array<RowsBoxes, 1 + kMaxMatrices>& sources, Previous& previous, const Body& body, const std::function<void(const void*, int)>& prefetched = nullptr) {
   constexpr int kFibers = GroupBlock::kThreads + GroupBlock::kGroups;
   for (int first = 0; first < blocks; first += cluster) {
     Barriers together(cluster * GroupBlock::kThreads);
@@ -348,7 +338,7 @@ void run_clusters(int blocks, int cluster, bool clustered, size_t arena_bytes, i
     for (int i = 0; i < cluster; i++) {
       places.push_back(std::make_unique<GroupBlock>(arena_bytes, barriers));
       GroupBlock& block = *places.back();
-      block.sources = sources, block.fault = fault, block.dropped = dropped, block.previous = &previous;
+      block.sources = sources, block.previous = &previous;
       block.cluster = &together, block.blocks = &places, block.rank = i;
       block.clustered = clustered && cluster > 1, block.prefetched = prefetched;
     }
@@ -359,7 +349,7 @@ void run_clusters(int blocks, int cluster, bool clustered, size_t arena_bytes, i
       if (number > GroupBlock::kThreads) return block.multiply(number - GroupBlock::kThreads);
       {
         GroupMachine machine(&block, number);
-        if (!(fault.hits(GroupFault::kEarlyEnd, "block") && first == 0 && block.rank == 0)) body(machine, first + block.rank);
+        if (!(faulty("early-end", "block") && first == 0 && block.rank == 0)) body(machine, first + block.rank);
       }
       Hidden hidden;
       if (--block.running > 0) return;

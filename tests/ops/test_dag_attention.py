@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ops.contracts.arguments import attention_case, dense_mask
 from ops.contracts.attention import (
     ATTENTION,
@@ -26,7 +24,6 @@ from torch import Tensor
 import gsd_kernels as gsd
 from gsd_kernels import cpu_levels
 from gsd_kernels.graph import pack_bits
-from gsd_kernels.ops.dag_attention import visibility
 from gsd_kernels.ops.dag_attention.cuda import DTYPES, HEAD_DIMS
 from gsd_kernels.ops.dag_attention.dense import dense_mask as written_out
 
@@ -239,60 +236,19 @@ def test_the_output_needs_no_copy_before_the_projection(on):
     assert gsd.dag_attention(**tensors, **options, backend=on.name).transpose(1, 2).is_contiguous()
 
 
-@st.composite
-def attentions(draw):
-    """Arguments of dag_attention in float32, unseen positions NaN, and a dtype to round q, k and v to."""
-    gen = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
-    batch, kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 5))
-    dim, value_dim, rows = draw(st.sampled_from((10, 16, 64))), draw(st.sampled_from((16, 37))), draw(st.integers(1, 9))
-    words = draw(st.integers(1, 2))
-    prefix = draw(st.sampled_from((0, 1, 7, 300, 511, 513, 1100)))
-    kv_len = torch.tensor([prefix, max(0, prefix - 3)], dtype=torch.int32)[:batch]
-    capacity = prefix + 32 * words + 5
-    mask = torch.randint(-(2**31), 2**31, (batch, rows, words), generator=gen).int()
-    mask[:, 0] = 0  # a row that sees the prefix only, or nothing
-    node_depths = torch.randint(0, 6, (batch, 32 * words), generator=gen).int()
-    args = {
-        "kv_len": kv_len,
-        "kv_start": (kv_len // 3).int() if draw(st.booleans()) else None,
-        "row_depths": torch.randint(0, 6, (batch, rows), generator=gen).int(),
-        "node_depths": node_depths,
-        "sliding_window": None,
-        "chunk": None,
-    }
-    args |= draw(st.sampled_from(({}, *({name: n} for name in ("sliding_window", "chunk") for n in (1, 2, 5, 400)))))
-    visible = visibility(mask, **args, capacity=capacity)
-    q = torch.randn(batch, rows, kv_heads * group, dim, generator=gen).transpose(1, 2)
-    k, v = (torch.randn(batch, kv_heads, capacity, d, generator=gen) for d in (dim, value_dim))
-    unseen = ~visible.any(1)[:, None, :, None]
-    sinks = 3 * torch.randn(kv_heads * group, generator=gen)
-    sinks[0] = draw(st.sampled_from((0.5, float("-inf"), float("inf"))))
-    dtype = draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
-    k, v = (torch.where(unseen, float("nan"), x).to(dtype) for x in (k, v))
-    return {
-        "q": q.to(dtype),
-        "k": k,
-        "v": v,
-        "ancestor_mask": mask,
-        **args,
-        "softcap": draw(st.sampled_from((None, 5.0))),
-        "sinks": sinks if draw(st.booleans()) else None,
-    }
-
-
 @levels
-@settings(max_examples=50, deadline=None)
-@given(attentions())
-def test_the_compiled_kernel_equals_the_reference(level, case):
-    exact = {name: x.double() if name in "qkv" else x for name, x in case.items()}
-    expected, expected_lse = gsd.dag_attention(**exact, return_lse=True, backend="reference")
+@pytest.mark.parametrize("name", ATTENTION)
+def test_the_compiled_kernel_equals_the_reference(level, name):
+    tensors, options = ATTENTION[name].build("cpu")
+    exact = {name: x.double() if name in "qkv" else x for name, x in tensors.items()}
+    expected, expected_lse = gsd.dag_attention(**exact, **options, return_lse=True, backend="reference")
     order = "q k v ancestor_mask kv_len kv_start row_depths node_depths".split()
+    limits = (options.get(name) for name in ("softcap", "sliding_window", "chunk"))
     with cpu_levels.forced(level):
         got, lse = torch.ops.gsd_kernels.dag_attention(
-            *(case[name] for name in order), case["q"].shape[3] ** -0.5, case["softcap"], case["sliding_window"],
-            case["chunk"], case["sinks"],
-        )  # fmt: skip
-        by_name = gsd.dag_attention(**case, backend="cpu")
+            *map(tensors.get, order), tensors["q"].shape[3] ** -0.5, *limits, tensors.get("sinks")
+        )
+        by_name = gsd.dag_attention(**tensors, **options, backend="cpu")
     empty = expected_lse == float("-inf")
     assert torch.equal(lse == float("-inf"), empty) and (got[empty] == 0).all()
     torch.testing.assert_close(lse[~empty], expected_lse[~empty], atol=1e-4, rtol=1e-4)

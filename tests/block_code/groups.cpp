@@ -1,12 +1,9 @@
 // The block code over thread groups on random problems: by a group of one thread, which the Python tests hold against the
-// reference, and by a block of T threads. Every byte that they leave is compared.
+// reference, and by a block of several. Every byte that they leave is compared.
 //
-//     block_code THREADS ROUNDS SEED [--drop BARRIER | --plain ATOMIC | --diverge | --wild]
-//     block_code --arena DEPTH WIDTH BRANCH ROWS LENGTHS WAYS    prints the shared memory of the kernels in bytes
-//     block_code --pick THREADS VOCAB BRANCH SEED POSITION SEQUENCE TEMPERATURE TOP_K TOP_P MIN_P < logits
-//                                                   prints draft_candidates of one float32 row, one pair a line
-//
-// Exit status: 0 equal, 3 different, 4 divergent barriers; sanitizers have their own.
+//     arena DEPTH WIDTH BRANCH ROWS LENGTHS WAYS    shared memory of the kernels in bytes
+//     pick THREADS VOCAB BRANCH SEED POSITION SEQUENCE TEMPERATURE TOP_K TOP_P MIN_P < logits
+//                                                   draft_candidates of one float32 row, one pair a line
 #include <algorithm>
 #include <cstdio>
 
@@ -20,6 +17,7 @@
 #include "../../csrc/algorithms/step.h"
 #include "../../csrc/algorithms/verify.h"
 #include "group_case.h"
+#include "problems.h"
 
 using namespace gsd;
 
@@ -340,33 +338,46 @@ bool commit(Case& c) {
   return std::equal(expected.begin(), expected.end(), cache);
 }
 
-struct {
-  const char* name;
-  bool (*right)(Case&);
-} constexpr kProblems[] = {{"graph", graph},       {"picks", picks},     {"memory", memory}, {"mixture", mixture},
-                           {"step", step},         {"learning", learning}, {"history", history}, {"levels", levels},
-                           {"corpus", corpus},     {"commit", commit}};
+// All of them, by so many threads.
+template <int kThreads, bool kWild>
+bool all(int, std::mt19937& random) {
+  constexpr bool (*kAll[])(Case&) = {graph, picks, memory, mixture, step, learning, history, levels, corpus, commit};
+  Case c(kThreads, kWild, random);
+  for (const auto right : kAll) {
+    if (!right(c)) return false;
+  }
+  return true;
+}
 
-void print_arenas(const int* sizes) {
-  const auto [depth, width, branch, rows, lengths, ways] = reinterpret_cast<const int(&)[6]>(*sizes);
+bool diverge(int, std::mt19937&) {
+  run_block(8, [](FiberGroup& group) { group.sync(group.rank() % 2 == 0 ? "even" : "odd"); });
+  return true;
+}
+
+void print_arenas(int, char** argv) {
+  int sizes[6];
+  for (int i = 0; i < 6; i++) sizes[i] = atoi(argv[i]);
+  const auto [depth, width, branch, rows, lengths, ways] = sizes;
   const int nodes = 1 + branch + (depth - 1) * width * branch, words = words_for(depth * width);
   const auto merging = [&](int level) { return MergeSizes{nodes, width, branch, width, words, level, 0, -INFINITY, -INFINITY}; };
   const NgramSizes memory{1 << 15, ways, branch, rows, kMostLengths, lengths};
   const int32_t path = 0;
+  FollowArgs follow{};
+  follow.accepted_rows = &path, follow.path = 1;
   printf("merge_kernel %zu\n", MergeArena::bytes(merging(1)));
   printf("flatten_kernel %zu\n", FlattenArena::bytes({nodes, branch, rows, rows - 1}));
   printf("pick_kernel %zu\n", PickArena::bytes(kPickThreads));
   printf("ngram_insert_kernel %zu\n", NgramArena::bytes(memory));
-  printf("history_append_kernel %zu\n", follow_bytes({.accepted_rows = &path, .path = 1}, memory));
+  printf("history_append_kernel %zu\n", follow_bytes(follow, memory));
   printf("history_recall_kernel %zu\n", HistoryArena::bytes());
   printf("recall_levels_kernel %zu\n", levels_bytes({depth, width, branch, 1, min_int(width, 12), memory, merging(0)}));
   printf("mix_kernel %zu\n", MixArena::bytes({branch, branch, 0}));
   printf("verify_kernel %zu\n", VerifyArena::bytes({rows, 1, rows - 1}));
 }
 
-void pick_from_input(char** argv) {
+void pick_from_input(int, char** argv) {
   std::mt19937 random;
-  Case c(atoi(argv[0]), false, {}, random);
+  Case c(atoi(argv[0]), false, random);
   const PickSizes s{atoi(argv[1]), atoi(argv[2]), atoi(argv[2]) != 0};
   const Warpers warpers{strtof(argv[6], nullptr), strtof(argv[7], nullptr), strtof(argv[8], nullptr),
                         strtof(argv[9], nullptr)};
@@ -379,29 +390,11 @@ void pick_from_input(char** argv) {
   for (int i = 0; s.branch == 0 && i < s.vocab; i++) printf("%d %.9g\n", i, static_cast<double>(args.scores[i]));
 }
 
-}  // namespace
+const Listed listed({{"8 threads", all<8, false>},
+                     {"32 threads", all<32, false>},
+                     {"wild 1", all<1, true>},
+                     {"wild 8", all<8, true>},
+                     {"diverge", diverge}},
+                    {{"arena", print_arenas}, {"pick", pick_from_input}});
 
-int main(int argc, char** argv) {
-  if (argc == 8 && strcmp(argv[1], "--arena") == 0) {
-    int sizes[6];
-    for (int i = 0; i < 6; i++) sizes[i] = atoi(argv[2 + i]);
-    return print_arenas(sizes), 0;
-  }
-  if (argc == 12 && strcmp(argv[1], "--pick") == 0) return pick_from_input(argv + 2), 0;
-  if (argc < 4) return 2;
-  const char *const option = argc > 4 ? argv[4] : "", *const name = argc > 5 ? argv[5] : "";
-  Faults faults;
-  if (strcmp(option, "--drop") == 0) faults.dropped_barrier = name;
-  if (strcmp(option, "--plain") == 0) faults.plain_atomic = name;
-  if (strcmp(option, "--diverge") == 0) {
-    run_block(atoi(argv[1]), faults, [](FiberGroup& group) { group.sync(group.rank() % 2 == 0 ? "even" : "odd"); });
-  }
-  std::mt19937 random(static_cast<unsigned>(atoi(argv[3])));
-  for (int round = 0; round < atoi(argv[2]); round++) {
-    for (const auto& [problem, right] : kProblems) {
-      Case c(atoi(argv[1]), strcmp(option, "--wild") == 0, faults, random);
-      if (!right(c)) return fprintf(stderr, "%s: round %d is wrong\n", problem, round), 3;
-    }
-  }
-  return 0;
-}
+}  // namespace

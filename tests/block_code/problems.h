@@ -1,0 +1,83 @@
+// Problems by name, and what those share that run on the machine of fibers: random numbers, and comparing.
+#pragma once
+
+#include <algorithm>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "fiber_machine.h"
+
+namespace gsd {
+
+// The program of all problems:
+//
+//     block_code PROBLEM ROUNDS SEED [FAULT NAME]   fault: `planted`
+//     block_code TOOL ARGUMENTS...                  prints something
+//
+// Exit status: 0 right, 3 wrong, 4 divergent or stuck, 5 bank conflict, 6 a source that changes while it is copied, 7 … 10
+// what else a machine says; sanitizers have their own.
+struct Problem {
+  const char* name;
+  bool (*right)(int round, std::mt19937& random);
+};
+struct Tool {
+  const char* name;
+  void (*print)(int count, char** arguments);
+};
+inline std::vector<Problem> all_problems;
+inline std::vector<Tool> all_tools;
+
+// A variable of a file's whose construction lists what the file has.
+struct Listed {
+  Listed(std::initializer_list<Problem> problems, std::initializer_list<Tool> tools = {}) {
+    all_problems.insert(all_problems.end(), problems);
+    all_tools.insert(all_tools.end(), tools);
+  }
+};
+
+#ifdef GSD_ONE_TYPE  // half of the code, and the same accesses
+using Other = Half;
+#else
+using Other = Bfloat16;
+#endif
+
+inline int between(std::mt19937& random, int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
+
+inline std::vector<float> drawn_floats(size_t size, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  std::vector<float> values(size);
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+template <class Element>
+std::vector<uint16_t> drawn(size_t size, std::mt19937& random) {
+  std::vector<uint16_t> values;
+  for (const float value : drawn_floats(size, random)) values.push_back(Element::round(value));
+  return values;
+}
+
+template <class Element>
+constexpr double unit() {  // half the distance from 1 to the next number
+  return std::is_same_v<Element, Half> ? 0x1p-11 : 0x1p-8;
+}
+
+inline bool close(double got, double expected, double allowed, const char* what, int row, int column) {
+  if (std::abs(got - expected) <= allowed) return true;
+  fprintf(stderr, "%s of row %d, column %d: %g instead of %g\n", what, row, column, got, expected);
+  return false;
+}
+
+// What the launch before writes: numbers that are not there before.
+template <class T>
+struct Awaited {
+  std::vector<T> values, there;
+
+  explicit Awaited(std::vector<T> numbers) : values(std::move(numbers)), there(values.size()) {
+    std::fill_n(reinterpret_cast<unsigned char*>(there.data()), sizeof(T) * there.size(), 0xFF);  // NaN in every type
+  }
+  void arrive() { there = values; }
+};
+
+}  // namespace gsd
