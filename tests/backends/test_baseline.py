@@ -39,7 +39,8 @@ for dtype in (torch.bfloat16, torch.float16):
     found = []
     for backend in ("reference", "cpu"):
         weights, case = decoder_case(dtype)
-        found.append([*decoder_rows(weights, **case, keep=5, backend=backend)[:2], *case["k_caches"], *case["v_caches"]])
+        logits, hidden, _ = decoder_rows(weights, **case, keep=5, backend=backend)
+        found.append([logits, hidden, *case["k_caches"], *case["v_caches"]])
     check_alike(found[::-1], dtype)
     rows = {"token_ids", "positions", "slots", "ancestor_mask"}
     for row in range(5):  # behind its ancestors, which lie in the caches by now

@@ -15,15 +15,17 @@ from torch import Tensor
 from gsd_kernels.ops.decoder_rows import cuda
 from gsd_kernels.ops.packed import BY_NAME
 
-pytestmark = pytest.mark.quick
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.slow,
+    pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING)),
+]
 
 HALF = torch.float16
 SMALL = CUDA_SIZES["llama-64"]
 LAYER = ["norm", "product", "attend", "combine", "product", "norm", "product", "product"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
 def test_a_layer_is_eight_launches(tmp_path_factory):
     sizes = dataclasses.replace(SMALL, layers=3)
     weights, ids = decoder(sizes, HALF), torch.zeros(2, 5, dtype=torch.int32)
@@ -42,8 +44,6 @@ def test_a_layer_is_eight_launches(tmp_path_factory):
     assert launched(0, states=(3,)) == whole[:-1], "unless its states are read"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
 @pytest.mark.parametrize(("name", "group", "count"), [*((name, "0", 5) for name in CUDA_SIZES), ("qwen3-128", "1", 32)])
 def test_products_turn_heads(tmp_path_factory, name, group, count, monkeypatch):
     """But packed ones, and those of groups of warps where heads are normed: a launch does it."""
@@ -61,8 +61,6 @@ def test_products_turn_heads(tmp_path_factory, name, group, count, monkeypatch):
         assert block_code.launches(tmp_path_factory, weights, *many).count("turn") == 2
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
 @pytest.mark.parametrize(("batch", "count"), [(1, 64), (1, 256), (8, 128)])
 def test_memory_does_not_grow_with_the_cache_beyond_what_states_may_take(tmp_path_factory, batch, count):
     sizes = dataclasses.replace(SMALL, heads=32, kv_heads=1)
@@ -78,8 +76,6 @@ def test_memory_does_not_grow_with_the_cache_beyond_what_states_may_take(tmp_pat
         assert bytes_taken - rest <= min(MOST_STATES, number * state) + 256
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
 @pytest.mark.parametrize(("batch", "count", "early"), [(1, 1, True), (2, 16, True), (1, 33, False), (2, 17, False)])
 def test_launches_begin_early_where_they_gain_by_it(tmp_path_factory, batch, count, early, monkeypatch):
     ids, caches = torch.zeros(batch, count, dtype=torch.int32), torch.zeros(batch, 2, 64, 64, dtype=HALF)
@@ -91,8 +87,6 @@ def test_launches_begin_early_where_they_gain_by_it(tmp_path_factory, batch, cou
     assert not block_code.begins_early(tmp_path_factory, *call, 1, ())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
 @pytest.mark.parametrize(
     ("inner", "count", "keep", "megabytes"),
     [(104, 5, 5, 24), (104, 5, 0, 24), (104, 33, 1, 24), (48_000, 1, 1, 24), (48_000, 1, 1, 16), (104, 5, 5, 0)],
@@ -124,8 +118,6 @@ def test_products_ask_for_the_weights_of_the_next_one(tmp_path_factory, inner, c
     assert max(product for product, *_ in pieces) == len(products) - 2, "nothing comes behind the last one"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
 def test_what_is_asked_ahead_of_matrices_that_share_memory_lies_inside_of_them(tmp_path_factory):
     weights, ids = decoder(SMALL, HALF), torch.zeros(1, 1, dtype=torch.int32)
     shared = [dataclasses.replace(layer, k=layer.q[: len(layer.k)]) for layer in weights.layers]

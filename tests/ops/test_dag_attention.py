@@ -177,6 +177,12 @@ SERVED_BY_CUDA = {
     f"{name}-D{head_dim}-{dtype}": replace(case, dtype=dtype, head_dim=head_dim)
     for (name, case), head_dim, dtype in itertools.product(HALF_PRECISION.items(), HEAD_DIMS, DTYPES)
 }
+INTERPRETED = (
+    *("float32-D64", "float16-D80", "bfloat16-D128", "one-row", "odd-63", "no-nodes-seen", "empty-prefix"),
+    *("values-narrower", "positions-first", "window-shorter-than-depths", "window-softcap-bf16", "softcap"),
+    *("chunk-begins-with-the-graph", "sinks-values-narrower-fp16", "sinks-chunk-softcap", "splits"),
+)
+"""Slow there: one of each kind."""
 FEW = ("one warp", "four warps", "several graph splits", "window", "chunk", "soft cap", "sinks")
 INVARIANT_ON_CUDA = {f"{n}-{dtype}": replace(HALF_PRECISION[n], dtype=dtype) for n in FEW for dtype in DTYPES}
 
@@ -193,7 +199,8 @@ def single_precision_is_single():
 @cases(
     "case",
     {
-        **{name: ATTENTION.items() for name in ("reference", "cpu", "interpreter")},
+        **{name: ATTENTION.items() for name in ("reference", "cpu")},
+        "interpreter": [(name, ATTENTION[name]) for name in INTERPRETED],
         "triton": {**ATTENTION, **EVERY_SHAPE}.items(),
         "cuda": SERVED_BY_CUDA.items(),
     },
