@@ -26,7 +26,7 @@ from .stages import ROOT
 from .work import Work
 
 FILES = (
-    *("tests/ops", "tests/backends", "tests/engine/test_captured_step.py", "tests/engine/test_captured_on_gpu.py"),
+    *("tests/ops", "tests/backends", "tests/engine/test_captured_step.py"),
     *("tests/engine/test_fused_on_gpu.py", "tests/sources/test_fused_features.py"),
 )
 FILES_WITHOUT_GPU = ("tests/ops/test_commit_kv.py", "tests/engine/test_captured_step.py")  # collected in seconds

@@ -1,20 +1,25 @@
-"""Steps replayed from a CUDA graph: what can be shown without a GPU."""
+"""Steps replayed from a CUDA graph: what can be shown without a GPU, and what only one can say."""
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 import fake_cuda
 import pytest
 import torch
-from engine.capturing import CAPTURED, SAMPLED, on_a_gpu, text
+from engine.capturing import CAPTURED, SAMPLED, drafting, in_turns, on_a_gpu, text
 from models import noised, tiny
 from transformers import StoppingCriteria
 
 from gsd_kernels_hf.acceptance.criteria import CRITERIA
+from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.engine import capture, session
 from gsd_kernels_hf.engine.capture import WARM_STEPS
 from gsd_kernels_hf.engine.engine import engines_of
+from gsd_kernels_hf.engine.stats import Clock
 from gsd_kernels_hf.model import replay
 
+GPU = torch.device("cuda", 0)
 GRAPHS = 2  # of a shape: a step is queued before the host has heard of the one before
 
 
@@ -123,8 +128,50 @@ def test_what_the_host_accepts_is_committed_in_a_second_graph(pair, name, sampli
     assert cuda.counts["replays"] % 2 == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+# A lane: one stream to capture on, one lock round captures, and replays that wait for each other.
+
+
+def test_measuring_spoils_no_capture_of_another_thread(cuda, monkeypatch):
+    """Waiting for the whole device would: a first call measures its memory while another one's step is captured."""
+    monkeypatch.setattr(machine, "READ_BYTES", 1 << 12)
+
+    def function():
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(machine.measure_bandwidth, torch.device("cpu")).result(20)
+
+    replay.lane_of(torch.device("cpu")).capture(function)
+    assert cuda.counts["waits"] == 2 * 3, "of its own work it waits"
+    with pytest.raises(RuntimeError, match="stream is capturing"):
+        replay.lane_of(torch.device("cpu")).capture(lambda: replay.wait(torch.device("cpu")))
+
+
+def test_replays_on_other_streams_wait_for_each_other(cuda):
+    """They share the workspace of the stream that they were captured on."""
+    lane, one, two = replay.lane_of(torch.device("cpu")), cuda.new_stream(), cuda.new_stream()
+    graph, _ = lane.capture(lambda: torch.zeros(1))
+    for stream in (one, one, two, one):
+        with cuda.on(stream):
+            graph()
+    number = id(graph.graph)
+    assert cuda.log == [
+        ("replay", one, number),
+        ("replay", one, number),
+        ("wait", two, one),
+        ("replay", two, number),
+        ("wait", one, two),
+        ("replay", one, number),
+    ]
+
+
+# What only a GPU can say.
+
+
+def gpu(test):
+    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+    return pytest.mark.gpu(missing(test))
+
+
+@gpu
 @pytest.mark.parametrize(("name", "more"), EACH, ids=str)
 def test_captured_on_a_gpu(name, more, monkeypatch, caplog):
     pair, more = on_a_gpu(), {**more, "max_new_tokens": 64}
@@ -133,3 +180,51 @@ def test_captured_on_a_gpu(name, more, monkeypatch, caplog):
     assert all("is lossy" in message for message in caplog.messages)
     monkeypatch.setattr(capture, "can_capture", lambda session: False)
     assert torch.equal(text(pair, name, **more), captured)
+
+
+@gpu
+def test_captured_shapes_take_turns_in_one_pool(monkeypatch, caplog):
+    """What one graph leaves in the pool's memory, and is read later, another one must not write over."""
+
+    def texts():
+        in_turns(monkeypatch, *drafting("cuda")[:3])
+        return text(on_a_gpu(), "auto", max_new_tokens=96)
+
+    with caplog.at_level("WARNING", logger="gsd_kernels"):
+        captured = texts()
+    assert not caplog.records
+    monkeypatch.setattr(capture, "can_capture", lambda session: False)
+    assert torch.equal(texts(), captured)
+
+
+@gpu
+def test_captured_steps_go_on_after_a_failed_capture(caplog):
+    before, x = text(on_a_gpu(), "graph", max_new_tokens=96), torch.ones(3, device=GPU)
+    for _ in range(2):
+        with pytest.raises(replay.CaptureError, match="captur"):
+            replay.lane_of(GPU).capture(lambda: x.sum().item())
+    with caplog.at_level("WARNING", logger="gsd_kernels"):
+        assert torch.equal(text(on_a_gpu(), "graph", max_new_tokens=96), before)
+    assert not caplog.records and float(x.sum()) == 3.0
+
+
+@gpu
+def test_events_of_a_captured_part_are_not_done_before_it():
+    """Asked right after a replay they must not answer for the one before."""
+    clock, x = Clock(GPU), torch.ones(3, device=GPU)
+
+    def slow():
+        with clock.part("target"):
+            torch.cuda._sleep(100_000_000)  # 50 ms
+            return x + 1
+
+    with clock.capture() as parts:
+        graph, _ = replay.lane_of(GPU).capture(slow)
+    for replays in (1, 2, 3):
+        graph()
+        clock.replayed(list(parts))
+        clock.read()
+        assert len(clock.pending) == 1, "the part is running"
+        torch.cuda.synchronize()
+        clock.read()
+        assert not clock.pending and clock.seconds["target"] > 0.01 * replays

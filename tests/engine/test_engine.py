@@ -14,10 +14,14 @@ import chats
 import fake_cuda
 import pytest
 import torch
-from chats import GRAPH, SAMPLED, ask, expected, pair, patched, sources, words
-from engine.capturing import drafting, in_turns
+from chats import GRAPH, SAMPLED, Reads, ask, expected, pair, patched, sources, words
+from engine.capturing import CAPTURED, drafting, in_turns, text
+from models import noised
+from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3
 
 import gsd_kernels as gsd
+from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
+from gsd_kernels_hf.engine.engine import MOST_SESSIONS, engines_of
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.model.cache import GraphCache, GraphLayer
 
@@ -195,3 +199,89 @@ def test_a_forward_of_another_thread_is_no_change(name, made):
         done.set()
         other.join()
         assert made["Session.__init__"] == before
+
+
+# Outside of a patch captured steps alone are kept, as long as their models live.
+
+
+def kept(target):
+    return engines_of(target).idle.sessions
+
+
+CALLS = {
+    **{name: (name, {}) for name in CAPTURED},
+    "sampled": ("graph", SAMPLED),
+    "host": ("graph", {"repetition_penalty": 1.3}),
+    "history": ("plain", {"graph_config": GRAPH, "draft_sources": ("history",)}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_second_call_captures_nothing(name, cuda):
+    of, (which, options) = pair(), CALLS[name]
+    options = sources(which, *of) | options  # the same objects in every call
+    first = text(of, "plain", **options, max_new_tokens=12)
+    replays = cuda.counts["replays"]
+    longer = text(of, "plain", **options, max_new_tokens=16)
+    assert torch.equal(longer[:, : first.shape[1]], first)
+    assert cuda.counts["captures"] == 2 and cuda.counts["replays"] > replays > 0
+    assert len(kept(of[0])) == 1
+
+
+def test_every_prompt_is_read_whole():
+    """What a text leaves in the caches is a patch's to use: a caller's prompt must not speed up another's."""
+    of = pair()
+    reads = Reads(of[0])
+    for _ in range(2):
+        text(of, "graph", max_new_tokens=8)
+        assert reads.since() >= 8
+    assert len(kept(of[0])) == 1
+
+
+def test_sessions_are_few():
+    target, draft = pair()
+    for other in [draft, *(noised(target, seed=seed) for seed in range(MOST_SESSIONS))]:
+        for rows in (1, 2) if other is draft else (1,):
+            text((target, other), "chain", rows, max_new_tokens=12)
+            assert len(kept(target)) <= MOST_SESSIONS
+    engines = [engine for engine, _ in engines_of(target).idle._kept]
+    assert len(set(map(id, engines))) == len(engines), "one of every set of sources"
+    gsd.patch(target)
+    assert not kept(target), "a patch keeps its own"
+    gsd.unpatch(target)
+
+
+DRAFTS = {
+    "model": lambda target: {"assistant_model": noised(target)},
+    "models": lambda target: {"assistant_model": [noised(target), noised(target, seed=2)]},
+    "layer_skip": lambda target: {"assistant_model": LayerSkip(target, mlp=[1])},
+    "heads": lambda target: {"draft_heads": DraftHeads.for_model(target, 2)},
+    "eagle3": lambda target: {"drafter": random_eagle3(eagle3_config(target))},
+    "dflash": lambda target: {"drafter": random_dflash(dflash_config(target))},
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("who", ["target", "draft"])
+def test_no_model_is_kept_alive(name, who):
+    target = chats.pair(num_hidden_layers=3)[0]
+    options = {
+        "graph_config": GraphConfig.preset("chain", depth=2) if name == "dflash" else GRAPH,
+        **DRAFTS[name](target),
+    }
+    (given,) = (value for option, value in options.items() if option != "graph_config")
+    text((target, None), "plain", **options, max_new_tokens=12)
+    (session,) = kept(target)
+    caches = weakref.ref(session)
+    del session
+    models = given if isinstance(given, list) else [given]
+    gone = weakref.ref(target if who == "target" else models[-1])
+    if who == "draft":
+        models.clear()
+        del given, options
+    else:
+        del target
+        if name == "layer_skip":  # which holds its model itself
+            del given, options, models
+    gc.collect()
+    assert gone() is None and caches() is None

@@ -53,6 +53,7 @@ def models(tmp_path_factory):
 
 
 def test_a_drafter_a_draft_and_a_corpus(models, tmp_path):
+    """Commands draft with what the folder names, unless they are told of drafts."""
     parts = ("--draft", models / "draft", "--drafter", models / "eagle3", "--corpus", models / "index")
     folder = tmp_path / "all"
     found = exported(folder, "--model", models / "target", *parts, "--graph-config", "graph,depth=3,history_depth=2")
@@ -60,14 +61,8 @@ def test_a_drafter_a_draft_and_a_corpus(models, tmp_path):
     check(folder, models / "target", "model", "eagle3", "corpus", "history")
     assert not list(tmp_path.glob(".partial*"))
 
-
-def test_commands_draft_with_what_the_folder_names(models, tmp_path):
-    """Unless they are told of drafts."""
-    parts = ("--draft", models / "draft", "--drafter", models / "eagle3", "--corpus", models / "index")
-    exported(tmp_path / "all", "--model", models / "target", *parts, "--graph-config", "graph,depth=3,history_depth=2")
-
     def stats(*more):
-        said = [*("--model", tmp_path / "all"), *more, "--max-new-tokens", 12, "--stats", "json", "def f"]
+        said = [*("--model", folder), *more, "--max-new-tokens", 12, "--stats", "json", "def f"]
         done = CliRunner().invoke(app, ["generate", *(str(word) for word in said)])
         assert done.exit_code == 0, done.stderr
         return json.loads(done.stderr.splitlines()[-1])
