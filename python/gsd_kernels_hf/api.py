@@ -23,8 +23,7 @@ from .engine.engine import Engines, let_go_of_unpatched
 from .engine.known import learned_of
 from .engine.options import Options
 from .engine.output import GraphGenerateOutput
-from .engine.resolved import Sources
-from .engine.screen import OPTIONS, check_names, report_draft_lengths, screen
+from .engine.resolved import OPTIONS, Sources, check_names, report_draft_lengths, screen
 from .engine.stats import GenerationStats
 from .engine.stop_strings import StopStrings
 from .locks import forkable_lock

@@ -31,8 +31,7 @@ from .loop import decode
 from .options import Options
 from .output import GraphGenerateOutput, Output
 from .request import Request
-from .resolved import Sources
-from .screen import screen
+from .resolved import Sources, screen
 from .stats import GenerationStats
 
 

@@ -47,13 +47,6 @@ HOLDERS = (CachedText, DraftSource)
 """What in a session refers to a model, and is the session's alone."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """A reference to a model, in its place while the session waits."""
-
-    to: weakref.ReferenceType[Any]
-
-
 class Parked:
     """A session that waits, and goes with the first of the objects that it was made for.
 
@@ -80,7 +73,7 @@ class Parked:
         self._places: list[tuple[dict[str, Any], str]] = []
 
         def weakly(value: Any) -> Any:
-            return Held(refs[id(value)]) if id(value) in refs else value
+            return refs.get(id(value), value)
 
         for variables in _variables(session):
             for name, value in list(variables.items()):
@@ -95,8 +88,11 @@ class Parked:
         session, self.session = self.session, None
         if session is None or any(one is None for one in alive):
             return None
+        held = {id(ref): ref for ref in self.refs}
         for variables, name in self._places:
-            variables[name] = _exchanged(variables[name], lambda value: value.to() if type(value) is Held else value)
+            variables[name] = _exchanged(
+                variables[name], lambda value: held[id(value)]() if id(value) in held else value
+            )
         return session
 
 

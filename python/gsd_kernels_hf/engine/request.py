@@ -72,7 +72,7 @@ class Request:
         seed: int | None,
         model_kwargs: Mapping[str, Any],
     ) -> Request:
-        """Check what transformers adds to a screened call (:mod:`~gsd_kernels_hf.engine.screen`), and take all of it.
+        """Check what transformers adds to a screened call (:mod:`~gsd_kernels_hf.engine.resolved`), and take all of it.
 
         Raises:
             TypeError, ValueError: something cannot be served; nothing was changed.
