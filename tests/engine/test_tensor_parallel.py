@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,14 @@ SIZES = (2, 4)
 LIMIT = 480.0  # seconds that ranks may take on a busy machine; a hang is longer
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([ranks.__name__])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process_has_imported_everything():
+    """Its forks begin at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # by which the server finds this folder
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="module")
