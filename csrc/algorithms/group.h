@@ -20,7 +20,7 @@
 #define GSD_UNROLL_BY(n) GSD_PRAGMA(unroll(n))
 #else
 #define GSD_HD inline
-#define GSD_UNROLL _Pragma("GCC unroll 8")
+#define GSD_UNROLL _Pragma("GCC unroll 16")
 #define GSD_UNROLL_4 _Pragma("GCC unroll 4")
 #define GSD_ROLLED
 #define GSD_UNROLL_BY(n)

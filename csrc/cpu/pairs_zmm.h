@@ -54,19 +54,17 @@ struct ZmmPairs {
     _mm512_storeu_si512(to, _mm512_or_si512(words(first, n), _mm512_slli_epi32(words(second, n), 16)));
   }
 
-  // Sums [32 outputs][32 rows]; so many are wanted.
-  GSD_TILE void put_turned(const float* sums, int64_t rows, int64_t outputs, float* out, int64_t out_stride) {
-    for (int64_t m = 0; m < rows && m < 32; m += 16) {
-      for (int64_t j = 0; j < outputs; j += 16) {
-        __m512i x[16];
-        GSD_UNROLL
-        for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_si512(sums + 32 * (j + i) + m);
-        transpose(x);
-        GSD_UNROLL
-        for (int i = 0; i < 16; i++) {
-          if (m + i < rows) _mm512_mask_storeu_epi32(out + (m + i) * out_stride + j, first_of_16(outputs - j), x[i]);
-        }
-      }
+  // One of four quarters of sums [32 outputs][32 rows]; so many are wanted of all.
+  GSD_TILE void put_turned(const float* sums, int part, int64_t rows, int64_t outputs, float* out, int64_t out_stride) {
+    const int64_t r = part / 2 * 16, n = part % 2 * 16;
+    if (r >= rows || n >= outputs) return;
+    __m512i x[16];
+    GSD_UNROLL
+    for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_si512(sums + 32 * (n + i) + r);
+    transpose(x);
+    GSD_UNROLL
+    for (int i = 0; i < 16; i++) {
+      if (r + i < rows) _mm512_mask_storeu_epi32(out + (r + i) * out_stride + n, first_of_16(outputs - n), x[i]);
     }
   }
 };

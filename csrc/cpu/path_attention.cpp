@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "../algorithms/group.h"
+#include "lanes.h"
 #include "lines.h"
-#include "online_softmax.h"
+#include "row_math.h"
 
 namespace gsd {
 namespace {
@@ -14,11 +16,47 @@ constexpr int64_t kBlockPositions = 256;  // of the text, from its beginning
 constexpr int64_t kScores = kBlockPositions + kLanes;  // of a row: no power of two, where columns would meet in one set
 constexpr int64_t kSliceRows = 12;        // query vectors that are added to as far as one of them sees
 
+int64_t padded_to_lanes(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+// The online softmax of one row, block by block. What was added so far is relative to `best`.
+struct OnlineSoftmax {
+  float best = negative_infinity(), total = 0.0f;
+
+  // Takes n scores in, padded with −inf, and turns them into weights; what to scale the accumulated by.
+  float take(float* scores, int64_t padded) {
+    const Extremes found = extremes(scores, static_cast<int>(padded));
+    const float top = found.has_nan ? NAN : found.max;
+    float decay = 1.0f;
+    if (top == negative_infinity()) {
+      std::fill(scores, scores + padded, 0.0f);
+      return decay;
+    }
+    if (top > best || top != top) {
+      decay = best == negative_infinity() ? 0.0f : std::exp(best - top);
+      total *= decay;
+      best = top;
+    }
+    total += exp_row(scores, padded, best);
+    return decay;
+  }
+
+  float log_sum() const { return best == negative_infinity() ? best : best + std::log(total); }
+};
+
+// A query vector and what it sees: from position `low` of the text on, which the window or the chunk leaves to it, `dense`
+// positions slot by slot behind the padding, and behind `path_at` what its path lists. Of a row that keeps away from others
+// the list lacks what lies before the window, which may begin within the path: positions of the text they are even so.
+struct Vector {
+  OnlineSoftmax running;
+  int64_t row, head, low, dense, path_at, path_length;
+  size_t path;
+};
+
 // A thread's working memory, which keeps its size: of a step's thousands of items none asks for any, or clears it.
 struct Scratch {
   Lines<char> packed;
   Lines<float> queries, acc, fresh, scores, node_scores, tails;
-  std::vector<OnlineSoftmax> running;
+  std::vector<Vector> vectors;
   Lines<int64_t> offsets, tail_offsets;
 
   static Scratch& of_thread() {
@@ -31,8 +69,9 @@ struct Scratch {
 class Item {
  public:
   Item(const PathAttention& a, const RowKernel& kernel, int64_t b, int64_t kv_head, int64_t begin, int64_t count)
-      : a_(a), kernel_(kernel), b_(b), kv_head_(kv_head), begin_(begin), count_(count), s_(Scratch::of_thread()) {
+      : a_(a), kernel_(kernel), b_(b), count_(count), s_(Scratch::of_thread()) {
     size_ = bytes_of(a.cache_element);
+    value_stride_ = a.values.slot_stride / size_;
     start_ = a.kv_start[b];
     prefix_ = std::max<int64_t>(0, a.kv_len[b] - start_);
     keys_ = a.keys.data + b * a.keys.batch_stride + kv_head * a.keys.head_stride;
@@ -40,10 +79,17 @@ class Item {
     width_ = padded_to_lanes(a.value_dim);
     s_.acc.make_room(count * width_);
     std::fill_n(s_.acc.data(), count * width_, 0.0f);
-    s_.running.assign(static_cast<size_t>(count), {});
     s_.scores.make_room(count * kScores);
     s_.offsets.make_room(kBlockPositions), s_.tail_offsets.make_room(kBlockPositions);
-    group_ = a.heads / a.kv_heads;
+    s_.vectors.clear();
+    for (int64_t i = begin, group = a.heads / a.kv_heads; i < begin + count; i++) {
+      const int64_t row = i / group, graph_row = b * a.graph_rows + a.graph_rows - a.rows + row;
+      const size_t* path = a.paths->begin.data() + graph_row;
+      const int64_t low = limited() ? oldest_seen(a.positions[graph_row], a.window, a.chunk) : 0;
+      const int64_t dense = prefix_ + a.paths->chain[static_cast<size_t>(graph_row)];
+      s_.vectors.push_back({{}, row, kv_head * group + i % group, low, dense, alone() ? std::max(dense, low) : dense,
+                            static_cast<int64_t>(path[1] - path[0]), path[0]});
+    }
     // Where values are arranged before they are read, all at once.
     tall_ = alone() ? 1 : kernel.together > 1 ? count : kSliceRows;
     s_.tails.make_room(tall_ * kBlockPositions);
@@ -54,9 +100,9 @@ class Item {
     pack_queries();
     score_nodes();
     int64_t most = 0, oldest = INT64_MAX;
-    for (int64_t m = 0; m < count_; m++) {
-      most = std::max(most, seen(m));
-      oldest = std::min({oldest, low(m), dense(m)});  // lists may lack what lies before a window
+    for (const Vector& v : s_.vectors) {
+      most = std::max(most, v.path_at + v.path_length);
+      oldest = std::min({oldest, v.low, v.dense});  // lists may lack what lies before a window
     }
     for (int64_t first = oldest / kBlockPositions * kBlockPositions; first < most; first += kBlockPositions) {
       block(first, std::max(first, oldest));
@@ -65,49 +111,37 @@ class Item {
   }
 
  private:
-  int64_t row(int64_t m) const { return (begin_ + m) / group_; }
-  int64_t flat_row(int64_t m) const { return b_ * a_.rows + row(m); }  // of queries
-  int64_t graph_row(int64_t m) const { return flat_row(m) + (b_ + 1) * (a_.graph_rows - a_.rows); }
-  int64_t head(int64_t m) const { return kv_head_ * group_ + (begin_ + m) % group_; }
-  size_t path_begin(int64_t m) const { return a_.paths->begin[static_cast<size_t>(graph_row(m))]; }
-  int64_t path_length(int64_t m) const {
-    return static_cast<int64_t>(a_.paths->begin[static_cast<size_t>(graph_row(m)) + 1] - path_begin(m));
-  }
-  // Positions that lie slot by slot behind the padding.
-  int64_t dense(int64_t m) const { return prefix_ + a_.paths->chain[static_cast<size_t>(graph_row(m))]; }
+  Vector& at(int64_t m) const { return s_.vectors[static_cast<size_t>(m)]; }
   int64_t dense_in(int64_t m, int64_t first) const {
-    return std::min(kBlockPositions, std::max<int64_t>(0, dense(m) - first));
+    return std::clamp<int64_t>(at(m).dense - first, 0, kBlockPositions);
+  }
+  int64_t most_in(int64_t m, int64_t last, int64_t first) const {
+    int64_t most = 0;
+    for (; m < last; m++) most = std::max(most, dense_in(m, first));
+    return most;
   }
   // Where whole lots of them end that the kernel takes together, counted from the text's beginning, or its own window's for
   // a row that keeps away from others. Those behind go with the path's first nodes, so that it does not matter where the
   // prefix ends.
   int64_t whole(int64_t m, int64_t first) const {
-    if (path_at(m) > dense(m)) return path_in(m, first);
-    const int64_t dense = dense_in(m, first), begin = alone() ? std::max<int64_t>(0, low(m) - first) : 0;
+    if (at(m).path_at > at(m).dense) return path_in(m, first);
+    const int64_t dense = dense_in(m, first), begin = alone() ? std::max<int64_t>(0, at(m).low - first) : 0;
     return dense - std::max<int64_t>(0, dense - begin) % kernel_.together;
   }
-  // Where the row's list begins. Of a row that keeps away from others it lacks what lies before the window, which may
-  // begin within the path: positions of the text they are even so.
-  int64_t path_at(int64_t m) const { return alone() ? std::max(dense(m), low(m)) : dense(m); }
   int64_t path_in(int64_t m, int64_t first) const {
-    return std::min(kBlockPositions, std::max<int64_t>(0, path_at(m) - first));
+    return std::clamp<int64_t>(at(m).path_at - first, 0, kBlockPositions);
   }
-  int64_t seen(int64_t m) const { return path_at(m) + path_length(m); }
   // Whether a row has to keep away from what only its neighbours see of the prefix.
   bool alone() const { return limited() && !finite(); }
   bool finite() const { return a_.paths->finite; }
   bool limited() const { return a_.window > 0 || a_.chunk > 0; }
-  // First position of the text that the window or the chunk leaves to a row.
-  int64_t low(int64_t m) const {
-    return limited() ? oldest_seen(a_.positions[graph_row(m)], a_.window, a_.chunk) : 0;
-  }
 
   void pack_queries() {
     s_.packed.make_room((count_ + kRowBlock) * kernel_.row_bytes(a_.head_dim));
     s_.queries.make_room(count_ * a_.head_dim);
     for (int64_t m = 0; m < count_; m++) {
-      const int64_t at = b_ * a_.q_batch + head(m) * a_.q_head + row(m) * a_.q_row;
-      read_row({a_.q + at * bytes_of(a_.element), 0, a_.element}, 0, s_.queries.data() + m * a_.head_dim, a_.head_dim);
+      const int64_t from = b_ * a_.q_batch + at(m).head * a_.q_head + at(m).row * a_.q_row;
+      read_row({a_.q + from * bytes_of(a_.element), 0, a_.element}, 0, s_.queries.data() + m * a_.head_dim, a_.head_dim);
     }
     kernel_.pack(s_.queries.data(), a_.head_dim, 0, count_, a_.head_dim, s_.packed.data());
   }
@@ -126,8 +160,7 @@ class Item {
 
   // Positions first … first + kBlockPositions − 1 of the text; `from` is where the oldest window begins.
   void block(int64_t first, int64_t from) {
-    int64_t most = 0;
-    for (int64_t m = 0; m < count_; m++) most = std::max(most, dense_in(m, first));
+    const int64_t most = most_in(0, count_, first);
     const int64_t skipped = std::min(from - first, most) / kernel_.together * kernel_.together;
     const char* keys = keys_ + (start_ + first + skipped) * a_.keys.slot_stride;
     if (skipped < most) score(keys, most - skipped, s_.scores.data() + skipped, kScores);
@@ -135,21 +168,22 @@ class Item {
     for (int64_t m = 0; m < count_; m += tall_) slice(m, std::min(count_, m + tall_), first, skipped);
   }
 
-  int64_t value_offset(int64_t slot) const { return slot * a_.values.slot_stride / size_; }
+  int64_t value_offset(int64_t slot) const { return slot * value_stride_; }
 
   // Part of what a row's path lists that lies in a block: [begin, end) of its nodes.
-  void path_part(int64_t m, int64_t first, int64_t& begin, int64_t& end) const {
-    begin = std::min(path_length(m), std::max<int64_t>(0, first - path_at(m)));
-    end = std::min(path_length(m), std::max<int64_t>(0, first + kBlockPositions - path_at(m)));
+  std::pair<int64_t, int64_t> path_part(int64_t m, int64_t first) const {
+    const int64_t begin = first - at(m).path_at, length = at(m).path_length;
+    return {std::clamp<int64_t>(begin, 0, length), std::clamp<int64_t>(begin + kBlockPositions, 0, length)};
   }
 
   // Rows m … last − 1: what is slot by slot together, up to the last position that one of them sees, then each row's rest.
   void slice(int64_t m, int64_t last, int64_t first, int64_t skipped) {
-    int64_t most = 0;
-    for (int64_t row = m; row < last; row++) most = std::max(most, dense_in(row, first));
-    const int64_t from = alone() ? std::max(skipped, low(m) - first) : skipped;
+    const int64_t most = most_in(m, last, first);
+    const int64_t from = alone() ? std::max(skipped, at(m).low - first) : skipped;
     for (int64_t row = m; row < last; row++) {
-      const int64_t filled = weigh(row, first, skipped), cut = tail_begin(row, first, filled);
+      // A row's own part begins at the nodes that its path lists, together with the positions that the first of them are
+      // taken with; where its weights end if there are none.
+      const int64_t filled = weigh(row, first, skipped), cut = dense_in(row, first) == filled ? filled : whole(row, first);
       float* scores = s_.scores.data() + row * kScores;
       std::copy(scores + cut, scores + filled, s_.tails.data() + (row - m) * kBlockPositions);
       if (cut < most) std::fill(scores + cut, scores + most, 0.0f);
@@ -163,7 +197,7 @@ class Item {
                        s_.offsets.data() + from, most - from, a_.value_dim, sum, width_);
     }
     for (int64_t i = m, next; i < last; i = next) {  // whose path the heads of a row share
-      for (next = i + 1; next < last && row(next) == row(i);) next++;
+      for (next = i + 1; next < last && at(next).row == at(i).row;) next++;
       add_tail(i, next - i, first, s_.tails.data() + (i - m) * kBlockPositions, sum + (i - m) * width_);
     }
     for (int64_t i = 0; !finite() && i < numbers; i++) total[i] += sum[i];
@@ -172,60 +206,53 @@ class Item {
   // Scores of a row become weights; how many.
   int64_t weigh(int64_t m, int64_t first, int64_t skipped) {
     float* scores = s_.scores.data() + m * kScores;
-    int64_t begin, end;
-    path_part(m, first, begin, end);
+    const auto [begin, end] = path_part(m, first);
     const int64_t before = begin < end ? path_in(m, first) : dense_in(m, first);
     const int64_t filled = before + end - begin, padded = padded_to_lanes(filled);
     for (int64_t i = begin; i < end; i++) {
-      const size_t at = path_begin(m) + static_cast<size_t>(i);
-      scores[before + i - begin] = s_.node_scores[m * nodes_ + a_.paths->nodes[at]];
+      const size_t node = at(m).path + static_cast<size_t>(i);
+      scores[before + i - begin] = s_.node_scores[m * nodes_ + a_.paths->nodes[node]];
     }
     scale_row(scores, a_.scale, padded);
     for (int64_t i = 0; a_.softcap > 0.0f && i < filled; i++) scores[i] = a_.softcap * std::tanh(scores[i] / a_.softcap);
-    std::fill(scores, scores + std::min(std::max(skipped, low(m) - first), before), negative_infinity());
+    std::fill(scores, scores + std::min(std::max(skipped, at(m).low - first), before), negative_infinity());
     for (int64_t i = begin; limited() && finite() && i < end; i++) {
-      const int64_t text = a_.kv_len[b_] - start_ + a_.paths->node_depths[path_begin(m) + static_cast<size_t>(i)];
-      if (text < low(m)) scores[before + i - begin] = negative_infinity();
+      const int64_t text = a_.kv_len[b_] - start_ + a_.paths->node_depths[at(m).path + static_cast<size_t>(i)];
+      if (text < at(m).low) scores[before + i - begin] = negative_infinity();
     }
     std::fill(scores + filled, scores + padded, negative_infinity());
-    const float decay = s_.running[static_cast<size_t>(m)].take(scores, padded);
+    const float decay = at(m).running.take(scores, padded);
     if (decay != 1.0f) scale_row(s_.acc.data() + m * width_, decay, width_);
     return filled;
   }
 
-  // Where a row's own part of a block begins: at the nodes that its path lists, together with the positions that the
-  // first of them are taken with; where its weights end if there are none.
-  int64_t tail_begin(int64_t m, int64_t first, int64_t filled) const {
-    return dense_in(m, first) == filled ? filled : whole(m, first);
-  }
-
   void add_tail(int64_t m, int64_t rows, int64_t first, const float* weights, float* sum) {
-    int64_t begin, end;
-    path_part(m, first, begin, end);
+    const auto [begin, end] = path_part(m, first);
     if (begin == end) return;
     const int64_t dense = dense_in(m, first);
     int64_t* offset = s_.tail_offsets.data();
     for (int64_t p = whole(m, first); p < dense; p++) *offset++ = s_.offsets[p];
     for (int64_t i = begin; i < end; i++) {
-      *offset++ = value_offset(a_.kv_len[b_] + a_.paths->nodes[path_begin(m) + static_cast<size_t>(i)]);
+      *offset++ = value_offset(a_.kv_len[b_] + a_.paths->nodes[at(m).path + static_cast<size_t>(i)]);
     }
     kernel_.weighted(weights, kBlockPositions, rows, values_, s_.tail_offsets.data(), offset - s_.tail_offsets.data(),
                      a_.value_dim, sum, width_);
   }
 
   void finish(int64_t m) {
-    const OnlineSoftmax& r = s_.running[static_cast<size_t>(m)];
-    float inverse = r.inverse();
-    if (a_.sinks != nullptr && inverse != 0.0f) inverse /= 1.0f + std::exp(a_.sinks[head(m)] - r.log_sum());
+    const Vector& v = at(m);
+    const OnlineSoftmax& r = v.running;
+    float inverse = r.best == negative_infinity() ? 0.0f : 1.0f / r.total;  // 0 of a row that sees nothing
+    if (a_.sinks != nullptr && inverse != 0.0f) inverse /= 1.0f + std::exp(a_.sinks[v.head] - r.log_sum());
     scale_row(s_.acc.data() + m * width_, inverse, width_);
-    const int64_t at = flat_row(m) * a_.heads + head(m);
-    write_row(s_.acc.data() + m * width_, a_.out + at * a_.value_dim * bytes_of(a_.element), a_.element, a_.value_dim);
-    if (a_.lse) a_.lse[(b_ * a_.heads + head(m)) * a_.rows + row(m)] = r.log_sum();
+    const int64_t to = (b_ * a_.rows + v.row) * a_.heads + v.head;
+    write_row(s_.acc.data() + m * width_, a_.out + to * a_.value_dim * bytes_of(a_.element), a_.element, a_.value_dim);
+    if (a_.lse) a_.lse[(b_ * a_.heads + v.head) * a_.rows + v.row] = r.log_sum();
   }
 
   const PathAttention& a_;
   const RowKernel& kernel_;
-  int64_t b_, kv_head_, begin_, count_, size_, start_, prefix_, width_, group_, tall_, nodes_ = 0;
+  int64_t b_, count_, size_, value_stride_, start_, prefix_, width_, tall_, nodes_ = 0;
   const char *keys_, *values_;
   Scratch& s_;
 };

@@ -66,9 +66,10 @@ struct Tiles {
       to[i] = from != nullptr && i / 2 < n ? from[i / 2] : 0;
     }
   }
-  static void put_turned(const float* sums, int64_t rows, int64_t outputs, float* out, int64_t out_stride) {
-    for (int64_t r = 0; r < fewer(32, rows); r++) {
-      for (int64_t j = 0; j < outputs; j++) out[r * out_stride + j] = sums[32 * j + r];
+  static void put_turned(const float* sums, int part, int64_t rows, int64_t outputs, float* out, int64_t out_stride) {
+    const int64_t first = part / 2 * 16, n = part % 2 * 16;
+    for (int64_t r = first; r < fewer(first + 16, rows); r++) {
+      for (int64_t j = n; j < fewer(n + 16, outputs); j++) out[r * out_stride + j] = sums[32 * j + r];
     }
   }
 };

@@ -54,10 +54,6 @@ GSD_INLINE void exp_in_pairs(const Floats& x, Floats& out) {
 
 }  // namespace
 
-void narrow_float64(const double* from, float* to, int n) {
-  for (int i = 0; i < n; i++) to[i] = static_cast<float>(from[i]);
-}
-
 GSD_CLONES Extremes extremes(const float* x, int n) {
   constexpr int kChains = 4;  // a maximum waits for the one before it
   Eight best[kChains], seen;
@@ -71,11 +67,14 @@ GSD_CLONES Extremes extremes(const float* x, int n) {
       nan |= seen != seen;
     }
   }
-  Extremes result{negative_infinity(), false};
-  for (int lane = 0; lane < kEight; lane++) {
-    for (const Eight& chain : best) result.max = chain[lane] > result.max ? chain[lane] : result.max;
-    result.has_nan |= nan[lane] != 0;
+  for (const Eight& chain : best) best[0] = chain > best[0] ? chain : best[0];
+  float top[kEight];
+  store(best[0], top);
+  for (int width = kEight / 2; width > 0; width /= 2) {  // and here each of eight would wait for the last
+    for (int lane = 0; lane < width; lane++) top[lane] = top[lane + width] > top[lane] ? top[lane + width] : top[lane];
   }
+  Extremes result{top[0], false};
+  for (int lane = 0; lane < kEight; lane++) result.has_nan |= nan[lane] != 0;
   for (; i < n; i++) {
     result.max = x[i] > result.max ? x[i] : result.max;
     result.has_nan |= x[i] != x[i];

@@ -18,8 +18,6 @@ struct Extremes {
   bool has_nan;
 };
 
-void narrow_float64(const double* from, float* to, int n);
-
 // Any n, no padding needed.
 Extremes extremes(const float* x, int n);
 

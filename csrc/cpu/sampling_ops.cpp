@@ -66,7 +66,7 @@ class LogitRows {
     const int64_t at = row * vocab_ + begin;
     if (dtype_ == ScalarType::Float) return static_cast<const float*>(data_) + at;
     if (dtype_ == ScalarType::Double) {
-      narrow_float64(static_cast<const double*>(data_) + at, buffer, n);
+      std::copy_n(static_cast<const double*>(data_) + at, n, buffer);
     } else {
       const Element element = dtype_ == ScalarType::Half ? Element::kFloat16 : Element::kBfloat16;
       read_row({static_cast<const uint16_t*>(data_) + at, 0, element}, 0, buffer, n);

@@ -138,7 +138,9 @@ bool strips_of(const uint16_t* x, int64_t rows, const Weights& w, int64_t begin,
     if constexpr (Both) {
       tiles.template store<2>(sums + kTile, kLineBytes), tiles.template store<3>(sums + kTile * kWide + kTile, kLineBytes);
     }
-    ZmmPairs::put_turned(sums, rows, outputs, out + n - begin, out_stride);
+    for (int part = 0; part < 4; part++) {
+      ZmmPairs::put_turned(sums, part, rows, outputs, out + n - begin, out_stride);
+    }
   }
   return true;
 }
