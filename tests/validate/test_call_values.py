@@ -12,26 +12,10 @@ import torch
 import transformers
 from fuzzing import Ears
 from transformers import GenerationConfig, LogitsProcessor
-from validate.calls import LENGTH, VOCAB, pair, prompt, refused, ways
+from validate.calls import LENGTH, VOCAB, pair, prompt, refused
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.sources.history import per_sequence
-
-
-@pytest.mark.parametrize("chunk", [-1, 0])
-def test_a_chunk_of_no_tokens(chunk):
-    target, draft = pair()
-    for way in ways(target, draft, **prompt(prefill_chunk_size=chunk)):
-        with refused(target, ValueError, "prefill_chunk_size"):
-            way()
-
-
-@pytest.mark.parametrize("value", [2.5, "5", True])
-@pytest.mark.parametrize("name", ["max_new_tokens", "min_new_tokens", "prefill_chunk_size"])
-def test_a_number_of_tokens_that_is_none(name, value):
-    target, draft = pair()
-    with refused(target, TypeError, f"^{name}: expected an int, got {value!r}"):
-        gsd.generate(target, assistant_model=draft, **prompt(**{name: value}))
 
 
 @pytest.mark.parametrize("place", ["call", "config", "model"])
@@ -143,6 +127,12 @@ TOKENIZERS = models.tokenizer(VOCAB), models.tokenizer(VOCAB + 3)
 
 # what, error, what the message says, arguments beside a good prompt
 NAMED = {
+    **{
+        f"{name} {value!r}": (TypeError, f"^{name}: expected an int, got {value!r}", {name: value})
+        for name in ("max_new_tokens", "min_new_tokens", "prefill_chunk_size")
+        for value in (2.5, "5", True)
+    },
+    **{f"a chunk of {n}": (ValueError, "^prefill_chunk_size", {"prefill_chunk_size": n}) for n in (-1, 0)},
     "another vocabulary": (ValueError, "^assistant_model", lambda: {"assistant_model": models.tiny(vocab_size=4000)}),
     "another end of texts": (
         ValueError,

@@ -12,7 +12,7 @@ import gsd_kernels as gsd
 from gsd_kernels_cli import comparison
 from gsd_kernels_serve.logprobs import of_prompt
 
-FAMILIES = ("LlamaForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "Qwen3NextForCausalLM")
+FAMILIES = ("LlamaForCausalLM", "MixtralForCausalLM", "Qwen3NextForCausalLM")
 FIELDS = {"output_router_logits": True, "output_attentions": True, "output_hidden_states": True, "use_cache": False}
 GREEDY = {"max_new_tokens": 9, "do_sample": False}
 

@@ -31,7 +31,7 @@ def finding(name: str) -> model_sweep.Finding:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.many if number % 3 else ())
+        pytest.param(name, marks=pytest.mark.many if number % 6 else ())
         for number, name in enumerate(tiny_configs.classes())
     ],
 )
