@@ -23,12 +23,9 @@ def check_installed() -> None:
     missing = [name for name in PACKAGES if util.find_spec(name) is None]
     if missing:
         raise ImportError(f"serve: {', '.join(missing)} missing: {cure('serving')}")
-    version = transformers.__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < FIRST:
+    version, part = transformers.__version__, "transformers.cli.serving.completion"
+    if tuple(int(number) for number in version.split(".")[:2]) < FIRST or util.find_spec(part) is None:
         raise ImportError(
-            f"serve: needs transformers {FIRST[0]}.{FIRST[1]} or newer, whose server reads answers as they come; "
-            f"{version} is installed: {cure('serving', '--upgrade')}"
+            f"serve: needs transformers {FIRST[0]}.{FIRST[1]} or newer, whose server reads answers as they come, and "
+            f"has {part}; {version} is installed: {cure('serving', '--upgrade')}"
         )
-    if util.find_spec("transformers.cli.serving.completion") is None:
-        part = "transformers.cli.serving.completion"
-        raise ImportError(f"serve: transformers {version} has no {part}; 5.15 to 5.23 have")

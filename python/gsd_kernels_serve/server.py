@@ -169,7 +169,7 @@ def make_app(
     wanted = inspect.signature(build_server).parameters
     unknown = [p.name for p in wanted.values() if p.default is p.empty and p.name not in parts]
     if unknown:
-        raise ImportError(f"serve: this transformers' server wants {', '.join(unknown)}; 5.15 to 5.23 do not")
+        raise ImportError(f"serve: this transformers' server wants {', '.join(unknown)}; 5.15 to 5.24 do not")
     app = build_server(**{part: value for part, value in parts.items() if part in wanted})
     app.router.routes[:] = [route for route in app.router.routes if route.path in ROUTES]
     _add_routes(app, manager.entry)

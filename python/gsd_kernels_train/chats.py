@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from gsd_kernels_hf.files import decode_utf8, read_file
-from gsd_kernels_hf.progress import tracked
-
 from .clock import RunClock
-from .streams import Stream
+from .streams import Stream, read_texts
 
 MIN_COUNTED_TOKENS = 4
 """Tokens of a window that count, at least; of a longer chat's later windows those with fewer are left out."""
@@ -50,16 +47,12 @@ def encode_chats(
     if not tokenizer.chat_template:
         raise ValueError(f"{name}: the target's tokenizer has no chat template; write text files and name them by text")
     chats, digest = [], hashlib.sha256()
-    with tracked(f"reading {name}", len(files), "files") as update:
-        for number, file in enumerate(files):
-            update(number)
-            data = read_file(file, name)
-            digest.update(hashlib.sha256(data).digest())
-            for line, text in enumerate(decode_utf8(data, name, file).split("\n"), 1):
-                if text.strip():
-                    clock.check(f"reading {name}, {number} of {len(files)} files")
-                    where = f"{name}: {file}, line {line}"
-                    chats.append(_encoded(_messages(text, where), tokenizer, where))
+    for file, text in read_texts(name, files, clock, digest):
+        for line, chat in enumerate(text.split("\n"), 1):
+            if chat.strip():
+                clock.check(f"reading {name}, line {line} of {file}")
+                where = f"{name}: {file}, line {line}"
+                chats.append(_encoded(_messages(chat, where), tokenizer, where))
     if not chats:
         raise ValueError(f"{name}: no chat in {', '.join(map(str, files[:3])) or 'no file'}")
     first = len(chats) - (max(1, round(held_out * len(chats))) if held_out else 0)

@@ -1,12 +1,40 @@
-"""Streams of tokens that windows are cut out of, and batches of them."""
+"""Files, the streams of tokens that they become, and batches of windows that are cut out of these."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from gsd_kernels_hf.files import decode_utf8, read_file
+from gsd_kernels_hf.progress import tracked
+
+from .clock import RunClock
+
+
+def read_texts(name: str, files: list[Path], clock: RunClock, digest: Any) -> Iterator[tuple[Path, str]]:
+    """Every file with its text, which goes into ``digest`` as well; ``name``: the option that named them.
+
+    Raises:
+        ValueError: a folder, or a file that is not UTF-8.
+        OSError: a file cannot be read.
+        RuntimeError: the clock's minutes are over.
+    """
+    with tracked(f"reading {name}", len(files), "files") as update:
+        for number, file in enumerate(files):
+            update(number)
+            clock.check(f"reading {name}, {number} of {len(files)} files")
+            if file.is_dir():
+                raise ValueError(f"{name}: {file} is a folder; name its files (the shell expands {file}/*)")
+            data = read_file(file, name)
+            digest.update(hashlib.sha256(data).digest())
+            yield file, decode_utf8(data, name, file)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from gsd_kernels_hf.files import decode_utf8, read_file, write_file
+from gsd_kernels_hf.files import write_file
 from gsd_kernels_hf.progress import Update, tracked
 
 from .chats import encode_chats
 from .clock import PICKING_SHARE, NothingLearned, RunClock, spoken
 from .loop import RunFolder
-from .streams import Stream, Streams, blocks
+from .streams import Stream, Streams, blocks, read_texts
 
 HELD_OUT_SHARE = 0.05
 HELD_OUT_BLOCKS = 64  # at most, evenly spaced over the held-out text
@@ -72,19 +72,20 @@ def _spaced(rows: Tensor, count: int) -> Tensor:
     return rows[torch.linspace(0, len(rows) - 1, count, dtype=torch.float32, device=rows.device).round().long()]
 
 
-def _encoded(
-    name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, clock: RunClock, update: Update
-) -> tuple[np.ndarray, str]:
-    """All files in one stream, each with the tokenizer's own beginning and an end-of-text token; and one sum."""
+def encode_text(
+    name: str,
+    files: list[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    clock: RunClock,
+    held_out: float = 0.0,
+) -> tuple[Stream, Stream, str]:
+    """Encode text as :func:`~gsd_kernels_train.chats.encode_chats` does chats; the share is of tokens, or a block.
+
+    Each file has the tokenizer's own beginning, and an end-of-text token behind it.
+    """
     rows, digest = [], hashlib.sha256()
-    for number, file in enumerate(files):
-        update(number)
-        clock.check(f"reading {name}, {number} of {len(files)} files")
-        if file.is_dir():
-            raise ValueError(f"{name}: {file} is a folder; name its files (the shell expands {file}/*)")
-        data = read_file(file, name)
-        text = decode_utf8(data, name, file)
-        digest.update(hashlib.sha256(data).digest())
+    for file, text in read_texts(name, files, clock, digest):
         if not text.strip():
             continue
         if clock.limited and len(text) > 2 * PROBED_CHARACTERS:
@@ -101,23 +102,10 @@ def _encoded(
         rows.append(np.asarray(ids, dtype=np.int32))
     if not rows:
         raise ValueError(f"{name}: no text in {', '.join(map(str, files[:3])) or 'no file'}")
-    return np.concatenate(rows), digest.hexdigest()
-
-
-def encode_text(
-    name: str,
-    files: list[Path],
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    clock: RunClock,
-    held_out: float = 0.0,
-) -> tuple[Stream, Stream, str]:
-    """Encode text as :func:`~gsd_kernels_train.chats.encode_chats` does chats; the share is of tokens, or a block."""
-    with tracked(f"reading {name}", len(files), "files") as update:
-        tokens, digest = _encoded(name, files, tokenizer, clock, update)
+    tokens = np.concatenate(rows)
     share = max(length + 1, round(held_out * len(tokens))) if held_out else 0
     cut = max(0, len(tokens) - share)
-    return Stream(tokens[:cut]), Stream(tokens[cut:]), digest
+    return Stream(tokens[:cut]), Stream(tokens[cut:]), digest.hexdigest()
 
 
 def read_text(

@@ -25,7 +25,7 @@ TEXTS = (  # what a request asks for, and how generate is
     ({"stop": ["nowhere", "("]}, {"stop_strings": ["nowhere", "("]}),
     ({"stop": "self"}, {"stop_strings": "self"}),
 )
-PROMPTS = ("def add(a, b):\n", "class Queue:\n    def put(self, item):\n", "import os\n")
+PROMPTS = ("def add(a, b):\n", "class Queue:\n    def put(self, item):\n")
 
 
 @pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
