@@ -6,6 +6,7 @@ import copy
 import functools
 
 import pytest
+import tiny_configs
 import torch
 from hybrids import BY_DEPTH, FAMILIES, build, inputs_of
 
@@ -15,6 +16,7 @@ from gsd_kernels_hf.model import fused
 from gsd_kernels_hf.model.facts import Facts
 from gsd_kernels_hf.model.fused import block_of
 from gsd_kernels_hf.model.recurrent import mixers
+from gsd_kernels_hf.model.recurrent.step_limit import limit_of
 from gsd_kernels_hf.model.recurrent.tree import RowTree
 
 pytestmark = pytest.mark.skipif(not mixers.READABLE, reason=f"states are read from transformers {mixers.FIRST} on")
@@ -40,7 +42,7 @@ def test_turns_go_on_from_the_state_where_the_text_ends():
 def test_layers_that_forget_their_state_are_found_in_any_dtype():
     """In half precision the logits of a few tokens are as close as rounding."""
     for family in FAMILIES:
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for dtype in (torch.float64, torch.bfloat16):
             target = copy.deepcopy(target_of(family)).to(dtype)
             assert fused.reads_whole(Facts(target)) == (family == "jamba"), (family, dtype)
         assert (block_of(target_of(family), "auto") == 0) == (family in BY_DEPTH)
@@ -63,3 +65,46 @@ def test_paths_longer_than_a_block_are_refused_by_name():
     shape = gsd.GraphConfig(depth=0, history_depth=40, max_rows=64, max_path=40)
     with pytest.raises(ValueError, match=r"graph_config: max_path=40.*Qwen3_5ForCausalLM.*max_path=32"):
         gsd.generate(target_of("qwen3.5"), inputs_of(1)["input_ids"], max_new_tokens=4, graph_config=shape)
+
+
+# Prompts behind padding of any length, in pieces of one token, with limits on steps.
+
+
+LAYERS = {"Zaya": 2, "NemotronH": 4, "Zamba2": 4}  # the fewest that have a recurrent layer and attention
+LIMITED = ("Zamba2", "NemotronH")  # of which transformers limits steps in prompts alone
+PADS = (0, 1, 2, 6)  # of the sequences of a batch
+LENGTHS = (7, 8)  # of their prompts: the last one has one word, or two
+
+
+@functools.cache
+def limited(name: str):
+    """A tiny model; where there is a limit on steps, one that many of them reach."""
+    more = {"time_step_min": 0.3} if name in LIMITED else {}
+    model = tiny_configs.build(f"{name}ForCausalLM", LAYERS[name], **more)
+    for _, module in mixers.mixers_of(model):
+        assert (limit_of(module) is None) == (name not in LIMITED)
+        if name in LIMITED:
+            with torch.no_grad():
+                module.dt_bias.copy_(torch.linspace(-4.0, 0.0, module.dt_bias.numel()))
+    return model
+
+
+@functools.cache
+def padded(length: int) -> dict[str, torch.Tensor]:
+    """A prompt behind each of :data:`PADS`."""
+    ids = torch.randint(6, tiny_configs.VOCAB - 4, (len(PADS), length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    for row, pads in enumerate(PADS):
+        ids[row, :pads], mask[row, :pads] = 5, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("backend", "chunk"), [("reference", None), ("reference", 1), ("auto", 3)])
+def test_limits_on_steps_are_those_of_transformers(name, backend, chunk):
+    """By window and by depth; the first row is the prompt's last token, and no piece of it a generated one."""
+    for length in LENGTHS:
+        call = {**padded(length), "max_new_tokens": 6, "do_sample": False}
+        options = {"draft_sources": ("history",), "graph_config": "tree", "prefill_chunk_size": chunk}
+        out = gsd.generate(limited(name), **call, **options, backend=backend)
+        assert torch.equal(out, limited(name).generate(**call))
