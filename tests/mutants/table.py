@@ -19,11 +19,11 @@ HF = "python/gsd_kernels_hf/"
 LOCKSTEP, SAMPLING, CRITERIA = (HF + f"acceptance/{name}.py" for name in ("lockstep", "sampling", "criteria"))
 CACHE, MASKS, FACTS = (HF + f"model/{name}.py" for name in ("cache", "masks", "facts"))
 STREAMING, STOPS, KEY, OUTPUT = (HF + f"engine/{n}.py" for n in ("output", "stop_strings", "request", "output"))
-HISTORY, MEMORY, GRAMMAR, MATCHERS, BORDER, FEATURES, RECURSION, EAGLE, MTP, DFLASH = (
+HISTORY, MEMORY, GRAMMAR, MATCHERS, BORDER, FEATURES, RECURSION, LAYOUTS, MTP, DFLASH = (
     HF + f"sources/{name}.py"
     for name in (
         *("history", "memory", "grammar", "matchers", "border"),
-        *("features", "recursion", "eagle3", "mtp", "dflash"),
+        *("features", "recursion", "layouts", "mtp", "dflash"),
     )
 )
 DECODER = HF + "engine/decoder.py"
@@ -93,7 +93,7 @@ MUTANTS = [Mutant(*row) for row in (
     (RECURSION, "keep=level.config.width, shift=1)", "keep=level.config.width)", "EAGLE, MTP: drafted rows stand one position too late", T_ACCEPTED),
     (FEATURES, "at = (self.state.out_len - count - 1)[:, None]", "at = (self.state.out_len - count)[:, None]", "features of accepted rows are one position late", T_ACCEPTED + " tests/sources/test_every_source.py"),
     (FEATURES, "(kv_len - self.text_kv_start)[:, None] + depths", "kv_len[:, None] + depths", "DFlash: positions count left padding", T_PADDING),
-    (EAGLE, "ConfigLayout(INNER, FUSED, 1, settings=INNER)", "ConfigLayout(INNER, FUSED, 0, settings=INNER)", "EAGLE: features of the layers before those that are named", "tests/sources/test_layouts.py"),
+    (LAYOUTS, "ConfigLayout(INNER, FUSED, 1, settings=INNER)", "ConfigLayout(INNER, FUSED, 0, settings=INNER)", "EAGLE: features of the layers before those that are named", "tests/sources/test_layouts.py"),
     (MTP, "both[::-1] if self.layout.hidden_first else both", "both", "MTP: embedding and feature change places", "tests/sources/test_mtp_forward.py"),
     (DFLASH, "features = self.rows.at((begin + chain.depths).long())", "features = self.rows.at(chain.depths.long())", "DFlash: features are read at the text's beginning", T_PADDING + " tests/demo/test_drafters.py"),
     (DFLASH, "positions, places = self.rows.positions(kv_len, self.row), kv_len", "positions, places = self.rows.positions(kv_len, self.row + 1), kv_len", "DFlash: the block stands one position too late", T_ACCEPTED),
