@@ -36,11 +36,10 @@ class DraftVocabulary:
         """Return whether draft tokens are ranked among themselves; noise and filters go by the target's ids."""
         return self.table is not None and sampler.greedy
 
-    def ranked_size(self, sampler: Sampler) -> int:
-        """Columns of the logits that are ranked."""
-        if self.target_ids is not None and self.reduces(sampler):
-            return len(self.target_ids)
-        return min(self.size, self.vocab_size)
+    @property
+    def columns(self) -> int:
+        """Columns of the drafter's logits, as far as they are read."""
+        return min(self.size, self.vocab_size) if self.target_ids is None else len(self.target_ids)
 
     def ranked(self, sampler: Sampler, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
         """The best tokens by logits [B, W, draft] for int positions [B, W] of the text: [B, W, branch], target ids."""

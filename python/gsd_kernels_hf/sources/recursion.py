@@ -55,7 +55,7 @@ class Recursion(Expansion):
         return logits
 
     def no_logits(self, count: int) -> Tensor:
-        shape = (len(self.state.out_len), count, self.vocabulary.ranked_size(self.sampler))
+        shape = (len(self.state.out_len), count, self.vocabulary.columns)
         return torch.zeros(shape, dtype=dtype_of(self.head), device=device_of_weights(self.head))
 
 
