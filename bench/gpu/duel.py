@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from gsd_kernels.backends import FIRST, compiled_first, unavailable_reason
-from gsd_kernels.environment import switched
 from gsd_kernels_hf.model.fused import SWITCH
 
 from ..generation.competitors import fixed_configs
@@ -25,7 +24,7 @@ from ..lib.runner import Entry, Settings
 from ..lib.timing import time_call
 from . import attention_cold, pair
 from .right import passed
-from .work import Work, points
+from .work import Work, points, switched
 
 FORMS = ("triton", "cuda")
 OPS: tuple[ModuleType, ...] = (merge, sample, commit, ngram)

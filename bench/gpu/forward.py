@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from gsd_kernels.environment import switched
 from gsd_kernels.ops.decoder_rows.cuda import GROUP, OVERLAP
 from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
 from gsd_kernels_hf.model.runner import RowModel
@@ -16,7 +15,7 @@ from gsd_kernels_hf.model.runner import RowModel
 from ..kernels.rows import WAYS, again, bytes_read, in_turns, random_model
 from ..lib.timing import read_bandwidths, time_call
 from .right import GROUPED, MOST_EARLY_ROWS, passed, passed_by_groups
-from .work import Work, points
+from .work import Work, points, switched
 
 ROWS = (16, 64, 128, 256)
 FEWER = (8, 1, 32, 2, 4)  # 8 rows of a 1B: a level of its draft

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from gsd_kernels.environment import switched
 from gsd_kernels.ops.decoder_rows.cuda import GROUP, OVERLAP
 from gsd_kernels_hf.model.fused import FusedRows
 from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
@@ -20,7 +19,7 @@ from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
 from ..kernels.rows import random_model
 from .graphs import Launch, kernel_table
 from .right import GROUPED, MOST_EARLY_ROWS, passed, passed_by_groups
-from .work import Work, points
+from .work import Work, points, switched
 
 ROWS = (16, 64, 128, 256)
 PREFIXES = (256, 1000, 4097, 16384, 32768)

@@ -18,7 +18,6 @@ import torch
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig, patch, unpatch
-from gsd_kernels.environment import switched
 from gsd_kernels_hf.model.fused import SWITCH
 
 from ..generation.competitors import fixed_configs
@@ -26,7 +25,7 @@ from ..kernels.rows import random_model
 from ..lib.compilations import compilations, summary
 from .graphs import pretended, watched
 from .right import passed
-from .work import Work
+from .work import Work, switched
 
 WAYS = {"operator": "cuda", "modules": "0"}  # of GSD_KERNELS_FUSED_ROWS
 TARGET, DRAFT = "llama-3-8b", "llama-3.2-1b"

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels.environment import switched
 from gsd_kernels.ops.decoder_rows.cuda import DTYPES, GROUP, GROUP_CAPABILITY, HEAD_DIMS, ways
 from gsd_kernels_hf.model import gpu_proof
 from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, PARTS, REPLAYED_ROWS, ROWS, Case, Kind, Subject, apart, too_large
@@ -23,7 +22,7 @@ from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, PARTS, REPLAYED_ROWS, ROWS
 from ..kernels.rows import WAYS, random_model
 from .graphs import Launch, kernel_table
 from .stages import stage_named
-from .work import SHAPES, Work
+from .work import SHAPES, Work, switched
 
 Point = Callable[[], dict[str, Any]]
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -28,6 +31,17 @@ def points(pattern: str, **axes: Iterable[Any]) -> dict[str, tuple[Any, ...]]:
     """Names of points, and of each the values of all axes, in the order of the pattern's last one."""
     values = itertools.product(*axes.values())
     return {pattern.format(**dict(zip(axes, of, strict=True))): of for of in values}
+
+
+@contextmanager
+def switched(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables of this process, ``None`` for unset, while the block runs: no other thread reads them meanwhile."""
+    with patch.dict(os.environ):
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        yield
 
 
 class Work:
