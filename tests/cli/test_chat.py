@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from checkpoints import save_pair
+from terminal import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 import gsd_kernels
-from gsd_kernels_cli.app import app
+from gsd_kernels_cli import chat as command
 from gsd_kernels_cli.chat import Conversation
 from gsd_kernels_cli.pair import load_pair
+from gsd_kernels_cli.streaming import StdoutStreamer
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
 TOKENS = 12
@@ -29,8 +29,8 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
 
 
-def chat(*arguments, stdin):
-    return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=stdin)
+def chat(model, *more, stdin):
+    return run("chat", "--model", model, "--max-new-tokens", TOKENS, "--dtype", "float32", *more, stdin=stdin)
 
 
 def answers(folder, *messages, opening=()):
@@ -49,8 +49,7 @@ def answers(folder, *messages, opening=()):
 
 def test_turns_piped_in_are_answered_as_by_transformers(model):
     messages = "def f(x):", "import os", "def f(x):"
-    asked = ["--model", model, "--max-new-tokens", TOKENS, "--dtype", "float32", "--system", "Be brief."]
-    result = chat(*asked, stdin="\n".join(messages) + "\n")
+    result = chat(model, "--system", "Be brief.", stdin="\n".join(messages) + "\n")
     assert result.exit_code == 0, result.stderr
     opening = [{"role": "system", "content": "Be brief."}]
     assert result.stdout == "\n".join(f"{text}\n" for text in answers(model, *messages, opening=opening))
@@ -58,14 +57,30 @@ def test_turns_piped_in_are_answered_as_by_transformers(model):
     assert result.stderr.count(f"(cut at {TOKENS} tokens: --max-new-tokens)") == len(messages)
 
 
-def test_a_reset_begins_anew_and_statistics_are_shown(model):
-    asked = ["--model", model, "--max-new-tokens", TOKENS, "--dtype", "float32"]
-    result = chat(*asked, stdin="/stats\nimport os\n/stats\n/reset\nimport os\n/fly\n/quit\nimport sys\n")
+def test_commands_and_lines_as_windows_ends_them(model):
+    """A line that is not UTF-8 ends nothing, and a reset begins anew."""
+    lines = (
+        b"\xef\xbb\xbf/stats",
+        b"import os",
+        b"/stats",
+        b"caf\xe9",
+        b"/reset ",
+        b"import os",
+        b"/fly",
+        b"/quit",
+        b"x",
+    )
+    result = chat(model, stdin=b"\r\n".join(lines))
     assert result.exit_code == 0, result.stderr
     assert result.stdout == "\n".join(2 * [f"{answers(model, 'import os')[0]}\n"])
-    assert "statistic\n" not in result.stderr.replace(" ", "")
-    assert "nothing was answered yet" in result.stderr and "tokens per step" in result.stderr
-    assert "/fly is no command" in result.stderr
+    said = (
+        "nothing was answered yet",
+        "tokens per step",
+        "line 4: stdin is not UTF-8",
+        "(begun anew)",
+        "/fly is no command",
+    )
+    assert all(words in result.stderr for words in said)
 
 
 def test_a_template_that_refuses_is_told_in_one_line(tmp_path):
@@ -73,14 +88,14 @@ def test_a_template_that_refuses_is_told_in_one_line(tmp_path):
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no\\nsystem') }}{% endif %}"
     picky = "{% if 'bad' in messages[-1]['content'] %}{{ raise_exception('bad word') }}{% endif %}"
     folder = save_pair(tmp_path, chat_template=refusing + picky + TEMPLATE)[0]
-    result = chat("--model", folder, "--system", "Be brief.", stdin="import os\n")
+    result = chat(folder, "--system", "Be brief.", stdin="import os\n")
     assert result.exit_code == 2 and "error: --system: the chat template: no system" in result.stderr, result.output
-    result = chat("--model", folder, "--max-new-tokens", 2, stdin="bad\nimport os\n")
+    result = chat(folder, stdin="bad\nimport os\n")
     assert result.exit_code == 0 and "gsd-kernels: --model: the chat template: bad word" in result.stderr
     assert len(result.stdout.splitlines()) == 1
-    result = chat("--model", save_pair(tmp_path / "none")[0], stdin="x\n")
+    result = chat(save_pair(tmp_path / "none")[0], stdin="x\n")
     assert result.exit_code == 2 and "has no chat template" in result.stderr
-    result = CliRunner().invoke(app, ["generate", "--model", str(folder), "--chat", "bad"])
+    result = run("generate", "--model", folder, "--chat", "bad")
     assert result.exit_code == 2 and "error: --chat: the chat template: bad word" in result.stderr, result.output
 
 
@@ -94,7 +109,6 @@ def conversation(model):
 
 def interrupt(patch, tokens: int) -> None:
     """Press Ctrl-C in an answer."""
-    from gsd_kernels_cli.streaming import StdoutStreamer
 
     def stop(self, value, put=StdoutStreamer.put):
         put(self, value)
@@ -106,7 +120,7 @@ def interrupt(patch, tokens: int) -> None:
 
 def test_an_interrupt_ends_messages_that_are_piped_in(model, monkeypatch):
     interrupt(monkeypatch, tokens=2)
-    result = chat("--model", model, "--max-new-tokens", TOKENS, stdin="import os\nimport os\n")
+    result = chat(model, stdin="import os\nimport os\n")
     assert result.exit_code == 130 and "interrupted" in result.stderr and "(stopped)" not in result.stderr
 
 
@@ -114,7 +128,7 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(conversation, monkeyp
     whole = answers(conversation.pair.target.name_or_path, "import os")[0]
     with monkeypatch.context() as patch:
         interrupt(patch, tokens=4)
-        patch.setattr("gsd_kernels_cli.chat._is_typed", lambda: True)
+        patch.setattr(command, "_is_typed", lambda: True)
         conversation.answer("import os")
     said = conversation.turns[-1]["content"]
     assert said and whole.startswith(said) and said != whole and said in capsys.readouterr().out
@@ -133,24 +147,11 @@ def test_an_answer_ends_where_the_positions_do(conversation, monkeypatch):
     monkeypatch.setattr(config, "max_position_embeddings", length)
     with pytest.raises(ValueError, match="/reset begins anew"):
         conversation.answer("more")
-    assert conversation.turns == before and torch.is_tensor(next(conversation.pair.target.parameters()))
-
-
-def test_lines_end_as_windows_ends_them_and_one_that_is_not_utf8_ends_nothing(model):
-    asked = ["--model", model, "--max-new-tokens", TOKENS, "--dtype", "float32"]
-    stdin = b"\xef\xbb\xbfimport os\r\ncaf\xe9\r\n/reset \r\nimport os\r\n/quit\r\nimport sys\r\n"
-    result = chat(*asked, stdin=stdin)
-    assert result.exit_code == 0, result.stderr
-    assert result.stdout == "\n".join(2 * [f"{answers(model, 'import os')[0]}\n"])
-    assert "(begun anew)" in result.stderr and "no command" not in result.stderr
-    assert "line 2: stdin is not UTF-8 text (byte 3" in result.stderr
+    assert conversation.turns == before
 
 
 def test_interrupts_in_a_row_end_no_conversation(model, monkeypatch):
     """Of an answer, again while it ends, and of a line."""
-    from gsd_kernels_cli import chat as command
-    from gsd_kernels_cli.streaming import StdoutStreamer
-
     said = iter(["import os", KeyboardInterrupt, "caf\udce9", KeyboardInterrupt, "import os", EOFError])
 
     def line(_: str) -> str:
@@ -177,7 +178,7 @@ def test_interrupts_in_a_row_end_no_conversation(model, monkeypatch):
     monkeypatch.setattr(StdoutStreamer, "end", stop_again)
     monkeypatch.setattr("builtins.input", line)
     monkeypatch.setattr(command, "_is_typed", lambda: True)
-    result = chat("--model", model, "--max-new-tokens", TOKENS, "--dtype", "float32", stdin="")
+    result = chat(model, stdin="")
     assert result.exit_code == 0, result.stderr
     assert interrupted == [1, 2] and result.stderr.count("(stopped)") == 1
     assert result.stderr.count("/quit or Ctrl-D ends") == 2 and "is not UTF-8" in result.stderr
