@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from ops.contracts.arguments import (
-    attention_case,
     flatten_arguments,
     merge_arguments,
     named_inputs,
     verify_arguments,
 )
+from ops.contracts.attention import small_case
 from ops.contracts.backends import assert_bit_equal
 from ops.contracts.inputs import op_inputs
 from ops.contracts.ngram import Memory, two_sources
@@ -27,7 +27,7 @@ LAUNCHED = sorted(name for name, op in all_ops().items() if "triton" in op.imple
 OPCHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 MEMORY, SOURCES = Memory(rows=(9,)), "tokens log_probs other_tokens other_log_probs weight"
 CALLS = {
-    gsd.dag_attention: lambda: attention_case(0, dtype=torch.float32),
+    gsd.dag_attention: lambda: small_case(0, dtype=torch.float32),
     gsd.merge: merge_arguments,
     gsd.flatten: flatten_arguments,
     gsd.sample_rows: lambda: {**named_inputs(gsd.sample_rows, 4), "temperature": 0.7, "top_k": 5},

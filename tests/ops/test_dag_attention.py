@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops.contracts.arguments import attention_case, dense_mask
+from ops.contracts.arguments import dense_mask
 from ops.contracts.attention import (
     ATTENTION,
     FLOAT_TYPES,
@@ -17,6 +17,7 @@ from ops.contracts.attention import (
     Attention,
     check_attention,
     check_row_invariance,
+    small_case,
 )
 from ops.contracts.backends import backends, cases, levels
 from torch import Tensor
@@ -79,9 +80,7 @@ def attend(case: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
 def test_attention_equals_dense_softmax(groups, options):
     for seed in range(6):
         shape = {"rows": (1, 9, 33)[seed % 3], "nodes": (1, 9, 70)[(seed + seed // 3) % 3], "kv_heads": 1 + seed % 2}
-        case = attention_case(
-            seed, groups=groups, prefix=(1, 20, 63)[seed // 2], **shape, value_dim=(None, 24)[seed % 2]
-        )
+        case = small_case(seed, group=groups, prefix=(1, 20, 63)[seed // 2], **shape, value_dim=(None, 24)[seed % 2])
         if "sinks" in options:
             options = {**options, "sinks": SINKS[: case["q"].shape[1]]}
         out, lse = attend(case, **options)
@@ -100,7 +99,7 @@ def test_attention_equals_dense_softmax(groups, options):
 def test_auto_is_as_exact_in_float64(sight, sinks):
     """On a CPU it is PyTorch's fused attention, of both kinds of mask and with values of another size."""
     for seed in range(4):
-        case = attention_case(seed, rows=9, nodes=33, groups=(1, 4)[seed % 2], value_dim=(None, 24)[seed // 2])
+        case = small_case(seed, rows=9, nodes=33, group=(1, 4)[seed % 2], value_dim=(None, 24)[seed // 2])
         options = {**sight, **({"sinks": SINKS[: case["q"].shape[1]]} if sinks else {})}
         exact, exact_lse = dense_attention(case, torch.float64, **options)
         out = gsd.dag_attention(**case, **options)
@@ -119,7 +118,7 @@ def test_auto_is_as_exact_in_float64(sight, sinks):
 
 def test_attention_defaults_and_strides():
     """No optional argument, a transposed cache layout, an own scale."""
-    case = attention_case(3, batch=1, groups=2)
+    case = small_case(3, batch=1, group=2)
     case["k"], case["v"] = case["k"].nan_to_num(0.0), case["v"].nan_to_num(0.0)
     plain = {name: case[name] for name in ("q", "k", "v", "ancestor_mask", "kv_len")}
     full = {**case, "kv_start": torch.zeros(1, dtype=torch.int32)}
@@ -132,7 +131,7 @@ def test_attention_defaults_and_strides():
 
 
 def test_the_log_sum_exp_leaves_the_sink_out_and_the_output_does_not():
-    case = attention_case(1, groups=2)
+    case = small_case(1, group=2)
     sinks = torch.tensor([-math.inf, 0.0, 3.0, math.inf])
     plain, lse = attend(case)
     out, with_sinks = attend(case, sinks=sinks)

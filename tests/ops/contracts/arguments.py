@@ -2,64 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
 import torch
 from graphs import drafted
+from ops.contracts.attention import small_case
 from ops.contracts.graph import rows_case
 from ops.contracts.inputs import op_inputs
 from torch import Tensor
 
 import gsd_kernels as gsd
-from gsd_kernels.graph import pack_bits, unpack_bits
-
-
-def attention_case(
-    seed: int,
-    *,
-    batch: int = 2,
-    kv_heads: int = 2,
-    groups: int = 1,
-    rows: int = 9,
-    nodes: int | None = None,
-    prefix: int = 20,
-    head_dim: int = 16,
-    value_dim: int | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> dict[str, Tensor]:
-    """Ragged prefixes with left padding, random masks with an empty row, NaN in every slot that nobody sees."""
-    gen = torch.Generator().manual_seed(seed)
-    nodes = rows if nodes is None else nodes
-    capacity = prefix + nodes + 7
-    kv_len = torch.randint(1, prefix + 1, (batch,), generator=gen, dtype=torch.int32)
-    kv_len[0] = prefix
-    kv_start = (torch.rand(batch, generator=gen) * kv_len).to(torch.int32)
-    held = torch.randint(1, nodes + 1, (batch, 1, 1), generator=gen)  # nodes of each graph
-    bits = (torch.rand(batch, rows, nodes, generator=gen) < 0.4) & (torch.arange(nodes) < held)
-    q = torch.randn(batch, kv_heads * groups, rows, head_dim, generator=gen)
-    k = torch.randn(batch, kv_heads, capacity, head_dim, generator=gen)
-    v = torch.randn(batch, kv_heads, capacity, value_dim or head_dim, generator=gen)
-    case = {
-        "q": q.to(dtype),
-        "k": k.to(dtype),
-        "v": v.to(dtype),
-        "ancestor_mask": pack_bits(bits),
-        "kv_len": kv_len,
-        "kv_start": kv_start,
-        "row_depths": torch.randint(0, nodes, (batch, rows), generator=gen, dtype=torch.int32),
-        "node_depths": torch.randint(0, nodes, (batch, nodes), generator=gen, dtype=torch.int32),
-    }
-    if batch > 1:  # a row that sees nothing: no prefix, no bit
-        case["kv_start"][1] = case["kv_len"][1]
-        bits[1, 0] = False
-        case["ancestor_mask"] = pack_bits(bits)
-    seen = dense_mask(case, None).any(1)
-    case["k"][~seen[:, None].expand(-1, kv_heads, -1)] = math.nan
-    case["v"][~seen[:, None].expand(-1, kv_heads, -1)] = math.nan
-    return case
+from gsd_kernels.graph import unpack_bits
 
 
 def dense_mask(case: dict[str, Tensor], window: int | None, chunk: int | None = None) -> Tensor:
@@ -95,7 +50,7 @@ def named_inputs(op: Callable[..., Any], count: int) -> dict[str, Any]:
 
 
 def attention_arguments():
-    return {name: x for name, x in attention_case(0).items()} | {"backend": "reference"}
+    return small_case(0) | {"backend": "reference"}
 
 
 def verify_arguments():

@@ -39,6 +39,8 @@ class Attention:
     sinks: bool = False
     positions_first: bool = False  # caches stored [B, S, H, D]
     density: float = 0.4
+    depths: bool = False  # where nothing goes by them, too
+    blind: bool = False  # the last sequence's first row sees no node
     seed: int = 0
 
     def build(self, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -59,13 +61,16 @@ class Attention:
             "v": cache(value_dim),
             "kv_len": torch.tensor(self.prefixes, dtype=torch.int32),
             "kv_start": torch.tensor(self.paddings, dtype=torch.int32),
-            "ancestor_mask": pack_bits(torch.rand(batch, self.rows, self.nodes, generator=gen) < self.density),
         }
+        bits = torch.rand(batch, self.rows, self.nodes, generator=gen) < self.density
+        bits[-1, 0] &= not self.blind
+        tensors["ancestor_mask"] = pack_bits(bits)
         options: dict[str, Any] = {"softcap": self.softcap}
-        if self.window is not None or self.chunk is not None:
+        if self.depths or self.window is not None or self.chunk is not None:
             depths = torch.randint(0, 12, (2, batch, max(self.rows, self.nodes)), generator=gen, dtype=torch.int32)
             tensors["row_depths"] = depths[0, :, : self.rows].contiguous()
             tensors["node_depths"] = depths[1, :, : self.nodes].contiguous()
+        if self.window is not None or self.chunk is not None:
             options |= {"sliding_window": self.window, "chunk": self.chunk}
         if self.sinks:  # about as large as the log-sum-exp, so that they take from a tenth to nine tenths
             tensors["sinks"] = 5 + 2 * torch.randn(self.kv_heads * self.group, generator=gen)
@@ -86,6 +91,14 @@ class Attention:
             capacity,
             self.chunk,
         )
+
+
+def small_case(seed: int, *, prefix: int = 20, batch: int = 2, **sizes: Any) -> dict[str, Tensor]:
+    """A small one in float64 with all that may be given; of two sequences the second's first row sees nothing."""
+    half = -(-prefix // 2)
+    given = {"dtype": torch.float64, "head_dim": 16, "nodes": 9, "depths": True, "blind": batch > 1} | sizes
+    lengths = {"prefixes": (prefix, half)[:batch], "paddings": (prefix // 3, half)[:batch]}
+    return Attention(seed=seed, capacity=prefix + given["nodes"] + 7, **lengths, **given).build("cpu")[0]
 
 
 def check_attention(case: Attention, on: Backend) -> None:
