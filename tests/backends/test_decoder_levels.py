@@ -26,12 +26,18 @@ from gsd_kernels_hf.model.runner import RowModel
 pytestmark = [pytest.mark.quick, needs_cpu]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PAIRS = [
-    pytest.param(name, dtype, marks=[pytest.mark.many] if (i + j) % 3 else [])
-    for i, name in enumerate(SIZES)
-    for j, dtype in enumerate(DTYPES)
-]
-"""One dtype of a size, and the others among many."""
+
+
+def paired(names):
+    """One dtype of a name, and the others among many."""
+    return pytest.mark.parametrize(
+        ("name", "dtype"),
+        [
+            pytest.param(name, dtype, marks=[pytest.mark.many] if (i + j) % 3 else [])
+            for i, name in enumerate(names)
+            for j, dtype in enumerate(DTYPES)
+        ],
+    )
 
 
 @pytest.fixture(params=LEVELS)
@@ -75,8 +81,7 @@ def family(name: str):
     return model
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FAMILIES)
+@paired(FAMILIES)
 def test_the_error_is_at_most_twice_the_module_paths(name, dtype):
     model = family(name).to(dtype)
     batch, length, parents = 2, 290 if name == "llama-bias" else 21, [-1, 0, 0, 1, 2, 3, 3, 6]
@@ -101,7 +106,7 @@ def test_the_error_is_at_most_twice_the_module_paths(name, dtype):
         assert (ours[i] - exact[i]).norm() <= 2 * (theirs[i] - exact[i]).norm() + 1e-6 * exact[i].norm()
 
 
-@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+@paired(SIZES)
 def test_every_level_equals_the_reference(name, dtype, level):
     sizes = SIZES[name]
     sees, depths = tree(random_parents(40))
@@ -128,7 +133,7 @@ def test_every_level_equals_the_reference(name, dtype, level):
 # A row's bits are its own.
 
 
-@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+@paired(SIZES)
 def test_a_row_alone_and_among_others(name, dtype, level):
     sizes, count, pads = SIZES[name], 37, [0, 5, 2, 11]
     weights, prompt, tokens = decoder(sizes, dtype), random_tokens(4, 19), random_tokens(4, count, 1)
@@ -151,7 +156,7 @@ def test_a_row_alone_and_among_others(name, dtype, level):
         assert torch.equal(logits(sequences, count), whole[sequences]), sequences
 
 
-@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+@paired(SIZES)
 def test_a_row_when_no_others_are_kept(name, dtype, level):
     """The last layer leaves out what nobody reads; keys and values are all there."""
     sizes, count, pads = SIZES[name], 21, [0, 5, 2]
@@ -223,8 +228,7 @@ def test_a_path_of_the_tree_and_the_same_tokens_committed(name, dtype, prefix, l
         assert torch.equal(plain.read(tokens[:, path], step), drafted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama-odd", "mistral-128"])
+@paired(["llama-odd", "mistral-128"])
 def test_where_rows_lie_does_not_matter(name, dtype, level):
     sizes, count = SIZES[name], 20
     weights, prompt, tokens = decoder(sizes, dtype), random_tokens(1, 12), random_tokens(1, count, 1)
@@ -262,7 +266,7 @@ def test_positions_are_paired_by_their_place_in_the_text(level):
         assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
 
 
-@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+@paired(SIZES)
 def test_padding_does_not_matter(name, dtype, level):
     sizes = SIZES[name]
     weights, prompt, tokens = decoder(sizes, dtype), random_tokens(1, 270), random_tokens(1, 20, 1)

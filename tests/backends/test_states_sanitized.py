@@ -50,6 +50,7 @@ def test_no_bad_accesses(tmp_path):
     assert done.returncode == 0 and " passed" in done.stdout, (done.stdout + done.stderr)[-3000:]
 
 
+@pytest.mark.many
 def test_a_bad_access_is_seen(tmp_path):
     text = SOURCE.read_text()
     for header in ("../torch_ops/common.h", "lanes.h"):
