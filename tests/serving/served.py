@@ -67,6 +67,10 @@ SCHEMA = {
 }
 
 
+GRACE = 10
+"""Seconds that requests have at the end, as the command gives them; a client that never reads holds no test run."""
+
+
 class Server:
     """The demo pair, or its target alone without speculation, served from a thread of this process."""
 
@@ -82,7 +86,7 @@ class Server:
         handle = patch(self.target, tokenizer=self.tokenizer, **drafting)
         own = {key: named.pop(key) for key in ("origins", "hosts") if key in named}
         app = make_app("small", handle, self.tokenizer, speculates=speculates, limits=Limits(**named), **own)
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE))
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
         self.thread.start()

@@ -11,7 +11,7 @@ import pytest
 from models import prompts, tiny
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.engine import screen
+from gsd_kernels_hf.engine import resolved
 from gsd_kernels_hf.engine.decoder import GraphDecoder
 from gsd_kernels_hf.engine.options import Options
 from gsd_kernels_hf.validate import options
@@ -60,7 +60,7 @@ def test_arguments_of_transformers_are_named_too_and_the_rest_is_left_to_it(targ
     with pytest.raises(ValueError, match="xyzzy"):
         gsd.generate(target, **prompts(1, 5), xyzzy=1)
     known = {*inspect.signature(target.forward).parameters} - {"self", "kwargs"}
-    screen.check_names(known, target)  # what the model's own code takes is no misspelling
+    resolved.check_names(known, target)  # what the model's own code takes is no misspelling
 
 
 @pytest.mark.parametrize(
