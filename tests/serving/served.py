@@ -88,7 +88,7 @@ class Server:
         app = make_app("small", handle, self.tokenizer, speculates=speculates, limits=Limits(**named), **own)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE))
         self.socket = socket.create_server(("127.0.0.1", 0))
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)
@@ -96,8 +96,9 @@ class Server:
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def stop(self) -> None:
+        self.client.close()
         self.server.should_exit = True
-        self.thread.join()
+        self.thread.join(2 * GRACE)  # what holds the application's end holds no test run: the thread goes with the process
         unpatch(self.target)
 
     def raw(self, endpoint: str, body: object) -> tuple[int, typing.Any]:
