@@ -98,7 +98,7 @@ class Server:
     def stop(self) -> None:
         self.client.close()
         self.server.should_exit = True
-        self.thread.join(2 * GRACE)  # what holds the application's end holds no test run: the thread goes with the process
+        self.thread.join(2 * GRACE)  # what holds the application holds no test run: the thread goes with the process
         unpatch(self.target)
 
     def raw(self, endpoint: str, body: object) -> tuple[int, typing.Any]:
