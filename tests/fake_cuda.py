@@ -113,21 +113,18 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Its time is a number of this process's clock; in a graph it is set by every replay."""
+    """Its time is a number of this process's clock. One that is timed is recorded once: it may not have been read."""
 
-    def __init__(self, cuda: FakeCuda, enable_timing: bool = False, external: bool = False) -> None:
-        self.cuda, self.timing, self.external = cuda, enable_timing, external
+    def __init__(self, cuda: FakeCuda, enable_timing: bool = False) -> None:
+        self.cuda, self.timing = cuda, enable_timing
         self.recorded_on: FakeStream | None = None
         self.at: float | None = None
 
     def record(self, stream: FakeStream | None = None) -> None:
         stream = self.cuda.current_stream() if stream is None else stream
-        graph = self.cuda.capturing.get(stream)
-        if graph is not None:
-            if self.timing and not self.external:
-                raise RuntimeError("operation not permitted when stream is capturing: an event that is timed")
-            graph.recorder.calls.append((Marker(self, stream), (), {}, []))
-            return
+        if stream in self.cuda.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing: an event")
+        assert not self.timing or self.at is None, "a step in flight loses its time"
         self.recorded_on, self.at = stream, time.perf_counter()
 
     def query(self) -> bool:
@@ -141,16 +138,6 @@ class FakeEvent:
         if self.at is None or end.at is None:
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
         return 1e3 * (end.at - self.at)
-
-
-class Marker:
-    """An event's place in a graph."""
-
-    def __init__(self, event: FakeEvent, stream: FakeStream) -> None:
-        self.event, self.stream = event, stream
-
-    def __call__(self) -> None:
-        self.event.recorded_on, self.event.at = self.stream, time.perf_counter()
 
 
 class FakeGraph:

@@ -27,8 +27,8 @@ WARM_STEPS = 2
 """Steps of a shape before it is captured, where kernels may be compiled or storage made in them."""
 
 
-Place = tuple[GraphConfig | None, bool, bool]
-"""A graph: the shape of its steps, whether the device accepts, and whether it is the second one of these."""
+Kind = tuple[GraphConfig | None, bool]
+"""What is captured once: the shape of its steps, and whether the device accepts."""
 
 
 def stepping(session: Session, ranks: Ranks) -> Callable[[], Verified]:
@@ -74,11 +74,10 @@ class CapturedStep:
     All state of a session is updated in place and nothing on the device waits for the host, so a replay is a step. Its
     record is the same tensors every time.
 
-    Where a rule on the device accepts, a step is one graph. Where the host accepts, it is two: the host reads what the
-    first left behind, and writes what it accepts where the second reads it.
-
-    A step that is queued while the host has not heard of the one before (``ahead``) is another graph of the same
-    shape than that, because a replay writes the record and the events of its graph anew.
+    Each part of a step that is timed is a graph, so that events lie between graphs and are new in every step. With the
+    copies that the host reads, which are queued behind a step, nothing of a step that the host has not heard of is
+    written by the next one but its record, which nobody is given then. Where the host accepts, it does so between two
+    graphs, and writes what it accepts where the next one reads it.
 
     Where capturing fails, on any rank, steps go on as ordinary ones, with one line in the log; without ordinary steps
     before it, it is tried again behind them.
@@ -87,30 +86,28 @@ class CapturedStep:
     def __init__(self, session: Session, ranks: Ranks) -> None:
         self.session: Session = weakref.proxy(session)  # which holds this
         self.ranks = ranks
-        self.warm: Counter[tuple[GraphConfig | None, bool]] = Counter()
-        self.steps: dict[Place, Callable[[], Verified]] = {}
+        self.warm: Counter[Kind] = Counter()
+        self.steps: dict[Kind, Callable[[], Verified]] = {}
         # One memory pool: only one graph runs at a time, and state lies outside. What a graph returned lies inside: the
-        # next replay of any graph may write over it, also where a step is queued ahead.
+        # next step, of any shape, may write over it.
         self.pool: Any = None
-        self.refused: set[tuple[GraphConfig | None, bool]] = set()  # what could not be captured without ordinary steps
+        self.refused: set[Kind] = set()  # what could not be captured without ordinary steps
         self.failed = False
         self.typical = True  # whether the last step took as long as later ones of its shape will
-        self.ahead = False  # whether the next step is queued behind one that the host has not heard of
-        self.last: Place | None = None  # the graph of the last step, if that was replayed
+        self.replayed = False  # whether the last step was replayed
         self.added = False  # whether it was captured before that
 
     def __call__(self) -> Verified:
         """Take a step; its record."""
         kind = self.session.config, self.session.rule.on_device
-        place = *kind, self.ahead and self.last == (*kind, False)
         least = WARM_STEPS if kind in self.refused else warm_steps(self.session)
-        self.added = place not in self.steps
-        if place not in self.steps and (self.failed or self.warm[kind] < least or not self._add(place)):
+        self.added = kind not in self.steps
+        if self.added and (self.failed or self.warm[kind] < least or not self._add(kind)):
             self.warm[kind] += 1
-            self.typical, self.last = self.failed, None
+            self.typical, self.replayed = self.failed, False
             return self.session.step()
-        self.typical, self.last = True, place
-        return self.steps[place]()
+        self.typical = self.replayed = True
+        return self.steps[kind]()
 
     def forget(self) -> None:
         """Capture anew, since storage lies elsewhere or others draft."""
@@ -119,19 +116,19 @@ class CapturedStep:
         self.steps.clear()
         self.pool = None
 
-    def _add(self, place: Place) -> bool:
+    def _add(self, kind: Kind) -> bool:
         """Capture the session's current shape; ``False`` where that is impossible.
 
         Raises:
             DeviceLostError: the GPU failed for good, so steps would fail as well.
         """
-        why, kind = "on another rank", place[:2]
+        why = "on another rank"
         try:
-            self.steps[place] = self.whole() if self.session.rule.on_device else self.halves()
+            self.steps[kind] = self.whole()
         except replay.CaptureError as error:
             why = str(error)
-        if not self.ranks.agree(place in self.steps):
-            self.steps.pop(place, None)
+        if not self.ranks.agree(kind in self.steps):
+            self.steps.pop(kind, None)
             if self.warm[kind] >= WARM_STEPS:
                 self.failed = True
                 logger.warning("a step could not be captured, so steps run uncaptured: %s", why)
@@ -139,60 +136,48 @@ class CapturedStep:
                 self.refused.add(kind)
                 logger.info("a step could not be captured yet: %s", why)
         self.session.clock.begin_step()  # capturing is no part of it
-        return place in self.steps
+        return kind in self.steps
 
     def whole(self) -> Callable[[], Verified]:
-        """One graph of a step: a function that replays it and returns its record.
+        """The graphs of a step, see :meth:`Session.step`: a function that replays them and returns its record.
 
         Raises:
-            CaptureError: something in the step cannot be captured.
+            CaptureError: something that the device does in the step cannot be captured.
         """
         session = self.session  # no cycle: graphs go with their session, at once
-        run, verified = self._capture(session.step)
+        on_host = not session.rule.on_device
+        heard = nothing_accepted(session.key.batch, session.max_path + 1, session.kv_len.device)
+        propose, proposed = self._capture(session.propose)
         drafted = session.drafted
+        attend, unverified = self._capture(lambda: session.attend(*proposed))
+        settle, verified = self._capture(
+            lambda: session.settle(unverified, heard if on_host else session.accept(unverified))
+        )
+        observe = self._capture(lambda: session.mixer.observe(verified))[0] if session.mixer.sources else None
 
         def step() -> Verified:
-            run()
+            with session.clock.part("draft"):
+                propose()
             session.drafted = drafted
-            return verified
-
-        return step
-
-    def halves(self) -> Callable[[], Verified]:
-        """Two graphs of a step, before and after the host accepts: a function that takes the step.
-
-        Raises:
-            CaptureError: something in the device's parts cannot be captured.
-        """
-        session = self.session
-        accepted = nothing_accepted(session.key.batch, session.max_path + 1, session.kv_len.device)
-        propose, unverified = self._capture(session.propose)
-        drafted = session.drafted
-        settle, verified = self._capture(lambda: session.settle(unverified, accepted))
-
-        def step() -> Verified:
-            propose()
-            session.drafted = drafted
-            for static, value in zip(accepted.tensors(), session.accept(unverified).tensors(), strict=True):
-                static.copy_(value)
+            with session.clock.part("target"):
+                attend()
+            if on_host:
+                for static, value in zip(heard.tensors(), session.accept(unverified).tensors(), strict=True):
+                    static.copy_(value)
             settle()
+            if observe is not None:
+                with session.clock.part("draft"):
+                    observe()
             session.rule.settle()
             return verified
 
         return step
 
-    def _capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def _capture(self, function: Callable[[], Any]) -> tuple[replay.Graph, Any]:
         """Record ``function`` without running it: what replays it, and what it returned."""
-        session = self.session
-        with session.clock.capture() as parts:
-            graph, result = replay.lane_of(session.state.tokens.device).capture(function, self.pool)
+        graph, result = replay.lane_of(self.session.state.tokens.device).capture(function, self.pool)
         self.pool = graph.pool
-
-        def run() -> None:
-            graph()
-            session.clock.replayed(parts)
-
-        return run, result
+        return graph, result
 
 
 def nothing_accepted(batch: int, width: int, device: torch.device) -> Acceptance:

@@ -83,15 +83,12 @@ class Launched:
             behind: the step before, if the host has not heard of it.
             may_fly: whether the host may queue another before it hears of this one, if it is replayed.
         """
-        captured = session.captured
-        if captured is not None:
-            captured.ahead = behind is not None
-        verified = step()
+        captured, verified = session.captured, step()
         begin, typical = session.clock.step_start, captured is None or captured.typical
         launched = cls(session, verified, session.config, session.drafted_rows, begin, typical)
         if behind is not None and (captured is None or captured.added):
             behind.typical = False  # the host hears of it later than it could
-        if may_fly and captured is not None and captured.last is not None:
+        if may_fly and captured is not None and captured.replayed:
             # Behind the step, before the next one writes the same storage.
             report, counts = (replay.send(tensor) for tensor in (session.state.report, session.counts))
             launched.sent, launched.parts = (report, counts, torch.cuda.Event()), session.clock.hand_over()

@@ -302,33 +302,46 @@ class Session:
 
     def step(self) -> Verified:
         """Take one step: draft → merge → flatten → attend → verify → commit, then let sources observe it."""
-        unverified = self.propose()
-        accepted = self.accept(unverified)
-        verified = self.settle(unverified, accepted)
+        with self.clock.part("draft"):
+            proposed = self.propose()
+        with self.clock.part("target"):
+            unverified = self.attend(*proposed)
+        verified = self.settle(unverified, self.accept(unverified))
+        with self.clock.part("draft"):
+            self.mixer.observe(verified)
         self.rule.settle()
         return verified
 
-    def propose(self) -> Unverified:
-        """The step up to the target's forward, all of it on the device."""
+    def propose(self) -> tuple[Rows, TokenGraph | None, Tensor]:
+        """The step up to the target's forward: the rows to verify, the graph that they are of, the root's tail."""
         graph = self.draft()
         tail = self.state.tail() if graph is None else graph.contexts[:, 0]  # of the root: the text's
         rows = self.flatten(graph)
-        if self.key.padding:
-            rows = padded(rows, self.state, self.kv_len)
-        logits = self.attend(rows)  # [B, R, V]
-        return Unverified(graph, rows, logits, self.target.hidden, self.positions(rows), tail)
+        return padded(rows, self.state, self.kv_len) if self.key.padding else rows, graph, tail
+
+    def attend(self, rows: Rows, graph: TokenGraph | None, tail: Tensor) -> Unverified:
+        """Forward the rows through the target."""
+        count = rows.token_ids.shape[1]
+        logits = self.target.rows(
+            rows.token_ids,
+            self.kv_len,
+            0,
+            rows.ancestor_mask,
+            rows.depths,
+            rows.depths,
+            keep=count,
+        ).to(self.kv_len.device)  # float [B, R, V]
+        positions = self.target.after.to(rows.depths.device)
+        return Unverified(graph, rows, logits, self.target.hidden, positions, tail)
 
     def accept(self, unverified: Unverified) -> Acceptance:
         """Accept rows by the call's rule, on the device or on the host."""
         return self.rule.accept(unverified.rows, unverified.logits, unverified.positions, self.max_path)
 
     def settle(self, unverified: Unverified, accepted: Acceptance) -> Verified:
-        """The step once it is known what is accepted, all of it on the device: commit, and let sources observe it."""
+        """Commit what was accepted, all of it on the device."""
         verified = Verified.of(unverified, accepted, self.backend)
         self.commit(verified)
-        if self.mixer.sources:
-            with self.clock.part("draft"):
-                self.mixer.observe(verified)
         return verified
 
     @property
@@ -347,40 +360,19 @@ class Session:
         """Grow the step's graph: draft and merge, once a level; ``None`` in plain decoding."""
         if self.config is None:
             return None
-        with self.clock.part("draft"):
-            # A token that is drawn has a distribution at every level.
-            return self.mixer.draft(self.config, trims=self.trims and self.proposal is None)
+        # A token that is drawn has a distribution at every level.
+        return self.mixer.draft(self.config, trims=self.trims and self.proposal is None)
 
     def flatten(self, graph: TokenGraph | None) -> Rows:
         """The best paths of the graph as rows; the root alone in plain decoding."""
         if graph is None or self.config is None:
             self.lone_root.token_ids.copy_(self.state.root_tokens()[:, None])  # [B, 1]
             return self.lone_root
-        with self.clock.part("draft"):
-            # Of drawn tokens every one is verified: which of them are must not depend on what was drawn.
-            if self.trims and self.plan.rows is not None and self.proposal is None:
-                return self.plan.rows(graph, self.config, int(self.state.remaining.max()))
-            rows = flatten(graph, self.config.max_rows, self.max_path, backend=self.backend)
-            return rows.first(int(rows.num_rows.max())) if self.trims else rows  # [B, R] each
-
-    def attend(self, rows: Rows) -> Tensor:
-        """Forward the rows through the target; logits float [B, R, V], on the state's device."""
-        count = rows.token_ids.shape[1]
-        with self.clock.part("target"):
-            logits = self.target.rows(
-                rows.token_ids,
-                self.kv_len,
-                0,
-                rows.ancestor_mask,
-                rows.depths,
-                rows.depths,
-                keep=count,
-            )
-        return logits.to(self.kv_len.device)
-
-    def positions(self, rows: Rows) -> Tensor:
-        """Index of the token picked after each row just forwarded, padding excluded: int32 [B, R]."""
-        return self.target.after.to(rows.depths.device)
+        # Of drawn tokens every one is verified: which of them are must not depend on what was drawn.
+        if self.trims and self.plan.rows is not None and self.proposal is None:
+            return self.plan.rows(graph, self.config, int(self.state.remaining.max()))
+        rows = flatten(graph, self.config.max_rows, self.max_path, backend=self.backend)
+        return rows.first(int(rows.num_rows.max())) if self.trims else rows  # [B, R] each
 
     def commit(self, verified: Verified) -> None:
         """Keep the accepted rows' keys and values and append the emitted tokens."""

@@ -177,15 +177,11 @@ Part = tuple[str, torch.cuda.Event, torch.cuda.Event]
 
 
 class Clock:
-    """Sum of the seconds of named parts; device time by events on a GPU, so that nothing waits.
-
-    Events in a captured graph are recorded by each of its replays.
-    """
+    """Sum of the seconds of named parts; device time by events on a GPU, so that nothing waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.use_events = device, replay.is_gpu(device)
         self.pending: list[Part] = []
-        self.capturing = False
         self.seconds: dict[str, float] = {}
         self.latest: dict[str, float] = {}  # of the current step
         self.start = self.step_start = self.heard = time.perf_counter()
@@ -194,7 +190,7 @@ class Clock:
     def part(self, name: str) -> Iterator[None]:
         """Time what runs inside as part ``name``."""
         if self.use_events:
-            begin, end = (torch.cuda.Event(enable_timing=True, external=self.capturing) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             stream = torch.cuda.current_stream(self.device)  # of the target's GPU, which need not be the current one
             begin.record(stream)
             yield
@@ -204,19 +200,6 @@ class Clock:
             begin_time = time.perf_counter()
             yield
             self._count(name, time.perf_counter() - begin_time)
-
-    @contextmanager
-    def capture(self) -> Iterator[list[Part]]:
-        """The parts of what is captured inside, for :meth:`replayed`."""
-        before, self.pending, self.capturing = self.pending, [], True
-        try:
-            yield self.pending
-        finally:
-            self.pending, self.capturing = before, False
-
-    def replayed(self, parts: list[Part]) -> None:
-        """A graph with these parts was replayed; they must be read before it is replayed again."""
-        self.pending += parts
 
     def hand_over(self) -> list[Part]:
         """The parts that were begun since the last time, to be counted when their step is over."""
