@@ -35,7 +35,7 @@ BUDGET = {
     "python/gsd_kernels_hf/acceptance": 24,
     "python/gsd_kernels_hf/corpus": 5,
     "python/gsd_kernels_hf/costs": 15,
-    "python/gsd_kernels_hf/engine": 77,
+    "python/gsd_kernels_hf/engine": 76,
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 157,
     "python/gsd_kernels_hf/packed": 59,
