@@ -13,6 +13,7 @@ from gsd_kernels_hf.policy.learning import LearningPolicy
 from gsd_kernels_hf.policy.shapes import ladder
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}
+GRAPHS = 4  # of a drafting step: what is drafted, the target, the commit, what sources learn
 CAPTURED = ("plain", "chain", "tree", "graph", "layer_skip", "heads")
 
 

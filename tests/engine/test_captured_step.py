@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import fake_cuda
 import pytest
 import torch
-from engine.capturing import CAPTURED, SAMPLED, drafting, in_turns, on_a_gpu, text
+from engine.capturing import CAPTURED, GRAPHS, SAMPLED, drafting, in_turns, on_a_gpu, text
 from models import noised, tiny
 from transformers import StoppingCriteria
 
@@ -19,7 +19,6 @@ from gsd_kernels_hf.engine.capture import WARM_STEPS
 from gsd_kernels_hf.model import replay
 
 GPU = torch.device("cuda", 0)
-GRAPHS = 4  # of a shape: what is drafted, the target, the commit, what sources learn
 
 
 @pytest.fixture
