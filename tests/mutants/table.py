@@ -35,7 +35,7 @@ T_LOCKSTEP, T_SAMPLING = "tests/acceptance/test_lockstep.py", "tests/acceptance/
 T_STOPS, T_STREAM = "tests/engine/test_stop_strings.py", "tests/engine/test_streaming.py"
 T_VERIFY, T_MERGE, T_CHANGES = "tests/ops/test_verify.py", "tests/ops/test_merge.py", "tests/model/test_changes.py"
 T_MEMORY, T_GRAMMAR, T_BORDER = (
-    "tests/sources/test_memory.py",
+    "tests/sources/test_history.py",
     "tests/acceptance/test_grammar_drafts.py",
     "tests/sources/test_hostile.py",
 )
@@ -84,7 +84,7 @@ MUTANTS = [Mutant(*row) for row in (
     (MATCHERS, 'return [one.fork() if hasattr(one, "fork") else one.deep_copy() for one in found]', "return list(found)", "grammar: drafts move the processor's own matcher", T_GRAMMAR),
     (GRAMMAR, "        walk.back(steps)\n        return text, probs, ends", "        return text, probs, ends", "grammar: a walk does not come back", T_GRAMMAR),
     (GRAMMAR, "self.before[b] = (self.before[b] + self._spelled(new))[-256:]", "self.before[0] = (self.before[b] + self._spelled(new))[-256:]", "batch borders: a grammar's text is written to the first sequence", T_GRAMMAR),
-    (HISTORY, "inside = (place >= kv_start[:, None]) & (place < lengths[:, None])", "inside = (place < lengths[:, None])", "batch borders: left padding is remembered as text", "tests/sources/test_history_text.py tests/sources/test_history.py"),
+    (HISTORY, "inside = (place >= kv_start[:, None]) & (place < lengths[:, None])", "inside = (place < lengths[:, None])", "batch borders: left padding is remembered as text", T_MEMORY),
     (BORDER, "Frontier(*(tensor.clone() for tensor in level.frontier.tensors()))", "level.frontier", "border: a source writes what is merged", T_BORDER),
     (BORDER, "(tokens < -1) | (tokens >= vocab)", "(tokens < -1) | (tokens > vocab)", "border: the first token beyond the vocabulary is no fault", T_BORDER),
     (FLATTEN, "for level in range(max_path):", "for level in range(max_path + 1):", "flatten budget: a row beyond the deepest", T_MERGE + " -k reference"),
@@ -93,8 +93,8 @@ MUTANTS = [Mutant(*row) for row in (
     (RECURSION, "keep=level.config.width, shift=1)", "keep=level.config.width)", "EAGLE, MTP: drafted rows stand one position too late", T_ACCEPTED),
     (FEATURES, "at = (self.state.out_len - count - 1)[:, None]", "at = (self.state.out_len - count)[:, None]", "features of accepted rows are one position late", T_ACCEPTED + " tests/sources/test_every_source.py"),
     (FEATURES, "(kv_len - self.text_kv_start)[:, None] + depths", "kv_len[:, None] + depths", "DFlash: positions count left padding", T_PADDING),
-    (LAYOUTS, "ConfigLayout(INNER, FUSED, 1, settings=INNER)", "ConfigLayout(INNER, FUSED, 0, settings=INNER)", "EAGLE: features of the layers before those that are named", "tests/sources/test_layouts.py"),
-    (MTP, "both[::-1] if self.layout.hidden_first else both", "both", "MTP: embedding and feature change places", "tests/sources/test_mtp_forward.py"),
+    (LAYOUTS, "ConfigLayout(INNER, FUSED, 1, settings=INNER)", "ConfigLayout(INNER, FUSED, 0, settings=INNER)", "EAGLE: features of the layers before those that are named", "tests/sources/test_checkpoints.py -k does_not_say"),
+    (MTP, "both[::-1] if self.layout.hidden_first else both", "both", "MTP: embedding and feature change places", "tests/sources/test_forwards.py -k wired"),
     (DFLASH, "features = self.rows.at((begin + chain.depths).long())", "features = self.rows.at(chain.depths.long())", "DFlash: features are read at the text's beginning", T_PADDING + " tests/demo/test_drafters.py"),
     (DFLASH, "positions, places = self.rows.positions(kv_len, self.row), kv_len", "positions, places = self.rows.positions(kv_len, self.row + 1), kv_len", "DFlash: the block stands one position too late", T_ACCEPTED),
     (STOPS, "if found not in fit.inside.get(string, ()):", "if not fit.inside.get(string, ()):", "stop strings: a token counts wherever it fits into one", T_STOPS),

@@ -1,17 +1,235 @@
-"""The history source: right contexts, exact output, no draft needed."""
+"""Drafts without a forward: the history of a text and of earlier calls, what a model learned, and a corpus."""
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 import torch
+from corpora import corpus_of, random_text
+from gguf_files import tiny as packed_tiny
+from gguf_files import write_gguf
 from models import prompts, tiny
+from rotated import rotated
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 import gsd_kernels as gsd
-from gsd_kernels import GraphConfig
+from gsd_kernels import Corpus, GraphConfig, NgramTable
+from gsd_kernels_bench.generation.real.prompts import FILE
+from gsd_kernels_hf import learning
+from gsd_kernels_hf.costs.pair import fingerprint
+from gsd_kernels_hf.packed.gguf import from_gguf
+from gsd_kernels_hf.policy.base import Plan
+from gsd_kernels_hf.policy.fixed import FixedPolicy
 from gsd_kernels_hf.records import DecodeState, Sampler
+from gsd_kernels_hf.sources import shipped
 from gsd_kernels_hf.sources.history import History
+from gsd_kernels_hf.sources.learned import read_learned
+from gsd_kernels_hf.sources.memory import HistoryMemory
+from gsd_kernels_hf.sources.shipped import FOLDER, SHIPPED, Shipped, print_of_vectors
+
+CONFIG = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=4, history_width=3)
+GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.5, "seed": 3}
+
+
+@contextmanager
+def patched(model, **options):
+    options = {"draft_sources": ("history",), "graph_config": CONFIG, "reuse_prefix": False, **options}
+    with gsd.patch(model, **options) as handle:
+        yield handle
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny()
+
+
+def steps(handle, model, inputs, expected, **options) -> int:
+    assert torch.equal(model.generate(**inputs, **options), expected)
+    return handle.stats.steps
+
+
+@pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_later_call_knows_the_texts_of_earlier_ones(decoding, target):
+    inputs, other = prompts(1, 12, seed=1), prompts(1, 12, seed=2)
+    plain = [gsd.generate(target, **each, **decoding) for each in (inputs, other)]
+    with patched(target) as handle:
+        first = steps(handle, target, inputs, plain[0], **decoding)
+        steps(handle, target, other, plain[1], **decoding)
+        assert steps(handle, target, inputs, plain[0], **decoding) < 0.7 * first
+        # Switched off it knows nothing; the sources' weights were learned all the same.
+        off = steps(handle, target, inputs, plain[0], **decoding, reuse_history=False)
+        assert off == pytest.approx(first, abs=2)
+        assert len(handle.history) > 0
+        handle.clear()
+        assert len(handle.history) == 0
+        assert steps(handle, target, inputs, plain[0], **decoding) == first
+    with patched(target, reuse_history=False) as handle:
+        for _ in range(2):
+            assert steps(handle, target, inputs, plain[0], **decoding) == pytest.approx(first, abs=2)
+        assert len(handle.history) == 0
+
+
+def test_texts_that_share_a_beginning_come_from_no_history_but_the_calls(target, monkeypatch):
+    """A session goes on from their first token; what it knows of another history than the call's, it forgets."""
+    given = [prompts(1, 12, seed=seed)["input_ids"] for seed in range(4)]
+    for ids in given:
+        ids[:, 0] = 1
+    texts = [target.generate(ids, **GREEDY) for ids in given]
+
+    last, end = [], History.end
+    monkeypatch.setattr(History, "end", lambda source: end(source) or last.append(source.table))
+
+    def share(number, *calls, kept=True) -> float:
+        """Of a text's contexts of four tokens, the share that is remembered after ``calls``, or known to the last."""
+        with patched(target, reuse_prefix=True) as handle:
+            for call, options in calls:
+                handle.history.clear() if options is None else target.generate(given[call], **{**GREEDY, **options})
+            table = NgramTable.empty(1, 3, "cpu")
+            handle.history.restore(table)
+        table = table if kept else last[-1]
+        contexts = texts[number][:, 1:].unfold(1, 4, 1).flip(2).to(torch.int32)  # [1, n, 4], the last token first
+        return (gsd.ngram_lookup(table, contexts)[2] == 4).float().mean().item()
+
+    own, apart, pair = {}, {"reuse_history": False}, {"num_return_sequences": 2, "do_sample": True, "top_k": 1}
+    assert share(1, (0, own), (1, own), (2, own)) > 0.8
+    assert share(1, (0, own), (1, apart), (2, own)) < 0.2
+    assert share(0, (0, own), (1, apart)) > 0.8
+    assert share(1, (0, apart), (1, apart), kept=False) > 0.8
+    assert share(0, (0, apart), (1, apart), kept=False) < 0.2
+    assert share(0, (0, own), (0, None), (1, own)) < 0.2
+    assert share(1, (0, own), (1, pair), (2, own), (3, own)) > 0.8, "of another session, whose table is another one"
+
+
+def test_what_is_cleared_during_a_call_stays_so(target):
+    class Clearing:
+        def put(self, value):
+            handle.history.clear()
+
+        def end(self):
+            pass
+
+    with patched(target) as handle:
+        target.generate(**prompts(1, 12, seed=1), **GREEDY)
+        assert len(handle.history) > 0
+        target.generate(**prompts(1, 12, seed=2), **GREEDY, streamer=Clearing())
+        assert len(handle.history) == 0
+
+
+def test_nothing_is_kept_without_a_patch(target):
+    inputs = prompts(1, 12, seed=1)
+    options = {**GREEDY, "draft_sources": ("history",), "graph_config": CONFIG, "return_dict_in_generate": True}
+    first, second = (gsd.generate(target, **inputs, **options).stats.steps for _ in range(2))
+    assert second > 0.8 * first, "weights of sources are learned, no contexts"
+
+
+def test_what_is_kept_is_no_table_that_goes_on_being_written():
+    memory, table = HistoryMemory(50), NgramTable.empty(1, 2, "cpu", capacity=8, max_context=1, ways=4)
+    one = torch.ones(1, 1, 1, dtype=torch.int32)
+    gsd.ngram_insert(table, one, one.expand(1, 1, 2), torch.zeros(1, 1, 2), one[..., 0].bool())
+    memory.add(table, None)
+    table.clear()
+    assert len(memory) == 1
+    memory.restore(table)
+    table.clear()
+    assert len(memory) == 1
+
+
+# Its file.
+
+
+@pytest.fixture(scope="module")
+def saved(target, tmp_path_factory):
+    file = tmp_path_factory.mktemp("history") / "history.safetensors"
+    inputs = prompts(1, 12, seed=1)
+    with patched(target) as handle:
+        target.generate(**inputs, **GREEDY)
+        handle.history.save(file)
+        return SimpleNamespace(file=file, inputs=inputs, steps=handle.stats.steps, known=len(handle.history))
+
+
+def test_a_saved_history_serves_another_process(target, saved, tmp_path):
+    plain = target.generate(**saved.inputs, **GREEDY)
+    with patched(target) as handle:
+        handle.history.load(saved.file)
+        assert len(handle.history) == saved.known
+        assert steps(handle, target, saved.inputs, plain, **GREEDY) < 0.7 * saved.steps
+        handle.history.load(saved.file)
+        handle.history.save(tmp_path / "again")
+    for name, tensor in load_file(saved.file).items():
+        assert torch.equal(tensor, load_file(tmp_path / "again")[name])
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["again"]
+
+
+def test_a_history_is_of_the_vocabulary_that_the_target_has(tmp_path):
+    model = tiny()
+    with patched(model) as handle:
+        model.generate(**prompts(1, 12), **GREEDY)
+        model.resize_token_embeddings(120, mean_resizing=False)
+        model.lm_head.weight.data[97:] *= 9
+        assert model.generate(**prompts(1, 12), **GREEDY).max() >= 97
+        handle.history.save(tmp_path / "history")
+        handle.history.load(tmp_path / "history")
+
+
+ABOUT = {"format": "gsd_kernels history", "version": "1", "max_context": "4", "ways": "8", "vocab_size": "97"}
+
+
+def altered(saved, file, about=None, **tensors):
+    save_file({**load_file(saved.file), **tensors}, file, metadata=ABOUT if about is None else {**ABOUT, **about})
+
+
+DAMAGES = {
+    "something else": (lambda s, f: save_file({"a": torch.zeros(2)}, f), "is no saved history"),
+    "newer": (lambda s, f: altered(s, f, {"version": "2"}), "has version 2, newer than 1; update"),
+    "another vocabulary": (
+        lambda s, f: altered(s, f, {"vocab_size": "96"}),
+        "vocabulary of 96 tokens, the target has 97",
+    ),
+    "another table": (lambda s, f: altered(s, f, {"ways": "4"}), "is damaged"),
+    "a token that is none": (
+        lambda s, f: altered(s, f, tokens=load_file(s.file)["tokens"].fill_(97)),
+        "is damaged",
+    ),
+    "no probability": (
+        lambda s, f: altered(s, f, log_probs=load_file(s.file)["log_probs"].fill_(float("nan"))),
+        "is damaged",
+    ),
+    "keys of no set": (lambda s, f: altered(s, f, keys=load_file(s.file)["keys"].flip(0)), "is damaged"),
+    "twins": (
+        lambda s, f: altered(s, f, keys=load_file(s.file)["keys"].view(-1, 8)[:, :1].repeat(1, 8).flatten()),
+        "is damaged",
+    ),
+    **{
+        f"a number as {name}": (lambda s, f, name=name: altered(s, f, **{name: torch.tensor(0)}), "is damaged")
+        for name in ("keys", "tokens")
+    },
+    "sizes differ": (lambda s, f: altered(s, f, tokens=load_file(s.file)["tokens"][:-1].clone()), "is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_and_foreign_files_are_refused_by_name(damage, saved, tmp_path):
+    spoil, match = DAMAGES[damage]
+    file = tmp_path / "bad.safetensors"
+    spoil(saved, file)
+    memory = HistoryMemory(97)
+    memory.load(saved.file)
+    with pytest.raises(ValueError, match=match) as error:
+        memory.load(file)
+    assert str(file) in str(error.value) and "delete" not in str(error.value)
+    assert len(memory) == saved.known, "what was remembered is kept"
+
+
+# Its text.
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -46,3 +264,220 @@ def test_what_is_likely_is_remembered_and_no_noise():
     expected = sampler.log_probs(logits[:, :1]).topk(3)
     assert matched.item() == 3 and torch.equal(tokens, expected.indices.int())
     torch.testing.assert_close(log_probs, expected.values)
+
+
+TEXT_SHAPE = GraphConfig(depth=0, branch=3, max_rows=12, history_depth=4, history_width=3)
+HISTORY = {"draft_sources": ("history",), "graph_config": TEXT_SHAPE}
+ENDING = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": [5, 7], "pad_token_id": 0}
+ENDING_SAMPLED = {**ENDING, "do_sample": True, "temperature": 0.5, "seed": 3}
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """How many texts ended with an index that holds them, whatever was read before."""
+    texts, end = [], History.end
+
+    def checked(self):
+        known, state = self.known, self.state
+        for b, (begin, length) in enumerate(zip(state.kv_start.tolist(), state.out_len.tolist(), strict=True)):
+            text = state.tokens[b, begin:length].tolist()
+            read = known.text[b, : int(known.length[b])].tolist()
+            assert read[-1 - len(text) :] == [-1, *text]
+            texts.append(text)
+        end(self)
+
+    monkeypatch.setattr(History, "end", checked)
+    return texts
+
+
+PLAIN = {  # of the steps counted from 1
+    "no plain step": lambda step: False,
+    "every third": lambda step: step % 3 == 0,
+    "the first": lambda step: step < 9,
+}
+
+
+CASES = rotated(PLAIN, (1, 3), (ENDING, ENDING_SAMPLED))
+
+
+@pytest.mark.parametrize(("plain_steps", "batch", "decoding"), CASES, ids=str)
+def test_plain_steps_and_sequences_that_end_leave_no_gap(whole, monkeypatch, plain_steps, batch, decoding):
+    target, inputs, plan, count = tiny(), prompts(batch, 12, seed=4), FixedPolicy.plan, []
+    expected = gsd.generate(target, **inputs, **decoding, graph_config="plain")
+
+    def planned(self):
+        count.append(1)
+        return Plan(None) if PLAIN[plain_steps](len(count)) else plan(self)
+
+    monkeypatch.setattr(FixedPolicy, "plan", planned)
+    assert torch.equal(gsd.generate(target, **inputs, **decoding, **HISTORY), expected)
+    assert len(whole) == batch
+
+
+@pytest.mark.parametrize("reuse_prefix", [True, False])
+def test_a_text_that_goes_on_and_another_one_begin_anew(whole, reuse_prefix):
+    target, first, other = tiny(), prompts(1, 12, seed=4)["input_ids"], prompts(1, 9, seed=5)["input_ids"]
+    texts = [first]
+    with gsd.patch(target, **HISTORY, reuse_prefix=reuse_prefix):
+        for more in (other, first, other):
+            inputs = {"inputs": texts[-1], "attention_mask": torch.ones_like(texts[-1])}
+            text = target.generate(**inputs, **ENDING)
+            assert torch.equal(text, gsd.generate(target, **inputs, **ENDING, graph_config="plain"))
+            texts.append(torch.cat([text, more], 1))
+        target.generate(other, reference_ids=texts[-1][0], **ENDING)
+    assert len(whole) == 4
+
+
+def test_a_reference_lies_before_the_text_and_apart_from_it(monkeypatch):
+    begun, read = [], History._read_text
+
+    def noted(self):
+        read(self)
+        lengths = self.known.length.tolist()
+        begun.append([row[:length].tolist() for row, length in zip(self.known.text, lengths, strict=True)])
+
+    monkeypatch.setattr(History, "_read_text", noted)
+    ids = prompts(2, 5, seed=1, ragged=False)["input_ids"]
+    gsd.generate(tiny(), ids, reference_ids=torch.arange(20, 26), **HISTORY, max_new_tokens=2, do_sample=False)
+    assert begun == [[[-1, *range(20, 26), -1, *row] for row in ids.tolist()]]
+
+
+# A corpus.
+
+
+MIXED = GraphConfig(depth=2, width=3, branch=3, max_rows=24, merge_context=0, history_depth=4, history_width=3)
+
+
+@pytest.fixture(scope="module")
+def corpora(target, tmp_path_factory):
+    """Of the target's own text, and of another one."""
+    base, inputs = tmp_path_factory.mktemp("corpora"), prompts(3, 14, seed=1)
+    own = target.generate(**inputs, max_new_tokens=60, do_sample=False, eos_token_id=None)
+    texts = {"own": list(own), "random": [random_text(4000)]}
+    return {name: corpus_of(base / name, *parts) for name, parts in texts.items()}
+
+
+def test_it_serves_a_patched_model_with_one_mapping_for_all_sessions(target, corpora):
+    corpus, copied = Corpus(corpora["own"]), []
+    options = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}
+    inputs = [prompts(1, 14, seed=1), prompts(1, 9, seed=5)]
+    plain = [target.generate(**each, **options) for each in inputs]
+    with gsd.patch(target, draft_sources=("history", corpus), graph_config=MIXED) as handle:
+        for _ in range(2):
+            for each, expected in zip(inputs, plain, strict=True):
+                assert torch.equal(target.generate(**each, **options), expected)
+        copied = [s for session in handle.engines.idle.sessions for s in session.mixer.sources if s.name == "corpus"]
+        assert copied and all(s is not corpus and s.index is corpus.index for s in copied)
+    assert not hasattr(corpus, "state"), "sessions work on copies"
+
+
+def test_two_corpora_need_two_names(target, corpora):
+    options = {"max_new_tokens": 8, "do_sample": False, "graph_config": MIXED}
+    pair = Corpus(corpora["own"]), Corpus(corpora["random"])
+    with pytest.raises(ValueError, match="corpus, corpus have a name twice"):
+        gsd.generate(target, **prompts(1, 5), **options, draft_sources=pair)
+    named = pair[0], Corpus(corpora["random"], name="other")
+    out = gsd.generate(target, **prompts(1, 5), **options, draft_sources=named)
+    assert torch.equal(out, target.generate(**prompts(1, 5), max_new_tokens=8, do_sample=False))
+
+
+def test_a_corpus_of_tokens_that_the_target_lacks_is_refused(target, tmp_path):
+    corpus = Corpus(corpus_of(tmp_path / "large", [1, 2, 200]))
+    with pytest.raises(ValueError, match="made with a tokenizer of 201 tokens, the target has 97"):
+        gsd.generate(target, **prompts(1, 5), draft_sources=(corpus,), max_new_tokens=4)
+
+
+# What comes with this package of a model.
+
+
+UNSEEN = FILE.parents[2] / "prompts" / "unseen.json"  # prompts of the same kinds on which nothing was chosen
+NAME = "tiny-instruct"
+ASKED = prompts(1, 9, vocab=61)["input_ids"]
+CALL = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}
+DEEP = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=6, history_width=4)
+DRAFTS = {"draft_sources": ("history",), "graph_config": DEEP, "reuse_history": False}
+BYTES_A_TOKEN = 10  # 1 MB for 100,000 tokens
+SHARED_WORDS = 8  # in a row: so many no prompt that is learned from has in common with one that is measured on
+FORMS = {
+    "float32": lambda model, folder: model,
+    "bfloat16": lambda model, folder: LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+    "float16": lambda model, folder: LlamaForCausalLM.from_pretrained(folder, dtype=torch.float16),
+    "q8_0": lambda model, folder: from_gguf(write_gguf(folder / "m.gguf", model, "llama", "q8_0"), dtype=torch.float32),
+    "q4_0": lambda model, folder: from_gguf(
+        write_gguf(folder / "m.gguf", model, "llama", "q4_0"), dtype=torch.bfloat16
+    ),
+}
+
+
+@pytest.fixture
+def learned_of(tmp_path, monkeypatch):
+    """A model in float32 whose norms a checkpoint had in bfloat16, and a file of it in the package."""
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
+    model = packed_tiny("llama")
+    for norm in vectors(model):
+        norm.data = norm.data.bfloat16().float()
+    model.save_pretrained(tmp_path)
+    place, own = tmp_path / f"{NAME}.safetensors", print_of_vectors(model)
+    gsd.learn(model, prompts=ASKED, new_tokens=32, file=place, progress=False)
+    found = read_learned(place, fingerprint=fingerprint(model), vocab_size=96)
+    replace(found, fingerprint=own).save(place)
+    sizes = tuple(getattr(model.config, name) for name in shipped.SIZES)
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "SHIPPED", {NAME: Shipped(sizes, own)})
+    return model
+
+
+def vectors(model):
+    return [parameter for parameter in model.parameters() if parameter.dim() == 1]
+
+
+def found_in(caplog):
+    return [message for message in caplog.messages if "drafting with what was learned" in message]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_model_drafts_with_it_unless_told_not_to(form, learned_of, tmp_path, caplog):
+    model = FORMS[form](learned_of, tmp_path)
+    plain = gsd.generate(model, ASKED, **CALL, graph_config="plain")
+    with caplog.at_level(logging.INFO, "gsd_kernels"):
+        with gsd.patch(model, **DRAFTS) as handle:
+            assert torch.equal(model.generate(ASKED, **CALL), plain)
+            steps = handle.stats.steps
+        (line,) = found_in(caplog)
+        assert f"{NAME}.safetensors" in line and "which comes with this package" in line
+        caplog.clear()
+        with gsd.patch(model, **DRAFTS, learned=False) as handle:
+            assert torch.equal(model.generate(ASKED, **CALL), plain) and not found_in(caplog)
+            assert steps < handle.stats.steps or form in ("q4_0", "float16")  # whose texts are others
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_is_shipped_is_whole_and_small(name):
+    """Where this fails because the mixture has other weights, run ``python -m gsd_kernels_train.recipes.learned``."""
+    file, about = FOLDER / f"{name}.safetensors", SHIPPED[name]
+    found = read_learned(file, fingerprint=about.fingerprint, vocab_size=about.sizes[-1])
+    assert found.seen > 15_000 and file.stat().st_size <= BYTES_A_TOKEN * found.seen
+    assert {file.stem for file in FOLDER.iterdir()} == SHIPPED.keys()
+
+
+def words_in_a_row(text):
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[at : at + SHARED_WORDS]) for at in range(len(words) - SHARED_WORDS + 1)}
+
+
+def test_no_prompt_that_is_learned_from_is_measured_on():
+    """Nor is one that nothing is chosen on like those on which settings were."""
+    asked = {
+        place: [
+            said
+            for prompt in chain(
+                *(json.loads(place.read_text(encoding="utf-8"))[part] for part in ("tuning", "prompts"))
+            )
+            for said in prompt.get("turns") or [turn["content"] for turn in prompt["messages"]]
+        ]
+        for place in (FILE, UNSEEN)
+    }
+    parts = [learning.everyday_prompts(), *asked.values()]
+    rows = [set().union(*map(words_in_a_row, texts)) for texts in parts]
+    assert min(map(len, rows)) > 300
+    assert not (rows[0] & rows[1] or rows[0] & rows[2] or rows[1] & rows[2])

@@ -4,16 +4,203 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import fake_cuda
 import pytest
 import torch
 from models import VOCAB, prompts, tiny
-from sources.hostile import ABOVE, EXACT, IDS, KINDS, SHAPES, Oracle
+from torch import Tensor
 
 import gsd_kernels as gsd
-from gsd_kernels import DraftSource, GraphConfig
+from gsd_kernels import DraftSource, GraphConfig, Level, Proposal
+
+K = 3
+EXACT = ""  # no error: the target's own text
+
+
+class Oracle(DraftSource):
+    """Proposes the text that the target writes, and two other tokens.
+
+    Args:
+        text: int64 [B, S], prompt and all that follows.
+        vocab: tokens.
+        change: what is made of tokens and log-probabilities [B, W, K]; ``None``: nothing.
+    """
+
+    name = "hostile"
+
+    def __init__(self, text: Tensor, vocab: int, change: Callable[..., Any] | None = None) -> None:
+        self.vocab, self.asked = vocab, 0
+        self.told: dict[str, Any] = {}  # one for all copies, so that a kept session hears of it
+        self.tell(text, change)
+
+    def tell(self, text: Tensor, change: Callable[..., Any] | None) -> None:
+        """What to propose from here on."""
+        self.told.update(text=text, change=change)
+
+    def attach(self, text):
+        self.state = text.state
+
+    def propose(self, level: Level) -> Any:
+        self.asked += 1
+        text, change = self.told["text"], self.told["change"]
+        at = (self.state.kv_start[:, None] + level.positions).long().clamp(max=text.shape[1] - 1)
+        right = text.gather(1, at)  # [B, W]
+        tokens = torch.stack([right, (right + 1) % self.vocab, (right + 2) % self.vocab], -1).int()
+        log_probs = torch.tensor([0.6, 0.2, 0.1]).log().expand(tokens.shape).contiguous()
+        return Proposal(tokens, log_probs) if change is None else change(self, level, tokens, log_probs)
+
+
+def _tokens(change: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    return lambda source, level, tokens, log_probs: Proposal(change(tokens), log_probs)
+
+
+def _log_probs(change: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    return lambda source, level, tokens, log_probs: Proposal(tokens, change(log_probs))
+
+
+def _index(change: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    return lambda source, level, tokens, log_probs: Proposal(tokens, log_probs, change(level.frontier.node_ids))
+
+
+def _both(change: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    return lambda source, level, tokens, log_probs: Proposal(change(tokens), change(log_probs))
+
+
+def _returns(value: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda source, level, tokens, log_probs: value(tokens, log_probs)
+
+
+def _first(value: float, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
+    """The first candidate after every node made ``value``."""
+
+    def change(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone().to(dtype or tensor.dtype)
+        tensor[..., 0] = value
+        return tensor
+
+    return change
+
+
+def _none(token: int, log_prob: float) -> Callable[..., Any]:
+    """A second candidate that is none."""
+
+    def change(source, level, tokens, log_probs):
+        tokens, log_probs = tokens.long(), log_probs.clone()
+        tokens[..., 1], log_probs[..., 1] = token, log_prob
+        return Proposal(tokens, log_probs)
+
+    return change
+
+
+def _raises(source, level, tokens, log_probs):
+    raise RuntimeError("boom")
+
+
+def _reused(source, level, tokens, log_probs):
+    """One buffer for all levels and steps, of the widest level."""
+    if not hasattr(source, "buffer"):
+        source.buffer = tokens.new_zeros(tokens.shape[0], 64, K), log_probs.new_zeros(tokens.shape[0], 64, K)
+    mine, scores = (buffer[:, : tokens.shape[1]] for buffer in source.buffer)
+    mine.copy_(tokens), scores.copy_(log_probs)
+    return Proposal(mine, scores)
+
+
+def _writes_frontier(source, level, tokens, log_probs):
+    level.frontier.token_ids.add_(1), level.frontier.node_ids.fill_(7), level.frontier.depths.fill_(9)
+    level.frontier.ancestor_mask.fill_(-1)
+    return Proposal(tokens, log_probs)
+
+
+def _in_inference_mode(source, level, tokens, log_probs):
+    with torch.inference_mode():
+        return Proposal(tokens + 0, log_probs + 0.0)
+
+
+def _late(source, level, tokens, log_probs):
+    return Proposal(tokens, log_probs + 5.0 if source.asked > 2 else log_probs)
+
+
+def _second_sequence(source, level, tokens, log_probs):
+    log_probs[1, :, 0] = 2.0
+    return Proposal(tokens, log_probs)
+
+
+def _random(source, level, tokens, log_probs):
+    gen = torch.Generator().manual_seed(source.asked)
+    tokens = torch.randint(0, source.vocab, tokens.shape, generator=gen)
+    return Proposal(tokens, torch.randn(tokens.shape, generator=gen).log_softmax(-1))
+
+
+ABOVE = "hostile: expected log-probabilities of at most 0, got"
+IDS = "hostile: expected token ids from −1 to"
+NOT_A_PROPOSAL = "hostile: expected propose to return a Proposal"
+NO_TENSOR = ": expected a dense tensor, got"
+
+KINDS: dict[str, tuple[Callable[..., Any], str]] = {
+    # What is returned.
+    "a tuple": (_returns(lambda t, p: (t, p)), f"{NOT_A_PROPOSAL}.*got tuple"),
+    "nothing": (_returns(lambda t, p: None), EXACT),
+    "an error": (_raises, "boom"),
+    "no tokens": (_tokens(lambda t: None), f"hostile: tokens{NO_TENSOR} NoneType"),
+    "arrays": (_both(lambda x: x.numpy()), f"hostile: tokens{NO_TENSOR} ndarray"),
+    # Dtypes.
+    "float tokens": (_tokens(lambda t: t.float()), "hostile: tokens: expected int32 or int64, got float32"),
+    "int64 tokens": (_tokens(lambda t: t.long()), EXACT),
+    "integer scores": (_log_probs(lambda p: p.int()), "hostile: log_probs: expected a float dtype, got int32"),
+    "float16 scores": (_log_probs(lambda p: p.half()), EXACT),
+    # Devices.
+    "tokens on meta": (_tokens(lambda t: t.to("meta")), "hostile: tokens: expected a tensor on cpu, got one on meta"),
+    # Shapes.
+    "no batch": (_both(lambda x: x[0]), "hostile: tokens: expected shape"),
+    "a node too many": (_both(lambda x: torch.cat([x, x[:, :1]], 1)), "hostile: tokens: expected shape"),
+    "fewer scores": (_log_probs(lambda p: p[..., :2]), "hostile: log_probs: expected shape"),
+    "an index a sequence": (_index(lambda n: n[:, 0]), "hostile: index: expected shape"),
+    "no candidates": (_both(lambda x: x[..., :0]), EXACT),
+    "many candidates": (_both(lambda x: x.repeat(1, 1, 40)), EXACT),
+    "very many candidates": (_both(lambda x: x[..., :1].expand(-1, -1, 200_000)), EXACT),
+    # Token ids.
+    "token vocab": (_tokens(_first(97)), f"{IDS} 96, got token 97"),
+    "token 2³¹ − 1": (_tokens(_first(2**31 - 1)), IDS),
+    "token 2³¹": (_tokens(_first(2**31, torch.int64)), f"{IDS} 96, got token 2147483648"),
+    "token 2³² + 5": (_tokens(_first(2**32 + 5, torch.int64)), IDS),
+    "token −1 of +∞": (_none(-1, torch.inf), EXACT),
+    "no token at all": (_tokens(lambda t: torch.full_like(t, -1)), EXACT),
+    "the same token": (_tokens(lambda t: t[..., :1].expand_as(t)), EXACT),
+    "random": (_random, EXACT),
+    # Log-probabilities.
+    "NaN": (_log_probs(_first(torch.nan)), f"{ABOVE} nan"),
+    "+∞": (_log_probs(_first(torch.inf)), f"{ABOVE} inf"),
+    "−∞ everywhere": (_log_probs(lambda p: -p.abs() * torch.inf), EXACT),
+    "logits": (_log_probs(lambda p: p + 7.5), ABOVE),
+    "10⁻⁶": (_log_probs(_first(1e-6)), EXACT),
+    "certain of all": (_log_probs(torch.zeros_like), EXACT),
+    "−10³⁰⁰": (_log_probs(lambda p: torch.full_like(p.double(), -1e300)), EXACT),
+    # Indices.
+    "index 2⁶³ − 1": (_index(lambda n: torch.full_like(n.long(), 2**63 - 1)), EXACT),
+    # Memory.
+    "requires a gradient": (_log_probs(lambda p: p.clone().requires_grad_()), EXACT),
+    "made in inference mode": (_in_inference_mode, EXACT),
+    "a buffer used again": (_reused, EXACT),
+    "the frontier written": (_writes_frontier, EXACT),
+    # Changes from call to call.
+    "late": (_late, EXACT),
+    "in the second sequence": (_second_sequence, ABOVE),
+}
+
+SHAPES: dict[str, GraphConfig | str] = {
+    "graph": "graph",
+    "tree": "tree",
+    "chain": "chain",
+    "lattice": GraphConfig(
+        depth=3, width=3, branch=3, max_rows=24, merge_context=0, history_depth=2, history_width=4, sibling_ratio=0.1
+    ),
+    "wide": GraphConfig(depth=2, width=12, branch=8, max_rows=64, merge_context=1, history_depth=1, history_width=12),
+    "levels": GraphConfig(depth=0, branch=3, max_rows=16, history_depth=4, history_width=3),
+}
 
 TEXT = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
 SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}

@@ -1,7 +1,11 @@
-"""Unusual targets and all kinds of drafts: the target's own text, or a refusal by name before a token is written."""
+"""Unusual targets and all kinds of drafts: the target's own text, or a refusal by name before a token is written.
+
+Hybrids among them: rows of a draft's levels, and hidden states of rows, are those of the model itself.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import re
@@ -12,15 +16,20 @@ import pytest
 import tiny_configs
 import torch
 import transformers
+from hybrids import CHAIN, FAMILIES, TREE, build, inputs_of
 from sources import drafters
-from sources.test_gemma_assistant import random_assistant
+from sources.rows import hybrid, random_assistant
 
 import gsd_kernels as gsd
 from gsd_kernels import Gemma4Assistant
+from gsd_kernels.graph import pack_bits
+from gsd_kernels_hf import validate
+from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.recurrent import mixers
+from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_train.mtp import block_to_train, new_head
 
-pytestmark = pytest.mark.skipif(not mixers.READABLE, reason=f"the classes are of transformers {mixers.FIRST}")
+of_transformers = pytest.mark.skipif(not mixers.READABLE, reason=f"the classes are of transformers {mixers.FIRST}")
 
 SHAPE = gsd.GraphConfig(depth=3, width=2, branch=2, max_rows=12, merge_context=-1)
 PROMPTS = ((1, 1), (1, 7), (2, 6))  # sequences, tokens
@@ -151,6 +160,7 @@ def named(pair: tuple[str, str]) -> str:
     return " with ".join(pair)
 
 
+@of_transformers
 @pytest.mark.parametrize("pair", ENDED, ids=named)
 def test_a_draft_ends_no_call(pair):
     if ENDED[pair] is None:
@@ -165,12 +175,14 @@ def others() -> list[tuple[str, str]]:
     return [(target, draft) for target in TARGETS for draft in DRAFTS if (target, draft) not in ENDED]
 
 
-@pytest.mark.parametrize("target", ["gemma4 shared", "gemma3n", "gemma4"])
+@of_transformers
+@pytest.mark.parametrize("target", ["gemma4 shared", "gemma3n"])
 def test_a_search_of_layers_to_skip_leaves_those_whose_keys_others_read(target):
     skip = gsd.LayerSkip.search(target_of(target), texts_of(target)[1][0], seconds=None)
     decode_with(target, {"assistant_model": skip})
 
 
+@of_transformers
 @pytest.mark.many
 @pytest.mark.parametrize("pair", random.Random(5).sample(others(), 20), ids=named)  # all of them take minutes
 def test_the_targets_own_text_or_a_refusal(pair):
@@ -178,3 +190,111 @@ def test_the_targets_own_text_or_a_refusal(pair):
         decode(*pair)
     except ValueError as error:
         assert re.match(r"(model|assistant_model|drafter|draft_\w+|attention|mlp|attention, mlp|target): ", str(error))
+
+
+# Hybrids.
+
+GREEDY = {"max_new_tokens": 44, "do_sample": False, "eos_token_id": None}
+
+
+def generate(target, draft, **options):
+    options = {"graph_config": TREE, **GREEDY, **options}
+    return gsd.generate(target, **inputs_of(3), assistant_model=draft, return_dict_in_generate=True, **options)
+
+
+FULL = gsd.GraphConfig(depth=3, width=9, branch=3, max_rows=40, merge_context=-1)
+
+
+@pytest.mark.parametrize(
+    ("family", "backend", "new", "shape"),
+    [
+        ("falcon-h1", "auto", 20, CHAIN),
+        ("kimi", "auto", 20, FULL),
+        ("zaya", "auto", 20, FULL),
+        ("bamba", "auto", 20, FULL),
+        ("qwen3.5", "auto", 90, CHAIN),
+        ("qwen3.5", "auto", 20, FULL),
+        ("qwen3.5", "reference", 20, CHAIN),
+    ],
+)
+def test_a_draft_that_is_the_target_is_always_right(family, backend, new, shape):
+    """Behind padding, behind tokens that were drafted and taken, where states move; by window and by depth.
+
+    In a full tree rows of a level follow all rows of the one before, each by its own state.
+    """
+    target, options = hybrid(family), {"draft_sources": ("model",), "backend": backend, "max_new_tokens": new}
+    out = generate(target, copy.deepcopy(target), graph_config=shape, **options)
+    assert sum(out.stats.accepted[:-1]) <= 3, "more than the ends of three texts"
+    assert out.stats.accepted[-1] >= 3 * (new // (shape.depth + 1) - 1)
+
+
+def test_what_a_hybrid_draft_cannot_do_is_refused_by_name():
+    target, draft = models.tiny(vocab_size=tiny_configs.VOCAB), hybrid("qwen3.5")
+    shape = gsd.GraphConfig.preset("chain", depth=40)
+    with pytest.raises(validate.Unsupported, match=r"graph_config: max_path=40.*Qwen3_5ForCausalLM.*max_path=32"):
+        generate(target, draft, graph_config=shape)
+    other = models.tokenizer(tiny_configs.VOCAB)
+    few = models.tokenizer(20)
+    with pytest.raises(validate.Unsupported, match="assistant_model: Qwen3_5ForCausalLM keeps a recurrent state"):
+        generate(target, draft, tokenizer=other, assistant_tokenizer=few)
+
+
+@pytest.mark.parametrize(
+    ("family", "outputs"),
+    [
+        ("qwen3.5", "out_proj"),
+        ("kimi", "o_proj"),
+        ("zaya", "o_proj"),
+    ],
+)
+def test_skipped_blocks_that_do_nothing_are_not_missed(family, outputs):
+    """Rows of the levels follow the root and each other in the target's states, which stay as they were."""
+    target = build(family)
+    layer = target.model.layers[0]
+    mixer = layer.linear_attn if family == "qwen3.5" else layer.self_attn
+    with torch.no_grad():
+        getattr(mixer, outputs).weight.zero_()
+    skip = gsd.LayerSkip(target, attention=[0])
+    assert 0 < skip.cost < 1
+    out = generate(target, skip, graph_config=CHAIN)
+    assert torch.equal(out.sequences, type(target).generate(target, **inputs_of(3), **GREEDY))
+    assert sum(out.stats.accepted[: CHAIN.depth]) == 0, out.stats.accepted
+
+
+@pytest.mark.parametrize("family", ["lfm2", "nemotron-h"])
+def test_layers_of_other_blocks_are_refused_by_name(family):
+    with pytest.raises(ValueError, match=f"model: the blocks of {FAMILIES[family][0]} are not self_attn and mlp"):
+        gsd.LayerSkip(hybrid(family), mlp=[1])
+
+
+@pytest.mark.parametrize("how", ["given", "searched"])
+def test_an_mlp_that_returns_more_than_hidden_states_is_refused_by_name(how):
+    """Zaya's hands its router's states to the next layer's."""
+    target = hybrid("zaya")
+    with pytest.raises(ValueError, match=r"mlp: the blocks of ZayaForCausalLM \(ZayaSparseMoeBlock\).*skipped"):
+        if how == "given":
+            gsd.LayerSkip(target, mlp=[0])
+        else:
+            gsd.LayerSkip.search(target, inputs_of(3)["input_ids"][:1], seconds=None)
+
+
+@pytest.mark.parametrize(("family", "block"), [("qwen3.5", 0), ("lfm2", 4), ("nemotron-h", 4)])
+@torch.no_grad()
+def test_hidden_states_of_rows_are_the_models_own(family, block):
+    """Of a prompt in pieces and of two paths of rows, between any two layers."""
+    target, ids = hybrid(family), inputs_of(3)["input_ids"][:1]
+    layers = (0, 1, 2, target.config.num_hidden_layers, LAST)
+    rows = RowModel(target, 32, torch.zeros(1, dtype=torch.int32), "auto", hidden_layers=layers, block=block)
+    read: dict[int, list[torch.Tensor]] = {}
+    rows.restart(ids[:, :5])
+    rows.read(ids[:, :5], None, 2, lambda hidden, _: [read.setdefault(i, []).append(h) for i, h in hidden.items()])
+    sees = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
+    depths = torch.tensor([[0, 1, 1, 2]], dtype=torch.int32)
+    tokens = torch.tensor([[ids[0, 5], ids[0, 6], 9, ids[0, 7]]])
+    rows.rows(tokens, torch.tensor([5], dtype=torch.int32), 0, pack_bits(sees)[None], depths, depths, keep=4)
+    for path, places in (([0, 1, 3], ids[:, 5:8]), ([0, 2], tokens[:, [0, 2]])):
+        right = target(torch.cat([ids[:, :5], places], 1), output_hidden_states=True).hidden_states
+        for layer in layers[:-1]:
+            assert torch.allclose(torch.cat(read[layer], 1), right[layer][:, :5], atol=2e-3), layer
+            assert torch.allclose(rows.hidden[layer][:, path], right[layer][:, 5:], atol=2e-3), layer
+        assert torch.allclose(rows.hidden[LAST][:, path], right[-1][:, 5:], atol=2e-3)

@@ -1,0 +1,388 @@
+"""What drafts are mixed of: proposals of several sources by their weights, the target's own layers, other tokens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import two_tokenizers as two
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import noised, prompts, tiny
+from sources.rows import BOTH, OURS, THEIRS, encoded, pair_of, sharing, translated_draft
+from torch import nn
+
+import gsd_kernels as gsd
+from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
+from gsd_kernels.ops.learn import Asked
+from gsd_kernels_hf.engine.engine import engines_of
+from gsd_kernels_hf.model.runner import RowModel
+from gsd_kernels_hf.model.vocabulary import Translation
+from gsd_kernels_hf.records import DecodeState, Sampler
+from gsd_kernels_hf.sources.base import DraftSource, Proposal
+from gsd_kernels_hf.sources.draft_vocabulary import DraftVocabulary
+from gsd_kernels_hf.sources.history import History
+from gsd_kernels_hf.sources.layer_skip import expected_speed
+from gsd_kernels_hf.sources.ledger import SourceWeights
+from gsd_kernels_hf.sources.mixer import Mixer
+from gsd_kernels_hf.sources.translated import TranslatedRows
+
+CPU = torch.device("cpu")
+SHAPE = GraphConfig(depth=1, width=2, branch=2, max_rows=8, history_depth=0)
+
+
+class Fixed(DraftSource):
+    """The same two candidates after every node."""
+
+    def __init__(self, name: str, costs_forward: bool, tokens: list[int], probs: list[float]) -> None:
+        self.name, self.forwards = name, (nn.Identity(),) if costs_forward else ()
+        self.tokens, self.probs = torch.tensor(tokens, dtype=torch.int32), torch.tensor(probs)
+
+    def propose(self, level):
+        shape = (*level.frontier.node_ids.shape, 2)
+        return Proposal(self.tokens.expand(shape), self.probs.log().expand(shape))
+
+
+MODEL = Fixed("model", True, [3, 4], [0.6, 0.2])
+LOOKUP = Fixed("lookup", False, [4, 5], [0.5, 0.25])
+THIRD = Fixed("third", False, [6, 5], [0.4, 0.1])
+
+
+def drafted(sources, shares, reliability=None):
+    """What follows the root: probability by token."""
+    state = DecodeState.empty(1, 16, SHAPE.max_path + 1, CPU)
+    state.restart(torch.tensor([[7, 8, 9]]), torch.zeros(1, dtype=torch.int32), 8, 0)
+    for source, share in zip(sources, shares, strict=True):
+        source.shares, source.reliability = (share,), reliability if source is sources[0] else None
+    mixer = Mixer(sources, state, "reference", vocab_size=10)
+    mixer.prepare(SHAPE)
+    graph = mixer.draft(SHAPE)
+    after = graph.edge_targets[0, 0].tolist()
+    return dict(zip(graph.token_ids[0, after].tolist(), graph.edge_log_probs[0, 0].exp().tolist(), strict=True))
+
+
+def test_each_source_is_mixed_in_by_its_own_weight():
+    """P = (1 − w) · P(sources so far) + w · P(next source), the best two of them."""
+    assert drafted([MODEL, LOOKUP], (0.9, 0.25)) == pytest.approx({3: 0.45, 4: 0.75 * 0.2 + 0.25 * 0.5})
+    assert drafted([MODEL, LOOKUP], (0.25, 0.9)) == pytest.approx({4: 0.1 * 0.2 + 0.9 * 0.5, 5: 0.9 * 0.25})
+    three = drafted([MODEL, LOOKUP, THIRD], (0.0, 0.25, 0.5))
+    assert three == pytest.approx({3: 0.225, 6: 0.2}), "the second weight is not the third's"
+
+
+def test_a_source_that_is_alone_is_corrected_by_its_reliability():
+    assert drafted([LOOKUP], (0.0,), reliability=(0.5,)) == pytest.approx({4: 0.25, 5: 0.125})
+    assert drafted([LOOKUP], (0.0,)) == pytest.approx({4: 0.5, 5: 0.25})
+
+
+class AtOnce(Fixed):
+    """Notes at which levels it is asked for all that follow."""
+
+    __module__ = DraftSource.__module__  # only those of the package are
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, False, [4, 5], [0.5, 0.25])
+        self.asked: list[int] = []
+
+    def at_once(self):
+        return True
+
+    def propose_rest(self, level):
+        self.asked.append(level.number)
+
+
+@pytest.mark.parametrize(
+    ("trims", "others", "asked"),
+    [(True, [MODEL], [1, 2]), (True, [], [1, 2]), (False, [MODEL], [1, 2]), (True, [LOOKUP], [])],
+    ids=["beside a model", "alone", "captured", "beside a look-up"],
+)
+def test_a_source_is_asked_for_all_levels_where_no_other_proposes(trims, others, asked):
+    source, state = AtOnce("history"), DecodeState.empty(1, 16, 8, CPU)
+    state.restart(torch.tensor([[7, 8, 9]]), torch.zeros(1, dtype=torch.int32), 8, 0)
+    sources = [source, *others]
+    mixer = Mixer(sources, state, "reference", vocab_size=10)
+    config = GraphConfig(depth=1, width=2, branch=2, max_rows=8, history_depth=2)
+    mixer.prepare(config)
+    mixer.draft(config, trims=trims)
+    assert source.asked == asked
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(0.05, 0.95), st.integers(0, 1000))
+def test_a_mixture_learns_which_source_was_right(share, seed):
+    """Two sources that never agree; the other is right ``share`` of the time."""
+    gen = torch.Generator().manual_seed(seed)
+    weights = SourceWeights((0.0, 0.5), CPU)
+    nodes = torch.arange(5, dtype=torch.int32).expand(4, -1)
+    for _ in range(120):
+        right = torch.rand(4, 5, generator=gen) < share
+        first, other = torch.where(right, -1, 7)[..., None].int(), torch.where(right, 7, -1)[..., None].int()
+        log_probs = torch.full((4, 5, 1), 0.9).log()
+        asked = Asked(nodes, other, log_probs, torch.ones(4, 5, dtype=torch.int32), first, log_probs)
+        weights.learn([asked], nodes, torch.full((4, 5), 7, dtype=torch.int32))
+    assert weights.mixture.weights[1] == pytest.approx(share, abs=0.09)
+    assert weights.mixture.weights[0] == 0.0
+
+
+def test_what_was_learned_serves_the_next_call_and_no_other_pair():
+    target = tiny()
+    draft = {"assistant_model": noised(target, 0.03)}
+    options = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": False}
+    options["graph_config"] = GraphConfig.preset("graph", history_depth=2, history_width=4)
+    engines_of(target).clear()
+    gsd.generate(target, **prompts(1, 14), **draft, **options)
+    (only,) = engines_of(target)
+
+    def learned():
+        return only.statistics(sampled=False).weights["history"].mixture.weights
+
+    shares = learned()
+    assert not torch.equal(shares, torch.tensor(History.shares))
+    gsd.generate(target, **prompts(1, 14), draft_sources=("history",), **options)
+    assert torch.equal(learned(), shares)
+    gsd.generate(target, **prompts(1, 14), **draft, **options)
+    assert not torch.equal(learned(), shares)
+
+
+# Layers of the target itself.
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(num_hidden_layers=4)
+
+
+def test_layer_skip_is_the_target_without_blocks_and_leaves_it_alone(target):
+    before = copy.deepcopy(target.state_dict())
+    skip = LayerSkip(target, attention=[1, 3], mlp=[3])
+    ids = prompts(1, 9)["input_ids"]
+    by_hand = copy.deepcopy(target)
+    for layer in (1, 3):
+        by_hand.model.layers[layer].self_attn.o_proj.weight.data.zero_()
+    by_hand.model.layers[3].mlp.down_proj.weight.data.zero_()
+    torch.testing.assert_close(skip.view(ids).logits, by_hand(ids).logits)
+    assert not torch.equal(skip.view(ids).logits, target(ids).logits)
+    assert len(skip.view.model.layers) == 3 and len(target.model.layers) == 4
+    assert skip.view.model.layers[0] is target.model.layers[0]
+    assert 0.5 < skip.cost < 0.9
+    assert all(torch.equal(v, before[k]) for k, v in target.state_dict().items())
+
+
+def test_search_finds_the_blocks_that_do_nothing():
+    target = tiny(num_hidden_layers=4)
+    target.model.layers[1].self_attn.o_proj.weight.data.zero_()
+    target.model.layers[2].mlp.down_proj.weight.data.zero_()
+    target.model.layers[2].self_attn.o_proj.weight.data.zero_()
+    found = LayerSkip.search(target, prompts(4, 40, ragged=False)["input_ids"])
+    assert 1 in found.attention and 2 in found.attention and 2 in found.mlp
+    ids = prompts(2, 30, seed=7, ragged=False)["input_ids"]
+    agreement = (found.view(ids).logits.argmax(-1) == target(ids).logits.argmax(-1)).float().mean()
+    assert expected_speed(float(agreement), found.cost) > 0.9 * expected_speed(1.0, 1 - 3 / 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({}, ValueError, "nothing is skipped"),
+        ({"mlp": [4]}, ValueError, "mlp: expected indices 0 … 3, got 4"),
+        ({"attention": ["a"]}, TypeError, "attention: expected indices of layers, got 'a'"),
+        ({"attention": range(4), "mlp": range(4)}, ValueError, "all that attends is skipped"),
+    ],
+)
+def test_layers_that_cannot_be_skipped_are_refused(arguments, error, match, target):
+    with pytest.raises(error, match=match):
+        LayerSkip(target, **arguments)
+
+
+def test_sources_that_do_not_fit_are_refused(target):
+    heads, other = DraftHeads.for_model(target, 3), tiny(num_hidden_layers=3)
+
+    def refused(match, **arguments):
+        with pytest.raises((TypeError, ValueError), match=match):
+            gsd.generate(target, **prompts(1, 5), max_new_tokens=4, do_sample=False, **arguments)
+
+    refused("a LayerSkip of another model", assistant_model=LayerSkip(other, mlp=[0]))
+    refused("draft_heads: no such folder: heads", draft_heads="heads")
+    refused('"heads" needs draft_heads', draft_sources=("heads",))
+    refused('"model" needs assistant_model', draft_sources=("model",))
+    refused('"layer_skip" needs assistant_model=LayerSkip', draft_sources=("layer_skip",))
+    refused('leave out draft_heads, or name "heads"', draft_sources=("history",), draft_heads=heads)
+    draft = noised(target)
+    refused("assistant_model: expected draft models, got an empty list", assistant_model=[])
+    refused("assistant_model( 2)?: the same draft model twice", assistant_model=[draft, draft])
+    refused("assistant_model( 2)?: expected a model, got the path 'draft'; load it", assistant_model=[draft, "draft"])
+    refused("a LayerSkip is given alone", assistant_model=[draft, LayerSkip(target, attention=[1])])
+    refused("assistant_model( 2)?: vocabulary sizes 97", assistant_model=[draft, tiny(vocab_size=5000)])
+    two = {"assistant_model": [draft, noised(target, seed=4)], "criterion": "speculative", "graph_config": "chain"}
+    refused("assistant_model: criterion=.speculative. drafts from one model alone", **two)
+    refused("drafter: expected .*, got list; of drafters one is", drafter=[heads, heads])
+    with pytest.raises(ValueError, match="another model"):
+        gsd.patch(target, assistant_model=LayerSkip(other, mlp=[0]))
+    assert "generate" not in vars(target)
+
+
+# Other tokens.
+
+
+SIZE = 61
+
+
+@given(
+    count=st.integers(1, SIZE),
+    branch=st.integers(1, 8),
+    seed=st.integers(0, 99),
+    order=st.sampled_from(["ascending", "shuffled"]),
+    target=st.sampled_from([SIZE, 40]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    temperature=st.sampled_from([0.0, 0.8]),
+)
+def test_candidates_are_those_of_the_whole_vocabulary(count, branch, seed, order, target, dtype, temperature):
+    gen = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(SIZE, generator=gen)[:count]
+    ids = ids.sort().values if order == "ascending" else ids
+    warpers = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    sampler = Sampler(torch.tensor(3), torch.arange(2, dtype=torch.int32), warpers)
+    logits = torch.randint(-4, 5, (2, 3, count), generator=gen).to(dtype)  # many are equal
+    positions = torch.randint(0, 99, (2, 3), generator=gen, dtype=torch.int32)
+    vocabulary = DraftVocabulary(ids, SIZE, target)
+    whole = torch.full((2, 3, SIZE), -torch.inf, dtype=dtype)
+    for column, token in enumerate(ids.tolist()):
+        whole[..., token] = logits[..., column]
+    assert torch.equal(vocabulary.whole(logits), whole[..., :target])
+    tokens, log_probs = vocabulary.ranked(sampler, logits, positions, branch)
+    expected, expected_log_probs = sampler.candidates(whole[..., :target], positions, branch)
+    found = expected_log_probs.isfinite()
+    assert torch.equal(tokens[found], expected[found]) and tokens.dtype == torch.int32
+    assert not log_probs[~found].isfinite().any()
+    torch.testing.assert_close(log_probs[found], expected_log_probs[found], atol=1e-5, rtol=1e-5)
+
+
+TEXT = {"max_new_tokens": 20, "eos_token_id": [OURS.eos_token_id, 40, 41], "pad_token_id": 0}
+
+
+def test_a_copy_of_the_target_is_right_but_where_it_lacks_a_token():
+    """Greedy: of a draft with the target's own rows every token is accepted that it has."""
+    between = Translation.between(OURS, THEIRS)
+    draft = two.behind(sharing(), between.target, between.draft).float()
+    ids = prompts(1, 12, vocab=len(OURS))["input_ids"]
+    ids[between.shared.same[ids] < 0] = OURS.convert_tokens_to_ids("e")  # all of the prompt is read as it is
+    options = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    out = gsd.generate(
+        sharing(), ids, **options, **BOTH, assistant_model=draft, graph_config="chain", return_dict_in_generate=True
+    )
+    emitted = out.sequences[0, ids.shape[1] :]
+    lacks = (torch.nn.functional.pad(between.shared.same, (0, 3), value=-1)[emitted] < 0).nonzero()
+    first = int(lacks[0]) if len(lacks) else len(emitted)
+    steps = [count for count, times in enumerate(out.stats.accepted) for _ in range(times)]
+    assert first >= 6 and max(steps) == 6, "a chain of five, and the target's own"
+    assert torch.equal(out.sequences, sharing().generate(ids, **options))
+
+
+def test_logits_are_over_the_targets_tokens():
+    """What the draft gives to tokens that the target lacks is left out; a token that the draft lacks has none."""
+    between, draft = Translation.between(OURS, THEIRS), translated_draft()
+    rows = TranslatedRows(RowModel(draft, 64, torch.zeros(1, dtype=torch.int32), "auto"), between.shared, len(OURS) + 3)
+    inputs = torch.tensor([[5, 9, len(OURS) + 2]], dtype=torch.int32)
+    zeros, mask = torch.zeros_like(inputs), torch.tensor([[[1], [3], [7]]], dtype=torch.int32)
+    depths = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    logits = rows.rows(inputs, zeros[:, 0], 0, mask, depths, depths, keep=3)
+    alone = draft(between.shared.reads[inputs.long().clamp(max=len(OURS) - 1)][:, :2]).logits
+    assert logits.shape == (1, 3, len(OURS) + 3)
+    same = between.shared.same
+    has = same >= 0
+    torch.testing.assert_close(logits[:, :2, : len(OURS)][..., has], alone[..., same[has]])
+    assert bool((logits[..., : len(OURS)][..., ~has] == -torch.inf).all()) and bool(
+        (logits[..., len(OURS) :] == -torch.inf).all()
+    )
+    assert 0 < int((~has).sum()) < len(OURS) // 4
+
+
+def test_speculative_sampling_draws_from_what_both_have():
+    out = gsd.generate(
+        sharing(),
+        **prompts(4, 9, vocab=len(OURS)),
+        **TEXT,
+        do_sample=True,
+        seed=5,
+        **BOTH,
+        assistant_model=translated_draft(0.005),
+        graph_config="chain",
+        criterion="speculative",
+        return_dict_in_generate=True,
+    )
+    assert sum(out.stats.accepted[2:]) > 0 and out.stats.lossless
+
+
+REFUSED = {
+    "no tokenizers": (
+        {"tokenizer": None, "assistant_tokenizer": None},
+        "bos_token_id.*pass both, tokenizer= the target's",
+    ),
+    "the target's alone": (
+        {"assistant_tokenizer": None},
+        "pass both, tokenizer= the target's and assistant_tokenizer=",
+    ),
+    "the draft's alone": ({"tokenizer": None}, "assistant_tokenizer: needs the target's tokenizer"),
+    "too few": ({"assistant_tokenizer": [THEIRS, None]}, "assistant_tokenizer: expected one, or a list of 1"),
+    "no tokenizer": ({"assistant_tokenizer": "gpt2"}, "assistant_tokenizer: expected a tokenizer of transformers"),
+}
+
+
+def refused(**given):
+    call = {**prompts(1, 9, vocab=len(OURS)), **TEXT, **BOTH, **given}
+    gsd.generate(sharing(), assistant_model=translated_draft(), **call)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    given, message = REFUSED[case]
+    with pytest.raises((TypeError, ValueError), match=message):
+        gsd.generate(
+            sharing(), **prompts(1, 9, vocab=len(OURS)), **TEXT, assistant_model=translated_draft(), **{**BOTH, **given}
+        )
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "assistant_tokenizer"])
+def test_a_tokenizer_larger_than_its_model_is_refused(name):
+    larger = copy.deepcopy(BOTH[name])
+    larger.add_tokens([f"<{i}>" for i in range(9)])
+    with pytest.raises(ValueError, match=f"{name}: its largest id is .* pass the tokenizer that the model was trained"):
+        gsd.generate(
+            sharing(),
+            **prompts(1, 9, vocab=len(OURS)),
+            **TEXT,
+            assistant_model=translated_draft(),
+            **{**BOTH, name: larger},
+        )
+
+
+CALL = {"max_new_tokens": 28, "pad_token_id": 0}
+
+
+def test_most_of_a_draft_that_knows_the_text_is_accepted():
+    """Both know the text by heart; in other tokens, of which mapping ids leaves little."""
+    target, draft, both = pair_of("byte-level to sentencepiece")
+    options = {
+        **encoded(both["tokenizer"], (two.TEXT[:60],)),
+        **both,
+        **CALL,
+        "do_sample": False,
+        "graph_config": "chain",
+    }
+    out = gsd.generate(target, **options, assistant_model=draft, draft_sources=("model",), return_dict_in_generate=True)
+    assert 28 / out.stats.steps > 2.5 and out.stats.lossless
+
+
+def test_speculative_sampling_is_refused():
+    target, draft, both = pair_of("byte-level to sentencepiece")
+    with pytest.raises(ValueError, match='criterion: "speculative" needs the draft\'s probability of every token'):
+        gsd.generate(
+            target,
+            **encoded(both["tokenizer"]),
+            **CALL,
+            **both,
+            assistant_model=draft,
+            criterion="speculative",
+            graph_config="chain",
+            do_sample=True,
+        )
