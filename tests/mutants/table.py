@@ -61,7 +61,7 @@ MUTANTS = [Mutant(*row) for row in (
     (SAMPLING, "_fused_rank(processors[split - 1]) < rank", "_fused_rank(processors[split - 1]) < len(FUSED)", "processors' order: warpers in another order are fused", T_SAMPLING),
     (SAMPLING, "scores.expand(batch, -1))[b : b + 1]", "scores.expand(batch, -1))[:1]", "processors: every sequence gets the first one's", T_LOCKSTEP + " -k built_in"),
     (SAMPLING, "return seed - 2**64 if", "return seed - 2**63 if", "noise keys: a large seed becomes another", T_SAMPLING),
-    (CRITERIA, "DRAFT_STREAM, ACCEPT_STREAM = 1, 2", "DRAFT_STREAM, ACCEPT_STREAM = 1, 1", "noise keys: draft and test share a stream", "tests/acceptance/test_noise.py tests/acceptance/test_speculative_sampling.py"),
+    (CRITERIA, "DRAFT_STREAM, ACCEPT_STREAM = 1, 2", "DRAFT_STREAM, ACCEPT_STREAM = 1, 1", "noise keys: draft and test share a stream", "tests/acceptance/test_criteria.py"),
     (STOPS, "iter(row[-2::-1])", "iter(row[-3::-1])", "stop strings: the token before the last is skipped", T_STOPS),
     (STOPS, "            if found >= len(string):", "            if found > len(string):", "stop strings: an exact end is missed", T_STOPS),
     (STREAMING, "min(growing) if growing else max(map(len, self.texts))", "max(map(len, self.texts))", "streaming: slow sequences are padded before they end", T_STREAM),

@@ -1,19 +1,35 @@
-"""Six properties of the automatic policy, on machines and texts of numbers: no clock is read."""
+"""Six properties of the automatic policy, on machines and texts of numbers: no clock is read; and its choices as such.
+
+Choices on seeded machines and texts are replayed against ``replay.json``, so that a change of names, files or records
+shows that it changed nothing, and a change of a constant shows where. It is made anew by ``python
+tests/policy/test_policy.py``, where choices are meant to change.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
+import models
 import numpy as np
 import pytest
+import torch
+from ops.contracts.select_rows import CONFIG, problem
 from rotated import rotated
 from simulated import DISTURBANCES, EASY, HOPELESS, LOOKED_UP, MACHINES, USUAL, World, experience, start
 
+import gsd_kernels as gsd
 from gsd_kernels.config import PLAIN
+from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.policy.fixed import FixedPolicy
 from gsd_kernels_hf.policy.learning import FIRST_WAIT_STEPS, KNOWN_CHOICE_STEPS, LearningPolicy
+from gsd_kernels_hf.policy.row_selector import ROW_BONUS, EdgeModel, RowSelector
 from gsd_kernels_hf.policy.settings import Automatic
+from gsd_kernels_hf.policy.shapes import BRANCH, ladder, row_shape, shape_name
 
 SETTINGS = Automatic()
 TEXTS = {"easy": EASY, "usual": USUAL, "hopeless": HOPELESS}
@@ -136,3 +152,132 @@ def test_sequences_share_the_rows_of_a_forward(machine):
         rows.append(np.mean(world.run(policy, 150)[-80:]))
         assert share(world, policy, 150) >= 0.85
     assert rows[1] < rows[0]
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_at_most_eight_shapes(device, with_model):
+    shapes = ladder(device, with_model=with_model)
+    assert 0 < len(shapes) <= 8 and len(set(shapes.values())) == len(shapes)
+    assert all(name == shape_name(shape) and shape.branch <= BRANCH for name, shape in shapes.items())
+    assert any(s.depth for s in shapes.values()) == with_model
+    assert any(s.depth == 0 for s in shapes.values()), "what costs no forward has shapes of its own"
+    if not with_model and device != "cuda":
+        assert list(shapes.values()) == [row_shape()], "rows are chosen"
+        assert 0.0 < row_shape().min_prob < ROW_BONUS, "what would pay for a row is drafted, and little else"
+    alone = ladder(device, with_model=with_model, reuses=False)
+    assert all(s.depth for s in alone.values()) or not with_model
+    assert set(alone) <= set(shapes), "their costs are known by the same names"
+    if with_model:
+        assert all(alone[name] == shapes[name].replace(history_depth=0, history_width=8) for name in alone)
+
+
+# Rows of a step.
+
+
+@pytest.mark.parametrize(("remaining", "depth"), [(1, 0), (2, 1), (3, 2), (99, 4)])
+def test_no_row_is_deeper_than_the_text_will_be(remaining, depth):
+    rows = RowSelector(EdgeModel())(problem(0)[0], CONFIG, remaining)
+    assert int(rows.depths.max()) == depth
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_fewer_rows_and_the_same_text(monkeypatch, tmp_path, batch, sampled):
+    """Whatever the selector chooses: rows of these models are nearly free, so it is made to choose."""
+    # Nothing is known of the pair: earlier steps, by what they took on a busy machine, may have turned it off.
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    target = models.tiny()
+    call, learn, asked, learned = RowSelector.__call__, RowSelector.observe, [], []
+
+    def fewer(self, *arguments):
+        self.seconds = torch.ones(1 + len(asked) % 7, dtype=torch.float64)
+        rows = call(self, *arguments)
+        assert all(parent < place for tree in rows.parent_rows.tolist() for place, parent in enumerate(tree))
+        asked.append(rows.token_ids.shape[1])
+        return rows
+
+    def observe(self, step):
+        learned.append(step.accepted.num_accepted.tolist())
+        learn(self, step)
+
+    monkeypatch.setattr(RowSelector, "__call__", fewer)
+    monkeypatch.setattr(RowSelector, "observe", observe)
+    monkeypatch.setattr(LearningPolicy, "_choose", lambda self, **_: None)  # it would turn speculation off
+    inputs = models.prompts(batch, 20, seed=1)
+    options = {"max_new_tokens": 60, "eos_token_id": None}
+    options |= {"do_sample": True, "seed": 3, "temperature": 0.5, "top_k": 20} if sampled else {}
+    plain = gsd.generate(target, **inputs, **options, graph_config="plain")
+    out = gsd.generate(target, **inputs, **options, draft_sources=("history",), return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain)
+    # Every step tells what of each sequence was accepted.
+    assert len(learned) == len(asked) == out.stats.steps and any(count > 1 for step in learned for count in step)
+    assert sum(map(sum, learned)) == 60 * batch and max(asked) <= 7
+    assert out.stats.target_rows == batch * sum(asked)
+
+
+def test_tokens_that_were_drawn_are_all_verified(monkeypatch):
+    """Which of them are verified must not depend on what was drawn: the sample would not be exact."""
+    asked, call = [], RowSelector.__call__
+    selector = RowSelector(EdgeModel())
+    monkeypatch.setattr(RowSelector, "__call__", lambda self, *arguments: asked.append(1) or call(self, *arguments))
+    target = models.tiny()
+    options = {"assistant_model": models.noised(target, 0.1), "do_sample": True, "max_new_tokens": 24}
+    use = Session.use
+    monkeypatch.setattr(Session, "use", lambda self, plan: use(self, plan._replace(rows=selector)))
+    gsd.generate(target, **models.prompts(1, 8), **options, criterion="speculative")
+    assert not asked
+    gsd.generate(target, **models.prompts(1, 8), **options)
+    assert asked
+
+
+# Recorded choices.
+
+RECORDED = Path(__file__).with_name("replay.json")
+ROWS = np.array([1.0, 2.0, 5.0, 8.0, 12.0, 32.0, 128.0])
+AGREES = 1e-4  # relative: another machine's libraries round otherwise
+
+
+def replay(machine: str, batch: int, told: bool = True) -> dict[str, Any]:
+    """Four texts of one pair, the third of another process, on a machine that is five times as slow now and then."""
+    known, choices = experience(machine), []
+    world, slow = World(MACHINES[machine][0], batch=batch), np.random.default_rng(1)
+    world.slow, world.told = lambda number: 5.0 if slow.random() < 0.05 else 1.0, told
+    for number, text in enumerate((USUAL, HOPELESS, EASY, USUAL)):
+        if number == 2:
+            again = experience(machine)
+            again.costs.load(known.costs.as_dict())
+            again.load(known.as_dict())
+            known = again
+        world.text = text
+        policy = LearningPolicy(known, batch=batch, prefix=(200, 700)[number % 2], reads_prompt=number % 2 == 1)
+        for _ in range(60):
+            choices.append(f"{policy.names[policy.current]}" if policy.selector is None else "")
+            choices[-1] += f":{world.step(policy)}"
+        policy.end()
+    figures = [*policy.tokens, *policy.seconds, *known.means, *known.waits, *known.costs.target_std(ROWS)]
+    figures += [*known.costs.target_seconds(ROWS, policy.cached), *known.edges.posterior.weights.tolist()]
+    told_choices = " ".join(f"{choice}*{len(list(some))}" for choice, some in groupby(choices))
+    return {"choices": told_choices, "figures": [float(f"{value:.8g}") for value in figures]}
+
+
+REPLAYS = {
+    "shapes, float32": ("float32", 1),
+    "shapes, no AMX, batch 3": ("no AMX", 3),
+    "shapes, GPU": ("GPU", 1),
+    "shapes, bfloat16, no times": ("bfloat16", 1, False),
+    "rows, steep": ("rows, steep", 1),
+    "rows, no AMX, batch 2": ("rows, no AMX", 2),
+}
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+def test_choices_and_what_is_learned_are_those_that_were_recorded(name):
+    recorded, found = json.loads(RECORDED.read_text())[name], replay(*REPLAYS[name])
+    assert found["choices"] == recorded["choices"]
+    assert found["figures"] == pytest.approx(recorded["figures"], rel=AGREES, abs=1e-9)
+
+
+if __name__ == "__main__":
+    lines = (f"{json.dumps(name)}: {json.dumps(replay(*each))}" for name, each in REPLAYS.items())
+    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
