@@ -65,19 +65,19 @@ struct FeedArgs {
   const int32_t* slots;      // [R] or null
   const int32_t* kv_len;     // [1]
   const int32_t* kv_start;   // [1]
+  int32_t* node_depths;      // [N'] or null; those of the rows' slots are written
   Integer* ids;              // [R]; 0 for what is not in the vocabulary
   Integer* places;           // [R], in the cache
   Integer* positions;        // [R], in the text
   int32_t* row_depths;       // [R], less the shift
   int32_t* after;            // [R], index in the text of the token after each row
-  int32_t* node_depths;      // [N'] or null; those of the rows' slots are written
 
   GSD_HD FeedArgs at(const FeedSizes& s, int64_t b) const {
     const int64_t r = b * s.rows;
     return {token_ids + r,  depths + r,     slots != nullptr ? slots + r : nullptr,
-            kv_len + b,     kv_start + b,   ids + r,
-            places + r,     positions + r,  row_depths + r,
-            after + r,      node_depths != nullptr ? node_depths + b * s.nodes : nullptr};
+            kv_len + b,     kv_start + b,   node_depths != nullptr ? node_depths + b * s.nodes : nullptr,
+            ids + r,        places + r,     positions + r,
+            row_depths + r, after + r};
   }
 };
 

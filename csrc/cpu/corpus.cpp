@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kRowsPerThread = 16;  // microseconds each
 
 void recall(const CorpusCall& call) {
-  torch::stable::parallel_for(0, call.rows, kRowsPerThread, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, call.batch * call.sizes.frontier, kRowsPerThread, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) corpus_recall_row(call.args, call.sizes, row);
   });
 }
@@ -20,5 +20,5 @@ void recall(const CorpusCall& call) {
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("corpus_recall", TORCH_BOX((&gsd::Op<gsd::prepare_corpus, gsd::recall>::call)));
+  m.impl("corpus_recall", gsd::Op<gsd::kCorpus, gsd::prepare_corpus, gsd::recall>::boxed);
 }

@@ -227,6 +227,6 @@ void feature_rows(const FeatureCall& call) {
 
 GSD_OPS(CPU, m) {
   using namespace gsd;
-  m.impl("decoder_rows", TORCH_BOX((&Op<decoder_call<DecoderCall>, decoder_rows>::call)));
-  m.impl("feature_rows", TORCH_BOX((&Op<feature_call<FeatureCall>, feature_rows>::call)));
+  m.impl("decoder_rows", TORCH_BOX((&TypedOp<decoder_call<DecoderCall>, decoder_rows>::call)));
+  m.impl("feature_rows", TORCH_BOX((&TypedOp<feature_call<FeatureCall>, feature_rows>::call)));
 }

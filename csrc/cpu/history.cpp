@@ -9,11 +9,11 @@ namespace gsd {
 namespace {
 
 void answer(const HistoryCall& call) {
-  const NgramSizes& sizes = call.recall.sizes;
-  for_each_sequence(call.recall.batch, HistoryArena::bytes(), [&](int64_t b, char* arena) {
+  const NgramSizes& sizes = call.sizes;
+  for_each_sequence(call.batch, HistoryArena::bytes(), [&](int64_t b, char* arena) {
     SerialGroup group;
-    const NgramRecallArgs asked = call.first.asked.at(sizes, b);
-    const HistoryArgs known = call.first.history.at(sizes, b, asked.graph_nodes);
+    const NgramRecallArgs asked = call.args.asked.at(sizes, b);
+    const HistoryArgs known = call.args.history.at(sizes, b, asked.graph_nodes);
     for (int row = 0; row < sizes.rows; row++) recall_history(group, asked, known, sizes, row, 1, arena);
   });
 }
@@ -29,6 +29,6 @@ void follow(const FollowCall& call) {
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("history_recall", TORCH_BOX((&gsd::Op<gsd::prepare_history, gsd::answer>::call)));
-  m.impl("history_append", TORCH_BOX((&gsd::Op<gsd::prepare_follow, gsd::follow>::call)));
+  m.impl("history_recall", gsd::Op<gsd::kHistoryRecall, gsd::prepare_history, gsd::answer>::boxed);
+  m.impl("history_append", gsd::Op<gsd::kHistoryAppend, gsd::prepare_follow, gsd::follow>::boxed);
 }

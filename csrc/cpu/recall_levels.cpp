@@ -30,5 +30,5 @@ void grow(const LevelsCall& call) {
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("recall_levels", TORCH_BOX((&gsd::Op<gsd::prepare_levels, gsd::grow>::call)));
+  m.impl("recall_levels", gsd::Op<gsd::kLevels, gsd::prepare_levels, gsd::grow>::boxed);
 }

@@ -24,14 +24,8 @@ void feed(const FeedCall<Integer>& call) {
   for (int64_t b = 0; b < call.batch; b++) place_rows(group, call.args.at(call.sizes, b), call.sizes);
 }
 
-FeedOutputs feed_rows(const Tensor& token_ids, const Tensor& depths, const MaybeTensor& slots,
-                      const Tensor& kv_len, const Tensor& kv_start, const MaybeTensor& node_depths,
-                      int64_t first_slot, int64_t shift, int64_t vocab, bool wide) {
-  using Wide = Op<prepare_feed<int64_t>, feed<int64_t>>;
-  using Narrow = Op<prepare_feed<int32_t>, feed<int32_t>>;
-  return wide ? Wide::call(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab)
-              : Narrow::call(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab);
-}
+using FeedRows = OfWidth<Op<kFeed, prepare_feed<int64_t>, feed<int64_t>>,
+                         Op<kFeed, prepare_feed<int32_t>, feed<int32_t>>>;
 
 void feed_chain(const ChainCall& call) {
   SerialGroup group;
@@ -64,9 +58,9 @@ void commit_text(const TextCall& call) {
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("start_graph", TORCH_BOX((&gsd::Op<gsd::prepare_start, gsd::start_graph>::call)));
-  m.impl("feed_rows", TORCH_BOX(&gsd::feed_rows));
-  m.impl("feed_chain", TORCH_BOX((&gsd::Op<gsd::prepare_chain, gsd::feed_chain>::call)));
-  m.impl("accepted_path", TORCH_BOX((&gsd::Op<gsd::prepare_path, gsd::accepted_path>::call)));
-  m.impl("commit_text", TORCH_BOX((&gsd::Op<gsd::prepare_text, gsd::commit_text>::call)));
+  m.impl("start_graph", gsd::Op<gsd::kStart, gsd::prepare_start, gsd::start_graph>::boxed);
+  m.impl("feed_rows", gsd::FeedRows::boxed);
+  m.impl("feed_chain", gsd::Op<gsd::kChain, gsd::prepare_chain, gsd::feed_chain>::boxed);
+  m.impl("accepted_path", gsd::Op<gsd::kPath, gsd::prepare_path, gsd::accepted_path>::boxed);
+  m.impl("commit_text", gsd::Op<gsd::kText, gsd::prepare_text, gsd::commit_text>::boxed);
 }

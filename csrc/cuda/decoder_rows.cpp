@@ -47,6 +47,6 @@ extern "C" __attribute__((visibility("default"))) void gsd_force_rows(int overla
 
 GSD_OPS(CUDA, m) {
   using namespace gsd;
-  m.impl("decoder_rows", TORCH_BOX((&LaunchedOp<decoder_call<RowsCall>, launch_rows>::call)));
-  m.impl("feature_rows", TORCH_BOX((&LaunchedOp<feature_call<RowsCall>, launch_rows>::call)));
+  m.impl("decoder_rows", TORCH_BOX((&TypedLaunchedOp<decoder_call<RowsCall>, launch_rows>::call)));
+  m.impl("feature_rows", TORCH_BOX((&TypedLaunchedOp<feature_call<RowsCall>, launch_rows>::call)));
 }

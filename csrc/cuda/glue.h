@@ -73,24 +73,43 @@ inline void find_tensor(const Tensor& t, const Tensor** found) {
 template <class Other>
 void find_tensor(const Other&, const Tensor**) {}
 
-// An op from its halves (see torch_ops/op.h), the second one a launch on the current stream of its tensors' device.
+// Launches a call on the current stream of its tensors' device.
+template <auto launch, class Call>
+void launch_on(const Tensor& on, const Call& call) {
+  void* stream = current_stream(on);
+  if constexpr (std::is_invocable_v<decltype(launch), const Call&, void*>) {
+    check_launch(launch(call, stream));
+  } else {  // as most of launch.h: arguments, sizes and a number of sequences or rows
+    check_launch(launch(call.args, call.sizes, call.batch, stream));
+  }
+}
+
+// Ops from their halves (see torch_ops/op.h), the second one a launch.
+template <auto line, auto prepare, auto launch>
+struct LaunchedOp {
+  static void boxed(StableIValue* stack, uint64_t, uint64_t) {
+    static const Line parsed(line);
+    Arguments arguments(parsed, stack);
+    const Tensor& on = arguments.first();
+    for (const MaybeTensor& t : arguments.tensors) check_on(on, t);
+    const DeviceGuard guard(on.get_device_index());
+    launch_on<launch>(on, prepare(arguments));
+    arguments.give(stack);
+  }
+};
+
 template <auto prepare, auto launch>
-struct LaunchedOp;
+struct TypedLaunchedOp;
 
 template <class Call, class... Arguments, Call (*prepare)(Arguments...), auto launch>
-struct LaunchedOp<prepare, launch> {
+struct TypedLaunchedOp<prepare, launch> {
   static auto call(Arguments... arguments) {
     const Tensor* on = nullptr;
     (find_tensor(arguments, &on), ...);
     (check_on(*on, arguments), ...);
     const DeviceGuard guard(on->get_device_index());
     const Call call = prepare(arguments...);
-    void* stream = current_stream(*on);
-    if constexpr (std::is_invocable_v<decltype(launch), const Call&, void*>) {
-      check_launch(launch(call, stream));
-    } else {  // as most of launch.h: arguments, sizes and a number of sequences or rows
-      check_launch(launch(call.args, call.sizes, call.batch, stream));
-    }
+    launch_on<launch>(*on, call);
     return outputs_of(call, 0);
   }
 };

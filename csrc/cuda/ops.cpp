@@ -23,10 +23,6 @@ int launch_feed_of(const FeedArgs<Integer>& args, const FeedSizes& sizes, int64_
 
 int launch_perturbation(const PerturbCall& call, void* stream) { return launch_perturb(call.args, call.rows, stream); }
 
-int launch_recollection(const HistoryCall& call, void* stream) {
-  return launch_history_recall(call.first, call.recall.sizes, call.recall.batch, stream);
-}
-
 int launch_learning(const LearnCall& call, void* stream) { return launch_learn(call.args, call.sizes, stream); }
 
 bool same_geometry(const CacheTensor& a, const CacheTensor& b) {
@@ -180,14 +176,8 @@ Tensor warped_log_probs(const Tensor& logits, double temperature, int64_t top_k,
   return log_probs;
 }
 
-FeedOutputs feed_rows(const Tensor& token_ids, const Tensor& depths, const MaybeTensor& slots,
-                      const Tensor& kv_len, const Tensor& kv_start, const MaybeTensor& node_depths,
-                      int64_t first_slot, int64_t shift, int64_t vocab, bool wide) {
-  using Wide = LaunchedOp<prepare_feed<int64_t>, launch_feed_of<int64_t>>;
-  using Narrow = LaunchedOp<prepare_feed<int32_t>, launch_feed_of<int32_t>>;
-  return wide ? Wide::call(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab)
-              : Narrow::call(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab);
-}
+using FeedRows = OfWidth<LaunchedOp<kFeed, prepare_feed<int64_t>, launch_feed_of<int64_t>>,
+                         LaunchedOp<kFeed, prepare_feed<int32_t>, launch_feed_of<int32_t>>>;
 
 std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                          const Tensor& ancestor_mask, const Tensor& kv_len,
@@ -222,25 +212,25 @@ extern "C" __attribute__((used, visibility("default"))) const char* gsd_architec
 
 GSD_OPS(CUDA, m) {
   using namespace gsd;
-  m.impl("merge", TORCH_BOX((&LaunchedOp<prepare_merge, launch_merge>::call)));
-  m.impl("flatten", TORCH_BOX((&LaunchedOp<prepare_flatten, launch_flatten>::call)));
-  m.impl("verify", TORCH_BOX((&LaunchedOp<prepare_verify, launch_verify>::call)));
+  m.impl("merge", LaunchedOp<kMerge, prepare_merge, launch_merge>::boxed);
+  m.impl("flatten", LaunchedOp<kFlatten, prepare_flatten, launch_flatten>::boxed);
+  m.impl("verify", LaunchedOp<kVerify, prepare_verify, launch_verify>::boxed);
   m.impl("commit_kv", TORCH_BOX(&commit_kv));
   m.impl("sample_rows", TORCH_BOX(&sample_rows));
   m.impl("draft_candidates", TORCH_BOX(&draft_candidates));
   m.impl("warped_log_probs", TORCH_BOX(&warped_log_probs));
-  m.impl("ngram_insert", TORCH_BOX((&LaunchedOp<prepare_ngram_insert, launch_ngram_insert>::call)));
-  m.impl("ngram_lookup", TORCH_BOX((&LaunchedOp<prepare_ngram_lookup, launch_ngram_lookup>::call)));
-  m.impl("perturb_candidates", TORCH_BOX((&LaunchedOp<prepare_perturb, launch_perturbation>::call)));
-  m.impl("mix_candidates", TORCH_BOX((&LaunchedOp<prepare_mix, launch_mix>::call)));
-  m.impl("history_recall", TORCH_BOX((&LaunchedOp<prepare_history, launch_recollection>::call)));
-  m.impl("recall_levels", TORCH_BOX((&LaunchedOp<prepare_levels, launch_levels>::call)));
-  m.impl("history_append", TORCH_BOX((&LaunchedOp<prepare_follow, launch_history_append>::call)));
-  m.impl("learn_source", TORCH_BOX((&LaunchedOp<prepare_learn, launch_learning>::call)));
-  m.impl("start_graph", TORCH_BOX((&LaunchedOp<prepare_start, launch_start>::call)));
-  m.impl("feed_rows", TORCH_BOX(&feed_rows));
-  m.impl("feed_chain", TORCH_BOX((&LaunchedOp<prepare_chain, launch_chain>::call)));
-  m.impl("accepted_path", TORCH_BOX((&LaunchedOp<prepare_path, launch_path>::call)));
-  m.impl("commit_text", TORCH_BOX((&LaunchedOp<prepare_text, launch_text>::call)));
+  m.impl("ngram_insert", LaunchedOp<kNgramInsert, prepare_ngram_insert, launch_ngram_insert>::boxed);
+  m.impl("ngram_lookup", LaunchedOp<kNgramLookup, prepare_ngram_lookup, launch_ngram_lookup>::boxed);
+  m.impl("perturb_candidates", LaunchedOp<kPerturb, prepare_perturb, launch_perturbation>::boxed);
+  m.impl("mix_candidates", LaunchedOp<kMix, prepare_mix, launch_mix>::boxed);
+  m.impl("history_recall", LaunchedOp<kHistoryRecall, prepare_history, launch_history_recall>::boxed);
+  m.impl("recall_levels", LaunchedOp<kLevels, prepare_levels, launch_levels>::boxed);
+  m.impl("history_append", LaunchedOp<kHistoryAppend, prepare_follow, launch_history_append>::boxed);
+  m.impl("learn_source", TORCH_BOX((&TypedLaunchedOp<prepare_learn, launch_learning>::call)));
+  m.impl("start_graph", LaunchedOp<kStart, prepare_start, launch_start>::boxed);
+  m.impl("feed_rows", FeedRows::boxed);
+  m.impl("feed_chain", LaunchedOp<kChain, prepare_chain, launch_chain>::boxed);
+  m.impl("accepted_path", LaunchedOp<kPath, prepare_path, launch_path>::boxed);
+  m.impl("commit_text", LaunchedOp<kText, prepare_text, launch_text>::boxed);
   m.impl("dag_attention", TORCH_BOX(&dag_attention));
 }

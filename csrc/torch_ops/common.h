@@ -1,6 +1,6 @@
-// Checks and accessors that the headers of this folder share. In each of those, the tensors of an op are checked and
-// unpacked to the plain structs of csrc/algorithms, and its outputs allocated: for the CPU and for the CUDA library.
-// Schemas are declared in the ops' rows, gsd_kernels/ops/*/api.py.
+// Checks and accessors that the headers of this folder share. In each of those, the tensors of an op are checked (by a
+// line that says their shapes, arguments.h) and unpacked to the plain structs of csrc/algorithms, and its outputs
+// allocated: for the CPU and for the CUDA library. Schemas are declared in the ops' rows, gsd_kernels/ops/*/api.py.
 //
 // Only LibTorch's stable ABI is used (oldest torch served: TORCH_TARGET_VERSION, set by setup.py), so that one wheel
 // serves every torch from there on.
@@ -12,11 +12,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include <array>
 #include <initializer_list>
 #include <optional>
-#include <tuple>
-#include <utility>
 #include <vector>
 
 namespace gsd {
@@ -82,47 +79,5 @@ template <class T>
 Tensor fresh(const Tensor& like, std::initializer_list<int64_t> shape) {
   return torch::stable::new_empty(like, shape, torch::headeronly::CppTypeToScalarType<T>::value);
 }
-
-// What an op of several results returns. Each is allocated where its pointer is asked for, in their order.
-template <size_t n>
-class Fresh {
- public:
-  using Results = decltype(std::tuple_cat(std::declval<std::array<Tensor, n>>()));
-
-  explicit Fresh(const Tensor& like) : like_(like) { made_.reserve(n); }
-
-  template <class T>
-  T* of(std::initializer_list<int64_t> shape) {
-    made_.push_back(fresh<T>(like_, shape));
-    return written<T>(made_.back());
-  }
-
-  Results results() const { return all(std::make_index_sequence<n>()); }
-
- private:
-  template <size_t... i>
-  Results all(std::index_sequence<i...>) const {
-    return Results{made_[i]...};
-  }
-
-  Tensor like_;
-  Tensors made_;
-};
-
-// A call of an op that works on every sequence by itself.
-template <class Sizes, class Args, size_t n = 0>
-struct Call {
-  Sizes sizes;
-  Args args;  // of the first sequence
-  int64_t batch;
-  typename Fresh<n>::Results outputs;
-};
-
-template <class Sizes, class Args>
-struct Call<Sizes, Args, 0> {
-  Sizes sizes;
-  Args args;
-  int64_t batch;
-};
 
 }  // namespace gsd

@@ -2,44 +2,24 @@
 #pragma once
 
 #include "../algorithms/corpus.h"
-#include "common.h"
+#include "op.h"
 
 namespace gsd {
 
-struct CorpusCall {
-  CorpusSizes sizes;
-  CorpusArgs args;
-  int64_t rows;  // B·W
-  Fresh<3>::Results outputs;
-};
+inline constexpr char kCorpus[] =
+    "text[T] order[E] following[E] token_ids[B,N] parents[B,N] tokens[B,S] out_len[B] kv_start[B] frontier[B,W] "
+    "branch=K vocab=V -> [B,W,K] [B,W,K] [B,W]";
 
-inline CorpusCall prepare_corpus(const Tensor& text, const Tensor& order, const Tensor& following,
-                                 const Tensor& token_ids, const Tensor& parents, const Tensor& tokens,
-                                 const Tensor& out_len, const Tensor& kv_start, const Tensor& frontier, int64_t branch,
-                                 int64_t vocab) {
-  const int32_t* entries = read<int32_t>("order", order, {kAny});
-  const int32_t* drafted = read<int32_t>("token_ids", token_ids, {kAny, kAny});
-  const int64_t batch = token_ids.size(0), nodes = token_ids.size(1);
-  const int32_t* asked = read<int32_t>("frontier", frontier, {batch, kAny});
+using CorpusCall = Call<CorpusSizes, CorpusArgs>;
+
+inline CorpusCall prepare_corpus(Arguments& in) {
   constexpr int64_t kMost = 1 << 30;
-  STD_TORCH_CHECK(branch >= 0 && branch <= kCorpusTokens, "branch: expected 0 ... ", kCorpusTokens, ", got ", branch);
-  STD_TORCH_CHECK(vocab >= 1 && vocab < kMost && nodes < kMost, "vocab: expected a vocabulary size, got ", vocab);
-  const int64_t width = frontier.size(1);
-  Fresh<3> found(frontier);
-  const CorpusArgs args{{read<int32_t>("text", text, {kAny}), entries,
-                         read<int32_t>("following", following, {order.size(0)}), text.size(0), order.size(0)},
-                        drafted,
-                        read<int32_t>("parents", parents, {batch, nodes}),
-                        read<int64_t>("tokens", tokens, {batch, kAny}),
-                        read<int32_t>("out_len", out_len, {batch}),
-                        read<int32_t>("kv_start", kv_start, {batch}),
-                        asked,
-                        found.of<int32_t>({batch, width, branch}),
-                        found.of<float>({batch, width, branch}),
-                        found.of<int32_t>({batch, width})};
-  const CorpusSizes sizes{narrow(nodes), narrow(width), narrow(branch),
-                          narrow(vocab), tokens.size(1)};
-  return {sizes, args, batch * width, found.results()};
+  STD_TORCH_CHECK(in['K'] >= 0 && in['K'] <= kCorpusTokens, "branch: expected 0 ... ", kCorpusTokens, ", got ", in['K']);
+  STD_TORCH_CHECK(in['V'] >= 1 && in['V'] < kMost && in['N'] < kMost, "vocab: expected a vocabulary size, got ", in['V']);
+  const CorpusIndex index{in.next(), in.next(), in.next(), in['T'], in['E']};
+  const CorpusArgs args{index,     in.next(), in.next(), in.next(), in.next(),
+                        in.next(), in.next(), in.next(), in.next(), in.next()};
+  return {{in.size('N'), in.size('W'), in.size('K'), in.size('V'), in['S']}, args, in['B']};
 }
 
 }  // namespace gsd

@@ -7,117 +7,96 @@
 
 namespace gsd {
 
-// What steps write, the first ten.
-struct FollowedTensors {
-  NgramTensors table;
-  CopyIndex copies;
-  int32_t* runners;
-  float* runner_log_probs;
-  int32_t* emitted;
-  int num_runners;
+// What steps write.
+#define GSD_FOLLOWED                                                                                               \
+  GSD_TABLE                                                                                                        \
+  "text[B,S] length[B] heads[B,H] previous[B,S] runners[B,G] runner_log_probs[B,G] emitted[B] "
+#define GSD_HISTORY                                                                                                \
+  "history{ " GSD_FOLLOWED                                                                                         \
+  "weights[Y] learned_keys?[1,D] learned_tokens?[1,D,E] learned_log_probs?[1,D,E] } "
+// Tokens of the longest context and entries of a set: of the text's table, and of what was learned.
+#define GSD_HISTORY_SIZES "sizes=mwno "
 
-  static FollowedTensors of(const Tensors& t) {
-    FollowedTensors f{NgramTensors::of(t[0], t[1], t[2]), {}, nullptr, nullptr, nullptr, 0};
-    const int64_t batch = f.table.batch;
-    f.copies = copies_of(t[3], t[4], t[5], t[6], batch);
-    f.runners = written<int32_t>("runners", t[7], {batch, kAny});
-    const int64_t runners = t[7].size(1);
-    STD_TORCH_CHECK(runners <= kRemembered, "runners: expected at most ", kRemembered, ", got ", runners);
-    f.runner_log_probs = written<float>("runner_log_probs", t[8], {batch, runners});
-    f.emitted = written<int32_t>("emitted", t[9], {batch});
-    f.num_runners = narrow(runners);
-    return f;
-  }
-
-  static CopyIndex copies_of(const Tensor& text, const Tensor& length, const Tensor& heads, const Tensor& previous,
-                             int64_t batch) {
-    int32_t* const tokens = written<int32_t>("text", text, {batch, kAny});
-    int32_t* const firsts = written<int32_t>("heads", heads, {batch, kAny});
-    const int64_t room = text.size(1), hashes = heads.size(1);
-    constexpr int64_t kMost = 1 << 30;
-    STD_TORCH_CHECK(room < kMost, "text: too long, ", room);
-    STD_TORCH_CHECK(hashes >= 1 && hashes < kMost && (hashes & (hashes - 1)) == 0,
-                    "heads: expected a power of two of hashes, got ", hashes);
-    return {tokens,       written<int32_t>("length", length, {batch}), firsts,
-            written<int32_t>("previous", previous, {batch, room}), narrow(room), narrow(hashes)};
-  }
-};
-
-struct HistoryTensors {
-  NgramTensors table;
-  HistoryArgs args;  // of the first sequence; its parents are the graph's
-
-  // sizes: tokens of the longest context and entries of a set, of the text's table and of what was learned.
-  static HistoryTensors of(const Tensors& t, const std::vector<int64_t>& sizes) {
-    STD_TORCH_CHECK(t.size() == 11 || t.size() == 14, "history: expected 11 tensors, or 14 with what was learned, got ",
-                    t.size());
-    STD_TORCH_CHECK(sizes.size() == 4, "sizes: expected 4, got ", sizes.size());
-    const FollowedTensors text = FollowedTensors::of(t);
-    HistoryTensors h{text.table, {}};
-    h.args.table = h.table.data;
-    h.args.copies = text.copies;
-    h.args.runners = text.runners;
-    h.args.runner_log_probs = text.runner_log_probs;
-    h.args.num_runners = text.num_runners;
-    h.args.emitted = text.emitted;
-    h.args.weights = read<double>("weights", t[10], {kHistoryWeights});
-    if (t.size() == 11) return h;
-    const NgramTensors learned = NgramTensors::of(t[11], t[12], t[13]);
-    STD_TORCH_CHECK(learned.batch == 1, "learned: expected one table, got ", learned.batch);
-    h.args.learned = learned.data;
-    h.args.learned_sizes = ngram_sizes(learned, 1, kContext + 1, sizes[2], sizes[3]);
-    return h;
-  }
-};
-
-struct HistoryCall {
-  NgramRecallCall recall;
-  HistoryRecall first;  // of the first sequence
-  Fresh<3>::Results outputs;
-};
-
-inline HistoryCall prepare_history(const Tensors& history, const Tensor& token_ids, const Tensor& parents,
-                                   const Tensor& contexts, const Tensor& depths, const Tensor& nodes, int64_t branch,
-                                   const std::vector<int64_t>& sizes, const MaybeTensor& first_pick,
-                                   const MaybeTensor& seed, const MaybeTensor& sequence_ids) {
-  HistoryTensors h = HistoryTensors::of(history, sizes);
-  const NodeTensors graph = NodeTensors::of(token_ids, contexts, depths, h.table.batch);
-  h.args.parents = read<int32_t>("parents", parents, {h.table.batch, graph.nodes});
-  NgramRecallCall recall =
-      prepare_recall(h.table, graph, nodes, branch, sizes[0], sizes[1], first_pick, seed, sequence_ids);
-  const HistoryRecall first{recall.args, h.args};
-  Fresh<3>::Results outputs = recall.outputs;
-  return {std::move(recall), first, std::move(outputs)};
+// Of HistoryArgs and FollowArgs, what both have.
+template <class Args>
+void take_followed(Arguments& in, Args* args) {
+  constexpr int64_t kMost = 1 << 30;
+  const int64_t hashes = in['H'];
+  STD_TORCH_CHECK(in['S'] < kMost, "text: too long, ", in['S']);
+  STD_TORCH_CHECK(hashes >= 1 && hashes < kMost && (hashes & (hashes - 1)) == 0,
+                  "heads: expected a power of two of hashes, got ", hashes);
+  STD_TORCH_CHECK(in['G'] <= kRemembered, "runners: expected at most ", kRemembered, ", got ", in['G']);
+  args->copies = {in.next(), in.next(), in.next(), in.next(), in.size('S'), in.size('H')};
+  args->runners = in.next(), args->runner_log_probs = in.next(), args->emitted = in.next();
+  args->num_runners = in.size('G');
 }
+
+inline HistoryArgs history_of(Arguments& in) {
+  HistoryArgs h{};
+  h.table = table_of(in);
+  take_followed(in, &h);
+  STD_TORCH_CHECK(in['Y'] == kHistoryWeights, "weights: expected size ", kHistoryWeights, ", got ", in['Y']);
+  h.weights = in.next();
+  h.learned = table_of(in);
+  if (in.has("learned_keys")) h.learned_sizes = ngram_sizes(in['D'], in['o'], in['E'], 1, kContext + 1, in['n']);
+  return h;
+}
+
+// What is asked about nodes, without the nodes and where what is found goes: `wanted` candidates of each of `rows` nodes.
+#define GSD_NOISE "first_pick?[B] seed?[] sequence_ids?[B] "
+
+inline NgramSizes recall_sizes(const Arguments& in, int64_t nodes, int64_t rows, int64_t wanted) {
+  STD_TORCH_CHECK(nodes >= 1, "token_ids: expected at least one node");
+  const NgramSizes sizes = ngram_sizes(in['C'], in['w'], in['T'], rows, in['X'], in['m']);
+  STD_TORCH_CHECK(wanted >= 0 && wanted <= sizes.branch, "branch: expected at most ", sizes.branch, ", got ", wanted);
+  return sizes;
+}
+
+inline void take_noise(Arguments& in, NgramRecallArgs* asked) {
+  in.together("first_pick", 3);
+  asked->first_pick = in.next(), asked->seed = in.next(), asked->sequence_ids = in.next();
+}
+
+inline constexpr char kHistoryRecall[] =
+    GSD_HISTORY "token_ids[B,N] parents[B,N] contexts[B,N,X] depths[B,N] nodes[B,R] branch=k " GSD_HISTORY_SIZES GSD_NOISE
+    "-> [B,R,k] [B,R,k] [B,R]";
+
+using HistoryCall = Call<NgramSizes, HistoryRecall>;
+
+inline HistoryCall prepare_history(Arguments& in) {
+  const NgramSizes sizes = recall_sizes(in, in['N'], in['R'], in['k']);
+  HistoryRecall recall{{}, history_of(in)};
+  NgramRecallArgs& a = recall.asked;
+  a.table = recall.history.table;
+  a.token_ids = in.next(), recall.history.parents = in.next(), a.contexts = in.next(), a.depths = in.next();
+  a.nodes = in.next();
+  take_noise(in, &a);
+  a.tokens = in.next(), a.log_probs = in.next(), a.matched = in.next();
+  a.graph_nodes = in.size('N'), a.wanted = in.size('k');
+  return {sizes, recall, in['B']};
+}
+
+// seen: of the tree's rows, the tail, the accepted rows, and the target's likeliest tokens and their log-probabilities;
+// nothing where nothing was drafted.
+inline constexpr char kHistoryAppend[] =
+    "history{ " GSD_FOLLOWED "} tokens[B,P] counts[B] seen{ token_ids?[B,R] parent_rows?[B,R] depths?[B,R] num_rows?[B] "
+    "tail?[B,X] accepted_rows?[B,A] seen_tokens?[B,R,T] log_probs?[B,R,T] } " GSD_HISTORY_SIZES;
 
 using FollowCall = Call<NgramSizes, FollowArgs>;
 
-// seen: of the tree's rows token_ids, parent_rows, depths and num_rows; the tail, the accepted rows, and the target's
-// likeliest tokens and their log-probabilities. Empty where nothing was drafted.
-inline FollowCall prepare_follow(const Tensors& history, const Tensor& tokens, const Tensor& counts, const Tensors& seen,
-                                 const std::vector<int64_t>& sizes) {
-  STD_TORCH_CHECK(history.size() == 10, "history: expected 10 tensors, got ", history.size());
-  STD_TORCH_CHECK(seen.empty() || seen.size() == 8, "seen: expected 8 tensors or none, got ", seen.size());
-  STD_TORCH_CHECK(sizes.size() >= 2, "sizes: expected at least 2, got ", sizes.size());
-  const FollowedTensors text = FollowedTensors::of(history);
-  const int64_t batch = text.table.batch;
-  FollowCall call{{}, {}, batch};
+inline FollowCall prepare_follow(Arguments& in) {
+  FollowCall call{{}, {}, in['B']};
   FollowArgs& a = call.args;
-  a.copies = text.copies;
-  a.runners = text.runners;
-  a.runner_log_probs = text.runner_log_probs;
-  a.emitted = text.emitted;
-  a.num_runners = text.num_runners;
-  a.tokens = read<int32_t>("tokens", tokens, {batch, kAny});
-  a.given = narrow(tokens.size(1));
-  a.counts = read<int32_t>("counts", counts, {batch});
-  if (seen.empty()) return call;
-  const NgramInsertCall insert = prepare_ngram_remember(history[0], history[1], history[2], seen[0], seen[1], seen[2],
-                                                        seen[3], seen[4], seen[6], seen[7], sizes[0], sizes[1]);
-  call.sizes = insert.sizes;
-  a.seen = insert.args;
-  a.accepted_rows = read<int32_t>("accepted_rows", seen[5], {batch, kAny});
-  a.path = narrow(seen[5].size(1));
+  const NgramTable table = table_of(in);
+  take_followed(in, &a);
+  a.tokens = in.next(), a.counts = in.next();
+  a.given = in.size('P');
+  const NgramTree tree{in.next(), in.next(), in.next(), in.next(), in.next()};
+  a.accepted_rows = in.next();
+  if (!in.has("accepted_rows")) return call;
+  call.sizes = ngram_sizes(in);
+  a.seen = {table, nullptr, in.next(), in.next(), nullptr, tree};
+  a.path = in.size('A');
   STD_TORCH_CHECK(a.path >= 1 && call.sizes.rows >= 1, "accepted_rows: expected at least one row");
   return call;
 }

@@ -1,10 +1,35 @@
-// An op from its halves: a function that checks its tensors, unpacks them and allocates its outputs (the prepare_… of
-// this folder's headers), and one that does the work. The op's arguments are those of the former.
+// An op from its halves: a function that picks from arguments that were held against the op's line what the algorithm
+// takes (the prepare_… of this folder's headers), and one that does the work.
 #pragma once
+
+#include "arguments.h"
 
 namespace gsd {
 
-// What an op returns: its call's outputs, or nothing.
+// A call of an op that works on every sequence by itself.
+template <class Sizes, class Args>
+struct Call {
+  Sizes sizes;
+  Args args;  // of the first sequence
+  int64_t batch;
+};
+
+// Without the second half the first one does all.
+template <auto line, auto prepare, auto... perform>
+struct Op {
+  static void boxed(StableIValue* stack, uint64_t, uint64_t) {
+    static const Line parsed(line);
+    Arguments arguments(parsed, stack);
+    if constexpr (sizeof...(perform) == 0) {
+      prepare(arguments);
+    } else {
+      (perform(prepare(arguments)), ...);
+    }
+    arguments.give(stack);
+  }
+};
+
+// What a call returns where there is no line: its outputs, or nothing.
 template <class Call>
 auto outputs_of(const Call& call, int) -> decltype(call.outputs) {
   return call.outputs;
@@ -12,11 +37,12 @@ auto outputs_of(const Call& call, int) -> decltype(call.outputs) {
 template <class Call>
 void outputs_of(const Call&, long) {}
 
+// The same where the op's arguments are those of `prepare`.
 template <auto prepare, auto perform>
-struct Op;
+struct TypedOp;
 
 template <class Call, class... Arguments, Call (*prepare)(Arguments...), auto perform>
-struct Op<prepare, perform> {
+struct TypedOp<prepare, perform> {
   static auto call(Arguments... arguments) {
     const Call call = prepare(arguments...);
     perform(call);

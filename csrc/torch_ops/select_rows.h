@@ -1,26 +1,18 @@
-// The graphs of select_rows and update_edge_model.
+// The graphs of select_rows and update_edge_model; kEdgeFeatures weights.
 #pragma once
 
 #include "../algorithms/select_rows.h"
-#include "common.h"
+#include "flatten.h"
 
 namespace gsd {
 
-struct EdgeCall {
-  EdgeSizes sizes;
-  EdgeGraph graph;
-};
+#define GSD_EDGES "token_ids[B,N] depths[B,N] edge_targets[B,N,K] edge_log_probs[B,N,K] num_accepted[B] "
 
-inline EdgeCall prepare_edges(const Tensor& token_ids, const Tensor& depths, const Tensor& edge_targets,
-                             const Tensor& edge_log_probs, const Tensor& num_accepted) {
-  const int32_t* tokens = read<int32_t>("token_ids", token_ids, {kAny, kAny});
-  const int64_t batch = token_ids.size(0), nodes = token_ids.size(1);
-  const int32_t* targets = read<int32_t>("edge_targets", edge_targets, {batch, nodes, kAny});
-  const int64_t branch = edge_targets.size(2);
-  return {{narrow(batch), narrow(nodes), narrow(branch), 0},
-          {tokens, read<int32_t>("depths", depths, {batch, nodes}), targets,
-           read<float>("edge_log_probs", edge_log_probs, {batch, nodes, branch}),
-           read<int32_t>("num_accepted", num_accepted, {batch})}};
-}
+inline constexpr char kSelectRows[] =
+    GSD_EDGES "weights[7] seconds?[S] row_bonus=b max_rows=R max_path=D " GSD_ROWS;
+inline constexpr char kUpdateEdges[] =
+    GSD_EDGES "nodes[B,P] picked[B,P] weights[7] covariance[7,7] prior[7] process_noise=q -> [7] [7,7]";
+
+static_assert(kEdgeFeatures == 7);
 
 }  // namespace gsd

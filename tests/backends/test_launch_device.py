@@ -95,7 +95,7 @@ def test_compiled_operators_switch_too():
     """Read in the source: the stable ABI has no dispatch key that would do it for them."""
     files = ("ops.cpp", "decoder_rows.cpp", "glue.h")
     sources = [(Path(__file__).parents[2] / "csrc/cuda" / file).read_text() for file in files]
-    made = [re.findall(r'm\.impl\("\w+", TORCH_BOX\(\(&LaunchedOp<', text) for text in sources]
+    made = [re.findall(r'm\.impl\("\w+", (?:(?:TORCH_BOX\(\(&Typed)?LaunchedOp<|FeedRows::)', text) for text in sources]
     named = [
         (name, text)
         for text in sources
@@ -104,11 +104,11 @@ def test_compiled_operators_switch_too():
     assert len(made[0]) > 10 and len(made[1]) == 2 and named
     assert sum(text.count("m.impl(") for text in sources) == sum(map(len, made)) + len(named)
     bodies = {name: source[re.search(rf" {name}\((const|Tensor|int64_t)", source).start() :] for name, source in named}
-    bodies["LaunchedOp"] = sources[2][sources[2].index("struct LaunchedOp<") :]
+    bodies |= {name: sources[2][sources[2].index(f"struct {name}") :] for name in ("LaunchedOp {", "TypedLaunchedOp<")}
     for name, body in bodies.items():
         body = body.partition("\n}")[0]
-        launch = re.search(r"current_stream\(|\bpick\(|\blaunch_rows\(|Wide::call", body)
-        assert launch and (0 < body.find("const DeviceGuard guard(") < launch.start() or "Wide::call" in body), name
+        launch = re.search(r"current_stream\(|\bpick\(|\blaunch_rows\(|\blaunch_on<", body)
+        assert launch and 0 < body.find("const DeviceGuard guard(") < launch.start(), name
 
 
 class Zeros:

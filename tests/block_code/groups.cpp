@@ -176,9 +176,9 @@ bool step(Case& c) {
                       c.out<int32_t>(kRows), c.out<int32_t>(1), c.filled(3, int64_t{5}), nodes, g.parents, g.num_nodes,
                       g.num_merges};
   const StartArgs started{g, tokens, out_len, start, c.out<int32_t>(1)};
-  const FeedArgs<int64_t> fed{rows, c.counts(kRows, 1, 6), nullptr, out_len, start, c.out<int64_t>(kRows),
-                              c.out<int64_t>(kRows), c.out<int64_t>(kRows), c.out<int32_t>(kRows), c.out<int32_t>(kRows),
-                              c.out<int32_t>(kRows + 3)};
+  const FeedArgs<int64_t> fed{rows, c.counts(kRows, 1, 6), nullptr, out_len, start, c.out<int32_t>(kRows + 3),
+                              c.out<int64_t>(kRows), c.out<int64_t>(kRows), c.out<int64_t>(kRows), c.out<int32_t>(kRows),
+                              c.out<int32_t>(kRows)};
   const ChainArgs chain{tokens, out_len, c.counts(1, 0, 20), c.out<int32_t>(1), c.out<int32_t>(kRows), c.out<int32_t>(kRows),
                         c.out<int32_t>(kRows), c.out<int32_t>(kRows * words_for(kRows)), c.out<int32_t>(kRows)};
   const bool agreed = c.agrees(0, [&](auto& group, char*) {

@@ -47,7 +47,7 @@ ALL_OR_NONE = "expected all or none"
 #: By operator: arguments, what is in their place (or what they become), and the words of the error.
 REFUSED: dict[str, list[tuple[str, Any, str]]] = {
     "merge": [
-        ("graph", none, "graph: expected the 11 tensors of a TokenGraph, got 0"),
+        ("graph", none, "graph: expected 11 tensors, got 0"),
         ("cand_tokens", filled(0, 2, 2, 2), "cand_tokens: expected size"),
         ("merge_context", 9, "merge_context"),
     ],
@@ -76,7 +76,7 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
     ],
     "ngram_lookup": [
         ("max_context", 9, "contexts: expected at least 9"),
-        ("keys", filled(0, 2, 31, dtype=torch.int64), "keys: expected a power of two"),
+        ("keys table_tokens table_log_probs", lambda t: t[:, :31].contiguous(), "keys: expected a power of two"),
     ],
     "perturb_candidates": [("positions", filled(0, 2, 4), "positions: expected size")],
     "start_graph": [
@@ -96,7 +96,7 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
         ("cached", filled(30, 3), "end: expected 30 ... 40"),
     ],
     "accepted_path": [
-        ("accepted_rows", lambda t: t[:1], "token_ids: expected size"),
+        ("accepted_rows", lambda t: t[:1], "num_accepted: expected size"),
         ("node_ids", filled(0, 3, 3), "node_ids: expected size"),
     ],
     "commit_text": [
@@ -113,7 +113,7 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
         ("first_tokens", lambda levels: [filled(0, 1), *levels[1:]], "first_tokens"),
     ],
     "history_recall": [
-        ("history", KNOWN["usual"].build()[0].tensors()[:10], "history: expected 11 tensors, or 14"),
+        ("history", KNOWN["usual"].build()[0].tensors()[:10], "history: expected 14 or 11 tensors, got 10"),
         ("parents", filled(0, 2, 1), "parents: expected size"),
         ("nodes", Tensor.float, "nodes: wrong dtype"),
         ("nodes", filled(0, 3, 1), "nodes: expected size 2"),
@@ -124,10 +124,10 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
     "history_append": [
         ("history", KNOWN["usual"].build()[0].tensors(), "history: expected 10 tensors, got 11"),
         ("counts", filled(0, 3), "counts: expected size"),
-        ("seen", [torch.zeros(2)], "seen: expected 8 tensors or none, got 1"),
+        ("seen", [torch.zeros(2)], "seen: expected 8 or 0 tensors, got 1"),
     ],
     "recall_levels": [
-        ("graph", graph_of_one(), "keys: expected 1 sequences, got 2"),
+        ("graph", graph_of_one(), "token_ids: expected size 2"),
         ("frontier", Tensor.float, "frontier"),
         ("frontier", filled(99, 2, 1), "frontier: node 99 of"),
         ("frontier", filled(0, 2, 5), "width: expected at least the frontier's 5"),
