@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCAB, endless, noised
+from models import VOCAB, endless, noised, prompts, tiny
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
+from gsd_kernels_hf.policy.learning import LearningPolicy
+from gsd_kernels_hf.policy.shapes import ladder
 
 CHAIN = GraphConfig.preset("chain", depth=3)
 TREE = GraphConfig(depth=3, width=2, branch=2, max_rows=8, merge_context=-1)
@@ -23,6 +26,8 @@ GRAPH = GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=2)
 FREE = GraphConfig(depth=0, branch=2, max_rows=8, history_depth=3)
 SOURCES = ("plain", "model", "graph", "layer_skip", "heads", "history", "auto")
 OF_MANY = ("model", "layer_skip", "heads", "auto")  # run where many cases do
+GRAPHS = 4  # of a drafting step: what is drafted, the target, the commit, what sources learn
+CAPTURED = ("plain", "chain", "tree", "graph", "layer_skip", "heads")
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seed": 5}
 
@@ -46,6 +51,31 @@ def sources(name: str, target: PreTrainedModel, draft: PreTrainedModel) -> dict[
         draft.double()
     shapes = {"chain": CHAIN, "tree": TREE, "model": TREE, "graph": GRAPH, "auto": "auto"}
     return {"assistant_model": draft, "graph_config": shapes[name]}
+
+
+def text(models: tuple[PreTrainedModel, PreTrainedModel], name: str, rows: int = 2, **options: Any) -> Any:
+    """A text of one of :data:`CAPTURED`."""
+    options = {"max_new_tokens": 24, "pad_token_id": 0, **sources(name, *models), **options}
+    inputs = {key: value.to(models[0].device) for key, value in prompts(rows, 9).items()}
+    return gsd.generate(models[0], **inputs, **options)
+
+
+def on_a_gpu():
+    """A pair that lies there."""
+    target = tiny(dtype=torch.float32)
+    draft = noised(target)
+    return target.cuda(), draft.cuda()
+
+
+def drafting(device="cpu"):
+    """The drafting shapes of a ladder."""
+    return [shape for shape in ladder(device, with_model=True).values() if shape.depth]
+
+
+def in_turns(monkeypatch, *shapes):
+    """Let ``"auto"`` take these, one a step."""
+    taken = itertools.cycle(shapes)
+    monkeypatch.setattr(LearningPolicy, "shape", lambda self: next(taken))
 
 
 def words(batch: int, length: int, seed: int) -> Tensor:

@@ -14,8 +14,22 @@ import chats
 import fake_cuda
 import pytest
 import torch
-from chats import GRAPH, SAMPLED, Reads, ask, expected, pair, patched, sources, words
-from engine.capturing import CAPTURED, GRAPHS, drafting, in_turns, text
+from chats import (
+    CAPTURED,
+    GRAPH,
+    GRAPHS,
+    SAMPLED,
+    Reads,
+    ask,
+    drafting,
+    expected,
+    in_turns,
+    pair,
+    patched,
+    sources,
+    text,
+    words,
+)
 from models import noised
 from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3
 

@@ -1,22 +1,33 @@
-"""``patch`` and ``unpatch``: every way to the model's own generate, and back."""
+"""``patch`` and ``unpatch``: every way to the model's own generate, and back; what it alone serves it still does."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
+import logging
 import os
 import signal
 import threading
 from contextlib import ExitStack
+from dataclasses import fields
+from typing import get_args, get_type_hints
 
 import models
 import pytest
 import torch
 import transformers
+from transformers import DynamicCache, GenerationConfig
 
+import gsd_kernels
 import gsd_kernels as gsd
-from gsd_kernels_hf import locks
+from gsd_kernels.config import AUTO, PLAIN, PRESETS, GraphName
+from gsd_kernels_hf import locks, validate
+from gsd_kernels_hf.engine.arguments import GenerateArguments, OptionArguments
+from gsd_kernels_hf.engine.options import Options
+from gsd_kernels_hf.model.properties import cache_argument
+from gsd_kernels_hf.validate.options import CONFIG_FIELDS, GENERATE_PARAMETERS, HONOURED
 
 torch.set_num_threads(1)
 
@@ -231,3 +242,215 @@ def test_no_lock_of_another_thread_is_held_in_a_child():
         over.set()
         thread.join()
     assert status == 0
+
+
+# A patched model loses no feature: what this package does not serve, transformers' own ``generate`` does.
+
+
+SERVED_VOCAB, LENGTH = 40, 9
+
+
+@functools.lru_cache
+def served():
+    target = models.endless(vocab_size=SERVED_VOCAB, num_hidden_layers=3)
+    return target, models.noised(target, 0.02)
+
+
+def asked(batch: int = 2, **more) -> dict:
+    ragged = models.prompts(batch, LENGTH, seed=3, vocab=SERVED_VOCAB)
+    return {**ragged, "max_new_tokens": 10, "do_sample": False, **more}
+
+
+@pytest.fixture
+def handed():
+    target, draft = served()
+    with gsd.patch(target, assistant_model=draft, graph_config="tree") as handle:
+        yield target, handle
+
+
+def filled(target, name):
+    ids = asked()["input_ids"]
+    cache = DynamicCache()
+    with torch.no_grad():
+        target(ids[:, :-1], use_cache=True, **{cache_argument(target): cache})
+    return asked() | {name: cache, "attention_mask": torch.ones_like(ids)}
+
+
+def embedded(target):
+    ids = asked()["input_ids"]
+    return asked(input_ids=None, inputs_embeds=target.get_input_embeddings()(ids).detach())
+
+
+def one(**more) -> dict:
+    return models.prompts(1, LENGTH, seed=3, vocab=SERVED_VOCAB) | {"max_new_tokens": 10, "do_sample": False, **more}
+
+
+def holed(at: int) -> torch.Tensor:
+    mask = torch.ones_like(asked()["input_ids"])
+    mask[0, at] = 0
+    return mask
+
+
+@functools.lru_cache
+def bloom():
+    """A draft that places tokens by the cache's length (ALiBi)."""
+    sizes = {"hidden_size": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=SERVED_VOCAB, **sizes)).double().eval()
+
+
+@functools.lru_cache
+def dynamic():
+    """A draft whose rotary frequencies depend on the length."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    return models.tiny(vocab_size=SERVED_VOCAB, rope_parameters=rope, max_position_embeddings=64)
+
+
+def decoding(model, input_ids, logits_processor, stopping_criteria, generation_config, seed=None, **kwargs):
+    """A custom_generate that wants an argument of the same name as one of ours."""
+    assert seed == 3
+    return torch.cat([input_ids, input_ids[:, :2]], 1)
+
+
+def of_a_folder(folder):
+    (folder / "custom_generate").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "custom_generate" / "generate.py").write_text(
+        "def generate(model, input_ids, max_new_tokens=4, **kwargs):\n"
+        "    return model.generate(input_ids, max_new_tokens=max_new_tokens, do_sample=False)\n"
+    )
+    call = {"input_ids": one()["input_ids"], "max_new_tokens": 5}
+    return call | {"custom_generate": str(folder), "trust_remote_code": True}
+
+
+DICT = {"return_dict_in_generate": True}
+TOKENIZER = models.tokenizer(SERVED_VOCAB)
+MODES = {  # of a target and an empty folder: the call; its reason begins the name, but for what has none
+    "num_beams=3": lambda *_: asked(num_beams=3),
+    "num_beams=2": lambda *_: asked(num_beams=2, num_return_sequences=2, output_scores=True, **DICT),
+    "num_beams=4": lambda *_: asked(num_beams=4, do_sample=True, top_k=5),
+    "prompt_lookup_num_tokens": lambda *_: one(prompt_lookup_num_tokens=3),
+    "assistant_early_exit": lambda *_: one(assistant_early_exit=1),
+    "output_hidden_states": lambda *_: asked(output_hidden_states=True, **DICT),
+    "output_attentions": lambda *_: asked(output_attentions=True, **DICT),
+    "guidance_scale": lambda *_: one(guidance_scale=1.5),
+    "cache": lambda target, _: filled(target, cache_argument(target)),
+    "past_key_values": lambda target, _: filled(target, "past_key_values"),  # the name before transformers 5.24
+    "inputs_embeds": lambda target, _: embedded(target),
+    "position_ids": lambda *_: asked(position_ids=asked()["attention_mask"].cumsum(1)),
+    "negative_prompt_ids": lambda *_: one(guidance_scale=2.0, negative_prompt_ids=one()["input_ids"][:, :4]),
+    "attention_mask": lambda *_: asked(attention_mask=holed(3)),
+    "right-padded": lambda *_: asked(attention_mask=holed(-1)),
+    "assistant_model: BloomForCausalLM": lambda *_: one(assistant_model=bloom(), num_assistant_tokens=2),
+    "assistant_model: rope type 'dynamic'": lambda *_: one(assistant_model=dynamic(), num_assistant_tokens=2),
+    "custom_generate: a function": lambda *_: asked(seed=3, custom_generate=decoding),
+    "custom_generate: '/": lambda _, folder: of_a_folder(folder / "another"),
+}
+LIKE_UNPATCHED = {
+    "contrastive search": {"penalty_alpha": 0.6, "top_k": 4},
+    "DoLa": {"dola_layers": "low"},
+    "constraints": {"constraints": [1]},
+    "forced words": {"force_words_ids": [[3]], "num_beams": 2},
+    "groups of beams": {"num_beam_groups": 2, "num_beams": 4},
+    "heads of the model's own": {"use_mtp": True},
+    "a way of speculating": {"speculation_type": "mtp"},
+    "healing": {"token_healing": True, "tokenizer": TOKENIZER},
+    "labels": {"labels": torch.ones(1, LENGTH, dtype=torch.int64)},
+    "an encoder's outputs": {"encoder_outputs": (torch.ones(1, 2),)},
+    "synchronised GPUs": {"synced_gpus": True},
+    "stop strings and beams": {"stop_strings": ["a"], "num_beams": 2, "tokenizer": TOKENIZER},
+    "padding alone": {"attention_mask": torch.zeros(1, LENGTH, dtype=torch.int64)},
+    "a tuple for a cache": {"past_key_values": ((torch.ones(1),),)},
+    "no beams": {"num_beams": 0},
+    "no tokens": {"max_new_tokens": 0},
+    "an invented argument": {"depth": 3},
+}
+"""Calls that transformers may refuse as well, by whatever reason."""
+
+
+def outcome(model, call):
+    torch.manual_seed(5)
+    try:
+        out = model.generate(**copy.deepcopy(call))
+    except Exception as error:
+        return type(error), str(error)
+    return type(out), getattr(out, "sequences", out).tolist()
+
+
+@pytest.mark.parametrize("name", [*MODES, *LIKE_UNPATCHED])
+def test_output_or_error_is_that_of_the_unpatched_model(name, caplog, tmp_path):
+    """Of a mode that transformers alone serves one line names the reason, and the next call is this package's."""
+    target, draft = served()
+    call = MODES[name](target, tmp_path) if name in MODES else one(**LIKE_UNPATCHED[name])
+    expected, next_one = outcome(target, call), outcome(target, asked())
+    caplog.set_level(logging.INFO, logger="gsd_kernels")
+    with gsd.patch(target, assistant_model=draft) as handle:
+        assert outcome(target, call) == expected
+        if name in MODES:
+            said = [line for line in caplog.messages if "transformers' own generate" in line]
+            assert len(said) == 1 and name in said[0] and name in handle.stats.why, said
+            assert handle.stats.steps == 0 and handle.stats.seconds["total"] > 0 and type(expected[1]) is list
+        assert outcome(target, asked()) == next_one
+        assert handle.stats.why is None and handle.stats.steps > 0
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        {"graph_config": "chain"},
+        {"seed": 3},
+        {"draft_sources": ("history",)},
+        {"reference_ids": torch.tensor([3, 4])},
+        {"backend": "reference"},
+        {"reuse_prefix": False},
+        {"assistant_model": [models.noised(served()[0], 0.1)]},
+    ],
+    ids=lambda ours: next(iter(ours)),
+)
+def test_an_option_of_ours_in_such_a_call_is_named(handed, ours):
+    target, _ = handed
+    if "draft_sources" in ours:
+        ours = ours | {"assistant_model": False}
+    with pytest.raises(ValueError, match=f"^{next(iter(ours))}: .*num_beams=2") as caught:
+        target.generate(**asked(), num_beams=2, **ours)
+    assert not isinstance(caught.value, validate.Unsupported)
+
+
+def test_arguments_by_position(handed):
+    target, handle = handed
+    ids, config = one()["input_ids"], GenerationConfig(max_new_tokens=6, pad_token_id=0)
+    penalty = transformers.LogitsProcessorList([transformers.RepetitionPenaltyLogitsProcessor(1.4)])
+    expected = type(target).generate(target, ids, config, penalty)
+    assert torch.equal(target.generate(ids, config, penalty), expected) and handle.stats.why is None
+    beams = GenerationConfig(max_new_tokens=6, pad_token_id=0, num_beams=3)
+    assert torch.equal(target.generate(ids, beams, penalty), type(target).generate(target, ids, beams, penalty))
+    assert handle.stats.why.startswith("num_beams=3")
+    with pytest.raises(TypeError, match="generation_config"):
+        target.generate(ids, config, generation_config=config)
+    with pytest.raises(TypeError, match="position"):
+        target.generate(ids, *([None] * 20))
+
+
+# The keywords that type checkers know are those that the options and transformers' own arguments are.
+
+
+def test_options_agree_name_by_name_and_type_by_type():
+    declared = get_type_hints(Options)
+    options = {field.name: declared[field.name] for field in fields(Options)}
+    assert get_type_hints(OptionArguments) == options
+    assert list(OptionArguments.__annotations__) == list(options), "in the same order, for editors"
+    assert not OptionArguments.__required_keys__ and not GenerateArguments.__required_keys__
+
+
+def test_what_is_honoured_of_transformers_own_arguments_is_known_to_type_checkers():
+    treated = {name for name, (treatment, *_) in CONFIG_FIELDS.items() if treatment == HONOURED}
+    treated |= {name for name, treatment in GENERATE_PARAMETERS.items() if treatment == HONOURED}
+    explicit = set(inspect.signature(inspect.unwrap(gsd_kernels.generate)).parameters)
+    # generate gives its own custom_generate; use_cache changes nothing, and transformers' users pass it.
+    expected = treated - explicit - {field.name for field in fields(Options)} - {"custom_generate"} | {"use_cache"}
+    known = set(get_type_hints(GenerateArguments)) - set(get_type_hints(OptionArguments))
+    assert known == expected
+
+
+def test_shapes_are_known_to_type_checkers():
+    assert set(get_args(GraphName)) == {AUTO, PLAIN, *PRESETS}

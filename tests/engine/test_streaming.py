@@ -1,19 +1,29 @@
-"""Streamers get what transformers' own generate gives them."""
+"""What a call tells while it writes and behind it: streamers, strings that end a text, statistics."""
 
 from __future__ import annotations
 
 import functools
+import json
+import random
 
 import models
 import pytest
 import torch
+import two_tokenizers as two
 from rotated import rotated
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import Unigram, WordPiece
 from transformers import (
     StoppingCriteria,
 )
+from transformers.generation import stopping_criteria
+from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
+from gsd_kernels_hf.engine.output import ENOUGH_PLAIN_STEPS
+from gsd_kernels_hf.engine.stats import GenerationStats
+from gsd_kernels_hf.engine.stop_strings import StopStrings
 
 
 class Collector(BaseStreamer):
@@ -128,3 +138,171 @@ def test_a_streamer_is_asked_while_target_and_draft_read_the_prompt_and_may_end_
                 target.generate(ids, streamer=leaving, **options)
             assert leaving.puts == [ids[0].tolist()] and not leaving.ended
             torch.testing.assert_close(target.generate(ids, **options), expected)
+
+
+# Strings that end a text: transformers' own decision at every token, of what the text has alone.
+
+
+@functools.cache
+def word_pieces():
+    vocab = {token: i for i, token in enumerate([*two.SPECIAL, *"abcd", "##a", "##b", "##ab", "cab", "abcdef", "##ca"])}
+    backend = Tokenizer(WordPiece(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    return two.wrapped(backend)
+
+
+@functools.cache
+def unigram():
+    pieces = [*two.SPECIAL, "▁", *"abcdef", "▁a", "ab", "bc", "▁abc", "é", "cé▁a", "aaaa"]
+    backend = Tokenizer(Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=3))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return two.wrapped(backend)
+
+
+KINDS = {
+    "byte-level": two.byte_level,
+    "bytes that are tokens": two.sentencepiece,
+    "metaspace": unigram,
+    "word pieces": word_pieces,
+    "single characters": models.tokenizer,
+}
+
+
+def strings_of(rng: random.Random, tokenizer, ids: list[int]) -> list[str]:
+    """Parts of a text, from within its tokens and characters, ones that repeat themselves, and others."""
+    text = tokenizer.decode(ids) or "a"
+    cuts = [sorted(rng.choices(range(len(text) + 1), k=2)) for _ in range(3)]
+    parts = [text[a : min(b, a + 12)] for a, b in cuts]
+    found = [*parts, "aaa", "ab" * 3, " ", "é", "zq", text[-1] * 2, rng.choice(two.SPECIAL)]
+    return rng.sample([string for string in found if string], rng.randint(1, 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_decision_is_transformers_own_at_every_token(kind):
+    tokenizer, rng, stops = KINDS[kind](), random.Random(7), 0
+    size = len(tokenizer) + 3  # rows of the logits that are no tokens
+    for _ in range(12):
+        told = tokenizer("ab abc the café aaaa aaab", add_special_tokens=False)["input_ids"]
+        ids = [[rng.choice(told) if rng.random() < 0.7 else rng.randrange(size) for _ in range(24)] for _ in range(3)]
+        given = strings_of(rng, tokenizer, ids[0])
+        try:
+            theirs = StopStringCriteria(tokenizer, given)
+        except ValueError:
+            with pytest.raises(ValueError, match="stop_strings: no token of this tokenizer ends"):
+                StopStrings(tokenizer, given)
+            continue
+        ours = StopStrings(tokenizer, given)
+        for length in range(1, 25):
+            text = torch.tensor(ids)[:, :length]
+            expected = theirs(text, None)
+            assert torch.equal(ours(text, None), expected), (given, text)
+            stops += int(expected.sum())
+    assert stops > 20
+
+
+def test_a_string_may_end_within_a_character_and_begin_in_the_prompt():
+    tokenizer = two.byte_level()
+    ids = torch.tensor([tokenizer("🐕 café 你好")["input_ids"]])
+    for given in ("🐕", "é 你", "好", "f", ""):
+        theirs, ours = StopStringCriteria(tokenizer, given), StopStrings(tokenizer, given)
+        found = [(bool(theirs(ids[:, :n], None)), bool(ours(ids[:, :n], None))) for n in range(1, ids.shape[1] + 1)]
+        assert any(a for a, _ in found) and all(a == b for a, b in found), given
+
+
+@pytest.mark.parametrize(
+    ("given", "error"), [([], ValueError), (5, TypeError), ([5], TypeError), ([["x"]], TypeError), (["☃"], ValueError)]
+)
+def test_what_cannot_be_found_is_refused_by_name(given, error):
+    with pytest.raises(error, match="stop_strings"):
+        StopStrings(models.tokenizer(), given)
+
+
+def test_nothing_of_the_vocabulary_is_read_or_kept(monkeypatch):
+    """A table of 16 strings takes gigabytes at 150,000 tokens, and transformers keeps eight."""
+    target, tokenizer = models.tiny(), models.tokenizer()
+    prompt = models.prompts(1, 8)["input_ids"]
+    arguments = {"max_new_tokens": 12, "do_sample": False, "tokenizer": tokenizer, "stop_strings": ["q", "zx", "Ab"]}
+    expected = target.generate(prompt, **arguments)
+    stopping_criteria.STOP_STRING_EMBEDDING_CACHE.clear()
+    monkeypatch.setattr(type(tokenizer), "get_vocab", lambda *_: pytest.fail("the vocabulary is read"))
+    assert torch.equal(gsd.generate(target, prompt, graph_config="chain", **arguments), expected)
+    assert not stopping_criteria.STOP_STRING_EMBEDDING_CACHE
+
+
+# Statistics of a call: shapes and sources add up, and they can be read.
+
+
+TOKENS = {"max_new_tokens": 32, "do_sample": False, "return_dict_in_generate": True}
+
+
+class Guess(gsd.DraftSource):
+    """Proposes one token that is right seldom, and one that nobody asked for."""
+
+    name = "guess"
+
+    def attach(self, text) -> None:
+        self.device = text.state.tokens.device
+
+    def propose(self, level):
+        shape = (*level.frontier.token_ids.shape, 2)
+        tokens = torch.tensor([5, 6], dtype=torch.int32, device=self.device).expand(shape)
+        return gsd.Proposal(tokens, torch.full(shape, -0.7, device=self.device))
+
+
+def run(batch: int = 1, backend: str = "auto", **options) -> GenerationStats:
+    target = models.tiny(seed=3)
+    draft = models.noised(target, 0.05)
+    if options.pop("draft", True):
+        options["assistant_model"] = draft
+    return gsd.generate(target, **models.prompts(batch, 9), backend=backend, **TOKENS, **options).stats
+
+
+def add_up(stats: GenerationStats, batch: int) -> None:
+    """The sums are the totals."""
+    assert sum(stats.shapes.values()) == stats.steps
+    assert stats.shapes.get("plain", 0) == stats.plain_steps
+    accepted = sum(source.accepted for source in stats.sources.values())
+    assert accepted == stats.new_tokens - stats.sequence_steps
+    proposed = sum(source.proposed for source in stats.sources.values())
+    rows = stats.target_rows - batch * stats.steps
+    assert proposed == rows if batch == 1 else proposed <= rows
+    assert all(0 <= source.accepted <= source.proposed for source in stats.sources.values())
+    assert sum(source.seconds for source in stats.sources.values()) <= stats.seconds["draft"]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_shapes_and_sources_add_up_to_the_totals(batch, backend):
+    sources = ("model", Guess(), "history")
+    stats = run(batch, backend, draft_sources=sources, graph_config=gsd.GraphConfig(history_depth=2))
+    add_up(stats, batch)
+    assert list(stats.sources) == ["model", "guess", "history"]
+    assert stats.sources["model"].accepted and all(source.seconds > 0 for source in stats.sources.values())
+    assert stats.sources["guess"].proposed, "it adds tokens that the draft did not have"
+
+
+def test_the_gain_says_what_it_is_estimated_from():
+    """A fixed shape times no plain step and learns no costs; auto learns them."""
+    fixed = run(graph_config="tree")
+    assert fixed.gain is None and fixed.plain_from is None and "not known" in str(fixed)
+    auto = run(graph_config="auto")
+    assert auto.plain_seconds > 0 and auto.gain > 0
+    few = auto.plain_steps < ENOUGH_PLAIN_STEPS
+    assert ("the costs learned from" if few else "plain steps of this call") in auto.plain_from
+    assert auto.plain_from in str(auto)
+
+
+def test_statistics_are_a_table_a_line_and_json():
+    stats = run(graph_config="graph")
+    stats.left_out = ["<b>mine</b>"]
+    lines = str(stats).splitlines()
+    assert lines[0].startswith(f"new tokens       {stats.new_tokens} in 1 sequence, ")
+    assert any(line.startswith("tokens per step  ") for line in lines)
+    assert any(line.startswith("source model ") for line in lines)
+    assert len({line.index(text) for line, (_, text) in zip(lines, stats.table(), strict=True)}) == 1, "aligned"
+    assert "\n" not in repr(stats) and f"{stats.new_tokens} tokens in {stats.steps} steps" in repr(stats)
+    page = stats._repr_html_()
+    assert page.startswith("<table>") and "&lt;b&gt;mine&lt;/b&gt;" in page and "<b>" not in page
+    found = json.loads(json.dumps(stats.as_dict()))
+    assert found["sources"]["model"] == vars(stats.sources["model"]) and found["shapes"] == stats.shapes
+    assert found["gain"] is None and found["tokens_per_step"] == stats.tokens_per_step

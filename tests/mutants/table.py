@@ -32,7 +32,7 @@ VERIFY_H, COMMIT_H, FLATTEN_H, MERGE_H, RANDOM_H = (
     f"csrc/algorithms/{name}.h" for name in ("verify", "commit", "flatten", "merge", "random")
 )
 T_LOCKSTEP, T_SAMPLING = "tests/acceptance/test_lockstep.py", "tests/acceptance/test_sampling.py"
-T_STOPS, T_STREAM = "tests/engine/test_stop_strings.py", "tests/engine/test_streaming.py"
+T_STOPS = T_STREAM = "tests/engine/test_streaming.py"
 T_VERIFY, T_MERGE, T_CHANGES = "tests/ops/test_verify.py", "tests/ops/test_merge.py", "tests/model/test_changes.py"
 T_MEMORY, T_GRAMMAR, T_BORDER = (
     "tests/sources/test_history.py",
@@ -42,7 +42,7 @@ T_MEMORY, T_GRAMMAR, T_BORDER = (
 T_ACCEPTED = "tests/demo/test_drafters.py tests/sources/test_fused_features.py"
 T_PADDING = "tests/sources/test_every_source.py -k padding"
 T_CACHE, T_CHUNKS = "tests/model/test_cache.py", "tests/model/test_chunks.py"
-T_STALE, T_TURNS = "tests/engine/test_stale.py", "tests/engine/test_turns.py"
+T_TURNS = "tests/engine/test_turns.py"
 
 # fmt: off
 MUTANTS = [Mutant(*row) for row in (
@@ -66,8 +66,8 @@ MUTANTS = [Mutant(*row) for row in (
     (STOPS, "            if found >= len(string):", "            if found > len(string):", "stop strings: an exact end is missed", T_STOPS),
     (STREAMING, "min(growing) if growing else max(map(len, self.texts))", "max(map(len, self.texts))", "streaming: slow sequences are padded before they end", T_STREAM),
     (STREAMING, "if at < len(text) else self.pad", "if at < len(text) else 0", "streaming: padding is another token", T_STREAM),
-    (KEY, "tuple(sorted(request.eos_ids))", "()", "caches between calls: a session with other EOS tokens serves", T_STALE + " tests/engine/test_turns.py"),
-    (KEY, "tuple(request.plan.warper_arguments.items())", "()", "caches between calls: a session with other warpers serves", T_STALE + " tests/engine/test_turns.py"),
+    (KEY, "tuple(sorted(request.eos_ids))", "()", "caches between calls: a session with other EOS tokens serves", T_TURNS),
+    (KEY, "tuple(request.plan.warper_arguments.items())", "()", "caches between calls: a session with other warpers serves", T_TURNS),
     (OUTPUT, "to(request.input_ids.device, copy=True)", "to(request.input_ids.device)", "output: the returned text is storage of the next call", T_TURNS + " -k returned_stays"),
     (CACHE, "new[..., : storage.shape[-2], :] = storage", "new[..., 1 : storage.shape[-2], :] = storage[..., 1:, :]", "resize: the first position is lost when a cache grows", T_CACHE),
     (CACHE, "if not length and isinstance(layer, StateLayer)", "if length and isinstance(layer, StateLayer)", "caches between calls: recurrent states of the last text stay", "tests/engine/test_recurrent.py"),

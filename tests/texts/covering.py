@@ -235,17 +235,20 @@ def placed(place: str) -> Iterator[None]:
             torch.set_default_dtype(before)
 
 
-def drafted(made: Made, options: dict[str, Any], row: Row) -> Any:
-    """The text by the row's shape and door, with its statistics; a source of tokens has the history beside it."""
+@contextlib.contextmanager
+def opened(made: Made, row: Row) -> Iterator[Callable[..., Any]]:
+    """The row's door, by which its shape drafts; a source of tokens has the history beside it."""
     shape, _, _, door = row
     target, sources = made.target, made.drafts["draft_sources"]
     beside = sources if "history" in sources or shape in ("chain", "tree") else (*sources, "history")
     drafts = {**made.drafts, "draft_sources": beside, "graph_config": SHAPES[shape]}
-    options = {**options, "return_dict_in_generate": True}
-    if door == "generate":
-        return gsd.generate(target, **options, **drafts)
-    seed = {"seed": options.pop("seed")} if door == "custom_generate" and "seed" in options else {}
-    if door == "custom_generate":
-        return target.generate(**options, custom_generate=gsd.GraphDecoder(**drafts, **seed))
-    with gsd.patch(target, **drafts):
-        return target.generate(**options)
+
+    def custom(**options: Any) -> Any:
+        ours = {name: options.pop(name) for name in ("seed", "observer") if name in options}
+        return target.generate(**options, custom_generate=gsd.GraphDecoder(**drafts, **ours))
+
+    if door == "patch":
+        with gsd.patch(target, **drafts):
+            yield target.generate
+    else:
+        yield custom if door == "custom_generate" else functools.partial(gsd.generate, target, **drafts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from models import FAMILIES, endless, noised, prompts, tiny
-from texts.covering import AXES, BESIDE, CPU, DEFAULTS, GPU, PIECES, SUBJECTS, asked, drafted, placed, plain_text, rows
+from texts.covering import AXES, BESIDE, CPU, DEFAULTS, GPU, PIECES, SUBJECTS, asked, opened, placed, plain_text, rows
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gsd_kernels as gsd
 
@@ -39,8 +41,8 @@ def held(name, cases, folder, least):
         pieces = {"prefill_chunk_size": 5} if place == PIECES else {}
         with placed(place if place == GPU else CPU):
             expected = plain_text(subject, made.right or made.target, options)
-        with placed(place):
-            out = drafted(made, options | pieces, row)
+        with placed(place), opened(made, row) as call:
+            out = call(**options, **pieces, return_dict_in_generate=True)
         assert torch.equal(out.sequences, expected), (row, place)
         tokens |= set(expected[:, options["input_ids"].shape[1] :].flatten().tolist())
         accepted += sum(out.stats.accepted[2:])
@@ -72,6 +74,106 @@ def test_a_random_row_of_the_product(seed, tmp_path):
     draws = random.Random(seed)
     name, row = draws.choice(list(EVERY)), draws.choice(list(itertools.product(*AXES)))
     held(name, [(row, draws.choice(EVERY[name].places))], tmp_path, 1)
+
+
+class Alarm:
+    """Goes off at the ``n``-th ring: as a hook, a processor, a criterion or an observer."""
+
+    def __init__(self, n, error):
+        self.left, self.error, self.rang = n, error, False
+
+    def __deepcopy__(self, memo):
+        return self  # one count for all rows
+
+    def __call__(self, *given, **_):
+        self.left -= 1
+        if self.left == 0:
+            self.rang = True
+            raise self.error("stop")
+
+    def processor(self, input_ids, scores):
+        self()
+        return scores
+
+    def criterion(self, input_ids, scores, **_):
+        self()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class Ops(TorchDispatchMode):
+    """Rings at every operator."""
+
+    def __init__(self, alarm):
+        super().__init__()
+        self.alarm = alarm
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.alarm()
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def interrupted(error):
+    """By the error itself, or by the refusal of a model whose proof it interrupted."""
+    try:
+        yield
+    except (error, ValueError) as found:
+        assert isinstance(found, error) or isinstance(found.__cause__, error), found
+
+
+@contextlib.contextmanager
+def ringing(draws, alarm, models):
+    """The alarm somewhere in a call; what the call is given more."""
+    place = draws.choice(["hook", "op", "op", "logits_processor", "stopping_criteria", "observer"])
+    given = {"logits_processor": [alarm.processor], "stopping_criteria": [alarm.criterion], "observer": alarm}
+    if place == "hook":
+        alarm.left = draws.randint(1, 12)
+        module = draws.choice(list(draws.choice(models).modules()))
+        handle = draws.choice([module.register_forward_hook, module.register_forward_pre_hook])(alarm)
+        try:
+            yield {}
+        finally:
+            handle.remove()
+    elif place == "op":
+        alarm.left = draws.randint(1, 1500)
+        with Ops(alarm):
+            yield {}
+    else:
+        yield {place: given[place]}
+
+
+def state_of(models):
+    """What a call must leave as it was: attributes, hooks, attention, training mode, weights."""
+    found = [(sorted(vars(model)), model.training, getattr(model, "config", None)) for model in models]
+    modules = [(name, module) for model in models for name, module in model.named_modules()]
+    found += [(name, len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m)) for name, m in modules]
+    return repr(found), [value.clone() for model in models for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.many if seed >= 15 else ()) for seed in range(120)]
+)
+def test_the_call_after_an_interruption_is_right(seed, tmp_path):
+    draws = random.Random(seed)
+    families = [name for name, subject in SUBJECTS.items() if subject.own and name.partition(", ")[0] in FAMILIES]
+    name, row = draws.choice(families), draws.choice(list(itertools.product(*AXES)))
+    made, error = (
+        SUBJECTS[name].made(tmp_path),
+        draws.choice((KeyboardInterrupt, RuntimeError, SystemExit, MemoryError)),
+    )
+    options, alarm = asked(made.inputs, row), Alarm(draws.randint(1, 4), error)
+    expected = plain_text(SUBJECTS[name], made.target, options)
+    models = [made.target, made.drafts["assistant_model"]]
+    with opened(made, row) as call:
+        before, weights = state_of(models)
+        with interrupted(error), ringing(draws, alarm, models) as more:
+            out = call(**options, **more)
+            handle = getattr(call, "handle", None)
+            assert not alarm.rang or error.__name__ in str(handle and handle.stats.why), "the error was swallowed"
+            assert torch.equal(out, expected)
+        after, same = state_of(models)
+        assert after == before and all(map(torch.equal, weights, same))
+        assert torch.equal(call(**options), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from fuzzing import Ears
 from transformers import GenerationConfig, LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
 from validate.calls import LENGTH, VOCAB, pair, prompt, refused
 
 import gsd_kernels as gsd
@@ -192,7 +192,7 @@ NAMED = {
     ),
     "a list for an observer": (TypeError, "^observer: expected a function .*got list", {"observer": []}),
     "a word for a streamer": (TypeError, "^streamer: .*got str", {"streamer": "x"}),
-    "a class for a streamer": (TypeError, "^streamer: .*got the class Ears", {"streamer": Ears}),
+    "a class for a streamer": (TypeError, "^streamer: .*got the class BaseStreamer", {"streamer": BaseStreamer}),
     "references of another batch": (
         ValueError,
         r"^reference_ids: expected \[length\] or \[1, length\], \[2, length\], \[4, length\], got shape \[3, 5\]",
