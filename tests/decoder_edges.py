@@ -1,4 +1,4 @@
-"""All products of every level that can run here, with tensors between protected pages; for test_decoder_levels.py."""
+"""All products of every level that can run here, with tensors between protected pages; for backends/test_decoder.py."""
 
 from __future__ import annotations
 

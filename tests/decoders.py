@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -84,6 +83,8 @@ class Text:
     kv_start: Tensor = field(init=False)
     kv_len: Tensor = field(init=False)
     spoiled: Tensor | None = None  # of the next call
+    states: tuple[int, ...] = ()
+    found: tuple[Tensor, ...] = field(init=False)  # by the last call
 
     @property
     def device(self) -> torch.device:
@@ -98,34 +99,32 @@ class Text:
         self.kv_start = torch.tensor(self.pads, dtype=torch.int32, device=self.device)
         self.kv_len = self.kv_start.clone()
 
-    def rows(
-        self, tokens: Tensor, sees: Tensor, depths: Tensor, first: int, last: int, keep: int | None = None
-    ) -> Tensor:
-        """Logits [B, n, V] of rows first … last − 1 of a tree, [B, R] tokens, which lie in slots of their number.
-
-        Of the last ``keep`` of them if that is given.
-        """
+    def graph(self, tokens: Tensor, sees: Tensor, depths: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
+        """Arguments of rows first … last − 1 of a tree, [B, R] tokens, which lie in slots of their number."""
         batch, tokens, sees, depths = len(self.pads), *(t.to(self.device) for t in (tokens, sees, depths))
-        mask = pack_bits(sees)[first:last].expand(batch, -1, -1).contiguous()
-        slots = torch.arange(first, last, dtype=torch.int32, device=self.device)
-        logits, _, _ = self.forward(
+        return (
             tokens[:, first:last].to(torch.int32),
             (self.kv_len - self.kv_start)[:, None] + depths[first:last],
-            self.kv_len[:, None] + slots,
-            mask,
+            self.kv_len[:, None] + torch.arange(first, last, dtype=torch.int32, device=self.device),
+            pack_bits(sees)[first:last].expand(batch, -1, -1).contiguous(),
             depths.expand(batch, -1),
             self.kv_len,
             self.kv_start,
             *self.caches,
-            keep=last - first if keep is None else keep,
-            spoiled=self.spoiled,
-            backend=self.backend,
         )
-        return logits
+
+    def rows(
+        self, tokens: Tensor, sees: Tensor, depths: Tensor, first: int, last: int, keep: int | None = None
+    ) -> Tensor:
+        """Logits [B, n, V] of these rows, or of the last ``keep`` of them."""
+        graph = self.graph(tokens, sees, depths, first, last)
+        keep = last - first if keep is None else keep
+        self.found = self.forward(*graph, keep=keep, spoiled=self.spoiled, backend=self.backend)
+        return self.found[0]
 
     def forward(self, ids: Tensor, *rows: Tensor, **options: object) -> tuple[Tensor, Tensor, Tensor]:
         """The operator of rows."""
-        return decoder_rows(self.weights, ids, *rows, **options)
+        return decoder_rows(self.weights, ids, *rows, states=self.states, **options)
 
     def read(self, tokens: Tensor, step: int) -> Tensor:
         """Append [B, n] tokens, ``step`` at a time; their logits."""
@@ -146,25 +145,11 @@ CUDA_SIZES = {
 """Of decoders that the CUDA operator takes, by what is theirs alone."""
 
 
-def check_marks(text: Text) -> None:
-    """Rows with a key or value that is not finite are marked, in the last layer, too, and no others are."""
-    text.weights = copy.deepcopy(text.weights)
-    text.read(torch.full((2, 5), 6), 5)
-    tokens, alone = torch.tensor([[1, 7, 2, 6, 3], [8, 4, 5, 1, 7]]), tree([-1] * 5)
-    text.weights.embedding[7] = float("nan")
-    for expected in (tokens == 7, torch.ones(2, 5, dtype=torch.bool)):
-        text.spoiled = torch.full((2, 5), 3.0, device=text.device)
-        text.rows(tokens, *alone, 0, 5, keep=0)
-        assert torch.equal(text.spoiled.isnan().cpu(), expected)
-        assert (text.spoiled[~text.spoiled.isnan()] == 3.0).all()
-        values = text.weights.layers[-1].v
-        values.copy_(torch.randn(values.shape).sign() * torch.finfo(text.dtype).max)
-
-
-def check_alike(results: list[list[Tensor]], dtype: torch.dtype) -> None:
+def check_alike(results: list[list[Tensor]], dtype: torch.dtype, slack: float = 1) -> None:
     """The first implementation's outputs, logits first, are finite and the others' but for rounding."""
     assert len(results) >= 2 and results[0][0].dtype is dtype, "the output matrix rounds"
-    tolerance = {torch.bfloat16: 3e-2, torch.float16: 3e-3}[dtype]
+    # In bfloat16 some levels round the weights of attention too, as PyTorch's attention does.
+    tolerance = slack * {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     for ours, *others in zip(*results, strict=True):
         assert ours.isfinite().all()
         for other in others:

@@ -16,8 +16,8 @@ from .work import Work
 TOOLS = ("memcheck", "racecheck", "synccheck")
 #: A test each of what a call launches, ends of tiles and splits, storage outside; quick, as each is slowed manyfold.
 TESTS = {
-    "tests/backends/test_decoder_rows_cuda.py": (
-        "equals_the_reference or has_its_bits_in_every_tile or not_touched or packed_matrices_have_the_bits"
+    "tests/backends/test_decoder.py": (
+        "equals_the_reference or many_rows_have_the_bits or not_touched or packed_matrices_have_the_bits"
     ),
 }
 FOUND = 86  # exit code of a tool that found something
