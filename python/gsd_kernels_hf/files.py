@@ -1,4 +1,4 @@
-"""Files: read with errors that name them, written whole or not at all, or saved in one file with its version."""
+"""Files: read with errors that name them, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 """What a name on the hub looks like, ``owner/name``; the few without an owner are of no family that is served."""
 
@@ -26,9 +24,6 @@ GGUF = ".gguf"
 
 LOCK_INTERVAL = 0.05
 """Seconds between two looks at a lock."""
-
-MAX_DIGITS = 18
-"""Of a number in a file's metadata; more is no count of anything."""
 
 CONFIGS = ("config.json", "adapter_config.json")
 """One of them makes a folder a model's: a checkpoint's, or an adapter's that names its base."""
@@ -250,59 +245,6 @@ def _remove_left(folder: Path) -> None:
             with locked(left, 0.0) as alone:
                 if alone:
                     shutil.rmtree(left, ignore_errors=True)
-
-
-@contextmanager
-def open_saved(file: Path, what: str, form: str, version: int, *, foreign: str) -> Iterator[tuple[Any, dict[str, str]]]:
-    """Open a safetensors file whose metadata tell its ``format`` and ``version``: the file and its metadata.
-
-    Args:
-        file: to be read.
-        what: it holds, the first word of every error.
-        form: its ``format``.
-        version: the newest that can be read.
-        foreign: what is said of a file of another format.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is damaged (also where the block finds that by a ``KeyError``), foreign, or of a newer version.
-    """
-    if file.is_dir():
-        raise ValueError(f"{what}: {file} is a folder; expected the file")
-    if not file.is_file():
-        raise FileNotFoundError(f"{what}: no such file: {file}")
-    ours = False
-    try:
-        with safe_open(file, framework="pt") as opened:
-            about = opened.metadata() or {}
-            ours = about.get("format") == form
-            if not ours:
-                raise ValueError(f"{what}: {file} {foreign}")
-            if (found := number_in(about, "version")) > version:
-                raise ValueError(f"{what}: {file} has version {found}, newer than {version}; update gsd_kernels")
-            yield opened, about
-    except (SafetensorError, KeyError) as error:
-        if ours:
-            raise damaged(what, file, type(error).__name__) from error
-        raise ValueError(f"{what}: {file} is damaged or something else: it {foreign}") from error
-    except OSError as error:
-        raise OSError(f"{what}: {file} cannot be read: {error.strerror or type(error).__name__}") from error
-
-
-def damaged(what: str, file: Path, why: str) -> ValueError:
-    """The error of a file of our own that does not hold what it should; the user decides what becomes of it."""
-    return ValueError(f"{what}: {file} is damaged ({why}); nothing was loaded, save it anew")
-
-
-def number_in(about: dict[str, str], name: str) -> int:
-    """A number of a file's metadata.
-
-    Raises:
-        KeyError: it is not there, or no number.
-    """
-    if not about[name].isdecimal() or len(about[name]) > MAX_DIGITS:
-        raise KeyError(about[name])
-    return int(about[name])
 
 
 def _flush(path: Path) -> None:

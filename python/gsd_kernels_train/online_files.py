@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gsd_kernels_hf.files import damaged, number_in, open_saved, write_file
+from gsd_kernels_hf.sources.saved import damaged, read_saved, write_saved
 
 FORMAT = "gsd_kernels online learner"
 VERSION = 1
-SQUARES = "exp_avg_sq"
-PARTS = ("weight", "exp_avg", SQUARES)
+PARTS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class LearnerState:
         for name, parameter in module.named_parameters():
             state = optimizer.state[parameter]
             values = (parameter, state["exp_avg"], state["exp_avg_sq"])
-            tensors |= {f"{part}.{name}": t.detach().cpu().contiguous() for part, t in zip(PARTS, values, strict=True)}
+            tensors |= {f"{part}.{name}": t for part, t in zip(PARTS, values, strict=True)}
         return cls(tensors, taken)
 
     def restore(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -46,8 +44,7 @@ class LearnerState:
 
 def write_state(file: Path, learned: LearnerState, base: str) -> None:
     """Write it beside what ``file`` holds, then put it in its place; ``base`` tells whose it is."""
-    about = {"format": FORMAT, "version": str(VERSION), "taken": str(learned.taken), "base": base}
-    write_file(file, lambda partial: save_file(learned.tensors, partial, metadata=about))
+    write_saved(file, FORMAT, VERSION, learned.tensors, taken=learned.taken, base=base)
 
 
 def read_state(file: Path, parameters: dict[str, Tensor], base: str) -> LearnerState:
@@ -57,24 +54,13 @@ def read_state(file: Path, parameters: dict[str, Tensor], base: str) -> LearnerS
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, of a newer version, of another draft, or something else.
     """
-    foreign = "holds nothing that a learner saved"
-    with open_saved(file, "learner", FORMAT, VERSION, foreign=foreign) as (opened, about):
-        if about["base"] != base:
-            raise ValueError(
-                f"learner: {file} is of another draft, or of this one with other weights to begin with; load what "
-                "was saved for it"
-            )
-        taken = number_in(about, "taken")
-        expected = {f"{part}.{name}": p for name, p in parameters.items() for part in PARTS}
-        sizes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 (not a dict)
-        same = sizes == {name: list(p.shape) for name, p in expected.items()}
-        tensors = {name: opened.get_tensor(name).clone() for name in expected} if same else {}
-    fine = same and all(
-        t.dtype == expected[name].dtype
-        and bool(t.isfinite().all())
-        and not (name.startswith(SQUARES) and bool((t < 0).any()))
-        for name, t in tensors.items()
-    )
-    if not fine or taken < 1:
+    tensors, about = read_saved(file, "learner", FORMAT, VERSION, foreign="holds nothing that a learner saved")
+    if about["base"] != base:
+        raise ValueError(
+            f"learner: {file} is of another draft, or of this one with other weights to begin with; load what "
+            "was saved for it"
+        )
+    expected = {f"{part}.{name}": (p.shape, p.dtype) for name, p in parameters.items() for part in PARTS}
+    if expected != {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}:
         raise damaged("learner", file, "its tensors are not the draft's")
-    return LearnerState(tensors, taken)
+    return LearnerState(tensors, int(about["taken"]))

@@ -17,6 +17,7 @@ from gguf_files import tiny as packed_tiny
 from gguf_files import write_gguf
 from models import prompts, tiny
 from rotated import rotated
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
@@ -33,6 +34,7 @@ from gsd_kernels_hf.sources import shipped
 from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.learned import read_learned
 from gsd_kernels_hf.sources.memory import HistoryMemory
+from gsd_kernels_hf.sources.saved import write_saved
 from gsd_kernels_hf.sources.shipped import FOLDER, SHIPPED, Shipped, print_of_vectors
 
 CONFIG = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=4, history_width=3)
@@ -180,39 +182,23 @@ def test_a_history_is_of_the_vocabulary_that_the_target_has(tmp_path):
         handle.history.load(tmp_path / "history")
 
 
-ABOUT = {"format": "gsd_kernels history", "version": "1", "max_context": "4", "ways": "8", "vocab_size": "97"}
+def with_another_token(saved, file):
+    with safe_open(saved.file, "pt") as opened:
+        tensors = load_file(saved.file)
+        tensors["tokens"][0, 0] += 1
+        save_file(tensors, file, metadata=opened.metadata())
 
 
-def altered(saved, file, about=None, **tensors):
-    save_file({**load_file(saved.file), **tensors}, file, metadata=ABOUT if about is None else {**ABOUT, **about})
+def of_version(number, vocab_size=97):
+    sizes = {"max_context": 4, "ways": 8, "vocab_size": vocab_size}
+    return lambda s, f: write_saved(f, "gsd_kernels history", number, load_file(s.file), **sizes)
 
 
 DAMAGES = {
     "something else": (lambda s, f: save_file({"a": torch.zeros(2)}, f), "is no saved history"),
-    "newer": (lambda s, f: altered(s, f, {"version": "2"}), "has version 2, newer than 1; update"),
-    "another vocabulary": (
-        lambda s, f: altered(s, f, {"vocab_size": "96"}),
-        "vocabulary of 96 tokens, the target has 97",
-    ),
-    "another table": (lambda s, f: altered(s, f, {"ways": "4"}), "is damaged"),
-    "a token that is none": (
-        lambda s, f: altered(s, f, tokens=load_file(s.file)["tokens"].fill_(97)),
-        "is damaged",
-    ),
-    "no probability": (
-        lambda s, f: altered(s, f, log_probs=load_file(s.file)["log_probs"].fill_(float("nan"))),
-        "is damaged",
-    ),
-    "keys of no set": (lambda s, f: altered(s, f, keys=load_file(s.file)["keys"].flip(0)), "is damaged"),
-    "twins": (
-        lambda s, f: altered(s, f, keys=load_file(s.file)["keys"].view(-1, 8)[:, :1].repeat(1, 8).flatten()),
-        "is damaged",
-    ),
-    **{
-        f"a number as {name}": (lambda s, f, name=name: altered(s, f, **{name: torch.tensor(0)}), "is damaged")
-        for name in ("keys", "tokens")
-    },
-    "sizes differ": (lambda s, f: altered(s, f, tokens=load_file(s.file)["tokens"][:-1].clone()), "is damaged"),
+    "newer": (of_version(2), "has version 2, newer than 1; update"),
+    "another vocabulary": (of_version(1, 96), "vocabulary of 96 tokens, the target has 97"),
+    "another token": (with_another_token, "is damaged"),
 }
 
 

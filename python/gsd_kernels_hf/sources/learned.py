@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from gsd_kernels import NgramTable
@@ -15,13 +14,12 @@ from gsd_kernels.ops.history import WEIGHTS
 from gsd_kernels.ops.history.records import LEARNED_ORDERS, REMEMBERED
 from gsd_kernels.ops.ngram.reference import sets_of
 
-from ..files import damaged, number_in, open_saved, path_of, write_file
+from ..files import path_of
+from .saved import damaged, read_saved, write_saved
 
 FORMAT = "gsd_kernels learned"
 VERSION = 1
 MOST_CONTEXTS = 1 << 20
-MOST_WEIGHT = 100.0  # of a mixture, in magnitude; beyond it a file is damaged
-MOST_BYTES = 1 << 26
 WAYS = 8
 
 
@@ -79,11 +77,9 @@ class Learned:
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write a safetensors file, as a whole or not at all."""
-        names = ("keys", "counts", "tokens", "log_probs", "weights")
-        tensors = {name: getattr(self, name).contiguous() for name in names}
-        about = {"format": FORMAT, "version": str(VERSION), "fingerprint": self.fingerprint}
-        about |= {name: str(getattr(self, name)) for name in ("vocab_size", "seen")}
-        write_file(path_of(file), lambda partial: save_file(tensors, partial, metadata=about))
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+        write_saved(path_of(file), FORMAT, VERSION, tensors, **{n: parts[n] for n in parts.keys() - tensors.keys()})
 
 
 def read_learned(file: str | os.PathLike[str], *, fingerprint: str, vocab_size: int) -> Learned:
@@ -93,50 +89,12 @@ def read_learned(file: str | os.PathLike[str], *, fingerprint: str, vocab_size: 
         FileNotFoundError: there is no such file.
         ValueError: it is of another model, damaged, of a newer version, or something else.
     """
-    place = path_of(file)
-    if place.is_file() and place.stat().st_size > MOST_BYTES:
-        raise damaged("learned", place, f"{place.stat().st_size} bytes")
-    with open_saved(place, "learned", FORMAT, VERSION, foreign="was not written by gsd-kernels learn") as opened:
-        reader, about = opened
-        if about["fingerprint"] != fingerprint:
-            raise ValueError(f"learned: {place} is of another model; run gsd-kernels learn for this one")
-        sizes = number_in(about, "vocab_size"), number_in(about, "seen")
-        tensors = [reader.get_tensor(name).clone() for name in ("keys", "counts", "tokens", "log_probs", "weights")]
-    learned = Learned(*tensors, *sizes[:1], fingerprint, sizes[1])
-    wrong = _fault(learned, vocab_size)
-    if wrong is not None:
-        raise damaged("learned", place, wrong)
-    return learned
-
-
-def _fault(learned: Learned, vocab_size: int) -> str | None:
-    """Name what of a file is not as :meth:`Learned.save` leaves it; ``None`` where all is."""
-    contexts, continuations = learned.keys.numel(), learned.tokens.numel()
-    expected = {
-        "keys": (torch.int64, (contexts,)),
-        "counts": (torch.uint8, (contexts,)),
-        "tokens": (torch.int32, (continuations,)),
-        "log_probs": (torch.float16, (continuations,)),
-        "weights": (torch.float64, (WEIGHTS,)),
-    }
-    for name, (dtype, shape) in expected.items():
-        tensor = getattr(learned, name)
-        if tensor.dtype is not dtype or tensor.shape != shape:
-            return f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    if learned.vocab_size != vocab_size:
-        return f"a vocabulary of {learned.vocab_size} tokens, not {vocab_size}"
-    if contexts > MOST_CONTEXTS:
-        return f"{contexts} contexts"
-    counts = learned.counts.long()
-    if not ((counts >= 1) & (counts <= REMEMBERED)).all() or int(counts.sum()) != continuations:
-        return "counts that do not add up"
-    if (learned.keys == 0).any() or len(learned.keys.unique()) < contexts:
-        return "a context twice"
-    if not ((learned.tokens >= 0) & (learned.tokens < vocab_size)).all():
-        return "tokens outside the vocabulary"
-    # Comparisons with NaN are false.
-    if not ((learned.log_probs <= 0) & (learned.log_probs > -torch.inf)).all():
-        return "probabilities that none has"
-    if not (learned.weights.abs() <= MOST_WEIGHT).all():
-        return "weights that none has"
-    return None
+    place, foreign = path_of(file), "was not written by gsd-kernels learn"
+    tensors, about = read_saved(place, "learned", FORMAT, VERSION, foreign=foreign)
+    if about["fingerprint"] != fingerprint:
+        raise ValueError(f"learned: {place} is of another model; run gsd-kernels learn for this one")
+    if about["vocab_size"] != str(vocab_size):
+        raise damaged("learned", place, f"a vocabulary of {about['vocab_size']} tokens, not {vocab_size}")
+    if len(tensors["weights"]) != WEIGHTS:
+        raise damaged("learned", place, f"{len(tensors['weights'])} weights, not {WEIGHTS}")
+    return Learned(**tensors, vocab_size=vocab_size, fingerprint=fingerprint, seen=int(about["seen"]))

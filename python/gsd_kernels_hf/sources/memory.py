@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from gsd_kernels import NgramTable
-from gsd_kernels.ops.ngram.reference import sets_of
 
-from ..files import damaged, number_in, open_saved, path_of, write_file
+from ..files import path_of
 from ..locks import forkable_lock
+from .saved import read_saved, write_saved
 
 FORMAT = "gsd_kernels history"
 VERSION = 1
@@ -139,10 +138,9 @@ class HistoryMemory:
         kept = self._kept
         if kept is None:
             raise ValueError("history: nothing is remembered yet; generate with the history as a source first")
-        tensors = {name: getattr(kept, name)[0].cpu().contiguous() for name in TENSORS}
-        numbers = {"max_context": kept.max_context, "ways": kept.ways, "vocab_size": self.vocab_size}
-        about = {"format": FORMAT, "version": str(VERSION), **{name: str(value) for name, value in numbers.items()}}
-        write_file(path_of(file), lambda partial: save_file(tensors, partial, metadata=about))
+        tensors = {name: getattr(kept, name)[0] for name in TENSORS}
+        sizes = {"max_context": kept.max_context, "ways": kept.ways, "vocab_size": self.vocab_size}
+        write_saved(path_of(file), FORMAT, VERSION, tensors, **sizes)
 
     def load(self, file: str | os.PathLike[str]) -> None:
         """Remember what :meth:`save` wrote, instead of what is remembered now.
@@ -159,31 +157,11 @@ class HistoryMemory:
 
 def _read(file: Path, vocab_size: int) -> NgramTable:
     foreign = "is no saved history; handle.history.save writes one"
-    with open_saved(file, "history", FORMAT, VERSION, foreign=foreign) as (opened, about):
-        sizes = {name: number_in(about, name) for name in ("max_context", "ways", "vocab_size")}
-        # Copies: pages of a mapped file that is shortened later end the process.
-        tensors = [opened.get_tensor(name)[None].clone() for name in TENSORS]
-    if sizes["vocab_size"] != vocab_size:
+    tensors, about = read_saved(file, "history", FORMAT, VERSION, foreign=foreign)
+    if about["vocab_size"] != str(vocab_size):
         raise ValueError(
-            f"history: {file} is of a vocabulary of {sizes['vocab_size']} tokens, the target has {vocab_size}; load "
+            f"history: {file} is of a vocabulary of {about['vocab_size']} tokens, the target has {vocab_size}; load "
             "what was saved for this target"
         )
-    kept = NgramTable(*tensors, sizes["max_context"], sizes["ways"])
-    if not _whole(kept, vocab_size):
-        raise damaged("history", file, "its table is none")
-    return kept
-
-
-def _whole(kept: NgramTable, vocab_size: int) -> bool:
-    """Return whether this is a table as the ops leave them: they rely on its order."""
-    ours = NgramTable.empty(1, kept.tokens.shape[-1], "meta")
-    kinds = [[(tensor.dtype, tensor.shape) for tensor in (t.keys, t.tokens, t.log_probs)] for t in (kept, ours)]
-    if kinds[0] != kinds[1] or not fit(kept, ours):
-        return False
-    keys = kept.keys.view(-1, kept.ways)
-    free = keys == 0
-    own = torch.arange(len(keys), device=keys.device)[:, None] == sets_of(keys, len(keys))
-    twins = (keys[:, :, None] == keys[:, None, :]).sum(2) > 1
-    ordered = (free[:, 1:] | ~free[:, :-1]).all() and (own | free).all() and not (twins & ~free).any()
-    inside = (kept.tokens >= -1).all() and (kept.tokens < vocab_size).all()
-    return bool(ordered and inside and (kept.log_probs <= 1e-3).all())
+    parts = {name: tensors[name][None] for name in TENSORS}
+    return NgramTable(**parts, max_context=int(about["max_context"]), ways=int(about["ways"]))
