@@ -29,7 +29,7 @@ FILES = (
     *("tests/ops", "tests/backends", "tests/engine/test_captured_step.py"),
     *("tests/engine/test_fused_on_gpu.py", "tests/sources/test_fused_features.py"),
 )
-FILES_WITHOUT_GPU = ("tests/ops/test_commit_kv.py", "tests/engine/test_captured_step.py")  # collected in seconds
+FILES_WITHOUT_GPU = ("tests/ops/test_step_ops.py", "tests/engine/test_captured_step.py")  # collected in seconds
 CAPTURED = re.compile(r"captur")
 #: Of a test's cases the first one is run whose id matches the earliest of these: the dtype and head size of the models
 #: that are measured; then the dtype alone; then whatever comes first.

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from ops.contracts.arguments import (
+from ops.contracts.attention import small_case
+from ops.contracts.backends import assert_bit_equal
+from ops.contracts.inputs import (
     flatten_arguments,
     merge_arguments,
     named_inputs,
+    op_inputs,
     verify_arguments,
 )
-from ops.contracts.attention import small_case
-from ops.contracts.backends import assert_bit_equal
-from ops.contracts.inputs import op_inputs
 from ops.contracts.ngram import Memory, two_sources
 from torch import Tensor
 

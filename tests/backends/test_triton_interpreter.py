@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.long, pytest.mark.slow]
 
 TESTS = Path(__file__).parents[1]
 FILES = {
-    "ops": ("dag_attention", "merge", "verify", "sample_rows", "commit_kv", "write_kv", "ngram"),
+    "ops": ("dag_attention", "graph_ops", "sample_rows", "step_ops", "ngram"),
     "backends": ("triton_dispatch", "guard_pages", "interpreted_model"),
 }
 LEAST = 200 if os.environ.get("EVERY") else 70  # cases

@@ -33,7 +33,7 @@ VERIFY_H, COMMIT_H, FLATTEN_H, MERGE_H, RANDOM_H = (
 )
 T_LOCKSTEP, T_SAMPLING = "tests/acceptance/test_lockstep.py", "tests/acceptance/test_sampling.py"
 T_STOPS = T_STREAM = "tests/engine/test_streaming.py"
-T_VERIFY, T_MERGE, T_CHANGES = "tests/ops/test_verify.py", "tests/ops/test_merge.py", "tests/model/test_changes.py"
+T_GRAPHS, T_CHANGES = "tests/ops/test_graph_ops.py", "tests/model/test_changes.py"
 T_MEMORY, T_GRAMMAR, T_BORDER = (
     "tests/sources/test_history.py",
     "tests/acceptance/test_grammar_drafts.py",
@@ -46,13 +46,13 @@ T_TURNS = "tests/engine/test_turns.py"
 
 # fmt: off
 MUTANTS = [Mutant(*row) for row in (
-    (VERIFY, " & ~ends & ", " & ", "verify: text goes on behind an end-of-text token", T_VERIFY),
-    (VERIFY, "(depths < remaining[:, None])", "(depths <= remaining[:, None])", "verify: a row beyond the length is accepted", T_VERIFY),
-    (VERIFY, "(picked == token_ids)", "(picked >= 0)", "verify: a row is accepted that the target did not pick", T_VERIFY),
-    (VERIFY, " & real & ~done[:, None]", " & real", "verify: a finished sequence accepts rows", T_VERIFY),
-    (MERGE, "& (nodes > candidates.origins[:, :, None])", "", "merge: a candidate joins an older node, a cycle", T_MERGE),
-    (MERGE, "present & ~(same_sibling & earlier).any(-1)", "present", "merge: duplicate siblings both stay", T_MERGE),
-    (MERGE, "joinable = _keep_best(joinable, agreement.float())", "pass", "merge: the longest common context does not win", T_MERGE),
+    (VERIFY, " & ~ends & ", " & ", "verify: text goes on behind an end-of-text token", T_GRAPHS),
+    (VERIFY, "(depths < remaining[:, None])", "(depths <= remaining[:, None])", "verify: a row beyond the length is accepted", T_GRAPHS),
+    (VERIFY, "(picked == token_ids)", "(picked >= 0)", "verify: a row is accepted that the target did not pick", T_GRAPHS),
+    (VERIFY, " & real & ~done[:, None]", " & real", "verify: a finished sequence accepts rows", T_GRAPHS),
+    (MERGE, "& (nodes > candidates.origins[:, :, None])", "", "merge: a candidate joins an older node, a cycle", T_GRAPHS),
+    (MERGE, "present & ~(same_sibling & earlier).any(-1)", "present", "merge: duplicate siblings both stay", T_GRAPHS),
+    (MERGE, "joinable = _keep_best(joinable, agreement.float())", "pass", "merge: the longest common context does not win", T_GRAPHS),
     (LOCKSTEP, "self.final_length - self.prompt >= self.room", "self.final_length - self.prompt > self.room", "lockstep: one token beyond the length", T_LOCKSTEP),
     (LOCKSTEP, "torch.where(done, accepted.num_accepted.max(), accepted.num_accepted)", "accepted.num_accepted", "padding: finished sequences commit no padding", T_LOCKSTEP),
     (LOCKSTEP, "depths=torch.where(done, place, rows.depths)", "depths=rows.depths", "positions: padding is read at wrong positions", T_LOCKSTEP),
@@ -87,8 +87,8 @@ MUTANTS = [Mutant(*row) for row in (
     (HISTORY, "inside = (place >= kv_start[:, None]) & (place < lengths[:, None])", "inside = (place < lengths[:, None])", "batch borders: left padding is remembered as text", T_MEMORY),
     (BORDER, "Frontier(*(tensor.clone() for tensor in level.frontier.tensors()))", "level.frontier", "border: a source writes what is merged", T_BORDER),
     (BORDER, "(tokens < -1) | (tokens >= vocab)", "(tokens < -1) | (tokens > vocab)", "border: the first token beyond the vocabulary is no fault", T_BORDER),
-    (FLATTEN, "for level in range(max_path):", "for level in range(max_path + 1):", "flatten budget: a row beyond the deepest", T_MERGE + " -k reference"),
-    (FLATTEN, "log_probs.clamp(max=0.0) + 0.0", "log_probs + 0.0", "flatten: a log-probability above 0 puts a child before its parent", T_MERGE),
+    (FLATTEN, "for level in range(max_path):", "for level in range(max_path + 1):", "flatten budget: a row beyond the deepest", T_GRAPHS + " -k reference"),
+    (FLATTEN, "log_probs.clamp(max=0.0) + 0.0", "log_probs + 0.0", "flatten: a log-probability above 0 puts a child before its parent", T_GRAPHS),
     (RECURSION, "self.state.tokens.gather(1, place + 1)", "self.state.tokens.gather(1, place)", "EAGLE, MTP: an entry reads the token at its position, not the one after", T_ACCEPTED),
     (RECURSION, "keep=level.config.width, shift=1)", "keep=level.config.width)", "EAGLE, MTP: drafted rows stand one position too late", T_ACCEPTED),
     (FEATURES, "at = (self.state.out_len - count - 1)[:, None]", "at = (self.state.out_len - count)[:, None]", "features of accepted rows are one position late", T_ACCEPTED + " tests/sources/test_every_source.py"),
@@ -99,16 +99,16 @@ MUTANTS = [Mutant(*row) for row in (
     (DFLASH, "positions, places = self.rows.positions(kv_len, self.row), kv_len", "positions, places = self.rows.positions(kv_len, self.row + 1), kv_len", "DFlash: the block stands one position too late", T_ACCEPTED),
     (STOPS, "if found not in fit.inside.get(string, ()):", "if not fit.inside.get(string, ()):", "stop strings: a token counts wherever it fits into one", T_STOPS),
     (STOPS, "        if not string:\n            return True", "        if not string:\n            return False", "stop strings: an empty one ends nothing", T_STOPS),
-    (STOPS, "-self.maximum_token_len :]", "-2:]", "stop strings: one of three tokens is missed", T_STOPS),    (VERIFY_H, " || a.depths[row] >= *a.remaining", "", "C++ verify: a row beyond the length is accepted", T_VERIFY + " -k cpu"),
-    (VERIFY_H, "if (picked != a.token_ids[row])", "if (picked < 0)", "C++ verify: a row is accepted that the target did not pick", T_VERIFY + " -k cpu"),
-    (VERIFY_H, "row < real_rows && !*a.done;", "row < real_rows;", "C++ verify: a finished sequence accepts rows", T_VERIFY + " -k cpu"),
-    (COMMIT_H, "(first + (kv_len + i) *", "(first + (kv_len + i + 1) *", "C++ commit: accepted keys stand one slot behind their place", "tests/ops/test_commit_kv.py -k cpu"),
-    (FLATTEN_H, "(descending(rows.score[middle]) <= word)", "(descending(rows.score[middle]) < word)", "C++ flatten: of equal scores the later node comes first", T_MERGE + " -k cpu"),
-    (MERGE_H, " || shared < best_shared", "", "C++ merge: the longest common context does not win", T_MERGE + " -k cpu"),
-    (MERGE_H, "int node = parent + 1;", "int node = 0;", "C++ merge: a candidate joins an older node, a cycle", T_MERGE + " -k cpu"),
-    (MERGE_H, "a.scores[i] >= s.log_min_prob &&", "", "C++ merge: unlikely nodes are expanded", T_MERGE + " -k cpu"),
+    (STOPS, "-self.maximum_token_len :]", "-2:]", "stop strings: one of three tokens is missed", T_STOPS),    (VERIFY_H, " || a.depths[row] >= *a.remaining", "", "C++ verify: a row beyond the length is accepted", T_GRAPHS + " -k cpu"),
+    (VERIFY_H, "if (picked != a.token_ids[row])", "if (picked < 0)", "C++ verify: a row is accepted that the target did not pick", T_GRAPHS + " -k cpu"),
+    (VERIFY_H, "row < real_rows && !*a.done;", "row < real_rows;", "C++ verify: a finished sequence accepts rows", T_GRAPHS + " -k cpu"),
+    (COMMIT_H, "(first + (kv_len + i) *", "(first + (kv_len + i + 1) *", "C++ commit: accepted keys stand one slot behind their place", "tests/ops/test_step_ops.py -k cpu"),
+    (FLATTEN_H, "(descending(rows.score[middle]) <= word)", "(descending(rows.score[middle]) < word)", "C++ flatten: of equal scores the later node comes first", T_GRAPHS + " -k cpu"),
+    (MERGE_H, " || shared < best_shared", "", "C++ merge: the longest common context does not win", T_GRAPHS + " -k cpu"),
+    (MERGE_H, "int node = parent + 1;", "int node = 0;", "C++ merge: a candidate joins an older node, a cycle", T_GRAPHS + " -k cpu"),
+    (MERGE_H, "a.scores[i] >= s.log_min_prob &&", "", "C++ merge: unlikely nodes are expanded", T_GRAPHS + " -k cpu"),
     (RANDOM_H, "kPhiloxRounds = 10", "kPhiloxRounds = 9", "C++ noise: another generator than the reference's", "tests/ops/test_sample_rows.py -k cpu"),
     (RANDOM_H, "static_cast<uint32_t>(sequence)}", "0}", "C++ noise: every sequence has the same", "tests/ops/test_sample_rows.py -k cpu"),
-    (FLATTEN_H, "words() const { return words_for(rows); }", "words() const { return rows / 32; }", "C++ flatten budget: ancestors beyond the last whole word are lost", T_MERGE + " -k cpu"),
+    (FLATTEN_H, "words() const { return words_for(rows); }", "words() const { return rows / 32; }", "C++ flatten budget: ancestors beyond the last whole word are lost", T_GRAPHS + " -k cpu"),
 )]
 # fmt: on

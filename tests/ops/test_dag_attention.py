@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops.contracts.arguments import dense_mask
 from ops.contracts.attention import (
     ATTENTION,
     FLOAT_TYPES,
@@ -17,6 +16,7 @@ from ops.contracts.attention import (
     Attention,
     check_attention,
     check_row_invariance,
+    dense_mask,
     small_case,
 )
 from ops.contracts.backends import backends, cases, levels

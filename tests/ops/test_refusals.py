@@ -1,17 +1,26 @@
-"""What an operator refuses: one wrong argument, named, before anything is written."""
+"""What an op and its operator refuse: one wrong argument, named, before anything is written."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import fields
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from ops.contracts.backends import assert_bit_equal, needs_cpu
-from ops.contracts.history import KNOWN
-from ops.contracts.inputs import op_inputs
+from ops.contracts.inputs import (
+    attention_arguments,
+    flatten_arguments,
+    merge_arguments,
+    named_inputs,
+    op_inputs,
+    verify_arguments,
+)
+from ops.contracts.ngram import KNOWN
 from torch import Tensor
 
 import gsd_kernels as gsd
@@ -196,8 +205,12 @@ def refused(name: str, given: dict[str, Any], match: str) -> None:
     assert_bit_equal(tensors, before)
 
 
+INPUTS = cache(op_inputs)
+
+
 def arguments_of(name: str) -> dict[str, Any]:
-    return dict(zip((a.name for a in TABLE[name].operator._schema.arguments), op_inputs()[name], strict=False))
+    given = deepcopy(INPUTS()[name])
+    return dict(zip((a.name for a in TABLE[name].operator._schema.arguments), given, strict=False))
 
 
 ROWS = [(name, *row) for name, rows in REFUSED.items() for row in rows]
@@ -242,3 +255,123 @@ def test_an_unknown_backend_and_an_unknown_argument_are_refused(name):
         TABLE[name].chosen("gpu", torch.device("cpu"))
     with pytest.raises(TypeError, match=r"expected the arguments .*unknown: .'more'"):
         TABLE[name](more=1)
+
+
+wide = Tensor.long, TypeError
+whole = Tensor.int, TypeError
+narrow = Tensor.half, TypeError
+
+
+def part(*size: int, dim: int = -1):
+    """Fewer of a dimension than are expected; of no size none of the first one."""
+    return (lambda t: t.narrow(dim, 0, *size) if size else t[0]), ValueError
+
+
+def value(wrong, error=ValueError):
+    return (lambda _: wrong), error
+
+
+#: By op: good arguments; of each that is bad, what becomes of it, and the error.
+BAD = {
+    gsd.dag_attention: (
+        attention_arguments,
+        [
+            ("q", *part()),
+            ("q", *whole),
+            ("q", lambda q: q[:, :1].expand(-1, 3, -1, -1), ValueError),
+            ("k", Tensor.float, TypeError),
+            ("k", *part(8)),
+            ("v", *part(5, dim=2)),
+            ("ancestor_mask", *wide),
+            ("ancestor_mask", *part(3, dim=1)),
+            ("kv_len", *wide),
+            ("kv_len", *value(5, TypeError)),
+            ("kv_start", *part(1)),
+            ("sliding_window", *value(0)),
+            ("chunk", *value(0)),
+            ("sinks", *value(torch.zeros(3))),
+            ("sinks", *value(torch.zeros(2, dtype=torch.int32), TypeError)),
+            ("backend", *value("gpu")),
+        ],
+    ),
+    gsd.sample_rows: (
+        partial(named_inputs, gsd.sample_rows, 4),
+        [
+            ("logits", *part()),
+            ("logits", *whole),
+            ("positions", *wide),
+            ("positions", *part(1)),
+            ("seed", *value(3, TypeError)),
+            ("sequence_ids", *wide),
+            ("temperature", *value(-0.1)),
+            ("temperature", *value(math.inf)),
+            ("temperature", *value("1", TypeError)),
+            ("top_k", *value(-1)),
+            ("top_p", *value(1.5)),
+            ("min_p", *value(math.nan)),
+        ],
+    ),
+    gsd.verify: (
+        verify_arguments,
+        [
+            ("sampled", *wide),
+            ("sampled", *part(4)),
+            ("eos_ids", *wide),
+            ("remaining", *part(2)),
+            ("done", *whole),
+        ],
+    ),
+    gsd.commit_kv: (
+        partial(named_inputs, gsd.commit_kv, 5),
+        [("v_caches", *value([])), ("accepted_rows", *wide), ("num_accepted", *part(1)), ("kv_len", *wide)],
+    ),
+    gsd.write_kv: (
+        partial(named_inputs, gsd.write_kv, 5),
+        [
+            ("k_cache", *part()),
+            ("k_cache", *whole),
+            ("v_cache", *part(5, dim=2)),
+            ("v_cache", *narrow),
+            ("positions", *whole),
+            ("positions", *part(1, dim=0)),
+            ("k", *narrow),
+            ("k", *part(3)),
+            ("v", *part(2, dim=2)),
+            ("backend", *value("cuda")),
+        ],
+    ),
+    gsd.merge: (
+        merge_arguments,
+        [
+            ("frontier", *wide),
+            ("cand_tokens", *part(2)),
+            ("cand_log_probs", Tensor.double, TypeError),
+            ("merge_context", *value(9)),
+            ("width", *value(0)),
+        ],
+    ),
+    gsd.flatten: (flatten_arguments, [("max_rows", *value(129)), ("max_path", *value(8))]),
+}
+BAD_ROWS = [(op, arguments, *row) for op, (arguments, rows) in BAD.items() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("op", "good", "name", "bad", "error"),
+    BAD_ROWS,
+    ids=[f"{op.__name__}-{name}-{i}" for i, (op, _, name, *_) in enumerate(BAD_ROWS)],
+)
+def test_bad_arguments_are_named(op, good, name, bad, error):
+    given = good()
+    op(**good())
+    with pytest.raises(error, match=name):
+        op(**{**given, name: bad(given.get(name))})
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "chunk"])
+def test_what_goes_by_position_needs_depths_and_is_one(name):
+    arguments = attention_arguments()
+    for missing in ("row_depths", "node_depths"):
+        with pytest.raises(ValueError, match=rf"^{name}: needs row_depths and node_depths"):
+            gsd.dag_attention(**{**arguments, missing: None}, **{name: 3})
+    with pytest.raises(ValueError, match="chunk"):
+        gsd.dag_attention(**arguments, sliding_window=3, chunk=4)

@@ -1,27 +1,39 @@
-"""What lies between the larger ops of a step, on every backend: bit for bit, and by hand."""
+"""What lies between the larger ops of a step, commit_kv, write_kv and learn_source: bit for bit, and by hand."""
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
-from ops.contracts.backends import backends
+from ops.contracts.backends import Backend, assert_bit_equal, backends, cases
 from ops.contracts.step import (
+    COUNTS,
+    WRITES,
     accepted,
     chained,
     check_chain,
     check_commit,
     check_feed,
+    check_learning,
     check_path,
     check_start,
+    check_write,
+    copied,
     fed,
     graph_of,
     int32,
+    mixture,
+    questions,
     state,
 )
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import unpack_bits
 from gsd_kernels.ops import step
+from gsd_kernels.ops.learn import Asked, Mixture, learn_source
+from gsd_kernels.ops.learn.api import MAX_LEVELS
 from gsd_kernels.ops.step.reference import laid_out
 
 pytestmark = pytest.mark.quick
@@ -120,3 +132,150 @@ def test_rows_of_a_chain_see_what_is_before_them_and_no_padding():
             before = {slot for slot in range(max(int(begin), 0), link + 1)} if is_row[row] else set()
             assert {*sees[row].nonzero()[:, 0].tolist()} == before | {int(own[row])}
     assert depths.min() >= 0
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FEW = [(torch.float32, 80), (torch.bfloat16, 64), (torch.float16, 256)]
+HALF_AND_SINGLE = list(itertools.product(FLOATS[:3], (64, 80, 256)))
+ODD = list(itertools.product((torch.bfloat16, torch.float32, torch.float64), (1, 7, 63, 64, 128)))  # narrower loads
+COMPILED = [*HALF_AND_SINGLE, *ODD]
+COMMITS = {"reference": COMPILED, "cpu": COMPILED, "interpreter": FEW, "triton": HALF_AND_SINGLE, "cuda": COMPILED}
+
+
+LAYOUTS = ("stacked", "separate", "positions first")
+
+
+def caches_of(layout: str, dtype: torch.dtype, dim: int, slots: int, gen: torch.Generator) -> list[torch.Tensor]:
+    """Three layers of four sequences, some numbers NaN: parts of one tensor, or of several sizes."""
+    if layout == "stacked":
+        stacked = torch.randn(3, 4, 2, slots, dim, generator=gen).to(dtype)
+        return list(stacked.masked_fill_(stacked.abs() < 0.01, math.nan))
+    caches = [torch.randn(4, heads, slots, size, generator=gen).to(dtype) for heads, size in ((1, dim), (2, 7), (3, 9))]
+    caches[1][:, :, 12:] = math.nan
+    return caches if layout == "separate" else [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@cases("kind", {name: [(f"{t}-D{d}", (t, d)) for t, d in dict.fromkeys(kinds)] for name, kinds in COMMITS.items()})
+def test_commit_equals_reading_all_and_then_writing(on, kind, layout):
+    """Rows in any order, sources that are also destinations, finished sequences, several layers of several sizes."""
+    gen = torch.Generator().manual_seed(3 * kind[1] + LAYOUTS.index(layout))
+    batch, rows, prefix, width = 4, 60, 31, 6
+    kv_len = torch.randint(0, prefix + 1, (batch,), generator=gen, dtype=torch.int32)
+    count = torch.randint(1, width + 1, (batch,), generator=gen, dtype=torch.int32)
+    count[3] = 0  # finished
+    accepted = torch.rand(batch, rows, generator=gen).argsort(-1)[:, :width].int()
+    accepted[0] = accepted[0].sort().values
+    accepted[1] %= 7  # close to each other, some of them twice
+    accepted = torch.where(torch.arange(width) < count[:, None], accepted, -1)
+    others = (
+        layout if on.name == "triton" else LAYOUTS[LAYOUTS.index(layout) - 1]
+    )  # whose keys and values have one shape
+    caches = [caches_of(of, *kind, prefix + rows + 2, gen) for of in (layout, others)]
+    expected = [[cache.clone() for cache in part] for part in caches]
+    for cache, before in zip(itertools.chain(*expected), itertools.chain(*caches), strict=True):
+        for b in range(batch):
+            for i in range(int(count[b])):
+                cache[b, :, int(kv_len[b]) + i] = before[b, :, int(kv_len[b]) + int(accepted[b, i])]
+    moved = [on_device(part, on) for part in caches]
+    length = on.to(kv_len.clone())
+    gsd.commit_kv(*moved, on.to(accepted), on.to(count), length, backend=on.name)
+    assert_bit_equal(itertools.chain(*moved), itertools.chain(*expected))
+    assert torch.equal(length.cpu(), kv_len + count)
+
+
+def on_device(layers: list[torch.Tensor], on: Backend) -> list[torch.Tensor]:
+    """Copies; layers of one tensor are layers of one tensor again."""
+    whole = layers[0]._base
+    if whole is not None and all(layer._base is whole for layer in layers):
+        return list(on.to(copied(whole)))
+    return [on.to(copied(layer)) for layer in layers]
+
+
+@backends("cpu", "triton", "cuda")
+def test_more_caches_than_one_launch_takes(on):
+    cache = on.to(torch.randn(400, 1, 2, 20, 8))
+    expected = cache.clone()
+    expected[:, :, :, 6] = expected[:, :, :, 9]
+    layers = list(cache)
+    rows = on.to(torch.tensor([[0, 4]], dtype=torch.int32))
+    kv_len = on.to(torch.tensor([5], dtype=torch.int32))
+    gsd.commit_kv(layers[:200], layers[200:], rows, torch.full_like(kv_len, 2), kv_len, backend=on.name)
+    assert torch.equal(cache, expected) and kv_len.item() == 7
+
+
+SHAPES = {
+    f"{dtype}-D{dim}-{heads}-{rows}": (dtype, (dim, dim), heads, rows)
+    for dtype, dim, heads, rows in itertools.product(FLOATS[:3], (64, 128, 256), (1, 8), (1, 64))
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@backends("reference", "cpu", "interpreter", "triton")
+def test_rows_are_written_to_their_positions_and_made_finite(on, dtype):
+    k_cache = on.to(torch.ones(2, 3, 9, 4, dtype=dtype))
+    v_cache = on.to(torch.ones(2, 9, 3, 5, dtype=dtype).transpose(1, 2))
+    k, v = torch.randn(2, 3, 2, 4).to(dtype), torch.randn(2, 3, 2, 5).to(dtype)
+    k[0, 1, 1] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    positions = torch.tensor([[8, 2], [0, 5]])
+    gsd.write_kv(k_cache, v_cache, *on.to((k, v, positions)), backend=on.name)
+    k_cache, v_cache = k_cache.cpu(), v_cache.cpu()
+    top = torch.finfo(dtype).max
+    assert k_cache[0, 1, 2].tolist() == [0.0, top, -top, 0.0]
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        for b in range(2):
+            assert torch.equal(cache[b][:, positions[b]], rows[b].nan_to_num())
+        assert int((cache != 1).any(-1).any(1).sum()) == 4, "nothing else is written"
+
+
+@cases("case", {**{n: WRITES.items() for n in ("cpu", "interpreter")}, "triton": {**WRITES, **SHAPES}.items()})
+def test_written_rows_equal_the_reference_bit_for_bit(on, case):
+    check_write(*case, on)
+
+
+@backends("cpu")
+def test_a_position_outside_is_refused(on):
+    cache, rows = torch.zeros(2, 1, 20, 4), torch.ones(2, 1, 3, 4)
+    with pytest.raises(RuntimeError, match="positions: 20 is outside"):
+        gsd.write_kv(cache, cache.clone(), rows, rows, torch.tensor([[0, 19, 5], [1, 20, 3]]), backend=on.name)
+
+
+@backends("cpu", "cuda")
+def test_tables_equal_the_reference(on):
+    learned = [check_learning(seed, on, batch=1 + seed % 4, branch=1 + seed % 5) for seed in range(8)]
+    assert sum(learned) > 5
+
+
+@backends("cpu", "cuda")
+def test_more_levels_than_the_compiled_op_takes(on):
+    assert check_learning(0, on, levels=MAX_LEVELS + 3)
+
+
+@backends("reference", "cpu", "cuda")
+def test_a_pick_that_both_had_is_shared_by_their_probabilities(on):
+    start = torch.tensor([0.5])
+    weights = on.to(Mixture(start, torch.tensor([4.0]), torch.tensor([8.0]), start.clone()))
+    level = on.to(
+        [
+            torch.tensor([[3, 5]], dtype=torch.int32),
+            torch.tensor([[[9, 8], [9, 8]]], dtype=torch.int32),
+            torch.tensor([[[0.6, 0.2], [0.5, 0.1]]]).log(),
+            None,
+            torch.tensor([[[8, 9], [1, 2]]], dtype=torch.int32),
+            torch.tensor([[[0.7, 0.2], [0.5, 0.1]]]).log(),
+        ]
+    )
+    nodes, picked = on.to([torch.tensor([[3, 7, -2]], dtype=torch.int32), torch.tensor([[9, 9, 0]], dtype=torch.int32)])
+    learn_source([Asked(*level)], nodes, picked, weights, 8.0, math.inf, backend=on.name)
+    assert weights.counts.item() == 9.0 and weights.shares.item() == pytest.approx(4.0 + 0.6 / 0.8)
+    assert weights.weights.item() == pytest.approx((4.0 + 0.75) / 9)
+
+
+def test_triton_has_none_and_takes_what_auto_does():
+    asked, nodes, picked = questions(0)
+    learn_source(asked, nodes, picked, mixture(0), **COUNTS, backend="triton")
+
+
+def test_no_level_is_refused():
+    with pytest.raises(ValueError, match="asked: expected at least one level"):
+        learn_source([], *questions(0)[1:], mixture(0), **COUNTS)

@@ -13,7 +13,7 @@ from ops.contracts.backends import Backend
 from torch import Tensor
 
 import gsd_kernels as gsd
-from gsd_kernels.graph import pack_bits
+from gsd_kernels.graph import pack_bits, unpack_bits
 from gsd_kernels.ops.dag_attention import visibility
 
 NAN = math.nan
@@ -226,3 +226,28 @@ HALF_PRECISION = {
     "positions first": Attention(positions_first=True, group=4),
     "long": Attention(rows=64, nodes=64, group=4, capacity=5000, prefixes=(4500, 63), paddings=(7, 0)),
 }
+
+
+def dense_mask(case: dict[str, Tensor], window: int | None, chunk: int | None = None) -> Tensor:
+    """bool [B, R, S], one position at a time."""
+    batch, rows = case["ancestor_mask"].shape[:2]
+    capacity = case["k"].shape[2]
+    bits = unpack_bits(case["ancestor_mask"], case["ancestor_mask"].shape[2] * 32).tolist()
+    starts, lengths, row_depths, node_depths = (  # lists: one element of a tensor takes a microsecond
+        case[name].tolist() for name in ("kv_start", "kv_len", "row_depths", "node_depths")
+    )
+    mask = [[[False] * capacity for _ in range(rows)] for _ in range(batch)]
+
+    def near(here: int, there: int, start: int) -> bool:
+        if chunk is not None and (there - start) // chunk < (here - start) // chunk:
+            return False
+        return window is None or here - there < window
+
+    for b, length in enumerate(lengths):
+        for r in range(rows):
+            here = length + row_depths[b][r]
+            for p in range(starts[b], length):
+                mask[b][r][p] = near(here, p, starts[b])
+            for j, depth in enumerate(node_depths[b]):
+                mask[b][r][length + j] = bits[b][r][j] and near(here, length + depth, starts[b])
+    return torch.tensor(mask)

@@ -7,8 +7,10 @@ once, when it is imported. Cases of the GPU carry the marker ``gpu``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -72,6 +74,8 @@ def _moved(value: Any, device: str) -> Any:
         return type(value)(*(_moved(x, device) for x in value))
     if isinstance(value, tuple | list):
         return type(value)(_moved(x, device) for x in value)
+    if hasattr(value, "__dataclass_fields__"):
+        return replace(value, **{name: _moved(getattr(value, name), device) for name in value.__dataclass_fields__})
     return type(value)(*_moved(value.tensors(), device)) if hasattr(value, "tensors") else value
 
 
@@ -121,12 +125,48 @@ def assert_bit_equal(got: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
         assert torch.equal(a, b), f"tensor {place}: {ours} instead of {theirs}"
 
 
+def check_equal(op: Any, on: Backend, *arguments: Any, most: float = 0.0, **named: Any) -> tuple[Any, Any]:
+    """What an op returns and all tensors that it was given are the reference's: to the bit, or floats within ``most``.
+
+    Both get copies; new tensors of the op's hold NaN or the largest integers before. Returns the reference's results
+    and positional arguments.
+    """
+    found = []
+    for to, backend in ((on.to, on.name), (on.to_reference, "reference")):
+        given, options = (to(deepcopy(x)) for x in (arguments, named))
+        with nullcontext() if backend == "reference" else poisoned():
+            results = op(*given, **options, backend=backend)
+        found.append((results, given, options))
+    ours, theirs = (_tensors(x) for x in found)
+    for mine, other in zip(ours, theirs, strict=True):
+        if most and other.is_floating_point():
+            torch.testing.assert_close(mine.cpu(), other.cpu(), atol=most, rtol=most)
+        else:
+            assert_bit_equal([mine], [other])
+    return found[1][0], found[1][1]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """New tensors begin as NaN and as the largest integers, so that what an op leaves unwritten shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def _tensors(value: Any) -> list[Tensor]:
-    if hasattr(value, "tensors"):
-        return list(value.tensors())
+    """All of a value's, in order: of records, lists and dictionaries too."""
+    if isinstance(value, Tensor):
+        return [value]
     if hasattr(value, "__dataclass_fields__"):
-        return [getattr(value, name) for name in value.__dataclass_fields__]
-    return list(value)
+        value = [getattr(value, name) for name in value.__dataclass_fields__]
+    if isinstance(value, dict):
+        value = value.values()
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return []
+    return [tensor for part in value for tensor in _tensors(part)]
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from graphs import candidates, drafted, tails, wild
 from hypothesis import strategies as st
-from ops.contracts.backends import Backend, assert_bit_equal
+from ops.contracts.backends import Backend, assert_bit_equal, check_equal
 from torch import Tensor
 
 import gsd_kernels as gsd
@@ -90,7 +90,7 @@ def check_flatten_of_any_graph(seed: int, max_rows: int, max_path: int, on: Back
     graph.token_ids[:] = torch.randint(-2, 9, (batch, nodes), generator=gen, dtype=torch.int32)
     graph.edge_targets[:] = torch.randint(-2, nodes + 3, (batch, nodes, branch), generator=gen, dtype=torch.int32)
     graph.edge_log_probs[:] = wild((batch, nodes, branch), gen)
-    rows = check_flatten(on.to_reference(graph.clone()), on.to(graph), max_rows, max_path, on)
+    rows, _ = check_equal(gsd.flatten, on, graph, max_rows, max_path)
     for b, count in enumerate(rows.num_rows.tolist()):
         parents, scores = rows.parent_rows[b, :count].tolist(), rows.scores[b, :count].tolist()
         assert parents[0] == -1 and all(0 <= parent < row for row, parent in enumerate(parents) if row)
@@ -148,17 +148,4 @@ def check_merge_into_arbitrary_graph(seed: int, merge_context: int, on: Backend)
     tokens, log_probs = candidates("ties", 4, (batch, 6, config.branch), gen)
     level = (frontier, tokens, log_probs)
     rules = {"level": 2, "width": 6, "merge_context": merge_context, "log_min_prob": -3.0}
-    expected, got = on.to_reference(graph.clone()), on.to(graph.clone())
-    expected_next = gsd.merge(expected, *on.to_reference(level), **rules, backend="reference")
-    got_next = gsd.merge(got, *on.to(level), **rules, backend=on.name)
-    assert_bit_equal(got, expected)
-    assert_bit_equal(got_next, expected_next)
-
-
-def check_verification(rows: gsd.Rows, sampled: Tensor, options: dict[str, Tensor], max_path: int, on: Backend) -> None:
-    """The arguments lie on the CPU."""
-    got, expected = (
-        gsd.verify(to(rows), to(sampled), **to(options), max_path=max_path, backend=backend)
-        for to, backend in ((on.to, on.name), (on.to_reference, "reference"))
-    )
-    assert_bit_equal(got, expected)
+    check_equal(gsd.merge, on, graph, *level, **rules)

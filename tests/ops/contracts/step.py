@@ -1,16 +1,18 @@
-"""Graphs, rows and texts for the ops of gsd_kernels/ops/step, shared by their tests on every backend."""
+"""Problems for the ops of a step, commit_kv, write_kv and learn_source, shared by their tests on every backend."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from graphs import drafted
-from ops.contracts.backends import Backend, assert_bit_equal
+from ops.contracts.backends import Backend, check_equal
 from torch import Tensor
 
 import gsd_kernels as gsd
 from gsd_kernels.ops import step
+from gsd_kernels.ops.learn import Asked, Mixture, learn_source
 
 BATCH, LENGTH, VOCAB = 3, 40, 50
 
@@ -87,65 +89,139 @@ def state(seed: int) -> dict[str, Tensor]:
     }
 
 
+def slots_of(seed: int, shape: torch.Size) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).argsort(1).int()
+
+
 def check_start(seed: int, on: Backend) -> None:
-    """The root alone, whatever the graph held: bit for bit."""
-    ours, theirs, text = on.to(graph_of(seed)), graph_of(seed), texts(seed)
-    got = step.start_graph(ours, **on.to(text), backend=on.name)
-    expected = step.start_graph(theirs, **text, backend="reference")
-    assert_bit_equal([*ours.tensors(), got], [*theirs.tensors(), expected])
-    assert got.tolist() == (text["out_len"] - text["kv_start"]).tolist()
+    """The root alone, whatever the graph held."""
+    text = texts(seed)
+    first, _ = check_equal(step.start_graph, on, graph_of(seed), **text)
+    assert first.tolist() == (text["out_len"] - text["kv_start"]).tolist()
 
 
 def check_feed(seed: int, on: Backend) -> None:
     """With slots one after the other and given, of both widths; node depths written in place."""
     case = fed(seed)
-    rows = case["token_ids"].shape[1]
-    gen = torch.Generator().manual_seed(seed)
-    slots = torch.rand(BATCH, rows, generator=gen).argsort(1).int()
+    shape = case["token_ids"].shape
+    written = {"first_slot": 2, "shift": 1, "node_depths": torch.full((BATCH, shape[1] + 3), -9, dtype=torch.int32)}
     for dtype in (torch.int64, torch.int32):
-        for more in ({"slots": slots}, {"first_slot": 2, "shift": 1, "node_depths": torch.full((BATCH, rows + 3), -9)}):
-            ours, theirs = (
-                {n: t.int().clone() if n != "first_slot" and n != "shift" else t for n, t in more.items()}
-                for _ in range(2)
-            )
-            ours = on.to(ours)
-            got = step.feed_rows(**on.to(case), **ours, dtype=dtype, backend=on.name)
-            expected = step.feed_rows(**case, **theirs, dtype=dtype, backend="reference")
-            written = [t for t in (ours.get("node_depths"), theirs.get("node_depths")) if t is not None]
-            assert_bit_equal([*got, *written[:1]], [*expected, *written[1:]])
+        for more in ({"slots": slots_of(seed, shape)}, written):
+            check_equal(step.feed_rows, on, **case, **more, dtype=dtype)
 
 
 def check_chain(seed: int, on: Backend) -> None:
-    ours, theirs = on.to(chained(seed)), chained(seed)
-    ours["cached"] = ours["cached"].clone()
-    got = step.feed_chain(**ours, backend=on.name)
-    expected = step.feed_chain(**theirs, backend="reference")
-    assert_bit_equal([*got, ours["cached"]], [*expected, theirs["cached"]])
+    check_equal(step.feed_chain, on, **chained(seed))
 
 
 def check_path(seed: int, on: Backend) -> None:
     path, rows, _ = accepted(seed)
-    got = step.accepted_path(on.to(path), on.to(rows), backend=on.name)
-    assert_bit_equal(got, step.accepted_path(path, rows, backend="reference"))
+    check_equal(step.accepted_path, on, path, rows)
 
 
 def check_commit(seed: int, on: Backend) -> None:
     """With and without a graph; twice, so that the second finds what the first wrote."""
     path, rows, graph = accepted(seed)
     tokens, nodes = step.accepted_path(path, rows, backend="reference")
-    for drafted_too in (True, False):
-        more = {"nodes": nodes, "graph": graph} if drafted_too else {}
-        mine, theirs = ({n: t.clone() for n, t in state(seed).items()} for _ in range(2))
-        ours = on.to(mine)
+    for more in ((nodes, graph), ()):
+        texts_of = tuple(state(seed).values())
         for _ in range(2):
-            for texts_of, where in ((ours, on), (theirs, None)):
-                move = (lambda x: x) if where is None else where.to
-                step.commit_text(
-                    *move((tokens, path)),
-                    eos_ids=move(int32(5, 3)),
-                    **texts_of,
-                    **move(more),
-                    backend="reference" if where is None else where.name,
-                )
-        assert_bit_equal(ours.values(), theirs.values())
-        assert theirs["counts"].tolist() == [100, 10, 1] or drafted_too
+            _, (_, _, _, *after) = check_equal(step.commit_text, on, tokens, path, int32(5, 3), *texts_of, *more)
+            texts_of = after[: len(texts_of)]
+        assert texts_of[-1].tolist() == [100, 10, 1] or more
+
+
+NAN = math.nan
+WRITES = {
+    "float32-D80": (torch.float32, (80, 80), 2, 9),
+    "float16-one-row": (torch.float16, (64, 64), 8, 1),
+    "bfloat16-D128": (torch.bfloat16, (128, 128), 4, 33),
+    "float64-odd": (torch.float64, (7, 1), 3, 5),
+    "values-narrower": (torch.bfloat16, (96, 24), 5, 6),
+    "values-wider": (torch.float16, (17, 200), 1, 10),
+    "one-head-per-program": (torch.float32, (1500, 3), 2, 2),
+}
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
+def check_write(dtype: torch.dtype, dims: tuple[int, int], heads: int, rows: int, on: Backend) -> None:
+    """Every bit of the caches, whatever they held; values that are not finite, the smallest and both zeros."""
+    gen = torch.Generator().manual_seed(rows)
+    batch, capacity = 3, rows + 5
+    info = torch.finfo(dtype)
+    rare = torch.tensor([NAN, -NAN, math.inf, -math.inf, info.max, info.min, info.smallest_normal, 0.0, -0.0])
+    rare = torch.cat([rare.to(dtype), torch.tensor([info.tiny / 2, -info.tiny / 2], dtype=dtype)])
+
+    plain = (torch.arange(rows) % 3 > 0)[None, :, None, None]  # other rows are finite
+
+    def rows_of(dim: int, spare: int) -> Tensor:
+        values = torch.randn(batch, rows, heads, dim + spare, generator=gen).to(dtype)
+        picked = torch.randint(0, 2 * len(rare), values.shape, generator=gen)
+        return torch.where((picked < len(rare)) & plain, rare[picked % len(rare)], values)
+
+    k, v = rows_of(dims[0], 3)[..., 3:].transpose(1, 2), rows_of(dims[1], 0).transpose(1, 2)
+    v = v.mT.contiguous().mT if rows % 2 else v  # dimensions need not be next to each other
+    order = torch.stack([torch.randperm(capacity, generator=gen)[:rows] for _ in range(batch)])
+    positions = order.T.contiguous().T
+    caches = {
+        "k_cache": torch.full((batch, heads, capacity, dims[0]), NAN, dtype=dtype),
+        "v_cache": torch.full((batch, capacity, heads, dims[1] + 2), 7.0, dtype=dtype).transpose(1, 2),
+    }
+    spoiled = torch.arange(batch * rows).float().view(batch, rows)
+
+    def write(k_cache: Tensor, v_cache: Tensor, *rows: Tensor, **named: Any) -> None:
+        gsd.write_kv(k_cache[..., : dims[0]], v_cache[..., : dims[1]], *rows, **named)
+
+    for more in ({"spoiled": spoiled}, {}):
+        check_equal(write, on, *caches.values(), k, v, positions, **more)
+
+
+ENTRIES, PATH = 4, 7
+COUNTS = {"prior_count": 8.0, "memory": 40.0}
+
+
+def mixture(seed: int) -> Mixture:
+    """Some way into a text."""
+    gen = torch.Generator().manual_seed(seed)
+    start = torch.tensor([0.0, 0.3, 0.5, 0.7])
+    counts = 8 + 5 * torch.rand(ENTRIES, generator=gen)
+    shares = counts * torch.rand(ENTRIES, generator=gen) * (start > 0)
+    return Mixture(start, shares, counts, shares / counts)
+
+
+def questions(seed: int, batch: int = 3, branch: int = 4, levels: int = 5) -> tuple[list[Asked], Tensor, Tensor]:
+    """Levels of several widths, some without an index; picks that are candidates half of the time."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=gen, dtype=torch.int32)
+
+    def log_probs(*shape: int) -> Tensor:
+        scores = (torch.rand(shape, generator=gen) / draw(1, 3, *shape[:-1], 1) / shape[-1]).log()  # some leave a rest
+        return torch.where(torch.rand(shape, generator=gen) < 0.15, -torch.inf, scores)
+
+    asked, first = [], 0
+    for level in range(levels):
+        width = (1, 3, 5)[level % 3]
+        ids = (first + torch.arange(width, dtype=torch.int32)).repeat(batch, 1)
+        first += width
+        ids[:, -1] = torch.where(draw(0, 4, batch) == 0, -1, ids[:, -1])  # padding
+        shape = (batch, width, branch)
+        index = None if level == 3 else draw(0, ENTRIES, batch, width)
+        asked.append(Asked(ids, draw(-1, 8, *shape), log_probs(*shape), index, draw(-1, 8, *shape), log_probs(*shape)))
+    nodes = torch.stack([torch.randperm(first + 4, generator=gen)[:PATH] for _ in range(batch)]).int()
+    nodes[:, PATH - 2 :] = -2  # the path is shorter
+    return asked, nodes, draw(0, 8, batch, PATH)
+
+
+def check_learning(seed: int, on: Backend, **sizes: int) -> bool:
+    """Three steps in a row: every table within 1e-5 of the reference's. Whether anything was learned."""
+    known = mixture(seed)
+    for number in range(3):
+        asked = questions(100 * seed + number, **sizes)
+        _, (*_, known) = check_equal(learn_source, on, *asked, known, **COUNTS, most=learn_source.tolerance)
+    return not torch.equal(known.weights, mixture(seed).weights)
