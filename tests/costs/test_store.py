@@ -9,6 +9,7 @@ import multiprocessing
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import platformdirs
 import pytest
@@ -86,7 +87,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, c
 
 def test_writes_are_few_and_the_last_one_is_made_up_for(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now[0]))
     document = Document("pair", {})
     value = [0]
     saver = Saver(document, lambda: {"value": value[0]})
@@ -107,7 +108,7 @@ def test_writes_are_few_and_the_last_one_is_made_up_for(monkeypatch):
 
 def test_a_saver_that_waits_outlives_its_engine(monkeypatch):
     """As where a model is unpatched, or goes, a moment after its last text."""
-    monkeypatch.setattr(store.time, "monotonic", lambda: now)
+    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now))
     now, document = 100.0, Document("pair", {})
     saver = Saver(document, lambda: {"value": 1})
     saver.written = now
@@ -120,7 +121,7 @@ def test_a_saver_that_waits_outlives_its_engine(monkeypatch):
 
 
 def test_of_savers_of_one_part_the_last_is_heard_and_other_parts_are_not_forgotten(monkeypatch):
-    monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now[0]))
     now, document = [100.0], Document("pair", {})
     one, other, another = (
         Saver(document, lambda part=part, value=value: {part: value}, part)
@@ -139,7 +140,7 @@ def test_of_savers_of_one_part_the_last_is_heard_and_other_parts_are_not_forgott
 
 def test_no_call_waits_for_the_disk(monkeypatch):
     now, disk = [100.0], threading.Event()
-    monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now[0]))
     document, written = Document("pair", {}), []
     monkeypatch.setattr(document, "write", lambda sections: (disk.wait(20), written.append(sections["value"])))
     value = [0]

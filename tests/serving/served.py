@@ -67,10 +67,6 @@ SCHEMA = {
 }
 
 
-GRACE = 10
-"""Seconds that requests have at the end, as the command gives them; a client that never reads holds no test run."""
-
-
 class Server:
     """The demo pair, or its target alone without speculation, served from a thread of this process."""
 
@@ -86,9 +82,9 @@ class Server:
         handle = patch(self.target, tokenizer=self.tokenizer, **drafting)
         own = {key: named.pop(key) for key in ("origins", "hosts") if key in named}
         app = make_app("small", handle, self.tokenizer, speculates=speculates, limits=Limits(**named), **own)
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE))
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         self.socket = socket.create_server(("127.0.0.1", 0))
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)
@@ -98,7 +94,7 @@ class Server:
     def stop(self) -> None:
         self.client.close()
         self.server.should_exit = True
-        self.thread.join(2 * GRACE)  # what holds the application holds no test run: the thread goes with the process
+        self.thread.join()
         unpatch(self.target)
 
     def raw(self, endpoint: str, body: object) -> tuple[int, typing.Any]:
