@@ -14,13 +14,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from .. import validate
 from ..acceptance.criteria import DRAWN
 from ..acceptance.sampling import SamplingPlan, draw_seed
-from ..model.facts import Facts
 from ..model.prompt_inputs import PromptInputs
 from ..parallel import honoured
 from ..policy.base import Policy
 from ..sources.base import DraftSource
 from ..sources.matchers import holds_grammar
-from .options import Options
 from .resolved import Sources
 
 MOST_POSITIONS = 2**31 - 1
@@ -45,6 +43,14 @@ class Request:
         timers: stopping criteria that depend on a clock, asked once a step.
         criteria: all other stopping criteria, asked once a token.
         pads_finished: whether a sequence that ended is padded while others go on.
+        options: of speculation, as given.
+        facts: all that is known of the target.
+        model: the target, unwrapped.
+        models: it and the models of all sources, by the name that an error calls them.
+        device: where the target takes its input.
+        batch: B, sequences.
+        prompt_length: P, tokens of the prompt, padding included.
+        kv_start: left padding of every sequence, int32 [B].
     """
 
     sources: Sources
@@ -110,40 +116,13 @@ class Request:
             pads_finished=any(hasattr(c, "eos_token_id") for c in stopping_criteria),
         )
 
-    @property
-    def options(self) -> Options:
-        """Of speculation, as given."""
-        return self.sources.options
-
-    @property
-    def facts(self) -> Facts:
-        """All that is known of the target."""
-        return self.sources.facts
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The target, unwrapped."""
-        return self.facts.model  # type: ignore[no-any-return]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the target takes its input."""
-        return self.facts.device
-
-    @property
-    def batch(self) -> int:
-        """B, sequences."""
-        return self.input_ids.shape[0]
-
-    @property
-    def prompt_length(self) -> int:
-        """P, tokens of the prompt, padding included."""
-        return self.input_ids.shape[1]
-
-    @property
-    def kv_start(self) -> Tensor:
-        """Left padding of every sequence, int32 [B]."""
-        return padding_of(self.input_ids, self.attention_mask)
+    def __post_init__(self) -> None:
+        self.options, self.facts = self.sources.options, self.sources.facts
+        self.model: PreTrainedModel = self.facts.model
+        self.models: dict[str, PreTrainedModel] = {"model": self.model, **self.sources.models}
+        self.device = self.facts.device
+        self.batch, self.prompt_length = self.input_ids.shape
+        self.kv_start = padding_of(self.input_ids, self.attention_mask)
 
     @property
     def reach(self) -> int:
@@ -192,11 +171,6 @@ class Request:
         if not options.named or options.criterion in DRAWN or not holds_grammar(self.plan.processors):
             return False
         return "grammar" in options.named or (options.draft_sources is None and self.device.type == "cpu")
-
-    @property
-    def models(self) -> dict[str, PreTrainedModel]:
-        """The target and the models of all sources, by the name that an error calls them."""
-        return {"model": self.model, **self.sources.models}
 
     def agreed(self) -> dict[str, object]:
         """Everything that the ranks of a tensor-parallel model must have been given alike, by name."""
