@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -36,6 +36,21 @@ _PAIRWISE_ROPE = ("default", "linear", "llama3")
 # Final-norm activation at the constant dimension × RMS of the residual stream, and the head weight that reads it.
 _CONSTANT_GAIN, _NEVER = 8.0, -(2.0**14)
 _RANDOM_STD = 0.02
+
+_IN_CONFIG = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+"""Names of sizes that a configuration calls otherwise."""
+
+_AXES = {
+    **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), ("width",)),
+    **dict.fromkeys(("embed_tokens", "lm_head"), ("vocabulary", "width")),
+    **dict.fromkeys(("gate_proj", "up_proj"), ("inner", "width")),
+    **{"q_proj": ("query", "width"), "k_proj": ("key", "width"), "v_proj": ("value", "width")},
+    **{"o_proj": ("width", "output"), "down_proj": ("width", "inner")},
+}
+"""What the rows, and the columns, of a module's weight are; a bias has the rows."""
+
+_CUTS = ("o_proj", "down_proj")
+"""Modules whose added entries are zero, and cut off what is added before them."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +69,12 @@ class ModelShape:
     @classmethod
     def of(cls, config: LlamaConfig) -> ModelShape:
         """Return the shape that a configuration describes."""
-        return cls(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            vocab_size=config.vocab_size,
-            tie_word_embeddings=config.tie_word_embeddings,
-        )
+        return cls(**{field.name: getattr(config, _IN_CONFIG.get(field.name, field.name)) for field in fields(cls)})
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.num_heads // self.num_key_value_heads
 
     @property
     def num_parameters(self) -> int:
@@ -86,47 +97,47 @@ SHAPES: dict[str, ModelShape] = {
 
 
 def _check(source: ModelShape, shape: ModelShape, config: LlamaConfig) -> None:
-    """Raise a ValueError that names the argument which cannot be honoured."""
-    for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "head_dim", "vocab_size"):
-        have, want = getattr(source, name), getattr(shape, name)
-        if want < have:
-            raise ValueError(f"shape.{name} is {want}, smaller than the source model's {have}")
-    if shape.num_key_value_heads < 1 or shape.num_heads % shape.num_key_value_heads:
-        raise ValueError(
-            f"shape.num_key_value_heads is {shape.num_key_value_heads}, which does not divide "
-            f"shape.num_heads = {shape.num_heads}"
-        )
-    needed = source.num_key_value_heads * _copies_per_key_value_head(source, shape)
-    if shape.num_key_value_heads < needed:
-        raise ValueError(
-            f"shape.num_key_value_heads is {shape.num_key_value_heads}; the source's {source.num_heads} query heads on "
-            f"{source.num_key_value_heads} key/value heads need at least {needed}"
-        )
-    if shape.hidden_size % shape.num_heads:
-        raise ValueError(
-            f"shape.hidden_size is {shape.hidden_size}, which shape.num_heads = {shape.num_heads} does not divide "
-            "(LlamaConfig asks for that, also where head_dim is given)"
-        )
-    if shape.head_dim % source.head_dim:
-        raise ValueError(
-            f"shape.head_dim is {shape.head_dim}, not a multiple of the source model's {source.head_dim}: "
-            "the rotary frequencies would differ"
-        )
-    rope_type = config.rope_parameters["rope_type"]
-    if shape.head_dim != source.head_dim and rope_type not in _PAIRWISE_ROPE:
-        raise ValueError(f"shape.head_dim cannot grow under rope_type {rope_type!r}, whose frequencies depend on it")
-    if shape.vocab_size > source.vocab_size and shape.hidden_size == source.hidden_size:
-        raise ValueError(
-            f"shape.vocab_size can only grow where shape.hidden_size does (both models have {source.hidden_size}): "
-            "one added dimension keeps the added tokens from being picked"
-        )
+    """Raise a ValueError that names the size which cannot be honoured."""
+    sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "head_dim", "vocab_size")
+    smaller = {name: getattr(shape, name) < getattr(source, name) for name in sizes}
+    kv_heads, rope = shape.num_key_value_heads, config.rope_parameters["rope_type"]
+    refusals = [(bad, name, f"at least the source's {getattr(source, name)}") for name, bad in smaller.items()]
+    divides = kv_heads > 0 and shape.num_heads % kv_heads == 0
+    refusals.append((not divides, "num_key_value_heads", f"a divisor of shape.num_heads = {shape.num_heads}"))
+    if divides:
+        needed = source.num_key_value_heads * _copies(source, shape)
+        refusals.append((kv_heads < needed, "num_key_value_heads", f"{needed} or more, for the source's query heads"))
+    refusals += [
+        (
+            shape.hidden_size % shape.num_heads,
+            "hidden_size",
+            f"a multiple of shape.num_heads = {shape.num_heads}, which LlamaConfig asks for",
+        ),
+        (
+            shape.head_dim % source.head_dim,
+            "head_dim",
+            f"a multiple of the source's {source.head_dim}, or the rotary frequencies differ",
+        ),
+        (
+            shape.head_dim != source.head_dim and rope not in _PAIRWISE_ROPE,
+            "head_dim",
+            f"the source's {source.head_dim} under rope_type {rope!r}, whose frequencies depend on it",
+        ),
+        (
+            shape.vocab_size > source.vocab_size and shape.hidden_size == source.hidden_size,
+            "vocab_size",
+            f"the source's {source.vocab_size} where shape.hidden_size is the source's too: an added dimension keeps "
+            "added tokens from being picked",
+        ),
+    ]
+    for bad, name, expected in refusals:
+        if bad:
+            raise ValueError(f"shape.{name}: expected {expected}, got {getattr(shape, name)}")
 
 
-def _copies_per_key_value_head(source: ModelShape, shape: ModelShape) -> int:
+def _copies(source: ModelShape, shape: ModelShape) -> int:
     """Return how many key/value heads of the new shape one of the source's becomes."""
-    old_group = source.num_heads // source.num_key_value_heads
-    new_group = shape.num_heads // shape.num_key_value_heads
-    return math.ceil(old_group / new_group)
+    return math.ceil(source.group / shape.group)
 
 
 def _constant(source: ModelShape, shape: ModelShape, eps: float) -> float:
@@ -149,129 +160,57 @@ def inflated_config(config: LlamaConfig, shape: ModelShape | str) -> LlamaConfig
         shape = SHAPES[shape]
     source = ModelShape.of(config)
     _check(source, shape, config)
-    constant = _constant(source, shape, config.rms_norm_eps)
     result = copy.deepcopy(config)
-    result.hidden_size = shape.hidden_size
-    result.intermediate_size = shape.intermediate_size
-    result.num_hidden_layers = shape.num_layers
-    result.num_attention_heads = shape.num_heads
-    result.num_key_value_heads = shape.num_key_value_heads
-    result.head_dim = shape.head_dim
-    result.vocab_size = shape.vocab_size
-    result.tie_word_embeddings = (
-        source.tie_word_embeddings and shape.tie_word_embeddings and shape.vocab_size == source.vocab_size
-    )
+    for field in fields(shape):
+        setattr(result, _IN_CONFIG.get(field.name, field.name), getattr(shape, field.name))
+    result.tie_word_embeddings &= source.tie_word_embeddings and shape.vocab_size == source.vocab_size
+    constant = _constant(source, shape, config.rms_norm_eps)
     result.rms_norm_eps = (config.rms_norm_eps * source.hidden_size - constant**2) / shape.hidden_size
     return result
 
 
-@dataclass(frozen=True)
-class _HeadMap:
-    """Places of the source's rows of q, k and v (= columns of o for v) in the new shape."""
+class _Places:
+    """Where the source's entries go in the new shape, axis by axis.
 
-    query: torch.Tensor
-    key: torch.Tensor
-    key_source: torch.Tensor
-    value: torch.Tensor
-    value_source: torch.Tensor
-    output: torch.Tensor
-    padded_query: torch.Tensor
+    Attributes:
+        of: places of an axis.
+        taken: entries of the source that go there, where they are not all in their order: a head may be copied.
+        query_heads: new heads that are the source's.
+    """
 
-    @classmethod
-    def build(cls, source: ModelShape, shape: ModelShape) -> _HeadMap:
-        """Place each source key/value head, as often as needed, with the query heads that read it."""
-        old_group = source.num_heads // source.num_key_value_heads
-        new_group = shape.num_heads // shape.num_key_value_heads
-        copies = _copies_per_key_value_head(source, shape)
-        query_heads = []
-        for head in range(source.num_heads):
-            key_value, member = divmod(head, old_group)
-            query_heads.append((key_value * copies + member // new_group) * new_group + member % new_group)
-        key_value_heads = torch.arange(source.num_key_value_heads * copies, device="cpu")
-
-        half = source.head_dim // 2
-        pairs = torch.arange(half, device="cpu") * (shape.head_dim // source.head_dim)
-        rotary = torch.cat([pairs, pairs + shape.head_dim // 2])
+    def __init__(self, source: ModelShape, shape: ModelShape) -> None:
+        copies = _copies(source, shape)
+        old_head = torch.arange(source.num_heads, device="cpu")
+        member = old_head % source.group
+        key_value_head = old_head // source.group * copies + member // shape.group
+        self.query_heads = key_value_head * shape.group + member % shape.group
+        new_key_value = torch.arange(source.num_key_value_heads * copies, device="cpu")
         plain = torch.arange(source.head_dim, device="cpu")
-        unused = torch.ones(shape.head_dim, dtype=torch.bool, device="cpu")
-        unused[rotary] = False
+        pairs = plain[: source.head_dim // 2] * (shape.head_dim // source.head_dim)
+        rotary = torch.cat([pairs, pairs + shape.head_dim // 2])
 
-        def rows(heads: torch.Tensor, size: int, within: torch.Tensor) -> torch.Tensor:
+        def rows(heads: Tensor, size: int, within: Tensor) -> Tensor:
             return (heads[:, None] * size + within).flatten()
 
-        queries = torch.tensor(query_heads, dtype=torch.int64, device="cpu")
-        return cls(
-            query=rows(queries, shape.head_dim, rotary),
-            key=rows(key_value_heads, shape.head_dim, rotary),
-            key_source=rows(key_value_heads // copies, source.head_dim, plain),
-            value=rows(key_value_heads, shape.head_dim, plain),
-            value_source=rows(key_value_heads // copies, source.head_dim, plain),
-            output=rows(queries, shape.head_dim, plain),
-            padded_query=rows(queries, shape.head_dim, unused.nonzero().flatten()),
-        )
+        copied = rows(new_key_value // copies, source.head_dim, plain)
+        self.taken = {"key": copied, "value": copied}
+        self.of = {
+            "width": torch.arange(source.hidden_size, device="cpu"),
+            "inner": torch.arange(source.intermediate_size, device="cpu"),
+            "vocabulary": torch.arange(source.vocab_size, device="cpu"),
+            "query": rows(self.query_heads, shape.head_dim, rotary),
+            "key": rows(new_key_value, shape.head_dim, rotary),
+            "value": rows(new_key_value, shape.head_dim, plain),
+            "output": rows(self.query_heads, shape.head_dim, plain),
+        }
 
-
-class _Filler:
-    """Materialises the parameters of a model on the meta device, one at a time, in their final dtype and place."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self.dtype = dtype
-        self.device = device
-        self.generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
-
-    def allocate(self, module: nn.Module, name: str, *, random: bool) -> torch.Tensor:
-        """Replace a parameter by a random one, or by zeros, and return its data."""
-        data = torch.empty(getattr(module, name).shape, dtype=self.dtype, device=self.device)
-        if random:
-            data.normal_(0.0, _RANDOM_STD, generator=self.generator)
-        else:
-            data.zero_()
-        setattr(module, name, nn.Parameter(data, requires_grad=False))
-        return data
-
-    def put(self, data: torch.Tensor, index: tuple[torch.Tensor, ...], values: torch.Tensor) -> None:
-        """Write ``values`` at the given rows (and columns) of ``data``."""
-        if self.device.type == "meta":
-            return
-        index = tuple(part.to(self.device) for part in index)
-        if len(index) == 2:
-            index = (index[0][:, None], index[1][None, :])
-        data[index] = values.to(device=self.device, dtype=self.dtype)
-
-    def linear(
-        self,
-        block: nn.Module,
-        old_block: nn.Module | None,
-        projection: str,
-        rows: torch.Tensor,
-        columns: torch.Tensor,
-        *,
-        source_rows: torch.Tensor | None = None,
-        scale: float = 1.0,
-        output: bool = False,
-        zero_rows: torch.Tensor | None = None,
-    ) -> None:
-        """Fill a projection of a block: the old one's entries at (rows, columns); around them random, or zero."""
-        linear, old = getattr(block, projection), getattr(old_block, projection, None)
-        for name in ("weight", "bias"):
-            if getattr(linear, name) is None:
-                continue
-            data = self.allocate(linear, name, random=not output)
-            if old is None:
-                continue
-            values = getattr(old, name).detach().float() * scale
-            if source_rows is not None:
-                values = values[source_rows.to(values.device)]
-            self.put(data, (rows, columns) if name == "weight" else (rows,), values)
-            if zero_rows is not None:
-                data[zero_rows.to(self.device)] = 0
-
-    def norm(self, module: nn.Module, source: nn.Module | None, width: torch.Tensor, scale: float) -> torch.Tensor:
-        """Fill a norm's weight."""
-        data = self.allocate(module, "weight", random=True)
-        if source is not None:
-            self.put(data, (width,), source.weight.detach().float() * scale)
-        return data
+    def put(self, data: Tensor, axes: tuple[str, ...], values: Tensor) -> None:
+        """Write the source's ``values`` into ``data``."""
+        for dim, axis in enumerate(axes):
+            if axis in self.taken:
+                values = values.index_select(dim, self.taken[axis].to(values.device))
+        rows, *columns = (self.of[axis].to(data.device) for axis in axes)
+        data[(rows[:, None], *columns) if columns else rows] = values.to(device=data.device, dtype=data.dtype)
 
 
 @torch.no_grad()
@@ -314,44 +253,32 @@ def inflate(
         result.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
     result.generation_config = copy.deepcopy(model.generation_config)
 
-    fill = _Filler(dtype, device, seed)
-    heads = _HeadMap.build(source, shape)
-    width, inner = (torch.arange(n, device="cpu") for n in (source.hidden_size, source.intermediate_size))
+    places, old = _Places(source, shape), dict(model.named_parameters(remove_duplicate=False))
+    generator = torch.Generator(device).manual_seed(seed)
     norm_scale = math.sqrt(source.hidden_size / shape.hidden_size)
-    query_scale = math.sqrt(shape.head_dim / source.head_dim)
-    constant = _constant(source, shape, model.config.rms_norm_eps)
-
-    for index, layer in enumerate(result.model.layers):
-        old = model.model.layers[index] if index < source.num_layers else None
-        old_attention, old_mlp = getattr(old, "self_attn", None), getattr(old, "mlp", None)
-        attention, mlp = layer.self_attn, layer.mlp
-        fill.linear(
-            attention, old_attention, "q_proj", heads.query, width, scale=query_scale, zero_rows=heads.padded_query
-        )
-        fill.linear(attention, old_attention, "k_proj", heads.key, width, source_rows=heads.key_source)
-        fill.linear(attention, old_attention, "v_proj", heads.value, width, source_rows=heads.value_source)
-        fill.linear(attention, old_attention, "o_proj", width, heads.output, output=True)
-        fill.linear(mlp, old_mlp, "gate_proj", inner, width)
-        fill.linear(mlp, old_mlp, "up_proj", inner, width)
-        fill.linear(mlp, old_mlp, "down_proj", width, inner, output=True)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weight = fill.norm(getattr(layer, name), getattr(old, name, None), width, norm_scale)
-            if constant:
-                weight[source.hidden_size] = 0
-
-    final = fill.norm(result.model.norm, model.model.norm, width, norm_scale)
-    old_tokens = torch.arange(source.vocab_size, device="cpu")
-    embedding = fill.allocate(result.model.embed_tokens, "weight", random=True)
-    embedding[:, source.hidden_size :] = 0
-    fill.put(embedding, (old_tokens, width), model.model.embed_tokens.weight.detach())
-    if config.tie_word_embeddings:
-        result.tie_weights()
-    else:
-        fill.linear(result, model, "lm_head", old_tokens, width)
-    if constant:
-        head = result.lm_head.weight
-        embedding[:, source.hidden_size] = constant
-        final[source.hidden_size] = norm_scale * _CONSTANT_GAIN / constant
-        head[: source.vocab_size, source.hidden_size] = 0
-        head[source.vocab_size :, source.hidden_size] = _NEVER
+    scales = {"q_proj": math.sqrt(shape.head_dim / source.head_dim)}
+    scales |= {name: norm_scale for name, axes in _AXES.items() if axes == ("width",)}
+    for name, empty in list(result.named_parameters()):
+        place, _, kind = name.rpartition(".")
+        module, part = result.get_submodule(place), place.rpartition(".")[2]
+        data = torch.empty(empty.shape, dtype=dtype, device=device).normal_(0.0, _RANDOM_STD, generator=generator)
+        setattr(module, kind, nn.Parameter(data, requires_grad=False))
+        if part in _CUTS:
+            data.zero_()
+        if name not in old:
+            continue
+        if part == "embed_tokens":
+            data[:, source.hidden_size :] = 0
+        if part == "q_proj":  # so are the dimensions that the source's heads have not
+            data.unflatten(0, (shape.num_heads, shape.head_dim))[places.query_heads.to(device)] = 0
+        places.put(data, _AXES[part][: data.dim()], old[name].detach().float() * scales.get(part, 1.0))
+    result.tie_weights()
+    if constant := _constant(source, shape, model.config.rms_norm_eps):
+        at, core, head = source.hidden_size, result.model, result.lm_head.weight
+        for layer in core.layers:
+            layer.input_layernorm.weight[at] = layer.post_attention_layernorm.weight[at] = 0
+        core.norm.weight[at] = norm_scale * _CONSTANT_GAIN / constant
+        core.embed_tokens.weight[:, at] = constant
+        head[: source.vocab_size, at] = 0
+        head[source.vocab_size :, at] = _NEVER
     return result.eval()
