@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from models import tiny
 from simulated import BFLOAT16, GPU, KNOWN, NO_AMX
 
-from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.config import PLAIN
 from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.costs.model import CostModel
-from gsd_kernels_hf.costs.prior import MAX_FREE_ROWS, CostPrior, weight_bytes
+from gsd_kernels_hf.costs.prior import CostPrior, weight_bytes
 from gsd_kernels_hf.policy.shapes import ladder
 
 SHAPES = ladder("cpu", with_model=True)
@@ -133,40 +132,17 @@ def test_costs_survive_the_disk_but_for_the_pace():
 
 def test_a_machine_is_measured_once_and_that_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
-    calls = []
-    monkeypatch.setattr(machine, "measure_bandwidth", lambda device: calls.append(device) or 2.5e10)
-    monkeypatch.setattr(machine, "measure_gemm_speed", lambda dtype, *, operator: calls.append(dtype) or 6.5e10)
-    for _ in range(2):
-        for _ in range(2):
-            assert machine.bandwidth(torch.device("cpu")) == 2.5e10
-            assert machine.gemm_speed(torch.bfloat16, "avx2") == machine.gemm_speed(torch.float32, None) == 6.5e10
-        machine._known.clear()  # another process
-    assert calls == [torch.device("cpu"), torch.bfloat16, torch.float32]
-    assert len(list(tmp_path.glob("machine-*.json"))) == 1
-    assert machine.gemm_speed(torch.bfloat16, "avx512") == 6.5e10 and calls[3:] == [torch.bfloat16], "another level"
-    assert machine.gemm_speed(torch.int8, None) is None
-
-
-@pytest.mark.parametrize("dtype", machine.FLOATS)
-@pytest.mark.parametrize("operator", [False, True])
-def test_what_a_machine_can_do_is_measured(dtype, operator, monkeypatch):
     monkeypatch.setattr(machine, "READ_BYTES", 1 << 20)
-    assert machine.measure_bandwidth(torch.device("cpu")) > 1e7
-    if operator and (dtype == torch.float64 or unavailable_reason("cpu", torch.device("cpu")) is not None):
-        pytest.skip("no operator")
-    before = torch.get_rng_state()
-    assert 1e6 < machine.measure_gemm_speed(dtype, operator=operator) < 1e15
-    assert torch.equal(torch.get_rng_state(), before), "draws of the caller"
+    machine._known.clear()
+    found = machine.bandwidth(torch.device("cpu"))
+    monkeypatch.setattr(machine, "measure_bandwidth", lambda device: pytest.fail("it is known"))
+    for _ in range(2):
+        assert machine.bandwidth(torch.device("cpu")) == found > 1e7
+        machine._known.clear()  # another process
+    assert len(list(tmp_path.glob("machine-*.json"))) == 1
 
 
 def test_the_arithmetic_of_few_rows_hides_behind_reading_their_weights():
-    target = tiny()
-    target.bfloat16()
-    known = CostPrior.of(target, None, 2e10, gemm_speed=6e10, one_op=False)
-    assert known.free_rows == 6.0, "2 bytes · 6e10 / 2e10"
-    bytes_ = known.target_bytes / known.bandwidth
-    rest = known.target_layers * known.layer_seconds
-    seconds = known.target_seconds(np.array([1.0, 4.0, 7.0, 601.0]), 0.0) - rest
-    assert seconds / bytes_ == pytest.approx([1.0, 1.25**0.5, 2**0.5, 100.0], rel=1e-4)
-    assert CostPrior.of(target, None, 2e10, gemm_speed=1.0, one_op=False).free_rows == 1.0
-    assert CostPrior.of(target, None, 2e10, gemm_speed=1e15, one_op=False).free_rows == MAX_FREE_ROWS
+    known = CostPrior(target_bytes=1e9, target_layers=0, bandwidth=2e10, free_rows=6.0)
+    seconds = known.target_seconds(np.array([1.0, 4.0, 7.0, 601.0]), 0.0)
+    assert seconds / 0.05 == pytest.approx([1.0, 1.25**0.5, 2**0.5, 100.0], rel=1e-4)

@@ -1,7 +1,7 @@
 """Seconds of a step's parts: a prior known without measuring, corrected by running medians of what steps took.
 
-The prior is arithmetic: bytes that a forward reads over the memory's bandwidth, multiplications over the processor's
-speed, and a little for every layer. What steps really take corrects its logarithm: of the target's forward by row
+The prior is arithmetic: bytes that a forward reads over the memory's bandwidth, multiplications of more rows than hide
+behind that, and a little for every layer. What steps really take corrects its logarithm: of the target's forward by row
 counts, of all else in a step by shapes. A median of the latest steps shrugs off single slow ones. Other programs slow
 all steps down whatever those forward, so each step is held against the *pace* of the machine, that of the quickest
 quarter of the last few steps of all kinds. What lasts moves the pace alone, and slower steps are left out: neither says

@@ -24,7 +24,7 @@ from ..model.fused import why_not
 from ..packed.adapters import stored_in
 from ..packed.modules import packed_in
 from ..store import Document
-from .machine import bandwidth, gemm_speed, machine
+from .machine import bandwidth, machine
 from .model import CostModel
 from .prior import CostPrior
 
@@ -61,12 +61,10 @@ class CostPair:
         self.sections = document.read()  # and what this process learned since, where generations ended
         self.device = properties.device_of(model)
         about = document.about
-        level = about["cpu_level"] if about["target_forward"] == "operator" else None
         prior = CostPrior.of(
             model,
             draft,
             bandwidth(self.device),
-            gemm_speed=None if replay.is_gpu(self.device) else gemm_speed(model.dtype, level),
             one_op=about["draft_forward"] == "operator",
             compiled=about["compiled"] and backend in ("auto", "cpu"),
         )

@@ -15,8 +15,6 @@ from ..model.properties import size_in
 from ..packed.adapters import stored_in
 from ..packed.modules import Packed, packed_in
 
-MAX_FREE_ROWS = 1024.0
-
 
 @dataclass(frozen=True)
 class CostPrior:
@@ -39,7 +37,7 @@ class CostPrior:
     draft_layers: int = 0
     cache_bytes: float = 0.0
     bandwidth: float = 1.5e10
-    free_rows: float = 32.0
+    free_rows: float = 24.0
     layer_seconds: float = 2e-4
     draft_layer_seconds: float = 2e-4
     forward_seconds: float = 0.0
@@ -53,7 +51,6 @@ class CostPrior:
         draft: nn.Module | None,
         bandwidth: float,
         *,
-        gemm_speed: float | None = None,
         one_op: bool,
         compiled: bool = False,
     ) -> CostPrior:
@@ -62,7 +59,6 @@ class CostPrior:
         Args:
             model, draft: target and draft.
             bandwidth: bytes a second that the device reads.
-            gemm_speed: multiplications of weights a second; ``None``: not known.
             one_op: whether the draft's forward is one operator.
             compiled: whether a step's other operators are compiled ones of the CPU.
         """
@@ -72,8 +68,6 @@ class CostPrior:
         heads = _largest(size_in(config, "num_key_value_heads")) or config.num_attention_heads
         size = _largest(size_in(config, "head_dim")) or config.hidden_size // config.num_attention_heads
         speeds = {"free_rows": 128.0, "layer_seconds": 1e-4, "draft_layer_seconds": 1e-4} if on_gpu else {}
-        if gemm_speed is not None:
-            speeds["free_rows"] = min(max(model.dtype.itemsize * gemm_speed / bandwidth, 1.0), MAX_FREE_ROWS)
         if one_op:
             speeds["draft_layer_seconds"] = 5e-5
         if compiled and not on_gpu:
