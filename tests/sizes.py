@@ -34,7 +34,7 @@ BUDGET = {
     "python/gsd_kernels_hf": 47,
     "python/gsd_kernels_hf/acceptance": 24,
     "python/gsd_kernels_hf/corpus": 5,
-    "python/gsd_kernels_hf/costs": 15,
+    "python/gsd_kernels_hf/costs": 14,
     "python/gsd_kernels_hf/engine": 76,
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 157,
