@@ -329,10 +329,8 @@ def _ngram_cases() -> list[Case]:
     for branch, lengths, ways in ((4, 4, 8), (32, 8, 16)):
         name, size = f"{lengths} lengths, {ways} ways, branch {branch}", (1, 1 << 15)
         table = (_long(*size), _meta(*size, branch), _floats(*size, branch))
-        new = (_meta(1, 64, 8), _meta(1, 64, branch), _floats(1, 64, branch), _flags(1, 64))
         found = (_meta(1, 8, branch), _floats(1, 8, branch))
         cases += [
-            case(name, "triton_insert:ngram_insert", *table, *new, lengths, ways),
             case(name, "triton:ngram_lookup", *table, _meta(1, 8, 8), lengths, ways),
             case(f"{branch} candidates", "triton:perturb_candidates", *found, _meta(1, 8), _long(), _meta(1)),
             case(f"{branch} and {branch} candidates", "triton:mix_candidates", *found, *found, _floats(1, 8)),

@@ -113,7 +113,7 @@ def test_the_table_is_bit_equal(on, case):
     check_memory(case, on)
 
 
-@backends("triton", "cuda")
+@backends("cuda")
 def test_captured_insertions_and_lookups(on):
     check_captured_memory(on)
 

@@ -21,6 +21,8 @@ INSERT = Op(
     "ngram_insert(Tensor(a!) keys, Tensor(b!) table_tokens, Tensor(c!) table_log_probs, Tensor contexts, "
     "Tensor tokens, Tensor log_probs, Tensor valid, int max_context, int ways) -> ()",
     reference.ngram_insert,
+    ranked=("cpu", "cuda"),
+    lacks=("triton",),
     flat=stored,
 )
 LOOKUP = Op(

@@ -9,11 +9,18 @@ from torch import Tensor
 
 from ..sampling.triton import gumbel_from
 from .reference import LEAST_REST, MEAN_GUMBEL, weights_of
-from .triton_insert import HASH, next_hash, ngram_insert
 
-__all__ = ["mix_candidates", "ngram_insert", "ngram_lookup", "perturb_candidates"]
+__all__ = ["mix_candidates", "ngram_lookup", "perturb_candidates"]
 
+HASH = -7046029254386353131  # of reference.context_keys
 MIX_TILE = 2048  # pairs of candidates a program
+
+
+@triton.jit
+def next_hash(hash, token, HASH: tl.constexpr):
+    """One token more. The hash of no tokens is 0."""
+    hash = (hash ^ (token.to(tl.int64) + 1)) * HASH
+    return hash ^ (hash >> 29)
 
 
 @triton.jit(do_not_specialize=["rows"])
