@@ -118,54 +118,6 @@ def test_captured_insertions_and_lookups(on):
     check_captured_memory(on)
 
 
-@backends("reference", "cpu")
-def test_the_least_recently_inserted_goes_and_an_insertion_refreshes(on):
-    """Hand-drawn: one set of four ways, contexts of one token."""
-    table = gsd.NgramTable.empty(1, 1, "cpu", capacity=4, max_context=1, ways=4)
-
-    def insert(*pairs):
-        contexts, tokens = (torch.tensor([[[p[i]] for p in pairs]], dtype=torch.int32) for i in (0, 1))
-        valid = torch.ones(1, len(pairs), dtype=torch.bool)
-        gsd.ngram_insert(table, contexts, tokens, torch.zeros(tokens.shape), valid, backend=on.name)
-
-    insert((1, 10), (2, 20), (3, 30), (4, 40))
-    assert table.tokens.flatten().tolist() == [40, 30, 20, 10]
-    insert((2, 21))
-    assert table.tokens.flatten().tolist() == [21, 40, 30, 10]
-    insert((5, 50), (6, 60), (5, 51))  # 1 and 3 go
-    assert table.tokens.flatten().tolist() == [51, 60, 21, 40]
-    insert(*((n, n) for n in range(20)), (7, 70))  # more than the set holds, 4 among them and gone again
-    assert table.tokens.flatten().tolist() == [70, 19, 18, 17]
-
-
-@backends("reference", "cpu")
-def test_one_call_is_many_and_sequences_are_independent(on):
-    case = Memory(rows=(90,), batch=3, max_context=4)
-    whole, parts, alone = case.empty(), case.empty(), case.empty()
-    (call,) = case.calls()
-    gsd.ngram_insert(whole, *call, backend=on.name)
-    for begin in range(0, 90, 7):
-        gsd.ngram_insert(parts, *(t[:, begin : begin + 7] for t in call), backend=on.name)
-    for b in range(3):
-        one = gsd.NgramTable(*(t[b : b + 1] for t in (alone.keys, alone.tokens, alone.log_probs)), 4, case.ways)
-        gsd.ngram_insert(one, *(t[b : b + 1] for t in call), backend=on.name)
-        answers = gsd.ngram_lookup(one, case.queries()[b : b + 1], backend=on.name)
-        for got, expected in zip(answers, gsd.ngram_lookup(whole, case.queries(), backend=on.name), strict=True):
-            assert torch.equal(got[0], expected[b])
-    for other in (parts, alone):
-        assert all(torch.equal(a, b) for a, b in zip(contents(other), contents(whole), strict=True))
-
-
-@backends("reference", "cpu")
-def test_what_is_invalid_or_no_text_leaves_the_table_alone(on):
-    case = Memory()
-    table = case.empty()
-    contexts, tokens, log_probs, valid = case.calls()[0]
-    gsd.ngram_insert(table, contexts, tokens, log_probs, torch.zeros_like(valid), backend=on.name)
-    gsd.ngram_insert(table, torch.full_like(contexts, -1), tokens, log_probs, ~valid | valid, backend=on.name)
-    assert all(torch.equal(a, b) for a, b in zip(contents(table), contents(case.empty()), strict=True))
-
-
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -248,16 +200,6 @@ FEW = {name: MEMORIES[name] for name in ("usual", "single tokens", "long context
 )
 def test_rows_are_remembered_and_nodes_recalled(on, case):
     check_remembered_rows(case, on)
-
-
-@backends("reference", "cpu", "cuda")
-def test_one_weight_of_a_table_serves_all_rows_without_an_index(on):
-    tokens, log_probs, others, other_log_probs, _ = on.to(two_sources(3, 4, 3))
-    sources = (tokens, log_probs, others, other_log_probs)
-    table = on.to(torch.tensor([0.3, 0.9]))
-    got = gsd.mix_candidates(*sources, table, backend=on.name)
-    expected = gsd.mix_candidates(*sources, torch.full_like(log_probs[..., 0], 0.3), backend=on.name)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_an_index_into_no_table_is_refused():

@@ -121,15 +121,6 @@ def test_scales_of_any_size_are_rounded_as_the_reference_does(level, kind, dtype
         assert torch.equal(unpack_rows(matrix, dtype=dtype), exact)
 
 
-@backends("reference")
-def test_the_reference_decoder_takes_them_too(on):
-    weights, case = decoder_case()
-    layers = [replace(layer, up=packed_matrix(BY_NAME["q8_0"], *layer.up.shape)) for layer in weights.layers]
-    mixed = replace(weights, layers=layers)
-    found = decoder_rows(mixed, **case, keep=5, backend=on.name)
-    assert torch.equal(found[0], decoder_rows(mixed.dense(), **case, keep=5, backend=on.name)[0])
-
-
 @kinds
 @levels
 def test_nothing_outside_a_matrix_is_read(level, kind):

@@ -27,7 +27,7 @@ import gsd_kernels as gsd
 from gsd_kernels.ops.table import all_ops
 
 pytestmark = [pytest.mark.quick, needs_cpu]
-TABLE = all_ops()
+TABLE, CPU = all_ops(), torch.device("cpu")
 
 
 def filled(value: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -257,7 +257,9 @@ def test_a_field_of_another_size_is_named(name):
 @pytest.mark.parametrize("name", TABLE)
 def test_an_unknown_backend_and_an_unknown_argument_are_refused(name):
     with pytest.raises(gsd.BackendUnavailableError, match="backend"):
-        TABLE[name].chosen("gpu", torch.device("cpu"))
+        TABLE[name].chosen("gpu", CPU)
+    for lacked in TABLE[name].lacks:
+        assert TABLE[name].chosen(lacked, CPU) == TABLE[name].chosen("auto", CPU)
     with pytest.raises(TypeError, match=r"expected the arguments .*unknown: .'more'"):
         TABLE[name](more=1)
 

@@ -21,7 +21,6 @@ from ops.contracts.step import (
     check_start,
     check_write,
     copied,
-    fed,
     graph_of,
     int32,
     mixture,
@@ -30,11 +29,9 @@ from ops.contracts.step import (
 )
 
 import gsd_kernels as gsd
-from gsd_kernels.graph import unpack_bits
 from gsd_kernels.ops import step
 from gsd_kernels.ops.learn import Asked, Mixture, learn_source
 from gsd_kernels.ops.learn.api import MAX_LEVELS
-from gsd_kernels.ops.step.reference import laid_out
 
 pytestmark = pytest.mark.quick
 
@@ -115,23 +112,6 @@ def test_the_cases_say_something():
     assert len(merged) > 1
     assert any((case["end"] - case["cached"] > case["width"]).any() for case in map(chained, range(12)))
     assert all((case["end"] == case["cached"]).any() for case in map(chained, range(12)))
-
-
-def test_triton_has_none_of_them_and_takes_what_auto_does():
-    assert step.feed_rows(**fed(0), backend="triton").ids.shape == fed(0)["token_ids"].shape
-
-
-def test_rows_of_a_chain_see_what_is_before_them_and_no_padding():
-    lacking, width = torch.tensor([5, 3, 1], dtype=torch.int32, device="cpu"), 6
-    first = torch.tensor([2, 0, -4], dtype=torch.int32, device="cpu")
-    count, real, slots, depths, mask = laid_out(lacking, width, first)
-    assert count.tolist() == lacking.tolist() and real.sum(1).tolist() == lacking.tolist()
-    for sees, begin, number, own, is_row in zip(unpack_bits(mask, width), first, lacking, slots, real, strict=True):
-        for row in range(width):
-            link = row - (width - int(number))
-            before = {slot for slot in range(max(int(begin), 0), link + 1)} if is_row[row] else set()
-            assert {*sees[row].nonzero()[:, 0].tolist()} == before | {int(own[row])}
-    assert depths.min() >= 0
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -269,11 +249,6 @@ def test_a_pick_that_both_had_is_shared_by_their_probabilities(on):
     learn_source([Asked(*level)], nodes, picked, weights, 8.0, math.inf, backend=on.name)
     assert weights.counts.item() == 9.0 and weights.shares.item() == pytest.approx(4.0 + 0.6 / 0.8)
     assert weights.weights.item() == pytest.approx((4.0 + 0.75) / 9)
-
-
-def test_triton_has_none_and_takes_what_auto_does():
-    asked, nodes, picked = questions(0)
-    learn_source(asked, nodes, picked, mixture(0), **COUNTS, backend="triton")
 
 
 def test_no_level_is_refused():

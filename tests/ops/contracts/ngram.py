@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from graphs import drafted
-from ops.contracts.backends import Backend, check_equal, poisoned
+from ops.contracts.backends import Backend, assert_bit_equal, check_equal, poisoned
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -144,6 +144,8 @@ def check_mix(seed: int, branch: int, others: int, on: Backend) -> int:
         table = arguments[4].flatten()  # each row's weight looked up instead
         index = torch.arange(table.numel(), dtype=torch.int32).view_as(arguments[4])
         looked_up = gsd.mix_candidates(*on.to((*arguments[:4], table)), index=on.to(index), backend=on.name)
+        first = on.to((*arguments[:4], table)), on.to((*arguments[:4], table[0].expand_as(arguments[4]).contiguous()))
+        assert_bit_equal(*(gsd.mix_candidates(*given, backend=on.name) for given in first))
     assert torch.equal(looked_up[0].cpu(), tokens) and torch.equal(looked_up[1].cpu(), log_probs)
     expected, expected_log_probs = gsd.mix_candidates(*arguments, backend="reference")
     assert tokens.dtype == torch.int32 and torch.equal(tokens < 0, expected < 0)
