@@ -6,11 +6,13 @@ A run of many files ends with the slowest ones.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import logging
 import os
 import sys
 from collections import Counter
+from typing import Any
 
 # All that is imported below stays: looking through it for garbage, again and again while it grows, takes 7 s a process.
 gc.disable()
@@ -30,10 +32,44 @@ for library in ("torchao", "torch.utils._pytree"):  # which tell of GPUs that ar
     logging.getLogger(library).setLevel(logging.ERROR)
 pytest.register_assert_rewrite("ops.contracts")
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    import interpreted
 
-    interpreted.prepare_once_a_launch()
+def prepare_once_a_launch() -> None:
+    """Make calls of functions inside a kernel take the language as the launch has prepared it: a third of the time.
+
+    By itself Triton's interpreter prepares its language in every call of a function.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    languages_of = (tl, tl.core)
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    ready: set[int] = set()  # languages that this launch has prepared, by their place in languages_of
+
+    @functools.cache
+    def languages(function: Any) -> frozenset[int]:
+        names = function.__globals__.values()
+        return frozenset(i for i, language in enumerate(languages_of) if any(value is language for value in names))
+
+    def patch_once(function: Any) -> Any:
+        wanted = languages(function)
+        if wanted and wanted <= ready:
+            return None  # only a launch looks at what it gets
+        scope = patch(function)
+        ready.update(wanted)
+        return scope
+
+    def launch_prepared(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        ready.clear()
+        try:
+            return launch(executor, *args, **kwargs)
+        finally:
+            ready.clear()
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_prepared
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    prepare_once_a_launch()
 
 
 def mark_what_is_slow(items: list[pytest.Item]) -> None:

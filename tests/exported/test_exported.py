@@ -1,4 +1,4 @@
-"""Model folders: `gsd-kernels export` writes them, whoever loads them need not name us, and `custom_generate=FOLDER`."""
+"""Model folders: `gsd-kernels export` writes them, who loads them need not name us; and `custom_generate=FOLDER`."""
 
 from __future__ import annotations
 
