@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gsd_kernels_hf.files import decode_utf8, open_saved, read_utf8, write_file, write_text
+from gsd_kernels_hf.files import decode_utf8, read_utf8, write_file, write_text
 
 
 def interrupted(partial):
@@ -35,15 +35,3 @@ def test_a_file_that_is_read_is_named_with_its_option(tmp_path):
         read_utf8(tmp_path / "none", "text")
     with pytest.raises(ValueError, match=r"^text: x is not UTF-8 text \(byte 1: "):
         decode_utf8(b"a\xff", "text", "x")
-
-
-@pytest.mark.parametrize("content", [b"", b"x", b"\xff" * 100, b"def f(): pass\n" * 30, b'{"format": "ours"}' * 9])
-def test_a_users_file_of_another_kind_is_left_to_the_user(content, tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_bytes(content)
-    with (
-        pytest.raises(ValueError, match=r"^it: .*mine\.py is damaged or something else: it is not ours$"),
-        open_saved(file, "it", "ours", 1, foreign="is not ours"),
-    ):
-        pass
-    assert file.read_bytes() == content
