@@ -39,7 +39,7 @@ T_MEMORY, T_GRAMMAR, T_BORDER = (
     "tests/acceptance/test_grammar_drafts.py",
     "tests/sources/test_hostile.py",
 )
-T_ACCEPTED = "tests/demo/test_drafters.py tests/sources/test_fused_features.py"
+T_ACCEPTED = "tests/demo/test_demo_pair.py tests/sources/test_fused_features.py"
 T_PADDING = "tests/sources/test_every_source.py -k padding"
 T_CACHE, T_CHUNKS = "tests/model/test_cache.py", "tests/model/test_chunks.py"
 T_TURNS = "tests/engine/test_turns.py"
@@ -95,7 +95,7 @@ MUTANTS = [Mutant(*row) for row in (
     (FEATURES, "(kv_len - self.text_kv_start)[:, None] + depths", "kv_len[:, None] + depths", "DFlash: positions count left padding", T_PADDING),
     (LAYOUTS, "ConfigLayout(INNER, FUSED, 1, settings=INNER)", "ConfigLayout(INNER, FUSED, 0, settings=INNER)", "EAGLE: features of the layers before those that are named", "tests/sources/test_checkpoints.py -k does_not_say"),
     (MTP, "both[::-1] if self.layout.hidden_first else both", "both", "MTP: embedding and feature change places", "tests/sources/test_forwards.py -k wired"),
-    (DFLASH, "features = self.rows.at((begin + chain.depths).long())", "features = self.rows.at(chain.depths.long())", "DFlash: features are read at the text's beginning", T_PADDING + " tests/demo/test_drafters.py"),
+    (DFLASH, "features = self.rows.at((begin + chain.depths).long())", "features = self.rows.at(chain.depths.long())", "DFlash: features are read at the text's beginning", T_PADDING + " tests/demo/test_demo_pair.py"),
     (DFLASH, "positions, places = self.rows.positions(kv_len, self.row), kv_len", "positions, places = self.rows.positions(kv_len, self.row + 1), kv_len", "DFlash: the block stands one position too late", T_ACCEPTED),
     (STOPS, "if found not in fit.inside.get(string, ()):", "if not fit.inside.get(string, ()):", "stop strings: a token counts wherever it fits into one", T_STOPS),
     (STOPS, "        if not string:\n            return True", "        if not string:\n            return False", "stop strings: an empty one ends nothing", T_STOPS),

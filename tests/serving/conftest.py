@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("effects", "effects_told", "served")
+pytest.register_assert_rewrite("served")
 
 
 @pytest.fixture(scope="package")
