@@ -333,6 +333,8 @@ def one_draft(p: np.ndarray, q: np.ndarray, draws: int):
     own = sampler(0, torch.arange(100, dtype=torch.int32))
     proposal = criteria.ChainProposal(own)
     criterion = criteria.SpeculativeSampling(own, proposal)
+    streams = own.seed, proposal.own.seed, proposal.accept_seed
+    assert len({int(seed) for seed in streams}) == 3, "target, draft and test draw from streams of their own"
     drafted, picked = [], []
     for position in range(draws // 100):
         positions = torch.full((100, 2), position, dtype=torch.int32) + torch.tensor([0, 1], dtype=torch.int32)

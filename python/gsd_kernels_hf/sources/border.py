@@ -6,7 +6,7 @@ The classes of this package are not checked: their proposals come from its ops, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,22 +23,6 @@ from .base import DraftSource, Level, Proposal
 
 ROUNDING_LOG_PROB = 0.01  # above 0, of a log-probability: what half precision makes of a probability of 1
 TOKEN_TYPES = (torch.int32, torch.int64)
-BELOW = "log-probabilities of at most 0", "{log_prob:g}"
-FAULTS: tuple[tuple[Callable[[Tensor, Tensor, int], Tensor], str, str, str], ...] = (
-    (
-        lambda tokens, log_probs, vocab: (tokens < -1) | (tokens >= vocab),
-        "token ids from −1 to {last}",
-        "token {token}",
-        "propose ids of the target's tokenizer, and −1 for none",
-    ),
-    (lambda tokens, log_probs, vocab: log_probs.isnan(), *BELOW, "propose −inf, or token −1, for none"),
-    (
-        lambda tokens, log_probs, vocab: log_probs > ROUNDING_LOG_PROB,
-        *BELOW,
-        "propose log-probabilities: log_softmax of logits, log of probabilities",
-    ),
-)
-"""What may be wrong with candidates: where it is, what was expected, what came, the cure."""
 
 
 def is_own(source: DraftSource) -> bool:
@@ -131,8 +115,8 @@ class Border:
         if proposal is None:
             return None
         if source.name in self.unchecked:
-            check_tensors(source.name, proposal, level)
-            check_values(source.name, proposal, level, self.vocab_size)
+            for kind, fault in faults(proposal, level, self.vocab_size):
+                raise kind(f"draft_sources: {source.name}: {fault}")
             self.unchecked.remove(source.name)
         branch, index = level.graph.branch, proposal.index
         # A source may write its tensors again: what it proposed is learned from behind the step.
@@ -144,72 +128,50 @@ class Border:
         )
 
 
-def check_tensors(name: str, proposal: object, level: Level) -> None:
-    """Raise unless a proposal has tensors of the types and shapes that a level asks for.
+def faults(proposal: object, level: Level, vocab_size: int) -> Iterator[tuple[type[Exception], str]]:
+    """Say what of a proposal is not as a level asks for it, with the cure: the first alone, on which others rely.
 
-    Raises:
-        TypeError, ValueError: the source, what was expected and what came.
+    It may wait for the device.
     """
-    where = f"draft_sources: {name}: "
     if not isinstance(proposal, Proposal):
-        raise TypeError(
-            f"{where}expected propose to return a Proposal, or None for nothing at this level, got "
-            f"{type(proposal).__name__}; return Proposal(tokens, log_probs)"
-        )
+        expected = "propose to return a Proposal, or None for nothing at this level"
+        yield TypeError, f"expected {expected}, got {type(proposal).__name__}; return Proposal(tokens, log_probs)"
+        return
     if not isinstance(proposal.rows, int):
-        raise TypeError(f"{where}rows: expected how many were forwarded, got {shown(proposal.rows)}")
-    nodes = level.frontier.node_ids
-    parts = {"tokens": proposal.tokens, "log_probs": proposal.log_probs, "index": proposal.index}
+        yield TypeError, f"rows: expected how many were forwarded, got {shown(proposal.rows)}"
+    nodes, tokens, log_probs, index = level.frontier.node_ids, proposal.tokens, proposal.log_probs, proposal.index
+    parts = {"tokens": tokens, "log_probs": log_probs} | ({} if index is None else {"index": index})
     for part, tensor in parts.items():
-        if part == "index" and tensor is None:
-            continue
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             got = type(tensor).__name__ if not isinstance(tensor, Tensor) else f"one of layout {tensor.layout}"
-            raise TypeError(f"{where}{part}: expected a dense tensor, got {got}")
+            yield TypeError, f"{part}: expected a dense tensor, got {got}"
         floats = part == "log_probs"
         if not (tensor.dtype.is_floating_point if floats else tensor.dtype in TOKEN_TYPES):
             expected, cast = ("a float dtype", "float()") if floats else ("int32 or int64", "int()")
-            raise TypeError(f"{where}{part}: expected {expected}, got {dtype_of(tensor)}; cast it by {cast}")
+            got = str(tensor.dtype).removeprefix("torch.")
+            yield TypeError, f"{part}: expected {expected}, got {got}; cast it by {cast}"
         if tensor.device != nodes.device:
-            raise ValueError(
-                f"{where}{part}: expected a tensor on {nodes.device}, got one on {tensor.device}; move it to "
-                "level.frontier.node_ids.device"
-            )
+            cure = "move it to level.frontier.node_ids.device"
+            yield ValueError, f"{part}: expected a tensor on {nodes.device}, got one on {tensor.device}; {cure}"
     batch, width = nodes.shape
-    tokens, log_probs, index = parts.values()
     if tokens.dim() != 3 or tokens.shape[:2] != nodes.shape:
-        raise ValueError(
-            f"{where}tokens: expected shape [{batch}, {width}, K], K candidates after every frontier node, got "
-            f"{list(tokens.shape)}"
-        )
+        expected = f"[{batch}, {width}, K], K candidates after every frontier node"
+        yield ValueError, f"tokens: expected shape {expected}, got {list(tokens.shape)}"
     if log_probs.shape != tokens.shape:
-        raise ValueError(
-            f"{where}log_probs: expected shape {list(tokens.shape)} as of tokens, got {list(log_probs.shape)}"
-        )
+        yield ValueError, f"log_probs: expected shape {list(tokens.shape)} as of tokens, got {list(log_probs.shape)}"
     if index is not None and index.shape != nodes.shape:
-        raise ValueError(f"{where}index: expected shape [{batch}, {width}], of the nodes, got {list(index.shape)}")
-
-
-def check_values(name: str, proposal: Proposal, level: Level, vocab_size: int) -> None:
-    """Raise unless the candidates of a proposal of the right shapes are tokens and log-probabilities; may wait.
-
-    Raises:
-        ValueError: the source, the first that is not, and the cure.
-    """
-    branch = level.graph.branch
-    tokens, log_probs = proposal.tokens[..., :branch], proposal.log_probs[..., :branch].float()
-    counts = (level.frontier.node_ids >= 0)[..., None] & (tokens != -1) & (log_probs != -torch.inf)
-    for is_wrong, expected, got, cure in FAULTS:
-        wrong = (counts & is_wrong(tokens, log_probs, vocab_size)).nonzero()
-        if len(wrong):
-            at = tuple(wrong[0].tolist())
-            values = {"last": vocab_size - 1, "token": tokens[at].item(), "log_prob": log_probs[at].item()}
-            raise ValueError(
-                f"draft_sources: {name}: expected {expected.format(**values)}, got {got.format(**values)} after node "
-                f"{at[1]} of level {level.number}; {cure}"
-            )
-
-
-def dtype_of(tensor: Tensor) -> str:
-    """``float32`` and the like."""
-    return str(tensor.dtype).removeprefix("torch.")
+        yield ValueError, f"index: expected shape [{batch}, {width}], of the nodes, got {list(index.shape)}"
+    tokens, log_probs = tokens[..., : level.graph.branch], log_probs[..., : level.graph.branch].float()
+    counts = (nodes >= 0)[..., None] & (tokens != -1) & (log_probs != -torch.inf)
+    below, none = "log-probabilities of at most 0", "propose −inf, or token −1, for none"
+    taken = "propose log-probabilities: log_softmax of logits, log of probabilities"
+    ids, cure = f"token ids from −1 to {vocab_size - 1}", "propose ids of the target's tokenizer, and −1 for none"
+    for wrong, values, expected, mended in (
+        ((tokens < -1) | (tokens >= vocab_size), tokens, ids, cure),
+        (log_probs.isnan(), log_probs, below, none),
+        (log_probs > ROUNDING_LOG_PROB, log_probs, below, taken),
+    ):
+        for at in map(tuple, (counts & wrong).nonzero().tolist()):
+            value = f"token {values[at].item()}" if values is tokens else f"{values[at].item():g}"
+            where = f"after node {at[1]} of level {level.number}"
+            yield ValueError, f"expected {expected}, got {value} {where}; {mended}"
