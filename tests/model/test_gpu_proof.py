@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
 import os
 import types
@@ -19,12 +18,13 @@ from gsd_kernels.environment import forced
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda
 from gsd_kernels_hf.model import fused, gpu_proof, replay
 from gsd_kernels_hf.model.fused import FusedRows
-from gsd_kernels_hf.model.gpu_proof import Kind, Sizes, Subject, UnprovedError, proof_of
+from gsd_kernels_hf.model.gpu_proof import Kind, Sizes, Subject, proof_of
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.store import Document
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 KIND = Kind(torch.bfloat16, 64, "mma")
+BEGUN = gpu_proof.BEGUN["why"]
 SMALL = (
     Sizes(hidden=128, inner=192, vocabulary=96, layers=1, width=128, prefix=45, pads=(0, 7)),
     Sizes(hidden=136, inner=72, vocabulary=104, width=64, window=20, prefix=45, pads=(0, 7)),
@@ -37,7 +37,7 @@ def figures(why=None, **operator):
     times = {
         str(rows): {"operator": operator.get(f"rows_{rows}", 0.5), "modules": 1.0} for rows in gpu_proof.TIMED_ROWS
     }
-    return {**gpu_proof.not_ended("", 2.5), "why": why, "milliseconds": times}
+    return {**gpu_proof.no_figures(""), "why": why, "milliseconds": times}
 
 
 @pytest.fixture(autouse=True)
@@ -133,17 +133,16 @@ def test_what_is_wrong_keeps_the_modules(rows, says, monkeypatch):
 
 
 @needs_cpu
-def test_both_ways_are_timed_and_what_is_timed_has_its_bits(monkeypatch):
+def test_what_is_timed_has_its_bits(monkeypatch):
     monkeypatch.undo()
     of = Subject(gpu_proof.random_model(SMALL[0], torch.float32, 64, CPU), fused.ways())
-    found, wrong = of.milliseconds(gpu_proof.Case(20), (1, 3))
-    assert found.keys() == {"1", "3"} and all(set(ms) == {"operator", "modules"} for ms in found.values())
-    assert min(value for ms in found.values() for value in ms.values()) > 0 and wrong == 0
     calls = itertools.count()
     monkeypatch.setattr(
         FusedRows, "rows", lambda self, *inputs, keep: own(self, *inputs, keep=keep) + (next(calls) > 5)
     )
-    assert of.milliseconds(gpu_proof.Case(20), (1, 3))[1] == 1, "those that were right when they were called"
+    found, wrong = of.milliseconds(gpu_proof.Case(20), (1, 3))
+    assert list(found) == ["1", "3"] and all(min(ms["operator"], ms["modules"]) > 0 for ms in found.values())
+    assert wrong == 1, "those that were right when they were called"
 
 
 # What is decided.
@@ -253,79 +252,59 @@ def test_a_proof_is_made_under_its_own_switches_and_a_report_is_of_every_kind(mo
     assert gpu_proof.report(CPU, fused.ways(), again=False) == {} and not taken
     proofs = gpu_proof.report(CPU, fused.ways(), again=True)
     assert len(proofs) == len(taken) == 12 and all(settings == cuda.WAYS[way] for way, settings in taken)
-    full = "there is no memory to prove one operator on this GPU (1 GB)"
-    assert {proof["why"] for proof in proofs.values()} == {None, full} and not forced()
+    assert {proof["why"] for proof in proofs.values()} == {None, FULL} and not forced()
     assert set(gpu_proof.report(CPU, fused.ways(), again=False)) == {n for n, p in proofs.items() if p["why"] is None}
 
 
-@pytest.mark.parametrize("bad", ["{", '{"why": null}', "[1, 2]", "NaN"])
-def test_a_bad_file_is_forgotten(bad, monkeypatch):
-    made = given(monkeypatch, figures("planted"))
-    for count in (1, 2):
-        proved()
-        path = gpu_proof.document_of(CPU).path
-        text, kept = path.read_text(), json.dumps(figures("planted"))
-        assert kept in text and len(made) == count
-        path.write_text(text.replace(kept, bad))
-        gpu_proof._known.clear()
+FULL = "there is no memory to prove one operator on this GPU (1 GB)"
+ENDS = {
+    # what ends it: the error, whether the GPU is lost, what comes out, what this process and the next one find
+    "its memory": (torch.OutOfMemoryError("full"), None, None, FULL, None),
+    "a library": (
+        TypeError("another library"),
+        None,
+        None,
+        "one operator could not be proved on this GPU: TypeError: another library",
+        None,
+    ),
+    "the operator": (RuntimeError("bad"), None, None, "RuntimeError: bad", "RuntimeError: bad"),
+    "the user": (KeyboardInterrupt(), None, KeyboardInterrupt, None, None),
+    "the GPU": (RuntimeError("bad"), "an illegal address", replay.DeviceLostError, BEGUN, BEGUN),
+    "the process": (None, None, None, BEGUN, BEGUN),
+}
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (KeyboardInterrupt(), None),
-        (torch.OutOfMemoryError("full"), "there is no memory to prove one operator on this GPU (1 GB)"),
-        (TypeError("another library"), "one operator could not be proved on this GPU: TypeError: another library"),
-    ],
-    ids=repr,
-)
-def test_what_breaks_off_is_no_answer(error, reason, monkeypatch):
-    def breaks(*_):
+@pytest.mark.parametrize("what", ENDS)
+def test_what_ends_a_proof_is_known_to_the_process_and_kept_where_it_would_end_others(what, monkeypatch):
+    error, lost, raised, here, kept = ENDS[what]
+
+    def ends(*_):
+        if error is None:
+            os._exit(3)
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(gpu_proof, "figures", breaks)
-        with pytest.raises(KeyboardInterrupt if reason is None else UnprovedError):
-            proved()
-        if reason is not None:
-            for measured, said in ((True, None), (False, reason)):
+        patched.setattr(gpu_proof, "figures", ends)
+        patched.setattr(replay, "lost", lambda device: lost)
+        patched.setattr(cuda, "WAYS", {"mma": {}})
+        if error is None:
+            process = multiprocessing.get_context("fork").Process(target=proved)
+            process.start()
+            process.join(60)
+            assert process.exitcode == 3
+        elif raised is not None:
+            with pytest.raises(raised):
+                proved()
+        else:
+            for measured in (True, False):
                 patched.setattr(cuda, "is_measured", lambda device, found=measured: found)
-                assert chosen().why == said
+                reason = chosen().why
+                assert (reason is None) if measured and kept is None else here in reason
     made = given(monkeypatch, figures())
-    if reason is not None:
-        with pytest.raises(UnprovedError, match="this GPU"):
-            proved()
-        assert not made, "the process tried once, and a session's begin does not try again"
-        assert proved(again=True) == figures(), "unless it is asked to"
-        made.clear()
-        gpu_proof._known.clear()
-        gpu_proof.document_of(CPU).path.unlink()
-    assert proved() == figures() and made == [KIND], "another process tries"
-
-
-def test_a_gpu_that_fails_is_remembered(monkeypatch):
-    monkeypatch.setattr(gpu_proof, "figures", broken)
-    monkeypatch.setattr(replay, "lost", lambda device: "an illegal address")
-    with pytest.raises(replay.DeviceLostError, match="the GPU failed while rows as one operator were proved"):
-        proved()
+    assert proved()["why"] == here and len(made) == (here is None), "a session's begin does not try again"
     gpu_proof._known.clear()
-    made = given(monkeypatch, figures())
-    assert "the GPU failed while" in proved()["why"] and not made
-
-
-def dies():
-    gpu_proof.prove = lambda *_: os._exit(3)
-    proved()
-
-
-def test_a_process_that_dies_of_it_leaves_word(monkeypatch):
-    process = multiprocessing.get_context("fork").Process(target=dies)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 3
-    made = given(monkeypatch, figures())
-    assert proved()["why"] == "a proof was begun and did not end, as where a GPU hangs" and not made
-    assert proved(again=True) == figures() and made == [KIND]
+    assert proved()["why"] == kept and len(made) == (kept is None), "another process"
+    assert proved(again=True) == figures()
 
 
 def asks(queue, folder):

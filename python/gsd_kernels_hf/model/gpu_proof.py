@@ -9,7 +9,6 @@ figures, by GPU, driver, package and build, under the switches that it was made 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import itertools
@@ -47,9 +46,9 @@ Way = Callable[[Any, int, Tensor, str], RowModel]
 Proof = dict[str, Any]
 """A verdict and its figures.
 
-``"why"`` a way to multiply may not serve (``None``: it may), ``"seconds"`` that the proof took, ``"errors"`` of
-operator and modules against float32, rows or replays ``"apart"`` from the bits that are due, ``"milliseconds"`` by
-rows.
+``"why"`` a way to multiply may not serve (``None``: it may), whether that is ``"passing"``, so that another process
+tries again, ``"seconds"`` that the proof took, ``"errors"`` of operator and modules against float32, rows or replays
+``"apart"`` from the bits that are due, ``"milliseconds"`` by rows.
 """
 
 BRANCH = 4  # children of a node of the tree
@@ -64,10 +63,6 @@ IN_A_ROW, TURNS = 5, 5  # calls that are timed together, and how often
 MOST_TEXT = 300  # characters of what went wrong
 WAIT_SECONDS = 120.0  # for another process's proof
 AGAIN = "again by: gsd-kernels doctor --prove"
-
-
-class UnprovedError(RuntimeError):
-    """Nothing could be found out of the operator; its text says why."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +99,11 @@ MODELS = (
 
 
 class Case(NamedTuple):
-    """Rows behind a prefix: tokens of the prompt, and left padding of every sequence."""
+    """Rows behind a prefix: tokens of the prompt, left padding of every sequence, and the text of the first one."""
 
     prefix: int
     pads: tuple[int, ...] = (0,)
+    text: int = 0
 
     @property
     def name(self) -> str:
@@ -208,7 +204,7 @@ class Subject:
         rows = self.ways[way](model, case.prefix + MOST_ROWS, start, named)
         at = torch.arange(case.prefix, device=device)
         # What is written is the same behind any padding.
-        ids = torch.stack([(at - pad).clamp(min=0) * (3 + 2 * b) for b, pad in enumerate(case.pads)])
+        ids = torch.stack([(at - pad).clamp(min=0) * (3 + 2 * text) for text, pad in enumerate(case.pads, case.text)])
         padded = (at >= start[:, None]).long() if any(case.pads) else None
         rows.prefill(ids % model.config.vocab_size, padded, None)
         return rows
@@ -248,11 +244,7 @@ class Subject:
         whole, again = (self.behind(case).rows(*inputs, keep=ROWS) for _ in range(2))
         yield "the same call again", apart(again, whole)
         for number, pad in enumerate(case.pads):
-            length, this = case.prefix - pad, slice(number, number + 1)
-            start = torch.zeros(1, dtype=torch.int32, device=self.device)
-            rows = self.ways["operator"](self.model, length + MOST_ROWS, start, self.backend)
-            ids = torch.arange(length, device=self.device)[None] * (3 + 2 * number) % self.model.config.vocab_size
-            rows.prefill(ids, None, None)
+            rows, this = self.behind(Case(case.prefix - pad, text=number)), slice(number, number + 1)
             one = tokens[this], kv_len[this] - pad, slots, mask[this], depths[this], nodes[this]
             yield f"sequence {number} alone", apart(rows.rows(*one, keep=ROWS), whole[this])
 
@@ -351,31 +343,34 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-def not_ended(why: str, seconds: float = 0.0) -> Proof:
+def no_figures(why: str, *, passing: bool = False) -> Proof:
     """A proof that something ended before it had figures."""
     line = "".join(c if c.isprintable() else "?" for c in " ".join(why.split()))
-    return {"why": line[:MOST_TEXT], "seconds": seconds, "errors": {}, "apart": {}, "milliseconds": {}}
+    ended = {"why": line[:MOST_TEXT], "passing": passing, "seconds": 0.0}
+    return {**ended, "errors": {}, "apart": {}, "milliseconds": {}}
 
 
 def prove(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: str = "auto") -> Proof:
     """Try a kind on models of its own; what goes wrong in it is part of the answer.
 
+    Passing is that the GPU has no room for it, some 800 MB, and an error that is not the operator's.
+
     Raises:
-        UnprovedError: there is no answer: the GPU has no room for it, some 800 MB, or the proof itself failed.
         DeviceLostError: the GPU failed for good.
     """
     begin, quiet = time.perf_counter(), torch.autocast(device.type, enabled=False)
     try:
         with torch.inference_mode(False), torch.no_grad(), quiet, forcing(cuda.WAYS[kind.way]):
             found = figures(kind, device, ways, backend)
-    except torch.OutOfMemoryError as error:
-        raise UnprovedError("there is no memory to prove one operator on this GPU (1 GB)") from error
-    except Exception as error:
-        found = not_ended(f"{type(error).__name__}: {error}")
-        if not isinstance(error, RuntimeError):  # which CUDA's and the operator's are
-            raise UnprovedError(f"one operator could not be proved on this GPU: {found['why']}") from error
+    except torch.OutOfMemoryError:
+        found = no_figures("there is no memory to prove one operator on this GPU (1 GB)", passing=True)
+    except RuntimeError as error:  # CUDA's and the operator's
         if replay.lost(device) is not None:
             raise replay.DeviceLostError(f"the GPU failed while rows as one operator were proved: {error}") from error
+        found = no_figures(f"{type(error).__name__}: {error}")
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        found = no_figures(f"one operator could not be proved on this GPU: {what}", passing=True)
     return {**found, "seconds": round(time.perf_counter() - begin, 3)}
 
 
@@ -399,7 +394,7 @@ def figures(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: 
             apart["replayed"] += wrong
     for what, count in apart.items():
         why = why or (f"{count} rows have other bits ({what})" if count else None)
-    return {"why": why, "errors": errors, "apart": apart, "milliseconds": times}
+    return {"why": why, "passing": False, "errors": errors, "apart": apart, "milliseconds": times}
 
 
 def document_of(device: torch.device) -> Document:
@@ -432,9 +427,9 @@ def build() -> str:
     return hashlib.sha256(library.read_bytes()).hexdigest()[:20] if library.exists() else "none"
 
 
-BEGUN = not_ended("a proof was begun and did not end, as where a GPU hangs")
-_known: dict[tuple[Path, str], Proof | str] = {}
-"""Of this process: proofs, and why there is none. An error itself would keep what it was raised with."""
+BEGUN = no_figures("a proof was begun and did not end, as where a GPU fails or hangs")
+_known: dict[tuple[Path, str], Proof] = {}
+"""Proofs of this process."""
 _lock = threading.Lock()
 
 
@@ -443,8 +438,8 @@ def proof_of(
 ) -> Proof:
     """The proof of a kind on a GPU: known, kept, or made now. Processes that ask at once wait for one.
 
-    Where there is no answer, a process does not look for one again unless it is asked to: every text would wait for it.
-    A process that dies of it leaves word of that.
+    What is passing is not kept, but known: else every text would wait for another try. A process that dies of a proof,
+    or whose GPU does, leaves word of that.
 
     Args:
         kind: of the operator.
@@ -454,49 +449,42 @@ def proof_of(
         backend: of the operator.
 
     Raises:
-        UnprovedError, DeviceLostError: see :func:`prove`.
+        DeviceLostError: see :func:`prove`.
     """
     document = document_of(device)
+    known = document.path, kind.name
     with _lock:
-        known = document.path, kind.name
-        if again or known not in _known:
-            with locked(document.path.with_suffix(".lock"), WAIT_SECONDS):
-                found = None if again else document.read().get(kind.name)
-                if not (isinstance(found, dict) and found.keys() == BEGUN.keys()):
-                    logger.info("rows as one operator (%s) are proved on this GPU, some seconds, once", kind.name)
-                    document.write({kind.name: BEGUN})
-                    found = {}
-                    try:
-                        _known[known] = found = prove(kind, device, ways, backend)
-                    except UnprovedError as error:
-                        _known[known] = str(error)
-                    except replay.DeviceLostError as error:
-                        found = not_ended(str(error))
-                        raise
-                    finally:
-                        document.write({kind.name: found})
-                else:
-                    _known[known] = found
-        proof = _known[known]
-    if isinstance(proof, str):
-        raise UnprovedError(proof)
-    return proof
+        if not again and known in _known:
+            return _known[known]
+        with locked(document.path.with_suffix(".lock"), WAIT_SECONDS):
+            found = None if again else document.read().get(kind.name)
+            if not (isinstance(found, dict) and found.keys() == BEGUN.keys()):
+                logger.info("rows as one operator (%s) are proved on this GPU, some seconds, once", kind.name)
+                document.write({kind.name: BEGUN})
+                kept: Proof = {}
+                try:
+                    found = prove(kind, device, ways, backend)
+                    kept = {} if found["passing"] else found
+                except replay.DeviceLostError:
+                    kept = BEGUN
+                    raise
+                finally:
+                    document.write({kind.name: kept})
+        _known[known] = found
+    return found
 
 
 def report(device: torch.device, ways: Mapping[str, Way], *, again: bool) -> dict[str, Proof]:
-    """Of every kind, by its name, what is kept; ``again``: it is proved anew first.
+    """Of every kind, by its name, what is kept; ``again``: it is proved anew.
 
     Raises:
         DeviceLostError: the GPU failed for good.
     """
     kinds = [Kind(*of) for of in itertools.product(cuda.DTYPES, cuda.HEAD_DIMS, cuda.ways(device))]
     if again:
-        for kind in kinds:
-            with contextlib.suppress(UnprovedError):
-                proof_of(kind, device, ways, again=True)
+        return {kind.name: proof_of(kind, device, ways, again=True) for kind in kinds}
     kept = document_of(device).read()
-    unproved = {name: not_ended(why) for (_, name), why in _known.items() if again and isinstance(why, str)}
-    return {kind.name: found for kind in kinds if (found := unproved.get(kind.name) or kept.get(kind.name))}
+    return {kind.name: kept[kind.name] for kind in kinds if kept.get(kind.name)}
 
 
 class Choice(NamedTuple):
@@ -524,18 +512,17 @@ def choice(device: torch.device, dtype: torch.dtype, head_dim: int, ways: Mappin
         DeviceLostError: the GPU failed for good.
     """
     proofs: dict[str, Proof] = {}
+    right: dict[str, Any] = {}
     for way in cuda.ways(device):
-        right = {name: proof["milliseconds"] for name, proof in proofs.items() if proof["why"] is None}
         if way == cuda.IN_TURN and right:
             break
-        try:
-            proofs[way] = proof_of(Kind(dtype, head_dim, way), device, ways)
-        except UnprovedError as error:
-            return Choice(None if cuda.is_measured(device) else str(error))
-    right = {name: proof["milliseconds"] for name, proof in proofs.items() if proof["why"] is None}
+        proofs[way] = proof = proof_of(Kind(dtype, head_dim, way), device, ways)
+        if proof["passing"]:
+            return Choice(None if cuda.is_measured(device) else proof["why"])
+        if proof["why"] is None:
+            right[way] = proof["milliseconds"]
     if not right:
-        reason = proofs["mma"]["why"]
-        return Choice(f"one operator did not prove itself on this GPU: {reason}; {AGAIN}")
+        return Choice(f"one operator did not prove itself on this GPU: {proofs['mma']['why']}; {AGAIN}")
     forced = os.environ.get(cuda.GROUP) == "1" and "wgmma" in right
     way = "wgmma" if forced else min(right, key=lambda name: mean(right[name], PIECE_ROWS))
     slower = mean(right[way], STEP_ROWS) / mean(right[way], STEP_ROWS, "modules")
