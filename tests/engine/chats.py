@@ -26,7 +26,7 @@ GRAPH = GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=2)
 FREE = GraphConfig(depth=0, branch=2, max_rows=8, history_depth=3)
 SOURCES = ("plain", "model", "graph", "layer_skip", "heads", "history", "auto")
 OF_MANY = ("model", "layer_skip", "heads", "auto")  # run where many cases do
-GRAPHS = 4  # of a drafting step: what is drafted, the target, the commit, what sources learn
+GRAPHS = 3  # of a step: what is drafted, the target, the commit with what sources learn
 CAPTURED = ("plain", "chain", "tree", "graph", "layer_skip", "heads")
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seed": 5}

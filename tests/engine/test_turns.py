@@ -136,7 +136,7 @@ class Breaking(BaseStreamer):
         pass
 
 
-@pytest.mark.parametrize("after", [0, 1, 6])
+@pytest.mark.parametrize("after", [0, 6])
 def test_a_call_that_broke_off_leaves_nothing_behind(after):
     target, draft = pair()
     with patched(target, assistant_model=draft, graph_config=GRAPH) as handle:
@@ -164,8 +164,7 @@ class StopAt(StoppingCriteria):
         return (input_ids[:, -1] % 7 == 0) & (torch.arange(len(input_ids)) == input_ids.shape[1] % 2)
 
 
-@pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "decoding"), [(1, SAMPLED), (3, GREEDY), (3, SAMPLED)], ids=str)
 def test_calls_with_processors_and_criteria_in_between(batch, decoding):
     target, draft = pair()
     extras = [
@@ -432,11 +431,7 @@ OUTGROWN = {
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [
-        (name, ({}, SAMPLED, {"repetition_penalty": 1.1})[(i + j) % 3])
-        for i, name in enumerate(OUTGROWN)
-        for j in (0, 1)
-    ],
+    [(name, ({}, SAMPLED, {"repetition_penalty": 1.1})[i % 3]) for i, name in enumerate(OUTGROWN)],
     ids=str,
 )
 def test_a_draft_is_left_out_where_its_positions_end(name, more):
@@ -476,7 +471,7 @@ def sided_prompt(length: int, batch: int = 1, *, seed: int = 3):
     return models.prompts(batch, length, seed=seed, vocab=SIDED_VOCAB)
 
 
-@pytest.mark.parametrize(("length", "chunk"), [(20, 8), (25, 8), (29, 5), (31, 24), (31, 100)])
+@pytest.mark.parametrize(("length", "chunk"), [(20, 8), (29, 5), (31, 24)])
 def test_a_prompt_in_pieces(length, chunk):
     """transformers turns the pieces before the border by the short factors."""
     target, draft = sided()
@@ -485,11 +480,11 @@ def test_a_prompt_in_pieces(length, chunk):
     assert torch.equal(out, target.generate(**call))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_later_turns_of_a_chat(batch):
+def test_later_turns_of_a_chat():
     """What is kept of a text serves the next one as far as both are on one side."""
     target, draft = sided()
     fresh, target = target, copy.deepcopy(target)
+    batch = 2
     reads, text, seen = Reads(target), sided_prompt(6, batch, seed=1)["input_ids"], []
     with patched(target, assistant_model=draft, graph_config="tree"):
         for turn in range(6):

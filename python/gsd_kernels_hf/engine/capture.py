@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from gsd_kernels import Acceptance, GraphConfig
+from gsd_kernels import GraphConfig
 from gsd_kernels.backends import compiles
 
+from ..acceptance.host import accepted
 from ..model import replay
 from ..model.fused import FusedRows
 from ..parallel import Ranks
@@ -146,14 +146,20 @@ class CapturedStep:
         """
         session = self.session  # no cycle: graphs go with their session, at once
         on_host = not session.rule.on_device
-        heard = nothing_accepted(session.key.batch, session.max_path + 1, session.kv_len.device)
+        batch, width = session.key.batch, session.max_path + 1
+        heard = accepted([[]] * batch, [0] * batch, width, session.kv_len.device)  # nothing yet
         propose, proposed = self._capture(session.propose)
         drafted = session.drafted
         attend, unverified = self._capture(lambda: session.attend(*proposed))
-        settle, verified = self._capture(
-            lambda: session.settle(unverified, heard if on_host else session.accept(unverified))
-        )
-        observe = self._capture(lambda: session.mixer.observe(verified))[0] if session.mixer.sources else None
+
+        def settled() -> Verified:
+            verified = session.settle(unverified, heard if on_host else session.accept(unverified))
+            session.mixer.observe(verified)
+            return verified
+
+        settle, verified = self._capture(settled)
+        # What sources learn may be nothing, and no graph of its own: it is timed with the commit.
+        last = "draft" if session.mixer.sources else "other"
 
         def step() -> Verified:
             with session.clock.part("draft"):
@@ -164,10 +170,8 @@ class CapturedStep:
             if on_host:
                 for static, value in zip(heard.tensors(), session.accept(unverified).tensors(), strict=True):
                     static.copy_(value)
-            settle()
-            if observe is not None:
-                with session.clock.part("draft"):
-                    observe()
+            with session.clock.part(last):
+                settle()
             session.rule.settle()
             return verified
 
@@ -178,9 +182,3 @@ class CapturedStep:
         graph, result = replay.lane_of(self.session.state.tokens.device).capture(function, self.pool)
         self.pool = graph.pool
         return graph, result
-
-
-def nothing_accepted(batch: int, width: int, device: torch.device) -> Acceptance:
-    """Storage for what is accepted, ``width`` rows of a sequence at most."""
-    count = torch.zeros(batch, dtype=torch.int32, device=device)
-    return Acceptance(torch.full((batch, width), -1, dtype=torch.int32, device=device), count, torch.zeros_like(count))
