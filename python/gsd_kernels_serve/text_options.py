@@ -17,7 +17,7 @@ from gsd_kernels_hf.validate.options import CONFIG_FIELDS
 from gsd_kernels_hf.validate.options import HONOURED as IN_CONFIG
 
 from . import fields
-from .checks import Refused, is_whole, wrong
+from .checks import Refused, is_whole
 from .limits import Limits
 from .processors import Grammar, Marked, Penalties
 
@@ -210,10 +210,6 @@ def _check_named(named: Mapping[str, Any], samples: bool) -> None:
     Raises:
         Refused: out of bounds, of another type, or without an effect.
     """
-    for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
-        ids = named.get(name) if isinstance(named.get(name), list) else [named.get(name)]
-        if not all(token is None or is_whole(token) for token in ids):
-            raise wrong(f"generation_config.{name}", "token ids", named[name])
     try:
         GenerationConfig(**{**named, "do_sample": samples}).validate(strict=True)
     except (ValueError, TypeError, AttributeError) as error:

@@ -76,11 +76,11 @@ def test_the_draft_agrees_with_the_targets_greedy_text():
     for prompt in demo.prompts("code")[::2]:
         inputs = tokenizer(prompt["text"], return_tensors="pt")
         length = inputs["input_ids"].shape[1]
-        tokens = target.generate(**inputs, max_new_tokens=80, do_sample=False)
+        tokens = target.generate(**inputs, max_new_tokens=40, do_sample=False)
         picked = draft(tokens[:, :-1]).logits[0, length - 1 :].argmax(-1)
         agreed += int((picked == tokens[0, length:]).sum())
         count += len(picked)
-    assert count >= 600
+    assert count >= 300
     assert agreed / count >= 0.65
     assert agreed < count
 

@@ -38,7 +38,11 @@ PROMPTS = ("def add(a, b):\n", "class Queue:\n    def put(self, item):\n")
 @pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
 def test_a_text_is_that_of_generate_whole_and_streamed_and_with_others_at_once(endpoint, server):
     target, _, tokenizer = demo.load()
-    rows = [(prompt, *row) for prompt in PROMPTS for row in TEXTS if endpoint != RESPONSES or "stop" not in row[0]]
+    rows = [
+        row
+        for row in zip(PROMPTS * 2, *zip(*TEXTS, strict=True), strict=True)
+        if endpoint != RESPONSES or "stop" not in row[1]
+    ]
 
     def asked(prompt: str) -> dict[str, object]:
         return {fields.NEEDED[endpoint]: [{"role": "user", "content": prompt}] if endpoint == CHAT else prompt}
