@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from .generation.real import report
+from .generation import report
 from .lib.report import caption
 
 BLOCK = re.compile(r"(<!-- bench:real -->\n)(.*?)(<!-- /bench:real -->)", re.DOTALL)
@@ -25,7 +25,7 @@ def real(results: Path) -> str:
         return "Not measured yet: `gsd-kernels bench real`."
     environment = runs[0]["environment"]
     machine = f"{caption(environment)}, transformers {environment['versions']['transformers']}"
-    table = report.table(report.short(runs[0]), by_drafts=True)
+    table = report.table(report.short(runs[0]), report.OF_README)
     what = f"{report.what(runs[0])}; {machine}, {environment['date']}."
     return "\n\n".join([f"**{report.gains(runs[0])}**", table, what, *map(report.exactness, runs[1:])])
 

@@ -24,6 +24,7 @@ NEW = "-new"  # behind the names of ours that begin every call with a new sessio
 GREEDY, STATIC, LOOKUP, PLAIN, AUTO = "hf-greedy", "hf-static-compile", "hf-prompt-lookup", "plain", "auto"
 #: transformers' assisted generation: drafted tokens, ``None`` by its own schedule
 ASSISTED = {"hf-assisted-3": 3, "hf-assisted-5": 5, "hf-assisted-8": 8, "hf-assisted-dynamic": None}
+UNDRAFTED = (PLAIN, "gsd-plain", "gsd-packed")  # a row a step
 THEIRS = (GREEDY, STATIC, *ASSISTED, LOOKUP)
 #: Ours by name: ``SOURCE+SOURCE@SHAPE``. ``model`` alone is what a user has who names a draft model and nothing else.
 #: ``merged`` joins recurring sequences inside a step, ``graph`` across steps too, through the history. ``history``

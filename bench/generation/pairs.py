@@ -35,11 +35,16 @@ PROSE = Path(__file__).with_name("prose.json")  # openings of English books in t
 
 @dataclass(frozen=True)
 class Prompt:
-    """A named prompt, int64 [1, P] on the target's device."""
+    """A named prompt, int64 [1, P] on the target's device; ``question``: that it is a turn of."""
 
     name: str
     kind: str
     input_ids: Tensor
+    question: str = ""
+
+    def about(self) -> dict[str, Any]:
+        """Its row of a report."""
+        return {"kind": self.kind, "tokens": self.input_ids.shape[1], "question": self.question or self.name}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import torch
 from typer.testing import CliRunner
 
 from gsd_kernels_bench.cli import BENCHMARKS, app
-from gsd_kernels_bench.generation import generate
 from gsd_kernels_bench.generation.competitors import DEFAULT, competitors
 from gsd_kernels_bench.generation.pairs import load_pair
 from gsd_kernels_bench.gpu import gpu_tests, stages
@@ -112,15 +111,14 @@ def test_a_wrong_result_is_never_reported(monkeypatch):
 
 @pytest.mark.slow
 def test_generate_races_everyone(tmp_path):
-    settings = generate.Settings(
-        CPU, torch.float32, pair="tiny", target_shape="none", prompts=2, new_tokens=10, quick=True
-    )
-    generate.run(settings, folder=tmp_path)
-    data = json.loads((tmp_path / "generate.json").read_text())
+    options = ("--pair", "tiny", "--quick", "--device", "cpu", "--dtype", "float32", "--new-tokens", "10")
+    shown = bench("generate", *options, "--out", tmp_path, "--name", "found")
+    data = json.loads((tmp_path / "found.json").read_text())
     assert set(data["missing"]) == {"hf-static-compile"}
     present = [name for name in DEFAULT if name not in data["missing"]]
-    assert [row["competitor"] for row in data["summary"]] == present
-    assert all(one["same"] for one in data["runs"] if one["competitor"] != "hf-greedy"), "float32 is equal"
+    assert [row["way"] for row in data["summary"]] == present
+    assert all(one["same"] for one in data["runs"] if one["way"] != "hf-greedy"), "float32 is equal"
+    assert re.search(r"\| hf-greedy \| [\d.]+ \| 1.00 \| 1.00 \| – \| – \|", shown)
 
 
 @pytest.mark.slow

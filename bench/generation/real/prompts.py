@@ -166,5 +166,5 @@ def encoded(chats: list[Chat], tokenizer: PreTrainedTokenizerBase) -> list[Promp
             ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
         else:
             ids = tokenizer("\n\n".join(turn["content"] for turn in chat.messages), return_tensors="pt")["input_ids"]
-        prompts.append(Prompt(chat.name, chat.kind, ids))
+        prompts.append(Prompt(chat.name, chat.kind, ids, chat.question))
     return prompts

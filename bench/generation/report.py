@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gsd_kernels_hf.files import write_json
 
-from ...lib.intervals import Ratio, paired_ratio
-from ...lib.report import SCHEMA, markdown
-from .names import HF, HISTORY, OURS, PACKED_HISTORY, PLAIN, label, plain_of
+from ..lib.intervals import Ratio, paired_ratio
+from ..lib.report import SCHEMA, markdown
+from .real.names import HF, HISTORY, OURS, PACKED_HISTORY, PLAIN, label, plain_of
 
 MIN_PROMPTS = 6  # prompts that give a ratio an interval
 NARROW_BITS = 8.0  # bits a weight; with fewer a model computes something else than it was trained to
 
 
 @dataclass
-class RealReport:
-    """Every decoding of the run, and what follows.
+class Report:
+    """Every decoding of a race, and what follows.
 
     Attributes:
+        settings: of the run. ``ours``: the way whose rate is compared with all others'; ``against``: the way that
+            all are compared with.
+        parameters: of the target, and of what else there is.
         prompts: by name their kind, length in tokens, and the question that they are a turn of.
         peers: per engine version and bits a weight, per way the chosen setting.
         runs: one decoding each; ``tokens`` are new ones, ``seconds`` those of prompt and text.
-        ratios: our history's rate over every other's, over the prompts that both decoded.
+        setup_seconds: warm-up and compiling, which no run counts.
+        ratios: the rate of ``ours`` over every other's, over the prompts that both decoded.
         strongest: of others: by rate, with eight bits a weight or more, and with fewer.
         seconds: of all rounds.
         others_share: of the machine's processor time meanwhile, what other programs took.
@@ -34,9 +38,10 @@ class RealReport:
         stopped: whether it was interrupted; the prompts that everyone had decoded count.
     """
 
+    case: str
     settings: dict[str, Any]
     environment: dict[str, Any]
-    parameters: int
+    parameters: int | dict[str, int]
     prompts: dict[str, dict[str, Any]]
     peers: dict[str, Any] = field(default_factory=dict)
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -49,7 +54,6 @@ class RealReport:
     others_share: float | None = None
     busy: str | None = None
     stopped: bool = False
-    case: str = "real"
     schema: int = SCHEMA
 
     def write(self, folder: Path, name: str) -> list[Path]:
@@ -68,11 +72,11 @@ class RealReport:
             for prompt, each in pairs.items()
         }
 
-    def ratio(self, ours: str, theirs: str) -> Ratio:
+    def ratio(self, ours: str, theirs: str) -> dict[str, Any]:
         """Of rates, over the prompts that both decoded."""
         a, b = self.totals(ours), self.totals(theirs)
         both = [prompt for prompt in a if prompt in b]
-        return paired_ratio([a[prompt] for prompt in both], [b[prompt] for prompt in both], fewest=MIN_PROMPTS)
+        return asdict(paired_ratio([a[prompt] for prompt in both], [b[prompt] for prompt in both], fewest=MIN_PROMPTS))
 
     def bits(self, way: str) -> float:
         """A weight."""
@@ -84,11 +88,11 @@ class RealReport:
     def summarise(self, names: Sequence[str] | None = None) -> None:
         """Make the summary anew of ``names``; by default of those that are in it."""
         names = [row["way"] for row in self.summary] if names is None else names
-        kinds = list(dict.fromkeys(prompt["kind"] for prompt in self.prompts.values()))
-        self.summary = [self._row(name, kinds) for name in names]
-        self.ratios = {}
-        if HISTORY in names:
-            self.ratios = {name: asdict(self.ratio(HISTORY, name)) for name in names if name != HISTORY}
+        self.summary = [self._row(name, names) for name in names]
+        ours = self.settings["ours"]
+        self.ratios = {name: self.ratio(ours, name) for name in names if name != ours} if ours in names else {}
+        if ours != HISTORY:  # other engines are beside it alone
+            return
         others = [row for row in self.summary if row["way"] not in OURS]
         groups = {
             "wide": [row for row in others if row["bits"] >= NARROW_BITS],
@@ -101,18 +105,24 @@ class RealReport:
         }
         narrow = self.strongest["narrow"]
         if PACKED_HISTORY in names and narrow is not None:
-            self.ratios[f"{PACKED_HISTORY} / {narrow}"] = asdict(self.ratio(PACKED_HISTORY, narrow))
+            self.ratios[f"{PACKED_HISTORY} / {narrow}"] = self.ratio(PACKED_HISTORY, narrow)
 
-    def _row(self, name: str, kinds: Sequence[str]) -> dict[str, Any]:
+    def _row(self, name: str, names: Sequence[str]) -> dict[str, Any]:
         runs = [run for run in self.runs if run["way"] == name]
         first = [run for run in runs if run["round"] == 0]
         compared = [run for run in first if "same" in run]
         plain = [run for run in first if "same_as_plain" in run]
+        parted = [run["divergence"]["within_rounding"] for run in compared if run.get("divergence")]
+        kinds = dict.fromkeys(prompt["kind"] for prompt in self.prompts.values())
         by_kind = {kind: self.totals(name, kind) for kind in kinds}
+        against = self.settings["against"]
+        beside = [run["beside_seconds"] for run in runs]
         return {
             "way": name,
             "bits": self.bits(name),
             "tokens_per_second": _rate(self.totals(name)),
+            "speedup": self.ratio(name, against) if against in names else None,
+            "beside_seconds": None if None in beside else sum(beside) / sum(run["tokens"] for run in runs),
             "tokens_per_step": _per_step(runs),
             "acceptance_length": self._acceptance_length(runs),
             "rounds": 1 + max(run["round"] for run in runs),
@@ -120,7 +130,8 @@ class RealReport:
             "tokens": sum(run["tokens"] for run in first),
             "compared": len(compared),
             "same": sum(run["same"] for run in compared),
-            "within_rounding": sum(run.get("within_rounding", False) for run in compared),
+            "within_rounding": sum(parted),
+            "beyond_rounding": len(parted) - sum(parted),
             "compared_with_plain": len(plain),
             "same_as_plain": sum(run["same_as_plain"] for run in plain),
             "by_kind": {
@@ -155,23 +166,45 @@ def _per_step(runs: Sequence[dict[str, Any]]) -> float | None:
     return sum(run["tokens"] + run["ended"] for run in runs) / sum(run["steps"] for run in runs)
 
 
-def table(data: dict[str, Any], *, by_drafts: bool = False) -> str:
-    """The summary in Markdown, slowest first; with ``by_drafts`` texts are held against undrafted ones alone."""
-    rows = []
-    for row in _by_rate(data):
-        ratio, name = data["ratios"].get(row["way"]), str(label(row["way"]))
-        rows.append(
-            [
-                f"**{name}**" if row["way"] == HISTORY else name,
-                f"{row['bits']:.1f}".removesuffix(".0"),
-                f"{row['tokens_per_second']:.1f}",
-                "–" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}",
-                "–" if ratio is None else str(Ratio(**ratio)),
-                _as_without_drafts(row) if by_drafts else _texts(row),
-            ]
-        )
-    compared = "texts as without drafts" if by_drafts else "texts as transformers'"
-    return markdown(["", "bits a weight", "tokens/s", "tokens/step", "our history against it (95%)", compared], rows)
+def _interval(ratio: dict[str, Any] | None) -> str:
+    return "–" if ratio is None else str(Ratio(**ratio))
+
+
+def _decimals(number: float | None, scale: float = 1.0) -> str:
+    return "–" if number is None else f"{scale * number:.2f}"
+
+
+def _shown(row: dict[str, Any], data: dict[str, Any]) -> str:
+    return f"**{label(row['way'])}**" if row["way"] == HISTORY else str(label(row["way"]))
+
+
+Columns = dict[str, Callable[[dict[str, Any], dict[str, Any]], str]]
+"""Header of a column, into which the settings are put → the cell of a row of the summary, given with all data."""
+RATE: Columns = {"tokens/s": lambda row, data: f"{row['tokens_per_second']:.1f}"}
+STEP: Columns = {"tokens/step": lambda row, data: _decimals(row["tokens_per_step"])}
+OF_A_PAIR: Columns = {
+    "": lambda row, data: row["way"],
+    **RATE,
+    "against {against} (95%)": lambda row, data: _interval(row["speedup"]),
+    **STEP,
+    "ms a token beside the models": lambda row, data: _decimals(row["beside_seconds"], 1e3),
+    "same tokens": lambda row, data: _as_transformers(row) or "–",
+}
+OF_ALL: Columns = {
+    "": _shown,
+    "bits a weight": lambda row, data: f"{row['bits']:.1f}".removesuffix(".0"),
+    **RATE,
+    **STEP,
+    "our history against it (95%)": lambda row, data: _interval(data["ratios"].get(row["way"])),
+}
+OF_ENGINES: Columns = {**OF_ALL, "texts as transformers'": lambda row, data: _texts(row)}
+OF_README: Columns = {**OF_ALL, "texts as without drafts": lambda row, data: _as_without_drafts(row)}
+
+
+def table(data: dict[str, Any], columns: Columns = OF_ENGINES) -> str:
+    """The summary in Markdown, slowest first."""
+    rows = [[cell(row, data) for cell in columns.values()] for row in _by_rate(data)]
+    return markdown([header.format(**data["settings"]) for header in columns], rows)
 
 
 def _as_without_drafts(row: dict[str, Any]) -> str:
@@ -184,12 +217,16 @@ def _by_rate(data: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(data["summary"], key=lambda row: row["tokens_per_second"])
 
 
+def _as_transformers(row: dict[str, Any]) -> str:
+    """How many texts are equal, and of the others why; empty where none was compared."""
+    text = f"{row['same']} of {row['compared']}" if row["compared"] else ""
+    for count, why in ((row["within_rounding"], "by rounding"), (row.get("beyond_rounding"), "DIFFER")):
+        text += f", {count} {why}" if count else ""
+    return text
+
+
 def _texts(row: dict[str, Any]) -> str:
-    text = ""
-    if row["compared"]:
-        text = f"{row['same']} of {row['compared']}"
-        if row["within_rounding"]:
-            text += f", {row['within_rounding']} by rounding"
+    text = _as_transformers(row)
     if row["compared_with_plain"] and plain_of(row["way"]) != HF:
         whose = "our" if row["way"] in OURS else "its"
         text += f"{'; ' * bool(text)}as {whose} plain {row['same_as_plain']} of {row['compared_with_plain']}"

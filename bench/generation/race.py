@@ -1,0 +1,193 @@
+"""The race: everyone decodes every prompt in turn, and each text is held against those of plain decoding."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from gsd_kernels_cli.busy import Others, distrust
+from gsd_kernels_cli.comparison import first_divergence
+from gsd_kernels_cli.ranks import from_first
+from gsd_kernels_hf.engine.stats import GenerationStats
+
+from .competitors import UNDRAFTED, Competitor
+from .pairs import Prompt
+from .report import Report
+
+FORWARDS = ("prefill", "draft", "target")  # parts of a call's statistics
+SLOW_SHARE = 0.6  # of the fastest peer's rate: who is below sits out later rounds
+
+
+@dataclass(frozen=True)
+class Race:
+    """Rules of a race, and where its results are written.
+
+    Attributes:
+        model: says why a text parts from another one.
+        report: kept up with every prompt.
+        new_tokens: at most; a text may end before.
+        references: by a way's name the ways that its text is held against, each with its field of a run.
+        judged: whether a way computes what the model does, so that a text that parts is explained.
+        ours: whether a way is among those that no round leaves out.
+        following: the prompt behind an answer's tokens; ``None`` where nothing more is asked.
+        ends: tokens that end a text.
+        rounds: over all prompts. In the first everyone decodes, later those who matter for the comparison.
+        seconds: no further prompt is begun after that; there is always one.
+        temperature: 0 is greedy.
+        with_stats: whether a run keeps all that our decoding counts.
+        folder, name: of the file; without a folder nothing is written.
+    """
+
+    model: PreTrainedModel
+    report: Report
+    new_tokens: int
+    references: Callable[[str], dict[str, str]]
+    judged: Callable[[str], bool]
+    ours: Callable[[str], bool]
+    following: Callable[[Prompt, list[int]], Prompt | None] = lambda prompt, answer: None
+    ends: tuple[int, ...] = ()
+    rounds: int = 1
+    seconds: float = math.inf
+    temperature: float = 0.0
+    with_stats: bool = False
+    folder: Path | None = None
+    name: str = ""
+
+    def run(self, racing: list[Competitor], prompts: Sequence[Prompt]) -> None:
+        """Let everyone decode every prompt, beginning with another one each time; a file is written after each.
+
+        A chat of several turns goes on with the first way's answers, the same for all ways and rounds. Ctrl-C and
+        SIGTERM end the race with the prompts that everyone has decoded.
+
+        Raises:
+            KeyboardInterrupt: it was ended before the first prompt was decoded.
+        """
+        try:
+            self._rounds(racing, prompts)
+        except KeyboardInterrupt:
+            if not self.report.runs:
+                raise
+            self.report.stopped = True
+
+    def _rounds(self, racing: list[Competitor], prompts: Sequence[Prompt]) -> None:
+        begin, others, report = time.perf_counter(), Others(), self.report
+        answers: dict[str, list[int]] = {}
+        for round_ in range(self.rounds):
+            if round_:
+                racing = self._still(racing)
+            for number, first in enumerate(prompts):
+                spent = from_first(time.perf_counter() - begin)
+                if number and spent * (number + 1) / number > self.seconds:
+                    self._say(f"{number} of {len(prompts)} prompts in {spent:.0f} s")
+                    return
+                turn = (number + round_) % len(racing)
+                prompt: Prompt | None = first
+                while prompt is not None:
+                    where = f"round {round_ + 1}/{self.rounds}, prompt {number + 1}/{len(prompts)}"
+                    answer = self._turn(racing[turn:] + racing[:turn], prompt, number, round_, where)[racing[0].name]
+                    prompt = self.following(prompt, answers.setdefault(prompt.name, answer))
+                report.summarise([way.name for way in racing] if not round_ else None)
+                report.seconds = time.perf_counter() - begin
+                report.others_share = others.share()
+                report.busy = distrust(report.others_share)
+                left = len(prompts) * self.rounds - 1
+                if number == round_ == 0 and left:
+                    self._say(_estimate(report.seconds, left))
+                if self.folder is not None:
+                    report.write(self.folder, self.name)
+
+    def _turn(
+        self, racing: list[Competitor], prompt: Prompt, number: int, round_: int, where: str
+    ) -> dict[str, list[int]]:
+        """Everyone's text of a prompt. Runs are kept at once: a prompt counts that everyone has decoded."""
+        self.report.prompts[prompt.name] = prompt.about()
+        texts: dict[str, list[int]] = {}
+        runs = []
+        seed = number if self.temperature else round_  # engines that remember texts begin a round without them
+        for way in racing:
+            self._say(f"{where}, {way.name}")
+            texts[way.name], measured = self._decoded(way, prompt, seed)
+            runs.append({"prompt": prompt.name, "way": way.name, "round": round_, **measured})
+        for run in runs:
+            run.update(self._compared(prompt, texts, run["way"], seed))
+        self.report.runs += runs
+        return texts
+
+    def _decoded(self, way: Competitor, prompt: Prompt, seed: int) -> tuple[list[int], dict[str, Any]]:
+        """The new tokens without the end's, which not every engine gives, and what they took."""
+        tokens, seconds, decoded = way.timed(prompt.input_ids, self.new_tokens, seed)
+        ended = next((place for place, token in enumerate(tokens) if token in self.ends), None)
+        stats = decoded.stats
+        if way.name in UNDRAFTED and stats is not None and stats.target_rows > stats.steps:
+            raise RuntimeError(f"{way.name} drafted: {stats.target_rows} rows in {stats.steps} steps")
+        text = tokens[:ended]
+        return text, {
+            "tokens": max(1, len(text)),
+            "ended": ended is not None,
+            "seconds": seconds,
+            "steps": decoded.target_forwards,
+            "rows_per_step": stats.target_rows / stats.steps if stats is not None and stats.steps else None,
+            "beside_seconds": None if stats is None else seconds - _forwards(stats),
+            **({"stats": stats and stats.as_dict()} if self.with_stats else {}),
+        }
+
+    def _compared(self, prompt: Prompt, texts: dict[str, list[int]], way: str, seed: int) -> dict[str, Any]:
+        """Compare the text with plain ones, and say why a first difference is there."""
+        result: dict[str, Any] = {}
+        for key, reference in self.references(way).items():
+            if reference not in texts or reference == way:
+                continue
+            result[key] = texts[way] == texts[reference]
+            if key == "same" and not result[key] and self.judged(way):
+                both = (texts[reference], texts[way])
+                options = {"temperature": self.temperature, "seed": seed}
+                parted = first_divergence(self.model, prompt.input_ids, *both, **options)
+                result["divergence"] = None if parted is None else parted.as_dict()
+        return result
+
+    def _still(self, racing: list[Competitor]) -> list[Competitor]:
+        """Ours, and whoever is not far behind the fastest of the others."""
+        rates = {row["way"]: row["tokens_per_second"] for row in self.report.summary}
+        fastest = max((rate for way, rate in rates.items() if not self.ours(way)), default=0.0)
+        return [way for way in racing if self.ours(way.name) or rates[way.name] >= SLOW_SHARE * fastest]
+
+    def _say(self, what: str) -> None:
+        print(f"{self.report.case}: {what}", file=sys.stderr, flush=True)
+
+
+def _forwards(stats: GenerationStats) -> float:
+    """Seconds in which target or draft forwarded; the rest are captures, the host, what comes before and after."""
+    return sum(stats.seconds.get(part, 0.0) for part in FORWARDS)
+
+
+def _estimate(seconds: float, left: int) -> str:
+    """How long the rest takes, by the first prompt."""
+    rest = f"about {seconds * left / 60:.0f} minutes" if seconds * left >= 90 else f"about {seconds * left:.0f} s"
+    return f"the first prompt took {seconds:.0f} s, so the other {left} take {rest}; Ctrl-C ends with the table so far"
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM, as ``timeout`` sends it, ends the block as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
