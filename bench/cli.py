@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from .generation import commands as generation
-from .generation.real.command import command as real
 from .generation.real.counted import command as sources
 from .generation.real.prompt import command as prompt
 from .gpu import commands as gpu
@@ -45,7 +44,7 @@ BENCHMARKS = {
         "rows": kernels.rows,
     },
     "Generation": {
-        "real": real,
+        "real": generation.real,
         "sources": sources,
         "prompt": prompt,
         "generate": generation.generate,

@@ -1,92 +1,49 @@
-"""``gsd-kernels bench generate``."""
+"""``gsd-kernels bench real | generate``."""
 
 from __future__ import annotations
 
 import json
 import os
 from contextlib import ExitStack, redirect_stderr
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from gsd_kernels_cli import options, values
+from gsd_kernels_cli import values
 from gsd_kernels_cli.groups import with_groups
+from gsd_kernels_cli.output import INTERRUPTED
 
-from ..lib.options import (
-    RESULTS,
-    Compare,
-    Device,
-    DtypeOption,
-    Name,
-    NewTokens,
-    Out,
-    PairName,
-    PairOption,
-    Quick,
-    device_of,
-    dtype_of,
-    join,
-    listed,
-    quiet,
-    show,
-)
-
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model", metavar="DIR|ID|FILE.gguf", callback=values.model("--model"), help="Your own, in place of the pair."
-    ),
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        "--draft", metavar="DIR|ID", callback=values.folder("--draft"), help="A draft model for it. Default: none."
-    ),
-]
-TargetShape = Annotated[str, typer.Option("--target-shape", help="Inflate the target to it; or none.")]
+from ..lib.options import device_of, dtype_of, join, listed, quiet, show
+from .names import check_ways
+from .options import Options
+from .real.options import Options as RealOptions
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of the command, and what a run goes by."""
+@with_groups
+def real(*, given: RealOptions) -> None:
+    """Everyday work for a real chat model, beside transformers, OpenVINO GenAI and llama.cpp in the same rounds.
 
-    place: options.ModelPlace = None
-    pair: PairOption = PairName.demo
-    model: Model = None
-    draft: Draft = None
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option("--prompt-file", metavar="FILE", help="Prompts for it, as of bench real, whose are the default."),
-    ] = None
-    target_shape: TargetShape = "250m"
-    draft_shape: Annotated[str, typer.Option("--draft-shape", help="The same for the draft.")] = "none"
-    text: Annotated[str, typer.Option("--text", help="Kind of prompts: code, copy, table or prose.")] = "code"
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="The first so many of that kind.")] = 20
-    prompt_tokens: Annotated[
-        int | None, typer.Option("--prompt-tokens", min=2, help="Of every prompt, others behind it. Default: its own.")
-    ] = None
-    new_tokens: NewTokens = 128
-    fresh: Annotated[bool, typer.Option("--fresh", help="The last ones, on which no setting was chosen.")] = False
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0
-    competitors: Annotated[
-        list[str] | None, typer.Option("--competitors", help="Comma-separated. Default: all but single sources.")
-    ] = None
-    backend: Annotated[str, typer.Option("--backend", callback=values.backend, help="Of our ops.")] = "auto"
-    dtype: DtypeOption = None
-    device: Device = None
-    tp: Annotated[
-        bool, typer.Option("--tp", help="Shard the target over torchrun's processes; the first one prints and writes.")
-    ] = False
-    tp_timeout: Annotated[
-        float, typer.Option("--tp-timeout", metavar="SECONDS", min=1.0, help="After which a silent rank is lost.")
-    ] = 600.0
-    quick: Quick = False
-    seconds: Annotated[float | None, typer.Option("--seconds", help="Begin no prompt beyond this.")] = None
-    out: Out = RESULTS
-    name: Name = None
-    compare: Compare = None
+    After the first prompt an estimate is told. Ctrl-C and SIGTERM end with the table of the prompts so far.
+    """
+    given = replace(given, model=values.named_once(given.place, given.model))
+    ways = listed(given.ways)
+    check_ways(ways)
+    from .real.run import name_of, run
+    from .report import kinds_table, lengths_table, remarks, table, verdicts
+
+    quiet()
+    if given.quick:
+        given = replace(given, new_tokens=min(given.new_tokens, 32), limit=1)
+    called = given.name or name_of(given)
+    result = run(given, ways, given.out, called)
+    files, data = result.write(given.out, called), asdict(result)
+    known, said = ("".join(f"{line}\n" for line in lines(data)) for lines in (remarks, verdicts))
+    lengths = f"\n\n{lengths_table(data)}" if given.prompts is not None else ""
+    show(files, f"{known}{table(data)}\n\n{said}\n{kinds_table(data)}{lengths}", result.missing)
+    if result.stopped:
+        raise typer.Exit(INTERRUPTED)
 
 
 @with_groups

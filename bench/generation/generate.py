@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,14 +22,12 @@ from .competitors import (
     is_ours,
     warmed_up,
 )
+from .options import Options
 from .pairs import Pair, load_pair, of_length
 from .race import Race, terminable
 from .real.models import load_real
 from .real.prompts import encoded, read_chats
 from .report import OF_A_PAIR, Report, table
-
-if TYPE_CHECKING:
-    from .commands import Options
 
 __all__ = ["OF_A_PAIR", "run", "table"]
 NAME = "generate"

@@ -12,7 +12,7 @@ from gsd_kernels_hf.files import write_json
 
 from ..lib.intervals import Ratio, paired_ratio
 from ..lib.report import SCHEMA, markdown
-from .real.names import HF, HISTORY, OURS, PACKED_HISTORY, PLAIN, label, plain_of
+from .names import HF, HISTORY, OURS, PACKED_HISTORY, PLAIN, label, plain_of
 
 MIN_PROMPTS = 6  # prompts that give a ratio an interval
 NARROW_BITS = 8.0  # bits a weight; with fewer a model computes something else than it was trained to

@@ -10,7 +10,7 @@ import typer
 from gsd_kernels_cli import options, values
 
 from ...lib.options import RESULTS, Dtype, Name, Out, listed, quiet
-from .command import Limit, Model, Prompts
+from .options import Limit, Model, Prompts
 
 if TYPE_CHECKING:
     from gsd_kernels import GraphConfig

@@ -18,7 +18,7 @@ from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.packed.modules import packed_in
 from gsd_kernels_hf.sources.load import load_drafter
 
-from .names import DRAFT, DRAFTER, DRAFTER_ALONE
+from ..names import DRAFT, DRAFTER, DRAFTER_ALONE
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import typer
 from gsd_kernels_cli import options, values
 
 from ...lib.options import RESULTS, Dtype, Name, Out, listed, quiet, show
-from .command import LlamaCpp, Model
-from .names import HF, HISTORY, PACKED_HISTORY, check_ways
+from ..names import HF, HISTORY, PACKED_HISTORY, check_ways
+from .options import LlamaCpp, Model
 
 NAME = "prompt"
 LENGTHS = (16, 64, 256, 1024, 4096)
@@ -124,7 +124,7 @@ def table(data: dict[str, Any]) -> str:
     from statistics import median
 
     from ...lib.report import markdown
-    from .names import label
+    from ..names import label
 
     lengths, more = data["settings"]["lengths"], data["settings"]["new_tokens"] - 1
     lines = []

@@ -9,23 +9,20 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ...lib.environment import environment
 from ..competitors import warmed_up
+from ..names import HF, HISTORY, OURS, PACKED, label, plain_of
 from ..pairs import Pair, Prompt
 from ..peers.race import Peers
 from ..race import Race, terminable
 from ..report import Report
 from .models import Real, bits_of, load_real
-from .names import HF, HISTORY, OURS, PACKED, label, plain_of
+from .options import Options
 from .prompts import Chat, encoded, first_of_each_kind, read_chats
 from .ways import engines_for, names_of, own_ways
-
-if TYPE_CHECKING:
-    from .command import Options
 
 NAME = "real"
 WARM_UP_TOKENS = 8

@@ -12,12 +12,7 @@ from gsd_kernels_cli import comparison
 from gsd_kernels_hf.sources.shipped import shipped_file
 
 from ..competitors import PROMPT_LOOKUP_TOKENS, Competitor, Decode, inputs_of
-from ..peers.base import Engine
-from ..peers.llama_server import LlamaServer, find_binaries
-from ..peers.openvino import OpenVino
-from ..peers.race import name_of
-from .models import Real
-from .names import (
+from ..names import (
     HF,
     HF_ASSISTED,
     HF_LOOKUP,
@@ -30,6 +25,11 @@ from .names import (
     PLAIN,
     UNLEARNED,
 )
+from ..peers.base import Engine
+from ..peers.llama_server import LlamaServer, find_binaries
+from ..peers.openvino import OpenVino
+from ..peers.race import name_of
+from .models import Real
 
 NAMED = {torch.bfloat16: "bf16", torch.float32: "f32"}
 

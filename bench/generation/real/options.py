@@ -1,19 +1,17 @@
-"""``gsd-kernels bench real``: its options, and what it prints."""
+"""Options of ``gsd-kernels bench real``, some of which other benchmarks of real models share."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gsd_kernels_cli import options, values
-from gsd_kernels_cli.groups import with_groups
-from gsd_kernels_cli.output import INTERRUPTED
 
-from ...lib.options import RESULTS, Dtype, Name, Out, listed, quiet, show
-from .names import KNOWN, check_ways
+from ...lib.options import RESULTS, Dtype, Name, Out
+from ..names import KNOWN
 
 Prompts = Annotated[
     Path | None,
@@ -76,28 +74,3 @@ class Options:
     quick: Annotated[bool, typer.Option("--quick", help="One prompt of each kind, 32 tokens.")] = False
     out: Out = RESULTS
     name: Name = None
-
-
-@with_groups
-def command(*, given: Options) -> None:
-    """Everyday work for a real chat model, beside transformers, OpenVINO GenAI and llama.cpp in the same rounds.
-
-    After the first prompt an estimate is told. Ctrl-C and SIGTERM end with the table of the prompts so far.
-    """
-    given = replace(given, model=values.named_once(given.place, given.model))
-    ways = listed(given.ways)
-    check_ways(ways)
-    from ..report import kinds_table, lengths_table, remarks, table, verdicts
-    from .run import name_of, run
-
-    quiet()
-    if given.quick:
-        given = replace(given, new_tokens=min(given.new_tokens, 32), limit=1)
-    called = given.name or name_of(given)
-    result = run(given, ways, given.out, called)
-    files, data = result.write(given.out, called), asdict(result)
-    known, said = ("".join(f"{line}\n" for line in lines(data)) for lines in (remarks, verdicts))
-    lengths = f"\n\n{lengths_table(data)}" if given.prompts is not None else ""
-    show(files, f"{known}{table(data)}\n\n{said}\n{kinds_table(data)}{lengths}", result.missing)
-    if result.stopped:
-        raise typer.Exit(INTERRUPTED)
