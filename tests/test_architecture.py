@@ -26,7 +26,7 @@ EXAMPLE = ROOT / "examples" / "bigram_source.py"
 CONFIG = GraphConfig(depth=2, width=3, branch=2, max_rows=16, merge_context=0, history_depth=2, history_width=3)
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 700, 80
 MOST_STAYS = 60
-MOST_PATCHES, MOST_PRIVATE_PATCHES = 154, 9
+MOST_PATCHES, MOST_PRIVATE_PATCHES = 140, 9
 """Names of the package that tests patch, and those with an underscore among them: lowered, never raised."""
 CORE_OF_SATELLITES = {
     "gsd_kernels_train": (
