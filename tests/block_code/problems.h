@@ -80,4 +80,14 @@ struct Awaited {
   void arrive() { there = values; }
 };
 
+// A launch behind one that does `write`, so many blocks together.
+template <class Write>
+auto after(const Write& write, int together = 1) {
+  return [=](int warps, int blocks, size_t arena, const auto& body) {
+    Previous previous;
+    previous.write = write;
+    run_grid(warps, blocks, arena, body, together, &previous);
+  };
+}
+
 }  // namespace gsd

@@ -7,46 +7,20 @@ using namespace gsd;
 
 namespace {
 
-template <class Block, class Element>
-Result multiplied(const Product<Element>& p, int outputs, bool backwards) {
-  return with_memory(p, [&](RowsProduct& a, Previous& previous) {
-    AskedAhead ahead(a);
-    const RowsCut cut(a, outputs);
-    const int splits = cut.splits, tiles = a.row_blocks() * cut.output_blocks;
-    run_grid(
-        Block::kWarps, tiles * splits, Block::kArenaBytes,
-        [&](FiberMachine& machine, int b) {  // a tile's splits at the same time, or one by one from the last to the first
-          const int tile = b / splits, split = backwards ? splits - 1 - b % splits : b % splits;
-          Block::run(machine, a, cut, tile % a.row_blocks(), tile / a.row_blocks(), split);
-        },
-        backwards ? 1 : splits, &previous, ahead.prefetched());
-  });
-}
-
-template <class Element, int kRows>
-Result multiplied(const Product<Element>& p, bool backwards) {
-  if constexpr (std::is_same_v<Element, Half>) {
-    using Packed = ProductBlock<Element, kRows, kTileOutputs, true>;
-    if (!p.packed.empty()) return multiplied<Packed>(p, kTileOutputs, backwards);
-  }
-  return multiplied<ProductBlock<Element, kRows>>(p, kTileOutputs, backwards);
-}
-
+// A tile's splits at the same time, or one by one from the last to the first.
 template <class Element>
 Result multiplied(const Product<Element>& p, bool backwards = false, bool wide = false) {
-  if (shaped(p).wide_heads()) {
-    return shaped(p).tile_rows() == 32 ? multiplied<ProductBlock<Element, 32, kWideOutputs>>(p, kWideOutputs, backwards)
-                                       : multiplied<ProductBlock<Element, 64, kWideOutputs>>(p, kWideOutputs, backwards);
-  }
-  switch (shaped(p).tile_rows()) {
-    case 16:
-      return multiplied<Element, 16>(p, backwards);
-    case 32:
-      return multiplied<Element, 32>(p, backwards);
-    default:
-      return wide ? multiplied<ProductBlock<Element, 64, kWideOutputs>>(p, kWideOutputs, backwards)
-                  : multiplied<Element, 64>(p, backwards);
-  }
+  return with_memory(p, [&](RowsProduct& a, Previous& previous) {
+    AskedAhead ahead(a);
+    const int splits = a.splits();
+    run_product<Element>(a, wide, [&](int warps, int blocks, size_t arena, const auto& body) {
+      const auto in_order = [&](FiberMachine& machine, int b) {
+        const int split = backwards ? splits - 1 - b % splits : b % splits;
+        body(machine, split * (blocks / splits) + b / splits);
+      };
+      run_grid(warps, blocks, arena, in_order, backwards ? 1 : splits, &previous, ahead.prefetched());
+    });
+  });
 }
 
 // The most rows by wide tiles, forty not; splits at the same time, or from the last to the first.
@@ -65,21 +39,55 @@ bool packed_round(int round, std::mt19937& random) {
   return keeps_contract(p, multiplied(p));
 }
 
-// The first rows of 128 among more and more others.
 template <class Element>
 bool many_round(std::mt19937& random) {
   const Product<Element> all({128, 584, {10}, RowsEnd::kStore}, random);
-  Result alone;
-  for (const int rows : {1, 2, 17, 33, 65, 128}) {
-    const Product<Element> some = all.first(rows);
-    const Result got = multiplied(some, rows % 2 != 0);
-    if (rows == 1) alone = got;
-    if (!keeps_contract(some, got) || !std::equal(alone.begin(), alone.end(), got.begin())) {
-      return fprintf(stderr, "%d rows\n", rows), false;
-    }
-  }
-  return true;
+  return companies_are_right(all, {1, 2, 17, 33, 65, 128}, [](const auto& some) { return multiplied(some, some.shape.rows % 2 != 0); });
 }
+
+// A row over the root of its mean square, times weights.
+template <class Element, class Row>
+std::vector<double> exact_norm(const Row& row, float eps, const std::vector<uint16_t>& weight) {
+  double square = 0;
+  for (size_t n = 0; n < weight.size(); n++) square += static_cast<double>(row[n]) * row[n];
+  std::vector<double> normed;
+  for (size_t n = 0; n < weight.size(); n++) {
+    normed.push_back(row[n] / std::sqrt(square / static_cast<double>(weight.size()) + eps) * Element::widen(weight[n]));
+  }
+  return normed;
+}
+
+// Whether a number is another one, rounded once.
+template <class Element>
+bool rounded(uint16_t got, double expected, const char* what, int row, int column, double least = 0x1p-24) {
+  return close(Element::widen(got), expected, 1.01 * unit<Element>() * std::abs(expected) + least, what, row, column);
+}
+
+// Five embeddings, dense or packed, and tokens some of which lie outside.
+template <class Element>
+struct Embeddings {
+  std::vector<uint16_t> dense;
+  PackedRows packed;
+  int hidden;
+  Awaited<int32_t> tokens;
+
+  Embeddings(int rows, int hidden, std::mt19937& random)
+      : dense(drawn<Element>(5 * static_cast<size_t>(hidden), random)), packed(5, hidden, random), hidden(hidden),
+        tokens(drawn_tokens(rows, random)) {}
+  uint16_t at(int row, int n) const {
+    const int token = std::clamp(tokens.values[row], 0, 4);
+    return packed.kind == RowsKind::kDense ? dense[static_cast<size_t>(token) * hidden + n]
+                                           : Element::round(packed.at(token, n));
+  }
+  void put(RowsMatrix& matrix) const { matrix.outputs = 5, matrix.weight = dense.data(), packed.put(matrix); }
+
+ private:
+  static std::vector<int32_t> drawn_tokens(int rows, std::mt19937& random) {
+    std::vector<int32_t> tokens;
+    for (int i = 0; i < rows; i++) tokens.push_back(between(random, -1, 5));
+    return tokens;
+  }
+};
 
 template <class Element>
 bool norm_is_right(std::mt19937& random) {
@@ -94,21 +102,14 @@ bool norm_is_right(std::mt19937& random) {
   const bool all = random() % 2 == 0;
   a.x = x.there.data(), a.weight = weight.data(), a.out = out.data();
   a.exact = all ? exact.data() : nullptr, a.copy = all ? copy.data() : nullptr;
-  Previous previous;
-  previous.write = [&] { x.arrive(); };
-  run_grid(
-      kRowWarps, a.batch * a.keep, kNormArenaBytes,
-      [&](FiberMachine& machine, int b) { norm_row<Element>(machine, a, b); }, 1, &previous);
+  after([&] { x.arrive(); })(kRowWarps, a.batch * a.keep, kNormArenaBytes, [&](FiberMachine& machine, int b) { norm_row<Element>(machine, a, b); });
   for (int i = 0; i < a.batch * a.keep; i++) {
     const float* row = &x.values[static_cast<size_t>(i / a.keep * a.rows + a.rows - a.keep + i % a.keep) * a.hidden];
-    double square = 0;
-    for (int n = 0; n < a.hidden; n++) square += static_cast<double>(row[n]) * row[n];
+    const std::vector<double> normed = exact_norm<Element>(row, a.eps, weight);
     for (int n = 0; n < a.hidden; n++) {
       const size_t at = static_cast<size_t>(i) * a.hidden + n;
-      const double expected = row[n] / std::sqrt(square / a.hidden + a.eps) * Element::widen(weight[n]);
-      const double size = std::abs(expected);
-      if (!close(Element::widen(out[at]), expected, 1.01 * unit<Element>() * size + 0x1p-24, "norm", i, n)) return false;
-      if (all && !close(exact[at], expected, 0x1p-20 * size, "exact norm", i, n)) return false;
+      if (!rounded<Element>(out[at], normed[n], "norm", i, n)) return false;
+      if (all && !close(exact[at], normed[n], 0x1p-20 * std::abs(normed[n]), "exact norm", i, n)) return false;
       if (all && copy[at] != row[n]) return fprintf(stderr, "copy of row %d\n", i), false;
     }
   }
@@ -118,12 +119,8 @@ bool norm_is_right(std::mt19937& random) {
 template <class Element>
 bool embedding_is_right(std::mt19937& random) {
   RowsEmbed a{};
-  a.rows = between(random, 2, 4), a.hidden = 8 * between(random, 1, 300), a.embedding.outputs = 5;
-  const std::vector<uint16_t> embedding = drawn<Element>(5 * static_cast<size_t>(a.hidden), random);
-  const PackedRows packed(5, a.hidden, random);
-  std::vector<int32_t> drawn_tokens;
-  for (int i = 0; i < a.rows; i++) drawn_tokens.push_back(between(random, -1, 5));
-  Awaited<int32_t> tokens(drawn_tokens);
+  a.rows = between(random, 2, 4), a.hidden = 8 * between(random, 1, 300);
+  Embeddings<Element> embeddings(a.rows, a.hidden, random);
   std::vector<float> x(static_cast<size_t>(a.rows) * a.hidden, NAN);
   RowsOnce& angles = a.once;
   angles.half = 8 * between(random, 1, 70), angles.rope_scale = 1.25f;
@@ -132,15 +129,10 @@ bool embedding_is_right(std::mt19937& random) {
   std::vector<float> inv_freq, turns(static_cast<size_t>(a.rows) * angles.half * 2, NAN);
   for (int i = 0; i < angles.half; i++) inv_freq.push_back(std::pow(10000.0f, -1.0f * i / angles.half));
   angles.positions = positions.data(), angles.inv_freq = inv_freq.data(), angles.turns = turns.data();
-  a.tokens = tokens.there.data(), a.embedding.weight = embedding.data(), a.x = x.data();
-  packed.put(a.embedding);
-  Previous previous;
-  previous.write = [&] { tokens.arrive(); };
-  run_grid(
-      kRowWarps, a.rows, 0,
-      [&](FiberMachine& machine, int b) { embed_row<Element>(machine, a, b); }, 1, &previous);
+  a.tokens = embeddings.tokens.there.data(), a.x = x.data();
+  embeddings.put(a.embedding);
+  after([&] { embeddings.tokens.arrive(); })(kRowWarps, a.rows, 0, [&](FiberMachine& machine, int b) { embed_row<Element>(machine, a, b); });
   for (int i = 0; i < a.rows; i++) {
-    const int token = std::clamp(tokens.values[i], 0, 4);
     for (int n = 0; n < angles.half; n++) {
       const double angle = static_cast<float>(positions[i]) * inv_freq[n];
       const float* turn = &turns[2 * (static_cast<size_t>(i) * angles.half + n)];
@@ -148,9 +140,7 @@ bool embedding_is_right(std::mt19937& random) {
       if (!close(turn[1], 1.25 * std::sin(angle), 0x1p-21, "sine", i, n)) return false;
     }
     for (int n = 0; n < a.hidden; n++) {
-      const bool dense = packed.kind == RowsKind::kDense;
-      const float expected = Element::widen(dense ? embedding[static_cast<size_t>(token) * a.hidden + n]
-                                                  : Element::round(packed.at(token, n)));
+      const float expected = Element::widen(embeddings.at(i, n));
       if (!close(x[static_cast<size_t>(i) * a.hidden + n], expected, 0, "embedding", i, n)) return false;
     }
   }
@@ -179,8 +169,7 @@ bool turn_is_right(std::mt19937& random) {
       for (int d = 0; d < kHeadDim; d++) {
         const double exact = t.exact(row, head, d);
         const double expected = query ? exact : std::isnan(exact) ? 0.0 : std::clamp(exact, -most, most);
-        const double allowed = 1.01 * unit<Element>() * std::abs(expected) + 0x1p-18;
-        if (!close(Element::widen(got[d]), expected, allowed, "head", row, head * kHeadDim + d)) return false;
+        if (!rounded<Element>(got[d], expected, "head", row, head * kHeadDim + d, 0x1p-18)) return false;
       }
     }
   }
@@ -194,48 +183,33 @@ bool turn_is_right(std::mt19937& random) {
 template <class Element>
 bool pair_is_right(std::mt19937& random) {
   RowsPair a{};
-  a.rows = between(random, 2, 4), a.hidden = 8 * between(random, 1, 300), a.eps = 1e-5f, a.embedding.outputs = 5;
+  a.rows = between(random, 2, 4), a.hidden = 8 * between(random, 1, 300), a.eps = 1e-5f;
   a.feature_first = random() % 2 == 0, a.normed_residual = random() % 2 == 0;
   const size_t hidden = static_cast<size_t>(a.hidden), size = a.rows * hidden;
-  const std::vector<uint16_t> embedding = drawn<Element>(5 * hidden, random);
+  Embeddings<Element> embeddings(a.rows, a.hidden, random);
   const std::vector<uint16_t> norms[] = {drawn<Element>(hidden, random), drawn<Element>(hidden, random)};
-  const PackedRows packed(5, a.hidden, random);
-  std::vector<int32_t> drawn_tokens;
-  for (int i = 0; i < a.rows; i++) drawn_tokens.push_back(between(random, -1, 5));
-  Awaited<int32_t> tokens(drawn_tokens);
   Awaited<uint16_t> features(drawn<Element>(size, random));
   std::vector<uint16_t> out(2 * size, 0xFFFF);
   std::vector<float> x(size, NAN);
   const bool begins = random() % 2 == 0;
-  a.tokens = tokens.there.data(), a.features = features.there.data(), a.embedding.weight = embedding.data();
+  a.tokens = embeddings.tokens.there.data(), a.features = features.there.data();
   a.token_norm = norms[0].data(), a.feature_norm = norms[1].data();
   a.out = out.data(), a.x = begins ? x.data() : nullptr;
-  packed.put(a.embedding);
-  Previous previous;
-  previous.write = [&] { tokens.arrive(), features.arrive(); };
-  run_grid(
-      kRowWarps, a.rows, kNormArenaBytes,
-      [&](FiberMachine& machine, int b) { pair_row<Element>(machine, a, b); }, 1, &previous);
+  embeddings.put(a.embedding);
+  after([&] { embeddings.tokens.arrive(), features.arrive(); })(kRowWarps, a.rows, kNormArenaBytes, [&](FiberMachine& machine, int b) { pair_row<Element>(machine, a, b); });
   for (int i = 0; i < a.rows; i++) {
-    const size_t token = static_cast<size_t>(std::clamp(tokens.values[i], 0, 4));
     for (int part = 0; part < 2; part++) {
       std::vector<float> row;
       for (size_t n = 0; n < hidden; n++) {
-        const bool dense = packed.kind == RowsKind::kDense;
-        const uint16_t embedded = dense ? embedding[token * hidden + n]
-                                        : Element::round(packed.at(static_cast<int>(token), static_cast<int>(n)));
-        row.push_back(Element::widen(part == 0 ? embedded : features.values[i * hidden + n]));
+        row.push_back(Element::widen(part == 0 ? embeddings.at(i, static_cast<int>(n)) : features.values[i * hidden + n]));
       }
-      double square = 0;
-      for (const float value : row) square += static_cast<double>(value) * value;
+      const std::vector<double> normed = exact_norm<Element>(row, a.eps, norms[part]);
       const size_t place = (2 * i + (a.feature_first ? 1 - part : part)) * hidden;
       for (size_t n = 0; n < hidden; n++) {
-        const double normed = row[n] / std::sqrt(square / a.hidden + a.eps) * Element::widen(norms[part][n]);
-        const double allowed = 1.01 * unit<Element>() * std::abs(normed) + 0x1p-24;
         const int column = static_cast<int>(n);
-        if (!close(Element::widen(out[place + n]), normed, allowed, "pair", i, column)) return false;
+        if (!rounded<Element>(out[place + n], normed[n], "pair", i, column)) return false;
         if (part == 0 || !begins) continue;
-        const double first = a.normed_residual ? normed : row[n];
+        const double first = a.normed_residual ? normed[n] : row[n];
         if (!close(x[i * hidden + n], first, 0x1p-20 * std::abs(first), "residual", i, column)) return false;
       }
     }

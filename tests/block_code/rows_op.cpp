@@ -16,12 +16,9 @@
 #include <numeric>
 #include <random>
 
-#include "../../csrc/algorithms/path_end.h"
 #include "../../csrc/algorithms/rows_group_product.h"
-#include "../../csrc/algorithms/rows_product.h"
-#include "../../csrc/algorithms/rows_turn.h"
 #include "../../csrc/cuda/rows_tensors.h"
-#include "fiber_machine.h"
+#include "grid_launches.h"
 #include "warpgroup_machine.h"
 
 namespace gsd {
@@ -65,55 +62,44 @@ struct Recorder {
 };
 
 // Runs body(machine, block) for all blocks in an order of its own: nothing may depend on it.
-template <class Body>
-int run_blocks(int warps, int blocks, size_t arena, const Body& body) {
+constexpr auto run_blocks = [](int warps, int blocks, size_t arena, const auto& body) {
   static std::mt19937 random(1);
   std::vector<int> order(static_cast<size_t>(blocks));
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   run_grid(warps, blocks, arena,
            [&](FiberMachine& machine, int block) { body(machine, order[static_cast<size_t>(block)]); });
-  return 0;
-}
+};
 
 template <class Element>
 struct BlockLaunches {
   bool group;
 
   int embed(const RowsEmbed& a) const {
-    return run_blocks(kRowWarps, a.rows, 0, [&](FiberMachine& m, int block) { embed_row<Element>(m, a, block); });
+    run_blocks(kRowWarps, a.rows, 0, [&](FiberMachine& m, int block) { embed_row<Element>(m, a, block); });
+    return 0;
   }
   int pair(const RowsPair& a) const {
-    return run_blocks(kRowWarps, a.rows, kNormArenaBytes,
-                      [&](FiberMachine& m, int block) { pair_row<Element>(m, a, block); });
+    run_blocks(kRowWarps, a.rows, kNormArenaBytes,
+               [&](FiberMachine& m, int block) { pair_row<Element>(m, a, block); });
+    return 0;
   }
   int norm(const RowsNorm& a) const {
-    return run_blocks(kRowWarps, a.batch * a.keep, kNormArenaBytes,
-                      [&](FiberMachine& m, int block) { norm_row<Element>(m, a, block); });
+    run_blocks(kRowWarps, a.batch * a.keep, kNormArenaBytes,
+               [&](FiberMachine& m, int block) { norm_row<Element>(m, a, block); });
+    return 0;
   }
-  // Blocks of 64 rows as wide as the launch would make them or not, in turn: the bits may not tell.
   int product(const RowsProduct& a) const {
     static bool wide = false;
     if (group && a.grouped()) {
       return a.group_rows() == 64 ? grouped<64>(a) : a.group_rows() == 128 ? grouped<128>(a) : grouped<256>(a);
     }
-    if (a.wide_heads()) {
-      return a.tile_rows() == 32 ? product<ProductBlock<Element, 32, kWideOutputs>>(a, kWideOutputs)
-                                 : product<ProductBlock<Element, kMostTileRows, kWideOutputs>>(a, kWideOutputs);
-    }
-    if (a.tile_rows() == 16) return product<16>(a);
-    if (a.tile_rows() == 32) return product<32>(a);
-    const bool either = !a.packed() && a.end != RowsEnd::kTurn;
-    if (either) wide = !wide;
-    return wide && either ? product<ProductBlock<Element, kMostTileRows, kWideOutputs>>(a, kWideOutputs)
-                               : product<kMostTileRows>(a);
+    run_product<Element>(a, wide = !wide, run_blocks);
+    return 0;
   }
   int turn(const RowsTurn& a) const {
-    const int heads = a.heads + 2 * a.kv_heads;
-    return run_blocks(1, a.batch * a.rows * heads, 0, [&](FiberMachine& m, int block) {
-      a.head_dim == 64 ? turn_head<Element, 64>(m, a, block / heads, block % heads)
-                       : turn_head<Element, 128>(m, a, block / heads, block % heads);
-    });
+    run_turn<Element>(a, run_blocks);
+    return 0;
   }
   int attention(const PathAttentionArgs& a, const PathAttentionSizes& s) const {
     return s.head_dim == 64 ? attend<64>(a, s) : attend<128>(a, s);
@@ -122,20 +108,9 @@ struct BlockLaunches {
  private:
   template <int kHeadDim>
   int attend(const PathAttentionArgs& a, const PathAttentionSizes& s) const {
-    s.query_rows() <= 16 ? attend_prefix<kHeadDim, 1>(a, s) : attend_prefix<kHeadDim, 4>(a, s);
-    using End = PathEnd<Element, kHeadDim>;
-    const int blocks = End::blocks(s);
-    return run_blocks(End::kWarps, blocks * s.batch * s.kv_heads, End::kArenaBytes, [&](FiberMachine& m, int block) {
-      End::run(m, a, s, block % blocks, block / blocks);
-    });
-  }
-  template <int kHeadDim, int kWarps>
-  int attend_prefix(const PathAttentionArgs& a, const PathAttentionSizes& s) const {
-    using Tiles = AttentionTiles<Element, kHeadDim, kWarps>;
-    const int heads = s.batch * s.kv_heads, parts = (s.query_rows() + Tiles::kRows - 1) / Tiles::kRows;
-    return run_blocks(kWarps, parts * heads * s.splits(), Tiles::kArenaBytes, [&](FiberMachine& m, int block) {
-      PathPrefix<Element, kHeadDim, kWarps>::run(m, a, s, block % parts, block / parts % heads, block / parts / heads);
-    });
+    run_prefix<Element, kHeadDim>(a, s, run_blocks);
+    run_end<Element, kHeadDim>(a, s, run_blocks);
+    return 0;
   }
   template <int kRows>
   int grouped(const RowsProduct& a) const {
@@ -149,19 +124,6 @@ struct BlockLaunches {
         launch.blocks, launch.cut.splits, clustered, Group::kArenaBytes, Group::kBarriers, launch.sources, previous,
         [&](GroupMachine& m, int block) { Group::run(m, a, launch.cut, block, launch.blocks); }, [](const void*, int) {});
     return 0;
-  }
-  template <int kRows>
-  int product(const RowsProduct& a) const {
-    return a.packed() ? product<ProductBlock<Element, kRows, kTileOutputs, true>>(a, kTileOutputs)
-                      : product<ProductBlock<Element, kRows>>(a, kTileOutputs);
-  }
-  template <class Block>
-  int product(const RowsProduct& a, int outputs) const {
-    const RowsCut cut(a, outputs);
-    const int rows = a.row_blocks(), tiles = rows * cut.output_blocks;
-    return run_blocks(Block::kWarps, tiles * cut.splits, Block::kArenaBytes, [&](FiberMachine& m, int block) {
-      Block::run(m, a, cut, block % rows, block % tiles / rows, block / tiles);
-    });
   }
 };
 

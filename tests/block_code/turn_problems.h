@@ -1,7 +1,7 @@
 // Heads to be turned: random ones, what they should be, and the memory that they are put in.
 #pragma once
 
-#include "../../csrc/algorithms/rows_turn.h"
+#include "grid_launches.h"
 #include "row_problems.h"
 
 namespace gsd {
@@ -85,15 +85,7 @@ void turn_heads(const Turn<Element>& t, const RowsTurn& a) {
   Awaited<float> qkv(t.qkv);
   RowsTurn given = a;
   given.qkv = qkv.there.data();
-  Previous previous;
-  previous.write = [&] { qkv.arrive(); };
-  run_grid(
-      1, t.count() * t.heads(), 0,
-      [&](FiberMachine& machine, int b) {
-        a.head_dim == 64 ? turn_head<Element, 64>(machine, given, b / t.heads(), b % t.heads())
-                         : turn_head<Element, 128>(machine, given, b / t.heads(), b % t.heads());
-      },
-      1, &previous);
+  run_turn<Element>(given, after([&] { qkv.arrive(); }));
 }
 
 // Whether a product that turns the heads which it computes has the bits of the contract's product and a launch that turns
