@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backends.test_guard_pages import in_a_fork
-from guards import guarded
+from guards import guarded, in_a_fork
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.contracts.backends import backends

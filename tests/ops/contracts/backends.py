@@ -1,7 +1,7 @@
 """Which backends a contract's test runs on, and where each of them and the reference run.
 
 A test takes ``on``, a :class:`Backend`, and is marked ``@backends("cpu", "interpreter", …)``. The interpreter's cases
-run in processes of their own, which tests/backends/test_triton_interpreter.py starts: triton reads TRITON_INTERPRET
+run in processes of their own, which tests/backends/test_triton.py starts: triton reads TRITON_INTERPRET
 once, when it is imported. Cases of the GPU carry the marker ``gpu``.
 """
 
