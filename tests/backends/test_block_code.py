@@ -42,7 +42,7 @@ PARTS = {
     "wild 1": Part(0, 800),  # scores above 0, NaN, ids and rows that do not exist: it stays inside, and ends
     "wild 8": Part(0, 60),
     "attention": Part(12, 40, 12, ("attention_tiles",)),
-    "path": Part(6, 24, 8, ("path_attention", "path_end")),
+    "path": Part(4, 12, 8, ("path_attention", "path_end")),
     "path cuts": Part(0, 1),
     "path lists": Part(0, 1),
     "product": Part(8, 16, 8, ("rows_product",)),

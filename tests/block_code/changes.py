@@ -30,6 +30,7 @@ CHANGES = {
         "whole(prefix / kTileColumns * kTileColumns)",
         "whole(CHANGED ? prefix : prefix / kTileColumns * kTileColumns)",
         "path",
+        6,
     ),
     "sums of lanes added between the launches": Change(
         "path_attention",
@@ -37,22 +38,25 @@ CHANGES = {
         "state.total[i] = !CHANGED ? totals(row)[lane % 4] : lane % 4 != 0 ? 0.0f : "
         "totals(row)[0] + totals(row)[1] + totals(row)[2] + totals(row)[3]",
         "path",
+        6,
     ),
     "blocks that end without waiting": Change(
         "path_attention",
         'machine.await_previous("prefix")',
         'if (!CHANGED || path_split_begin(split) < a.kv_len[0]) machine.await_previous("prefix")',
         "path",
+        6,
     ),
     "a split of a path left out": Change(
         "path_end",
         "min_int(splits - begin, kLanes)",
         "(min_int(splits - begin, kLanes) - (CHANGED && splits - begin > 1))",
         "path",
+        6,
     ),
-    "all splits in one place": Change("path_end", "s.splits() + split)", "s.splits() + split * !CHANGED)", "path"),
+    "all splits in one place": Change("path_end", "s.splits() + split)", "s.splits() + split * !CHANGED)", "path", 6),
     "the row of the warp beside": Change(
-        "path_end", "row = own / parts(s)", "row = max_int(own - CHANGED, 0) / parts(s)", "path"
+        "path_end", "row = own / parts(s)", "row = max_int(own - CHANGED, 0) / parts(s)", "path", 6
     ),
     "splits that depend on the row count": Change(
         "rows", "wanted * output_blocks(kWideOutputs)", "wanted * tile_rows() * output_blocks(kWideOutputs)", "many", 1
