@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:Accessing th
 
 TESTS = Path(__file__).parents[1]
 FILES = {
-    "ops": ("dag_attention", "merge", "verify", "sample_rows", "commit_kv", "write_kv", "ngram"),
+    "ops": ("dag_attention", "graph_ops", "sample_rows", "step_ops", "ngram"),
     "backends": ("triton_interpreted",),
 }
 LEAST = 200 if os.environ.get("EVERY") else 70  # cases
@@ -72,7 +72,7 @@ def test_every_file_with_such_cases_is_listed():
 kept = pytest.mark.kept("gsd_kernels", "python/gsd_kernels_cli/kernel_report.py")
 KERNELS = {
     *("split", "combine", "merge", "flatten", "verify", "cut", "score", "log_probs", "commit", "write"),
-    *("insert", "lookup", "mix", "perturb"),
+    *("lookup", "mix", "perturb"),
 }
 READ = ("split", "score", "commit", "cut", "write")  # kernels whose instructions matter
 MATRIX = {80: "HMMA", 90: "HGMMA", 100: "UTCMMA"}  # what a tile of 64 or more half-precision rows must use

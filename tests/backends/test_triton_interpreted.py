@@ -17,11 +17,10 @@ import pytest
 import torch
 from graphs import drafted
 from guards import guarded, in_a_fork
-from ops.contracts.arguments import flatten_arguments, merge_arguments, named_inputs, verify_arguments
 from ops.contracts.attention import ATTENTION, small_case
 from ops.contracts.backends import assert_bit_equal
 from ops.contracts.graph import GRAPHS
-from ops.contracts.inputs import op_inputs
+from ops.contracts.inputs import flatten_arguments, merge_arguments, named_inputs, op_inputs, verify_arguments
 from ops.contracts.ngram import Memory, remembered, two_sources
 from ops.contracts.sampling import EACH
 from torch import Tensor
