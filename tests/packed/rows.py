@@ -13,7 +13,7 @@ import torch
 from gguf_files import tiny as tiny_file
 from gguf_files import write_gguf
 from models import noised, prompts, tiny
-from packed import test_codes, test_pack, test_rounded, test_texts
+from packed import test_codes, test_pack
 from quantised import SCHEMES, dense_of, original
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +21,14 @@ import gsd_kernels as gsd
 from gsd_kernels.ops.packed import PACKERS
 from gsd_kernels_hf.packed.modules import Packed
 
+FILES = {
+    "llama": ("llama", 64, ["q4_0", "q8_0"], False),
+    "llama-tied": ("llama", 64, ["q4_1", "q5_0", "iq4_nl", "mxfp4"], True),
+    "llama-k": ("llama", 256, ["q4_k", "q6_k", "q5_k"], False),
+    "qwen2": ("qwen2", 64, ["q5_1", "q8_0"], False),
+    "qwen3": ("qwen3", 64, ["q8_0", "bf16", "q4_0"], True),
+}
+"""Architecture, width, kinds of weights, whether the output matrix is the embedding."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -49,7 +57,7 @@ def of_codes(name: str, dtype: torch.dtype) -> Case:
 
 
 def rounded(dtype: torch.dtype) -> Case:
-    model = gsd.keep_packed(test_rounded.made(dtype))
+    model = gsd.keep_packed(test_codes.rounded(dtype))
     return Case(model, model, noised(original(dtype), 0.02))
 
 
@@ -65,7 +73,7 @@ def of_pack(kind: str, tied: bool) -> Case:
 
 def of_file(name: str, folder: Path) -> Case:
     """A packed target and draft, and the dense bfloat16 model that the target stands for."""
-    architecture, hidden, kinds, tied = test_texts.FILES[name]
+    architecture, hidden, kinds, tied = FILES[name]
     made = tiny_file(architecture, hidden, tied=tied, head_dim=128 if architecture == "qwen3" else None)
     path = write_gguf(folder / "target.gguf", made, architecture, kinds)
     dense = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.bfloat16).eval()
@@ -74,7 +82,7 @@ def of_file(name: str, folder: Path) -> Case:
 
 
 ROWS: dict[str, Callable[[Path], Case]] = {
-    **{f"file, {name}": functools.partial(of_file, name) for name in test_texts.FILES},
+    **{f"file, {name}": functools.partial(of_file, name) for name in FILES},
     **{name: lambda _, name=name: of_scheme(name) for name in SCHEMES},
     **{
         f"codes of {name}, {said}": lambda _, name=name, dtype=dtype: of_codes(name, dtype)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
+import pickle
 
 import models
 import pytest
+import tiny_configs
 import torch
 import transformers
+from models import prompts, tiny
 from transformers import GenerationConfig, GenerationMixin
 
 import gsd_kernels as gsd
+from gsd_kernels_cli import comparison
 from gsd_kernels_hf import validate
+from gsd_kernels_hf.engine import resolved
+from gsd_kernels_hf.engine.decoder import GraphDecoder
 from gsd_kernels_hf.validate import options
+from gsd_kernels_serve.logprobs import of_prompt
 
 torch.set_num_threads(1)
+
 
 # Completeness --------------------------------------------------------------------------------------------------------
 
@@ -154,3 +163,151 @@ def test_stop_strings_of_the_models_own_generation_config():
         graph_config="tree",
     )
     assert torch.equal(ours, expected)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny()
+
+
+CALLS = {
+    "generate": lambda target, **given: gsd.generate(target, **prompts(1, 5), max_new_tokens=2, **given),
+    "patch": lambda target, **given: gsd.patch(target, **given),
+    "GraphDecoder": lambda target, **given: GraphDecoder(**given),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("drafters", "drafter"),
+        ("reuse_histroy", "reuse_history"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(call, name, nearest, target):
+    before = dict(vars(target))
+    with pytest.raises(TypeError, match=rf"unknown (option|argument) '{name}'; did you mean '{nearest}'\?"):
+        CALLS[call](target, **{name: "graph"})
+    assert vars(target) == before
+
+
+def test_arguments_of_transformers_are_named_too_and_the_rest_is_left_to_it(target):
+    with pytest.raises(TypeError, match=r"unknown argument 'max_new_token'; did you mean 'max_new_tokens'\?"):
+        gsd.generate(target, **prompts(1, 5), max_new_token=2)
+    with (
+        gsd.patch(target) as handle,
+        pytest.raises(TypeError, match=r"unknown argument 'do_sampel'; did you mean 'do_sample'\?"),
+    ):
+        target.generate(**prompts(1, 5), do_sampel=True)
+    assert handle.stats is None
+    with pytest.raises(ValueError, match="xyzzy"):
+        gsd.generate(target, **prompts(1, 5), xyzzy=1)
+    known = {*inspect.signature(target.forward).parameters} - {"self", "kwargs"}
+    resolved.check_names(known, target)  # what the model's own code takes is no misspelling
+
+
+def test_fields_of_a_shape():
+    for make in (
+        lambda: gsd.GraphConfig(dept=3),
+        lambda: gsd.GraphConfig().replace(dept=3),
+        lambda: gsd.GraphConfig.preset("chain", dept=3),
+    ):
+        with pytest.raises(TypeError, match=r"graph_config: unknown field 'dept'; did you mean 'depth'\?"):
+            make()
+    with pytest.raises(TypeError, match="depth: expected an int, got 'x'"):
+        gsd.GraphConfig.preset("chain", depth="x")
+    config = gsd.GraphConfig(3, max_rows=16)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config.replace(depth=3)
+    assert list(inspect.signature(gsd.GraphConfig).parameters)[:2] == ["depth", "width"]
+
+
+def test_lengths_of_drafts_in_transformers_words_are_reported_once(target, caplog, monkeypatch):
+    monkeypatch.setattr(options, "_said", set())
+    caplog.set_level(logging.WARNING, logger="gsd_kernels")
+    ids = prompts(1, 5)
+    expected = gsd.generate(target, **ids, max_new_tokens=3)
+    assert not caplog.records, "transformers' own default is nobody's wish"
+    for _ in range(2):
+        again = gsd.generate(target, **ids, max_new_tokens=3, num_assistant_tokens=7)
+        assert again.equal(expected)
+    (record,) = caplog.records
+    assert "num_assistant_tokens=7 of the call has no effect" in record.message and "depth=7" in record.message
+    monkeypatch.setattr(target.generation_config, "assistant_confidence_threshold", 0.3, raising=False)
+    gsd.generate(target, **ids, max_new_tokens=3)
+    assert "assistant_confidence_threshold=0.3 of the model's generation_config" in caplog.records[-1].message
+
+
+def test_an_unknown_generation_option_is_reported_once_whatever_its_value(target, caplog, monkeypatch):
+    monkeypatch.setattr(options, "_said", set())
+    caplog.set_level(logging.WARNING, logger="gsd_kernels")
+    for value in (1, 1, 2):
+        monkeypatch.setattr(target.generation_config, "codebooks", value, raising=False)
+        gsd.generate(target, **prompts(1, 5), max_new_tokens=3)
+    (record,) = caplog.records
+    assert "generation option codebooks=1 is not known to gsd_kernels" in record.message
+
+
+FAMILIES = ("LlamaForCausalLM", "MixtralForCausalLM", "Qwen3NextForCausalLM")
+FIELDS = {"output_router_logits": True, "output_attentions": True, "output_hidden_states": True, "use_cache": False}
+GREEDY = {"max_new_tokens": 9, "do_sample": False}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_config_asks_for_beside_logits_changes_no_text(name):
+    target = tiny_configs.build(name, 4 if name == "Qwen3NextForCausalLM" else 2)
+    target.set_attn_implementation("eager")  # which alone returns attention weights
+    draft, prompt = models.noised(target, 0.02), models.prompts(2, 7, ragged=False, vocab=tiny_configs.VOCAB)
+    text = target.generate(**prompt, **GREEDY)
+    for field, value in FIELDS.items():
+        before = getattr(target.config, field, None)
+        setattr(target.config, field, value)
+        found = gsd.generate(target, **prompt, **GREEDY, assistant_model=draft, graph_config="tree")
+        assert torch.equal(found, text), field
+        assert getattr(target.config, field) == value
+        setattr(target.config, field, before)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MixtralForCausalLM"])
+def test_log_probabilities_and_comparisons_ask_for_logits_alone(name):
+    target, given = tiny_configs.build(name, 2), []
+    target.set_attn_implementation("eager")
+    for field in ("output_router_logits", "output_attentions", "output_hidden_states"):
+        setattr(target.config, field, True)
+    target.register_forward_hook(lambda _, __, output: given.append(output))
+    ids = models.prompts(1, 7, vocab=tiny_configs.VOCAB)["input_ids"]
+    with torch.no_grad():
+        of_prompt(target, ids, 1, lambda: None)
+        comparison._logits_and_noise(target, ids)
+    assert len(given) == 4
+    beside = ("router_logits", "attentions", "hidden_states")
+    assert not any(getattr(output, part, None) for output in given for part in beside)
+
+
+@pytest.mark.parametrize("field", ["output_attentions", "output_hidden_states"])
+def test_a_config_whose_options_were_made_of_it(field):
+    """A checkpoint without generation options: transformers takes the field over, and returns what it asks for."""
+    target, prompt = models.tiny(), models.prompts(2, 7, ragged=False)
+    target.set_attn_implementation("eager")
+    text = target.generate(**prompt, **GREEDY)
+    setattr(target.config, field, True)
+    target.generation_config = GenerationConfig.from_model_config(target.config)
+    ids = {"return_dict_in_generate": False}
+    assert torch.equal(target.generate(**prompt, **GREEDY, **ids), text)
+    assert torch.equal(gsd.generate(target, **prompt, **GREEDY, **ids), text)
+    asked = target.generate(**prompt, **GREEDY)
+    assert torch.equal(asked.sequences, text) and getattr(asked, field.removeprefix("output_")) is not None
+    with pytest.raises(ValueError, match=f"{field}=True.*a forward of the finished text has them"):
+        gsd.generate(target, **prompt, **GREEDY)
+    gsd.patch(target)
+    out = target.generate(**prompt, **GREEDY)
+    assert torch.equal(out.sequences, text) and getattr(out, field.removeprefix("output_")) is not None
+
+
+def test_outputs_as_tuples_are_refused_with_the_cure():
+    target, prompt = models.tiny(), models.prompts(1, 5)
+    target.config.return_dict = False
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*model\.config\.return_dict is False: set it to True"):
+        gsd.generate(target, **prompt, **GREEDY)
+    target.config.return_dict = True
+    assert torch.equal(gsd.generate(target, **prompt, **GREEDY), target.generate(**prompt, **GREEDY))
