@@ -164,7 +164,8 @@ def test_stages_have_a_limit_a_module_and_a_place_in_the_page():
     found = {a.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
     assert found <= set(sys.stdlib_module_names), "a bare machine runs it"
     text = (ROOT / "docs" / "contributing.md").read_text("utf-8").partition("## A machine for ten minutes\n")[2]
-    assert re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE) == [stage.name for stage in STAGES]
+    by_hand = re.search(r"for stage in (.*?); do", text)[1].split()
+    assert by_hand == [stage.name for stage in STAGES][: len(by_hand)]
 
 
 def test_every_file_of_gpu_tests_is_among_those_asked():
