@@ -41,7 +41,7 @@ T_MEMORY, T_GRAMMAR, T_BORDER = (
 )
 T_ACCEPTED = "tests/demo/test_demo_pair.py tests/sources/test_fused_features.py"
 T_PADDING = "tests/sources/test_every_source.py -k padding"
-T_CACHE, T_CHUNKS = "tests/model/test_cache.py", "tests/model/test_chunks.py"
+T_MODULES, T_ATTENTION = "tests/model/test_modules.py", "tests/model/test_attention.py"
 T_TURNS = "tests/engine/test_turns.py"
 
 # fmt: off
@@ -69,14 +69,14 @@ MUTANTS = [Mutant(*row) for row in (
     (KEY, "tuple(sorted(request.eos_ids))", "()", "caches between calls: a session with other EOS tokens serves", T_TURNS),
     (KEY, "tuple(request.plan.warper_arguments.items())", "()", "caches between calls: a session with other warpers serves", T_TURNS),
     (OUTPUT, "to(request.input_ids.device, copy=True)", "to(request.input_ids.device)", "output: the returned text is storage of the next call", T_TURNS + " -k returned_stays"),
-    (CACHE, "new[..., : storage.shape[-2], :] = storage", "new[..., 1 : storage.shape[-2], :] = storage[..., 1:, :]", "resize: the first position is lost when a cache grows", T_CACHE),
+    (CACHE, "new[..., : storage.shape[-2], :] = storage", "new[..., 1 : storage.shape[-2], :] = storage[..., 1:, :]", "resize: the first position is lost when a cache grows", T_MODULES),
     (CACHE, "if not length and isinstance(layer, StateLayer)", "if length and isinstance(layer, StateLayer)", "caches between calls: recurrent states of the last text stay", "tests/engine/test_recurrent.py"),
-    (MASKS, "row - position < self.window", "row - position <= self.window", "windows: one position more is seen", "tests/model/test_sinks.py tests/model/test_kinds_of_models.py " + T_CHUNKS),
-    (MASKS, "row // self.chunk == position // self.chunk", "row - position < self.chunk", "windows: a chunk is a sliding window", T_CHUNKS),
+    (MASKS, "row - position < self.window", "row - position <= self.window", "windows: one position more is seen", T_ATTENTION),
+    (MASKS, "row // self.chunk == position // self.chunk", "row - position < self.chunk", "windows: a chunk is a sliding window", T_ATTENTION),
     (FACTS, "found = modules, configs, self.spaces, around, self.ambient, places, libraries", "found = modules, [], self.spaces, around, self.ambient, places, libraries", "gate: a changed config is not noticed", T_CHANGES),
     (FACTS, "found = modules, configs, self.spaces, around, self.ambient, places, libraries", "found = modules, configs, self.spaces, around, (), places, libraries", "gate: autocast is not noticed", T_CHANGES),
     (FACTS, "                tuple(own.hooks),", "                (),", "gate: a hook is not noticed", T_CHANGES),
-    (FACTS, 'if getattr(answer, "passing", False):', "if False:", "proofs: a passing verdict is kept", "tests/validate/test_model_gate.py -k passing"),
+    (FACTS, 'if getattr(answer, "passing", False):', "if False:", "proofs: a passing verdict is kept", "tests/validate/test_models.py -k passing"),
     (DECODER, "if ranks.alone and self.reuse_history else None", "if ranks.alone else None", "history's privacy: a call that asked for none leaves its text to later ones", T_MEMORY),
     (HISTORY, "if memory is not None and memory.era is self.era:", "if memory is not None:", "history's privacy: what was cleared during a call comes back", T_MEMORY),
     (HISTORY, "not text.continues or era is not self.era:", "not text.continues:", "history's privacy: a session goes on with what was cleared", T_MEMORY),

@@ -13,7 +13,7 @@ import torch
 from gguf_files import tiny as tiny_file
 from gguf_files import write_gguf
 from models import noised, prompts, tiny
-from packed import test_codes, test_pack
+from packed import test_libraries, test_pack
 from quantised import SCHEMES, dense_of, original
 from transformers import AutoModelForCausalLM
 
@@ -52,12 +52,12 @@ def of_scheme(name: str) -> Case:
 
 def of_codes(name: str, dtype: torch.dtype) -> Case:
     """A library's weights that multiply integers."""
-    model = test_codes.SCHEMES[name].make(original(dtype))
+    model = test_libraries.INTEGERS[name].make(original(dtype))
     return Case(model, model, noised(original(dtype), 0.02))
 
 
 def rounded(dtype: torch.dtype) -> Case:
-    model = gsd.keep_packed(test_codes.rounded(dtype))
+    model = gsd.keep_packed(test_libraries.rounded(dtype))
     return Case(model, model, noised(original(dtype), 0.02))
 
 
@@ -86,7 +86,7 @@ ROWS: dict[str, Callable[[Path], Case]] = {
     **{name: lambda _, name=name: of_scheme(name) for name in SCHEMES},
     **{
         f"codes of {name}, {said}": lambda _, name=name, dtype=dtype: of_codes(name, dtype)
-        for name in test_codes.SCHEMES
+        for name in test_libraries.INTEGERS
         for said, dtype in DTYPES.items()
     },
     **{f"rounded, {said}": lambda _, dtype=dtype: rounded(dtype) for said, dtype in DTYPES.items()},
