@@ -166,7 +166,7 @@ def bitsandbytes(model, threshold=0.0, **how):
 
 
 INTEGERS = {"torchao": Scheme(torchao, "int8_dynamic"), "bitsandbytes": Scheme(bitsandbytes, "int8_vectorwise")}
-names = pytest.mark.parametrize("name", INTEGERS)
+each_integer = pytest.mark.parametrize("name", INTEGERS)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def integer_layers(model):
 
 
 @needs_cpu
-@names
+@each_integer
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_have_the_bits_of_the_librarys_layers(name, dtype, integer_model):
     found = integer_layers(integer_model(name, dtype))
