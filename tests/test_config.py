@@ -1,14 +1,26 @@
-"""GraphConfig: ranges, types, presets; masks of bits."""
+"""Configurations, environment variables, files and bars of progress."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import re
+import sys
+import time
+from contextlib import redirect_stderr
+from pathlib import Path
 
 import pytest
 import torch
 
 import gsd_kernels as gsd
+from gsd_kernels import environment
 from gsd_kernels.graph import pack_bits, unpack_bits
+from gsd_kernels_hf import progress
+from gsd_kernels_hf.files import decode_utf8, read_utf8, write_file, write_text
+from gsd_kernels_hf.progress import tracked
+
+# GraphConfig: ranges, types, presets; masks of bits.
 
 
 def test_bits_round_trip():
@@ -60,3 +72,112 @@ def test_a_chain_has_rows_for_the_historys_levels(depths):
     depth, levels = depths
     chain = gsd.GraphConfig.preset("chain", depth=depth, history_depth=levels)
     assert chain.max_rows == min(depth + levels + 1, 128) and chain.max_path == chain.max_rows - 1
+
+
+# Environment variables: one table, one prefix, old names read for a version.
+
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("gsd_kernels", "python", "csrc", "bench", "setup.py", ".ci", "Makefile")
+
+
+def test_the_page_shows_the_table():
+    assert environment.table() in (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")
+
+
+def test_the_sources_read_no_variable_that_the_table_lacks():
+    pattern = r"\bGSD_[A-Z_]+\b"
+    found: dict[str, Path] = {}
+    for top in SOURCES:
+        files = [ROOT / top] if (ROOT / top).is_file() else sorted((ROOT / top).rglob("*"))
+        for file in files:
+            if file.suffix in (".py", ".cpp", ".h", ".cu", "") and file.is_file() and "results" not in file.parts:
+                # Macros of C++ are no variables: these stand in quotes, or as a program's environment.
+                code = file.read_text(encoding="utf-8")
+                quoted = re.findall(rf"[\"'`$]{{1,2}}({pattern})", code) + re.findall(rf"({pattern})=", code)
+                found |= dict.fromkeys(quoted, file)
+    known = {environment.PREFIX + variable.name for variable in environment.VARIABLES}
+    beginnings = {environment.PREFIX, f"{environment.PREFIX}BUILD_"}  # of names that code completes
+    assert len(found.keys() & known) > 8, "the sources are read"
+    assert {name: file for name, file in found.items() if name not in known | beginnings} == {}
+
+
+def test_an_old_name_is_read_with_a_warning_and_a_new_one_comes_first():
+    given = {"GSD_CPU_LEVEL": "avx2", "GSD_FUSED_ROWS": "0", "GSD_KERNELS_FUSED_ROWS": "1", "GSD_CACHE": "x"}
+    with pytest.warns(FutureWarning) as warned:
+        environment.adopt_old_names(given)
+    assert given["GSD_KERNELS_CPU_LEVEL"] == "avx2" and given["GSD_KERNELS_FUSED_ROWS"] == "1"
+    assert "GSD_KERNELS_CACHE" not in given, "it had no other name"
+    assert "GSD_KERNELS_CPU_LEVEL" in str(warned[0].message) and len(warned) == 2
+
+
+# A writer that is interrupted leaves what was there before.
+
+
+def interrupted(partial):
+    partial.write_text("half")
+    raise KeyboardInterrupt
+
+
+def test_a_file_is_whole_or_as_before(tmp_path):
+    file = tmp_path / "made" / "result.json"
+    write_text(file, "öne\n")
+    assert file.read_text(encoding="utf-8") == "öne\n" and [path.name for path in file.parent.iterdir()] == [file.name]
+    with pytest.raises(KeyboardInterrupt):
+        write_file(file, interrupted)
+    assert file.read_text(encoding="utf-8") == "öne\n"
+    write_text(file, "two")
+    assert file.read_text() == "two"
+
+
+def test_a_file_that_is_read_is_named_with_its_option(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes("\ufeffö\r\n".encode())
+    assert read_utf8(file, "text") == "ö\r\n"
+    with pytest.raises(ValueError, match=r"^text: .* is a folder"):
+        read_utf8(tmp_path, "text")
+    with pytest.raises(ValueError, match=r"^text: .* lies in a file"):
+        read_utf8(file / "inside", "text")
+    with pytest.raises(FileNotFoundError, match=r"^text: no such file: "):
+        read_utf8(tmp_path / "none", "text")
+    with pytest.raises(ValueError, match=r"^text: x is not UTF-8 text \(byte 1: "):
+        decode_utf8(b"a\xff", "text", "x")
+
+
+# Progress: lines of a log with totals, also while nothing is done, and a bar on a terminal.
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    for name, seconds in (("WAIT_SECONDS", 0.0), ("LINE_SECONDS", 0.0), ("LOOK_SECONDS", 3600.0)):
+        monkeypatch.setattr(progress, name, seconds)
+
+
+def test_lines_have_totals_and_notes(at_once, caplog):
+    caplog.set_level("INFO", logger="gsd_kernels.progress")
+    with tracked("working", 1200, "tokens") as update:
+        update(5)
+        update(1100, "soon over")
+    with tracked("working", None, "steps") as update:
+        update(7)
+    assert caplog.messages == [
+        "working: 5 of 1,200 tokens, 0 s so far",
+        "working: 1,100 of 1,200 tokens, soon over, 0 s so far",
+        "working: 7 steps, 0 s so far",
+    ]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    terminal, until = sys.stderr, time.monotonic() + 10
+    with tracked("working [INST]", 3, "runs") as update, redirect_stderr(io.StringIO()):
+        update(2, "the [last]")  # seen while what runs is silenced
+        while "2 of 3 runs, the [last]" not in (said := terminal.getvalue()) and time.monotonic() < until:
+            time.sleep(0.02)
+    assert "working [INST]" in said and "2 of 3 runs, the [last]" in said

@@ -107,8 +107,8 @@ MUTANTS = [Mutant(*row) for row in (
     (MERGE_H, " || shared < best_shared", "", "C++ merge: the longest common context does not win", T_GRAPHS + " -k cpu"),
     (MERGE_H, "int node = parent + 1;", "int node = 0;", "C++ merge: a candidate joins an older node, a cycle", T_GRAPHS + " -k cpu"),
     (MERGE_H, "a.scores[i] >= s.log_min_prob &&", "", "C++ merge: unlikely nodes are expanded", T_GRAPHS + " -k cpu"),
-    (RANDOM_H, "kPhiloxRounds = 10", "kPhiloxRounds = 9", "C++ noise: another generator than the reference's", "tests/ops/test_sample_rows.py -k cpu"),
-    (RANDOM_H, "static_cast<uint32_t>(sequence)}", "0}", "C++ noise: every sequence has the same", "tests/ops/test_sample_rows.py -k cpu"),
+    (RANDOM_H, "kPhiloxRounds = 10", "kPhiloxRounds = 9", "C++ noise: another generator than the reference's", "tests/ops/test_step_ops.py -k cpu"),
+    (RANDOM_H, "static_cast<uint32_t>(sequence)}", "0}", "C++ noise: every sequence has the same", "tests/ops/test_step_ops.py -k cpu"),
     (FLATTEN_H, "words() const { return words_for(rows); }", "words() const { return rows / 32; }", "C++ flatten budget: ancestors beyond the last whole word are lost", T_GRAPHS + " -k cpu"),
 )]
 # fmt: on

@@ -1,21 +1,31 @@
-"""A real chat model: the texts are transformers', or in bfloat16 those of plain decoding, whatever drafts."""
+"""SmolLM2-135M-Instruct: texts, quantised weights, the demo."""
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 
 import pytest
 import torch
 from corpora import corpus_of
+from quantised import SCHEMES, dense_of
 from transformers import TextIteratorStreamer
+from typer.testing import CliRunner
 
 import gsd_kernels as gsd
 from gsd_kernels import Corpus, GraphConfig, LayerSkip
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_cli import comparison
+from gsd_kernels_cli.app import app
+from gsd_kernels_cli.demo import smollm2
+from gsd_kernels_cli.demo_command import HF, HF_LOOKUP, OURS, QUESTIONS
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+# A real chat model: the texts are transformers', or in bfloat16 those of plain decoding, whatever drafts.
+
+
+of_real_model = pytest.mark.real
+of_real_model1 = pytest.mark.slow
 compiled = pytest.mark.skipif(
     unavailable_reason("cpu", torch.device("cpu")) is not None, reason="half precision has one text in the operator"
 )
@@ -57,6 +67,8 @@ def skipping(model):
     return LayerSkip(model.model, attention=layers, mlp=layers)
 
 
+@of_real_model
+@of_real_model1
 def test_float32_texts_are_those_of_transformers(full, tmp_path):
     inputs, tokens = full.chats(*MESSAGES), 12
     assert len(MESSAGES) >= 12
@@ -81,6 +93,8 @@ def test_float32_texts_are_those_of_transformers(full, tmp_path):
         assert out.stats.tokens_per_step > 1, f"{name} drafts"
 
 
+@of_real_model
+@of_real_model1
 @compiled
 def test_in_bfloat16_every_source_has_the_text_of_plain_decoding(half, tmp_path):
     inputs, tokens = half.chats(*MESSAGES[2:6]), 16
@@ -100,6 +114,8 @@ def test_in_bfloat16_every_source_has_the_text_of_plain_decoding(half, tmp_path)
         assert out.stats.tokens_per_step > 1, f"{name} drafts"
 
 
+@of_real_model
+@of_real_model1
 def test_streamed_text_holds_characters_of_several_bytes_whole(half):
     inputs = half.chats('Repeat exactly: "Grüße aus 東京 😀 – naïve café"')
     streamer = TextIteratorStreamer(half.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=100)
@@ -118,6 +134,8 @@ def test_streamed_text_holds_characters_of_several_bytes_whole(half):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@of_real_model
+@of_real_model1
 def test_json_by_a_grammar(half):
     xgrammar = pytest.importorskip("xgrammar")
     from xgrammar.contrib.hf import LogitsProcessor
@@ -150,6 +168,8 @@ def test_json_by_a_grammar(half):
     assert both.stats.steps < 0.75 * history.stats.steps, "what the grammar forces is drafted"
 
 
+@of_real_model
+@of_real_model1
 @compiled
 def test_a_chat_of_five_turns_with_edits(half):
     """What a patched model keeps of earlier turns and texts changes no answer, edited turns included."""
@@ -192,3 +212,94 @@ def test_a_chat_of_five_turns_with_edits(half):
     assert answers == 5 and len(pairs) == 7
     for inputs, out in pairs:
         assert torch.equal(out, plainly(half, inputs, out.shape[1] - inputs["input_ids"].shape[1]))
+
+
+# A real chat model that a library quantised: read packed, with the text of the dense weights, whatever drafts.
+
+
+on_bits = pytest.mark.skipif(
+    unavailable_reason("cpu", torch.device("cpu")) is not None, reason="packed weights are for the operator"
+)
+SMALL_TREE = GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=3)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@on_bits
+@pytest.mark.parametrize("name", ["torchao int8", "bitsandbytes nf4"])
+def test_its_text_is_that_of_the_dense_weights_with_any_draft(half, name):
+    scheme = SCHEMES[name]
+    model, inputs = scheme(copy.deepcopy(half.model)), half.chats("Count from one to ten in words.", "Name a colour.")
+    call = {**inputs, "max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    plain = gsd.generate(model, **call, graph_config="plain")
+    assert plain.stats.why_modules is None and plain.stats.tokens_per_step == 1
+    ways = {
+        "history": {"draft_sources": ("history",), "graph_config": SMALL_TREE},
+        "the model as it was": {"assistant_model": half.model, "graph_config": SMALL_TREE},
+        "auto": {},
+    }
+    for way, options in ways.items():
+        out = gsd.generate(model, **call, **options)
+        assert torch.equal(out.sequences, plain.sequences), way
+        assert out.stats.why_modules is None and (way == "auto" or out.stats.tokens_per_step > 1), way
+    dense = dense_of(model, scheme, copy.deepcopy(half.model))
+    assert torch.equal(gsd.generate(dense, **call, graph_config="plain").sequences, plain.sequences)
+    assert len(set(plain.sequences[:, inputs["input_ids"].shape[1] :].flatten().tolist())) > 15
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@on_bits
+def test_the_published_file_has_the_text_of_its_dense_weights_with_any_draft(half):
+    """``half`` is the file's model as transformers dequantises it, in bfloat16."""
+    packed, inputs = gsd.from_gguf(smollm2.gguf_path()), half.chats("Count from one to ten in words.", "Name a colour.")
+    call = {**inputs, "max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    plain = gsd.generate(half.model, **call, graph_config="plain")
+    assert len(set(plain.sequences[:, inputs["input_ids"].shape[1] :].flatten().tolist())) > 15
+    ways = {
+        "plain": {"graph_config": "plain"},
+        "history": {"draft_sources": ("history",), "graph_config": SMALL_TREE},
+        "the dense model": {"assistant_model": half.model, "graph_config": SMALL_TREE},
+    }
+    for way, options in ways.items():
+        out = gsd.generate(packed, **call, **options)
+        assert out.stats.why_modules is None and torch.equal(out.sequences, plain.sequences), way
+
+
+# The demo of the real model: answers, the race's table and the drawing; the embedded pair where there is no model.
+
+
+of_demo = pytest.mark.real
+of_demo1 = pytest.mark.slow
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["demo", *map(str, arguments)])
+
+
+@of_demo
+@of_demo1
+def test_the_demo_answers_races_compares_and_draws(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(place))
+    file = tmp_path / "numbers.json"
+    result = run("--max-new-tokens", 8, "--seconds", 0, "--out", tmp_path / "out", "--json", file)
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert [answer["question"] for answer in report["answers"]] == list(QUESTIONS)
+    for answer in report["answers"]:
+        assert answer["text"] in result.stdout and 0 < answer["tokens"] <= 8
+    ways = {way["way"]: way for way in report["race"]["ways"]}
+    assert list(ways) == [HF, HF_LOOKUP, OURS] and report["dtypes"] == ["float32"]
+    assert ways[OURS]["compared_with"] == HF and ways[OURS]["equal"] == report["race"]["prompts"] == 1
+    assert report["drawing"]["rows"] > 1
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"step.svg", "step.png"}
+
+
+@of_demo
+@of_demo1
+def test_without_the_model_the_demo_says_so_and_shows_the_embedded_pair(monkeypatch, tmp_path):
+    monkeypatch.setattr(smollm2, "why_missing", lambda: "the package is not installed: pip's line")
+    result = run("--quick", "--max-new-tokens", 4, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("The embedded pair, since the package is not installed: pip's line")
+    assert "trained on Python source" in result.stdout

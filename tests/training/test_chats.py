@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training.test_commands import done, refused
-from training.test_losses import distillation, head_training
 from training.test_train_drafter import random_training
+from training.test_training import distillation, head_training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gsd_kernels as gsd

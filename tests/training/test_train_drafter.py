@@ -11,7 +11,7 @@ from sources.drafters import FixedText, random_tensors
 from sources.mtp_checkpoints import target_of
 from training.options import options_for
 from training.test_commands import done
-from training.test_losses import windows  # noqa: F401
+from training.test_training import windows  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gsd_kernels as gsd

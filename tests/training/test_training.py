@@ -1,15 +1,151 @@
-"""Drafts that learn while serving: the same text, more of it accepted, bounded, undone bit for bit, whole on disk."""
+"""What is learned: losses, and learning while serving."""
 
 from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from models import noised, prompts, tiny
+from training.options import options_for
+from transformers import AutoModelForCausalLM
 
 import gsd_kernels as gsd
+from gsd_kernels_train import loop
+from gsd_kernels_train.distill import Distillation
+from gsd_kernels_train.heads import HeadTraining
+from gsd_kernels_train.job import load_target
+from gsd_kernels_train.loop import Budget, Checkpoints, Interval, learning_rate_factor
+from gsd_kernels_train.streams import Streams
+from gsd_kernels_train.text import read_text
+
+# The losses of drafts and heads, and the measures before and after.
+
+
+@pytest.fixture(scope="module")
+def windows(folder):
+    _, tokenizer = load_target(options_for(folder))
+    stream = read_text([folder / "text.txt"], [], tokenizer, 12).training
+    return Streams([(1.0, stream)], 0, 36).batch(0, 12)[0]
+
+
+def distillation(folder, **changed):
+    options = options_for(folder, **changed)
+    target, tokenizer = load_target(options)
+    draft = AutoModelForCausalLM.from_pretrained(folder / "draft", dtype=torch.float64)
+    return Distillation(options, target, tokenizer, draft, tokenizer, torch.float32)
+
+
+def head_training(folder, **changed):
+    options = options_for(folder, **changed)
+    target, _ = load_target(options)
+    trained = HeadTraining(options, target, 3, 1, torch.float32)
+    for parameter in trained.module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    return trained
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+def test_the_drafts_loss_is_divergence_and_likelihood(folder, windows, weight):
+    trained = distillation(folder, token_level=weight)
+    with torch.no_grad():
+        p, q = (model(windows[:, :-1]).logits.softmax(-1) for model in (trained.target, trained.module))
+    expected = []
+    for row in range(windows.shape[0]):
+        for place in range(12):
+            divergence = (p[row, place] * (p[row, place] / q[row, place]).log()).sum()
+            expected.append(weight * divergence - (1 - weight) * q[row, place, windows[row, place + 1]].log())
+    torch.testing.assert_close(trained.loss(windows).detach(), torch.stack(expected).mean())
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+def test_the_heads_loss_compares_with_the_token_that_each_is_for(folder, windows, weight):
+    trained = head_training(folder, token_level=weight)
+    target, heads = trained.target, trained.module
+    expected = 0.0
+    with torch.no_grad():
+        for k in range(3):
+            losses = []
+            for row in windows:
+                for place in range(12 - 3):
+                    seen = target(row[None, : place + 1], output_hidden_states=True).hidden_states[-1][:, -1]
+                    q = heads(seen, target.lm_head)[0, k].softmax(-1)
+                    p = target(row[None, : place + k + 2]).logits[0, -1].softmax(-1)
+                    divergence = (p * (p / q).log()).sum()
+                    losses.append(weight * divergence - (1 - weight) * q[row[place + k + 2]].log())
+            expected += 0.8**k * torch.stack(losses).mean()
+    torch.testing.assert_close(trained.loss(windows).detach(), expected)
+
+
+# The training loop: schedule, checkpoints, losses that are not finite.
+
+
+class Dropping(torch.nn.Module):
+    """A model whose training draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def losses(self, step, _):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        yield torch.nn.functional.dropout(self.linear(x), 0.5).square().mean()
+
+
+def train_dropping(folder, *, losses=None, every=4, steps=20):
+    torch.manual_seed(0)
+    model = Dropping()
+    optimizers = loop.build_optimizers(model, matrix_lr=0.01, lr=0.01)
+    budget, interval = Budget(steps=steps), Interval(steps=every)
+    given = (budget, Checkpoints(folder))
+    loop.train("test", model, losses or model.losses, optimizers, *given, tokens_per_step=4, every=interval)
+    return model.state_dict()
+
+
+def same_state(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, monkeypatch):
+    whole = train_dropping(tmp_path / "whole")
+    save, calls = torch.save, []
+
+    def torn(state, file):
+        calls.append(file)
+        if len(calls) == 3:
+            Path(file).write_bytes(b"half a state")
+            raise KeyboardInterrupt
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", torn)
+    with pytest.raises(KeyboardInterrupt):
+        train_dropping(tmp_path / "cut")
+    monkeypatch.undo()
+    assert Checkpoints(tmp_path / "cut").steps() == [8]
+    assert same_state(train_dropping(tmp_path / "cut"), whole)
+
+
+def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_checkpoint(tmp_path):
+    def losses(step, progress):
+        torch.manual_seed(step)
+        loss = torch.ones((), requires_grad=True)
+        yield loss * (float("nan") if step == 10 else 1.0)
+
+    with pytest.raises(RuntimeError, match=r"test: the loss is nan at step 10; the checkpoint of step 8 stays"):
+        train_dropping(tmp_path, losses=losses)
+    assert Checkpoints(tmp_path).steps() == [8] and Checkpoints(tmp_path).load()["record"]["steps"] == 8
+
+
+def test_the_learning_rate_rises_stays_and_falls_to_zero():
+    rates = [learning_rate_factor(progress, 0.1, 0.5) for progress in (0, 0.05, 0.2, 0.5, 0.75, 1.0)]
+    assert 0 < rates[0] < rates[1] < 1 and rates[2:4] == [1.0, 1.0] and rates[4:] == [0.5, 0.0]
+    assert learning_rate_factor(0.3, 0.0, 0.0) == 1.0
+
+
+# Drafts that learn while serving: the same text, more of it accepted, bounded, undone bit for bit, whole on disk.
+
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.4, "seed": 3}
