@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:Accessing th
 
 TESTS = Path(__file__).parents[1]
 FILES = {
-    "ops": ("dag_attention", "graph_ops", "sample_rows", "step_ops", "ngram"),
+    "ops": ("dag_attention", "graph_ops", "step_ops", "ngram"),
     "backends": ("triton_interpreted",),
 }
 LEAST = 200 if os.environ.get("EVERY") else 70  # cases
