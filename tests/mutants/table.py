@@ -87,7 +87,7 @@ MUTANTS = [Mutant(*row) for row in (
     (HISTORY, "inside = (place >= kv_start[:, None]) & (place < lengths[:, None])", "inside = (place < lengths[:, None])", "batch borders: left padding is remembered as text", T_MEMORY),
     (BORDER, "Frontier(*(tensor.clone() for tensor in level.frontier.tensors()))", "level.frontier", "border: a source writes what is merged", T_BORDER),
     (BORDER, "(tokens < -1) | (tokens >= vocab_size)", "(tokens < -1) | (tokens > vocab_size)", "border: the first token beyond the vocabulary is no fault", T_BORDER),
-    (FLATTEN, "for level in range(max_path):", "for level in range(max_path + 1):", "flatten budget: a row beyond the deepest", T_GRAPHS + " -k reference"),
+    (FLATTEN, "for level in range(max_path):", "for level in range(max_path + 1):", "flatten budget: a row beyond the deepest", T_GRAPHS + " -k any_graph"),
     (FLATTEN, "log_probs.clamp(max=0.0) + 0.0", "log_probs + 0.0", "flatten: a log-probability above 0 puts a child before its parent", T_GRAPHS),
     (RECURSION, "self.state.tokens.gather(1, place + 1)", "self.state.tokens.gather(1, place)", "EAGLE, MTP: an entry reads the token at its position, not the one after", T_ACCEPTED),
     (RECURSION, "keep=level.config.width, shift=1)", "keep=level.config.width)", "EAGLE, MTP: drafted rows stand one position too late", T_ACCEPTED),
