@@ -102,7 +102,7 @@ MUTANTS = [Mutant(*row) for row in (
     (STOPS, "-self.maximum_token_len :]", "-2:]", "stop strings: one of three tokens is missed", T_STOPS),    (VERIFY_H, " || a.depths[row] >= *a.remaining", "", "C++ verify: a row beyond the length is accepted", T_GRAPHS + " -k cpu"),
     (VERIFY_H, "if (picked != a.token_ids[row])", "if (picked < 0)", "C++ verify: a row is accepted that the target did not pick", T_GRAPHS + " -k cpu"),
     (VERIFY_H, "row < real_rows && !*a.done;", "row < real_rows;", "C++ verify: a finished sequence accepts rows", T_GRAPHS + " -k cpu"),
-    (COMMIT_H, "(first + (kv_len + i) *", "(first + (kv_len + i + 1) *", "C++ commit: accepted keys stand one slot behind their place", "tests/ops/test_step_ops.py -k cpu"),
+    (COMMIT_H, "(first + (kv_len + i) *", "(first + (kv_len + i + 1) *", "CUDA commit: accepted keys stand one slot behind their place", "tests/backends/test_block_code.py::test_random_problems_are_right_and_clean"),
     (FLATTEN_H, "(descending(rows.score[middle]) <= word)", "(descending(rows.score[middle]) < word)", "C++ flatten: of equal scores the later node comes first", T_GRAPHS + " -k cpu"),
     (MERGE_H, " || shared < best_shared", "", "C++ merge: the longest common context does not win", T_GRAPHS + " -k cpu"),
     (MERGE_H, "int node = parent + 1;", "int node = 0;", "C++ merge: a candidate joins an older node, a cycle", T_GRAPHS + " -k cpu"),
