@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import tiny_configs
@@ -667,32 +666,6 @@ def test_of_a_targets_files_only_those_with_heads_are_fetched(hub, tmp_path, cap
         assert len(asked) == 2, "nobody would read the line"
     with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(target):
         assert len(asked) == 3 and asked[-1][1]["local_files_only"]
-
-
-@pytest.mark.parametrize("option", ["draft_heads", "drafter"])
-def test_files_that_go_bad_leave_what_was_loaded(tmp_path, caplog, option):
-    """A draft never decides whether there is a text."""
-    target, inputs = tiny(num_hidden_layers=2), {**prompts(1, 9), "max_new_tokens": 6, "do_sample": False}
-    want, place = target.generate(**inputs), tmp_path / "heads"
-    DraftHeads.for_model(target, 2).save_pretrained(place)
-    with gsd.patch(target, **{option: place}) as handle:
-
-        def now() -> DraftHeads:
-            (*_, engine) = handle.engines
-            return engine.parts[0]()
-
-        assert torch.equal(target.generate(**inputs), want)
-        first = now()
-        (place / ".partial-1-draft_heads.safetensors").write_bytes(b"is being written")
-        assert torch.equal(target.generate(**inputs), want) and now() is first and not caplog.records
-        for bad in (partial((place / "draft_heads.safetensors").write_bytes, b"half"), partial(shutil.rmtree, place)):
-            bad()
-            for _ in range(2):
-                assert torch.equal(target.generate(**inputs), want) and now() is first
-        said = [record.getMessage() for record in caplog.records if "goes on drafting" in record.getMessage()]
-        assert len(said) == 2 and all(message.startswith(f"{option}: what was loaded") for message in said)
-        DraftHeads.for_model(target, 3).save_pretrained(place)
-        assert torch.equal(target.generate(**inputs), want) and now().num_heads == 3
 
 
 @pytest.mark.slow

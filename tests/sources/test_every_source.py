@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import shutil
+from functools import partial
 
 import pytest
 import torch
 from engine.greedy import Switching
-from models import prompts
+from models import prompts, tiny
 from sources.drafters import eagle3_config, generate, random_eagle3
 from sources.rows import ROWS, eagle3, llama
 
 import gsd_kernels as gsd
-from gsd_kernels import GraphConfig
+from gsd_kernels import DraftHeads, GraphConfig
 from gsd_kernels_hf.engine.engine import engines_of
 
 LEVELS = {"depth": 3, "width": 3, "branch": 3, "max_rows": 24}
@@ -106,3 +108,29 @@ def test_a_drafter_that_is_cast_between_calls_gets_another_session():
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             drafter.to(dtype)
             assert torch.equal(target.generate(plain[:, :9], **options), plain)
+
+
+@pytest.mark.parametrize("option", ["draft_heads", "drafter"])
+def test_files_that_go_bad_leave_what_was_loaded(tmp_path, caplog, option):
+    """A draft never decides whether there is a text."""
+    target, inputs = tiny(num_hidden_layers=2), {**prompts(1, 9), "max_new_tokens": 6, "do_sample": False}
+    want, place = target.generate(**inputs), tmp_path / "heads"
+    DraftHeads.for_model(target, 2).save_pretrained(place)
+    with gsd.patch(target, **{option: place}) as handle:
+
+        def now() -> DraftHeads:
+            (*_, engine) = handle.engines
+            return engine.parts[0]()
+
+        assert torch.equal(target.generate(**inputs), want)
+        first = now()
+        (place / ".partial-1-draft_heads.safetensors").write_bytes(b"is being written")
+        assert torch.equal(target.generate(**inputs), want) and now() is first and not caplog.records
+        for bad in (partial((place / "draft_heads.safetensors").write_bytes, b"half"), partial(shutil.rmtree, place)):
+            bad()
+            for _ in range(2):
+                assert torch.equal(target.generate(**inputs), want) and now() is first
+        said = [record.getMessage() for record in caplog.records if "goes on drafting" in record.getMessage()]
+        assert len(said) == 2 and all(message.startswith(f"{option}: what was loaded") for message in said)
+        DraftHeads.for_model(target, 3).save_pretrained(place)
+        assert torch.equal(target.generate(**inputs), want) and now().num_heads == 3
