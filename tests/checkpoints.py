@@ -1,4 +1,4 @@
-"""Tiny checkpoints on disk: a target, a draft that is its noised copy, and a tokenizer of bytes."""
+"""On disk, and tiny: a target, a draft that is its noised copy, a tokenizer of bytes; corpora."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 import torch
 from models import noised, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+
+from gsd_kernels_cli.corpus import build_corpus
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 
@@ -35,3 +38,13 @@ def save_pair(folder: Path, *, dtype: torch.dtype = torch.float32, chat_template
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return str(folder / "target"), str(folder / "draft")
+
+
+def corpus_of(folder: Path, *texts: Tensor | list[int]) -> Path:
+    """An index of token sequences, at ``folder``."""
+    build_corpus(folder, [text.flatten().numpy() if isinstance(text, Tensor) else text for text in texts])
+    return folder
+
+
+def random_text(length: int, vocab: int = 97, seed: int = 0) -> Tensor:
+    return torch.randint(3, vocab, (length,), generator=torch.Generator().manual_seed(seed))

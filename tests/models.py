@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -98,3 +99,12 @@ def tokenizer(vocab_size: int = VOCAB):
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
     )
+
+
+def rotated(first: Iterable[Any], second: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Every pair of the first two, beside which values of the others come in turn, so that these meet both."""
+    return [
+        (a, b, *(other[(i + k * j) % len(other)] for k, other in enumerate(others, 1)))
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]

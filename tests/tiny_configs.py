@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import transformers
+from models import prompts
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import gsd_kernels as gsd
 
 VOCAB = 64
 WINDOW = 5
@@ -159,3 +163,30 @@ def build(name: str, layers: int = LAYERS, **more: Any) -> PreTrainedModel:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.double()
+
+
+HYBRIDS = {
+    "qwen3.5": ("Qwen3_5ForCausalLM", 4),
+    "qwen3-next": ("Qwen3NextForCausalLM", 4),
+    "lfm2": ("Lfm2ForCausalLM", 4),
+    "bamba": ("BambaForCausalLM", 4),
+    "nemotron-h": ("NemotronHForCausalLM", 4),
+    "falcon-h1": ("FalconH1ForCausalLM", 2),
+    "kimi": ("KimiLinearForCausalLM", 3),
+    "zaya": ("ZayaForCausalLM", 2),
+    "jamba": ("JambaForCausalLM", 2),
+}
+CHAIN = gsd.GraphConfig.preset("chain", depth=4)
+TREE = gsd.GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1)
+
+
+def build_hybrid(family: str) -> PreTrainedModel:
+    """A new model with recurrent layers, in the layer pattern of what is published."""
+    return build(*HYBRIDS[family])
+
+
+@functools.lru_cache
+def hybrid_inputs(batch: int) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of one call, or the first of them alone."""
+    found = prompts(3, 9, vocab=VOCAB)
+    return found if batch == 3 else {name: value[:1] for name, value in found.items()}

@@ -9,7 +9,7 @@ import threading
 import models
 import pytest
 import torch
-from rotated import rotated
+from models import rotated
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, WatermarkingConfig
 from validate.calls import LENGTH, VOCAB, pair
 

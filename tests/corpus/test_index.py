@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from corpora import corpus_of, random_text
+from checkpoints import corpus_of, random_text
 from models import tokenizer
 
 from gsd_kernels_cli.corpus import build_corpus, files_of, tokenized

@@ -7,7 +7,7 @@ import functools
 import pytest
 import tiny_configs
 import torch
-from hybrids import build, inputs_of
+from tiny_configs import build_hybrid, hybrid_inputs
 
 import gsd_kernels as gsd
 from gsd_kernels_hf import validate
@@ -17,12 +17,12 @@ from gsd_kernels_hf.model.recurrent.tree import RowTree
 
 pytestmark = pytest.mark.skipif(not mixers.READABLE, reason=f"states are read from transformers {mixers.FIRST} on")
 
-target_of = functools.lru_cache(build)
+target_of = functools.lru_cache(build_hybrid)
 
 
 def test_turns_go_on_from_the_state_where_the_text_ends():
     target = target_of("falcon-h1")
-    first = inputs_of(1)["input_ids"]
+    first = hybrid_inputs(1)["input_ids"]
     shape = gsd.GraphConfig(depth=0, history_depth=4)
     with gsd.patch(target, draft_sources=("history",), graph_config=shape) as handle:
         text = target.generate(first, max_new_tokens=45, do_sample=False)
@@ -36,7 +36,7 @@ def test_turns_go_on_from_the_state_where_the_text_ends():
 
 
 def test_rows_that_are_not_what_the_model_computes_are_refused(monkeypatch):
-    target = build("qwen3.5")
+    target = build_hybrid("qwen3.5")
     right = RowTree.of
 
     def wrong(*args, **options):
@@ -45,13 +45,13 @@ def test_rows_that_are_not_what_the_model_computes_are_refused(monkeypatch):
 
     monkeypatch.setattr(RowTree, "of", wrong)
     with pytest.raises(validate.Unsupported, match=r"Qwen3_5ForCausalLM.*linear_attn"):
-        gsd.generate(target, inputs_of(1)["input_ids"], max_new_tokens=4)
+        gsd.generate(target, hybrid_inputs(1)["input_ids"], max_new_tokens=4)
 
 
 def test_paths_longer_than_a_block_are_refused_by_name():
     shape = gsd.GraphConfig(depth=0, history_depth=40, max_rows=64, max_path=40)
     with pytest.raises(ValueError, match=r"graph_config: max_path=40.*Qwen3_5ForCausalLM.*max_path=32"):
-        gsd.generate(target_of("qwen3.5"), inputs_of(1)["input_ids"], max_new_tokens=4, graph_config=shape)
+        gsd.generate(target_of("qwen3.5"), hybrid_inputs(1)["input_ids"], max_new_tokens=4, graph_config=shape)
 
 
 # Prompts behind padding of any length, in pieces of one token, with limits on steps.

@@ -10,7 +10,7 @@ import models
 import pytest
 import torch
 import two_tokenizers as two
-from rotated import rotated
+from models import rotated
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import Unigram, WordPiece
 from transformers import (

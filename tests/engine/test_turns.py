@@ -14,8 +14,7 @@ import pytest
 import tiny_configs
 import torch
 from chats import GRAPH, GREEDY, SAMPLED, SOURCES, TREE, Reads, ask, expected, pair, patched, sources, words
-from models import endless, noised, prompts
-from rotated import rotated
+from models import endless, noised, prompts, rotated
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 

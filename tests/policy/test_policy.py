@@ -13,9 +13,8 @@ import models
 import numpy as np
 import pytest
 import torch
-from models import noised, prompts, tiny
+from models import noised, prompts, rotated, tiny
 from ops.contracts.select_rows import CONFIG, problem
-from rotated import rotated
 from simulated import DISTURBANCES, EASY, HOPELESS, LOOKED_UP, MACHINES, USUAL, World, experience, start
 
 import gsd_kernels as gsd

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from corpora import corpus_of
+from checkpoints import corpus_of
 from quantised import SCHEMES, dense_of
 from transformers import TextIteratorStreamer
 from typer.testing import CliRunner

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from corpora import corpus_of, random_text
+from checkpoints import corpus_of, random_text
 from gguf_files import tiny as tiny_file
 from gguf_files import write_gguf
 from models import prompts, tiny

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hybrids
 import tiny_configs
 import torch
 import transformers
 import two_tokenizers as two
-from corpora import corpus_of
+from checkpoints import corpus_of
 from models import noised, prompts, tiny
 from sources import mtp_checkpoints
 from sources.drafters import (
@@ -219,7 +218,7 @@ def assistant(ordered: bool = False) -> Gemma4Assistant:
 
 @functools.cache
 def hybrid(family: str):
-    return hybrids.build(family)
+    return tiny_configs.build_hybrid(family)
 
 
 @functools.cache

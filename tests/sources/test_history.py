@@ -12,11 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from corpora import corpus_of, random_text
+from checkpoints import corpus_of, random_text
 from gguf_files import tiny as packed_tiny
 from gguf_files import write_gguf
-from models import prompts, tiny
-from rotated import rotated
+from models import prompts, rotated, tiny
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM

@@ -16,9 +16,9 @@ import pytest
 import tiny_configs
 import torch
 import transformers
-from hybrids import CHAIN, FAMILIES, TREE, build, inputs_of
 from sources import drafters
 from sources.rows import hybrid, random_assistant
+from tiny_configs import CHAIN, HYBRIDS, TREE, build_hybrid, hybrid_inputs
 
 import gsd_kernels as gsd
 from gsd_kernels import Gemma4Assistant
@@ -199,7 +199,7 @@ GREEDY = {"max_new_tokens": 44, "do_sample": False, "eos_token_id": None}
 
 def generate(target, draft, **options):
     options = {"graph_config": TREE, **GREEDY, **options}
-    return gsd.generate(target, **inputs_of(3), assistant_model=draft, return_dict_in_generate=True, **options)
+    return gsd.generate(target, **hybrid_inputs(3), assistant_model=draft, return_dict_in_generate=True, **options)
 
 
 FULL = gsd.GraphConfig(depth=3, width=9, branch=3, max_rows=40, merge_context=-1)
@@ -249,7 +249,7 @@ def test_what_a_hybrid_draft_cannot_do_is_refused_by_name():
 )
 def test_skipped_blocks_that_do_nothing_are_not_missed(family, outputs):
     """Rows of the levels follow the root and each other in the target's states, which stay as they were."""
-    target = build(family)
+    target = build_hybrid(family)
     layer = target.model.layers[0]
     mixer = layer.linear_attn if family == "qwen3.5" else layer.self_attn
     with torch.no_grad():
@@ -257,13 +257,13 @@ def test_skipped_blocks_that_do_nothing_are_not_missed(family, outputs):
     skip = gsd.LayerSkip(target, attention=[0])
     assert 0 < skip.cost < 1
     out = generate(target, skip, graph_config=CHAIN)
-    assert torch.equal(out.sequences, type(target).generate(target, **inputs_of(3), **GREEDY))
+    assert torch.equal(out.sequences, type(target).generate(target, **hybrid_inputs(3), **GREEDY))
     assert sum(out.stats.accepted[: CHAIN.depth]) == 0, out.stats.accepted
 
 
 @pytest.mark.parametrize("family", ["lfm2", "nemotron-h"])
 def test_layers_of_other_blocks_are_refused_by_name(family):
-    with pytest.raises(ValueError, match=f"model: the blocks of {FAMILIES[family][0]} are not self_attn and mlp"):
+    with pytest.raises(ValueError, match=f"model: the blocks of {HYBRIDS[family][0]} are not self_attn and mlp"):
         gsd.LayerSkip(hybrid(family), mlp=[1])
 
 
@@ -275,14 +275,14 @@ def test_an_mlp_that_returns_more_than_hidden_states_is_refused_by_name(how):
         if how == "given":
             gsd.LayerSkip(target, mlp=[0])
         else:
-            gsd.LayerSkip.search(target, inputs_of(3)["input_ids"][:1], seconds=None)
+            gsd.LayerSkip.search(target, hybrid_inputs(3)["input_ids"][:1], seconds=None)
 
 
 @pytest.mark.parametrize(("family", "block"), [("qwen3.5", 0), ("lfm2", 4), ("nemotron-h", 4)])
 @torch.no_grad()
 def test_hidden_states_of_rows_are_the_models_own(family, block):
     """Of a prompt in pieces and of two paths of rows, between any two layers."""
-    target, ids = hybrid(family), inputs_of(3)["input_ids"][:1]
+    target, ids = hybrid(family), hybrid_inputs(3)["input_ids"][:1]
     layers = (0, 1, 2, target.config.num_hidden_layers, LAST)
     rows = RowModel(target, 32, torch.zeros(1, dtype=torch.int32), "auto", hidden_layers=layers, block=block)
     read: dict[int, list[torch.Tensor]] = {}

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fake_cuda
-import hybrids
 import pytest
 import tiny_configs
 import torch
@@ -116,8 +115,8 @@ def _longrope(name: str = "Llama") -> Subject:
 
 def _hybrid(name: str, dtype: torch.dtype) -> Subject:
     def made(_: Path) -> Made:
-        target = hybrids.build(name).to(dtype)
-        return Made(target, _model(noised(target, 0.02)), hybrids.inputs_of(3))
+        target = tiny_configs.build_hybrid(name).to(dtype)
+        return Made(target, _model(noised(target, 0.02)), tiny_configs.hybrid_inputs(3))
 
     return Subject(made, dtype.itemsize >= 4)
 
@@ -158,7 +157,7 @@ SUBJECTS: dict[str, Subject] = {
             itertools.product(FAMILIES, (torch.float64, torch.float32, torch.bfloat16))
         )
     },
-    **{f"hybrid {name}": _hybrid(name, torch.float64) for name in hybrids.FAMILIES},
+    **{f"hybrid {name}": _hybrid(name, torch.float64) for name in tiny_configs.HYBRIDS},
     **{f"source {name}": _source(name, number) for number, name in enumerate(SOURCES)},
     **{f"weights {name}": _weights(name, number) for number, name in enumerate(WEIGHTS)},
     **{f"{name}, float16": _family(name, torch.float16, 20) for name in ("qwen3", "mistral-window")},

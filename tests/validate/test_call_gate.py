@@ -12,7 +12,7 @@ import pytest
 import tiny_vision
 import torch
 import transformers
-from rotated import rotated
+from models import rotated
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from validate.calls import LENGTH, VOCAB, pair, prompt, refused, ways

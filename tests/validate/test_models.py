@@ -17,7 +17,7 @@ import tiny_configs
 import torch
 import transformers
 from gates import TOKENS, exact, llama, prompt, refused, unchanged, unpadded
-from rotated import rotated
+from models import rotated
 from torch import nn
 from transformers.models.llama import modeling_llama
 
