@@ -1,11 +1,14 @@
-"""What one test process makes and the others use: programs that take seconds to compile."""
+"""What one test process makes and the others use, programs that take seconds to compile; and examples as modules."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import runpy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,3 +26,10 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
             make(folder)
             done.touch()
     return folder
+
+
+@cache
+def program(name: str) -> SimpleNamespace:
+    """The names of a program of ``examples/``; that in 100 lines is the oracle of merge, flatten and whole texts."""
+    path = Path(__file__).resolve().parents[1] / "examples" / f"{name}.py"
+    return SimpleNamespace(**runpy.run_path(str(path), run_name=name))

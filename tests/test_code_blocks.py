@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import logging
 import re
 import runpy
 import shlex
 import shutil
 import sys
+import tokenize
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import save_pair
 from exported.loading import keep_modules
+from models import noised, prompts, tiny
+from shared import program
 from sources.mtp_checkpoints import saved
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -151,12 +156,6 @@ def whose(command: str) -> str | None:
     return next((other for other in OTHERS if command == other or command.startswith(f"{other} ")), None)
 
 
-def test_commands_run_or_have_a_reason():
-    run = [command for _, command in ALL if whose(command) is None]
-    assert len(run) >= 3 and all(command.startswith("gsd-kernels ") for command in run), run
-    assert {whose(command) for _, command in ALL} - {None} == set(OTHERS), "a reason that nothing needs"
-
-
 @pytest.mark.parametrize("command", [command for _, command in ALL if whose(command) is None])
 def test_command_runs(command, tmp_path, monkeypatch):
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
@@ -170,13 +169,10 @@ def test_command_runs(command, tmp_path, monkeypatch):
 # The examples run, with no arguments and on the user's own checkpoints.
 
 
-OWN_TESTS = {
-    "gsd_in_100_lines": "tests/test_hundred_lines.py",  # has no command line
-    "ray_batch": "tests/machines",  # starts Ray
-}
-EXAMPLES = sorted(
-    path for path in Path(__file__).parents[1].joinpath("examples").glob("*.py") if path.stem not in OWN_TESTS
-)
+OWN_TESTS = {"gsd_in_100_lines": "below", "ray_batch": "tests/machines"}
+NEEDS = {"retrieval": ("bm25s", "[retrieval]"), "ray_batch": ("ray", "[ray]")}
+SAYS = {"batch": "the same tokens without a draft: True", "retrieval": "the same tokens: True", "chat": "per step]"}
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
 
 
 @pytest.fixture(scope="module")
@@ -185,42 +181,110 @@ def own_pair(tmp_path_factory):
     return ["--model", target, "--draft", draft, "--max-new-tokens", "8"]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - OWN_TESTS))
 @pytest.mark.parametrize("whose", ["embedded", "own"])
-def test_example(example, whose, own_pair, monkeypatch, tmp_path, capsys):
-    if example.stem == "retrieval":
+def test_example(name, whose, own_pair, monkeypatch, tmp_path, capsys):
+    if name == "retrieval":
         pytest.importorskip("bm25s", reason="needs the extra [retrieval]")
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
-    arguments = own_pair if whose == "own" else []
-    monkeypatch.setattr(sys, "argv", [str(example), *arguments])
-    runpy.run_path(str(example), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", [name, *(own_pair if whose == "own" else ())])
+    runpy.run_path(str(EXAMPLES[name]), run_name="__main__")
     printed = capsys.readouterr().out
-    assert printed.strip()
-    if example.stem == "batch":
-        assert "the same tokens without a draft: True" in printed
-    if example.stem == "retrieval":
-        assert "the same tokens: True" in printed
-    if example.stem == "chat":
-        assert printed.count("tokens per step]") == 2
+    assert printed.strip() and SAYS.get(name, "") in printed
 
 
-NEEDS = {"retrieval": ("bm25s", "[retrieval]"), "ray_batch": ("ray", "[ray]")}
-COMMAND_LINES = sorted(
-    path for path in Path(__file__).parents[1].joinpath("examples").glob("*.py") if path.stem != "gsd_in_100_lines"
-)
-
-
-@pytest.mark.parametrize("example", COMMAND_LINES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"gsd_in_100_lines"}))
 @pytest.mark.parametrize("missing", ["gsd_kernels_cli", "its own"])
-def test_a_missing_package_is_named_with_the_line_of_pip(example, missing, monkeypatch, capsys):
-    name, extra = NEEDS.get(example.stem, ("transformers", "pip install ."))
+def test_a_missing_package_is_named_with_the_line_of_pip(name, missing, monkeypatch):
+    package, extra = NEEDS.get(name, ("transformers", "pip install ."))
     if missing == "gsd_kernels_cli":
-        if example.stem == "retrieval":
+        if name == "retrieval":
             pytest.importorskip("bm25s", reason="needs the extra [retrieval]")
-        name, extra = "gsd_kernels_cli", "pip install"
-    for module in [name, *(m for m in sys.modules if m.startswith(f"{name}."))]:
+        package, extra = missing, "pip install"
+    for module in [package, *(m for m in sys.modules if m.startswith(f"{package}."))]:
         monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(sys, "argv", [str(example)])
-    with pytest.raises(SystemExit) as leave:
-        runpy.run_path(str(example), run_name="__main__")
-    assert str(leave.value).startswith(name) and "is missing" in str(leave.value) and extra in str(leave.value)
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit, match=f"^{package}.* is missing.*{re.escape(extra)}"):
+        runpy.run_path(str(EXAMPLES[name]), run_name="__main__")
+
+
+# examples/retrieval.py: whatever the cache guesses, the tokens are those of retrieving every time.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "arguments"),
+    [
+        ("def heappush(heap, item):\n", {"do_sample": False}),
+        ("class Queue:\n    def put(self, item):\n", {"do_sample": True, "temperature": 0.8, "seed": 11}),
+    ],
+    ids=["greedy", "sampled"],
+)
+def test_the_cache_changes_no_token_and_saves_waits(prompt, arguments, tmp_path, monkeypatch):
+    pytest.importorskip("bm25s", reason="needs the extra [retrieval]")
+    example, waited, latency, length, interval = program("retrieval"), [], 0.25, 48, 4
+    monkeypatch.setattr("time.sleep", waited.append)
+    passages = example.python_passages()
+    example.Retriever.build(tmp_path, passages)
+    target, draft, tokenizer = demo.load()
+    gsd_kernels.patch(target, assistant_model=draft, graph_config="tree")
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"][:48] for text in passages]
+
+    def make():
+        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return example.Generation(target, tokenizer, ids, prompt_ids, length, interval, 6, arguments)
+
+    every, speculative = (example.Retriever(tmp_path, passages, latency) for _ in range(2))
+    expected = example.retrieving_every_time(make(), every)
+    assert len(expected) == length and every.waits == length // interval
+    assert len({every.search([make().query(expected[:n])])[0][0] for n in range(0, length, interval)}) > 1
+    waited.clear()
+    cache = example.Cache(tmp_path, passages)
+    tokens, guesses = example.retrieving_speculatively(make(), speculative, cache, stride=3)
+    assert tokens == expected and guesses.right > 0
+    assert speculative.waits < length // interval * 2 // 3 and waited == [latency] * speculative.waits
+
+
+# The whole method in 100 lines: its texts are the model's own, and the package's.
+
+
+METHOD = program("gsd_in_100_lines")
+APART = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
+
+
+def test_it_has_100_lines_besides_imports_and_docstrings_shows_a_step_and_imports_nothing_of_ours(capsys):
+    source = EXAMPLES["gsd_in_100_lines"].read_text(encoding="utf-8").partition("\n\nif __name__")[0]
+    apart: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            apart |= {*range(node.lineno, node.end_lineno + 1)}
+        elif isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+            apart |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    assert len({token.start[0] for token in tokens if token.type not in APART} - apart) <= 100
+    assert "gsd_kernels" not in source
+    runpy.run_path(str(EXAMPLES["gsd_in_100_lines"]), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "\nclass Stack:\n    def push(self" in said and re.search(r"\n0 \d+ \* +\S+\n", said)
+
+
+@pytest.mark.parametrize(("family", "noise"), [("llama-gqa", 0.02), ("qwen3", 0.3)])
+def test_greedy_text_is_transformers_and_ours(family, noise):
+    target = tiny(family)
+    draft, ids = noised(target, noise), prompts(1, 12)["input_ids"]
+    own = target.generate(ids, max_new_tokens=48, do_sample=False, eos_token_id=None, pad_token_id=0)
+    text, steps = METHOD.generate(target, draft, ids[0].tolist(), 48)
+    assert text == own[0].tolist()
+    given = [len(picked) for _, _, picked in steps]
+    assert sum(given) >= 48 and (max(given) > 2 or noise > 0.1), "nothing was accepted, so nothing was tested"
+    ours = gsd_kernels.generate(
+        target, ids, assistant_model=draft, graph_config="graph", max_new_tokens=48, eos_token_id=None
+    )
+    assert ours[0].tolist() == text
+
+
+def test_sampled_text_does_not_depend_on_the_draft():
+    target, ids = tiny(), prompts(1, 12)["input_ids"][0].tolist()
+    drafts = [noised(target, 0.02), tiny(seed=7)]
+    texts, steps = zip(*(METHOD.generate(target, d, ids, 32, temperature=0.7, seed=3) for d in drafts), strict=True)
+    assert texts[0] == texts[1] != METHOD.generate(target, drafts[0], ids, 32, temperature=0.7, seed=4)[0]
+    assert len(steps[0]) < len(steps[1]), "the better draft needs fewer steps"

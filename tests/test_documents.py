@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import runpy
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 import gsd_kernels
-from gsd_kernels_cli import demo
 from gsd_kernels_serve import fields
 
 # README and the pages of docs/: their links lead somewhere, and the first page stays short.
@@ -45,56 +41,21 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), link
 
 
-def test_every_page_is_linked_from_the_readme():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(f"(docs/{page.name})" in readme for page in (ROOT / "docs").glob("*.md"))
-
-
-def test_the_readme_is_short_and_has_both_commands():
+def test_the_readme_is_short_has_both_commands_and_a_link_to_every_page():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.splitlines()) <= 90
-    assert all(command in readme for command in ("make demo", "make test", "TORCH_INDEX_URL", "TORCH_SPEC", "PYTHON"))
+    pages = [f"(docs/{page.name})" for page in (ROOT / "docs").glob("*.md")]
+    assert all(said in readme for said in ("make demo", "make test", "TORCH_INDEX_URL", "TORCH_SPEC", *pages))
 
 
-# The reference pages that are built: every public name, command, class and field is there.
-
-
-SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "build.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("build_pages", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_page_is_built(script, tmp_path):
-    script.main(["--out", str(tmp_path)])
+def test_every_public_name_command_class_and_field_is_in_a_page_that_is_built(tmp_path):
+    runpy.run_path(str(ROOT / "docs" / "build.py"))["main"](["--out", str(tmp_path)])
     pages = {page.stem: page.read_text(encoding="utf-8") for page in tmp_path.iterdir()}
-    assert set(pages) == set(script.PAGES)
+    assert all(f"### `{name}`\n" in pages["api"] for name in gsd_kernels.__all__ if name != "__version__")
+    assert "**Args**\n\n- `" in pages["api"] and ":func:" not in pages["api"]
     assert "## `gsd-kernels generate`" in pages["commands"] and "* `--seed" in pages["commands"]
     assert "| `LlamaForCausalLM` | served |" in pages["models"]
     assert fields.table() in pages["server"]
-
-
-def test_every_public_name_has_a_section(script, monkeypatch):
-    text = script.api()
-    assert all(f"### `{name}`\n" in text for name in gsd_kernels.__all__ if name != "__version__")
-    monkeypatch.setattr(gsd_kernels, "__all__", [*gsd_kernels.__all__, "novelty"])
-    with pytest.raises(ValueError, match="differ: novelty"):
-        script.api()
-
-
-def test_docstrings_become_markdown(script):
-    doc = "Do :func:`~a.b.name` with ``x``.\n\nArgs:\n    x: a long\n        line.\n\nRaises:\n    ValueError: bad."
-    expected = "Do `name` with `x`.\n\n**Args**\n\n- `x`: a long\n  line.\n\n**Raises**\n\n- `ValueError`: bad.\n"
-    assert script.prose(doc) == expected
-
-    def function(a: int, *, b: str = "c", **rest: object) -> None: ...
-
-    assert script.signature(function) == "(a: int, *, b: str = 'c', **rest: object)"
 
 
 # GitHub's workflows: they are read, and what they run is there and does what its step says.
@@ -102,44 +63,27 @@ def test_docstrings_become_markdown(script):
 
 FOLDER = ROOT / ".github" / "workflows"
 
-of_workflows = pytest.mark.skipif(not FOLDER.exists(), reason="not a source checkout")
 
-
-def steps(name: str) -> list[dict[str, Any]]:
+@pytest.mark.skipif(not FOLDER.exists(), reason="not a source checkout")
+@pytest.mark.parametrize("name", ["tests", "wheels", "weekly"])
+def test_every_command_is_a_shell_script_whose_files_are_there(name, tmp_path):
     workflow = yaml.safe_load((FOLDER / f"{name}.yml").read_text(encoding="utf-8"))
     assert workflow[True], "YAML reads `on` as a boolean"
     (job,) = workflow["jobs"].values()
-    assert job["timeout-minutes"] <= 90 and job["runs-on"]
-    return job["steps"]
-
-
-def runs(name: str) -> list[str]:
-    return [step["run"] for step in steps(name) if "run" in step]
-
-
-@of_workflows
-@pytest.mark.parametrize("name", ["tests", "wheels", "weekly"])
-def test_every_command_is_a_shell_script_whose_files_are_there(name):
-    for command in runs(name):
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    for command in commands:
         subprocess.run(["bash", "-n"], input=command, text=True, check=True)
         for script in re.findall(r"\.ci/\w+", command):
             subprocess.run(["bash", "-n", ROOT / script], check=True)
-
-
-@of_workflows
-def test_the_tests_are_those_of_the_readme():
-    assert runs("tests") == ["bash .ci/run"]
-    assert re.search(r"^make test$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE)
-
-
-@of_workflows
-@pytest.mark.parametrize("mebibytes", [25, 26])
-def test_a_wheel_that_is_too_large_fails(mebibytes, tmp_path):
-    (gate,) = (command for command in runs("wheels") if "-size" in command)
-    (tmp_path / "dist").mkdir()
-    with open(tmp_path / "dist" / "gsd_kernels-0-cp310-abi3-manylinux_2_28_x86_64.whl", "wb") as file:
-        file.truncate(mebibytes << 20)
-    assert (subprocess.run(["bash", "-c", gate], cwd=tmp_path).returncode == 0) == (mebibytes == 25)
+    if name == "tests":
+        assert commands == ["bash .ci/run"]
+        assert re.search(r"^make test$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE)
+    for command in (command for command in commands if "-size" in command):
+        (tmp_path / "dist").mkdir()
+        for mebibytes in (25, 26):  # a wheel that is too large fails
+            with open(tmp_path / "dist" / "gsd_kernels-0.whl", "wb") as file:
+                file.truncate(mebibytes << 20)
+            assert (subprocess.run(["bash", "-c", command], cwd=tmp_path).returncode == 0) == (mebibytes == 25)
 
 
 # Extras that are named anywhere are in pyproject.toml, and ``make`` fails where pip does not find one.
@@ -155,113 +99,29 @@ NAMED = re.compile(
     r"""|\bcure\(["']([a-z]+)["']"""
 )
 
-needs_make = pytest.mark.skipif(
-    shutil.which("make") is None or not (ROOT / "Makefile").exists(), reason="no make, or not a source checkout"
-)
 
-
-def extras() -> set[str]:
-    return set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"])
-
-
-def named(text: str) -> set[str]:
-    return {extra for match in NAMED.finditer(text) for extra in next(filter(None, match.groups())).split(",")}
-
-
-def test_every_extra_that_a_page_or_a_message_names_exists():
-    pages = [path for path in (ROOT / "README.md", ROOT / "pyproject.toml") if path.exists()]
+def test_every_extra_that_a_page_a_message_or_make_names_exists():
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    pages = [ROOT / "README.md", ROOT / "pyproject.toml"]
     pages += [path for room in ROOMS for kind in ("py", "md", "wheel") for path in (ROOT / room).rglob(f"*{kind}")]
-    found = {path: named(path.read_text(encoding="utf-8")) for path in pages if path != Path(__file__)}
-    assert {extra for of_page in found.values() for extra in of_page} > {"gguf", "plot"}  # the pattern finds some
-    unknown = {str(path): of_page - extras() for path, of_page in found.items() if of_page - extras()}
-    assert not unknown
+    texts = {str(path): path.read_text(encoding="utf-8") for path in pages if path != Path(__file__)}
+    if shutil.which("make"):
+        goals = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
+        texts["make"] = subprocess.check_output(["make", "-n", "--always-make", *goals], cwd=ROOT, text=True)
+    named = {
+        (extra, where)
+        for where, text in texts.items()
+        for match in NAMED.finditer(text)
+        for extra in next(filter(None, match.groups())).split(",")
+    }
+    assert {extra for extra, _ in named} > {"gguf", "plot", "test", "ray", "oracles"}  # the pattern finds some
+    assert not {(extra, where) for extra, where in named if extra not in known}
 
 
-@needs_make
-def test_every_extra_that_make_installs_exists():
-    text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    goals = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split()
-    printed = subprocess.run(
-        ["make", "--dry-run", "--always-make", *goals], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert {"plot", "gguf", "test", "ray", "oracles"} <= named(printed) <= extras()
-
-
-@pytest.mark.slow
 def test_import_is_light():
     """``import gsd_kernels`` loads neither transformers nor triton; the bindings come on first use."""
     code = (
         "import sys, gsd_kernels; heavy = {'transformers', 'triton'} & set(sys.modules); assert not heavy, heavy; "
-        "assert 'generate' in dir(gsd_kernels); gsd_kernels.generate; assert 'transformers' in sys.modules"
+        "assert 'generate' in dir(gsd_kernels)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-# examples/retrieval.py: whatever the cache guesses, the tokens are those of retrieving every time.
-
-
-pytest.importorskip("bm25s", reason="needs the extra [retrieval]")
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "retrieval.py"
-SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 11}
-LATENCY, LENGTH, INTERVAL = 0.25, 48, 4
-
-
-@pytest.fixture(scope="module")
-def example():
-    module = types.ModuleType("retrieval")
-    with pytest.MonkeyPatch.context() as patch:  # dataclasses look their module up
-        patch.setitem(sys.modules, "retrieval", module)
-        vars(module).update(runpy.run_path(str(EXAMPLE), run_name="retrieval"))
-    return module
-
-
-@pytest.fixture(scope="module")
-def passages(example):
-    return example.python_passages()
-
-
-@pytest.fixture(scope="module")
-def store(example, passages, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("store")
-    example.Retriever.build(folder, passages)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def make(example, passages):
-    """Generation from a prompt, by a patched model of the demo pair."""
-    target, draft, tokenizer = demo.load()
-    gsd_kernels.patch(target, assistant_model=draft, graph_config="tree")
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"][:48] for text in passages]
-
-    def generation(prompt: str, arguments: dict, length: int = LENGTH):
-        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        return example.Generation(target, tokenizer, ids, prompt_ids, length, INTERVAL, 6, arguments)
-
-    return generation
-
-
-@pytest.fixture
-def slept(example, monkeypatch):
-    """The latencies that were waited for."""
-    waits: list[float] = []
-    monkeypatch.setattr("time.sleep", waits.append)
-    return waits
-
-
-@pytest.mark.parametrize("arguments", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("prompt", ["def heappush(heap, item):\n", "class Queue:\n    def put(self, item):\n"])
-def test_the_cache_changes_no_token_and_saves_waits(prompt, arguments, example, store, passages, make, slept):
-    every, speculative = (example.Retriever(store, passages, LATENCY) for _ in range(2))
-    expected = example.retrieving_every_time(make(prompt, arguments), every)
-    assert len(expected) == LENGTH and every.waits == LENGTH // INTERVAL
-    assert len({every.search([make(prompt, arguments).query(expected[:n])])[0][0] for n in range(0, LENGTH, 4)}) > 1
-    cache = example.Cache(store, passages)
-    slept.clear()
-    tokens, guesses = example.retrieving_speculatively(make(prompt, arguments), speculative, cache, stride=3)
-    assert tokens == expected
-    assert speculative.waits < LENGTH // INTERVAL * 2 // 3
-    assert slept == [LATENCY] * speculative.waits
-    assert guesses.right > 0
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,6 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-import hundred_lines
 import pytest
 import torch
 from graphs import STYLES, drafted
@@ -26,6 +25,7 @@ from ops.contracts.graph import (
 from ops.contracts.inputs import merge_arguments
 from ops.contracts.ngram import Known, noise, tail_of
 from ops.contracts.select_rows import CONFIG, path, posterior, problem
+from shared import program
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -37,7 +37,7 @@ from gsd_kernels.ops.select_rows import FEATURES, LogisticPosterior, select_rows
 
 pytestmark = pytest.mark.quick
 
-oracle = hundred_lines.load()
+oracle = program("gsd_in_100_lines")
 
 
 def oracle_graphs(graph, config, frontiers):
