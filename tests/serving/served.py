@@ -111,20 +111,12 @@ class Server:
         return status, json.loads(text)
 
     def ask(self, endpoint: str, **named: typing.Any) -> tuple[int, typing.Any]:
-        """Status and body of a short greedy request with some fields, by OpenAI's client where it has them all."""
+        """Status and body, or events, of a short greedy request with some fields; ``...``: without one."""
         body = {"model": "small", "temperature": 0, LENGTH[endpoint]: 8, **ASKED[endpoint], **named}
-        body = {key: value for key, value in body.items() if value is not ...}
-        if set(body) <= known(endpoint):
-            create = {CHAT: self.client.chat.completions, COMPLETIONS: self.client.completions}
-            try:
-                answer = create.get(endpoint, self.client.responses).create(**body)
-            except openai.APIStatusError as error:
-                return error.status_code, {"error": error.body}
-            if body.get("stream") is not True:
-                return 200, answer.model_dump(mode="json")
-            events = [event.model_dump_json(exclude_unset=True) for event in answer]
-            return 200, [*events, "[DONE]"] if endpoint != RESPONSES else events
-        return self.raw(endpoint, body)
+        status, found = self.raw(endpoint, {key: value for key, value in body.items() if value is not ...})
+        if isinstance(found, list) and endpoint != RESPONSES:
+            assert found.pop() == "[DONE]"
+        return status, found
 
     def got(self, endpoint: str, **named: typing.Any) -> typing.Any:
         """The body of a request that is served."""
@@ -134,55 +126,63 @@ class Server:
 
     def text(self, endpoint: str, **named: typing.Any) -> str:
         """The text of a request that is served."""
-        return read(self.got(endpoint, **named))[0]
+        return read(self.got(endpoint, **named)).text
 
     def refusal(self, endpoint: str, **named: typing.Any) -> dict[str, typing.Any]:
-        """The error of a request that is refused."""
+        """The error of a request that is refused, with a status though it be a stream."""
+        named = named if {"stream", "stream_options"} & named.keys() else {**named, "stream": True}
         status, found = self.ask(endpoint, **named)
-        assert status == 400, found
-        assert found["error"]["type"] == "invalid_request_error" and found["error"]["message"]
+        assert status == 400 and found["error"]["type"] == "invalid_request_error" and found["error"]["message"], found
         return found["error"]
 
 
-def read(found: typing.Any, index: int = 0) -> tuple[str, list[tuple[str, str]]]:
-    """The text and the calls of an answer, a choice of it, whole or in events."""
-    text, calls = "", []
-    for data in [found] if isinstance(found, dict) else [json.loads(event) for event in found if event != "[DONE]"]:
+class Said(typing.NamedTuple):
+    """A text of an answer as its client gets it, whole or in events."""
+
+    text: str
+    calls: list[tuple[str, str]]
+    thought: str
+    finish: str | None
+    logprobs: dict[str, list]
+
+
+def read(found: typing.Any, index: int = 0) -> Said:
+    """A choice of an answer, or the text of a response."""
+    said = {"text": "", "thought": "", "finish": None}
+    calls, logprobs = [], {}
+
+    def add(text=None, thought=None, call=None, finish=None, columns=None) -> None:
+        said["text"] += text or ""
+        said["thought"] += thought or ""
+        said["finish"] = finish or said["finish"]
+        calls.extend((one["name"], one["arguments"]) for one in call or ())
+        for key, values in (columns or {}).items():
+            logprobs[key] = logprobs.get(key, []) + (values or [])
+
+    for data in [found] if isinstance(found, dict) else map(json.loads, found):
         assert not data.get("error") and data.get("type") != "error", data
-        for choice in data.get("choices", ()):
-            if choice["index"] == index:
-                said = choice.get("delta") or choice.get("message") or choice
-                text += said.get("content") or said.get("text") or ""
-                made = [call["function"] for call in said.get("tool_calls") or ()]
-                calls += [(call["name"], call["arguments"]) for call in made]
+        for choice in (choice for choice in data.get("choices", ()) if choice["index"] == index):
+            part = choice.get("delta") or choice.get("message") or choice
+            made = [call["function"] for call in part.get("tool_calls") or ()]
+            text = part.get("content") or part.get("text")
+            add(text, part.get("reasoning_content"), made, choice["finish_reason"], choice.get("logprobs"))
         for item in data.get("output", ()):
-            if item["type"] == "message":
-                text += item["content"][0]["text"]
-            elif item["type"] == "function_call":
-                calls.append((item["name"], item["arguments"]))
+            (content,) = item.get("content") or [{"text": ""}]
+            whole = {"reasoning": {"thought": content["text"]}, "function_call": {"call": [item]}}
+            add(**whole.get(item["type"], {"text": content["text"], "columns": {"content": content.get("logprobs")}}))
         if data.get("type") == "response.output_text.delta":
-            text += data["delta"]
+            add(data["delta"], columns={"content": data.get("logprobs")})
+        elif data.get("type") == "response.reasoning_text.delta":
+            add(thought=data["delta"])
         elif data.get("type") == "response.function_call_arguments.done":
-            calls.append((data["name"], data["arguments"]))
-    return text, calls
+            add(call=[data])
+        status = data.get("response", data).get("status")
+        add(finish=status if status in ("completed", "incomplete") else None)
+    return Said(calls=calls, logprobs={key: values for key, values in logprobs.items() if values}, **said)
 
 
-def known(endpoint: str) -> set[str]:
-    """The fields that the installed client has."""
-    from openai.types import completion_create_params as completions
-    from openai.types.chat import completion_create_params as chat
-    from openai.types.responses import response_create_params as responses
-
-    kinds = {
-        CHAT: (chat.CompletionCreateParamsStreaming, chat.CompletionCreateParamsNonStreaming),
-        COMPLETIONS: (completions.CompletionCreateParamsStreaming, completions.CompletionCreateParamsNonStreaming),
-        RESPONSES: (responses.ResponseCreateParamsStreaming, responses.ResponseCreateParamsNonStreaming),
-    }[endpoint]
-    return {name for kind in kinds for name in typing.get_type_hints(kind)}
-
-
-def row_id(value: str) -> str:
-    return value.rpartition("/v1/")[2]
+def row_id(value: object) -> str | None:
+    return value.rpartition("/v1/")[2] if isinstance(value, str) else None
 
 
 def tokens(server, text: str) -> int:

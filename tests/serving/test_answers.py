@@ -1,221 +1,51 @@
-"""What is answered: texts as generate's, logprobs, parts as models of a known kind write them, and items."""
+"""How answers are read, as models of a known kind write them, and the schemas that a text is held to."""
 
 from __future__ import annotations
 
 import json
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from served import ASKED, LENGTH, OFFERED, PROMPT, QWEN, SCHEMA, TOOLS, Server, read, row_id, spoken
-from tokenizers import decoders
+from served import ASKED, LENGTH, OFFERED, PROMPT, QWEN, SCHEMA, TOOL, TOOLS, read, row_id
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 from transformers.cli.serving import utils
 
-from gsd_kernels_cli import demo
-from gsd_kernels_hf import generate
-from gsd_kernels_serve import fields
 from gsd_kernels_serve.answers import Answers
-from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
-from gsd_kernels_serve.logprobs import Pieces, entries_of
+from gsd_kernels_serve.checks import Refused
+from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES, TEMPLATED
+from gsd_kernels_serve.logprobs import Pieces
+from gsd_kernels_serve.processors import Grammars
+from gsd_kernels_serve.schemas import check_schema
 from gsd_kernels_serve.text_options import TextOptions
+from gsd_kernels_serve.tools import call_schema, chosen, held_to
 
 pytestmark = pytest.mark.slow
-
-
-# ---- Beside the server's table: what fields hold within, what contradicts, streams that break, servers without a draft
-
-
-TEXTS = (  # what a request asks for, and how generate is
-    ({}, {}),
-    ({"seed": 7, "temperature": 0.9}, {"do_sample": True, "temperature": 0.9, "seed": 7}),
-    ({"stop": ["nowhere", "("]}, {"stop_strings": ["nowhere", "("]}),
-    ({"stop": "self"}, {"stop_strings": "self"}),
-)
-PROMPTS = ("def add(a, b):\n", "class Queue:\n    def put(self, item):\n")
-
-
-@pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
-def test_a_text_is_that_of_generate_whole_and_streamed_and_with_others_at_once(endpoint, server):
-    target, _, tokenizer = demo.load()
-    rows = [
-        row
-        for row in zip(PROMPTS * 2, *zip(*TEXTS, strict=True), strict=True)
-        if endpoint != RESPONSES or "stop" not in row[1]
-    ]
-
-    def asked(prompt: str) -> dict[str, object]:
-        return {fields.NEEDED[endpoint]: [{"role": "user", "content": prompt}] if endpoint == CHAT else prompt}
-
-    def ask(prompt: str, named: dict[str, object], stream: bool) -> str:
-        named = {**asked(prompt), LENGTH[endpoint]: 24, **named}
-        return read(server.got(endpoint, stream=stream, **named))[0]
-
-    with ThreadPoolExecutor(8) as pool:
-        texts = [(pool.submit(ask, *row[:2], False), pool.submit(ask, *row[:2], True)) for row in rows]
-        found = [(whole.result(), stream.result()) for whole, stream in texts]
-    for (prompt, _, options), (whole, stream) in zip(rows, found, strict=True):
-        shown = prompt if endpoint == COMPLETIONS else prompt + "\n"
-        ids = tokenizer(shown, return_tensors="pt")["input_ids"]
-        options = {"max_new_tokens": 24, "do_sample": False, "graph_config": "plain", **options}
-        out = generate(target, ids, tokenizer=tokenizer, **options)
-        expected = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        assert whole == stream == expected, (prompt, options)
-
-
-def test_a_top_k_beyond_all_integers_is_off(server):
-    named = {"temperature": 1.5, "seed": 3}
-    assert server.text(CHAT, top_k=10**30, **named) == server.text(CHAT, top_k=0, **named)
-
-
-def test_what_a_generation_config_holds_is_honoured_or_refused_by_name(server):
-    for bad in (
-        {"temperature": 0.7},  # the request has 0
-        {"eos_token_id": "x"},
-        {"max_new_tokens": -5},
-        {"max_new_tokens": 5},  # the request has max_tokens
-        {"repetition_penalty": 3.0},  # and repetition_penalty
-        {"do_sample": True},  # and temperature 0
-    ):
-        refused = server.refusal(COMPLETIONS, generation_config=json.dumps(bad), repetition_penalty=2)
-        assert refused["param"] == f"generation_config.{list(bad)[-1]}", refused
-    for bad in ({"do_sample": True, "temperature": -1}, {"temperature": 0.7}):  # which is nothing without do_sample
-        refused = server.refusal(COMPLETIONS, temperature=..., generation_config=json.dumps(bad))
-        assert refused["param"] == "generation_config.temperature"
-    for bad in ({"stop_strings": 5}, {"sequence_bias": 5}, {"watermarking_config": {}}):
-        for stream in (False, True):
-            refused = server.refusal(COMPLETIONS, generation_config=json.dumps(bad), stream=stream)
-            assert refused["param"].startswith("generation_config")
-    given = json.dumps({"max_new_tokens": 8, "do_sample": False})
-    assert server.text(COMPLETIONS, generation_config=given) == server.text(COMPLETIONS)
-
-
-@pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
-def test_a_length_that_is_named_goes_beyond_the_positions_and_no_other(endpoint, server, caplog):
-    positions, needed = server.target.config.max_position_embeddings, fields.NEEDED[endpoint]
-
-    def usage(count: int, **named: object) -> int:
-        given = [5] * count if endpoint == COMPLETIONS else spoken(server, count)
-        found = server.got(endpoint, **{needed: given, LENGTH[endpoint]: ..., **named})["usage"]
-        return found["total_tokens"] - count
-
-    assert usage(positions - 3) == 3
-    assert not any("positions" in line for line in caplog.messages)
-    assert usage(positions - 3, **{LENGTH[endpoint]: 40}) == 40 and usage(positions + 1, **{LENGTH[endpoint]: 2}) == 2
-    assert any(f"beyond the {positions} positions" in line for line in caplog.messages)
-    if endpoint != RESPONSES:  # which has no stop strings
-        whole = server.got(endpoint, max_tokens=2**31 - 1, stop=server.text(endpoint).split()[0])
-        assert whole["choices"][0]["finish_reason"] == "stop"
-
-
-def test_a_prediction_drafts_where_the_server_decodes_plainly():
-    server = Server(speculates=False)
-    try:
-        named = {"max_tokens": 48, "temperature": 2, "seed": 11}
-        plain = server.got(CHAT, **named)
-        text = plain["choices"][0]["message"]["content"]
-        drafted = server.got(CHAT, prediction={"type": "content", "content": PROMPT + text}, **named)
-        again = server.got(CHAT, **named)
-    finally:
-        server.stop()
-    assert text == drafted["choices"][0]["message"]["content"] == again["choices"][0]["message"]["content"]
-    assert plain["gsd_kernels"]["tokens_per_step"] == again["gsd_kernels"]["tokens_per_step"] == 1
-    assert drafted["gsd_kernels"]["tokens_per_step"] > 1
-
-
-def test_without_xgrammar_the_extra_is_named(server, monkeypatch):
-    monkeypatch.setitem(sys.modules, "xgrammar", None)
-    refused = server.refusal(CHAT, response_format={"type": "json_object"})
-    assert refused["param"] == "response_format" and ".[grammar]" in refused["message"]
-
-
-def test_an_answer_can_be_handed_back(server):
-    said = server.got(CHAT)["choices"][0]["message"]
-    server.got(CHAT, messages=[*ASKED[CHAT]["messages"], said, {"role": "user", "content": "x"}])
-    told = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    output = server.got(RESPONSES, **told)["output"]
-    server.got(RESPONSES, input=[{"role": "user", "content": PROMPT}, *output, {"role": "user", "content": "x"}])
-    cached = [{"type": "text", "text": PROMPT, "cache_control": {"type": "ephemeral"}}]
-    server.got(CHAT, messages=[{"role": "user", "content": cached}])
-
-
-def test_a_forced_call_that_was_cut_can_be_handed_back(server):
-    pytest.importorskip("xgrammar")
-    asked = ASKED[CHAT]["messages"]
-    choice = server.got(CHAT, tools=TOOLS, tool_choice="required", max_tokens=20)["choices"][0]
-    assert choice["finish_reason"] == "length"
-    call = {"id": "a", "type": "function", "function": {"name": "paint", "arguments": '{"colour": "re'}}
-    said = {"role": "assistant", "content": None, "tool_calls": [call]}
-    back = {"messages": [*asked, said, {"role": "user", "content": "x"}]}
-    written = {"messages": [*asked, {"role": "assistant", "content": 'paint: {"colour": "re'}, back["messages"][-1]]}
-    assert server.text(CHAT, **back) == server.text(CHAT, **written)
-
-
-@pytest.mark.parametrize("kind", ["bytes", "pieces"])
-def test_tokens_are_told_by_their_bytes(kind):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    if kind == "bytes":
-        vocabulary = {"\u0120a": 0, "\u00c3": 1, "\u00a9": 2, "<s>": 3}
-        inner = Tokenizer(models.BPE(vocabulary, []))
-        inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    else:
-        vocabulary = {"\u2581a": 0, "<0xC3>": 1, "<0xA9>": 2, "<s>": 3}
-        inner = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-        inner.decoder = decoders.Sequence(steps)
-    pieces = Pieces(PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>"))
-    assert [pieces.bytes_of(token) for token in range(5)] == [b" a", b"\xc3", b"\xa9", b"<s>", b""]
-    assert [pieces.text_of(token) for token in range(3)] == [" a", "bytes:\\xc3", "bytes:\\xa9"]
-
-
-def test_a_token_that_is_ruled_out_has_a_number_of_json():
-    log_probs = torch.tensor([[0.0, -torch.inf, -torch.inf]], dtype=torch.float32, device="cpu")
-    (entry,) = entries_of(log_probs, torch.tensor([1], dtype=torch.int64, device="cpu"), 2)
-    assert entry.log_prob == -9999.0 and [log_prob for _, log_prob in entry.top] == [0.0, -9999.0]
-
-
-@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS], ids=row_id)
-def test_an_error_behind_the_first_token_is_the_last_event(endpoint, server, monkeypatch):
-    from gsd_kernels_serve.calls import Writer
-
-    def put(self, value, whole=Writer.put):
-        if len(self.call.entries) >= 3:
-            raise ValueError("the text broke")
-        whole(self, value)
-
-    monkeypatch.setattr(Writer, "put", put)
-    status, events = server.raw(endpoint, {**ASKED[endpoint], "stream": True, "temperature": 0})
-    assert status == 200 and len(events) > 1 and "[DONE]" not in events
-    assert json.loads(events[0])["choices"] and json.loads(events[-1])["error"]["message"] == "the text broke"
-
-
-# ---- Answers as models of a known kind write them: calls, calls that nobody can read, and white space without end
-
 
 FALLBACKS = {kind: template for kinds, template in utils._RESPONSE_TEMPLATE_FALLBACKS.items() for kind in kinds}
 QWEN_3_5 = {**FALLBACKS["qwen3_5"], "start_anchor": QWEN["start_anchor"]}
 THINKS = {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"}, **QWEN["fields"]}
 THINKING = {**QWEN, "fields": THINKS}
 CALL = '<tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>'
+XML_CALL = "<tool_call>\n<function=paint>\n<parameter=colour>\nred\n</parameter>\n</function>\n</tool_call>"
 PAINT = ("paint", '{"colour": "red"}')
+THOUGHT = "<think>hm</think>"
+CUT = "\N{ZERO WIDTH SPACE}"
+"""Where the length ends a text that goes on."""
 
 
 @pytest.fixture
 def says(server, monkeypatch):
-    """Have the model, of a kind whose calls transformers knows, write a text; a function of it."""
-    monkeypatch.setattr(server.tokenizer, "response_template", QWEN, raising=False)
+    """Have the model, of a kind whose answers transformers knows, write a text; a function of both."""
 
-    def say(text: str) -> int:
+    def say(text: str, template=QWEN) -> int:
+        monkeypatch.setattr(server.tokenizer, "response_template", template, raising=False)
         ids = [*server.tokenizer(text, add_special_tokens=False)["input_ids"], server.tokenizer.eos_token_id]
 
         def script(prompt: int):
             def next_token(input_ids, scores):  # [1, n], [1, V]
-                token = ids[min(input_ids.shape[1] - prompt, len(ids) - 1)]
-                return torch.full_like(scores, float("-inf")).index_fill(
-                    1, torch.tensor([token], dtype=torch.int64, device=scores.device), 0.0
-                )
+                return torch.where(torch.arange(scores.shape[1]) == ids[min(input_ids.shape[1] - prompt, len(ids) - 1)],
+                                   0.0, -torch.inf)[None]  # fmt: skip
 
             return [next_token]
 
@@ -225,154 +55,93 @@ def says(server, monkeypatch):
     return say
 
 
-def whole(server, endpoint: str, **named: object) -> tuple[str, list[tuple[str, str]]]:
-    """An answer's text and its calls."""
-    return read(server.got(endpoint, **named))
-
-
-def streamed(server, endpoint: str, **named: object) -> tuple[str, list[tuple[str, str]]]:
-    """The same, of a stream."""
-    return read(server.got(endpoint, stream=True, **named))
-
-
-def asked(endpoint: str, length: int) -> dict[str, object]:
-    return {"tools": OFFERED[endpoint], LENGTH[endpoint]: length}
-
-
-QWEN_CALL = "<tool_call>\n<function=paint>\n<parameter=colour>\nred\n</parameter>\n</function>\n</tool_call>"
-CUT = "\N{ZERO WIDTH SPACE}"
-"""Where the length ends a text that goes on."""
-
-READ = [  # how a kind of model writes, what it writes, the text that is told of it (None: all of it) and the calls
-    *((QWEN, text, None, []) for text in (
+READ = [  # how a kind of model writes, what it writes, the text that is told of it (None: all of it), thought, calls
+    *((QWEN, text, None, "", []) for text in (
+        "", "Plain.", "x \u20ac",
         '<tool_call>\n{"name": "paint", "argum' + CUT,
         "Use <tool_call>...</tool_call> marks.",
         'So: <tool_call>{"name": "paint"}</tool_call>',
         "So: <tool_call>[1]</tool_call>",
         'So: <tool_call>{"name": 5, "arguments": {}}</tool_call> it is',
         f"<tool_call>x</tool_call> or {CALL}",
-        "<<tool_call>{bad</tool_call>",
         "a< <tool_call>{bad</tool_call>",
         "a" + "\n" * 40 + "<tool_call>bad</tool_call>",
-        'So: <tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>',
         'So: <tool_call>{"name": "paint", "arguments": "\\ud83d"}</tool_call>',
     )),
-    (QWEN, f"So: {CALL} and <tool_call>[1]</tool_call>", "So: and <tool_call>[1]</tool_call>", [PAINT]),
-    (QWEN, f"So: {CALL}\n{CALL}", "So:", [PAINT, PAINT]),
-    (QWEN, f"Hello {CALL} Bye", "Hello Bye", [PAINT]),
-    (QWEN, f"I check.\n{CALL}\n{CUT}", "I check.", [PAINT]),
-    *((QWEN_3_5, f"So: {QWEN_CALL[:-gone]}{CUT}", None, []) for gone in (1, 12, 13, 25, 45, 60, 70, 72)),
-    (QWEN_3_5, f"So: {QWEN_CALL}{CUT}", "So:", [PAINT]),
-    *(({**THINKING, "start_anchor": anchor}, f"So: {CALL}", "So:", [PAINT]) for anchor in ("<|nowhere|>", "def")),
+    (QWEN, f"So: {CALL} and <tool_call>[1]</tool_call>", "So: and <tool_call>[1]</tool_call>", "", [PAINT]),
+    (QWEN, f"So: {CALL}\n{CALL}", "So:", "", [PAINT, PAINT]),
+    (QWEN, f"Hello {CALL} Bye", "Hello Bye", "", [PAINT]),
+    *((QWEN_3_5, f"So: {XML_CALL[:-gone]}{CUT}", None, "", []) for gone in (1, 13, 45, 72)),
+    (QWEN_3_5, f"So: {XML_CALL}{CUT}", "So:", "", [PAINT]),
+    *(({**THINKING, "start_anchor": anchor}, f"So: {CALL}", "So:", "", [PAINT]) for anchor in ("<|nowhere|>", "def")),
+    (THINKING, f"{THOUGHT}{CALL}", "", "hm", [PAINT]),
+    (THINKING, f"{THOUGHT}So: {CALL}<think>hm!</think> and {CALL} done", "So: and done", "hmhm!", [PAINT, PAINT]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
-@pytest.mark.parametrize(("template", "text", "told", "calls"), READ, ids=range(len(READ)))
-def test_a_call_is_told_as_one_and_text_as_it_was_written(
-    endpoint, template, text, told, calls, server, says, monkeypatch
-):
+@pytest.mark.parametrize("endpoint", TEMPLATED, ids=row_id)
+@pytest.mark.parametrize("row", range(len(READ)))
+def test_an_answer_is_told_by_its_parts_and_text_as_it_was_written(endpoint, row, server, says):
     """A call that cannot be read is text; of a prompt that begins no answer, or one that cannot be read, nothing is."""
-    monkeypatch.setattr(server.tokenizer, "response_template", template)
-    length = says(text.removesuffix(CUT)) - text.endswith(CUT)
-    asks = asked(endpoint, length)
+    template, text, told, thought, calls = READ[row]
+    length = says(text.removesuffix(CUT), template) - text.endswith(CUT)
+    asks = {"tools": OFFERED[endpoint], LENGTH[endpoint]: length}
     if template["start_anchor"] != QWEN["start_anchor"]:
         prompt = "Call it: def <tool_call>x</tool_call>, <think>."
         asks |= {"messages": [{"role": "user", "content": prompt}]} if endpoint == CHAT else {"input": prompt}
-    expected = (text.removesuffix(CUT) if told is None else told, calls)
-    for found, named in (whole(server, endpoint, **asks), streamed(server, endpoint, **asks)):
-        assert (found.rstrip(), named) == (expected[0].rstrip(), calls)
-
-
-@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES], ids=row_id)
-def test_a_text_that_ends_within_a_character_is_told_to_its_end(endpoint, server, says):
-    asks = asked(endpoint, says("x \u20ac") - 2)
-    assert streamed(server, endpoint, **asks) == whole(server, endpoint, **asks) == ("x \ufffd", [])
-
-
-def test_a_thought_that_a_prompt_begins_begins_with_what_is_thought(server, says, monkeypatch):
-    monkeypatch.setattr(server.tokenizer, "response_template", THINKING)
-    named = {"messages": [{"role": "user", "content": "x:\n\n<think>\n"}], **asked(CHAT, says("hm</think>So"))}
-    message = server.got(CHAT, **named)["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("hm", "So")
-    events = [json.loads(event) for event in server.got(CHAT, stream=True, **named)[:-1]]
-    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
-    thoughts = [delta["reasoning_content"] for delta in deltas if delta.get("reasoning_content")]
-    assert thoughts[0].strip() and "".join(thoughts) == "hm"
-
-
-def test_a_forced_call_is_all_of_a_stream_behind_a_thought(server, says, monkeypatch):
-    monkeypatch.setattr(server.tokenizer, "response_template", THINKING)
-    text = '{"colour": "red"}'
-    named = {**asked(RESPONSES, says(text)), "tool_choice": {"type": "function", "name": "paint"}}
-    events = [json.loads(e) for e in server.got(RESPONSES, stream=True, input="x:\n\n<think>hm", **named)]
-    assert [item["type"] for item in events[-1]["response"]["output"]] == ["function_call"]
-
-
-def test_an_answer_held_to_a_schema_is_content_whatever_the_prompt_has_begun(server, monkeypatch):
-    pytest.importorskip("xgrammar")
-    monkeypatch.setattr(server.tokenizer, "response_template", THINKING)
-    thinking = [{"role": "user", "content": "x:\n\n<think>\n"}]
-    form = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA}}
-    message = server.got(CHAT, messages=thinking, response_format=form, max_tokens=64)["choices"][0]["message"]
-    assert json.loads(message["content"]) and "reasoning_content" not in message
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_calls_of_different_choices_have_names_of_their_own(stream, server, says):
-    named = {**asked(CHAT, says(f"{CALL}\n{CALL}")), "n": 2}
-    found = server.got(CHAT, stream=stream, **named)
-    parts = (json.loads(event) for event in found[:-1]) if stream else [found]
-    choices = [choice.get("delta") or choice.get("message", {}) for part in parts for choice in part["choices"]]
-    names = [call["id"] for choice in choices for call in choice.get("tool_calls") or []]
-    assert len(names) == len(set(names)) == 4
-
-
-# ---- the items of /v1/responses
-
-
-ITEMS = {
-    "": ["message"],
-    "Plain.": ["message"],
-    CALL: ["function_call"],
-    f"{CALL}\n{CALL}": ["function_call", "function_call"],
-    f"So: {CALL}": ["message", "function_call"],
-    f"{CALL} so": ["function_call", "message"],
-    f"<think>hm</think>{CALL}": ["reasoning", "function_call"],
-    f"<think>hm</think>So: {CALL}<think>hm!</think> and {CALL} done": (
-        ["reasoning", "message", "function_call", "reasoning", "message", "function_call", "message"]
-    ),
-}
+    copies = 2 if endpoint == CHAT and calls else 1
+    if copies == 2:
+        asks["n"] = 2
+    expected = " ".join((text.removesuffix(CUT) if told is None else told).split()), thought, calls
+    whole, events = server.got(endpoint, **asks), server.got(endpoint, stream=True, **asks)
+    for found in (whole, events):
+        said = read(found)
+        assert (" ".join(said.text.split()), said.thought, said.calls) == expected
+        parts = [found] if found is whole else map(json.loads, found)
+        choices = [choice.get("delta") or choice.get("message", {}) for p in parts for choice in p.get("choices", ())]
+        names = [call["id"] for choice in choices for call in choice.get("tool_calls") or []]
+        assert len(names) == len(set(names)) == ((endpoint == CHAT) * copies * len(calls))
 
 
 @pytest.mark.parametrize("top", [None, 1], ids=["bare", "logprobs"])
-@pytest.mark.parametrize("text", ITEMS)
-def test_the_items_of_a_stream_come_once_each_and_in_their_order(text, top, server, says, monkeypatch):
-    monkeypatch.setattr(server.tokenizer, "response_template", THINKING)
+def test_the_items_of_a_stream_come_once_each_and_in_their_order(top, server, says):
+    length = says(f"{THOUGHT}So: {CALL}<think>hm!</think> and {CALL} done", THINKING)
     named = {} if top is None else {"include": ["message.output_text.logprobs"], "top_logprobs": top}
-    named |= {"model": "small", "input": PROMPT, "temperature": 0, **asked(RESPONSES, says(text))}
-    with server.client.responses.stream(**named) as events:
+    named |= {"model": "small", "input": PROMPT, "temperature": 0, "tools": OFFERED[RESPONSES]}
+    with server.client.responses.stream(**named, max_output_tokens=length) as events:
         found = list(events)
         final = events.get_final_response()
     assert [event.sequence_number for event in found] == list(range(len(found)))
-    assert [item.type for item in final.output] == ITEMS[text]
-    done = [event.item for event in found if event.type == "response.output_item.done"]
-    assert sorted(item.id for item in done) == sorted({item.id for item in final.output})
-    pieces = {event.output_index: "" for event in found if event.type == "response.output_item.added"}
-    tokens = {index: 0 for index in pieces}
-    for event in found:
-        if event.type == "response.output_text.delta":
-            pieces[event.output_index] += event.delta
-            tokens[event.output_index] += len(event.logprobs or ())
+    kinds = ["reasoning", "message", "function_call", "reasoning", "message", "function_call", "message"]
+    assert [item.type for item in final.output] == kinds
+    done = [event.item.id for event in found if event.type == "response.output_item.done"]
+    assert done == [item.id for item in final.output] and len(set(done)) == len(kinds)
     for index, item in enumerate(final.output):
         if item.type == "message":
-            assert item.content[0].text == pieces[index] and len(item.content[0].logprobs or ()) == tokens[index]
-    assert final.output_text == "".join(pieces.values())
-    answer = server.client.responses.create(**named)
-    assert sum(item.type == "function_call" for item in answer.output) == ITEMS[text].count("function_call")
+            deltas = [e for e in found if e.type == "response.output_text.delta" and e.output_index == index]
+            assert item.content[0].text == "".join(event.delta for event in deltas)
+            assert len(item.content[0].logprobs or ()) == sum(len(event.logprobs or ()) for event in deltas)
 
 
-# ---- white space without end
+def test_a_thought_that_a_prompt_begins_goes_on_and_what_a_grammar_holds_is_no_thought(server, says):
+    asks = {"messages": [{"role": "user", "content": "x:\n\n<think>\n"}], "max_tokens": says("hm</think>So", THINKING)}
+    for found in (server.got(CHAT, **asks), server.got(CHAT, stream=True, **asks)):
+        assert read(found)[:3] == ("So", [], "hm")
+    pytest.importorskip("xgrammar")
+    says('{"colour": "red"}', THINKING)
+    form = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA}}
+    said = read(server.got(CHAT, **{**asks, "max_tokens": 64}, response_format=form))
+    assert (json.loads(said.text), said.thought) == ({"colour": "red"}, "")
+    asks = {"tools": OFFERED[RESPONSES], "tool_choice": {"type": "function", "name": "paint"}, "max_output_tokens": 64}
+    events = server.got(RESPONSES, stream=True, input="x:\n\n<think>hm", **asks)
+    assert [item["type"] for item in json.loads(events[-1])["response"]["output"]] == ["function_call"]
+
+
+def test_an_answer_can_be_handed_back(server):
+    said, more = server.got(CHAT)["choices"][0]["message"], {"role": "user", "content": "x"}
+    server.got(CHAT, messages=[*ASKED[CHAT]["messages"], said, more])
+    output = server.got(RESPONSES, include=["message.output_text.logprobs"], top_logprobs=1)["output"]
+    server.got(RESPONSES, input=[{"role": "user", "content": PROMPT}, *output, more])
 
 
 @pytest.mark.parametrize("template", utils._RESPONSE_TEMPLATE_FALLBACKS.values(), ids=lambda value: "")
@@ -384,44 +153,177 @@ def test_no_pattern_of_a_template_looks_at_white_space_again_and_again(template,
     Answers(server.tokenizer, server.target).read(ids, prompt, [])  # which takes an hour where one does
 
 
-# ---- texts behind a prompt
-
-
-@pytest.fixture
-def stripping(server):
-    """Its tokenizer takes the first space off what it decodes, as SentencePiece's do."""
+@pytest.mark.parametrize("prompt", ["def", "", [1, 4, 5], "half a character"])
+@pytest.mark.parametrize("text", [" world is", "  x", " \u20ac \u20ac"])
+def test_a_completion_goes_on_where_its_prompt_ends(prompt, text, server, says, monkeypatch):
+    """The tokenizer takes the first space off what it decodes, as SentencePiece's do."""
     inner = server.tokenizer._tokenizer
     own, inner.decoder = inner.decoder, decoders.Sequence([inner.decoder, decoders.Strip(" ", 1, 0)])
-    yield server
-    inner.decoder = own
+    expected = text if prompt in ("def", [1, 4, 5]) else text.removeprefix(" ")  # which a new text begins with
+    try:
+        if prompt == "half a character":
+            prompt = [5, *server.tokenizer("\u20ac", add_special_tokens=False)["input_ids"][:-1]]
+        asks = {"prompt": prompt, "max_tokens": says(text), "logprobs": 0}
+        whole, events = server.got(COMPLETIONS, **asks), server.got(COMPLETIONS, stream=True, **asks)
+        shown = server.text(COMPLETIONS, echo=True, **asks)
+    finally:
+        inner.decoder = own
+    assert read(whole) == read(events) and read(whole).text == expected
+    assert not isinstance(prompt, str) or shown.endswith(prompt + expected)
 
 
-@pytest.mark.parametrize("prompt", ["def", "", [4], [1, 4, 5], "x \u20ac"])
-@pytest.mark.parametrize("text", [" world is", "s", "  x", " \u20ac \u20ac"])
-def test_a_completion_goes_on_where_its_prompt_ends(prompt, text, stripping, says):
-    named = {"prompt": prompt, "max_tokens": says(text), "logprobs": 0}
-    expected = text.removeprefix(" ") if prompt == "" else text  # behind a special token alone a text begins
-    found = stripping.got(COMPLETIONS, **named)["choices"][0]
-    assert (found["text"], found["finish_reason"]) == (expected, "stop")
-    assert streamed(stripping, COMPLETIONS, **named) == (expected, [])
-    shown = stripping.text(COMPLETIONS, echo=True, **named)
-    assert shown.endswith(expected) and (not isinstance(prompt, str) or shown.endswith(prompt + expected))
+def test_pieces_of_sentencepiece_are_told_by_their_bytes():
+    words = ("\u2581a", "<0xC3>", "<0xA9>", "<s>")
+    inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    pieces = Pieces(PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>"))
+    assert [pieces.bytes_of(token) for token in range(5)] == [b" a", b"\xc3", b"\xa9", b"<s>", b""]
+    assert [pieces.text_of(token) for token in range(3)] == [" a", "bytes:\\xc3", "bytes:\\xa9"]
 
 
-def test_a_prompt_that_ends_within_a_character_is_completed(server, says):
-    euro = server.tokenizer("\u20ac", add_special_tokens=False)["input_ids"]
-    assert len(euro) > 1
-    length = says(" x")
-    given = {"prompt": [5, *euro[:-1]], "max_tokens": length}
-    assert whole(server, COMPLETIONS, **given) == streamed(server, COMPLETIONS, **given) == (" x", [])
+# ---- A JSON schema holds whole or is refused by name: xgrammar drops keywords without a word.
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_what_ends_a_thought_before_a_call_that_is_cut_is_no_text(size, server, monkeypatch):
-    monkeypatch.setattr(server.tokenizer, "response_template", THINKING, raising=False)
-    answer = Answers(server.tokenizer, server.target).begin(server.tokenizer(":\n\n")["input_ids"], [])
-    cut = '\n\n<tool_call>\n{"name": "f", "argu'
-    text = f"<think>abc</think>{cut}"
-    parts = [part for at in range(0, len(text), size) for part in answer.feed(text[at : at + size])] + answer.end()
-    assert "".join(part for part in parts if type(part) is str) == cut
-    assert "".join(part for part in parts if type(part) is not str) == "abc"
+INT = {"type": "integer"}
+TREE = {"type": "object", "properties": {"c": {"type": "array", "items": {"$ref": "#"}}}, "required": ["c"]}
+DEFINED = {"$defs": {"a": INT}}
+
+
+def an(**bounds):
+    return {"type": "object", **bounds}
+
+
+def a_text(**bounds):
+    return {"type": "string", **bounds}
+
+
+def whole(**bounds):
+    return {"type": "integer", **bounds}
+
+
+def several(**bounds):
+    return {"type": "array", **bounds}
+
+
+UNHELD = ["(?=ab)a", "a^b", "(^a$)+", "a(b|c$)d", r"\Aab", r"\0", r"^\t$", "\t", r"\cA", '"', r"\\", r"[\t]", r"\x22"]
+HELD = [  # a schema, a value that meets it, one that does not
+    ({"type": ["integer", "null"], "minimum": 3}, 4, 2),
+    ({"enum": ["a", 1]}, 1, "b"),
+    (a_text(const="a"), "a", "b"),
+    ({"properties": {"a": INT}, "required": ["a"]}, {"a": 1}, {}),
+    (an(properties={"a": INT}, additionalProperties=False), {"a": 1}, {"a": 1, "b": 2}),
+    (an(additionalProperties=INT), {"b": 2}, {"b": "x"}),
+    (an(patternProperties={"^x$": INT}, additionalProperties=False), {"x": 1}, {"y": 1}),
+    (an(propertyNames={"pattern": "^a+$", "type": "string"}), {"a": 1}, {"b": 1}),
+    (an(minProperties=1, maxProperties=1), {"a": 1}, {"a": 1, "b": 2}),
+    (several(items=INT, minItems=1, maxItems=2), [1], [1, 2, 3]),
+    (several(prefixItems=[INT], items=False), [1], [1, 2]),
+    (a_text(minLength=2, maxLength=2), "ab", "abc"),
+    (a_text(pattern="^a+$"), "aa", "b"),
+    (a_text(pattern="^a|b$"), "a", "c"),
+    (a_text(pattern=r'^[^"]\d\W$|\x41'), "x1-", "x1x"),
+    (a_text(format="date"), "2024-01-01", "x"),
+    ({"type": "number", "exclusiveMinimum": 3}, 3.5, 3),
+    (whole(multipleOf=7), 14, 8),
+    ({"anyOf": [INT, {"type": "null"}], "description": "x"}, 1, "x"),
+    ({"allOf": [INT]}, 1, "x"),
+    ({**DEFINED, "$ref": "#/$defs/a"}, 1, "x"),
+    (TREE, {"c": [{"c": []}]}, {"c": [1]}),
+]
+
+DROPPED = [  # schemas, the keyword by which they are refused
+    ("uniqueItems", several(uniqueItems=True)),
+    ("required", an(required=["z"])),
+    ("propertyNames", an(properties={"b": INT}, propertyNames={"type": "string", "pattern": "a"})),
+    ("oneOf", {"oneOf": [INT, {"type": "number"}]}),
+    ("allOf", {"allOf": [INT, {"type": "integer", "maximum": 3}]}),
+    ("type", {"allOf": [INT], "type": "integer"}, {"type": []}, a_text(enum=["a", 1]), whole(const=True)),
+    ("minimum", {**DEFINED, "$ref": "#/$defs/a", "minimum": 3}, {"minimum": 3}, a_text(minimum=3)),
+    *((keyword, {keyword: 1}) for keyword in ("minItems", "maxProperties", "minLength")),
+    ("patternProperties", an(properties={"x": INT}, patternProperties={"x": INT}),
+     an(patternProperties={"^a+$": INT, "^ab?$": {"type": "string"}}), an(patternProperties={"a{301}": {}})),
+    ("pattern", *(a_text(pattern=pattern) for pattern in (*UNHELD, "^([a-z]{1,30}[0-9]){1,30}$", "a{99999999999}"))),
+    ("$ref", {"$ref": "#k"}, {"$ref": "other.json"}),
+    ("maxLength", a_text(pattern="a", maxLength=2), a_text(maxLength=10**9)),
+    ("format", a_text(format="iri")),
+    ("multipleOf", {"type": ["integer", "number"], "multipleOf": 7}, whole(multipleOf=0.5),
+     whole(multipleOf=7, minimum=3), whole(multipleOf=10**6)),
+    ("enum", {"enum": [str(i) for i in range(1_001)]}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def accepts():
+    """Whether a grammar of single characters takes a text."""
+    xgrammar = pytest.importorskip("xgrammar")
+    grammars = Grammars(None, 128)
+    info = xgrammar.TokenizerInfo(["<s>", *map(chr, range(1, 128))], stop_token_ids=[0])
+    grammars.compilers[(0,)] = xgrammar.GrammarCompiler(info)
+
+    def found(held, text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(grammars.of(held, "schema", [0]), terminate_without_stop_token=True)
+        return matcher.accept_string(text) and matcher.is_completed()
+
+    return found
+
+
+@pytest.mark.parametrize("row", range(len(HELD)))
+def test_what_is_served_holds(row, accepts):
+    schema, good, bad = HELD[row]
+    check_schema(schema, "schema")
+    assert accepts(schema, json.dumps(good)) and not accepts(schema, json.dumps(bad))
+    assert schema.get("type") != "string" or not accepts(schema, '"a\t"'), "a letter that JSON escapes"
+
+
+def test_what_would_be_dropped_is_refused_by_its_place():
+    for keyword, *schemas in DROPPED:
+        for schema in schemas:
+            within = (schema, ""), (several(items=schema), ".items"), (an(properties={"a": schema}), ".properties.a")
+            for wrap, place in within:
+                with pytest.raises(Refused) as refused:
+                    check_schema(wrap, "schema")
+                assert refused.value.field == f"schema{place}.{keyword}", schema
+    deep: dict = {}
+    for _ in range(5000):
+        deep = {"type": "array", "items": deep}
+    for bad in (deep, 5, {"properties": 5}, {"anyOf": {}}, {"items": [INT]}, {"type": "object", "required": "a"}):
+        with pytest.raises(Refused, match=r"^schema"):
+            check_schema(bad, "schema")
+
+
+def test_references_of_a_function_stay_its_own(accepts):
+    tools = [("grow", TREE), ("draw", DEFINED | an(properties={"default": {"$ref": "#/$defs/a"}}))]
+    schema = call_schema([{"function": {"name": name, "parameters": schema}} for name, schema in tools], "")
+    grown = {"c": [{"c": []}]}
+    for name, arguments, good in (("grow", grown, True), ("grow", {"c": [{"name": "grow", "arguments": grown}]}, False),
+                                  ("draw", {"default": 1}, True), ("draw", {"default": "x"}, False)):  # fmt: skip
+        assert accepts(schema, json.dumps({"name": name, "arguments": arguments})) == good
+
+
+# ---- strict tools beside tool_choice auto
+
+
+STRICT = [{"type": "function", "function": {**TOOL, "strict": True}}]
+XML = {"open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>", "content": "xml-inline"}
+GEMMA = {"open_pattern": r"<\|tool_call>call:(?P<name>\w+)", "content": "json"}
+
+
+def test_calls_of_strict_tools_are_held_to_their_schema_and_text_is_free(server, accepts, monkeypatch):
+    monkeypatch.setattr(server.tokenizer, "response_template", QWEN, raising=False)
+    assert server.text(CHAT, tools=STRICT) == server.text(CHAT, tools=TOOLS), "no call: the text is free"
+    for name, template, text, good in (
+        ("json", QWEN, "hello <b>", True),
+        ("json", QWEN, f"x {CALL}", True),
+        ("json", QWEN, '<tool_call>{"name": "sing", "arguments": {"anything": [1]}}</tool_call> bye', True),
+        ("json", QWEN, CALL.replace("red", "green"), False),
+        ("json", QWEN, CALL.replace("paint", "dance"), False),
+        ("xml", {"fields": {"tool_calls": XML}}, XML_CALL, True),
+        ("xml", {"fields": {"tool_calls": XML}}, XML_CALL.replace("red", "green"), False),
+    ):
+        tools = [*STRICT, {"type": "function", "function": {"name": "sing"}}]
+        held, field = held_to(chosen({"tools": tools}, server.tokenizer), None, "", template)
+        assert field == "tools" and accepts(held, text) == good, (name, text)
+    loose = [{"type": "function", "function": {"name": "paint", "parameters": {"not": {}}, "strict": True}}]
+    assert server.refusal(CHAT, tools=loose)["param"] == "tools[0].function.parameters.not"
+    monkeypatch.setattr(server.tokenizer, "response_template", {"fields": {"tool_calls": GEMMA}})
+    assert server.refusal(CHAT, tools=STRICT)["param"] == "tools[0].function.strict"

@@ -1,496 +1,470 @@
-"""Every row of the server's table, on a running server: an effect, a refusal by its name, or nothing at all."""
+"""Every field of the server's table: what a request gets for it, whole and in events, or the place that is refused."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 import typing
-from functools import partial
 from itertools import chain
 
 import pytest
 import torch
-from served import LENGTH, OFFERED, PROMPT, SCHEMA, TOOL, Server, known, read, row_id, tokens
-from transformers import LogitsProcessorList
+from openai.types import completion_create_params as completions
+from openai.types.chat import completion_create_params as chat
+from openai.types.responses import response_create_params as responses
+from served import ASKED, LENGTH, OFFERED, PROMPT, SCHEMA, TOOL, TOOLS, read, row_id, spoken, tokens
+from transformers import LogitsProcessor
 
 from gsd_kernels_hf import generate
 from gsd_kernels_serve import fields
-from gsd_kernels_serve.fields import BOTH, CHAT, COMPLETIONS, RESPONSES, TEMPLATED
+from gsd_kernels_serve.checks import Refused
+from gsd_kernels_serve.fields import BOTH, CHAT, COMPLETIONS, ENDPOINTS, RESPONSES, TEMPLATED
 from gsd_kernels_serve.processors import Grammar, Grammars
 
 pytestmark = pytest.mark.slow
 
 
-# ---- What honoured fields do, seen in answers: those that say what is asked, and which text it gets
+def row(endpoint: str) -> dict[str, fields.Field]:
+    return fields.rows(endpoint)
 
 
-EFFECTS: dict[tuple[str, str], typing.Callable[[Server, str], None]] = {}
-"""Of honoured fields by endpoint: what shows that they act."""
+def of(treatment: str) -> set[tuple[str, str]]:
+    return {(e, name) for e in ENDPOINTS for name, field in fields.rows(e).items() if field.treatment == treatment}
 
 
-def effect(name: str, *endpoints: str):
-    def keep(test):
-        EFFECTS.update({(endpoint, name): test for endpoint in endpoints or fields.ENDPOINTS})
-        return test
-
-    return keep
+# ---- what an answer shows
 
 
-@effect("model")
-def model(server, endpoint):
-    assert server.got(endpoint)["model"] == "small"
-    status, found = server.ask(endpoint, model="other")
-    assert status == 404 and found["error"]["param"] == "model"
+def shown(endpoint: str, text: str = PROMPT) -> str:
+    """What the model reads of a prompt, which the template ends."""
+    return text if endpoint == COMPLETIONS else text + "\n"
 
 
-@effect("messages", CHAT)
-def messages(server, endpoint):
-    two = [{"role": "user", "content": "import os"}, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
-    assert server.got(endpoint, messages=two)["usage"]["prompt_tokens"] == tokens(server, "import os\nx\n")
+def like(**other):
+    """The text of another request."""
+    return lambda server, endpoint, whole: read(whole).text == server.text(endpoint, **other)
 
 
-@effect("prompt", COMPLETIONS)
-def prompt(server, endpoint):
-    other = "import os\n"
-    texts = [server.text(endpoint, prompt=one) for one in (PROMPT, other)]
-    ids = [server.tokenizer(one)["input_ids"] for one in (PROMPT, other)]
-    assert server.text(endpoint, prompt=ids[0]) == texts[0]
-    for given in ([PROMPT, other], ids):
-        found = server.got(endpoint, prompt=given)
-        assert [choice["text"] for choice in found["choices"]] == texts
-        assert [choice["index"] for choice in found["choices"]] == [0, 1] and len(found["gsd_kernels"]) == 2
-        assert found["usage"]["prompt_tokens"] == sum(map(len, ids)) and found["usage"]["completion_tokens"] == 16
+def generated(text: str = PROMPT, **options):
+    """The text of plain ``generate``; ``processor``: its logits processor, of the prompt's length."""
+
+    def check(server, endpoint, whole):
+        ids = server.tokenizer(shown(endpoint, text), return_tensors="pt")["input_ids"]
+        given = {"max_new_tokens": 8, "do_sample": False, "graph_config": "plain", **options}
+        if make := given.pop("processor", None):
+            given["logits_processor"] = [make(server, ids.shape[1])]
+        out = generate(server.target, ids, tokenizer=server.tokenizer, **given)[0, ids.shape[1] :]
+        return read(whole).text == server.tokenizer.decode(out, skip_special_tokens=True)
+
+    return check
 
 
-@effect("input", RESPONSES)
-def input_(server, endpoint):
-    items = [
-        {"role": "user", "content": [{"type": "input_text", "text": "import os"}]},
-        {"type": "function_call", "call_id": "1", "name": "paint", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1", "output": "x"},
-    ]
-    assert server.got(endpoint, input=items)["usage"]["input_tokens"] == tokens(
-        server, "import os\n# calls paint\n\nx\n"
+def prompted(text: str):
+    """The number of a prompt's tokens."""
+
+    def check(server, _, whole):
+        usage = whole["usage"]
+        return usage.get("prompt_tokens", usage.get("input_tokens")) == tokens(server, text)
+
+    return check
+
+
+class Penalised(LogitsProcessor):
+    """As OpenAI defines it."""
+
+    def __init__(self, prompt: int, counted: bool) -> None:
+        self.prompt, self.counted = prompt, counted
+
+    def __call__(self, input_ids, scores):
+        counts = torch.stack([torch.bincount(row[self.prompt :], minlength=scores.shape[1]) for row in input_ids])
+        return scores - 1.5 * (counts if self.counted else counts > 0)
+
+
+def penalised(counted: bool):
+    return generated("x = [0, 0, 0, 0, ", max_new_tokens=16, processor=lambda _, at: Penalised(at, counted))
+
+
+def ended(count: int):
+    """A text that was cut at so many tokens."""
+    return lambda server, _, whole: (
+        (whole["gsd_kernels"]["new_tokens"], read(whole).finish in ("length", "incomplete")) == (count, True)
     )
 
 
-@effect("instructions", RESPONSES)
-def instructions(server, endpoint):
-    spoken = [{"role": "developer", "content": "import re"}, {"role": "user", "content": PROMPT}]
-    found = server.got(endpoint, instructions="import os", input=spoken)
-    both = "system import os\nsystem import re\n" + PROMPT + "\n"
-    assert found["usage"]["input_tokens"] == tokens(server, both)
-    found = server.got(endpoint, instructions="import os")
-    assert found["usage"]["input_tokens"] == tokens(server, "system import os\n" + PROMPT + "\n")
-    assert found["instructions"] == "import os"
+def biased(server, endpoint, whole):
+    return read(whole).text.count(server.tokenizer.decode([5])) == 8
 
 
-@effect("tools", *TEMPLATED)
-def tools(server, endpoint):
-    usage = server.got(endpoint, tools=OFFERED[endpoint])["usage"]
-    assert usage["total_tokens"] == tokens(server, "# paint\n" + PROMPT + "\n") + 8
+def several(server, endpoint, whole):
+    alone = [read(server.got(endpoint, temperature=2, seed=number)) for number in (4, 5)]
+    return [read(whole, index) for index in (0, 1)] == alone and whole["usage"]["completion_tokens"] == 16
 
 
-@effect("tool_choice", *TEMPLATED)
-def tool_choice(server, endpoint):
-    offered = {"tools": OFFERED[endpoint], LENGTH[endpoint]: 64}
-    shown = server.text(endpoint, **offered)
-    assert server.text(endpoint, **offered, tool_choice="auto") == shown
-    assert server.text(endpoint, **offered, tool_choice="none") == server.text(endpoint, **{LENGTH[endpoint]: 64})
-    assert not server.text(endpoint, **{LENGTH[endpoint]: 64}).startswith(shown), "the template shows them"
-    pytest.importorskip("xgrammar")
-    named = {"type": "function", "name": "paint"}
-    for choice in ("required", named if endpoint == RESPONSES else {"type": "function", "function": {"name": "paint"}}):
-        found = server.got(endpoint, **offered, tool_choice=choice)
-        text, ((name, arguments),) = read(found)
-        assert (text, name) == ("", "paint") and json.loads(arguments)["colour"] in ("red", "blue")
-        events = server.got(endpoint, **offered, tool_choice=choice, stream=True)
-        assert read(events) == (text, [(name, arguments)])
-        if endpoint == CHAT:
-            last = json.loads(events[-2])["choices"][0]
-            assert found["choices"][0]["finish_reason"] == last["finish_reason"] == "tool_calls"
-        else:
-            assert found["status"] == json.loads(events[-1])["response"]["status"] == "completed"
+def prompts(server, endpoint, whole):
+    two = [server.text(endpoint), server.text(endpoint, prompt="import os\n")]
+    counted = sum(tokens(server, text) for text in (PROMPT, "import os\n"))
+    return [c["text"] for c in whole["choices"]] == two and whole["usage"]["prompt_tokens"] == counted
 
 
-@effect("chat_template_kwargs", CHAT, RESPONSES)
-def chat_template_kwargs(server, endpoint):
-    plain, other = server.got(endpoint), server.got(endpoint, chat_template_kwargs={"flavour": "sweet"})
-    assert other["usage"]["total_tokens"] - plain["usage"]["total_tokens"] == tokens(server, "# sweet\n") - tokens(
-        server, ""
-    )
+def predicted(server, endpoint, whole):
+    named = {"max_tokens": 48, "temperature": 2, "seed": 11}
+    plain = server.got(endpoint, **named)
+    drafted = server.got(endpoint, **named, prediction={"type": "content", "content": PROMPT + read(plain).text})
+    steps = [found["gsd_kernels"]["tokens_per_step"] for found in (drafted, plain)]
+    return read(drafted) == read(plain) and steps[0] > steps[1] and read(whole).text == server.text(endpoint)
 
 
-@effect("reasoning_effort", CHAT)
-def reasoning_effort(server, endpoint):
-    assert server.got(endpoint, reasoning_effort="low")["usage"]["prompt_tokens"] > tokens(server, PROMPT + "\n")
+def called(server, endpoint, whole):
+    (text, ((name, arguments),), *_, finish, _) = read(whole)
+    assert json.loads(arguments)["colour"] in ("red", "blue")
+    return (text, name) == ("", "paint") and finish in ("tool_calls", "completed")
 
 
-@effect("reasoning", RESPONSES)
-def reasoning(server, endpoint):
-    found = server.got(endpoint, reasoning={"effort": "low"})
-    assert found["usage"]["input_tokens"] > tokens(server, PROMPT + "\n")
-    assert server.text(endpoint, reasoning={"summary": "auto"}) == server.text(endpoint)
+def objects(server, endpoint, whole):
+    return read(whole).text.startswith("{") and "grammar" in whole["gsd_kernels"]["sources"]
 
 
-@effect("temperature")
-def temperature(server, endpoint):
-    greedy = server.text(endpoint, temperature=...)
-    assert server.text(endpoint, temperature=0) == greedy
-    assert len({server.text(endpoint, temperature=2) for _ in range(3)}) > 1
+def formed(server, endpoint, whole):
+    """It has the form, and is the text that the grammar leaves of the bare model's."""
+    found = json.loads(read(whole).text)
+    assert set(found) == {"kind", "full"} and found["kind"] in ("list", "dict") and isinstance(found["full"], bool)
+
+    def grammar(server, at):
+        return Grammar(Grammars(server.tokenizer, server.target.config.vocab_size).of(SCHEMA, "schema", [2]), at)
+
+    sampled = {"max_new_tokens": 64, "do_sample": True, "temperature": 1.5, "seed": 5}
+    return generated(**sampled, processor=grammar)(server, endpoint, whole)
 
 
-def narrowed(name: str, narrow: float, wide: float):
-    def test(server, endpoint):
-        assert server.text(endpoint, temperature=2, **{name: narrow}) == server.text(endpoint)
-        long = {LENGTH[endpoint]: 24, "temperature": ..., name: wide}
-        assert len({server.text(endpoint, **long) for _ in range(3)}) > 1, "it samples without a temperature"
-
-    effect(name)(test)
+def close(found, expected) -> bool:
+    return all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(found, expected, strict=True))
 
 
-narrowed("top_p", 1e-6, 0.999)
-narrowed("top_k", 1, 0)
-narrowed("min_p", 1.0, 0.001)
+def log_probs_of(server, endpoint, text: str) -> list[float]:
+    """The bare model's, of a text behind the prompt."""
+    ids = server.tokenizer(shown(endpoint), return_tensors="pt")["input_ids"]
+    answer = server.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        logits = server.target(torch.cat([ids, answer], 1)).logits[0, ids.shape[1] - 1 : -1]
+    return logits.log_softmax(-1).gather(1, answer[0, :, None])[:, 0].tolist()
 
 
-@effect("seed")
-def seed(server, endpoint):
-    first, second = (server.text(endpoint, temperature=2, seed=number) for number in (1, 2))
-    assert server.text(endpoint, temperature=2, seed=1) == first != second
+def told(server, endpoint, whole):
+    text, rows = server.text(endpoint), read(whole).logprobs["content"]
+    assert read(whole).text == text and not read(server.got(endpoint)).logprobs
+    assert all(len(one["top_logprobs"]) == 2 and one["top_logprobs"][0]["token"] == one["token"] for one in rows)
+    assert b"".join(bytes(one["bytes"]) for one in rows).decode() == text == "".join(one["token"] for one in rows)
+    return close([one["logprob"] for one in rows], log_probs_of(server, endpoint, text))
 
 
-def penalised(server, endpoint, name) -> None:
-    """As OpenAI defines it, token by token, of the bare model's logits."""
-    prompt = "x = [0, 0, 0, 0, "
-    shown = {"prompt": prompt} if endpoint == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
-    ids = server.tokenizer(prompt + ("\n" if endpoint == CHAT else ""), return_tensors="pt")["input_ids"]
-    start, text = ids.shape[1], server.text(endpoint, max_tokens=16, **shown)
-    for _ in range(16):
-        with torch.no_grad():
-            logits = server.target(ids).logits[0, -1]
-        counts = torch.bincount(ids[0, start:], minlength=len(logits))
-        logits = logits - 1.5 * (counts if name == "frequency_penalty" else (counts > 0))
-        ids = torch.cat([ids, logits.argmax()[None, None]], 1)
-    expected = server.tokenizer.decode(ids[0, start:])
-    assert server.text(endpoint, max_tokens=16, **{name: 1.5}, **shown) == expected != text
+def told_in_columns(server, endpoint, whole):
+    text, columns = server.text(endpoint), read(whole).logprobs
+    places = zip(columns["text_offset"], columns["tokens"], strict=True)
+    assert "".join(columns["tokens"]) == text and all(text[at:].startswith(token) for at, token in places)
+    assert all(len(top) == 2 for top in columns["top_logprobs"])
+    return close(columns["token_logprobs"], log_probs_of(server, endpoint, text))
 
 
-for name in ("frequency_penalty", "presence_penalty"):
-    effect(name, *BOTH)(partial(penalised, name=name))
+def echoed(server, endpoint, whole):
+    said, ids = read(whole), server.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    columns, length = said.logprobs, ids.shape[1]
+    with torch.no_grad():
+        expected = server.target(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+    assert said.text == PROMPT + server.text(endpoint, max_tokens=3) and whole["usage"]["completion_tokens"] == 6
+    assert columns["tokens"][0] == "<|bos|>" and columns["token_logprobs"][0] is None is columns["top_logprobs"][0]
+    places = list(zip(columns["text_offset"], columns["tokens"], strict=True))[1:]
+    assert "".join(token for _, token in places) == said.text and len(places) == length + 2
+    assert all(said.text[at:].startswith(token) for at, token in places)
+    after = read(server.got(endpoint, logprobs=2, max_tokens=3)).logprobs["token_logprobs"]
+    return close(columns["token_logprobs"][1:length], expected) and columns["token_logprobs"][length:] == after
 
 
-@effect("repetition_penalty")
-def repetition_penalty(server, endpoint):
-    assert server.text(endpoint, repetition_penalty=5.0) != server.text(endpoint)
+def held(endpoint: str, kind: str, **more: object) -> dict[str, object]:
+    form = {"type": kind, **(more if endpoint == RESPONSES or not more else {"json_schema": more})}
+    return {"text": {"format": form}} if endpoint == RESPONSES else {"response_format": form}
 
 
-@effect("logit_bias", CHAT, COMPLETIONS)
-def logit_bias(server, endpoint):
-    token = server.tokenizer(" x", add_special_tokens=False)["input_ids"][0]
-    assert server.text(endpoint, logit_bias={str(token): 100}).count(server.tokenizer.decode([token])) == 8
-    assert server.text(endpoint, logit_bias={}) == server.text(endpoint)
+CALLED = {"id": "1", "type": "function", "function": {"name": "paint", "arguments": "{}"}}
+CUT = {**CALLED, "function": {"name": "paint", "arguments": '{"colour": "re'}}
+NAMED = {CHAT: {"type": "function", "function": {"name": "paint"}}, RESPONSES: {"type": "function", "name": "paint"}}
+SAMPLED = {"do_sample": True, "temperature": 2.0, "seed": 1}
+ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "import os"}]},
+    {"type": "function_call", "call_id": "1", "name": "paint", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": "x"},
+]
 
 
-@effect("response_format", CHAT)
-@effect("text", RESPONSES)
-def form(server, endpoint):
-    def held(kind: str, **more: object) -> dict[str, object]:
-        if endpoint == RESPONSES:
-            return {"text": {"format": {"type": kind, **more}}}
-        return {"response_format": {"type": kind, **({"json_schema": more} if more else {})}}
-
-    assert server.text(endpoint, **held("text")) == server.text(endpoint)
-    if endpoint == RESPONSES:
-        assert server.text(endpoint, text={"verbosity": "low"}) == server.text(endpoint)
-    pytest.importorskip("xgrammar")
-    assert server.text(endpoint, **held("json_object")).startswith("{")
-    form = held("json_schema", name="one", schema=SCHEMA, strict=True)
-    for sampled in ({"temperature": 0}, {"temperature": 1.5, "seed": 5}):
-        text = server.text(endpoint, **{LENGTH[endpoint]: 64}, **sampled, **form)
-        found = json.loads(text)
-        assert set(found) == {"kind", "full"} and found["kind"] in ("list", "dict") and isinstance(found["full"], bool)
-    statistics = server.got(endpoint, **{LENGTH[endpoint]: 64}, temperature=0, **form)["gsd_kernels"]
-    assert "grammar" in statistics["sources"]
-    ids = server.tokenizer(PROMPT + "\n", return_tensors="pt")["input_ids"]
-    compiled = Grammars(server.tokenizer, server.target.config.vocab_size).of(SCHEMA, "schema", [2])
-    bare = LogitsProcessorList([Grammar(compiled, ids.shape[1])])
-    options = {"max_new_tokens": 64, "do_sample": True, "temperature": 1.5, "seed": 5}
-    out = generate(server.target, ids, logits_processor=bare, tokenizer=server.tokenizer, **options)
-    assert server.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == text, "as without a draft"
+def user(content: object, **more: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": content, **more}]
 
 
-@effect("generation_config")
-def generation_config(server, endpoint):
-    given = json.dumps({"max_new_tokens": 3, "transformers_version": "5", "num_beams": 1})
-    found = server.got(endpoint, generation_config=given, **{LENGTH[endpoint]: ...})
-    assert found["gsd_kernels"]["new_tokens"] == 3
+def said(**message: object) -> list[dict[str, object]]:
+    return [*user(PROMPT), {"role": "assistant", **message}]
 
 
-# ---- What honoured fields do, seen in answers: where texts end, how many there are, and what is told of them
+def cached(text: str) -> list[dict[str, object]]:
+    return user([{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}])
 
 
-@effect("max_tokens", CHAT, COMPLETIONS)
-@effect("max_completion_tokens", CHAT)
-def length(server, endpoint, names=("max_tokens", "max_completion_tokens")):
-    for name in names[: 2 if endpoint == CHAT else 1]:
-        found = server.got(endpoint, **{"max_tokens": ..., name: 3})
-        assert found["usage"]["completion_tokens"] == 3 and found["choices"][0]["finish_reason"] == "length"
+def at_zero(endpoint: str) -> dict[str, object]:
+    zeros = user("x = [0, 0, 0, 0, ")
+    return {"prompt": zeros[0]["content"]} if endpoint == COMPLETIONS else {"messages": zeros}
 
 
-@effect("max_output_tokens", RESPONSES)
-def max_output_tokens(server, endpoint):
-    found = server.got(endpoint, max_output_tokens=3)
-    assert found["usage"]["output_tokens"] == 3 and found["status"] == "incomplete"
+GIVEN: list[tuple[tuple[str, ...], typing.Any, typing.Any]] = [
+    # endpoints, a request (or what makes it of the endpoint), what its answer shows
+    (ENDPOINTS, {"model": "small"}, lambda server, endpoint, whole: whole["model"] == "small"),
+    ((CHAT,), {"messages": user("import os") + cached("x")}, prompted("import os\nx\n")),
+    ((CHAT,), {"messages": said(content=None, tool_calls=[CUT])},
+     prompted(PROMPT + '\npaint: {"colour": "re\n')),  # as max_tokens leaves a forced call
+    ((COMPLETIONS,), {"prompt": [PROMPT, "import os\n"]}, prompts),
+    ((RESPONSES,), {"input": ITEMS}, prompted("import os\n# calls paint\n\nx\n")),
+    ((RESPONSES,), {"instructions": "import os", "input": [{"role": "developer", "content": "x"}, *user(PROMPT)]},
+     prompted(f"system import os\nsystem x\n{PROMPT}\n")),
+    (TEMPLATED, lambda e: {"tools": OFFERED[e]}, prompted(f"# paint\n{PROMPT}\n")),
+    (TEMPLATED, lambda e: {"tools": OFFERED[e], "tool_choice": "none"}, like()),
+    (TEMPLATED, lambda e: {"tools": OFFERED[e], LENGTH[e]: 64, "tool_choice": NAMED[e]}, called),
+    (TEMPLATED, lambda e: {"tools": OFFERED[e], LENGTH[e]: 64, "tool_choice": "required"}, called),
+    (TEMPLATED, {"chat_template_kwargs": {"flavour": "sweet"}}, prompted(f"# sweet\n{PROMPT}\n")),
+    ((CHAT,), {"reasoning_effort": "low"}, prompted(f"# effort low\n{PROMPT}\n")),
+    ((RESPONSES,), {"reasoning": {"effort": "low", "summary": "auto"}}, prompted(f"# effort low\n{PROMPT}\n")),
+    (ENDPOINTS, {"temperature": 0.9, "seed": 7}, generated(do_sample=True, temperature=0.9, seed=7)),
+    (ENDPOINTS, {"temperature": ...}, generated()),
+    (ENDPOINTS, {"temperature": 2, "seed": 1, "top_p": 0.4}, generated(**SAMPLED, top_p=0.4)),
+    (ENDPOINTS, {"temperature": ..., "seed": 1, "top_k": 5}, generated(do_sample=True, seed=1, top_k=5)),
+    ((CHAT,), {"temperature": 2, "seed": 1, "top_k": 10**30}, generated(**SAMPLED, top_k=0)),
+    (ENDPOINTS, {"temperature": 2, "seed": 1, "min_p": 0.3}, generated(**SAMPLED, min_p=0.3)),
+    (ENDPOINTS, {"temperature": 2, "seed": -1}, generated(**{**SAMPLED, "seed": 2**64 - 1})),
+    (BOTH, lambda e: {"frequency_penalty": 1.5, "max_tokens": 16, **at_zero(e)}, penalised(True)),
+    (BOTH, lambda e: {"presence_penalty": 1.5, "max_tokens": 16, **at_zero(e)}, penalised(False)),
+    (ENDPOINTS, {"repetition_penalty": 5.0}, generated(repetition_penalty=5.0)),
+    (BOTH, {"logit_bias": {"5": 100}}, biased),
+    (TEMPLATED, lambda e: held(e, "text"), like()),
+    (TEMPLATED, lambda e: held(e, "json_object"), objects),
+    (TEMPLATED, lambda e: {**held(e, "json_schema", name="one", schema=SCHEMA, strict=True), LENGTH[e]: 64,
+                           "temperature": 1.5, "seed": 5}, formed),
+    ((RESPONSES,), {"text": {"verbosity": "low"}}, like()),
+    (ENDPOINTS, lambda e: {"generation_config": '{"max_new_tokens": 3, "num_beams": 1}', LENGTH[e]: ...}, ended(3)),
+    (BOTH, {"max_tokens": 3}, ended(3)),
+    ((CHAT,), {"max_tokens": ..., "max_completion_tokens": 3}, ended(3)),
+    ((RESPONSES,), {"max_output_tokens": 3}, ended(3)),
+    (BOTH, {"stop": "self", "max_tokens": 24}, generated(stop_strings="self", max_new_tokens=24)),
+    (BOTH, {"stop": ["nowhere", "("]}, generated(stop_strings=["nowhere", "("])),
+    (BOTH, {"stop": []}, like()),
+    (BOTH, {"n": 2, "temperature": 2, "seed": 4}, several),
+    ((COMPLETIONS,), {"n": 2, "best_of": 2, "temperature": 2, "seed": 4}, several),
+    ((CHAT,), {"prediction": {"type": "content", "content": [{"type": "text", "text": "zzz"}]}}, predicted),
+    (ENDPOINTS, {"stream": False}, generated()),
+    ((CHAT,), {"logprobs": True, "top_logprobs": 2}, told),
+    ((RESPONSES,), {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, told),
+    ((COMPLETIONS,), {"logprobs": 2}, told_in_columns),
+    ((COMPLETIONS,), {"echo": True, "logprobs": 2, "max_tokens": 3, "n": 2}, echoed),
+    ((COMPLETIONS,), {"echo": True, "max_tokens": 0}, lambda _, __, whole: read(whole).text == PROMPT),
+    ((RESPONSES,), {"metadata": {"a": "b"}}, lambda _, __, whole: whole["metadata"] == {"a": "b"}),
+    # ---- harmless, whatever they hold
+    (ENDPOINTS, {"user": "me"}, like()),
+    (TEMPLATED, {"safety_identifier": "me", "prompt_cache_key": "me", "service_tier": "auto",
+                 "parallel_tool_calls": False}, like()),
+    ((CHAT,), {"verbosity": "low"}, like()),
+    ((RESPONSES,), {"max_tool_calls": 3}, like()),
+]  # fmt: skip
+ASKS = [(e, given(e) if callable(given) else given, shows) for endpoints, given, shows in GIVEN for e in endpoints]
 
 
-@effect("stop", CHAT, COMPLETIONS)
-def stop(server, endpoint):
-    whole = server.text(endpoint)
-    word = whole.split()[0]
-    for given in (word, ["nowhere", word]):
-        found = server.got(endpoint, stop=given)
-        assert found["choices"][0]["finish_reason"] == "stop" and found["usage"]["completion_tokens"] < 8
-    assert server.text(endpoint, stop=[]) == whole
+@pytest.mark.parametrize(
+    ("endpoint", "given", "shows"), ASKS, ids=[f"{i}-{row_id(row[0])}" for i, row in enumerate(ASKS)]
+)
+def test_a_request_gets_what_it_asks_for_whole_and_in_events(endpoint, given, shows, server):
+    if {"tool_choice", "response_format", "text"} & given.keys():
+        pytest.importorskip("xgrammar")
+    whole, events = server.got(endpoint, **given), server.got(endpoint, **{**given, "stream": True})
+    assert shows(server, endpoint, whole)
+    for index in range(len(whole.get("choices", [0]))):
+        assert read(whole, index) == read(events, index)
+    last = json.loads(events[-1])
+    last = last.get("response", last)
+    assert last["usage"] == whole["usage"] and type(last["gsd_kernels"]) is type(whole["gsd_kernels"])
 
 
-@effect("n", CHAT, COMPLETIONS)
-def n(server, endpoint):
-    found = server.got(endpoint, n=2, temperature=2, seed=4)
-    alone = [server.got(endpoint, temperature=2, seed=number)["choices"][0] for number in (4, 5)]
-    keys = ("message", "text")
-    assert [[c.get(k) for k in keys] for c in found["choices"]] == [[c.get(k) for k in keys] for c in alone]
-    assert found["usage"]["completion_tokens"] == 16
-    events = server.got(endpoint, n=2, temperature=2, seed=4, stream=True)
-    assert [read(events, index) for index in (0, 1)] == [read(found, index) for index in (0, 1)]
-
-
-@effect("best_of", COMPLETIONS)
-def best_of(server, endpoint):
-    assert len(server.got(endpoint, n=2, best_of=2)["choices"]) == 2
-
-
-@effect("prediction", CHAT)
-def prediction(server, endpoint):
-    text = server.text(endpoint, max_tokens=48, temperature=2, seed=11)
-
-    steps = [
-        server.got(endpoint, max_tokens=48, temperature=2, seed=11, prediction=given)["gsd_kernels"]["tokens_per_step"]
-        for given in (None, {"type": "content", "content": PROMPT + text}, {"type": "content", "content": "zzz"})
-    ]
-    assert steps[1] > max(steps[0], steps[2])
-    parts = {"type": "content", "content": [{"type": "text", "text": text}]}
-    assert server.text(endpoint, max_tokens=48, temperature=2, seed=11, prediction=parts) == text
-
-
-@effect("stream")
-def stream(server, endpoint):
-    events = server.got(endpoint, stream=True)
-    if endpoint == RESPONSES:
-        found = [json.loads(event) for event in events]
-        assert found[-1]["type"] == "response.incomplete"
-        response = found[-1]["response"]
-        assert response["gsd_kernels"]["new_tokens"] == response["usage"]["output_tokens"] == 8
-    else:
-        found = [json.loads(event)["choices"][0] for event in events[:-1]]
-        assert events[-1] == "[DONE]" and [c["finish_reason"] for c in found if c["finish_reason"]] == ["length"]
-        assert json.loads(events[-2])["gsd_kernels"]["new_tokens"] == 8
-    assert read(events)[0] == server.text(endpoint) == server.text(endpoint, stream=False)
-
-
-@effect("stream_options", CHAT, COMPLETIONS)
-def stream_options(server, endpoint):
+@pytest.mark.parametrize("endpoint", BOTH, ids=row_id)
+def test_usage_is_in_an_event_of_its_own_or_nowhere(endpoint, server):
     def events(**options):
-        return [json.loads(e) for e in server.got(endpoint, stream=True, stream_options=options)[:-1]]
+        return [json.loads(event) for event in server.got(endpoint, stream=True, stream_options=options)]
 
     with_usage, without = events(include_usage=True), events(include_usage=False, include_obfuscation=False)
     assert with_usage[-1]["choices"] == [] and with_usage[-1]["usage"]["completion_tokens"] == 8
     assert not any(event.get("usage") for event in [*with_usage[:-1], *without])
 
 
-@effect("logprobs", CHAT, COMPLETIONS)
-@effect("top_logprobs", CHAT)
-def logprobs(server, endpoint):
-    named = {"logprobs": True, "top_logprobs": 2} if endpoint == CHAT else {"logprobs": 2}
-    choice = server.got(endpoint, **named)["choices"][0]
-    found = choice["logprobs"]
-    text = server.text(endpoint)
-    ids = server.tokenizer(PROMPT + ("\n" if endpoint == CHAT else ""), return_tensors="pt")["input_ids"]
-    answer = server.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    with torch.no_grad():
-        logits = server.target(torch.cat([ids, answer], 1)).logits[0, ids.shape[1] - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, answer[0, :, None])[:, 0].tolist()
-    if endpoint == CHAT:
-        assert "".join(one["token"] for one in found["content"]) == text
-        assert b"".join(bytes(one["bytes"]) for one in found["content"]).decode() == text
-        got = [one["logprob"] for one in found["content"]]
-        assert all(len(one["top_logprobs"]) == 2 for one in found["content"])
-        assert all(one["top_logprobs"][0]["token"] == one["token"] for one in found["content"])
-        assert server.got(endpoint)["choices"][0].get("logprobs") is None
-    else:
-        assert "".join(found["tokens"]) == text
-        assert [text[a:].startswith(t) for a, t in zip(found["text_offset"], found["tokens"], strict=True)]
-        got = found["token_logprobs"]
-        assert all(len(top) == 2 for top in found["top_logprobs"])
-    assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(got, expected, strict=True))
-    events = [json.loads(event)["choices"][0] for event in server.got(endpoint, stream=True, **named)[:-1]]
-    parts = [event["logprobs"] for event in events if event.get("logprobs")]
-    joined: dict[str, list] = {}
-    for part in parts:
-        for key, values in part.items():
-            joined[key] = joined.get(key, []) + (values or [])
-    assert {key: value for key, value in joined.items() if value} == {k: v for k, v in found.items() if v}
+CLIENT = {CHAT: chat.CompletionCreateParams, COMPLETIONS: completions.CompletionCreateParams,
+          RESPONSES: responses.ResponseCreateParams}  # fmt: skip
 
 
-@effect("include", RESPONSES)
-@effect("top_logprobs", RESPONSES)
-def logprobs_of_responses(server, endpoint):
-    named = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    (item,) = server.got(endpoint, **named)["output"]
-    expected = server.got(CHAT, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
-    found = item["content"][0]["logprobs"]
-    assert found == expected
-    events = [json.loads(event) for event in server.got(endpoint, stream=True, **named)]
-    parts = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
-    assert list(chain.from_iterable(parts)) == found == events[-1]["response"]["output"][0]["content"][0]["logprobs"]
-    assert not server.got(endpoint, include=[])["output"][0]["content"][0].get("logprobs")
+def test_the_table_has_every_field_of_the_client_and_every_row_is_tried():
+    tried = {(e, name) for e, given, _ in ASKS for name in given} | {(e, "stream_options") for e in BOTH}
+    assert tried == of(fields.HONOURED) | of(fields.HARMLESS)
+    for endpoint in ENDPOINTS:
+        known = {name for kind in typing.get_args(CLIENT[endpoint]) for name in typing.get_type_hints(kind)}
+        assert not known - set(row(endpoint)), "fields of OpenAI's client that nothing is decided about"
+        assert not {name for name, field in row(endpoint).items() if field.own} & known
 
 
-@effect("echo", COMPLETIONS)
-def echo(server, endpoint):
-    whole = PROMPT + server.text(endpoint)
-    assert server.text(endpoint, echo=True) == whole
-    assert read(server.got(endpoint, echo=True, stream=True))[0] == whole
-    assert server.text(endpoint, echo=True, max_tokens=0) == PROMPT
-    choice = server.got(endpoint, echo=True, logprobs=2, max_tokens=3)["choices"][0]
-    found, ids = choice["logprobs"], server.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        expected = server.target(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
-    length = ids.shape[1]
-    assert found["token_logprobs"][0] is None is found["top_logprobs"][0]
-    for got, log_prob, top in zip(found["token_logprobs"][1:length], expected, found["top_logprobs"][1:], strict=False):
-        assert math.isclose(got, log_prob, abs_tol=1e-4) and 2 <= len(top) <= 3
-    first, *others = found["tokens"]
-    assert len(others) == length + 2 and first == "<|bos|>" and "".join(others) == choice["text"]
-    places = zip(found["text_offset"][1:], others, strict=True)
-    assert all(choice["text"][at:].startswith(token) for at, token in places)
-    after = server.got(endpoint, logprobs=2, max_tokens=3)["choices"][0]["logprobs"]
-    assert found["token_logprobs"][length:] == after["token_logprobs"]
-    alone = server.got(endpoint, echo=True, logprobs=2, max_tokens=0, prompt=ids[0].tolist())
-    assert alone["choices"][0]["finish_reason"] == "length" and alone["usage"]["completion_tokens"] == 0
-    assert alone["choices"][0]["logprobs"]["token_logprobs"] == found["token_logprobs"][:length]
-    for most in (0, 3):
-        parts: dict[str, list] = {}
-        for event in server.got(endpoint, echo=True, logprobs=2, max_tokens=most, stream=True, n=2)[:-1]:
-            (told,) = json.loads(event)["choices"]
-            if told["index"] == 1:
-                for key, values in (told["logprobs"] or {}).items():
-                    parts[key] = parts.get(key, []) + values
-        assert parts["token_logprobs"] == found["token_logprobs"][: length + most]
-        assert parts["text_offset"] == found["text_offset"][: length + most]
+# ---- refused, by the place that is why
 
 
-@effect("metadata", RESPONSES)
-def metadata(server, endpoint):
-    assert server.got(endpoint, metadata={"a": "b"})["metadata"] == {"a": "b"}
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=row_id)
+def test_what_is_not_served_says_so_but_for_what_asks_for_nothing(endpoint, server):
+    for name in (name for where, name in sorted(of(fields.REFUSED)) if where == endpoint):
+        refused = server.refusal(endpoint, **{name: {"x": "y"}})
+        assert refused["param"] == name and refused["message"].startswith(f"{name}: not served")
+        for value in (None, *row(endpoint)[name].default):
+            assert fields.check(endpoint, {**ASKED[endpoint], name: value}) == ASKED[endpoint]
 
 
-# ---- Every row of the server's table, on a running server: an effect, a refusal by its name, or nothing at all
+DEEP = "[" * 100 + "]" * 100
+NESTED = json.loads('{"type": "object", "properties": {"a": ' * 200 + "{}" + "}}" * 200)
+FUNCTION = {"type": "function", "function": TOOL}
 
 
-ROWS = [(endpoint, name) for endpoint in fields.ENDPOINTS for name in fields.rows(endpoint)]
+def chosen(name: object) -> dict[str, object]:
+    return {"type": "function", "function": name}
 
 
-def of(treatment: str) -> list[tuple[str, str]]:
-    return [row for row in ROWS if fields.rows(row[0])[row[1]].treatment == treatment]
+REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
+    # endpoints, fields, and the place that is named
+    *((endpoints, {name: value}, name) for name, endpoints, values in (
+        ("temperature", ENDPOINTS, (3, "hot", True, 10**400)),
+        ("top_p", ENDPOINTS, (1.5,)),
+        ("top_k", ENDPOINTS, (-2,)),
+        ("min_p", ENDPOINTS, (-1,)),
+        ("seed", ENDPOINTS, (2**80,)),
+        ("stream", ENDPOINTS, ("yes",)),
+        ("repetition_penalty", ENDPOINTS, (0,)),
+        ("generation_config", ENDPOINTS, ("{", '{"repetition_penalty": NaN}')),
+                ("logit_bias", BOTH, ({"1000000": 1}, {"05": 1}, [1])),
+        ("max_tokens", BOTH, (0, 2**31, 2.5, True)),
+        ("max_output_tokens", (RESPONSES,), (0,)),
+        ("stop", BOTH, ([""], [7], ["x"] * 17)),
+        ("n", BOTH, (0,)),
+        ("best_of", (COMPLETIONS,), (2,)),
+        ("logprobs", BOTH, ("yes",)),
+        ("top_logprobs", TEMPLATED, (2,)),  # alone
+        ("include", (RESPONSES,), (["reasoning.encrypted_content"],)),
+        ("stream_options", BOTH, ({"include_usage": True},)),  # of no stream
+        ("messages", (CHAT,), ([],)),
+        ("prompt", (COMPLETIONS,), ([], [[1, "x"]], [10**6], {"a": 1}, [[]])),
+        ("tool_choice", TEMPLATED, ("required",)),  # without tools
+        ("service_tier", TEMPLATED, ("priority",)),
+        ("max_tool_calls", (RESPONSES,), (0,)),
+        ("verbosity", (CHAT,), ("loud",)),
+        ("best_off", ENDPOINTS, (1, None)),  # which nobody knows
+    ) for value in values),
+    *(((COMPLETIONS,), {"logit_bias": {"5": bad}}, "logit_bias.5") for bad in (None, 101, "1")),
+    ((COMPLETIONS,), {"prompt": [PROMPT, 3]}, "prompt[1]"),
+    *(((COMPLETIONS,), {"stream": False, "repetition_penalty": 2, "generation_config": json.dumps(bad)},
+       f"generation_config.{list(bad)[-1]}")
+      for bad in ({"num_beams": 3}, {"unheard_of": 3}, {"forced_eos_token_id": 99999}, {"temperature": 0.7},
+                  {"eos_token_id": "x"}, {"max_new_tokens": 5}, {"repetition_penalty": 3.0}, {"do_sample": True},
+                  {"stop_strings": 5}, {"sequence_bias": 5}, {"watermarking_config": {}}, {"bad_words_ids": 5},
+                  {"no_repeat_ngram_size": 10**30}, {"stop_strings": "x" * 5000})),
+    ((CHAT,), {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ((CHAT,), {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    *((TEMPLATED, {"chat_template_kwargs": {bad: "sweet"}}, f"chat_template_kwargs.{bad}")
+      for bad in ("taste", "messages", "tokenize")),  # unread, or the server's own
+    # ---- messages and items
+    ((CHAT,), {"messages": user([{"type": "image_url", "image_url": {"url": "data:,"}}])}, "messages[0].content[0]"),
+    ((CHAT,), {"messages": user(7)}, "messages[0].content"),
+    ((CHAT,), {"messages": [{"role": "judge", "content": ""}]}, "messages[0].role"),
+    ((CHAT,), {"messages": user("", tool_call_id="1")}, "messages[0].tool_call_id"),
+    ((CHAT,), {"messages": user(PROMPT, audio={"id": "1"})}, "messages[0].audio"),
+    ((CHAT,), {"messages": user(PROMPT, name="ann")}, "messages[0].name"),  # which the template does not show
+    ((CHAT,), {"messages": said(tool_calls=5)}, "messages[1].tool_calls"),
+    ((CHAT,), {"messages": said(tool_calls=[chosen({"name": "paint", "arguments": f'{{"a": {DEEP}}}'})])},
+     "messages[1].tool_calls[0].function.arguments"),
+    ((RESPONSES,), {"input": user([{"type": "input_image", "image_url": "data:,"}])}, "input[0].content[0]"),
+    ((RESPONSES,), {"input": [{"type": "item_reference", "id": "1"}]}, "input[0].type"),
+    ((RESPONSES,), {"input": user(PROMPT, name="ann")}, "input[0].name"),
+    ((CHAT,), {"prediction": {"type": "content", "content": [{"type": "text"}]}}, "prediction.content[0].text"),
+    # ---- tools
+    (TEMPLATED, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ((CHAT,), {"tools": TOOLS * 2}, "tools[1].function.name"),
+    ((CHAT,), {"tools": [{**FUNCTION, "cached": 1}]}, "tools[0].cached"),
+    ((CHAT,), {"tools": [chosen({**TOOL, "strict": "yes"})]}, "tools[0].function.strict"),
+    (TEMPLATED, {"tools": [{"type": "function", "name": "x", "parameters": NESTED}]}, "tools"),
+    ((CHAT,), {"tools": TOOLS, "tool_choice": chosen({"name": "sing"})}, "tool_choice"),
+    ((CHAT,), {"tools": TOOLS, "tool_choice": chosen({"name": ["paint"]})}, "tool_choice.function.name"),
+    # ---- forms
+    ((CHAT,), {"response_format": {"type": "yaml"}}, "response_format.type"),
+    ((CHAT,), {"response_format": {"type": "json_object"}, "tools": TOOLS}, "response_format"),
+    ((CHAT,), held(CHAT, "json_schema", name="one", schema={"not": {}}), "response_format.json_schema.schema.not"),
+    ((RESPONSES,), {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format.schema.not"),
+]  # fmt: skip
 
 
-# ---- the table itself
+@pytest.mark.parametrize("place", dict.fromkeys(place for _, _, place in REFUSED))
+def test_a_value_that_is_not_served_is_refused_by_its_place(place, server):
+    for endpoints, given, at in REFUSED:
+        for endpoint in endpoints if at == place else ():
+            assert server.refusal(endpoint, **given)["param"] == place, (endpoint, given)
 
 
-@pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
-def test_the_table_has_every_field_of_the_client_and_says_which_are_not(endpoint):
-    table = fields.rows(endpoint)
-    assert not known(endpoint) - set(table), "fields of this client that nothing is decided about"
-    assert not {name for name, field in table.items() if field.own} & known(endpoint)
+def test_a_prompt_without_room_needs_a_length_that_is_named(server, caplog):
+    positions = server.target.config.max_position_embeddings
+    for endpoint in (COMPLETIONS, CHAT):
+        name = fields.NEEDED[endpoint]
+        long = {count: [5] * count if endpoint == COMPLETIONS else spoken(server, count)
+                for count in (positions - 3, positions)}  # fmt: skip
+        assert server.refusal(endpoint, **{LENGTH[endpoint]: ..., name: long[positions]})["param"] == name
+        for count, most, new in ((positions - 3, ..., 3), (positions, 2, 2)):
+            found = server.got(endpoint, **{LENGTH[endpoint]: most, name: long[count]})
+            assert found["usage"]["completion_tokens"] == new
+    assert any(f"beyond the {positions} positions" in line for line in caplog.messages)
 
 
-def test_every_row_is_tried():
-    assert set(EFFECTS) == set(of(fields.HONOURED))
-    assert {name for _, name in of(fields.REFUSED)} == set(REFUSED_VALUES)
-    assert {name for _, name in of(fields.HARMLESS)} == set(HARMLESS_VALUES)
+def test_without_xgrammar_the_extra_is_named(server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    refused = server.refusal(CHAT, response_format={"type": "json_object"})
+    assert refused["param"] == "response_format" and ".[grammar]" in refused["message"]
 
 
-# ---- honoured: an effect that is seen
+# ---- what is huge, deep, many, or no text
 
 
-@pytest.mark.parametrize(("endpoint", "name"), of(fields.HONOURED), ids=row_id)
-def test_honoured(endpoint, name, server):
-    EFFECTS[endpoint, name](server, endpoint)
-
-
-# ---- harmless: any valid value gives the same answer
-
-HARMLESS_VALUES = {
-    "user": ("me", 7),
-    "safety_identifier": ("me", 7),
-    "prompt_cache_key": ("me", 7),
-    "service_tier": ("auto", "priority"),
-    "max_tool_calls": (3, 0),
-    "parallel_tool_calls": (False, 1),
-    "verbosity": ("low", "loud"),
+HOSTILE = {
+    "huge": "x" * 300_000,
+    "number": 10**4000,
+    "deep": json.loads("[" * 800 + "]" * 800),
+    "many": user("x") * 12_000,
+    "entries": {str(i): i for i in range(12_000)},
 }
+ODD = ("\ud800", "x\udfffx", float("nan"), float("-inf"))
 
 
-@pytest.mark.parametrize(("endpoint", "name"), of(fields.HARMLESS), ids=row_id)
-def test_harmless(endpoint, name, server):
-    good, bad = HARMLESS_VALUES[name]
-    assert server.text(endpoint, **{name: good}) == server.text(endpoint)
-    assert server.refusal(endpoint, **{name: bad})["param"] == name
-
-
-# ---- refused: by name; null and what asks for nothing are not
-
-REFUSED_VALUES = {
-    "suffix": "x",
-    "store": True,
-    "metadata": {"a": "b"},
-    "previous_response_id": "resp_1",
-    "conversation": "conv_1",
-    "background": True,
-    "background_options": {"webhook": "x"},
-    "prompt": {"id": "pmpt_1"},
-    "context_management": [{"type": "compaction"}],
-    "truncation": "auto",
-    "stream_options": {"include_obfuscation": True},
-    "modalities": ["text", "audio"],
-    "audio": {"voice": "x", "format": "wav"},
-    "image": {"size": "x"},
-    "web_search_options": {},
-    "functions": [TOOL],
-    "function_call": "auto",
-    "moderation": {"model": "x"},
-    "access_programs": {"x": 1},
-    "prompt_cache_retention": "24h",
-    "prompt_cache_options": {"mode": "explicit"},
-}
-
-
-@pytest.mark.parametrize(("endpoint", "name"), of(fields.REFUSED), ids=row_id)
-def test_refused(endpoint, name, server):
-    refused = server.refusal(endpoint, **{name: REFUSED_VALUES[name]})
-    assert refused["param"] == name and refused["message"].startswith(f"{name}: not served")
-    for value in (None, *fields.rows(endpoint)[name].default):
-        server.got(endpoint, **{LENGTH[endpoint]: 1, name: value})
-
-
-@pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
-def test_what_the_table_does_not_know_is_refused_by_name(endpoint, server):
-    for name in ("best_off", "max_new_tokens", "guided_json"):
-        assert server.refusal(endpoint, **{name: 1})["param"] == name
-        assert server.refusal(endpoint, **{name: None})["param"] == name
-    status, found = server.raw(endpoint, {"temperature": 0})
-    assert status == 400 and found["error"]["param"] == fields.NEEDED[endpoint]
-    for bad in (b"[]", b"{"):
-        status, found = server.raw(endpoint, bad)
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=row_id)
+def test_every_field_has_a_bound(endpoint, server):
+    """Each is sent one of the values, neighbours others; what no answer could repeat, none."""
+    for i, (name, field) in enumerate(row(endpoint).items()):
+        kind, value = list(HOSTILE.items())[i % len(HOSTILE)]
+        status, found = server.raw(endpoint, {**ASKED[endpoint], LENGTH[endpoint]: 1, name: value})
+        accepted = status == 200 and kind in ("huge", "number") and field.treatment != fields.REFUSED
+        places = (name, "input") if name == "instructions" else (name,)  # which are read together
+        assert accepted or (status == 400 and found["error"]["param"].startswith(places)), (name, kind, found)
+        deep = field.treatment != fields.REFUSED and field.most.depth > 2
+        for odd in chain(ODD, ([odd] for odd in ODD), ({"a": [odd]} for odd in ODD), ({odd: 1} for odd in ODD[:2])):
+            with pytest.raises(Refused, match="no character|no number" if deep else None) as refused:
+                fields.check(endpoint, {**ASKED[endpoint], name: odd})
+            assert refused.value.field == name
+    for body in (b"[]", b"{", b"\xff", b'{"prompt":' + b"[" * 100_000 + b"}", b'{"\\ud800": 1}'):
+        status, found = server.raw(endpoint, body)
         assert status == 400 and found["error"]["type"] == "invalid_request_error"
+
+
+def test_every_argument_of_a_generation_config_has_a_bound(server):
+    for i, name in enumerate(fields.ARGUMENTS):
+        values = (10**30, -(10**30), 1e300, "x" * 5000, [5] * 1500, {"a": 10**30}, [[5] * 30] * 30)
+        for value in values[i % 3 :: 3]:
+            named = json.dumps({name: value})
+            status, found = server.raw(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 2, "generation_config": named})
+            assert status in (200, 400), (name, value, found)

@@ -1,9 +1,9 @@
-"""The server to its clients: a process of the command, what OpenAI's clients send of their own accord, other routes."""
+"""The server to its clients: a process of the command, what six clients send, other routes, and requests in a crowd."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import gc
 import json
 import re
 import signal
@@ -12,159 +12,104 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import typing
 import urllib.error
 import urllib.request
+import weakref
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import pytest
-from served import ASKED, PROMPT, QWEN, TOOL, TOOLS, Server, known, row_id
+from served import ASKED, LENGTH, PROMPT, Server, read, row_id
 from typer.testing import CliRunner
 
 from gsd_kernels_cli import demo
 from gsd_kernels_cli.app import app
-from gsd_kernels_serve import fields
-from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
-from gsd_kernels_serve.texts import Completions
+from gsd_kernels_hf.engine.session import Session
+from gsd_kernels_serve import door
+from gsd_kernels_serve.calls import Writer
+from gsd_kernels_serve.decoding import Queue
+from gsd_kernels_serve.fields import CHAT, COMPLETIONS, ENDPOINTS, RESPONSES
+from gsd_kernels_serve.processors import Grammars
+from gsd_kernels_serve.responses import Items
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 
-# ---- ``gsd-kernels serve`` as a process: one, which all tests ask, and which the last one interrupts
+# ---- ``gsd-kernels serve`` as a process
 
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+def asked(url: str, body: object = None, method: str | None = None, **headers: str) -> tuple[int, str, typing.Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, answer.read().decode(), answer.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), error.headers
 
 
-class Process:
-    """The demo pair, served by a process that writes a log."""
+def test_a_process_serves_tells_in_its_log_and_ends_cleanly_while_a_prompt_is_read(tmp_path):
+    file = tmp_path / "log"
+    models = [str(demo.path() / "target"), "--draft", str(demo.path() / "draft"), "--dtype", "float32"]
+    given = ["serve", *models, "--name", "small", "--max-prompt", "400000", "--port", "0"]
+    with open(file, "w") as log:
+        process = subprocess.Popen([sys.executable, "-m", "gsd_kernels_hf", *given], stderr=log, stdout=log)
 
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / "log"
-        models = [str(demo.path() / "target"), "--draft", str(demo.path() / "draft"), "--dtype", "float32"]
-        options = ["--name", "small", "--max-prompt", "400000", "--port", "0"]
-        with open(self.file, "w") as log:
-            command = [sys.executable, "-m", "gsd_kernels_hf", "serve", *models, *options]
-            self.process = subprocess.Popen(command, stderr=log, stdout=log)
-        self.url = self.wait_for(r"at (http://127\.0\.0\.1:\S+)/v1;")[1]
-
-    @property
-    def log(self) -> str:
-        return self.file.read_text()
-
-    def wait_for(self, pattern: str) -> re.Match:
+    def wait_for(pattern: str) -> re.Match:
         until = time.monotonic() + 120
-        while time.monotonic() < until and self.process.poll() is None:
-            if found := re.search(pattern, self.log):
+        while time.monotonic() < until and process.poll() is None:
+            if found := re.search(pattern, file.read_text()):
                 return found
             time.sleep(0.05)
-        raise AssertionError(f"no {pattern} in the log:\n{self.log}")
+        raise AssertionError(f"no {pattern} in the log:\n{file.read_text()}")
 
-    def ask(self, path: str, body: object = None, **headers: str) -> tuple[int, dict]:
-        data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **headers})
-        try:
-            with urllib.request.urlopen(asked, timeout=120) as answer:
-                return answer.status, json.loads(answer.read().decode().removeprefix("data: "))
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
+    try:
+        url = wait_for(r"at (http://127\.0\.0\.1:\S+)/v1;")[1]
+        assert asked(f"{url}/health")[1] == '{"status":"ok"}'
+        assert [model["id"] for model in json.loads(asked(f"{url}/v1/models")[1])["data"]] == ["small"]
+        for name, status in (("small", "ready"), ("other", "error")):
+            told = json.loads(asked(f"{url}/load_model", {"model": name})[1].removeprefix("data: "))
+            assert told["status"] == status
+        for name, status in (("evil.example", 400), ("localhost", 200), ("127.0.0.1:1", 200)):
+            found, body, _ = asked(f"{url}/v1/models", Host=name)
+            assert found == status and (status == 200 or "--allowed-host" in body), name
+        found = json.loads(asked(url + COMPLETIONS, {**ASKED[COMPLETIONS], "max_tokens": 24, "temperature": 0})[1])
+        statistics = found["gsd_kernels"]
+        assert statistics["new_tokens"] == 24 and statistics["queued"] >= 0
+        wait_for(rf"{found['id']}: 9 \+ 24 tokens, {statistics['steps']} steps")
 
+        def ask() -> None:
+            with contextlib.suppress(OSError):  # the connection ends, or there is time for an answer
+                assert asked(url + COMPLETIONS, {"prompt": [5] * 300_000, "max_tokens": 1})[0] == 503
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    process = Process(tmp_path_factory.mktemp("serve"))
-    yield process
-    process.process.kill()
-
-
-def test_what_is_served_is_told_and_every_text_is_in_the_log(process):
-    assert process.ask("/health") == (200, {"status": "ok"})
-    assert [model["id"] for model in process.ask("/v1/models")[1]["data"]] == ["small"]
-    assert process.ask("/load_model", {"model": "small"})[1]["status"] == "ready"
-    expected = {"status": "error", "model": "other@main", "message": "only small is served"}
-    assert process.ask("/load_model", {"model": "other"})[1] == expected
-    status, found = process.ask(COMPLETIONS, {**ASKED[COMPLETIONS], "max_tokens": 24, "temperature": 0})
-    statistics = found["gsd_kernels"]
-    assert status == 200 and statistics["new_tokens"] == 24 and statistics["queued"] >= 0
-    process.wait_for(rf"{found['id']}: 9 \+ 24 tokens, {statistics['steps']} steps")
-
-
-def test_other_names_of_this_machine_are_refused(process):
-    from gsd_kernels_serve.door import host_of
-    from gsd_kernels_serve.listen import names_of
-
-    for name, status in (("evil.example", 400), ("localhost", 200), ("127.0.0.1:1", 200)):
-        found, body = process.ask("/v1/models", Host=name)
-        assert found == status and (status == 200 or "--allowed-host" in body["error"]["message"]), name
-    assert names_of("0.0.0.0", []) is None and names_of("0.0.0.0", ["box"]) == [*LOOPBACK, "0.0.0.0", "box"]
-    assert names_of("127.0.0.1", []) == [*LOOPBACK, "127.0.0.1"]
-    for given, name in (("LocalHost:80", "localhost"), ("[::1]:80", "::1"), ("a.b.", "a.b"), ("", "")):
-        assert host_of({"headers": [(b"host", given.encode())]}) == name
+        waiting = threading.Thread(target=ask)
+        waiting.start()
+        time.sleep(1)  # it is being read, for minutes
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, file.read_text()
+        waiting.join(10)
+        assert not waiting.is_alive()
+        text = file.read_text()
+        assert "Traceback" not in text and text.rstrip().endswith("gsd-kernels: interrupted")
+        assert not re.search("torchao|_pytree", text), "unused packages speak up when they are imported"
+    finally:
+        process.kill()
 
 
-def test_memory_stays_flat_over_requests(process):
-    def resident() -> int:
-        status = Path(f"/proc/{process.process.pid}/status").read_text()
-        return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1])
-
-    for number in range(120):
-        if number == 60:
-            before = resident()
-        prompt = f"# {number % 8}\n{PROMPT}" * (1 + number % 3)
-        assert process.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 3, "temperature": 0})[0] == 200
-    assert resident() - before < 6 * 1024, (before, resident())
-
-
-def test_an_interrupt_while_a_prompt_is_read_ends_it_cleanly(process):
-    """Last, as it ends the process; a text that is being decoded is one of ``test_crowd``."""
-
-    def ask() -> None:
-        with contextlib.suppress(OSError):  # the connection ends, or there is time for an answer
-            assert process.ask(COMPLETIONS, {"prompt": [5] * 300_000, "max_tokens": 1})[0] == 503
-
-    waiting = threading.Thread(target=ask)
-    waiting.start()
-    time.sleep(1.5)  # it is being read, for minutes
-    process.process.send_signal(signal.SIGINT)
-    assert process.process.wait(60) == 130, process.log
-    waiting.join(10)
-    assert not waiting.is_alive()
-    assert "Traceback" not in process.log and process.log.rstrip().endswith("gsd-kernels: interrupted")
-    assert not re.search("torchao|_pytree", process.log), "unused packages speak up when they are imported"
-
-
-# ---- what is refused before a model is loaded
-
-
-def test_a_port_in_use_and_a_bad_model_are_named(tmp_path):
+def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         result = CliRunner().invoke(app, ["serve", "--port", str(other.getsockname()[1])])
     assert result.exit_code == 1
     assert re.search(r"error: --host, --port: 127.0.0.1:\d+ cannot be opened: address already in use", result.stderr)
-    result = CliRunner().invoke(app, ["serve", str(tmp_path / "none"), "--port", "0"])
-    assert result.exit_code == 2 and "no such folder" in result.stderr
 
 
-def test_other_transformers_are_refused_by_name(monkeypatch):
-    import transformers
-
-    from gsd_kernels_serve.installed import check_installed
-
-    check_installed()
-    monkeypatch.setattr(transformers, "__version__", "5.14.1")
-    with pytest.raises(ImportError, match=r"transformers 5\.15 or newer.*5\.14\.1"):
-        check_installed()
-
-
-# ---- What OpenAI's clients send of their own accord is served: requests as they were recorded, and every nested field
+# ---- what clients send of their own accord
 
 
 RECORDED = json.loads(Path(__file__).with_name("clients.json").read_text(encoding="utf-8"))
 """First requests of langchain-openai 1.7, pydantic-ai 2.68, openai-agents, llama-index-llms-openai-like 0.8, lm-eval
 0.4.13 and openai 3.57, with what they add by default: to a message, tools, a type to answer with."""
-
-STRICT = [{"type": "function", "function": {**TOOL, "strict": True}}]
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -172,176 +117,205 @@ def test_a_first_request_is_served(name, server):
     endpoint, body = RECORDED[name]["endpoint"], RECORDED[name]["body"]
     if "response_format" in body or "text" in body or body.get("tool_choice") == "required":
         pytest.importorskip("xgrammar")
-    length = "max_output_tokens" if endpoint == RESPONSES else "max_tokens"
-    status, found = server.raw(endpoint, {length: 4, **body})
+    status, found = server.raw(endpoint, {LENGTH[endpoint]: 4, **body})
     assert status == 200, found
     if body.get("logprobs") and body.get("echo"):
         for choice, prompt in zip(found["choices"], body["prompt"], strict=True):
             assert len(choice["logprobs"]["token_logprobs"]) == len(prompt) + 1
 
 
-# ---- strict tools beside tool_choice auto
-
-
-@pytest.fixture
-def calling(server, monkeypatch):
-    """The model is one whose calls transformers knows."""
-    monkeypatch.setattr(server.tokenizer, "response_template", QWEN, raising=False)
-    return server
-
-
-def test_calls_of_strict_tools_are_held_to_their_schema_and_text_is_free(calling):
-    pytest.importorskip("xgrammar")
-    assert calling.text(CHAT, tools=STRICT) == calling.text(CHAT, tools=TOOLS), "no call: the text is free"
-    held = marked([*STRICT, {"type": "function", "function": {"name": "sing"}}], calling, QWEN)
-    for text, good in (
-        ("hello <b>", True),
-        ('x <tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>', True),
-        ('<tool_call>{"name": "sing", "arguments": {"anything": [1]}}</tool_call> bye', True),
-        ('<tool_call>\n{"name": "paint", "arguments": {"colour": "green"}}\n</tool_call>', False),
-        ('<tool_call>\n{"name": "paint", "arguments": {}}\n</tool_call>', False),
-        ('<tool_call>\n{"name": "dance", "arguments": {}}\n</tool_call>', False),
-    ):
-        assert held(text) == good, text
-    pattern = r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>"
-    held = marked(STRICT, calling, {"fields": {"tool_calls": {"open_pattern": pattern, "content": "xml-inline"}}})
-    call = "<tool_call>\n<function=paint>\n<parameter=colour>\n%s\n</parameter>\n</function>\n</tool_call>"
-    assert held(call % "red") and not held(call % "green")
-
-
-def marked(tools, server, template):
-    """Whether a text goes on by the grammar of calls."""
-    import xgrammar
-
-    from gsd_kernels_serve.processors import Grammars
-    from gsd_kernels_serve.tools import chosen, held_to
-
-    what, field = held_to(chosen({"tools": tools}, server.tokenizer), None, "", template)
-    assert field == "tools"
-    grammars = Grammars(None, 128)
-    letters = xgrammar.TokenizerInfo(["<s>", *map(chr, range(1, 128))], stop_token_ids=[0])
-    grammars.compilers[(0,)] = xgrammar.GrammarCompiler(letters)
-    compiled = grammars.of(what, field, [0])
-
-    def held(text: str) -> bool:
-        matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
-        return matcher.accept_string(text) and matcher.is_completed()
-
-    return held
-
-
-def test_what_strict_cannot_hold_is_refused_by_name(calling, monkeypatch):
-    loose = [{"type": "function", "function": {"name": "paint", "parameters": {"not": {}}, "strict": True}}]
-    assert calling.refusal(CHAT, tools=loose)["param"] == "tools[0].function.parameters.not"
-    gemma = {"fields": {"tool_calls": {"open_pattern": r"<\|tool_call>call:(?P<name>\w+)", "content": "json"}}}
-    monkeypatch.setattr(calling.tokenizer, "response_template", gemma)
-    assert calling.refusal(CHAT, tools=STRICT)["param"] == "tools[0].function.strict"
-
-
-# ---- other routes
-
-
-def got(server, path: str, data: bytes | None = None, **headers: str) -> tuple[int, typing.Any, typing.Any]:
-    method = headers.pop("method", "GET" if data is None else "POST")
-    headers |= {} if data is None else {"Content-Type": "application/json"}
-    request = urllib.request.Request(server.url + path, data, headers=headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return answer.status, answer.read(), answer.headers
-    except urllib.error.HTTPError as error:
-        return error.code, error.read(), error.headers
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=row_id)
+def test_openais_client_reads_answers_and_events(endpoint, server):
+    ask = {
+        CHAT: server.client.chat.completions,
+        COMPLETIONS: server.client.completions,
+        RESPONSES: server.client.responses,
+    }
+    body = {"model": "small", "temperature": 0, LENGTH[endpoint]: 8, **ASKED[endpoint]}
+    whole = ask[endpoint].create(**body).model_dump(exclude_unset=True)
+    events = [event.model_dump_json(exclude_unset=True) for event in ask[endpoint].create(**body, stream=True)]
+    assert read(whole) == read(events) == read(server.got(endpoint))
 
 
 def test_a_model_is_told_by_its_name(server):
     assert server.client.models.retrieve("small").id == "small"
-    status, body, _ = got(server, "/v1/models/other/name")
+    status, body, _ = asked(server.url + "/v1/models/other/name")
     assert status == 404 and "small" in json.loads(body)["error"]["message"]
-    for endpoint in fields.ENDPOINTS:
+    for endpoint in ENDPOINTS:
         status, found = server.raw(endpoint, {**ASKED[endpoint], "model": "other"})
         assert (status, found["error"]["code"], found["error"]["param"]) == (404, "model_not_found", "model")
-        assert server.refusal(endpoint, temperature="hot")["code"] is None
+    for name in (5, None):
+        status, found = server.raw("/load_model", {"model": name})
+        assert status == 400 and found["error"]["param"] == "model"
 
 
-def test_pages_of_named_origins_may_ask_and_no_others(server, monkeypatch):
-    page = {"Origin": "http://localhost:3000"}
+# ---- a server with small bounds, which drafts for a prediction alone, and whose pages of one origin may ask
+
+
+PAGE = {"Origin": "http://localhost:3000"}
+
+
+@pytest.fixture(scope="module")
+def hurried():
+    server = Server(speculates=False, origins=[PAGE["Origin"]], seconds=2.0, body=400_000, requests=3, prompt=3000)
+    yield server
+    server.stop()
+
+
+def test_pages_of_named_origins_may_ask_and_no_others(hurried, server):
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
-    open_one = Server(origins=["http://localhost:3000"])
+    for one, headers, allowed in ((hurried, PAGE, PAGE["Origin"]), (hurried, {"Origin": "http://evil.example"}, None),
+                                  (server, PAGE, None)):  # fmt: skip
+        assert asked(f"{one.url}/v1/models", **headers)[2]["Access-Control-Allow-Origin"] == allowed
+    status, _, headers = asked(hurried.url + CHAT, method="OPTIONS", **PAGE, **asks)
+    assert status == 200 and headers["Access-Control-Allow-Origin"] == PAGE["Origin"]
+
+
+def test_a_prediction_drafts_where_the_server_decodes_plainly(hurried):
+    named = {"max_tokens": 48, "temperature": 2, "seed": 11}
+    plain = hurried.got(CHAT, **named)
+    drafted = hurried.got(CHAT, prediction={"type": "content", "content": PROMPT + read(plain).text}, **named)
+    again = hurried.got(CHAT, **named)
+    assert read(plain) == read(drafted) == read(again)
+    steps = [found["gsd_kernels"]["tokens_per_step"] for found in (plain, again, drafted)]
+    assert steps[:2] == [1, 1] and steps[2] > 1
+
+
+def test_others_are_answered_beside_a_slow_schema(hurried, monkeypatch):
+    begun, over = threading.Event(), threading.Event()
+
+    def of(*_):
+        begun.set()
+        over.wait(60)  # as compiled code, which nothing ends
+
+    monkeypatch.setattr(Grammars, "of", of)
+    form = {**ASKED[CHAT], "response_format": {"type": "json_object"}}
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(hurried.raw, CHAT, form) for _ in range(2)]
+        assert begun.wait(60)
+        hurried.got(COMPLETIONS)
+        found = [one.result() for one in waiting]
+        over.set()
+    assert {status for status, _ in found} <= {400, 503}, "whoever finds no place is sent away"
+    assert any("takes more than" in body["error"]["message"] for _, body in found)
+
+
+def test_bodies_prompts_and_numbers_of_requests_are_bounded_by_option(hurried, monkeypatch):
+    status, found = hurried.raw(COMPLETIONS, {"prompt": "x" * 500_000})
+    assert status == 413 and "--max-body" in found["error"]["message"]
+    for prompt in ([5] * 3001, " x" * 3001, "x" * 300_000):
+        assert "--max-prompt" in hurried.refusal(COMPLETIONS, prompt=prompt)["message"]
+    assert hurried.refusal(COMPLETIONS, prompt=["x"] * 300, n=10)["param"] == "n"
+    over = threading.Event()
+    monkeypatch.setattr(Writer, "ask", lambda self, whole=Writer.ask: over.wait(60) and whole(self))
+    with ThreadPoolExecutor(6) as pool:
+        found = as_completed(
+            [pool.submit(hurried.raw, COMPLETIONS, {"prompt": "x", "max_tokens": 2}) for _ in range(6)]
+        )
+        assert [next(found).result()[0] for _ in range(3)] == [503] * 3, "the others are being decoded"
+        over.set()
+        assert [one.result()[0] for one in found] == [200] * 3
+
+
+def sent(server, endpoint: str, length: int, body: bytes = b"", **named: object) -> socket.socket:
+    """A connection on which a request has been sent; ``length``: its body's, as it says."""
+    body = body or json.dumps({**ASKED[endpoint], **named}).encode()
+    lines = f"POST {endpoint} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"
+    client = socket.create_connection(server.socket.getsockname(), timeout=30)
+    client.sendall("\r\n".join((*lines, f"Content-Length: {length or len(body)}", "", "")).encode() + body)
+    return client
+
+
+def test_a_slow_body_ends_alone(hurried, monkeypatch):
+    monkeypatch.setattr(door, "READ_SECONDS", 0.5)
+    with sent(hurried, COMPLETIONS, 1000, b'{"prompt"') as slow:
+        hurried.got(COMPLETIONS)
+        assert b"408" in slow.recv(4096)
+
+
+# ---- nobody waits any more: places and memory are free at once
+
+
+@pytest.mark.parametrize("why", ["leaving", "stopping"])
+def test_leaving_and_stopping_end_the_reading_of_a_prompt(why, monkeypatch):
+    server, reading, asks = Server(), threading.Event(), []
+
+    def ask(self, whole=Writer.ask):
+        if self.call.options.config.max_new_tokens != 2:
+            return whole(self)
+        asks.append(1)
+        if len(asks) == 3:  # the first pieces
+            reading.set()
+            (self.call.gone if why == "leaving" else self.stopping).wait(20)
+        return whole(self)
+
+    monkeypatch.setattr(Writer, "ask", ask)
     try:
-        status, _, headers = got(open_one, CHAT, method="OPTIONS", **page, **asks)
-        assert status == 200 and headers["Access-Control-Allow-Origin"] == page["Origin"]
-        assert got(open_one, "/v1/models", **page)[2]["Access-Control-Allow-Origin"] == page["Origin"]
-        other = got(open_one, "/v1/models", Origin="http://evil.example")[2]
-        assert other["Access-Control-Allow-Origin"] is None
-        monkeypatch.setattr(Completions, "choice", lambda *_: {}["gone"])
-        status, body, headers = got(open_one, COMPLETIONS, b'{"prompt": "x", "max_tokens": 1}', **page)
-        assert (status, json.loads(body)["error"]["type"]) == (500, "server_error"), "a fault here is not the client's"
-        assert headers["Access-Control-Allow-Origin"] == page["Origin"]
+        with sent(server, COMPLETIONS, 0, prompt=[5] * 4000, max_tokens=2) as client:
+            assert reading.wait(20)
+            if why == "stopping":
+                server.server.config.app.state.stopping.set()
+                assert b"503" in client.recv(4096)
+        if why == "leaving":
+            server.got(COMPLETIONS)
+        assert len(asks) == 3, "it read on"
     finally:
-        open_one.stop()
-    assert got(server, "/v1/models", **page)[2]["Access-Control-Allow-Origin"] is None
+        server.stop()
 
 
-# ---- every nested field that the client's types document
+class Broken(Exception):
+    pass
 
 
-def nested(kind: typing.Any, place: tuple[str, ...] = (), within: tuple[typing.Any, ...] = ()) -> set[tuple[str, ...]]:
-    """Places of fields in a type: ``("[]", "content")``."""
-    if hasattr(kind, "__required_keys__"):  # a TypedDict, of typing or of typing_extensions
-        if kind in within:
-            return set()
-        found = set()
-        for name, inner in typing.get_type_hints(kind).items():
-            found |= {(*place, name)} | nested(inner, (*place, name), (*within, kind))
-        return found
-    origin = typing.get_origin(kind)
-    if origin in (None, typing.Literal, dict):
-        return set()
-    listed = isinstance(origin, type) and issubclass(origin, typing.Iterable) and origin is not types.UnionType
-    inner = (*place, "[]") if listed else place
-    return set().union(*(nested(one, inner, within) for one in typing.get_args(kind)))
+REASONS = ("left", "failed", "refused by a field", "failed before a token")
+ENDED = [*((endpoint, why) for endpoint in ENDPOINTS for why in REASONS), (RESPONSES, "failed as an event")]
 
 
-CALL = {"id": "1", "type": "function", "function": {"name": "paint", "arguments": "{}"}}
-SAID = {"role": "assistant", "content": [{"type": "text", "text": "x"}], "tool_calls": [CALL]}
-ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}
-VALID = {
-    (CHAT, "messages"): [SAID],
-    (CHAT, "tools"): TOOLS,
-    (CHAT, "tool_choice"): {"type": "function", "function": {"name": "paint"}},
-    (CHAT, "response_format"): {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
-    (CHAT, "stream_options"): {"include_usage": True},
-    (CHAT, "prediction"): {"type": "content", "content": [{"type": "text", "text": "x"}]},
-    (RESPONSES, "input"): [ITEM],
-    (RESPONSES, "tools"): [{"type": "function", **TOOL}],
-    (RESPONSES, "tool_choice"): {"type": "function", "name": "paint"},
-    (RESPONSES, "text"): {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
-    (RESPONSES, "reasoning"): {"effort": "low"},
-}
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("endpoint", "why"), ENDED, ids=[f"{row_id(endpoint)}-{why}" for endpoint, why in ENDED])
+def test_a_text_that_ends_early_says_so_and_gives_its_cache_back(endpoint, stream, why, server, monkeypatch):
+    """At once: an error has the variables of all calls that it came through, and the cycles that it is in are many."""
+    sessions = []
 
+    def begin(self, *args, whole=Session.begin, **kwargs):
+        sessions.append(weakref.ref(self))
+        return whole(self, *args, **kwargs)
 
-@pytest.mark.parametrize(("endpoint", "field"), VALID, ids=lambda value: row_id(value))
-def test_every_nested_field_of_the_client_is_accepted_or_refused_by_name(endpoint, field, server):
-    from openai.types.chat import completion_create_params as chat
-    from openai.types.responses import response_create_params as responses
+    def put(self, value, whole=Writer.put):
+        whole(self, value)
+        if why == "left" and self.call.begun.done():
+            self.call.gone.set()
+            self.ask()
+        if self.call.begun.done() and why in ("failed", "refused by a field"):
+            raise Broken("no") if why == "failed" else ValueError("no")
 
-    assert field in known(endpoint)
-    params = chat.CompletionCreateParamsBase if endpoint == CHAT else responses.ResponseCreateParamsBase
-    tools = {} if field == "tools" else {"tools": VALID[endpoint, "tools"]} if field == "tool_choice" else {}
-    extra = {"stream": True} if field == "stream_options" else {}
-    places = nested(typing.get_type_hints(params)[field])
-    assert places
-    for place in sorted(places):
-        value = copy.deepcopy(VALID[endpoint, field])
-        at: typing.Any = value
-        for name in place[:-1]:
-            at = at[0] if name == "[]" and isinstance(at, list) else at.get(name) if isinstance(at, dict) else None
-        if not isinstance(at, dict) or place[-1] == "[]":
-            continue  # of an object that is refused as a whole
-        at[place[-1]] = {"strange": 1}
-        body = {**ASKED[endpoint], "max_tokens" if endpoint == CHAT else "max_output_tokens": 1, **tools, **extra}
-        status, found = server.raw(endpoint, {**body, field: value})
-        assert status in (200, 400), (place, found)
-        if status == 400:
-            param = found["error"]["param"]
-            named = place[-1] == "type" or place[-1] in param or param.endswith("type")
-            assert param.startswith(field) and named, (place, found)
+    def broken(*_):
+        raise Broken("no")
+
+    monkeypatch.setattr(Session, "begin", begin)
+    monkeypatch.setattr(Writer, "put", put)
+    if why == "failed before a token":
+        monkeypatch.setattr(Queue, "decode", broken)
+    if why == "failed as an event":
+        monkeypatch.setattr(Items, "part", broken)
+    gc.collect()
+    gc.disable()
+    try:
+        named = {"generation_config": '{"repetition_penalty": 1.5}'} if why == "refused by a field" else {}
+        status, found = server.raw(endpoint, {**ASKED[endpoint], LENGTH[endpoint]: 8, "stream": stream, **named})
+        assert why == "failed as an event" or not [session for session in sessions if session() is not None]
+    finally:
+        gc.enable()
+    if status != 200:
+        kinds = {"left": (499, "the client went away"), "refused by a field": (400, "no")}
+        assert (status, found["error"]["message"].rpartition(": ")[2]) == kinds.get(why, (500, "no"))
+    elif why != "left":
+        assert stream and why != "failed before a token" and len(found) > 1 and "[DONE]" not in found
+        *_, error, last = map(json.loads, found)
+        if endpoint == RESPONSES:
+            assert (error["type"], error["sequence_number"]) == ("error", len(found) - 2)
+            assert last["type"] == "response.failed"
+        last = last["response"] if endpoint == RESPONSES else last
+        assert last["error"]["message"].endswith("no")
+    monkeypatch.undo()
+    server.got(endpoint)  # the next text has its place
