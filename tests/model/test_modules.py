@@ -1,51 +1,45 @@
-"""Rows through a model's modules: caches, hidden states, convolutions, quantised weights."""
+"""Rows through a model's modules: caches, hidden states, linear layers and functions of elements on a CPU."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import threading
 
 import fake_cuda
 import pytest
+import tiny_configs
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from models import FAMILIES, noised, prompts, tiny
+from models import noised, prompts, tiny
 from quantised import by_bitsandbytes, original
+from torch import nn
+from torch.nn import functional as F
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, DraftSource, GraphConfig, Proposal
-from gsd_kernels_hf.engine.engine import engines_of
-from gsd_kernels_hf.model import runner
-from gsd_kernels_hf.model.cache import GraphCache, lies_in_a_block
-from gsd_kernels_hf.model.fused import FusedRows, rows_of, why_not
+from gsd_kernels.backends import unavailable_reason
+from gsd_kernels_hf.model import linear, runner
+from gsd_kernels_hf.model.cache import GraphCache
+from gsd_kernels_hf.model.elementwise import SHARE, as_rows, own_bits, plain
+from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.model.hidden import LAST, decoder_of, listening
-from gsd_kernels_hf.model.recurrent.short_convolution import ShortConvolution
-from gsd_kernels_hf.model.recurrent.tree import RowTree
+from gsd_kernels_hf.model.linear import CpuLinear, RowLinear, widened_linear, with_cpu_linears
 
 # The cache as one allocation: layers evenly spaced for the commit, also after growing; unlike layers apart.
 
 
-LAYERS = 3
-
-
-def filled(*, stacked: bool) -> GraphCache:
-    """Two sequences, five positions of a prompt."""
-    cache = GraphCache(tiny(num_hidden_layers=LAYERS).config, 12, stacked=stacked)
+def filled(*, stacked: bool, sizes: tuple[tuple[int, int, int], ...] = 3 * ((4, 6, 6),)) -> GraphCache:
+    """Two sequences, five positions of a prompt; heads, and sizes of keys and values, of every layer."""
+    cache = GraphCache(tiny(num_hidden_layers=len(sizes)).config, 12, stacked=stacked)
     gen = torch.Generator().manual_seed(0)
-    for index in range(LAYERS):
-        cache.update(*torch.randn(2, 2, 4, 5, 6, generator=gen), index)
+    for index, (heads, k_dim, v_dim) in enumerate(sizes):
+        cache.update(*(torch.randn(2, heads, 5, size, generator=gen) for size in (k_dim, v_dim)), index)
     cache.prompt_length = 5
     return cache
 
 
 def contents(cache: GraphCache) -> list[torch.Tensor]:
     return [t for layer in cache.layers for t in (layer.keys, layer.values)]
-
-
-def evenly_spaced(cache: GraphCache) -> bool:
-    addresses = torch.tensor([[layer.keys.data_ptr(), layer.values.data_ptr()] for layer in cache.layers])
-    return bool((addresses.diff(dim=0) == addresses[1] - addresses[0]).all())
 
 
 def test_layers_are_views_of_one_block_and_stay_so_when_it_grows():
@@ -56,9 +50,14 @@ def test_layers_are_views_of_one_block_and_stay_so_when_it_grows():
                 cache.grow(capacity)
         assert all(torch.equal(a, b) for a, b in zip(contents(stacked), contents(apart), strict=True))
         assert all(t.shape == (2, 4, capacity, 6) and t.is_contiguous() for t in contents(stacked))
-        assert {t.untyped_storage().data_ptr() for t in contents(stacked)} == {stacked.block.data_ptr()}
-        assert evenly_spaced(stacked) and stacked.nbytes == stacked.block.nbytes == apart.nbytes
-    assert apart.block is None and len({t.untyped_storage().data_ptr() for t in contents(apart)}) == 2 * LAYERS
+        places = torch.tensor([t.data_ptr() for t in contents(stacked)]).view(3, 2)
+        assert bool((places.diff(dim=0) == places[1] - places[0]).all()), "evenly spaced"
+        assert stacked.nbytes == stacked.block.nbytes == apart.nbytes and apart.block is None
+    unlike = filled(stacked=True, sizes=((4, 6, 6), (2, 6, 6), (4, 6, 8), (4, 6, 6)))
+    assert [layer.in_block for layer in unlike.layers] == [True, False, False, True]
+    before = [t.clone() for t in contents(unlike)]
+    unlike.grow(20)
+    assert all(torch.equal(t[:, :, :5], b[:, :, :5]) for t, b in zip(contents(unlike), before, strict=True))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
@@ -68,19 +67,7 @@ def test_a_commit_of_a_block_is_one_launch():
 
     layers = filled(stacked=True).layers
     count, k_step, v_step = even_run([layer.keys for layer in layers], [layer.values for layer in layers])
-    assert (count, k_step, v_step) == (LAYERS, 2 * 2 * 4 * 12 * 6, 2 * 2 * 4 * 12 * 6)
-
-
-def test_what_is_unlike_the_first_layer_has_its_own_storage():
-    cache = GraphCache(tiny(num_hidden_layers=4).config, 12, stacked=True)
-    for index, (heads, k_dim, v_dim) in enumerate(((4, 6, 6), (2, 6, 6), (4, 6, 8), (4, 6, 6))):
-        cache.update(torch.ones(2, heads, 5, k_dim), torch.ones(2, heads, 5, v_dim), index)
-    assert [layer.in_block for layer in cache.layers] == [True, False, False, True]
-    cache.prompt_length = 5
-    cache.grow(20)
-    for layer, v_dim in zip(cache.layers, (6, 6, 8, 6), strict=True):
-        assert layer.keys.shape[2] == layer.values.shape[2] == 20 and layer.values.shape[3] == v_dim
-        assert layer.keys[:, :, :5].eq(1).all() and not layer.values[:, :, 5:].any()
+    assert (count, k_step, v_step) == (3, 2 * 2 * 4 * 12 * 6, 2 * 2 * 4 * 12 * 6)
 
 
 @pytest.mark.parametrize("fused", ["0", "1"])
@@ -89,42 +76,29 @@ def test_a_stacked_cache_writes_the_same_text(fused, monkeypatch):
     monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", fused)
     target = tiny(dtype=torch.float32 if fused == "1" else torch.float64)
     ending = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    texts = {}
+    texts = []
     for stacks in (False, True):
         monkeypatch.setattr(runner, "lies_in_a_block", lambda _, stacks=stacks: stacks)
-        handle = gsd.patch(target, assistant_model=noised(target), graph_config="graph")
-        short = target.generate(**prompts(2, 9), max_new_tokens=10, **ending)
-        long = target.generate(**prompts(2, 250), max_new_tokens=20, **ending)
-        (session,) = handle.engines.idle.sessions
-        assert (session.target.cache.block is not None) == stacks and session.capacity > 256
-        texts[stacks] = (short.tolist(), long.tolist())
-        gsd.unpatch(target)
-    assert texts[True] == texts[False]
+        with gsd.patch(target, assistant_model=noised(target), graph_config="graph") as handle:
+            short = target.generate(**prompts(2, 9), max_new_tokens=10, **ending)
+            long = target.generate(**prompts(2, 250), max_new_tokens=20, **ending)
+            (session,) = handle.engines.idle.sessions
+            assert (session.target.cache.block is not None) == stacks and session.capacity > 256
+        texts.append((short.tolist(), long.tolist()))
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("stacked", [True, False])
 def test_outgrown_storage_is_held_until_its_copy_is_done(stacked, monkeypatch):
     """It goes back to the stream that it was made on, and is copied on the caller's."""
-    cuda = fake_cuda.install(monkeypatch)
-    cache, keys = GraphCache(tiny().config, 12, stacked=stacked), torch.ones(2, 2, 5, 6)
-    cache.update(keys, keys, 0)
-    kept = cache.layers[0].keys, cache.layers[0].values, cache.block
-    caller = cuda.new_stream()
+    cuda, cache = fake_cuda.install(monkeypatch), filled(stacked=stacked, sizes=((4, 6, 6),))
+    outgrown, caller = [cache.block] if stacked else contents(cache), cuda.new_stream()
     with cuda.on(caller):
         cache.grow(20)
-    outgrown = [cache.block is not None and kept[2]] if stacked else kept[:2]
     assert cuda.held == [(storage.data_ptr(), caller) for storage in outgrown]
 
 
-def test_only_a_gpu_stacks():
-    assert not lies_in_a_block(tiny())
-
-
 # Hidden states of chosen layers, at the prompt and at graph rows, equal transformers' own.
-
-
-CHOSEN = (0, 1, 2, 3, LAST)
-CONFIG = GraphConfig(depth=0, branch=2, max_rows=12, history_depth=3, history_width=3)
 
 
 class Listening(DraftSource):
@@ -132,7 +106,7 @@ class Listening(DraftSource):
 
     name = "listening"
 
-    def __init__(self, layers=CHOSEN):
+    def __init__(self, layers):
         self.hidden_layers, self.used = layers, []
 
     def attach(self, text):
@@ -145,36 +119,32 @@ class Listening(DraftSource):
 
     def observe(self, verified):
         if isinstance(verified, gsd.Prefilled):
-            self.read(verified.hidden, verified.begin)
+            self.pieces.append(verified.begin)
+            end = verified.begin + verified.hidden[0].shape[1]
+            for number, found in verified.hidden.items():  # of the last layer, the last position alone
+                for i in range(found.shape[1]):
+                    self.states[number, end - found.shape[1] + i] = found[:, i]
             return
-        place = int(self.text.state.out_len[0] - verified.accepted.num_accepted[0])
-        for i in range(int(verified.accepted.num_accepted[0])):
-            row = int(verified.accepted.accepted_rows[0, i])
+        count = int(verified.accepted.num_accepted[0])
+        place = int(self.text.state.out_len[0]) - count - 1
+        for i, row in enumerate(verified.accepted.accepted_rows[0, :count].tolist()):
             for number, found in verified.hidden.items():
-                self.states[number, place - 1 + i] = found[:, row]
-
-    def read(self, hidden, begin):
-        self.pieces.append(begin)
-        for number, found in hidden.items():
-            for i in range(found.shape[1]):  # of the last layer, the last position alone
-                first = hidden[0].shape[1] - found.shape[1]
-                self.states[number, begin + first + i] = found[:, i]
+                self.states[number, place + i] = found[:, row]
 
 
 @pytest.mark.parametrize("operator", [False, True], ids=["modules", "operator"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3", "mistral-window"])
 def test_states_of_the_text_equal_those_of_a_plain_forward(family, operator):
-    layers = tuple(layer for layer in CHOSEN if layer != 3) if operator else CHOSEN
+    layers = (0, 1, 2, LAST) if operator else (0, 1, 2, 3, LAST)
     target = tiny(family, num_hidden_layers=3, dtype=torch.float32 if operator else torch.float64)
-    source = Listening(layers)
     if operator and why_not(target, "auto", layers) is not None:
         pytest.skip(f"{family}: no operator")
-    inputs = prompts(1, 14)
+    source = Listening(layers)
     text = gsd.generate(
         target,
-        **inputs,
+        **prompts(1, 14),
         draft_sources=(source, "history"),
-        graph_config=CONFIG,
+        graph_config=GraphConfig(depth=0, branch=2, max_rows=12, history_depth=3, history_width=3),
         max_new_tokens=20,
         eos_token_id=None,
         do_sample=False,
@@ -193,192 +163,137 @@ def test_states_of_the_text_equal_those_of_a_plain_forward(family, operator):
             torch.testing.assert_close(used.states[number, place], want[number][:, place], **close)
 
 
-def test_only_what_is_asked_for_is_kept_and_hooks_go_with_the_forward():
-    target = tiny(num_hidden_layers=3)
-    with torch.no_grad(), listening(target, (1,)) as found:
-        target(prompts(1, 4)["input_ids"])
-        assert set(found) == {1}
-    with listening(target, ()) as found:
-        target(prompts(1, 4)["input_ids"])
-    assert found == {}
+def test_hooks_are_a_threads_and_go_with_the_forward():
+    target, ids = tiny(num_hidden_layers=3), prompts(1, 4)["input_ids"]
+    with torch.no_grad(), listening(target, (1, LAST)) as found:
+        thread = threading.Thread(target=lambda: target(ids))
+        thread.start()
+        thread.join()
+        assert found == {}
+        target(ids)
+    assert set(found) == {1, LAST}
     blocks, norm = decoder_of(target)
     for module in (*blocks, norm, target.lm_head):
         assert not module._forward_pre_hooks and not module._forward_hooks
 
 
-def test_another_threads_forward_is_not_kept():
-    target, ids = tiny(num_hidden_layers=3), prompts(1, 4)["input_ids"]
-    with torch.no_grad(), listening(target, CHOSEN) as found:
-        thread = threading.Thread(target=lambda: target(ids))
-        thread.start()
-        thread.join()
-    assert found == {}
-
-
-def test_the_operator_hands_out_the_state_behind_the_last_norm():
-    target = tiny(dtype=torch.float32)
-    start, layers = torch.zeros(1, dtype=torch.int32), target.config.num_hidden_layers
-    assert why_not(target, "auto") is None and why_not(target, "auto", (0, layers - 1, LAST)) is None
-    assert why_not(target, "auto", (0, layers)) is None
-    assert type(rows_of(target, 8, start, "auto", (layers,))) is FusedRows
-    assert type(rows_of(target, 8, start, "auto", (0, LAST))) is FusedRows
-
-
-def test_a_model_whose_layers_lie_elsewhere_is_refused():
-    target = tiny()
-    target.model.layers = torch.nn.Sequential(*target.model.layers)
-    with pytest.raises(ValueError, match="its decoder has no layers"):
-        decoder_of(target)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)  # one operator, and modules
-@pytest.mark.parametrize("turns", [1, 3])
-def test_heads_see_in_the_first_step(dtype, turns):
+def test_heads_see_in_the_first_step(dtype):
     """Untrained heads repeat the target's own next token; there is none in a first step without the prompt's state."""
     target = tiny(dtype=dtype)
     target.lm_head.weight.data.zero_()
     target.lm_head.weight.data[5] = 1.0  # the same token forever, or never
-    inputs, heads = prompts(2, 9), DraftHeads.for_model(target, 3).requires_grad_(False)
+    ids, heads = prompts(1, 9)["input_ids"], DraftHeads.for_model(target, 3).requires_grad_(False)
     with torch.no_grad():
-        if target(**inputs).logits[0, -1].argmax() != 5:
+        if target(ids).logits[0, -1].argmax() != 5:
             target.lm_head.weight.data[5] = -1.0
-    options = {"max_new_tokens": 2, "eos_token_id": None, "do_sample": False, "return_dict_in_generate": True}
-    engines_of(target).clear()
-    gsd.patch(target, draft_heads=heads, draft_sources=("heads",), graph_config=GraphConfig(depth=1, branch=2))
-    try:
-        for _ in range(turns):  # the same prompt again: all of it is in the cache
-            out = target.generate(inputs["input_ids"][:1], **options)
-            assert out.stats.steps == 1, "the first step accepted nothing"
-    finally:
-        gsd.unpatch(target)
-
-
-# Short convolutions over rows: a path's outputs, whatever is beside it.
-
-
-CHANNELS = 32
-
-
-def tree_of(parents: list[int]) -> RowTree:
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    return RowTree(torch.tensor([parents]), torch.tensor([depths]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(2, 4), st.integers(1, 5), st.booleans())
-def test_rows_are_a_convolution_over_their_path(dtype, beside, width, path, biased):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, CHANNELS, 80, generator=generator).to(dtype)
-    weight = torch.randn(CHANNELS, width, generator=generator).to(dtype)
-    bias = torch.randn(CHANNELS, generator=generator).to(dtype) if biased else None
-    convolution, done = ShortConvolution(), 3
-    convolution.begin(torch.nn.functional.pad(x[..., :done], (width, 0))[..., -width:])
-    for accepted in (1, path, 1):
-        parents = list(range(-1, path - 1))
-        parents += [p % (path + i + 1) - 1 for i, p in enumerate(beside)]
-        places = [*range(done, done + path), *range(60, 60 + len(beside))]
-        out = convolution(tree_of(parents), x[..., places], weight, bias, "silu")
-        for row in range(len(parents)):
-            up, text = row, []
-            while up >= 0:
-                text, up = [places[up], *text], parents[up]
-            whole = torch.nn.functional.pad(x[..., [*range(done), *text]], (width, 0)).double()
-            right = (whole[0, :, -width:] * weight.double()).sum(-1) + (0 if bias is None else bias.double())
-            right = torch.nn.functional.silu(right.to(dtype)).double()
-            assert torch.allclose(out[0, :, row].double(), right, atol=1e-5 if dtype != torch.bfloat16 else 3e-2)
-            alone = ShortConvolution()
-            alone.begin(whole[..., -width - 1 : -1].to(dtype))
-            one = alone(tree_of([-1]), x[..., places[row] : places[row] + 1], weight, bias, "silu")
-            assert torch.equal(one[..., 0], out[..., row])
-        convolution.commit(torch.arange(path)[None], torch.tensor([accepted]))
-        done += accepted
-
-
-def test_sequences_that_accept_nothing_stay():
-    x, weight = torch.randn(2, CHANNELS, 4), torch.randn(CHANNELS, 4)
-    convolution, tree = ShortConvolution(), RowTree(torch.tensor([[-1, 0], [-1, 0]]), torch.tensor([[0, 1], [0, 1]]))
-    convolution(tree, x[..., :2], weight)
-    convolution.commit(torch.tensor([[0, 1], [-1, -1]], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32))
-    state = convolution.end()
-    assert torch.equal(state[0, :, 2:], x[0, :, :2]) and not state[1].any()
-    assert state.shape == (2, CHANNELS, 4)
-
-
-# Targets with quantised weights: the text of the same model by itself. Needs the extra ``[quantised]``.
-# Exact are schemes that read every row of activations by itself. ``llm_int8_threshold`` above 0 (bitsandbytes' default)
-# and dynamic activation quantisation per tensor choose outliers or scales over all rows of a forward, rejected ones
-# included.
-
-
-SHAPE = GraphConfig(depth=3, width=3, branch=3, max_rows=20, history_depth=2, history_width=3)
-GREEDY = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": False}
-FLOAT32 = torch.float32
-
-
-def torchao(model):
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    quantize_(model, Int8WeightOnlyConfig())  # its output matrix, too
-    return model
-
-
-def bitsandbytes(**how):
-    return lambda model: by_bitsandbytes(model, **how)
-
-
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": FLOAT32}
-SCHEMES = {
-    "bitsandbytes": (bitsandbytes(load_in_8bit=True, llm_int8_threshold=0.0), "Int8Params"),
-    "bitsandbytes nf4": (bitsandbytes(**NF4), "Params4bit"),
-    "torchao": (torchao, "Int8Tensor"),
-}
-
-
-@pytest.fixture(scope="module", params=SCHEMES)
-def quantised(request):
-    package = request.param.partition(" ")[0]
-    pytest.importorskip(package, reason=f"needs {package}: pip install -e '.[quantised]'")
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install -e '.[quantised]'")
-    make, weight = SCHEMES[request.param]
-    model = make(original(FLOAT32))
-    assert type(model.model.layers[0].self_attn.q_proj.weight).__name__ == weight, "nothing is quantised"
-    return model
-
-
-def inputs_of(batch: int, seed: int = 0):
-    return prompts(batch, 12, seed=seed, vocab=96)
-
-
-@torch.no_grad()
-def logits(model):
-    return model(**inputs_of(2)).logits
-
-
-def test_a_quantised_draft(quantised):
-    target, call = original(FLOAT32), {**inputs_of(2), **GREEDY}
-    options = {"assistant_model": quantised, "graph_config": SHAPE, "return_dict_in_generate": True}
-    out = gsd.generate(target, **call, **options)
-    assert torch.equal(out.sequences, target.generate(**call)) and out.stats.tokens_per_step > 1.5
-
-
-def test_activations_that_are_quantised_row_by_row_under_auto():
-    """A last bit of an activation may become a whole level of int8, so texts are the same at their beginning only."""
-    quantization = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install -e '.[quantised]'")
-    target = original(FLOAT32)
-    quantization.quantize_(target, quantization.Int8DynamicActivationInt8WeightConfig())
-    inputs = inputs_of(1)
-    expected = target.generate(**inputs, **GREEDY)
-    for sources in ({"draft_sources": ("history",)}, {"assistant_model": noised(original(FLOAT32), 0.02)}):
-        out = gsd.generate(target, **inputs, **GREEDY, **sources)
-        assert out.shape == expected.shape and torch.equal(out[:, :14], expected[:, :14])
+    shape = GraphConfig(depth=1, branch=2)
+    with gsd.patch(target, draft_heads=heads, draft_sources=("heads",), graph_config=shape) as handle:
+        for _ in range(2):  # the same prompt again: all of it is in the cache
+            target.generate(ids, max_new_tokens=2, eos_token_id=None, do_sample=False)
+            assert handle.stats.steps == 1, "the first step accepted nothing"
 
 
 def test_int8_that_takes_outliers_from_all_rows_may_draft():
     """A target that does so is refused, as tests/packed/test_libraries.py asks."""
     pytest.importorskip("bitsandbytes")
-    draft, call = by_bitsandbytes(original(FLOAT32), load_in_8bit=True), {**inputs_of(1), **GREEDY}
-    expected = original(FLOAT32).generate(**call)
-    assert torch.equal(gsd.generate(original(FLOAT32), **call, assistant_model=draft, graph_config="chain"), expected)
+    target, call = original(torch.float32), {**prompts(1, 12, vocab=96), "max_new_tokens": 24, "do_sample": False}
+    draft, expected = by_bitsandbytes(original(torch.float32), load_in_8bit=True), target.generate(**call)
+    assert torch.equal(gsd.generate(target, **call, assistant_model=draft, graph_config="chain"), expected)
+
+
+# Linear layers and functions of elements on a CPU: few rows each on its own, as accurate as PyTorch's.
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(("rows", "k", "n"), [(49, 48, 63), (130, 2048, 1025)])
+def test_widened_products_are_at_least_as_accurate(rows, k, n, dtype):
+    gen = torch.Generator().manual_seed(rows * 1000 + n)
+    x, weight = (torch.randn(m, k, generator=gen).to(dtype) for m in (rows, n))
+    exact = x.double() @ weight.double().T
+    theirs = (F.linear(x, weight).double() - exact).norm()
+    ours = (widened_linear(x, weight).double() - exact).norm()
+    assert ours <= 1.1 * theirs and ours <= torch.finfo(dtype).eps / 2 * exact.norm()
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(torch.float32, 8), (torch.bfloat16, 64), (torch.float16, 64)], ids=str)
+def test_a_view_computes_the_same_and_leaves_the_model_alone(dtype, length):
+    """With biases, and hooks that still count."""
+    model = tiny("qwen2", dtype=dtype)
+    before, kinds, calls = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()], []
+    view = with_cpu_linears(model, "auto")
+    if unavailable_reason("cpu", model.device) is None and linear.serves(model.lm_head.weight):
+        assert all(type(m) is CpuLinear for m in view.modules() if isinstance(m, nn.Linear))
+        assert view.lm_head.weight is model.lm_head.weight
+    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    ids = prompts(2, length, ragged=False)["input_ids"]
+    with torch.no_grad():
+        theirs, ours = model(ids).logits.double(), view(ids).logits.double()
+        exact = copy.deepcopy(model).double()(ids).logits
+    assert (ours - exact).norm() <= 2 * (theirs - exact).norm() and len(calls) == 3
+    assert [type(m) for m in model.modules()] == kinds
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_models_that_keep_their_own_products():
+    model = tiny(dtype=torch.float32)
+    assert with_cpu_linears(model, "reference") is model
+    model.model.layers[0].forward = model.model.layers[0].forward  # as offloading does
+    assert with_cpu_linears(model, "auto") is model
+    assert not any(isinstance(m, CpuLinear) for m in with_cpu_linears(tiny(), "auto").modules()), "float64"
+
+
+@pytest.mark.parametrize("name", ["Zamba2ForCausalLM", "GemmaForCausalLM"])
+def test_functions_that_activations_keep_are_no_foreign_code(name):
+    """Their rows go through the operator, as it is said of them."""
+    model = tiny_configs.build(name, 4).float()
+    kinds = {type(m) for m in with_cpu_linears(model, "auto", RowLinear).modules() if isinstance(m, nn.Linear)}
+    assert unavailable_reason("cpu", model.device) is not None or kinds == {RowLinear}
+    activation = next(module for module in model.modules() if "act" in vars(module))
+    activation.forward = activation.forward  # as offloading does
+    assert with_cpu_linears(model, "auto", RowLinear) is model
+
+
+CALLS = {
+    "silu": F.silu,
+    "softplus": lambda x: F.softplus(x.float() + 0.5),
+    "sigmoid": lambda x: x.sigmoid(),
+    "exp": lambda x: -x.float().exp(),
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "pow": lambda x: (x.abs() + 1) ** 1.7,
+    "a part": lambda x: F.softplus(x[..., : x.shape[-1] // 2] + 0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 48, 64, 1100, SHARE // 16])
+def test_a_row_has_its_own_bits(dtype, size):
+    """Whatever threads share."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    x = 3 * torch.randn(1, 64, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    try:
+        for name, call in CALLS.items():
+            with own_bits(True, in_parts=name == "a part"):
+                found = {count: plain(call(as_rows(x[:, 64 - count :]))) for count in (1, 2, 3, 5, 16, 33, 64)}
+            assert torch.allclose(found[64].double(), call(x.double()).double(), rtol=2e-2, atol=1e-6), name
+            for count, values in found.items():
+                assert torch.equal(values[0], found[64][0, 64 - count :]), (name, count)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_linear_layers_return_rows_inside_alone():
+    layer = nn.Linear(32, 24, bias=False).requires_grad_(False)
+    layer.__class__ = RowLinear
+    x = torch.randn(1, 3, 32)
+    with own_bits(True):
+        rows = layer(x)
+        assert type(rows) is not torch.Tensor
+        with own_bits(False):
+            assert type(layer(x)) is torch.Tensor
+    assert type(plain(rows)) is type(layer(x)) is torch.Tensor and torch.equal(plain(rows), layer(x))
+    before = x.clone()
+    with own_bits(True):
+        F.silu(as_rows(x), inplace=True)
+    assert torch.equal(x, F.silu(before))

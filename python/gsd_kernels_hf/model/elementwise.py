@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 VECTORS = 64
 """Elements of two vectors, at most: of half precision with AVX-512."""
-SHARE = 1 << 15
-"""Elements that PyTorch computes on one thread in any case."""
+SHARE = 1 << 14
+"""Elements that PyTorch computes on one thread in any case: of GELU no more."""
 NAMES = (
     *("exp", "exp2", "expm1", "log", "log2", "log1p", "pow", "__pow__", "sigmoid", "logsigmoid", "tanh", "erf"),
     *("silu", "gelu", "softplus", "mish", "elu", "selu", "celu", "sin", "cos", "tan", "sinh", "cosh"),
