@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -75,20 +73,4 @@ def generate(*, given: Options) -> None:
             run(given, where, kind, processes, listed(given.competitors))
         return
     report = run(given, where, kind, processes, listed(given.competitors), folder=given.out, name=name)
-    data = asdict(report)
-    show(report.write(given.out, name), table(data, OF_A_PAIR), report.missing)
-    if given.compare is not None:
-        _show_changes(data, given.compare)
-
-
-def _show_changes(data: dict[str, Any], path: Path) -> None:
-    earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if earlier.get("case") != "generate":
-        raise ValueError(f"--compare: {path} is not a result of gsd-kernels bench generate")
-    # Results of before 2026-11-29 call a way a competitor.
-    before = {row.get("way", row.get("competitor")): row["tokens_per_second"] for row in earlier["summary"]}
-    commit = earlier["environment"]["commit"]
-    typer.echo(f"\nagainst {commit} of {earlier['environment']['date']} (above 1 is faster now):")
-    for row in data["summary"]:
-        if row["way"] in before:
-            typer.echo(f"{row['tokens_per_second'] / before[row['way']]:.2f}  {row['way']}")
+    show(report.write(given.out, name), table(asdict(report), OF_A_PAIR), report.missing)

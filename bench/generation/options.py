@@ -10,7 +10,7 @@ import typer
 
 from gsd_kernels_cli import options, values
 
-from ..lib.options import RESULTS, Compare, Device, DtypeOption, Name, NewTokens, Out, PairName, PairOption, Quick
+from ..lib.options import RESULTS, Device, DtypeOption, Name, NewTokens, Out, PairName, PairOption, Quick
 
 Model = Annotated[
     str | None,
@@ -65,4 +65,3 @@ class Options:
     seconds: Annotated[float | None, typer.Option("--seconds", help="Begin no prompt beyond this.")] = None
     out: Out = RESULTS
     name: Name = None
-    compare: Compare = None

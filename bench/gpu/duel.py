@@ -2,12 +2,14 @@
 
 What goes is what the verdict names: two forms of one op are two places for a fault. A Triton form stays only where CUDA
 C++ takes much longer, since it is compiled at its first use; CUDA's tree attention stays only where it is faster.
+
+The stage ``attention`` times tree attention alone, beside other people's kernels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -17,12 +19,12 @@ from gsd_kernels.backends import FIRST, compiled_first, unavailable_reason
 from gsd_kernels_hf.model.fused import SWITCH
 
 from ..generation.competitors import fixed_configs
-from ..kernels import commit, merge, ngram, sample
-from ..kernels.rows import random_model
+from ..kernels import attention, commit, merge, ngram, sample
+from ..kernels.peers import ATTENTION as PEERS
 from ..lib.compilations import compilations, summary
-from ..lib.runner import Entry, Settings
-from ..lib.timing import time_call
-from . import attention_cold, pair
+from ..lib.runner import Entry, Settings, measure
+from ..lib.timing import copy_bandwidth
+from . import pair
 from .right import passed
 from .work import Work, points, switched
 
@@ -33,31 +35,45 @@ ROWS = {merge: (16, 64), sample: (16, 64), commit: (8,), ngram: (16, 64)}
 ATTENTION = (("llama-3-8b", 1024), ("llama-3-8b", 4096), ("llama-3.2-1b", 1024))
 ATTENTION_ROWS = (16, 64)
 ATTENDS = "dag_attention"
+BESIDE = {"shape": ("llama-3-8b", "llama-2-70b"), "prefix": (1024, 4096, 32768), "rows": (16, 32, 64)}  # peers
+SMALL = {"shape": ("tiny",), "prefix": (64,), "rows": (8,)}
 WORTH = 1.3  # times as long CUDA C++ may take, before Triton's form is worth its compilation
 STEPS = dict(zip(FORMS, FIRST, strict=True))  # what GSD_KERNELS_CUDA_FIRST says
 
 
 def run(work: Work) -> None:
+    """The points of ``attention`` or of ``duel``."""
+    own = "cpu" if unavailable_reason("cpu", work.device) is None else "reference"
+    backends = {"triton": "reference", "cuda": own} if work.rehearse else dict(zip(FORMS, FORMS, strict=True))
+    if work.rehearse:
+        work.skip(f"backends triton and cuda, FlashInfer: {' and '.join(backends.values())} take their places")
+    work.each(["bandwidth"], lambda _: {"copy": copy_bandwidth(work.device, quick=work.rehearse)})
+    if work.is_done("bandwidth"):
+        (beside_peers if work.stage.name == "attention" else forms)(work, backends)
+
+
+def beside_peers(work: Work, backends: dict[str, str]) -> None:
+    """Points ``SHAPE prefix=P rows=R CONTESTANT``; those that compile for minutes come last."""
+    who = (*dict.fromkeys(backends.values()), *PEERS)
+    names = points("{shape} prefix={prefix} rows={rows} {who}", who=who, **(SMALL if work.rehearse else BESIDE))
+    work.each(names, lambda name: attend(work, *names[name]))
+
+
+def forms(work: Work, backends: dict[str, str]) -> None:
     """Points ``step FORM``, ``OP ROWS FORM``, ``dag_attention SHAPE PREFIX ROWS FORM``, and ``verdict``."""
-    small = work.rehearse
-    backends = dict(zip(FORMS, FORMS, strict=True))
-    if small:
-        own = unavailable_reason("cpu", work.device)
-        backends = {"triton": "reference", "cuda": "cpu" if own is None else "reference"}
-        work.skip(f"backends triton and cuda: {' and '.join(backends.values())} take their places")
     ops = {f"{name} {form}": (name, backends[form]) for name, _ in entries(work, "reference") for form in FORMS}
-    work.each(ops, lambda name: timed(work, *ops[name]))
-    sizes, rows = (("tiny", 64),) if small else ATTENTION, (8,) if small else ATTENTION_ROWS
+
+    def operation(name: str) -> dict[str, Any]:
+        op, backend = ops[name]
+        return timed(work, next(entry for found, entry in entries(work, backend) if found == op))
+
+    work.each(ops, operation)
+    sizes, rows = ((("tiny", 64),), (8,)) if work.rehearse else (ATTENTION, ATTENTION_ROWS)
     pattern = ATTENDS + " {size[0]} prefix={size[1]} rows={rows} {form}"
-    attention = points(pattern, size=sizes, rows=rows, form=FORMS)
-
-    def attend(name: str) -> dict[str, Any]:
-        size, count, form = attention[name]
-        return attention_cold.measure(work, backends[form], *size, count)
-
-    work.each(attention, attend)
+    attends = points(pattern, form=FORMS, size=sizes, rows=rows)
+    work.each(attends, lambda name: attend(work, backends[attends[name][0]], *attends[name][1], attends[name][2]))
     steps(work)
-    if all(work.is_done(name) for name in (*ops, *attention)):
+    if all(work.is_done(name) for name in (*ops, *attends)):
         work.each(["verdict"], lambda _: verdict(work.points))
 
 
@@ -66,40 +82,49 @@ def entries(work: Work, backend: str) -> Iterator[tuple[str, Entry]]:
     shape = "tiny" if work.rehearse else SHAPE
     for module in OPS:
         rows = ROWS[module][:1] if work.rehearse else ROWS[module]
-        settings = Settings(work.device, work.dtype, (shape,), rows, backends=[backend], peers=[], quick=work.rehearse)
-        for entry in module.entries(settings):
+        for entry in module.entries(settings_of(work, shape, rows, [backend])):
             yield f"{entry.operation.replace(',', '')} rows={next(iter(entry.parameters.values()))}", entry
 
 
+def settings_of(work: Work, shape: str, rows: Sequence[int], backends: Sequence[str], **more: Any) -> Settings:
+    """Points of one shape, with ours by name and no peers unless they are given."""
+    given = {"peers": [], "quick": work.rehearse, "seconds": 0.02 if work.rehearse else 0.15, **more}
+    return Settings(work.device, work.dtype, (shape,), rows, backends=backends, **given)
+
+
+def attend(work: Work, who: str, shape: str, prefix: int, rows: int) -> dict[str, Any]:
+    """Tree attention by one contestant, its keys and values in no cache; see :func:`timed`."""
+    ours, peers = ([], [who]) if who in PEERS else ([who], [])
+    return timed(
+        work, next(attention.entries(settings_of(work, shape, (rows,), ours, prefixes=(prefix,), peers=peers)))
+    )
+
+
 @torch.no_grad()
-def timed(work: Work, op: str, backend: str) -> dict[str, Any]:
-    """Time one form, after comparing what it computes with the reference; and what was compiled for it.
+def timed(work: Work, entry: Entry) -> dict[str, Any]:
+    """Time the one contestant of an entry, after comparing what it computes; and what was compiled for it.
 
     Raises:
-        RuntimeError: it is wrong, or cannot run.
+        RuntimeError: ours is wrong, or cannot run.
     """
-    entry = next(entry for name, entry in entries(work, backend) if name == op)
     (contestant,) = entry.contestants
-    if contestant.call is None:
-        raise RuntimeError(f"{backend} cannot run: {contestant.missing}")
     with compilations() as compiled:
-        attention_cold.held(entry, contestant.check or contestant.call)
-        timing = time_call(contestant.call, work.device, seconds=0.02 if work.rehearse else 0.15)
-    print(f"  {timing.median * 1e6:.1f} µs", flush=True)
-    return {**vars(timing), "compilations": summary(compiled)}
+        row = measure(entry, contestant, settings_of(work, entry.shape, (), []), work.points["bandwidth"]["copy"])
+    if row.median is None:
+        if not contestant.peer:
+            raise RuntimeError(f"{contestant.name} cannot run: {contestant.missing}")
+        return {"missing": row.missing}
+    print(f"  {row.median * 1e6:.1f} µs", flush=True)
+    return {**vars(row), "compilations": summary(compiled)}
 
 
 def steps(work: Work) -> None:
     """A captured graph step of the pair by either form: seconds of the first call and of a replay, and its kernels."""
-    shapes = ("tiny", "tiny") if work.rehearse else (pair.TARGET, pair.DRAFT)
     names = {f"step {form}": setting for form, setting in STEPS.items()}
     if all(work.is_done(name) for name in names):
         return
-    torch.manual_seed(0)
-    models = [random_model(shape, work.dtype, work.device.type) for shape in shapes]
-    for model in models:
-        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    way = "cuda" if passed(work, *shapes) else "0"
+    models = pair.models(work)
+    way = "cuda" if passed(work, *pair.shapes(work)) else "0"
     config = fixed_configs(work.device)["graph"]
 
     def measure(name: str) -> dict[str, Any]:

@@ -36,21 +36,32 @@ def run(work: Work) -> None:
     """Points ``graph operator``, ``plain operator``, ``graph modules``, ``plain modules``: the same call twice each."""
     if work.rehearse:
         work.skip("capturing by CUDA, nodes by cuGraphGetNodes, mem_get_info, kernels by CUPTI")
-    shapes = ("tiny", "tiny") if work.rehearse else (TARGET, DRAFT)
     names = [f"{config} {way}" for way in WAYS for config in ("graph", "plain")]
-    if not passed(work, *shapes):
+    if not passed(work, *shapes(work)):
         left = [name for name in names if name.endswith("operator")]
         work.leave(left, "not found right by the stage before")
         names = [name for name in names if name not in left]
     if all(work.is_done(name) for name in names):
         return
-    torch.manual_seed(0)
     before, begin = memory(work), time.monotonic()
-    target, draft = (random_model(name, work.dtype, work.device.type) for name in shapes)
-    for model in (target, draft):
+    both = models(work)
+    about = {"seconds": time.monotonic() - begin, "bytes": used(before, memory(work))}
+    work.keep("models", {"names": shapes(work), **about})
+    work.each(names, lambda name: judged(work, *both, name))
+
+
+def shapes(work: Work) -> tuple[str, str]:
+    """Of the target and the draft."""
+    return ("tiny", "tiny") if work.rehearse else (TARGET, DRAFT)
+
+
+def models(work: Work) -> list[PreTrainedModel]:
+    """The pair, whose texts have no end."""
+    torch.manual_seed(0)
+    made = [random_model(name, work.dtype, work.device.type) for name in shapes(work)]
+    for model in made:
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    work.keep("models", {"names": shapes, "seconds": time.monotonic() - begin, "bytes": used(before, memory(work))})
-    work.each(names, lambda name: judged(work, target, draft, name))
+    return made
 
 
 def judged(work: Work, target: PreTrainedModel, draft: PreTrainedModel, name: str) -> dict[str, Any]:

@@ -108,7 +108,7 @@ STAGES = (
     Stage("tests", "gpu_tests", "each kernel once, captured steps, then more", 480, 60, (*MODELS, *TESTING)),
     Stage("sanitize", "sanitize", "the operator's tests under compute-sanitizer", 480, 120, (*MODELS, *TESTING)),
     Stage("packed", "packed", "packed matrices in the operator of rows: bits, then time", 150, 60),
-    Stage("attention", "attention_cold", "tree attention beside its peers, cold L2", 480, 60),
+    Stage("attention", "duel", "tree attention beside its peers, cold L2", 480, 60),
     Stage("e2e-8b", "races", "8B behind a 1B, beside transformers' modes", 480, 240, COMMAND_LINE),
     Stage("e2e-7b", "races", "7B behind a 1.1B", 480, 240, COMMAND_LINE),
     Stage("e2e-70b", "races", "70B behind a 1.1B, on a GPU that holds it", 480, 240, COMMAND_LINE),

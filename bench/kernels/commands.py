@@ -14,7 +14,6 @@ from gsd_kernels_cli.groups import with_groups
 
 from ..lib.options import (
     RESULTS,
-    Compare,
     Device,
     Dtype,
     DtypeOption,
@@ -56,7 +55,6 @@ class Case:
     seconds: Seconds = 0.5
     out: Out = RESULTS
     name: Name = None
-    compare: Compare = None
 
 
 @with_groups
@@ -160,7 +158,6 @@ def _run(
     """Measure a case, write the result and show it."""
     from importlib import import_module
 
-    from ..lib.report import Report
     from ..lib.runner import Settings, run
 
     settings = Settings(
@@ -174,12 +171,9 @@ def _run(
         quick=case.quick,
         seconds=min(case.seconds, 0.05) if case.quick else case.seconds,
     )
-    earlier = None if case.compare is None else Report.read(case.compare)
     report = run(import_module(f".{name}", __package__), settings)
     files = report.write(case.out, case.name or name + ("-quick" if case.quick else ""))
     show(files, _table(report), report.missing())
-    if earlier is not None:
-        _show_changes(report, earlier)
 
 
 def _table(report: Report) -> str:
@@ -196,15 +190,3 @@ def _table(report: Report) -> str:
         for row in report.measured()
     ]
     return markdown(["", "by", "median", "p20–p80", "of copy bandwidth"], rows)
-
-
-def _show_changes(report: Report, earlier: Report) -> None:
-    if earlier.environment["device"] != report.environment["device"] or earlier.dtype != report.dtype:
-        typer.echo("the earlier result is of another device or dtype", err=True)
-    changes = report.compare(earlier)
-    typer.echo(f"\nagainst {earlier.environment['commit']} of {earlier.environment['date']} (above 1 is faster now):")
-    for row, ratio in sorted(changes, key=lambda change: change[1]):
-        where = ", ".join([row.operation, row.shape, *(f"{k} {v}" for k, v in row.parameters.items())])
-        typer.echo(f"{ratio:.2f}  {where}: {row.contestant}")
-    if not changes:
-        typer.echo("the two results have no row in common")

@@ -33,9 +33,6 @@ class PairName(str, Enum):
 
 
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
-Compare = Annotated[
-    Path | None, typer.Option("--compare", metavar="FILE", help="An earlier result (.json): print the changes.")
-]
 Quick = Annotated[bool, typer.Option("--quick", help="A small grid, under a minute on a CPU.")]
 Device = Annotated[
     str | None, typer.Option("--device", callback=values.device, help="Default: the first GPU if there is one.")

@@ -1,9 +1,8 @@
-"""Results of the kernel cases as JSON, and how they compare with earlier ones."""
+"""Results of the kernel cases as JSON."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,6 @@ class Row:
     setup_seconds: float | None = None
     missing: str | None = None
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Identity of the row across results."""
-        return self.operation, self.shape, tuple(sorted(self.parameters.items())), self.contestant
-
 
 @dataclass
 class Report:
@@ -57,25 +51,6 @@ class Report:
         """Write ``name``.json; the files written."""
         return [write_json(folder / f"{name}.json", asdict(self))]
 
-    @classmethod
-    def read(cls, path: Path) -> Report:
-        """Raises:
-        ValueError: not a result of a kernel case.
-        """
-        try:
-            return cls.of(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-
-    @classmethod
-    def of(cls, data: dict[str, Any]) -> Report:
-        """Raises:
-        ValueError: not the fields of a result of a kernel case.
-        """
-        if data.get("schema") != SCHEMA or "rows" not in data:
-            raise ValueError(f"not a result of gsd-kernels bench of schema {SCHEMA}")
-        return cls(**{**data, "rows": [Row(**row) for row in data["rows"]]})
-
     def measured(self) -> list[Row]:
         return [row for row in self.rows if row.median is not None]
 
@@ -83,11 +58,6 @@ class Report:
         """Contestants without a single measurement, and why."""
         present = {row.contestant for row in self.measured()}
         return {row.contestant: row.missing for row in self.rows if row.contestant not in present and row.missing}
-
-    def compare(self, earlier: Report) -> list[tuple[Row, float]]:
-        """Rows that both results hold, with the earlier time over this one's (above 1 is faster now)."""
-        before = {row.key: row.median for row in earlier.measured()}
-        return [(row, before[row.key] / row.median) for row in self.measured() if before.get(row.key)]
 
 
 def caption(environment: dict[str, Any]) -> str:
@@ -112,15 +82,3 @@ def micros(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
-
-
-def speedups(report: Report) -> Iterator[tuple[Row, Row]]:
-    """Every best measurement of ours beside the best peer's at the same point."""
-    points: dict[tuple[Any, ...], dict[bool, Row]] = {}
-    for row in report.measured():
-        best = points.setdefault(row.key[:3], {})
-        if row.peer not in best or (row.median or 0) < (best[row.peer].median or 0):
-            best[row.peer] = row
-    for best in points.values():
-        if len(best) == 2:
-            yield best[False], best[True]

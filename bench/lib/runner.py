@@ -200,11 +200,16 @@ def run(case: ModuleType, settings: Settings) -> Report:
         for contestant in entry.contestants:
             where = [entry.shape, *(f"{key} {value}" for key, value in entry.parameters.items())]
             pace(f"{case.NAME}: {entry.operation}: {', '.join(where)}: {contestant.name}")
-            report.rows.append(_measure(entry, contestant, settings, report))
+            report.rows.append(measure(entry, contestant, settings, report.copy_bandwidth))
     return report
 
 
-def _measure(entry: Entry, contestant: Contestant, settings: Settings, report: Report) -> Row:
+def measure(entry: Entry, contestant: Contestant, settings: Settings, bandwidth: float) -> Row:
+    """Time a contestant whose result is right; ``bandwidth`` of copying is what its bytes are held against.
+
+    Raises:
+        RuntimeError: one of ours is wrong. Whatever fails of a peer is why it is missing, but for a GPU that is lost.
+    """
     row = Row(
         operation=entry.operation,
         shape=entry.shape,
@@ -230,12 +235,12 @@ def _measure(entry: Entry, contestant: Contestant, settings: Settings, report: R
                 raise RuntimeError(f"wrong result: error {row.max_error:.3g}, allowed {entry.tolerance:.3g}")
         timing = time_call(contestant.call, settings.device, seconds=settings.seconds)
     except Exception as error:
-        if not contestant.peer:
+        if not contestant.peer or isinstance(error, torch.AcceleratorError):
             raise
         row.missing = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return row
     row.median, row.p20, row.p80 = timing.median, timing.p20, timing.p80
     row.samples, row.clock = timing.samples, timing.clock
     row.bytes_moved = entry.bytes_moved
-    row.bandwidth_fraction = entry.bytes_moved / timing.median / report.copy_bandwidth
+    row.bandwidth_fraction = entry.bytes_moved / timing.median / bandwidth
     return row

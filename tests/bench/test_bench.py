@@ -21,7 +21,6 @@ from gsd_kernels_bench.gpu import gpu_tests
 from gsd_kernels_bench.gpu.stages import STAGES, Call, stage_named
 from gsd_kernels_bench.gpu.work import Work, perform
 from gsd_kernels_bench.kernels import attention, commit, merge, rows, sample
-from gsd_kernels_bench.lib.report import Report
 from gsd_kernels_bench.lib.runner import Contestant, Entry, Settings, run
 from gsd_kernels_cli import demo
 
@@ -51,11 +50,12 @@ def test_kernel_cases_write_their_files(name, tmp_path):
     options = ["--rows", "16"] if name == "merge" else ["--shape", "tiny"]
     output = bench(name, "--quick", "--device", "cpu", "--seconds", "0", "--out", tmp_path, *options)
     assert "copy bandwidth" in output
-    report = Report.read(tmp_path / f"{name}-quick.json")
-    assert report.case == name and report.copy_bandwidth > 0
-    assert {"device", "commit", "versions", "threads", "date"} <= set(report.environment)
-    assert all(0 < row.p20 <= row.median <= row.p80 for row in report.measured())
-    assert {"cpu", "reference"} <= {row.contestant for row in report.measured()} and "triton" in report.missing()
+    report = json.loads((tmp_path / f"{name}-quick.json").read_text())
+    assert report["case"] == name and report["copy_bandwidth"] > 0
+    assert {"device", "commit", "versions", "threads", "date"} <= set(report["environment"])
+    measured = [row for row in report["rows"] if row["median"] is not None]
+    assert all(0 < row["p20"] <= row["median"] <= row["p80"] for row in measured)
+    assert {"cpu", "reference"} <= {row["contestant"] for row in measured}
 
 
 @pytest.mark.parametrize(
