@@ -1,13 +1,8 @@
-"""``distill`` and ``train-heads``: what they reach, interruption, and options that are refused."""
+"""``distill``, ``train-heads``, ``train-drafter``: what each writes is read and drafts; interruption, and refusals."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,17 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
 from typer.testing import CliRunner
 
+import gsd_kernels as gsd
 from gsd_kernels_cli.app import app
-from gsd_kernels_hf.sources.heads import DraftHeads
 from gsd_kernels_train.loop import Checkpoints
 
-QUICK = ["--steps", 12, "--batch", 4, "--length", 24, "--lr", 0.01, "--checkpoint-every", 5, "--device", "cpu"]
-
-
-def arguments(command, folder, out, *more, quick=QUICK):
-    draft = ["--draft", folder / "draft"] if command == "distill" else ["--heads", 3]
-    given = [command, "--target", folder / "target", *draft, "--out", out, *quick, *more]
-    return [str(a) for a in [*given, "--text", folder / "text.txt"]]
+QUICK = ["--batch", 4, "--length", 24, "--lr", 0.01, "--checkpoint-every", 5, "--device", "cpu"]
 
 
 def run(*given):
@@ -43,129 +32,151 @@ def done(*given):
     return report
 
 
-def refused(*given, code=2):
+def refused(*given):
     result = run(*given)
-    assert result.exit_code == code, result.output
+    assert result.exit_code == 2, result.output
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("gsd-kernels: error: ")]
     return line
 
 
-def weights(out):
-    (file,) = Path(out).glob("*.safetensors")
-    return load_file(file)
+def arguments(kind, folder, out, *more, text=("--text", "{}/text.txt")):
+    """The command that trains a kind of draft."""
+    parts = {"distill": ["distill", "--draft", "{}/draft"], "train-heads": ["train-heads", "--heads", 3]}
+    given = [*parts.get(kind, ["train-drafter", "--kind", kind]), "--target", "{}/target", "--out", out, *QUICK]
+    return [str(one).format(folder) for one in [*given, *text, *more]]
 
 
-def assert_equal_weights(one, other):
-    ours, theirs = weights(one), weights(other)
+INNER = {"mask_token_id": 0, "target_layer_ids": [1]}
+CONFIDENT = {"block_size": 3, "markov_rank": 8, "markov_head_type": "gated", "enable_confidence_head": True}
+BLOCK = {"fc", "hidden_norm", "layers", "norm"}
+EAGLE = {"fc", "midlayer", "norm", "d2t", "t2d"}
+LAYERS = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
+KINDS = {  # its options; of a published drafter: architecture, more of the config, what names of tensors begin with
+    "distill": (["--steps", 12],),
+    "train-heads": (["--steps", 40],),
+    "eagle3": (["--depth", 3, "--draft-vocabulary", 250], "LlamaForCausalLMEagle3",
+               {"draft_vocab_size": 250, **LAYERS}, EAGLE | {"lm_head"}),
+    "dflash": (["--block-size", 4, "--layers", 2], "DFlashDraftModel",
+               {"block_size": 4, "dflash_config": INNER}, BLOCK),
+    "jetspec": (["--block-size", 4, "--layers", 1], "DFlashDraftModel",
+                {"block_size": 4, "dflash_config": INNER | {"causal_head": True}}, BLOCK),
+    "dspark": (["--block-size", 3, "--layers", 1, "--markov-rank", 8, "--markov-head", "gated", "--lr", 0.03],
+               "Qwen3DSparkModel", INNER | CONFIDENT, BLOCK | {"markov_head", "confidence_head"}),
+    "mtp": (["--depth", 3], "LlamaMTP", {"num_nextn_predict_layers": 1}, {"mtp"}),
+    "chats": (["--steps", 40, "--depth", 2, "--draft-vocabulary", 120, "--target-head"], "LlamaForCausalLMEagle3",
+              {"draft_vocab_size": 120, **LAYERS}, EAGLE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_learns_is_laid_out_as_published_and_drafts(kind, folder, tmp_path):
+    out, (options, *layout) = tmp_path / kind, KINDS[kind]
+    text = {"text": ["--chats", "{}/chats.jsonl"]} if kind == "chats" else {}
+    given = ["--steps", 30, "--own-sequences", 64, *options, *(["--sequence-level", 1] if layout and not text else [])]
+    report = done(*arguments("eagle3" if kind == "chats" else kind, folder, out, *given, **text))
+    before, after = report["before"], report["after"]
+    if kind == "distill":
+        assert after["divergence"] < 0.9 * before["divergence"]
+    elif kind == "train-heads":
+        first = done(*arguments(kind, folder, tmp_path / "first", *given, "--steps", 1))
+        assert report["training"]["loss"] < 0.95 * first["training"]["loss"] and before == first["before"] != after
+    else:
+        assert len(after["continuation_accuracy"]) >= 2 and (text or after["accepted"] > 0)
+        assert sum(after["continuation_accuracy"]) > sum(before["continuation_accuracy"]) + 0.05
+    assert report["training"]["tokens"] == report["training"]["steps"] * 4 * 24 and not (out / "checkpoints").exists()
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float64)
+    if layout:
+        architecture, said, parts = layout
+        config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+        said |= {"architectures": [architecture], "torch_dtype": "float32", "hidden_size": 32, "vocab_size": 259}
+        assert said.items() <= config.items() and {name.split(".")[0] for name in tensors} == parts
+        drafting = {"drafter": out, "draft_sources": ("drafter",)}
+    elif kind == "distill":
+        draft = AutoModelForCausalLM.from_pretrained(out)
+        assert draft.dtype == torch.float32 and (out / "tokenizer.json").exists()
+        drafting = {"assistant_model": draft.double(), "draft_sources": ("model",)}
+    else:
+        heads = gsd.DraftHeads.from_pretrained(out, target)
+        assert heads.num_heads == 3 and heads.weight.abs().sum() > 0
+        drafting = {"draft_heads": heads, "draft_sources": ("heads",)}
+    ids = AutoTokenizer.from_pretrained(folder / "target")("3 times 3", return_tensors="pt").input_ids
+    plain = target.generate(ids, max_new_tokens=24, do_sample=False)
+    drafted = gsd.generate(target, ids, max_new_tokens=24, return_dict_in_generate=True, **drafting)
+    assert torch.equal(drafted.sequences, plain) and (kind == "train-heads" or drafted.stats.draft_rows > 0)
+
+
+def test_a_run_that_ends_while_a_checkpoint_is_written_goes_on_to_equal_weights(folder, tmp_path, monkeypatch):
+    save, calls = torch.save, []
+
+    def torn(state, file):
+        calls.append(file)
+        if len(calls) == 3:
+            Path(file).write_bytes(b"half a state")
+            raise KeyboardInterrupt
+        save(state, file)
+
+    cut, whole = (arguments("distill", folder, tmp_path / name, "--steps", 22) for name in ("cut", "whole"))
+    monkeypatch.setattr(torch, "save", torn)
+    assert run(*cut).exit_code == 130
+    monkeypatch.undo()
+    assert Checkpoints(tmp_path / "cut" / "checkpoints").steps()[-1] == 10
+    assert not (tmp_path / "cut" / "training.json").exists()
+    resumed, report = done(*cut), done(*whole)
+    assert (resumed["before"], resumed["after"]) == (report["before"], report["after"])
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-@pytest.fixture(scope="module")
-def distilled(folder):
-    out = folder / "distilled"
-    return out, done(*arguments("distill", folder, out))
-
-
-@pytest.fixture(scope="module")
-def headed(folder):
-    out = folder / "headed"
-    return out, done(*arguments("train-heads", folder, out, quick=[*QUICK, "--steps", 40]))
-
-
-def test_distillation_brings_a_draft_nearer_to_its_target(folder, distilled):
-    out, report = distilled
-    assert report["after"]["divergence"] < 0.9 * report["before"]["divergence"] and report["learned"]
-    assert report["training"]["steps"] == 12 and report["training"]["tokens"] == 12 * 4 * 24
-    assert report["own_text"]["tokens"] > 24
-    draft = AutoModelForCausalLM.from_pretrained(out)
-    before = AutoModelForCausalLM.from_pretrained(folder / "draft")
-    assert draft.config.vocab_size == before.config.vocab_size and draft.dtype == before.dtype
-    assert not torch.equal(draft.lm_head.weight, before.lm_head.weight)
-    assert not (out / "checkpoints").exists() and (out / "tokenizer.json").exists()
-
-
-def test_heads_learn_what_their_target_says_later(folder, headed):
-    out, report = headed
-    target = AutoModelForCausalLM.from_pretrained(folder / "target")
-    heads = DraftHeads.from_pretrained(out, target)
-    assert heads.num_heads == 3 and heads.weight.abs().sum() > 0
-    first = done(*arguments("train-heads", folder, folder / "first", quick=[*QUICK, "--steps", 1]))
-    assert report["training"]["loss"] < 0.95 * first["training"]["loss"]
-    assert len(report["after"]["accuracy"]) == len(report["after"]["continuation_accuracy"]) == 3
-    assert report["before"] == first["before"] and report["after"] != report["before"]
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_to_equal_weights(folder, tmp_path):
-    long = [*QUICK, "--steps", 60]
-    given = arguments("distill", folder, tmp_path / "killed", quick=long)
-    program = [sys.executable, "-m", "gsd_kernels_hf", *given]
-    process = subprocess.Popen(program, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    checkpoints = Checkpoints(tmp_path / "killed" / "checkpoints")
-    try:
-        deadline = time.monotonic() + 120
-        while not checkpoints.steps():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.005)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert not (tmp_path / "killed" / "training.json").exists()
-    at = checkpoints.steps()[-1]
-    assert at % 5 == 0 and 0 < at < 60
-    resumed = done(*given)
-    whole = done(*arguments("distill", folder, tmp_path / "whole", quick=long))
-    assert_equal_weights(tmp_path / "killed", tmp_path / "whole")
-    assert resumed["before"] == whole["before"] and resumed["after"] == whole["after"]
-
-
-def test_a_run_with_other_options_is_refused_by_name(folder, distilled):
-    out, _ = distilled
-    for name, *more in (
-        ("lr", "--lr", 0.02),
-        ("steps", "--steps", 13),
-        ("seed", "--seed", 1),
-        ("sequence_level", "--sequence-level", 0.25),
-        ("text", "--text", folder / "draft" / "config.json"),
-        ("text", folder / "draft" / "config.json"),  # as the shell expands --text *
+    for name, *more in (  # of another run
+        ("lr", "--steps", 22, "--lr", 0.02),
+        ("steps", "--steps", 23),
+        ("sequence_level", "--steps", 22, "--sequence-level", 0.25),
+        ("text", "--steps", 22, folder / "draft" / "config.json"),  # as the shell expands --text *
     ):
-        line = refused(*arguments("distill", folder, out, *more))
-        assert f"error: {name}: the run in {out} has" in line and "name another folder" in line
-    assert "error: heads: the run in" in refused(*arguments("train-heads", folder, out))
-    assert done(*arguments("distill", folder, out, "--checkpoint-every", "9s"))  # which does not change the run
+        line = refused(*arguments("distill", folder, tmp_path / "cut", *more))
+        assert f"error: {name}: the run in {tmp_path / 'cut'} has" in line and "name another folder" in line
+    assert "error: heads: the run in" in refused(*arguments("train-heads", folder, tmp_path / "cut", "--steps", 22))
+    assert done(*cut, "--checkpoint-every", "9s")  # which does not change the run
+
+
+@pytest.mark.parametrize("kind", ["distill", "train-heads", "eagle3"])
+def test_a_run_without_a_step_says_so_and_exits_with_1(kind, folder, tmp_path):
+    result = run(*arguments(kind, folder, tmp_path / "out", "--minutes", 1e-5))
+    assert result.exit_code == 1 and result.stdout == "" and not (tmp_path / "out").exists()
+    assert "gsd-kernels: error: nothing was learned, and nothing is written: the 0.0006 s are over" in result.stderr
 
 
 @pytest.fixture(scope="module")
 def bad(folder):
     """Files and folders that no run can use; beside them what others write to ``out``."""
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     for name in ("granite", "other", "used"):
         (folder / name).mkdir()
     sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = GraniteConfig(**sizes, num_attention_heads=4, logits_scaling=4.0)
     GraniteForCausalLM(config).save_pretrained(folder / "granite")
-    tokenizer.save_pretrained(folder / "granite")
+    AutoTokenizer.from_pretrained(folder / "target").save_pretrained(folder / "granite")
     tiny(vocab_size=5000, dtype=torch.float32).save_pretrained(folder / "other")
-    (folder / "empty.txt").write_text(" \n")
+    short = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    for name, text in {
+        "empty.txt": " \n",
+        "no.jsonl": "{",
+        "empty.jsonl": "\n",
+        "unanswered.jsonl": '{"messages": [{"role": "user", "content": "a"}]}',
+        "short.jsonl": f"{short}\n" * 3,
+        "used/mine.txt": "do not touch",
+    }.items():
+        (folder / name).write_text(text)
     (folder / "binary.txt").write_bytes(b"abc\xff")
-    (folder / "used" / "mine.txt").write_text("do not touch")
     return folder
 
 
 GRANITE = ["--target", "{}/granite"]
-REFUSED = [  # a command, or a kind of train-drafter, what it is given beside a good run's options, and what is said
+REFUSED = [  # a kind of draft, what it is given beside a good run's options, and what is said
     ("distill", ["--text", "{}/empty.txt"], "text: no text in"),
     ("distill", ["--text", "{}/binary.txt"], "is not UTF-8 text (byte 3:"),
     ("distill", ["--text", "{}/draft"], "draft is a folder; name its files"),
     ("distill", ["--length", 4000], "tokens after the held-out part are less than a block of"),
-    ("distill", ["--length", 5000], "length: expected at most 4095"),
-    ("distill", ["--held-out-text", "{}/binary.txt"], "held_out_text: "),
     ("distill", ["--dtype", "float16"], "dtype: expected float32, bfloat16 or float64"),
-    ("distill", ["--checkpoint-every", "often"], "checkpoint_every: expected steps, or seconds"),
     ("distill", ["--minutes", 1], "steps, minutes: expected one of them"),
     ("distill", ["--sequence-level", 1.5], "sequence_level: expected a share"),
-    ("distill", ["--lr", -1], "lr: expected a positive number"),
-    ("distill", ["--target", "{}/none"], "--target: no such folder"),
     ("distill", ["--draft", "{}/used"], "--draft: no config.json in"),
     ("distill", ["--draft", "{}/other"], "draft: vocabulary sizes 259 (target) and 5000 (draft) mean different"),
     ("distill", ["--out", "{}/used"], "used is not empty and holds no checkpoint"),
@@ -174,26 +185,24 @@ REFUSED = [  # a command, or a kind of train-drafter, what it is given beside a 
     ("dflash", GRANITE, "(a scale or a soft cap), which drafters of blocks"),
     ("dflash", ["--markov-rank", 4], "markov_rank: not a setting of dflash"),
     ("dspark", ["--markov-head", "lstm"], "markov_head: expected one of vanilla, gated, rnn, got 'lstm'"),
-    ("dspark", ["--markov-rank", 0], "markov_rank: expected at least 1, got 0"),
-    ("eagle3", ["--block-size", 4], "block_size: not a setting of eagle3"),
     ("mtp", ["--layers", 2], "layers: not a setting of mtp, which is a layer as the target's own"),
-    ("dflash", ["--block-size", 1], "block_size: expected at least 2, got 1"),
     ("eagle3", ["--draft-vocabulary", 260], "draft_vocabulary: expected at most the target's 259"),
     ("eagle3", ["--hidden-layers", "1,x"], "hidden_layers: expected numbers between commas"),
-    ("eagle3", ["--hidden-layers", "1,1"], "hidden_layers: expected different numbers"),
     ("eagle3", ["--hidden-layers", "1,9"], "hidden_layers: expected numbers from 0 to 2"),
-    ("dflash", ["--hidden-layers", "0,1"], "hidden_layers: expected numbers from 1 on"),
     ("dflash", ["--mask-token-id", 1000], "mask token 1000 has no row"),
     ("eagle3", ["--depth", 23], "length: expected more than 24 for 23 guesses, got 24"),
-    ("eagle3", ["--kind", "medusa"], "kind: expected one of eagle3, dflash, jetspec, dspark, mtp, got 'medusa'"),
-]
+    ("train-heads", ["--chats", "{}/no.jsonl"], "line 1: not JSON"),
+    ("train-heads", ["--chats", "{}/unanswered.jsonl"], 'line 1: nobody with the "role" assistant'),
+    ("train-heads", ["--chats", "{}/empty.jsonl"], "chats: no chat in"),
+    ("train-heads", ["--chats", "{}/short.jsonl"], "23 tokens after the held-out part are less than a block of 25"),
+    ("train-heads", ["--chats", "{}/short.jsonl", "--text", "{}/text.txt"], "text, chats: expected files of one of"),
+    ("train-heads", ["--text", "{}/text.txt", "--held-out-chats", "{}/short.jsonl"], "held_out_chats: is for chats"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "more", "says"), REFUSED, ids=lambda value: str(value)[:30])
-def test_bad_arguments_are_refused_by_name(bad, tmp_path, what, more, says):
-    out, parts = tmp_path / "out", {"distill": ["--draft", bad / "draft"], "train-heads": ["--heads", 3]}
-    given = [what, *parts[what]] if what in parts else ["train-drafter", "--kind", what]
-    text = [] if "--text" in more else ["--text", bad / "text.txt"]
-    more = [str(one).format(bad) for one in more]
-    assert says in refused(*given, "--target", bad / "target", "--out", out, *QUICK, *text, *more)
-    assert not out.exists() and [file.name for file in (bad / "used").iterdir()] == ["mine.txt"]
+@pytest.mark.parametrize("row", range(len(REFUSED)))
+def test_bad_arguments_are_refused_by_name(row, bad, tmp_path):
+    kind, more, says = REFUSED[row]
+    text = {"text": ()} if {"--text", "--chats"} & set(more) else {}
+    assert says in refused(*arguments(kind, bad, tmp_path / "out", "--steps", 1, *more, **text))
+    assert not (tmp_path / "out").exists() and [file.name for file in (bad / "used").iterdir()] == ["mine.txt"]
