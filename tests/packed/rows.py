@@ -13,7 +13,7 @@ import torch
 from gguf_files import tiny as tiny_file
 from gguf_files import write_gguf
 from models import noised, prompts, tiny
-from packed import test_libraries, test_pack
+from packed import test_libraries
 from quantised import SCHEMES, dense_of, original
 from transformers import AutoModelForCausalLM
 
@@ -62,7 +62,7 @@ def rounded(dtype: torch.dtype) -> Case:
 
 
 def of_pack(kind: str, tied: bool) -> Case:
-    dense = tiny(tie_word_embeddings=tied, **test_pack.SIZES).to(torch.bfloat16)
+    dense = tiny(tie_word_embeddings=tied, **test_libraries.SIZES).to(torch.bfloat16)
     packed = gsd.pack(copy.deepcopy(dense), kind)
     draft = noised(dense, 0.01)
     for name, module in packed.named_modules():

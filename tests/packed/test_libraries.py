@@ -1,52 +1,46 @@
-"""Weights that libraries quantised, read or kept packed, and models that multiply integers."""
+"""Weights packed here, or by a library and kept: the library's bits, noticed where they change, refused by name."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from typing import NamedTuple
 
 import pytest
 import torch
-from models import prompts
+from models import prompts, tiny
 from ops.contracts.backends import needs_cpu
 from quantised import SCHEMES, by_bitsandbytes, compressed, decompressed, dense_of, gptq, original
 from torch import nn
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.packed import codes, unpack_rows
+from gsd_kernels.ops.packed import KINDS, PACKERS, codes, pack_matrix, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.packed.adapters import stored_in
 from gsd_kernels_hf.packed.modules import matrix_of, packed_in
 
-# Weights that libraries quantised, read packed: the bits of the library's own dequantisation, and the dense text.
-
-
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
 GREEDY = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": False}
-names = pytest.mark.parametrize("name", SCHEMES)
-
-
-@pytest.fixture(scope="module")
-def made():
-    """A quantised model by name, made once; forwarded once, since a library may rewrite its weights then."""
-    known = {}
-
-    def of(name):
-        if name not in known:
-            known[name] = SCHEMES[name](original())
-            with torch.no_grad():
-                known[name](**prompts(1, 5, vocab=96))
-        return known[name]
-
-    return of
+DTYPES = (torch.bfloat16, torch.float32)
+ROWS = (1, 2, 17, 128)
 
 
 def layers(model):
     return {name: module for name, module in model.named_modules() if stored_in(module) is not None}
 
 
-@names
-def test_matrices_have_the_bits_of_the_librarys_dequantisation(name, made):
+@functools.cache
+def made(name):
+    """Forwarded once, since a library may rewrite its weights then."""
+    model = SCHEMES[name](original())
+    with torch.no_grad():
+        model(**prompts(1, 5, vocab=96))
+    return model
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_matrices_have_the_bits_of_the_librarys_dequantisation(name):
     for model in (SCHEMES[name](original()), made(name)):
         found = layers(model)
         assert len(found) == 14
@@ -54,90 +48,52 @@ def test_matrices_have_the_bits_of_the_librarys_dequantisation(name, made):
             matrix, dense = matrix_of(module), SCHEMES[name].dense(module)
             assert matrix.kind.name in SCHEMES[name].kinds
             assert torch.equal(unpack_rows(matrix, dtype=torch.bfloat16), dense), place
-            x = torch.randn(128, matrix.inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
-            for rows in (1, 2, 17, 128):
+            x = torch.randn(ROWS[-1], matrix.inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
+            for rows in ROWS:
                 assert torch.equal(row_linear(x[:rows], matrix), row_linear(x[:rows], dense))
 
 
-@names
-def test_a_patched_model_notices_changed_weights(name, made):
+@pytest.mark.parametrize("name", ["torchao int8", "bitsandbytes nf4 double", "gptqmodel 4"])
+def test_a_patched_model_notices_changed_weights(name):
     model, scheme = copy.deepcopy(made(name)), SCHEMES[name]
     inputs = prompts(1, 9, vocab=96)
     gsd.patch(model, graph_config="chain")
-    first = model.generate(**inputs, **GREEDY)
-    assert torch.equal(model.generate(**inputs, **GREEDY), first)
+    texts = [model.generate(**inputs, **GREEDY)]
 
     def changed():
-        expected = gsd.generate(dense_of(model, scheme, original()), **inputs, **GREEDY, graph_config="plain")
-        found = model.generate(**inputs, **GREEDY)
-        assert torch.equal(found, expected)
-        return found
+        dense = dense_of(model, scheme, original())
+        texts.append(model.generate(**inputs, **GREEDY))
+        assert torch.equal(texts[-1], gsd.generate(dense, **inputs, **GREEDY, graph_config="plain"))
+        assert not torch.equal(*texts[-2:])
 
     with torch.no_grad():  # another layer's weights in this one's place, then its scales in place
         for layer in model.model.layers:
             layer.mlp.down_proj = copy.deepcopy(model.model.layers[0].mlp.down_proj)
-    second = changed()
-    assert not torch.equal(second, first)
+    changed()
     for module in layers(model).values():
         for tensor in stored_in(module).tensors:
             if tensor.is_floating_point():
                 tensor.mul_(-1.5)
-    assert not torch.equal(changed(), second)
+    changed()
     for module in layers(model).values():
-        codes = next(t for t in stored_in(module).tensors if not t.is_floating_point()).data
-        codes[:] = codes.flip(0)
-    third = changed()
-    gsd.unpatch(model)
-    assert torch.equal(gsd.generate(model, **inputs, **GREEDY), third)
+        packed = next(t for t in stored_in(module).tensors if not t.is_floating_point()).data
+        packed[:] = packed.flip(0)
+    changed()
 
 
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")
-@pytest.mark.parametrize("name", ["torchao int8", "bitsandbytes nf4"])
-def test_adapters_on_top_keep_the_modules(name, made):
+def test_adapters_on_top_keep_the_modules():
     peft = pytest.importorskip("peft")
-    model, inputs = copy.deepcopy(made(name)), prompts(1, 9, vocab=96)
-    call = {**GREEDY, "return_dict_in_generate": True, "graph_config": "chain"}
-    before = gsd.generate(model, **inputs, **call).sequences
+    model, call = copy.deepcopy(made("torchao int8")), prompts(1, 9, vocab=96) | GREEDY
+    before = gsd.generate(model, **call)
     config = peft.LoraConfig(target_modules=["up_proj"], r=2, init_lora_weights=False)
     adapted = peft.get_peft_model(model, config).eval()
-    out = gsd.generate(adapted, **inputs, **call)
+    out = gsd.generate(adapted, **call, return_dict_in_generate=True)
     assert "up_proj" in out.stats.why_modules and not torch.equal(out.sequences, before)
-    with adapted.disable_adapter():
-        assert "up_proj" in gsd.generate(adapted, **inputs, **call).stats.why_modules
-    out = gsd.generate(adapted.unload(), **inputs, **call)
-    assert out.stats.why_modules is None and torch.equal(out.sequences, before)
+    assert torch.equal(gsd.generate(adapted.unload(), **call), before)
 
 
-def test_what_is_not_read_keeps_the_modules_and_says_why(made):
-    pytest.importorskip("torchao")
-    from torchao.quantization import Float8WeightOnlyConfig, quantize_
-
-    def reason(*configs):
-        model = original()
-        for config, part in zip(configs, ("q_proj", "up_proj"), strict=False):
-            quantize_(model, config, filter_fn=lambda module, name, part=part: part in name)
-        return why_not(model, "auto")
-
-    assert "q_proj is a Float8Tensor of torchao" in reason(Float8WeightOnlyConfig())
-    model = original(torch.float32)
-    up = SCHEMES["torchao int8"](original()).model.layers[0].mlp.up_proj
-    model.model.layers[0].mlp.up_proj = up
-    assert "up_proj stands for torch.bfloat16, the output matrix is torch.float32" in why_not(model, "auto")
-    int8 = gptq("TorchInt8Linear", "uint8")(original())
-    assert "q_proj is a TorchInt8Linear of gptqmodel" in why_not(int8, "auto")
-    int4 = copy.deepcopy(made("torchao int4"))
-    int4.model.layers[1].mlp.up_proj.weight.act_pre_scale = torch.ones(64)
-    assert "layers.1.mlp.up_proj scales its activations" in why_not(int4, "auto")
-
-
-# Models that multiply integers: the bits of the library's own layers, and one text with any draft or none.
-
-
-DTYPES = (torch.bfloat16, torch.float32)
-
-
-def first_of(model):
-    return model.model.layers[0].self_attn.q_proj
+# Models that multiply integers: the bits of the library's own layers.
 
 
 def torchao(model, **how):
@@ -166,139 +122,265 @@ def bitsandbytes(model, threshold=0.0, **how):
 
 
 INTEGERS = {"torchao": Scheme(torchao, "int8_dynamic"), "bitsandbytes": Scheme(bitsandbytes, "int8_vectorwise")}
-each_integer = pytest.mark.parametrize("name", INTEGERS)
-
-
-@pytest.fixture(scope="module")
-def integer_model():
-    """A quantised model by name and dtype, made once."""
-    known = {}
-
-    def of(name, dtype=torch.bfloat16):
-        if (name, dtype) not in known:
-            known[name, dtype] = INTEGERS[name].make(original(dtype))
-        return known[name, dtype]
-
-    return of
-
-
-def integer_layers(model):
-    return [module for module in model.modules() if stored_in(module) is not None]
 
 
 @needs_cpu
-@each_integer
+@pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_have_the_bits_of_the_librarys_layers(name, dtype, integer_model):
-    found = integer_layers(integer_model(name, dtype))
+def test_products_have_the_bits_of_the_librarys_layers(name, dtype):
+    found = layers(INTEGERS[name].make(original(dtype)))
     assert len(found) == 14
     gen = torch.Generator().manual_seed(0)
-    for module in found:
-        matrix, x = matrix_of(module), torch.randn(128, module.in_features, generator=gen)
+    for module in found.values():
+        matrix, x = matrix_of(module), torch.randn(ROWS[-1], module.in_features, generator=gen)
         assert matrix.kind.name == INTEGERS[name].kind
-        x = (x * 10 ** (4 * torch.rand(128, 1, generator=gen) - 2)).to(dtype)
+        x = (x * 10 ** (4 * torch.rand(len(x), 1, generator=gen) - 2)).to(dtype)
         x[5] = 0
         with torch.no_grad():
-            for rows in (1, 2, 17, 128):
+            for rows in ROWS:
                 assert torch.equal(row_linear(x[:rows], matrix), module(x[:rows]))
-            alone = torch.cat([module(row[None]) for row in x[:8]])
-        assert torch.equal(row_linear(x, matrix)[:8], alone)
+            assert torch.equal(row_linear(x, matrix)[:8], torch.cat([module(row[None]) for row in x[:8]]))
+
+
+def changed(make, change):
+    """A model, of which something is changed."""
+    model = make()
+    change(model.model.layers[0], model)
+    return model
+
+
+def float8():
+    ao = pytest.importorskip("torchao.quantization")
+    model = original()
+    ao.quantize_(model, ao.Float8WeightOnlyConfig(), filter_fn=lambda module, name: "q_proj" in name)
+    return model
+
+
+def with_an_up_proj(layer, model):
+    layer.mlp.up_proj = made("torchao int8").model.layers[0].mlp.up_proj
+
+
+def scaled(layer, model):
+    layer.mlp.up_proj.weight.act_pre_scale = torch.ones(64)
+
+
+NOT_READ = {  # a model, and why its modules are kept
+    "a library's other tensor": (float8, "q_proj is a Float8Tensor of torchao"),
+    "a library's other layer": (
+        lambda: gptq("TorchInt8Linear", "uint8")(original()),
+        "q_proj is a TorchInt8Linear of gptqmodel",
+    ),
+    "another dtype": (
+        lambda: changed(lambda: original(torch.float32), with_an_up_proj),
+        "up_proj stands for torch.bfloat16, the output matrix is torch.float32",
+    ),
+    "scaled activations": (
+        lambda: changed(lambda: copy.deepcopy(made("torchao int4")), scaled),
+        "layers.0.mlp.up_proj scales its activations",
+    ),
+    "one scale for all": (
+        lambda: torchao(original(), granularity="PerTensor"),
+        "q_proj quantises its activations with one scale for all rows",
+    ),
+    "a zero point": (
+        lambda: torchao(original(), act_mapping_type="ASYMMETRIC"),
+        "q_proj quantises its activations to codes with a zero point",
+    ),
+    "seven bits": (
+        lambda: torchao(original(), reduce_range=True),
+        "q_proj quantises its activations to seven bits",
+    ),
+    "outliers": (
+        lambda: bitsandbytes(original(), threshold=6.0),
+        "q_proj takes columns with a value beyond 6 out of the product of all rows",
+    ),
+    "training": (
+        lambda: changed(lambda: bitsandbytes(original()), lambda layer, _: layer.self_attn.q_proj.train()),
+        "q_proj is in training mode, in which bitsandbytes multiplies floats",
+    ),
+    "an output matrix": (lambda: bitsandbytes(original(), llm_int8_skip_modules=["none"]), "output matrix"),
+}
 
 
 @needs_cpu
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ({"granularity": "PerTensor"}, "q_proj quantises its activations with one scale for all rows"),
-        ({"act_mapping_type": "ASYMMETRIC"}, "q_proj quantises its activations to codes with a zero point"),
-        ({"reduce_range": True}, "q_proj quantises its activations to seven bits"),
-    ],
-)
-def test_what_is_not_read_keeps_the_modules_and_says_why_of_codes(how, reason):
-    assert reason in why_not(torchao(original(), **how), "auto")
+@pytest.mark.parametrize("what", NOT_READ)
+def test_what_is_not_read_keeps_the_modules_and_says_why(what):
+    make, words = NOT_READ[what]
+    assert words in why_not(make(), "auto")
 
 
 @needs_cpu
 def test_outlier_columns_are_refused_by_name_until_there_are_none():
-    """A row's product depends on its neighbours then, which the library's own layer shows."""
+    """A row's product depends on its neighbours then."""
     model, inputs = bitsandbytes(original(), threshold=6.0), prompts(1, 9, vocab=96)
-    layer, x = first_of(model), 3 * torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    with torch.no_grad():
-        assert not torch.equal(layer(x)[:1], layer(x[:1]))
-    assert "q_proj takes columns with a value beyond 6 out of the product of all rows" in why_not(model, "auto")
     with pytest.raises(ValueError, match=r"llm_int8_threshold=6\.0.*state\.threshold = 0\.0"):
-        gsd.generate(model, **inputs, max_new_tokens=4, draft_sources=("history",))
-    for module in integer_layers(model):
+        gsd.generate(model, **inputs, **GREEDY)
+    for module in layers(model).values():
         module.state.threshold = 0.0
-    call = {**inputs, "max_new_tokens": 16, "eos_token_id": None, "do_sample": False, "graph_config": "plain"}
-    assert torch.equal(gsd.generate(model, **call), gsd.generate(bitsandbytes(original()), **call))
-    layer.state.threshold = 5.0  # whatever the config says
-    with pytest.raises(ValueError, match=r"llm_int8_threshold=5\.0"):
-        gsd.generate(model, **inputs, max_new_tokens=4, draft_sources=("history",))
+    assert torch.equal(
+        gsd.generate(model, **inputs, **GREEDY), gsd.generate(bitsandbytes(original()), **inputs, **GREEDY)
+    )
 
 
-@needs_cpu
-def test_layers_of_bitsandbytes_that_multiply_something_else_keep_the_modules():
-    bnb = pytest.importorskip("bitsandbytes")
-    model = bitsandbytes(original())
-    layer = first_of(model)
-    layer.train()
-    assert "q_proj is in training mode, in which bitsandbytes multiplies floats" in why_not(model, "auto")
-    layer.eval()
-    assert why_not(model, "auto") is None
-    fp16 = bnb.nn.Linear8bitLt(64, 64, bias=False).eval()
-    assert stored_in(fp16).problem == "has weights that are quantised at every forward"
-    assert stored_in(bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).eval()).problem == "is not quantised yet"
-    head = bitsandbytes(original(), llm_int8_skip_modules=["none"])
-    assert "output matrix" in why_not(head, "auto")
+# Of compressed-tensors, kept packed.
 
 
-# Of compressed-tensors, kept packed: eight bits a token.
-
-COMPRESSED = "needs compressed-tensors: pip install 'gsd-kernels[quantised]'"
-FORM = "int-quantized"
 TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+FORM = "int-quantized"
 
 
-def rounded(dtype=torch.bfloat16, rows=TOKENS, strategy="channel", **weights):
-    quantization = pytest.importorskip("compressed_tensors.quantization", reason=COMPRESSED)
+def rounded(dtype=torch.bfloat16, rows=TOKENS, strategy="channel", form=FORM, **weights):
+    quantization = pytest.importorskip(
+        "compressed_tensors.quantization", reason="needs compressed-tensors: pip install 'gsd-kernels[quantised]'"
+    )
     how = {} if rows is None else {"input_activations": quantization.QuantizationArgs(**rows)}
-    return compressed(original(dtype), 8, strategy, form=FORM, **{"symmetric": True} | weights, **how)
+    weights = {"bits": 8, "symmetric": True} | weights
+    return compressed(original(dtype), weights.pop("bits"), strategy, form=form, **weights, **how)
+
+
+def kept(model, dense, kind):
+    """``model`` with its layers kept, which have the bits of ``dense``."""
+    assert gsd.keep_packed(model) is model and len(packed_in(model)) == 14 == len(dense)
+    for name, weight in dense.items():
+        module = model.get_submodule(name)
+        assert module.kind.name == kind, name
+        assert torch.equal(unpack_rows(module.matrix, dtype=weight.dtype), weight), name
+    assert why_not(model, "auto") is None
 
 
 @needs_cpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+@pytest.mark.parametrize(("dtype", "strategy"), [(torch.bfloat16, "channel"), (torch.float32, "tensor")])
 def test_weights_and_rows_have_the_librarys_bits(dtype, strategy):
     model = rounded(dtype, strategy=strategy)
     from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 
-    integer_layers = {name: module for name, module in model.named_modules() if stored_in(module) is not None}
-    dense = {name: decompressed(module, FORM) for name, module in integer_layers.items()}
     gen = torch.Generator().manual_seed(0)
-    theirs = {}
-    for name, module in integer_layers.items():
+    for module in layers(model).values():
         x = (torch.randn(1, 40, module.in_features, generator=gen) * 10 ** torch.randn(40, 1, generator=gen)).to(dtype)
         x[0, 7] = 0
-        theirs[name] = x, forward_quantize(module, x, "input", module.quantization_scheme.input_activations)
-    assert gsd.keep_packed(model) is model and len(packed_in(model)) == 14 == len(dense)
+        theirs = forward_quantize(module, x, "input", module.quantization_scheme.input_activations)
+        assert torch.equal(codes.rounded_rows(x), theirs) and not torch.equal(theirs, x)
+    kept(model, {name: decompressed(module, FORM) for name, module in layers(model).items()}, "int8_rounded")
+
+
+WAYS = {
+    "4 by group": (4, "group", True, "int4"),
+    "4 by channel, zeros": (4, "channel", False, "int4"),
+    "8 by group, zeros": (8, "group", False, "uint8"),
+    "8 by tensor": (8, "tensor", True, "uint8"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compressed_layers_are_those_that_the_library_decompresses_to(way):
+    bits, strategy, symmetric, kind = WAYS[way]
+    model = rounded(rows=None, form="pack-quantized", bits=bits, strategy=strategy, symmetric=symmetric)
+    dense = {n: decompressed(m) for n, m in model.named_modules() if hasattr(m, "quantization_scheme")}
+    words = model.model.layers[0].mlp.up_proj.weight_packed
+    kept(model, dense, kind)
+    assert model.model.layers[0].mlp.up_proj.packed.data_ptr() == words.data_ptr(), "it was copied"
+    copied = original()
     for name, weight in dense.items():
-        module, (x, expected) = model.get_submodule(name), theirs[name]
-        assert module.kind.name == "int8_rounded" and torch.equal(unpack_rows(module.matrix, dtype=dtype), weight)
-        assert torch.equal(codes.rounded_rows(x), expected) and not torch.equal(expected, x)
+        copied.get_submodule(name).weight.data.copy_(weight)
+    inputs = prompts(2, 9, vocab=96)
+    assert torch.equal(gsd.generate(model, **inputs, **GREEDY), gsd.generate(copied, **inputs, **GREEDY))
+    with pytest.raises(ValueError, match="save_pretrained: packed weights"):
+        model.save_pretrained("nowhere")
 
 
-@needs_cpu
-@pytest.mark.parametrize(
-    ("rows", "weights", "reason"),
-    [
-        ({**TOKENS, "strategy": "tensor"}, {}, "quantises its activations by tensor"),
-        ({**TOKENS, "symmetric": False}, {}, "quantises its activations to something else than eight bits around 0"),
-        ({**TOKENS, "num_bits": 4}, {}, "quantises its activations to something else than eight bits around 0"),
-        (TOKENS, {"symmetric": False}, "has zero points"),
-        (TOKENS, {"strategy": "group"}, "has scales by group"),
-    ],
-)
-def test_what_is_not_read_is_refused_by_name(rows, weights, reason):
-    with pytest.raises(ValueError, match=f"q_proj {reason}, so it cannot be kept packed"):
-        gsd.keep_packed(rounded(rows=rows, **weights))
+def hooked(layer, model):
+    layer.mlp.up_proj.register_forward_hook(lambda *_: None)
+
+
+def patched(layer, model):
+    gsd.patch(model)
+
+
+def packing(rows=None, **how):
+    return rounded(rows=rows, form="pack-quantized", **how)
+
+
+dense_floats = functools.partial(tiny, dtype=torch.float32, **SIZES)
+REFUSED = {  # a function, its argument, and the words
+    "a tensor of rows": (
+        "keep_packed",
+        lambda: rounded(rows={**TOKENS, "strategy": "tensor"}),
+        "its activations by tensor",
+    ),
+    "other rows": ("keep_packed", lambda: rounded(rows={**TOKENS, "num_bits": 4}), "something else than eight bits"),
+    "scales by group": ("keep_packed", lambda: rounded(strategy="group"), "has scales by group"),
+    "three bits": ("keep_packed", lambda: packing(bits=3), r"q_proj has codes of 3 bits, so it cannot be kept packed"),
+    "no layers": ("keep_packed", original, "has no layers that a library quantised; this comes before its first"),
+    "a hook": ("keep_packed", lambda: changed(packing, hooked), r"layers\.0\.mlp\.up_proj has a hook"),
+    "a patch": ("keep_packed", lambda: changed(packing, patched), "model: it is patched"),
+    "no model": ("keep_packed", lambda: nn.Linear(2, 2), "model: expected a transformers model, got Linear"),
+    "odd rows": (
+        "pack",
+        lambda: dense_floats(intermediate_size=90),
+        r"model: model\.layers\.0\.mlp\.down_proj has rows of 90 weights",
+    ),
+    "doubles": ("pack", lambda: dense_floats(dtype=torch.float64), r"torch\.float64 on cpu; expected float32"),
+    "what is packed": ("pack", lambda: gsd.pack(dense_floats()), "has no dense matrices to pack"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_packed_or_kept_is_refused_and_stays(what):
+    name, make, words = REFUSED[what]
+    model = make()
+    before = [type(module) for module in model.modules()]
+    with pytest.raises((ValueError, TypeError), match=words):
+        getattr(gsd, name)(model)
+    assert [type(module) for module in model.modules()] == before
+
+
+# Packed here.
+
+
+@pytest.mark.parametrize("kind", PACKERS)
+def test_the_gguf_package_packs_the_same_bytes(kind):
+    gguf = pytest.importorskip("gguf")
+    gen = torch.Generator().manual_seed(1)
+    dense = torch.randn(257, 96, generator=gen) * torch.rand(257, 1, generator=gen).exp2()
+    dense[3], dense[5, :32] = 0.0, 0.7
+    dense[7] = (dense[7] * 4).round() / 4  # ties
+    theirs = gguf.quants.quantize(dense.numpy(), gguf.GGMLQuantizationType[kind.upper()])
+    assert torch.equal(pack_matrix(dense, kind).data, torch.from_numpy(theirs))
+
+
+def test_a_kind_that_is_changed_in_place_is_noticed():
+    """The same bytes stand for other weights then."""
+    model, call = gsd.pack(dense_floats(), "q4_0"), prompts(1, 12) | GREEDY
+    other = copy.deepcopy(model)
+    for module in packed_in(other):
+        module.kind = next(kind for kind in KINDS if kind.name == "iq4_nl")
+    texts = [turn.generate(**call) for turn in (model, other)]
+    assert not torch.equal(*texts)
+    with gsd.patch(model, graph_config="tree"):
+        assert torch.equal(model.generate(**call), texts[0])
+        for module, one in zip(packed_in(model), packed_in(other), strict=True):
+            module.kind = one.kind
+        assert torch.equal(model.generate(**call), texts[1])
+
+
+WRITES = {
+    "copy_": lambda layer: layer.weight.copy_(torch.zeros_like(layer.weight)),
+    "an element": lambda layer: layer.weight.__setitem__((0, 0), 1.0),
+    "a part": lambda layer: layer.weight.chunk(2)[0].T.mul_(2),
+    "out": lambda layer: torch.add(layer.weight, 1, out=layer.weight),
+    "in place by name": lambda layer: nn.functional.relu(layer.weight, inplace=True),
+    "NumPy": lambda layer: layer.weight.numpy().__setitem__(0, 1),
+    "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.zeros_like(layer.weight))),
+    "other data": lambda layer: setattr(layer.weight, "data", torch.zeros_like(layer.weight)),
+}
+
+
+def test_writing_to_a_packed_weight_is_refused():
+    """It is unpacked at every access, so that nobody would read what was written."""
+    model = gsd.pack(dense_floats())
+    for layer in (model.get_input_embeddings(), model.model.layers[0].mlp.up_proj):
+        before = layer.weight.clone()
+        for name, write in WRITES.items():
+            with pytest.raises(ValueError, match=r"weight: |read-only"), torch.no_grad():
+                write(layer)
+            assert torch.equal(layer.weight, before), name
