@@ -19,7 +19,7 @@ from checkpoints import save_pair
 from exported.loading import keep_modules
 from models import noised, prompts, tiny
 from shared import program
-from sources.mtp_checkpoints import saved
+from sources.drafters import saved
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 

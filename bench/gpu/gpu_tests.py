@@ -27,7 +27,7 @@ from .work import Work
 
 FILES = (
     *("tests/ops", "tests/backends", "tests/engine/test_captured_step.py"),
-    *("tests/engine/test_fused_on_gpu.py", "tests/sources/test_fused_features.py"),
+    *("tests/engine/test_fused_on_gpu.py", "tests/sources/test_forwards.py"),
 )
 FILES_WITHOUT_GPU = ("tests/ops/test_step_ops.py", "tests/engine/test_captured_step.py")  # collected in seconds
 CAPTURED = re.compile(r"captur")

@@ -212,7 +212,7 @@ def another_tokenizer(pair, folder):
 def own_heads(pair, folder):
     import shutil
 
-    from sources.mtp_checkpoints import give_head
+    from sources.drafters import give_head
 
     shutil.copytree(pair[1], folder, dirs_exist_ok=True)
     give_head(folder, "mimo")

@@ -18,8 +18,7 @@ from checkpoints import save_pair
 from exported.loading import CALL, TEXT, keep_modules, loaded
 from models import noised, prompts, tiny
 from shared import once
-from sources.drafters import eagle3_config, fit_eagle3, random_eagle3, safeailab, save
-from sources.mtp_checkpoints import saved
+from sources.drafters import eagle3_config, fit_eagle3, random_eagle3, safeailab, save, saved
 from transformers import AutoTokenizer, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria, RepetitionPenaltyLogitsProcessor
 from typer.testing import CliRunner

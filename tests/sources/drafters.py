@@ -1,16 +1,22 @@
-"""Drafter checkpoints for tiny targets, fitted by a few steps so that they are right now and then."""
+"""Drafter checkpoints for tiny targets, fitted by a few steps so that they are right now and then.
+
+Last come heads of multi-token prediction in checkpoints of tiny targets, named as the families' makers do.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 import types
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tiny_configs
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import gsd_kernels as gsd
@@ -18,7 +24,7 @@ from gsd_kernels import DFlash, Eagle3
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.base import Prefilled
-from gsd_kernels_hf.sources.dflash import DFlashConfig, DFlashDrafts
+from gsd_kernels_hf.sources.dflash import DFlashConfig
 from gsd_kernels_hf.sources.eagle3 import Eagle3Config
 from gsd_kernels_hf.sources.edges import along
 from gsd_kernels_hf.sources.load import source_of
@@ -48,25 +54,39 @@ class FixedText:
         pass
 
 
-@torch.no_grad()
-def started(module, target, tokens, pads=None):
-    """A drafter's source behind a text, of whose states it was told in two pieces."""
-    source, pads = source_of(module), torch.zeros(len(tokens), dtype=torch.int32) if pads is None else pads
+def states_of(module, target, tokens) -> list[torch.Tensor]:
+    """Random states [B, L, D] in place of the target's, which a drafter reads."""
+    gen, shape = torch.Generator().manual_seed(3), (*tokens.shape, target.config.hidden_size)
+    return [torch.randn(shape, generator=gen).to(target.device, target.dtype) for _ in module.layers_of(target)]
+
+
+def started(module, target, tokens, pads=None, *, modules: bool = False):
+    """A drafter's source behind a text, of whose states it was told in two pieces; ``modules``: it forwards these."""
+    source, tokens = source_of(module), tokens.to(target.device)
+    pads = torch.tensor([0] * len(tokens) if pads is None else pads, dtype=torch.int32, device=target.device)
     source.check(target)
     source.attach(FixedText(target, tokens, pads))
-    states = target(tokens, output_hidden_states=True).hidden_states
-    for begin, end in ((0, 3), (3, tokens.shape[1] - 1)):
-        source.observe(Prefilled({number: states[number][:, begin:end] for number in source.hidden_layers}, begin))
-    if isinstance(source, DFlashDrafts):
-        source.enter(source.state.out_len - 1, tokens.shape[1])
+    if modules:
+        source.operator = None
+    states = dict(zip(source.hidden_layers, states_of(module, target, tokens), strict=True))
+    for begin, end in ((0, 5), (5, tokens.shape[1])):
+        source.observe(Prefilled({number: state[:, begin:end] for number, state in states.items()}, begin))
     return source
 
 
 class Causal:
-    """Attention of a whole text at once, for training: what :class:`RowPass` is for rows of a cache."""
+    """Attention of a whole text at once: what the inputs of rows are for rows of a cache."""
 
-    def attend(self, module, query, key, value):
-        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True, scale=module.scaling)
+    def attend(self, module, query, key, value, attention_mask=None, scaling=None, options=None):
+        scale = module.scaling if scaling is None else scaling
+        sinks = (options or {}).get("s_aux")
+        if sinks is None:
+            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True, scale=scale)
+        group, length = query.shape[1] // key.shape[1], query.shape[2]
+        scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scale
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        return scores.softmax(-1)[..., :-1] @ value.repeat_interleave(group, 1)
 
 
 def eagle3_config(target, **changes: Any) -> dict[str, Any]:
@@ -136,16 +156,18 @@ def descended(module: Any, steps: int, rate: float, loss: Callable[[], torch.Ten
 def lessons(module: Any, target) -> tuple[torch.Tensor, list[torch.Tensor], Any, torch.Tensor, torch.Generator]:
     """The target's own text, the states that a drafter fuses, its embedding, its ids of tokens, and draws."""
     text, states = text_of(target)
-    embed = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
-    draft_id = torch.full((module.config.layers.vocab_size,), -100)
-    draft_id[module.target_ids()] = torch.arange(module.config.draft_vocab_size)
+    own, ids = module.embed_tokens, module.target_ids()
+    embed = target.get_input_embeddings() if own is None else own
+    draft_id = torch.full((module.sizes.vocab_size,), -100)
+    draft_id[ids] = torch.arange(len(ids))
     chosen = [states[i].float() for i in module.layers_of(target)]
-    return text, chosen, embed, draft_id, torch.Generator().manual_seed(1)
+    return text, chosen, lambda ids: embed(ids).detach().float(), draft_id, torch.Generator().manual_seed(1)
 
 
-def fit_eagle3(module: Eagle3, target, steps: int = 60) -> Eagle3:
-    """Fit a drafter to the target's own text: two levels, each reading the last one's output."""
+def fit_eagle3(module: Any, target, steps: int = 60, rate: float = 0.02) -> Any:
+    """Fit a recursive drafter to the target's own text: two levels, each reading the last one's output."""
     text, chosen, embed, draft_id, _ = lessons(module, target)
+    head = target.get_output_embeddings()
 
     def loss() -> torch.Tensor:
         features, total = module.fuse(chosen), 0.0
@@ -153,31 +175,12 @@ def fit_eagle3(module: Eagle3, target, steps: int = 60) -> Eagle3:
             length = text.shape[1] - 2 - level
             tokens = text[:, 1 + level : 1 + level + length]
             positions = torch.arange(length).expand(len(text), -1)
-            hidden = module(embed(tokens).detach().float(), features[:, :length], positions, Causal())
-            features, logits = module.outputs(hidden)
+            hidden = module(embed(tokens), features[:, :length], positions, Causal())
+            features, logits = module.outputs(hidden, head)
             total = total + cross_entropy(logits.flatten(0, 1), draft_id[text[:, 2 + level :]].flatten())
         return total
 
-    return descended(module, steps, 0.02, loss).to(target.dtype)
-
-
-def fit_parallel(module: Eagle3, target, steps: int = 80) -> Eagle3:
-    """Fit P-EAGLE to the target's own text: the masks behind a place of every text a step."""
-    text, chosen, embed, draft_id, gen = lessons(module, target)
-    config, count = module.config, module.config.num_parallel
-
-    def loss() -> torch.Tensor:
-        place = int(torch.randint(3, text.shape[1] - count, (), generator=gen))
-        masks = torch.full((len(text), count - 1), config.mask_token_id)
-        tokens = torch.cat([text[:, 1 : place + 1], masks], 1)
-        known = module.fuse([state[:, :place] for state in chosen])
-        features = torch.cat([known, module.mask_feature().expand(len(text), count - 1, -1)], 1)
-        positions = torch.arange(tokens.shape[1]).expand(len(text), -1)
-        _, logits = module.outputs(module(embed(tokens).detach().float(), features, positions, Causal()))
-        wanted = draft_id[text[:, place + 1 : place + 1 + count]]
-        return cross_entropy(logits[:, -count:].flatten(0, 1), wanted.flatten())
-
-    return descended(module, steps, 0.01, loss).to(target.dtype)
+    return descended(module, steps, rate, loss).to(target.dtype)
 
 
 def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
@@ -261,7 +264,7 @@ def fit_dflash(module: DFlash, target, steps: int = 80) -> DFlash:
         positions = torch.arange(place + config.block_size).expand(len(text), -1)
         rows = Block()
         module.store(module.fuse([state[:, :place] for state in chosen]), positions[:, :place], rows)
-        hidden = module(embed(block).detach().float(), positions[:, place:], rows)
+        hidden = module(embed(block), positions[:, place:], rows)
         hidden = hidden[:, config.block_size - config.num_drafted :]
         logits = hidden @ head.T
         if module.edges is not None:
@@ -270,3 +273,127 @@ def fit_dflash(module: DFlash, target, steps: int = 80) -> DFlash:
         return cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
     return descended(module, steps, 0.01, loss).to(target.dtype)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny target and the names of its head's tensors.
+
+    Attributes:
+        model: class of the target.
+        names: of the head's own tensors: projection, norm of embeddings, of hidden states, of the output.
+        block: what the names of its decoder layer begin with.
+        config: beside the tiny sizes.
+        layer: number of the target's layer whose tensors the head's decoder layer has.
+        renamed: parts of these names.
+        hidden_first: whether the projection reads the state before the embedding.
+    """
+
+    model: str
+    names: tuple[str, str, str, str | None]
+    block: str
+    config: dict[str, Any] = field(default_factory=dict)
+    layer: int = 1
+    renamed: dict[str, str] = field(default_factory=dict)
+    hidden_first: bool = False
+
+
+NEXT = "model.layers.2."
+NEXTN = (f"{NEXT}eh_proj", f"{NEXT}enorm", f"{NEXT}hnorm", f"{NEXT}shared_head.norm"), NEXT
+QWEN = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"), "mtp.layers.0."
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+SLIDING = {"layer_types": ["full_attention", "sliding_attention"]}
+DENSE = {"mlp_layer_types": ["dense", "sparse"]}
+MIMO = "model.mtp_layers.0."
+MIMO_V2 = "model.mtp.layers.0."
+FAMILIES = {
+    "glm": Family("Glm4MoeForCausalLM", *NEXTN),
+    "glm-lite": Family("Glm4MoeLiteForCausalLM", *NEXTN, config=DENSE),
+    "deepseek": Family("DeepseekV3ForCausalLM", *NEXTN),
+    "mimo": Family(
+        "Qwen2ForCausalLM",
+        (f"{MIMO}input_proj", f"{MIMO}token_layernorm", f"{MIMO}hidden_layernorm", f"{MIMO}final_layernorm"),
+        MIMO,
+        {"use_sliding_window": False},
+        hidden_first=True,
+    ),
+    "mimo-v2": Family(
+        "MiMoV2FlashForCausalLM",
+        (f"{MIMO_V2}eh_proj", f"{MIMO_V2}enorm", f"{MIMO_V2}hnorm", f"{MIMO_V2}final_layernorm"),
+        MIMO_V2,
+        {"layer_types": ["sliding_attention", "full_attention"]} | DENSE,
+        layer=0,
+        renamed={"post_attention_layernorm": "pre_mlp_layernorm", "self_attn.sinks": "self_attn.attention_sink_bias"},
+    ),
+    "ernie": Family(
+        "Ernie4_5_MoeForCausalLM",
+        ("model.mtp_linear_proj.0", "model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", None),
+        "model.mtp_block.0.",
+        layer=0,
+    ),
+    "exaone": Family(
+        "ExaoneMoeForCausalLM",
+        *QWEN,
+        config=SLIDING | DENSE | {"mtp_layer_types": ["full_attention"]},
+        layer=0,
+    ),
+    "mellum": Family(
+        "MellumForCausalLM",
+        *QWEN,
+        config=SLIDING | {"num_mtp_layers": 1},
+    ),
+    "qwen-next": Family(
+        "Qwen3NextForCausalLM",
+        *QWEN,
+        config=LINEAR,
+    ),
+    "qwen3.5": Family("Qwen3_5ForCausalLM", *QWEN, config=LINEAR),
+    "qwen3.5-moe": Family("Qwen3_5MoeForCausalLM", *QWEN, config=LINEAR),
+}
+
+
+@functools.cache
+def target_of(name: str):
+    """The tiny target of a family, in float64."""
+    family = FAMILIES[name]
+    return tiny_configs.build(family.model, **family.config)
+
+
+def saved(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Write the family's target into ``folder`` with a random head; the head's tensors by their published names."""
+    target_of(name).save_pretrained(folder)
+    return give_head(folder, name)
+
+
+def give_head(folder: Path, name: str, seed: int = 3) -> dict[str, torch.Tensor]:
+    """Put a random head, named as the family does, into the checkpoint of a target; its tensors."""
+    family, weights = FAMILIES[name], load_file(folder / "model.safetensors")
+    last = next(
+        value for full, value in weights.items() if re.fullmatch(r"model\.(language_model\.)?norm\.weight", full)
+    )
+    gen, (size,) = torch.Generator().manual_seed(seed), last.shape
+    like = {f"{part}.weight": torch.zeros(size) for part in family.names[1:] if part is not None}
+    like[f"{family.names[0]}.weight"] = torch.zeros(size, 2 * size)
+    layer = f"layers.{family.layer}."
+    for full, value in weights.items():
+        if layer in full and "visual" not in full:
+            inner = full.partition(layer)[2]
+            for ours, theirs in family.renamed.items():
+                inner = inner.replace(ours, theirs)
+            like[family.block + inner] = value
+    head = {}
+    for full, value in like.items():
+        noise = 0.2 * torch.randn(value.shape, generator=gen, dtype=torch.float64)
+        centered = "norm" in full and not name.startswith("qwen")  # theirs are 1 + w
+        head[full] = (noise + centered).to(last.dtype)
+    add(folder, head)
+    return head
+
+
+def add(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Put tensors into a checkpoint's second file, so that it has an index."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
+    save_file(tensors, folder / "model-00002.safetensors", {"format": "pt"})
+    index = dict.fromkeys(weights, "model-00001.safetensors") | dict.fromkeys(tensors, "model-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))

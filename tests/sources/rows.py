@@ -16,19 +16,20 @@ import transformers
 import two_tokenizers as two
 from checkpoints import corpus_of
 from models import noised, prompts, tiny
-from sources import mtp_checkpoints
 from sources.drafters import (
+    Causal,
     descended,
     dflash_config,
     eagle3_config,
     fit_dflash,
     fit_eagle3,
-    fit_parallel,
     random_dflash,
     random_eagle3,
     save,
+    saved,
+    target_of,
 )
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 from gsd_kernels import Corpus, DFlash, DraftHeads, Eagle3, Gemma4Assistant, LayerSkip, Mtp
 from gsd_kernels_hf.model.vocabulary import Translation
@@ -138,7 +139,7 @@ def p_eagle(name: str) -> Eagle3:
 
 @functools.cache
 def fitted_p_eagle(name: str) -> Eagle3:
-    return fit_parallel(p_eagle(name), llama(), steps=60)
+    return fit_eagle3(p_eagle(name), llama(), steps=60)
 
 
 @functools.cache
@@ -154,9 +155,9 @@ def mtp(name: str) -> Mtp:
     """A head from a checkpoint, trained so that it is right now and then."""
     folder = Path(tempfile.mkdtemp())
     try:
-        mtp_checkpoints.saved(name, folder)
-        target = mtp_checkpoints.target_of(name)
-        return mtp_checkpoints.fit(Mtp.from_pretrained(folder, target), target, steps=40)
+        saved(name, folder)
+        target = target_of(name)
+        return fit_eagle3(Mtp.from_pretrained(folder, target), target, 40, rate=0.01)
     finally:
         shutil.rmtree(folder)
 
@@ -185,13 +186,6 @@ def random_assistant(*, backbone=32, ordered=False, **changes):
     return model
 
 
-class Before:
-    """Attention of all places of a text at once: a row sees what was stored before it."""
-
-    def attend(self, module, query, key, value, attention_mask, scaling, options):
-        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True, scale=scaling)
-
-
 @functools.cache
 def assistant(ordered: bool = False) -> Gemma4Assistant:
     """Fitted to the target's own text: two levels, the second one reading the first one's vectors."""
@@ -209,7 +203,7 @@ def assistant(ordered: bool = False) -> Gemma4Assistant:
             length = text.shape[1] - 2 - level
             stored = {kind: tuple(t[:, :, :length].float() for t in kv) for kind, kv in out.shared_kv_states.items()}
             embedded = embed(text[:, 1 + level : 1 + level + length]).detach().float()
-            features, logits = module(embedded, features[:, :length], positions[:, :length], stored, Before())
+            features, logits = module(embedded, features[:, :length], positions[:, :length], stored, Causal())
             total = total + cross_entropy(logits.clamp(min=-50).flatten(0, 1), text[:, 2 + level :].flatten())
         return total
 
@@ -289,7 +283,7 @@ def every() -> dict[str, Any]:
     masked = random_eagle3(eagle3_config(target, mask_token_id=3), mask_shape=(96,))
     drafters = (
         fit_eagle3(random_eagle3(eagle3_config(target)), target, steps=40),
-        fit_parallel(masked, target, steps=40),
+        fit_eagle3(masked, target, steps=40),
         dflash("dflash shared"),
     )
     given = models(noised(target, 0.03, seed=1), noised(target, 0.06, seed=2)) | heads(noisy_heads(target, 0.2))
@@ -297,7 +291,7 @@ def every() -> dict[str, Any]:
 
 
 def of_mtp(family: str) -> Row:
-    target = functools.partial(mtp_checkpoints.target_of, family)
+    target = functools.partial(target_of, family)
     return Row(
         target,
         lambda _: drafter(mtp(family)),

@@ -1,46 +1,54 @@
-"""Forwards of drafters: equal to transformers' own where it has them, and to what papers and makers write down."""
+"""Forwards of drafters: transformers' own where it has them, what makers write down, and all as one operator."""
 
 from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from models import prompts
-from sources.drafters import dflash_config, generate, random_dflash, random_tensors, started
-from sources.mtp_checkpoints import FAMILIES, Causal, saved, target_of
-from sources.rows import GEMMA, P_EAGLE, VOCAB, assistant, dflash, fitted_p_eagle, gemma, llama, p_eagle
-from torch.nn.functional import rms_norm, silu
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from block_code import rows as block_code
+from models import prompts, tiny
+from ops.contracts.backends import backend_param
+from sources.drafters import (
+    FAMILIES,
+    Causal,
+    dflash_config,
+    eagle3_config,
+    generate,
+    random_dflash,
+    random_eagle3,
+    random_tensors,
+    saved,
+    started,
+    states_of,
+    target_of,
+)
+from sources.rows import EAGLE3, GEMMA, P_EAGLE, VOCAB, assistant, dflash, gemma, llama, p_eagle
+from torch import nn
+from torch.nn.functional import rms_norm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from gsd_kernels import DFlash, Eagle3, GraphConfig, Mtp
+from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
-from gsd_kernels_hf.sources.edges import DynamicConvolution, MarkovHead, RecurrentHead, Selector, along
-from gsd_kernels_hf.sources.recursion import Parallel
+from gsd_kernels_hf.sources.edges import along
+from gsd_kernels_train.mtp import block_to_train, new_head
 
+pytestmark = backend_param("cpu").marks
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 LENGTH = 5  # within every sliding window
 ALONE = {"do_sample": False, "draft_sources": ("drafter",)}
 
 
+def unseen(length: int) -> torch.Tensor:
+    """What a text's rows do not see, as transformers' masks say it, [1, 1, L, L]."""
+    return torch.full((length, length), -torch.inf).triu(1)[None, None]
+
+
 # Heads of multi-token prediction.
-
-
-def loaded(name, folder):
-    """A target in float32, its head's tensors and module, tokens [1, LENGTH + 1] and its last states [1, LENGTH, D]."""
-    target = copy.deepcopy(target_of(name)).float()
-    head = {full: value.float() for full, value in saved(name, folder).items()}
-    ids = prompts(1, LENGTH + 1, vocab=60)["input_ids"]
-    with torch.no_grad():
-        states = target(ids, output_hidden_states=True).hidden_states[-1][:, :LENGTH]
-    return target, head, Mtp.from_pretrained(folder, target), ids, states
-
-
-def mine(module, target, following, states):
-    positions = torch.arange(states.shape[1])[None]
-    return module(target.get_input_embeddings()(following), states, positions, Causal())
 
 
 def wired(name, target, head, ids, states):
@@ -68,8 +76,7 @@ def wired(name, target, head, ids, states):
     positions = torch.arange(LENGTH)[None]
     typed = (own.layer_types[family.layer],) if name in ("mellum", "mimo-v2") else ()
     turns = target.model.rotary_emb(hidden, positions, *typed)
-    mask = torch.full((LENGTH, LENGTH), float("-inf")).triu(1)[None, None]
-    hidden = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=turns)
+    hidden = layer(hidden, attention_mask=unseen(LENGTH), position_ids=positions, position_embeddings=turns)
     return normed(hidden, target.model.norm.weight if of_output is None else head[f"{of_output}.weight"])
 
 
@@ -86,278 +93,140 @@ def stacked(tensors, name, like):
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_a_head_is_wired_as_its_family_says(name, tmp_path):
-    target, head, module, ids, states = loaded(name, tmp_path)
-    found = mine(module, target, ids[:, 1:], states)
-    torch.testing.assert_close(found, wired(name, target, head, ids, states), **CLOSE)
-    assert (found - mine(module, target, ids.flip(1)[:, 1:], states)).abs().max() > 0.1
+    target, head = copy.deepcopy(target_of(name)).float(), saved(name, tmp_path)
+    module, ids = Mtp.from_pretrained(tmp_path, target), prompts(1, LENGTH + 1, vocab=60)["input_ids"]
+    states = target(ids, output_hidden_states=True).hidden_states[-1][:, :LENGTH]
+
+    def found(following):
+        embedded = target.get_input_embeddings()(following)
+        return module(embedded, states, torch.arange(LENGTH)[None], Causal())
+
+    head = {full: value.float() for full, value in head.items()}
+    torch.testing.assert_close(found(ids[:, 1:]), wired(name, target, head, ids, states), **CLOSE)
+    assert (found(ids[:, 1:]) - found(ids.flip(1)[:, 1:])).abs().max() > 0.1
 
 
-@torch.no_grad()
-def test_rows_of_a_cache_are_the_same_forward(tmp_path):
-    """Entries made of a prompt in pieces, then a level: as the whole text at once, where a node reads its parent's."""
-    target, _, module, ids, states = loaded("glm", tmp_path)
-    source = started(module, target, ids)
-    whole = mine(module, target, ids[:, 1:], states)
-    for end in (2, 3, LENGTH):
-        entry, _ = source.feed(torch.tensor([end], dtype=torch.int32), 2, keep=1)
-        torch.testing.assert_close(entry[:, 0], whole[:, end - 1], **CLOSE)
-    following, zeros = torch.tensor([[7]], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
-    graph = zeros[..., None] + 1, zeros, zeros
-    node, _ = source.forward(following, entry, source.cached, zeros, *graph, keep=1)
-    longer = mine(module, target, torch.cat([ids[:, 1:], following], 1), torch.cat([states, entry], 1))
-    torch.testing.assert_close(node[:, 0], longer[:, -1], **CLOSE)
+# EAGLE-3 and P-EAGLE.
 
 
-# P-EAGLE, with one row EAGLE-3's first level.
-
-
-def written_out(module: Eagle3, tokens: list[int], count: int) -> torch.Tensor:
-    """Logits [count, V] of the ``count`` tokens after a text: every row, layer and head of the paper's forward."""
-    config, weights, sizes = module.config, module.state_dict(), module.config.layers
+def written_out(module: Eagle3, tokens: torch.Tensor, states: list[torch.Tensor], count: int) -> torch.Tensor:
+    """Logits [count, V] of ``count`` tokens after a text [1, T]: the papers' forward, in transformers' LLaMA layers."""
+    config, sizes, weights, masks = module.config, module.sizes, module.state_dict(), count - 1
 
     def normed(name, x):
         return rms_norm(x, x.shape[-1:], weights[name], sizes.rms_norm_eps)
 
-    with torch.no_grad():
-        hidden = llama()(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-    wide = torch.cat([hidden[number][0] for number in module.layers_of(llama())], -1)  # [T − 1, 3 D]
-    wide = torch.cat([wide, module.mask_hidden.view(1, -1).expand(count - 1, -1)])
+    wide = torch.cat(states, -1)[:, : tokens.shape[1] - 1]  # [1, T − 1, 3 D]
+    if masks:
+        wide = torch.cat([wide, module.mask_hidden.view(1, 1, -1).expand(-1, masks, -1)], 1)
     if config.norm_before_fc:
         wide = normed("input_norm.weight", wide)
     if config.fc_norm:
         wide = torch.cat([normed(f"fc_norm.{i}.weight", part) for i, part in enumerate(wide.chunk(3, -1))], -1)
-    feature = wide @ weights["fc.weight"].T
-    own = weights.get("embed_tokens.weight", llama().get_input_embeddings().weight)
-    embedded = own[torch.tensor([*tokens[1:], *[config.mask_token_id] * (count - 1)])]
-    rows, head_dim = len(feature), sizes.head_dim
-    cos, sin = module.rotary(feature[None], torch.arange(rows)[None])
-    hidden = feature
-    for layer in range(sizes.num_hidden_layers):
-        at = f"layers.{layer}."
-        read, residual = normed(at + "input_layernorm.weight", embedded if layer == 0 else hidden), hidden
-        if layer == 0:
+    hidden = feature = wide @ weights["fc.weight"].T
+    embedding = weights.get("embed_tokens.weight", llama().get_input_embeddings().weight)
+    embedded = embedding[torch.cat([tokens[:, 1:], torch.full((1, masks), config.mask_token_id or 0)], 1)]
+    rows, own = feature.shape[1], copy.deepcopy(sizes)
+    own._attn_implementation = "eager"
+    turns = LlamaRotaryEmbedding(own)(feature, torch.arange(rows)[None])
+    for number in range(sizes.num_hidden_layers):
+        layer, at = LlamaDecoderLayer(own, number), f"layers.{number}."
+        for name, parameter in layer.named_parameters():
+            parameter.data = weights[at + name]  # queries, keys and values of the first layer are wider
+        read, residual = layer.input_layernorm(hidden if number else embedded), hidden
+        if number == 0:
             beside = normed(at + "hidden_norm.weight", feature)
-            read = torch.cat([read, beside], -1)
-            residual = beside if config.norm_before_residual else feature
-        query, key, value = (
-            (read @ weights[f"{at}self_attn.{name}_proj.weight"].T + weights.get(f"{at}self_attn.{name}_proj.bias", 0))
-            .view(1, rows, -1, head_dim)
-            .transpose(1, 2)
-            for name in "qkv"
-        )
-        query, key = apply_rotary_pos_emb(query, key, cos, sin)
-        group = sizes.num_attention_heads // sizes.num_key_value_heads
-        scores = query[0] @ key[0].repeat_interleave(group, 0).transpose(1, 2) * head_dim**-0.5
-        scores = scores + torch.full((rows, rows), -torch.inf, dtype=scores.dtype).triu(1)
-        out = (scores.softmax(-1) @ value[0].repeat_interleave(group, 0)).transpose(0, 1).reshape(rows, -1)
-        out = out @ weights[f"{at}self_attn.o_proj.weight"].T + weights.get(f"{at}self_attn.o_proj.bias", 0)
+            read, residual = torch.cat([read, beside], -1), beside if config.norm_before_residual else feature
+        out, _ = layer.self_attn(read, position_embeddings=turns, attention_mask=unseen(rows))
         hidden = residual + out
-        read = normed(at + "post_attention_layernorm.weight", hidden)
-        gate, up = (read @ weights[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        hidden = hidden + (silu(gate) * up) @ weights[f"{at}mlp.down_proj.weight"].T
-    return normed("norm.weight", hidden)[-count:] @ weights["lm_head.weight"].T
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return normed("norm.weight", hidden)[0, -count:] @ weights["lm_head.weight"].T
 
 
-@pytest.mark.parametrize("variant", P_EAGLE)
-def test_one_forward_is_the_papers(variant):
+def eagle3(name):
+    return random_eagle3(eagle3_config(llama(), **EAGLE3[name]), own_embedding=name == "before")
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [*((eagle3, name) for name in EAGLE3), *((p_eagle, name) for name in P_EAGLE)],
+    ids=lambda part: getattr(part, "__name__", part),
+)
+@torch.no_grad()
+def test_one_forward_is_the_papers(made, name):
     """At once for the whole text, and with most of it in the cache: the masks of the step before left nothing."""
-    module, tokens = p_eagle(variant), prompts(1, 12, vocab=VOCAB)["input_ids"]
-    source = started(module, llama(), tokens)
-    assert isinstance(source, Parallel)
+    module, tokens = made(name), prompts(1, 12, vocab=VOCAB)["input_ids"]
+    source, masks = started(module, llama(), tokens), 0 if made is eagle3 else 4
     for length, width in ((9, 8), (12, 4)):
         source.state.out_len.fill_(length)
-        with torch.no_grad():
-            _, logits = source.feed(source.state.out_len - 1, width, unknown=4, keep=5)
+        _, logits = source.feed(source.state.out_len - 1, width, unknown=masks, keep=1 + masks)
         assert int(source.cached) == length - 1
-        torch.testing.assert_close(logits[0], written_out(module, tokens[0, :length].tolist(), 5), **CLOSE)
-        assert (logits[0, 1:] - logits[0, :-1]).abs().max() > 0.1
-
-
-def test_a_step_is_one_forward_whatever_the_depth():
-    """And no masks beyond what the shape reads, or the drafter was trained for."""
-    for depth, masks in ((1, 0), (3, 2), (7, 4)):
-        shape = GraphConfig(depth=depth, width=2, branch=2, max_rows=16, merge_context=0)
-        call = {**ALONE, **prompts(1, 9, vocab=VOCAB), "drafter": fitted_p_eagle("norms"), "graph_config": shape}
-        stats = generate(llama(), **call).stats
-        assert stats.draft_rows == (shape.chain_rows + masks) * stats.steps
+        wanted = written_out(module, tokens[:, :length], states_of(module, llama(), tokens), 1 + masks)
+        torch.testing.assert_close(logits[0], wanted, **CLOSE)
+        assert masks == 0 or (logits[0, 1:] - logits[0, :-1]).abs().max() > 0.1
 
 
 # DFlash and its kin: blocks, and edges that know the token before.
 
 
-def graphs_of(drafter: DFlash, shape: GraphConfig) -> list[tuple[dict, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of every step the graph that a drafter alone gave, and its block: all states, those of what it drafts, logits."""
-    graphs, blocks = [], []
+def graphs_of(drafter: DFlash, shape: GraphConfig, **how) -> list[tuple]:
+    """Of every step the graph that a drafter alone gave, all states of its block, and the logits of what it drafts."""
+    graphs, blocks, whole = [], [], DFlashDrafts.forward_block
 
-    def keep(verified):
-        names = ("token_ids", "depths", "parents", "edge_targets", "edge_log_probs")
-        graphs.append({name: getattr(verified.graph, name)[0].clone() for name in names})
-
-    honest, whole = DFlashDrafts.keep, DFlashDrafts.forward_block
-
-    def states(self):
-        found = whole(self)
-        blocks.append([found[0][0].clone()])
-        return found
-
-    def noted(self, hidden, logits, level):
-        blocks[-1] += [hidden[0].clone(), logits[0].clone()]
-        honest(self, hidden, logits, level)
+    def noted(self):
+        blocks.append(tuple(found[0].clone() for found in whole(self)))
+        return whole(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DFlashDrafts, "keep", noted)
-        patch.setattr(DFlashDrafts, "forward_block", states)
-        call = {**ALONE, **prompts(1, 14, vocab=VOCAB), "drafter": drafter, "observer": keep}
-        generate(llama(), **call, graph_config=shape)
+        patch.setattr(DFlashDrafts, "forward_block", noted)
+        call = {**ALONE, **prompts(1, 14, vocab=VOCAB), "drafter": drafter, **how}
+        generate(llama(), **call, graph_config=shape, observer=lambda seen: graphs.append(copy.deepcopy(seen.graph)))
     return [(graph, *block) for graph, block in zip(graphs, blocks, strict=True)]
 
 
-def edges_in(graph: dict):
-    """Node, what follows it, and the log-probability of that."""
-    for node, (targets, log_probs) in enumerate(zip(graph["edge_targets"], graph["edge_log_probs"], strict=True)):
-        for after, found in zip(targets.tolist(), log_probs, strict=True):
-            if after >= 0:
-                yield node, after, found.double()
+@pytest.mark.parametrize("kind", ["dflash shared", "DSpark", "DSpark recurrent", "DSpark confident", "DFlash 2"])
+def test_every_edge_has_what_the_head_says_of_it(kind):
+    """Of its depth and its two tokens, whatever path was first to reach its node; a recurrent head of its path.
 
-
-@pytest.mark.parametrize("kind", ["dflash shared", "DSpark", "DFlash 2"])
-def test_every_merged_node_has_what_the_head_says_of_it(kind):
-    """An edge's probability is that of its depth and its two tokens, whatever path was first to reach its node."""
-    drafter, merged, steps = dflash(kind), 0, 0
-    shape = GraphConfig(depth=4, width=4, branch=3, max_rows=32, merge_context=0)
-    for graph, _, hidden, logits in graphs_of(drafter, shape):
-        steps, parents = steps + 1, {}
-        for node, after, found in edges_in(graph):
-            parents.setdefault(after, set()).add(node)
-            at, before = slice(int(graph["depths"][node]), int(graph["depths"][node]) + 1), graph["token_ids"][node]
-            scored = logits[None, at]
-            if drafter.edges is not None:
-                scored = drafter.edges(scored, hidden[None, at], before.long()[None, None])
-            expected = scored.log_softmax(-1)[0, 0, graph["token_ids"][after]]
-            torch.testing.assert_close(found, expected, **CLOSE)
-        merged += sum(len(found) > 1 for found in parents.values())
-    assert merged > 10 and steps > 4
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_confidence_counts_where_tokens_are_drawn(sampled, monkeypatch):
-    """Candidates after a node lose what the head says of its depth and token; greedily nothing."""
-    drafter, seen = dflash("DSpark confident"), 0
-    kept, markov, honest = drafter.confidence_head, drafter.markov_head.markov_w1, DFlashDrafts.at_depths
-
-    def compared(self, level):
-        nonlocal seen
-        found = honest(self, level)
-        drafter.confidence_head = None
-        without = honest(self, level)
-        drafter.confidence_head = kept
-        assert torch.equal(found.tokens, without.tokens)
-        for node, (depth, token) in enumerate(zip(level.frontier.depths[0], level.frontier.token_ids[0], strict=True)):
-            if depth < drafter.config.num_drafted:
-                said = kept.proj(torch.cat([self.hidden[0, depth], markov(token.long())])).sigmoid().log()
-                lost = (without.log_probs - found.log_probs)[0, node]
-                lost = lost[without.tokens[0, node] >= 0].double()
-                torch.testing.assert_close(lost, (-said if sampled else 0 * said).expand_as(lost), **CLOSE)
-                seen += len(lost)
-        return found
-
-    monkeypatch.setattr(DFlashDrafts, "at_depths", compared)
-    shape = GraphConfig(depth=4, width=4, branch=3, max_rows=32, merge_context=0, history_depth=1, history_width=4)
-    call = {**ALONE, **prompts(1, 9, vocab=VOCAB), "drafter": drafter, "do_sample": sampled}
-    generate(llama(), **call, graph_config=shape)
-    assert seen > 50
-
-
-def test_a_recurrent_heads_state_goes_along_the_path():
-    """In a tree every node has one; the root's row, which does not draft here, is its first step."""
-    drafter, longest = dflash("DSpark recurrent"), 0
-    assert not drafter.config.sample_from_anchor
-    shape = GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1)
-    for graph, whole, hidden, logits in graphs_of(drafter, shape):
-        for node, after, found in edges_in(graph):
+    A confidence head has none: the likeliest token is picked.
+    """
+    drafter, merged, longest = dflash(kind), 0, 0
+    skipped = int(not drafter.config.sample_from_anchor)  # the root's row is a recurrent head's first step all the same
+    shape = GraphConfig(depth=4, width=4, branch=3, max_rows=32, merge_context=-1 if kind.endswith("rent") else 0)
+    for graph, states, logits in graphs_of(drafter, shape):
+        parents: dict[int, set[int]] = {}
+        for node, (targets, log_probs) in enumerate(zip(graph.edge_targets[0], graph.edge_log_probs[0], strict=True)):
+            if bool((targets < 0).all()):
+                continue
             path = [node]
             while path[0] != 0:
-                path.insert(0, int(graph["parents"][path[0]]))
-            tokens = graph["token_ids"][torch.tensor(path)].long()
-            longest = max(longest, len(path))
-            before, count = torch.cat([tokens[:1], tokens]), len(path)  # the root's row and the first mask's: one token
-            rows = torch.cat([torch.zeros_like(logits[:1]), logits[:count]])
-            along_it = along(drafter.edges, rows[None], whole[None, : count + 1], before[None])
-            assert torch.equal(whole[1 : count + 1], hidden[:count])
-            torch.testing.assert_close(found, along_it[0, -1].log_softmax(-1)[graph["token_ids"][after]], **CLOSE)
-    assert longest == 3
-
-
-def markov(head, logits, hidden, before, state):
-    e = head.markov_w1.weight[before]
-    if head.gate_proj is not None:
-        e = e * torch.sigmoid(head.gate_proj.weight @ torch.cat([hidden, e]) + head.gate_proj.bias)
-    return logits + head.markov_w2.weight @ e, state
-
-
-def selector(head, logits, hidden, before, state):
-    context = head.predecessor_codebook[before] * (head.hidden_projection.weight @ hidden)
-    best = logits.topk(head.top_k).indices
-    return logits.index_add(0, best, head.successor_codebook[best] @ context), state
-
-
-def recurrent(head, logits, hidden, before, state):
-    read = torch.cat([state, head.markov_w1.weight[before], hidden])
-    gate, candidate, output = (head.joint_proj.weight @ read + head.joint_proj.bias).split(3)
-    gate = gate.sigmoid()
-    return logits + head.markov_w2.weight @ output.tanh(), gate * state + (1 - gate) * candidate.tanh()
-
-
-HEADS = {
-    "markov": (lambda: MarkovHead(11, 9, 3, 4, gated=False), markov),
-    "gated": (lambda: MarkovHead(11, 9, 3, 4, gated=True), markov),
-    "recurrent": (lambda: RecurrentHead(11, 9, 3, 4), recurrent),
-    "selector": (lambda: Selector(11, 3, 4, 5), selector),
-}
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_a_head_is_its_formula(name):
-    (made, formula), gen = HEADS[name], torch.Generator().manual_seed(1)
-    head, vocab = made(), 11 if name == "selector" else 9
-    random_tensors(head)
-    logits, hidden = torch.randn(2, 5, vocab, generator=gen), torch.randn(2, 5, 4, generator=gen)
-    before = torch.randint(0, 11, (2, 5), generator=gen)
-    found = along(head, logits, hidden, before)
-    for b in range(2):
-        state = torch.zeros(3)
-        for k in range(5):
-            expected, state = formula(head, logits[b, k], hidden[b, k], before[b, k], state)
-            torch.testing.assert_close(found[b, k], expected)
-
-
-def test_a_convolution_is_its_formula():
-    taps, group, size = 3, 2, 6
-    part, gen = DynamicConvolution(size, taps, group), torch.Generator().manual_seed(1)
-    random_tensors(part)
-    hidden, output = torch.randn(2, 5, size, generator=gen), torch.randn(2, 5, size, generator=gen)
-    read, delta = part.before(hidden)
-    kernels = (hidden @ part.kernel_projection.weight.T).view(2, 5, 2, taps, size // group)
-    for side, (x, y) in enumerate(((hidden, read), (output, part.after(output, delta)))):
-        for b, t, channel in torch.cartesian_prod(*map(torch.arange, y.shape)).tolist():
-            total = sum(
-                (part.base_kernel[side, tap, channel] + kernels[b, t, side, tap, channel // group])
-                * x[b, t - tap, channel]
-                for tap in range(min(taps, t + 1))
-            )
-            torch.testing.assert_close(y[b, t, channel], total)
+                path.insert(0, int(graph.parents[0, path[0]]))
+            tokens = graph.token_ids[0, torch.tensor(path)].long()[None]
+            before = torch.cat([tokens[:, :1].repeat(1, skipped), tokens], 1)
+            rows = torch.cat([torch.zeros_like(logits[:1]).repeat(skipped, 1), logits[: len(path)]])[None]
+            hidden = states[None, : before.shape[1]]
+            if drafter.edges is not None:
+                rows = along(drafter.edges, rows, hidden, before)
+            expected = rows[0, -1].log_softmax(-1)
+            for after, found in zip(targets.tolist(), log_probs.double(), strict=True):
+                if after >= 0:
+                    torch.testing.assert_close(found, expected[graph.token_ids[0, after]].double(), **CLOSE)
+                    parents.setdefault(after, set()).add(node)
+                    longest = max(longest, len(path))
+        merged += sum(len(found) > 1 for found in parents.values())
+    assert longest > 2 and (merged > 10 or shape.merge_context == -1)
 
 
 def test_rows_of_a_causal_head_do_not_see_later_ones():
     """A block's rows are those of a shorter block; without the setting they are not."""
-    tokens = prompts(1, 12, vocab=VOCAB)["input_ids"]
+    tokens, found = prompts(1, 12, vocab=VOCAB)["input_ids"], []
     for causal in (True, False):
-        long, short = (
-            random_dflash(dflash_config(llama(), block_size=size, inner={"causal_head": causal})) for size in (6, 3)
-        )
-        with torch.no_grad():
-            a, b = (started(module, llama(), tokens).forward_block()[0][:, :3] for module in (long, short))
-        assert torch.allclose(a, b) == causal
+        for size in (6, 3):
+            module = random_dflash(dflash_config(llama(), block_size=size, inner={"causal_head": causal}))
+            source = started(module, llama(), tokens)
+            source.enter(source.state.out_len - 1, 12)
+            found.append(source.forward_block()[0][:, :3])
+    assert torch.allclose(*found[:2]) and not torch.allclose(*found[2:])
 
 
 # Gemma 4's assistants.
@@ -390,3 +259,136 @@ def test_drafts_are_those_of_transformers_forward(ordered):
         tokens.append(int(token))
     assert drafts[0][0][0].tolist() == tokens
     torch.testing.assert_close(drafts[0][1][0].double(), torch.tensor(scores, dtype=torch.float64), **CLOSE)
+
+
+# The same as one operator, where that is possible.
+
+ROPE = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+LEVELS = {name: EAGLE3[name] for name in ("reduced", "norms")} | {
+    "layers": {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True, "norm_before_fc": True},
+    "rope": ROPE,
+}
+HEADS = {
+    "llama": ("llama-gqa", {"attention_bias": True, "mlp_bias": True}),
+    "yarn": ("llama-tied", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}}),
+    "mistral": ("mistral-window", {"head_dim": 8}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+}
+"""Targets of heads of multi-token prediction."""
+FIRST = ("yarn", "qwen2")
+"""Of them those whose heads read the feature first, with a bias."""
+BLOCKS = {
+    "DFlash": {},
+    "JetSpec": {"inner": {"causal_head": True}},
+    "DSpark": {"inner": {"markov_rank": 6, "sample_from_anchor": True}},
+    "recurrent": {"inner": {"markov_rank": 6, "markov_head_type": "rnn"}, "num_hidden_layers": 1},
+    "reduced block": {"draft_vocab_size": 31, "attention_bias": True},
+    "rope block": ROPE,
+}
+SERVED = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+"""Heads that a GPU's operators take."""
+
+
+def made_for(variant: str, dtype: torch.dtype, **sizes: int) -> tuple[nn.Module, nn.Module]:
+    """A target and a drafter for it."""
+    family, config = HEADS.get(variant, ("llama-gqa", {}))
+    target = tiny(family, num_hidden_layers=3, vocab_size=VOCAB, dtype=torch.float64, **{**config, **sizes})
+    if variant in HEADS:
+        torch.manual_seed(0)
+        module = new_head(block_to_train(target)).requires_grad_(False)
+        if variant in FIRST:
+            module.layout = replace(module.layout, hidden_first=True)
+            module.projection = nn.Linear(64, 32, dtype=torch.float64).requires_grad_(False)
+        random_tensors(module)
+    elif variant in LEVELS:
+        config = eagle3_config(target, **{**LEVELS[variant], **sizes})
+        module = random_eagle3(config, own_embedding=variant == "layers")
+    else:
+        module = random_dflash(dflash_config(target, **BLOCKS[variant], **sizes), own=variant == "reduced block")
+    return target.to(dtype), module.to(dtype)
+
+
+def computed(source) -> list[torch.Tensor]:
+    """What a step of it computes, and all keys and values of the text and the step."""
+    found, behind = block(source) if isinstance(source, DFlashDrafts) else levels(source)
+    layers = source.rows.cache.layers[: len(source.module.layers)]
+    caches = [t for layer in layers for t in (layer.keys, layer.values)]
+    pads, end = source.rows.text_kv_start.tolist(), int(source.state.out_len.max()) + behind
+    stored = [torch.cat([t[b, :, pad:end] for b, pad in enumerate(pads)], 1) for t in caches]
+    return [t.double() for t in (*found, *stored)]
+
+
+def block(source: DFlashDrafts) -> tuple[list[torch.Tensor], int]:
+    """States and logits of the block behind features that came in two pieces; rows behind the text but its root."""
+    end = source.state.out_len - 1
+    source.enter(end - 5, source.state.tokens.shape[1])
+    source.enter(end, 7)  # with rows that are padding
+    return [*source.forward_block()], source.module.config.block_size - 1
+
+
+def levels(source) -> tuple[list[torch.Tensor], int]:
+    """Vectors and logits: entries in two pieces, the last three kept; a fork of two behind the root, one more each."""
+    state, batch, device = source.state, len(source.cached), source.cached.device
+    found = [*source.feed(state.out_len - 6, 8, keep=0), *source.feed(state.out_len - 1, 6, keep=3)]
+    source.feed(state.out_len - 1, 2, keep=1)  # nothing is missing
+    vectors, node_depths = found[-2][:, -1:].expand(-1, 2, -1), torch.zeros(batch, 4, dtype=torch.int32, device=device)
+    for level, mask in ((0, [1, 2]), (1, [0b101, 0b1010])):
+        tokens = torch.tensor([[level + 3, 40]], dtype=torch.int32, device=device).expand(batch, -1).contiguous()
+        graph = torch.tensor(mask, dtype=torch.int32, device=device)[:, None].expand(batch, -1, -1).contiguous()
+        depths = torch.full((batch, 2), level + 1, dtype=torch.int32, device=device)
+        found += source.forward(
+            tokens, vectors, state.out_len - 1, 2 * level, graph, depths, node_depths, keep=2, shift=1
+        )
+        vectors = found[-2]
+    return found, 3
+
+
+ERRORS = [(variant, torch.float32) for variant in (*LEVELS, *HEADS, *BLOCKS)]
+ERRORS += [(variant, torch.bfloat16) for variant in ("norms", "llama", "DSpark")]
+ERRORS += [(variant, torch.float16) for variant in ("layers", "yarn", "reduced block")]
+
+
+@pytest.mark.parametrize("place", [block_code.OWN, *block_code.DEVICES])
+@pytest.mark.parametrize(("variant", "dtype"), ERRORS, ids=str)
+@torch.no_grad()
+def test_an_operators_error_is_at_most_twice_the_modules(place, variant, dtype, monkeypatch, tmp_path_factory):
+    """Against the modules in float64, behind texts that padding begins: vectors or states, logits, keys and values."""
+    if dtype == torch.float32 and place != block_code.OWN:
+        pytest.skip("a GPU's operators are those of half precision")
+    device = block_code.drafting_on(place, monkeypatch, tmp_path_factory)
+    target, module = (part.to(device) for part in made_for(variant, dtype, **SERVED))
+    tokens, found = prompts(3, 17, vocab=VOCAB)["input_ids"], []
+    for exact, modules in ((True, True), (False, True), (False, False)):
+        of = (copy.deepcopy(module).double(), copy.deepcopy(target).double()) if exact else (module, target)
+        source = started(*of, tokens, [0, 4, 16], modules=modules)
+        assert modules or source.operator is not None
+        assert source.rows.operator == ("cuda" if replay.is_gpu(source.rows.device) else "auto")
+        found.append(computed(source))
+    for number, (exactly, theirs, ours) in enumerate(zip(*found, strict=True)):
+        assert ours.isfinite().all()
+        assert (ours - exactly).norm() <= 2 * (theirs - exactly).norm() + 1e-6 * exactly.norm(), number
+
+
+class Scaled(nn.Embedding):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+NO_OPERATOR = {
+    "an embedding of its own kind": lambda m, t: t.set_input_embeddings(Scaled(VOCAB, 32)),
+    "float64": lambda m, t: (m.double(), t.double()),
+    "a hook": lambda m, t: m.layers[0].mlp.register_forward_hook(lambda *_: None),
+    "another epsilon": lambda m, t: setattr(m.norm, "variance_epsilon", 1e-3),
+    "another activation": lambda m, t: setattr(m.layers[0].mlp, "act_fn", nn.GELU()),
+    "a bias": lambda m, t: setattr(m.lm_head, "bias", nn.Parameter(torch.zeros(VOCAB))),
+}
+
+
+@pytest.mark.parametrize("what", NO_OPERATOR)
+def test_what_is_no_plain_decoder_keeps_its_modules(what):
+    target, module = made_for("rope", torch.float32)
+    tokens = torch.arange(9)[None]
+    assert started(module, target, tokens).operator is not None
+    NO_OPERATOR[what](module, target)
+    assert started(module, target, tokens).operator is None

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import noised, prompts, tiny
-from sources.drafters import FixedText, random_tensors
-from sources.mtp_checkpoints import target_of
+from sources.drafters import FixedText, random_tensors, target_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gsd_kernels as gsd
