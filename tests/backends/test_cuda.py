@@ -5,21 +5,22 @@ graphs, on the current stream and device, in a model.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
+from backends.test_decoder import captured
+from block_code import rows as block_code
 from decoders import CUDA_SIZES, Sizes, decoder
-from graphs import drafted
+from graphs import candidates, drafted, tails
 from models import noised, prompts, tiny
-from ops.contracts.attention import HALF_PRECISION
+from ops.contracts.attention import Attention
 from ops.contracts.backends import assert_bit_equal, needs_cpu
-from ops.contracts.decoder import reading_features
+from ops.contracts.decoder import STORED, WIRINGS, reading_features
 from ops.contracts.graph import CUDA_GRAPHS
 from ops.contracts.packed import packed_matrix
-from ops.contracts.sampling import sampling_inputs
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gsd_kernels as gsd
 from gsd_kernels import backends
@@ -42,9 +43,8 @@ ATTENTION, LEARN = OPS["dag_attention"], OPS["learn_source"]
 
 # What is refused, and the cure.
 
-
-def weights(sizes: Sizes = SMALL, dtype: torch.dtype = HALF, **changes: object) -> DecoderWeights:
-    return dataclasses.replace(decoder(sizes, dtype), **changes)
+INT8 = BY_NAME["int8"]
+ODD = Sizes(hidden=64, inner=64, head_dim=80), Sizes(hidden=68, head_dim=64), Sizes(hidden=64, inner=77, head_dim=64)
 
 
 def odd(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -52,139 +52,82 @@ def odd(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.zeros(1 + torch.Size(shape).numel(), dtype=dtype)[1:].view(shape)
 
 
-def attended(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None) -> Callable[[], None]:
-    given = [mine if other is None else other for mine, other in zip(QKV, (q, k, v), strict=True)]
-    return lambda: attention.check(*given)
+def attended(change: Callable[[Tensor], Tensor] = lambda t: t, **others: Tensor) -> None:
+    given = {name: torch.zeros(1, heads, 40, 64, dtype=HALF) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    attention.check(**{name: change(t) for name, t in given.items()} | others)
 
 
-def caches(other: Tensor | None = None) -> Callable[[], None]:
-    def check() -> None:
-        fine = torch.zeros(1, 2, 40, 64, dtype=HALF)
-        strided = fine.transpose(1, 2).contiguous().transpose(1, 2)
-        cuda.check_caches(weights(), [fine] * 2, [strided, strided if other is None else other])
-
-    return check
+def checked(sizes: Sizes = SMALL, dtype: torch.dtype = HALF, **changes: object) -> None:
+    cuda.check(dataclasses.replace(decoder(sizes, dtype), **changes))
 
 
-def drafter(change: dict[str, Tensor] | None = None, **of_projection: Tensor) -> Callable[[], None]:
-    def check() -> None:
-        made = reading_features(decoder(CUDA_SIZES["qwen3-128"], torch.bfloat16), "projection")
-        projection = dataclasses.replace(made.projection, **of_projection)
-        features.check(dataclasses.replace(made, projection=projection, **(change or {})))
-
-    return check
+def cached(cache: Tensor) -> None:
+    fine = torch.zeros(1, 2, 40, 64, dtype=HALF)
+    cuda.check_caches(decoder(SMALL, HALF), [fine] * 2, [fine.mT.contiguous().mT.contiguous(), cache])
 
 
-def checked(sizes: Sizes = SMALL, dtype: torch.dtype = HALF, **changes: object) -> Callable[[], None]:
-    return lambda: cuda.check(weights(sizes, dtype, **changes))
+def drafter(**changes: Tensor) -> None:
+    made = reading_features(decoder(CUDA_SIZES["qwen3-128"], torch.bfloat16), "projection")
+    norm = {name: changes.pop(name) for name in ("feature_norm",) if name in changes}
+    features.check(dataclasses.replace(made, projection=dataclasses.replace(made.projection, **changes), **norm))
 
 
-INT8 = BY_NAME["int8"]
-QKV = torch.zeros(1, 4, 3, 64, dtype=HALF), *(torch.zeros(1, 2, 40, 64, dtype=HALF) for _ in range(2))
+NARROW, WIDE = torch.zeros(1, 2, 40, 65, dtype=HALF)[..., :64], torch.zeros(1, 2, 40, 128, dtype=HALF)
+AT = "a multiple of 16 bytes"
 REFUSED = {
-    "attention: float32": (
-        attended(*(t.float() for t in QKV)),
-        TypeError,
-        "q: .*float16 or bfloat16, got float32; use",
-    ),
-    "attention: float64": (attended(*(t.double() for t in QKV)), TypeError, "q: .*got float64; use backend="),
-    "attention: heads of 80": (
-        *(attended(*(torch.cat([t, t[..., :16]], -1) for t in QKV)), ValueError),
+    "float32": (lambda: attended(Tensor.float), TypeError, "q: .*float16 or bfloat16, got float32; use backend="),
+    "heads of 80": (
+        *(lambda: attended(lambda t: torch.cat([t, t[..., :16]], -1)), ValueError),
         "q: .*head size 64 or 128, got 80; use",
     ),
-    "attention: two sizes": (
-        *(attended(v=torch.zeros(1, 2, 40, 128, dtype=HALF)), ValueError),
-        "v: .*head size q's 64, got 128; use",
+    "two head sizes": (lambda: attended(v=WIDE), ValueError, "v: .*head size q's 64, got 128; use"),
+    "strides": (
+        *(lambda: attended(lambda t: t.mT.contiguous().mT), ValueError),
+        r"q: .*stride 1 .*got 40; pass q.contiguous\(\)",
     ),
-    "attention: strides": (
-        *(attended(q=QKV[0].mT.contiguous().mT), ValueError),
-        r"q: .*stride 1 .*got 3; pass q.contiguous\(\)",
-    ),
-    "attention: an odd place": (attended(k=odd(HALF, 1, 2, 40, 64)), ValueError, "k: .*16 bytes.*offset of 2"),
-    "attention: odd strides": (
-        *(attended(v=torch.zeros(1, 2, 40, 65, dtype=HALF)[..., :64]), ValueError),
-        "v: .*strides of .*130",
-    ),
-    "float32": (
-        checked(dtype=torch.float32),
-        TypeError,
+    "an odd place": (lambda: attended(k=odd(HALF, 1, 2, 40, 64)), ValueError, "k: .*16 bytes.*offset of 2"),
+    "odd strides": (lambda: attended(v=NARROW), ValueError, "v: .*strides of .*130"),
+    "rows: float32": (
+        *(lambda: checked(dtype=torch.float32), TypeError),
         "embedding: .*float16 or bfloat16, got float32; use",
     ),
-    "heads of 80": (
-        checked(Sizes(hidden=64, inner=64, head_dim=80)),
-        ValueError,
-        "q: .*heads of 64 or 128, got 80; use",
-    ),
-    "odd rows": (
-        checked(Sizes(hidden=68, head_dim=64)),
-        ValueError,
-        "embedding: .*rows of a multiple of 8, got 68; use",
-    ),
-    "odd inner rows": (
-        *(checked(Sizes(hidden=64, inner=77, head_dim=64)), ValueError),
-        r"layers\[0\].down: .*multiple of 8, got 77",
-    ),
+    "rows: heads of 80": (lambda: checked(ODD[0]), ValueError, "q: .*heads of 64 or 128, got 80; use"),
+    "odd rows": (lambda: checked(ODD[1]), ValueError, "embedding: .*rows of a multiple of 8, got 68; use"),
+    "odd inner rows": (lambda: checked(ODD[2]), ValueError, r"layers\[0\].down: .*multiple of 8, got 77"),
     "two types": (
-        *(checked(final_norm=torch.ones(64)), TypeError),
+        *(lambda: checked(final_norm=torch.ones(64)), TypeError),
         "final_norm: .*the embedding's float16, got float32",
     ),
-    "an odd place": (
-        checked(head=odd(HALF, 63, 64)),
-        ValueError,
-        r"head: .*a multiple of 16 bytes; pass its .clone\(\)",
+    "rows: an odd place": (
+        *(lambda: checked(head=odd(HALF, 63, 64)), ValueError),
+        rf"head: .*{AT}; pass its .clone\(\)",
     ),
-    "strides": (checked(head=torch.zeros(64, 64, dtype=HALF).T), ValueError, "head: .*a contiguous tensor"),
+    "rows: strides": (
+        *(lambda: checked(head=torch.zeros(64, 64, dtype=HALF).T), ValueError),
+        "head: .*a contiguous tensor",
+    ),
     "another packing": (
-        *(checked(head=packed_matrix(BY_NAME["q4_0"], 63, 64)), TypeError),
+        *(lambda: checked(head=packed_matrix(BY_NAME["q4_0"], 63, 64)), TypeError),
         "head: .*dense matrices or packed ones of q8_0, int8, uint8, int4, int4_offset, got q4_0; use backend=",
     ),
     "narrow groups": (
-        *(checked(head=PackedMatrix(INT8, torch.zeros(63, 64, dtype=torch.int8), 64, torch.ones(63, 16))), ValueError),
-        "head: .*groups of a multiple of 8 weights, got 4; use backend=",
-    ),
-    "packed at an odd place": (
-        *(checked(head=PackedMatrix(INT8, odd(torch.int8, 63, 64), 64, torch.ones(63, 1))), ValueError),
-        r"head: .*a multiple of 16 bytes; pass its .clone\(\)",
+        lambda: checked(head=PackedMatrix(INT8, torch.zeros(63, 64, dtype=torch.int8), 64, torch.ones(63, 16))),
+        *(ValueError, "head: .*groups of a multiple of 8 weights, got 4; use backend="),
     ),
     "a float32 cache": (
-        *(caches(torch.zeros(1, 2, 40, 64)), TypeError),
+        *(lambda: cached(torch.zeros(1, 2, 40, 64)), TypeError),
         r"v_caches\[1\]: .*the weights' float16, got float32",
     ),
-    "a cache at an odd place": (
-        *(caches(odd(HALF, 1, 2, 40, 64)), ValueError),
-        r"v_caches\[1\]: .*multiples of 16 bytes",
-    ),
-    "a cache with odd strides": (
-        *(caches(torch.zeros(1, 2, 40, 65, dtype=HALF)[..., :64]), ValueError),
-        r"v_caches\[1\]: .*strides \[5200, 26",
-    ),
+    "a cache with odd strides": (lambda: cached(NARROW), ValueError, r"v_caches\[1\]: .*strides \[5200, 26"),
     "a float32 feature norm": (
-        *(drafter({"feature_norm": torch.ones(104)}), TypeError),
+        *(lambda: drafter(feature_norm=torch.ones(104)), TypeError),
         "feature_norm: .*the embedding's bfloat16, got float32; use",
     ),
-    "a projection with strides": (
-        *(drafter(matrix=torch.zeros(208, 104).T.bfloat16()), ValueError),
-        "projection: .*a contiguous tensor",
-    ),
-    "a float16 token norm": (
-        *(drafter(token_norm=torch.ones(104).half()), TypeError),
-        "token_norm: .*the embedding's bfloat16, got float16; use",
-    ),
     "a bias at an odd place": (
-        *(drafter(bias=odd(torch.bfloat16, 104)), ValueError),
-        "projection_bias: .*a multiple of 16 bytes",
+        *(lambda: drafter(bias=odd(torch.bfloat16, 104)), ValueError),
+        f"projection_bias: .*{AT}",
     ),
 }
-TAKEN = (
-    attended(),
-    attended(
-        QKV[0].transpose(1, 2).contiguous().transpose(1, 2), QKV[1][:, :, 3:], QKV[2].mT.contiguous().mT.contiguous()
-    ),
-    checked(),
-    checked(head=packed_matrix(BY_NAME["q8_0"], 63, 64)),
-    caches(),
-    drafter(),
-)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -195,8 +138,8 @@ def test_what_the_kernels_do_not_take_is_named(name):
 
 
 def test_others_are_taken():
-    for check in TAKEN:
-        check()
+    attended(), checked(), cached(torch.zeros(1, 2, 40, 64, dtype=HALF)), drafter()
+    checked(head=packed_matrix(BY_NAME["q8_0"], 63, 64))
 
 
 def test_a_gpu_that_is_too_old_is_named(monkeypatch):
@@ -204,6 +147,92 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch):
     with pytest.raises(ValueError, match=r"compute capability 8\.0 or newer, got 7\.5; use backend='reference'"):
         cuda.check_device(torch.device("cuda", 0))
     cuda.check_device(torch.device("cpu"))
+
+
+# What the decoders launch, and in which order; run by tests/block_code/rows_op.cpp.
+
+LAYER = ["attend", "combine", "product", "norm", "product", "product"]  # behind q, k and v
+WHOLE = ["embed", *(3 * ["norm", "product", *LAYER]), "norm", "product"]
+#: Of three layers, rows whose logits are kept and hidden states, and what is launched for two texts of five rows.
+LAUNCHES = {
+    "all rows": (5, (), WHOLE),
+    "one row": (1, (), WHOLE),
+    "states are copied by launches that are there": (5, (0, 2), WHOLE),
+    "those behind the last norm are not": (1, (3,), [*WHOLE[:-1], "norm", "product"]),
+    "of a prompt the last layer's keys suffice": (0, (), WHOLE[: -len(LAYER) - 2]),
+    "unless its states are read": (0, (3,), WHOLE[:-1]),
+}
+
+
+def call(of: DecoderWeights, batch: int, count: int, keep: int = 1, states: tuple = (), capacity: int = 64) -> tuple:
+    """Arguments of ``decoder_rows``: rows of no meaning, and one cache that all layers have."""
+    ids, first = torch.zeros(batch, count, dtype=torch.int32), of.layers[0]
+    heads, size = len(first.k) // len(of.inv_freq) // 2, 2 * len(of.inv_freq)
+    cache = torch.empty(1, heads, capacity, size, dtype=HALF).expand(batch, -1, -1, -1)
+    rows = ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0]
+    return (of, *rows, *2 * [[cache] * len(of.layers)], keep, states)
+
+
+def on_blocks(test):
+    """Which is a function of the sources."""
+    kept = pytest.mark.kept("csrc", "gsd_kernels", "tests/block_code", "tests/decoders.py")
+    return kept(
+        pytest.mark.slow(pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))(test))
+    )
+
+
+@on_blocks
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_a_layer_is_eight_launches(case, tmp_path_factory):
+    keep, states, expected = LAUNCHES[case]
+    of = decoder(dataclasses.replace(SMALL, layers=3), HALF)
+    assert block_code.launches(tmp_path_factory, *call(of, 2, 5, keep, states)) == expected
+
+
+@on_blocks
+@pytest.mark.parametrize("wiring", [*WIRINGS, STORED])
+def test_token_and_feature_are_one_launch(tmp_path_factory, wiring):
+    """And a layer that stores features is one, which turns its keys."""
+    of = reading_features(decoder(SMALL, HALF), wiring)
+    _, ids, *rest, keep, _ = call(of.decoder, 2, 5, 0 if wiring == STORED else 5)
+    found = block_code.feature_launches(
+        tmp_path_factory, of, ids, torch.zeros(2, 5, SMALL.hidden, dtype=HALF), *rest, keep
+    )
+    begin = ["pair", "product", *["norm", "product"] * wiring.startswith("projection")]
+    whole = [*begin, *LAYER, "norm", "product", *LAYER, "norm", "product"]
+    assert found == (["embed", "product", "product"] if wiring == STORED else whole)
+
+
+@on_blocks
+@pytest.mark.parametrize(("batch", "count"), [(1, 64), (8, 128)])
+def test_memory_does_not_grow_with_the_cache_beyond_what_states_may_take(tmp_path_factory, batch, count):
+    of, taken = decoder(dataclasses.replace(SMALL, heads=32, kv_heads=1), HALF), []
+    for capacity in (256, 4096, 131_072):
+        taken.append(block_code.scratch_bytes(tmp_path_factory, *call(of, batch, count, capacity=capacity)))
+    splits, state, most = (2, 24, 64), 4 * (64 + 5) * 32 * count * batch, 64 << 20  # bytes: kStateBytes
+    rest = taken[0] - min(most, splits[0] * state)
+    for bytes_taken, number in zip(taken, splits, strict=True):
+        assert bytes_taken - rest <= min(most, number * state) + 256
+
+
+@on_blocks
+@pytest.mark.parametrize(("inner", "megabytes"), [(104, 24), (48_000, 24), (48_000, 16), (104, 0)])
+def test_products_ask_for_the_weights_of_the_next_one(tmp_path_factory, inner, megabytes, monkeypatch):
+    """Pieces lie inside its matrices; together they are all of them, or of every split what may be."""
+    most = megabytes << 20
+    monkeypatch.setenv(cuda.AHEAD, str(megabytes))
+    of = decoder(dataclasses.replace(SMALL, inner=inner, hidden=512 if inner > 1000 else 64), HALF)
+    each = [([one.q, one.k, one.v], [one.o], [one.gate, one.up], [one.down]) for one in of.layers]
+    products = [*itertools.chain(*each), [of.head]]
+    pieces = block_code.asked_ahead(tmp_path_factory, *call(of, 1, 5))
+    for number, following in enumerate(products[1:]):
+        asked = sorted((address, address + size) for product, address, size in pieces if product == number)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(asked))
+        places = [(matrix.data_ptr(), matrix.data_ptr() + matrix.nbytes) for matrix in following]
+        assert all(any(first <= begin and end <= last for first, last in places) for begin, end in asked)
+        assert all(begin % 16 == end % 16 == 0 for begin, end in asked)
+        total, whole = sum(end - begin for begin, end in asked), sum(matrix.nbytes for matrix in following)
+        assert total == whole if whole < most else most / 2 <= total <= most
 
 
 # When they are chosen.
@@ -279,23 +308,6 @@ def test_the_switch_names_what_it_takes(first):
     OPS["merge"].chosen("auto", torch.device("cpu"))  # a CPU does not ask
 
 
-def test_shapes_are_known_without_running():
-    with FakeTensorMode():
-        q, k, v = (torch.empty(2, h, s, 64, dtype=HALF, device="cuda") for h, s in ((8, 5), (2, 99), (2, 99)))
-        mask = torch.empty(2, 5, 2, dtype=torch.int32, device="cuda")
-        kv_len = torch.empty(2, dtype=torch.int32, device="cuda")
-        call = torch.ops.gsd_kernels.dag_attention
-        out, lse = call(q, k, v, mask, kv_len, None, None, None, 0.125, None, None)
-    assert out.shape == q.shape and out.dtype == HALF and out.transpose(1, 2).is_contiguous()
-    assert lse.shape == (2, 8, 5) and lse.dtype == torch.float32
-
-
-def test_cpu_tensors_are_refused_by_name():
-    target = tiny()
-    with pytest.raises(gsd.BackendUnavailableError, match="'cuda' cannot run on cpu: it takes cuda tensors"):
-        gsd.generate(target, **prompts(1, 5), assistant_model=noised(target), backend="cuda", max_new_tokens=4)
-
-
 @needs_cpu
 def test_a_whole_model_can_name_it(monkeypatch):
     """The compiled ops have one name on both devices; only the attention has to be replaced to run a step here."""
@@ -330,87 +342,51 @@ def on_gpu(test):
     return pytest.mark.usefixtures("built")(test)
 
 
-def commit_inputs(head_dim, layers=3, device="cuda", dtype=torch.bfloat16):
-    gen = torch.Generator().manual_seed(head_dim)
-    batch, heads, slots, width = 3, 4, 111, 13
-    k = [torch.randn(batch, heads, slots, head_dim, generator=gen).to(dtype) for _ in range(layers)]
-    v = [torch.randn(batch, slots, heads, head_dim, generator=gen).to(dtype).transpose(1, 2) for _ in range(layers)]
-    rows = torch.rand(batch, 60, generator=gen).argsort(-1)[:, :width].int()
-    num_accepted = torch.tensor([width, 0, 5], dtype=torch.int32)
-    kv_len = torch.tensor([0, 17, 50], dtype=torch.int32)
-    return (
-        [[x.to(device) for x in part] for part in (k, v)],
-        rows.to(device),
-        num_accepted.to(device),
-        kv_len.to(device),
-    )
-
-
 @on_gpu
-def test_sampling_is_captured_in_a_cuda_graph_and_repeatable():
-    logits, positions, noise = sampling_inputs(32003, torch.bfloat16, 1)
-    logits, positions = logits.cuda(), positions.cuda()
-    noise = {name: t.cuda() for name, t in noise.items()}
-    warpers = {"temperature": torch.tensor([0.0, 0.8], device="cuda"), "top_p": torch.tensor([1.0, 0.9], device="cuda")}
-
-    def step():
-        picked = gsd.sample_rows(logits, positions, **noise, **warpers, backend="cuda")
-        return [picked, *gsd.draft_candidates(logits, positions, branch=4, **noise, **warpers, backend="cuda")]
-
-    replayed = [t.clone() for t in captured(step)]
-    assert_bit_equal(replayed, step())  # sums have a fixed order
-
-
-def captured(step):
-    """Runs ``step`` in a CUDA graph twice; returns what the second replay left in its outputs."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = step()
-    graph.replay()
-    graph.replay()
-    torch.cuda.synchronize()
-    return outputs
-
-
-@on_gpu
-def test_a_whole_step_is_captured_in_a_cuda_graph():
-    config = CUDA_GRAPHS[1]
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_one_captured_step_serves_every_length(backend):
+    """A step's ops are captured once; replays with other lengths, tokens and graphs equal fresh calls."""
+    config = gsd.GraphConfig(depth=2, width=4, branch=3, max_rows=16)
+    tensors, _ = Attention(rows=16, nodes=16, group=4, dtype=HALF).build("cuda")
+    tensors = {n: t.nan_to_num(0.5) if t.is_floating_point() else t for n, t in tensors.items()}
     gen = torch.Generator().manual_seed(0)
     graph = gsd.TokenGraph.empty(2, config, "cuda")
-    root = torch.tensor([1, 2], dtype=torch.int32, device="cuda")
-    tail = torch.full((2, 8), -1, dtype=torch.int32, device="cuda")
-    levels = []
-    for level in range(config.depth):
-        shape = (2, config.width if level else 1, config.branch)
-        tokens = torch.rand(*shape[:2], 12, generator=gen).argsort(-1)[..., : config.branch].int()
-        levels.append((tokens.cuda(), torch.randn(shape, generator=gen).log_softmax(-1).cuda()))
-    done = torch.tensor([False, False], device="cuda")
-    sampled = torch.randint(0, 12, (2, config.max_rows), generator=gen, dtype=torch.int32).cuda()
-    remaining = torch.full((2,), 100, dtype=torch.int32, device="cuda")
-    eos = torch.empty(0, dtype=torch.int32, device="cuda")
-    (k, v), _, _, kv_len = commit_inputs(64)
-    k, v, kv_len = [x[:2] for x in k], [x[:2] for x in v], kv_len[:2].clone()
+    tail = tails(2, 5, gen).cuda()
+    tokens, log_probs = (t.cuda() for t in candidates("random", 5, (2, 1, 3), gen))
+    logits, positions = torch.randn(2, 16, 5000, device="cuda"), torch.zeros(2, 16, dtype=torch.int32, device="cuda")
+    root, eos, left, order = (
+        torch.tensor(t, dtype=torch.int32, device="cuda") for t in ([1, 2], [3], [99, 99], [0, 1])
+    )
+    keys = {"seed": torch.tensor(1, device="cuda"), "sequence_ids": order, "temperature": 0.8, "top_p": 0.9}
+    budget = {"eos_ids": eos, "remaining": left, "done": left < 0, "max_path": config.max_path}
+    cache = torch.randn(2, 2, 40, 64, device="cuda")
 
-    def step(backend="cuda"):
+    def step() -> tuple[Tensor, ...]:
         graph.reset(root, tail)
-        frontier = graph.root_frontier()
-        for level, (tokens, log_probs) in enumerate(levels):
-            options = {"level": level, "width": config.width, "merge_context": 0, "backend": backend}
-            frontier = gsd.merge(graph, frontier, tokens, log_probs, **options).node_ids
-        rows = gsd.flatten(graph, config.max_rows, config.max_path, backend=backend)
-        limits = {"eos_ids": eos, "remaining": remaining, "done": done, "max_path": config.max_path}
-        accepted = gsd.verify(rows, sampled, **limits, backend=backend)
-        kv_len.zero_()
-        gsd.commit_kv(k, v, accepted.accepted_rows, accepted.num_accepted, kv_len, backend=backend)
-        return [*rows.tensors(), *accepted.tensors(), *graph.tensors()]
+        gsd.merge(graph, graph.root_frontier(), tokens, log_probs, level=0, width=4, merge_context=1, backend=backend)
+        rows = gsd.flatten(graph, 16, config.max_path, backend=backend)
+        out = gsd.dag_attention(**tensors, backend=backend)
+        picked = gsd.sample_rows(logits, positions, **keys, backend=backend)
+        drafts = gsd.draft_candidates(logits, positions, branch=4, **keys, backend=backend)
+        accepted = gsd.verify(rows, picked, **budget, backend=backend)
+        moved = cache.clone()
+        gsd.commit_kv(
+            [moved], [moved.clone()], accepted.accepted_rows, accepted.num_accepted, root.clone(), backend=backend
+        )
+        return out, picked, *drafts, *rows.tensors(), *accepted.tensors(), moved
 
-    replayed = [t.clone() for t in captured(step)]
-    assert_bit_equal(replayed, step("reference"))
+    for _ in range(3):
+        step()
+    static, replay = captured(step)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        tensors["kv_len"].copy_(torch.randint(80, 250, (2,)))
+        tensors["q"].normal_()
+        tokens.copy_(torch.randint(0, 9, tokens.shape).sort(-1).values + torch.arange(3))
+        logits.normal_(std=2)
+        positions.random_(0, 100)
+        replay()
+        assert_bit_equal(static, step())
 
 
 @on_gpu
@@ -432,50 +408,10 @@ def test_the_current_stream_is_used():
 
 
 @on_gpu
-def test_opcheck_and_mixed_devices():
+def test_tensors_of_two_devices_are_refused():
     graph = drafted(CUDA_GRAPHS[0], backend="cuda", device="cuda")
-    inputs = (graph.token_ids, graph.edge_targets, graph.edge_log_probs, 32, 10)
-    results = torch.library.opcheck(torch.ops.gsd_kernels.flatten.default, inputs)
-    assert set(results.values()) == {"SUCCESS"}, results
     with pytest.raises(RuntimeError, match="same CUDA device"):
-        torch.ops.gsd_kernels.flatten(graph.token_ids, graph.edge_targets.cpu(), *inputs[2:])
-
-
-@on_gpu
-def test_one_captured_attention_serves_every_length():
-    tensors, _ = dataclasses.replace(HALF_PRECISION["four warps"], dtype=torch.float16).build("cuda")
-    tensors = {n: t.nan_to_num(0.5) if t.is_floating_point() else t for n, t in tensors.items()}
-
-    def attend():
-        return gsd.dag_attention(**tensors, return_lse=True, backend="cuda")
-
-    attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = attend()
-    for seed in range(4):
-        torch.manual_seed(seed)
-        tensors["kv_len"].copy_(torch.randint(80, 240, (2,)))
-        tensors["q"].normal_()
-        graph.replay()
-        assert_bit_equal(static, attend())
-
-
-@on_gpu
-def test_attention_opcheck_and_refusals():
-    tensors, _ = dataclasses.replace(HALF_PRECISION["one warp"], dtype=torch.float16, sinks=True).build("cuda")
-    names = ("q", "k", "v", "ancestor_mask", "kv_len", "kv_start")
-    inputs = (*(tensors[name].nan_to_num(0) if name in "qkv" else tensors[name] for name in names), None, None)
-    results = torch.library.opcheck(torch.ops.gsd_kernels.dag_attention.default, (*inputs, 0.1, None, None))
-    assert set(results.values()) == {"SUCCESS"}, results
-    limits = (0.1, None, None, None, tensors["sinks"])
-    results = torch.library.opcheck(torch.ops.gsd_kernels.dag_attention.default, (*inputs, *limits))
-    assert set(results.values()) == {"SUCCESS"}, results
-    with pytest.raises(RuntimeError, match="same CUDA device"):
-        torch.ops.gsd_kernels.dag_attention(*inputs[:4], inputs[4].cpu(), *inputs[5:], 0.1, None, None)
-    with pytest.raises(RuntimeError, match="head size 64 or 128"):
-        torch.ops.gsd_kernels.dag_attention(*(x[..., :32] for x in inputs[:3]), *inputs[3:], 0.1, None, None)
+        torch.ops.gsd_kernels.flatten(graph.token_ids, graph.edge_targets.cpu(), graph.edge_log_probs, 32, 10)
 
 
 @on_gpu

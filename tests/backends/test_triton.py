@@ -1,58 +1,66 @@
-"""The Triton ops as they are shipped: interpreted in a process of their own, compiled, launched, captured.
+"""The Triton ops as they are shipped: interpreted in a process of their own, compiled, launched.
 
-Compiled for GPUs that need not be here; launched on the GPU of their tensors, whatever the current one is, which a fake
-second GPU shows.
+In triton's interpreter, which is asked for before triton is imported, run the cases of all files that are marked, these
+here among them: schemas, fakes; no access past a tensor's end, where a page must not be touched; a tiny model. Compiled
+for GPUs that need not be here; launched on the GPU of their tensors, whatever the current one is, which a fake second
+GPU shows.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import models
 import pytest
 import torch
-from graphs import candidates, tails
-from ops.contracts.attention import Attention
+from guards import guarded, in_a_fork
+from ops.contracts.attention import ATTENTION
+from ops.contracts.inputs import op_inputs
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 pytest.importorskip("triton")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("interpreted kernels are neither compiled nor launched", allow_module_level=True)
 
-from backends.test_triton_interpreted import operator_calls
 from triton.runtime.jit import JITFunction
 
 import gsd_kernels as gsd
 from gsd_kernels.attention_config import attention_config, load_table
-from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.sampling.triton import TICKETS, Tickets
+from gsd_kernels.ops.table import all_ops
 from gsd_kernels_cli import kernel_report
 
-pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")]
-
-
-# In triton's interpreter, which is asked for before triton is imported.
-
 TESTS = Path(__file__).parents[1]
-FILES = {
-    "ops": ("dag_attention", "graph_ops", "step_ops", "ngram"),
-    "backends": ("triton_interpreted",),
-}
-LEAST = 200 if os.environ.get("EVERY") else 70  # cases
+LAUNCHED = sorted(name for name, op in all_ops().items() if "triton" in op.implementations)
+
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")]
+interpreted = pytest.mark.interpreter
+
+
+def operator(name: str) -> Any:
+    return getattr(torch.ops.gsd_kernels, f"triton_{name}").default
+
+
+# In triton's interpreter.
+
+LEAST = 150 if os.environ.get("EVERY") else 60  # cases
 
 
 @pytest.mark.long
 @pytest.mark.slow
+@pytest.mark.kept("gsd_kernels", "python/gsd_kernels_hf", "tests/ops", "tests/graphs.py", "tests/models.py")
 def test_in_the_interpreter():
     inherited = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}  # this may be an xdist worker
     environment = {**inherited, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    files = [str(TESTS / folder / f"test_{name}.py") for folder, names in FILES.items() for name in names]
+    marked = re.compile(r'"interpreter"|mark\.interpreter')
+    files = [str(path) for path in sorted(TESTS.glob("*/test_*.py")) if marked.search(path.read_text())]
     command = [sys.executable, "-m", "pytest", *files, "-p", "no:cacheprovider", "-p", "no:xdist"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, cwd=TESTS.parent)
     passed = re.search(r"(\d+) passed", run.stdout)
@@ -60,11 +68,63 @@ def test_in_the_interpreter():
     assert int(passed[1]) >= LEAST and "skipped" not in run.stdout, f"only {passed[1]} cases ran"
 
 
-def test_every_file_with_such_cases_is_listed():
-    marked = re.compile(r'"interpreter"|mark\.interpreter')
-    for folder, names in FILES.items():
-        found = [path for path in (TESTS / folder).glob("test_*.py") if marked.search(path.read_text())]
-        assert {path.stem.removeprefix("test_") for path in found if path != Path(__file__)} == set(names)
+@interpreted
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_opcheck(name):
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(operator(name), op_inputs()[name], test_utils=checks)
+
+
+@interpreted
+def test_auto_never_interprets():
+    attention = all_ops()["dag_attention"]
+    assert attention.chosen("auto", torch.device("cpu")) != attention.launched
+    assert attention.chosen("triton", torch.device("cpu")) == attention.launched
+
+
+def attention() -> None:
+    """The mask's words reach past the cache's end."""
+    for name in ("float32-D80", "float16-D64", "window", "chunk", "sinks", "1000-nodes", "odd-63"):
+        case = ATTENTION[name]
+        tensors, options = replace(case, capacity=max(case.prefixes) + case.nodes).build("cpu")
+        gsd.dag_attention(**{n: guarded(t) for n, t in tensors.items()}, **options, backend="triton")
+
+
+def past_the_end() -> None:
+    """What the guard is for."""
+    ctypes.string_at(guarded(torch.zeros(100)).data_ptr() + 400, 1)
+
+
+@interpreted
+@pytest.mark.parametrize("name", [*LAUNCHED, "attention", "past_the_end"])
+def test_no_access_past_the_end(name, capfd):
+    """Which kills the process, so every op runs in a fork of it."""
+
+    def touch() -> None:
+        operator(name)(*tree_map_only(torch.Tensor, guarded, op_inputs()[name]))
+
+    status = in_a_fork({"attention": attention, "past_the_end": past_the_end}.get(name, touch))
+    if name == "past_the_end":
+        assert os.WIFSIGNALED(status), "the guard page did not stop an access past the end"
+    else:
+        assert status == 0, capfd.readouterr().err[-2000:]
+
+
+@interpreted
+def test_a_models_tokens_equal_the_references():
+    target = models.tiny(dtype=torch.float32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    common = {
+        **models.prompts(1, 15),
+        "max_new_tokens": 6,
+        "assistant_model": models.noised(target, 0.02),
+        "graph_config": gsd.GraphConfig(depth=2, width=2, branch=2, max_rows=6, merge_context=0),
+        "draft_sources": ("model",),
+        "return_dict_in_generate": True,
+    }
+    got = gsd.generate(target, **common, backend="triton")
+    expected = gsd.generate(target, **common, backend="reference")
+    assert torch.equal(got.sequences, expected.sequences)
+    assert got.stats.steps == expected.stats.steps < 5, "nothing was accepted"
 
 
 # Compiled.
@@ -100,29 +160,6 @@ def test_kernels_compile_without_spilling(arch):
             assert row["load_bits"] == 128, row
 
 
-@pytest.mark.long
-@kept
-@pytest.mark.slow
-def test_the_gate_fails_for_a_configuration_that_is_too_large():
-    from gsd_kernels.ops.dag_attention.triton import dag_attention
-
-    def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    config = attention_config(80, 2, 128, 64, 8192)
-    q, cache = meta(1, 8, 64, 128, dtype=torch.bfloat16), meta(1, 8, 8192, 128, dtype=torch.bfloat16)
-
-    def problems(**changes: int) -> list[str]:
-        changed = replace(config, **changes)
-        arguments = (q, cache, cache, meta(1, 64, 2), meta(1), None, None, None, 0.1, *4 * [None], changed)
-        kernels = dict(kernel_report.compile_launches(lambda: dag_attention(*arguments), 80))
-        return kernel_report.gate(kernel_report.facts(kernels["split"], 80, read=False))
-
-    assert not problems()
-    assert any("shared memory" in p for p in problems(num_stages=8))
-    assert any("stack" in p for p in problems(block_m=256))
-
-
 @pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100, 103, 120, 130])
 def test_every_shape_has_a_configuration(arch):
     for element_size in (2, 4):
@@ -140,7 +177,6 @@ def test_every_shape_has_a_configuration(arch):
 # Launched where the tensors lie.
 
 SECOND = torch.device("cuda", 1)
-CALLS = operator_calls()
 
 
 @pytest.fixture
@@ -167,27 +203,19 @@ def call(name: str, device: torch.device) -> None:
     def there(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
+    given = op_inputs()[name]
     with FakeTensorMode():
-        OPDEFS[f"gsd_kernels::{name}"]._init_fn(*tree_map_only(torch.Tensor, there, CALLS[name]))
+        OPDEFS[f"gsd_kernels::triton_{name}"]._init_fn(*tree_map_only(torch.Tensor, there, given))
 
 
-def launches(name: str, device: torch.device, current: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The current GPU at every launch of an operator, called with tensors on ``device``."""
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_kernels_are_launched_where_the_tensors_lie(name, current, monkeypatch):
     seen: list[int] = []
     monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: seen.append(current[0]))
-    call(name, device)
-    return seen
-
-
-@pytest.mark.parametrize("name", sorted(CALLS))
-def test_kernels_are_launched_where_the_tensors_lie(name, current, monkeypatch):
-    seen = launches(name, SECOND, current, monkeypatch)
+    call(name, SECOND)
     assert seen and set(seen) == {1}
     assert current == [0], "the current device is as it was"
-
-
-def test_every_launching_operator_is_looked_at():
-    assert {f"gsd_kernels::{name}" for name in CALLS} == {n for n in OPDEFS if n.startswith("gsd_kernels::")}
+    assert {f"gsd_kernels::triton_{name}" for name in LAUNCHED} == {n for n in OPDEFS if n.startswith("gsd_kernels::")}
 
 
 def test_a_failed_launch_leaves_the_current_device(current, monkeypatch):
@@ -196,36 +224,8 @@ def test_a_failed_launch_leaves_the_current_device(current, monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", fail)
     with pytest.raises(RuntimeError, match="out of resources"):
-        call("triton_commit_kv", SECOND)
+        call("commit_kv", SECOND)
     assert current == [0]
-
-
-def test_tensors_elsewhere_switch_nothing(monkeypatch):
-    def refuse(*args):
-        raise AssertionError("switched")
-
-    monkeypatch.setattr(torch.cuda, "_exchange_device", refuse)
-    assert launches("triton_verify", torch.device("cpu"), [7], monkeypatch) == [7]
-
-
-def test_compiled_operators_switch_too():
-    """Read in the source: the stable ABI has no dispatch key that would do it for them."""
-    files = ("ops.cpp", "decoder_rows.cpp", "glue.h")
-    sources = [(Path(__file__).parents[2] / "csrc/cuda" / file).read_text() for file in files]
-    made = [re.findall(r'm\.impl\("\w+", (?:(?:TORCH_BOX\(\(&Typed)?LaunchedOp<|FeedRows::)', text) for text in sources]
-    named = [
-        (name, text)
-        for text in sources
-        for name in re.findall(r'm\.impl\("\w+", TORCH_BOX\(&(?:gsd::)?(\w+)\)\)', text)
-    ]
-    assert len(made[0]) > 10 and len(made[1]) == 2 and named
-    assert sum(text.count("m.impl(") for text in sources) == sum(map(len, made)) + len(named)
-    bodies = {name: source[re.search(rf" {name}\((const|Tensor|int64_t)", source).start() :] for name, source in named}
-    bodies |= {name: sources[2][sources[2].index(f"struct {name}") :] for name in ("LaunchedOp {", "TypedLaunchedOp<")}
-    for name, body in bodies.items():
-        body = body.partition("\n}")[0]
-        launch = re.search(r"current_stream\(|\bpick\(|\blaunch_rows\(|\blaunch_on<", body)
-        assert launch and 0 < body.find("const DeviceGuard guard(") < launch.start(), name
 
 
 class Zeros:
@@ -267,55 +267,3 @@ def test_tickets_are_of_a_stream_and_never_of_a_graph(monkeypatch):
         state["stream"] = stream
         assert tickets.of(first, 3).eq(0).all()
     assert len(made) > 4, "more streams than there are places"
-
-
-# On a GPU.
-
-DEVICE = "cuda"
-REASON = "no CUDA GPU" if not torch.cuda.is_available() else unavailable_reason("triton", torch.device(DEVICE))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_one_captured_graph_serves_every_length():
-    """Capture a step's ops once; replay with other lengths, tokens and graphs, and compare with fresh calls."""
-    config = gsd.GraphConfig(depth=2, width=4, branch=3, max_rows=16)
-    case = Attention(rows=16, nodes=16, group=4, dtype=torch.float16)
-    tensors, _ = case.build(DEVICE)
-    tensors = {n: t.nan_to_num(0.5) if t.is_floating_point() else t for n, t in tensors.items()}
-    gen = torch.Generator().manual_seed(0)
-    graph = gsd.TokenGraph.empty(2, config, DEVICE)
-    root, tail = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE), tails(2, 5, gen).to(DEVICE)
-    tokens, log_probs = (t.to(DEVICE) for t in candidates("random", 5, (2, 1, 3), gen))
-    logits = torch.randn(2, 16, 5000, device=DEVICE)
-    positions = torch.zeros(2, 16, dtype=torch.int32, device=DEVICE)
-    keys = {"seed": torch.tensor(1, device=DEVICE), "sequence_ids": torch.arange(2, dtype=torch.int32, device=DEVICE)}
-    eos, left = torch.tensor([3], dtype=torch.int32, device=DEVICE), torch.full_like(root, 99)
-    done = torch.zeros(2, dtype=torch.bool, device=DEVICE)
-
-    def step() -> tuple[torch.Tensor, ...]:
-        graph.reset(root, tail)
-        gsd.merge(graph, graph.root_frontier(), tokens, log_probs, level=0, width=4, merge_context=1, backend="triton")
-        rows = gsd.flatten(graph, 16, config.max_path, backend="triton")
-        out = gsd.dag_attention(**tensors, backend="triton")
-        picked = gsd.sample_rows(logits, positions, **keys, temperature=0.8, top_p=0.9, backend="triton")
-        budget = {"eos_ids": eos, "remaining": left, "done": done, "max_path": config.max_path}
-        accepted = gsd.verify(rows, picked, **budget, backend="triton")
-        return out, picked, *rows.tensors(), *accepted.tensors()
-
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        static = step()
-    for seed in range(4):
-        torch.manual_seed(seed)
-        tensors["kv_len"].copy_(torch.randint(80, 250, (2,)))
-        tensors["q"].normal_()
-        tokens.copy_(torch.randint(0, 9, tokens.shape).sort(-1).values + torch.arange(3))
-        logits.normal_(std=2)
-        positions.random_(0, 100)
-        captured.replay()
-        for got, expected in zip(static, step(), strict=True):
-            assert torch.equal(got, expected)
