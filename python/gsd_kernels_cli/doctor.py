@@ -8,6 +8,7 @@ import pkgutil
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata, util
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,6 @@ from .output import FAILURE, err, out, print_json, progress, table
 
 if TYPE_CHECKING:
     import torch
-    from rich.table import Table
 
 NO_GPU = "no GPU here can run the operator of rows"
 
@@ -80,24 +80,26 @@ def examine() -> dict[str, Any]:
     from .demo import smollm2
     from .versions import versions
 
-    devices = [torch.device("cpu")] + [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    devices = [torch.device("cpu"), *gpus]
+    no_cpu_ops = unavailable_reason("cpu", devices[0])
     return {
         "versions": versions(),
         "platform": platform.platform(),
         "devices": [_device(device) for device in devices],
-        "compilers": {"c++": _compiler(_cxx()), "nvcc": _compiler(_nvcc(), last=True)},
+        "compilers": _compilers(),
         "backends": {
             backend: {str(device): unavailable_reason(backend, device) for device in devices}
             for backend in BACKENDS
             if backend != "auto"
         },
-        "small_ops": {str(device): unavailable_reason("cuda", device) for device in devices if device.type == "cuda"},
-        "flash_attention": flash_attention(gpu=len(devices) > 1),
+        "small_ops": {str(gpu): unavailable_reason("cuda", gpu) for gpu in gpus},
+        "flash_attention": flash_attention(gpu=bool(gpus)),
         "fused_rows": {str(device): fused.missing(device) for device in devices},
         "proofs": proofs(),
-        "products": {str(d): cuda.products(torch.cuda.get_device_capability(d)) for d in devices if d.type == "cuda"},
-        "cpu_levels": {} if unavailable_reason("cpu", torch.device("cpu")) else cpu_levels.levels(),
-        "cpu_level": None if unavailable_reason("cpu", torch.device("cpu")) else _level(),
+        "products": {str(gpu): cuda.products(torch.cuda.get_device_capability(gpu)) for gpu in gpus},
+        "cpu_levels": {} if no_cpu_ops else cpu_levels.levels(),
+        "cpu_level": None if no_cpu_ops else _level(),
         "serving": serving(),
         "demo_model": smollm2.why_missing(),
         "plot": None if util.find_spec("matplotlib") else f"matplotlib is missing: {cure('plot')}",
@@ -139,21 +141,17 @@ def flash_attention(gpu: bool) -> dict[str, str | None]:
 
     Graph rows never do: they have an operator of their own.
     """
-    install = cure("flash", "--no-build-isolation")
+    version, missing = None, None if gpu else "there is no NVIDIA GPU; sdpa serves without one"
     try:
         version = metadata.version("flash-attn")
+        importlib.import_module("flash_attn")
     except metadata.PackageNotFoundError:
         needs = "" if gpu else ", on a machine with an NVIDIA GPU"
-        return {"version": None, "missing": f"flash-attn is missing: {install}{needs}; sdpa serves without it"}
-    reason = None
-    try:
-        importlib.import_module("flash_attn")
+        missing = f"flash-attn is missing: {cure('flash', '--no-build-isolation')}{needs}; sdpa serves without it"
     except (ImportError, OSError) as error:  # built for another torch
-        what = " ".join(str(error).split())
-        reason = f"does not load ({what}): pip install --no-build-isolation --force-reinstall --no-deps flash-attn"
-    if reason is None and not gpu:
-        reason = "there is no NVIDIA GPU; sdpa serves without one"
-    return {"version": version, "missing": reason}
+        again = "pip install --no-build-isolation --force-reinstall --no-deps flash-attn"
+        missing = f"does not load ({' '.join(str(error).split())}): {again}"
+    return {"version": version, "missing": missing}
 
 
 def serving() -> str | None:
@@ -179,42 +177,28 @@ def _device(device: torch.device) -> dict[str, Any]:
     import torch
 
     if device.type == "cpu":
-        return {
-            "device": "cpu",
-            "name": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-        }
+        name, capability = platform.processor() or platform.machine(), torch.backends.cpu.get_cpu_capability()
+        return {"device": "cpu", "name": name, "threads": torch.get_num_threads(), "capability": capability}
     properties = torch.cuda.get_device_properties(device)
-    return {
-        "device": str(device),
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-        "capability": f"{properties.major}.{properties.minor}",
-    }
+    capability = f"{properties.major}.{properties.minor}"
+    about = {"name": properties.name, "memory_bytes": properties.total_memory, "capability": capability}
+    return {"device": str(device), **about}
 
 
-def _cxx() -> str | None:
-    named = os.environ.get("CXX")
-    return named or next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-
-
-def _nvcc() -> str | None:
+def _compilers() -> dict[str, str | None]:
+    """Lines of ``--version`` that name releases: of C++ compilers the first line, of nvcc the last; ``None``: none."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    beside = os.path.join(home, "bin", "nvcc")
-    return shutil.which("nvcc") or (beside if os.access(beside, os.X_OK) else None)
-
-
-def _compiler(command: str | None, last: bool = False) -> str | None:
-    """The line of ``--version`` that names the release; ``None`` without a working compiler."""
-    if command is None:
-        return None
-    try:
-        done = subprocess.run([*command.split(), "--version"], capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    return (lines[-1] if last else lines[0]) if lines else None
+    places = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.join(home, "bin")])
+    cxx = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    found: dict[str, str | None] = {}
+    for kind, names, line in (("c++", cxx, 0), ("nvcc", ["nvcc"], -1)):
+        command = next((path for name in names if (path := shutil.which(name, path=places))), names[0])
+        try:
+            told = subprocess.check_output([*command.split(), "--version"], stderr=subprocess.DEVNULL, text=True, timeout=20)
+            found[kind] = told.strip().splitlines()[line].strip()
+        except (OSError, subprocess.SubprocessError, IndexError):
+            found[kind] = None
+    return found
 
 
 def _kernels(archs: list[int] | None) -> tuple[list[dict[str, Any]] | None, str | None]:
@@ -230,96 +214,88 @@ def _kernels(archs: list[int] | None) -> tuple[list[dict[str, Any]] | None, str 
         return None, " ".join(str(error).split())
 
 
-def _ways(report: dict[str, Any]) -> dict[str, str]:
-    """Say which way rows and the small ops of a step go on each device."""
-    ways = {
-        f"rows on {device}": "one operator" if reason is None else f"the model's modules: {reason}"
-        for device, reason in report["fused_rows"].items()
-    }
-    for device, kinds in report["proofs"].items():
-        right = [name for name, proof in kinds.items() if proof["why"] is None]
-        waits = "where a model's kind proves itself at its first use; gsd-kernels doctor --prove does so now"
-        ways[f"rows on {device}"] = (
-            f"one operator, proved for {'; '.join(right)}" if right else f"one operator, {waits}"
-        )
+def _rows_of(device: str, report: dict[str, Any]) -> str:
+    """Say which way rows go on a device."""
+    reason = report["fused_rows"][device]
+    if reason is not None:
+        return f"the model's modules: {reason}"
+    if device not in report["proofs"]:
+        return "one operator"
+    right = [name for name, proof in report["proofs"][device].items() if proof["why"] is None]
+    waits = "where a model's kind proves itself at its first use; gsd-kernels doctor --prove does so now"
+    return f"one operator, proved for {'; '.join(right)}" if right else f"one operator, {waits}"
+
+
+def _facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The lines of the first table: what, and what was found."""
+    for name, version in report["versions"].items():
+        yield name, version or "missing"
+    yield "platform", report["platform"]
+    for name, version in report["compilers"].items():
+        yield name, version or "none found"
+    yield "flash attention", ", ".join(filter(None, report["flash_attention"].values()))
+    for device in report["fused_rows"]:
+        yield f"rows on {device}", _rows_of(device, report)
     for device, kernels in report["products"].items():
-        ways[f"products on {device}"] = kernels or "none: it is too old"
+        yield f"products on {device}", kernels or "none: it is too old"
     for device, reason in report["small_ops"].items():  # no Triton kernel: backend="triton" takes them too
         slow = f"PyTorch's operators, hundreds of launches a step: {reason}"
-        ways[f"small ops on {device}"] = "the compiled ones, with Triton as well" if reason is None else slow
-    return ways
+        yield f"small ops on {device}", "the compiled ones, with Triton as well" if reason is None else slow
+    if "drafters" in report:
+        named = [f'drafter="{name}" drafts with {what}' for name, what in report["drafters"].items()]
+        yield "drafters", "; ".join([*named, "used where it is named"]) if named else "none comes with the model"
+    yield "server", report["serving"] or "transformers' own"
+    yield "demo's model", report["demo_model"] or NAME
+    yield "drawing", report["plot"] or "matplotlib"
+    for device in report["devices"]:
+        size = f"{device['threads']} threads" if "threads" in device else f"{device['memory_bytes'] / 2**30:.0f} GiB"
+        yield device["device"], f"{device['name']}, {size}, {device['capability']}"
 
 
-def _drafters(report: dict[str, Any]) -> dict[str, str]:
-    """The line on what drafts for the model that was named, if one was."""
-    if "drafters" not in report:
-        return {}
-    named = [f'drafter="{name}" drafts with {what}' for name, what in report["drafters"].items()]
-    return {"drafters": "; ".join([*named, "used where it is named"]) if named else "none comes with the model"}
-
-
-def _proof_table(device: str, kinds: dict[str, dict[str, Any]]) -> Table:
-    """A table of the operator's proofs on a GPU, kind by kind: the operator's figure, and the modules' behind it."""
-    counts = list(dict.fromkeys(rows for proof in kinds.values() for rows in proof["milliseconds"]))
-    headers = ("error", "other bits", *(f"{rows} rows, ms" for rows in counts), "<verdict")
-    rows = table(f"one operator on {device}, and its modules", *headers)
-    for name, proof in kinds.items():
-        errors, times = proof["errors"], proof["milliseconds"]
-        cells = [" / ".join(f"{errors[way]:.1e}" for way in errors), str(sum(proof["apart"].values()))]
-        cells += [" / ".join(f"{times[n][way]:.3f}" for way in times[n]) if n in times else "" for n in counts]
-        rows.add_row(name, *cells, "[green]serves[/green]" if proof["why"] is None else f"no: {escape(proof['why'])}")
-    return rows
+def _ready(reason: str | None, said: str = "ready") -> str:
+    return f"[green]{said}[/green]" if reason is None else f"no: {escape(reason)}"
 
 
 def _print(report: dict[str, Any]) -> None:
-    facts = table("installed", "<")
-    for name, version in report["versions"].items():
-        facts.add_row(name, version or "missing")
-    facts.add_row("platform", escape(report["platform"]))
-    for name, version in report["compilers"].items():
-        facts.add_row(name, escape(version or "none found"))
-    flash = report["flash_attention"]
-    facts.add_row("flash attention", escape(", ".join(filter(None, (flash["version"], flash["missing"])))))
-    for what, way in {**_ways(report), **_drafters(report)}.items():
-        facts.add_row(what, escape(way))
-    facts.add_row("server", escape(report["serving"] or "transformers' own"))
-    facts.add_row("demo's model", escape(report["demo_model"] or NAME))
-    facts.add_row("drawing", escape(report["plot"] or "matplotlib"))
-    for device in report["devices"]:
-        size = f"{device['threads']} threads" if "threads" in device else f"{device['memory_bytes'] / 2**30:.0f} GiB"
-        facts.add_row(device["device"], f"{device['name']}, {size}, {device['capability']}")
-    out.print(facts)
-    _print_tables(report)
-
-
-def _print_tables(report: dict[str, Any]) -> None:
-    """Backends, proofs and levels, and compiled kernels where they were asked for."""
-    for device in report["devices"]:
-        rows = table(f"backends on {device['device']}", "<")
-        for backend, reasons in report["backends"].items():
-            reason = reasons[device["device"]]
-            rows.add_row(backend, "[green]ready[/green]" if reason is None else f"no: {escape(reason)}")
-        out.print()
-        out.print(rows)
-    if report["cpu_levels"]:
-        rows = table("instructions for rows on the CPU", "<")
-        for level, reason in report["cpu_levels"].items():
-            rows.add_row(level, "[green]ready[/green]" if reason is None else f"no: {escape(reason)}")
-        rows.add_row("in use", escape(report["cpu_level"]))
-        out.print()
-        out.print(rows)
+    _show(["installed", "<"], [[name, escape(text)] for name, text in _facts(report)])
+    for device in (device["device"] for device in report["devices"]):
+        backends = report["backends"].items()
+        _show([f"backends on {device}", "<"], [[name, _ready(reasons[device])] for name, reasons in backends])
+    levels = [[level, _ready(reason)] for level, reason in report["cpu_levels"].items()]
+    if levels:
+        _show(["instructions for rows on the CPU", "<"], [*levels, ["in use", escape(report["cpu_level"])]])
     for device, kinds in report["proofs"].items():
         if kinds:
-            out.print()
-            out.print(_proof_table(device, kinds))
+            _show(*_proofs(device, kinds))
     if report.get("kernels_missing"):
         err.print(f"gsd-kernels: error: no kernel table: {report['kernels_missing']}", markup=False, soft_wrap=True)
     elif report.get("kernels"):
         columns = ("registers", "stack_bytes", "spill_stores", "spill_loads", "shared_kib", "load_bits")
-        rows = table("kernel", "<case", "arch", *(name.replace("_", " ") for name in columns), "<matrix", "<")
+        headers = ["kernel", "<case", "arch", *(name.replace("_", " ") for name in columns), "<matrix", "<"]
+        rows = []
         for kernel in report["kernels"]:
-            values = (f"{kernel[name]}" for name in columns)
+            numbers = (f"{kernel[name]}" for name in columns)
             mark = "ok" if kernel["ok"] else "[red]over the limit[/red]"
-            rows.add_row(kernel["kernel"], kernel["case"], f"sm_{kernel['arch']}", *values, kernel["matrix"], mark)
-        out.print()
-        out.print(rows)
+            rows.append([kernel["kernel"], kernel["case"], f"sm_{kernel['arch']}", *numbers, kernel["matrix"], mark])
+        _show(headers, rows)
+
+
+def _show(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    shown = table(*headers)
+    for row in rows:
+        shown.add_row(*row)
+    out.print(shown)
+    out.print()
+
+
+def _proofs(device: str, kinds: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows of the operator's proofs on a GPU, kind by kind: its figure, and the modules' behind it."""
+    counts = list(dict.fromkeys(rows for proof in kinds.values() for rows in proof["milliseconds"]))
+    rows = []
+    for name, proof in kinds.items():
+        errors, times = proof["errors"], proof["milliseconds"]
+        cells = [" / ".join(f"{errors[way]:.1e}" for way in errors), str(sum(proof["apart"].values()))]
+        cells += [" / ".join(f"{times[n][way]:.3f}" for way in times[n]) if n in times else "" for n in counts]
+        rows.append([name, *cells, _ready(proof["why"], "serves")])
+    headers = ("error", "other bits", *(f"{count} rows, ms" for count in counts), "<verdict")
+    return [f"one operator on {device}, and its modules", *headers], rows
