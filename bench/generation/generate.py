@@ -33,7 +33,7 @@ __all__ = ["OF_A_PAIR", "run", "table"]
 NAME = "generate"
 WARM_UP_TOKENS = 8
 #: Options that say nothing about what was measured.
-UNSAID = ("place", "device", "seconds", "out", "name", "compare", "tp", "tp_timeout")
+UNSAID = ("place", "device", "seconds", "out", "name", "tp", "tp_timeout")
 
 
 @terminable()
@@ -112,7 +112,7 @@ def _pair(given: Options, device: torch.device, dtype: torch.dtype, ranks: int) 
         dtype=dtype,
         target_shape=given.target_shape,
         draft_shape=given.draft_shape,
-        texts=[given.text],
+        text=given.text.value,
         prompts=given.prompts,
         fresh=given.fresh,
         tensor_parallel=ranks > 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,14 @@ import typer
 from gsd_kernels_cli import options, values
 
 from ..lib.options import RESULTS, Device, DtypeOption, Name, NewTokens, Out, PairName, PairOption, Quick
+
+
+class Text(str, Enum):
+    """Kinds of prompts: held-out Python source, or a function of it, and again."""
+
+    code = "code"
+    copy = "copy"
+
 
 Model = Annotated[
     str | None,
@@ -41,7 +50,7 @@ class Options:
     ] = None
     target_shape: TargetShape = "250m"
     draft_shape: Annotated[str, typer.Option("--draft-shape", help="The same for the draft.")] = "none"
-    text: Annotated[str, typer.Option("--text", help="Kind of prompts: code, copy, table or prose.")] = "code"
+    text: Annotated[Text, typer.Option("--text", help="Kind of prompts.")] = Text.code
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="The first so many of that kind.")] = 20
     prompt_tokens: Annotated[
         int | None, typer.Option("--prompt-tokens", min=2, help="Of every prompt, others behind it. Default: its own.")

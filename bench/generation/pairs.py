@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from gsd_kernels import DFlash, DraftHeads, Eagle3
 from gsd_kernels_cli import demo, ranks
 from gsd_kernels_cli.demo.drafters import embedded, heads_folder
 from gsd_kernels_cli.demo.inflate import inflate, inflated_config
 from gsd_kernels_hf.parallel import check_heads
-from gsd_kernels_train.recipes.stdlib import split_sources, stdlib_sources
-from gsd_kernels_train.recipes.stdlib_prompts import copy_prompt
 
 from ..lib.shapes import shape_named
 
 PAIRS = ("demo", "tiny")
-TEXTS = ("code", "copy", "table", "prose")
-MAX_TABLES = 16
-PROSE = Path(__file__).with_name("prose.json")  # openings of English books in the public domain
 
 
 @dataclass(frozen=True)
@@ -82,32 +75,27 @@ def load_pair(
     dtype: torch.dtype,
     target_shape: str = "none",
     draft_shape: str = "none",
-    texts: Sequence[str] = ("code",),
+    text: str = "code",
     prompts: int = 20,
     fresh: bool = False,
     tensor_parallel: bool = False,
 ) -> Pair:
-    """A pair with its first ``prompts`` prompts of every kind in ``texts``.
+    """A pair with its first ``prompts`` prompts of a kind.
 
     Args:
         name: ``demo``, the embedded pair; or ``tiny``, random weights that exercise the code and mean nothing.
         device, dtype: of both models.
         target_shape, draft_shape: a named shape to inflate to (the same function at another cost), or ``none``.
-        texts: ``code`` (held-out Python source), ``copy`` (a function, and again), ``table`` (data that repeats),
-            ``prose`` (English books).
-        fresh: the last prompts of every kind instead, on which no setting was chosen; ``copy`` prompts are cut from
-            held-out files that have none otherwise.
+        text: ``code`` (held-out Python source) or ``copy`` (a function, and again).
+        fresh: the last prompts of the kind instead, on which no setting was chosen.
         tensor_parallel: shard the target over the processes of the group that :func:`ranks.join` made.
 
     Raises:
         ValueError: an unknown name, or heads that do not divide among the processes.
     """
-    for text in texts:
-        if text not in TEXTS:
-            raise ValueError(f"texts: {text!r} is none of {', '.join(TEXTS)}")
     if name not in PAIRS:
         raise ValueError(f"pair: {name!r} is none of {', '.join(PAIRS)}")
-    source, draft, raw = _demo(texts, prompts, fresh) if name == "demo" else _tiny(texts, prompts)
+    source, draft, raw = _demo(text, prompts, fresh) if name == "demo" else _tiny(text, prompts)
     target = (_sharded if tensor_parallel else _placed)(source, target_shape, device, dtype)
     draft = _placed(draft, draft_shape, device, dtype)
     for model in (target, draft):
@@ -149,51 +137,14 @@ def _sharded(target: PreTrainedModel, shape: str, device: torch.device, dtype: t
 Found = tuple[PreTrainedModel, PreTrainedModel, list[tuple[str, str, Tensor]]]
 
 
-def _demo(texts: Sequence[str], count: int, fresh: bool) -> Found:
+def _demo(kind: str, count: int, fresh: bool) -> Found:
     target, draft, tokenizer = demo.load()
-    chosen = []
-    for kind in texts:
-        known = [(p["name"], p["text"]) for p in demo.prompts(kind)]
-        if kind in ("table", "prose"):
-            known = _tables() if kind == "table" else list(json.loads(PROSE.read_text("utf-8")).items())
-        elif kind == "copy" and fresh:
-            known = _fresh_copies(tokenizer)
-        for prompt, text in known[-count:] if fresh else known[:count]:
-            chosen.append((prompt, kind, tokenizer(text, return_tensors="pt")["input_ids"]))
-    return target, draft, chosen
+    known = demo.prompts(kind)
+    chosen = known[-count:] if fresh else known[:count]
+    return target, draft, [(p["name"], kind, tokenizer(p["text"], return_tensors="pt")["input_ids"]) for p in chosen]
 
 
-def _fresh_copies(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
-    """Functions written twice, of this Python's files that were held out and have no such prompt in the demo's list."""
-    known = {p["file"] for p in demo.prompts("copy")}
-    copies = []
-    for source in split_sources(stdlib_sources())[1]:
-        prompt = None if source.name in known else copy_prompt(source, tokenizer)
-        if prompt is not None:
-            copies.append((f"fresh-copy-{source.name}", str(prompt["text"])))
-    return copies
-
-
-def _tables() -> list[tuple[str, str]]:
-    """Python tables of seeded pseudo-random entries: structure that repeats, values that do not."""
-    words = "north south east west alpha beta gamma delta copper silver amber coral river stone cloud ember".split()
-    tables = []
-    for number in range(MAX_TABLES):
-        gen = torch.Generator().manual_seed(number)
-
-        def pick(high: int, gen: torch.Generator = gen) -> int:
-            return int(torch.randint(high, (), generator=gen))
-
-        keys = [words[pick(len(words))] + suffix for suffix in ("_id", "_name", "_size")]
-        lines = [
-            f'    {{"{keys[0]}": {100 + pick(900)}, "{keys[1]}": "{words[pick(16)]}", "{keys[2]}": {pick(90)}}},'
-            for _ in range(8)
-        ]
-        tables.append((f"table-{number}", "\n".join(["ENTRIES = [", *lines, "    {"])))
-    return tables
-
-
-def _tiny(texts: Sequence[str], count: int) -> Found:
+def _tiny(kind: str, count: int) -> Found:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -214,8 +165,7 @@ def _tiny(texts: Sequence[str], count: int) -> Found:
         if parameter.dim() > 1:
             parameter.data += 0.01 * torch.randn_like(parameter)
     made = []
-    for kind in texts:
-        for number in range(count):
-            ids = torch.randint(3, 512, (1, 24), generator=torch.Generator().manual_seed(number))
-            made.append((f"{kind}-{number}", kind, ids.repeat(1, 2) if kind == "copy" else ids))
+    for number in range(count):
+        ids = torch.randint(3, 512, (1, 24), generator=torch.Generator().manual_seed(number))
+        made.append((f"{kind}-{number}", kind, ids.repeat(1, 2) if kind == "copy" else ids))
     return target, draft, made

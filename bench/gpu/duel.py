@@ -47,8 +47,7 @@ def run(work: Work) -> None:
     backends = {"triton": "reference", "cuda": own} if work.rehearse else dict(zip(FORMS, FORMS, strict=True))
     if work.rehearse:
         work.skip(f"backends triton and cuda, FlashInfer: {' and '.join(backends.values())} take their places")
-    work.each(["bandwidth"], lambda _: {"copy": copy_bandwidth(work.device, quick=work.rehearse)})
-    if work.is_done("bandwidth"):
+    if work.knows_bandwidth(lambda device, quick: {"copy": copy_bandwidth(device, quick=quick)}):
         (beside_peers if work.stage.name == "attention" else forms)(work, backends)
 
 

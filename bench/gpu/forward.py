@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from gsd_kernels.ops.decoder_rows.cuda import GROUP, OVERLAP
+from gsd_kernels.ops.decoder_rows.cuda import AHEAD, GROUP, OVERLAP
 from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
 from gsd_kernels_hf.model.runner import RowModel
 
 from ..kernels.rows import WAYS, again, bytes_read, in_turns, random_model
-from ..lib.timing import read_bandwidths, time_call
-from .right import GROUPED, MOST_EARLY_ROWS, passed, passed_by_groups
+from ..lib.timing import time_call
+from .right import GROUPED, MOST_EARLY_ROWS, passed, passed_by_groups, right_shapes
 from .work import Work, points, switched
 
 ROWS = (16, 64, 128, 256)
@@ -30,14 +30,30 @@ SETTINGS: Settings = {
 }
 
 
+MEGABYTES = (24, 0, 6, 12)
+AHEAD_SETTINGS: Settings = {f"ahead={size}": ("operator", {AHEAD: str(size)}) for size in MEGABYTES}
+AHEAD_ROWS = (1, 16, 32)  # whose launches begin early
+
+
 def run(work: Work) -> None:
-    """Points ``bandwidth``, ``SHAPE rows=R SETTING`` and ``SHAPE prompt``."""
+    """The points of ``ahead`` or of ``rows``."""
+    if work.rehearse:
+        work.skip("launches that begin early, and weights that are asked for ahead: a CPU's operator has its own")
+    if work.knows_bandwidth():
+        (by_megabytes if work.stage.name == "ahead" else by_rows)(work)
+
+
+def by_megabytes(work: Work) -> None:
+    """Points ``SHAPE rows=R ahead=MEGABYTES``: how many of the next product's weights to ask for ahead, in turns."""
+    for shape in right_shapes(work):
+        forward, rows = Forward(work, shape), (5,) if work.rehearse else AHEAD_ROWS
+        names = points(shape + " rows={rows} {setting}", rows=rows, setting=AHEAD_SETTINGS)
+        work.each(names, lambda name, of=forward, names=names: of.time(*names[name], AHEAD_SETTINGS))
+
+
+def by_rows(work: Work) -> None:
+    """Points ``SHAPE rows=R SETTING`` and ``SHAPE prompt``."""
     small, shapes = work.rehearse, work.shapes
-    if small:
-        work.skip("launches that begin early")
-    work.each(["bandwidth"], lambda _: read_bandwidths(work.device, quick=small))
-    if not work.is_done("bandwidth"):
-        return
     forwards = {shape: Forward(work, shape) for shape in shapes}
     counts = ((1, 5), ()) if small else (ROWS, FEWER)
     settings = list(SETTINGS) if passed_by_groups(work) else list(SETTINGS)[:-1]

@@ -18,7 +18,7 @@ from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
 
 from ..kernels.rows import random_model
 from .graphs import Launch, kernel_table
-from .right import GROUPED, MOST_EARLY_ROWS, passed, passed_by_groups
+from .right import GROUPED, MOST_EARLY_ROWS, passed_by_groups, right_shapes
 from .work import Work, points, switched
 
 ROWS = (16, 64, 128, 256)
@@ -35,8 +35,7 @@ def run(work: Work) -> None:
     rows, prefixes = ((5,), (work.prefix,)) if work.rehearse else (ROWS, PREFIXES)
     if work.rehearse:
         work.skip("kernels by CUPTI: a CPU's operators are listed instead, and the attention is none of them")
-    right = [shape for shape in work.shapes if passed(work, shape)]
-    work.leave([shape for shape in work.shapes if shape not in right], "not found right by the stage before")
+    right = right_shapes(work)
     by_kernel = {name: (*of, work.prefix) for name, of in points("{shape} rows={rows}", shape=right, rows=rows).items()}
     if passed_by_groups(work):
         grouped = {f"{name}{GROUPED}": (*sizes, "1") for name, sizes in by_kernel.items() if sizes[1] > MOST_EARLY_ROWS}

@@ -19,7 +19,6 @@ from gsd_kernels_hf.packed.modules import Packed, PackedEmbedding, PackedLinear
 from gsd_kernels_hf.packed.pack import replace
 
 from ..kernels.rows import random_model
-from ..lib.timing import read_bandwidths
 from .forward import Forward
 from .right import LAYERS, none_apart
 from .work import Work, points
@@ -39,10 +38,9 @@ def run(work: Work) -> None:
     verdicts = points("{shape} {kind} bits", shape=work.shapes, kind=KINDS)
     work.each(verdicts, lambda name: bits(work, *verdicts[name], work.prefix, of_bits))
     names = points("{shape} rows={rows} {kind}", shape=work.shapes, kind=(DENSE, *KINDS), rows=rows)
-    work.each(["bandwidth"], lambda _: read_bandwidths(work.device, quick=work.rehearse))
     wrong = [n for n, (shape, kind, _) in names.items() if kind != DENSE and not work.is_done(f"{shape} {kind} bits")]
     work.leave(wrong, "bits not found right")
-    if not work.is_done("bandwidth"):
+    if not work.knows_bandwidth():
         return
     forward = lru_cache(maxsize=1)(lambda shape, kind: PackedForward(work, shape, kind))
     work.each(

@@ -102,6 +102,13 @@ def passed(work: Work, *shapes: str, stage: str = "right") -> bool:
     return all(name in found and "error" not in found[name] for name in names)
 
 
+def right_shapes(work: Work) -> list[str]:
+    """The shapes that were found right; the others are left for a later call."""
+    right = [shape for shape in work.shapes if passed(work, shape)]
+    work.leave([shape for shape in work.shapes if shape not in right], "not found right by the stage before")
+    return right
+
+
 def passed_by_groups(work: Work) -> bool:
     """Return whether groups of warps had the bits of the others on this GPU; they are not there in a rehearsal."""
     return not work.rehearse and passed(work, *SHAPES, stage="group")

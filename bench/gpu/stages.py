@@ -98,7 +98,7 @@ STAGES = (
     Stage("right", "right", "the verdict on the operator of rows: error, bits, launches that begin early", 80, 45),
     Stage("clusters", "clusters", "how many clusters of blocks this card holds at a time", 20, 10, with_ops=False),
     Stage("inside", "inside", "its time by kernel and by matrix; path attention by rows and prefix", 50, 30),
-    Stage("ahead", "ahead", "its time by megabytes of weights that are asked for ahead", 40, 25),
+    Stage("ahead", "forward", "its time by megabytes of weights that are asked for ahead", 40, 25),
     Stage("proof", "right", "the proof of every kind, as a GPU makes it at its first use", 120, 30),
     Stage("rows", "forward", "its time by rows, early, in turn and by groups, beside the modules; a prompt's", 100, 40),
     Stage("duel", "duel", "Triton and CUDA C++ forms of each op and of a captured step: which goes", 150, 60),

@@ -20,6 +20,7 @@ import torch
 from gsd_kernels_hf.model.replay import lost
 
 from ..lib.environment import environment
+from ..lib.timing import read_bandwidths
 from .stages import Call, Stage, stage_named, write
 
 SCHEMA = 1
@@ -107,6 +108,11 @@ class Work:
             self.keep(name, record)
             if fatal:
                 raise SystemExit(f"{name}: the GPU is unusable after this error")
+
+    def knows_bandwidth(self, found: Callable[..., dict[str, float]] = read_bandwidths) -> bool:
+        """Measure the point ``bandwidth``, which floors are made of; whether it is there."""
+        self.each(["bandwidth"], lambda _: found(self.device, quick=self.rehearse))
+        return self.is_done("bandwidth")
 
     def keep(self, name: str, record: dict[str, Any]) -> None:
         """Keep a point's result."""
