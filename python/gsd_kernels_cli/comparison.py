@@ -58,7 +58,6 @@ class Run:
     Attributes:
         tokens: the new ones.
         seconds: of wall time.
-        cpu_seconds: of this process, all its threads together.
         target_forwards: see :class:`Decoded`.
         peak_bytes: see :func:`peak_memory`.
         stats: of our own decoding.
@@ -66,7 +65,6 @@ class Run:
 
     tokens: list[int]
     seconds: float
-    cpu_seconds: float
     target_forwards: int | None
     peak_bytes: int | None
     stats: GenerationStats | None
@@ -194,13 +192,13 @@ def measure(target: PreTrainedModel, contender: Contender, inputs: Inputs, max_n
     device = device_of(target)
     with peak_memory(device) as peak:
         wait_for(device)
-        begin, cpu_begin = time.perf_counter(), time.process_time()
+        begin = time.perf_counter()
         decoded = contender(inputs, max_new_tokens)
         wait_for(device)
-        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+        seconds = time.perf_counter() - begin
         peak_bytes = peak()
     tokens = decoded.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    return Run(tokens, seconds, cpu_seconds, decoded.target_forwards, peak_bytes, decoded.stats)
+    return Run(tokens, seconds, decoded.target_forwards, peak_bytes, decoded.stats)
 
 
 def race(

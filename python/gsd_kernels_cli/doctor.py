@@ -194,7 +194,9 @@ def _compilers() -> dict[str, str | None]:
     for kind, names, line in (("c++", cxx, 0), ("nvcc", ["nvcc"], -1)):
         command = next((path for name in names if (path := shutil.which(name, path=places))), names[0])
         try:
-            told = subprocess.check_output([*command.split(), "--version"], stderr=subprocess.DEVNULL, text=True, timeout=20)
+            told = subprocess.check_output(
+                [*command.split(), "--version"], stderr=subprocess.DEVNULL, text=True, timeout=20
+            )
             found[kind] = told.strip().splitlines()[line].strip()
         except (OSError, subprocess.SubprocessError, IndexError):
             found[kind] = None

@@ -301,8 +301,8 @@ def test_check_judges_another_token(wrong, verdict, code, pair, monkeypatch, tmp
 )
 def test_the_speed_is_told_by_its_causes_unless_it_cannot_be(graph, share, reason):
     """One prompt of twelve tokens, decoded in all ways; with drafts in four steps."""
-    runs = {name: Run([*range(12)], taken, 1.0, 12, 1, None) for name, taken in (("plain", 12.0), ("undrafted", 6.0))}
-    runs[check.GRAPH] = Run([*range(12)], graph, 1.0, 4, 1, GenerationStats(new_tokens=12, steps=4, sequence_steps=4))
+    runs = {name: Run([*range(12)], taken, 12, 1, None) for name, taken in (("plain", 12.0), ("undrafted", 6.0))}
+    runs[check.GRAPH] = Run([*range(12)], graph, 4, 1, GenerationStats(new_tokens=12, steps=4, sequence_steps=4))
     summary = check._summary([runs], [None], share)
     said = check._speed(summary)
     if reason is None:

@@ -98,18 +98,14 @@ def test_a_folder_that_was_damaged_is_unpacked_anew_and_the_log_says_so(monkeypa
 
 
 def test_a_chat_goes_up_to_where_the_model_answers():
-    tokenizer = demo.load()[2]
+    tokenizer, turns = demo.load()[2], [{"role": "user", "content": "Hi\n2"}, {"role": "assistant", "content": "Ho"}]
     tokenizer.chat_template = smollm2.TEMPLATE
-
-    def text(messages):
-        return tokenizer.decode(smollm2.chat(tokenizer, messages)["input_ids"][0])
-
+    asked, answered = (f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
     system = f"<|im_start|>system\n{smollm2.SYSTEM}<|im_end|>\n"
-    asked, end = "<|im_start|>user\nHi\n2<|im_end|>\n", "<|im_start|>assistant\n"
-    turns = [{"role": "user", "content": "Hi\n2"}, {"role": "assistant", "content": "Ho"}]
-    assert text("Hi\n2") == system + asked + end
-    assert text([*turns, turns[0]]) == system + asked + f"{end}Ho<|im_end|>\n" + asked + end
-    assert text([{"role": "system", "content": "Be brief"}]) == f"<|im_start|>system\nBe brief<|im_end|>\n{end}"
+    text = tokenizer.apply_chat_template([*turns, turns[0]], tokenize=False, add_generation_prompt=True)
+    assert text == system + asked + answered + asked + "<|im_start|>assistant\n"
+    own = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief"}], tokenize=False)
+    assert own == "<|im_start|>system\nBe brief<|im_end|>\n"
 
 
 # ---- An inflated model computes what its source computes, whatever grows
@@ -157,7 +153,7 @@ def test_every_kind_of_source_keeps_its_function(changes):
         ({"num_layers": 1}, "num_layers"),
         ({"num_key_value_heads": 1}, "num_key_value_heads"),
         ({"head_dim": 12}, "head_dim"),
-        ({"vocab_size": 98}, "vocab_size"),
+        ({"vocab_size": 98}, "hidden_size"),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-__all__ = ["excerpt", "load", "path", "prompts"]
+__all__ = ["load", "path", "prompts"]
 
 
 def path() -> Path:
@@ -53,8 +53,3 @@ def prompts(kind: str | None = None) -> list[dict[str, Any]]:
     ``text``. ``kind`` restricts the list.
     """
     return [dict(prompt) for prompt in _prompt_file()["prompts"] if kind in (None, prompt["kind"])]
-
-
-def excerpt() -> dict[str, Any]:
-    """Return a short held-out text with the target's bits per byte on it, to check a loaded pair against."""
-    return dict(_prompt_file()["excerpt"])

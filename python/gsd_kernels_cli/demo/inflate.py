@@ -98,41 +98,26 @@ SHAPES: dict[str, ModelShape] = {
 
 def _check(source: ModelShape, shape: ModelShape, config: LlamaConfig) -> None:
     """Raise a ValueError that names the size which cannot be honoured."""
+    kv_heads, moved = shape.num_key_value_heads, shape.head_dim != source.head_dim
+    added = shape.vocab_size > source.vocab_size  # which a dimension of its own keeps from being picked
     sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "head_dim", "vocab_size")
-    smaller = {name: getattr(shape, name) < getattr(source, name) for name in sizes}
-    kv_heads, rope = shape.num_key_value_heads, config.rope_parameters["rope_type"]
-    refusals = [(bad, name, f"at least the source's {getattr(source, name)}") for name, bad in smaller.items()]
+    demands = [(name, getattr(shape, name) >= getattr(source, name), "the source's or more") for name in sizes]
     divides = kv_heads > 0 and shape.num_heads % kv_heads == 0
-    refusals.append((not divides, "num_key_value_heads", f"a divisor of shape.num_heads = {shape.num_heads}"))
-    if divides:
-        needed = source.num_key_value_heads * _copies(source, shape)
-        refusals.append((kv_heads < needed, "num_key_value_heads", f"{needed} or more, for the source's query heads"))
-    refusals += [
+    enough = divides and kv_heads >= source.num_key_value_heads * _copies(source, shape)
+    turned = not moved or config.rope_parameters["rope_type"] in _PAIRWISE_ROPE
+    room = shape.hidden_size % shape.num_heads == 0 and (not added or shape.hidden_size > source.hidden_size)
+    demands += [
+        ("num_key_value_heads", enough, "a divisor of shape.num_heads, as many as the source's query heads need"),
         (
-            shape.hidden_size % shape.num_heads,
-            "hidden_size",
-            f"a multiple of shape.num_heads = {shape.num_heads}, which LlamaConfig asks for",
-        ),
-        (
-            shape.head_dim % source.head_dim,
             "head_dim",
-            f"a multiple of the source's {source.head_dim}, or the rotary frequencies differ",
+            shape.head_dim % source.head_dim == 0 and turned,
+            "a multiple of the source's, or its own where rotary frequencies depend on it",
         ),
-        (
-            shape.head_dim != source.head_dim and rope not in _PAIRWISE_ROPE,
-            "head_dim",
-            f"the source's {source.head_dim} under rope_type {rope!r}, whose frequencies depend on it",
-        ),
-        (
-            shape.vocab_size > source.vocab_size and shape.hidden_size == source.hidden_size,
-            "vocab_size",
-            f"the source's {source.vocab_size} where shape.hidden_size is the source's too: an added dimension keeps "
-            "added tokens from being picked",
-        ),
+        ("hidden_size", room, "a multiple of shape.num_heads, and more than the source's where tokens are added"),
     ]
-    for bad, name, expected in refusals:
-        if bad:
-            raise ValueError(f"shape.{name}: expected {expected}, got {getattr(shape, name)}")
+    for name, right, what in demands:
+        if not right:
+            raise ValueError(f"shape.{name}: expected {what}, got {getattr(shape, name)}")
 
 
 def _copies(source: ModelShape, shape: ModelShape) -> int:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gsd_kernels_hf.extras import cure
 from gsd_kernels_hf.files import check_writable, locked, write_folder
@@ -28,7 +27,6 @@ __all__ = [
     "NAME",
     "SYSTEM",
     "MissingModelError",
-    "chat",
     "folder",
     "folder_path",
     "gguf_path",
@@ -126,19 +124,6 @@ def load(
     with quiet():
         model = LlamaForCausalLM.from_pretrained(place, dtype=dtype).to(device).eval()
         return model, AutoTokenizer.from_pretrained(place)
-
-
-def chat(tokenizer: PreTrainedTokenizerBase, messages: str | Sequence[dict[str, str]]) -> dict[str, Any]:
-    """``input_ids`` and ``attention_mask`` [1, P] of a chat up to where the model answers.
-
-    Args:
-        tokenizer: of :func:`load`.
-        messages: one user's message, or the chat's messages, each with ``role`` and ``content``; without a system
-            message first the model's own is put there.
-    """
-    turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return dict(tokenizer(text, return_tensors="pt", add_special_tokens=False))
 
 
 def _gguf() -> Path | None:
