@@ -26,7 +26,7 @@ from sources.drafters import (
     states_of,
     target_of,
 )
-from sources.rows import EAGLE3, GEMMA, P_EAGLE, VOCAB, assistant, dflash, gemma, llama, p_eagle
+from sources.rows import DFLASH, EAGLE3, GEMMA, P_EAGLE, VOCAB, assistant, dflash, gemma, llama, p_eagle
 from torch import nn
 from torch.nn.functional import rms_norm
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -39,7 +39,9 @@ from gsd_kernels_train.mtp import block_to_train, new_head
 
 pytestmark = backend_param("cpu").marks
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+MtpLayer = getattr(transformers.modeling_layers, "MtpLayer", None)
 LENGTH = 5  # within every sliding window
+OF_MTP = ("eh_proj", "enorm", "hnorm", "post_norm")
 ALONE = {"do_sample": False, "draft_sources": ("drafter",)}
 
 
@@ -51,33 +53,25 @@ def unseen(length: int) -> torch.Tensor:
 # Heads of multi-token prediction.
 
 
-def wired(name, target, head, ids, states):
-    """The head's output by its description, its decoder layer run as transformers runs one of the target's."""
-    family, text = FAMILIES[name], target.config.get_text_config(decoder=True)
-    projection, of_embedding, of_hidden, of_output = family.names
-
-    def normed(x, weight):  # those of Qwen are 1 + w
-        return rms_norm(x, x.shape[-1:], weight + name.startswith("qwen"), text.rms_norm_eps)
-
-    both = [
-        normed(target.get_input_embeddings()(ids[:, 1:]), head[f"{of_embedding}.weight"]),
-        normed(states, head[f"{of_hidden}.weight"]),
-    ]
-    hidden = torch.cat(both[::-1] if family.hidden_first else both, -1) @ head[f"{projection}.weight"].T
-    own = copy.deepcopy(text)
-    own._attn_implementation = "eager"
+def wired(name, target, head, embedded, states):
+    """The head's output as transformers' own module gives it, around a layer of the target's class."""
+    family, own = FAMILIES[name], copy.deepcopy(target.config.get_text_config(decoder=True))
+    own._attn_implementation, own.mtp_hidden_states_first = "eager", family.hidden_first
     if name == "mellum":  # its head's window is its config's, not that of a full layer
         own.layer_types = ["sliding_attention"] * 2
-    layer = type(target.model.layers[family.layer])(own, family.layer).eval()
-    tensors = {full.removeprefix(family.block): value for full, value in head.items() if full.startswith(family.block)}
-    for ours, theirs in family.renamed.items():
-        tensors = {inner.replace(theirs, ours): value for inner, value in tensors.items()}
-    layer.load_state_dict({inner: stacked(tensors, inner, like) for inner, like in layer.state_dict().items()})
+    kinds = type(target.model.layers[family.layer]), type(target.model.norm)
+    module, tensors = MtpLayer(own, *kinds, family.layer).eval(), {}
+    parts = [(f"{theirs}.", f"{ours}.") for theirs, ours in zip(family.names, OF_MTP, strict=True)]
+    parts += [(family.block + theirs, f"mtp_block.{ours}") for ours, theirs in family.renamed.items()]
+    for full, value in {"None.weight": target.model.norm.weight, **head}.items():
+        theirs, ours = next((p for p in parts if full.startswith(p[0])), (family.block, "mtp_block."))
+        tensors[full.replace(theirs, ours, 1)] = value
+    like = module.state_dict()
+    module.load_state_dict({inner: stacked(tensors, inner, value) for inner, value in like.items()})
     positions = torch.arange(LENGTH)[None]
     typed = (own.layer_types[family.layer],) if name in ("mellum", "mimo-v2") else ()
-    turns = target.model.rotary_emb(hidden, positions, *typed)
-    hidden = layer(hidden, attention_mask=unseen(LENGTH), position_ids=positions, position_embeddings=turns)
-    return normed(hidden, target.model.norm.weight if of_output is None else head[f"{of_output}.weight"])
+    turns = target.model.rotary_emb(states, positions, *typed)
+    return module(embedded, states, turns, unseen(LENGTH), positions, None)
 
 
 def stacked(tensors, name, like):
@@ -90,20 +84,17 @@ def stacked(tensors, name, like):
     return torch.stack([torch.cat([tensors[f"{base}.{i}.{kind}.weight"] for kind in kinds]) for i in experts])
 
 
+@pytest.mark.skipif(MtpLayer is None, reason="an older transformers")
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_a_head_is_wired_as_its_family_says(name, tmp_path):
     target, head = copy.deepcopy(target_of(name)).float(), saved(name, tmp_path)
     module, ids = Mtp.from_pretrained(tmp_path, target), prompts(1, LENGTH + 1, vocab=60)["input_ids"]
+    embedded = target.get_input_embeddings()(ids[:, 1:])
     states = target(ids, output_hidden_states=True).hidden_states[-1][:, :LENGTH]
-
-    def found(following):
-        embedded = target.get_input_embeddings()(following)
-        return module(embedded, states, torch.arange(LENGTH)[None], Causal())
-
+    found = module(embedded, states, torch.arange(LENGTH)[None], Causal())
     head = {full: value.float() for full, value in head.items()}
-    torch.testing.assert_close(found(ids[:, 1:]), wired(name, target, head, ids, states), **CLOSE)
-    assert (found(ids[:, 1:]) - found(ids.flip(1)[:, 1:])).abs().max() > 0.1
+    torch.testing.assert_close(found, wired(name, target, head, embedded, states), **CLOSE)
 
 
 # EAGLE-3 and P-EAGLE.
@@ -263,37 +254,27 @@ def test_drafts_are_those_of_transformers_forward(ordered):
 
 # The same as one operator, where that is possible.
 
-ROPE = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-LEVELS = {name: EAGLE3[name] for name in ("reduced", "norms")} | {
-    "layers": {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True, "norm_before_fc": True},
-    "rope": ROPE,
-}
 HEADS = {
     "llama": ("llama-gqa", {"attention_bias": True, "mlp_bias": True}),
     "yarn": ("llama-tied", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}}),
-    "mistral": ("mistral-window", {"head_dim": 8}),
+    "mistral": ("mistral-window", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
 }
 """Targets of heads of multi-token prediction."""
 FIRST = ("yarn", "qwen2")
 """Of them those whose heads read the feature first, with a bias."""
-BLOCKS = {
-    "DFlash": {},
-    "JetSpec": {"inner": {"causal_head": True}},
-    "DSpark": {"inner": {"markov_rank": 6, "sample_from_anchor": True}},
-    "recurrent": {"inner": {"markov_rank": 6, "markov_head_type": "rnn"}, "num_hidden_layers": 1},
-    "reduced block": {"draft_vocab_size": 31, "attention_bias": True},
-    "rope block": ROPE,
-}
-SERVED = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-"""Heads that a GPU's operators take."""
+BLOCKS = ("dflash shared", "dflash reduced", "JetSpec", "DSpark", "DSpark recurrent")
+ERRORS = [(variant, torch.float32) for variant in (*EAGLE3, *HEADS, *BLOCKS)]
+ERRORS += [(variant, torch.bfloat16) for variant in ("norms", "llama", "DSpark")]
+ERRORS += [(variant, torch.float16) for variant in ("before", "yarn", "dflash reduced")]
 
 
-def made_for(variant: str, dtype: torch.dtype, **sizes: int) -> tuple[nn.Module, nn.Module]:
-    """A target and a drafter for it."""
+def made_for(variant: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """A target and a drafter for it, with heads that a GPU's operators take."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
     family, config = HEADS.get(variant, ("llama-gqa", {}))
-    target = tiny(family, num_hidden_layers=3, vocab_size=VOCAB, dtype=torch.float64, **{**config, **sizes})
+    target = tiny(family, num_hidden_layers=3, vocab_size=VOCAB, dtype=torch.float64, **config | sizes)
     if variant in HEADS:
         torch.manual_seed(0)
         module = new_head(block_to_train(target)).requires_grad_(False)
@@ -301,94 +282,62 @@ def made_for(variant: str, dtype: torch.dtype, **sizes: int) -> tuple[nn.Module,
             module.layout = replace(module.layout, hidden_first=True)
             module.projection = nn.Linear(64, 32, dtype=torch.float64).requires_grad_(False)
         random_tensors(module)
-    elif variant in LEVELS:
-        config = eagle3_config(target, **{**LEVELS[variant], **sizes})
-        module = random_eagle3(config, own_embedding=variant == "layers")
+    elif variant in EAGLE3:
+        module = random_eagle3(eagle3_config(target, **EAGLE3[variant] | sizes), own_embedding=variant == "before")
     else:
-        module = random_dflash(dflash_config(target, **BLOCKS[variant], **sizes), own=variant == "reduced block")
+        module = random_dflash(dflash_config(target, **DFLASH[variant] | sizes), own=variant == "dflash reduced")
     return target.to(dtype), module.to(dtype)
 
 
 def computed(source) -> list[torch.Tensor]:
-    """What a step of it computes, and all keys and values of the text and the step."""
-    found, behind = block(source) if isinstance(source, DFlashDrafts) else levels(source)
-    layers = source.rows.cache.layers[: len(source.module.layers)]
-    caches = [t for layer in layers for t in (layer.keys, layer.values)]
-    pads, end = source.rows.text_kv_start.tolist(), int(source.state.out_len.max()) + behind
-    stored = [torch.cat([t[b, :, pad:end] for b, pad in enumerate(pads)], 1) for t in caches]
-    return [t.double() for t in (*found, *stored)]
-
-
-def block(source: DFlashDrafts) -> tuple[list[torch.Tensor], int]:
-    """States and logits of the block behind features that came in two pieces; rows behind the text but its root."""
-    end = source.state.out_len - 1
-    source.enter(end - 5, source.state.tokens.shape[1])
-    source.enter(end, 7)  # with rows that are padding
-    return [*source.forward_block()], source.module.config.block_size - 1
-
-
-def levels(source) -> tuple[list[torch.Tensor], int]:
-    """Vectors and logits: entries in two pieces, the last three kept; a fork of two behind the root, one more each."""
-    state, batch, device = source.state, len(source.cached), source.cached.device
-    found = [*source.feed(state.out_len - 6, 8, keep=0), *source.feed(state.out_len - 1, 6, keep=3)]
-    source.feed(state.out_len - 1, 2, keep=1)  # nothing is missing
-    vectors, node_depths = found[-2][:, -1:].expand(-1, 2, -1), torch.zeros(batch, 4, dtype=torch.int32, device=device)
-    for level, mask in ((0, [1, 2]), (1, [0b101, 0b1010])):
-        tokens = torch.tensor([[level + 3, 40]], dtype=torch.int32, device=device).expand(batch, -1).contiguous()
-        graph = torch.tensor(mask, dtype=torch.int32, device=device)[:, None].expand(batch, -1, -1).contiguous()
-        depths = torch.full((batch, 2), level + 1, dtype=torch.int32, device=device)
-        found += source.forward(
-            tokens, vectors, state.out_len - 1, 2 * level, graph, depths, node_depths, keep=2, shift=1
-        )
-        vectors = found[-2]
-    return found, 3
-
-
-ERRORS = [(variant, torch.float32) for variant in (*LEVELS, *HEADS, *BLOCKS)]
-ERRORS += [(variant, torch.bfloat16) for variant in ("norms", "llama", "DSpark")]
-ERRORS += [(variant, torch.float16) for variant in ("layers", "yarn", "reduced block")]
+    """What a step computes behind entries that came in two pieces: a block, or the last three rows and a fork."""
+    end, batch, device = source.state.out_len - 1, len(source.cached), source.cached.device
+    if isinstance(source, DFlashDrafts):
+        source.enter(end - 5, source.state.tokens.shape[1])
+        source.enter(end, 7)  # with rows that are padding
+        return [*source.forward_block()]
+    source.feed(end - 5, 8, keep=0)
+    found = [*source.feed(end, 6, keep=3)]
+    source.feed(end, 2, keep=1)  # nothing is missing
+    zeros = torch.zeros(batch, 2, dtype=torch.int32, device=device)
+    tokens, graph = zeros + torch.tensor([3, 40]).to(zeros), (zeros + torch.tensor([1, 2]).to(zeros))[..., None]
+    vectors = found[0][:, -1:].expand(-1, 2, -1)
+    return [*found, *source.forward(tokens, vectors, end, 0, graph, zeros + 1, zeros, keep=2, shift=1)]
 
 
 @pytest.mark.parametrize("place", [block_code.OWN, *block_code.DEVICES])
 @pytest.mark.parametrize(("variant", "dtype"), ERRORS, ids=str)
 @torch.no_grad()
 def test_an_operators_error_is_at_most_twice_the_modules(place, variant, dtype, monkeypatch, tmp_path_factory):
-    """Against the modules in float64, behind texts that padding begins: vectors or states, logits, keys and values."""
+    """Against the modules in float64, behind texts that padding begins: vectors or states, and logits."""
     if dtype == torch.float32 and place != block_code.OWN:
         pytest.skip("a GPU's operators are those of half precision")
     device = block_code.drafting_on(place, monkeypatch, tmp_path_factory)
-    target, module = (part.to(device) for part in made_for(variant, dtype, **SERVED))
+    target, module = (part.to(device) for part in made_for(variant, dtype))
     tokens, found = prompts(3, 17, vocab=VOCAB)["input_ids"], []
     for exact, modules in ((True, True), (False, True), (False, False)):
         of = (copy.deepcopy(module).double(), copy.deepcopy(target).double()) if exact else (module, target)
         source = started(*of, tokens, [0, 4, 16], modules=modules)
         assert modules or source.operator is not None
         assert source.rows.operator == ("cuda" if replay.is_gpu(source.rows.device) else "auto")
-        found.append(computed(source))
+        found.append([t.double() for t in computed(source)])
     for number, (exactly, theirs, ours) in enumerate(zip(*found, strict=True)):
         assert ours.isfinite().all()
         assert (ours - exactly).norm() <= 2 * (theirs - exactly).norm() + 1e-6 * exactly.norm(), number
 
 
-class Scaled(nn.Embedding):
-    def forward(self, input):
-        return super().forward(input) * 2
-
-
-NO_OPERATOR = {
-    "an embedding of its own kind": lambda m, t: t.set_input_embeddings(Scaled(VOCAB, 32)),
-    "float64": lambda m, t: (m.double(), t.double()),
-    "a hook": lambda m, t: m.layers[0].mlp.register_forward_hook(lambda *_: None),
-    "another epsilon": lambda m, t: setattr(m.norm, "variance_epsilon", 1e-3),
-    "another activation": lambda m, t: setattr(m.layers[0].mlp, "act_fn", nn.GELU()),
-    "a bias": lambda m, t: setattr(m.lm_head, "bias", nn.Parameter(torch.zeros(VOCAB))),
-}
-
-
-@pytest.mark.parametrize("what", NO_OPERATOR)
-def test_what_is_no_plain_decoder_keeps_its_modules(what):
-    target, module = made_for("rope", torch.float32)
-    tokens = torch.arange(9)[None]
-    assert started(module, target, tokens).operator is not None
-    NO_OPERATOR[what](module, target)
-    assert started(module, target, tokens).operator is None
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda m, t: (m.double(), t.double()),
+        lambda m, t: t.get_input_embeddings().register_forward_hook(lambda *given: 2 * given[2]),
+        lambda m, t: setattr(m.norm, "variance_epsilon", 1e-3),
+        lambda m, t: setattr(m.layers[0].mlp, "act_fn", nn.GELU()),
+    ],
+    ids=["float64", "a hook", "another epsilon", "another activation"],
+)
+def test_what_is_no_plain_decoder_keeps_its_modules(changed):
+    target, module = made_for("plain", torch.float32)
+    assert started(module, target, torch.arange(9)[None]).operator is not None
+    changed(module, target)
+    assert started(module, target, torch.arange(9)[None]).operator is None
