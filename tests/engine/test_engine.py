@@ -6,8 +6,6 @@ import functools
 import gc
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import chats
@@ -46,69 +44,24 @@ def cuda(monkeypatch):
 
 
 @pytest.fixture
-def made(monkeypatch, cuda):
-    """Counts sessions, caches, the storage of layers, and captures."""
-    counts: Counter[str] = cuda.counts
+def objects(monkeypatch):
+    """Weak references to every session, every cache, and every layer's keys that was made."""
+    found: list[weakref.ref] = []
 
-    def counted(kind: type, name: str) -> None:
+    def watch(kind: type, name: str, what: Any) -> None:
         own = getattr(kind, name)
 
         def call(self, *args, **kwargs):
-            counts[f"{kind.__name__}.{name}"] += 1
-            return own(self, *args, **kwargs)
-
-        monkeypatch.setattr(kind, name, call)
-
-    counted(Session, "__init__")
-    counted(GraphLayer, "lazy_initialization")
-    counted(GraphLayer, "grow")
-    return counts
-
-
-def allocations(counts: Counter[str]) -> int:
-    return counts["GraphLayer.lazy_initialization"] + counts["GraphLayer.grow"] + counts["Session.__init__"]
-
-
-def after(made: Counter[str], call: Callable[[], Any]) -> tuple[int, int]:
-    """Allocations of caches and sessions, and captures, in a call. (The probe's cache is made at a change alone.)"""
-    before = allocations(made), made["captures"]
-    call()
-    return allocations(made) - before[0], made["captures"] - before[1]
-
-
-@pytest.mark.parametrize("name", chats.each())
-def test_the_second_call_of_a_bucket_makes_nothing(name, made, monkeypatch):
-    target, draft = pair()
-    if name == "auto":
-        in_turns(monkeypatch, drafting()[0])
-    with patched(target, **sources(name, target, draft)):
-        first = after(made, lambda: ask(target, words(2, 9, seed=1), tokens=30))
-        assert first[0] >= 3 and first[1] == GRAPHS
-        for length, tokens in ((9, 30), (30, 24), (4, 40)):
-            prompt = words(2, length, seed=length)
-            want = expected(target, prompt, tokens=tokens)
-            texts: list[torch.Tensor] = []
-            call = functools.partial(ask, target, prompt, tokens=tokens)
-            assert after(made, lambda call=call, texts=texts: texts.append(call())) == (0, 0)
-            assert torch.equal(texts[0], want) and made["replays"] > 0
-
-
-@pytest.fixture
-def objects(monkeypatch):
-    """Weak references to every session, every cache, and every layer's keys."""
-    found: list[weakref.ref] = []
-    session, cache, layer = Session.__init__, GraphCache.__init__, GraphLayer.lazy_initialization
-
-    def watch(kind: type, name: str, own: Callable[..., Any], what: Callable[[Any], Any]) -> None:
-        def call(self, *args, **kwargs):
-            own(self, *args, **kwargs)
+            result = own(self, *args, **kwargs)
             found.append(weakref.ref(what(self)))
+            return result
 
         monkeypatch.setattr(kind, name, call)
 
-    watch(Session, "__init__", session, lambda self: self)
-    watch(GraphCache, "__init__", cache, lambda self: self)
-    watch(GraphLayer, "lazy_initialization", layer, lambda self: self.keys)
+    watch(Session, "__init__", lambda self: self)
+    watch(GraphCache, "__init__", lambda self: self)
+    for name in ("lazy_initialization", "grow"):
+        watch(GraphLayer, name, lambda self: self.keys)
     return found
 
 
@@ -116,59 +69,63 @@ def alive(objects: list[weakref.ref]) -> list[Any]:
     return [type(ref()).__name__ for ref in objects if ref() is not None]
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    chats.each("clear") + [("graph", how) for how in ("unpatch", "evicted", "structure")],
-)
-def test_memory_comes_back_at_once(name, how, objects, monkeypatch):
-    """Without waiting for the collector of cycles, which may take long."""
+def counted(objects: list[weakref.ref], cuda: fake_cuda.FakeCuda, call: Any) -> tuple[int, int]:
+    """Objects that a call makes and keeps (those of a proof, at a change alone, die), and its captures."""
+    before = len(objects), cuda.counts["captures"]
+    call()
+    return len(alive(objects[before[0] :])), cuda.counts["captures"] - before[1]
+
+
+@pytest.mark.parametrize("name", chats.each())
+def test_the_second_call_of_a_bucket_makes_nothing(name, objects, cuda, monkeypatch):
+    target, draft = pair()
+    if name == "auto":
+        in_turns(monkeypatch, drafting()[0])
+    with patched(target, **sources(name, target, draft)):
+        made, captures = counted(objects, cuda, lambda: ask(target, words(2, 9, seed=1), tokens=30))
+        assert made >= 3 and captures == GRAPHS
+        for length, tokens in ((9, 30), (30, 24)):
+            prompt, texts = words(2, length, seed=length), []
+            want = expected(target, prompt, tokens=tokens)
+            call = functools.partial(ask, target, prompt, tokens=tokens)
+            assert counted(objects, cuda, lambda call=call, texts=texts: texts.append(call())) == (0, 0)
+            assert torch.equal(texts[0], want)
+
+
+def hooked(target, handle):
+    target.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+    ask(target, words(2, 9, seed=1), tokens=2)
+    handle.clear()
+
+
+LEAVING = {
+    "clear": lambda target, handle: handle.clear(),
+    "unpatch": lambda target, handle: gsd.unpatch(target),
+    "evicted": lambda target, handle: handle.engines.idle.keep_only([]),
+    "another structure": hooked,
+}
+
+
+@pytest.mark.parametrize(("name", "how"), chats.each("clear") + [("graph", how) for how in LEAVING if how != "clear"])
+def test_memory_comes_back_at_once(name, how, objects):
+    """Without waiting for the collector of cycles, which may take long; and models die."""
     target, draft = pair()
     gc.collect()
-    objects.clear()
     gc.disable()
     try:
-        with patched(target, **sources(name, target, draft)) as handle:
+        options = sources(name, target, draft)
+        with patched(target, **options) as handle:
             ask(target, words(2, 9, seed=1), tokens=30)
             ask(target, words(2, 9, seed=2), tokens=30, **SAMPLED)
             assert alive(objects)
-            if how == "clear":
-                handle.clear()
-            elif how == "unpatch":
-                gsd.unpatch(target)
-            elif how == "evicted":
-                handle.engines.idle.keep_only([])
-            else:
-                target.model.layers[0].mlp.register_forward_hook(lambda *args: None)
-                ask(target, words(2, 9, seed=1), tokens=2)
-                ask(target, words(2, 9, seed=1), tokens=2, **SAMPLED)
-                handle.clear()
+            LEAVING[how](target, handle)
             assert not alive(objects)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [case for case in chats.each("patched") if case.values[0] != "auto"]
-    + [("graph", how) for how in ("cleared", "unpatched")],
-)
-def test_models_die(name, how, objects):
-    target, draft = pair()
     refs = [weakref.ref(target), weakref.ref(draft)]
-    options = sources(name, target, draft)
-    handle = gsd.patch(target, **options)
-    for _ in range(2):
-        ask(target, words(1, 9, seed=1))
-    if how == "cleared":
-        handle.clear()
-    if how == "unpatched":
-        gsd.unpatch(target)
-    del handle, target, options
+    del target, draft, options, handle
     gc.collect()
-    assert refs[0]() is None and not alive(objects)
-    del draft
-    gc.collect()
-    assert refs[1]() is None
+    assert name == "auto" or [ref() for ref in refs] == [None, None]
 
 
 def test_a_running_call_returns_its_memory_when_it_ends(objects):
@@ -177,19 +134,19 @@ def test_a_running_call_returns_its_memory_when_it_ends(objects):
     prompt, steps = words(1, 9, seed=1), []
 
     def leave(record) -> None:
-        steps.append(record.tokens.clone())
+        steps.append(record)
         if len(steps) == 2:
             gsd.unpatch(target)
 
     want = expected(target, prompt, tokens=30)
     assert torch.equal(ask(target, prompt, tokens=30, observer=leave), want)
-    assert handle.engines.cache_bytes == 0
+    steps.clear()
     gc.collect()
-    assert not alive(objects)
+    assert handle.engines.cache_bytes == 0 and not alive(objects)
 
 
 @pytest.mark.parametrize("name", ["model", "heads"])
-def test_a_forward_of_another_thread_is_no_change(name, made):
+def test_a_forward_of_another_thread_is_no_change(name, objects, cuda):
     """Configs are switched and hidden states listened for in the middle of it."""
     target, draft = pair()
     inside, done = threading.Event(), threading.Event()
@@ -208,11 +165,9 @@ def test_a_forward_of_another_thread_is_no_change(name, made):
         other = threading.Thread(target=lambda: ask(target, words(2, 30, seed=1), tokens=12), name="other")
         other.start()
         assert inside.wait(20)
-        before = made["Session.__init__"]
-        ask(target, words(1, 9, seed=1))
+        assert counted(objects, cuda, lambda: ask(target, words(1, 9, seed=1))) == (0, 0)
         done.set()
         other.join()
-        assert made["Session.__init__"] == before
 
 
 # Outside of a patch captured steps alone are kept, as long as their models live.
@@ -231,24 +186,16 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_second_call_captures_nothing(name, cuda):
+def test_a_second_call_captures_nothing_and_reads_its_prompt_whole(name, cuda):
+    """What a text leaves in the caches is a patch's to use: a caller's prompt must not speed up another's."""
     of, (which, options) = pair(), CALLS[name]
     options = sources(which, *of) | options  # the same objects in every call
-    first = text(of, "plain", **options, max_new_tokens=12)
+    reads, first = Reads(of[0]), text(of, "plain", **options, max_new_tokens=12)
+    reads.since()
     replays = cuda.counts["replays"]
     longer = text(of, "plain", **options, max_new_tokens=16)
-    assert torch.equal(longer[:, : first.shape[1]], first)
+    assert torch.equal(longer[:, : first.shape[1]], first) and reads.since() >= 2 * 8
     assert cuda.counts["captures"] == GRAPHS and cuda.counts["replays"] > replays > 0
-    assert len(kept(of[0])) == 1
-
-
-def test_every_prompt_is_read_whole():
-    """What a text leaves in the caches is a patch's to use: a caller's prompt must not speed up another's."""
-    of = pair()
-    reads = Reads(of[0])
-    for _ in range(2):
-        text(of, "graph", max_new_tokens=8)
-        assert reads.since() >= 8
     assert len(kept(of[0])) == 1
 
 
@@ -258,11 +205,8 @@ def test_sessions_are_few():
         for rows in (1, 2) if other is draft else (1,):
             text((target, other), "chain", rows, max_new_tokens=12)
             assert len(kept(target)) <= MOST_SESSIONS
-    engines = [engine for engine, _ in engines_of(target).idle._kept]
-    assert len(set(map(id, engines))) == len(engines), "one of every set of sources"
-    gsd.patch(target)
-    assert not kept(target), "a patch keeps its own"
-    gsd.unpatch(target)
+    with gsd.patch(target):
+        assert not kept(target), "a patch keeps its own"
 
 
 DRAFTS = {
@@ -280,23 +224,18 @@ DRAFTS = {
 )
 def test_no_model_is_kept_alive(name, who):
     target = chats.pair(num_hidden_layers=3)[0]
-    options = {
-        "graph_config": GraphConfig.preset("chain", depth=2) if name == "dflash" else GRAPH,
-        **DRAFTS[name](target),
-    }
-    (given,) = (value for option, value in options.items() if option != "graph_config")
-    text((target, None), "plain", **options, max_new_tokens=12)
+    given = list(DRAFTS[name](target).items())
+    shape = GraphConfig.preset("chain", depth=2) if name == "dflash" else GRAPH
+    text((target, None), "plain", **dict(given), graph_config=shape, max_new_tokens=12)
     (session,) = kept(target)
     caches = weakref.ref(session)
     del session
-    models = given if isinstance(given, list) else [given]
-    gone = weakref.ref(target if who == "target" else models[-1])
-    if who == "draft":
-        models.clear()
-        del given, options
-    else:
+    drafts = given[0][1] if name == "models" else [given[0][1]]
+    gone = weakref.ref(target if who == "target" else drafts[-1])
+    if who == "target":
         del target
-        if name == "layer_skip":  # which holds its model itself
-            del given, options, models
+    if who == "draft" or name == "layer_skip":  # which holds its model itself
+        drafts.clear()
+        given.clear()
     gc.collect()
     assert gone() is None and caches() is None

@@ -70,7 +70,7 @@ MUTANTS = [Mutant(*row) for row in (
     (KEY, "tuple(request.plan.warper_arguments.items())", "()", "caches between calls: a session with other warpers serves", T_TURNS),
     (OUTPUT, "to(request.input_ids.device, copy=True)", "to(request.input_ids.device)", "output: the returned text is storage of the next call", T_TURNS + " -k returned_stays"),
     (CACHE, "new[..., : storage.shape[-2], :] = storage", "new[..., 1 : storage.shape[-2], :] = storage[..., 1:, :]", "resize: the first position is lost when a cache grows", T_MODULES),
-    (CACHE, "if not length and isinstance(layer, StateLayer)", "if length and isinstance(layer, StateLayer)", "caches between calls: recurrent states of the last text stay", "tests/engine/test_recurrent.py"),
+    (CACHE, "if not length and isinstance(layer, StateLayer)", "if length and isinstance(layer, StateLayer)", "caches between calls: recurrent states of the last text stay", T_TURNS + " -k state"),
     (MASKS, "row - position < self.window", "row - position <= self.window", "windows: one position more is seen", T_ATTENTION),
     (MASKS, "row // self.chunk == position // self.chunk", "row - position < self.chunk", "windows: a chunk is a sliding window", T_ATTENTION),
     (FACTS, "found = modules, configs, self.spaces, around, self.ambient, places, libraries", "found = modules, [], self.spaces, around, self.ambient, places, libraries", "gate: a changed config is not noticed", T_CHANGES),
