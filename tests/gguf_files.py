@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
-from ops.contracts.packed import packed_matrix
+from ops.contracts.decoder import packed_matrix
 from transformers import PreTrainedModel
 
 from gsd_kernels.ops.packed import BY_NAME

@@ -32,7 +32,7 @@ from gsd_kernels.ops.table import all_ops
 from gsd_kernels.ops.row_linear import row_linear
 from ops.contracts.decoder import decoder_case
 from ops.contracts.inputs import op_inputs
-from ops.contracts.packed import KINDS, packed_matrix, width_of
+from ops.contracts.decoder import KINDS, packed_matrix, width_of
 assert cpu_levels.active() == sys.argv[1] and "AVX-512" in cpu_levels.levels()["avx512"]
 for name in all_ops():
     getattr(torch.ops.gsd_kernels, name)(*op_inputs()[name])

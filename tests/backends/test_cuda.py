@@ -15,11 +15,8 @@ from block_code import rows as block_code
 from decoders import CUDA_SIZES, Sizes, decoder
 from graphs import candidates, drafted, tails
 from models import noised, prompts, tiny
-from ops.contracts.attention import Attention
 from ops.contracts.backends import assert_bit_equal, needs_cpu
-from ops.contracts.decoder import STORED, WIRINGS, reading_features
-from ops.contracts.graph import CUDA_GRAPHS
-from ops.contracts.packed import packed_matrix
+from ops.contracts.decoder import STORED, WIRINGS, Attention, packed_matrix, reading_features
 from torch import Tensor
 
 import gsd_kernels as gsd
@@ -37,6 +34,7 @@ pytestmark = pytest.mark.quick
 HALF = torch.float16
 SMALL = CUDA_SIZES["llama-64"]
 GPU = torch.device("cuda")
+GRAPH = gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=32)
 OPS = all_ops()
 ATTENTION, LEARN = OPS["dag_attention"], OPS["learn_source"]
 
@@ -392,7 +390,7 @@ def test_one_captured_step_serves_every_length(backend):
 @on_gpu
 def test_the_current_stream_is_used():
     """An op that ran on the default stream would not wait for the slow producer of its input."""
-    config = CUDA_GRAPHS[0]
+    config = GRAPH
     graph = drafted(config, backend="cuda", device="cuda")
     expected = gsd.flatten(graph, config.max_rows, config.max_path, backend="reference")
     clean = graph.edge_log_probs.clone()
@@ -409,7 +407,7 @@ def test_the_current_stream_is_used():
 
 @on_gpu
 def test_tensors_of_two_devices_are_refused():
-    graph = drafted(CUDA_GRAPHS[0], backend="cuda", device="cuda")
+    graph = drafted(GRAPH, backend="cuda", device="cuda")
     with pytest.raises(RuntimeError, match="same CUDA device"):
         torch.ops.gsd_kernels.flatten(graph.token_ids, graph.edge_targets.cpu(), graph.edge_log_probs, 32, 10)
 

@@ -24,8 +24,7 @@ from block_code import rows as block_code
 from decoders import CUDA_SIZES, SIZES, VOCAB, Sizes, Text, check_alike, decoder, random_parents, random_tokens, tree
 from models import add_noise, tiny
 from ops.contracts.backends import LEVELS, assert_bit_equal, needs_cpu
-from ops.contracts.decoder import STORED, WIRINGS, reading_features
-from ops.contracts.packed import packed_matrix
+from ops.contracts.decoder import STORED, WIRINGS, packed_matrix, reading_features
 from torch import Tensor
 
 from gsd_kernels import cpu_levels

@@ -33,7 +33,8 @@ VERIFY_H, COMMIT_H, FLATTEN_H, MERGE_H, RANDOM_H = (
 )
 T_LOCKSTEP, T_SAMPLING = "tests/acceptance/test_lockstep.py", "tests/acceptance/test_sampling.py"
 T_STOPS = T_STREAM = "tests/engine/test_streaming.py"
-T_GRAPHS, T_CHANGES = "tests/ops/test_graph_ops.py", "tests/model/test_changes.py"
+T_GRAPHS, T_OPS = "tests/ops/test_graph_ops.py", "tests/ops/test_step_ops.py"
+T_CHANGES = "tests/model/test_changes.py"
 T_MEMORY, T_GRAMMAR, T_BORDER = (
     "tests/sources/test_history.py",
     "tests/acceptance/test_grammar_drafts.py",
@@ -87,7 +88,7 @@ MUTANTS = [Mutant(*row) for row in (
     (HISTORY, "inside = (place >= kv_start[:, None]) & (place < lengths[:, None])", "inside = (place < lengths[:, None])", "batch borders: left padding is remembered as text", T_MEMORY),
     (BORDER, "Frontier(*(tensor.clone() for tensor in level.frontier.tensors()))", "level.frontier", "border: a source writes what is merged", T_BORDER),
     (BORDER, "(tokens < -1) | (tokens >= vocab_size)", "(tokens < -1) | (tokens > vocab_size)", "border: the first token beyond the vocabulary is no fault", T_BORDER),
-    (FLATTEN, "for level in range(max_path):", "for level in range(max_path + 1):", "flatten budget: a row beyond the deepest", T_GRAPHS + " -k any_graph"),
+    (FLATTEN, "for level in range(max_path):", "for level in range(max_path + 1):", "flatten budget: a row beyond the deepest", T_OPS + " -k flatten"),
     (FLATTEN, "log_probs.clamp(max=0.0) + 0.0", "log_probs + 0.0", "flatten: a log-probability above 0 puts a child before its parent", T_GRAPHS),
     (RECURSION, "self.state.tokens.gather(1, place + 1)", "self.state.tokens.gather(1, place)", "EAGLE, MTP: an entry reads the token at its position, not the one after", T_ACCEPTED),
     (RECURSION, "keep=level.config.width, shift=1)", "keep=level.config.width)", "EAGLE, MTP: drafted rows stand one position too late", T_ACCEPTED),
@@ -99,16 +100,16 @@ MUTANTS = [Mutant(*row) for row in (
     (DFLASH, "positions, places = self.rows.positions(kv_len, self.row), kv_len", "positions, places = self.rows.positions(kv_len, self.row + 1), kv_len", "DFlash: the block stands one position too late", T_ACCEPTED),
     (STOPS, "if found not in fit.inside.get(string, ()):", "if not fit.inside.get(string, ()):", "stop strings: a token counts wherever it fits into one", T_STOPS),
     (STOPS, "        if not string:\n            return True", "        if not string:\n            return False", "stop strings: an empty one ends nothing", T_STOPS),
-    (STOPS, "-self.maximum_token_len :]", "-2:]", "stop strings: one of three tokens is missed", T_STOPS),    (VERIFY_H, " || a.depths[row] >= *a.remaining", "", "C++ verify: a row beyond the length is accepted", T_GRAPHS + " -k cpu"),
-    (VERIFY_H, "if (picked != a.token_ids[row])", "if (picked < 0)", "C++ verify: a row is accepted that the target did not pick", T_GRAPHS + " -k cpu"),
-    (VERIFY_H, "row < real_rows && !*a.done;", "row < real_rows;", "C++ verify: a finished sequence accepts rows", T_GRAPHS + " -k cpu"),
+    (STOPS, "-self.maximum_token_len :]", "-2:]", "stop strings: one of three tokens is missed", T_STOPS),    (VERIFY_H, " || a.depths[row] >= *a.remaining", "", "C++ verify: a row beyond the length is accepted", T_OPS + " -k cpu"),
+    (VERIFY_H, "if (picked != a.token_ids[row])", "if (picked < 0)", "C++ verify: a row is accepted that the target did not pick", T_OPS + " -k cpu"),
+    (VERIFY_H, "row < real_rows && !*a.done;", "row < real_rows;", "C++ verify: a finished sequence accepts rows", T_OPS + " -k cpu"),
     (COMMIT_H, "(first + (kv_len + i) *", "(first + (kv_len + i + 1) *", "CUDA commit: accepted keys stand one slot behind their place", "tests/backends/test_block_code.py::test_random_problems_are_right_and_clean"),
-    (FLATTEN_H, "(descending(rows.score[middle]) <= word)", "(descending(rows.score[middle]) < word)", "C++ flatten: of equal scores the later node comes first", T_GRAPHS + " -k cpu"),
-    (MERGE_H, " || shared < best_shared", "", "C++ merge: the longest common context does not win", T_GRAPHS + " -k cpu"),
-    (MERGE_H, "int node = parent + 1;", "int node = 0;", "C++ merge: a candidate joins an older node, a cycle", T_GRAPHS + " -k cpu"),
-    (MERGE_H, "a.scores[i] >= s.log_min_prob &&", "", "C++ merge: unlikely nodes are expanded", T_GRAPHS + " -k cpu"),
-    (RANDOM_H, "kPhiloxRounds = 10", "kPhiloxRounds = 9", "C++ noise: another generator than the reference's", "tests/ops/test_step_ops.py -k cpu"),
-    (RANDOM_H, "static_cast<uint32_t>(sequence)}", "0}", "C++ noise: every sequence has the same", "tests/ops/test_step_ops.py -k cpu"),
-    (FLATTEN_H, "words() const { return words_for(rows); }", "words() const { return rows / 32; }", "C++ flatten budget: ancestors beyond the last whole word are lost", T_GRAPHS + " -k cpu"),
+    (FLATTEN_H, "(descending(rows.score[middle]) <= word)", "(descending(rows.score[middle]) < word)", "C++ flatten: of equal scores the later node comes first", T_OPS + " -k cpu"),
+    (MERGE_H, " || shared < best_shared", "", "C++ merge: the longest common context does not win", T_OPS + " -k cpu"),
+    (MERGE_H, "int node = parent + 1;", "int node = 0;", "C++ merge: a candidate joins an older node, a cycle", T_OPS + " -k cpu"),
+    (MERGE_H, "a.scores[i] >= s.log_min_prob &&", "", "C++ merge: unlikely nodes are expanded", T_OPS + " -k cpu"),
+    (RANDOM_H, "kPhiloxRounds = 10", "kPhiloxRounds = 9", "C++ noise: another generator than the reference's", T_OPS + " -k cpu"),
+    (RANDOM_H, "static_cast<uint32_t>(sequence)}", "0}", "C++ noise: every sequence has the same", T_OPS + " -k cpu"),
+    (FLATTEN_H, "words() const { return words_for(rows); }", "words() const { return rows / 32; }", "C++ flatten budget: ancestors beyond the last whole word are lost", T_OPS + " -k cpu"),
 )]
 # fmt: on

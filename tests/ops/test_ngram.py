@@ -3,56 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
 import oracle
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from ops.contracts.backends import assert_bit_equal, backends, cases, check_equal, poisoned
+from ops.contracts.backends import assert_bit_equal, backends, cases, poisoned
 from ops.contracts.ngram import (
-    KNOWN,
-    MEMORIES,
-    VOCAB,
+    LEVELS,
     Known,
+    Levels,
     Memory,
-    answers,
     arguments,
-    changed,
-    check_captured_memory,
-    check_memory,
-    check_mix,
-    check_perturbed,
-    check_remembered_rows,
-    close_candidates,
-    contents,
-    contexts_of,
     indexed,
     joined,
     noise,
+    random_documents,
     tail_of,
-    tree_of,
     two_sources,
-    what_followed,
 )
+from torch.nn.functional import pad
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.corpus import MAX_MATCH, SortedCorpus, corpus_recall, sort_corpus
-from gsd_kernels.ops.history import WEIGHTS, Recollection, Seen, history_append, history_recall
+from gsd_kernels.ops.history import WEIGHTS, Recollection, history_append, history_recall
 from gsd_kernels.ops.history import records as r
+from gsd_kernels.ops.recall_levels import RecalledLevels, recall_levels
 
 pytestmark = pytest.mark.quick
-
-EVERYWHERE = ("reference", "cpu", "interpreter", "triton", "cuda")
-OTHERS = EVERYWHERE[1:]
-SEEDS = {"cpu": range(4), "interpreter": range(3), "triton": range(10), "cuda": range(10)}
-MANY = {
-    f"many sequences {seed}": Memory(
-        capacity=256, ways=8, max_context=4, vocab=6, rows=(300, 64, 64), batch=9, seed=seed
-    )
-    for seed in range(20)
-}
 
 
 @st.composite
@@ -65,23 +47,20 @@ def memories(draw):
         branch=draw(st.integers(1, 3)),
         vocab=draw(st.integers(1, 12)),
         rows=tuple(draw(st.lists(st.integers(0, 70), min_size=1, max_size=4))),
-        batch=draw(st.integers(1, 2)),
         seed=draw(st.integers(0, 10**6)),
     )
 
 
 @backends("reference", "cpu")
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(memories())
 def test_every_set_holds_what_was_inserted_last_in_order(on, case):
     table = case.empty()
     expected = [oracle.NgramTable(case.capacity, case.ways, case.max_context) for _ in range(case.batch)]
     for contexts, tokens, log_probs, valid in case.calls():
         gsd.ngram_insert(table, contexts, tokens, log_probs, valid, backend=on.name)
-        for b, memory in enumerate(expected):
-            for m in range(contexts.shape[1]):
-                if valid[b, m]:
-                    memory.insert(contexts[b, m].tolist(), (tokens[b, m].tolist(), log_probs[b, m].tolist()))
+        for b, m in valid.nonzero().tolist():
+            expected[b].insert(contexts[b, m].tolist(), (tokens[b, m].tolist(), log_probs[b, m].tolist()))
     free = (0, [-1] * case.branch, [0.0] * case.branch)
     for b, memory in enumerate(expected):
         got = list(zip(*(t[b].tolist() for t in (table.keys, table.tokens, table.log_probs)), strict=True))
@@ -91,9 +70,7 @@ def test_every_set_holds_what_was_inserted_last_in_order(on, case):
             assert got[s * case.ways : (s + 1) * case.ways] == listed
 
     queries = case.queries()
-    before = [t.clone() for t in contents(table)]
     tokens, log_probs, matched = gsd.ngram_lookup(table, queries, backend=on.name)
-    assert all(torch.equal(a, b) for a, b in zip(contents(table), before, strict=True)), "a look-up is no use"
     for b, memory in enumerate(expected):
         for w in range(queries.shape[1]):
             entry, length = memory.lookup(queries[b, w].tolist())
@@ -102,61 +79,19 @@ def test_every_set_holds_what_was_inserted_last_in_order(on, case):
             assert (tokens[b, w].tolist(), log_probs[b, w].tolist()) == (entry or nothing)
 
 
-@cases(
-    "case",
-    {
-        **{name: MEMORIES.items() for name in ("cpu", "interpreter")},
-        **{name: {**MEMORIES, **MANY}.items() for name in ("triton", "cuda")},
-    },
-)
-def test_the_table_is_bit_equal(on, case):
-    check_memory(case, on)
-
-
-@backends("cuda")
-def test_captured_insertions_and_lookups(on):
-    check_captured_memory(on)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"capacity": 100}, "capacity: expected a power of two of at least ways=8, got 100"),
-        ({"capacity": 4}, "capacity: .*got 4"),
-        ({"ways": 3}, "ways: expected a power of two from 1 to 16, got 3"),
-        ({"ways": 32}, "ways: .*got 32"),
-        ({"max_context": 9}, "max_context: expected 1 … 8, got 9"),
-    ],
-)
-def test_tables_that_cannot_be_are_refused(arguments, match):
-    with pytest.raises(ValueError, match=match):
-        gsd.NgramTable.empty(1, 3, "cpu", **arguments)
-
-
-def test_short_contexts_are_refused():
-    table, short = gsd.NgramTable.empty(1, 3, "cpu"), torch.zeros(1, 5, 3, dtype=torch.int32)
-    with pytest.raises(ValueError, match="contexts: expected at least max_context=4 tokens of each, got 3; pad"):
-        gsd.ngram_lookup(table, short)
-
-
-@pytest.mark.parametrize("seed", range(5))
-@backends("reference", "cpu")
-def test_mixed_candidates_are_those_of_the_interpolated_distribution(on, seed):
-    tokens, log_probs, others, other_log_probs, weight = two_sources(seed, 4, 3)
-    mixed, mixed_log_probs = gsd.mix_candidates(tokens, log_probs, others, other_log_probs, weight, backend=on.name)
-    for b in range(2):
-        for row in range(5):
-            probs: dict[int, float] = {}
-            w = float(weight[b, row])
-            for ids, lps, share in ((tokens, log_probs, 1 - w), (others, other_log_probs, w)):
-                for token, lp in zip(ids[b, row].tolist(), lps[b, row].tolist(), strict=True):
-                    if token >= 0 and share > 0:
-                        probs[token] = probs.get(token, 0.0) + share * math.exp(lp)
-            best = sorted(probs.values(), reverse=True)[:4]
-            got = list(zip(mixed[b, row].tolist(), mixed_log_probs[b, row].tolist(), strict=True))
-            assert [lp == float("-inf") for t, lp in got if t < 0] == [True] * (4 - len(best))
-            assert [math.exp(lp) for t, lp in got if t >= 0] == pytest.approx(best, abs=1e-6)
-            assert all(math.exp(lp) == pytest.approx(probs[t], abs=1e-6) for t, lp in got if t >= 0)
+def test_mixed_candidates_are_those_of_the_interpolated_distribution():
+    tokens, log_probs, others, other_log_probs, weight = two_sources(0, 4, 3)
+    mixed, mixed_log_probs = gsd.mix_candidates(tokens, log_probs, others, other_log_probs, weight, backend="reference")
+    for at in torch.ones_like(weight).nonzero().tolist():
+        b, row, probs, w = *at, Counter(), float(weight[tuple(at)])
+        for ids, lps, share in ((tokens, log_probs, 1 - w), (others, other_log_probs, w)):
+            for token, lp in zip(ids[b, row].tolist(), lps[b, row].tolist(), strict=True):
+                if token >= 0 and share > 0:
+                    probs[token] += share * math.exp(lp)
+        got = {t: math.exp(p) for t, p in zip(mixed[b, row].tolist(), mixed_log_probs[b, row].tolist(), strict=True)}
+        got.pop(-1, None)
+        assert list(got.values()) == pytest.approx(sorted(probs.values(), reverse=True)[:4], abs=1e-6)
+        assert got == pytest.approx({t: probs[t] for t in got}, abs=1e-6)
 
 
 @backends("reference", "cpu")
@@ -167,69 +102,6 @@ def test_perturbed_candidates_of_a_whole_vocabulary_are_the_drafts(on):
     log_probs = logits.log_softmax(-1).gather(-1, tokens.long())
     found = gsd.perturb_candidates(tokens, log_probs, positions, **keys)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("branch", [1, 4, 5, 32])
-@backends(*OTHERS)
-def test_perturbed_candidates_equal_the_reference(on, branch):
-    for seed in SEEDS[on.id]:
-        check_perturbed(seed, branch, on)
-
-
-@pytest.mark.parametrize(("branch", "others"), [(4, 4), (1, 1), (3, 7), (32, 32)])
-@backends(*OTHERS)
-def test_mixed_candidates_equal_the_reference(on, branch, others):
-    seeds = SEEDS[on.id]
-    assert sum(check_mix(seed, branch, others, on) for seed in seeds) <= len(seeds)
-
-
-@backends(*EVERYWHERE)
-def test_nan_comes_first_and_ties_keep_their_order(on):
-    tokens = torch.tensor([[[5, 6, 7]]], dtype=torch.int32)
-    log_probs = torch.tensor([[[-1.0, math.nan, -1.0]]])
-    others = torch.tensor([[[8]]], dtype=torch.int32), torch.tensor([[[-1.0]]])
-    mixed, _ = gsd.mix_candidates(*on.to((tokens, log_probs, *others, torch.tensor([[0.5]]))), backend=on.name)
-    assert mixed.tolist() == [[[6, 5, 7]]]
-
-
-FEW = {name: MEMORIES[name] for name in ("usual", "single tokens", "long contexts")}
-
-
-@cases(
-    "case", {"cpu": MEMORIES.items(), "interpreter": FEW.items(), "triton": MEMORIES.items(), "cuda": MEMORIES.items()}
-)
-def test_rows_are_remembered_and_nodes_recalled(on, case):
-    check_remembered_rows(case, on)
-
-
-def test_an_index_into_no_table_is_refused():
-    with pytest.raises(ValueError, match="weight: expected a table with an index"):
-        gsd.mix_candidates(*two_sources(0, 4, 3), index=torch.zeros(2, 5, dtype=torch.int32))
-
-
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", KNOWN)
-@backends("cpu", "cuda")
-def test_the_compiled_mixture_is_the_references(on, name, sampled):
-    case = KNOWN[name]
-    (known, text), (theirs, _) = case.build("reference" if on.device == "cuda" else on.name), case.build()
-    assert_bit_equal(known.tensors(), theirs.tensors())
-    known = on.to(known)
-    graph = case.graph(text)
-    nodes = torch.arange(-1, min(12, graph.capacity), dtype=torch.int32).repeat(case.batch, 1)
-    draws = noise(case.batch) if sampled else {}
-    with poisoned():
-        got = history_recall(known, *on.to((graph, nodes)), **on.to(draws), backend=on.name)
-    got = tuple(t.cpu() for t in got)
-    expected = history_recall(theirs, graph, nodes, **draws, backend="reference")
-    close_candidates(got, expected, 2e-5 if sampled else 1e-6)
-    assert torch.equal(got[2], expected[2])
-    if name == "nothing read":
-        assert (got[2] == 0).all() and (got[0] < 0).all()
-    elif case.text:
-        assert (got[0] >= 0).any() and got[2].max() == r.COPIED
-    total = torch.where(got[0] >= 0, got[1].double().exp(), 0.0).sum(-1)
-    assert (total <= 1.0 + 1e-6).all()
 
 
 def history_of(texts, **weights):
@@ -258,8 +130,8 @@ def graph_behind(text, drafted=()):
     return graph
 
 
-@pytest.mark.parametrize("length", [5, 9, 30, 60])
-@pytest.mark.parametrize("drafted", [0, 1, 3])
+@pytest.mark.parametrize("length", [5, 60])
+@pytest.mark.parametrize("drafted", [0, 3])
 @backends("cpu", "reference")
 def test_a_match_has_no_longest_length_and_runs_on_through_the_draft(on, length, drafted):
     """Of two places that end alike the longer match wins, though the other is newer; drafted tokens count."""
@@ -313,69 +185,75 @@ def test_a_text_in_pieces_is_the_text_at_once_as_far_as_there_is_room(on):
     assert known.length.tolist() == [0, 0] and not known.heads.any()
 
 
-@backends("cpu", "reference")
-def test_of_each_sequence_as_many_tokens_are_appended_as_it_says(on):
-    known = changed(KNOWN["nothing read"], batch=3).build()[0]
-    known.clear()
-    tokens = torch.arange(12, dtype=torch.int32).view(3, 4)
-    history_append(known, tokens, torch.tensor([4, 0, 2], dtype=torch.int32), backend=on.name)
-    assert known.length.tolist() == [4, 0, 2] and known.text[2, :2].tolist() == [8, 9]
+def one_by_one(case: Levels, sampled: bool, backend: str) -> tuple[gsd.TokenGraph, RecalledLevels]:
+    """The levels by the ops that they are made of."""
+    known, graph, frontier = case.build()
+    options = case.options(sampled)
+    asked = {name: options[name] for name in noise(1)} if sampled else {}
+    merged = {"width": case.width, "config": case.config}
+    nodes, found = pad(frontier, (0, case.width - frontier.shape[1]), value=-1), []
+    for number in range(options["level"], options["level"] + case.levels):
+        tokens, log_probs, matched = history_recall(known, graph, nodes, **asked, backend=backend)
+        absent = nodes < 0
+        tokens = tokens.masked_fill(absent[..., None], -1)
+        log_probs = log_probs.masked_fill(absent[..., None], -torch.inf)
+        found.append(RecalledLevels(nodes, tokens, log_probs, matched.masked_fill(absent, 0)))
+        nodes = gsd.merge(graph, nodes, tokens, log_probs, level=number, **merged, backend=backend).node_ids
+    return graph, RecalledLevels(*(torch.cat(parts, 1) for parts in zip(*found, strict=True)))
 
 
-def step_of(case, known, number):
-    """A step's tokens, how many of them, and what the target found likely at its rows."""
-    _, rows, tail = tree_of(Memory(batch=case.batch, vocab=case.vocab), number)
-    gen = torch.Generator().manual_seed(number)
-    shape = (*rows.token_ids.shape, known.table.tokens.shape[2])
-    best = torch.randint(-1, case.vocab, shape, generator=gen).int()
-    chances = torch.rand(shape, generator=gen).log()
-    tokens = torch.randint(0, case.vocab, (case.batch, 6), generator=gen).int()
-    accepted = torch.randint(-1, shape[1], (case.batch, 6), generator=gen).int()
-    counts = torch.randint(0, 7, (case.batch,), generator=gen).int()
-    return tokens, counts, Seen(rows, tail, accepted, best, chances)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@cases("name", {"cpu": zip(LEVELS, LEVELS, strict=True), "reference": [("runs dry", "runs dry")]})
+def test_levels_are_those_of_recall_and_merge(on, name, sampled):
+    case = LEVELS[name]
+    expected_graph, expected = one_by_one(case, sampled, on.name)
+    known, graph, frontier = case.build()
+    with poisoned():
+        found = recall_levels(known, graph, frontier, **case.options(sampled), backend=on.name)
+    assert_bit_equal(found, expected)
+    assert_bit_equal(graph, expected_graph)
+    grown = graph.depths.max() - int(case.opened)
+    if name == "nothing known":
+        assert grown == 0 and (found.tokens < 0).all()
+    elif name == "runs dry":
+        assert (found.node_ids >= 0).sum() > 0 and (found.node_ids[:, -case.width :] < 0).all(1).any()
+    else:
+        assert grown >= min(case.levels, 5) - 1
 
 
-@pytest.mark.parametrize("name", KNOWN)
-@backends("cpu", "cuda")
-def test_what_a_step_leaves_is_the_references(on, name):
-    case = KNOWN[name]
-    known, _ = case.build()
-    for number in range(4):
-        tokens, counts, seen = step_of(case, known, number)
-        seen = None if number == 2 else seen  # nothing was drafted
-        _, (known, *_) = check_equal(history_append, on, known, tokens, counts, seen)
-    assert known.length.min() > case.text
-
-
-@backends("cpu", "reference")
-def test_a_sequence_that_emits_nothing_keeps_its_runners_up(on):
-    known = KNOWN["usual"].build()[0]
-    before = [t.clone() for t in known.tensors()[3:]]
-    tokens, _, seen = step_of(KNOWN["usual"], known, 0)
-    history_append(known, tokens, torch.zeros(2, dtype=torch.int32), seen, backend=on.name)
-    assert_bit_equal(known.tensors()[3:], before)
+TABLE = partial(gsd.NgramTable.empty, 1, 3, "cpu")
+HISTORY = partial(
+    Recollection.empty, gsd.NgramTable.empty(2, 4, "cpu"), weights=torch.zeros(WEIGHTS, dtype=torch.float64)
+)
+LOOKUP, MIX = partial(gsd.ngram_lookup, TABLE()), partial(gsd.mix_candidates, *two_sources(0, 4, 3))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "match"),
+    ("make", "wrong", "match"),
     [
-        ({"weights": torch.zeros(3, dtype=torch.float64)}, "weights: expected shape"),
-        ({"weights": torch.zeros(WEIGHTS)}, "weights: expected float64"),
-        ({"hashes": 12}, "hashes: expected a power of two, got 12"),
-        ({"learned": gsd.NgramTable.empty(2, 4, "cpu")}, "learned.keys: expected shape"),
+        (TABLE, {"capacity": 100}, "capacity: expected a power of two of at least ways=8, got 100"),
+        (TABLE, {"capacity": 4}, "capacity: .*got 4"),
+        (TABLE, {"ways": 3}, "ways: expected a power of two from 1 to 16, got 3"),
+        (TABLE, {"max_context": 9}, "max_context: expected 1 … 8, got 9"),
+        (HISTORY, {"weights": torch.zeros(3, dtype=torch.float64)}, "weights: expected shape"),
+        (HISTORY, {"weights": torch.zeros(WEIGHTS)}, "weights: expected float64"),
+        (HISTORY, {"hashes": 12}, "hashes: expected a power of two, got 12"),
+        (HISTORY, {"learned": gsd.NgramTable.empty(2, 4, "cpu")}, "learned.keys: expected shape"),
+        (LOOKUP, {"contexts": torch.zeros(1, 5, 3).int()}, "contexts: expected at least max_context=4 tokens of each"),
+        (MIX, {"index": torch.zeros(2, 5).int()}, "weight: expected a table with an index"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_history_of_other_sizes_is_refused(wrong, match):
-    given = {"weights": torch.zeros(WEIGHTS, dtype=torch.float64)} | wrong
+def test_tables_that_cannot_be_are_refused(make, wrong, match):
     with pytest.raises((TypeError, ValueError), match=match):
-        Recollection.empty(gsd.NgramTable.empty(2, 4, "cpu"), **given)
+        make(**wrong)
 
 
 few = st.integers(0, 3)
 documents = st.lists(st.lists(few, max_size=40), min_size=1, max_size=4).filter(lambda ds: sum(map(len, ds)) > 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(documents)
 @example([[3, *[0] * 14, 1], [2, *[0] * 14, 1]])  # alike in 14 tokens
 def test_positions_are_sorted_by_their_contexts(given_documents):
@@ -395,59 +273,59 @@ def test_positions_are_sorted_by_their_contexts(given_documents):
     assert following.tolist() == text[order + 1].tolist()
 
 
-@settings(max_examples=60, deadline=None)
+def what_followed(documents: Sequence[Sequence[int]], context: Sequence[int], vocab: int) -> tuple[dict, int]:
+    """Probabilities of what followed a context (nearest token last), as the op's docstring defines them; few enough
+    occurrences that all are counted."""
+    context = list(context)[-MAX_MATCH:]
+
+    def following(n: int) -> list[int]:
+        found = []
+        for d in documents:
+            found += [d[i + 1] for i in range(n - 1, len(d) - 1) if list(d[i - n + 1 : i + 1]) == context[-n:]]
+        return found
+
+    matched = max((n for n in range(1, len(context) + 1) if following(n)), default=0)
+    probs, rest, n = Counter(), 1.0, matched
+    for _ in range(3):
+        if n == 0:
+            break
+        counts = Counter(token for token in following(n) if token < vocab)
+        total, unseen = sum(counts.values()), len(counts) / n
+        assert len(following(n)) <= 64, "too many to compare"
+        for token, count in counts.items():
+            probs[token] += rest * count / (total + unseen)
+        rest *= unseen / (total + unseen) if total else 1.0
+        n = 0 if total >= 32 else n // 2
+    return dict(probs), matched if probs else 0
+
+
+@settings(max_examples=40, deadline=None)
 @given(documents, st.lists(few, min_size=1, max_size=20), st.lists(few, max_size=3))
 def test_a_look_up_is_what_a_search_by_brute_force_finds(given_documents, text, below):
-    corpus = indexed(given_documents)
-    asked = arguments(corpus, [text], [below])
+    asked = arguments(indexed(given_documents), [text], [below])
     for backend in ("reference", "auto"):
-        found = corpus_recall(*asked, vocab=3, backend=backend)
-        assert answers(found, 0, 0) == ({}, 0)
-        for node, context in enumerate(contexts_of([text], [below])[0], 1):
+        tokens, log_probs, lengths = (t[0] for t in corpus_recall(*asked, vocab=3, backend=backend))
+        assert (tokens[0] < 0).all() and lengths[0] == 0
+        for node in range(len(below) + 1):
             try:
-                probs, matched = what_followed(given_documents, context, vocab=3)
+                probs, matched = what_followed(given_documents, [*text, *below[:node]], vocab=3)
             except AssertionError:
                 continue
-            got, length = answers(found, 0, node)
-            assert length == matched
-            assert got == pytest.approx(probs, rel=1e-5)
-
-
-def random_documents(seed: int, vocab: int, sizes: tuple[int, ...]) -> list[list[int]]:
-    gen = np.random.default_rng(seed)
-    return [gen.integers(0, vocab, size).tolist() for size in sizes]
-
-
-CORPORA = {
-    "few tokens": (random_documents(0, 3, (500, 40)), 3),
-    "many tokens": (random_documents(1, VOCAB, (2000,)), VOCAB),
-    "one token repeated": ([[5] * 700], 6),
-    "one pair": ([[1, 2]], 4),
-    "no entry": ([[4]], 5),
-}
-
-
-@pytest.mark.parametrize("name", CORPORA)
-@backends("cpu")
-def test_compiled_and_reference_agree(on, name):
-    given_documents, vocab = CORPORA[name]
-    gen = np.random.default_rng(7)
-    texts = [given_documents[0][-12:], gen.integers(0, vocab, 30).tolist(), [5]]
-    asked = arguments(indexed(given_documents), texts, [[1, 2, 0], [0], []])
-    (_, log_probs, _), _ = check_equal(corpus_recall, on, *asked, vocab=VOCAB, most=corpus_recall.tolerance)
-    assert (log_probs.diff(dim=-1).nan_to_num(0.0) <= 0).all(), "best first"
+            row = zip(tokens[node + 1].tolist(), log_probs[node + 1].exp().tolist(), strict=True)
+            assert lengths[node + 1] == matched
+            assert {t: p for t, p in row if t >= 0} == pytest.approx(probs, rel=1e-5)
 
 
 @backends("cpu", "reference")
 def test_nothing_in_a_damaged_index_leads_outside_of_it(on):
     corpus = indexed(random_documents(3, 4, (300,)))
     gen = torch.Generator().manual_seed(0)
-
-    def noise(like):
-        return torch.randint(-(2**31), 2**31 - 1, like.shape, generator=gen).int()
-
     for _ in range(10):
-        damaged = SortedCorpus(corpus.text, noise(corpus.order), noise(corpus.following))
+        order, following = (
+            torch.randint(-(2**31), 2**31 - 1, like.shape, generator=gen).int()
+            for like in (corpus.order, corpus.following)
+        )
+        damaged = SortedCorpus(corpus.text, order, following)
         tokens, log_probs, matched = corpus_recall(
             *arguments(damaged, [[1, 2, 3, 0, 1]], [[2, 3]]), vocab=4, backend=on.name
         )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from models import noised, prompts, rotated, tiny
-from ops.contracts.select_rows import CONFIG, problem
+from ops.contracts.step import CONFIG, problem
 from simulated import DISTURBANCES, EASY, HOPELESS, LOOKED_UP, MACHINES, USUAL, World, experience, start
 
 import gsd_kernels as gsd

@@ -42,5 +42,6 @@ update_edge_model = Op(
     ranked=("cpu",),
     lacks=("triton",),
     own={"cpu": updated},
+    tolerance=1e-9,
     flat=lambda graph, before, nodes, picked, posterior, noise: edges(graph, before, nodes, picked, *posterior, noise),
 )

@@ -8,14 +8,24 @@ from typing import Any
 
 import torch
 from graphs import drafted, tails
-from ops.contracts.attention import small_case
-from ops.contracts.decoder import decoder_case, feature_case
-from ops.contracts.graph import rows_case
+from ops.contracts.decoder import decoder_case, feature_case, small_case
 from ops.contracts.ngram import KNOWN, Memory, arguments, indexed, remembered, tail_of, tree_of, two_sources
-from ops.contracts.sampling import sampling_inputs
-from ops.contracts.select_rows import path, posterior, problem
+from ops.contracts.step import (
+    EQUAL,
+    chained,
+    fed,
+    graph_of,
+    int32,
+    mixture,
+    path,
+    posterior,
+    problem,
+    questions,
+    sampling_inputs,
+    state,
+    texts,
+)
 from ops.contracts.step import accepted as accepted_rows
-from ops.contracts.step import chained, fed, graph_of, int32, mixture, questions, state, texts
 
 import gsd_kernels as gsd
 from gsd_kernels.ops import step
@@ -172,45 +182,17 @@ def ngram_tensors():
     return table.keys, table.tokens, table.log_probs
 
 
-def named_inputs(op: Callable[..., Any], count: int) -> dict[str, Any]:
-    """The first of an op's inputs by name, for the reference."""
-    return dict(zip(signature(op).parameters, op_inputs()[op.__name__][:count], strict=False)) | {
-        "backend": "reference"
-    }
+TENSORS = {gsd.sample_rows: 4, gsd.commit_kv: 5, gsd.write_kv: 5}
+"""As many of the operator's arguments the reference takes as well."""
 
 
-def attention_arguments():
-    return small_case(0) | {"backend": "reference"}
-
-
-def verify_arguments():
-    rows, config, picked, more = rows_case(4)
-    return {
-        "rows": rows,
-        "sampled": picked,
-        **more,
-        "done": torch.zeros(4, dtype=torch.bool),
-        "max_path": config.max_path,
-        "backend": "reference",
-    }
-
-
-def merge_arguments():
-    config = gsd.GraphConfig(depth=2, width=2, branch=3, max_rows=8)
-    graph = gsd.TokenGraph.empty(2, config, "cpu")
-    graph.reset(torch.zeros(2, dtype=torch.int32), torch.full((2, 8), -1, dtype=torch.int32))
-    return {
-        "graph": graph,
-        "frontier": graph.root_frontier(),
-        "cand_tokens": torch.arange(3, dtype=torch.int32).expand(2, 1, 3).contiguous(),
-        "cand_log_probs": torch.full((2, 1, 3), -1.0),
-        "level": 0,
-        "width": 2,
-        "merge_context": 0,
-        "backend": "reference",
-    }
-
-
-def flatten_arguments():
-    config = gsd.GraphConfig(depth=2, width=2, branch=3, max_rows=8)
-    return {"graph": drafted(config, vocab=6), "max_rows": 8, "max_path": 4, "backend": "reference"}
+def good(op: Callable[..., Any]) -> dict[str, Any]:
+    """What an op's reference takes, by name."""
+    named: dict[str, Any] = {}
+    if op is gsd.dag_attention:
+        arguments, named = (), small_case(0)
+    elif op in TENSORS:
+        arguments = op_inputs()[op.__name__][: TENSORS[op]]
+    else:
+        arguments, named = next(EQUAL[op.__name__][2]())
+    return dict(zip(signature(op).parameters, arguments, strict=False)) | named | {"backend": "reference"}

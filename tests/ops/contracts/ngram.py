@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from graphs import drafted
-from ops.contracts.backends import Backend, assert_bit_equal, check_equal, poisoned
+from ops.contracts.step import Case
 from torch import Tensor
 from torch.nn.functional import pad
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.corpus import MAX_MATCH, SortedCorpus, sort_corpus
-from gsd_kernels.ops.history import WEIGHTS, Recollection, history_append
+from gsd_kernels.ops.corpus import SortedCorpus, corpus_recall, sort_corpus
+from gsd_kernels.ops.history import WEIGHTS, Recollection, Seen, history_append, history_recall
 from gsd_kernels.ops.ngram import ngram_recall, ngram_remember
-from gsd_kernels.ops.table import OPS
+from gsd_kernels.ops.recall_levels import recall_levels
 
 
 @dataclass(frozen=True)
@@ -94,19 +96,21 @@ def remembered(seed: int, branch: int, rows: tuple[int, int] = (2, 5)) -> tuple[
     return tokens, log_probs, torch.randint(0, 1000, rows, generator=gen).int()
 
 
-def contents(table: gsd.NgramTable) -> list[Tensor]:
-    """The table's tensors as bits."""
-    return [table.keys, table.tokens, table.log_probs.view(torch.int32)]
+def insert_cases() -> Iterator[Case]:
+    """Calls one after the other into one table."""
+    for case in MEMORIES.values():
+        table = case.empty()
+        for call in case.calls():
+            yield (table, *call), {}
+            gsd.ngram_insert(table, *call, backend="reference")
 
 
-def check_memory(case: Memory, on: Backend) -> None:
-    """The table after every call, bit for bit, and what it answers."""
-    table = case.empty()
-    for call in case.calls():
-        _, (table, *_) = check_equal(gsd.ngram_insert, on, table, *call)
-    assert (table.keys != 0).any()
-    (_, _, matched), _ = check_equal(gsd.ngram_lookup, on, table, case.queries())
-    assert 0 in matched and matched.max() >= min(2, case.max_context)
+def lookup_cases() -> Iterator[Case]:
+    for case in MEMORIES.values():
+        table = case.empty()
+        for call in case.calls():
+            gsd.ngram_insert(table, *call, backend="reference")
+        yield (table, case.queries()), {}
 
 
 def tree_of(case: Memory, seed: int) -> tuple[gsd.TokenGraph, gsd.Rows, Tensor]:
@@ -116,84 +120,40 @@ def tree_of(case: Memory, seed: int) -> tuple[gsd.TokenGraph, gsd.Rows, Tensor]:
     return graph, gsd.flatten(graph, 20, 6, backend="reference"), graph.contexts[:, 0].contiguous()
 
 
-def check_remembered_rows(case: Memory, on: Backend) -> None:
-    """The table after steps' rows, and what it recalls after nodes of another graph: with noise within 2e-5."""
-    table = case.empty()
-    for seed in range(3):
-        _, rows, tail = tree_of(case, seed)
-        gen = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(-1, 1000, (case.batch, 20, case.branch), generator=gen).int()
-        log_probs = torch.rand(tokens.shape, generator=gen).log()
-        _, (table, *_) = check_equal(ngram_remember, on, table, rows, tail, tokens, log_probs)
-    graph, _, _ = tree_of(case, 1)
-    nodes = torch.arange(-1, 9, dtype=torch.int32).repeat(case.batch, 1)
-    for drawn in ({}, noise(case.batch)):
-        most = 2e-5 if drawn else 0.0
-        (tokens, log_probs, matched), _ = check_equal(ngram_recall, on, table, graph, nodes, **drawn, most=most)
-        assert torch.equal(log_probs == float("-inf"), tokens < 0)
-        assert matched.max() >= min(2, case.max_context)
+def remember_cases() -> Iterator[Case]:
+    """Rows of three steps."""
+    for case in MEMORIES.values():
+        table = case.empty()
+        for seed in range(3):
+            _, rows, tail = tree_of(case, seed)
+            gen = torch.Generator().manual_seed(seed)
+            tokens = torch.randint(-1, 1000, (case.batch, 20, case.branch), generator=gen).int()
+            given = (table, rows, tail, tokens, torch.rand(tokens.shape, generator=gen).log())
+            yield given, {}
+            ngram_remember(*given, backend="reference")
 
 
-def check_mix(seed: int, branch: int, others: int, on: Backend) -> int:
-    """Log-probabilities within 1e-5, tokens equal but for near ties. Returns how many differ."""
-    arguments = two_sources(seed, branch, others)
-    with poisoned():
-        tokens, log_probs = (
-            t.cpu() for t in gsd.mix_candidates(*(t.to(on.device) for t in arguments), backend=on.name)
-        )
-        table = arguments[4].flatten()  # each row's weight looked up instead
-        index = torch.arange(table.numel(), dtype=torch.int32).view_as(arguments[4])
-        looked_up = gsd.mix_candidates(*on.to((*arguments[:4], table)), index=on.to(index), backend=on.name)
-        first = on.to((*arguments[:4], table)), on.to((*arguments[:4], table[0].expand_as(arguments[4]).contiguous()))
-        assert_bit_equal(*(gsd.mix_candidates(*given, backend=on.name) for given in first))
-    assert torch.equal(looked_up[0].cpu(), tokens) and torch.equal(looked_up[1].cpu(), log_probs)
-    expected, expected_log_probs = gsd.mix_candidates(*arguments, backend="reference")
-    assert tokens.dtype == torch.int32 and torch.equal(tokens < 0, expected < 0)
-    assert torch.equal(log_probs == float("-inf"), expected < 0)
-    real = expected >= 0
-    most = OPS["mix_candidates"].tolerance
-    torch.testing.assert_close(log_probs[real], expected_log_probs[real], atol=most, rtol=0)
-    differ = (tokens != expected).nonzero().tolist()
-    for b, row, place in differ:  # the token must be elsewhere in the expected order, or just beyond its end
-        near = (expected_log_probs[b, row] - expected_log_probs[b, row, place]).abs() <= most
-        assert near.sum() > 1 or place == branch - 1, (expected[b, row], tokens[b, row])
-    return len(differ)
+def recall_cases() -> Iterator[Case]:
+    """After nodes of another graph; with noise every second time."""
+    steps = list(remember_cases())[2::3]
+    for number, (case, ((table, *_), _)) in enumerate(zip(MEMORIES.values(), steps, strict=True)):
+        nodes = torch.arange(-1, 9, dtype=torch.int32).repeat(case.batch, 1)
+        yield (table, tree_of(case, 1)[0], nodes), noise(case.batch) if number % 2 else {}
 
 
-def check_perturbed(seed: int, branch: int, on: Backend) -> None:
-    """The same noise to the bit, log-probabilities within 1e-5 (relative to 22, the largest noise)."""
-    inputs = remembered(seed, branch)
-    keys = {"seed": torch.tensor(-5 - seed), "sequence_ids": torch.tensor([3, 90_000], dtype=torch.int32)}
-    found, _ = check_equal(gsd.perturb_candidates, on, *inputs, **keys, most=OPS["perturb_candidates"].tolerance)
-    assert torch.equal(found == float("-inf"), (inputs[0] < 0) | (inputs[1] == float("-inf")))
+def perturb_cases() -> Iterator[Case]:
+    for branch in (1, 4, 5, 32):
+        keys = {"seed": torch.tensor(-5 - branch), "sequence_ids": torch.tensor([3, 90_000], dtype=torch.int32)}
+        yield remembered(branch, branch), keys
 
 
-def check_captured_memory(on: Backend) -> None:
-    """An insertion and a look-up captured in a CUDA graph, replayed with other contents of the same tensors."""
-    case = Memory(capacity=128, ways=8, max_context=4, branch=4, vocab=5, rows=(64, 64, 64))
-    ours, theirs, calls = case.empty(on.device), case.empty(), case.calls()
-    inputs = [t.to(on.device) for t in calls[0]]
-    asked = case.queries().to(on.device)
-
-    def step() -> tuple[Tensor, ...]:
-        gsd.ngram_insert(ours, *inputs, backend=on.name)
-        return gsd.ngram_lookup(ours, asked, backend=on.name)
-
-    step()
-    gsd.ngram_insert(theirs, *calls[0], backend="reference")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        answers = step()
-    for call in calls[1:]:
-        for static, new in zip(inputs, call, strict=True):
-            static.copy_(new)
-        graph.replay()
-        gsd.ngram_insert(theirs, *call, backend="reference")
-        for got, expected in zip(contents(ours), contents(theirs), strict=True):
-            assert torch.equal(got.cpu(), expected)
-        for got, expected in zip(answers, gsd.ngram_lookup(theirs, case.queries(), backend="reference"), strict=True):
-            assert torch.equal(got.cpu(), expected)
+def mix_cases() -> Iterator[Case]:
+    """Each row's weight given, and looked up in a table of them."""
+    for seed, sizes in enumerate([(4, 4), (1, 1), (3, 7), (32, 32)]):
+        *sources, weight = two_sources(seed, *sizes)
+        yield (*sources, weight), {}
+        index = torch.arange(weight.numel(), dtype=torch.int32).view_as(weight)
+        yield (*sources, weight.flatten()), {"index": index} if seed else {}
 
 
 @dataclass(frozen=True)
@@ -288,22 +248,85 @@ def noise(batch: int) -> dict[str, Tensor]:
     return {"first_pick": sequences + 7, "seed": torch.tensor(-3), "sequence_ids": sequences + 2}
 
 
-def close_candidates(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], atol: float) -> None:
-    """Equal but for rounding: of candidates as likely as each other any order."""
-    (tokens, log_probs), (other_tokens, others) = got[:2], expected[:2]
-    assert torch.equal(tokens < 0, other_tokens < 0) and torch.equal(log_probs == -torch.inf, tokens < 0)
-    torch.testing.assert_close(log_probs, others, atol=atol, rtol=0)
-    for at in (tokens != other_tokens).nonzero().tolist():
-        chances = others[tuple(at[:-1])]
-        near = (chances - chances[at[-1]]).abs() <= 2 * atol
-        assert near.sum() > 1 or at[-1] == chances.shape[0] - 1
+def known_cases(sampled: bool) -> Iterator[Case]:
+    for case in KNOWN.values():
+        known, text = case.build()
+        graph = case.graph(text)
+        nodes = torch.arange(-1, min(12, graph.capacity), dtype=torch.int32).repeat(case.batch, 1)
+        yield (known, graph, nodes), noise(case.batch) if sampled else {}
 
 
-def changed(case: Known, **changes: object) -> Known:
-    return replace(case, **changes)
+def append_cases() -> Iterator[Case]:
+    """Four steps: tokens, how many of them, and what the target found likely at the rows."""
+    for case in KNOWN.values():
+        known, _ = case.build()
+        for number in range(4):
+            _, rows, tail = tree_of(Memory(batch=case.batch, vocab=case.vocab), number)
+            gen = torch.Generator().manual_seed(number)
+            shape = (*rows.token_ids.shape, known.table.tokens.shape[2])
+            best = torch.randint(-1, case.vocab, shape, generator=gen).int()
+            tokens = torch.randint(0, case.vocab, (case.batch, 6), generator=gen).int()
+            accepted = torch.randint(-1, shape[1], (case.batch, 6), generator=gen).int()
+            seen = Seen(rows, tail, accepted, best, torch.rand(shape, generator=gen).log())
+            counts = torch.randint(0, 7, (case.batch,), generator=gen).int()
+            yield (known, tokens, counts, None if number == 2 else seen), {}  # once nothing was drafted
+            history_append(known, tokens, counts, seen, backend="reference")
 
 
-VOCAB = 50
+@dataclass(frozen=True)
+class Levels:
+    """A history of few tokens, so that look-ups go on for several levels, and a graph."""
+
+    known: Known = field(default_factory=lambda: Known(remembered=3))
+    width: int = 4
+    levels: int = 5
+    opened: bool = False  # a level of another source comes before
+    padded: int = 0  # absent nodes of the given frontier
+    rules: dict[str, float] = field(default_factory=dict)
+
+    def build(self) -> tuple[Recollection, gsd.TokenGraph, Tensor]:
+        """History, graph and frontier."""
+        known, text = self.known.build()
+        graph = gsd.TokenGraph.empty(self.known.batch, self.config.replace(history_width=8), "cpu")
+        graph.reset(text[:, -1].contiguous(), tail_of(text))
+        frontier = graph.root_frontier()
+        if self.opened:
+            branch = self.known.branch
+            first = torch.arange(branch, dtype=torch.int32).expand(self.known.batch, 1, -1).contiguous()
+            chances = torch.linspace(-0.5, -1.5, branch).expand(first.shape).contiguous()
+            level = {"level": 0, "width": self.width, "config": self.config, "backend": "reference"}
+            frontier = gsd.merge(graph, frontier, first, chances, **level).node_ids
+            frontier[0, self.width - self.padded :] = -1
+        return known, graph, frontier
+
+    @property
+    def config(self) -> gsd.GraphConfig:
+        sizes = {"width": self.width, "branch": self.known.branch, "max_rows": 24, "merge_context": 2}
+        history = {"history_depth": self.levels, "history_width": self.width}
+        return gsd.GraphConfig(depth=int(self.opened), **sizes | history | self.rules)
+
+    def options(self, sampled: bool) -> dict[str, object]:
+        options = {"level": int(self.opened), "config": self.config}
+        return options | (noise(self.known.batch) if sampled else {})
+
+
+ONE = Known(batch=1, branch=1, remembered=1)
+LEVELS = {
+    "from the root": Levels(),
+    "padded frontier": Levels(opened=True, padded=2),
+    "none given": Levels(Known(batch=1, remembered=3), opened=True, padded=4),  # the next takes what the graph holds
+    "nothing known": Levels(Known(text=0, runners=0)),
+    "few tokens again": Levels(Known(vocab=40, text=50), levels=9),
+    "runs dry": Levels(rules={"min_prob": math.exp(-2.0), "sibling_ratio": 0.5}),
+    "no merging": Levels(rules={"merge_context": -1}),
+    "one of each": Levels(ONE, width=1, levels=1),
+    "many sequences": Levels(Known(batch=19, branch=2, remembered=4), opened=True, levels=2),  # several threads
+}
+
+
+def level_cases() -> Iterator[Case]:
+    for case in LEVELS.values():
+        yield case.build(), case.options(False)
 
 
 def joined(documents: Sequence[Sequence[int]]) -> np.ndarray:
@@ -342,37 +365,37 @@ def arguments(corpus: SortedCorpus, texts: Sequence[Sequence[int]], drafted: Seq
     return [corpus, graph, nodes, tokens, end, start]
 
 
-def what_followed(documents: Sequence[Sequence[int]], context: Sequence[int], vocab: int = VOCAB) -> tuple[dict, int]:
-    """Probabilities of what followed a context (nearest token last), as the op's docstring defines them; few enough
-    occurrences that all are counted."""
-    context = list(context)[-MAX_MATCH:]
-
-    def following(n: int) -> list[int]:
-        found = []
-        for d in documents:
-            found += [d[i + 1] for i in range(n - 1, len(d) - 1) if list(d[i - n + 1 : i + 1]) == context[-n:]]
-        return found
-
-    matched = max((n for n in range(1, len(context) + 1) if following(n)), default=0)
-    probs, rest, n = Counter(), 1.0, matched
-    for _ in range(3):
-        if n == 0:
-            break
-        counts = Counter(token for token in following(n) if token < vocab)
-        total, unseen = sum(counts.values()), len(counts) / n
-        assert len(following(n)) <= 64, "too many to compare"
-        for token, count in counts.items():
-            probs[token] += rest * count / (total + unseen)
-        rest *= unseen / (total + unseen) if total else 1.0
-        n = 0 if total >= 32 else n // 2
-    return dict(probs), matched if probs else 0
+def random_documents(seed: int, vocab: int, sizes: tuple[int, ...]) -> list[list[int]]:
+    gen = np.random.default_rng(seed)
+    return [gen.integers(0, vocab, size).tolist() for size in sizes]
 
 
-def contexts_of(texts: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-    """The context of every asked node of :func:`arguments` but the first, which is padding."""
-    return [[[*text, *below[:n]] for n in range(len(below) + 1)] for text, below in zip(texts, drafted, strict=True)]
+def corpus_cases() -> Iterator[Case]:
+    gen = np.random.default_rng(7)
+    for documents, vocab in (
+        (random_documents(0, 3, (500, 40)), 3),
+        (random_documents(1, 50, (2000,)), 50),
+        ([[5] * 700], 6),
+        ([[1, 2]], 4),
+        ([[4]], 5),  # no entry
+    ):
+        texts = [documents[0][-12:], gen.integers(0, vocab, 30).tolist(), [5]]
+        yield tuple(arguments(indexed(documents), texts, [[1, 2, 0], [0], []])), {"vocab": 50}
 
 
-def answers(found: tuple[Tensor, Tensor, Tensor], row: int, node: int) -> tuple[dict[int, float], int]:
-    tokens, log_probs, matched = (t[row, node] for t in found)
-    return {int(t): float(p.exp()) for t, p in zip(tokens, log_probs, strict=True) if t >= 0}, int(matched)
+EQUAL: dict[str, tuple[Any, str, Any]] = {
+    "ngram_insert": (gsd.ngram_insert, "cpu interpreter triton cuda", insert_cases),
+    "ngram_lookup": (gsd.ngram_lookup, "cpu interpreter triton cuda", lookup_cases),
+    "ngram_remember": (ngram_remember, "cpu interpreter triton cuda", remember_cases),
+    "ngram_recall": (ngram_recall, "cpu interpreter triton cuda", recall_cases),
+    "perturb_candidates": (gsd.perturb_candidates, "cpu interpreter triton cuda", perturb_cases),
+    "history_append": (history_append, "cpu cuda", append_cases),
+    "recall_levels": (recall_levels, "cpu cuda", level_cases),
+    "corpus_recall": (corpus_recall, "cpu", corpus_cases),
+}
+NEARLY_EQUAL = {
+    "mix_candidates": (gsd.mix_candidates, "cpu interpreter triton cuda", mix_cases),
+    "history_recall": (history_recall, "cpu cuda", partial(known_cases, False)),
+    "history_recall-sampled": (history_recall, "cpu cuda", partial(known_cases, True)),
+}
+"""Whose candidates may be in another order where they are as likely as each other but for rounding."""
