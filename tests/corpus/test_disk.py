@@ -1,0 +1,265 @@
+"""What is kept on disk: whole files, ignored when damaged, safe between processes, and an index of texts."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import platformdirs
+import pytest
+from checkpoints import corpus_of, random_text
+from models import tokenizer
+
+from gsd_kernels_cli.corpus import build_corpus, files_of, tokenized
+from gsd_kernels_hf import store
+from gsd_kernels_hf.corpus import index
+from gsd_kernels_hf.corpus.index import HEADER, open_corpus, read_header
+from gsd_kernels_hf.store import MAX_SECTIONS, Document, Saver, cache_dir
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "deep" / "folder"))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that savers read, in a list."""
+    now = [100.0]
+    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_the_folder_is_the_platforms_unless_it_is_named(monkeypatch, tmp_path):
+    assert cache_dir() == tmp_path / "deep" / "folder"
+    monkeypatch.delenv("GSD_KERNELS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == Path(platformdirs.user_cache_dir("gsd_kernels", appauthor=False))
+
+
+def test_sections_are_read_back_and_the_oldest_go():
+    document = Document("pair", {"a": 1})
+    document.write({"costs": {"x": 1.5}})
+    Document("pair", {"a": 1}).write({"learned": [2]})
+    assert Document("pair", {"a": 1}).read() == {"costs": {"x": 1.5}, "learned": [2]}
+    assert Document("pair", {"a": 2}).read() == {}
+    for i in range(MAX_SECTIONS + 3):
+        document.write({f"learned {i}": i, "costs": i})
+    kept = document.read()
+    assert len(kept) == MAX_SECTIONS and kept["costs"] == MAX_SECTIONS + 2 and "learned 0" not in kept
+
+
+OTHERS = {
+    "empty": ("", 1),
+    "bytes": (b"\xff\xfe\x00", 1),
+    "lists in lists": ("[" * 100_000, 1),
+    "another version": (json.dumps({"version": 99, "about": {"a": 1}, "sections": {"costs": 1}}), 0),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_damaged_file_is_ignored_with_one_warning_and_replaced(name, caplog):
+    content, warnings = OTHERS[name]
+    document = Document("pair", {"a": 1})
+    document.path.parent.mkdir(parents=True)
+    document.path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with caplog.at_level(logging.WARNING, "gsd_kernels"):
+        assert document.read() == {} and document.read() == {}
+    assert len(caplog.records) == warnings and all(str(document.path) in each.getMessage() for each in caplog.records)
+    document.write({"costs": 1})
+    assert Document("pair", {"a": 1}).read() == {"costs": 1}
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING, "gsd_kernels"):
+        for name in ("pair", "gpu-proof"):
+            Document(name, {}).write({"a": 1})
+    assert len(caplog.records) == 1 and "GSD_KERNELS_CACHE names another folder" in caplog.text
+
+
+def test_writes_are_few_and_the_last_one_is_made_up_for(clock):
+    """Also where a model is unpatched, or goes, a moment after its last text."""
+    document, value = Document("pair", {}), [0]
+    saver = Saver(document, lambda: {"value": value[0]})
+    for step in range(20):
+        value[0] = step
+        saver.save()
+    saver.writing.join()
+    assert document.read() == {"value": 0}
+    clock[0] += store.WRITE_INTERVAL_SECONDS
+    saver.save()
+    saver.writing.join()
+    assert document.read() == {"value": 19}
+    value[0] = 20
+    saver.save()
+    del saver
+    gc.collect()
+    store._flush_all()  # at the process's end
+    assert document.read() == {"value": 20}
+
+
+def test_of_savers_of_one_part_the_last_is_heard_and_other_parts_are_not_forgotten(clock):
+    document = Document("pair", {})
+    one, other, another = (
+        Saver(document, lambda part=part, value=value: {part: value}, part)
+        for part, value in (("a", 1), ("a", 2), ("b", 3))
+    )
+    for saver in (one, another, other):
+        saver.written = clock[0]
+        saver.save()
+    assert document.read() == {} and not one.waiting
+    clock[0] += store.WRITE_INTERVAL_SECONDS
+    other.save()
+    for saver in (other, another):  # whose time has come as well
+        saver.writing.join()
+    assert document.read() == {"a": 2, "b": 3} and not another.waiting
+
+
+def test_no_call_waits_for_the_disk(clock, monkeypatch):
+    disk, written, value = threading.Event(), [], [0]
+    document = Document("pair", {})
+    monkeypatch.setattr(document, "write", lambda sections: (disk.wait(20), written.append(sections["value"])))
+    saver = Saver(document, lambda: {"value": value[0]})
+    for step in (1, 2):  # the second while the first is still being written
+        value[0], clock[0] = step, clock[0] + store.WRITE_INTERVAL_SECONDS
+        saver.save()
+        assert not written
+    disk.set()
+    saver.flush()
+    assert written == [1, 2] and not saver.waiting
+
+
+def _write_many(number: int) -> None:
+    for i in range(30):
+        Document("pair", {}).write({f"learned {number}": [i] * 500})
+
+
+def test_processes_that_write_at_once_leave_a_whole_file():
+    """Forks of one in which a thread writes, too."""
+    context, document = multiprocessing.get_context("fork"), Document("pair", {})
+    with document.lock:
+        processes = [context.Process(target=_write_many, args=(n,)) for n in range(3)]
+        for process in processes:
+            process.start()
+    while any(process.is_alive() for process in processes):
+        document.read()
+        assert not document.warned
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert any(value == [29] * 500 for value in document.read().values())
+    assert not list(cache_dir().glob(".partial-*"))
+
+
+# An index of texts.
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return corpus_of(tmp_path / "index", random_text(6_000), [5, 6, 7])
+
+
+def test_what_was_written_is_what_is_opened(folder):
+    header, corpus = open_corpus(folder)
+    assert (header.tokens, header.documents, header.entries) == (6_003, 2, 6_001)
+    assert header.largest_token == int(corpus.text.max())
+    assert corpus.text.tolist() == [*random_text(6_000).tolist(), -1, 5, 6, 7, -1]
+    assert {file.name for file in folder.iterdir()} == {HEADER, "text.npy", "order.npy", "following.npy"}
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    """Another header, with a right digest."""
+    values = json.loads((folder / HEADER).read_text()) | changes
+    del values["sha256"]
+    (folder / HEADER).write_text(json.dumps({**values, "sha256": index._digest(values)}))
+
+
+DAMAGES = {
+    "a digit of the header": (
+        lambda f: (f / HEADER).write_text((f / HEADER).read_text().replace("6001", "6002")),
+        "corpus.json is damaged",
+    ),
+    "something else": (lambda f: rewrite(f, format="recipe"), "is no index of gsd_kernels"),
+    "newer": (lambda f: rewrite(f, version=2, extra=1), "has version 2, newer than 1; update"),
+    "arrays exchanged": (lambda f: shutil.copy(f / "order.npy", f / "following.npy"), "following.npy is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_refused_by_name(damage, folder):
+    spoil, match = DAMAGES[damage]
+    spoil(folder)
+    with pytest.raises(ValueError, match=match) as error:
+        open_corpus(folder)
+    assert str(folder) in str(error.value)
+
+
+def test_an_index_of_another_tokenizer_is_refused(tmp_path):
+    own = tokenizer()
+    build_corpus(tmp_path / "index", tokenized(["def f(x): return x"], own), tokenizer=own)
+    open_corpus(tmp_path / "index", tokenizer())
+    with pytest.raises(ValueError, match=r"another tokenizer .* index the files anew with the target's"):
+        open_corpus(tmp_path / "index", tokenizer(60))
+    assert read_header(tmp_path / "index").vocab_size == len(own)
+
+
+def test_what_cannot_be_indexed_is_refused_and_leaves_nothing(tmp_path):
+    place = tmp_path / "index"
+    for documents, match in (
+        ([[4], [9], []], "no text of two tokens"),
+        ([[3, -1]], "expected a sequence of token ids"),
+        ([[0.5, 1.5]], "expected a sequence of token ids"),
+        ([[2**31, 1]], "expected a sequence of token ids"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            build_corpus(place, documents)
+        assert list(tmp_path.iterdir()) == []
+    place.mkdir()
+    with pytest.raises(ValueError, match="index exists; remove it, or name another folder"):
+        build_corpus(place, [[1, 2]])
+    with pytest.raises(ValueError, match="no file to index"):
+        files_of([place])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
+def test_a_build_that_is_killed_at_any_time_leaves_no_index(tmp_path):
+    place, killed = tmp_path / "index", 0
+    for event in range(1, 100):
+        child = os.fork()
+        if child == 0:
+            events = itertools.count(1)
+
+            def hook(name: str, _: object, event: int = event, events: Iterator[int] = events) -> None:
+                if name in ("open", "os.mkdir", "os.rename", "os.rmdir", "shutil.rmtree") and next(events) == event:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            try:
+                sys.addaudithook(hook)
+                build_corpus(place, [[1, 2, 3, 1, 2]])
+                os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+        killed += 1
+        if place.exists():  # killed after it was renamed: then it is whole
+            open_corpus(place)
+            shutil.rmtree(place)
+    assert killed >= 8
+    assert open_corpus(place)[0].tokens == 5
+    assert [each.name for each in tmp_path.iterdir()] == ["index"], "the next build removes what a killed one left"
