@@ -58,4 +58,5 @@ app = typer.Typer(
 )
 for _room, _commands in BENCHMARKS.items():
     for _name, _command in _commands.items():
-        app.command(_name, rich_help_panel=_room)(_command)
+        _settings = gpu.PASSED_ON if _command is gpu.stages else None
+        app.command(_name, rich_help_panel=_room, context_settings=_settings)(_command)

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .stages import FILES, begin
+from .stages import main
+
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Of a command whose options are read by another parser: a bare machine, which has no typer, runs the same."""
 
 
-def stages(
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for results; default: bench/results/gpu.")] = None,
-    former: Annotated[Path | None, typer.Option("--former", help="Results of earlier calls; default: --out.")] = None,
-    only: Annotated[list[str] | None, typer.Option("--only", metavar="STAGE", help="This stage; repeatable.")] = None,
-    budget: Annotated[float, typer.Option("--budget", metavar="SECONDS", help="For this call.")] = float("inf"),
-    files: Annotated[int, typer.Option("--files", min=1, help="Left by this call, at most.")] = FILES,
-    again: Annotated[bool, typer.Option("--again", help="Also what is done.")] = False,
-    rehearse: Annotated[bool, typer.Option("--rehearse", help="On the CPU with tiny shapes.")] = False,
-    list_stages: Annotated[bool, typer.Option("--list", help="Name the stages and leave.")] = False,
-) -> None:
+def stages(context: typer.Context) -> None:
     """Build, test and measure on one GPU, in stages in order of worth that can be interrupted and resumed."""
-    options = {"rehearse": rehearse, "again": again, "budget": budget, "files": files, "list_stages": list_stages}
-    try:
-        code = begin(out, former, only, **options)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    if code:
+    if code := main(context.args):
         raise typer.Exit(code)
 
 

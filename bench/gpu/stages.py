@@ -321,38 +321,8 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def begin(
-    out: Path | None,
-    former: Path | None,
-    only: Sequence[str] | None,
-    *,
-    rehearse: bool,
-    again: bool,
-    budget: float,
-    files: int,
-    list_stages: bool,
-) -> int:
-    """Do what a command line asks for; the exit status.
-
-    Raises:
-        ValueError: an unknown stage.
-    """
-    chosen = [stage_named(name) for name in only or ()]
-    stages = [stage for stage in STAGES if not chosen or stage in chosen]
-    folder = (out or (RESULTS.with_name("gpu-rehearsal") if rehearse else RESULTS)).resolve()
-    call = Call(folder, (former or folder).resolve(), rehearse, again, budget, files)
-    if list_stages:
-        for stage in stages:
-            waits = "" if call.is_done(stage) else f"at most {stage.limit} s"
-            print(f"{stage.name:15} {waits or 'done':14} {stage.what}")
-        return 0
-    failed = run_all(stages, call)
-    if failed:
-        say(f"failed: {', '.join(failed)}")
-    return 1 if failed else 0
-
-
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what a command line asks for; the exit status."""
     parser = argparse.ArgumentParser(description="Build, test and measure on one GPU, in stages in order of worth.")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for results; default: bench/results/gpu")
     parser.add_argument("--former", type=Path, metavar="DIR", help="results of earlier calls; default: --out")
@@ -361,12 +331,24 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=FILES, metavar="N", help=f"left by this call; default {FILES}")
     parser.add_argument("--again", action="store_true", help="also what is done")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU with tiny shapes")
-    parser.add_argument("--list", action="store_true", dest="list_stages", help="name the stages and leave")
-    options = vars(parser.parse_args())
+    parser.add_argument("--list", action="store_true", help="name the stages and leave")
+    given = parser.parse_args(arguments)
     try:
-        return begin(**options)
+        chosen = [stage_named(name) for name in given.only or ()]
     except ValueError as error:
         parser.error(str(error))
+    stages = [stage for stage in STAGES if not chosen or stage in chosen]
+    folder = (given.out or (RESULTS.with_name("gpu-rehearsal") if given.rehearse else RESULTS)).resolve()
+    call = Call(folder, (given.former or folder).resolve(), given.rehearse, given.again, given.budget, given.files)
+    if given.list:
+        for stage in stages:
+            waits = "" if call.is_done(stage) else f"at most {stage.limit} s"
+            print(f"{stage.name:15} {waits or 'done':14} {stage.what}")
+        return 0
+    failed = run_all(stages, call)
+    if failed:
+        say(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

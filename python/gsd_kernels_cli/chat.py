@@ -18,7 +18,7 @@ from . import options
 from .demo.smollm2 import NAME
 from .groups import with_groups
 from .options import read_graph_config
-from .output import err, out, progress
+from .output import err, out, progress, stats_table
 from .values import check_draft, named_once
 
 if TYPE_CHECKING:
@@ -196,8 +196,6 @@ def _converse(conversation: Conversation) -> None:
 
 
 def _obey(conversation: Conversation, message: str) -> None:
-    from .tables import stats_table
-
     if message == "/reset":
         conversation.reset()
         err.print("(begun anew)", style="dim")

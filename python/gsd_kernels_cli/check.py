@@ -11,7 +11,7 @@ from . import options
 from .busy import distrust
 from .groups import with_groups
 from .options import describe_graph_config, read_graph_config, read_prompts
-from .output import DIFFERS, OK, only_first_rank_prints, out, print_json, progress, table
+from .output import DIFFERS, OK, only_first_rank_prints, out, print_json, progress, size, speed, table
 from .values import check_draft, model_before
 
 if TYPE_CHECKING:
@@ -185,8 +185,6 @@ def _doubt(by_drafts: float, tokens_per_step: float, share: float | None) -> str
 
 
 def _print(report: dict[str, Any]) -> None:
-    from .tables import size
-
     doubt = report["summary"]["why_not_believed"]
     rows = table("prompt", "tokens", "plain tok/s", "graph tok/s", "speed", "tok/step", "<output")
     for row in report["prompts"]:
@@ -222,8 +220,6 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _speed(summary: dict[str, Any]) -> str:
-    from .tables import speed
-
     steps = f"{summary['tokens_per_step']:.2f} tokens per step"
     if summary["why_not_believed"]:
         return steps

@@ -13,7 +13,7 @@ from . import options
 from .demo import smollm2
 from .groups import with_groups
 from .options import read_graph_config, read_prompts
-from .output import err, only_first_rank_prints, progress
+from .output import err, only_first_rank_prints, progress, stats_table
 from .values import check_draft, model_before
 
 if TYPE_CHECKING:
@@ -123,6 +123,4 @@ def _print_stats(stats: GenerationStats, how: Stats) -> None:
     if how is Stats.json:
         err.print(json.dumps(stats.as_dict()), markup=False, soft_wrap=True)
     elif how is Stats.table:
-        from .tables import stats_table
-
         err.print(stats_table(stats))

@@ -10,10 +10,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from gsd_kernels_hf import GenerationStats
 
 OK, FAILURE, USAGE, DIFFERS, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -94,3 +98,22 @@ def table(*headers: str, title: str | None = None) -> Table:
         left = place == 0 or header.startswith("<")
         result.add_column(header.removeprefix("<"), justify="left" if left else "right", no_wrap=not left)
     return result
+
+
+def stats_table(stats: GenerationStats) -> Table:
+    """The statistics of one ``generate`` call."""
+    result = table("", "<")
+    result.show_header = False
+    for name, text in stats.table():
+        result.add_row(name, escape(text))
+    return result
+
+
+def size(number: float | None) -> str:
+    """Bytes in MiB, or a dash for what could not be measured."""
+    return "–" if number is None else f"{number / 2**20:.1f} MiB"
+
+
+def speed(ratio: float) -> str:
+    """``1.62× as fast``, or plainly slower."""
+    return f"{ratio:.2f}× as fast" + ("" if ratio >= 1 else " (slower)")
