@@ -169,10 +169,8 @@ class Capture:
             raise RuntimeError("operation would make the device wait while a stream of it is capturing")
         cuda.counts["captures"] += 1
         cuda.capturing[self.stream] = self.graph
-        cuda.pools.append(self.graph.memory)
         self.before = cuda.current_stream()
         cuda.streams[cuda.device] = self.stream
-        cuda.in_capture()
         self.graph.recorder.__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -204,7 +202,6 @@ class FakeCuda:
     Attributes:
         counts: ``captures``, ``replays``, and ``waits`` of the host for an event or stream.
         log: replays and waits of streams, in order.
-        pools: the memory pool of every capture.
         held: storage that was freed while a stream used it, and the stream.
         lost: what a GPU that failed for good answers; empty: it works.
     """
@@ -212,11 +209,9 @@ class FakeCuda:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.log: list[tuple[Any, ...]] = []
-        self.pools: list[Any] = []
         self.held: list[tuple[int, FakeStream]] = []
         self.lost = ""
         self.capturing: dict[FakeStream, FakeGraph] = {}  # of all threads
-        self.in_capture = lambda: None
         self._threads = threading.local()
         self._default = FakeStream(cuda=self)
 

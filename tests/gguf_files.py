@@ -17,9 +17,6 @@ from transformers import PreTrainedModel
 from gsd_kernels.ops.packed import BY_NAME
 from gsd_kernels_hf.packed.fields import NAMES, PERMUTED
 
-FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-"""Matrices of Phi 3, whose files transformers unpacks."""
-
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
     """Rows of q or k in the order in which LLaMA's files have them: a head's two halves in turns."""
@@ -34,7 +31,6 @@ def write_gguf(
     also: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
     *,
     of_a_part: int = 0,
-    **fields: int,
 ) -> Path:
     """``model`` as a file, its matrices packed as the ``kinds`` in turns ("f32", "bf16", "q4_0", …).
 
@@ -59,10 +55,8 @@ def write_gguf(
         writer.add_value_length(config.head_dim)
     writer.add_token_list(["a"] * 7)  # a vocabulary that has to be passed over
     writer.add_eos_token_id(2)
-    for key, value in fields.items():
-        writer.add_uint32(key, value)
     also(writer)
-    back = {place: name for names in (NAMES, FUSED) for name, place in names.items()}
+    back = {place: name for name, place in NAMES.items()}
     number = 0
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -118,8 +112,7 @@ def tiny(
         "bos_token_id": None,
         "pad_token_id": None,
     }
-    kinds = {"llama": t.LlamaForCausalLM, "qwen2": t.Qwen2ForCausalLM, "qwen3": t.Qwen3ForCausalLM}
-    kind = {**kinds, "mistral": t.MistralForCausalLM, "phi3": t.Phi3ForCausalLM}[architecture]
+    kind = getattr(t, f"{architecture.title()}ForCausalLM")
     model = kind(kind.config_class(**{**shape, **config})).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 96}
 
 
-def original(dtype: torch.dtype = torch.bfloat16, family: str = "llama-gqa", **sizes) -> PreTrainedModel:
-    return tiny(family, dtype=dtype, **{**SIZES, **sizes})
+def original(dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    return tiny(dtype=dtype, **SIZES)
 
 
 class Scheme(NamedTuple):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import transformers
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
@@ -33,3 +34,9 @@ def program(name: str) -> SimpleNamespace:
     """The names of a program of ``examples/``; that in 100 lines is the oracle of merge, flatten and whole texts."""
     path = Path(__file__).resolve().parents[1] / "examples" / f"{name}.py"
     return SimpleNamespace(**runpy.run_path(str(path), run_name=name))
+
+
+def keep_modules(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have transformers copy the code of folders to ``folder``, not to the user's cache."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
+    monkeypatch.syspath_prepend(folder)

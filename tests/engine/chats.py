@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -139,23 +138,3 @@ def patched(target: PreTrainedModel, **options: Any) -> Iterator[Any]:
     finally:
         if "generate" in vars(target):
             gsd.unpatch(target)
-
-
-def both(work: Callable[[int], None], count: int = 2) -> None:
-    """Threads that begin at once; what one raises is raised."""
-    barrier, raised = threading.Barrier(count), []
-
-    def run(thread: int) -> None:
-        barrier.wait()
-        try:
-            work(thread)
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if raised:
-        raise raised[0]

@@ -9,13 +9,13 @@ import logging
 from typing import Any
 
 import fake_cuda
-import models
 import pytest
 import tiny_configs
 import tiny_vision
 import torch
 from chats import GRAPH, GREEDY, SAMPLED, SOURCES, TREE, Reads, ask, expected, pair, patched, sources, words
 from models import endless, noised, prompts, rotated
+from texts.covering import SUBJECTS
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -25,6 +25,19 @@ from gsd_kernels_hf.model import prompt_inputs
 from gsd_kernels_hf.model.recurrent import mixers
 
 SAID = 5  # tokens of a user's turn
+
+
+class Breaking(BaseStreamer):
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def put(self, value):
+        self.left -= 1
+        if self.left < 0:
+            raise InterruptedError("enough")
+
+    def end(self):
+        pass
 
 
 @pytest.mark.parametrize(("name", "batch", "decoding"), rotated(SOURCES, (1, 2), (GREEDY, SAMPLED)), ids=str)
@@ -55,26 +68,19 @@ def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft(tmp_path, 
     """Under ``"auto"`` the draft reads the prompt after the first token was streamed; the text is the same."""
     settings = gsd.Automatic(long_prompt_tokens=40)
 
-    class Streamer(BaseStreamer):
-        def __init__(self) -> None:
-            self.read: list[int] = []
-
-        def put(self, value) -> None:
-            self.read.append(reads.since())
-
-        def end(self) -> None: ...
+    class Streamer(Breaking):
+        def put(self, value):
+            read.append(reads.since())
 
     for length in (39, 40):
-        monkeypatch.setenv(
-            "GSD_KERNELS_CACHE", str(tmp_path / str(length))
-        )  # no choice is known: the first step drafts
+        # No choice is known: the first step drafts.
+        monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / str(length)))
         target, draft = pair()
-        reads, streamer, text = Reads(draft), Streamer(), words(1, length, seed=length)
-        out = gsd.generate(
-            target, text, assistant_model=draft, graph_config=settings, max_new_tokens=8, streamer=streamer
-        )
+        reads, read, text = Reads(draft), [], words(1, length, seed=length)
+        options = {"assistant_model": draft, "graph_config": settings, "max_new_tokens": 8, "streamer": Streamer(0)}
+        out = gsd.generate(target, text, **options)
         assert torch.equal(out, expected(target, text, tokens=8))
-        prompt, first, *rest = streamer.read
+        prompt, first, *rest = read
         assert prompt == 0 and (first == 0) == (length == 40) and sum(rest) + first >= length - 1
 
 
@@ -114,19 +120,6 @@ def test_a_text_that_was_returned_stays_while_its_storage_is_used_again():
         before = text.clone()
         assert not torch.equal(ask(target, words(1, 12, seed=2)), text)
         assert torch.equal(text, before)
-
-
-class Breaking(BaseStreamer):
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def put(self, value):
-        self.left -= 1
-        if self.left < 0:
-            raise InterruptedError("enough")
-
-    def end(self):
-        pass
 
 
 def test_a_call_that_broke_off_leaves_nothing_behind():
@@ -298,58 +291,28 @@ def test_a_draft_is_left_out_where_its_positions_end(name, caplog):
     assert said == "the text goes on beyond the 60 positions that the model was made for (max_position_embeddings)"
 
 
-# ``longrope``: prompts in pieces and turns of a chat on either side of the border between its factors, and across.
+# ``longrope``: turns of a chat on either side of the border between its factors, and across.
 
 
-SIDED_VOCAB, ORIGINAL = 40, 24
-ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "original_max_position_embeddings": ORIGINAL,
-    "short_factor": [1.0, 1.3, 1.1, 1.7],
-    "long_factor": [3.0, 9.0, 5.0, 20.0],
-}
-
-
-@functools.lru_cache
-def sided():
-    """A model of which other factors give other texts, and a draft."""
-    sizes = {"vocab_size": SIDED_VOCAB, "num_attention_heads": 4, "max_position_embeddings": 96}
-    target = models.endless(**sizes, rope_parameters=ROPE)
-    return target, models.noised(target, 0.02)
-
-
-def sided_prompt(length: int, batch: int = 1, *, seed: int = 3):
-    return models.prompts(batch, length, seed=seed, vocab=SIDED_VOCAB)
-
-
-@pytest.mark.parametrize(("length", "chunk"), [(20, 8), (29, 5), (31, 24)])
-def test_a_prompt_in_pieces(length, chunk):
-    """transformers turns the pieces before the border by the short factors."""
-    target, draft = sided()
-    call = {**sided_prompt(length), "max_new_tokens": 8, "do_sample": False, "prefill_chunk_size": chunk}
-    out = gsd.generate(target, **call, assistant_model=draft, graph_config="tree")
-    assert torch.equal(out, target.generate(**call))
-
-
-def test_later_turns_of_a_chat():
-    """What is kept of a text serves the next one as far as both are on one side."""
-    target, draft = sided()
-    fresh, target = target, copy.deepcopy(target)
-    batch = 2
-    reads, text, seen = Reads(target), sided_prompt(6, batch, seed=1)["input_ids"], []
-    with patched(target, assistant_model=draft, graph_config="tree"):
+def test_turns_across_the_border_of_longrope():
+    """What is kept of a text serves the next one as far as both are on one side; pieces before it are the short's."""
+    made = SUBJECTS["longrope"].made(None)
+    fresh, target, batch = made.target, copy.deepcopy(made.target), 2
+    reads, text, seen = Reads(target), words(batch, 6, seed=1), []
+    with patched(target, **made.drafts, graph_config="tree"):
         for turn in range(6):
             want = ask(fresh, text, tokens=4)
             reads.since()
             assert torch.equal(ask(target, text, tokens=4), want), turn
             seen.append(reads.since() // batch)
-            text = torch.cat([want, words(batch, 2, seed=turn) % SIDED_VOCAB], 1)
-        assert seen[:3] == [5, 2, 2] and seen[-1] == 2
-        short = sided_prompt(8, batch, seed=9)["input_ids"]  # and back to the short side
-        assert torch.equal(ask(target, short), ask(fresh, short))
+            text = torch.cat([want, words(batch, 2, seed=turn)], 1)
+        assert seen[1:3] == [2, 2] and seen[-1] == 2
+        for length, chunk in ((8, None), (20, 8), (29, 5), (31, 24)):
+            short = words(batch, length, seed=length)  # and back to the short side
+            want = ask(fresh, short, prefill_chunk_size=chunk)
+            assert torch.equal(ask(target, short, prefill_chunk_size=chunk), want), length
         type(target).generate(target, text, max_new_tokens=3)  # which leaves the long factors on the module
-        assert torch.equal(ask(target, short), ask(fresh, short))
+        assert torch.equal(ask(target, short[:, :8]), ask(fresh, short[:, :8]))
 
 
 # Hybrids: layers with a recurrent state, whose rows go on from the state where a text ends.
