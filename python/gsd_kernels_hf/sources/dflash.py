@@ -28,7 +28,7 @@ from gsd_kernels.ops.step import feed_chain
 from . import checkpoints, layouts
 from .base import Level, Proposal, Text, rows_at
 from .checkpoints import bad
-from .edges import ConfidenceHead, ConvolvedLayer, MarkovHead, RecurrentHead, Selector
+from .edges import ConfidenceHead, ConvolvedLayer, MarkovHead, Selector
 from .expansion import NodeVectors
 from .feature_drafter import FeatureDrafter
 from .features import FeatureSource
@@ -199,18 +199,14 @@ class DFlash(FeatureDrafter):
                 layer.self_attn.window += 1  # counted from the root, which every row of the block does
         self._add_outputs()
         vocab, drafted, rank = sizes.vocab_size, config.draft_vocab_size, config.markov_rank
-        self.markov_head: MarkovHead | RecurrentHead | None = None
-        if config.markov_head_type == "rnn":
-            self.markov_head = RecurrentHead(vocab, drafted, rank, size)
-        elif rank:
-            self.markov_head = MarkovHead(vocab, drafted, rank, size, gated=config.markov_head_type == "gated")
+        self.markov_head = MarkovHead(vocab, drafted, rank, size, config.markov_head_type) if rank else None
         confident = config.confidence
         self.confidence_head = ConfidenceHead(confident, bias=config.confidence_bias) if confident else None
         rank = config.selector_rank
         self.candidate_selector = Selector(vocab, rank, size, config.selector_top_k) if rank else None
 
     @property
-    def edges(self) -> MarkovHead | RecurrentHead | Selector | None:
+    def edges(self) -> MarkovHead | Selector | None:
         """The head that scores a token by the one before, or by all before it, if there is one."""
         return self.candidate_selector if self.markov_head is None else self.markov_head
 
@@ -294,7 +290,7 @@ class DFlashDrafts(FeatureSource, Lattice):
 
     def prepare(self, config: GraphConfig) -> None:
         """See :meth:`FeatureSource.prepare`; and room for a recurrent head's states, one a node."""
-        if isinstance(self.module.edges, RecurrentHead):
+        if self.recurrent:
             self.states.prepare(config, self.rows.features, self.module.config.markov_rank)
         super().prepare(config)
 
@@ -333,17 +329,23 @@ class DFlashDrafts(FeatureSource, Lattice):
         """Forward the block, and keep what candidates of its positions are made of until the next step."""
         (states, logits), config = self.forward_block(), self.module.config
         self.keep(states[:, config.block_size - config.num_drafted :], logits, level)
-        edges, root = self.module.edges, states[:, :1]
-        if isinstance(edges, RecurrentHead):
+        if self.recurrent:
+            edges, root = self.module.edges, states[:, :1]
             self.first = edges.begin(root)
             if not config.sample_from_anchor:  # the root's row went before, with the same token
                 token = self.known_tokens(self.state.root_tokens())[:, None]
-                _, self.first = edges.after(root, token, self.first)
+                _, self.first = edges(logits[:, :1], root, token, self.first)
 
     @property
     def confident(self) -> bool:
         """Return whether the confidence head has a say: its overlap of distributions is about tokens that are drawn."""
         return self.module.confidence_head is not None and not self.sampler.greedy
+
+    @property
+    def recurrent(self) -> bool:
+        """Return whether what follows a node depends on its whole path."""
+        edges = self.module.edges
+        return edges is not None and edges.recurrent
 
     @property
     def by_node(self) -> bool:
@@ -382,17 +384,18 @@ class DFlashDrafts(FeatureSource, Lattice):
         edges = self.module.edges
         if edges is None:
             return logits
-        if not isinstance(edges, RecurrentHead):
-            return edges(logits, hidden, before)
+        if not self.recurrent:
+            scored: Tensor = edges(logits, hidden, before)[0]
+            return scored
         first = level.number == 0
         state = self.first.expand(-1, before.shape[1], -1) if first else self.states.of_parents(level)
-        output, state = edges.after(hidden, before, state)
+        scored, state = edges(logits, hidden, before, state)
         if first:
             self.states.prepare(level.config, state, state.shape[2])  # of a shape that is only warmed
             self.states.keep_root(level.config, state[:, :1])
         else:
             self.states.keep(level, state)
-        return logits + output.to(logits.dtype)
+        return scored
 
     def forward_block(self) -> tuple[Tensor, Tensor]:
         """Forward the block behind all features: states [B, block_size, D], and logits of what it drafts [B, n, V]."""

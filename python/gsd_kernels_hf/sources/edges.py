@@ -7,6 +7,8 @@ what the head says, whatever path led there. DSpark's is a bias on all logits, D
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -17,92 +19,69 @@ from .layers import Layer, RowPass, Turns
 class MarkovHead(nn.Module):
     """DSpark's head: a bias of low rank by the token before (DeepSpec, ``deepspec/modeling/dspark/markov_head.py``).
 
-    logits(b | a) = logits(b) + W2 · e with e = W1[a], or with a gate e = W1[a] ⊙ sigmoid(G [h, W1[a]] + g).
+    logits(b | a) = logits(b) + W2 · e with e = W1[a]. With a gate e = W1[a] ⊙ σ(G [h, W1[a]] + g). Of type ``rnn`` it
+    is by all tokens of a path: [g, c, o] = J [s, W1[a], h] + j; s′ = σ(g) ⊙ s + (1 − σ(g)) ⊙ tanh(c); e = tanh(o). The
+    state s, zero before the block, goes along the path: a node that paths share has that of its primary parent.
 
     Args:
         vocab_size: of the tokens before.
         draft_vocab_size: of the logits.
-        rank: r, of W1 [vocab_size, r] and W2 [draft_vocab_size, r].
+        rank: r, of W1 [vocab_size, r], W2 [draft_vocab_size, r] and s; G [r, D + r], J [3r, 2r + D].
         hidden_size: D, width of h.
-        gated: whether there is a gate.
+        kind: ``vanilla``, ``gated`` or ``rnn``.
     """
 
-    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int, *, gated: bool) -> None:
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int, kind: str) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
-        self.gate_proj = nn.Linear(hidden_size + rank, rank) if gated else None
+        self.gate_proj = nn.Linear(hidden_size + rank, rank) if kind == "gated" else None
+        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank) if kind == "rnn" else None
 
-    def forward(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
-        """Logits of edges.
-
-        Args:
-            logits: [B, W, V], of a position by itself.
-            hidden: [B, W, D], what they were made of.
-            before: int64 [B, W], the token before.
-
-        Returns:
-            [B, W, V].
-        """
-        embedded = self.markov_w1(before)
-        if self.gate_proj is not None:
-            embedded = embedded * self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid()
-        return logits + self.markov_w2(embedded).to(logits.dtype)
-
-
-class RecurrentHead(nn.Module):
-    """DSpark's recurrent head: a bias of low rank by all tokens of a path (as :class:`MarkovHead`, type ``rnn``).
-
-    [g, c, o] = J [s, W1[a], h] + j; s′ = σ(g) ⊙ s + (1 − σ(g)) ⊙ tanh(c); logits(b) + W2 · tanh(o). The state s, zero
-    before the block, goes along the path: a node that paths share has that of its primary parent.
-
-    Args:
-        vocab_size: of the tokens before.
-        draft_vocab_size: of the logits.
-        rank: r, of W1 [vocab_size, r], W2 [draft_vocab_size, r] and s; J [3r, 2r + D].
-        hidden_size: D, width of h.
-    """
-
-    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
-        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+    @property
+    def recurrent(self) -> bool:
+        """Return whether it has a state."""
+        return self.joint_proj is not None
 
     def begin(self, hidden: Tensor) -> Tensor:
         """The state before a block [B, 1, r], of any of its rows [B, 1, D]."""
         return hidden.new_zeros(len(hidden), 1, self.markov_w2.in_features)
 
-    def after(self, hidden: Tensor, before: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Give what a position's logits gain [B, W, V], and the state after it [B, W, r].
+    def forward(self, logits: Tensor, hidden: Tensor, before: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """Logits of edges [B, W, V], and the state after them.
 
         Args:
-            hidden: [B, W, D], what its logits were made of.
+            logits: [B, W, V], of a position by itself.
+            hidden: [B, W, D], what they were made of.
             before: int64 [B, W], the token before.
-            state: [B, W, r], of the path so far.
+            state: [B, W, r], of the path so far; ``None`` of a head without one.
         """
-        read = torch.cat([state, self.markov_w1(before), hidden], -1)
-        gate, candidate, output = self.joint_proj(read).chunk(3, -1)
-        gate = gate.sigmoid()
-        return self.markov_w2(output.tanh()), gate * state + (1 - gate) * candidate.tanh()
+        embedded = self.markov_w1(before)
+        if self.gate_proj is not None:
+            embedded = embedded * self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid()
+        if self.joint_proj is not None:
+            gate, candidate, output = self.joint_proj(torch.cat([state, embedded, hidden], -1)).chunk(3, -1)
+            gate, embedded = gate.sigmoid(), output.tanh()
+            state = gate * state + (1 - gate) * candidate.tanh()
+        return logits + self.markov_w2(embedded).to(logits.dtype), state
 
 
-def along(edges: nn.Module, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+def along(edges: Any, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
     """Score logits [B, n, V] along one path by a head, as in training.
 
     Args:
-        edges: :class:`MarkovHead`, :class:`RecurrentHead` or :class:`Selector`.
+        edges: :class:`MarkovHead` or :class:`Selector`.
         logits, hidden: as of :meth:`MarkovHead.forward`, of the next n positions.
         before: int64 [B, n], the token before each.
     """
-    if not isinstance(edges, RecurrentHead):
-        return edges(logits, hidden, before)
-    state, gains = edges.begin(hidden), []
-    for place in range(logits.shape[1]):
-        at = slice(place, place + 1)
-        gain, state = edges.after(hidden[:, at], before[:, at], state)
-        gains.append(gain)
-    return logits + torch.cat(gains, 1).to(logits.dtype)
+    if not edges.recurrent:
+        scored: Tensor = edges(logits, hidden, before)[0]
+        return scored
+    state, found = edges.begin(hidden), []
+    for at in range(logits.shape[1]):
+        scored, state = edges(logits[:, at, None], hidden[:, at, None], before[:, at, None], state)
+        found.append(scored)
+    return torch.cat(found, 1)
 
 
 class ConfidenceHead(nn.Module):
@@ -138,6 +117,8 @@ class Selector(nn.Module):
         top_k: tokens of a position that are scored.
     """
 
+    recurrent = False
+
     def __init__(self, vocab_size: int, rank: int, hidden_size: int, top_k: int) -> None:
         super().__init__()
         self.top_k = top_k
@@ -145,12 +126,12 @@ class Selector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 
-    def forward(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, hidden: Tensor, before: Tensor) -> tuple[Tensor, None]:
         """See :meth:`MarkovHead.forward`."""
         own, tokens = logits.topk(min(self.top_k, logits.shape[-1]), -1)  # [B, W, top_k]
         context = self.predecessor_codebook[before] * self.hidden_projection(hidden)  # [B, W, r]
         scores = torch.einsum("bwr,bwkr->bwk", context, self.successor_codebook[tokens])
-        return logits.scatter(-1, tokens, own + scores.to(own.dtype))
+        return logits.scatter(-1, tokens, own + scores.to(own.dtype)), None
 
 
 class DynamicConvolution(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -188,7 +187,7 @@ class FeatureSource(OwnSource):
         super().attach(text)
         parts = self.module, self.embedding, self.head
         # Parameters as they lie now: a cast replaces them.
-        self.operator = weights_of(*parts) if why_not(*parts, self.rows.backend) is None else None
+        self.operator = weights_of(*parts) if is_operator(*parts, self.rows.backend) else None
         self.rows.compiled = self.operator is not None
         prompt = self.state.tokens[:, : int(self.state.out_len[0])]
         reused = self.rows.common(prompt, self.state.kv_start) - self.ahead
@@ -264,45 +263,33 @@ def decoder_of(module: Any, embed: Any, head: Any) -> DecoderWeights:
     return decoder_weights(embed, module.layers, kinds, module.norm, head, *frequencies)
 
 
-def why_not(module: Any, embed: Any, head: Any, backend: str) -> str | None:
-    """The reason that keeps a drafter from being one operator, or ``None``.
+def is_operator(module: Any, embed: Any, head: Any, backend: str) -> bool:
+    """Return whether a drafter can be one operator: plain modules and tensors, all of one dtype, device and epsilon.
 
     Raises:
         ValueError: a variable of the environment says what there is not.
     """
-    device = module.norm.weight.device
-    reason = missing(device, backend) or foreign_code(module) or foreign_code(embed) or foreign_code(head)
-    if reason is not None:
-        return reason
-    reason = next(_reasons(module, embed, head), None) if module.plain else "its layers are no plain decoder's"
-    if reason is not None or not replay.is_gpu(device):
-        return reason
-    weights = weights_of(module, embed, head)
-    return error_of(cuda.check, weights) or unproved(weights.decoder)
-
-
-def _reasons(module: Any, embed: Any, head: Any) -> Iterator[str]:
-    """Name what of a drafter the operator does not compute; parts first, since configs of others lack what is read."""
-    norm, config = module.norm, module.sizes
+    norm, sizes = module.norm, module.sizes
     device, dtype = norm.weight.device, norm.weight.dtype
-    if type(embed) is not nn.Embedding or embed.max_norm is not None:
-        yield f"the embedding is no plain one, but {type(embed).__name__}"
-    for layer in module.layers:
-        if not isinstance(layer, Layer) and type(layer) not in LAYERS:
-            yield f"its layer is a {type(layer).__name__}"
-    for name, part in (("the output matrix", head), *module.named_modules()):
-        if not any(part.children()) and type(part) not in PLAIN:
-            yield f"{name} is no plain module, but {type(part).__name__}"
-        if type(part) in NORMS and part.variance_epsilon != norm.variance_epsilon:
-            yield f"{name} has another epsilon"
-    if head.bias is not None:
-        yield "a bias of the output matrix"
-    if config.hidden_act != "silu":
-        yield f"the activation {config.hidden_act} instead of silu"
-    if (config.rope_parameters or {}).get("rope_type", "default") not in STATIC_ROPE:
-        yield "frequencies of the rotary embedding that depend on the length"
-    others = ("the embedding", embed.weight), ("the output matrix", head.weight)
-    for name, parameter in (*others, *module.named_parameters()):
-        plain = type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter.device == device
-        if not plain or parameter.dtype != dtype or dtype not in FLOATS:
-            yield f"{name} is no plain tensor of {dtype} on {device}, or that is none of float32, bfloat16, float16"
+    if missing(device, backend) or any(map(foreign_code, (module, embed, head))) or not module.plain:
+        return False
+    leaves = [part for part in (head, *module.modules()) if not any(part.children())]
+    computed = (  # parts first, since configs of others lack what is read
+        type(embed) is nn.Embedding
+        and embed.max_norm is None
+        and all(isinstance(layer, Layer) or type(layer) in LAYERS for layer in module.layers)
+        and all(type(part) in PLAIN for part in leaves)
+        and {part.variance_epsilon for part in leaves if type(part) in NORMS} == {norm.variance_epsilon}
+        and head.bias is None
+        and sizes.hidden_act == "silu"
+        and (sizes.rope_parameters or {}).get("rope_type", "default") in STATIC_ROPE
+        and dtype in FLOATS
+        and all(
+            type(weight) is nn.Parameter and weight.is_contiguous() and (weight.device, weight.dtype) == (device, dtype)
+            for weight in (embed.weight, head.weight, *module.parameters())
+        )
+    )
+    if not computed or not replay.is_gpu(device):
+        return computed
+    weights = weights_of(module, embed, head)
+    return error_of(cuda.check, weights) is None and unproved(weights.decoder) is None

@@ -99,8 +99,6 @@ class DraftHeads(nn.Module):
         Raises:
             ValueError: ``hidden`` of another shape.
         """
-        if hidden.dim() != 2:
-            raise ValueError(f"hidden: expected [batch, {self.hidden_size}], got shape {list(hidden.shape)}")
         if self.output is not None:
             return torch.einsum("bhd,hvd->bhv", self.states(hidden), self.output).to(hidden.dtype)
         return lm_head(self.states(hidden).to(hidden.dtype))
@@ -111,7 +109,7 @@ class DraftHeads(nn.Module):
         Raises:
             ValueError: ``hidden`` of another width.
         """
-        if hidden.shape[-1] != self.hidden_size:
+        if hidden.dim() != 2 or hidden.shape[1] != self.hidden_size:
             raise ValueError(f"hidden: expected [rows, {self.hidden_size}], got shape {list(hidden.shape)}")
         state = hidden.to(self.weight.dtype).expand(self.num_heads, -1, -1)  # [heads, rows, D]
         for weight, bias in zip(self.weight, self.bias, strict=True):
@@ -193,25 +191,24 @@ class DraftHeads(nn.Module):
         count, layers = max(numbers) + 1, int(name.split(".")[1])
         if layers < 1:
             raise bad(f"{checkpoint.folder} has Medusa heads without a residual block; not served")
-        expected: dict[str, tuple[int, ...]] = {}
-        for head in range(count):
-            for layer in range(layers):
-                expected |= {f"{head}.{layer}.linear.weight": (size, size), f"{head}.{layer}.linear.bias": (size,)}
-            expected[f"{head}.{layers}.weight"] = (vocab, size)
+        grid = [[f"{head}.{layer}.linear." for head in range(count)] for layer in range(layers)]
+        own = [f"{head}.{layers}.weight" for head in range(count)]
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys(own, (vocab, size))
+        for block in (name for row in grid for name in row):
+            expected |= {f"{block}weight": (size, size), f"{block}bias": (size,)}
         with torch.device("meta"):
             heads = cls(size, count, num_layers=layers, output_size=vocab)
         if target is not None:
             heads.check_target(target, "drafter")
         tensors = checkpoint.read(expected)
-
-        def stacked(part: str) -> Tensor:
-            names = [[f"{head}.{layer}.linear.{part}" for head in range(count)] for layer in range(layers)]
-            return torch.stack([torch.stack([tensors[name] for name in row]) for row in names])
-
+        weight, bias = (
+            torch.stack([torch.stack([tensors[block + part] for block in row]) for row in grid])
+            for part in ("weight", "bias")
+        )
         weights = {
-            "weight": stacked("weight").transpose(2, 3).contiguous(),
-            "bias": stacked("bias")[:, :, None],
-            "output": torch.stack([tensors[f"{head}.{layers}.weight"] for head in range(count)]),
+            "weight": weight.transpose(2, 3).contiguous(),
+            "bias": bias[:, :, None],
+            "output": torch.stack([tensors[name] for name in own]),
         }
         heads.load_state_dict(weights, assign=True)
         heads.eval().requires_grad_(False)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -41,8 +41,6 @@ SOURCES: dict[type[Any], Callable[[Any], DraftSource]] = {
 KINDS = tuple(SOURCES)
 OWN = "mtp"
 """As a place: the heads in the target's own checkpoint; a folder of this name is ``./mtp``."""
-
-_Kind = TypeVar("_Kind", Drafter, DraftHeads)
 
 
 def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
@@ -83,48 +81,11 @@ _loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str], _Loade
 _lock = forkable_lock()
 
 
-def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
-    """Load a drafter once (:func:`load_drafter`) as long as the files, the target's dtype and its device stay the same.
-
-    Files that cannot be loaded any more leave what was loaded from that place, with a warning.
-
-    Raises:
-        ValueError: see :func:`load_drafter`.
-    """
-
-    def own_files(before: object) -> object:
-        place, revision = place_of(target)
-        folder = Path(place)
-        # What was fetched from the hub stays the same; a folder may be relative to another working directory.
-        return stamp(folder) if folder.is_dir() else before or (place, revision)
-
-    if where == OWN:
-        return _loaded_once("drafter", OWN, target, own_files, lambda: load_drafter(OWN, target))
-    place, files = _named(where, "drafter")
-    return _loaded_once("drafter", place, target, files, lambda: load_drafter(where, target))
-
-
-def loaded_heads(where: str | os.PathLike[str], target: PreTrainedModel) -> DraftHeads:
-    """Load heads once, as :meth:`DraftHeads.from_pretrained` and :func:`loaded_drafter` do.
-
-    Raises:
-        ValueError: the folder holds none, or another model's.
-    """
-    place, files = _named(where, "draft_heads")
-    load = DraftHeads.from_pretrained
-    return _loaded_once("draft_heads", place, target, files, lambda: load(where, target))
-
-
 def lasting(given: Any) -> Any:
     """Return what an option gave, a folder as it is found from any working directory."""
     if given == OWN or not isinstance(given, (str, os.PathLike)) or not (folder := Path(given).expanduser()).is_dir():
         return given
     return folder.absolute()
-
-
-def _named(where: str | os.PathLike[str], option: str) -> tuple[str, Callable[[object], object]]:
-    """A place's name, and what gives its files as they are now; the hub is asked for an id once."""
-    return str(lasting(where)), lambda _: stamp(checkpoints.fetch(where, option))
 
 
 def stamp(folder: Path) -> tuple[object, ...]:
@@ -138,9 +99,26 @@ def stamp(folder: Path) -> tuple[object, ...]:
     return folder, *found
 
 
-def _loaded_once(
-    option: str, place: str, target: PreTrainedModel, files: Callable[[object], object], load: Callable[[], _Kind]
-) -> _Kind:
+def loaded(option: str, where: str | os.PathLike[str], target: PreTrainedModel) -> Any:
+    """Load what an option names once, as long as its files and the target's dtype and device stay the same.
+
+    Files that cannot be loaded any more leave what was loaded from that place, with a warning. The hub is asked for an
+    id once.
+
+    Raises:
+        ValueError: see :func:`load_drafter` and :meth:`DraftHeads.from_pretrained`.
+    """
+    own = option == "drafter" and where == OWN
+    place = OWN if own else str(lasting(where))
+
+    def files(before: object) -> object:
+        if not own:
+            return stamp(checkpoints.fetch(where, option))
+        at, revision = place_of(target)
+        # What was fetched from the hub stays the same; a folder may be relative to another working directory.
+        return stamp(Path(at)) if Path(at).is_dir() else before or (at, revision)
+
+    load = load_drafter if option == "drafter" else DraftHeads.from_pretrained
     like = target.dtype, device_of(target)
     with _lock:  # of two threads the second one waits for what the first one loads
         kept = _loaded.setdefault(target, {})
@@ -150,7 +128,7 @@ def _loaded_once(
         now = None if known is None else known.files
         try:
             now = files(now)
-            drafter = load() if known is None or known.files != now else known.drafter
+            drafter = load(where, target) if known is None or known.files != now else known.drafter
         except (ValueError, OSError) as error:
             if known is None:
                 raise
@@ -160,7 +138,19 @@ def _loaded_once(
         kept[option, place] = _Loaded(now, like, drafter)
         for old in [key for key in kept if key[0] == option][:-KEPT_PLACES]:
             kept.pop(old)
-    return drafter  # type: ignore[no-any-return]
+    return drafter
+
+
+def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
+    """:func:`loaded` of ``drafter``."""
+    drafter: Drafter = loaded("drafter", where, target)
+    return drafter
+
+
+def loaded_heads(where: str | os.PathLike[str], target: PreTrainedModel) -> DraftHeads:
+    """:func:`loaded` of ``draft_heads``."""
+    heads: DraftHeads = loaded("draft_heads", where, target)
+    return heads
 
 
 def source_of(drafter: Drafter) -> DraftSource:
