@@ -308,7 +308,6 @@ MIMO = "model.mtp_layers.0."
 MIMO_V2 = "model.mtp.layers.0."
 FAMILIES = {
     "glm": Family("Glm4MoeForCausalLM", *NEXTN),
-    "glm-lite": Family("Glm4MoeLiteForCausalLM", *NEXTN, config=DENSE),
     "deepseek": Family("DeepseekV3ForCausalLM", *NEXTN),
     "mimo": Family(
         "Qwen2ForCausalLM",
@@ -348,7 +347,6 @@ FAMILIES = {
         config=LINEAR,
     ),
     "qwen3.5": Family("Qwen3_5ForCausalLM", *QWEN, config=LINEAR),
-    "qwen3.5-moe": Family("Qwen3_5MoeForCausalLM", *QWEN, config=LINEAR),
 }
 
 

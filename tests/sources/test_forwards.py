@@ -257,9 +257,7 @@ def test_drafts_are_those_of_transformers_forward(ordered):
 HEADS = {
     "llama": ("llama-gqa", {"attention_bias": True, "mlp_bias": True}),
     "yarn": ("llama-tied", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}}),
-    "mistral": ("mistral-window", {}),
     "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
 }
 """Targets of heads of multi-token prediction."""
 FIRST = ("yarn", "qwen2")
