@@ -40,7 +40,7 @@ BUDGET = {
     "python/gsd_kernels_hf/model": 157,
     "python/gsd_kernels_hf/packed": 59,
     "python/gsd_kernels_hf/policy": 21,
-    "python/gsd_kernels_hf/sources": 182,
+    "python/gsd_kernels_hf/sources": 181,
     "python/gsd_kernels_hf/validate": 20,
     "python/gsd_kernels_serve": 107,
     "python/gsd_kernels_sglang": 20,
