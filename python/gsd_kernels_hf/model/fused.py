@@ -59,7 +59,7 @@ SETTINGS = {
 }
 STATES, PROVED_BLOCK = proof.Passage(steps=2), 4
 """Text of a proof of recurrent layers, and tokens between two states in it: rows read the second one."""
-PROMPT_ROWS = 256
+PROMPT_ROWS = 512
 """Of a prompt at a time, all sequences together: what they need stays in a CPU's cache. A GPU's proof says it."""
 
 
