@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import re
-import sys
-import time
-from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -30,48 +26,23 @@ def test_bits_round_trip():
 
 
 @pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"depth": 0}, "depth"),
-        ({"width": 65}, "width"),
-        ({"branch": 0}, "branch"),
-        ({"max_rows": 1}, "max_rows"),
-        ({"max_rows": 129}, "max_rows"),
-        ({"max_path": 32}, "max_path"),
-        ({"merge_context": 9}, "merge_context"),
-        ({"sibling_ratio": 1.5}, "sibling_ratio"),
-        ({"min_prob": -0.1}, "min_prob"),
-        ({"depth": 60, "width": 32}, "nodes"),
-    ],
+    "change", [{"max_rows": 1}, {"max_path": 32}, {"sibling_ratio": 1.5}, {"depth": 60, "width": 32}], ids=str
 )
-def test_config_out_of_range_names_the_field(change, match):
-    with pytest.raises(ValueError, match=match):
+def test_config_out_of_range_names_the_field(change):
+    with pytest.raises(ValueError, match="nodes" if len(change) > 1 else next(iter(change))):
         gsd.GraphConfig(**change)
 
 
-def test_config_types_presets_and_freezing():
-    with pytest.raises(TypeError, match="depth"):
-        gsd.GraphConfig(depth=2.0)
+def test_presets():
     with pytest.raises(TypeError, match="nonsense"):
         gsd.GraphConfig.preset("tree", nonsense=1)
-    with pytest.raises(ValueError, match="chain, tree, graph"):
-        gsd.GraphConfig.preset("forest")
-    chain = gsd.GraphConfig.preset("chain", depth=7)
-    assert (chain.width, chain.branch, chain.max_rows, chain.merge_context) == (1, 1, 8, -1)
-    assert gsd.GraphConfig.preset("tree").merge_context == -1
+    for depth, levels in ((0, 4), (3, 4), (64, 64)):  # a chain has rows for the history's levels, as far as a step may
+        chain = gsd.GraphConfig.preset("chain", depth=depth, history_depth=levels)
+        assert (chain.width, chain.branch, chain.merge_context) == (1, 1, -1)
+        assert chain.max_rows == min(depth + levels + 1, 128) and chain.max_path == chain.max_rows - 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         chain.depth = 3
-    with pytest.raises(TypeError, match="history_depth"):
-        gsd.GraphConfig.preset("chain", history_depth=1.5)
     assert chain.replace(max_rows=4).max_path == 3
-
-
-@pytest.mark.parametrize("depths", [(0, 4), (3, 4), (64, 64)])
-def test_a_chain_has_rows_for_the_historys_levels(depths):
-    """But no more than a step may have."""
-    depth, levels = depths
-    chain = gsd.GraphConfig.preset("chain", depth=depth, history_depth=levels)
-    assert chain.max_rows == min(depth + levels + 1, 128) and chain.max_path == chain.max_rows - 1
 
 
 # Environment variables: one table, one prefix, old names read for a version.
@@ -165,19 +136,3 @@ def test_lines_have_totals_and_notes(at_once, caplog):
         "working: 1,100 of 1,200 tokens, soon over, 0 s so far",
         "working: 7 steps, 0 s so far",
     ]
-
-
-def test_a_terminal_gets_a_bar(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    terminal, until = sys.stderr, time.monotonic() + 10
-    with tracked("working [INST]", 3, "runs") as update, redirect_stderr(io.StringIO()):
-        update(2, "the [last]")  # seen while what runs is silenced
-        while "2 of 3 runs, the [last]" not in (said := terminal.getvalue()) and time.monotonic() < until:
-            time.sleep(0.02)
-    assert "working [INST]" in said and "2 of 3 runs, the [last]" in said

@@ -11,7 +11,6 @@ import torch
 from ops.contracts.backends import backends, cases, levels
 from ops.contracts.decoder import (
     ATTENTION,
-    FLOATS,
     HALF_PRECISION,
     INVARIANCE,
     Attention,
@@ -125,30 +124,6 @@ def test_attention_equals_dense_softmax(sight, softcap):
             torch.testing.assert_close(trusted[sees], exact[sees], rtol=0, atol=1e-12)
 
 
-def test_attention_defaults_and_strides():
-    """No optional argument, a transposed cache layout, an own scale."""
-    case = small_case(3, batch=1, group=2)
-    case["k"], case["v"] = case["k"].nan_to_num(0.0), case["v"].nan_to_num(0.0)
-    plain = {name: case[name] for name in ("q", "k", "v", "ancestor_mask", "kv_len")}
-    expected = dense_attention({**case, "kv_start": torch.zeros(1, dtype=torch.int32)}, torch.float64)[0]
-    strided = {**plain, "k": plain["k"].transpose(1, 2).contiguous().transpose(1, 2)}
-    for given in (plain, strided, {**plain, "q": plain["q"] * 2, "scale": 0.125}):
-        torch.testing.assert_close(gsd.dag_attention(**given, backend="reference"), expected, rtol=0, atol=1e-12)
-
-
-EVERY_SHAPE = {
-    f"{dtype}-D{head_dim}-{group}x{rows}": Attention(
-        dtype=dtype,
-        head_dim=head_dim,
-        group=group,
-        rows=rows,
-        nodes=max(rows, 33),
-        capacity=5000,
-        prefixes=(4500, 63, 0),
-        paddings=(7, 0, 0),
-    )
-    for dtype, head_dim, group, rows in itertools.product(FLOATS, (64, 80, 96, 128, 256), (1, 4, 8), (1, 16, 64, 128))
-}
 SERVED_BY_CUDA = {
     f"{name}-D{head_dim}-{dtype}": replace(case, dtype=dtype, head_dim=head_dim)
     for (name, case), head_dim, dtype in itertools.product(HALF_PRECISION.items(), HEAD_DIMS, DTYPES)
@@ -159,7 +134,7 @@ INTERPRETED = (
     *("chunk-begins-with-the-graph", "sinks-values-narrower-fp16", "sinks-chunk-softcap", "splits"),
 )
 """Slow there: one of each kind."""
-FEW = ("one warp", "four warps", "several graph splits", "window", "chunk", "soft cap", "sinks")
+FEW = ("one warp", "four warps", "several graph splits", "window", "chunk", "sinks")
 INVARIANT_ON_CUDA = {f"{n}-{dtype}": replace(HALF_PRECISION[n], dtype=dtype) for n in FEW for dtype in DTYPES}
 
 
@@ -177,7 +152,7 @@ def single_precision_is_single():
     {
         "cpu": ATTENTION.items(),
         "interpreter": [(name, ATTENTION[name]) for name in INTERPRETED],
-        "triton": {**ATTENTION, **EVERY_SHAPE}.items(),
+        "triton": ATTENTION.items(),
         "cuda": SERVED_BY_CUDA.items(),
     },
 )
@@ -189,7 +164,7 @@ def test_the_error_is_at_most_twice_plain_pytorchs(on, case):
 @cases(
     "case",
     {
-        **{name: INVARIANCE.items() for name in ("reference", "interpreter", "triton")},
+        **{name: INVARIANCE.items() for name in ("interpreter", "triton")},
         "cuda": INVARIANT_ON_CUDA.items(),
     },
 )
@@ -238,26 +213,6 @@ def test_the_compiled_kernel_equals_the_reference(level, name):
     torch.testing.assert_close(lse[~empty], expected_lse[~empty], atol=1e-4, rtol=1e-4)
     unit = {torch.float32: 2e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[got.dtype]
     torch.testing.assert_close(got.double(), expected, atol=unit, rtol=unit)
-
-
-@levels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nan_reaches_exactly_the_rows_that_see_it_in_the_compiled_kernel(level, dtype):
-    q, (k, v) = torch.randn(1, 2, 4, 16).to(dtype), torch.randn(2, 1, 2, 40, 16).to(dtype)
-    v[0, 0, 31] = float("nan")  # node 1, for head 0
-    v[0, 1, 26] = k[0, 1, 26] = float("nan")  # of the prefix, for head 1
-    mask = torch.tensor([[[1], [2], [3], [1]]], dtype=torch.int32)
-    depths = torch.tensor([[0, 1, 2, 4]], dtype=torch.int32)  # the first row sees position 26, not the second
-    sight = (torch.tensor([30], dtype=torch.int32), None, depths, depths, 0.25, None)
-    for window, head, expected in (
-        (None, 0, [False, True, True, False]),
-        (5, 0, [False, True, True, False]),
-        (None, 1, [True] * 4),
-        (5, 1, [True, False, False, False]),
-    ):
-        with cpu_levels.forced(level):
-            out, _ = torch.ops.gsd_kernels.dag_attention(q, k, v, mask, *sight, window)
-        assert out.isnan().all(-1)[0, head].tolist() == expected == out.isnan().any(-1)[0, head].tolist()
 
 
 @levels

@@ -126,13 +126,6 @@ def test_any_compiled_step(config, style, vocab, seed):
     check_acceptance(rows, vocab, seed, config, ALL["cpu"])
 
 
-@pytest.mark.parametrize("name", ["graph", "context-0", "context-3"])
-def test_the_cases_merge(name):
-    config, vocab = GRAPHS[name]
-    graphs = [drafted(config, vocab=vocab, style=s, seed=STYLES.index(s)) for s in STYLES[len(name) % 3 :: 3]]
-    assert sum(int(graph.num_merges.sum()) for graph in graphs) > 0
-
-
 @backends("reference", "cpu")
 def test_verify_equals_the_walk(on):
     lengths = set()
@@ -232,14 +225,3 @@ def test_what_is_learned(on):
     assert torch.equal(learned(0, 5, other).weights, learned(0, 5).weights)
     assert not torch.equal(learned(0, 6, other).weights, learned(0, 6).weights)
     assert learned(0, 6).weights[2] > 0 > learned(0, 7).weights[2], "the second one was right, or none"
-
-
-def test_often_right_is_believed_and_becomes_certain():
-    graph, found = pair_graph(0.2, 0.1), AS_CLAIMED
-    steps = torch.tensor([[0]], dtype=torch.int32), torch.tensor([[5]], dtype=torch.int32)
-    for _ in range(300):
-        found = update_edge_model(graph, ONE, *steps, found, process_noise=1e-4)
-    assert select_rows(graph, ONE, found, None, max_rows=2, max_path=1).scores.exp()[0, 1] > 0.9
-    variances = found.covariance.diagonal()
-    assert (variances <= found.prior + 1e-12).all() and torch.linalg.eigvalsh(found.covariance)[0] > 0
-    assert variances.sum() < 0.9 * found.prior.sum()

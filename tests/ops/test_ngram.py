@@ -10,29 +10,23 @@ from functools import partial
 import oracle
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops.contracts.backends import assert_bit_equal, backends, cases, poisoned
+from ops.contracts.backends import assert_bit_equal, backends
 from ops.contracts.ngram import (
-    LEVELS,
     Known,
-    Levels,
     Memory,
     arguments,
     indexed,
-    joined,
-    noise,
     random_documents,
     tail_of,
     two_sources,
 )
-from torch.nn.functional import pad
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.corpus import MAX_MATCH, SortedCorpus, corpus_recall, sort_corpus
+from gsd_kernels.ops.corpus import MAX_MATCH, SortedCorpus, corpus_recall
 from gsd_kernels.ops.history import WEIGHTS, Recollection, history_append, history_recall
 from gsd_kernels.ops.history import records as r
-from gsd_kernels.ops.recall_levels import RecalledLevels, recall_levels
 
 pytestmark = pytest.mark.quick
 
@@ -77,21 +71,6 @@ def test_every_set_holds_what_was_inserted_last_in_order(on, case):
             assert matched[b, w] == length
             nothing = ([-1] * case.branch, [-math.inf] * case.branch)
             assert (tokens[b, w].tolist(), log_probs[b, w].tolist()) == (entry or nothing)
-
-
-def test_mixed_candidates_are_those_of_the_interpolated_distribution():
-    tokens, log_probs, others, other_log_probs, weight = two_sources(0, 4, 3)
-    mixed, mixed_log_probs = gsd.mix_candidates(tokens, log_probs, others, other_log_probs, weight, backend="reference")
-    for at in torch.ones_like(weight).nonzero().tolist():
-        b, row, probs, w = *at, Counter(), float(weight[tuple(at)])
-        for ids, lps, share in ((tokens, log_probs, 1 - w), (others, other_log_probs, w)):
-            for token, lp in zip(ids[b, row].tolist(), lps[b, row].tolist(), strict=True):
-                if token >= 0 and share > 0:
-                    probs[token] += share * math.exp(lp)
-        got = {t: math.exp(p) for t, p in zip(mixed[b, row].tolist(), mixed_log_probs[b, row].tolist(), strict=True)}
-        got.pop(-1, None)
-        assert list(got.values()) == pytest.approx(sorted(probs.values(), reverse=True)[:4], abs=1e-6)
-        assert got == pytest.approx({t: probs[t] for t in got}, abs=1e-6)
 
 
 @backends("reference", "cpu")
@@ -154,20 +133,6 @@ def test_no_match_goes_from_one_text_into_the_next(on):
     assert found[2].tolist() == [[0]] and (found[0] < 0).all()
 
 
-@pytest.mark.parametrize("drafted", [False, True])
-def test_what_nearly_was_the_root_is_proposed_behind_it_alone(drafted):
-    known = history_of([[3, 4]], **{f"w{(r.LISTS - 1) * r.LIST_FEATURES + 1}": 1.0})
-    known.runners[0, :3] = torch.tensor([4, 6, 5], dtype=torch.int32)  # the root itself first
-    known.runner_log_probs[0, :3] = torch.tensor([-0.1, -2.5, -3.0])
-    graph = graph_behind([3, 4], [9] if drafted else [])
-    tokens, log_probs, matched = history_recall(known, graph, torch.tensor([[int(drafted)]], dtype=torch.int32))
-    if drafted:
-        assert matched.tolist() == [[0]]
-        return
-    assert tokens[0, 0].tolist() == [6, 5, -1, -1] and matched.tolist() == [[r.ELSEWHERE]]
-    assert (log_probs[0, 0, 0] - log_probs[0, 0, 1]).item() == pytest.approx(0.5, abs=1e-5)
-
-
 @backends("cpu", "reference")
 def test_a_text_in_pieces_is_the_text_at_once_as_far_as_there_is_room(on):
     text = torch.randint(-1, 3, (2, 300), generator=torch.Generator().manual_seed(0)).int()
@@ -185,42 +150,6 @@ def test_a_text_in_pieces_is_the_text_at_once_as_far_as_there_is_room(on):
     assert known.length.tolist() == [0, 0] and not known.heads.any()
 
 
-def one_by_one(case: Levels, sampled: bool, backend: str) -> tuple[gsd.TokenGraph, RecalledLevels]:
-    """The levels by the ops that they are made of."""
-    known, graph, frontier = case.build()
-    options = case.options(sampled)
-    asked = {name: options[name] for name in noise(1)} if sampled else {}
-    merged = {"width": case.width, "config": case.config}
-    nodes, found = pad(frontier, (0, case.width - frontier.shape[1]), value=-1), []
-    for number in range(options["level"], options["level"] + case.levels):
-        tokens, log_probs, matched = history_recall(known, graph, nodes, **asked, backend=backend)
-        absent = nodes < 0
-        tokens = tokens.masked_fill(absent[..., None], -1)
-        log_probs = log_probs.masked_fill(absent[..., None], -torch.inf)
-        found.append(RecalledLevels(nodes, tokens, log_probs, matched.masked_fill(absent, 0)))
-        nodes = gsd.merge(graph, nodes, tokens, log_probs, level=number, **merged, backend=backend).node_ids
-    return graph, RecalledLevels(*(torch.cat(parts, 1) for parts in zip(*found, strict=True)))
-
-
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@cases("name", {"cpu": zip(LEVELS, LEVELS, strict=True), "reference": [("runs dry", "runs dry")]})
-def test_levels_are_those_of_recall_and_merge(on, name, sampled):
-    case = LEVELS[name]
-    expected_graph, expected = one_by_one(case, sampled, on.name)
-    known, graph, frontier = case.build()
-    with poisoned():
-        found = recall_levels(known, graph, frontier, **case.options(sampled), backend=on.name)
-    assert_bit_equal(found, expected)
-    assert_bit_equal(graph, expected_graph)
-    grown = graph.depths.max() - int(case.opened)
-    if name == "nothing known":
-        assert grown == 0 and (found.tokens < 0).all()
-    elif name == "runs dry":
-        assert (found.node_ids >= 0).sum() > 0 and (found.node_ids[:, -case.width :] < 0).all(1).any()
-    else:
-        assert grown >= min(case.levels, 5) - 1
-
-
 TABLE = partial(gsd.NgramTable.empty, 1, 3, "cpu")
 HISTORY = partial(
     Recollection.empty, gsd.NgramTable.empty(2, 4, "cpu"), weights=torch.zeros(WEIGHTS, dtype=torch.float64)
@@ -232,11 +161,8 @@ LOOKUP, MIX = partial(gsd.ngram_lookup, TABLE()), partial(gsd.mix_candidates, *t
     ("make", "wrong", "match"),
     [
         (TABLE, {"capacity": 100}, "capacity: expected a power of two of at least ways=8, got 100"),
-        (TABLE, {"capacity": 4}, "capacity: .*got 4"),
-        (TABLE, {"ways": 3}, "ways: expected a power of two from 1 to 16, got 3"),
         (TABLE, {"max_context": 9}, "max_context: expected 1 … 8, got 9"),
         (HISTORY, {"weights": torch.zeros(3, dtype=torch.float64)}, "weights: expected shape"),
-        (HISTORY, {"weights": torch.zeros(WEIGHTS)}, "weights: expected float64"),
         (HISTORY, {"hashes": 12}, "hashes: expected a power of two, got 12"),
         (HISTORY, {"learned": gsd.NgramTable.empty(2, 4, "cpu")}, "learned.keys: expected shape"),
         (LOOKUP, {"contexts": torch.zeros(1, 5, 3).int()}, "contexts: expected at least max_context=4 tokens of each"),
@@ -251,26 +177,6 @@ def test_tables_that_cannot_be_are_refused(make, wrong, match):
 
 few = st.integers(0, 3)
 documents = st.lists(st.lists(few, max_size=40), min_size=1, max_size=4).filter(lambda ds: sum(map(len, ds)) > 0)
-
-
-@settings(max_examples=30, deadline=None)
-@given(documents)
-@example([[3, *[0] * 14, 1], [2, *[0] * 14, 1]])  # alike in 14 tokens
-def test_positions_are_sorted_by_their_contexts(given_documents):
-    text = joined(given_documents)
-    order, following = sort_corpus(text)
-
-    def context(position):
-        found = []
-        while len(found) < MAX_MATCH and position >= 0 and text[position] >= 0:
-            found.append(int(text[position]))
-            position -= 1
-        return found
-
-    assert sorted(order.tolist()) == [p for p in range(len(text) - 1) if text[p] >= 0 and text[p + 1] >= 0]
-    keys = [context(p) for p in order]
-    assert keys == sorted(keys)
-    assert following.tolist() == text[order + 1].tolist()
 
 
 def what_followed(documents: Sequence[Sequence[int]], context: Sequence[int], vocab: int) -> tuple[dict, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
-from itertools import cycle
 
 import pytest
 import torch
@@ -122,11 +121,6 @@ WRONG = {
     "a width": (lambda m: PackedMatrix(m.kind, m.data, m.inputs + 32), ValueError, "rows of 54 bytes"),
     "no whole blocks": (lambda m: PackedMatrix(m.kind, m.data, m.inputs + 1), ValueError, "packs 32 weights a block"),
     "scales": (lambda m: PackedMatrix(m.kind, m.data, m.inputs, torch.ones(3, 1)), ValueError, "scales: those of q4_0"),
-    "an odd group": (
-        lambda m: PackedMatrix(BY_NAME["nf4"], m.data, 72, torch.ones(3, 8)),
-        ValueError,
-        "that divide 72",
-    ),
     "no zero points": (
         lambda m: PackedMatrix(BY_NAME["int4"], m.data, 72, torch.ones(3, 2)),
         ValueError,
@@ -136,11 +130,6 @@ WRONG = {
         lambda m: PackedMatrix(CODE_KINDS[0], torch.zeros(2, 64).char(), 64, torch.ones(2, 2)),
         ValueError,
         f"has one for a row of at most {MOST_CODES} inputs",
-    ),
-    "too many codes": (
-        lambda m: PackedMatrix(CODE_KINDS[0], torch.zeros(1, MOST_CODES + 1).char(), MOST_CODES + 1, torch.ones(1, 1)),
-        ValueError,
-        rf"got \[1, 1\] for {MOST_CODES + 1}",
     ),
     "scales of the operator": (
         lambda m: torch.ops.gsd_kernels.row_linear(
@@ -152,11 +141,6 @@ WRONG = {
     "no scales": (lambda m: PackedMatrix(BY_NAME["int8"], m.data.char(), 36), TypeError, "scales: int8 needs float32"),
     "inputs": (lambda m: row_linear(torch.ones(1, 32), m), RuntimeError, "weight: expected"),
     "a row": (lambda m: unpack_rows(m, torch.tensor([3]), dtype=torch.float32), (RuntimeError, IndexError), "3"),
-    "rows": (
-        lambda m: unpack_rows(m, torch.ones(1), dtype=torch.float32),
-        (RuntimeError, IndexError),
-        "rows: wrong dtype",
-    ),
     "an output dtype": (lambda m: unpack_rows(m, dtype=torch.float64), RuntimeError, "like: expected float32"),
 }
 
@@ -204,27 +188,6 @@ def test_sums_of_the_largest_codes_do_not_overflow(level, kind):
     x = torch.tensor([[-1.0], [1.0]]).expand(2, MOST_CODES).contiguous()
     with cpu_levels.forced(level):
         assert torch.equal(row_linear(x, matrix), row_linear(x, matrix, backend="reference"))
-
-
-@dtypes
-@levels
-def test_a_decoder_takes_codes_beside_dense_matrices(level, dtype):
-    """Float sums differ from the reference's."""
-    weights, case = decoder_case(dtype)
-    kinds = cycle((*CODE_KINDS, *ROUNDED_KINDS))
-
-    def rounding(matrix):
-        return packed_matrix(next(kinds), *matrix.shape, matrix.shape[0], groups=1)
-
-    for names in (("q", "o", "down"), ("k", "v", "gate", "up")):
-        layers = [replace(of, **{name: rounding(getattr(of, name)) for name in names}) for of in weights.layers]
-        mixed = replace(weights, head=rounding(weights.head), layers=layers)
-        exact, _, _ = decoder_rows(mixed, **deepcopy(case), keep=5, backend="reference")
-        with cpu_levels.forced(level):
-            found, _, _ = decoder_rows(mixed, **case, keep=5, backend="cpu")
-        assert ((found - exact).norm() / exact.norm()) < 0.02
-        dense, _, _ = decoder_rows(replace(weights, head=mixed.head), **case, keep=5, backend="cpu")
-        assert ((found - dense).norm() / dense.norm()) > 0.1
 
 
 @named((*CODE_KINDS, *ROUNDED_KINDS))
@@ -290,12 +253,10 @@ def test_feature_rows_equal_the_reference_and_have_the_same_bits_alone(dtype, mo
     ("wiring", "change", "match"),
     [
         (STORED, {}, "feature_norm: without one expected no projection, and keep 0; got 2"),
-        ("projection", {"matrix": torch.zeros(32, 32)}, "projection: expected rows of 64, got 32"),
         ("projection", {"matrix": torch.zeros(16, 64)}, "projection: expected 32 contiguous rows"),
-        ("projection", {"token_norm": torch.ones(31)}, "token norm: expected .32."),
         ("projection", {"bias": torch.ones(31)}, "projection bias: expected .32."),
     ],
-    ids=["stored", "inputs", "outputs", "norm", "bias"],
+    ids=["stored", "outputs", "bias"],
 )
 def test_a_wrong_wiring_is_refused(wiring, change, match):
     weights, case = feature_case(layers=1, wiring=wiring)

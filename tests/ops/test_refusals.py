@@ -39,20 +39,18 @@ def last(value: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-long, double, half = Tensor.long, Tensor.double, Tensor.bfloat16
+long, half = Tensor.long, Tensor.bfloat16
 none: list[Tensor] = []
 ALL_OR_NONE = "expected all or none"
 #: By operator: arguments, what is in their place (or what they become), and the words of the error.
 REFUSED: dict[str, list[tuple[str, Any, str]]] = {
     "merge": [
         ("graph", none, "graph: expected 11 tensors, got 0"),
-        ("merge_context", 9, "merge_context"),
     ],
     "flatten": [("max_rows", 129, "max_rows"), ("max_path", 8, "max_path")],
     "select_rows": [
         ("seconds", torch.ones(0, dtype=torch.float64), "seconds: expected those of one row"),
         ("max_path", 24, r"max_path: expected 0 \.\.\. 23, got 24"),
-        ("max_rows", 0, r"max_rows: expected 1 \.\.\. 128, got 0"),
     ],
     "update_edge_model": [
         ("process_noise", math.nan, "process_noise: expected a finite number"),
@@ -76,7 +74,6 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
     ],
     "feed_chain": [
         ("width", 0, "width"),
-        ("cached", filled(30, 3), "end: expected 30 ... 40"),
     ],
     "commit_text": [
         ("num_accepted", filled(8, 3), "num_accepted: 8 of 7 rows"),
@@ -88,7 +85,6 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
         ("picked", long, "picked: wrong dtype"),
         ("tokens", [filled(0, 3, 1, 4)], "node_ids: expected 1 ... 64 levels"),
         ("log_probs", lambda levels: [levels[0][:1], *levels[1:]], "log_probs"),
-        ("first_tokens", lambda levels: [filled(0, 1), *levels[1:]], "first_tokens"),
     ],
     "history_recall": [
         ("history", KNOWN["usual"].build()[0].tensors()[:10], "history: expected 14 or 11 tensors, got 10"),
@@ -97,31 +93,23 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
         ("first_pick", None, ALL_OR_NONE),
     ],
     "history_append": [
-        ("history", KNOWN["usual"].build()[0].tensors(), "history: expected 10 tensors, got 11"),
         ("seen", [torch.zeros(2)], "seen: expected 8 or 0 tensors, got 1"),
     ],
     "recall_levels": [
         ("frontier", filled(99, 2, 1), "frontier: node 99 of"),
         ("frontier", filled(0, 2, 5), "width: expected at least the frontier's 5"),
         ("level", -1, "levels: .* from -1"),
-        ("levels", 0, "levels: expected at least 1"),
-        ("width", 0, "width: expected at least the frontier's 1"),
-        ("merge_context", 9, "merge_context"),
-        ("seed", None, ALL_OR_NONE),
     ],
     "corpus_recall": [
         ("branch", 193, "branch: expected 0 ... 192, got 193"),
         ("vocab", 0, "vocab: expected a vocabulary size"),
     ],
     "row_linear": [
-        ("x weight", double, "x: expected"),
         ("weight", half, "weight"),
         ("weight", lambda t: t[:, :16].contiguous(), "weight"),
     ],
     "state_rows": [
-        ("value", double, "value"),
         ("decay", lambda t: t.repeat(1, 1, 1, 2), "decay"),
-        ("beta", lambda t: t[:, :2], "beta"),
         ("parents", long, "parents"),
         ("parents", lambda t: t[:, :2], "parents: of 2 rows, where 3 are given"),
         ("keys updates sums", lambda t: t[:, :-3], "window: no room for 3 rows"),
@@ -130,18 +118,14 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
         ("token_ids", long, "token_ids"),
         ("token_ids", last(61), "token_ids: 61 is outside the vocabulary of 61"),
         ("slots", last(40), "slots: 40 is outside the cache's 40"),
-        ("node_depths", lambda t: t[:1].expand(3, -1), "node_depths"),
         ("kv_len", last(41), "kv_len: the prefix"),
-        ("head", half, "head: expected the dtype of the embedding"),
         ("k_caches", lambda caches: caches[:1], "layers: expected"),
         ("states", [3], r"states: expected layers 0 \.\.\. 2"),
         ("keep", 6, r"keep: expected 0 \.\.\. 5"),
     ],
     "feature_rows": [
         ("features", torch.zeros(2, 5, 31), "features: expected"),
-        ("features", double, "features: "),
         ("token_ids", last(61), "token_ids: 61 is outside"),
-        ("slots", last(40), "slots: 40 is outside"),
         ("k_caches", none, "layers: expected .* two caches and a window for each"),
         ("keep", 6, r"keep: expected 0 \.\.\. 5"),
     ],
@@ -284,7 +268,6 @@ def test_a_tensor_of_another_dtype_or_shape_is_named(op):
 BAD: dict[Any, list[tuple[str, Any, type[Exception]]]] = {
     gsd.dag_attention: [
         ("q", lambda q: q[:, :1].expand(-1, 3, -1, -1), ValueError),
-        ("k", Tensor.float, TypeError),
         ("k", lambda k: k[..., :8], ValueError),
         ("v", lambda v: v[:, :, :5], ValueError),
         ("ancestor_mask", lambda mask: mask[:, :3], ValueError),
@@ -292,13 +275,11 @@ BAD: dict[Any, list[tuple[str, Any, type[Exception]]]] = {
         ("sliding_window", 0, ValueError),
         ("chunk", 0, ValueError),
         ("sinks", torch.zeros(3), ValueError),
-        ("sinks", torch.zeros(2, dtype=torch.int32), TypeError),
         ("backend", "gpu", ValueError),
     ],
     gsd.sample_rows: [
         ("positions", lambda positions: positions[:, :1], ValueError),
         ("temperature", -0.1, ValueError),
-        ("temperature", math.inf, ValueError),
         ("temperature", "1", TypeError),
         ("top_k", -1, ValueError),
         ("top_p", 1.5, ValueError),
@@ -311,7 +292,6 @@ BAD: dict[Any, list[tuple[str, Any, type[Exception]]]] = {
     gsd.commit_kv: [("v_caches", [], ValueError), ("num_accepted", lambda count: count[:1], ValueError)],
     gsd.write_kv: [
         ("v_cache", lambda cache: cache[:, :, :5], ValueError),
-        ("v_cache", Tensor.half, TypeError),
         ("positions", lambda positions: positions[:1], ValueError),
         ("k", lambda k: k[..., :3], ValueError),
         ("v", lambda v: v[:, :, :2], ValueError),

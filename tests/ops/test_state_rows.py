@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from guards import guarded, in_a_fork
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.contracts.backends import backends
@@ -222,22 +221,3 @@ def test_trees_that_are_none_are_refused(on):
     ):
         with pytest.raises((ValueError, RuntimeError), match=r"parents|depths"):
             text.rows(at, [parents], [depths])
-
-
-@backends("cpu")
-@pytest.mark.parametrize("case", CASES)
-def test_no_access_past_the_end(case, on, capfd):
-    """Sizes that are no multiple of a vector; every tensor ends at a page that must not be touched."""
-
-    def steps_of_a_text() -> None:
-        given = tokens(1, 12, case)
-        text = Text(case, 1, on.name, {n: None if t is None else guarded(t) for n, t in given.items()})
-        text.window.reserve(5)
-        for name in ("state", "keys", "updates", "sums"):
-            setattr(text.window, name, guarded(getattr(text.window, name)))
-        for first in (0, 3, 6):
-            text.rows(torch.arange(first, first + 2)[None], [[-1, 0]])
-            text.rows(torch.arange(first + 2, first + 5)[None], [[-1, 0, 1, 1, -1]])
-            text.commit([[0, 1, 2]])
-
-    assert in_a_fork(steps_of_a_text) == 0, capfd.readouterr().err[-2000:]

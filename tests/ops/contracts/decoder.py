@@ -136,30 +136,24 @@ def _plain_attention(case: Attention, tensors: dict[str, Tensor], product: Calla
 
 
 def check_row_invariance(case: Attention, on: Backend, row: int = 1) -> None:
-    """A row keeps every bit when all other rows' queries, masks, depths and own cache slots change, even to NaN.
-
-    The reference takes NaN for a sign of a position that nobody sees: there it is noise, in the prefix too.
-    """
+    """A row keeps every bit when all other rows' queries, masks, depths and own cache slots become NaN."""
     tensors, options = case.build(on.device)
 
     def attend(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return gsd.dag_attention(**given, **options, return_lse=True, backend=on.name)
 
-    if whole := on.name == "reference":
-        tensors |= {name: tensors[name].nan_to_num(0.0) for name in "kv"}
     (before, lse), changed = attend(tensors), {n: t.clone() for n, t in tensors.items()}
     seen = case.visible(tensors)[:, row]  # [B, S]
     others = torch.arange(case.rows) != row
-    noise = 100 * torch.randn(case.capacity, generator=torch.Generator().manual_seed(0)).to(before)  # [S]
-    changed["q"][:, :, others] = noise[0] if whole else NAN
+    changed["q"][:, :, others] = NAN
     changed["ancestor_mask"][:, others] = -1
     if "row_depths" in changed:
         changed["row_depths"][:, others] = 3
     for b, prefix in enumerate(case.prefixes):
         slots = ~seen[b]
-        slots[:prefix] &= whole
+        slots[:prefix] = False
         for name in "kv":
-            changed[name][b, :, slots] = noise[slots][:, None] if whole else NAN
+            changed[name][b, :, slots] = NAN
     after, after_lse = attend(changed)
     assert before[:, :, row].isfinite().all() and not torch.equal(before, after)
     assert torch.equal(before[:, :, row], after[:, :, row]) and torch.equal(lse[:, :, row], after_lse[:, :, row])
@@ -204,20 +198,16 @@ INVARIANCE = {
 HALF_PRECISION = {
     "one row": Attention(rows=1, nodes=1, group=1),
     "one warp": Attention(rows=5, nodes=33, group=3),
-    "two warps": Attention(rows=9, nodes=40, group=3),
     "four warps": Attention(rows=16, nodes=64, group=4),
     "several blocks": Attention(rows=63, nodes=111, group=8, capacity=1000, prefixes=(800, 63)),
     "several graph splits": Attention(rows=40, nodes=964, capacity=1500, prefixes=(530, 111)),
     "the cache ends with the last node": Attention(nodes=40, capacity=273, prefixes=(233, 233)),
     "no prefix": Attention(prefixes=(0, 4), paddings=(0, 4), nodes=31),
-    "soft cap": Attention(softcap=5.0, group=4),
     "window": Attention(window=50, group=4),
     "narrow window, soft cap": Attention(window=3, softcap=2.0, rows=30, nodes=100),
     "chunk": Attention(chunk=50, group=4),
     "narrow chunk, soft cap, sinks": Attention(chunk=3, softcap=2.0, rows=30, nodes=100, sinks=True),
-    "sinks, window": Attention(sinks=True, window=50, group=8, rows=16),
     "sinks": Attention(sinks=True, group=3, rows=9),
-    "positions first": Attention(positions_first=True, group=4),
     "long": Attention(rows=64, nodes=64, group=4, capacity=5000, prefixes=(4500, 63), paddings=(7, 0)),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -365,6 +366,33 @@ def sampling_inputs(
     return logits, positions, {"seed": key, "sequence_ids": torch.tensor([3, 11, 7], dtype=torch.int32)[: rows[0]]}
 
 
+def caches_of(layout: str, dtype: torch.dtype, dim: int, slots: int, gen: torch.Generator) -> list[Tensor]:
+    """Three layers of four sequences, some numbers NaN: parts of one tensor, or of several sizes."""
+    if layout == "stacked":
+        stacked = torch.randn(3, 4, 2, slots, dim, generator=gen).to(dtype)
+        return list(stacked.masked_fill_(stacked.abs() < 0.01, math.nan))
+    caches = [torch.randn(4, heads, slots, size, generator=gen).to(dtype) for heads, size in ((1, dim), (2, 7), (3, 9))]
+    caches[1][:, :, 12:] = math.nan
+    return caches if layout == "separate" else [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
+
+
+def commit_kv_cases() -> Iterator[Case]:
+    """Rows in any order, sources that are also destinations, finished sequences, several layers of several sizes."""
+    kinds = (torch.float32, 64), (torch.float16, 80), (torch.bfloat16, 256), (torch.bfloat16, 1), (torch.float64, 7)
+    for (dtype, dim), layout in itertools.product(kinds, ("stacked", "separate", "positions first")):
+        gen = torch.Generator().manual_seed(dim)
+        batch, rows, prefix, width = 4, 60, 31, 6
+        kv_len = torch.randint(0, prefix + 1, (batch,), generator=gen, dtype=torch.int32)
+        count = torch.randint(1, width + 1, (batch,), generator=gen, dtype=torch.int32)
+        count[3] = 0  # finished
+        accepted = torch.rand(batch, rows, generator=gen).argsort(-1)[:, :width].int()
+        accepted[0] = accepted[0].sort().values
+        accepted[1] %= 7  # close to each other, some of them twice
+        accepted = torch.where(torch.arange(width) < count[:, None], accepted, -1)
+        caches = [caches_of(layout, dtype, dim, prefix + rows + 2, gen) for _ in range(2)]
+        yield (*caches, accepted, count, kv_len), {}
+
+
 ENTRIES, PATH = 4, 7
 
 
@@ -416,6 +444,7 @@ EQUAL = {
     "merge": (gsd.merge, "cpu interpreter triton cuda", merge_cases),
     "flatten": (gsd.flatten, "cpu interpreter triton cuda", flatten_cases),
     "verify": (gsd.verify, "cpu interpreter triton cuda", verify_cases),
+    "commit_kv": (gsd.commit_kv, "cpu interpreter triton cuda", commit_kv_cases),
     "write_kv": (write, "cpu interpreter triton", write_cases),
     "select_rows": (select_rows, "cpu", select_cases),
     "update_edge_model": (update_edge_model, "cpu", update_cases),
