@@ -8,10 +8,9 @@ from functools import partial
 
 import pytest
 import torch
-from engine.chats import drafting, in_turns
 from models import prompts, tiny
 from sources.drafters import eagle3_config, generate, random_eagle3
-from sources.rows import ROWS, eagle3, llama
+from sources.rows import ROWS, llama
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig
@@ -87,17 +86,6 @@ def test_a_chats_next_turn_drafts_as_a_new_call_does(name, tmp_path):
     for reused, anew in zip(found[0][1], found[1][1], strict=True):
         assert torch.equal(reused[0], anew[0])
         torch.testing.assert_close(reused[1], anew[1])
-
-
-def test_steps_without_the_drafter_are_made_up_for(monkeypatch):
-    """Shapes that change from step to step, plain steps among them: later drafts are as if there had been none."""
-    target, drafter = llama(), eagle3("plain")
-    options = {"do_sample": False, **prompts(2, 14, vocab=41)}
-    plain = generate(target, new=60, **options).sequences
-    in_turns(monkeypatch, *drafting(), None, drafting()[0], None, None)
-    out = generate(target, new=60, **options, drafter=drafter, graph_config="auto")
-    assert torch.equal(out.sequences, plain)
-    assert out.stats.plain_steps > 0 and out.stats.draft_rows > 0
 
 
 def test_a_drafter_that_is_cast_between_calls_gets_another_session():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -218,67 +217,35 @@ def texts(target):
     }
 
 
-def swept(shape: str, target, texts):
-    """Every other kind in turn with one shape, by one source; what was neither exact nor the error that belongs to it.
-
-    Behind every error, and now and then behind another text, the same source proposes what is right.
-    """
-    wrong = {}
-    last = ("history",) if shape in HELD else ()
-    options = {**prompts(2, 9), **TEXT, "graph_config": SHAPES[shape], "return_dict_in_generate": True}
-    accepted = 0
-    for number, (kind, (change, error)) in enumerate(KINDS.items()):
-        if (number + list(SHAPES).index(shape)) % 2:  # a kind with half of the shapes
-            continue
-        sampled = number % 4 == 3
-        options |= SAMPLED if sampled else {"do_sample": False}
-        source = Oracle(texts[sampled], VOCAB, change)  # of a session of its own, whose first proposal is checked
-        options["draft_sources"] = source, *last
-        try:
-            got = gsd.generate(target, **options).sequences
-        except Exception as found:
-            if error == EXACT or not re.search(error, str(found)):
-                wrong[kind] = repr(found)
-        else:
-            if not torch.equal(got, texts[sampled]):
-                wrong[kind] = "another text"
-            elif error != EXACT:
-                wrong[kind] = "taken"
-        if error == EXACT and number % 4 != 0 and kind not in wrong:
-            continue
-        source.tell(texts[sampled], None)
-        out = gsd.generate(target, **options)
-        accepted += sum(out.stats.accepted[2:])
-        if not torch.equal(out.sequences, texts[sampled]):
-            wrong[f"the call after {kind}"] = "another text"
-    assert accepted > len(KINDS) / 8, "nothing was accepted, so nothing was tested"
-    return wrong
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_exact_or_a_named_error(shape, target, texts):
-    assert swept(shape, target, texts) == {}
-
-
 class Trusted(Oracle):
     """Passes for a class of the package, whose proposals nobody checks."""
 
     __module__ = DraftSource.__module__
 
 
-@pytest.mark.parametrize("shape", ["lattice", "wide", "chain", "tree"])
-def test_no_op_relies_on_the_check(shape, target, texts):
-    """Values that the border refuses, behind it: less is accepted, and the text is the target's own."""
-    source = Trusted(texts[False], VOCAB)
-    options = {**prompts(2, 9), **TEXT, "do_sample": False, "graph_config": SHAPES[shape]}
-    tried = 0
-    for kind, (change, error) in KINDS.items():
-        if not error.startswith((ABOVE, IDS)):
-            continue
-        tried += 1
-        source.tell(texts[False], change)
-        assert torch.equal(gsd.generate(target, **options, draft_sources=(source, "history")), texts[False]), kind
-    assert tried > 4
+CASES = [
+    (kind, shape, number % 4 == 3)
+    for number, kind in enumerate(KINDS)
+    for place, shape in enumerate(SHAPES)
+    if (number + place) % 3 == 0
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "sampled"), CASES)
+def test_exact_or_a_named_error(kind, shape, sampled, target, texts):
+    """Behind either the same source proposes what is right; what the check refuses does no harm behind it."""
+    change, error = KINDS[kind]
+    call = {**prompts(2, 9), **TEXT, **(SAMPLED if sampled else {"do_sample": False}), "graph_config": SHAPES[shape]}
+    last = ("history",) if shape in HELD else ()
+    source = Oracle(texts[sampled], VOCAB, change)  # of a session of its own, whose first proposal is checked
+    with pytest.raises(Exception, match=error) if error else nullcontext():
+        assert torch.equal(gsd.generate(target, **call, draft_sources=(source, *last)), texts[sampled])
+    source.tell(texts[sampled], None)
+    out = gsd.generate(target, **call, draft_sources=(source, *last), return_dict_in_generate=True)
+    assert torch.equal(out.sequences, texts[sampled]) and sum(out.stats.accepted[2:])
+    if error.startswith((ABOVE, IDS)):
+        trusted = Trusted(texts[sampled], VOCAB, change)
+        assert torch.equal(gsd.generate(target, **call, draft_sources=(trusted, "history")), texts[sampled])
 
 
 class Ending(DraftSource):
@@ -322,12 +289,9 @@ class Declares(Oracle):
     [
         ({"forwards": (None,)}, r"hostile: forwards: expected a tuple of torch modules, got \(None,\)"),
         ({"shares": ()}, r"hostile: shares: expected a tuple of weights from 0 to 1, at least one, got \(\)"),
-        ({"shares": (0.5, 2.0)}, "hostile: shares: expected"),
         ({"shares": (float("nan"),)}, "hostile: shares: expected"),
-        ({"reliability": (-1.0,)}, "hostile: reliability: expected"),
         ({"reliability": (0.5, 0.7)}, "hostile: reliability: expected a ratio for each share"),
         ({"hidden_layers": (99,)}, r"hostile: hidden_layers: expected a tuple of numbers from −1 to 2, .* got \(99,\)"),
-        ({"hidden_layers": 1}, "hostile: hidden_layers: expected"),
         ({"name": 5}, "Declares.name: expected a name, got 5"),
         ({"name": "history"}, "history: the name of a source of this package; give Declares a name of its own"),
     ],

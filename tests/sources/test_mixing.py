@@ -7,26 +7,21 @@ import copy
 import pytest
 import torch
 import two_tokenizers as two
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import noised, prompts, tiny
-from sources.rows import BOTH, OURS, THEIRS, encoded, pair_of, sharing, translated_draft
+from sources.rows import BOTH, OURS, THEIRS, encoded, pair_of, sharing
 from torch import nn
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
 from gsd_kernels.ops.learn import Asked
 from gsd_kernels_hf.engine.engine import engines_of
-from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.model.vocabulary import Translation
-from gsd_kernels_hf.records import DecodeState, Sampler
+from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.base import DraftSource, Proposal
-from gsd_kernels_hf.sources.draft_vocabulary import DraftVocabulary
 from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.layer_skip import expected_speed
 from gsd_kernels_hf.sources.ledger import SourceWeights
 from gsd_kernels_hf.sources.mixer import Mixer
-from gsd_kernels_hf.sources.translated import TranslatedRows
 
 CPU = torch.device("cpu")
 SHAPE = GraphConfig(depth=1, width=2, branch=2, max_rows=8, history_depth=0)
@@ -75,43 +70,10 @@ def test_a_source_that_is_alone_is_corrected_by_its_reliability():
     assert drafted([LOOKUP], (0.0,)) == pytest.approx({4: 0.5, 5: 0.25})
 
 
-class AtOnce(Fixed):
-    """Notes at which levels it is asked for all that follow."""
-
-    __module__ = DraftSource.__module__  # only those of the package are
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, False, [4, 5], [0.5, 0.25])
-        self.asked: list[int] = []
-
-    def at_once(self):
-        return True
-
-    def propose_rest(self, level):
-        self.asked.append(level.number)
-
-
-@pytest.mark.parametrize(
-    ("trims", "others", "asked"),
-    [(True, [MODEL], [1, 2]), (True, [], [1, 2]), (False, [MODEL], [1, 2]), (True, [LOOKUP], [])],
-    ids=["beside a model", "alone", "captured", "beside a look-up"],
-)
-def test_a_source_is_asked_for_all_levels_where_no_other_proposes(trims, others, asked):
-    source, state = AtOnce("history"), DecodeState.empty(1, 16, 8, CPU)
-    state.restart(torch.tensor([[7, 8, 9]]), torch.zeros(1, dtype=torch.int32), 8, 0)
-    sources = [source, *others]
-    mixer = Mixer(sources, state, "reference", vocab_size=10)
-    config = GraphConfig(depth=1, width=2, branch=2, max_rows=8, history_depth=2)
-    mixer.prepare(config)
-    mixer.draft(config, trims=trims)
-    assert source.asked == asked
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.floats(0.05, 0.95), st.integers(0, 1000))
-def test_a_mixture_learns_which_source_was_right(share, seed):
+@pytest.mark.parametrize("share", [0.1, 0.8])
+def test_a_mixture_learns_which_source_was_right(share):
     """Two sources that never agree; the other is right ``share`` of the time."""
-    gen = torch.Generator().manual_seed(seed)
+    gen = torch.Generator().manual_seed(0)
     weights = SourceWeights((0.0, 0.5), CPU)
     nodes = torch.arange(5, dtype=torch.int32).expand(4, -1)
     for _ in range(120):
@@ -120,8 +82,7 @@ def test_a_mixture_learns_which_source_was_right(share, seed):
         log_probs = torch.full((4, 5, 1), 0.9).log()
         asked = Asked(nodes, other, log_probs, torch.ones(4, 5, dtype=torch.int32), first, log_probs)
         weights.learn([asked], nodes, torch.full((4, 5), 7, dtype=torch.int32))
-    assert weights.mixture.weights[1] == pytest.approx(share, abs=0.09)
-    assert weights.mixture.weights[0] == 0.0
+    assert weights.mixture.weights.tolist() == [0.0, pytest.approx(share, abs=0.09)]
 
 
 def test_what_was_learned_serves_the_next_call_and_no_other_pair():
@@ -180,79 +141,50 @@ def test_search_finds_the_blocks_that_do_nothing():
     assert expected_speed(float(agreement), found.cost) > 0.9 * expected_speed(1.0, 1 - 3 / 8)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"attention": ["a"]}, TypeError, "attention: expected indices of layers, got 'a'"),
-        ({"attention": range(4), "mlp": range(4)}, ValueError, "all that attends is skipped"),
-    ],
-)
-def test_layers_that_cannot_be_skipped_are_refused(arguments, error, match, target):
-    with pytest.raises(error, match=match):
-        LayerSkip(target, **arguments)
+NO_LAYERS = {"attention": range(4), "mlp": range(4)}
+SPECULATIVE = {"criterion": "speculative", "graph_config": "chain"}
+REFUSED = {
+    "layers of text": (
+        lambda t: {"assistant_model": LayerSkip(t, attention=["a"])},
+        "expected indices of layers, got 'a'",
+    ),
+    "all layers": (lambda t: {"assistant_model": LayerSkip(t, **NO_LAYERS)}, "all that attends is skipped"),
+    "another's layers": (lambda t: {"assistant_model": LayerSkip(tiny(), mlp=[0])}, "a LayerSkip of another model"),
+    "heads nowhere": (lambda t: {"draft_heads": "heads"}, "draft_heads: no such folder: heads"),
+    "no heads": (lambda t: {"draft_sources": ("heads",)}, '"heads" needs draft_heads'),
+    "heads left out": (
+        lambda t: {"draft_sources": ("history",), "draft_heads": DraftHeads.for_model(t, 3)},
+        'leave out draft_heads, or name "heads"',
+    ),
+    "no models": (lambda t: {"assistant_model": []}, "assistant_model: expected draft models, got an empty list"),
+    "one twice": (lambda t: {"assistant_model": 2 * [noised(t)]}, "assistant_model( 2)?: the same draft model twice"),
+    "a path": (lambda t: {"assistant_model": [noised(t), "draft"]}, "expected a model, got the path 'draft'; load it"),
+    "layers beside": (lambda t: {"assistant_model": [noised(t), LayerSkip(t, mlp=[1])]}, "a LayerSkip is given alone"),
+    "more tokens": (lambda t: {"assistant_model": tiny(vocab_size=5000)}, "assistant_model( 2)?: vocabulary sizes 97"),
+    "two samples": (
+        lambda t: {"assistant_model": [noised(t), noised(t, seed=4)], **SPECULATIVE},
+        "assistant_model: criterion=.speculative. drafts from one model alone",
+    ),
+    "two drafters": (lambda t: {"drafter": [t, t]}, "drafter: expected .*, got list; of drafters one is"),
+    "no tokenizer": (
+        lambda t: {"assistant_model": noised(t), "tokenizer": OURS, "assistant_tokenizer": "gpt2"},
+        "assistant_tokenizer: expected a tokenizer of transformers",
+    ),
+    "one tokenizer": (
+        lambda t: {"assistant_model": noised(t), "assistant_tokenizer": OURS},
+        "needs the target's tokenizer",
+    ),
+}
 
 
-def test_sources_that_do_not_fit_are_refused(target):
-    heads, other = DraftHeads.for_model(target, 3), tiny(num_hidden_layers=3)
-
-    def refused(match, **arguments):
-        with pytest.raises((TypeError, ValueError), match=match):
-            gsd.generate(target, **prompts(1, 5), max_new_tokens=4, do_sample=False, **arguments)
-
-    refused("a LayerSkip of another model", assistant_model=LayerSkip(other, mlp=[0]))
-    refused("draft_heads: no such folder: heads", draft_heads="heads")
-    refused('"heads" needs draft_heads', draft_sources=("heads",))
-    refused('"model" needs assistant_model', draft_sources=("model",))
-    refused('"layer_skip" needs assistant_model=LayerSkip', draft_sources=("layer_skip",))
-    refused('leave out draft_heads, or name "heads"', draft_sources=("history",), draft_heads=heads)
-    draft = noised(target)
-    refused("assistant_model: expected draft models, got an empty list", assistant_model=[])
-    refused("assistant_model( 2)?: the same draft model twice", assistant_model=[draft, draft])
-    refused("assistant_model( 2)?: expected a model, got the path 'draft'; load it", assistant_model=[draft, "draft"])
-    refused("a LayerSkip is given alone", assistant_model=[draft, LayerSkip(target, attention=[1])])
-    refused("assistant_model( 2)?: vocabulary sizes 97", assistant_model=[draft, tiny(vocab_size=5000)])
-    two = {"assistant_model": [draft, noised(target, seed=4)], "criterion": "speculative", "graph_config": "chain"}
-    refused("assistant_model: criterion=.speculative. drafts from one model alone", **two)
-    refused("drafter: expected .*, got list; of drafters one is", drafter=[heads, heads])
-    with pytest.raises(ValueError, match="another model"):
-        gsd.patch(target, assistant_model=LayerSkip(other, mlp=[0]))
-    assert "generate" not in vars(target)
+@pytest.mark.parametrize("case", REFUSED)
+def test_sources_that_do_not_fit_are_refused(case, target):
+    given, message = REFUSED[case]
+    with pytest.raises((TypeError, ValueError), match=message):
+        gsd.generate(target, **prompts(1, 5), max_new_tokens=4, do_sample=False, **given(target))
 
 
 # Other tokens.
-
-
-SIZE = 61
-
-
-@given(
-    count=st.integers(1, SIZE),
-    branch=st.integers(1, 8),
-    seed=st.integers(0, 99),
-    order=st.sampled_from(["ascending", "shuffled"]),
-    target=st.sampled_from([SIZE, 40]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    temperature=st.sampled_from([0.0, 0.8]),
-)
-def test_candidates_are_those_of_the_whole_vocabulary(count, branch, seed, order, target, dtype, temperature):
-    gen = torch.Generator().manual_seed(seed)
-    ids = torch.randperm(SIZE, generator=gen)[:count]
-    ids = ids.sort().values if order == "ascending" else ids
-    warpers = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    sampler = Sampler(torch.tensor(3), torch.arange(2, dtype=torch.int32), warpers)
-    logits = torch.randint(-4, 5, (2, 3, count), generator=gen).to(dtype)  # many are equal
-    positions = torch.randint(0, 99, (2, 3), generator=gen, dtype=torch.int32)
-    vocabulary = DraftVocabulary(ids, SIZE, target)
-    whole = torch.full((2, 3, SIZE), -torch.inf, dtype=dtype)
-    for column, token in enumerate(ids.tolist()):
-        whole[..., token] = logits[..., column]
-    assert torch.equal(vocabulary.whole(logits), whole[..., :target])
-    tokens, log_probs = vocabulary.ranked(sampler, logits, positions, branch)
-    expected, expected_log_probs = sampler.candidates(whole[..., :target], positions, branch)
-    found = expected_log_probs.isfinite()
-    assert torch.equal(tokens[found], expected[found]) and tokens.dtype == torch.int32
-    assert not log_probs[~found].isfinite().any()
-    torch.testing.assert_close(log_probs[found], expected_log_probs[found], atol=1e-5, rtol=1e-5)
 
 
 TEXT = {"max_new_tokens": 20, "eos_token_id": [OURS.eos_token_id, 40, 41], "pad_token_id": 0}
@@ -276,70 +208,6 @@ def test_a_copy_of_the_target_is_right_but_where_it_lacks_a_token():
     assert torch.equal(out.sequences, sharing().generate(ids, **options))
 
 
-def test_logits_are_over_the_targets_tokens():
-    """What the draft gives to tokens that the target lacks is left out; a token that the draft lacks has none."""
-    between, draft = Translation.between(OURS, THEIRS), translated_draft()
-    rows = TranslatedRows(RowModel(draft, 64, torch.zeros(1, dtype=torch.int32), "auto"), between.shared, len(OURS) + 3)
-    inputs = torch.tensor([[5, 9, len(OURS) + 2]], dtype=torch.int32)
-    zeros, mask = torch.zeros_like(inputs), torch.tensor([[[1], [3], [7]]], dtype=torch.int32)
-    depths = torch.tensor([[0, 1, 2]], dtype=torch.int32)
-    logits = rows.rows(inputs, zeros[:, 0], 0, mask, depths, depths, keep=3)
-    alone = draft(between.shared.reads[inputs.long().clamp(max=len(OURS) - 1)][:, :2]).logits
-    assert logits.shape == (1, 3, len(OURS) + 3)
-    same = between.shared.same
-    has = same >= 0
-    torch.testing.assert_close(logits[:, :2, : len(OURS)][..., has], alone[..., same[has]])
-    assert bool((logits[..., : len(OURS)][..., ~has] == -torch.inf).all()) and bool(
-        (logits[..., len(OURS) :] == -torch.inf).all()
-    )
-    assert 0 < int((~has).sum()) < len(OURS) // 4
-
-
-def test_speculative_sampling_draws_from_what_both_have():
-    out = gsd.generate(
-        sharing(),
-        **prompts(4, 9, vocab=len(OURS)),
-        **TEXT,
-        do_sample=True,
-        seed=5,
-        **BOTH,
-        assistant_model=translated_draft(0.005),
-        graph_config="chain",
-        criterion="speculative",
-        return_dict_in_generate=True,
-    )
-    assert sum(out.stats.accepted[2:]) > 0 and out.stats.lossless
-
-
-REFUSED = {
-    "no tokenizers": (
-        {"tokenizer": None, "assistant_tokenizer": None},
-        "bos_token_id.*pass both, tokenizer= the target's",
-    ),
-    "the target's alone": (
-        {"assistant_tokenizer": None},
-        "pass both, tokenizer= the target's and assistant_tokenizer=",
-    ),
-    "the draft's alone": ({"tokenizer": None}, "assistant_tokenizer: needs the target's tokenizer"),
-    "too few": ({"assistant_tokenizer": [THEIRS, None]}, "assistant_tokenizer: expected one, or a list of 1"),
-    "no tokenizer": ({"assistant_tokenizer": "gpt2"}, "assistant_tokenizer: expected a tokenizer of transformers"),
-}
-
-
-def refused(**given):
-    call = {**prompts(1, 9, vocab=len(OURS)), **TEXT, **BOTH, **given}
-    gsd.generate(sharing(), assistant_model=translated_draft(), **call)
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case):
-    given, message = REFUSED[case]
-    with pytest.raises((TypeError, ValueError), match=message):
-        gsd.generate(
-            sharing(), **prompts(1, 9, vocab=len(OURS)), **TEXT, assistant_model=translated_draft(), **{**BOTH, **given}
-        )
-
-
 CALL = {"max_new_tokens": 28, "pad_token_id": 0}
 
 
@@ -355,18 +223,3 @@ def test_most_of_a_draft_that_knows_the_text_is_accepted():
     }
     out = gsd.generate(target, **options, assistant_model=draft, draft_sources=("model",), return_dict_in_generate=True)
     assert 28 / out.stats.steps > 2.5 and out.stats.lossless
-
-
-def test_speculative_sampling_is_refused():
-    target, draft, both = pair_of("byte-level to sentencepiece")
-    with pytest.raises(ValueError, match='criterion: "speculative" needs the draft\'s probability of every token'):
-        gsd.generate(
-            target,
-            **encoded(both["tokenizer"]),
-            **CALL,
-            **both,
-            assistant_model=draft,
-            criterion="speculative",
-            graph_config="chain",
-            do_sample=True,
-        )

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
-import re
 from types import SimpleNamespace
 
 import models
@@ -18,7 +16,7 @@ import torch
 import transformers
 from sources import drafters
 from sources.rows import hybrid, random_assistant
-from tiny_configs import CHAIN, HYBRIDS, TREE, build_hybrid, hybrid_inputs
+from tiny_configs import CHAIN, TREE, build_hybrid, hybrid_inputs
 
 import gsd_kernels as gsd
 from gsd_kernels import Gemma4Assistant
@@ -38,21 +36,15 @@ OWN_HEADS = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "vocab
 TARGETS = {
     "llama": ("LlamaForCausalLM", {}),
     "llama4": ("Llama4ForCausalLM", {"no_rope_layers": [1, 1, 1, 0]}),
-    "llama4 begins": ("Llama4ForCausalLM", {"no_rope_layers": [0, 1, 1, 0]}),
     "gpt-oss": ("GptOssForCausalLM", {}),
     "gemma4": ("Gemma4ForCausalLM", OWN_HEADS | {"global_head_dim": 8}),
     "gemma4 shared": ("Gemma4ForCausalLM", {}),
     "gemma3": ("Gemma3ForCausalLM", {}),
     "gemma3n": ("Gemma3nForCausalLM", {}),
     "mllama": ("MllamaForCausalLM", {}),
-    "qwen3.5": ("Qwen3_5ForCausalLM", {}),
     "lfm2": ("Lfm2ForCausalLM", {}),
     "zaya": ("ZayaForCausalLM", {}),
-    "falcon-h1": ("FalconH1ForCausalLM", {}),
-    "zamba2": ("Zamba2ForCausalLM", {}),
-    "deepseek": ("DeepseekV3ForCausalLM", {}),
     "diffllama": ("DiffLlamaForCausalLM", {}),
-    "gpt2": ("GPT2LMHeadModel", {}),
     "olmo": ("OlmoForCausalLM", {}),
 }
 
@@ -83,8 +75,8 @@ def head_of(target):
     return new_head(block_to_train(target)).requires_grad_(False).eval().double()
 
 
-def eagle3_of(target, shape=None, **changes):
-    return drafters.random_eagle3(drafters.eagle3_config(alike(target), **changes), mask_shape=shape)
+def eagle3_of(target):
+    return drafters.random_eagle3(drafters.eagle3_config(alike(target)))
 
 
 def assistant(**changes):
@@ -94,15 +86,9 @@ def assistant(**changes):
 ONE_TYPE = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "num_kv_shared_layers": 1}
 DRAFTS = {
     "history": lambda target: {"draft_sources": ("history",)},
-    "itself": lambda target: {"assistant_model": models.noised(target, 0.02)},
-    "llama": lambda target: {"assistant_model": models.tiny(vocab_size=tiny_configs.VOCAB)},
-    "gpt2": lambda target: {"assistant_model": tiny_configs.build("GPT2LMHeadModel", 2, n_positions=9)},
     "skips attention": lambda target: {"assistant_model": gsd.LayerSkip(target, attention=[1])},
-    "skips the last": lambda target: {"assistant_model": gsd.LayerSkip(target, attention=[3], mlp=[3])},
     "skips an mlp": lambda target: {"assistant_model": gsd.LayerSkip(target, mlp=[1])},
-    "heads": lambda target: {"draft_heads": gsd.DraftHeads.for_model(target, 2).requires_grad_(False)},
     "eagle3": lambda target: {"drafter": eagle3_of(target)},
-    "p-eagle": lambda target: {"drafter": eagle3_of(target, (96,), mask_token_id=3)},
     "dflash": lambda target: {"drafter": drafters.random_dflash(drafters.dflash_config(alike(target)))},
     "mtp": lambda target: {"drafter": head_of(target)},
     "assistant": lambda target: assistant(),
@@ -112,26 +98,21 @@ DRAFTS = {
 }
 ENDED = {  # calls, each of which ended in another error once: how they are refused now; None: served
     ("llama4", "history"): None,
-    ("llama4 begins", "llama"): None,
     ("llama4", "eagle3"): "hidden states of Llama4ForCausalLM cannot be read",
     ("gpt-oss", "skips an mlp"): r"mlp: the blocks of GptOssForCausalLM \(GptOssMLP\) return more than hidden states",
+    ("zaya", "skips an mlp"): r"mlp: the blocks of ZayaForCausalLM \(ZayaSparseMoeBlock\).*skipped",
+    ("lfm2", "skips an mlp"): "model: the blocks of Lfm2ForCausalLM are not self_attn and mlp",
     ("gpt-oss", "skips attention"): None,
     ("gemma4 shared", "skips attention"): "attention, mlp: without these blocks Gemma4ForCausalLM cannot be forwarded",
-    ("gemma4 shared", "skips the last"): None,
     ("gemma4 shared", "eagle3"): None,
-    ("gemma4 shared", "dflash"): None,
     ("gemma4 shared", "mtp"): r"a Gemma4TextDecoderLayer cannot be forwarded as a multi-token-prediction head",
     ("gemma4", "assistant"): None,
     ("gemma4", "assistant of one type"): None,
     ("gemma4", "assistant of other heads"): "reads 1 heads of 8 of sliding_attention layers, and .* store 2 of 8",
     ("gemma4", "assistant of another size"): "reads 2 heads of 16 of sliding_attention layers, and .* store 2 of 8",
-    ("lfm2", "assistant of one type"): "reads 2 heads of 8 of full_attention layers, and those of Lfm2ForCausalLM",
-    ("gemma3n", "skips attention"): "attention, mlp: without these blocks Gemma3nForCausalLM cannot be forwarded",
     ("gemma3n", "eagle3"): "eagle3 reads hidden states, and hidden state 0 of Gemma3nForCausalLM is .4, 1, 1, 32.",
-    ("gemma3n", "mtp"): "a Gemma3nTextDecoderLayer cannot be forwarded as a multi-token-prediction head",
     ("mllama", "dflash"): "hidden states of MllamaForCausalLM cannot be read",
     ("diffllama", "mtp"): "a DiffLlamaDecoderLayer cannot be forwarded .* attends 2 times",
-    ("falcon-h1", "mtp"): "a FalconH1DecoderLayer cannot be forwarded as a multi-token-prediction head",
     ("olmo", "mtp"): "drafter: the norm of OlmoForCausalLM cannot be made by itself",
 }
 
@@ -170,26 +151,11 @@ def test_a_draft_ends_no_call(pair):
             decode(*pair)
 
 
-def others() -> list[tuple[str, str]]:
-    """All other pairs."""
-    return [(target, draft) for target in TARGETS for draft in DRAFTS if (target, draft) not in ENDED]
-
-
 @of_transformers
 @pytest.mark.parametrize("target", ["gemma4 shared", "gemma3n"])
 def test_a_search_of_layers_to_skip_leaves_those_whose_keys_others_read(target):
     skip = gsd.LayerSkip.search(target_of(target), texts_of(target)[1][0], seconds=None)
     decode_with(target, {"assistant_model": skip})
-
-
-@of_transformers
-@pytest.mark.many
-@pytest.mark.parametrize("pair", random.Random(5).sample(others(), 20), ids=named)  # all of them take minutes
-def test_the_targets_own_text_or_a_refusal(pair):
-    try:
-        decode(*pair)
-    except ValueError as error:
-        assert re.match(r"(model|assistant_model|drafter|draft_\w+|attention|mlp|attention, mlp|target): ", str(error))
 
 
 # Hybrids.
@@ -208,13 +174,10 @@ FULL = gsd.GraphConfig(depth=3, width=9, branch=3, max_rows=40, merge_context=-1
 @pytest.mark.parametrize(
     ("family", "backend", "new", "shape"),
     [
-        ("falcon-h1", "auto", 20, CHAIN),
         ("kimi", "auto", 20, FULL),
         ("zaya", "auto", 20, FULL),
-        ("bamba", "auto", 20, FULL),
         ("qwen3.5", "auto", 90, CHAIN),
         ("qwen3.5", "auto", 20, FULL),
-        ("qwen3.5", "reference", 20, CHAIN),
     ],
 )
 def test_a_draft_that_is_the_target_is_always_right(family, backend, new, shape):
@@ -233,10 +196,6 @@ def test_what_a_hybrid_draft_cannot_do_is_refused_by_name():
     shape = gsd.GraphConfig.preset("chain", depth=40)
     with pytest.raises(validate.Unsupported, match=r"graph_config: max_path=40.*Qwen3_5ForCausalLM.*max_path=32"):
         generate(target, draft, graph_config=shape)
-    other = models.tokenizer(tiny_configs.VOCAB)
-    few = models.tokenizer(20)
-    with pytest.raises(validate.Unsupported, match="assistant_model: Qwen3_5ForCausalLM keeps a recurrent state"):
-        generate(target, draft, tokenizer=other, assistant_tokenizer=few)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +203,6 @@ def test_what_a_hybrid_draft_cannot_do_is_refused_by_name():
     [
         ("qwen3.5", "out_proj"),
         ("kimi", "o_proj"),
-        ("zaya", "o_proj"),
     ],
 )
 def test_skipped_blocks_that_do_nothing_are_not_missed(family, outputs):
@@ -259,23 +217,6 @@ def test_skipped_blocks_that_do_nothing_are_not_missed(family, outputs):
     out = generate(target, skip, graph_config=CHAIN)
     assert torch.equal(out.sequences, type(target).generate(target, **hybrid_inputs(3), **GREEDY))
     assert sum(out.stats.accepted[: CHAIN.depth]) == 0, out.stats.accepted
-
-
-@pytest.mark.parametrize("family", ["lfm2", "nemotron-h"])
-def test_layers_of_other_blocks_are_refused_by_name(family):
-    with pytest.raises(ValueError, match=f"model: the blocks of {HYBRIDS[family][0]} are not self_attn and mlp"):
-        gsd.LayerSkip(hybrid(family), mlp=[1])
-
-
-@pytest.mark.parametrize("how", ["given", "searched"])
-def test_an_mlp_that_returns_more_than_hidden_states_is_refused_by_name(how):
-    """Zaya's hands its router's states to the next layer's."""
-    target = hybrid("zaya")
-    with pytest.raises(ValueError, match=r"mlp: the blocks of ZayaForCausalLM \(ZayaSparseMoeBlock\).*skipped"):
-        if how == "given":
-            gsd.LayerSkip(target, mlp=[0])
-        else:
-            gsd.LayerSkip.search(target, hybrid_inputs(3)["input_ids"][:1], seconds=None)
 
 
 @pytest.mark.parametrize(("family", "block"), [("qwen3.5", 0), ("lfm2", 4), ("nemotron-h", 4)])
