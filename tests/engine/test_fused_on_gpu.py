@@ -49,15 +49,15 @@ def family(name: str, **heads: int):
 
 def test_one_switch_selects_it(monkeypatch):
     monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
-    for setting, capability in ((None, (9, 0)), (None, (8, 0)), (None, (12, 0)), ("cuda", (8, 0)), ("cuda", (9, 0))):
+    for capability, reason in (
+        ((12, 0), None),
+        ((7, 5), "backend 'cuda' expects a GPU of compute capability 8.0 or newer, got 7.5"),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        if setting is not None:
+        for setting in ("1", "cuda"):
             monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", setting)
-        assert missing(GPU) is missing(GPU, "cuda") is None, "each proves itself"
-        assert missing(torch.device("cpu")) is None, "a CPU asks nothing more"
+            assert missing(GPU) == reason and missing(torch.device("cpu")) is None, "a CPU asks nothing more"
     assert missing(GPU, "triton") == "backend 'triton' has no such operator"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert missing(GPU) == "backend 'cuda' expects a GPU of compute capability 8.0 or newer, got 7.5"
     monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "0")
     assert missing(GPU) == missing(torch.device("cpu")) == "GSD_KERNELS_FUSED_ROWS=0"
     monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "gpu")

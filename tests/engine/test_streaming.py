@@ -12,7 +12,7 @@ import torch
 import two_tokenizers as two
 from models import rotated
 from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import Unigram, WordPiece
+from tokenizers.models import Unigram
 from transformers import (
     StoppingCriteria,
 )
@@ -135,14 +135,6 @@ def test_a_streamer_is_asked_while_target_and_draft_read_the_prompt_and_may_end_
 
 
 @functools.cache
-def word_pieces():
-    vocab = {token: i for i, token in enumerate([*two.SPECIAL, *"abcd", "##a", "##b", "##ab", "cab", "abcdef", "##ca"])}
-    backend = Tokenizer(WordPiece(vocab, unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
-    return two.wrapped(backend)
-
-
-@functools.cache
 def unigram():
     pieces = [*two.SPECIAL, "▁", *"abcdef", "▁a", "ab", "bc", "▁abc", "é", "cé▁a", "aaaa"]
     backend = Tokenizer(Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=3))
@@ -154,7 +146,6 @@ KINDS = {
     "byte-level": two.byte_level,
     "bytes that are tokens": two.sentencepiece,
     "metaspace": unigram,
-    "word pieces": word_pieces,
     "single characters": models.tokenizer,
 }
 

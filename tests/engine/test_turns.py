@@ -21,7 +21,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.engine import room
-from gsd_kernels_hf.model import prompt_inputs
 from gsd_kernels_hf.model.recurrent import mixers
 
 SAID = 5  # tokens of a user's turn
@@ -143,26 +142,8 @@ class Forbid(LogitsProcessor):
 
 
 class StopAt(StoppingCriteria):
-    """Stops a sequence by a property of its last token, others go on: faster sequences take tokens back."""
-
     def __call__(self, input_ids, scores, **kwargs):
-        return (input_ids[:, -1] % 7 == 0) & (torch.arange(len(input_ids)) == input_ids.shape[1] % 2)
-
-
-@pytest.mark.parametrize(("batch", "decoding"), [(1, SAMPLED), (3, GREEDY)], ids=str)
-def test_calls_with_processors_and_criteria_in_between(batch, decoding):
-    target, draft = pair()
-    extras = [
-        {},
-        {"logits_processor": LogitsProcessorList([Forbid()])},
-        {"stopping_criteria": StoppingCriteriaList([StopAt()])},
-    ]
-    with patched(target, assistant_model=draft, graph_config=GRAPH):
-        text = words(batch, 7, seed=3)
-        for turn, more in enumerate([*extras, extras[0], extras[2], extras[1]]):
-            want = expected(target, text, tokens=6, **more, **decoding)
-            assert torch.equal(ask(target, text, tokens=6, **more, **decoding), want), turn
-            text = torch.cat([want, words(batch, 2, seed=turn)], 1)
+        return input_ids[:, -1] % 7 == 0
 
 
 # What is changed between two calls is noticed: the second is what a model that was never used says.
@@ -214,6 +195,8 @@ def test_adapters():
         {"tokens": 3},
         {"tokens": 40},
         {"prefill_chunk_size": 3},
+        {"logits_processor": LogitsProcessorList([Forbid()])},
+        {"stopping_criteria": StoppingCriteriaList([StopAt()])},
     ],
     ids=lambda changed: next(iter(changed)),
 )
@@ -399,18 +382,3 @@ def test_nothing_of_an_image_is_left_for_another_call(name, caplog):
         assert handle.stats.steps < SHORT["max_new_tokens"], "the history has seen this image's text"
         reused = [session for session in handle.engines.idle.sessions if session.key.axes is not None]
         assert reused and all(session.target.inputs is None for session in reused), "pixels are not kept"
-
-
-@needs_images
-def test_what_the_rows_do_not_compute_is_handed_over_by_name(monkeypatch):
-    model, call = tiny_vision.build(QWEN), tiny_vision.prompts(QWEN, 1) | SHORT | {"do_sample": True, "top_k": 0}
-    ahead = prompt_inputs.PromptInputs.ahead
-    monkeypatch.setattr(prompt_inputs.PromptInputs, "ahead", lambda *args: torch.zeros_like(ahead(*args)))
-    with pytest.raises(ValueError, match=r"mm_encoder_outputs, .*: Qwen2_5_VL\w+ cannot be forwarded with graph"):
-        gsd.generate(model, **call)
-    torch.manual_seed(3)
-    text = model.generate(**call)
-    with gsd.patch(model) as handle:
-        torch.manual_seed(3)
-        assert torch.equal(model.generate(**call), text), "the refusal has drawn nothing"
-    assert "cannot be forwarded with graph rows behind it" in handle.stats.why and "differ" in handle.stats.why

@@ -227,11 +227,6 @@ class Wide(StoppingCriteria):
         return torch.zeros(len(input_ids), 5, 1, dtype=torch.bool)
 
 
-def falcon():
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": False}
-    return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, bos_token_id=1, eos_token_id=2)).eval()
-
-
 IDS = models.prompts(2, LENGTH, seed=3, vocab=VOCAB)["input_ids"]
 TEMPERATURE = transformers.TemperatureLogitsWarper(2.0)
 TEMPERATURE.temperature = math.inf
@@ -267,7 +262,6 @@ NAMED = {
     "an image": (ValueError, "pixel_values", {"pixel_values": torch.ones(2, 3, 8, 8)}),
     "items in a batch": (ValueError, "^num_items_in_batch", {"num_items_in_batch": 3}),
     "none as sources": (ValueError, '^draft_sources: .* pass graph_config="plain"$', {"draft_sources": "none"}),
-    "a Falcon for a draft": (ValueError, "^assistant_model: Falcon", lambda: {"assistant_model": falcon()}),
     "meta ids": (ValueError, "^input_ids: on the meta device", {"input_ids": IDS.to("meta")}),
     "no sequences": (
         ValueError,
