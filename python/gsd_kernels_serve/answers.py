@@ -11,7 +11,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import (
-    ReasoningText,
     ResponseParser,
     ToolCall,
     get_response_template,
@@ -148,19 +147,6 @@ class Answers:
         """The reading of an answer behind a prompt."""
         parser = self.parser(prompt, tools)
         return None if parser is None else Answer(parser, partial(self.parser, prompt, tools), self.special)
-
-    def read(
-        self, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]
-    ) -> tuple[str, str | None, list[ToolCall]]:
-        """The text, the reasoning and the calls of an answer that is there as a whole."""
-        answer = self.begin(prompt, tools)
-        if answer is None:
-            return self._inner.decode(ids, skip_special_tokens=True), None, []
-        parts = [*answer.begun, *answer.feed(self._inner.decode(ids)), *answer.end()]
-        calls = [part for part in parts if isinstance(part, ToolCall)]
-        reasoning = "".join(part for part in parts if isinstance(part, ReasoningText))
-        content = "".join(part for part in parts if type(part) is str)
-        return self.special.sub("", content).strip(), reasoning.strip() or None, calls
 
 
 def last_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:

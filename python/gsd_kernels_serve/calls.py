@@ -45,6 +45,19 @@ class Prompt:
     told: dict[str, Any] | None = None
 
 
+@dataclass
+class Piece:
+    """Part of a text: what the next event of a stream says, or a part of a whole answer.
+
+    Attributes:
+        value: a string; transformers' ``ReasoningText`` or ``ToolCall`` where its parser found one.
+        entries: the tokens that it was made of.
+    """
+
+    value: Any
+    entries: list[Entry]
+
+
 @dataclass(eq=False)
 class Call:
     """A text that is asked for and, once it is decoded, what became of it.
@@ -59,6 +72,7 @@ class Call:
         statistics: of the decoding, plain data.
         ids: its tokens.
         entries: the same with their log-probabilities.
+        pieces: of an answer that is told as a whole.
         begun: done with the text's first token or with an error in its place; until then a stream can be refused.
         finish: ``"stop"``, or ``"length"`` for a text that was cut.
         since: when the request came, by ``time.perf_counter``.
@@ -74,6 +88,7 @@ class Call:
     statistics: dict[str, Any] | None = None
     ids: list[int] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     begun: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
     finish: str | None = None
     since: float = field(default_factory=time.perf_counter)
@@ -95,19 +110,6 @@ class Call:
         return secrets.randbits(63) if self.options.seed is None else (self.options.seed + self.number) % 2**64
 
 
-@dataclass
-class Piece:
-    """Part of a text: what a stream's next event says.
-
-    Attributes:
-        value: a string; transformers' ``ReasoningText`` or ``ToolCall`` where its parser found one.
-        entries: the tokens that it was made of.
-    """
-
-    value: Any
-    entries: list[Entry]
-
-
 class Writer:
     """The streamer of a decoding: keeps a text's tokens with their log-probabilities, and makes pieces of a stream's.
 
@@ -117,8 +119,9 @@ class Writer:
         call: the text's.
         tokenizer: the model's.
         stopping: set when the server stops.
-        answer: reads the parts of a stream's text; ``None``: it is text alone.
-        send: takes every piece of a stream; ``None``: it is none.
+        answer: reads the text's parts; ``None``: it is text alone.
+        send: takes every piece.
+        live: whether pieces are sent as soon as they are clear; else once the text is over.
     """
 
     def __init__(
@@ -126,10 +129,12 @@ class Writer:
         call: Call,
         tokenizer: PreTrainedTokenizerBase,
         stopping: threading.Event,
-        answer: Answer | None = None,
-        send: Callable[[Piece], None] | None = None,
+        answer: Answer | None,
+        send: Callable[[Piece], None],
+        live: bool,
     ) -> None:
         self.call, self.tokenizer, self.stopping, self.answer, self.send = call, tokenizer, stopping, answer, send
+        self.live = live and call.options.forced is None
         self.decoding = DecodeStream(call.prompt.last, skip_special_tokens=answer is None)
         self.prompt = True  # comes first
         self.waiting: list[Entry] = []
@@ -154,8 +159,8 @@ class Writer:
         for token in value.tolist():
             entry = Entry(token) if self.call.recorder is None else self.call.recorder.take(token)
             self.call.entries.append(entry)
-            if self.send is not None:
-                self.waiting.append(entry)
+            self.waiting.append(entry)
+            if self.live:
                 self._write(self.decoding.step(self.tokenizer._tokenizer, token))
 
     def end(self) -> None:
@@ -163,8 +168,6 @@ class Writer:
 
     def close(self) -> None:
         """Send what is left: bytes that end within a character, the answer's rest, tokens without a text."""
-        if self.send is None:
-            return
         bare = self.answer is None or self.call.options.forced is not None
         whole = text_of(self.tokenizer, self.call.ids, self.call.prompt.last, bare=bare)
         if (forced := self.call.options.forced) is not None:
@@ -178,13 +181,11 @@ class Writer:
             self._piece("")
 
     def _write(self, text: str | None) -> None:
-        if not text or self.call.options.forced is not None:
-            return
-        self.sent += text
-        for value in [text] if self.answer is None else self.answer.feed(text):
-            self._piece(value)
+        if text:
+            self.sent += text
+            for value in [text] if self.answer is None else self.answer.feed(text):
+                self._piece(value)
 
     def _piece(self, value: Any) -> None:
-        if self.send is not None:
-            entries, self.waiting = self.waiting, []
-            self.send(Piece(value, entries))
+        entries, self.waiting = self.waiting, []
+        self.send(Piece(value, entries))

@@ -3,58 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from .checks import Check, Refused, number, whole, wrong
-
-_SAID = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
-_SAID += ("$comment", "$schema", "$id", "$defs", "definitions")
-"""Keywords that every valid text meets."""
-
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_OF_TYPE = {
-    "multipleOf": ("integer",),
-    **dict.fromkeys(_BOUNDS, ("integer", "number")),
-    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), ("string",)),
-    **dict.fromkeys(("minItems", "maxItems", "items", "prefixItems"), ("array",)),
-    **dict.fromkeys(("properties", "required", "additionalProperties", "patternProperties"), ("object",)),
-    **dict.fromkeys(("propertyNames", "minProperties", "maxProperties"), ("object",)),
-}
-"""Keywords that are read beside these types alone."""
-
-_TOLD_BY = {"object": ("properties", "additionalProperties"), "array": ("items", "prefixItems")}
-"""Keywords by which xgrammar tells the type of a schema that names none."""
-
-_ALONE = ("$ref", "anyOf", "allOf", "enum", "const")
-"""Keywords whose neighbours xgrammar does not read."""
-
-_APART = (
-    (("format",), ("pattern",), ("minLength", "maxLength")),
-    (("properties",), ("patternProperties",), ("propertyNames",)),
-    (_BOUNDS, ("multipleOf",)),
-)
-"""Groups of keywords of which xgrammar reads those of one alone."""
-
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
-_LISTED = ("anyOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "propertyNames")
-"""Keywords that hold schemas."""
+from .checks import Check, Refused, anything, number, one_of, whole, wrong
 
 _FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _FORMATS += ("uri-reference", "uri-template", "json-pointer", "relative-json-pointer")
 
 _KINDS: dict[str, Any] = {"string": str, "number": (int, float), "integer": int, "object": Mapping, "array": list}
 _KINDS |= {"boolean": bool, "null": type(None)}
-
-
-_COUNTED = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_SIZES: dict[str, Check] = {
-    **dict.fromkeys(_COUNTED, whole(0, 10_000)),
-    **dict.fromkeys(_BOUNDS, number(-(2**63), 2**63)),
-    "multipleOf": whole(1, 1_000),
-}
-"""Bounds of numbers in a schema, whose grammar grows with them."""
 
 _PARTS = re.compile(
     r"\\(?:x[\da-fA-F]{2}|u[\da-fA-F]{4}|.)|\[(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|\((?:\?[:=!])?|.", re.DOTALL
@@ -79,28 +37,97 @@ def check_schema(schema: Any, field: str) -> None:
         Refused: a keyword that would not hold, by its place.
     """
     try:
-        _check(schema, field)
+        _check(field, schema)
     except RecursionError:
         raise Refused(field, "is nested too deeply") from None
 
 
-def _check(schema: Any, at: str) -> None:
+def _each(at: str, inner: Any) -> None:
+    """A list of schemas."""
+    if not isinstance(inner, list):
+        raise wrong(at, "a list of JSON schemas", inner)
+    for i, one in enumerate(inner):
+        _check(f"{at}[{i}]", one)
+
+
+def _single(at: str, inner: Any) -> None:
+    """A list of one schema."""
+    if not isinstance(inner, list) or len(inner) != 1:
+        raise Refused(at, "xgrammar holds a text to a single one; merge them")
+    _each(at, inner)
+
+
+def _named(at: str, inner: Any) -> None:
+    """Schemas by name."""
+    if not isinstance(inner, Mapping):
+        raise wrong(at, "an object of JSON schemas", inner)
+    for name, one in inner.items():
+        _check(f"{at}.{name}", one)
+
+
+def _by_pattern(at: str, inner: Any) -> None:
+    """A schema by the pattern of its names."""
+    _named(at, inner)
+    if len(inner) > 1:
+        raise Refused(at, "xgrammar holds a name to one of several patterns; write one")
+    for pattern in inner:
+        _pattern(at, pattern)
+
+
+def _pattern(at: str, pattern: Any) -> None:
+    """A regular expression."""
+    parts = _PARTS.findall(pattern) if isinstance(pattern, str) else []
+    states = max(_states(parts), len(parts) - MAX_PARTS)
+    if states > MAX_LETTERS:
+        raise Refused(at, f"a pattern for texts of {states} letters; {MAX_LETTERS} at most: repeat less, or use *")
+    if (part := _dropped(parts)) is not None:
+        raise Refused(at, f"xgrammar does not hold a text to {part!r} in {pattern!r}; write it otherwise")
+
+
+def _values(at: str, values: Any) -> None:
+    """Those of an enum."""
+    if isinstance(values, list) and len(values) > MAX_ENUM_VALUES:
+        raise Refused(at, f"has {len(values)} values; {MAX_ENUM_VALUES} at most")
+
+
+def _names(at: str, names: Any) -> None:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise wrong(at, "a list of names", names)
+
+
+def _types(at: str, types: Any) -> None:
+    if types == []:
+        raise wrong(at, "a type", types)
+
+
+def _reference(at: str, place: Any) -> None:
+    if not isinstance(place, str) or not (place == "#" or place.startswith("#/")):
+        raise wrong(at, "a place in this schema, as #/$defs/name", place)
+
+
+def _check(at: str, schema: Any) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
         raise wrong(at, "a JSON schema", schema)
+    told = [kind for kind, keywords in _TOLD_BY.items() if any(name in schema for name in keywords)]
+    kinds = schema.get("type", told[:1])
+    kinds = kinds if isinstance(kinds, list) else [kinds]
     for keyword in schema:
-        if keyword not in _SAID and keyword not in _OF_TYPE and keyword not in (*_ALONE, "type"):
+        if keyword not in _KEYWORDS:
             cure = "; say anyOf" if keyword == "oneOf" else ""
             raise Refused(f"{at}.{keyword}", f"xgrammar does not hold a text to it; leave it out{cure}")
-    _check_alone(schema, at)
-    _check_bounds(schema, at)
-    _check_sizes(schema, at)
-    for place, inner in _within(schema, at):
-        _check(inner, place)
+    _check_alone(at, schema)
+    for keyword, value in schema.items():
+        wanted, check = _KEYWORDS[keyword]
+        if wanted and not any(kind in wanted for kind in kinds):
+            raise Refused(f"{at}.{keyword}", f"xgrammar reads it beside type {' or '.join(wanted)}; name it")
+        check(f"{at}.{keyword}", value)
+    _check_together(at, schema, kinds)
 
 
-def _check_alone(schema: Mapping[str, Any], at: str) -> None:
+def _check_alone(at: str, schema: Mapping[str, Any]) -> None:
+    """Refuse the neighbours of a keyword that xgrammar reads alone."""
     first = next((keyword for keyword in _ALONE if keyword in schema), None)
     if first is None:
         return
@@ -110,56 +137,69 @@ def _check_alone(schema: Mapping[str, Any], at: str) -> None:
         read |= {"type"} if all(_has_type(value, schema.get("type")) for value in values) else set()
     if unread := [keyword for keyword in schema if keyword not in read]:
         raise Refused(f"{at}.{unread[0]}", f"xgrammar does not read it beside {first}; leave it out")
-    if first == "allOf" and (not isinstance(schema[first], list) or len(schema[first]) != 1):
-        raise Refused(f"{at}.allOf", "xgrammar holds a text to a single one; merge them")
 
 
-def _check_bounds(schema: Mapping[str, Any], at: str) -> None:
-    told = [kind for kind, keywords in _TOLD_BY.items() if any(name in schema for name in keywords)]
-    kinds = schema.get("type", told[:1])
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "type" in schema and not kinds:
-        raise wrong(f"{at}.type", "a type", kinds)
-    for keyword in schema:
-        wanted = _OF_TYPE.get(keyword, ())
-        if wanted and not any(kind in wanted for kind in kinds):
-            raise Refused(f"{at}.{keyword}", f"xgrammar reads it beside type {' or '.join(wanted)}; name it")
-    if "multipleOf" in schema and "number" in kinds:
-        raise Refused(f"{at}.multipleOf", "xgrammar holds integers to it, and no others; leave it out")
+def _check_together(at: str, schema: Mapping[str, Any], kinds: list[Any]) -> None:
+    """Refuse a keyword that xgrammar does not read beside another."""
     for groups in _APART:
         found = [[name for name in group if name in schema] for group in groups]
         if len(found := [names[0] for names in found if names]) > 1:
             raise Refused(f"{at}.{found[1]}", f"xgrammar does not read it beside {found[0]}; leave one of them out")
-    if "format" in schema and schema["format"] not in _FORMATS:
-        raise Refused(f"{at}.format", f"expected one of {', '.join(_FORMATS)}, got {schema['format']!r}")
+    if "multipleOf" in schema and "number" in kinds:
+        raise Refused(f"{at}.multipleOf", "xgrammar holds integers to it, and no others; leave it out")
     properties = schema.get("properties", {})
     needed = schema.get("required", [])
-    if not isinstance(needed, list) or not all(isinstance(name, str) for name in needed):
-        raise wrong(f"{at}.required", "a list of names", needed)
     if isinstance(properties, Mapping) and (missing := [name for name in needed if name not in properties]):
         raise Refused(f"{at}.required", f"properties has no {missing[0]!r}, which xgrammar needs there")
 
 
-def _check_sizes(schema: Mapping[str, Any], at: str) -> None:
-    for keyword, check in _SIZES.items():
-        if keyword in schema:
-            check(f"{at}.{keyword}", schema[keyword])
-    values = schema.get("enum", [])
-    if isinstance(values, list) and len(values) > MAX_ENUM_VALUES:
-        raise Refused(f"{at}.enum", f"has {len(values)} values; {MAX_ENUM_VALUES} at most")
-    named = list(schema.get("patternProperties", ()))
-    if len(named) > 1:
-        raise Refused(f"{at}.patternProperties", "xgrammar holds a name to one of several patterns; write one")
-    patterns = {f"{at}.pattern": schema.get("pattern"), f"{at}.patternProperties": named[0] if named else None}
-    for place, pattern in patterns.items():
-        if isinstance(pattern, str):
-            parts = _PARTS.findall(pattern)
-            states = max(_states(parts), len(parts) - MAX_PARTS)
-            if states > MAX_LETTERS:
-                reason = f"a pattern for texts of {states} letters; {MAX_LETTERS} at most: repeat less, or use *"
-                raise Refused(place, reason)
-            if (part := _dropped(parts)) is not None:
-                raise Refused(place, f"xgrammar does not hold a text to {part!r} in {pattern!r}; write it otherwise")
+_SAID = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
+_SAID += ("$id", "$defs", "definitions")
+"""Keywords that every valid text meets."""
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_count = whole(0, 10_000)
+
+_KEYWORDS: dict[str, tuple[tuple[str, ...], Check]] = {
+    **dict.fromkeys(_SAID, ((), anything)),
+    **dict.fromkeys(("$defs", "definitions"), ((), _named)),
+    "type": ((), _types),
+    "enum": ((), _values),
+    "const": ((), anything),
+    "$ref": ((), _reference),
+    "anyOf": ((), _each),
+    "allOf": ((), _single),
+    "multipleOf": (("integer",), whole(1, 1_000)),
+    **dict.fromkeys(_BOUNDS, (("integer", "number"), number(-(2**63), 2**63))),
+    **dict.fromkeys(("minLength", "maxLength"), (("string",), _count)),
+    "pattern": (("string",), _pattern),
+    "format": (("string",), one_of(*_FORMATS)),
+    **dict.fromkeys(("minItems", "maxItems"), (("array",), _count)),
+    "items": (("array",), _check),
+    "prefixItems": (("array",), _each),
+    **dict.fromkeys(("minProperties", "maxProperties"), (("object",), _count)),
+    **dict.fromkeys(("additionalProperties", "propertyNames"), (("object",), _check)),
+    "properties": (("object",), _named),
+    "patternProperties": (("object",), _by_pattern),
+    "required": (("object",), _names),
+}
+"""Keywords that are served: the types beside which alone xgrammar reads them, if not any, and the check of their value.
+
+Numbers have bounds, since a grammar grows with them.
+"""
+
+_TOLD_BY = {"object": ("properties", "additionalProperties"), "array": ("items", "prefixItems")}
+"""Keywords by which xgrammar tells the type of a schema that names none."""
+
+_ALONE = ("$ref", "anyOf", "allOf", "enum", "const")
+"""Keywords whose neighbours xgrammar does not read."""
+
+_APART = (
+    (("format",), ("pattern",), ("minLength", "maxLength")),
+    (("properties",), ("patternProperties",), ("propertyNames",)),
+    (_BOUNDS, ("multipleOf",)),
+)
+"""Groups of keywords of which xgrammar reads those of one alone."""
 
 
 def _dropped(parts: list[str]) -> str | None:
@@ -215,34 +255,17 @@ def moved(schema: Any, place: str) -> Any:
     if isinstance(schema, bool):
         return schema
     copy = dict(schema)
-    if "$ref" in copy:
-        copy["$ref"] = place + copy["$ref"][1:]
     for keyword, inner in schema.items():
-        if keyword in _NAMED:
+        check = _KEYWORDS[keyword][1]
+        if check is _reference:
+            copy[keyword] = place + inner[1:]
+        elif check in (_named, _by_pattern):
             copy[keyword] = {name: moved(one, place) for name, one in inner.items()}
-        elif keyword in _LISTED:
+        elif check in (_each, _single):
             copy[keyword] = [moved(one, place) for one in inner]
-        elif keyword in _SINGLE:
+        elif check is _check:
             copy[keyword] = moved(inner, place)
     return copy
-
-
-def _within(schema: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
-    """The schemas within one, and their places."""
-    for keyword in _NAMED:
-        inner = schema.get(keyword, {})
-        if not isinstance(inner, Mapping):
-            raise wrong(f"{at}.{keyword}", "an object of JSON schemas", inner)
-        yield from ((f"{at}.{keyword}.{name}", one) for name, one in inner.items())
-    for keyword in _LISTED:
-        inner = schema.get(keyword, [])
-        if not isinstance(inner, list):
-            raise wrong(f"{at}.{keyword}", "a list of JSON schemas", inner)
-        yield from ((f"{at}.{keyword}[{i}]", one) for i, one in enumerate(inner))
-    yield from ((f"{at}.{keyword}", schema[keyword]) for keyword in _SINGLE if keyword in schema)
-    reference = schema.get("$ref", "#")
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        raise wrong(f"{at}.$ref", "a place in this schema, as #/$defs/name", reference)
 
 
 def _has_type(value: Any, kinds: Any) -> bool:

@@ -159,22 +159,15 @@ class Service:
             raise Refused(field, f"{len(text)} characters; this server reads {most} tokens (--max-prompt): shorten it")
         return list(self.tokenizer(text, **options)["input_ids"])
 
-    async def decode(self, call: Call) -> None:
-        """Wait for a text."""
-        writer = Writer(call, self.tokenizer, self.stopping)
-        await outcome_of(self.queue.turn(call, partial(self.queue.decode, writer)))
-
-    def begin(self, call: Call, answer: Answer | None) -> Waiting:
-        """Have a text of a stream decoded, and read by ``answer``; its pieces are what :meth:`pieces_of` takes."""
+    def begin(self, call: Call, answer: Answer | None, live: bool) -> Waiting:
+        """Have a text decoded and read by ``answer``; :meth:`pieces_of` gives its pieces, ``live`` ones at once."""
         waiting: Waiting = asyncio.Queue()
         send = partial(in_loop, asyncio.get_running_loop(), waiting.put_nowait)
-        writer = Writer(call, self.tokenizer, self.stopping, answer, send)
+        writer = Writer(call, self.tokenizer, self.stopping, answer, send, live)
 
         def run() -> None:
             try:
                 self.queue.decode(writer)
-                send(None)
-            except ClientGoneError:
                 send(None)
             except Exception as error:
                 call.fail(error)

@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import fields
-from .answers import Answer, last_of, text_of
+from .answers import Answer, last_of
 from .calls import Call, Prompt
 from .checks import Refused, entries, one_of, text, wrong
 from .logprobs import Entry, Place
@@ -23,7 +23,7 @@ from .messages import messages_of, template_arguments
 from .service import Events, Service, Waiting, answer_of
 from .spelling import answer, spelled
 from .text_options import TextOptions, token_ids
-from .tools import chosen, forced_calls, held_to
+from .tools import chosen, held_to
 
 log = logging.getLogger(__name__)
 
@@ -142,15 +142,16 @@ class Texts:
             return Events(self._stream(request, first), request.gone)
         async with self.service.connected(request.gone):
             for call in request.calls:
-                await self.service.decode(call)
+                waiting = await self.begin(request, call)
+                call.pieces = [piece async for piece in self.service.pieces_of(waiting)]
             return await answer(self.whole, request)
 
     def _checked(self, body: dict[str, Any], request_id: str) -> TextRequest:
         return self.read(self.service.checked(self.endpoint, body), request_id)
 
     async def begin(self, request: TextRequest, call: Call) -> Waiting:
-        """Have a text of a stream decoded."""
-        return self.service.begin(call, await asyncio.to_thread(self.answer, request))
+        """Have a text decoded."""
+        return self.service.begin(call, await asyncio.to_thread(self.answer, request), request.stream)
 
     async def _stream(self, request: TextRequest, first: Waiting) -> AsyncIterator[str]:
         number = itertools.count()
@@ -262,7 +263,7 @@ class Completions(Choices):
 
     def choice(self, request: TextRequest, call: Call) -> dict[str, Any]:
         prompt = call.prompt
-        shown = prompt.shown + text_of(self.service.tokenizer, call.ids, prompt.last)
+        shown = "".join([prompt.shown, *(piece.value for piece in call.pieces)])
         choice = self.delta(shown, call.entries, StreamState(Place(prompt.shown)), request)
         if echoed := self._echoed(call):
             choice["logprobs"] = {key: [*echoed[key], *(choice["logprobs"] or {}).get(key, ())] for key in echoed}
@@ -315,13 +316,15 @@ class Chats(Texts):
     def answer(self, request: TextRequest) -> Answer | None:
         return None if request.options.is_content else self.service.answers.begin(request.prompts[0].ids, request.tools)
 
-    def parts(self, request: TextRequest, call: Call) -> tuple[str, str | None, list[ToolCall]]:
+    def parts(self, request: TextRequest, call: Call) -> tuple[str, str, list[ToolCall]]:
         """The text, the reasoning and the calls of an answer that is over."""
-        if not request.options.is_content:
-            return self.service.answers.read(call.ids, call.prompt.ids, request.tools)
-        content = self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
-        calls = [] if request.options.forced is None else forced_calls(content, request.options.forced)
-        return "" if calls else content, None, calls
+        values = [piece.value for piece in call.pieces]
+        content, reasoning = (
+            "".join(value for value in values if type(value) is kind) for kind in (str, ReasoningText)
+        )
+        if not request.options.is_content and self.service.answers.written:
+            content, reasoning = self.service.answers.special.sub("", content).strip(), reasoning.strip()
+        return content, reasoning, [value for value in values if isinstance(value, ToolCall)]
 
 
 class Chat(Chats, Choices):

@@ -70,18 +70,18 @@ SCHEMA = {
 class Server:
     """The demo pair, or its target alone without speculation, served from a thread of this process."""
 
-    def __init__(self, speculates: bool = True, template: str = TEMPLATE, **named: typing.Any) -> None:
+    def __init__(self, speculates: bool = True, origins: tuple[str, ...] = (), **limits: typing.Any) -> None:
         import uvicorn
 
         from gsd_kernels_serve.limits import Limits
         from gsd_kernels_serve.server import make_app
 
         self.target, draft, self.tokenizer = demo.load()
-        self.tokenizer.chat_template = template
+        self.tokenizer.chat_template = TEMPLATE
         drafting = {"assistant_model": draft, "graph_config": SHAPE} if speculates else {"graph_config": "plain"}
         handle = patch(self.target, tokenizer=self.tokenizer, **drafting)
-        own = {key: named.pop(key) for key in ("origins", "hosts") if key in named}
-        app = make_app("small", handle, self.tokenizer, speculates=speculates, limits=Limits(**named), **own)
+        named = {"speculates": speculates, "origins": origins, "limits": Limits(**limits)}
+        app = make_app("small", handle, self.tokenizer, **named)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
@@ -187,13 +187,3 @@ def row_id(value: object) -> str | None:
 
 def tokens(server, text: str) -> int:
     return len(server.tokenizer(text)["input_ids"])
-
-
-def spoken(server, count: int) -> list[dict[str, str]]:
-    """A message of the chat template that makes a prompt of so many tokens."""
-    message = {"role": "user", "content": ""}
-    for more in range(8):
-        message["content"] = " x" * (count - more)
-        if len(server.tokenizer.apply_chat_template([message])["input_ids"]) == count:
-            return [message]
-    raise AssertionError(count)

@@ -59,9 +59,7 @@ READ = [  # how a kind of model writes, what it writes, the text that is told of
     *((QWEN, text, None, "", []) for text in (
         "", "Plain.", "x \u20ac",
         '<tool_call>\n{"name": "paint", "argum' + CUT,
-        "Use <tool_call>...</tool_call> marks.",
         'So: <tool_call>{"name": "paint"}</tool_call>',
-        "So: <tool_call>[1]</tool_call>",
         'So: <tool_call>{"name": 5, "arguments": {}}</tool_call> it is',
         f"<tool_call>x</tool_call> or {CALL}",
         "a< <tool_call>{bad</tool_call>",
@@ -150,7 +148,8 @@ def test_no_pattern_of_a_template_looks_at_white_space_again_and_again(template,
     text = f"<tool_call>\n<function=paint>\n<parameter=colour>{' ' * 30_000}red</function></tool_call>{' ' * 30_000}."
     ids = server.tokenizer(text, add_special_tokens=False)["input_ids"]
     monkeypatch.setattr(server.tokenizer, "response_template", template, raising=False)
-    Answers(server.tokenizer, server.target).read(ids, prompt, [])  # which takes an hour where one does
+    answer = Answers(server.tokenizer, server.target).begin(prompt, [])
+    answer.feed(server.tokenizer.decode(ids))  # which takes an hour where one does
 
 
 @pytest.mark.parametrize("prompt", ["def", "", [1, 4, 5], "half a character"])
@@ -208,7 +207,6 @@ def several(**bounds):
 UNHELD = ["(?=ab)a", "a^b", "(^a$)+", "a(b|c$)d", r"\Aab", r"\0", r"^\t$", "\t", r"\cA", '"', r"\\", r"[\t]", r"\x22"]
 HELD = [  # a schema, a value that meets it, one that does not
     ({"type": ["integer", "null"], "minimum": 3}, 4, 2),
-    ({"enum": ["a", 1]}, 1, "b"),
     (a_text(const="a"), "a", "b"),
     ({"properties": {"a": INT}, "required": ["a"]}, {"a": 1}, {}),
     (an(properties={"a": INT}, additionalProperties=False), {"a": 1}, {"a": 1, "b": 2}),
@@ -217,7 +215,6 @@ HELD = [  # a schema, a value that meets it, one that does not
     (an(propertyNames={"pattern": "^a+$", "type": "string"}), {"a": 1}, {"b": 1}),
     (an(minProperties=1, maxProperties=1), {"a": 1}, {"a": 1, "b": 2}),
     (several(items=INT, minItems=1, maxItems=2), [1], [1, 2, 3]),
-    (several(prefixItems=[INT], items=False), [1], [1, 2]),
     (a_text(minLength=2, maxLength=2), "ab", "abc"),
     (a_text(pattern="^a+$"), "aa", "b"),
     (a_text(pattern="^a|b$"), "a", "c"),
@@ -239,13 +236,11 @@ DROPPED = [  # schemas, the keyword by which they are refused
     ("allOf", {"allOf": [INT, {"type": "integer", "maximum": 3}]}),
     ("type", {"allOf": [INT], "type": "integer"}, {"type": []}, a_text(enum=["a", 1]), whole(const=True)),
     ("minimum", {**DEFINED, "$ref": "#/$defs/a", "minimum": 3}, {"minimum": 3}, a_text(minimum=3)),
-    *((keyword, {keyword: 1}) for keyword in ("minItems", "maxProperties", "minLength")),
     ("patternProperties", an(properties={"x": INT}, patternProperties={"x": INT}),
      an(patternProperties={"^a+$": INT, "^ab?$": {"type": "string"}}), an(patternProperties={"a{301}": {}})),
     ("pattern", *(a_text(pattern=pattern) for pattern in (*UNHELD, "^([a-z]{1,30}[0-9]){1,30}$", "a{99999999999}"))),
     ("$ref", {"$ref": "#k"}, {"$ref": "other.json"}),
     ("maxLength", a_text(pattern="a", maxLength=2), a_text(maxLength=10**9)),
-    ("format", a_text(format="iri")),
     ("multipleOf", {"type": ["integer", "number"], "multipleOf": 7}, whole(multipleOf=0.5),
      whole(multipleOf=7, minimum=3), whole(multipleOf=10**6)),
     ("enum", {"enum": [str(i) for i in range(1_001)]}),
