@@ -85,7 +85,7 @@ def _pattern(at: str, pattern: Any) -> None:
 
 
 def _values(at: str, values: Any) -> None:
-    """Those of an enum."""
+    """A list of values, not too many."""
     if isinstance(values, list) and len(values) > MAX_ENUM_VALUES:
         raise Refused(at, f"has {len(values)} values; {MAX_ENUM_VALUES} at most")
 
