@@ -108,7 +108,7 @@ def test_generate_races_everyone(tmp_path):
 
 
 @pytest.mark.slow
-def test_real_and_sources_race_and_count(tmp_path):
+def test_real_sources_and_prompt_race_and_count(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     texts = ("for name in names:\n    print(name)\nfor name in", "import os\nimport sys\nimport")
     prompts.write_text("".join(json.dumps({"prompt": text, "kind": text[:3]}) + "\n" for text in texts))
@@ -121,11 +121,8 @@ def test_real_and_sources_race_and_count(tmp_path):
     assert raced["gsd-plain"]["tokens_per_step"] == 1
     assert "| 4 rows |" in bench("sources", *options, "--rows", "4", "--out", tmp_path)
     assert all(one["same"] for one in json.loads(next(tmp_path.glob("sources-*.json")).read_text())["counts"])
-
-
-def test_prompts_are_timed_by_length(tmp_path):
-    options = ["--model", demo.path() / "target", "--dtype", "float32", "--lengths", "4,9", "--new-tokens", "3"]
-    shown = bench("prompt", *options, "--rounds", "1", "--ways", "transformers,gsd-history", "--out", tmp_path)
+    ways = ["--lengths", "4,9", "--new-tokens", "3", "--rounds", "1", "--ways", "transformers,gsd-history"]
+    shown = bench("prompt", *options[:2], *options[4:6], *ways, "--out", tmp_path)
     assert re.search(r"\| gsd_kernels, history alone, no draft model \| \d+ ms.* \| \d+ ms", shown)
     runs = json.loads((tmp_path / "prompt-float32.json").read_text())["runs"]
     assert len({(run["way"], run["length"]) for run in runs}) == 4 and all(run["first"] > 0 for run in runs)

@@ -128,7 +128,6 @@ def tiny_llama(**changes) -> LlamaForCausalLM:
     [
         {"tie_word_embeddings": False, "rms_norm_eps": 1e-2},
         {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
     ],
     ids=str,
 )
@@ -148,7 +147,6 @@ def test_every_kind_of_source_keeps_its_function(changes):
 @pytest.mark.parametrize(
     ("growth", "named"),
     [
-        ({"num_layers": 1}, "num_layers"),
         ({"num_key_value_heads": 1}, "num_key_value_heads"),
         ({"head_dim": 12}, "head_dim"),
         ({"vocab_size": 98}, "hidden_size"),
