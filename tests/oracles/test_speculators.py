@@ -162,7 +162,6 @@ SELECTED = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 3, "con
 ANCHOR = {"sample_from_anchor": True}
 RECURRENT = {"markov_rank": 6, "markov_head_type": "rnn"}
 BLOCKS = {
-    "three layers": (*DFLASH, {"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16}, VOCAB, {}),
     "reduced": (*DFLASH, {"num_hidden_layers": 2, "hidden_size": 48}, 61, {"block_size": 7}),
     "anchor": (*DFLASH, {"attention_bias": True}, VOCAB, ANCHOR),
     "window": (*DFLASH, WINDOW | {"max_window_layers": 1}, VOCAB, {}),

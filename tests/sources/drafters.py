@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 import tiny_configs
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 
 import gsd_kernels as gsd
 from gsd_kernels import DFlash, Eagle3
@@ -78,15 +77,13 @@ class Causal:
     """Attention of a whole text at once: what the inputs of rows are for rows of a cache."""
 
     def attend(self, module, query, key, value, attention_mask=None, scaling=None, options=None):
+        sinks, length = (options or {}).get("s_aux"), query.shape[2]
+        unseen = torch.full((1, query.shape[1], length, length), -torch.inf, dtype=query.dtype).triu(1)
+        if sinks is not None:  # as the logits of a key whose value is 0
+            unseen = torch.cat([unseen, sinks.view(1, -1, 1, 1).expand(1, -1, length, 1)], -1)
+            key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
         scale = module.scaling if scaling is None else scaling
-        sinks = (options or {}).get("s_aux")
-        if sinks is None:
-            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True, scale=scale)
-        group, length = query.shape[1] // key.shape[1], query.shape[2]
-        scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scale
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-        return scores.softmax(-1)[..., :-1] @ value.repeat_interleave(group, 1)
+        return scaled_dot_product_attention(query, key, value, unseen, enable_gqa=True, scale=scale)
 
 
 def eagle3_config(target, **changes: Any) -> dict[str, Any]:
@@ -123,11 +120,14 @@ def random_eagle3(
     tensors = {"embed_tokens.weight": ()} if own_embedding else {}
     if mask_shape is not None:
         tensors["mask_hidden"] = mask_shape
-    found = Eagle3Config.of(config, tensors)
-    module = Eagle3(found).double().requires_grad_(False)
-    random_tensors(module)
+    return randomised(Eagle3(Eagle3Config.of(config, tensors)))
+
+
+def randomised(module: Any) -> Any:
+    """A drafter of random weights in float64, and of a random draft vocabulary where that is a reduced one."""
+    random_tensors(module.double().requires_grad_(False))
     if module.d2t is not None:
-        ids = torch.randperm(found.layers.vocab_size)[: found.draft_vocab_size].sort().values
+        ids = torch.randperm(module.sizes.vocab_size)[: len(module.d2t)].sort().values
         module.d2t.copy_(ids - torch.arange(len(ids)))
     return module
 
@@ -229,13 +229,7 @@ def random_dflash(
     tensors = dict.fromkeys(("embed_tokens.weight", "lm_head.weight") if own else (), ())
     if confidence is not None:
         tensors |= {"confidence_head.proj.weight": confidence, "confidence_head.proj.bias": (1,)}
-    found = DFlashConfig.of(config, tensors)
-    module = DFlash(found).double().requires_grad_(False)
-    random_tensors(module)
-    if module.d2t is not None:
-        ids = torch.randperm(config["vocab_size"])[: config["draft_vocab_size"]].sort().values
-        module.d2t.copy_(ids - torch.arange(len(ids)))
-    return module
+    return randomised(DFlash(DFlashConfig.of(config, tensors)))
 
 
 class Block(list):
@@ -366,10 +360,8 @@ def saved(name: str, folder: Path) -> dict[str, torch.Tensor]:
 def give_head(folder: Path, name: str, seed: int = 3) -> dict[str, torch.Tensor]:
     """Put a random head, named as the family does, into the checkpoint of a target; its tensors."""
     family, weights = FAMILIES[name], load_file(folder / "model.safetensors")
-    last = next(
-        value for full, value in weights.items() if re.fullmatch(r"model\.(language_model\.)?norm\.weight", full)
-    )
-    gen, (size,) = torch.Generator().manual_seed(seed), last.shape
+    gen, last = torch.Generator().manual_seed(seed), weights["lm_head.weight"]
+    size = last.shape[1]
     like = {f"{part}.weight": torch.zeros(size) for part in family.names[1:] if part is not None}
     like[f"{family.names[0]}.weight"] = torch.zeros(size, 2 * size)
     layer = f"layers.{family.layer}."

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shutil
-from dataclasses import replace
 
 import pytest
 import tiny_configs
@@ -211,10 +210,7 @@ def p_eagle_in(layout, target):
     if layout == "speculators":
         own = ("speculators_config", "mask_token_id", "draft_vocab_size", LAYERS, *FLAGS)
         return module, nested("peagle", config, *own), module.state_dict()
-    config["pard_token"], config["architectures"] = config.pop("mask_token_id"), ["PeagleLlamaForCausalLM"]
-    del config["speculators_config"]  # vLLM's does not say of how many tokens
-    module.config = replace(module.config, num_parallel=8)
-    return module, config, safeailab(module)
+    return module, config | {"architectures": ["PeagleLlamaForCausalLM"]}, safeailab(module)
 
 
 def dspark_in(layout, target, **inner):
