@@ -7,30 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 import gsd_kernels as gsd
 from gsd_kernels import environment
-from gsd_kernels.graph import pack_bits, unpack_bits
 from gsd_kernels_hf import progress
 from gsd_kernels_hf.files import decode_utf8, read_utf8, write_file, write_text
 from gsd_kernels_hf.progress import tracked
 
-# GraphConfig: ranges, types, presets; masks of bits.
-
-
-def test_bits_round_trip():
-    for n in (1, 31, 32, 33, 100):
-        mask = torch.rand(3, 5, n) < 0.5
-        assert torch.equal(unpack_bits(pack_bits(mask), n), mask)
-
-
-@pytest.mark.parametrize(
-    "change", [{"max_rows": 1}, {"max_path": 32}, {"sibling_ratio": 1.5}, {"depth": 60, "width": 32}], ids=str
-)
-def test_config_out_of_range_names_the_field(change):
-    with pytest.raises(ValueError, match="nodes" if len(change) > 1 else next(iter(change))):
-        gsd.GraphConfig(**change)
+# GraphConfig: presets.
 
 
 def test_presets():

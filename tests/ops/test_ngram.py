@@ -19,14 +19,12 @@ from ops.contracts.ngram import (
     arguments,
     indexed,
     random_documents,
-    tail_of,
     two_sources,
 )
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.corpus import MAX_MATCH, SortedCorpus, corpus_recall
-from gsd_kernels.ops.history import WEIGHTS, Recollection, history_append, history_recall
-from gsd_kernels.ops.history import records as r
+from gsd_kernels.ops.history import WEIGHTS, Recollection, history_append
 
 pytestmark = pytest.mark.quick
 
@@ -71,66 +69,6 @@ def test_every_set_holds_what_was_inserted_last_in_order(on, case):
             assert matched[b, w] == length
             nothing = ([-1] * case.branch, [-math.inf] * case.branch)
             assert (tokens[b, w].tolist(), log_probs[b, w].tolist()) == (entry or nothing)
-
-
-@backends("reference", "cpu")
-def test_perturbed_candidates_of_a_whole_vocabulary_are_the_drafts(on):
-    logits, positions = torch.randn(2, 3, 5), torch.tensor([[4, 5, 6], [4, 9, 1]], dtype=torch.int32)
-    keys = {"seed": torch.tensor(11), "sequence_ids": torch.arange(2, dtype=torch.int32), "backend": on.name}
-    tokens, expected = gsd.draft_candidates(logits, positions, branch=5, temperature=1.0, **keys)
-    log_probs = logits.log_softmax(-1).gather(-1, tokens.long())
-    found = gsd.perturb_candidates(tokens, log_probs, positions, **keys)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-
-
-def history_of(texts, **weights):
-    """One sequence that has read texts, each apart from the last, with no weights but those named."""
-    table = gsd.NgramTable.empty(1, 8, "cpu", capacity=64, max_context=4, ways=8)
-    values = torch.zeros(WEIGHTS, dtype=torch.float64)
-    for place, value in weights.items():
-        values[int(place.removeprefix("w"))] = value
-    known = Recollection.empty(table, values, room=200)
-    for text in texts:
-        tokens = torch.tensor([[-1, *text]], dtype=torch.int32)
-        history_append(known, tokens, torch.tensor([len(text) + 1], dtype=torch.int32))
-    return known
-
-
-def graph_behind(text, drafted=()):
-    """A graph of the root that a text ends with, and a path of drafted tokens."""
-    graph = gsd.TokenGraph.empty(1, gsd.GraphConfig(depth=12, width=1, branch=4, max_rows=16), "cpu")
-    tokens = torch.tensor([text], dtype=torch.int32)
-    graph.reset(tokens[:, -1].contiguous(), tail_of(tokens))
-    frontier = graph.root_frontier()
-    for level, token in enumerate(drafted):
-        candidates = torch.tensor([[[token, -1, -1, -1]]], dtype=torch.int32)
-        chances = torch.tensor([[[-0.1, *[-torch.inf] * 3]]])
-        frontier = gsd.merge(graph, frontier, candidates, chances, level=level, width=1, merge_context=-1).node_ids
-    return graph
-
-
-@pytest.mark.parametrize("length", [5, 60])
-@pytest.mark.parametrize("drafted", [0, 3])
-@backends("cpu", "reference")
-def test_a_match_has_no_longest_length_and_runs_on_through_the_draft(on, length, drafted):
-    """Of two places that end alike the longer match wins, though the other is newer; drafted tokens count."""
-    run = list(range(10, 10 + length))
-    before = [*run, 7, 1, *run[-5:], 8, 2, *run]
-    known = history_of([before[: len(before) - drafted]])
-    graph = graph_behind(before[: len(before) - drafted], before[len(before) - drafted :])
-    nodes = torch.tensor([[drafted]], dtype=torch.int32)
-    tokens, log_probs, matched = history_recall(known, graph, nodes, backend=on.name)
-    first = [8, 7] if length == 5 else [7, 8]  # of equal lengths the newest
-    assert tokens[0, 0].tolist() == [*first, -1, -1] and matched.tolist() == [[r.COPIED]]
-    assert log_probs[0, 0, :2].tolist() == pytest.approx([-1.0986] * 2, abs=1e-3)  # all scores are 0: a third each
-
-
-@backends("cpu", "reference")
-def test_no_match_goes_from_one_text_into_the_next(on):
-    known = history_of([[3, 4], [5, 6, 7, 9], [3, 4, 5, 6, 7]])
-    nodes = torch.zeros(1, 1, dtype=torch.int32)
-    found = history_recall(known, graph_behind([3, 4, 5, 6, 7]), nodes, backend=on.name)
-    assert found[2].tolist() == [[0]] and (found[0] < 0).all()
 
 
 @backends("cpu", "reference")

@@ -271,60 +271,38 @@ def append_cases() -> Iterator[Case]:
             history_append(known, tokens, counts, seen, backend="reference")
 
 
-@dataclass(frozen=True)
-class Levels:
-    """A history of few tokens, so that look-ups go on for several levels, and a graph."""
-
-    known: Known = field(default_factory=lambda: Known(remembered=3))
-    width: int = 4
-    levels: int = 5
-    opened: bool = False  # a level of another source comes before
-    padded: int = 0  # absent nodes of the given frontier
-    rules: dict[str, float] = field(default_factory=dict)
-
-    def build(self) -> tuple[Recollection, gsd.TokenGraph, Tensor]:
-        """History, graph and frontier."""
-        known, text = self.known.build()
-        graph = gsd.TokenGraph.empty(self.known.batch, self.config.replace(history_width=8), "cpu")
+def level_cases() -> Iterator[Case]:
+    """A history of few tokens, so that look-ups go on for several levels, and a graph; at times behind another level,
+    whose frontier may have absent nodes."""
+    usual, short = Known(remembered=3), {"min_prob": math.exp(-2.0), "sibling_ratio": 0.5}
+    alone = Known(batch=1, branch=1, remembered=1)
+    for number, (given, levels, absent, rules) in enumerate(
+        [
+            (usual, 5, None, {}),
+            (usual, 5, 2, {}),
+            (Known(batch=1, remembered=3), 5, 4, {}),  # none is given: the next level takes what the graph holds
+            (Known(text=0, runners=0), 5, None, {}),
+            (Known(vocab=40, text=50), 9, None, {}),
+            (usual, 5, None, short),  # runs dry
+            (usual, 5, None, {"merge_context": -1}),
+            (alone, 1, None, {"width": 1, "history_width": 1}),
+            (Known(batch=19, branch=2, remembered=4), 2, 0, {}),  # several threads
+        ]
+    ):
+        known, text = given.build()
+        sizes = {"width": 4, "branch": given.branch, "max_rows": 24, "merge_context": 2, "history_width": 4}
+        config = gsd.GraphConfig(**sizes | {"depth": int(absent is not None), "history_depth": levels} | rules)
+        graph = gsd.TokenGraph.empty(given.batch, config.replace(history_width=8), "cpu")
         graph.reset(text[:, -1].contiguous(), tail_of(text))
         frontier = graph.root_frontier()
-        if self.opened:
-            branch = self.known.branch
-            first = torch.arange(branch, dtype=torch.int32).expand(self.known.batch, 1, -1).contiguous()
-            chances = torch.linspace(-0.5, -1.5, branch).expand(first.shape).contiguous()
-            level = {"level": 0, "width": self.width, "config": self.config, "backend": "reference"}
+        if absent is not None:
+            first = torch.arange(given.branch, dtype=torch.int32).expand(given.batch, 1, -1).contiguous()
+            chances = torch.linspace(-0.5, -1.5, given.branch).expand(first.shape).contiguous()
+            level = {"level": 0, "width": 4, "config": config, "backend": "reference"}
             frontier = gsd.merge(graph, frontier, first, chances, **level).node_ids
-            frontier[0, self.width - self.padded :] = -1
-        return known, graph, frontier
-
-    @property
-    def config(self) -> gsd.GraphConfig:
-        sizes = {"width": self.width, "branch": self.known.branch, "max_rows": 24, "merge_context": 2}
-        history = {"history_depth": self.levels, "history_width": self.width}
-        return gsd.GraphConfig(depth=int(self.opened), **sizes | history | self.rules)
-
-    def options(self, sampled: bool) -> dict[str, object]:
-        options = {"level": int(self.opened), "config": self.config}
-        return options | (noise(self.known.batch) if sampled else {})
-
-
-ONE = Known(batch=1, branch=1, remembered=1)
-LEVELS = [
-    Levels(),
-    Levels(opened=True, padded=2),
-    Levels(Known(batch=1, remembered=3), opened=True, padded=4),  # the next takes what the graph holds
-    Levels(Known(text=0, runners=0)),
-    Levels(Known(vocab=40, text=50), levels=9),
-    Levels(rules={"min_prob": math.exp(-2.0), "sibling_ratio": 0.5}),
-    Levels(rules={"merge_context": -1}),
-    Levels(ONE, width=1, levels=1),
-    Levels(Known(batch=19, branch=2, remembered=4), opened=True, levels=2),  # several threads
-]
-
-
-def level_cases() -> Iterator[Case]:
-    for number, case in enumerate(LEVELS):
-        yield case.build(), case.options(number % 3 == 0)
+            frontier[0, 4 - absent :] = -1
+        drawn = noise(given.batch) if number % 3 == 0 else {}
+        yield (known, graph, frontier), {"level": config.depth, "config": config, **drawn}
 
 
 def joined(documents: Sequence[Sequence[int]]) -> np.ndarray:

@@ -219,11 +219,6 @@ def graph_of(seed: int) -> gsd.TokenGraph:
     return drafted(config, vocab=4, batch=BATCH, seed=seed)
 
 
-def start_cases() -> Iterator[Case]:
-    for seed in range(12):
-        yield (graph_of(seed),), texts(seed)
-
-
 def fed(seed: int) -> dict[str, Any]:
     """Arguments of feed_rows: ids beyond the vocabulary, depths that were counted from another node."""
     gen = torch.Generator().manual_seed(seed)
@@ -257,11 +252,6 @@ def chained(seed: int) -> dict[str, Any]:
     return {"tokens": text["tokens"], "end": text["out_len"], "cached": cached, "width": width}
 
 
-def chain_cases() -> Iterator[Case]:
-    for seed in range(12):
-        yield (), chained(seed)
-
-
 def accepted(seed: int) -> tuple[gsd.Acceptance, gsd.Rows, gsd.TokenGraph]:
     """Paths of different lengths, one sequence finished; paths over merge edges among them."""
     graph = graph_of(seed)
@@ -275,11 +265,6 @@ def accepted(seed: int) -> tuple[gsd.Acceptance, gsd.Rows, gsd.TokenGraph]:
             deepest = int(rows.parent_rows[b, deepest])
         paths[b, : len(path)] = torch.tensor(path, dtype=torch.int32)
     return gsd.Acceptance(paths, (paths >= 0).sum(1).int(), int32(7, 3, 0)), rows, graph
-
-
-def path_cases() -> Iterator[Case]:
-    for seed in range(12):
-        yield accepted(seed)[:2], {}
 
 
 def state(seed: int) -> dict[str, Tensor]:
@@ -367,9 +352,9 @@ def sampling_inputs(
 
 
 def caches_of(layout: str, dtype: torch.dtype, dim: int, slots: int, gen: torch.Generator) -> list[Tensor]:
-    """Three layers of four sequences, some numbers NaN: parts of one tensor, or of several sizes."""
+    """Layers of four sequences, some numbers NaN: parts of one tensor, once of many, or of several sizes."""
     if layout == "stacked":
-        stacked = torch.randn(3, 4, 2, slots, dim, generator=gen).to(dtype)
+        stacked = torch.randn(200 if dim == 1 else 3, 4, 2, slots, dim, generator=gen).to(dtype)
         return list(stacked.masked_fill_(stacked.abs() < 0.01, math.nan))
     caches = [torch.randn(4, heads, slots, size, generator=gen).to(dtype) for heads, size in ((1, dim), (2, 7), (3, 9))]
     caches[1][:, :, 12:] = math.nan
@@ -448,10 +433,10 @@ EQUAL = {
     "write_kv": (write, "cpu interpreter triton", write_cases),
     "select_rows": (select_rows, "cpu", select_cases),
     "update_edge_model": (update_edge_model, "cpu", update_cases),
-    "start_graph": (step.start_graph, "cpu cuda", start_cases),
+    "start_graph": (step.start_graph, "cpu cuda", lambda: (((graph_of(seed),), texts(seed)) for seed in range(12))),
     "feed_rows": (step.feed_rows, "cpu cuda", feed_cases),
-    "feed_chain": (step.feed_chain, "cpu cuda", chain_cases),
-    "accepted_path": (step.accepted_path, "cpu cuda", path_cases),
+    "feed_chain": (step.feed_chain, "cpu cuda", lambda: (((), chained(seed)) for seed in range(12))),
+    "accepted_path": (step.accepted_path, "cpu cuda", lambda: ((accepted(seed)[:2], {}) for seed in range(12))),
     "commit_text": (step.commit_text, "cpu cuda", commit_cases),
     "learn_source": (learn_source, "cpu cuda", learn_cases),
 }
