@@ -132,18 +132,10 @@ def follow(tokens: np.ndarray, mask: np.ndarray, picks: list[int]) -> list[int]:
 
 def arguments(**changes: Any) -> SimpleNamespace:
     """SGLang's server arguments, as far as the plug-in reads them; unset ones are None."""
-    given = {
-        "speculative_num_draft_tokens": None,
-        "speculative_eagle_topk": None,
-        "speculative_num_steps": None,
-        "max_running_requests": None,
-        "enable_mixed_chunk": True,
-        "disable_overlap_schedule": False,
-        "page_size": 1,
-        "attention_backend": "torch_native",
-        "decode_attention_backend": None,
-        "graphs": None,
-    }
+    names = ("num_draft_tokens", "eagle_topk", "num_steps")
+    given = dict.fromkeys([f"speculative_{name}" for name in names] + ["max_running_requests", "graphs"])
+    given |= {"enable_mixed_chunk": True, "disable_overlap_schedule": False, "page_size": 1}
+    given |= {"attention_backend": "torch_native", "decode_attention_backend": None}
     return SimpleNamespace(**given | changes)
 
 
@@ -164,22 +156,19 @@ def install(patch: pytest.MonkeyPatch, version: str = "0.5.23") -> dict[str, Cus
 
             return decorate
 
+    speculative = "sglang.srt.speculative"
     contents = {
-        "sglang": {},
         "sglang.version": {"__version__": version},
-        "sglang.srt": {},
-        "sglang.srt.speculative": {},
-        "sglang.srt.speculative.spec_info": {"SpeculativeAlgorithm": SpeculativeAlgorithm},
-        "sglang.srt.speculative.spec_registry": {"CustomSpecAlgo": CustomSpecAlgo},
-        "sglang.srt.speculative.ngram_worker": {"NGRAMWorker": NGRAMWorker, "NgramCorpus": None},
+        f"{speculative}.spec_info": {"SpeculativeAlgorithm": SpeculativeAlgorithm},
+        f"{speculative}.spec_registry": {"CustomSpecAlgo": CustomSpecAlgo},
+        f"{speculative}.ngram_worker": {"NGRAMWorker": NGRAMWorker, "NgramCorpus": None},
     }
-    for name, names in contents.items():
+    for name in ("sglang", "sglang.srt", speculative, *contents):
         module = ModuleType(name)
-        module.__dict__.update(names)
+        module.__dict__.update(contents.get(name, {}))
         patch.setitem(sys.modules, name, module)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+        if parent := name.rpartition(".")[0]:
+            setattr(sys.modules[parent], name.rpartition(".")[2], module)
     for name in OURS:
         sys.modules.pop(f"gsd_kernels_sglang.{name}", None)
     return registered
