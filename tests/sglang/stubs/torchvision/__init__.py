@@ -7,14 +7,7 @@ import types
 __version__ = "0.27.0"
 
 
-class InterpolationMode(enum.Enum):
-    NEAREST = "nearest"
-    BILINEAR = "bilinear"
-    BICUBIC = "bicubic"
-    LANCZOS = "lanczos"
-    NEAREST_EXACT = "nearest-exact"
-    BOX = "box"
-    HAMMING = "hamming"
+InterpolationMode = enum.Enum("InterpolationMode", "NEAREST BILINEAR BICUBIC LANCZOS NEAREST_EXACT BOX HAMMING")
 
 
 def unavailable(*args, **kwargs):

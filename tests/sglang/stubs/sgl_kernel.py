@@ -4,6 +4,9 @@ Only what the end-to-end test calls does anything; names that SGLang imports and
 """
 
 import ctypes
+import sys
+
+import torch
 
 
 def spans(out, begin, end, rows, table):
@@ -73,3 +76,23 @@ def unused(*args, **kwargs):
 
 assign_draft_cache_locs_contiguous_cpu = build_tree_kernel_efficient_cpu = unused
 fill_bonus_tokens_cpu = rotate_input_ids_cpu = unused
+
+
+def reconstruct_indices_from_tree_mask(tree_mask, lengths, positions, index, next_token, next_sibling, batch, num_rows):
+    mask = tree_mask.view(batch, num_rows, num_rows)
+    above = mask & torch.ones_like(mask[0]).tril(-1)  # [B, R, R]; row j is a proper ancestor of row i
+    order = torch.arange(num_rows)
+    depth = above.sum(-1)
+    positions.copy_((depth + lengths[:, None]).flatten())
+    index.copy_(order + num_rows * torch.arange(batch)[:, None])
+    parent = torch.where(depth > 0, (above * order).amax(-1), -1)
+    for b in range(batch):
+        parents = parent[b].tolist()
+        for row in range(num_rows):
+            children = [i for i in range(row + 1, num_rows) if parents[i] == row]
+            siblings = [i for i in range(row + 1, num_rows) if parents[i] == parents[row] >= 0]
+            next_token[b, row] = children[0] if children else -1
+            next_sibling[b, row] = siblings[0] if siblings else -1
+
+
+sys.modules["sgl_kernel.speculative"] = sys.modules[__name__]
