@@ -66,7 +66,6 @@ def test_candidates_are_the_references_but_for_near_ties(on, name):
 SAMPLING: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "greedy": ((2, 3, 1000), {}),
     "greedy-bf16-ties": ((2, 2, 4099), {"dtype": torch.bfloat16, "spread": 1.0}),
-    "temperature": ((2, 3, 1003), {"temperature": 0.8}),
     "top-k-1": ((2, 3, 63), {"temperature": 2.0, "top_k": 1}),
     "top-p": ((2, 2, 5003), {"temperature": 0.8, "top_p": 0.7}),
     "min-p": ((2, 2, 5003), {"temperature": 1.2, "min_p": 0.05}),
