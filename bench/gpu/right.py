@@ -19,7 +19,7 @@ from gsd_kernels.ops.decoder_rows.cuda import DTYPES, GROUP, GROUP_CAPABILITY, H
 from gsd_kernels_hf.model import gpu_proof
 from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, PARTS, REPLAYED_ROWS, ROWS, Case, Kind, Subject, apart, too_large
 
-from ..kernels.rows import WAYS, random_model
+from ..kernels.rows import random_model
 from .graphs import Launch, kernel_table
 from .stages import stage_named
 from .work import SHAPES, Work, switched
@@ -56,7 +56,7 @@ def run(work: Work) -> None:
     elif grouped and torch.cuda.get_device_capability(work.device) != GROUP_CAPABILITY:
         return work.skip("groups of warps: only GPUs of compute capability 9.0 have them")
     for shape in work.shapes:
-        of = lru_cache(lambda shape=shape: Subject(random_model(shape, work.dtype, work.device, LAYERS), WAYS))
+        of = lru_cache(lambda shape=shape: Subject(random_model(shape, work.dtype, work.device, LAYERS)))
         points = points_of(work.stage.name, work, shape, of)
         work.each(points, lambda name, points=points: points[name]())
 
@@ -69,7 +69,7 @@ def prove(work: Work) -> None:
     kinds = {kind.name: kind for kind in itertools.starmap(Kind, found)}
 
     def proved(name: str) -> dict[str, Any]:
-        proof = gpu_proof.prove(kinds[name], work.device, WAYS)
+        proof = gpu_proof.prove(kinds[name], work.device)
         return {**proof, **({} if proof["why"] is None else {"error": proof["why"]})}
 
     work.each(kinds, proved)

@@ -21,8 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from gsd_kernels.ops.decoder_rows.cuda import DTYPES
 from gsd_kernels.ops.decoder_rows.weights import stored
 from gsd_kernels.ops.packed.api import FLOATS
-from gsd_kernels_hf.model import fused
-from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
+from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, WAYS, row_inputs
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.packed.modules import matrix_of, packed_in
 
@@ -31,7 +30,6 @@ from ..lib.report import markdown
 from ..lib.shapes import shape_named
 from ..lib.timing import read_bandwidths, time_call
 
-WAYS = fused.ways()
 #: The norm of what two ways' logits differ by, over that of the logits.
 MOST_ERROR = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 

@@ -114,7 +114,7 @@ def proofs(*, again: bool = False) -> dict[str, dict[str, Any]]:
 
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     able = [device for device in devices if fused.missing(device) is None]
-    return {str(device): gpu_proof.report(device, fused.ways(), again=again) for device in able}
+    return {str(device): gpu_proof.report(device, again=again) for device in able}
 
 
 def drafters_of(model: str) -> dict[str, str]:

@@ -511,7 +511,7 @@ def test_doctor_on_gpus(monkeypatch):
     kept = {"bfloat16, heads of 128, mma": right, "float16, heads of 64, mma": wrong}
     asked = []
 
-    def report(device, ways, *, again):
+    def report(device, *, again):
         asked.append((str(device), again))
         return kept if device.index == 0 or again else {}
 

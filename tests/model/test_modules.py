@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import threading
 
 import fake_cuda
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gsd_kernels as gsd
-from gsd_kernels import DraftHeads, DraftSource, GraphConfig, Proposal
+from gsd_kernels import DraftSource, GraphConfig, Proposal
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.model import linear, runner
 from gsd_kernels_hf.model.cache import GraphCache
@@ -58,16 +57,6 @@ def test_layers_are_views_of_one_block_and_stay_so_when_it_grows():
     before = [t.clone() for t in contents(unlike)]
     unlike.grow(20)
     assert all(torch.equal(t[:, :, :5], b[:, :, :5]) for t, b in zip(contents(unlike), before, strict=True))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
-def test_a_commit_of_a_block_is_one_launch():
-    """Counted where Triton's launcher looks for runs of layers."""
-    from gsd_kernels.ops.commit_kv.triton import even_run
-
-    layers = filled(stacked=True).layers
-    count, k_step, v_step = even_run([layer.keys for layer in layers], [layer.values for layer in layers])
-    assert (count, k_step, v_step) == (3, 2 * 2 * 4 * 12 * 6, 2 * 2 * 4 * 12 * 6)
 
 
 @pytest.mark.parametrize("fused", ["0", "1"])
@@ -175,23 +164,6 @@ def test_hooks_are_a_threads_and_go_with_the_forward():
     blocks, norm = decoder_of(target)
     for module in (*blocks, norm, target.lm_head):
         assert not module._forward_pre_hooks and not module._forward_hooks
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)  # one operator, and modules
-def test_heads_see_in_the_first_step(dtype):
-    """Untrained heads repeat the target's own next token; there is none in a first step without the prompt's state."""
-    target = tiny(dtype=dtype)
-    target.lm_head.weight.data.zero_()
-    target.lm_head.weight.data[5] = 1.0  # the same token forever, or never
-    ids, heads = prompts(1, 9)["input_ids"], DraftHeads.for_model(target, 3).requires_grad_(False)
-    with torch.no_grad():
-        if target(ids).logits[0, -1].argmax() != 5:
-            target.lm_head.weight.data[5] = -1.0
-    shape = GraphConfig(depth=1, branch=2)
-    with gsd.patch(target, draft_heads=heads, draft_sources=("heads",), graph_config=shape) as handle:
-        for _ in range(2):  # the same prompt again: all of it is in the cache
-            target.generate(ids, max_new_tokens=2, eos_token_id=None, do_sample=False)
-            assert handle.stats.steps == 1, "the first step accepted nothing"
 
 
 def test_int8_that_takes_outliers_from_all_rows_may_draft():

@@ -18,7 +18,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,13 +35,14 @@ from gsd_kernels.ops.decoder_rows import cuda
 from ..files import locked
 from ..store import Document
 from . import replay
+from .fused_rows import FusedRows
 from .proof import tree_of, worst
 from .runner import RowModel
 
 logger = logging.getLogger("gsd_kernels")
 
-Way = Callable[[Any, int, Tensor, str], RowModel]
-"""Makes what forwards rows, of a model, cache positions, left padding int32 [B] and a backend."""
+WAYS: dict[str, type[RowModel]] = {"operator": FusedRows, "modules": RowModel}
+"""The way that is proved, and the one that it is held to."""
 Proof = dict[str, Any]
 """A verdict and its figures.
 
@@ -65,8 +65,19 @@ WAIT_SECONDS = 120.0  # for another process's proof
 AGAIN = "again by: gsd-kernels doctor --prove"
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Case(NamedTuple):
+    """Rows behind a prefix: tokens of the prompt, left padding of every sequence, and the text of the first one."""
+
+    prefix: int
+    pads: tuple[int, ...] = (0,)
+    text: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"prefix={self.prefix}" + (f" pads={','.join(map(str, self.pads))}" if len(self.pads) > 1 else "")
+
+
+class Sizes(NamedTuple):
     """Of a model that is made: those of a 1B, whose layers no second-level cache holds.
 
     Attributes:
@@ -84,10 +95,6 @@ class Sizes:
     prefix: int = 1000
     pads: tuple[int, ...] = (0, 37)
 
-    @property
-    def cases(self) -> tuple[Case, Case]:
-        return Case(self.prefix), Case(self.prefix, self.pads)
-
 
 MODELS = (
     Sizes(),
@@ -96,18 +103,6 @@ MODELS = (
     Sizes(hidden=1032, inner=1032, width=6144, window=700),
 )
 """With products that are split and whole, turned heads with norms and without, and of both attention's splits."""
-
-
-class Case(NamedTuple):
-    """Rows behind a prefix: tokens of the prompt, left padding of every sequence, and the text of the first one."""
-
-    prefix: int
-    pads: tuple[int, ...] = (0,)
-    text: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"prefix={self.prefix}" + (f" pads={','.join(map(str, self.pads))}" if len(self.pads) > 1 else "")
 
 
 class Kind(NamedTuple):
@@ -176,16 +171,10 @@ def row_inputs(
 
 
 class Subject:
-    """The subject of a proof: the rows of a model by one operator, beside its modules.
+    """The subject of a proof: the rows of a model of random weights by one operator, beside its modules."""
 
-    Args:
-        model: of random weights.
-        ways: ``"operator"`` and ``"modules"``.
-        backend: of the operator.
-    """
-
-    def __init__(self, model: Any, ways: Mapping[str, Way], backend: str = "auto") -> None:
-        self.model, self.ways, self.backend = model, ways, backend
+    def __init__(self, model: Any) -> None:
+        self.model = model
         self.device: torch.device = model.device
 
     @cached_property
@@ -196,12 +185,12 @@ class Subject:
     def behind(self, case: Case, way: str = "operator", model: Any = None, backend: str = "reference") -> RowModel:
         """A way to forward rows, behind the tokens of a case.
 
-        Modules attend by the reference, so that the proof needs none of our other kernels.
+        ``backend``: of the modules' attention: the reference, so that the proof needs none of our other kernels.
         """
         model, device = model or self.model, self.device
         start = torch.tensor(case.pads, dtype=torch.int32, device=device)
-        named = self.backend if way == "operator" else backend
-        rows = self.ways[way](model, case.prefix + MOST_ROWS, start, named)
+        backend = "auto" if way == "operator" else backend
+        rows = WAYS[way](model, case.prefix + MOST_ROWS, start, backend)
         at = torch.arange(case.prefix, device=device)
         # What is written is the same behind any padding.
         ids = torch.stack([(at - pad).clamp(min=0) * (3 + 2 * text) for text, pad in enumerate(case.pads, case.text)])
@@ -224,7 +213,7 @@ class Subject:
             return self.behind(case, *way).rows(*inputs, keep=ROWS).double()
 
         exact = logits("modules", self.exact)
-        return {way: worst(exact, logits(way)) for way in self.ways}
+        return {way: worst(exact, logits(way)) for way in WAYS}
 
     @torch.no_grad()
     def parts_apart(self, case: Case) -> Iterator[tuple[str, list[int]]]:
@@ -266,7 +255,7 @@ class Subject:
                 expected = [operator.rows(text, *inputs, keep=number) for text in texts]
             if torch.equal(*expected):
                 raise RuntimeError("two texts have the same logits: nothing would be noticed")
-            call = replayed(lambda: operator.rows(tokens, *inputs, keep=number), self.device)  # noqa: B023
+            call = replay.captured(lambda: operator.rows(tokens, *inputs, keep=number), self.device)  # noqa: B023
             wrong = torch.zeros((), dtype=torch.int32, device=self.device)
             for turn in range(count):
                 tokens.copy_(texts[turn % 2])
@@ -274,27 +263,16 @@ class Subject:
             yield f"{number} rows replayed", int(wrong)
 
     @torch.no_grad()
-    def milliseconds(self, case: Case, counts: tuple[int, ...]) -> tuple[dict[str, dict[str, float]], int]:
-        """Of a forward by its rows, by the operator and by the modules, each as a step replays it.
+    def milliseconds(self, case: Case, counts: tuple[int, ...]) -> dict[str, dict[str, float]]:
+        """Of a forward by its rows, by the operator and by the modules, each as a step replays it."""
+        ways = {way: self.behind(case, way, backend="auto") for way in WAYS}
 
-        And how many of the operator's had other bits than a call.
-        """
-        ways = {way: self.behind(case, way, backend="auto") for way in self.ways}
-        times: dict[str, dict[str, float]] = {}
-        wrong = 0
-        for count in counts:
+        def taken(rows: RowModel, count: int) -> float:
             inputs = self.inputs(case, count)
-            taken = {}
-            for way, rows in ways.items():
-                forward: Callable[[], Tensor] = lambda rows=rows: rows.rows(*inputs, keep=count)  # noqa: B023, E731
-                if way == "operator":
-                    expected, call = forward(), replayed(forward, self.device)
-                else:  # what cannot be captured is no fault of the operator
-                    call = replay.replayable(forward, self.device)
-                taken[way] = 1e3 * seconds_of(call, self.device)
-                wrong += way == "operator" and not torch.equal(call(), expected)
-            times[str(count)] = taken
-        return times, wrong
+            call = replay.replayable(lambda: rows.rows(*inputs, keep=count), self.device)
+            return 1e3 * seconds_of(call, self.device)
+
+        return {str(count): {way: taken(rows, count) for way, rows in ways.items()} for count in counts}
 
 
 def apart(logits: Tensor, expected: Tensor) -> list[int]:
@@ -310,24 +288,6 @@ def too_large(errors: Mapping[str, float]) -> str | None:
     if errors["operator"] <= TIMES_THE_MODULES * errors["modules"] + SLACK:
         return None
     return f"its error is {errors['operator']:.2e}, the modules' {errors['modules']:.2e}"
-
-
-def replayed(forward: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """``forward`` as a CUDA graph; itself on a CPU.
-
-    Raises:
-        CaptureError: it cannot be captured.
-    """
-    if not replay.is_gpu(device):
-        return forward
-    forward()  # loads what it launches
-    graph, logits = replay.lane_of(device).capture(forward)
-
-    def call() -> Tensor:
-        graph()
-        return logits
-
-    return call
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
@@ -350,10 +310,10 @@ def no_figures(why: str, *, passing: bool = False) -> Proof:
     return {**ended, "errors": {}, "apart": {}, "milliseconds": {}}
 
 
-def prove(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: str = "auto") -> Proof:
+def prove(kind: Kind, device: torch.device) -> Proof:
     """Try a kind on models of its own; what goes wrong in it is part of the answer.
 
-    Passing is that the GPU has no room for it, some 800 MB, and an error that is not the operator's.
+    Passing is that the GPU has no room for it, some 800 MB, and an error that is neither CUDA's nor the operator's.
 
     Raises:
         DeviceLostError: the GPU failed for good.
@@ -361,37 +321,32 @@ def prove(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: st
     begin, quiet = time.perf_counter(), torch.autocast(device.type, enabled=False)
     try:
         with torch.inference_mode(False), torch.no_grad(), quiet, forcing(cuda.WAYS[kind.way]):
-            found = figures(kind, device, ways, backend)
-    except torch.OutOfMemoryError:
-        found = no_figures("there is no memory to prove one operator on this GPU (1 GB)", passing=True)
-    except RuntimeError as error:  # CUDA's and the operator's
+            found = figures(kind, device)
+    except Exception as error:
         if replay.lost(device) is not None:
             raise replay.DeviceLostError(f"the GPU failed while rows as one operator were proved: {error}") from error
-        found = no_figures(f"{type(error).__name__}: {error}")
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        found = no_figures(f"one operator could not be proved on this GPU: {what}", passing=True)
+        passing = isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError)
+        what = "one operator could not be proved on this GPU: " if passing else ""
+        found = no_figures(f"{what}{type(error).__name__}: {error}", passing=passing)
     return {**found, "seconds": round(time.perf_counter() - begin, 3)}
 
 
-def figures(kind: Kind, device: torch.device, ways: Mapping[str, Way], backend: str) -> Proof:
+def figures(kind: Kind, device: torch.device) -> Proof:
     """The worst figures of all models; the first one is timed."""
-    errors, apart, times = dict.fromkeys(ways, 0.0), {"alone": 0, "beside another": 0, "replayed": 0}, {}
+    errors, apart, times = dict.fromkeys(WAYS, 0.0), {"alone": 0, "beside another": 0, "replayed": 0}, {}
     why: str | None = None
     for sizes in MODELS:
-        of = Subject(random_model(sizes, kind.dtype, kind.head_dim, device), ways, backend)
-        for case in sizes.cases:
+        of = Subject(random_model(sizes, kind.dtype, kind.head_dim, device))
+        one, batch = Case(sizes.prefix), Case(sizes.prefix, sizes.pads)
+        for case in (one, batch):
             found = of.errors(case)
             why = why or too_large(found)
             errors = {way: max(errors[way], found[way]) for way in errors}
         del of.exact  # the largest part of the memory
-        one, batch = sizes.cases
         apart["alone"] += sum(len(rows) for _, rows in of.parts_apart(one))
         apart["beside another"] += sum(len(rows) for _, rows in of.sequences_apart(batch))
         apart["replayed"] += sum(count for _, count in of.replays_apart(one, REPLAYS))
-        if not times:
-            times, wrong = of.milliseconds(one, TIMED_ROWS)
-            apart["replayed"] += wrong
+        times = times or of.milliseconds(one, TIMED_ROWS)
     for what, count in apart.items():
         why = why or (f"{count} rows have other bits ({what})" if count else None)
     return {"why": why, "passing": False, "errors": errors, "apart": apart, "milliseconds": times}
@@ -433,20 +388,11 @@ _known: dict[tuple[Path, str], Proof] = {}
 _lock = threading.Lock()
 
 
-def proof_of(
-    kind: Kind, device: torch.device, ways: Mapping[str, Way], *, again: bool = False, backend: str = "auto"
-) -> Proof:
-    """The proof of a kind on a GPU: known, kept, or made now. Processes that ask at once wait for one.
+def proof_of(kind: Kind, device: torch.device, *, again: bool = False) -> Proof:
+    """The proof of a kind on a GPU: known, kept, or made now, ``again``: in any case.
 
-    What is passing is not kept, but known: else every text would wait for another try. A process that dies of a proof,
-    or whose GPU does, leaves word of that.
-
-    Args:
-        kind: of the operator.
-        device: the GPU.
-        ways: to forward rows, see :class:`Subject`.
-        again: whether it is made in any case.
-        backend: of the operator.
+    Processes that ask at once wait for one. What is passing is not kept, but known: else every text would wait for
+    another try. A process that dies of a proof, or whose GPU does, leaves word of that.
 
     Raises:
         DeviceLostError: see :func:`prove`.
@@ -461,20 +407,19 @@ def proof_of(
             if not (isinstance(found, dict) and found.keys() == BEGUN.keys()):
                 logger.info("rows as one operator (%s) are proved on this GPU, some seconds, once", kind.name)
                 document.write({kind.name: BEGUN})
-                kept: Proof = {}
                 try:
-                    found = prove(kind, device, ways, backend)
-                    kept = {} if found["passing"] else found
+                    found = prove(kind, device)
                 except replay.DeviceLostError:
-                    kept = BEGUN
                     raise
-                finally:
-                    document.write({kind.name: kept})
+                except BaseException:  # an interrupt says nothing about the GPU
+                    document.write({kind.name: {}})
+                    raise
+                document.write({kind.name: {} if found["passing"] else found})
         _known[known] = found
     return found
 
 
-def report(device: torch.device, ways: Mapping[str, Way], *, again: bool) -> dict[str, Proof]:
+def report(device: torch.device, *, again: bool) -> dict[str, Proof]:
     """Of every kind, by its name, what is kept; ``again``: it is proved anew.
 
     Raises:
@@ -482,7 +427,7 @@ def report(device: torch.device, ways: Mapping[str, Way], *, again: bool) -> dic
     """
     kinds = [Kind(*of) for of in itertools.product(cuda.DTYPES, cuda.HEAD_DIMS, cuda.ways(device))]
     if again:
-        return {kind.name: proof_of(kind, device, ways, again=True) for kind in kinds}
+        return {kind.name: proof_of(kind, device, again=True) for kind in kinds}
     kept = document_of(device).read()
     return {kind.name: kept[kind.name] for kind in kinds if kept.get(kind.name)}
 
@@ -501,7 +446,7 @@ class Choice(NamedTuple):
     prompt_rows: int = MOST_ROWS
 
 
-def choice(device: torch.device, dtype: torch.dtype, head_dim: int, ways: Mapping[str, Way]) -> Choice:
+def choice(device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:
     """Choose how rows go on a GPU, which proves itself at the first question.
 
     Of the ways that are right the one that is fastest from 33 rows on; fewer are the same kernels for all of them.
@@ -516,21 +461,20 @@ def choice(device: torch.device, dtype: torch.dtype, head_dim: int, ways: Mappin
     for way in cuda.ways(device):
         if way == cuda.IN_TURN and right:
             break
-        proofs[way] = proof = proof_of(Kind(dtype, head_dim, way), device, ways)
+        proofs[way] = proof = proof_of(Kind(dtype, head_dim, way), device)
         if proof["passing"]:
             return Choice(None if cuda.is_measured(device) else proof["why"])
         if proof["why"] is None:
             right[way] = proof["milliseconds"]
     if not right:
         return Choice(f"one operator did not prove itself on this GPU: {proofs['mma']['why']}; {AGAIN}")
+
+    def mean(way: str, rows: tuple[int, ...], of: str = "operator") -> float:
+        return statistics.geometric_mean(right[way][str(count)][of] for count in rows)
+
     forced = os.environ.get(cuda.GROUP) == "1" and "wgmma" in right
-    way = "wgmma" if forced else min(right, key=lambda name: mean(right[name], PIECE_ROWS))
-    slower = mean(right[way], STEP_ROWS) / mean(right[way], STEP_ROWS, "modules")
+    way = "wgmma" if forced else min(right, key=lambda name: mean(name, PIECE_ROWS))
+    slower = mean(way, STEP_ROWS) / mean(way, STEP_ROWS, "modules")
     if slower > 1:
         return Choice(f"one operator takes {slower:.2f} times as long as the modules on this GPU; {AGAIN}")
     return Choice(None, way, min(PIECE_ROWS, key=lambda rows: right[way][str(rows)]["operator"] / rows))
-
-
-def mean(times: Mapping[str, Mapping[str, float]], rows: tuple[int, ...], of: str = "operator") -> float:
-    """The geometric mean of milliseconds over rows."""
-    return statistics.geometric_mean(times[str(count)][of] for count in rows)

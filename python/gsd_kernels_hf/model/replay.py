@@ -169,17 +169,29 @@ def lane_of(device: torch.device) -> CaptureLane:
         return _lanes[device]
 
 
-def replayable(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """``function`` as one CUDA graph; itself on a CPU, or where it cannot be captured, with the cause in the log.
+def captured(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """``function`` as one CUDA graph, whose results are the same tensors every time; itself on a CPU.
 
     Raises:
+        CaptureError: it cannot be captured.
         DeviceLostError: the GPU failed for good.
     """
     if not is_gpu(device):
         return function
     function()  # compiles kernels and makes storage
+    graph, results = lane_of(device).capture(function)
+
+    def call() -> Any:
+        graph()
+        return results
+
+    return call
+
+
+def replayable(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """``function`` :func:`captured`, or itself where it cannot be, with the cause in the log."""
     try:
-        return lane_of(device).capture(function)[0]
+        return captured(function, device)
     except CaptureError as error:
         logger.warning("measured as it is, since it could not be captured: %s", error)
         return function

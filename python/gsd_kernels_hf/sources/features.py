@@ -21,7 +21,8 @@ from ..model import replay
 from ..model.attention import GraphInputs, windowed
 from ..model.cache import GraphCache
 from ..model.foreign import SILU, STATIC_ROPE, foreign_code
-from ..model.fused import decoder_weights, error_of, missing, storage_of, unproved
+from ..model.fused import choice, error_of, missing
+from ..model.fused_rows import decoder_weights, storage_of
 from ..model.hidden import LAST
 from ..model.launching import launch_attention
 from ..model.linear import CpuLinear, RowLinear
@@ -292,4 +293,4 @@ def is_operator(module: Any, embed: Any, head: Any, backend: str) -> bool:
     if not computed or not replay.is_gpu(device):
         return computed
     weights = weights_of(module, embed, head)
-    return error_of(cuda.check, weights) is None and unproved(weights.decoder) is None
+    return error_of(cuda.check, weights) is None and choice(weights.decoder).why is None
