@@ -139,7 +139,6 @@ def test_what_is_seen_of_calls():
 
 MATTERS = {
     "sinks": ("GptOssForCausalLM", {}),
-    "sinks of narrow values": ("MiMoV2FlashForCausalLM", {}),
     "chunks": ("Llama4ForCausalLM", {"attention_chunk_size": 1000}),
     "the factor": ("Llama4ForCausalLM", {"attn_temperature_tuning": False}),
 }
@@ -156,17 +155,6 @@ def test_a_kind_matters(what):
             sinks.data.fill_(-1e9)
     text = other.generate(asked(1)["input_ids"], max_new_tokens=ROWS[name].new, do_sample=False)
     assert not torch.equal(text, own_text(name, model, 1))
-
-
-@pytest.mark.parametrize("pieces", [1, 4])
-def test_prompts_in_pieces_and_prefixes_that_are_read_once(pieces):
-    model = model_of("Llama4ForCausalLM")
-    given = {"input_ids": own_text("Llama4ForCausalLM", model, 1)[:, :21]}
-    expected = model.generate(**given, max_new_tokens=30, do_sample=False)
-    with gsd.patch(model, draft_sources=("history",), graph_config=GRAPH) as handle:
-        model.generate(**asked(1), max_new_tokens=3)
-        assert torch.equal(model.generate(**given, max_new_tokens=30, prefill_chunk_size=pieces), expected)
-        assert handle.stats.why is None and handle.stats.tokens_per_step > 1
 
 
 class Squared(Llama4TextAttention):
@@ -250,22 +238,6 @@ def test_a_text_beyond_the_table_is_refused_where_it_gets_there():
     assert torch.equal(gsd.generate(model, **asked(1), **drafted, **more, eos_token_id=end), expected)
     with pytest.raises(ValueError, match=f"input_ids: OPTForCausalLM .* {TABLE} positions, and {TABLE + 2} tokens"):
         gsd.generate(model_of("OPTForCausalLM"), **asked(2, TABLE + 3), **HISTORY, max_new_tokens=2)
-
-
-def test_padding_takes_no_positions():
-    """A left-padded batch is wider than the table, its texts are not."""
-    model, given = model_of("GPT2LMHeadModel"), asked(2, TABLE + 9)
-    given["attention_mask"][:, : TABLE - 2] = 0
-    expected = model.generate(**given, max_new_tokens=12, do_sample=False)
-    assert torch.equal(gsd.generate(model, **given, **HISTORY, max_new_tokens=12), expected)
-
-
-def test_a_draft_with_a_table_is_left_out_where_it_ends():
-    target = models.tiny(vocab_size=tiny_configs.VOCAB, eos_token_id=None)
-    options = {"assistant_model": model_of("GPT2LMHeadModel"), "draft_sources": ("model",), "graph_config": GRAPH}
-    tokens = {**asked(2), "max_new_tokens": 40, "do_sample": False}
-    out = gsd.generate(target, **options, **tokens, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, target.generate(**tokens)) and out.stats.left_out == ["model"]
 
 
 # Prompts through ``flash_attention_2``, graph rows through ``dag_attention``. transformers' own integration runs; only

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -152,21 +151,6 @@ def test_the_fastest_way_that_is_right_serves(proofs, group, way, prompt, why, m
     found = chosen()
     assert found[1:] == (way, prompt) and (found.why is None if why is None else why in found.why)
     assert asked == [name for name in proofs if name != "wgmma" or group != "0"], "in turn only where mma fails"
-
-
-@pytest.mark.parametrize(
-    ("capability", "archs", "names"),
-    [((9, 0), "9.0a", ["wgmma", "mma"]), ((9, 0), "9.0", ["mma"]), ((8, 0), "9.0a", ["mma"])],
-)
-def test_ways_and_settings_are_what_a_gpu_has(capability, archs, names, monkeypatch):
-    """Each way sets what is set otherwise; weights ahead take a quarter of the cache at most."""
-    monkeypatch.setattr(cuda, "architectures", lambda: ("8.0", archs))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert cuda.ways(torch.device("cuda", 0)) == [*names, cuda.IN_TURN]
-    assert [cuda.settings(way, CPU) for way in cuda.WAYS] == [{cuda.GROUP: "1"}, {}, {cuda.OVERLAP: "0"}]
-    gpu = types.SimpleNamespace(L2_cache_size=32 << 20)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    assert cuda.settings(None, torch.device("cuda", 0)) == {cuda.AHEAD: "8"}
 
 
 def test_a_model_goes_the_way_of_its_kind(monkeypatch):

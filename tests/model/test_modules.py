@@ -10,7 +10,6 @@ import pytest
 import tiny_configs
 import torch
 from models import noised, prompts, tiny
-from quantised import by_bitsandbytes, original
 from torch import nn
 from torch.nn import functional as F
 
@@ -164,14 +163,6 @@ def test_hooks_are_a_threads_and_go_with_the_forward():
     blocks, norm = decoder_of(target)
     for module in (*blocks, norm, target.lm_head):
         assert not module._forward_pre_hooks and not module._forward_hooks
-
-
-def test_int8_that_takes_outliers_from_all_rows_may_draft():
-    """A target that does so is refused, as tests/packed/test_libraries.py asks."""
-    pytest.importorskip("bitsandbytes")
-    target, call = original(torch.float32), {**prompts(1, 12, vocab=96), "max_new_tokens": 24, "do_sample": False}
-    draft, expected = by_bitsandbytes(original(torch.float32), load_in_8bit=True), target.generate(**call)
-    assert torch.equal(gsd.generate(target, **call, assistant_model=draft, graph_config="chain"), expected)
 
 
 # Linear layers and functions of elements on a CPU: few rows each on its own, as accurate as PyTorch's.

@@ -92,7 +92,6 @@ def _foreign_module(facts: Facts) -> str | None:
     rotary = getattr(model.model.rotary_emb, "rope_type", "default")
     for what, found in (
         ("a tensor-parallel model", getattr(model, "_device_mesh", None) is not None),
-        ("a bias of the output matrix", model.lm_head.bias is not None),
         ("an embedding whose rows are scaled down to max_norm", getattr(model.model.embed_tokens, "max_norm", None)),
         ("frequencies of the rotary embedding that depend on the length", rotary not in STATIC_ROPE),
     ):
@@ -124,14 +123,12 @@ def _foreign_number(facts: Facts) -> str | None:
     if any(type(number) not in (float, int) for number in (eps, rotary.attention_scaling)):
         return "a scale or an epsilon that is no plain number"
     for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        attention, activation = layer.self_attn, layer.mlp.act_fn
+        attention = layer.self_attn
         of_norms = [norm.variance_epsilon for norm in _norms(layer)]
         for what, found, served_here in (
             ("attention", kind, kind == AttentionKind(kind.window)),
-            ("heads of", attention.head_dim, attention.head_dim == head_dim),
             ("scale of attention", attention.scaling, attention.scaling == head_dim**-0.5),
             ("epsilons", of_norms, all(type(of) is type(eps) and of == eps for of in of_norms)),
-            ("activation", type(activation).__name__, type(activation) in SILU),
         ):
             if not (isinstance(served_here, bool) and served_here):
                 return f"another kind of layer than the operator has, layer {number}: {what} {found}"

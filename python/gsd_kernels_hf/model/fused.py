@@ -28,8 +28,8 @@ from .foreign import foreign, foreign_code, foreign_name
 from .fused_rows import FusedRows, weights_of
 from .pieces import SEVERAL_TOKENS, WHOLE_TOKENS
 from .probe import served
+from .recurrent.by_depth import limit_of
 from .recurrent.mixers import mixers_of
-from .recurrent.step_limit import limit_of
 from .recurrent.windowed import is_windowed
 from .runner import RowModel
 

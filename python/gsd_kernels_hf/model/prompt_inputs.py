@@ -214,14 +214,7 @@ def _ours(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> Tensor:
     rows.inputs = inputs
     rows.read(inputs.input_ids, None, None)
     tail = torch.cat([inputs.input_ids[:, -1:], _tail(facts, inputs)], 1).to(device)  # [B, 1 + TAIL]
-    words, depths = proof.tree_of(PARENTS, batch, device)
-    logits = rows.rows(
-        tail[:, [PATH.index(row) if row in PATH else -1 for row in range(count)]],
-        torch.full((batch,), length - 1, dtype=torch.int32, device=device),
-        torch.arange(count, device=device),
-        words,
-        depths,
-        depths,
-        keep=count,
-    )
+    tokens = tail[:, [PATH.index(row) if row in PATH else -1 for row in range(count)]]
+    stored = torch.full((batch,), length - 1, dtype=torch.int32, device=device)
+    logits = proof.logits_of_tree(rows, PARENTS, tokens, stored)
     return logits[:, list(PATH)]

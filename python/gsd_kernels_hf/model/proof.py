@@ -167,13 +167,21 @@ def tree_of(parents: Sequence[int], batch: int, device: torch.device) -> tuple[T
     return words.contiguous().to(device), depths.expand(batch, -1).contiguous().to(device)
 
 
+def logits_of_tree(rows: Any, parents: Sequence[int], tokens: Tensor, stored: Tensor) -> Tensor:
+    """Logits [B, R, V] of rows with these parents and ``tokens`` [B, R], behind ``stored`` int32 [B] positions."""
+    batch, count = tokens.shape
+    words, depths = tree_of(parents, batch, stored.device)
+    slots = torch.arange(count, device=stored.device)
+    logits: Tensor = rows.rows(tokens, stored, slots, words, depths, depths, keep=count)
+    return logits
+
+
 def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, passage: Passage = SHORT) -> Tensor:
     """The same through a row model: a prompt in pieces, then rows of a tree, and more behind its accepted path."""
     ids, count, (prompt, steps) = text(model, passage), len(PARENTS), passage
     device = ids.device
     sibling = next(row for row in range(count) if row not in TEXT)
     order = [*TEXT, sibling]
-    words, depths = tree_of(PARENTS, 2, device)
     rows.prefill(ids[:, :prompt], padding(ids)[:, :prompt], max(PIECE_TOKENS, prompt // 2))
     stored = torch.full((2,), prompt, dtype=torch.int32, device=device)  # [2]
     path = torch.tensor([TEXT, TEXT], dtype=torch.int32, device=device)  # [2, len(TEXT)]
@@ -181,8 +189,7 @@ def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, passage: Passage =
     for step in range(steps):
         path_tokens = ids[:, prompt + step * len(TEXT) :][:, : len(TEXT)]
         tokens = torch.cat([path_tokens, path_tokens[:, :1]], 1)[:, [order.index(row) for row in range(count)]]
-        here = rows.rows(tokens, stored, torch.arange(count, device=device), words, depths, depths, keep=count)
-        logits.append(here[:, list(TEXT)])
+        logits.append(logits_of_tree(rows, PARENTS, tokens, stored)[:, list(TEXT)])
         if step + 1 < steps:
             rows.cache.commit(path, torch.full_like(stored, len(TEXT)), stored)
     return torch.cat(logits, 1)

@@ -5,19 +5,26 @@ Exact by construction, for any module; a state for every row is kept until it is
 
 from __future__ import annotations
 
+import math
+import types
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 from torch.utils import _pytree as nested
 from transformers.cache_utils import Cache
 
 from ...records import last_rows
-from .mixers import LinearAttentionLayer, RowsCache, hidden_in, masked
-from .step_limit import Limited, limit_of
+from ..fingerprint import code_names
+from ..view import with_children
+from .mixers import LinearAttentionLayer, RowsCache, calling, hidden_in, masked, written
+from .recurrence import Limit
 from .tree import RowTree
 
 KINDS = ("conv_states", "recurrent_states")
+STEP = "mamba2_selective_state_update"
+"""The kernel of single tokens, by the name that modules call it by."""
 
 
 class ByDepth:
@@ -78,62 +85,58 @@ class ByDepth:
 
     def layer_of(self, sequence: Tensor, parent: Tensor) -> LinearAttentionLayer:
         """A cache layer with the states that rows [n] follow: of the text, or after their parents."""
-        own, layer = self.layer, LinearAttentionLayer(self.layer.number_of_states)
-        layer.device, layer.dtype = own.device, own.dtype
-        follows = parent >= 0
+        follows, text, layer = parent >= 0, states_in(self.layer), LinearAttentionLayer(self.layer.number_of_states)
         some, all_of_them = bool(follows.any()), bool(follows.all())
-        for index in range(own.number_of_states):
-            for kind in KINDS:
-                states = getattr(own, kind)[index] if own.has_previous_state[index] and not all_of_them else None
-                states = None if states is None else states[sequence]
-                if some and (after := self.after.get((kind, index))) is not None:
-                    moved = after[sequence, parent.clamp(min=0)]
-                    if not all_of_them:
-                        states = torch.zeros_like(moved) if states is None else states
-                        moved = torch.where(follows.view(-1, *[1] * (moved.dim() - 1)), moved, states)
-                    states = moved
-                getattr(layer, kind)[index] = states
-                getattr(layer, f"is_{kind}_initialized")[index] = states is not None
-                if states is not None:
-                    layer.has_previous_state[index] = True
-            layer.conv_kernel_size[index] = own.conv_kernel_size[index] or _width(layer.conv_states[index])
+        after = self.after if some else {}
+        for key in {**text, **after}:
+            moved = after[key][sequence, parent.clamp(min=0)] if key in after else None
+            states = text[key][sequence] if key in text and not all_of_them else None
+            if moved is not None and not all_of_them:
+                states = torch.zeros_like(moved) if states is None else states
+                moved = torch.where(follows.view(-1, *[1] * (moved.dim() - 1)), moved, states)
+            states = states if moved is None else moved
+            if states is not None:
+                put_state(layer, key, states)
+        layer.device, layer.dtype = self.layer.device, self.layer.dtype
         return layer
 
     def keep(self, layer: LinearAttentionLayer, sequence: Tensor, row: Tensor, tree: RowTree) -> None:
         """Note the states after rows [n]."""
-        for kind in KINDS:
-            for index, states in getattr(layer, kind).items():
-                if states is None:
-                    continue
-                if (kind, index) not in self.after:
-                    self.after[kind, index] = states.new_zeros(*tree.parents.shape, *states.shape[1:])
-                self.after[kind, index][sequence, tree.first + row] = states
+        for key, states in states_in(layer).items():
+            if key not in self.after:
+                self.after[key] = states.new_zeros(*tree.parents.shape, *states.shape[1:])
+            self.after[key][sequence, tree.first + row] = states
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
         """See :class:`~.mixers.Form`."""
-        for (kind, index), after in self.after.items():
+        text = states_in(self.layer)
+        for key, after in self.after.items():
             count = num_accepted.to(after.device)
             last = last_rows(accepted_rows.to(after.device), count)
             new = after[torch.arange(len(count), device=after.device), last]
-            states = getattr(self.layer, kind)
-            old = states[index] if states[index] is not None else torch.zeros_like(new)
             stays = (count == 0).view(-1, *[1] * (new.dim() - 1))
-            states[index] = torch.where(stays, old, new)
-            getattr(self.layer, f"is_{kind}_initialized")[index] = True
-            self.layer.has_previous_state[index] = True
-            if kind == "conv_states" and self.layer.conv_kernel_size[index] is None:
-                self.layer.conv_kernel_size[index] = new.shape[-1]
-            self.layer.device, self.layer.dtype = self.layer.device or new.device, self.layer.dtype or new.dtype
+            put_state(self.layer, key, torch.where(stays, text.get(key, torch.zeros_like(new)), new))
         self.after, self.behind_prompt = {}, False
+
+
+def states_in(layer: LinearAttentionLayer) -> dict[tuple[str, int], Tensor]:
+    """The states that a layer of transformers' cache holds, by kind and number."""
+    return {(kind, i): states for kind in KINDS for i, states in getattr(layer, kind).items() if states is not None}
+
+
+def put_state(layer: LinearAttentionLayer, key: tuple[str, int], states: Tensor) -> None:
+    """Put a state into a layer, as if the module's code had."""
+    kind, index = key
+    getattr(layer, kind)[index] = states
+    getattr(layer, f"is_{kind}_initialized")[index] = layer.has_previous_state[index] = True
+    if kind == "conv_states":
+        layer.conv_kernel_size[index] = layer.conv_kernel_size[index] or states.shape[-1]
+    layer.device, layer.dtype = layer.device or states.device, layer.dtype or states.dtype
 
 
 def grown(states: Tensor, rows: int) -> Tensor:
     """States after rows [B, T, …], with room for more."""
     return torch.cat([states, states.new_zeros(len(states), rows, *states.shape[2:])], 1)
-
-
-def _width(states: Tensor | None) -> int | None:
-    return None if states is None else states.shape[-1]
 
 
 def standing_in(layer: LinearAttentionLayer, layers: int) -> Cache:
@@ -153,3 +156,58 @@ def gathered(outputs: list[Any], tree: RowTree, shape: torch.Size) -> Any:
         return out
 
     return nested.tree_map(together, *outputs)
+
+
+def limit_of(module: nn.Module) -> Limit | None:
+    """The least and the largest step of a module's prompts; ``None``: any, as for single tokens."""
+    forward = written(type(module).forward)
+    limit = getattr(module, "time_step_limit", None)
+    if limit is None or forward is None or STEP not in code_names(forward.__code__):
+        return None
+    least, most = limit
+    return None if least <= 0 and most == math.inf else (float(least), float(most))  # softplus is above 0
+
+
+class Limited:
+    """A module's code for single tokens, with the limit of prompts for tokens that end one.
+
+    transformers' Mamba-2 limits steps in time in its code for prompts and not in that for single tokens. The first row
+    behind a prompt is the prompt's last token read again, so there the limit holds as well.
+
+    Args:
+        module: with such a limit.
+        limit: as of :func:`limit_of`.
+
+    Raises:
+        ValueError: its forward is not its class's.
+    """
+
+    def __init__(self, module: nn.Module, limit: Limit) -> None:
+        if "forward" in vars(module):
+            raise ValueError(f"{type(module).__name__} limits steps in prompts alone and has a forward of its own")
+        forward = written(type(module).forward)
+        assert forward is not None
+        self.limit, self.own = limit, forward.__globals__[STEP]
+        self.module = with_children(module, {})
+        self.module.__dict__["forward"] = types.MethodType(calling(forward, {STEP: self.step}), self.module)
+        self.ends: Tensor | None = None  # bool [n]; of the tokens that come next, those that end a prompt
+
+    def step(
+        self,
+        state: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,  # [n, H, V]
+        *args: Any,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """In place of the kernel."""
+        if self.ends is None:
+            return self.own(state, hidden_states, dt, *args, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
+        if dt_bias is not None:
+            dt = dt + dt_bias.to(dt.dtype)
+        if dt_softplus:
+            dt = softplus(dt)
+        dt = dt.clamp(*self.limit).where(self.ends[:, None, None], dt)
+        return self.own(state, hidden_states, dt, *args, **options)

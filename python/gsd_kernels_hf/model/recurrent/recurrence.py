@@ -1,19 +1,26 @@
-"""Parts that recurrent kernels share: a window of the text, see :mod:`gsd_kernels.ops.state_rows`."""
+"""Recurrent kernels of transformers over rows, with a window of the text, see :mod:`gsd_kernels.ops.state_rows`."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu, softplus
 
 from gsd_kernels.ops.state_rows import StateWindow, state_commit, state_rows
 
+from ..elementwise import as_rows, plain
 from .tree import RowTree
+
+EPS = 1e-6
+Limit = tuple[float, float]
+"""The least and the largest step in time."""
 
 
 class Recurrence:
-    """A recurrent kernel of transformers over rows; a file each says what its arguments mean.
+    """A recurrent kernel of transformers over rows; a class each says what its arguments mean.
 
     Args:
         block: tokens between two states.
@@ -85,3 +92,80 @@ class Recurrence:
     def nbytes(self) -> int:
         """Bytes of the window."""
         return (0 if self.window is None else self.window.nbytes) + (0 if self.state is None else self.state.nbytes)
+
+
+class GatedDelta(Recurrence):
+    """The gated delta rule (arXiv 2412.06464), and Kimi's, whose decays are a key channel's own (arXiv 2510.26692).
+
+    ``torch_chunk_gated_delta_rule`` and ``chunk_kimi_delta_attention`` over rows.
+    """
+
+    def __call__(
+        self,
+        tree: RowTree,
+        query: Tensor,  # [B, R, G, K]
+        key: Tensor,
+        value: Tensor,  # [B, R, H, V]
+        g: Tensor,  # [B, R, H] or [B, R, H, K]
+        beta: Tensor,  # [B, R, H]
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Output of rows [B, R, H, V], and an empty state."""
+        dtype = query.dtype
+        query, key = query.float(), key.float()
+        if use_qk_l2norm_in_kernel:
+            query, key = normalised(query), normalised(key)
+        decay = g[..., None] if g.dim() == 3 else g
+        out = self.rows(tree, query * query.shape[-1] ** -0.5, key, value, decay, beta)
+        return out.to(dtype), out.new_empty(0)
+
+
+def normalised(x: Tensor) -> Tensor:
+    """Of length 1."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+
+
+class Mamba2(Recurrence):
+    """The state space of Mamba-2 (arXiv 2405.21060), a gated delta rule without the delta: ``mamba2_chunk_scan``.
+
+    Steps in time have their limit in what ends a prompt, as in transformers.
+    """
+
+    def laid_out(self, state: Tensor) -> Tensor:
+        """transformers keeps [B, H, V, K]."""
+        return state.transpose(-1, -2)
+
+    def __call__(
+        self,
+        tree: RowTree,
+        hidden_states: Tensor,  # [B, R, H, V]
+        dt: Tensor,  # [B, R, H]
+        A: Tensor,  # [H]
+        B: Tensor,  # [B, R, G, K]
+        C: Tensor,
+        chunk_size: int = 0,
+        D: Tensor | None = None,  # [H] or [H, V]
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: Limit = (0.0, math.inf),
+        return_final_states: bool = False,
+        z: Tensor | None = None,
+        **_: Any,
+    ) -> Any:
+        """Output of rows [B, R, H, V], and an empty state where one is asked for."""
+        if dt_bias is not None:
+            dt = dt + dt_bias.to(dt.dtype)
+        if dt_softplus:
+            dt = plain(softplus(as_rows(dt)))
+        if self.behind_prompt and dt_limit != (0.0, math.inf):
+            ends = tree.parents[:, tree.first :, None] < 0  # [B, R, 1]
+            dt = dt.clamp(*dt_limit).where(ends, dt)
+        x, step = hidden_states.float(), dt.float()[..., None]
+        out = self.rows(tree, C, B, x * step, A.float()[:, None] * step, None)
+        if D is not None:
+            out = out + x * (D[:, None] if D.dim() == 1 else D).float()
+        if z is not None:
+            out = out * plain(silu(as_rows(z.float())))
+        out = out.to(hidden_states.dtype)
+        return (out, out.new_empty(0)) if return_final_states else out

@@ -14,10 +14,8 @@ from transformers.cache_utils import Cache
 
 from ..elementwise import own_bits, plain
 from ..fingerprint import code_names
-from .gated_delta import GatedDelta
-from .mamba2 import Mamba2
 from .mixers import LinearAttentionLayer, RowsCache, calling, hidden_in, masked, written
-from .recurrence import Recurrence
+from .recurrence import GatedDelta, Mamba2, Recurrence
 from .short_convolution import ShortConvolution
 from .tree import RowTree
 
