@@ -37,7 +37,7 @@ BUDGET = {
     "python/gsd_kernels_hf/costs": 14,
     "python/gsd_kernels_hf/engine": 76,
     "python/gsd_kernels_hf/exported": 7,
-    "python/gsd_kernels_hf/model": 156,
+    "python/gsd_kernels_hf/model": 155,
     "python/gsd_kernels_hf/packed": 59,
     "python/gsd_kernels_hf/policy": 21,
     "python/gsd_kernels_hf/sources": 181,
