@@ -1,4 +1,4 @@
-"""Which way a model's rows are forwarded: as one operator, or through its modules, and why."""
+"""The way that a model's rows are forwarded, as one operator or through its modules, and why."""
 
 from __future__ import annotations
 
