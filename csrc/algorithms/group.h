@@ -2,7 +2,7 @@
 // barrier and three atomics. The same source therefore runs as
 //   SerialGroup  a group of one thread: the CPU op,
 //   CudaBlock    one CUDA thread block,
-//   FiberGroup   T fibers (tests/block_code/fiber_group.h), under ThreadSanitizer.
+//   FiberGroup   T fibers (tests/block_code/fibers.h), under ThreadSanitizer.
 // Shared memory is one arena, carved into arrays by the algorithm; every access to it is a plain load or store, so a
 // missing barrier is a data race that the sanitizer sees.
 #pragma once

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from block_code.programs import CODE, TORCH, problems, run
 from shared import once
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +57,7 @@ pytestmark = [
     pytest.mark.quick,
     pytest.mark.long,
     pytest.mark.slow,
-    pytest.mark.kept("csrc", "setup.py", "tests/block_code", "gsd_kernels"),
+    pytest.mark.kept("csrc", "setup.py", "gsd_kernels"),
     pytest.mark.skipif(find_nvcc() is None, reason="no nvcc (CUDACXX, CUDA_HOME, PATH) or no checkout"),
 ]
 
@@ -114,49 +113,31 @@ def build_library(folder: Path) -> None:
     (folder / "log.txt").write_text(log)
 
 
-@pytest.fixture(scope="module")
-def arenas(tmp_path_factory):
-    """Dynamic shared memory in bytes: for the default graph and history, and for the largest that are allowed."""
-    program = problems(tmp_path_factory)["address"]
+def most_registers(kernel: Kernel) -> int:
+    """What leaves enough blocks a multiprocessor."""
+    wide = "split" in kernel.name and kernel.name.endswith(
+        " 4"
+    )  # tiles live in registers: 168, three blocks of four warps
+    if wide or "path_end" in kernel.name or "group" in kernel.name:
+        return 255 if wide and kernel.arch == "100" else 168
+    if "split" in kernel.name:
+        return 255  # four of two
+    if "product" in kernel.name:  # four blocks of four warps, by shared memory too; fewer rows five; two of eight warps
+        return 128 if "wide" in kernel.name or kernel.name.endswith(" 64") else 102
+    return 64
 
-    def ask(*sizes: int) -> dict[str, int]:  # depth, width, branch, rows; context lengths and ways of the history
-        command = [program, "arena", *map(str, sizes)]
-        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
-        return {name: int(size) for name, size in (line.split() for line in lines if line)}
 
-    return ask(5, 4, 3, 32, 4, 8), ask(2, 30, 32, 128, 8, 16)
-
-
-def test_kernels_compile_for_every_architecture_without_spills(build, arenas, capsys):
+def test_kernels_compile_for_every_architecture_without_spills(build):
     kernels = parse_ptxas(build[1])
-    usual, largest = arenas
-    with capsys.disabled():
-        print(f"\n{'kernel':30} {'arch':>5} {'registers':>9} {'spills':>6} {'shared: usual':>13} {'largest':>8}")
-        for k in sorted(set(kernels), key=lambda k: (k.name, k.arch)):
-            shared = [arena.get(k.name, 0) + k.static_shared for arena in (usual, largest)]
-            print(f"{k.name:30} {k.arch:>5} {k.registers:9} {k.spills:6} {shared[0]:13} {shared[1]:8}")
-    assert max(largest.values()) <= 48 * 1024, "more than a block may have without opting in"
     for name in (*KERNELS, *attention_kernels(), *rows_kernels()):
         found = {k.arch for k in kernels if k.name == name}
         assert found == {re.sub(r"\D", "", a) for a in ARCHS}, (name, found)
     for k in kernels:
         assert k.spills == 0 and k.stack == 0, f"{k.name} for sm_{k.arch} spills"
+        assert k.registers <= most_registers(k), f"{k.name} for sm_{k.arch}: {k.registers} registers"
+        assert k.static_shared <= 48 * 1024, "more than a block may have without opting in"
         assert k.static_shared == 0 or k.name not in KERNELS, "it may have all of a block (shared_memory.h)"
-        # Tensor-core tiles live in registers; 168 leave three blocks of four warps a multiprocessor, 255 four of two.
-        wide = "split" in k.name and k.name.endswith(" 4")
-        most = (255 if k.arch == "100" else 168) if wide else 255 if "split" in k.name else 64
-        if "path_end" in k.name:  # whose memory is dynamic, 64 KiB at most: three blocks of it, too
-            most = 168
-            assert k.static_shared == 0
-        if "product" in k.name:  # four blocks of four warps, by shared memory too; fewer rows five; two of eight warps
-            most = 128 if "wide" in k.name or k.name.endswith(" 64") else 102
-            assert k.static_shared <= 48 * 1024, "more than a block may have without opting in"
-        if "group" in k.name:  # 384 threads a multiprocessor, which share its registers anew
-            most = 168
-            assert (k.static_shared > 0) == (k.arch == "90"), "by which the launch knows that there is code"
-        assert k.registers <= most, (
-            f"{k.name} for sm_{k.arch}: {k.registers} registers leave few blocks a multiprocessor"
-        )
+        assert "group" not in k.name or (k.static_shared > 0) == (k.arch == "90"), "by which the launch knows of code"
 
 
 def attention_kernels() -> list[str]:
@@ -198,49 +179,48 @@ def machine_code(dump):
     return kernels
 
 
-def test_the_attention_uses_tensor_cores_and_asynchronous_copies(machine_code):
-    """In the machine code of all kernels with tiles: 128-bit copies past the first-level cache, ldmatrix, both ways."""
-    tiles = ("attention_split_kernel", "path_split_kernel", "path_end_kernel")
-    split = [code for name in tiles for code in machine_code(name, "sm_80")]  # the others take the same instructions
-    assert len(split) == len(ELEMENTS) * len(HEAD_DIMS) * (len(WARPS) + len(PATH_WARPS) + 1)
-    for code in split:
-        for instruction in ("LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "LDSM.16.MT88.4", "HMMA.16816.F32", "MUFU.EX2"):
-            assert instruction in code, (instruction, code.split("\n")[0])
-    for code in (code for name in tiles[1:] for code in machine_code(name, "sm_90a")):
-        assert "ACQBULK" in code and "PREEXIT" in code, "it waits for the launch before, and lets the next one begin"
+COPIES = (
+    "LDGSTS.E.BYPASS.128",
+    "LDSM.16.M88.4",
+    "HMMA.16816.F32",
+)  # past the first cache; ldmatrix; tensor cores
+DEPENDENT = ("ACQBULK", "PREEXIT")  # it waits for the launch before, and lets the next one begin
+TILES = ("attention_split_kernel", "path_split_kernel", "path_end_kernel")
+TYPES = len(ELEMENTS) * len(HEAD_DIMS)
+#: Kernels of these names, an architecture, and how many there are; what the machine code of each has, and has not.
+CODE = {
+    "attention": (TILES, "sm_80", TYPES * 6, (*COPIES, "LDSM.16.MT88.4", "MUFU.EX2"), ()),
+    "attention of rows, dependent": (TILES[1:], "sm_90a", TYPES * 3, DEPENDENT, ()),
+    "products": (("product_kernel",), "sm_80", 16, COPIES, ("ACQBULK", "PREEXIT", "UBLKPF.L2")),
+    "products, dependent": (("product_kernel",), "sm_90a", 16, (*COPIES, *DEPENDENT, "UBLKPF.L2"), ()),
+    "products by groups": (
+        *(("rows_group_kernel",), "sm_90a", len(ELEMENTS) * len(GROUP_ROWS)),
+        ("UTMACCTL.PF", "UBLKPF.L2", "SYNCS.PHASECHK.TRANS64", *DEPENDENT, "UCGABAR_ARV"),
+        (" HMMA", "LDL", "STL", "LDGSTS"),
+    ),
+    "no groups before 9.0": (("rows_group_kernel",), "sm_80", len(ELEMENTS) * len(GROUP_ROWS), (), ("HGMMA",)),
+}
 
 
-def test_the_products_use_tensor_cores_asynchronous_copies_and_dependent_launches(machine_code):
-    """128-bit copies past the first-level cache, ldmatrix; from 9.0 on dependent launches and prefetched weights."""
-    for arch in ("sm_80", "sm_90a"):
-        products = machine_code("product_kernel", arch)
-        assert len(products) == len(ELEMENTS) * (2 * len(TILE_ROWS) + len(WIDE_ROWS))
-        for code in products:
-            for instruction in ("LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "HMMA.16816.F32"):
-                assert instruction in code, (instruction, code.split("\n")[0])
-            assert [name in code for name in ("ACQBULK", "PREEXIT", "UBLKPF.L2")] == 3 * [arch == "sm_90a"]
+@pytest.mark.parametrize("case", CODE)
+def test_kernels_have_the_instructions_that_they_are_for(case, machine_code):
+    names, arch, count, has, lacks = CODE[case]
+    kernels = [code for name in names for code in machine_code(name, arch)]
+    assert len(kernels) == count
+    for code in kernels:
+        for instruction in has + lacks:
+            assert (instruction in code) == (instruction in has), (instruction, code.split("\n")[0])
 
 
 def test_groups_of_warps_multiply_what_the_tensor_memory_accelerator_brings(build, machine_code):
-    """Of a stage four instructions of all rows; registers are given and taken, and nothing spills."""
-    kernels = machine_code("rows_group_kernel", "sm_90a")
-    assert len(kernels) == len(ELEMENTS) * len(GROUP_ROWS)
-    for code in kernels:
+    """Of a stage four instructions of all rows; registers are given and taken."""
+    for code in machine_code("rows_group_kernel", "sm_90a"):
         rows = int(re.search(r"Li(\d+)E", code).group(1))
         assert len(re.findall(rf"HGMMA\.64x{rows}x16\.F32", code)) == code.count("HGMMA.64x") == 4, rows
         # Of the first stages and of the others: weights in one box, rows in one.
         assert code.count("UTMALDG") == code.count("UTMALDG.5D") == 2 * 2, rows
-        for instruction in ("UTMACCTL.PF", "UBLKPF.L2", "SYNCS.PHASECHK.TRANS64", "ACQBULK", "PREEXIT", "UCGABAR_ARV"):
-            assert instruction in code, (instruction, rows)
-        for instruction in (" HMMA", "LDL", "STL", "LDGSTS"):
-            assert instruction not in code, (instruction, rows)
         gives = code.partition("USETMAXREG.DEALLOC.CTAPOOL 0x28 ")[2]  # 40 registers are left to the thread that brings
         assert gives and max(map(int, re.findall(r"\bR(\d+)\b", gives))) < 40, rows
-        # One thread brings all stages: what it does from a stage's barrier to its last box is the least a stage takes.
-        stage = gives.rpartition("UTMALDG")[0].rpartition("PHASECHK")[2]
-        assert "UTMALDG" in stage and stage.count(";") <= 100, rows
-        assert code.count(";") <= 4500, "of the 128 KiB of code that a multiprocessor keeps at hand"
-    assert all("HGMMA" not in code for code in machine_code("rows_group_kernel", "sm_80"))
     assert not re.search(r"C75\d\d|serialized", build[1]), "ptxas made the instructions wait for each other"
 
 
@@ -254,22 +234,6 @@ def test_the_rows_attention_rounds_as_it_is_written(dump):
         exponents = {made_by[register] for register in re.findall(r"ex2\.approx\.ftz\.f32 %f\d+, (%f\d+)", code)}
         assert exponents == {"sub.f32"}, exponents
         assert code.count("mul.rn.f32") == 16, "a thread's scores of a tile, each rounded once"
-
-
-@pytest.mark.many
-@pytest.mark.parametrize("arch", ["89", "120"])
-@pytest.mark.parametrize("source", ["rows", "path_attention"])
-def test_nothing_spills_on_what_the_wheel_is_built_for_besides(tmp_path, source, arch):
-    command = [find_nvcc(), "-std=c++17", "-O3", "-Xptxas", "-v", f"-arch=sm_{arch}", "-cubin"]
-    cubin = tmp_path / "source.cubin"
-    done = subprocess.run([*command, ROOT / f"csrc/cuda/{source}.cu", "-o", cubin], capture_output=True, text=True)
-    kernels = parse_ptxas(done.stdout + done.stderr)
-    expected = rows_kernels() if source == "rows" else [k for k in attention_kernels() if k.startswith("path_")]
-    named = {k.name for k in kernels}
-    assert named >= {k for k in expected if not k.startswith("rows_group")}, done.stderr[-2000:]
-    for k in kernels:
-        most = 255 if "path" in k.name else 128  # there one block of the ends of rows fits, by its memory
-        assert k.spills == k.stack == 0 and k.registers <= most, k
 
 
 @pytest.mark.parametrize("source", ["dag_attention.cu", "path_attention.cu", "rows.cu", "rows_group.cu"])
@@ -292,37 +256,6 @@ def test_the_library_loads_beside_a_cpu_torch_and_registers_its_ops(build):
     done = subprocess.run([sys.executable, "-c", program, str(build[0]), *CUDA_OPS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [f"{ARCHS[0]}+PTX", *ARCHS[1:]], "what it was compiled for"
-
-
-LAUNCHES = {
-    "errors": "a call that failed is told of once",
-    "groups": "clusters of blocks multiply",
-    "uneven clusters": "blocks that add up in memory do, where not all clusters run at once",
-    "no clusters": "or none can be launched",
-    "no maps": "another kernel does, where the driver makes no maps",
-    "memory": "what a kernel may have does not become less",
-    "empty": "a block has threads, whatever it has to do",
-}
-
-
-@pytest.fixture(scope="module")
-def launches(build, tmp_path_factory):
-    """The library's launch code over a runtime that stands in for CUDA's."""
-
-    def make(folder: Path) -> None:
-        libraries = Path(TORCH[-1]).parent / "lib"
-        objects = sorted(build[0].parents[1].glob("tmp/_cuda/*.cu.o"))
-        command = [find_nvcc(), "-std=c++17", "-cudart=none", "-DUSE_CUDA", *TORCH, CODE / "launches.cpp"]
-        link = ["-Xlinker=--no-as-needed", *("-ltorch", "-ltorch_cpu", "-lc10"), f"-Xlinker=-rpath={libraries}"]
-        subprocess.run([*command, *objects, f"-L{libraries}", *link, "-o", folder / "launches"], check=True)
-
-    return once(tmp_path_factory, "launches", make) / "launches"
-
-
-@pytest.mark.parametrize("part", LAUNCHES)
-def test_launches_are_what_a_gpu_takes(launches, part):
-    status, output = run(launches, part)
-    assert status == 0, (LAUNCHES[part], output)
 
 
 def test_only_the_stable_abi_is_used(build):

@@ -23,7 +23,7 @@ def added_late(multiply: str, more: str = "") -> str:
 ROWS, HEADS, GROUP = "rows_product", "rows_heads", "rows_group_product"
 CHANGES = {
     "a layout with bank conflicts": Change(
-        "attention_tiles", "chunk ^ (row & 7)", "(chunk ^ (CHANGED ? 0 : row & 7))", "attention"
+        "attention_tiles", "chunk ^ (row & 7)", "(chunk ^ (CHANGED ? 0 : row & 7))", "path"
     ),
     "whole tiles up to the prefix' end": Change(
         "path_attention",
@@ -64,7 +64,7 @@ CHANGES = {
     "two steps of inputs swapped": Change(ROWS, "32 * step", "32 * (step ^ 1)", "product"),
     "a split that is not added": Change(ROWS, "s < splits", "s < splits - 1", "many", 1),
     "splits that are added backwards": Change(ROWS, "parts + s * kPart", "parts + (splits - s) * kPart", "many", 1),
-    "a sine of the other sign": Change(HEADS, "-machine.times(y, angle[1])", "machine.times(y, angle[1])", "between"),
+    "a sine of the other sign": Change(HEADS, "-machine.times(y, angle[1])", "machine.times(y, angle[1])", "turned", 4),
     "another pair": Change(HEADS, "output & (t.head_dim - 1)", "((output & (t.head_dim - 1)) ^ 1)", "turned", 4),
     "values among the keys": Change(HEADS, "(tile.matrix - 1) * t.kv_heads", "0 * t.kv_heads", "turned", 4),
     "squares of a part of the head": Change(HEADS, "w < kWarps", "w < kWarps - 1", "turned", 4),
@@ -102,8 +102,20 @@ CHANGES = {
 }
 
 
+MUTATION = """#pragma once
+#include <cstdlib>
+inline int mutation() {
+  static const char* const given = std::getenv("GSD_MUTATION");
+  static const int number = given == nullptr ? 0 : std::atoi(given);
+  return number;
+}
+"""
+"""Included before everything else: which of them is in force; 0 is none."""
+
+
 def plant(headers: Path) -> None:
-    """Write all of them into copies of the headers."""
+    """Write all of them into copies of the headers, and ``mutation.h`` beside them."""
+    (headers / "mutation.h").write_text(MUTATION, encoding="utf-8")
     given = {name: (headers / f"{name}.h").read_text(encoding="utf-8") for name, *_ in CHANGES.values()}
     changed = dict(given)
     for number, change in enumerate(CHANGES.values(), 1):

@@ -1,7 +1,7 @@
 // The warp machine of csrc/algorithms/attention_tiles.h as fibers, one a lane. What the PTX ISA says of each instruction
 // is done literally:
 //   ldmatrix, mma   move and multiply by the documented fragment layouts; lanes get each other's operands, and the sum
-//                   that tensor cores of 9.0 and newer make of them (dot_add.h), bit for bit;
+//                   that tensor cores of 9.0 and newer make of them (dot_add), bit for bit;
 //   cp.async        nothing arrives before wait_group says so, and from the copy on the old contents are gone; the source
 //                   may not change on the way;
 //   griddepcontrol  what the launch before writes is there from wait on and not earlier (Previous);
@@ -14,10 +14,12 @@
 #include <cmath>
 #include <deque>
 #include <functional>
+#include <type_traits>
 
-#include "../../csrc/algorithms/attention_tiles.h"
-#include "dot_add.h"
-#include "fiber_group.h"
+#include "../../csrc/algorithms/path_end.h"
+#include "../../csrc/algorithms/rows_product.h"
+#include "../../csrc/algorithms/rows_turn.h"
+#include "fibers.h"
 
 #if defined(__SANITIZE_THREAD__)
 extern "C" {
@@ -31,6 +33,47 @@ void AnnotateIgnoreSyncEnd(const char*, int);
 #endif
 
 namespace gsd {
+
+// What a tensor core of compute capability 9.0 or newer makes of 16 products and a sum, as mma.m16n8k16 and as wgmma, by
+// the model of MMA-Sim (arXiv 2511.10909, compared with the hardware there bit for bit): products exact, every term cut off
+// 25 bits below the largest exponent among them, the terms added exactly, the sum rounded towards zero.
+constexpr int kSumBits = 25, kNoExponent = -126;  // of a zero
+
+struct Factor {
+  float value;
+  int exponent;  // of the significand as it is stored: that of subnormal numbers is the smallest one
+};
+
+template <class Element>
+Factor factor(uint16_t bits) {
+  const float value = Element::widen(bits);
+  return {value, max_int(static_cast<int>(float_bits(value) >> 23 & 255) - 127, std::is_same_v<Element, Half> ? -14 : -126)};
+}
+
+// It is called for every number that the tests' tensor cores make, so it is optimised in every build.
+__attribute__((optimize("O2"), no_sanitize("thread", "address", "undefined"))) inline float dot_add(
+    float sum, const Factor* const (&a)[16], const Factor* const (&b)[16]) {
+  double terms[17], plain = sum;
+  terms[16] = sum;
+  int highest = sum == 0.0f ? kNoExponent : static_cast<int>(__builtin_bit_cast(uint32_t, sum) >> 23 & 255) - 127;
+  if (highest < -126) highest = -126;
+  for (int k = 0; k < 16; k++) {
+    terms[k] = static_cast<double>(a[k]->value) * b[k]->value;
+    plain += terms[k];
+    const int exponent = terms[k] == 0.0 ? kNoExponent : a[k]->exponent + b[k]->exponent;
+    if (exponent > highest) highest = exponent;
+  }
+  if (!__builtin_isfinite(plain)) return plain == plain ? static_cast<float>(plain) : __builtin_bit_cast(float, 0x7FFFFFFFu);
+  const auto power = [](int exponent) { return __builtin_bit_cast(double, static_cast<uint64_t>(exponent + 1023) << 52); };
+  const double scale = power(kSumBits - highest);
+  int64_t total = 0;
+  for (const double term : terms) total += static_cast<int64_t>(term * scale);
+  const double exact = static_cast<double>(total) * power(highest - kSumBits);
+  const float nearest = static_cast<float>(exact);
+  const double size = exact < 0 ? -exact : exact, got = nearest < 0 ? -nearest : nearest;
+  if (got <= size || size >= 0x1p128) return nearest;
+  return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, nearest) - 1);  // towards zero, from infinity too
+}
 
 // Accesses and synchronisation of its scope do not exist for ThreadSanitizer.
 struct Hidden {
@@ -80,7 +123,6 @@ struct FiberMachineBlock {
   FiberBlock group;
   Previous* previous = nullptr;
   std::atomic<bool> awaited = false;  // by the block that runs
-  std::function<void(const void*, int)> prefetched;
   std::vector<FiberWarp> warps;
   std::vector<char> arena;
   std::vector<char> votes[2];
@@ -177,10 +219,7 @@ class FiberMachine : public FiberValues {
     acquire(previous);
   }
   void release_next() const {}
-  void prefetch(const void* from, int size) const {
-    Hidden hidden;
-    if (block->prefetched) block->prefetched(from, size);
-  }
+  void prefetch(const void*, int) const {}
 
   Chunk read(int at) const {
     Chunk chunk;
@@ -312,13 +351,9 @@ class FiberMachine : public FiberValues {
 
 // Runs body(machine, b) for the blocks 0 … blocks − 1, so many at a time: one of every `together`, one after the other.
 template <class Body>
-void run_grid(int warps, int blocks, size_t arena_bytes, const Body& body, int together = 1, Previous* previous = nullptr,
-              const std::function<void(const void*, int)>& prefetched = nullptr) {
+void run_grid(int warps, int blocks, size_t arena_bytes, const Body& body, int together = 1, Previous* previous = nullptr) {
   std::deque<FiberMachineBlock> places;
-  for (int i = 0; i < together; i++) {
-    places.emplace_back(warps, arena_bytes).previous = previous;
-    places.back().prefetched = prefetched;
-  }
+  for (int i = 0; i < together; i++) places.emplace_back(warps, arena_bytes).previous = previous;
   const int threads = kLanes * warps;
   Fibers::here().run(together * threads, [&](int i) {
     FiberMachineBlock& block = places[static_cast<size_t>(i / threads)];
@@ -335,6 +370,71 @@ void run_grid(int warps, int blocks, size_t arena_bytes, const Body& body, int t
       machine.sync("next block");
     }
   });
+}
+
+// The launches of csrc/cuda as grids of blocks: `run(warps, blocks, arena bytes, body)` runs body(machine, b) for each.
+
+template <class Block, class Run>
+void run_product(const RowsProduct& a, int outputs, const Run& run) {
+  const RowsCut cut(a, outputs);
+  const int rows = a.row_blocks(), tiles = rows * cut.output_blocks;
+  run(Block::kWarps, tiles * cut.splits, Block::kArenaBytes, [&](FiberMachine& m, int b) {
+    Block::run(m, a, cut, b % rows, b % tiles / rows, b / tiles);
+  });
+}
+
+template <class Element, int kRows, class Run>
+void run_product(const RowsProduct& a, bool wide, const Run& run) {
+  if constexpr (kRows > 16) {
+    if (wide) return run_product<ProductBlock<Element, kRows, kWideOutputs>>(a, kWideOutputs, run);
+  }
+  a.packed() ? run_product<ProductBlock<Element, kRows, kTileOutputs, true>>(a, kTileOutputs, run)
+             : run_product<ProductBlock<Element, kRows>>(a, kTileOutputs, run);
+}
+
+// Blocks of 64 rows as wide as a launch would make them, or not: the bits may not tell.
+template <class Element, class Run>
+void run_product(const RowsProduct& a, bool wide, const Run& run) {
+  const bool heads = a.wide_heads(), either = !a.packed() && a.end != RowsEnd::kTurn;
+  switch (a.tile_rows()) {
+    case 16:
+      return run_product<Element, 16>(a, false, run);
+    case 32:
+      return run_product<Element, 32>(a, heads, run);
+    default:
+      return run_product<Element, kMostTileRows>(a, heads || (wide && either), run);
+  }
+}
+
+template <class Element, class Run>
+void run_turn(const RowsTurn& a, const Run& run) {
+  const int heads = a.heads + 2 * a.kv_heads;
+  run(1, a.batch * a.rows * heads, 0, [&](FiberMachine& m, int b) {
+    a.head_dim == 64 ? turn_head<Element, 64>(m, a, b / heads, b % heads)
+                     : turn_head<Element, 128>(m, a, b / heads, b % heads);
+  });
+}
+
+template <class Element, int kHeadDim, int kWarps, class Run>
+void run_prefix(const PathAttentionArgs& a, const PathAttentionSizes& s, const Run& run) {
+  using Prefix = PathPrefix<Element, kHeadDim, kWarps>;
+  const int heads = s.batch * s.kv_heads, rows = Prefix::Tiles::kRows, parts = (s.query_rows() + rows - 1) / rows;
+  run(kWarps, parts * heads * s.splits(), Prefix::Tiles::kArenaBytes, [&](FiberMachine& m, int b) {
+    Prefix::run(m, a, s, b % parts, b / parts % heads, b / parts / heads);
+  });
+}
+
+template <class Element, int kHeadDim, class Run>
+void run_prefix(const PathAttentionArgs& a, const PathAttentionSizes& s, const Run& run) {
+  s.query_rows() <= 16 ? run_prefix<Element, kHeadDim, 1>(a, s, run) : run_prefix<Element, kHeadDim, 4>(a, s, run);
+}
+
+template <class Element, int kHeadDim, class Run>
+void run_end(const PathAttentionArgs& a, const PathAttentionSizes& s, const Run& run) {
+  using End = PathEnd<Element, kHeadDim>;
+  const int blocks = End::blocks(s);
+  run(End::kWarps, blocks * s.batch * s.kv_heads, End::kArenaBytes,
+      [&](FiberMachine& m, int b) { End::run(m, a, s, b % blocks, b / blocks); });
 }
 
 }  // namespace gsd

@@ -1,6 +1,5 @@
 // The rows' path attention on the machine of fibers: every row of random texts has the contract's bits, in any company and
 // at any place. With GSD_ONE_TYPE only head size 64 is compiled, which takes a third of the time.
-#include "grid_launches.h"
 #include "problems.h"
 
 using namespace gsd;
@@ -323,39 +322,6 @@ bool round_is_right(const Shape& s, int round, std::mt19937& random) {
   return true;
 }
 
-// Splits are whole tiles without gaps, and a position is found in the one that holds it.
-bool cuts_are_right(int, std::mt19937&) {
-  for (int split = 0; split < 176; split++) {
-    const int64_t begin = path_split_begin(split), size = path_split_begin(split + 1) - begin;
-    if (begin % kTileColumns != 0 || size != kFirstSplitPositions << std::max(split / kSplitsPerSize - 1, 0)) return false;
-    if (begin + size - 1 > INT32_MAX) return false;
-    for (const int64_t position : {begin, begin + size - 1}) {
-      if (path_split_of(static_cast<int>(position)) != split) return false;
-    }
-  }
-  PathAttentionSizes sizes{1, 1, 1, 1, 64, 0};
-  const int wanted[][2] = {{0, 1}, {1, 1}, {128, 1}, {129, 2}, {2048, 16}, {2049, 17}, {4096, 24}, {32768, 48}, {131072, 64}};
-  for (const auto& [capacity, splits] : wanted) {
-    sizes.capacity = capacity;
-    if (sizes.splits() != splits) return false;
-  }
-  return true;
-}
-
-// By depth, then by number; only nodes that have a depth and a slot.
-bool lists_are_right(int, std::mt19937&) {
-  const int32_t mask[] = {0b1110'1011, -1, 0, 1}, depths[] = {2, 0, 9, 1, 9, 1, 7, 3, 9, 9}, kv_len = 20;
-  int32_t slots[2 * 10], lengths[2];
-  AncestorListArgs list{mask, depths, &kv_len, slots, lengths, 1, 2, 2, 10, 27};
-  std::fill(slots, slots + 20, -1);
-  for (int row = 0; row < 2; row++) {
-    count_ancestors(list, row);
-    for (int node = 0; node < list.width(); node++) list_ancestor(list, row, node);
-  }
-  const int32_t wanted[] = {21, 23, 25, 20, 26, -1};
-  return lengths[0] == 5 && lengths[1] == 0 && std::equal(wanted, wanted + 6, slots) && slots[10] == -1;
-}
-
 bool attended(int round, std::mt19937& random) {
   Shape s{};
   s.bfloat16 = round % 2 == 1;
@@ -373,6 +339,6 @@ bool attended(int round, std::mt19937& random) {
   return s.bfloat16 ? round_is_right<Other>(s, round, random) : round_is_right<Half>(s, round, random);
 }
 
-const Listed listed({{"path", attended}, {"path cuts", cuts_are_right}, {"path lists", lists_are_right}});
+const Listed listed({{"path", attended}});
 
 }  // namespace

@@ -13,7 +13,7 @@ namespace gsd {
 // The program of all problems:
 //
 //     block_code PROBLEM ROUNDS SEED [FAULT NAME]   fault: `planted`
-//     block_code TOOL ARGUMENTS...                  prints something
+//     block_code pick ARGUMENTS...                  see groups.cpp
 //
 // Exit status: 0 right, 3 wrong, 4 divergent or stuck, 5 bank conflict, 6 a source that changes while it is copied, 7 … 10
 // what else a machine says; sanitizers have their own.
@@ -21,19 +21,11 @@ struct Problem {
   const char* name;
   bool (*right)(int round, std::mt19937& random);
 };
-struct Tool {
-  const char* name;
-  void (*print)(int count, char** arguments);
-};
 inline std::vector<Problem> all_problems;
-inline std::vector<Tool> all_tools;
 
 // A variable of a file's whose construction lists what the file has.
 struct Listed {
-  Listed(std::initializer_list<Problem> problems, std::initializer_list<Tool> tools = {}) {
-    all_problems.insert(all_problems.end(), problems);
-    all_tools.insert(all_tools.end(), tools);
-  }
+  Listed(std::initializer_list<Problem> problems) { all_problems.insert(all_problems.end(), problems); }
 };
 
 #ifdef GSD_ONE_TYPE  // half of the code, and the same accesses
@@ -74,10 +66,9 @@ template <class T>
 struct Awaited {
   std::vector<T> values, there;
 
-  explicit Awaited(std::vector<T> numbers) : values(std::move(numbers)), there(values.size()) {
-    std::fill_n(reinterpret_cast<unsigned char*>(there.data()), sizeof(T) * there.size(), 0xFF);  // NaN in every type
-  }
-  void arrive() { there = values; }
+  explicit Awaited(std::vector<T> numbers) : values(std::move(numbers)), there(values.size()) { leave(); }
+  void arrive() { std::copy(values.begin(), values.end(), there.begin()); }
+  void leave() { std::fill_n(reinterpret_cast<unsigned char*>(there.data()), sizeof(T) * there.size(), 0xFF); }  // NaN
 };
 
 // A launch behind one that does `write`, so many blocks together.

@@ -1,62 +1,10 @@
-// Random products, what they should be, and the memory that they are run in.
+// Random products and heads that they turn: what they should be, and the memory that they are run in.
 #pragma once
 
 #include "../../csrc/algorithms/rows_product.h"
 #include "problems.h"
 
 namespace gsd {
-
-// A random packed matrix, or a dense one where it has no rows.
-struct PackedRows {
-  RowsKind kind = RowsKind::kDense;
-  int inputs = 0, groups = 0;
-  size_t row_bytes = 0;
-  std::vector<uint8_t> rows;
-  std::vector<float> scales;
-
-  PackedRows(int outputs, int inputs, std::mt19937& random) : inputs(inputs) {
-    constexpr RowsKind kKinds[] = {RowsKind::kDense, RowsKind::kQ8_0, RowsKind::kInt8,
-                                   RowsKind::kUint8, RowsKind::kInt4, RowsKind::kInt4Offset};
-    do kind = kKinds[random() % 6];
-    while (kind == RowsKind::kQ8_0 && inputs % 32 != 0);
-    if (kind == RowsKind::kDense) return;
-    const size_t codes = static_cast<size_t>(halves() ? inputs / 2 : inputs);
-    row_bytes = kind == RowsKind::kQ8_0 ? codes / 32 * 34 : codes;
-    for (size_t i = 0; i < static_cast<size_t>(outputs) * row_bytes; i++) rows.push_back(static_cast<uint8_t>(random()));
-    if (kind != RowsKind::kQ8_0) {
-      do groups = between(random, 1, inputs / 8);
-      while (inputs % (8 * groups) != 0);
-      scales = drawn_floats(static_cast<size_t>(outputs * groups * beside()), random);
-      if (kind == RowsKind::kUint8 || kind == RowsKind::kInt4) {
-        for (size_t i = 1; i < scales.size(); i += 2) scales[i] = static_cast<float>(random() % 16);
-      }
-    }
-    for (size_t at = 0; kind == RowsKind::kQ8_0 && at < rows.size(); at += 34) {
-      const uint16_t scale = Half::round(static_cast<float>(random() % 100) * 0x1p-12f);
-      memcpy(&rows[at], &scale, sizeof scale);
-    }
-  }
-  bool halves() const { return kind == RowsKind::kInt4 || kind == RowsKind::kInt4Offset; }
-  int beside() const { return kind == RowsKind::kInt8 ? 1 : 2; }
-
-  float at(int n, int k) const {
-    const uint8_t* row = &rows[static_cast<size_t>(n) * row_bytes];
-    if (kind == RowsKind::kQ8_0) {
-      const uint8_t* block = row + k / 32 * 34;
-      return static_cast<float>(static_cast<int8_t>(block[2 + k % 32])) *
-             float_from_half(static_cast<uint16_t>(block[0] | block[1] << 8));
-    }
-    const float* of = &scales[static_cast<size_t>((n * groups + k / (inputs / groups)) * beside())];
-    if (kind == RowsKind::kInt8) return static_cast<float>(static_cast<int8_t>(row[k])) * of[0];
-    const float code = halves() ? static_cast<float>(row[k / 2] >> k % 2 * 4 & 15) : row[k];
-    return kind == RowsKind::kInt4Offset ? (code - 8.0f) * of[0] + of[1] : (code - of[1]) * of[0];
-  }
-  void put(RowsMatrix& m) const {
-    if (kind == RowsKind::kDense) return;
-    m.weight = reinterpret_cast<const uint16_t*>(rows.data()), m.kind = kind;
-    m.groups = groups, m.scales = scales.data();
-  }
-};
 
 struct Shape {
   int rows, inputs;
@@ -70,7 +18,6 @@ struct Product {
   std::vector<uint16_t> x;
   std::vector<std::vector<uint16_t>> weights, biases;
   std::vector<float> before;       // [rows, width]
-  std::vector<PackedRows> packed;  // of every matrix, or none
   const RowsTurn* turn = nullptr;  // kTurn
 
   Product(const Shape& shape, std::mt19937& random)
@@ -85,16 +32,6 @@ struct Product {
     before = drawn_floats(static_cast<size_t>(shape.rows) * width(), random);
   }
 
-  // The same with packed matrices, whose dense ones `weights` are.
-  void pack(std::mt19937& random) {
-    for (size_t i = 0; i < weights.size(); i++) {
-      packed.emplace_back(shape.outputs[i], shape.inputs, random);
-      for (size_t j = 0; packed[i].kind != RowsKind::kDense && j < weights[i].size(); j++) {
-        const int n = static_cast<int>(j) / shape.inputs, k = static_cast<int>(j) % shape.inputs;
-        weights[i][j] = Element::round(packed[i].at(n, k));
-      }
-    }
-  }
   int width() const {
     int sum = 0;
     for (const int outputs : shape.outputs) sum += outputs;
@@ -143,7 +80,6 @@ Result with_memory(const Product<Element>& p, const Run& run) {
   for (int i = 0; i < a.count; i++) {
     a.matrices[i] = {p.weights[i].data(), p.biases[i].empty() ? nullptr : p.biases[i].data(),
                      out.there.data() + column, p.shape.outputs[i]};
-    if (!p.packed.empty()) p.packed[i].put(a.matrices[i]);
     column += p.shape.outputs[i];
   }
   run(a, previous);
@@ -155,26 +91,6 @@ Result with_memory(const Product<Element>& p, const Run& run) {
   for (const uint16_t value : gated) result.push_back(Element::widen(value));
   return result;
 }
-
-// Of what comes ahead every piece is asked for once; here it is of the product itself.
-struct AskedAhead {
-  RowsAhead& ahead;
-  std::vector<int> asked;
-
-  explicit AskedAhead(RowsProduct& a) : ahead(a.ahead = rows_ahead(a, 24 << 20)), asked(static_cast<size_t>(ahead.pieces())) {}
-  std::function<void(const void*, int)> prefetched() {
-    return [this](const void* from, int bytes) {
-      for (int i = 0, size; i < ahead.pieces(); i++) {
-        if (ahead.piece(i, size) == from && size == bytes) __atomic_fetch_add(&asked[i], 1, __ATOMIC_RELAXED);
-      }
-    };
-  }
-  ~AskedAhead() {
-    if (std::any_of(asked.begin(), asked.end(), [](int times) { return times != 1; })) {
-      stop(kWrong, "a piece of the next weights is not asked for once", "the end");
-    }
-  }
-};
 
 // What the contract of rows_product.h makes of a problem, number by number: no tiles, no stages, no other rows.
 template <class Element>
@@ -232,20 +148,13 @@ bool keeps_contract(const Product<Element>& p, const Result& got) {
   return true;
 }
 
-// The first rows of many, in companies of these sizes: the contract's bits, and the same in each.
+// The first rows of many, in companies of these sizes: the contract's bits in each.
 template <class Element, class Multiplied>
 bool companies_are_right(const Product<Element>& all, std::initializer_list<int> sizes, const Multiplied& multiplied) {
-  Result before;
-  for (const int rows : sizes) {
+  return std::all_of(sizes.begin(), sizes.end(), [&](int rows) {
     const Product<Element> some = all.first(rows);
-    const Result got = multiplied(some);
-    const auto both = static_cast<std::ptrdiff_t>(std::min(got.size(), before.size()));
-    if (!keeps_contract(some, got) || !std::equal(got.begin(), got.begin() + both, before.begin())) {
-      return fprintf(stderr, "%d rows\n", rows), false;
-    }
-    before = got;
-  }
-  return true;
+    return keeps_contract(some, multiplied(some)) || (fprintf(stderr, "%d rows\n", rows), false);
+  });
 }
 
 inline Shape shape_of(int round, std::mt19937& random) {
@@ -259,6 +168,136 @@ inline Shape shape_of(int round, std::mt19937& random) {
     s.outputs.push_back(s.end == RowsEnd::kGate && i > 0 ? s.outputs[0] : between(random, 1, count == 1 ? 150 : 70));
   }
   return s;
+}
+
+template <class Element>
+struct Turn {
+  RowsTurn a{};
+  std::vector<float> qkv, inv_freq, turns;
+  std::vector<uint16_t> q_norm, k_norm;
+  std::vector<int32_t> positions, slots;
+
+  const float rope_scale = 1.25f;
+
+  Turn(int head_dim, int batch, int rows, std::mt19937& random) {
+    a.batch = batch, a.rows = rows, a.head_dim = head_dim, a.capacity = 2 * rows + 1;
+    a.kv_heads = between(random, 1, 2), a.heads = a.kv_heads * between(random, 1, 2);
+    a.eps = 1e-6f;
+    qkv = drawn_floats(static_cast<size_t>(count()) * heads() * head_dim, random);
+    for (int i = 0; i < head_dim / 2; i++) inv_freq.push_back(std::pow(10000.0f, -2.0f * i / head_dim));
+    if (random() % 2 == 0) q_norm = drawn<Element>(head_dim, random), k_norm = drawn<Element>(head_dim, random);
+    for (int i = 0; i < count(); i++) {
+      positions.push_back(between(random, 0, i % 2 == 0 ? 100 : 1000000));
+      slots.push_back(i % a.rows * 2 + between(random, 0, 1));
+    }
+    for (int i = 0; i < count() * head_dim / 2; i++) {
+      float cosine, sine;
+      cosine_and_sine(static_cast<float>(positions[2 * i / head_dim]) * inv_freq[i % (head_dim / 2)], cosine, sine);
+      turns.push_back(cosine * rope_scale), turns.push_back(sine * rope_scale);
+    }
+    if (random() % 4 == 0) slots[0] = random() % 2 == 0 ? -1 : a.capacity;
+    qkv[qkv.size() - 1] = NAN, qkv[qkv.size() - 2] = 1e30f, qkv[qkv.size() - 3] = -INFINITY;  // of a value
+  }
+  int count() const { return a.batch * a.rows; }
+  int heads() const { return a.heads + 2 * a.kv_heads; }
+
+  double exact(int row, int head, int d) const {
+    const int half = a.head_dim / 2;
+    const float* x = &qkv[(static_cast<size_t>(row) * heads() + head) * a.head_dim];
+    if (head >= a.heads + a.kv_heads) return x[d];
+    const std::vector<uint16_t>& norm = head < a.heads ? q_norm : k_norm;
+    double square = 0;
+    for (int i = 0; i < a.head_dim; i++) square += static_cast<double>(x[i]) * x[i];
+    const auto normed = [&](int i) {
+      return norm.empty() ? x[i] : x[i] / std::sqrt(square / a.head_dim + a.eps) * Element::widen(norm[i]);
+    };
+    const double angle = static_cast<float>(positions[row]) * inv_freq[d % half];  // rounded, as the reference's
+    const double other = normed((d + half) % a.head_dim);
+    return rope_scale * (normed(d) * std::cos(angle) + (d < half ? -other : other) * std::sin(angle));
+  }
+};
+
+// Where heads are put; nothing is there before.
+template <class Element>
+struct TurnedHeads {
+  std::vector<uint16_t> q, k, v;
+  std::vector<float> spoiled;
+
+  TurnedHeads(const Turn<Element>& t, RowsTurn& a, bool positions_first)
+      : q(static_cast<size_t>(t.count()) * a.heads * a.head_dim, 0xFFFF),
+        k(static_cast<size_t>(a.batch) * a.kv_heads * a.capacity * a.head_dim, 0xFFFF), v(k), spoiled(t.count(), 0.0f) {
+    a.turns = t.turns.data(), a.slots = t.slots.data();
+    a.q_norm = t.q_norm.empty() ? nullptr : t.q_norm.data(), a.k_norm = t.k_norm.empty() ? nullptr : t.k_norm.data();
+    a.q = q.data(), a.k_cache = k.data(), a.v_cache = v.data();
+#if !defined(__SANITIZE_THREAD__)  // several threads put the same number there
+    a.spoiled = spoiled.data();
+#endif
+    a.k_slot = a.v_slot = positions_first ? a.head_dim * a.kv_heads : a.head_dim;  // caches stored [B, S, Hkv, D], or not
+    a.k_head = a.v_head = positions_first ? a.head_dim : a.head_dim * a.capacity;
+    a.k_batch = a.v_batch = static_cast<int64_t>(a.head_dim) * a.capacity * a.kv_heads;
+  }
+  bool operator==(const TurnedHeads& other) const {
+    return q == other.q && k == other.k && v == other.v &&
+           memcmp(spoiled.data(), other.spoiled.data(), sizeof(float) * spoiled.size()) == 0;
+  }
+};
+
+// A launch of its own, of heads in memory.
+template <class Element>
+void turn_heads(const Turn<Element>& t, const RowsTurn& a) {
+  Awaited<float> qkv(t.qkv);
+  RowsTurn given = a;
+  given.qkv = qkv.there.data();
+  run_turn<Element>(given, after([&] { qkv.arrive(); }));
+}
+
+// Whether every query, and every key and value with a slot, is what double precision makes of it, and the cache as it was
+// elsewhere.
+template <class Element>
+bool heads_are_turned(const Turn<Element>& t, const RowsTurn& a, const TurnedHeads<Element>& heads) {
+  const double most = Element::widen(Element::kExponent - 1);
+  size_t written = 0;
+  for (int row = 0; row < t.count(); row++) {
+    const bool stored = t.slots[row] >= 0 && t.slots[row] < a.capacity;
+    for (int head = 0; head < t.heads(); head++) {
+      const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
+      if (!query && !stored) continue;
+      const uint16_t* got = query ? &heads.q[(static_cast<size_t>(row) * a.heads + head) * a.head_dim]
+                                  : &(value ? heads.v : heads.k)[row / a.rows * a.k_batch + (head - a.heads) % a.kv_heads * a.k_head +
+                                                                 t.slots[row] * a.k_slot];
+      written += query ? 0 : a.head_dim;
+      for (int d = 0; d < a.head_dim; d++) {
+        const double exact = t.exact(row, head, d), found = Element::widen(got[d]);
+        const double expected = query ? exact : std::isnan(exact) ? 0.0 : std::clamp(exact, -most, most);
+        if (std::isfinite(expected) && !close(found, expected, 1.01 * unit<Element>() * std::abs(expected) + 0x1p-18, "head", row, d)) return false;
+      }
+    }
+  }
+  const auto untouched = static_cast<size_t>(std::count(heads.k.begin(), heads.k.end(), 0xFFFF) + std::count(heads.v.begin(), heads.v.end(), 0xFFFF));
+  return untouched + written == heads.k.size() + heads.v.size();
+}
+
+// Whether a product that turns the heads which it computes has the bits of the contract's product and a launch that turns
+// them. `multiplied(p)` runs the problem. Some keys and values overflow, or are no numbers.
+template <class Element, class Multiplied>
+bool turned_is_right(int head_dim, int rows, int inputs, bool norms, std::mt19937& random, const Multiplied& multiplied) {
+  Turn<Element> t(head_dim, rows % 2 == 0 ? 2 : 1, rows % 2 == 0 ? rows / 2 : rows, random);
+  t.q_norm = t.k_norm = {};
+  if (norms) t.q_norm = drawn<Element>(head_dim, random), t.k_norm = drawn<Element>(head_dim, random);
+  RowsTurn& a = t.a;
+  Product<Element> p({rows, inputs, {a.heads * head_dim, a.kv_heads * head_dim, a.kv_heads * head_dim}, RowsEnd::kStore},
+                     random);
+  p.x[random() % p.x.size()] = Element::round(random() % 2 == 0 ? INFINITY : NAN);
+  t.qkv = contracted(p);
+  const bool positions_first = random() % 2 == 0;
+  TurnedHeads<Element> expected(t, a, positions_first);
+  turn_heads(t, a);
+  if (!heads_are_turned(t, a, expected)) return false;
+  TurnedHeads<Element> got(t, a, positions_first);
+  p.shape.end = RowsEnd::kTurn, p.turn = &a;
+  multiplied(p);
+  if (got == expected) return true;
+  return fprintf(stderr, "%d rows of heads of %d are not what a launch of their own makes of them\n", rows, head_dim), false;
 }
 
 }  // namespace gsd

@@ -12,17 +12,17 @@ from shared import once
 from torch import Tensor
 
 from gsd_kernels import backends
+from gsd_kernels.ops.dag_attention.api import ATTENTION
 from gsd_kernels.ops.decoder_rows import cuda, decoder_rows
 from gsd_kernels.ops.feature_rows import cuda as features_on_cuda
 from gsd_kernels.ops.feature_rows import feature_rows
 from gsd_kernels_hf.model import fused
 
-from .programs import CXX, ROOT, build
+from .programs import CXX, ROOT, TORCH, build
 
 SOURCE = ROOT / "tests/block_code/rows_op.cpp"
-MISSING = "no C++ compiler (CXX, g++)" if CXX is None else None if SOURCE.exists() else "not a source checkout"
+MISSING = "no C++ compiler (CXX, g++)" if CXX is None else None
 KERNELS = ("embed", "norm", "product", "turn", "attend", "combine", "pair")
-TORCH = Path(torch.__file__).parent
 BLOCKS = pytest.param(
     "cpu",
     id="blocks",
@@ -38,11 +38,8 @@ DEVICES = (BLOCKS, GPU)
 OWN = "own"
 """Of :func:`drafting_on` a CPU as it is."""
 
-FLAGS = [
-    *("-O1", "-fPIC", "-shared", "-fvisibility=hidden"),
-    *("-DTORCH_TARGET_VERSION=0x020A000000000000", "-isystem", TORCH / "include"),
-    *(f"-L{TORCH / 'lib'}", "-Wl,--no-as-needed", "-ltorch"),
-]
+FLAGS = ["-O1", "-fPIC", "-shared", "-fvisibility=hidden", *TORCH]
+FLAGS += [f"-L{Path(torch.__file__).parent / 'lib'}", "-Wl,--no-as-needed", "-ltorch"]
 
 
 def operators(factory: pytest.TempPathFactory) -> Any:
@@ -51,12 +48,11 @@ def operators(factory: pytest.TempPathFactory) -> Any:
     if not hasattr(torch.ops.gsd_block_code, "launches"):
         arguments, _, results = decoder_rows.schema.partition(" -> ")
         torch.library.define("gsd_block_code::decoder_rows", f"{arguments} -> {results}")
-        torch.library.define("gsd_block_code::launches", f"{arguments} -> Tensor")
-        torch.library.define("gsd_block_code::ahead", f"{arguments} -> Tensor")
-        torch.library.define("gsd_block_code::bytes", f"{arguments} -> Tensor")
-        torch.library.define("gsd_block_code::kinds", f"{arguments} -> Tensor")
+        for name in ("launches", "ahead", "kinds"):
+            torch.library.define(f"gsd_block_code::{name}", f"{arguments} -> Tensor")
         arguments, _, results = feature_rows.schema.partition(" -> ")
         torch.library.define("gsd_block_code::feature_rows", f"{arguments} -> {results}")
+        torch.library.define("gsd_block_code::dag_attention", ATTENTION.schema)
         torch.library.define("gsd_block_code::feature_launches", f"{arguments} -> Tensor")
         torch.ops.load_library(str(folder / "rows_op.so"))
     return torch.ops.gsd_block_code
@@ -77,11 +73,6 @@ def feature_launches(factory: pytest.TempPathFactory, *arguments: Any) -> list[s
 def begins_early(factory: pytest.TempPathFactory, *arguments: Any) -> bool:
     """Whether the launches of a call begin while the one before ends, on a GPU that can."""
     return bool(operators(factory).launches(*decoder_rows.operands(*arguments, None))[0])
-
-
-def scratch_bytes(factory: pytest.TempPathFactory, *arguments: Any) -> int:
-    """Memory of a call beside its outputs."""
-    return int(operators(factory).bytes(*decoder_rows.operands(*arguments, None)))
 
 
 def asked_ahead(factory: pytest.TempPathFactory, *arguments: Any) -> list[list[int]]:

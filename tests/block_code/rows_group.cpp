@@ -1,9 +1,6 @@
 // The product of groups of warps, of random problems on the machine of fibers: held to the contract bit for bit.
-//
-//     cut END INPUTS OUTPUTS...    tiles and splits for one row and for many
-//     dots COUNT SEED              sums of 16 products, for the published rule
 #include "../../csrc/algorithms/rows_group_product.h"
-#include "turn_problems.h"
+#include "row_problems.h"
 #include "warpgroup_machine.h"
 
 using namespace gsd;
@@ -17,10 +14,8 @@ Result multiplied(const Product<Element>& p, int multiprocessors) {
   using Group = GroupProduct<Element, kRows, kStages>;
   return with_memory(p, [&](RowsProduct& a, Previous& previous) {
     const GroupLaunch launch(a, Group::kOutputs, kRows, multiprocessors);
-    AskedAhead ahead(a);
     run_clusters(
-        launch.blocks, launch.cut.splits, clustered, Group::kArenaBytes, Group::kBarriers, launch.sources, previous, [&](GroupMachine& machine, int b) { Group::run(machine, a, launch.cut, b, launch.blocks); },
-        ahead.prefetched());
+        launch.blocks, launch.cut.splits, clustered, Group::kArenaBytes, Group::kBarriers, launch.sources, previous, [&](GroupMachine& machine, int b) { Group::run(machine, a, launch.cut, b, launch.blocks); });
   });
 }
 
@@ -74,47 +69,6 @@ bool turned_round(int round, std::mt19937& random) {
                                   [&](const Product<Element>& p) { multiplied(p, 1 + round / 2 % 2, round % 3 < 2); });
 }
 
-// Tiles and splits for one row and for many.
-void print_cuts(int count, char** argv) {
-  for (const int rows : {1, 33, 64, 300}) {
-    RowsProduct a{};
-    a.end = static_cast<RowsEnd>(atoi(argv[0])), a.inputs = atoi(argv[1]), a.count = count - 2, a.rows = rows;
-    for (int i = 0; i < a.count; i++) a.matrices[i].outputs = atoi(argv[2 + i]);
-    const RowsCut cut(a, kWideOutputs);
-    printf("%d %d\n", cut.output_blocks, cut.splits);
-  }
-}
-
-// Sums of 16 products: the bits of a sum, of both factors' numbers, of what a tensor core makes of them.
-template <class Element>
-void print_dots_of(int count, std::mt19937& random) {
-  for (int i = 0; i < count; i++) {
-    Factor factors[2][16];
-    const Factor* given[2][16];
-    const uint32_t wide = random() % 3;  // all exponents, some of them, or near to each other
-    const auto draw = [&]() -> uint16_t {
-      const uint16_t bits = static_cast<uint16_t>(random()), one = Element::round(1.0f);
-      if (random() % 16 == 0) return bits & 0x8000u;
-      const uint16_t kept = wide == 0 ? bits : wide == 1 ? (bits & 0x8FFFu) | (one & 0x7000u) : (bits & 0x83FFu) | (one & 0x7C00u);
-      return holds_non_finite<Element>(kept) ? one : kept;
-    };
-    float sum = random() % 4 == 0 ? 0.0f : Element::widen(draw()) * Element::widen(draw());
-    if (!std::isfinite(sum)) sum = 1.0f;
-    printf("%08x", float_bits(sum));
-    for (int k = 0; k < 32; k++) {
-      const uint16_t bits = draw();
-      factors[k % 2][k / 2] = factor<Element>(bits), given[k % 2][k / 2] = &factors[k % 2][k / 2];
-      printf(" %08x", float_bits(Element::widen(bits)));
-    }
-    printf(" %08x\n", float_bits(dot_add(sum, given[0], given[1])));
-  }
-}
-
-void print_dots(int, char** argv) {
-  std::mt19937 random(static_cast<unsigned>(atoi(argv[1])));
-  print_dots_of<Half>(atoi(argv[0]), random), print_dots_of<Bfloat16>(atoi(argv[0]), random);
-}
-
 const Listed listed(
     {{"group", [](int round, std::mt19937& random) {
         return round % 2 == 0 ? random_round<Half>(round, random) : random_round<Other>(round, random);
@@ -123,7 +77,6 @@ const Listed listed(
       [](int round, std::mt19937& random) { return round % 2 == 0 ? sizes_round<Half>(random) : sizes_round<Other>(random); }},
      {"group turned", [](int round, std::mt19937& random) {
         return round % 2 == 0 ? turned_round<Half>(round, random) : turned_round<Other>(round, random);
-      }}},
-    {{"cut", print_cuts}, {"dots", print_dots}});
+      }}});
 
 }  // namespace

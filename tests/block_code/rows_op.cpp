@@ -2,10 +2,10 @@
 //
 //     gsd_block_code::decoder_rows   as gsd_kernels::decoder_rows; blocks in any order
 //     gsd_block_code::feature_rows   as gsd_kernels::feature_rows, likewise
+//     gsd_block_code::dag_attention  as gsd_kernels::dag_attention, likewise
 //     gsd_block_code::feature_launches  its arguments, and what `launches` returns
 //     gsd_block_code::launches       as decoder_rows; whether launches begin early, and what is launched, as numbers
 //                                    of Kernel, in order
-//     gsd_block_code::bytes          the same arguments; of scratch memory
 //     gsd_block_code::ahead          the same arguments; what products ask for ahead: number of the product, address and
 //                                    size of a piece, three numbers each
 //     gsd_block_code::kinds          the same arguments; of every product and attention which code it takes, six numbers
@@ -18,7 +18,8 @@
 
 #include "../../csrc/algorithms/rows_group_product.h"
 #include "../../csrc/cuda/rows_tensors.h"
-#include "grid_launches.h"
+#include "../../csrc/torch_ops/dag_attention.h"
+#include "fiber_machine.h"
 #include "warpgroup_machine.h"
 
 namespace gsd {
@@ -122,10 +123,45 @@ struct BlockLaunches {
     clustered = !clustered;
     run_clusters(
         launch.blocks, launch.cut.splits, clustered, Group::kArenaBytes, Group::kBarriers, launch.sources, previous,
-        [&](GroupMachine& m, int block) { Group::run(m, a, launch.cut, block, launch.blocks); }, [](const void*, int) {});
+        [&](GroupMachine& m, int block) { Group::run(m, a, launch.cut, block, launch.blocks); });
     return 0;
   }
 };
+
+// dag_attention's launches.
+template <class Element, int kHeadDim, int kWarps>
+void attend(const AttentionArgs& a, const AttentionSizes& s) {
+  using Tiles = AttentionTiles<Element, kHeadDim, kWarps>;
+  const int rows = s.query_rows(), heads = s.batch * s.kv_heads, parts = (rows + Tiles::kRows - 1) / Tiles::kRows;
+  run_blocks(kWarps, parts * heads * s.splits(), Tiles::kArenaBytes, [&](FiberMachine& m, int b) {
+    SplitAttention<Element, kHeadDim, kWarps>::run(m, a, s, b % parts, b / parts % heads, b / parts / heads);
+  });
+  run_blocks(1, heads * rows, 0, [&](FiberMachine& m, int b) { combine_row<Element, kHeadDim>(m, a, s, b / rows, b % rows); });
+}
+template <class Element, int kHeadDim>
+void attend(const AttentionArgs& a, const AttentionSizes& s) {
+  switch (attention_block_rows(s.query_rows())) {
+    case 16:
+      return attend<Element, kHeadDim, 1>(a, s);
+    case 32:
+      return attend<Element, kHeadDim, 2>(a, s);
+    default:
+      return attend<Element, kHeadDim, 4>(a, s);
+  }
+}
+template <class Element>
+void attend(const AttentionArgs& a, const AttentionSizes& s) {
+  s.head_dim == 64 ? attend<Element, 64>(a, s) : attend<Element, 128>(a, s);
+}
+
+std::tuple<Tensor, Tensor> attended(AttentionCall call) {
+  choose_splits(call.sizes, 12);
+  const size_t outputs = static_cast<size_t>(call.sizes.batch) * call.sizes.kv_heads * call.sizes.splits() * call.sizes.query_rows();
+  std::vector<float> out(outputs * call.sizes.head_dim, NAN), lse(outputs, NAN);
+  call.args.partial_out = out.data(), call.args.partial_lse = lse.data();
+  std::get<0>(call.outputs).scalar_type() == ScalarType::Half ? attend<Half>(call.args, call.sizes) : attend<Bfloat16>(call.args, call.sizes);
+  return call.outputs;
+}
 
 // With fewer bytes for states than a call would have, where the environment says so.
 RowsDecoder limited(const RowsCall& call) {
@@ -167,7 +203,6 @@ Tensor listed(const RowsCall& call, const std::vector<Number>& numbers) {
 }
 
 Tensor launches(const RowsCall& call) { return listed(call, recorded(call).launched); }
-Tensor bytes(const RowsCall& call) { return listed(call, std::vector{RowsForward(call.decoder).bytes()}); }
 Tensor ahead(const RowsCall& call) { return listed(call, recorded(call).ahead); }
 Tensor kinds(const RowsCall& call) {
   Recorder recorder{{}, {}, 0, call.decoder.group};
@@ -175,11 +210,11 @@ Tensor kinds(const RowsCall& call) {
   return listed(call, recorder.kinds);
 }
 
-// An op: what `use` makes of a call of decoder_rows or feature_rows.
+// An op: what `use` makes of its call.
 template <auto prepare, auto use>
 struct Used;
 
-template <class... Arguments, RowsCall (*prepare)(Arguments...), auto use>
+template <class Call, class... Arguments, Call (*prepare)(Arguments...), auto use>
 struct Used<prepare, use> {
   static auto call(Arguments... arguments) { return use(prepare(arguments...)); }
 };
@@ -193,10 +228,10 @@ using OfFeatures = Used<feature_call<RowsCall>, use>;
 
 STABLE_TORCH_LIBRARY_IMPL(gsd_block_code, CPU, m) {
   m.impl("decoder_rows", TORCH_BOX(&gsd::OfDecoder<gsd::launched>::call));
+  m.impl("dag_attention", TORCH_BOX((&gsd::Used<gsd::prepare_attention, gsd::attended>::call)));
   m.impl("feature_rows", TORCH_BOX(&gsd::OfFeatures<gsd::launched>::call));
   m.impl("launches", TORCH_BOX(&gsd::OfDecoder<gsd::launches>::call));
   m.impl("feature_launches", TORCH_BOX(&gsd::OfFeatures<gsd::launches>::call));
-  m.impl("bytes", TORCH_BOX(&gsd::OfDecoder<gsd::bytes>::call));
   m.impl("ahead", TORCH_BOX(&gsd::OfDecoder<gsd::ahead>::call));
   m.impl("kinds", TORCH_BOX(&gsd::OfDecoder<gsd::kinds>::call));
 }

@@ -84,7 +84,6 @@ struct GroupBlock {
   Previous* previous = nullptr;
   bool awaited = false, clustered = true;
   std::atomic<bool> voted = false;
-  std::function<void(const void*, int)> prefetched;
   std::vector<Box> boxes;
   char asked;
   std::array<Group, kGroups> groups;
@@ -227,10 +226,7 @@ class GroupMachine : public FiberValues {
     if (!faulty("no-wait", name)) barrier(b).wait(parity);
   }
   void prefetch_map(int) const {}
-  void prefetch(const void* from, int size) const {
-    Hidden hidden;
-    block->prefetched(from, size);
-  }
+  void prefetch(const void*, int) const {}
   void load_box(const char* name, int b, int at, int map, int input, int row, int eight, int head) const {
     const GroupBlock::Box box{&block->sources[static_cast<size_t>(map)], b, at, {input, row, 0, eight, head}};
     if (at % 1024 != 0 || input % 8 != 0) stop(kMisused, "misaligned box", name);
@@ -330,7 +326,7 @@ struct GroupLaunch {
 // Runs body(machine, b) for the blocks 0 … blocks − 1, so many together, which are a cluster or not.
 template <class Body>
 void run_clusters(int blocks, int cluster, bool clustered, size_t arena_bytes, int barriers,
-                  const std::array<RowsBoxes, 1 + kMaxMatrices>& sources, Previous& previous, const Body& body, const std::function<void(const void*, int)>& prefetched = nullptr) {
+                  const std::array<RowsBoxes, 1 + kMaxMatrices>& sources, Previous& previous, const Body& body) {
   constexpr int kFibers = GroupBlock::kThreads + GroupBlock::kGroups;
   for (int first = 0; first < blocks; first += cluster) {
     Barriers together(cluster * GroupBlock::kThreads);
@@ -340,7 +336,7 @@ void run_clusters(int blocks, int cluster, bool clustered, size_t arena_bytes, i
       GroupBlock& block = *places.back();
       block.sources = sources, block.previous = &previous;
       block.cluster = &together, block.blocks = &places, block.rank = i;
-      block.clustered = clustered && cluster > 1, block.prefetched = prefetched;
+      block.clustered = clustered && cluster > 1;
     }
     Fibers::here().run(cluster * kFibers, [&](int i) {
       GroupBlock& block = *places[static_cast<size_t>(i / kFibers)];
