@@ -64,7 +64,7 @@ CHANGES = {
     "two steps of inputs swapped": Change(ROWS, "32 * step", "32 * (step ^ 1)", "product"),
     "a split that is not added": Change(ROWS, "s < splits", "s < splits - 1", "many", 1),
     "splits that are added backwards": Change(ROWS, "parts + s * kPart", "parts + (splits - s) * kPart", "many", 1),
-    "a sine of the other sign": Change(HEADS, "-machine.times(y, angle[1])", "machine.times(y, angle[1])", "turned", 4),
+    "a sine of the other sign": Change(HEADS, "-machine.times(y, angle[1])", "machine.times(y, angle[1])", "between"),
     "another pair": Change(HEADS, "output & (t.head_dim - 1)", "((output & (t.head_dim - 1)) ^ 1)", "turned", 4),
     "values among the keys": Change(HEADS, "(tile.matrix - 1) * t.kv_heads", "0 * t.kv_heads", "turned", 4),
     "squares of a part of the head": Change(HEADS, "w < kWarps", "w < kWarps - 1", "turned", 4),

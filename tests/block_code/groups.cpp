@@ -257,6 +257,18 @@ bool memory(Case& c) {
   return c.agrees(0, [&](auto& group, char*) { look_up_rows(group, args, s); });
 }
 
+bool mixture(Case& c) {
+  const MixSizes s{c.between(1, 20), c.between(0, 19), 0};
+  const auto distinct = [&](int n) {
+    int next = 0;
+    return c.made<int32_t>(n, [&] { return next += 2, c.once_in(6) ? -1 : c.wild ? c.id(0, 9) : next + c.between(0, 1); });
+  };
+  const MixArgs args{distinct(s.branch), c.scores(s.branch), distinct(s.others), c.scores(s.others),
+                     c.filled(1, c.wild ? c.score() : 0.25f * static_cast<float>(c.between(0, 4))), nullptr,
+                     c.out<int32_t>(s.branch), c.out<float>(s.branch)};
+  return c.agrees(MixArena::bytes(s), [&](auto& group, char* arena) { mix_row(group, args, s, arena); });
+}
+
 // All that lies between the larger algorithms of a step, on a graph of any content.
 bool step(Case& c) {
   constexpr int kNodes = 40, kBranch = 3, kWords = 2, kLength = 90, kRows = 37, kVocab = 50;
@@ -425,7 +437,7 @@ bool commit(Case& c) {
 // All of them, by so many threads.
 template <int kThreads, bool kWild>
 bool all(int, std::mt19937& random) {
-  constexpr bool (*kAll[])(Case&) = {graph, picks, memory, step, learning, history, levels, commit};
+  constexpr bool (*kAll[])(Case&) = {graph, picks, memory, mixture, step, learning, history, levels, commit};
   Case c(kThreads, kWild, random);
   for (const auto right : kAll) {
     if (!right(c)) return false;

@@ -71,7 +71,13 @@ bool between_is_written(std::mt19937& random) {
   ran(kNormArenaBytes, [&](FiberMachine& machine, int b) { pair_row<Element>(machine, pair, b); });
   const auto finite = [](float value) { return std::isfinite(value); };
   const auto written = [](uint16_t bits) { return std::isfinite(Element::widen(bits)); };
-  bool right = copied == x.values && std::all_of(normed.begin(), normed.end(), written) && std::all_of(paired.begin(), paired.end(), written);
+  Turn<Element> turn(random() % 2 == 0 ? 64 : 128, 1, rows, random);
+  const TurnedHeads<Element> heads(turn, turn.a, random() % 2 == 0);
+  turn_heads(turn, turn.a);
+  for (size_t i = 0; i < size; i++) {
+    if (embedded[i] != Element::widen(table[static_cast<size_t>(std::clamp(ids[i / hidden], 0, 4)) * hidden + i % hidden])) return false;
+  }
+  bool right = heads_are_turned(turn, turn.a, heads) && copied == x.values && std::all_of(normed.begin(), normed.end(), written) && std::all_of(paired.begin(), paired.end(), written);
   for (const auto& numbers : {exact, embedded, begun, turns}) right = right && std::all_of(numbers.begin(), numbers.end(), finite);
   return right;
 }
