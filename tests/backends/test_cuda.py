@@ -209,7 +209,15 @@ def test_token_and_feature_are_one_launch(tmp_path_factory, wiring):
     assert found == (["embed", "product", "product"] if wiring == STORED else whole)
 
 
-BLOCKS_OF = ("one row", "two warps", "several graph splits", "no prefix", "narrow chunk, soft cap, sinks", "window")
+BLOCKS_OF = (
+    "one row",
+    "one warp",
+    "several graph splits",
+    "no prefix",
+    "narrow chunk, soft cap, sinks",
+    "window",
+    "four warps",
+)
 
 
 @on_blocks
