@@ -48,7 +48,6 @@ PARTS = {
     "between": Part(8, 16, 8, ("rows_turn", "rows_pair")),
     "group": Part(8, 12, 4, ("rows_group_product",)),
     "group turned": Part(4, 8),
-    "group sizes": Part(0, 1),
 }
 #: By fault: the calls that it is about, of a group's or a machine's, and the sanitizer that notices.
 FAULTS = {

@@ -28,6 +28,12 @@ struct Listed {
   Listed(std::initializer_list<Problem> problems) { all_problems.insert(all_problems.end(), problems); }
 };
 
+// Rounds of two element types in turn.
+template <auto one, auto other>
+bool by_turns(int round, std::mt19937& random) {
+  return round % 2 == 0 ? one(round, random) : other(round, random);
+}
+
 #ifdef GSD_ONE_TYPE  // half of the code, and the same accesses
 using Other = Half;
 #else

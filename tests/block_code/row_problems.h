@@ -148,22 +148,6 @@ bool keeps_contract(const Product<Element>& p, const Result& got) {
   return true;
 }
 
-// The first rows of many, in companies of these sizes: the contract's bits, and the same in each.
-template <class Element, class Multiplied>
-bool companies_are_right(const Product<Element>& all, std::initializer_list<int> sizes, const Multiplied& multiplied) {
-  Result before;
-  for (const int rows : sizes) {
-    const Product<Element> some = all.first(rows);
-    const Result got = multiplied(some);
-    const auto both = static_cast<std::ptrdiff_t>(std::min(got.size(), before.size()));
-    if (!keeps_contract(some, got) || !std::equal(got.begin(), got.begin() + both, before.begin())) {
-      return fprintf(stderr, "%d rows\n", rows), false;
-    }
-    before = got;
-  }
-  return true;
-}
-
 inline Shape shape_of(int round, std::mt19937& random) {
   constexpr int kRows[] = {3, 20, 40, 66};
   Shape s{};

@@ -56,12 +56,6 @@ bool random_round(int round, std::mt19937& random) {
 }
 
 template <class Element>
-bool sizes_round(std::mt19937& random) {
-  const Product<Element> all({300, 328, {20}, RowsEnd::kStore}, random);
-  return companies_are_right(all, {300, 256, 129, 128, 65, 64, 33}, [](const auto& some) { return multiplied(some, 2); });
-}
-
-template <class Element>
 bool turned_round(int round, std::mt19937& random) {
   clustered = round / 4 % 2 == 0;
   return turned_is_right<Element>(round % 2 == 0 ? 128 : 64, between(random, 33, 64),
@@ -69,14 +63,7 @@ bool turned_round(int round, std::mt19937& random) {
                                   [&](const Product<Element>& p) { multiplied(p, 1 + round / 2 % 2, round % 3 < 2); });
 }
 
-const Listed listed(
-    {{"group", [](int round, std::mt19937& random) {
-        return round % 2 == 0 ? random_round<Half>(round, random) : random_round<Other>(round, random);
-      }},
-     {"group sizes",
-      [](int round, std::mt19937& random) { return round % 2 == 0 ? sizes_round<Half>(random) : sizes_round<Other>(random); }},
-     {"group turned", [](int round, std::mt19937& random) {
-        return round % 2 == 0 ? turned_round<Half>(round, random) : turned_round<Other>(round, random);
-      }}});
+const Listed listed({{"group", by_turns<random_round<Half>, random_round<Other>>},
+                     {"group turned", by_turns<turned_round<Half>, turned_round<Other>>}});
 
 }  // namespace
