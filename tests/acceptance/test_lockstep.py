@@ -9,13 +9,19 @@ import models
 import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, WatermarkingConfig
-from validate.calls import LENGTH, VOCAB, pair
 
 import gsd_kernels as gsd
 
 pytestmark = pytest.mark.quick
 
 SHIFT = 3.0
+VOCAB, LENGTH = 32, 9
+
+
+@functools.lru_cache
+def pair():
+    target = models.endless(vocab_size=VOCAB)
+    return target, models.noised(target, 0.01)
 
 
 class Recorded(LogitsProcessor):
