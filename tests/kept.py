@@ -1,21 +1,25 @@
-"""Gates whose verdict is kept: what compiles for a minute is not compiled again for the same sources.
+"""What is kept: verdicts of gates between runs, programs and folders between the processes of a run.
 
-A test that is marked ``kept("csrc", "setup.py")`` is skipped where it has passed before over the same inputs: the files
-below these places, its own file, compilers and versions. The verdicts of passes lie in the user's cache folder;
+What compiles for a minute is not compiled again for the same sources. A test with the mark ``kept("csrc", "setup.py")``
+is skipped where it has passed before over the same inputs: the files below these places, its own file, compilers and
+versions. The verdicts of passes lie in the user's cache folder;
 ``pytest --again`` runs all of them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
+import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata, util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,3 +83,31 @@ def tools() -> str:
         if shutil.which(program):
             said.append(subprocess.run([program, "--version"], capture_output=True, text=True).stdout)
     return "\n".join(said)
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder that ``make`` has filled, in the first process of this run that asks for ``name``; others wait."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # of all workers
+    folder, done = base / name, base / f"{name}.done"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            folder.mkdir(exist_ok=True)
+            make(folder)
+            done.touch()
+    return folder
+
+
+@functools.cache
+def program(name: str) -> SimpleNamespace:
+    """The names of a program of ``examples/``; that in 100 lines is the oracle of merge, flatten and whole texts."""
+    path = Path(__file__).resolve().parents[1] / "examples" / f"{name}.py"
+    return SimpleNamespace(**runpy.run_path(str(path), run_name=name))
+
+
+def keep_modules(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have transformers copy the code of folders to ``folder``, not to the user's cache."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
+    monkeypatch.syspath_prepend(folder)

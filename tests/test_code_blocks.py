@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from checkpoints import save_pair
+from kept import keep_modules, program
 from models import noised, prompts, tiny
-from shared import keep_modules, program
 from sources.drafters import saved
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner

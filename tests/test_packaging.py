@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
-from shared import once
+from kept import once
 
 ROOT = Path(__file__).parent.parent
 CXX = shutil.which(os.environ.get("CXX", "g++"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from shared import once
+from kept import once
 
 ROOT = Path(__file__).parents[2]
 ARCHS = ("8.0", "9.0a", "10.0") if os.environ.get("EVERY") else ("8.0", "9.0a")

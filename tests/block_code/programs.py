@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from shared import once
+from kept import once
 
 from .changes import plant
 

@@ -8,7 +8,7 @@ from typing import Any
 import fake_cuda
 import pytest
 import torch
-from shared import once
+from kept import once
 from torch import Tensor
 
 from gsd_kernels import backends

@@ -110,7 +110,9 @@ def own_generate(*args, **kwargs) -> str:
 
 
 @pytest.mark.parametrize(
-    ("before", "since"), [({}, "deleted"), ({}, "wrapped"), ({"generate": own_generate}, "patched")], ids=str
+    ("before", "since"),
+    [({}, "deleted"), ({}, "wrapped"), ({"generate": own_generate}, "patched")],
+    ids=["deleted", "wrapped", "patched"],
 )
 def test_unpatch_leaves_what_others_set_and_puts_back_what_was_before(before, since):
     target, _ = fresh()

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_pair
+from kept import keep_modules
 from models import noised, prompts, tiny
-from shared import keep_modules
 from sources.drafters import eagle3_config, fit_eagle3, random_eagle3, safeailab, save
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 from transformers.generation import RepetitionPenaltyLogitsProcessor

@@ -14,7 +14,6 @@ import pytest
 import tiny_configs
 import torch
 import transformers
-from gates import unpadded
 from models import noised, prompts, tiny
 from torch import nn
 from transformers import PreTrainedModel
@@ -210,7 +209,7 @@ def test_what_is_another_function_is_refused_by_name(what, monkeypatch):
     model = tiny_configs.build(name, **({} if name.startswith("Bert") else ROWS[name].fields))
     change(model, monkeypatch)
     with pytest.raises(ValueError, match=rf"^model: {name}.*{says}"):
-        gsd.generate(model, unpadded(), draft_sources=("history",), max_new_tokens=2)
+        gsd.generate(model, models.prompts(1, 8, vocab=48)["input_ids"], draft_sources=("history",), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,9 +11,9 @@ import torch
 from graphs import STYLES, drafted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kept import program
 from ops.contracts.backends import ALL, assert_bit_equal, backends, cases, check_equal, needs_cpu
 from ops.contracts.step import CONFIG, GRAPHS, agreeing_target, check_graph, configs, posterior, problem, rows_case
-from shared import program
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import unpack_bits
