@@ -176,3 +176,28 @@ def random_parents(count: int, seed: int = 0) -> list[int]:
 
 def random_tokens(batch: int, count: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def touch(sizes: Sizes, dtype: torch.dtype) -> None:
+    """A prompt and a tree that fill the caches to their last position, all between protected pages."""
+    from guards import guarded
+
+    text = Text(decoder(sizes, dtype, guarded), sizes, dtype, [0, 2], 64)
+    text.caches = tuple([guarded(t) for t in caches] for caches in text.caches)
+    text.read(random_tokens(2, 24), 24)
+    count = 64 - int(text.kv_len.max())
+    text.rows(random_tokens(2, count, 1), *tree(random_parents(count)), 0, count)
+
+
+if __name__ == "__main__":  # all products of every level that can run here; for backends/test_decoder.py
+    from gsd_kernels import cpu_levels
+
+    smallest = Sizes(hidden=1, inner=1, heads=1, kv_heads=1, head_dim=2, layers=1)
+    torch.set_num_threads(1)
+    for name in ("amx_in_software", *(name for name, why in cpu_levels.levels().items() if why is None)):
+        print(name, flush=True)
+        with cpu_levels.forced(name):
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                for sizes in (*SIZES.values(), smallest):
+                    touch(sizes, dtype)
+    print("done")

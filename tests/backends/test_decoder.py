@@ -279,7 +279,7 @@ def test_what_lies_outside_is_not_touched(case):
 def test_nothing_outside_a_tensor_is_touched():
     here = Path(__file__).resolve().parents[1]
     run = subprocess.run(
-        [sys.executable, str(here / "decoder_edges.py")],
+        [sys.executable, str(here / "decoders.py")],
         capture_output=True,
         text=True,
         timeout=600,
