@@ -50,7 +50,7 @@ def operator(name: str) -> Any:
 
 # In triton's interpreter.
 
-LEAST = 80 if os.environ.get("EVERY") else 40  # cases
+LEAST = 60 if os.environ.get("EVERY") else 30  # cases
 
 
 @pytest.mark.long
