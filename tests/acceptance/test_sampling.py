@@ -359,6 +359,10 @@ def test_the_joint_distribution_is_the_targets_and_no_step_is_shorter(sharpness)
 def test_speculative_samples_the_target(criterion, options, backend):
     """The joint distribution of two tokens, emitted by steps that accept and reject."""
     target, draft = pair()
+    own = Sampler(torch.tensor(1), torch.zeros(1, dtype=torch.int32), {}, backend)
+    proposal = criteria.ChainProposal(own)
+    streams = own.seed, proposal.own.seed, proposal.accept_seed
+    assert len({int(seed) for seed in streams}) == 3, "target, draft and test draw from streams of their own"
     prompt, draws = models.prompts(1, 5, seed=1, vocab=VOCAB), 3_000
     call = {"max_new_tokens": 2, "num_return_sequences": draws, "graph_config": CHAIN.replace(depth=2), **options}
     counts, accepted = np.zeros((VOCAB, VOCAB)), np.zeros(4, dtype=int)
