@@ -140,6 +140,8 @@ Found = tuple[PreTrainedModel, PreTrainedModel, list[tuple[str, str, Tensor]]]
 def _demo(kind: str, count: int, fresh: bool) -> Found:
     target, draft, tokenizer = demo.load()
     known = demo.prompts(kind)
+    if fresh and count >= len(known):
+        raise ValueError(f"--prompts: expected fewer than the {len(known)} prompts of kind {kind}, got {count}")
     chosen = known[-count:] if fresh else known[:count]
     return target, draft, [(p["name"], kind, tokenizer(p["text"], return_tensors="pt")["input_ids"]) for p in chosen]
 

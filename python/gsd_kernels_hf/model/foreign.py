@@ -92,8 +92,9 @@ def _foreign_module(facts: Facts) -> str | None:
     rotary = getattr(model.model.rotary_emb, "rope_type", "default")
     for what, found in (
         ("a tensor-parallel model", getattr(model, "_device_mesh", None) is not None),
-        ("an embedding whose rows are scaled down to max_norm", getattr(model.model.embed_tokens, "max_norm", None)),
-        ("frequencies of the rotary embedding that depend on the length", rotary not in STATIC_ROPE),
+        ("a bias of the output matrix", model.lm_head.bias is not None),
+        ("an embedding with max_norm", getattr(model.model.embed_tokens, "max_norm", None)),
+        ("rotary frequencies that depend on the length", rotary not in STATIC_ROPE),
     ):
         if found:
             return what
@@ -121,17 +122,18 @@ def _foreign_number(facts: Facts) -> str | None:
     head_dim = 2 * rotary.inv_freq.numel()
     # A number of another kind, such as a tensor, could change in its place, which nobody would look at again.
     if any(type(number) not in (float, int) for number in (eps, rotary.attention_scaling)):
-        return "a scale or an epsilon that is no plain number"
+        return "a scale or epsilon that is no number"
     for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
         attention = layer.self_attn
         of_norms = [norm.variance_epsilon for norm in _norms(layer)]
         for what, found, served_here in (
             ("attention", kind, kind == AttentionKind(kind.window)),
             ("scale of attention", attention.scaling, attention.scaling == head_dim**-0.5),
+            ("activation", type(layer.mlp.act_fn), type(layer.mlp.act_fn) in SILU),
             ("epsilons", of_norms, all(type(of) is type(eps) and of == eps for of in of_norms)),
         ):
             if not (isinstance(served_here, bool) and served_here):
-                return f"another kind of layer than the operator has, layer {number}: {what} {found}"
+                return f"layer {number} is of another kind: {what} {found}"
     return None
 
 

@@ -55,7 +55,7 @@ BRANCH = 4  # children of a node of the tree
 ROWS, MOST_ROWS = 64, 256  # of a comparison with float32; of any
 PARTS = ((0, 1), (0, 16), (5, 22), (16, 48), (3, 36), (0, 64), (63, 64), (64, 192), (127, 256))
 """First and last of some rows: blocks of 16, 32, 64, 128 and 256 rows, each with places left over."""
-REPLAYED_ROWS, REPLAYS = (1, 16, 32, 64), 50  # up to 32 rows launches begin early and weights are asked for ahead
+REPLAYED_ROWS, REPLAYS = (1, 16, 32, 64, 128), 50  # up to 32 rows launches begin early and weights are asked for ahead
 TIMED_ROWS = (1, 16, 64, 128, 256)
 STEP_ROWS, PIECE_ROWS = TIMED_ROWS[:3], TIMED_ROWS[2:]  # of most steps; of a prompt's pieces, and by groups of warps
 TIMES_THE_MODULES, SLACK = 2.0, 1e-5  # that an error may be; of float32, where the modules are the measure itself
@@ -254,7 +254,7 @@ class Subject:
             with forcing({cuda.OVERLAP: "0"}):
                 expected = [operator.rows(text, *inputs, keep=number) for text in texts]
             if torch.equal(*expected):
-                raise RuntimeError("two texts have the same logits: nothing would be noticed")
+                raise RuntimeError("two texts have the same logits")
             call = replay.captured(lambda: operator.rows(tokens, *inputs, keep=number), self.device)  # noqa: B023
             wrong = torch.zeros((), dtype=torch.int32, device=self.device)
             for turn in range(count):
