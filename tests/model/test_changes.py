@@ -247,6 +247,10 @@ CHANGES: dict[str, Change | tuple[Change, ...]] = {
         "", "forward", lambda own: types.MethodType(torch.autocast("cpu", torch.bfloat16)(own.__func__), own.__self__)
     ),
     "act_fn, a function": put(f"{LAYERS}.2.mlp", "act_fn", lambda _: lambda x: x.sigmoid()),
+    "act_fn, a function that ships": put(f"{LAYERS}.2.mlp", "act_fn", lambda _: nn.functional.gelu),
+    "a bias of the head": shadow(
+        "lm_head", "_parameters", lambda own: {**own, "bias": nn.Parameter(torch.arange(97.0))}
+    ),
     "act_fn, a module": put(f"{AT}.mlp", "act_fn", lambda _: nn.GELU()),
     "act_fn, shadowed": shadow(f"{AT}.mlp", "act_fn", lambda _: torch.relu),
     "a module more": put(AT, "mlp", lambda own: nn.Sequential(own, nn.Tanh())),
