@@ -13,13 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels import DFlash, DraftHeads, Eagle3
 from gsd_kernels_cli import demo, ranks
 from gsd_kernels_cli.demo.drafters import embedded, heads_folder
 from gsd_kernels_cli.demo.inflate import inflate, inflated_config
 from gsd_kernels_hf.parallel import check_heads
+from gsd_kernels_train.recipes.stdlib import split_sources, stdlib_sources
+from gsd_kernels_train.recipes.stdlib_prompts import copy_prompt
 
 from ..lib.shapes import shape_named
 
@@ -87,7 +89,8 @@ def load_pair(
         device, dtype: of both models.
         target_shape, draft_shape: a named shape to inflate to (the same function at another cost), or ``none``.
         text: ``code`` (held-out Python source) or ``copy`` (a function, and again).
-        fresh: the last prompts of the kind instead, on which no setting was chosen.
+        fresh: the last prompts of the kind instead, on which no setting was chosen; ``copy`` prompts are cut from
+            held-out files that have none otherwise.
         tensor_parallel: shard the target over the processes of the group that :func:`ranks.join` made.
 
     Raises:
@@ -139,11 +142,22 @@ Found = tuple[PreTrainedModel, PreTrainedModel, list[tuple[str, str, Tensor]]]
 
 def _demo(kind: str, count: int, fresh: bool) -> Found:
     target, draft, tokenizer = demo.load()
-    known = demo.prompts(kind)
-    if fresh and count >= len(known):
-        raise ValueError(f"--prompts: expected fewer than the {len(known)} prompts of kind {kind}, got {count}")
+    known = [(p["name"], p["text"]) for p in demo.prompts(kind)]
+    if kind == "copy" and fresh:
+        known = _fresh_copies(tokenizer)
     chosen = known[-count:] if fresh else known[:count]
-    return target, draft, [(p["name"], kind, tokenizer(p["text"], return_tensors="pt")["input_ids"]) for p in chosen]
+    return target, draft, [(name, kind, tokenizer(text, return_tensors="pt")["input_ids"]) for name, text in chosen]
+
+
+def _fresh_copies(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+    """Functions written twice, of this Python's files that were held out and have no such prompt in the demo's list."""
+    known = {p["file"] for p in demo.prompts("copy")}
+    copies = []
+    for source in split_sources(stdlib_sources())[1]:
+        prompt = None if source.name in known else copy_prompt(source, tokenizer)
+        if prompt is not None:
+            copies.append((f"fresh-copy-{source.name}", str(prompt["text"])))
+    return copies
 
 
 def _tiny(kind: str, count: int) -> Found:
