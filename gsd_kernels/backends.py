@@ -72,8 +72,6 @@ FIRST = ("triton", "compiled")
 def compiled_first() -> bool:
     """Return whether ``auto`` takes CUDA C++, compiled ahead for any size, before Triton, compiled for each size.
 
-    An op whose Triton form is a kernel behind several launches of PyTorch's names CUDA C++ first in any case.
-
     Raises:
         ValueError: ``GSD_KERNELS_CUDA_FIRST`` is none of :data:`FIRST`.
     """

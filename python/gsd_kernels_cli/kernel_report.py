@@ -229,7 +229,6 @@ def shipped_cases() -> list[Case]:
         *_graph_cases(),
         *_sampling_cases(),
         *_cache_cases(),
-        *_ngram_cases(),
     ]
 
 
@@ -319,20 +318,3 @@ def _cache_cases() -> list[Case]:
         write("bf16 D128, 64 rows", 128, HALF, 64),
         write("fp32 D256, 64 rows", 256, torch.float32, 64),
     ]
-
-
-def _ngram_cases() -> list[Case]:
-    def case(name: str, function: str, *arguments: Any) -> Case:
-        return _case("ngram", name, f"ngram.{function}", *arguments)
-
-    cases = []
-    for branch, lengths, ways in ((4, 4, 8), (32, 8, 16)):
-        name, size = f"{lengths} lengths, {ways} ways, branch {branch}", (1, 1 << 15)
-        table = (_long(*size), _meta(*size, branch), _floats(*size, branch))
-        found = (_meta(1, 8, branch), _floats(1, 8, branch))
-        cases += [
-            case(name, "triton:ngram_lookup", *table, _meta(1, 8, 8), lengths, ways),
-            case(f"{branch} candidates", "triton:perturb_candidates", *found, _meta(1, 8), _long(), _meta(1)),
-            case(f"{branch} and {branch} candidates", "triton:mix_candidates", *found, *found, _floats(1, 8)),
-        ]
-    return cases

@@ -29,21 +29,25 @@ LOOKUP = Op(
     "ngram_lookup(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor contexts, int max_context, "
     "int ways) -> (Tensor, Tensor, Tensor)",
     reference.ngram_lookup,
+    ranked=("cpu", "cuda"),
+    lacks=("triton",),
     flat=stored,
     whole=lambda keys, tokens, log_probs, contexts, *sizes: (NgramTable(keys, tokens, log_probs, *sizes), contexts),
 )
 PERTURB = Op(
     "perturb_candidates(Tensor tokens, Tensor log_probs, Tensor positions, Tensor seed, Tensor sequence_ids) -> Tensor",
     reference.perturb_candidates,
+    ranked=("cpu", "cuda"),
+    lacks=("triton",),
     whole=same,
     tolerance=2e-5,
 )
-# One launch compiled; Triton's kernel stands behind PyTorch's operators.
 MIX = Op(
     "mix_candidates(Tensor tokens, Tensor log_probs, Tensor other_tokens, Tensor other_log_probs, Tensor weight, "
     "Tensor? index=None) -> (Tensor, Tensor)",
     reference.mix_candidates,
-    ranked=("cpu", "cuda", "triton"),
+    ranked=("cpu", "cuda"),
+    lacks=("triton",),
     whole=same,
     tolerance=1e-5,
 )

@@ -360,17 +360,17 @@ def corpus_cases() -> Iterator[Case]:
 
 
 EQUAL: dict[str, tuple[Any, str, Any]] = {
-    "ngram_insert": (gsd.ngram_insert, "cpu interpreter triton cuda", insert_cases),
-    "ngram_lookup": (gsd.ngram_lookup, "cpu interpreter triton cuda", lookup_cases),
-    "ngram_remember": (ngram_remember, "cpu interpreter triton cuda", remember_cases),
-    "ngram_recall": (ngram_recall, "cpu interpreter triton cuda", recall_cases),
-    "perturb_candidates": (gsd.perturb_candidates, "cpu interpreter triton cuda", perturb_cases),
+    "ngram_insert": (gsd.ngram_insert, "cpu cuda", insert_cases),
+    "ngram_lookup": (gsd.ngram_lookup, "cpu cuda", lookup_cases),
+    "ngram_remember": (ngram_remember, "cpu cuda", remember_cases),
+    "ngram_recall": (ngram_recall, "cpu cuda", recall_cases),
+    "perturb_candidates": (gsd.perturb_candidates, "cpu cuda", perturb_cases),
     "history_append": (history_append, "cpu cuda", append_cases),
     "recall_levels": (recall_levels, "cpu cuda", level_cases),
     "corpus_recall": (corpus_recall, "cpu", corpus_cases),
 }
 NEARLY_EQUAL = {
-    "mix_candidates": (gsd.mix_candidates, "cpu interpreter triton cuda", mix_cases),
+    "mix_candidates": (gsd.mix_candidates, "cpu cuda", mix_cases),
     "history_recall": (history_recall, "cpu cuda", partial(known_cases, False)),
     "history_recall-sampled": (history_recall, "cpu cuda", partial(known_cases, True)),
 }
