@@ -15,7 +15,7 @@ from ops.contracts.decoder import packed_matrix
 from transformers import PreTrainedModel
 
 from gsd_kernels.ops.packed import BY_NAME
-from gsd_kernels_hf.packed.fields import NAMES, PERMUTED
+from gsd_kernels_hf.packed.fields import PERMUTED, file_names
 
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -56,23 +56,17 @@ def write_gguf(
     writer.add_token_list(["a"] * 7)  # a vocabulary that has to be passed over
     writer.add_eos_token_id(2)
     also(writer)
-    back = {place: name for name, place in NAMES.items()}
-    number = 0
+    number, places = 0, file_names(model)
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        module, _, suffix = name.rpartition(".")
-        block = ""
-        if module.startswith("model.layers."):
-            _, _, layer, module = module.split(".", 3)
-            block = f"blk.{layer}."
         values = parameter.float().numpy()
-        if architecture in PERMUTED and module in ("self_attn.q_proj", "self_attn.k_proj"):
-            heads = config.num_attention_heads if "q_proj" in module else config.num_key_value_heads
+        if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = permuted(values, heads)
         kind = kinds[number % len(kinds)] if values.ndim == 2 else "f32"
         number += values.ndim == 2
-        _add(writer, f"{block}{back[module]}.{suffix}", values, kind)
+        _add(writer, places[name], values, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 
 from ..extras import cure
-from .fields import FREQUENCIES, PACKED, architecture_of, check_foreign, empty_model, end_by
+from .fields import FREQUENCIES, PACKED, check_foreign, empty_model, end_by
 from .frequencies import divide_frequencies
 from .header import Header
 
@@ -34,7 +34,7 @@ def load_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     """
     header = _checked(file)
     dense: dict[str, Any] = {}
-    if architecture_of(header) in PACKED:
+    if header.architecture in PACKED:
         dense["config"] = empty_model(header).config
     else:
         check_foreign(header)
@@ -43,7 +43,7 @@ def load_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = _loaded(header, dtype=dtype, output_loading_info=True, **dense)
     end_by(model, header)
-    if architecture_of(header) in PACKED and divide_frequencies(model, header):
+    if header.architecture in PACKED and divide_frequencies(model, header):
         model.save_pretrained = refusal_to_save(
             f"no config says what divides the frequencies of {file}; copy that file instead"
         )
@@ -77,7 +77,7 @@ def load_tokenizer(file: Path, **options: Any) -> PreTrainedTokenizerBase:
 
 def _loaded(header: Header, **options: Any) -> PreTrainedModel:
     """Load a file by transformers, if it is all of it."""
-    file, architecture = header.path, architecture_of(header)
+    file, architecture = header.path, header.architecture
     try:
         with quiet():
             model, report = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options)
@@ -102,7 +102,7 @@ def _passed_over(model: PreTrainedModel, header: Header) -> list[str]:
     """Tensors of the file that transformers' older loader, which reports none of them, has no place for."""
     from transformers import modeling_gguf_pytorch_utils as loader
 
-    architecture = architecture_of(header)
+    architecture = header.architecture
     if importlib.util.find_spec("transformers.integrations.gguf") is not None:
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
 

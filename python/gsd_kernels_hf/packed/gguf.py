@@ -15,7 +15,7 @@ from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
 from ..files import path_of
 from .dense import load_model, refusal_to_save
 from .entries import TensorEntry
-from .fields import PACKED, PERMUTED, architecture_of, empty_model, file_name
+from .fields import PACKED, PERMUTED, empty_model, file_names
 from .frequencies import FLOATS, copied, divide_frequencies
 from .header import Header
 from .modules import PackedEmbedding, PackedLinear
@@ -51,7 +51,7 @@ def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
     if dtype not in FLOATS.values():
         raise TypeError(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16, got {dtype!r}")
     header = Header.read(path)
-    architecture = architecture_of(header)
+    architecture = header.architecture
     if architecture not in PACKED:
         logger.warning("%s: transformers unpacks all weights of the architecture %s", path, architecture)
         return load_model(path, dtype)
@@ -67,8 +67,10 @@ class _Filling:
     def __init__(self, header: Header, model: PreTrainedModel, dtype: torch.dtype, *, permuted: bool) -> None:
         self.header, self.path, self.model, self.dtype, self.permuted = header, header.path, model, dtype, permuted
         self.files: dict[Path, Tensor] = {}
-        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-        self.tensors = {name: header.tensors[file_name(name)] for name in model.state_dict().keys() - tied}
+        names = file_names(model)
+        if model.config.tie_word_embeddings:
+            del names["lm_head.weight"]
+        self.tensors = {name: header.tensors[place] for name, place in names.items()}
 
     def fill(self) -> None:
         """Replace every module that holds weights, then what is computed from the config.

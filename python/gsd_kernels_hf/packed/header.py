@@ -8,7 +8,6 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 from __future__ import annotations
 
 import importlib.util
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from typing import Any
 from ..extras import cure
 from .entries import Strings, TensorEntry
 
-PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-"""Name of a part of a split model."""
+ARCHITECTURE = "general.architecture"
 
 
 @dataclass
@@ -42,74 +40,70 @@ class Header:
             ValueError: not a GGUF file, one of another version, damaged, cut short, or a part without the others.
         """
         header = _read(path)
-        count = header.number("split.count", 0, 0)
-        if count <= 1:  # 0 where parts were merged
-            return header
-        for number in range(1, count):
-            header.join(_read(_part(header, number, count)), number, count)
-        expected = header.number("split.tensors.count", len(header.tensors), 0)
-        if expected != len(header.tensors):
+        count = header.fields.get("split.count", 0)
+        if type(count) is not int or count < 0:
+            raise header.refusal("split.count", count, "a whole number")
+        for number in range(count if count > 1 else 0):  # 0 where parts were merged
+            part = header if number == 0 else _read(_part(path, number, count))
+            for key, expected in (("split.no", number), ("split.count", count)):
+                if (value := part.fields.get(key, 0)) != expected:
+                    raise part.refusal(key, value, f"{expected}, in part {number + 1} of {count}")
+            for name in header.tensors.keys() & part.tensors.keys() if number else ():
+                raise part.refusal(name, list(part.tensors[name].shape), f"no such tensor: {path} has it as well")
+            header.tensors |= part.tensors
+        expected = header.fields.get("split.tensors.count", len(header.tensors))
+        if count > 1 and expected != len(header.tensors):
             raise header.refusal("split.tensors.count", expected, f"{len(header.tensors)}, as many as its parts hold")
         return header
 
-    def join(self, part: Header, number: int, count: int) -> None:
-        """Take the tensors of a part."""
-        for key, expected in (("split.no", number), ("split.count", count)):
-            if (value := part.number(key, 0, 0)) != expected:
-                raise part.refusal(key, value, f"{expected}, in part {number + 1} of {count}")
-        for name in self.tensors.keys() & part.tensors.keys():
-            raise part.refusal(name, list(part.tensors[name].shape), f"no such tensor: {self.path} has it as well")
-        self.tensors |= part.tensors
+    @property
+    def architecture(self) -> str:
+        """The kind of model that the file holds.
 
-    def number(self, key: str, default: int, least: int) -> int:
-        """A whole number of a field that any file may have."""
-        value = self.fields.get(key, default)
-        if type(value) is not int or value < least:
-            raise self.refusal(key, value, f"a whole number of at least {least}")
-        return value
+        Raises:
+            ValueError: it does not say.
+        """
+        name = self.fields.get(ARCHITECTURE)
+        if not isinstance(name, str):
+            raise self.refusal(ARCHITECTURE, name, "a name, such as 'llama'")
+        return name
 
     def refusal(self, what: str, value: object, expected: str) -> ValueError:
-        """The error for a field or tensor that cannot be served."""
-        return ValueError(f"path: {self.path}: {what} is {_shown(value)}; expected {expected}")
-
-    def missing(self, what: str, expected: str) -> ValueError:
-        """The error for a field or tensor that is not there."""
-        return ValueError(f"path: {self.path}: {what} is missing; expected {expected}")
+        """The error for a field or tensor that cannot be served; ``None`` is one that is not there."""
+        shown = f"an array of {value.count} strings" if isinstance(value, Strings) else repr(value)
+        shown = "missing" if value is None else shown if len(shown) <= 80 else f"{shown[:80]}…"
+        return ValueError(f"path: {self.path}: {what} is {shown}; expected {expected}")
 
 
-def _shown(value: object) -> str:
-    """A value as an error shows it."""
-    text = f"an array of {value.count} strings" if isinstance(value, Strings) else repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+def require(path: Path, *packages: str) -> None:
+    """Raise unless there is such a file, and the packages that read it.
+
+    Raises:
+        ValueError: there is none.
+        ImportError: a package is missing; the message has pip's line.
+    """
+    if not path.is_file():
+        raise ValueError(f"path: {path} is no file; expected one in the GGUF format")
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f"reading {path.name} needs the package {package}: {cure('gguf')}")
 
 
-def _part(header: Header, number: int, count: int) -> Path:
-    """Path of another part of a split model, whose first part this is."""
-    path, own = header.path, header.number("split.no", 0, 0)
-    named = PART.fullmatch(path.name)
-    if named is None or int(named[3]) != count or int(named[2]) != own + 1:
+def _part(path: Path, number: int, count: int) -> Path:
+    """Path of another part of a split model, whose first part lies at ``path``."""
+    first, other = (f"-{n + 1:05}-of-{count:05}.gguf" for n in (0, number))
+    part = path.with_name(path.name.removesuffix(first) + other)
+    if not path.name.endswith(first) or not part.is_file():
         raise ValueError(
-            f"path: {path} is part {own + 1} of {count} of a split model (split.count is {count}), and its name does "
-            f"not tell where the others lie; expected one like NAME-{own + 1:05}-of-{count:05}.gguf"
-        )
-    first = path.with_name(f"{named[1]}-{1:05}-of-{count:05}.gguf")
-    if own != 0:
-        raise ValueError(f"path: {path} is part {own + 1} of {count} (split.no is {own}); give the first, {first}")
-    part = path.with_name(f"{named[1]}-{number + 1:05}-of-{count:05}.gguf")
-    if not part.is_file():
-        raise ValueError(
-            f"path: {path} is part 1 of {count} (split.count is {count}), and part {number + 1} is not beside it: "
-            f"{part.name}; put all parts in one folder"
+            f"path: {path} is of a model in {count} parts (split.count is {count}), and part {number + 1} is not "
+            f"beside it; expected the first, called NAME{first}, in one folder with all others"
         )
     return part
 
 
 def _read(path: Path) -> Header:
     """The head of one file."""
-    if not path.is_file():
-        raise ValueError(f"path: {path} is no file; expected one in the GGUF format")
-    if importlib.util.find_spec("gguf") is None:
-        raise ImportError(f"reading {path.name} needs the package gguf: {cure('gguf')}")
+    require(path, "gguf")
     from .reader import Reader
 
     try:
