@@ -38,10 +38,10 @@ MAX_COUNT = (1 << 31) - 1
 
 
 class Field(NamedTuple):
-    """What a field of an architecture may say.
+    """A field of an architecture, and the values that it may have.
 
     Attributes:
-        fits: whether a value can be served.
+        fits: says whether a value can be served.
         expected: in words.
         default: where the field is missing; ``None``: it must be there.
     """
