@@ -32,7 +32,7 @@ CORE_OF_SATELLITES = {
     "gsd_kernels_train": (
         "api engine.resolved files model.hidden model.properties parallel progress records sources.checkpoints "
         "sources.dflash sources.eagle3 sources.edges sources.heads sources.layers "
-        "sources.layouts sources.mtp sources.saved validate"
+        "sources.layouts sources.mtp store validate"
     ),
     "gsd_kernels_serve": "api extras model.properties model.sides records validate.options",
     "gsd_kernels_cli": (

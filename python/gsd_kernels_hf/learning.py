@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels import GraphConfig
-from gsd_kernels.ops.history import WEIGHTS
 from gsd_kernels.ops.history.records import LEARNED_ORDERS, REMEMBERED
 from gsd_kernels.ops.history.reference import Evidence, evidence, hear_learned
 from gsd_kernels.ops.ngram.reference import context_keys
@@ -281,11 +280,11 @@ def tabled(counts: Counts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def fitted(lessons: Sequence[Lesson], halves: Sequence[Counts], start: Tensor) -> Tensor:
     """The weights under which the picks are likeliest, near those that ship where little says otherwise."""
-    rows: list[int] = []
-    columns: list[int] = []
+    rows: list[int] = []  # of every value of evidence: what it speaks for, a candidate of a node or none of them
+    columns: list[int] = []  # its weight
     values: list[float] = []
-    owners: list[int] = []
-    targets: list[int] = []
+    owners: list[int] = []  # of every row: its node
+    targets: list[int] = []  # of every node: the row that was picked
     step = max(1, len(lessons) // NODES)
     for number, lesson in enumerate(lessons[::step]):
         found = _with_learned(lesson, halves[lesson.text % 2])
@@ -299,15 +298,24 @@ def fitted(lessons: Sequence[Lesson], halves: Sequence[Counts], start: Tensor) -
                 values.append(value)
             owners.append(number)
         targets.append(target)
-    at = torch.tensor([rows, columns], dtype=torch.int64, device="cpu")
-    given = torch.tensor(values, dtype=torch.float64, device="cpu")
-    size = (len(owners), WEIGHTS)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse ", UserWarning)  # a beta, and its checks
-        features = torch.sparse_coo_tensor(at, given, size).coalesce().to_sparse_csr()
-        turned = torch.sparse_coo_tensor(at.flip(0), given, size[::-1]).coalesce().to_sparse_csr()
-    of, at = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (owners, targets))
-    return _most_likely(features, turned, of, at, start)
+    row, column, owner, picked = (
+        torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in (rows, columns, owners, targets)
+    )
+    value = torch.tensor(values, dtype=torch.float64, device="cpu")
+    weights = start.clone().requires_grad_()
+    search = torch.optim.LBFGS([weights], max_iter=ITERATIONS, history_size=20, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        search.zero_grad()
+        scores = start.new_zeros(len(owner)).index_add(0, row, value * weights.index_select(0, column))
+        top = start.new_full((len(picked),), -torch.inf).scatter_reduce(0, owner, scores.detach(), "amax")
+        total = start.new_zeros(len(picked)).index_add(0, owner, (scores - top[owner]).exp())
+        lost = (total.log() + top - scores[picked]).mean() + DECAY * (weights - start).square().sum()
+        lost.backward()
+        return lost
+
+    search.step(loss)
+    return weights.detach()
 
 
 def _with_learned(lesson: Lesson, counts: Counts) -> Evidence:
@@ -315,33 +323,7 @@ def _with_learned(lesson: Lesson, counts: Counts) -> Evidence:
     lists = []
     for order, contexts in enumerate(counts, 1):
         after = contexts.get(tuple(lesson.recent[:order]), Counter())
-        lists.append(
-            [
-                (token, float(torch.tensor(chance, dtype=torch.float32, device="cpu").log()))
-                for token, chance in continuations(after)
-            ]
-        )
+        lists.append([(token, math.log(chance)) for token, chance in continuations(after)])
     found = Evidence({token: list(votes) for token, votes in lesson.found.votes.items()}, list(lesson.found.none))
     hear_learned(found, lists)
     return found
-
-
-def _most_likely(features: Tensor, turned: Tensor, owners: Tensor, targets: Tensor, start: Tensor) -> Tensor:
-    """Weights of a softmax over each owner's rows, by L-BFGS: features [rows, F], turned their transpose."""
-    weights, nodes = start.clone().requires_grad_(), len(targets)
-    search = torch.optim.LBFGS([weights], max_iter=ITERATIONS, history_size=20, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        with torch.no_grad():
-            away = weights - start
-            scores = features @ weights
-            top = start.new_full((nodes,), -torch.inf).scatter_reduce(0, owners, scores, "amax")
-            chances = (scores - top[owners]).exp()
-            total = start.new_zeros(nodes).index_add(0, owners, chances)
-            chances /= total[owners]
-            chances[targets] -= 1.0
-            weights.grad = turned @ chances / nodes + 2 * DECAY * away
-            return (total.log() + top - scores[targets]).mean() + DECAY * away.square().sum()
-
-    search.step(loss)
-    return weights.detach()

@@ -1,8 +1,9 @@
-"""Files of what was learned, on disk between processes.
+"""Files of what was learned, on disk between processes: safetensors with a format, a version and a checksum.
 
-One small JSON file for a pair: its costs, and what was learned of its sources under every kind of sampling. Files are
-replaced whole, so a reader never sees half of one; of two processes that write at once the later one wins. A file that
-is not what was written, by its digest, is ignored: what is read needs no look at its values.
+Files are replaced whole, so a reader never sees half of one; of two processes that write at once the later one wins.
+One that is not what was written is refused, so what is read needs no look at its values. The history, what a model
+learned and an online learner are tensors; what a pair of models costs and accepted is a small one without any, which
+is forgotten where it cannot be used.
 """
 
 from __future__ import annotations
@@ -12,22 +13,28 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
-import time
+import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .files import write_text
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .files import write_file
 from .locks import forkable_lock
 
 logger = logging.getLogger("gsd_kernels")
 
-VERSION = 9
-MAX_BYTES = 4 << 20  # of a file: of 24 sections some hundred thousand are written
-MAX_SECTIONS = 24  # of a file; the oldest ones go
-WRITE_INTERVAL_SECONDS = 5.0  # between two writes of a file, at least
-_THREAD = "gsd-kernels-store"  # name of one that writes
+FORMAT = "gsd_kernels kept"
+VERSION = 10
+MAX_SECTIONS = 24  # of a document; the oldest ones go
+WRITE_AFTER_SECONDS = 5.0  # what is saved meanwhile is written with it
 _told: set[Path] = set()
 """Folders of which a line has said that nothing can be kept there."""
 
@@ -42,8 +49,68 @@ def cache_dir() -> Path:
     return platformdirs.user_cache_path("gsd_kernels", appauthor=False)
 
 
+def write_saved(file: Path, form: str, version: int, tensors: Mapping[str, Tensor], **about: object) -> None:
+    """Write tensors and what is said of them as one safetensors file, which is whole or not there; with their sum."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    told = {name: str(value) for name, value in {"format": form, "version": version, **about}.items()}
+    told["sum"] = _sum(tensors, told)
+    write_file(file, lambda partial: save_file(tensors, partial, metadata=told))
+
+
+def read_saved(
+    file: Path, what: str, form: str, version: int, *, foreign: str
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read what :func:`write_saved` wrote, bit by bit: the tensors and what is said of them.
+
+    Args:
+        file: to be read.
+        what: it holds, the first word of every error.
+        form: its ``format``.
+        version: the newest that can be read.
+        foreign: what is said of a file of another format.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged, foreign, or of a newer version.
+    """
+    if file.is_dir():
+        raise ValueError(f"{what}: {file} is a folder; expected the file")
+    if not file.is_file():
+        raise FileNotFoundError(f"{what}: no such file: {file}")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            about = opened.metadata() or {}
+            if about.get("format") != form:
+                raise ValueError(f"{what}: {file} {foreign}")
+            if (found := about.get("version", "")) != str(version) and re.fullmatch(r"[1-9]\d{0,8}", found):
+                raise ValueError(f"{what}: {file} has version {found}, newer than {version}; update gsd_kernels")
+            # Copies: pages of a mapped file that is shortened later end the process.
+            tensors = {name: opened.get_tensor(name).clone() for name in list(opened.keys())}
+    except SafetensorError as error:
+        raise ValueError(f"{what}: {file} is damaged or something else: it {foreign}") from error
+    except OSError as error:
+        raise OSError(f"{what}: {file} cannot be read: {error.strerror or type(error).__name__}") from error
+    if about.pop("sum", "") != _sum(tensors, about):
+        raise damaged(what, file, "its content is not what was written")
+    return tensors, about
+
+
+def _sum(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
+    """A checksum of tensors and of what is said of them."""
+    found = zlib.crc32(repr(sorted(about.items())).encode())
+    for name, tensor in sorted(tensors.items()):
+        found = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.flatten().view(torch.uint8).numpy(), found)
+    return str(found)
+
+
+def damaged(what: str, file: Path, why: str) -> ValueError:
+    """The error of a file of our own that does not hold what it should; the user decides what becomes of it."""
+    return ValueError(f"{what}: {file} is damaged ({why}); nothing was loaded, save it anew")
+
+
 class Document:
-    """A JSON object on disk.
+    """Named sections of plain values in one such file, in the cache folder.
 
     Args:
         kind: what its file's name begins with.
@@ -52,28 +119,18 @@ class Document:
 
     def __init__(self, kind: str, about: Mapping[str, Any]) -> None:
         self.about = json.loads(json.dumps(about, sort_keys=True, default=str))
-        digest = hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()[:20]
-        self.path = cache_dir() / f"{kind}-{digest}.json"
+        self.told = json.dumps(self.about, sort_keys=True)
+        digest = hashlib.sha256(f"{VERSION} {self.told}".encode()).hexdigest()[:20]
+        self.path = cache_dir() / f"{kind}-{digest}.safetensors"
         self.warned = False
         self.lock = forkable_lock()
 
     def read(self) -> dict[str, Any]:
         """Its sections; empty where there is no file, or none that can be used (one warning)."""
         try:
-            if self.path.exists() and not self.path.is_file():  # a pipe would be waited for
-                raise ValueError("not a file")
-            with self.path.open("rb") as file:
-                raw = file.read(MAX_BYTES + 1)
-            if len(raw) > MAX_BYTES:
-                raise ValueError(f"more than {MAX_BYTES} bytes")
-            data = json.loads(raw.decode())
-            # Another version's, or another pair's of the same digest: nothing is damaged.
-            if data["version"] != VERSION or data["about"] != self.about:
-                return {}
-            if data["digest"] != _digest(data["sections"]):
-                raise ValueError("it is not what was written")
-            return data["sections"]
-        except (FileNotFoundError, NotADirectoryError):
+            _, kept = read_saved(self.path, "kept", FORMAT, VERSION, foreign="is nothing that was kept")
+            return json.loads(kept["sections"]) if kept["about"] == self.told else {}  # another of the same digest
+        except FileNotFoundError:
             return {}
         except Exception as error:
             self.ignore(error)
@@ -89,11 +146,11 @@ class Document:
         """Put these sections in place of the file's of the same names; a warning a folder where that fails."""
         with self.lock:
             kept = {name: value for name, value in self.read().items() if name not in sections}
-            newest = list({**kept, **sections}.items())[-MAX_SECTIONS:]
+            newest = dict(list({**kept, **sections}.items())[-MAX_SECTIONS:])
             try:
-                plain = json.loads(_text(dict(newest)))  # arrays as lists
-                content = {"version": VERSION, "about": self.about, "digest": _digest(plain), "sections": plain}
-                write_text(self.path, json.dumps(content))
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                text = json.dumps(newest, default=lambda array: array.tolist())
+                write_saved(self.path, FORMAT, VERSION, {}, about=self.told, sections=text)
             except Exception as error:
                 folder = self.path.parent
                 if folder not in _told:
@@ -102,81 +159,46 @@ class Document:
                     logger.warning("what was learned cannot be kept in %s (%s); %s", folder, error, cure)
 
 
-def _text(sections: Mapping[str, Any]) -> str:
-    return json.dumps(sections, default=lambda array: array.tolist())
-
-
-def _digest(sections: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_text(sections).encode()).hexdigest()[:20]
-
-
 class Saver:
-    """Writes what ``content`` gives, at most every few seconds, and what is left when the process ends.
+    """Writes what ``content`` gives in a few seconds, or when the process ends.
 
     Of savers of the same part of a file the one that saved last is heard. One that waits outlives whatever it was made
     for.
 
     Args:
         document: where to.
-        content: sections as they are now, which nothing changes later.
+        content: sections as they are when they are written.
         part: of the document, where others keep other parts of it.
     """
 
     def __init__(self, document: Document, content: Callable[[], Mapping[str, Any]], part: str = "") -> None:
-        self.document, self.content = document, content
-        self.place = document.path, part
-        self.written = -WRITE_INTERVAL_SECONDS  # on the clock of time.monotonic
-        self.writing: threading.Thread | None = None
-
-    @property
-    def waiting(self) -> bool:
-        """Return whether something is to be written yet."""
-        return _waiting.get(self.place) is self
+        self.document, self.content, self.place = document, content, (document.path, part)
 
     def save(self) -> None:
-        """Write in a thread of its own, unless that was done a moment ago; then at a later call or the process's end.
-
-        No call waits for a disk, which may take tens of milliseconds to put a file in another's place. What others wait
-        to write is written as well, where its time has come: nobody may save it any more.
-        """
+        """Have it written by a thread: no call waits for a disk, which may take tens of milliseconds."""
+        global _writer
         _waiting[self.place] = self
-        for saver in list(_waiting.values()):
-            saver._write()
-
-    def _write(self) -> None:
-        writes = self.writing is not None and self.writing.is_alive()
-        if writes or time.monotonic() - self.written < WRITE_INTERVAL_SECONDS:
-            return
-        writing = threading.Thread(target=self.document.write, args=(self._take(),), name=_THREAD)
-        try:
-            writing.start()
-        except RuntimeError:  # the interpreter is ending, or has no more threads
-            _waiting[self.place] = self
-        else:
-            self.writing = writing
-
-    def flush(self) -> None:
-        """Write what is waiting, behind what is being written."""
-        if self.writing is not None:
-            self.writing.join()
-        if self.waiting:
-            self.document.write(self._take())
-
-    def _take(self) -> Mapping[str, Any]:
-        self.written, last = time.monotonic(), _waiting.pop(self.place, None)
-        if last not in (None, self):  # saved in another thread meanwhile
-            _waiting.setdefault(self.place, last)
-        return self.content()
+        if not _writer.is_alive():
+            _writer = threading.Timer(WRITE_AFTER_SECONDS, _write_waiting)
+            _writer.daemon = True
+            with suppress(RuntimeError):  # the interpreter is ending, or has no more threads
+                _writer.start()
 
 
 _waiting: dict[tuple[Path, str], Saver] = {}
 """Savers that have something to write yet, by what they write."""
+_writer = threading.Timer(0.0, lambda: None)
+
+
+def _write_waiting() -> None:
+    for place in list(_waiting):
+        if (saver := _waiting.pop(place, None)) is not None:
+            saver.document.write(saver.content())
 
 
 @atexit.register
 def _flush_all() -> None:
-    for thread in threading.enumerate():
-        if thread.name == _THREAD:
-            thread.join()
-    for saver in list(_waiting.values()):
-        saver.flush()
+    _writer.cancel()
+    if _writer.is_alive():  # it may write just now
+        _writer.join()
+    _write_waiting()

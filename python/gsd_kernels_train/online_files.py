@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gsd_kernels_hf.sources.saved import damaged, read_saved, write_saved
+from gsd_kernels_hf.store import damaged, read_saved, write_saved
 
 FORMAT = "gsd_kernels online learner"
 VERSION = 1

@@ -38,7 +38,6 @@ from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.config import PLAIN
 from gsd_kernels_hf import store
-from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.costs import pair as pairs
 from gsd_kernels_hf.costs.model import CostModel
 from gsd_kernels_hf.costs.prior import CostPrior
@@ -303,7 +302,6 @@ def forget() -> None:
     """As in another process, after this one's end."""
     store._flush_all()
     pairs._pairs.clear()
-    machine._known.clear()
     engine._unpatched.clear()
 
 
@@ -392,8 +390,7 @@ def test_what_was_learned_is_on_disk_and_the_next_process_begins_with_it(by_rows
     given, options = ((trained_pair[0], None), {"draft_sources": ("history",)}) if by_rows else (trained_pair, {})
     generate(given, tokens=60, **options)
     forget()
-    (file,) = tmp_path.glob("pair-*.json")
-    sections = json.loads(file.read_text())["sections"]
+    sections = own_pair(given[0], given[1], "auto").document.read()
     assert sum(sections["costs"]["timed"]) > 0 and any(name.startswith("learned ") for name in sections)
     generate(given, tokens=1, **options)
     first, second = (policy.experience for policy in opened)
@@ -405,12 +402,12 @@ def test_what_was_learned_is_on_disk_and_the_next_process_begins_with_it(by_rows
 def test_a_file_that_is_not_what_was_written_is_one_line_and_changes_no_text(trained_pair, tmp_path, caplog):
     expected = generate(trained_pair).sequences
     store._flush_all()
-    (file,) = tmp_path.glob("pair-*.json")
-    own_pair(*trained_pair, "auto").document.write({"costs": {"target": [[1.0]], "other": [], "timed": []}})
+    document = own_pair(*trained_pair, "auto").document
+    document.write({"costs": {"target": [[1.0]], "other": [], "timed": []}})
     forget()
     with caplog.at_level(logging.WARNING, "gsd_kernels"):
         assert torch.equal(generate(trained_pair).sequences, expected)
-    assert sum(str(file) in record.getMessage() for record in caplog.records) == 1
+    assert sum(str(document.path) in record.getMessage() for record in caplog.records) == 1
     forget()
     caplog.clear()
     assert torch.equal(generate(trained_pair).sequences, expected) and not caplog.records, "it was written anew"
@@ -455,7 +452,7 @@ def test_the_prior_is_the_bytes_over_the_bandwidth():
     assert seconds_of(CostModel(known, SHAPES), 1, cached=1.4e4) == pytest.approx(0.2)
     untied, tied = tiny(tie_word_embeddings=False), tiny(tie_word_embeddings=True)
     everything = sum(p.nbytes for p in untied.parameters())
-    known = CostPrior.of(untied, tied, 1e10, one_op=False)
+    known = CostPrior.of(untied, tied, one_op=False)
     assert known.target_bytes == everything - untied.get_input_embeddings().weight.nbytes
     assert known.draft_bytes == sum(p.nbytes for p in tied.parameters())
 
@@ -502,13 +499,3 @@ def test_seconds_never_fall_with_rows_and_stay_finite(steps):
     assert np.isfinite(seconds).all() and (seconds > 0).all() and (np.diff(seconds) >= -1e-9 * seconds[1:]).all()
     assert np.isfinite(found.other_seconds(3)).all() and (found.other_seconds(3) > 0).all()
     assert np.isfinite(found.target_std(rows)).all()
-
-
-def test_a_machine_is_measured_once_and_that_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "READ_BYTES", 1 << 20)
-    found = machine.bandwidth(torch.device("cpu"))
-    monkeypatch.setattr(machine, "measure_bandwidth", lambda device: pytest.fail("it is known"))
-    for _ in range(2):
-        assert machine.bandwidth(torch.device("cpu")) == found > 1e7
-        forget()
-    assert len(list(tmp_path.glob("machine-*.json"))) == 1

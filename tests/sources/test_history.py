@@ -24,8 +24,8 @@ from gsd_kernels_hf.sources import shipped
 from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.learned import read_learned
 from gsd_kernels_hf.sources.memory import HistoryMemory
-from gsd_kernels_hf.sources.saved import write_saved
 from gsd_kernels_hf.sources.shipped import FOLDER, SHIPPED, Shipped, print_of_vectors
+from gsd_kernels_hf.store import write_saved
 
 CONFIG = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=4, history_width=3)
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}

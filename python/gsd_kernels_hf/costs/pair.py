@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from ..model.fused import why_not
 from ..packed.adapters import stored_in
 from ..packed.modules import packed_in
 from ..store import Document
-from .machine import bandwidth, machine
 from .model import CostModel
 from .prior import CostPrior
 
@@ -64,7 +64,6 @@ class CostPair:
         prior = CostPrior.of(
             model,
             draft,
-            bandwidth(self.device),
             one_op=about["draft_forward"] == "operator",
             compiled=about["compiled"] and backend in ("auto", "cpu"),
         )
@@ -135,6 +134,13 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
         "attention": implementation_of(model.config),
         "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
     }
+
+
+def machine(device: torch.device) -> tuple[Any, ...]:
+    """The GPU; or the processor, the computer, and the number of threads that serve a step."""
+    if replay.is_gpu(device):
+        return (torch.cuda.get_device_name(device),)
+    return platform.processor() or platform.machine(), platform.node(), torch.get_num_threads()
 
 
 def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, str | None]:

@@ -15,6 +15,11 @@ from ..model.properties import size_in
 from ..packed.adapters import stored_in
 from ..packed.modules import Packed, packed_in
 
+# What differs on a GPU, with compiled CPU ops, and where the draft's forward is one operator.
+GPU = {"bandwidth": 1.5e12, "free_rows": 128.0, "layer_seconds": 1e-4, "draft_layer_seconds": 1e-4}
+COMPILED = {"forward_seconds": 6e-4, "level_seconds": 1e-4, "step_seconds": 1e-3}
+ONE_OP = {"draft_layer_seconds": 5e-5}
+
 
 @dataclass(frozen=True)
 class CostPrior:
@@ -24,7 +29,7 @@ class CostPrior:
         target_bytes, draft_bytes: of weights that a forward reads; 0 without a draft model.
         target_layers, draft_layers: number of decoder layers.
         cache_bytes: keys and values of one token in the target.
-        bandwidth: bytes a second that the device reads.
+        bandwidth: bytes a second that the device reads, to an order of magnitude: steps correct it.
         free_rows: number of rows whose arithmetic takes as long as reading the weights, which hides it.
         layer_seconds, draft_layer_seconds: calling the operators of a layer.
         forward_seconds: calling the operators of a draft forward besides its layers'.
@@ -49,7 +54,6 @@ class CostPrior:
         cls,
         model: PreTrainedModel,
         draft: nn.Module | None,
-        bandwidth: float,
         *,
         one_op: bool,
         compiled: bool = False,
@@ -58,7 +62,6 @@ class CostPrior:
 
         Args:
             model, draft: target and draft.
-            bandwidth: bytes a second that the device reads.
             one_op: whether the draft's forward is one operator.
             compiled: whether a step's other operators are compiled ones of the CPU.
         """
@@ -67,19 +70,14 @@ class CostPrior:
         layers = int(config.num_hidden_layers)
         heads = _largest(size_in(config, "num_key_value_heads")) or config.num_attention_heads
         size = _largest(size_in(config, "head_dim")) or config.hidden_size // config.num_attention_heads
-        speeds = {"free_rows": 128.0, "layer_seconds": 1e-4, "draft_layer_seconds": 1e-4} if on_gpu else {}
-        if one_op:
-            speeds["draft_layer_seconds"] = 5e-5
-        if compiled and not on_gpu:
-            speeds.update(forward_seconds=6e-4, level_seconds=1e-4, step_seconds=1e-3)
+        speeds = GPU if on_gpu else COMPILED if compiled else {}
         return cls(
             target_bytes=weight_bytes(model),
             target_layers=layers,
             draft_bytes=0.0 if draft is None else weight_bytes(draft),
             draft_layers=layers_of(draft),
             cache_bytes=2.0 * layers * heads * size * model.dtype.itemsize,
-            bandwidth=bandwidth,
-            **speeds,
+            **speeds | (ONE_OP if one_op else {}),
         )
 
     def target_seconds(self, rows: np.ndarray, cached: float) -> np.ndarray:

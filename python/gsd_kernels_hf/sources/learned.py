@@ -15,7 +15,7 @@ from gsd_kernels.ops.history.records import LEARNED_ORDERS, REMEMBERED
 from gsd_kernels.ops.ngram.reference import sets_of
 
 from ..files import path_of
-from .saved import damaged, read_saved, write_saved
+from ..store import damaged, read_saved, write_saved
 
 FORMAT = "gsd_kernels learned"
 VERSION = 1

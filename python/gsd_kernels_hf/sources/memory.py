@@ -14,7 +14,7 @@ from gsd_kernels import NgramTable
 
 from ..files import path_of
 from ..locks import forkable_lock
-from .saved import read_saved, write_saved
+from ..store import read_saved, write_saved
 
 FORMAT = "gsd_kernels history"
 VERSION = 1
