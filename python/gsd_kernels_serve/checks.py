@@ -1,17 +1,31 @@
-"""Checks of a request's fields: functions of a field's name and its value, which refuse by name."""
+"""Checks of a request's fields: types of pydantic's, whose errors become refusals by name."""
 
 from __future__ import annotations
 
 import math
-import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-Check = Callable[[str, Any], None]
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+
+Check = Callable[[str, Any], Any]
+"""(name of a field, value) → the value as it is read."""
 
 _PLAIN = {int, bool, type(None)}  # values that only their number is counted of
+_SAID = {"missing": "missing", "extra_forbidden": "unknown here; leave it out"}
+"""What is said of a kind of error of pydantic's, where its own words say less."""
 
 
 class Refused(ValueError):
@@ -24,7 +38,7 @@ class Refused(ValueError):
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
-        self.field = field
+        self.field, self.reason = field, reason
 
 
 @dataclass(frozen=True)
@@ -79,8 +93,13 @@ class Size:
 
 def wrong(name: str, expected: str, value: Any) -> Refused:
     """The refusal of a value of another type or beyond a bound."""
-    shown = repr(value)
-    return Refused(name, f"expected {expected}, got {shown if len(shown) < 80 else shown[:76] + ' ...'}")
+    return Refused(name, f"expected {expected}, got {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """The value as an error shows it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) < 80 else text[:76] + " ..."
 
 
 def _check_written(name: str, given: str) -> None:
@@ -94,59 +113,9 @@ def _check_written(name: str, given: str) -> None:
         ) from None
 
 
-def anything(_: str, __: Any) -> None:
-    """A field that is checked where it is used."""
-
-
 def is_whole(value: Any) -> bool:
     """Return whether a value is an integer; JSON's true is none."""
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def flag(name: str, value: Any) -> None:
-    """True or false."""
-    if not isinstance(value, bool):
-        raise wrong(name, "true or false", value)
-
-
-def text(name: str, value: Any) -> None:
-    """A string."""
-    if not isinstance(value, str):
-        raise wrong(name, "a string", value)
-
-
-def whole(least: int, most: int | None = None) -> Check:
-    """An integer between two bounds, which it may reach."""
-    bounds = f"an integer from {least} to {most}" if most is not None else f"an integer of {least} or more"
-
-    def check(name: str, value: Any) -> None:
-        if not is_whole(value) or value < least or (most is not None and value > most):
-            raise wrong(name, bounds, value)
-
-    return check
-
-
-def number(least: float, most: float | None = None, *, beyond: bool = False) -> Check:
-    """A finite number between two bounds; ``beyond``: the lower one is out of bounds itself."""
-    low = f"above {least:g}" if beyond else f"of {least:g} or more"
-    bounds = f"a number {low}" if most is None else f"a number {low.removesuffix(' or more')} to {most:g}"
-
-    def check(name: str, value: Any) -> None:
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-        if not good or value < least or (beyond and value == least) or (most is not None and value > most):
-            raise wrong(name, bounds, value)
-
-    return check
-
-
-def one_of(*known: Any) -> Check:
-    """One of a few values."""
-
-    def check(name: str, value: Any) -> None:
-        if not any(same(value, one) for one in known):
-            raise wrong(name, " or ".join(repr(one) for one in known), value)
-
-    return check
 
 
 def same(value: Any, other: Any) -> bool:
@@ -154,77 +123,76 @@ def same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
-def mapping(**known: Check) -> Check:
-    """An object with some of these fields, and no other."""
+class Object(BaseModel):
+    """An object with the fields of a subclass, read as a dict in the order of the request.
 
-    def check(name: str, value: Any) -> None:
-        for key, inner in entries(name, value, known).items():
-            known[key](f"{name}.{key}", inner)
-
-    return check
-
-
-def entries(name: str, value: Any, known: Iterable[str], *needed: str) -> dict[str, Any]:
-    """The fields of an object that are not null; ``needed`` must be there, unknown ones must be empty.
-
-    Raises:
-        Refused: no object, or with a field that is unknown.
+    Null is as good as left out. Unknown fields are refused, but for those that hold nothing.
     """
-    if not isinstance(value, Mapping):
-        raise wrong(name, "an object", value)
-    for key in value:
-        if key not in known and value[key] not in (None, [], {}):
-            raise Refused(f"{name}.{key}", "unknown here; leave it out")
-    for key in needed:
-        if value.get(key) is None:
-            raise Refused(f"{name}.{key}", "missing")
-    return {key: inner for key, inner in value.items() if key in known and inner is not None}
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _as_given(cls, given: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
+        if not isinstance(given, Mapping):
+            raise Refused("", f"expected an object, got {shown(given)}")
+        known = {field.alias or name: name for name, field in cls.model_fields.items()}
+        named = {k: value for k, value in given.items() if value is not None and (k in known or value not in ([], {}))}
+        found = read(named)
+        return {name: getattr(found, known[name]) for name in named}
 
 
-def an_object(name: str, value: Any) -> None:
-    """An object with any fields."""
-    if not isinstance(value, Mapping):
-        raise wrong(name, "an object", value)
+def reader(kind: Any) -> Check:
+    """A function that reads values of a kind: a type of Python's or pydantic's."""
+    adapter = TypeAdapter(kind)
+
+    def read(name: str, value: Any) -> Any:
+        try:
+            return adapter.validate_python(value)
+        except ValidationError as errors:
+            error = errors.errors(include_url=False)[0]
+        places = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"] if part != "[key]")
+        place, inner = name + "".join(places), error.get("ctx", {}).get("error")
+        if isinstance(inner, Refused):
+            raise Refused(place + inner.field, inner.reason)
+        expected = f"{error['msg'].replace('Input should be', 'expected')}, got {shown(error['input'])}"
+        raise Refused(place, _SAID.get(error["type"], expected))
+
+    return read
 
 
-def one_or_more(check: Check) -> Check:
-    """A value, or a list of such."""
-
-    def each(name: str, value: Any) -> None:
-        for one in value if isinstance(value, list) else [value]:
-            check(name, one)
-
-    return each
+text = reader(StrictStr)
 
 
-def a_list(*known: str) -> Check:
-    """A list of some of these strings."""
-
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, list) or not all(one in known for one in value):
-            raise wrong(name, f"a list of {', '.join(map(repr, known))}", value)
-
-    return check
+def whole(least: int, most: int | None = None) -> Any:
+    """An integer between two bounds, which it may reach."""
+    return Annotated[int, Field(strict=True, ge=least, le=most)]
 
 
-def strings(most: int, length: int) -> Check:
-    """A string or a list of up to ``most``, none of them empty or longer than ``length`` characters."""
-
-    def check(name: str, value: Any) -> None:
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or len(texts) > most or not all(isinstance(s, str) and s for s in texts):
-            raise wrong(name, f"a string or a list of up to {most} strings, none empty", value)
-        if long := [s for s in texts if len(s) > length]:
-            raise Refused(name, f"{long[0][:20]!r} ... has {len(long[0])} characters, {length} at most")
-
-    return check
+def number(least: float, most: float | None = None, *, beyond: bool = False) -> Any:
+    """A finite number between two bounds; ``beyond``: the lower one is out of bounds itself."""
+    low = {"gt": least} if beyond else {"ge": least}
+    return Annotated[float, Field(strict=True, le=most, allow_inf_nan=False, **low)]
 
 
-def bias(name: str, value: Any) -> None:
-    """An object from token ids, as strings, to numbers from -100 to 100."""
-    between = number(-100, 100)
-    an_object(name, value)
-    for token, much in value.items():
-        if not re.fullmatch(r"0|[1-9][0-9]*", token):
-            raise wrong(name, "token ids as keys", token)
-        between(f"{name}.{token}", much)
+def one_of(*known: Any) -> Any:
+    """One of a few values."""
+    return Literal[known]
+
+
+def one_or_more(kind: Any, most: int | None = None) -> Any:
+    """A value, or a list of up to so many."""
+    one, several = reader(kind), reader(Annotated[list[kind], Field(max_length=most)])
+    return Annotated[Any, PlainValidator(lambda given: (several if isinstance(given, list) else one)("", given))]
+
+
+def optional(**kinds: Any) -> Any:
+    """An object with some of these fields, and no other."""
+    return create_model("Fields", __base__=Object, **{name: (kind, None) for name, kind in kinds.items()})
+
+
+BIAS = dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]*)$")], number(-100, 100)]
+"""From token ids, as strings, to numbers."""
+
+STOPS = one_or_more(Annotated[StrictStr, Field(min_length=1, max_length=64)], 16)
+"""A string or a list of up to 16, none of them empty or longer than 64 characters."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from . import checks
-from .checks import Check, Refused, Size, flag, mapping, number, one_of, same, strings, text, whole
+from pydantic import StrictBool, StrictStr
+
+from .checks import BIAS, STOPS, Check, Refused, Size, number, one_of, one_or_more, optional, reader, same, whole
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
@@ -42,7 +44,7 @@ class Field:
         endpoints: that know it.
         treatment: ``"honoured"``; ``"refused"``; or ``"harmless"``: any valid value leaves the answer as it is.
         what: how it is honoured, why it is refused or why it is harmless, for people.
-        check: of its value, where it is not refused.
+        kind: of its value, where it is not refused; what is ``Any`` is checked where it is used.
         default: values with which a field that is refused asks for nothing. Null is one of every field.
         own: whether it is no field of OpenAI's.
         most: its size, beside the size of the request.
@@ -52,24 +54,29 @@ class Field:
     endpoints: tuple[str, ...]
     treatment: str
     what: str
-    check: Check = checks.anything
+    kind: Any = Any
     default: tuple[Any, ...] = ()
     own: bool = False
     most: Size = SCALAR
 
+    @cached_property
+    def check(self) -> Check:
+        """Refuse a value of another kind."""
+        return reader(self.kind)
+
 
 def _honoured(
-    name: str, endpoints: tuple[str, ...], check: Check, what: str, own: bool = False, most: Size = SCALAR
+    name: str, endpoints: tuple[str, ...], kind: Any, what: str, own: bool = False, most: Size = SCALAR
 ) -> Field:
-    return Field(name, endpoints, HONOURED, what, check, own=own, most=most)
+    return Field(name, endpoints, HONOURED, what, kind, own=own, most=most)
 
 
 def _refused(name: str, endpoints: tuple[str, ...], what: str, *default: Any) -> Field:
     return Field(name, endpoints, REFUSED, what, default=default)
 
 
-def _harmless(name: str, endpoints: tuple[str, ...], check: Check, what: str) -> Field:
-    return Field(name, endpoints, HARMLESS, what, check)
+def _harmless(name: str, endpoints: tuple[str, ...], kind: Any, what: str) -> Field:
+    return Field(name, endpoints, HARMLESS, what, kind)
 
 
 _KEPT = "nothing is kept of a request, so there is nothing to come back to"
@@ -81,41 +88,42 @@ _OWN = "of the model itself, before temperature, penalties, bias and grammar"
 _seed = whole(-(2**63), 2**64 - 1)
 _length = whole(1, 2**31 - 1)
 _verbosity = one_of("low", "medium", "high")
-STOPS = strings(16, 64)
 
 FIELDS: tuple[Field, ...] = (
     # ---- what is asked
-    _honoured("model", ENDPOINTS, text, "the one name that is served, or left out"),
-    _honoured("messages", (CHAT,), checks.anything, "text only, through the chat template", most=TALK),
-    _honoured("prompt", (COMPLETIONS,), checks.anything, "a string, token ids, or a list of either", most=TOKENS),
+    _honoured("model", ENDPOINTS, StrictStr, "the one name that is served, or left out"),
+    _honoured("messages", (CHAT,), Any, "text only, through the chat template", most=TALK),
+    _honoured("prompt", (COMPLETIONS,), Any, "a string, token ids, or a list of either", most=TOKENS),
     _honoured(
         "input",
         (RESPONSES,),
-        checks.anything,
+        Any,
         "a string or a list of text messages, calls and their results",
         most=TALK,
     ),
-    _honoured("instructions", (RESPONSES,), text, "the first system message", most=WORDS),
-    _honoured("tools", TEMPLATED, checks.anything, "functions, where the chat template reads tools", most=SCHEMAS),
+    _honoured("instructions", (RESPONSES,), StrictStr, "the first system message", most=WORDS),
+    _honoured("tools", TEMPLATED, Any, "functions, where the chat template reads tools", most=SCHEMAS),
     _honoured(
         "tool_choice",
         TEMPLATED,
-        checks.anything,
+        Any,
         "`none`, `auto`; `required` or a named function by a grammar, which needs the package `xgrammar`",
     ),
     _honoured(
         "chat_template_kwargs",
         TEMPLATED,
-        checks.anything,
+        Any,
         "variables that the chat template reads",
         own=True,
         most=SCHEMAS,
     ),
-    _honoured("reasoning_effort", (CHAT,), text, "handed to the chat template; refused where that does not read it"),
+    _honoured(
+        "reasoning_effort", (CHAT,), StrictStr, "handed to the chat template; refused where that does not read it"
+    ),
     _honoured(
         "reasoning",
         (RESPONSES,),
-        mapping(effort=text, summary=checks.anything),
+        optional(effort=StrictStr, summary=Any),
         "`effort` is handed to the chat template; refused where that does not read `reasoning_effort`; no `summary`",
     ),
     # ---- which text it gets
@@ -134,25 +142,25 @@ FIELDS: tuple[Field, ...] = (
         "transformers': divides logits of tokens in prompt and answer",
         own=True,
     ),
-    _honoured("logit_bias", BOTH, checks.bias, "added to the logits of tokens", most=PAIRS),
+    _honoured("logit_bias", BOTH, BIAS, "added to the logits of tokens", most=PAIRS),
     _honoured(
         "response_format",
         (CHAT,),
-        checks.anything,
+        Any,
         _BY_GRAMMAR,
         most=SCHEMAS,
     ),
     _honoured(
         "text",
         (RESPONSES,),
-        mapping(format=checks.anything, verbosity=_verbosity),
+        optional(format=Any, verbosity=_verbosity),
         f"`format`: {_BY_GRAMMAR}; `verbosity` is not looked at",
         most=SCHEMAS,
     ),
     _honoured(
         "generation_config",
         ENDPOINTS,
-        text,
+        StrictStr,
         "a JSON string of other arguments of transformers' `generate`",
         own=True,
         most=ARGUMENT,
@@ -171,33 +179,35 @@ FIELDS: tuple[Field, ...] = (
     _honoured(
         "prediction",
         (CHAT,),
-        checks.anything,
+        Any,
         "a text that the answer may repeat, which drafts: it changes the speed",
         most=TALK,
     ),
     # ---- what is told of it
-    _honoured("stream", ENDPOINTS, flag, "events"),
+    _honoured("stream", ENDPOINTS, StrictBool, "events"),
     _honoured(
         "stream_options",
         BOTH,
-        mapping(include_usage=flag, include_obfuscation=one_of(False)),
+        optional(include_usage=StrictBool, include_obfuscation=one_of(False)),
         "`include_usage`: in an event of its own before the end, or nowhere; obfuscation is refused",
     ),
-    _honoured("logprobs", (CHAT,), flag, _OWN),
+    _honoured("logprobs", (CHAT,), StrictBool, _OWN),
     _honoured("top_logprobs", (CHAT,), whole(0, 20), "with `logprobs`"),
     _honoured("logprobs", (COMPLETIONS,), whole(0, 20), _OWN),
     _honoured(
-        "include", (RESPONSES,), checks.a_list(_LOGPROBS), f"`{_LOGPROBS}`: of the model itself; others are refused"
+        "include", (RESPONSES,), list[one_of(_LOGPROBS)], f"`{_LOGPROBS}`: of the model itself; others are refused"
     ),
     _honoured("top_logprobs", (RESPONSES,), whole(0, 20), f'with `include: ["{_LOGPROBS}"]`'),
-    _honoured("echo", (COMPLETIONS,), flag, "the prompt before its text, with its log-probabilities beside `logprobs`"),
-    _honoured("metadata", (RESPONSES,), checks.an_object, "in the response, as it came", most=NOTES),
+    _honoured(
+        "echo", (COMPLETIONS,), StrictBool, "the prompt before its text, with its log-probabilities beside `logprobs`"
+    ),
+    _honoured("metadata", (RESPONSES,), dict, "in the response, as it came", most=NOTES),
     # ---- what asks for nothing here
-    _harmless("user", ENDPOINTS, text, "who asks is not looked at"),
-    _harmless("safety_identifier", TEMPLATED, text, "who asks is not looked at"),
-    _harmless("prompt_cache_key", TEMPLATED, text, "there is one cache, which every request begins with"),
+    _harmless("user", ENDPOINTS, StrictStr, "who asks is not looked at"),
+    _harmless("safety_identifier", TEMPLATED, StrictStr, "who asks is not looked at"),
+    _harmless("prompt_cache_key", TEMPLATED, StrictStr, "there is one cache, which every request begins with"),
     _harmless("service_tier", TEMPLATED, one_of("auto", "default"), "there is one tier; others are refused"),
-    _harmless("parallel_tool_calls", TEMPLATED, flag, "how many calls a text has is the model's to choose"),
+    _harmless("parallel_tool_calls", TEMPLATED, StrictBool, "how many calls a text has is the model's to choose"),
     _harmless("verbosity", (CHAT,), _verbosity, "the length is the model's to choose"),
     _harmless("max_tool_calls", (RESPONSES,), whole(1), "bounds built-in tools, of which there are none"),
     # ---- what is refused, but for the values that ask for nothing
@@ -228,23 +238,24 @@ FIELDS: tuple[Field, ...] = (
 
 _count, _token, _share = whole(0, 2**31 - 1), whole(0, 2**31 - 1), number(0, 1)
 
-ARGUMENTS: dict[str, Check] = {
+_KINDS: dict[str, Any] = {
     **dict.fromkeys(("max_length", "max_new_tokens", "min_length", "min_new_tokens", "top_k"), _count),
     **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size"), whole(0, 64)),
     **dict.fromkeys(("forced_bos_token_id", "bos_token_id", "pad_token_id"), _token),
-    **dict.fromkeys(("eos_token_id", "forced_eos_token_id"), checks.one_or_more(_token)),
-    **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens"), checks.one_or_more(_token)),
-    **dict.fromkeys(("do_sample", "remove_invalid_values", "renormalize_logits"), flag),
+    **dict.fromkeys(("eos_token_id", "forced_eos_token_id"), one_or_more(_token)),
+    **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens"), one_or_more(_token)),
+    **dict.fromkeys(("do_sample", "remove_invalid_values", "renormalize_logits"), StrictBool),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "top_p", "typical_p"), _share),
     **dict.fromkeys(("encoder_repetition_penalty", "repetition_penalty"), number(0, beyond=True)),
     **dict.fromkeys(("max_time", "temperature"), number(0)),
-    "bad_words_ids": checks.one_or_more(checks.one_or_more(_token)),
-    "exponential_decay_length_penalty": checks.one_or_more(number(0)),
+    "bad_words_ids": one_or_more(one_or_more(_token)),
+    "exponential_decay_length_penalty": one_or_more(number(0)),
     "prefill_chunk_size": _length,
-    "sequence_bias": checks.anything,
+    "sequence_bias": Any,
     "stop_strings": STOPS,
-    "watermarking_config": checks.an_object,
+    "watermarking_config": dict,
 }
+ARGUMENTS = {name: reader(kind) for name, kind in _KINDS.items()}
 """Arguments that ``generation_config`` may name, and bounds beside transformers' own and the field's size."""
 
 NEEDED = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import Field, StrictBool, StrictStr
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from gsd_kernels_hf.extras import cure
 
-from . import checks
-from .checks import Refused, entries, wrong
+from .checks import Object, Refused, one_of, reader
 from .schemas import check_schema
 
 CACHE_BYTES = 64 * 2**20
@@ -125,28 +125,42 @@ class Grammars:
             raise Refused(field, re.sub(r"^\[[\d:]+\] \S+: ", "", " ".join(str(error).split()))) from error
 
 
+class Schema(Object):
+    """A schema with its name."""
+
+    held: Any = Field(alias="schema")
+    type: Any = None
+    name: StrictStr = ""
+    description: StrictStr = ""
+    strict: StrictBool = True
+
+
+class PlainForm(Object):
+    """Any text, or any object."""
+
+    type: one_of("text", "json_object", "json_schema")
+
+
+class SchemaForm(PlainForm):
+    """A form whose schema is not beside its type."""
+
+    json_schema: Schema
+
+
+_schema, _plain_form, _schema_form = reader(Schema), reader(PlainForm), reader(SchemaForm)
+
+
 def schema_of(given: Any, field: str) -> Any:
     """The JSON schema that ``response_format`` or ``text.format`` asks for; ``None`` for plain text.
 
     Raises:
         Refused: another format, or one without a schema.
     """
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    if kind not in ("text", "json_object", "json_schema"):
-        raise Refused(f"{field}.type", f"expected 'text', 'json_object' or 'json_schema', got {kind!r}")
-    if kind != "json_schema":
-        entries(field, given, ("type",))
-        return None if kind == "text" else {"type": "object"}
-    at = field
+    if not isinstance(given, Mapping) or given.get("type") != "json_schema":
+        return None if _plain_form(field, given)["type"] == "text" else {"type": "object"}
     if "json_schema" in given:
-        entries(field, given, ("type", "json_schema"))
-        at, given = f"{field}.json_schema", given["json_schema"]
-    form = entries(at, given, ("type", "name", "description", "schema", "strict"), "schema")
-    for said in ("name", "description"):
-        checks.text(f"{at}.{said}", form.get(said, ""))
-    checks.flag(f"{at}.strict", form.get("strict", True))
-    schema = form["schema"]
-    if not isinstance(schema, (Mapping, bool)):
-        raise wrong(f"{at}.schema", "a JSON schema", schema)
-    check_schema(schema, f"{at}.schema")
-    return schema
+        field, form = f"{field}.json_schema", _schema_form(field, given)["json_schema"]
+    else:
+        form = _schema(field, given)
+    check_schema(form["schema"], f"{field}.schema")
+    return form["schema"]

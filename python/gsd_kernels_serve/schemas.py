@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from .checks import Check, Refused, anything, number, one_of, whole, wrong
+from pydantic import Field
+
+from .checks import Check, Refused, number, one_of, reader, whole, wrong
 
 _FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _FORMATS += ("uri-reference", "uri-template", "json-pointer", "relative-json-pointer")
@@ -14,16 +17,11 @@ _FORMATS += ("uri-reference", "uri-template", "json-pointer", "relative-json-poi
 _KINDS: dict[str, Any] = {"string": str, "number": (int, float), "integer": int, "object": Mapping, "array": list}
 _KINDS |= {"boolean": bool, "null": type(None)}
 
-_PARTS = re.compile(
-    r"\\(?:x[\da-fA-F]{2}|u[\da-fA-F]{4}|.)|\[(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|\((?:\?[:=!])?|.", re.DOTALL
-)
-"""Of a regular expression: an escape, a class, a count, the beginning of a group, or a letter."""
+_parser: Any = getattr(re, "_parser", None) or importlib.import_module("sre_parse")
+"""Python's own reader of regular expressions, which has another name before 3.11."""
 
-_UNHELD = re.compile(r"^\(\?[=!]|[\0-\x1f\"]|\\(?![dDwWsSpPkxu1-9])[\w\"\\]|\\(?:x|u00)(?:[01]|22|5[cC])")
-"""In a part: a look ahead, and letters that JSON escapes; escapes that xgrammar takes for letters."""
-
-MAX_ENUM_VALUES, MAX_LETTERS, MAX_PARTS = 1_000, 300, 3_000
-"""Values of one enum; letters of the longest text of a pattern without stars; its letters, anchors and counts."""
+MAX_ENUM_VALUES, MAX_LETTERS = 1_000, 300
+"""Values of one enum; letters of the longest text of a pattern without stars."""
 
 
 def check_schema(schema: Any, field: str) -> None:
@@ -76,23 +74,12 @@ def _by_pattern(at: str, inner: Any) -> None:
 
 def _pattern(at: str, pattern: Any) -> None:
     """A regular expression."""
-    parts = _PARTS.findall(pattern) if isinstance(pattern, str) else []
-    states = max(_states(parts), len(parts) - MAX_PARTS)
-    if states > MAX_LETTERS:
-        raise Refused(at, f"a pattern for texts of {states} letters; {MAX_LETTERS} at most: repeat less, or use *")
-    if (part := _dropped(parts)) is not None:
-        raise Refused(at, f"xgrammar does not hold a text to {part!r} in {pattern!r}; write it otherwise")
-
-
-def _values(at: str, values: Any) -> None:
-    """A list of values, not too many."""
-    if isinstance(values, list) and len(values) > MAX_ENUM_VALUES:
-        raise Refused(at, f"has {len(values)} values; {MAX_ENUM_VALUES} at most")
-
-
-def _names(at: str, names: Any) -> None:
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise wrong(at, "a list of names", names)
+    try:
+        letters = _letters(_parser.parse(pattern), True, True) if isinstance(pattern, str) else 0
+    except (re.error, OverflowError) as error:
+        raise Refused(at, f"xgrammar does not hold a text to {pattern!r}: {error}; write it otherwise") from error
+    if letters > MAX_LETTERS:
+        raise Refused(at, f"a pattern for texts of {letters} letters; {MAX_LETTERS} at most: repeat less, or use *")
 
 
 def _types(at: str, types: Any) -> None:
@@ -158,22 +145,22 @@ _SAID += ("$id", "$defs", "definitions")
 """Keywords that every valid text meets."""
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_count = whole(0, 10_000)
+_anything, _count = reader(Any), reader(whole(0, 10_000))
 
 _KEYWORDS: dict[str, tuple[tuple[str, ...], Check]] = {
-    **dict.fromkeys(_SAID, ((), anything)),
+    **dict.fromkeys(_SAID, ((), _anything)),
     **dict.fromkeys(("$defs", "definitions"), ((), _named)),
     "type": ((), _types),
-    "enum": ((), _values),
-    "const": ((), anything),
+    "enum": ((), reader(Annotated[list, Field(max_length=MAX_ENUM_VALUES)])),
+    "const": ((), _anything),
     "$ref": ((), _reference),
     "anyOf": ((), _each),
     "allOf": ((), _single),
-    "multipleOf": (("integer",), whole(1, 1_000)),
-    **dict.fromkeys(_BOUNDS, (("integer", "number"), number(-(2**63), 2**63))),
+    "multipleOf": (("integer",), reader(whole(1, 1_000))),
+    **dict.fromkeys(_BOUNDS, (("integer", "number"), reader(number(-(2**63), 2**63)))),
     **dict.fromkeys(("minLength", "maxLength"), (("string",), _count)),
     "pattern": (("string",), _pattern),
-    "format": (("string",), one_of(*_FORMATS)),
+    "format": (("string",), reader(one_of(*_FORMATS))),
     **dict.fromkeys(("minItems", "maxItems"), (("array",), _count)),
     "items": (("array",), _check),
     "prefixItems": (("array",), _each),
@@ -181,7 +168,7 @@ _KEYWORDS: dict[str, tuple[tuple[str, ...], Check]] = {
     **dict.fromkeys(("additionalProperties", "propertyNames"), (("object",), _check)),
     "properties": (("object",), _named),
     "patternProperties": (("object",), _by_pattern),
-    "required": (("object",), _names),
+    "required": (("object",), reader(list[str])),
 }
 """Keywords that are served: the types beside which alone xgrammar reads them, if not any, and the check of their value.
 
@@ -202,52 +189,46 @@ _APART = (
 """Groups of keywords of which xgrammar reads those of one alone."""
 
 
-def _dropped(parts: list[str]) -> str | None:
-    """The first part of a regular expression that xgrammar leaves out, or takes for letters that JSON escapes."""
-    for i, part in enumerate(parts):
-        within = part == "^" and not _at_edge(parts[:i][::-1], ")", "(", "^")
-        within |= part == "$" and not _at_edge(parts[i + 1 :], "(", ")", "$")
-        if within or (not part.startswith("[^") and _UNHELD.search(part)):
-            return part
-    return None
+_LETTERS = (_parser.LITERAL, _parser.IN)
 
 
-def _at_edge(rest: list[str], enters: str, leaves: str, anchor: str) -> bool:
-    """Return whether nothing that has to match is between an anchor and the end of the expression: ``rest``."""
-    depth, others = 0, False  # groups within other alternatives than the anchor's
-    for part in rest:
-        if part[0] == leaves:
-            others &= depth > 0
-            depth = max(depth - 1, 0)
-        elif part == "|" and not depth:
-            others = True
-        elif others:
-            depth += part[0] == enters
-        elif part != anchor:
-            return False
-    return True
+def _letters(parts: Any, begins: bool, ends: bool) -> int:
+    """How many letters a regular expression tells one by one: those of groups times their repetitions.
 
+    Args:
+        parts: of Python's reader.
+        begins, ends: whether nothing that has to match is before them, or behind.
 
-def _states(parts: list[str]) -> int:
-    """How many letters a regular expression tells one by one: those of groups times their repetitions."""
-    groups, last = [0], 0
-    for part in parts:
-        if part.startswith("("):
-            groups.append(0)
+    Raises:
+        re.error: a part that xgrammar leaves out, or takes for letters that JSON escapes.
+    """
+    count = 0
+    for place, (kind, value) in enumerate(parts):
+        first, last = begins and place == 0, ends and place == len(parts) - 1
+        if (first and value is _parser.AT_BEGINNING) or (last and value is _parser.AT_END):
             continue
-        if part == ")" and len(groups) > 1:
-            last = groups.pop()
-        elif len(part) > 2 and part[0] == "{":
-            times = max(int(number[-9:]) + 10**9 * (len(number) > 9) for number in re.findall(r"\d+", part))
-            groups[-1] += last * max(times - 1, 0)
-            last *= max(times, 1)
-            continue
-        elif part in "*+?|^$":
-            continue
+        if kind is _parser.BRANCH:
+            count += sum(_letters(one, first, last) for one in value[1])
+        elif kind is _parser.SUBPATTERN and not any(value[1:3]):  # without flags of its own
+            count += 1 + _letters(value[3], False, False)
+        elif kind in (_parser.MAX_REPEAT, _parser.MIN_REPEAT):
+            least, most, inner = value
+            count += max(least if most is _parser.MAXREPEAT else most, 1) * _letters(inner, False, False)
+        elif kind in (_parser.ANY, _parser.NOT_LITERAL) or (kind in _LETTERS and not _escaped(value)):
+            count += 1
         else:
-            last = 1
-        groups[-1] += last
-    return sum(groups)
+            raise re.error(f"{kind} {value}".lower())
+    return count
+
+
+def _escaped(value: Any) -> bool:
+    """Return whether JSON escapes a letter, or one that a class names."""
+    if isinstance(value, int):
+        return value < ord(" ") or chr(value) in '"\\'
+    return value[0][0] is not _parser.NEGATE and any(
+        kind in (_parser.LITERAL, _parser.RANGE) and any(map(_escaped, one if isinstance(one, tuple) else (one,)))
+        for kind, one in value
+    )
 
 
 def moved(schema: Any, place: str) -> Any:

@@ -17,9 +17,9 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 from . import fields
 from .answers import Answer, last_of
 from .calls import Call, Prompt
-from .checks import Refused, entries, one_of, text, wrong
+from .checks import Object, Refused, one_of, reader, text, wrong
 from .logprobs import Entry, Place
-from .messages import messages_of, template_arguments
+from .messages import Content, messages_of, template_arguments
 from .service import Events, Service, Waiting, answer_of
 from .spelling import answer, spelled
 from .text_options import TextOptions, token_ids
@@ -327,6 +327,16 @@ class Chats(Texts):
         return content, reasoning, [value for value in values if isinstance(value, ToolCall)]
 
 
+class Prediction(Object):
+    """A text that the answer may repeat."""
+
+    content: Content
+    type: one_of("content")
+
+
+_prediction = reader(Prediction)
+
+
 class Chat(Chats, Choices):
     """``/v1/chat/completions``."""
 
@@ -343,19 +353,8 @@ class Chat(Chats, Choices):
         """The tokens of ``prediction``."""
         if given is None:
             return None
-        known = entries("prediction", given, ("type", "content"), "content")
-        one_of("content")("prediction.type", known.get("type"))
-        content = known["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(parts, list):
-            raise wrong("prediction.content", "a string or a list of text parts", content)
-        for i, part in enumerate(parts):
-            place = f"prediction.content[{i}]"
-            known = entries(place, part, ("type", "text"), "type", "text")
-            one_of("text")(f"{place}.type", known["type"])
-            text(f"{place}.text", known["text"])
-        whole = "".join(part["text"] for part in parts)
-        return self.service.tokens(whole, "prediction", add_special_tokens=False)
+        parts = _prediction("prediction", given)["content"]
+        return self.service.tokens("".join(part["text"] for part in parts), "prediction", add_special_tokens=False)
 
     def choice(self, request: TextRequest, call: Call) -> dict[str, Any]:
         finish = call.finish

@@ -6,13 +6,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BeforeValidator, StrictBool, StrictStr
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import ToolCall
 
-from . import checks
-from .checks import Refused, entries, wrong
+from .checks import Object, Refused, one_of, reader
 from .messages import reads
 from .processors import Marked, schema_of
 from .schemas import check_schema, moved
@@ -55,7 +55,7 @@ def chosen(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Offer
     offered = tools_of(body.get("tools", []), tokenizer)
     if choice == "auto":
         return offered
-    offered.forced = "" if choice == "required" else _named(choice)
+    offered.forced = "" if choice == "required" else _choice("tool_choice", choice)["function"]["name"]
     names = [tool["function"]["name"] for tool in offered.tools]
     if not names or (offered.forced and offered.forced not in names):
         known = ", ".join(names) or "none"
@@ -127,18 +127,44 @@ def _tags(begins: str, content: Any, ends: str) -> dict[str, Any]:
     return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [begins], "tags": [tag]}}
 
 
-def _named(choice: Any) -> str:
-    """The function of ``{"type": "function", "function": {"name": …}}``, or of that with the name beside its type."""
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    if kind != "function":
-        raise Refused("tool_choice", f"expected none, auto, required or a named function, got {kind!r}")
-    if "function" in choice:
-        choice = entries("tool_choice", choice, ("type", "function"), "function")["function"]
-        name, place = entries("tool_choice.function", choice, ("name",), "name")["name"], "tool_choice.function.name"
-    else:
-        name, place = entries("tool_choice", choice, ("type", "name"), "name")["name"], "tool_choice.name"
-    checks.text(place, name)
-    return name
+def _nested(given: Any) -> Any:
+    """A function, or the choice of one, whose fields may be beside its type."""
+    if isinstance(given, Mapping) and given.get("type") == "function" and "function" not in given:
+        return {"type": "function", "function": {key: value for key, value in given.items() if key != "type"}}
+    return given
+
+
+class Function(Object):
+    """A function that may be called."""
+
+    name: StrictStr
+    description: StrictStr = ""
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool = False
+
+
+class Tool(Object):
+    """A tool of a request."""
+
+    type: one_of("function")
+    function: Function
+
+
+class Named(Object):
+    """The name of a function."""
+
+    name: StrictStr
+
+
+class Choice(Object):
+    """The function that is to be called."""
+
+    type: one_of("function")
+    function: Named
+
+
+_tools = reader(list[Annotated[Tool, BeforeValidator(_nested)]])
+_choice = reader(Annotated[Choice, BeforeValidator(_nested)])
 
 
 def tools_of(given: Any, tokenizer: PreTrainedTokenizerBase) -> Offered:
@@ -151,28 +177,13 @@ def tools_of(given: Any, tokenizer: PreTrainedTokenizerBase) -> Offered:
     Raises:
         Refused: of ``tools``.
     """
-    if not isinstance(given, list):
-        raise wrong("tools", "a list of functions", given)
     offered = Offered()
-    for i, tool in enumerate(given):
-        name = f"tools[{i}]"
-        if not isinstance(tool, Mapping) or tool.get("type") != "function":
-            kind = tool.get("type") if isinstance(tool, Mapping) else tool
-            raise Refused(f"{name}.type", f"not served: {kind!r}; only 'function' is")
-        if "function" in tool:
-            inner = entries(name, tool, ("type", "function"), "function")["function"]
-        else:
-            inner = {key: value for key, value in tool.items() if key != "type"}
-        function = entries(f"{name}.function", inner, ("name", "description", "parameters", "strict"), "name")
-        checks.text(f"{name}.function.name", function["name"])
-        checks.text(f"{name}.function.description", function.get("description", ""))
-        checks.an_object(f"{name}.function.parameters", function.get("parameters", {}))
-        strict = function.pop("strict", False)
-        checks.flag(f"{name}.function.strict", strict)
+    for i, tool in enumerate(_tools("tools", given)):
+        function, place = tool["function"], f"tools[{i}].function"
         if any(function["name"] == other["function"]["name"] for other in offered.tools):
-            raise Refused(f"{name}.function.name", f"{function['name']!r} is the name of another as well")
+            raise Refused(f"{place}.name", f"{function['name']!r} is the name of another as well")
+        offered.strict |= {function["name"]: place} if function.pop("strict", False) else {}
         offered.tools.append({"type": "function", "function": function})
-        offered.strict |= {function["name"]: f"{name}.function"} if strict else {}
     if offered.tools and not reads(tokenizer, "tools"):
         raise Refused("tools", "this model's chat template does not show them; leave them out")
     return offered

@@ -327,15 +327,14 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
         ("stream", ENDPOINTS, ("yes",)),
         ("repetition_penalty", ENDPOINTS, (0,)),
         ("generation_config", ENDPOINTS, ("{", '{"repetition_penalty": NaN}')),
-                ("logit_bias", BOTH, ({"1000000": 1}, {"05": 1}, [1])),
+        ("logit_bias", BOTH, ({"1000000": 1}, [1])),
         ("max_tokens", BOTH, (0, 2**31, 2.5, True)),
         ("max_output_tokens", (RESPONSES,), (0,)),
-        ("stop", BOTH, ([""], [7], ["x"] * 17)),
+        ("stop", BOTH, (["x"] * 17,)),
         ("n", BOTH, (0,)),
         ("best_of", (COMPLETIONS,), (2,)),
         ("logprobs", BOTH, ("yes",)),
         ("top_logprobs", TEMPLATED, (2,)),  # alone
-        ("include", (RESPONSES,), (["reasoning.encrypted_content"],)),
         ("stream_options", BOTH, ({"include_usage": True},)),  # of no stream
         ("messages", (CHAT,), ([],)),
         ("prompt", (COMPLETIONS,), ([], [[1, "x"]], [10**6], {"a": 1}, [[]])),
@@ -346,6 +345,9 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
         ("best_off", ENDPOINTS, (1, None)),  # which nobody knows
     ) for value in values),
     *(((COMPLETIONS,), {"logit_bias": {"5": bad}}, "logit_bias.5") for bad in (None, 101, "1")),
+    ((COMPLETIONS,), {"logit_bias": {"05": 1}}, "logit_bias.05"),
+    *((BOTH, {"stop": [bad]}, "stop[0]") for bad in ("", 7)),
+    ((RESPONSES,), {"include": ["reasoning.encrypted_content"]}, "include[0]"),
     ((COMPLETIONS,), {"prompt": [PROMPT, 3]}, "prompt[1]"),
     *(((COMPLETIONS,), {"stream": False, "repetition_penalty": 2, "generation_config": json.dumps(bad)},
        f"generation_config.{list(bad)[-1]}")
@@ -358,7 +360,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
     *((TEMPLATED, {"chat_template_kwargs": {bad: "sweet"}}, f"chat_template_kwargs.{bad}")
       for bad in ("taste", "messages", "tokenize")),  # unread, or the server's own
     # ---- messages and items
-    ((CHAT,), {"messages": user([{"type": "image_url", "image_url": {"url": "data:,"}}])}, "messages[0].content[0]"),
+    ((CHAT,), {"messages": user([{"type": "image_url", "image_url": {"url": "data:,"}}])}, "messages[0].content[0].type"),
     ((CHAT,), {"messages": user(7)}, "messages[0].content"),
     ((CHAT,), {"messages": [{"role": "judge", "content": ""}]}, "messages[0].role"),
     ((CHAT,), {"messages": user("", tool_call_id="1")}, "messages[0].tool_call_id"),
@@ -367,7 +369,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
     ((CHAT,), {"messages": said(tool_calls=5)}, "messages[1].tool_calls"),
     ((CHAT,), {"messages": said(tool_calls=[chosen({"name": "paint", "arguments": f'{{"a": {DEEP}}}'})])},
      "messages[1].tool_calls[0].function.arguments"),
-    ((RESPONSES,), {"input": user([{"type": "input_image", "image_url": "data:,"}])}, "input[0].content[0]"),
+    ((RESPONSES,), {"input": user([{"type": "input_image", "image_url": "data:,"}])}, "input[0].content[0].type"),
     ((RESPONSES,), {"input": [{"type": "item_reference", "id": "1"}]}, "input[0].type"),
     ((RESPONSES,), {"input": user(PROMPT, name="ann")}, "input[0].name"),
     ((CHAT,), {"prediction": {"type": "content", "content": [{"type": "text"}]}}, "prediction.content[0].text"),
