@@ -360,7 +360,8 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
     *((TEMPLATED, {"chat_template_kwargs": {bad: "sweet"}}, f"chat_template_kwargs.{bad}")
       for bad in ("taste", "messages", "tokenize")),  # unread, or the server's own
     # ---- messages and items
-    ((CHAT,), {"messages": user([{"type": "image_url", "image_url": {"url": "data:,"}}])}, "messages[0].content[0].type"),
+    ((CHAT,), {"messages": user([{"type": "image_url", "image_url": {"url": "data:,"}}])},
+     "messages[0].content[0].type"),
     ((CHAT,), {"messages": user(7)}, "messages[0].content"),
     ((CHAT,), {"messages": [{"role": "judge", "content": ""}]}, "messages[0].role"),
     ((CHAT,), {"messages": user("", tool_call_id="1")}, "messages[0].tool_call_id"),
