@@ -42,7 +42,7 @@ BUDGET = {
     "python/gsd_kernels_hf/policy": 21,
     "python/gsd_kernels_hf/sources": 179,
     "python/gsd_kernels_hf/validate": 20,
-    "python/gsd_kernels_serve": 106,
+    "python/gsd_kernels_serve": 103,
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 91,
     "python/gsd_kernels_train/recipes": 3,
