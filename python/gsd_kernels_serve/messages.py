@@ -102,7 +102,7 @@ class CallItem(Told):
 
 
 class OutputItem(Told):
-    """What a call returned."""
+    """The output of a call."""
 
     call_id: Any
     output: Any
