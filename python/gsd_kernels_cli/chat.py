@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,13 +16,13 @@ from . import options
 from .demo.smollm2 import NAME
 from .groups import with_groups
 from .options import read_graph_config
-from .output import err, out, progress, stats_table
+from .output import err, out, stats_table
 from .values import check_draft, named_once
 
 if TYPE_CHECKING:
     from gsd_kernels import Patch
 
-    from .pair import LoadedPair
+    from .streaming import Conversation
 
 HELP = "/stats: figures of the last answer; /reset: begin anew; /help; /quit, or Ctrl-D. Ctrl-C stops an answer."
 
@@ -58,84 +56,19 @@ def command(
     pair = models.load_chat_model() if model is None else models.load(model)
     if not pair.tokenizer.chat_template:
         raise ValueError("--model: its tokenizer has no chat template; take a chat model, or gsd-kernels generate")
-    opening = [] if system is None else [_turn("system", system)]
+    opening = [] if system is None else [{"role": "system", "content": system}]
     if opening:
-        pair.templated([*opening, _turn("user", "Hello")], "--system")
+        pair.templated([*opening, {"role": "user", "content": "Hello"}], "--system")
     name = NAME if model is None else Path(model).name
     err.print(f"{name}, {pair.described}", style="dim", markup=False, soft_wrap=True)
     import gsd_kernels
 
+    from .streaming import Conversation
+
     arguments = {"max_new_tokens": max_new_tokens, **sampling.arguments()}
     shape = {"graph_config": pair.shape(config), "backend": backend}
-    handle = gsd_kernels.patch(pair.target, **pair.speculation, **shape)
-    try:
-        _converse(Conversation(pair, handle, arguments, opening))
-    finally:
-        gsd_kernels.unpatch(pair.target)
-
-
-def _turn(role: str, text: str) -> dict[str, str]:
-    return {"role": role, "content": text}
-
-
-@dataclass
-class Conversation:
-    """The turns so far, and what answers them.
-
-    Attributes:
-        arguments: of the model's ``generate``.
-        opening: turns before the first message.
-    """
-
-    pair: LoadedPair
-    handle: Patch
-    arguments: dict[str, Any]
-    opening: list[dict[str, str]]
-    turns: list[dict[str, str]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the turns."""
-        self.turns = list(self.opening)
-
-    def answer(self, message: str) -> None:
-        """Stream the answer to a message. On a terminal Ctrl-C stops it; what was said by then stays.
-
-        Raises:
-            ValueError: the conversation has no position left for an answer; it is as it was before.
-        """
-        from .streaming import StdoutStreamer, is_cut
-
-        tokenizer, turns = self.pair.tokenizer, [*self.turns, _turn("user", message)]
-        inputs = self.pair.chat(turns, "--model")
-        arguments = self._within(inputs["input_ids"].shape[1])
-        with ExitStack() as waiting:
-            waiting.enter_context(progress("reading"))
-            streamer = StdoutStreamer(tokenizer, waiting)
-            try:
-                self.pair.target.generate(**inputs, **self.pair.padding, **arguments, streamer=streamer)
-            except KeyboardInterrupt:
-                streamer.end()
-                if not _is_typed():  # nobody is there to go on
-                    raise
-                err.print("(stopped)", style="dim")
-        if is_cut(self.pair.target, streamer.tokens, most := arguments["max_new_tokens"]):
-            why = "--max-new-tokens" if most == self.arguments["max_new_tokens"] else "no position is left"
-            err.print(f"(cut at {most} tokens: {why})", style="dim")
-        answered = tokenizer.decode(streamer.tokens, skip_special_tokens=True)
-        self.turns = [*turns, _turn("assistant", answered)]
-
-    def _within(self, length: int) -> dict[str, Any]:
-        """Arguments of an answer behind ``length`` tokens, which ends where the model's positions do."""
-        config = self.pair.target.config.get_text_config(decoder=True)
-        most = getattr(config, "max_position_embeddings", None)
-        if most is None:
-            return self.arguments
-        if length >= most:
-            raise ValueError(f"the conversation has {length} tokens, the model {most} positions: /reset begins anew")
-        return {**self.arguments, "max_new_tokens": min(self.arguments["max_new_tokens"], most - length)}
+    with gsd_kernels.patch(pair.target, **pair.speculation, **shape) as handle:
+        _converse(Conversation(pair, arguments, opening, stops=_is_typed()), handle)
 
 
 def _is_typed() -> bool:
@@ -171,7 +104,7 @@ def _decoded(line: bytes, which: str) -> Iterator[str]:
         err.print(f"gsd-kernels: {error}", markup=False, soft_wrap=True)
 
 
-def _converse(conversation: Conversation) -> None:
+def _converse(conversation: Conversation, handle: Patch) -> None:
     """Answer messages until there are no more."""
     typed, answered = _is_typed(), False
     if typed:
@@ -180,7 +113,7 @@ def _converse(conversation: Conversation) -> None:
         if message.startswith("/"):
             if message.strip() in ("/quit", "/exit"):
                 return
-            _obey(conversation, message.strip())
+            _obey(conversation, handle, message.strip())
         elif message.strip():
             if answered and not typed:
                 print()  # an empty line between answers that follow each other
@@ -195,12 +128,12 @@ def _converse(conversation: Conversation) -> None:
                 err.print("(stopped)", style="dim")
 
 
-def _obey(conversation: Conversation, message: str) -> None:
+def _obey(conversation: Conversation, handle: Patch, message: str) -> None:
     if message == "/reset":
         conversation.reset()
         err.print("(begun anew)", style="dim")
-    elif message == "/stats" and conversation.handle.stats is not None:
-        err.print(stats_table(conversation.handle.stats))
+    elif message == "/stats" and handle.stats is not None:
+        err.print(stats_table(handle.stats))
     elif message == "/stats":
         err.print("(nothing was answered yet)", style="dim")
     else:

@@ -71,7 +71,7 @@ def command(
     report = {
         "versions": versions(),
         "device": str(pair.device),
-        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "dtype": pair.dtype,
         "threads": torch.get_num_threads(),
         "backend": backend,
         "graph_config": describe_graph_config(config),
@@ -119,7 +119,8 @@ def _row(text: str, prompt_tokens: int, runs: dict[str, Run], divergence: Diverg
             "peak_bytes": run.peak_bytes,
         }
 
-    stats = runs["graph"].stats
+    stats = runs[GRAPH].stats
+    assert stats is not None
     return {
         "prompt": text,
         "prompt_tokens": prompt_tokens,
@@ -129,46 +130,35 @@ def _row(text: str, prompt_tokens: int, runs: dict[str, Run], divergence: Diverg
         "speedup": runs["plain"].seconds / runs["graph"].seconds,
         PLAIN: side(runs[PLAIN]),
         UNDRAFTED: side(runs[UNDRAFTED]),
-        GRAPH: {**side(runs[GRAPH]), "stats": None if stats is None else stats.as_dict()},
+        GRAPH: {**side(runs[GRAPH]), "stats": stats.as_dict()},
     }
 
 
 def _summary(rounds: list[dict[str, Run]], divergences: list[Divergence | None], share: float | None) -> dict[str, Any]:
     """Of all prompts; ``share``: of the machine's processor time, what others took."""
+    from gsd_kernels_cli.comparison import tally, together
 
-    def total(name: str) -> tuple[float, int, int | None]:
-        peaks = [runs[name].peak_bytes for runs in rounds]
-        return (
-            sum(runs[name].seconds for runs in rounds),
-            sum(len(runs[name].tokens) for runs in rounds),
-            None if None in peaks else max(peaks),  # type: ignore[type-var]
-        )
-
-    (plain_seconds, plain_tokens, plain_peak), (seconds, tokens, peak) = total(PLAIN), total(GRAPH)
-    undrafted_seconds, undrafted_tokens, _ = total(UNDRAFTED)
-    plain_rate, rate = plain_tokens / plain_seconds, tokens / seconds
-    undrafted_rate = undrafted_tokens / undrafted_seconds
-    kept = [runs["graph"].stats for runs in rounds if runs["graph"].stats is not None]
-    differing = [d for d in divergences if d is not None]
-    beyond = sum(not d.within_rounding for d in differing)
+    plain, undrafted, graph = (together([runs[way] for runs in rounds]) for way in (PLAIN, UNDRAFTED, GRAPH))
+    rate, counts = graph.tokens_per_second, tally(divergences)
+    kept = [runs[GRAPH].stats for runs in rounds if runs[GRAPH].stats is not None]
     per_step = sum(s.new_tokens for s in kept) / max(sum(s.sequence_steps for s in kept), 1)
+    by_drafts = rate / undrafted.tokens_per_second
+    verdict = "differs" if counts["beyond_rounding"] else "rounding" if counts["within_rounding"] else "equal"
     return {
-        "verdict": "differs" if beyond else "rounding" if differing else "equal",
+        "verdict": verdict,
         "prompts": len(rounds),
-        "equal": len(rounds) - len(differing),
-        "within_rounding": len(differing) - beyond,
-        "beyond_rounding": beyond,
-        "plain_tokens_per_second": plain_rate,
-        "undrafted_tokens_per_second": undrafted_rate,
+        **counts,
+        "plain_tokens_per_second": plain.tokens_per_second,
+        "undrafted_tokens_per_second": undrafted.tokens_per_second,
         "graph_tokens_per_second": rate,
-        "speedup": rate / plain_rate,
-        "speedup_without_drafts": undrafted_rate / plain_rate,
-        "speedup_by_drafts": rate / undrafted_rate,
+        "speedup": rate / plain.tokens_per_second,
+        "speedup_without_drafts": undrafted.tokens_per_second / plain.tokens_per_second,
+        "speedup_by_drafts": by_drafts,
         "tokens_per_step": per_step,
         "others_share": share,
-        "why_not_believed": _doubt(rate / undrafted_rate, per_step, share),
-        "plain_peak_bytes": plain_peak,
-        "graph_peak_bytes": peak,
+        "why_not_believed": _doubt(by_drafts, per_step, share),
+        "plain_peak_bytes": plain.peak_bytes,
+        "graph_peak_bytes": graph.peak_bytes,
     }
 
 
@@ -185,31 +175,28 @@ def _doubt(by_drafts: float, tokens_per_step: float, share: float | None) -> str
 
 
 def _print(report: dict[str, Any]) -> None:
+    from gsd_kernels_cli.comparison import sameness
+
     doubt = report["summary"]["why_not_believed"]
-    rows = table("prompt", "tokens", "plain tok/s", "graph tok/s", "speed", "tok/step", "<output")
-    for row in report["prompts"]:
-        stats = row["graph"]["stats"]
-        rows.add_row(
+    rows = [
+        [
             escape(_short(row["prompt"])),
             f"{row['new_tokens']}",
             f"{row['plain']['tokens_per_second']:.1f}",
             f"{row['graph']['tokens_per_second']:.1f}",
             "–" if doubt else f"{row['speedup']:.2f}×",
-            f"{stats['tokens_per_step']:.2f}" if stats else "–",
+            f"{row['graph']['stats']['tokens_per_step']:.2f}",
             _verdict(row["divergence"]),
-        )
-    out.print(rows)
+        ]
+        for row in report["prompts"]
+    ]
+    out.print(table(["prompt", "tokens", "plain tok/s", "graph tok/s", "speed", "tok/step", "<output"], rows))
     summary = report["summary"]
     memory = f"peak memory {size(summary['plain_peak_bytes'])} plain, {size(summary['graph_peak_bytes'])} graph"
     out.print(f"\n{report['dtype']} on {report['device']}: {_speed(summary)}; {memory}", soft_wrap=True)
     if doubt:
         out.print(f"No speed is told: {doubt}.", style="bold yellow", soft_wrap=True)
-    count = f"{summary['equal']} of {summary['prompts']} prompts: the same tokens"
-    if summary["within_rounding"]:
-        count += f"; {summary['within_rounding']} differ where {report['dtype']} rounding decides"
-    if summary["beyond_rounding"]:
-        count += f"; {summary['beyond_rounding']} DIFFER BEYOND ROUNDING: a bug, please report it"
-    out.print(count, soft_wrap=True)
+    out.print(f"The same tokens: {sameness(summary, len(rows))}", soft_wrap=True)
     if summary["equal"] < summary["prompts"]:
         out.print(
             "(gap: how far apart the target's logits of the two tokens are; bound: how far rounding in this dtype "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,6 +74,22 @@ class Run:
     def tokens_per_second(self) -> float:
         return len(self.tokens) / self.seconds
 
+    @property
+    def tokens_per_forward(self) -> float:
+        return len(self.tokens) / (self.target_forwards or 1)
+
+
+def together(runs: Sequence[Run]) -> Run:
+    """Several prompts as one: all tokens and seconds, the highest peak."""
+    peaks = [run.peak_bytes for run in runs]
+    return Run(
+        [token for run in runs for token in run.tokens],
+        sum(run.seconds for run in runs),
+        sum(run.target_forwards or 0 for run in runs),
+        None if None in peaks else max(peaks),  # type: ignore[type-var]
+        None,
+    )
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -117,7 +134,7 @@ def sameness(row: Mapping[str, Any], texts: int) -> str:
     if row["within_rounding"]:
         text += f", {row['within_rounding']} by rounding"
     if row["beyond_rounding"]:
-        text += f", {row['beyond_rounding']} DIFFER"
+        text += f", {row['beyond_rounding']} DIFFER BEYOND ROUNDING: a bug"
     return text
 
 
@@ -165,8 +182,13 @@ def assisted(
     decode = plain(target, assistant_model=draft, **options)
 
     def decode_with_settings(inputs: Inputs, max_new_tokens: int) -> Decoded:
-        with _generation_config(draft, constant if num_tokens is not None else {}):
+        before = draft.generation_config
+        draft.generation_config = copy.copy(before)
+        draft.generation_config.update(**({} if num_tokens is None else constant))
+        try:
             return decode(inputs, max_new_tokens)
+        finally:
+            draft.generation_config = before
 
     return decode_with_settings
 
@@ -330,16 +352,3 @@ def wait_for(device: torch.device) -> None:
     """Wait until the device has done all that it was asked."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextmanager
-def _generation_config(model: PreTrainedModel, values: Mapping[str, Any]) -> Iterator[None]:
-    config = model.generation_config
-    before = {name: getattr(config, name) for name in values}
-    for name, value in values.items():
-        setattr(config, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import options, values
+from . import demo, options, values
 from .busy import distrust
+from .demo import smollm2
+from .demo.smollm2 import NAME
 from .options import read_graph_config
 from .output import DIFFERS, err, out, progress, table
 
 if TYPE_CHECKING:
-    from .comparison import Contender
     from .pair import LoadedPair
 
 QUESTIONS = (
@@ -36,7 +36,6 @@ RACED = (
 )
 """Answered by every way of the race."""
 
-PAIRS_PROMPTS = 4  # of the embedded pair's held-out code
 RACE_TOKENS = 64  # at most
 LOOKUP = 10  # tokens that transformers' prompt lookup drafts at a time
 DRAWN = "depth=0,width=4,branch=3,max_rows=12,max_path=8,merge_context=2,history_depth=8,history_width=3"
@@ -45,41 +44,6 @@ MOST_NODES = 80  # of a picture that is still read with pleasure
 
 HF, HF_LOOKUP = "transformers", "transformers' prompt lookup"
 OURS, DRAFTED = "gsd_kernels, history", "gsd_kernels, draft model"
-
-
-@dataclass
-class Shown:
-    """A model, and what it is asked.
-
-    Attributes:
-        name: of the model.
-        pair: the model and what drafts for it.
-        questions: of one chat, answered on the screen.
-        raced: prompts of the race.
-        most: new tokens of an answer.
-        shape, backend: as the options have them; ``None`` is ``auto``.
-    """
-
-    name: str
-    pair: LoadedPair
-    questions: Sequence[str]
-    raced: Sequence[str]
-    most: int = 0
-    shape: str | None = None
-    backend: str = "auto"
-
-    def decoder(self, shape: str = "auto", **more: Any) -> Contender:
-        """Our decoding, in the shape that was asked for, else in ``shape``."""
-        from .comparison import graph
-
-        config = self.pair.shape(read_graph_config(self.shape or shape))
-        return graph(self.pair.target, **self.pair.speculation, graph_config=config, backend=self.backend, **more)
-
-    def chat(self, turns: list[dict[str, str]]) -> dict[str, Any]:
-        """Inputs of a chat by the tokenizer's template; without one, its texts, an empty line between them."""
-        if self.pair.tokenizer.chat_template:
-            return self.pair.chat(turns, "--model")
-        return self.pair.encode(["\n\n".join(turn["content"] for turn in turns)])
 
 
 def command(
@@ -122,20 +86,25 @@ def command(
         raise ValueError("--embedded: has a model and prompts of its own; leave out --model and --prompt-file")
     if model is None and dtype is options.Dtype.auto:
         dtype = options.Dtype.float32  # in which texts are transformers' token for token
-    shown = _shown(model, prompts, embedded, options.Models(draft, dtype=dtype, device=device))
-    shown.most, shown.shape, shown.backend = max_new_tokens, graph_config, backend
+    name, pair = _load(model, embedded, options.Models(draft, dtype=dtype, device=device))
+    questions, raced = prompts[:2] or QUESTIONS, prompts or RACED
+    if model is None and name != NAME:
+        raced = [prompt["text"] for prompt in demo.prompts("code")[: len(RACED)]]
+        questions = raced[:1]
     import torch
 
     from .versions import versions
 
-    pair, threads = shown.pair, torch.get_num_threads()
-    out.print(f"{shown.name}, {pair.described}; {threads} threads", style="dim", soft_wrap=True)
+    threads, length = torch.get_num_threads(), min(RACE_TOKENS, max_new_tokens)
+    out.print(f"{name}, {pair.described}; {threads} threads", style="dim", soft_wrap=True)
+    shape, drawn = (pair.shape(read_graph_config(graph_config or other)) for other in ("auto", DRAWN))
+    decoding = {**pair.speculation, "backend": backend}
     report: dict[str, Any] = {
-        **{"versions": versions(), "model": shown.name, "device": str(pair.device), "threads": threads},
-        **{"backend": backend, "dtypes": [_dtype(pair)], "graph_config": str(graph_config or "auto")},
-        "answers": _talk(shown),
-        "race": None if quick else _race(shown, seconds),
-        "drawing": _draw(shown, directory),
+        **{"versions": versions(), "model": name, "device": str(pair.device), "threads": threads},
+        **{"backend": backend, "dtypes": [pair.dtype], "graph_config": str(graph_config or "auto")},
+        "answers": _talk(pair, questions, max_new_tokens, graph_config=shape, **decoding),
+        "race": None if quick else _race(pair, raced, length, seconds, graph_config=shape, **decoding),
+        "drawing": _draw(pair, raced[0], length, directory, graph_config=drawn, **decoding),
     }
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
@@ -144,139 +113,98 @@ def command(
         raise typer.Exit(DIFFERS)
 
 
-def _dtype(pair: LoadedPair) -> str:
-    return str(pair.target.dtype).removeprefix("torch.")
-
-
-def _shown(model: str | None, prompts: Sequence[str], embedded: bool, models: options.Models) -> Shown:
-    """The model with its questions: one's own, the chat model, or the embedded pair."""
-    from . import demo
-    from .demo import smollm2
-
-    reason = smollm2.why_missing() if model is None else None
-    if reason is not None and not embedded:
+def _load(model: str | None, embedded: bool, models: options.Models) -> tuple[str, LoadedPair]:
+    """The model with its name: one's own, the chat model, or the embedded pair."""
+    reason = smollm2.why_missing() if model is None and not embedded else None
+    if reason is not None:
         out.print(f"The embedded pair, since {reason}\n", markup=False, style="yellow", soft_wrap=True)
-    if model is None and not embedded and reason is None:
+    elif model is None and not embedded:
         pair = models.load_chat_model()
         out.print(f"This model as a folder, for --model and from_pretrained: {smollm2.folder_path()}", style="dim")
-        return Shown(smollm2.NAME, pair, prompts[:2] or QUESTIONS, prompts or RACED)
+        return NAME, pair
     with progress("loading the model"):
         pair = models.load(model)
-    if model is not None:
-        return Shown(Path(model).name, pair, prompts[:2] or QUESTIONS, prompts or RACED)
-    raced = [prompt["text"] for prompt in demo.prompts("code")[:PAIRS_PROMPTS]]
-    return Shown("A small Llama trained on Python source", pair, raced[:1], raced)
+    return "A small Llama trained on Python source" if model is None else Path(model).name, pair
 
 
 def _asked(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
 
 
-def _talk(shown: Shown) -> list[dict[str, Any]]:
+def _talk(pair: LoadedPair, questions: Sequence[str], most: int, **decoding: Any) -> list[dict[str, Any]]:
     """Stream the answers of one chat."""
-    from .comparison import measure
-    from .streaming import StdoutStreamer, is_cut
+    import gsd_kernels
 
-    pair, turns, answers = shown.pair, [], []
-    for question in shown.questions:
-        turns += _asked(question)
-        out.print(f"\n> {question}\n", style="bold", markup=False, soft_wrap=True)
-        with ExitStack() as waiting:
-            waiting.enter_context(progress("reading the question"))
-            decode = shown.decoder(streamer=StdoutStreamer(pair.tokenizer, waiting))
-            run = measure(pair.target, decode, shown.chat(turns), shown.most)
-        assert run.stats is not None
-        text = pair.tokenizer.decode(run.tokens, skip_special_tokens=True)
-        turns.append({"role": "assistant", "content": text})
-        answer = {"question": question, "text": text, "tokens": len(run.tokens), "seconds": run.seconds}
-        answers.append({**answer, "tokens_per_step": run.stats.tokens_per_step})
-        cut = f" (cut at {shown.most} tokens)" if is_cut(pair.target, run.tokens, shown.most) else ""
-        out.print(
-            f"{len(run.tokens)} tokens{cut}, {run.tokens_per_second:.0f} a second with the question read, "
-            f"{run.stats.tokens_per_step:.1f} a step",
-            style="dim",
-            soft_wrap=True,
-        )
+    from .streaming import Conversation
+
+    answers = []
+    with gsd_kernels.patch(pair.target, **decoding) as handle:
+        conversation = Conversation(pair, {"max_new_tokens": most, "do_sample": False}, [])
+        for question in questions:
+            out.print(f"\n> {question}\n", style="bold", markup=False, soft_wrap=True)
+            begin = time.perf_counter()
+            text = conversation.answer(question)
+            seconds, stats = time.perf_counter() - begin, handle.stats
+            about = {"tokens": stats.new_tokens, "seconds": seconds, "tokens_per_step": stats.tokens_per_step}
+            answers.append({"question": question, "text": text, **about})
+            rate = f"{stats.new_tokens / seconds:.0f} a second with the question read"
+            told = f"{stats.new_tokens} tokens, {rate}, {stats.tokens_per_step:.1f} a step"
+            out.print(told, style="dim", soft_wrap=True)
     return answers
 
 
-def _race(shown: Shown, seconds: float) -> dict[str, Any]:
+def _race(pair: LoadedPair, asked: Sequence[str], length: int, seconds: float, **decoding: Any) -> dict[str, Any]:
     """All ways on the same prompts, one after the other; printed as a table."""
-    from .comparison import first_divergence, plain, race, tally
+    from .comparison import first_divergence, graph, plain, race, sameness, tally, together
 
-    pair, length = shown.pair, min(RACE_TOKENS, shown.most)
     ours = OURS if pair.draft is None else DRAFTED
     ways = {
         HF: plain(pair.target, **pair.padding),
         HF_LOOKUP: plain(pair.target, prompt_lookup_num_tokens=LOOKUP, **pair.padding),
-        ours: shown.decoder(),
+        ours: graph(pair.target, **decoding),
     }
-    prompts = [shown.chat(_asked(question)) for question in shown.raced]
+    prompts = [pair.chat(_asked(question), "--model") for question in asked]
     rounds, share = race(pair.target, ways, prompts, length, seconds=seconds)
-    found = []
+    done, busy, found, rows = len(rounds), distrust(share), [], []
+    base = together([each[HF] for each in rounds]).tokens_per_second
     for way in ways:
-        runs = [each[way] for each in rounds]
-        tokens = sum(len(run.tokens) for run in runs)
+        run = together([each[way] for each in rounds])
         divergences = [
             first_divergence(pair.target, inputs["input_ids"], each[HF].tokens, each[way].tokens)
             for inputs, each in zip(prompts, rounds, strict=False)
             if way == ours  # transformers' own ways are no promise of ours
         ]
-        found.append(
-            {
-                "dtype": _dtype(pair),
-                "way": way,
-                "tokens_per_second": tokens / sum(run.seconds for run in runs),
-                "tokens_per_forward": tokens / sum(run.target_forwards or 0 for run in runs),
-                "compared_with": HF if divergences else None,
-                **tally(divergences),
-            }
-        )
-    report = {"prompts": len(rounds), "asked": len(prompts), "seconds": seconds, "max_new_tokens": length}
-    report |= {"others_share": share, "ways": found}
-    _print_race(report)
-    return report
-
-
-def _print_race(report: dict[str, Any]) -> None:
-    from .comparison import sameness
-
-    done, asked = report["prompts"], report["asked"]
-    late = "" if done == asked else f" (time is up after {done} of {asked} prompts: --seconds {report['seconds']:.0f})"
-    title = f"\nThe same prompts ({done}), {report['max_new_tokens']} tokens at most, every way in turn{late}:"
+        rates = {"tokens_per_second": run.tokens_per_second, "tokens_per_forward": run.tokens_per_forward}
+        compared = {"compared_with": HF if divergences else None, **tally(divergences)}
+        found.append({"dtype": pair.dtype, "way": way, **rates, **compared})
+        factor = "" if way == HF else "–" if busy else f"{run.tokens_per_second / base:.2f}"
+        same = sameness(compared, done) if divergences else ""
+        rows.append([way, f"{run.tokens_per_second:.1f}", factor, f"{run.tokens_per_forward:.2f}", same])
+    late = "" if done == len(asked) else f" (time is up after {done} of {len(asked)} prompts: --seconds {seconds:.0f})"
+    title = f"\nThe same prompts ({done}), {length} tokens at most, every way in turn{late}:"
     out.print(title, style="bold", soft_wrap=True)
-    if (busy := distrust(report["others_share"])) is not None:
+    if busy is not None:
         out.print(busy, style="bold yellow", soft_wrap=True)
-    rows = table("", "tokens/s", "×", "tokens/step", "<same texts")
-    base = report["ways"][0]["tokens_per_second"]
-    for way in report["ways"]:
-        rows.add_row(
-            way["way"],
-            f"{way['tokens_per_second']:.1f}",
-            "" if way["way"] == HF else "–" if busy else f"{way['tokens_per_second'] / base:.2f}",
-            f"{way['tokens_per_forward']:.2f}",
-            sameness(way, done) if way["compared_with"] else "",
-        )
-    out.print(rows)
-    if wrong := sum(way["beyond_rounding"] for way in report["ways"]):
-        err.print(f"{wrong} texts differ beyond rounding: a bug", style="bold red")
+    out.print(table(["", "tokens/s", "×", "tokens/step", "<same texts"], rows))
+    about = {"prompts": done, "asked": len(asked), "seconds": seconds, "max_new_tokens": length}
+    return {**about, "others_share": share, "ways": found}
 
 
-def _draw(shown: Shown, directory: Path) -> dict[str, Any] | None:
+def _draw(pair: LoadedPair, asked: str, length: int, directory: Path, **decoding: Any) -> dict[str, Any] | None:
     """Draw the step of an answer that shows most; nothing without matplotlib."""
+    from .comparison import graph
     from .drawing import StepPicture, draw_step
 
-    pair, steps = shown.pair, []
+    steps: list[StepPicture] = []
 
     def observe(record: Any) -> None:
         if record.graph is not None:
             steps.append(StepPicture.of(record))
 
     with progress("decoding once more, to draw a step"):
-        decode = shown.decoder(DRAWN, observer=observe)
-        decode(shown.chat(_asked(shown.raced[0])), min(RACE_TOKENS, shown.most))
-    picture = max(steps, key=lambda step: (len(step.nodes) <= MOST_NODES, *step.interest))
-    at, nodes, accepted = steps.index(picture), len(picture.nodes), len(picture.accepted)
+        graph(pair.target, observer=observe, **decoding)(pair.chat(_asked(asked), "--model"), length)
+    picture = max(steps, key=lambda step: (len(step.tokens) <= MOST_NODES, *step.interest))
+    at, nodes, accepted = steps.index(picture), len(picture.tokens), len(picture.accepted)
     rows = f"{picture.num_rows} rows checked in one target forward"
     title = f"Step {at + 1}: {nodes} nodes drafted, {rows}, {accepted} tokens gained"
     files = [directory / "step.svg", directory / "step.png"]

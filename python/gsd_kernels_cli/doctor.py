@@ -283,10 +283,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _show(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    shown = table(*headers)
-    for row in rows:
-        shown.add_row(*row)
-    out.print(shown)
+    out.print(table(headers, rows))
     out.print()
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -91,22 +91,23 @@ def print_json(value: Any) -> None:
     out.print(json.dumps(value, indent=2, ensure_ascii=False), markup=False, soft_wrap=True)
 
 
-def table(*headers: str, title: str | None = None) -> Table:
+NO_HEADERS = ["", "<"]
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """An undecorated table; the first column is text, the others are numbers. A leading ``<`` aligns left."""
-    result = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    result = Table(box=None, pad_edge=False, header_style="dim", show_header=headers != NO_HEADERS)
     for place, header in enumerate(headers):
         left = place == 0 or header.startswith("<")
         result.add_column(header.removeprefix("<"), justify="left" if left else "right", no_wrap=not left)
+    for row in rows:
+        result.add_row(*row)
     return result
 
 
 def stats_table(stats: GenerationStats) -> Table:
     """The statistics of one ``generate`` call."""
-    result = table("", "<")
-    result.show_header = False
-    for name, text in stats.table():
-        result.add_row(name, escape(text))
-    return result
+    return table(NO_HEADERS, [[name, escape(text)] for name, text in stats.table()])
 
 
 def size(number: float | None) -> str:

@@ -65,10 +65,14 @@ class LoadedPair:
         return properties.device_of(self.target)
 
     @property
+    def dtype(self) -> str:
+        return str(self.target.dtype).removeprefix("torch.")
+
+    @property
     def described(self) -> str:
         """The target, its dtype and device, and where drafts come from, in words."""
         kind = f"{type(self.target).__name__} of {self.target.num_parameters() / 1e6:.0f}M parameters"
-        where = f"{str(self.target.dtype).removeprefix('torch.')} on {self.device}"
+        where = f"{self.dtype} on {self.device}"
         if self.draft is not None:
             drafting = f"its draft model has {self.draft.num_parameters() / 1e6:.0f}M"
         else:
@@ -89,7 +93,9 @@ class LoadedPair:
         return {name: encoded[name].to(self.device) for name in ("input_ids", "attention_mask")}
 
     def chat(self, turns: list[dict[str, str]], option: str) -> dict[str, Tensor]:
-        """Inputs of a chat up to where its answer begins; see :meth:`templated`."""
+        """Inputs of a chat up to where its answer begins; without a template, its texts, an empty line between them."""
+        if not self.tokenizer.chat_template:
+            return self.encode(["\n\n".join(turn["content"] for turn in turns)])
         text = self.templated(turns, option)
         return dict(self.tokenizer(text, return_tensors="pt", add_special_tokens=False).to(self.device))
 

@@ -179,10 +179,8 @@ def _print(work: Callable[[Any], dict[str, Any]], given: tuple[Training, float, 
 
 
 def _print_table(report: dict[str, Any], options: Any, rows: dict[str, str]) -> None:
-    result = table("held out", "before", "after")
-    for name, title in rows.items():
-        result.add_row(title, *(_number(report[when][name]) for when in ("before", "after")))
-    out.print(result)
+    measures = [[title, *(_number(report[when][name]) for when in ("before", "after"))] for name, title in rows.items()]
+    out.print(table(["held out", "before", "after"], measures))
     used, measured, whole = report["training"], report.get("held_out"), report.get("seconds")
     summary = f"{used['steps']} steps, {used['tokens']:,} tokens, {used['seconds']:.0f} s"
     if whole is not None:

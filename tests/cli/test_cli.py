@@ -21,7 +21,7 @@ from gsd_kernels_cli.comparison import Run
 from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_cli.options import read_graph_config, read_prompts
 from gsd_kernels_cli.pair import load_pair
-from gsd_kernels_cli.streaming import StdoutStreamer
+from gsd_kernels_cli.streaming import Conversation, StdoutStreamer
 from gsd_kernels_hf import learning
 from gsd_kernels_hf.engine.stats import GenerationStats
 from gsd_kernels_hf.model import fused, gpu_proof
@@ -262,7 +262,7 @@ def test_check_equal(pair):
         assert row["plain"]["target_forwards"] == 24 > row["graph"]["target_forwards"]
         assert sys.platform != "linux" or min(row["plain"]["peak_bytes"], row["graph"]["peak_bytes"]) > 2**20
     shown = done("check", *pair, *SMALL, "--max-new-tokens", 4, "[INST] hello").stdout
-    assert "1 of 1 prompts: the same tokens" in shown and "[INST] hello" in shown
+    assert "The same tokens: 1 of 1" in shown and "[INST] hello" in shown
 
 
 @pytest.mark.parametrize(("wrong", "verdict", "code"), [("least likely", "differs", 3), ("a tie", "rounding", 0)])
@@ -600,7 +600,7 @@ def test_an_answer_ends_where_the_positions_do(pair):
     loaded = load_pair(pair[1], None, dtype="float32", device="cpu")
     loaded.target.config.max_position_embeddings = length = len("[user]import os[assistant]") + 5
     with gsd_kernels.patch(loaded.target) as handle:
-        talk = chat.Conversation(loaded, handle, {"max_new_tokens": TOKENS, "do_sample": False}, [])
+        talk = Conversation(loaded, {"max_new_tokens": TOKENS, "do_sample": False}, [])
         talk.answer("import os")
         before = [*talk.turns]
         assert 0 < handle.stats.new_tokens <= 5

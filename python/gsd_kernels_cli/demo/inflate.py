@@ -25,14 +25,12 @@ import math
 from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 __all__ = ["SHAPES", "ModelShape", "inflate", "inflated_config"]
 
-# Rotary scalings that treat each pair by its frequency alone, so that a pair may move to another index.
-_PAIRWISE_ROPE = ("default", "linear", "llama3")
 # Final-norm activation at the constant dimension × RMS of the residual stream, and the head weight that reads it.
 _CONSTANT_GAIN, _NEVER = 8.0, -(2.0**14)
 _RANDOM_STD = 0.02
@@ -47,10 +45,7 @@ _AXES = {
     **{"q_proj": ("query", "width"), "k_proj": ("key", "width"), "v_proj": ("value", "width")},
     **{"o_proj": ("width", "output"), "down_proj": ("width", "inner")},
 }
-"""What the rows, and the columns, of a module's weight are; a bias has the rows."""
-
-_CUTS = ("o_proj", "down_proj")
-"""Modules whose added entries are zero, and cut off what is added before them."""
+"""What the rows, and the columns, of a module's weight are."""
 
 
 @dataclass(frozen=True)
@@ -96,30 +91,6 @@ SHAPES: dict[str, ModelShape] = {
 }
 
 
-def _check(source: ModelShape, shape: ModelShape, config: LlamaConfig) -> None:
-    """Raise a ValueError that names the size which cannot be honoured."""
-    kv_heads, moved = shape.num_key_value_heads, shape.head_dim != source.head_dim
-    added = shape.vocab_size > source.vocab_size  # which a dimension of its own keeps from being picked
-    sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "head_dim", "vocab_size")
-    demands = [(name, getattr(shape, name) >= getattr(source, name), "the source's or more") for name in sizes]
-    divides = kv_heads > 0 and shape.num_heads % kv_heads == 0
-    enough = divides and kv_heads >= source.num_key_value_heads * _copies(source, shape)
-    turned = not moved or config.rope_parameters["rope_type"] in _PAIRWISE_ROPE
-    room = shape.hidden_size % shape.num_heads == 0 and (not added or shape.hidden_size > source.hidden_size)
-    demands += [
-        ("num_key_value_heads", enough, "a divisor of shape.num_heads, as many as the source's query heads need"),
-        (
-            "head_dim",
-            shape.head_dim % source.head_dim == 0 and turned,
-            "a multiple of the source's, or its own where rotary frequencies depend on it",
-        ),
-        ("hidden_size", room, "a multiple of shape.num_heads, and more than the source's where tokens are added"),
-    ]
-    for name, right, what in demands:
-        if not right:
-            raise ValueError(f"shape.{name}: expected {what}, got {getattr(shape, name)}")
-
-
 def _copies(source: ModelShape, shape: ModelShape) -> int:
     """Return how many key/value heads of the new shape one of the source's becomes."""
     return math.ceil(source.group / shape.group)
@@ -132,88 +103,72 @@ def _constant(source: ModelShape, shape: ModelShape, eps: float) -> float:
     return 2.0 ** math.floor(0.5 * math.log2(0.5 * eps * source.hidden_size))
 
 
-def inflated_config(config: LlamaConfig, shape: ModelShape | str) -> LlamaConfig:
+def inflated_config(config: LlamaConfig, shape: ModelShape) -> LlamaConfig:
     """Return the configuration of a ``config`` model inflated to ``shape``.
 
     The head is tied only where the source's is, ``shape`` asks for it, and the vocabulary stays.
+
+    Raises:
+        ValueError: a size that cannot be had; the message names it.
     """
-    if getattr(config, "model_type", None) != "llama":
-        raise ValueError(f"model must be a Llama, not a {getattr(config, 'model_type', None)!r} model")
-    if isinstance(shape, str):
-        if shape not in SHAPES:
-            raise ValueError(f"shape {shape!r} is unknown; named shapes: {', '.join(SHAPES)}")
-        shape = SHAPES[shape]
     source = ModelShape.of(config)
-    _check(source, shape, config)
+    least = vars(source) | {
+        "num_key_value_heads": source.num_key_value_heads * _copies(source, shape),
+        "hidden_size": source.hidden_size + (shape.vocab_size > source.vocab_size),  # a dimension holds the constant
+        "head_dim": math.lcm(source.head_dim, shape.head_dim),
+    }
+    for name, size in least.items():
+        if name != "tie_word_embeddings" and getattr(shape, name) < size:
+            raise ValueError(f"shape.{name}: expected {size} or more, got {getattr(shape, name)}")
     result = copy.deepcopy(config)
-    for field in fields(shape):
-        setattr(result, _IN_CONFIG.get(field.name, field.name), getattr(shape, field.name))
+    for name, size in vars(shape).items():
+        setattr(result, _IN_CONFIG.get(name, name), size)
     result.tie_word_embeddings &= source.tie_word_embeddings and shape.vocab_size == source.vocab_size
     constant = _constant(source, shape, config.rms_norm_eps)
     result.rms_norm_eps = (config.rms_norm_eps * source.hidden_size - constant**2) / shape.hidden_size
     return result
 
 
-class _Places:
-    """Where the source's entries go in the new shape, axis by axis.
+def _places(source: ModelShape, shape: ModelShape) -> dict[str, Tensor]:
+    """Where the source's entries go in the new shape, axis by axis; ``heads``: its query heads."""
+    head, plain = torch.arange(source.num_heads), torch.arange(source.head_dim)
+    member, copies = head % source.group, _copies(source, shape)
+    key_heads = torch.arange(source.num_key_value_heads * copies)
+    heads = (head // source.group * copies + member // shape.group) * shape.group + member % shape.group
+    pairs = plain[: source.head_dim // 2] * (shape.head_dim // source.head_dim)
+    rotary = torch.cat([pairs, pairs + shape.head_dim // 2])
 
-    Attributes:
-        of: places of an axis.
-        taken: entries of the source that go there, where they are not all in their order: a head may be copied.
-        query_heads: new heads that are the source's.
-    """
+    def rows(heads: Tensor, within: Tensor) -> Tensor:
+        return (heads[:, None] * shape.head_dim + within).flatten()
 
-    def __init__(self, source: ModelShape, shape: ModelShape) -> None:
-        copies = _copies(source, shape)
-        old_head = torch.arange(source.num_heads, device="cpu")
-        member = old_head % source.group
-        key_value_head = old_head // source.group * copies + member // shape.group
-        self.query_heads = key_value_head * shape.group + member % shape.group
-        new_key_value = torch.arange(source.num_key_value_heads * copies, device="cpu")
-        plain = torch.arange(source.head_dim, device="cpu")
-        pairs = plain[: source.head_dim // 2] * (shape.head_dim // source.head_dim)
-        rotary = torch.cat([pairs, pairs + shape.head_dim // 2])
-
-        def rows(heads: Tensor, size: int, within: Tensor) -> Tensor:
-            return (heads[:, None] * size + within).flatten()
-
-        copied = rows(new_key_value // copies, source.head_dim, plain)
-        self.taken = {"key": copied, "value": copied}
-        self.of = {
-            "width": torch.arange(source.hidden_size, device="cpu"),
-            "inner": torch.arange(source.intermediate_size, device="cpu"),
-            "vocabulary": torch.arange(source.vocab_size, device="cpu"),
-            "query": rows(self.query_heads, shape.head_dim, rotary),
-            "key": rows(new_key_value, shape.head_dim, rotary),
-            "value": rows(new_key_value, shape.head_dim, plain),
-            "output": rows(self.query_heads, shape.head_dim, plain),
-        }
-
-    def put(self, data: Tensor, axes: tuple[str, ...], values: Tensor) -> None:
-        """Write the source's ``values`` into ``data``."""
-        for dim, axis in enumerate(axes):
-            if axis in self.taken:
-                values = values.index_select(dim, self.taken[axis].to(values.device))
-        rows, *columns = (self.of[axis].to(data.device) for axis in axes)
-        data[(rows[:, None], *columns) if columns else rows] = values.to(device=data.device, dtype=data.dtype)
+    return {
+        "width": torch.arange(source.hidden_size),
+        "inner": torch.arange(source.intermediate_size),
+        "vocabulary": torch.arange(source.vocab_size),
+        "heads": heads,
+        "query": rows(heads, rotary),
+        "key": rows(key_heads, rotary),
+        "value": rows(key_heads, plain),
+        "output": rows(heads, plain),
+    }
 
 
 @torch.no_grad()
 def inflate(
     model: PreTrainedModel,
-    shape: ModelShape | str,
+    shape: ModelShape,
     *,
     dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | None = None,
     seed: int = 0,
 ) -> LlamaForCausalLM:
     """Return a Llama of exactly ``shape`` that computes what ``model`` computes, up to rounding.
 
     Args:
-        model: the source, a ``LlamaForCausalLM``; it is left as it is.
-        shape: a ``ModelShape`` or a name in ``SHAPES``; every size at least the source's, ``head_dim`` a multiple.
+        model: the source, a Llama without biases whose rotary embedding is not scaled; it is left as it is.
+        shape: every size at least the source's, ``head_dim`` a multiple.
         dtype: of the result's weights; default: the source's.
-        device: the result is built there, tensor by tensor, without a copy elsewhere; default: the source's.
+        device: the result is built there, without a copy elsewhere; default: the source's.
         seed: of the random entries, which never influence the output.
 
     Returns:
@@ -221,42 +176,38 @@ def inflate(
         enough never to be picked (in float16 they may be -inf).
 
     Raises:
-        ValueError: where ``model`` or a size of ``shape`` cannot be honoured; the message names it.
+        ValueError: a size of ``shape`` that cannot be had; the message names it.
     """
     config = inflated_config(model.config, shape)
-    parameter = next(model.parameters())
-    if not isinstance(model, LlamaForCausalLM) or not all(p.is_floating_point() for p in model.parameters()):
-        raise ValueError(f"model must be a LlamaForCausalLM with floating-point weights, not {type(model).__name__}")
-    dtype = parameter.dtype if dtype is None else dtype
-    device = torch.device(parameter.device if device is None else device)
-    config.dtype = dtype
     source, shape = ModelShape.of(model.config), ModelShape.of(config)
-
+    config.dtype, device = dtype or model.dtype, device or model.device
     with torch.device("meta"):
         result = LlamaForCausalLM(config)
-    with torch.device("cpu"):
-        result.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
+    result = result.to(config.dtype).to_empty(device=device).requires_grad_(False)
+    result.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
     result.generation_config = copy.deepcopy(model.generation_config)
 
-    places, old = _Places(source, shape), dict(model.named_parameters(remove_duplicate=False))
+    places, old, copies = _places(source, shape), model.state_dict(), _copies(source, shape)
     generator = torch.Generator(device).manual_seed(seed)
     norm_scale = math.sqrt(source.hidden_size / shape.hidden_size)
     scales = {"q_proj": math.sqrt(shape.head_dim / source.head_dim)}
     scales |= {name: norm_scale for name, axes in _AXES.items() if axes == ("width",)}
-    for name, empty in list(result.named_parameters()):
-        place, _, kind = name.rpartition(".")
-        module, part = result.get_submodule(place), place.rpartition(".")[2]
-        data = torch.empty(empty.shape, dtype=dtype, device=device).normal_(0.0, _RANDOM_STD, generator=generator)
-        setattr(module, kind, nn.Parameter(data, requires_grad=False))
-        if part in _CUTS:
+    for name, data in result.named_parameters():
+        part = name.split(".")[-2]
+        data.normal_(0.0, _RANDOM_STD, generator=generator)
+        if part in ("o_proj", "down_proj"):
             data.zero_()
         if name not in old:
             continue
+        values = old[name].float() * scales.get(part, 1.0)
         if part == "embed_tokens":
             data[:, source.hidden_size :] = 0
-        if part == "q_proj":  # so are the dimensions that the source's heads have not
-            data.unflatten(0, (shape.num_heads, shape.head_dim))[places.query_heads.to(device)] = 0
-        places.put(data, _AXES[part][: data.dim()], old[name].detach().float() * scales.get(part, 1.0))
+        elif part == "q_proj":  # so are the dimensions that the source's heads have not
+            data.unflatten(0, (shape.num_heads, shape.head_dim))[places["heads"].to(device)] = 0
+        elif part in ("k_proj", "v_proj"):
+            values = values.unflatten(0, (-1, source.head_dim)).repeat_interleave(copies, 0).flatten(0, 1)
+        where = torch.meshgrid(*(places[axis].to(device) for axis in _AXES[part]), indexing="ij")
+        data[where] = values.to(data)
     result.tie_weights()
     if constant := _constant(source, shape, model.config.rms_norm_eps):
         at, core, head = source.hidden_size, result.model, result.lm_head.weight
