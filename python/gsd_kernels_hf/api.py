@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,11 +36,6 @@ from .sources.memory import HistoryMemory
 from .sources.mtp import Mtp
 from .sources.mtp_files import mention_heads
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .engine.arguments import GenerateArguments, OptionArguments
-
 logger = logging.getLogger("gsd_kernels")
 
 _PATCH = "_gsd_patch"
@@ -50,6 +45,8 @@ _THEIRS = ("assistant_model", "streamer", "tokenizer", "assistant_tokenizer")  #
 _OURS = tuple(name for name in OPTIONS if name not in _THEIRS)
 _WITHOUT = ("assistant_model", "draft_heads", "drafter")  # False leaves the patch's out
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
 def _takes_options(function: _Function) -> _Function:
@@ -63,6 +60,13 @@ def _takes_options(function: _Function) -> _Function:
     return function
 
 
+def _typed_as(
+    options: Callable[_Given, object],
+) -> Callable[[Callable[..., _Result]], Callable[Concatenate[PreTrainedModel, _Given], _Result]]:
+    """Tell type checkers that a function takes a model and, by keyword, what ``options`` takes."""
+    return lambda function: function
+
+
 @_takes_options
 @looking()
 def generate(
@@ -71,7 +75,7 @@ def generate(
     *,
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
-    **kwargs: Unpack[GenerateArguments],
+    **kwargs: Any,
 ) -> Tensor | GraphGenerateOutput:
     """``model.generate`` by graph-structured speculative decoding: the same output, sooner.
 
@@ -320,11 +324,9 @@ class _Accelerated:
         return *made[:2], _without(self.handle, made[2]), *made[3:]
 
 
+@_typed_as(Options)
 @_takes_options
-def patch(
-    model: PreTrainedModel,
-    **options: Unpack[OptionArguments],
-) -> Patch:
+def patch(model: PreTrainedModel, **options: Any) -> Patch:
     """Make ``model``'s own ``generate`` graph-speculative, until :func:`unpatch` or the end of ``with patch(model):``.
 
     Pipelines, PEFT-wrapped models and servers that call ``model.generate`` get it too. What is given here holds for

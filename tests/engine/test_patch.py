@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import io
 import logging
 import os
 import signal
 import threading
 from contextlib import ExitStack
-from dataclasses import fields
-from typing import get_args, get_type_hints
 
 import goldens
 import models
@@ -22,12 +19,8 @@ import transformers
 from transformers import DynamicCache, GenerationConfig
 
 import gsd_kernels as gsd
-from gsd_kernels.config import AUTO, PLAIN, PRESETS, GraphName
 from gsd_kernels_hf import locks, validate
-from gsd_kernels_hf.engine.arguments import GenerateArguments, OptionArguments
-from gsd_kernels_hf.engine.options import Options
 from gsd_kernels_hf.model.properties import cache_argument
-from gsd_kernels_hf.validate.options import CONFIG_FIELDS, GENERATE_PARAMETERS, HONOURED
 
 torch.set_num_threads(1)
 VOCAB, LENGTH = 32, 9
@@ -303,17 +296,3 @@ def test_an_option_of_ours_in_such_a_call_is_named(ours, patched):
     with pytest.raises(ValueError, match=f"^{next(iter(ours))}: .*num_beams=2") as caught:
         target.generate(**asked(), num_beams=2, **ours)
     assert not isinstance(caught.value, validate.Unsupported)
-
-
-def test_type_checkers_know_options_arguments_and_shapes():
-    """Those that the options and transformers' own arguments are."""
-    declared, given = get_type_hints(Options), set(get_type_hints(GenerateArguments))
-    options = {field.name: declared[field.name] for field in fields(Options)}
-    assert get_type_hints(OptionArguments) == options
-    assert list(OptionArguments.__annotations__) == list(options), "in the same order, for editors"
-    treated = {name for name, (treatment, *_) in CONFIG_FIELDS.items() if treatment == HONOURED}
-    treated |= {name for name, treatment in GENERATE_PARAMETERS.items() if treatment == HONOURED}
-    explicit = set(inspect.signature(inspect.unwrap(gsd.generate)).parameters)
-    # generate gives its own custom_generate; use_cache changes nothing, and transformers' users pass it.
-    assert given - set(options) == treated - explicit - set(options) - {"custom_generate"} | {"use_cache"}
-    assert set(get_args(GraphName)) == {AUTO, PLAIN, *PRESETS}

@@ -448,7 +448,7 @@ def test_stop_strings_of_the_models_own_generation_config():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("num_assistant_tokens", "num_assistant_tokens=7 of the model's generation_config has no effect.*depth=7"),
+        ("num_assistant_tokens", "num_assistant_tokens=7 has no effect"),
         ("codebooks", "generation option codebooks=7 is not known to gsd_kernels"),
     ],
 )

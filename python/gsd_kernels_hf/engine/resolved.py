@@ -202,22 +202,15 @@ def check_names(given: Iterable[str], model: PreTrainedModel) -> None:
 
 def report_draft_lengths(given: Mapping[str, Any], config: GenerationConfig | None, model: PreTrainedModel) -> None:
     """Say once that a setting of :data:`DRAFT_LENGTHS` has no effect, wherever it was set."""
-    places = {"the call": given, "generation_config": vars(config) if config is not None else {}}
-    places["the model's generation_config"] = vars(model.generation_config)
-    for place, values in places.items():
-        for name in DRAFT_LENGTHS:
-            value = values.get(name)
-            if value is None:
-                continue
-            depth = value if name == "num_assistant_tokens" and type(value) is int and 1 <= value <= 64 else 5
+    values = {**vars(model.generation_config), **({} if config is None else vars(config)), **given}
+    for name in DRAFT_LENGTHS:
+        if (value := values.get(name)) is not None:
             warn_once(
                 (name, str(value)),
-                '%s=%r of %s has no effect: graph_config says how much is drafted, as in graph_config="auto" or '
-                'GraphConfig.preset("chain", depth=%d)',
+                '%s=%r has no effect: graph_config says how much is drafted, as in graph_config="auto" or '
+                'GraphConfig.preset("chain", depth=5)',
                 name,
                 value,
-                place,
-                depth,
             )
 
 

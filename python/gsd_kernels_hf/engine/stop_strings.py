@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,28 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 
-class _Fit(NamedTuple):
-    """Where a token fits into the strings, counted from their ends; in bytes where the criterion compares bytes.
-
-    Attributes:
-        length: of the token.
-        inside: by string the places where the token may stand before what ends the string.
-        ends: by string how much of its end the token may hold, as the last one.
-    """
-
-    length: int
-    inside: dict[Any, list[int]]
-    ends: dict[Any, list[int]]
-
-
-_NOWHERE = _Fit(0, {}, {})  # such as a row of the logits that is no token
-
-
 class StopStrings(StopStringCriteria):
     """The decision of transformers' ``StopStringCriteria``, token for token, without its table of the vocabulary.
 
-    The table takes seconds and hundreds of megabytes for a few strings, which the process keeps. Here transformers'
-    own functions are asked about a token once a text has it.
+    The table takes seconds and hundreds of megabytes for a few strings, which the process keeps. Here it is made of a
+    text's last tokens alone, and only behind a token that may end a string.
 
     Args:
         tokenizer: of the texts.
@@ -48,10 +32,16 @@ class StopStrings(StopStringCriteria):
             raise TypeError(f"stop_strings: expected a string or a list of them, got {stop_strings!r}")
         if not given:
             raise ValueError("stop_strings: the list is empty; leave it out")
-        self.tokenizer, self.known = tokenizer, dict[int, _Fit]()
+        self.tokenizer = tokenizer
+        self.pieces: dict[int, tuple[Any, ...]] = {}  # of text, or bytes: that of a token, if it has one
+        self.ends: dict[int, bool] = {}  # whether a token may end a string
         super().__init__(_Part(tokenizer, {}), given)  # type: ignore[arg-type]
         self.wanted: tuple[Any, ...] = getattr(self, "_stop_strings_for_matching", self.stop_strings)
-        self._check()
+        own = [token for string in self.stop_strings for token in tokenizer(string)["input_ids"]]
+        if all(self.wanted) and not self._embed(own) and not self._tabulate(*self._cleaned(tokenizer.get_vocab())):
+            raise ValueError(
+                f"stop_strings: no token of this tokenizer ends one of {', '.join(map(repr, self.stop_strings))}"
+            )
 
     def clean_and_embed_tokens_with_cache(self, *_: Any) -> tuple[None, int, int]:
         """The table, which is none."""
@@ -59,71 +49,51 @@ class StopStrings(StopStringCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Say of every text, [B, L], whether a string has just ended it: bool [B]."""
-        rows = input_ids[:, -self.maximum_token_len :].tolist()
-        ended = [any(self._ended(row, string) for string in self.wanted) for row in rows]
+        ended = [self._ended(tail) for tail in input_ids[:, -self.maximum_token_len :].tolist()]
         return torch.tensor(ended, device=input_ids.device, dtype=torch.bool)
 
-    def _ended(self, row: list[int], string: Any) -> bool:
-        if not string:
+    def _ended(self, tail: list[int]) -> bool:
+        if not all(self.wanted):  # an empty string ends every text
             return True
-        for found in self._fit(row[-1]).ends.get(string, ()):
-            before = iter(row[-2::-1])
-            while found < len(string) and (token := next(before, None)) is not None:
-                fit = self._fit(token)
-                if found not in fit.inside.get(string, ()):
-                    break
-                found += fit.length
-            if found >= len(string):
-                return True
-        return False
+        if tail[-1] not in self.ends:
+            self.ends[tail[-1]] = self._embed(tail[-1:])
+        if not self.ends[tail[-1]]:
+            return False
+        tokens = list(dict.fromkeys(tail))
+        self._embed(tokens)
+        rows = torch.tensor([[tokens.index(token) for token in tail]], device="cpu")
+        return bool(super().__call__(rows, None))
 
-    def _fit(self, token: int) -> _Fit:
-        if token not in self.known:
-            name = self._name(token)
-            try:
-                pieces, ids = self._cleaned({} if name is None else {name: token})
-            except ValueError:  # it takes something away from the piece before it
-                pieces, ids = (), ()
-            self.known[token] = self._fits(pieces, ids).get(token, _NOWHERE)
-        return self.known[token]
+    def _embed(self, tokens: Sequence[int]) -> bool:
+        """Make the table of these tokens, a row each."""
+        for token in tokens:
+            if token not in self.pieces:
+                self.pieces[token] = self._piece(token)
+        found = [(piece, row) for row, token in enumerate(tokens) for piece in self.pieces[token]]
+        return bool(found) and self._tabulate(*zip(*found, strict=True))
 
-    def _name(self, token: int) -> str | None:
+    def _tabulate(self, pieces: Sequence[Any], rows: Sequence[int]) -> bool:
+        """Make the table of pieces of text; ``False`` where none of them ends a string."""
+        try:
+            table = self._stop_string_create_embedding_vec(pieces, rows, self.wanted)
+        except ValueError:
+            return False
+        self.embedding_vec, self.max_valid_positions, self.max_valid_end_lens = table
+        return True
+
+    def _piece(self, token: int) -> tuple[Any, ...]:
         try:
             name = self.tokenizer.convert_ids_to_tokens(token)
-        except (IndexError, KeyError):
-            return None
-        return name if name is not None and self.tokenizer.convert_tokens_to_ids(name) == token else None
+            known = name is not None and self.tokenizer.convert_tokens_to_ids(name) == token
+            return self._cleaned({name: token})[0] if known else ()
+        except (IndexError, KeyError, ValueError):  # a row of the logits; or it takes away from the piece before it
+            return ()
 
     def _cleaned(self, vocabulary: dict[str, int]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         """The pieces of text that tokens stand for, and the tokens."""
         mode = getattr(self, "_stop_string_matching_mode", None)  # which older releases do not have
         options = {} if mode is None else {"stop_string_matching_mode": mode}
-        part: Any = _Part(self.tokenizer, vocabulary)
-        return self.clean_tokenizer_vocab(part, **options)
-
-    def _fits(self, pieces: tuple[Any, ...], ids: tuple[int, ...]) -> dict[int, _Fit]:
-        found = self._stop_string_get_matching_positions(pieces, ids, self.wanted)
-        inside, ends = ({string: by[string] for string in self.wanted} for by in found)
-        return {
-            token: _Fit(
-                len(piece),
-                {string: by[token] for string, by in inside.items() if token in by},
-                {string: by[token] for string, by in ends.items() if token in by},
-            )
-            for piece, token in zip(pieces, ids, strict=True)
-        }
-
-    def _check(self) -> None:
-        """Refuse strings that no token can end, as transformers does; it has looked at the vocabulary by then."""
-        own = (token for string in self.stop_strings for token in self.tokenizer(string)["input_ids"])
-        if not all(self.wanted) or any(self._fit(token).ends for token in own):
-            return
-        pieces, ids = self._cleaned(self.tokenizer.get_vocab())
-        near = [(p, i) for p, i in zip(pieces, ids, strict=True) if any(string[-1:] in p for string in self.wanted)]
-        if not any(fit.ends for fit in self._fits(tuple(p for p, _ in near), tuple(i for _, i in near)).values()):
-            raise ValueError(
-                f"stop_strings: no token of this tokenizer ends one of {', '.join(map(repr, self.stop_strings))}"
-            )
+        return self.clean_tokenizer_vocab(_Part(self.tokenizer, vocabulary), **options)  # type: ignore[arg-type]
 
 
 class _Part:
