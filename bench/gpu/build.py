@@ -22,12 +22,12 @@ def run(work: Work) -> None:
     """Points ``needs``, ``ops``, ``backends``."""
     if not work.rehearse and not built():  # earlier results, another machine
         work.points.pop("ops", None)
-    work.each(["needs"], lambda _: needs())
-    work.each(["ops"], lambda _: ops(work))
+    work.each({"needs": ()}, needs)
+    work.each({"ops": (work,)}, ops)
     if work.rehearse:
         work.skip("kernels on a GPU: whether the backends run there")
     # In a process of its own: which libraries there are is looked up once, when the package is imported.
-    work.each(["backends"], lambda _: backends(work))
+    work.each({"backends": (work,)}, backends)
 
 
 def needs() -> dict[str, Any]:

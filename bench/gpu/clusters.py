@@ -13,7 +13,7 @@ import torch
 
 from gsd_kernels.ops.decoder_rows.cuda import GROUP_CAPABILITY
 
-from .work import Work
+from .work import Work, points
 
 SIZES = (2, 4, 8)
 SHARED_BYTES, THREADS = 193 << 10, 384  # of a block
@@ -45,8 +45,7 @@ def run(work: Work) -> None:
     if work.rehearse or torch.cuda.get_device_capability(work.device) < GROUP_CAPABILITY:
         return work.skip("clusters: GPUs of compute capability 9.0 and newer have them")
     torch.zeros(1, device=work.device)  # makes the context current
-    sizes = {f"clusters of {size}": size for size in SIZES}
-    work.each(sizes, lambda name: active(ctypes.CDLL("libcuda.so.1"), sizes[name]))
+    work.each(points("clusters of {size}", size=SIZES), lambda size: active(ctypes.CDLL("libcuda.so.1"), size))
     return None
 
 

@@ -18,11 +18,12 @@ from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
 
 from ..kernels.rows import random_model
 from .graphs import Launch, kernel_table
-from .right import GROUPED, MOST_EARLY_ROWS, passed_by_groups, right_shapes
+from .right import passed_by_groups, right_shapes
 from .work import Work, points, switched
 
 ROWS = (16, 64, 128, 256)
 PREFIXES = (256, 1000, 4097, 16384, 32768)
+MOST_EARLY_ROWS = 32  # that never go by groups
 LAYERS = 4
 PRODUCTS = ("q, k, v", "o", "gate and up", "down")  # of a layer, in the order of their launches
 IS_PRODUCT = ("product_kernel", "rows_group_kernel")
@@ -36,18 +37,17 @@ def run(work: Work) -> None:
     if work.rehearse:
         work.skip("kernels by CUPTI: a CPU's operators are listed instead, and the attention is none of them")
     right = right_shapes(work)
-    by_kernel = {name: (*of, work.prefix) for name, of in points("{shape} rows={rows}", shape=right, rows=rows).items()}
+    by_kernel = points("{shape} rows={rows}", shape=right, rows=rows)
     if passed_by_groups(work):
-        grouped = {f"{name}{GROUPED}": (*sizes, "1") for name, sizes in by_kernel.items() if sizes[1] > MOST_EARLY_ROWS}
-        by_kernel |= grouped
+        by_kernel |= {f"{name} by groups": (*of, "1") for name, of in by_kernel.items() if of[1] > MOST_EARLY_ROWS}
     by_prefix = points("{shape} prefix={prefix} rows={rows} attention", shape=right, prefix=prefixes, rows=rows)
     model = lru_cache(maxsize=None)(lambda shape: random_model(shape, work.dtype, work.device, LAYERS))
-    work.each(by_kernel, lambda name: table(work, model(by_kernel[name][0]), *by_kernel[name]))
-    work.each(by_prefix, lambda name: attention(work, model(by_prefix[name][0]), *by_prefix[name]))
+    work.each(by_kernel, lambda shape, *of: table(work, model(shape), shape, work.prefix, *of))
+    work.each(by_prefix, lambda shape, *of: attention(work, model(shape), shape, *of))
 
 
 @torch.no_grad()
-def table(work: Work, model: Any, shape: str, count: int, prefix: int, group: str = "0") -> dict[str, Any]:
+def table(work: Work, model: Any, shape: str, prefix: int, count: int, group: str = "0") -> dict[str, Any]:
     """One forward of a few layers by kernel; ``group``: by groups of warps or not."""
     start = torch.zeros(1, dtype=torch.int32, device=work.device)
     rows = FusedRows(model, prefix + MOST_ROWS, start, "auto")
@@ -77,7 +77,7 @@ def by_product(launches: Sequence[Launch]) -> dict[str, Any]:
 
 def attention(work: Work, model: Any, shape: str, prefix: int, count: int) -> dict[str, Any]:
     """Seconds of the attention's kernels in one layer, and what they read of the cache."""
-    found = table(work, model, shape, count, prefix)
+    found = table(work, model, shape, prefix, count)
     sizes = {"shape": shape, "rows": count, "prefix": prefix}
     kept = 2 * prefix * model.config.num_key_value_heads * model.config.head_dim * work.dtype.itemsize
     return {**sizes, "bytes": kept, **({} if work.rehearse else of_a_layer(found["top"]))}

@@ -5,7 +5,6 @@ A kind of a shape is timed where its bits were right. The dense operator is time
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from torch import Tensor, nn
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, pack_matrix, unpack_rows
 from gsd_kernels_hf.model.fused import FusedRows
 from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, apart, row_inputs
-from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.packed.modules import Packed, PackedEmbedding, PackedLinear
 from gsd_kernels_hf.packed.pack import replace
 
 from ..kernels.rows import random_model
-from .forward import Forward
+from .forward import timed
 from .right import LAYERS, none_apart
 from .work import Work, points
 
@@ -31,42 +29,26 @@ GROUP = 32  # inputs of an int4 scale
 
 
 def run(work: Work) -> None:
-    """Points ``bandwidth``, ``SHAPE KIND bits`` of a few layers, and ``SHAPE rows=R KIND`` of a whole model."""
-    rows, of_bits = ((1, 5), (5,)) if work.rehearse else (ROWS, OF_BITS)
+    """Points ``SHAPE KIND bits`` of a few layers, and ``SHAPE KIND`` of a whole model, by numbers of rows."""
     if work.rehearse:
         work.skip("the CUDA operator: a CPU's own takes its place")
     verdicts = points("{shape} {kind} bits", shape=work.shapes, kind=KINDS)
-    work.each(verdicts, lambda name: bits(work, *verdicts[name], work.prefix, of_bits))
-    names = points("{shape} rows={rows} {kind}", shape=work.shapes, kind=(DENSE, *KINDS), rows=rows)
-    wrong = [n for n, (shape, kind, _) in names.items() if kind != DENSE and not work.is_done(f"{shape} {kind} bits")]
+    counts = (5,) if work.rehearse else OF_BITS
+    work.each(verdicts, lambda shape, kind: bits(work, shape, kind, work.prefix, counts))
+    cases = points("{shape} {kind}", shape=work.shapes, kind=(DENSE, *KINDS))
+    wrong = [name for name, (_, kind) in cases.items() if kind != DENSE and not work.is_done(f"{name} bits")]
     work.leave(wrong, "bits not found right")
-    if not work.knows_bandwidth():
-        return
-    forward = lru_cache(maxsize=1)(lambda shape, kind: PackedForward(work, shape, kind))
+    # By the operator alone: modules would unpack the matrices every time.
     work.each(
-        [n for n in names if n not in wrong], lambda name: forward(*names[name][:2]).time(names[name][2], "operator")
+        {name: case for name, case in cases.items() if name not in wrong},
+        lambda shape, kind: timed(work, shape, whole(work, shape, kind), ROWS, {}, ("operator",)),
     )
 
 
-class PackedForward(Forward):
-    """All layers of a shape with matrices of a kind, by the operator alone: modules would unpack them every time."""
-
-    def __init__(self, work: Work, shape: str, kind: str) -> None:
-        super().__init__(work, shape)
-        self.kind = kind
-
-    @cached_property
-    def model(self) -> Any:
-        model = random_model(self.shape, self.work.dtype, self.work.device)
-        return model if self.kind == DENSE else replace(model, packed_modules(model, self.kind))
-
-    @cached_property
-    def ways(self) -> dict[str, RowModel]:
-        return {"operator": self.prefilled("operator")}
-
-    def time(self, rows: int, setting: str) -> dict[str, Any]:
-        """Time like :meth:`Forward.time`, with the kind."""
-        return {**super().time(rows, setting), "kind": self.kind}
+def whole(work: Work, shape: str, kind: str) -> Any:
+    """All layers of a shape with matrices of a kind."""
+    model = random_model(shape, work.dtype, work.device)
+    return model if kind == DENSE else replace(model, packed_modules(model, kind))
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ def run(work: Work) -> None:
     both = models(work)
     about = {"seconds": time.monotonic() - begin, "bytes": used(before, memory(work))}
     work.keep("models", {"names": shapes(work), **about})
-    work.each(names, lambda name: judged(work, *both, name))
+    work.each({name: (work, *both, name) for name in names}, judged)
 
 
 def shapes(work: Work) -> tuple[str, str]:

@@ -46,7 +46,7 @@ def run(work: Work) -> None:
     if lack is not None:
         work.keep("memory", {"missing": lack})
         return
-    work.each(planned, lambda name: bench(work, name, planned[name]))
+    work.each({name: (work, name, given) for name, given in planned.items()}, bench)
 
 
 def commands(stage: str, rehearse: bool, seconds: float = MIN_RACE_SECONDS) -> dict[str, list[str]]:

@@ -33,8 +33,6 @@ REPLAYS = 1000
 CASES = (Case(1024), Case(1000), Case(1023), Case(1025), Case(4097), Case(1000, (0, 37)), Case(1025, (300, 1)))
 SMALL_CASES = (Case(40), Case(33), Case(39, (0, 7)))
 
-GROUPED = " by groups"  # behind the names of other stages' points
-MOST_EARLY_ROWS = 32  # that never go by groups
 KERNEL = "rows_group_kernel"
 GROUP_ROWS = (33, 64, 100, 128, 200, 256)
 #: Factors of the output matrix's weights by dtype: subnormal numbers, and sums that leave the range.
@@ -58,7 +56,7 @@ def run(work: Work) -> None:
     for shape in work.shapes:
         of = lru_cache(lambda shape=shape: Subject(random_model(shape, work.dtype, work.device, LAYERS)))
         points = points_of(work.stage.name, work, shape, of)
-        work.each(points, lambda name, points=points: points[name]())
+        work.each({name: (point,) for name, point in points.items()}, lambda point: point())
 
 
 def prove(work: Work) -> None:
@@ -66,10 +64,10 @@ def prove(work: Work) -> None:
     if work.rehearse:
         return work.skip("a GPU's proof of itself: tests run it on a CPU, at small sizes")
     found = itertools.product(DTYPES, HEAD_DIMS, ways(work.device))
-    kinds = {kind.name: kind for kind in itertools.starmap(Kind, found)}
+    kinds = {kind.name: (kind,) for kind in itertools.starmap(Kind, found)}
 
-    def proved(name: str) -> dict[str, Any]:
-        proof = gpu_proof.prove(kinds[name], work.device)
+    def proved(kind: Kind) -> dict[str, Any]:
+        proof = gpu_proof.prove(kind, work.device)
         return {**proof, **({} if proof["why"] is None else {"error": proof["why"]})}
 
     work.each(kinds, proved)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .stages import ROOT
-from .work import Work
+from .work import Work, points
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 #: A test each of what a call launches, ends of tiles and splits, storage outside; quick, as each is slowed manyfold.
@@ -29,12 +29,12 @@ def run(work: Work) -> None:
     program = sanitizer()
     if work.rehearse or program is None:
         work.skip("compute-sanitizer: " + ("there is no GPU" if work.rehearse else "it is not installed"))
+    tools = points("{tool}", tool=TOOLS)
     if program is None and not work.rehearse:
-        work.each(TOOLS, lambda _: {"missing": "compute-sanitizer"})
-        return
+        return work.each(tools, lambda _: {"missing": "compute-sanitizer"})
     # The allocator of PyTorch cuts tensors from large pieces of memory, whose ends no tool sees.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    work.each(TOOLS, lambda tool: check(work, [] if work.rehearse else command(program, tool), environment))
+    return work.each(tools, lambda tool: check(work, [] if work.rehearse else command(program, tool), environment))
 
 
 def sanitizer() -> str | None:

@@ -20,7 +20,6 @@ import torch
 from gsd_kernels_hf.model.replay import lost
 
 from ..lib.environment import environment
-from ..lib.timing import read_bandwidths
 from .stages import Call, Stage, stage_named, write
 
 SCHEMA = 1
@@ -86,12 +85,16 @@ class Work:
     def is_done(self, name: str) -> bool:
         return name in self.points and "error" not in self.points[name]
 
-    def each(self, names: Iterable[str], measure: Callable[[str], dict[str, Any]]) -> None:
-        """Measure every named point that is not done, unless it would end too late if it took as long as the slowest.
+    def each(self, cases: Mapping[str, tuple[Any, ...]], measure: Callable[..., dict[str, Any]]) -> None:
+        """Measure every point that is not done, unless it would end too late if it took as long as the slowest.
+
+        Args:
+            cases: by the points' names what ``measure`` is called with.
+            measure: gives a point's result.
 
         A point that raises is recorded with its error; after an error that leaves the GPU unusable nothing follows.
         """
-        due = [name for name in names if not self.is_done(name)]
+        due = [name for name in cases if not self.is_done(name)]
         for place, name in enumerate(due):
             if self.left() < self.slowest:
                 self.waiting += due[place:]
@@ -99,7 +102,7 @@ class Work:
             print(f"{self.stage.name}: {name}", flush=True)
             begin, fatal = time.monotonic(), False
             try:
-                record = measure(name)
+                record = measure(*cases[name])
             except Exception as error:
                 traceback.print_exc()
                 record = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]}
@@ -108,11 +111,6 @@ class Work:
             self.keep(name, record)
             if fatal:
                 raise SystemExit(f"{name}: the GPU is unusable after this error")
-
-    def knows_bandwidth(self, found: Callable[..., dict[str, float]] = read_bandwidths) -> bool:
-        """Measure the point ``bandwidth``, which floors are made of; whether it is there."""
-        self.each(["bandwidth"], lambda _: found(self.device, quick=self.rehearse))
-        return self.is_done("bandwidth")
 
     def keep(self, name: str, record: dict[str, Any]) -> None:
         """Keep a point's result."""

@@ -12,7 +12,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -101,58 +101,59 @@ def bytes_read(rows: RowModel, count: int, prefix: int) -> int:
     return weights - unread + rows.cache.nbytes * prefix // rows.cache.capacity
 
 
+@torch.no_grad()
 def measure(
     shape: str,
-    dtype: torch.dtype,
+    model: PreTrainedModel,
     rows: tuple[int, ...],
     prefix: int,
     prompt: int,
     seconds: float,
-    device: torch.device,
-    busy: int,
+    busy: int = 0,
+    ways: Iterable[str] = WAYS,
 ) -> dict[str, Any]:
-    """Milliseconds of rows and of a prompt, and what they are multiples of."""
-    model = random_model(shape, dtype, device)
+    """Milliseconds of rows and of a prompt by some ways, and their multiples of the floor; ``shape``: the model's."""
+    device, on_gpu = model.device, model.device.type == "cuda"
     kv_start = torch.zeros(1, dtype=torch.int32, device=device)
     ids = torch.randint(0, model.config.vocab_size, (1, max(prefix, prompt)), device=device)
-    result: dict[str, Any] = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "prefix": prefix, "rows": []}
-    with torch.no_grad(), neighbours(busy):
-        models = {name: way(model, max(prefix, prompt) + MOST_ROWS, kv_start, "auto") for name, way in WAYS.items()}
+    dtype = str(model.dtype).removeprefix("torch.")
+    result: dict[str, Any] = {"shape": shape, "dtype": dtype, "prefix": prefix, "rows": []}
+    with neighbours(busy):
+        models = {way: WAYS[way](model, max(prefix, prompt) + MOST_ROWS, kv_start, "auto") for way in ways}
         for model_rows in models.values():
             model_rows.prefill(ids[:, :prefix], None, None)
         size = bytes_read(models["operator"], max(rows), prefix)
-        on_gpu = device.type == "cuda"
         source = torch.randn(1 if on_gpu else size // 4)  # equal pages could be one page of the host
         known = {"read": size / read_bandwidths(device)["read"]} if on_gpu else {}
         for count in rows:
             inputs = row_inputs(count, prefix, device)
             calls: dict[str, Callable[[], torch.Tensor]] = {
-                name: lambda of=of, inputs=inputs, count=count: of.rows(*inputs, keep=count)
-                for name, of in models.items()
+                way: lambda of=of, inputs=inputs, count=count: of.rows(*inputs, keep=count)
+                for way, of in models.items()
             }
-            check(calls, count, dtype)
+            check(calls, count, model.dtype)
             if on_gpu:
-                best = {name: time_call(call, device, seconds=seconds).median for name, call in calls.items()}
+                best = {way: time_call(call, device, seconds=seconds).median for way, call in calls.items()}
             else:
                 best = in_turns({"read": source.sum, **calls}, seconds, busy)
             best = known | best
-            line = {"rows": count, **{f"{name}_ms": 1e3 * value for name, value in best.items()}}
-            line |= {f"{name}_over_floor": best[name] / best["read"] for name in WAYS}
-            result["rows"].append(line)
-        prompts = {name: lambda of=of: again(of, ids[:, :prompt]) for name, of in models.items()}
+            line = {"rows": count, **{f"{way}_ms": 1e3 * value for way, value in best.items()}}
+            result["rows"].append(line | {f"{way}_over_floor": best[way] / best["read"] for way in models})
+        prompts = {way: lambda of=of: again(of, ids[:, :prompt]) for way, of in models.items()}
         best = in_turns(prompts, 2 * seconds, busy)
-        result["prompt"] = {"tokens": prompt, **{f"{name}_ms": 1e3 * value for name, value in best.items()}}
+        result["prompt"] = {"tokens": prompt, **{f"{way}_ms": 1e3 * value for way, value in best.items()}}
     floor = min(line["read_ms"] for line in result["rows"])
     return {**result, "bytes": size, "bandwidth_gb_s": size / floor / 1e6}
 
 
 def check(calls: dict[str, Callable[[], Any]], count: int, dtype: torch.dtype) -> None:
-    """Nothing that is wrong is timed: both ways' logits agree as far as a dtype lets so many layers.
+    """Nothing that is wrong is timed: the ways' logits agree as far as a dtype lets so many layers.
 
     Raises:
         RuntimeError: they do not.
     """
-    ours, theirs = (calls[name]().float() for name in WAYS)
+    ours, *others = (call().float() for call in calls.values())
+    theirs = others[0] if others else ours
     error, most = float((ours - theirs).norm() / theirs.norm()), MOST_ERROR[dtype]
     if not error <= most:
         raise RuntimeError(f"rows: {count} rows differ from the modules' by {error:.2g}, more than {most}")
@@ -202,7 +203,9 @@ def run(
         "case": "rows",
         "environment": environment(device),
         "busy": busy,
-        "results": [measure(shape, dtype, rows, prefix, prompt, seconds, device, busy) for dtype in dtypes],
+        "results": [
+            measure(shape, random_model(shape, dtype, device), rows, prefix, prompt, seconds, busy) for dtype in dtypes
+        ],
     }
 
 
@@ -210,11 +213,11 @@ def table(report: dict[str, Any]) -> str:
     """The report in Markdown: milliseconds, and multiples of the floor."""
     lines = []
     for result in report["results"]:
-        what = f"{result['shape']}, {result['dtype']}"
-        for line in result["rows"]:
-            times = [f"{line[f'{name}_ms']:.2f} ({line[f'{name}_over_floor']:.2f})" for name in WAYS]
-            lines.append([f"{what}, rows {line['rows']}", f"{line['read_ms']:.2f}", *times])
-        prompt = result["prompt"]
-        times = [f"{prompt[f'{name}_ms']:.2f}" for name in WAYS]
-        lines.append([f"{what}, prompt of {prompt['tokens']}", "", *times])
-    return markdown(["ms (multiples of the floor)", "floor", *WAYS], lines)
+        ways = [way for way in WAYS if f"{way}_ms" in result["prompt"]]
+        for line in (*result["rows"], result["prompt"]):
+            about = f"rows {line['rows']}" if "rows" in line else f"prompt of {line['tokens']}"
+            over = [f" ({line[f'{way}_over_floor']:.2f})" if "rows" in line else "" for way in ways]
+            times = [f"{line[f'{way}_ms']:.2f}{times}" for way, times in zip(ways, over, strict=True)]
+            floor = f"{line['read_ms']:.2f}" if "rows" in line else ""
+            lines.append([f"{result['shape']}, {result['dtype']}, {about}", floor, *times])
+    return markdown(["ms (multiples of the floor)", "floor", *ways], lines)
