@@ -38,7 +38,7 @@ CORE_OF_SATELLITES = {
     "gsd_kernels_cli": (
         "api corpus.index engine.decoder engine.options engine.resolved engine.stats exported.options "
         "extras files learning model.fused model.gpu_proof model.properties packed.dense packed.gguf "
-        "parallel progress records sources.base sources.checkpoints sources.corpus sources.dflash "
+        "parallel progress records sources.checkpoints sources.corpus sources.dflash "
         "sources.eagle3 sources.heads sources.load sources.mtp_files store validate"
     ),
 }

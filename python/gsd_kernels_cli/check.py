@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.markup import escape
@@ -39,7 +39,7 @@ def command(
     max_new_tokens: options.MaxNewTokens = 64,
     graph_config: options.GraphOption = None,
     backend: options.Backend = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Compare transformers' own greedy generate with graph speculation, prompt by prompt.
 

@@ -43,7 +43,7 @@ def command(
         bool,
         typer.Option("--prove", help="Prove the operator of rows on every GPU anew, in some seconds, and show how."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Versions, devices, compilers, and every backend on every device with the reason why one is missing."""
     model = values.named_once(place, model)

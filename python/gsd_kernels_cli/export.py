@@ -38,7 +38,7 @@ def command(
             "--link", help="Weights take no room: hard links. What writes to the one file in place changes the other."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Write a model and what drafts for it to a folder that transformers itself loads and serves.
 
@@ -76,7 +76,7 @@ def command(
         )
         shape = options.read_graph_config(graph_config)
         Sources.of(Options(**pair.speculation, graph_config=shape), pair.target)
-    if pair.draft_tokenizer is not None:
+    if "assistant_tokenizer" in pair.speculation:
         parts["assistant_tokenizer"] = parts["assistant_model"]
     write.write_model_folder(folder, target, name, parts, {**own, "graph_config": shape}, link=link)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -36,7 +36,7 @@ def command(
         typer.Option("--suffix", metavar=".EXT", help="Of a folder, only files that end so. Repeatable."),
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Index texts, for --corpus of generate and check, and for gsd_kernels.Corpus.
 

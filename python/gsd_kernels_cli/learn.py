@@ -31,7 +31,7 @@ def command(
     dtype: options.DtypeOption = "auto",
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Let a model answer everyday prompts, and keep how its answers go on: later calls draft with it.
 

@@ -43,15 +43,15 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
+def option(panel: str, help: str | None = None, *flags: str, **more: Any) -> Any:
+    """An option in a panel of a command's help; without ``flags`` it is called as its parameter."""
+    return typer.Option(*flags, rich_help_panel=panel, help=help, **more)
+
+
 def model_option(without: str) -> Any:
     """``--model``; ``without`` it, says its help, what."""
-    return typer.Option(
-        "--model",
-        metavar="DIR|ID|FILE.gguf",
-        callback=values.model("--model"),
-        rich_help_panel=_MODELS,
-        help=f"Target: a local checkpoint folder, a hub id, or a GGUF file. Without it {without}.",
-    )
+    said = f"Target: a local checkpoint folder, a hub id, or a GGUF file. Without it {without}."
+    return option(_MODELS, said, "--model", metavar="DIR|ID|FILE.gguf", callback=values.model("--model"))
 
 
 def checkpoint_option(said: str) -> Any:
@@ -71,91 +71,53 @@ ModelPlace = Annotated[
 Model = Annotated[str | None, model_option("the embedded pair is used")]
 Draft = Annotated[
     str | None,
-    typer.Option(
-        "--draft",
+    option(
+        _MODELS,
+        "Draft model; its tokenizer may be another. [bold]history[/bold], the default beside --model: no model, "
+        "the text itself and the target's earlier tokens. [bold]none[/bold]: plain decoding.",
         metavar="DIR|ID|history|none",
         callback=values.draft,
-        rich_help_panel=_MODELS,
-        help="Draft model; its tokenizer may be another. [bold]history[/bold], the default beside --model: no model, "
-        "the text itself and the target's earlier tokens. [bold]none[/bold]: plain decoding.",
     ),
 ]
 DraftHeadsOption = Annotated[
     str | None,
-    typer.Option(
+    option(
+        _MODELS,
+        "Heads of the target, from [bold]gsd-kernels train-heads[/bold]: beside --draft and the history, or "
+        "without a draft. [bold]demo[/bold]: those of the embedded target.",
         "--draft-heads",
         metavar="DIR",
-        rich_help_panel=_MODELS,
-        help="Heads of the target, from [bold]gsd-kernels train-heads[/bold]: beside --draft and the history, or "
-        "without a draft. [bold]demo[/bold]: those of the embedded target.",
     ),
 ]
 DrafterOption = Annotated[
     str | None,
-    typer.Option(
-        "--drafter",
+    option(
+        _MODELS,
+        "Drafter that was trained for the target: EAGLE-3, P-EAGLE, DFlash, DSpark, JetSpec, Medusa or Gemma 4's. "
+        "'mtp': the multi-token-prediction heads in the target's own. Beside --draft and the history, or without one.",
         metavar="DIR|ID|mtp",
         callback=values.drafter,
-        rich_help_panel=_MODELS,
-        help="Drafter that was trained for the target: EAGLE-3, P-EAGLE, DFlash, DSpark, JetSpec, Medusa or Gemma 4's. "
-        "'mtp': the multi-token-prediction heads in the target's own. Beside --draft and the history, or without one.",
     ),
 ]
 CorpusOption = Annotated[
     str | None,
-    typer.Option(
-        "--corpus",
-        metavar="DIR",
-        rich_help_panel=_MODELS,
-        help="Texts indexed by [bold]gsd-kernels index[/bold] with the target's tokenizer: beside --draft and "
+    option(
+        _MODELS,
+        "Texts indexed by [bold]gsd-kernels index[/bold] with the target's tokenizer: beside --draft and "
         "the history, with [bold]--draft none[/bold] alone.",
+        metavar="DIR",
     ),
 ]
-Revision = Annotated[
-    str | None, typer.Option("--revision", rich_help_panel=_MODELS, help="Branch, tag or commit of --model on the hub.")
-]
-DraftRevision = Annotated[
-    str | None, typer.Option("--draft-revision", rich_help_panel=_MODELS, help="The same for --draft.")
-]
-DtypeOption = Annotated[
-    Dtype,
-    typer.Option(
-        "--dtype", rich_help_panel=_MODELS, help="auto: as stored (the embedded pair: float32).", case_sensitive=False
-    ),
-]
+Revision = Annotated[str | None, option(_MODELS, "Branch, tag or commit of --model on the hub.")]
+DraftRevision = Annotated[str | None, option(_MODELS, "The same for --draft.")]
+DtypeOption = Annotated[Dtype, option(_MODELS, "auto: as stored (the embedded pair: float32).", case_sensitive=False)]
 Device = Annotated[
     str | None,
-    typer.Option(
-        "--device",
-        callback=values.device,
-        rich_help_panel=_MODELS,
-        help="cpu, cuda, cuda:1, …; default: the first GPU if there is one.",
-    ),
+    option(_MODELS, "cpu, cuda, cuda:1, …; default: the first GPU if there is one.", callback=values.device),
 ]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", rich_help_panel=_MODELS, help="Run Python code that the checkpoint brings."),
-]
-TensorParallel = Annotated[
-    bool,
-    typer.Option(
-        "--tp",
-        rich_help_panel=_MODELS,
-        help="Shard the target over the processes of [bold]torchrun … -m gsd_kernels_hf[/bold]; the draft is whole on "
-        "each. The first process prints.",
-    ),
-]
-TensorParallelTimeout = Annotated[
-    float,
-    typer.Option(
-        "--tp-timeout", metavar="SECONDS", min=1.0, rich_help_panel=_MODELS, help="After which a silent rank is lost."
-    ),
-]
+TrustRemoteCode = Annotated[bool, option(_MODELS, "Run Python code that the checkpoint brings.", "--trust-remote-code")]
 Chat = Annotated[
-    bool,
-    typer.Option(
-        "--chat", rich_help_panel=_PROMPT, help="Each prompt is a user's message: apply the tokenizer's chat template."
-    ),
+    bool, option(_PROMPT, "Each prompt is a user's message: apply the tokenizer's chat template.", "--chat")
 ]
 Prompts = Annotated[
     list[str] | None,
@@ -167,33 +129,23 @@ Prompts = Annotated[
 ]
 PromptFiles = Annotated[
     list[str] | None,
-    typer.Option(
-        "--prompt-file",
-        metavar="FILE",
-        rich_help_panel=_PROMPT,
-        help="Read a prompt from a UTF-8 file; - is stdin. Repeatable.",
-    ),
+    option(_PROMPT, "Read a prompt from a UTF-8 file; - is stdin. Repeatable.", "--prompt-file", metavar="FILE"),
 ]
-Lines = Annotated[
-    bool,
-    typer.Option("--lines", rich_help_panel=_PROMPT, help="Every non-empty line of a file or of stdin is a prompt."),
-]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, rich_help_panel=_DECODING)]
+Lines = Annotated[bool, option(_PROMPT, "Every non-empty line of a file or of stdin is a prompt.", "--lines")]
+MaxNewTokens = Annotated[int, option(_DECODING, min=1)]
 GraphOption = Annotated[
     str | None,
-    typer.Option(
-        "--graph-config",
+    option(
+        _DECODING,
+        "auto (default), chain, tree or graph, and fields of GraphConfig: [bold]tree,depth=6,max_rows=16[/bold].",
         metavar="PRESET|KEY=VALUE,…",
-        rich_help_panel=_DECODING,
-        help="auto (default), chain, tree or graph, and fields of GraphConfig: [bold]tree,depth=6,max_rows=16[/bold].",
     ),
 ]
 CriterionOption = Annotated[
     Criterion,
-    typer.Option(
-        "--criterion",
-        rich_help_panel=_DECODING,
-        help="Which drafted tokens are accepted when sampling. [bold]exact[/bold]: what the target itself draws. "
+    option(
+        _DECODING,
+        "Which drafted tokens are accepted when sampling. [bold]exact[/bold]: what the target itself draws. "
         "[bold]speculative[/bold]: by probability ratio; exact too, but the draft decides which sample. "
         "[bold]block[/bold]: the same, a chain at a time. "
         "[bold]typical[/bold]: likely enough, which changes the output.",
@@ -202,23 +154,13 @@ CriterionOption = Annotated[
 ]
 Backend = Annotated[
     str,
-    typer.Option(
-        "--backend",
+    option(
+        _DECODING,
+        f"Of the ops: {', '.join(values.BACKENDS)}; see gsd-kernels doctor.",
         callback=values.backend,
-        rich_help_panel=_DECODING,
-        help=f"Of the ops: {', '.join(values.BACKENDS)}; see gsd-kernels doctor.",
     ),
 ]
-
-Temperature = Annotated[
-    float | None, typer.Option("--temperature", min=0.0, rich_help_panel=_SAMPLING, help="0 is greedy.")
-]
-TopK = Annotated[int | None, typer.Option("--top-k", min=0, max=2**31 - 1, rich_help_panel=_SAMPLING)]
-TopP = Annotated[float | None, typer.Option("--top-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING)]
-MinP = Annotated[float | None, typer.Option("--min-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING)]
-Seed = Annotated[
-    int | None, typer.Option("--seed", rich_help_panel=_SAMPLING, help="Same seed, same text, whatever the draft.")
-]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text and tables.")]
 
 
 @dataclass(frozen=True)
@@ -259,11 +201,11 @@ class Models:
 class Sampling:
     """How tokens are drawn."""
 
-    temperature: Temperature = None
-    top_k: TopK = None
-    top_p: TopP = None
-    min_p: MinP = None
-    seed: Seed = None
+    temperature: Annotated[float | None, option(_SAMPLING, "0 is greedy.", min=0.0)] = None
+    top_k: Annotated[int | None, option(_SAMPLING, min=0, max=2**31 - 1)] = None
+    top_p: Annotated[float | None, option(_SAMPLING, min=0.0, max=1.0)] = None
+    min_p: Annotated[float | None, option(_SAMPLING, min=0.0, max=1.0)] = None
+    seed: Annotated[int | None, option(_SAMPLING, "Same seed, same text, whatever the draft.")] = None
 
     def arguments(self) -> dict[str, Any]:
         """Of ``generate``. Temperature 0 is greedy, as on most servers."""
@@ -277,8 +219,18 @@ class Sampling:
 class Ranks:
     """The processes that the target is sharded over, if it is."""
 
-    tp: TensorParallel = False
-    tp_timeout: TensorParallelTimeout = 600.0
+    tp: Annotated[
+        bool,
+        option(
+            _MODELS,
+            "Shard the target over the processes of [bold]torchrun … -m gsd_kernels_hf[/bold]; the draft is whole on "
+            "each. The first process prints.",
+            "--tp",
+        ),
+    ] = False
+    tp_timeout: Annotated[float, option(_MODELS, "After which a silent rank is lost.", metavar="SECONDS", min=1.0)] = (
+        600.0
+    )
 
     @property
     def timeout(self) -> float | None:

@@ -26,10 +26,9 @@ from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.packed.dense import load_tokenizer
 from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.parallel import check_heads
-from gsd_kernels_hf.sources.base import DraftSource
 from gsd_kernels_hf.sources.corpus import Corpus
 from gsd_kernels_hf.sources.heads import DraftHeads
-from gsd_kernels_hf.sources.load import OWN, Drafter, load_drafter
+from gsd_kernels_hf.sources.load import OWN, load_drafter
 
 from . import ranks, values
 from .values import NONE, WITHOUT_MODEL
@@ -44,21 +43,20 @@ class LoadedPair:
 
     Attributes:
         tokenizer: of the target.
-        draft_tokenizer: of the draft, where its tokens are others.
-        none: whether ``--draft none`` was asked for: without other sources, plain decoding.
+        speculation: arguments of :func:`gsd_kernels.generate` that name the draft sources.
+        plain: whether nothing drafts, not even the text itself.
         own_shape: ``graph_config`` of the model's folder.
     """
 
     target: PreTrainedModel
-    draft: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
-    sources: tuple[str | DraftSource, ...] | None = None
-    heads: DraftHeads | None = None
-    drafter: Drafter | None = None
-    corpus: Corpus | None = None
-    none: bool = False
-    draft_tokenizer: PreTrainedTokenizerBase | None = None
+    speculation: dict[str, Any]
+    plain: bool = False
     own_shape: GraphConfig | str | None = None
+
+    @property
+    def draft(self) -> PreTrainedModel | None:
+        return self.speculation.get("assistant_model")
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +74,7 @@ class LoadedPair:
         if self.draft is not None:
             drafting = f"its draft model has {self.draft.num_parameters() / 1e6:.0f}M"
         else:
-            drafting = "nothing drafts" if self.none else "drafts come from the text itself, there is no draft model"
+            drafting = "nothing drafts" if self.plain else "drafts come from the text itself, there is no draft model"
         return f"{kind}, {where}; {drafting}"
 
     def encode(self, prompts: list[str], chat: bool = False) -> dict[str, Tensor]:
@@ -119,26 +117,7 @@ class LoadedPair:
 
     def shape(self, config: GraphConfig | str | None) -> GraphConfig | str | None:
         """The ``graph_config`` for these models, ``config`` being ``--graph-config``: plain without any source."""
-        drafts = any(draft is not None for draft in (self.heads, self.drafter, self.corpus))
-        return PLAIN if self.none and not drafts else self.own_shape if config is None else config
-
-    @property
-    def speculation(self) -> dict[str, Any]:
-        """Arguments of :func:`gsd_kernels.generate` that name the draft sources."""
-        alone = self.heads is None and self.drafter is None
-        sources = self.sources if alone else None  # all that there are, and the history
-        if self.corpus is not None:
-            given = {"model": self.draft, "drafter": self.drafter, "heads": self.heads}
-            named = [name for name, part in given.items() if part is not None]
-            sources = (*named, *(("history",) if named or self.sources else ()), self.corpus)
-        others = {"tokenizer": self.tokenizer, "assistant_tokenizer": self.draft_tokenizer}
-        return {
-            **({} if self.draft_tokenizer is None else others),
-            "assistant_model": self.draft,
-            "draft_sources": sources,
-            "draft_heads": self.heads,
-            "drafter": self.drafter,
-        }
+        return PLAIN if self.plain else self.own_shape if config is None else config
 
 
 def quiet_transformers() -> None:
@@ -170,29 +149,68 @@ def load_pair(
     heads: str | None = None,
     drafter: str | None = None,
     corpus: str | None = None,
-    **loading: Any,
+    dtype: str = "auto",
+    device: str | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    trust_remote_code: bool = False,
+    tp_timeout: float | None = None,
 ) -> LoadedPair:
     """The pair that the options name, with its heads, drafter and corpus; the embedded one without ``model``.
 
     Args:
-        model, draft, heads, drafter, corpus: as the options have them.
-        loading: ``dtype``, ``device``, ``revision``, ``draft_revision``, ``trust_remote_code``; with ``tp_timeout``
-            (seconds) the target is sharded over the processes that torchrun started.
+        model, draft, heads, drafter, corpus: as the options have them, and the others too.
+        tp_timeout: seconds; with it the target is sharded over the processes that torchrun started.
 
     Raises:
         ValueError: options that contradict each other, or a draft that cannot draft for the target.
         OSError: a checkpoint cannot be found.
     """
-    pair = _load_models(model, draft, **loading)
-    if heads is not None:
-        pair.heads = DraftHeads.from_pretrained(heads_folder() if heads == "demo" else heads, pair.target)
+    values.check_draft(model, draft)
+    quiet_transformers()
+    if tp_timeout is None:
+        where = pick_device(device)
+    elif model is None or device is not None:
+        raise ValueError("--tp: needs --model, and takes no --device: the GPUs, or the CPU of a machine without one")
+    else:
+        where = ranks.join(tp_timeout)
+    loading = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    drafts: dict[str, Any] = {}
+    if model is None:
+        weights = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+        target, small, tokenizer = demo.load(weights, where)
+        drafts["assistant_model"] = small if draft is None else None
+    else:
+        place = _place(model, "--model", where)
+        tokenizer = _load_tokenizer(place, revision, trust_remote_code)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        sharded = {} if tp_timeout is None else _sharding(place, revision, trust_remote_code)
+        target = _load_model(place, where, revision, **loading, **sharded)
+    if draft is not None and draft not in WITHOUT_MODEL:
+        place = _place(draft, "--draft", where)
+        small = drafts["assistant_model"] = _load_model(place, where, draft_revision, **loading)
+        try:
+            draft_tokenizer = _load_tokenizer(place, draft_revision, trust_remote_code)
+        except (OSError, ValueError):
+            # A folder of weights alone: the vocabulary sizes are compared.
+            cure = f"{place} has no tokenizer that can be read; put its files there"
+            validate.check_pair(target, small, "--draft", cure)
+        else:
+            tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": draft_tokenizer}
+            options = Options(small, **tokenizers)
+            Sources.of(options, target)
+            drafts |= {} if options.translations == [None] else tokenizers
     if drafter is not None:
-        pair.drafter = load_drafter(drafter, pair.target)
+        drafts["drafter"] = load_drafter(drafter, target)
+    if heads is not None:
+        drafts["draft_heads"] = DraftHeads.from_pretrained(heads_folder() if heads == "demo" else heads, target)
     if corpus is not None:
-        pair.corpus = Corpus(corpus, tokenizer=pair.tokenizer)
-        if draft is None and model is not None:
-            pair.sources = ("history",)
-    return pair
+        names = {"assistant_model": "model", "drafter": "drafter", "draft_heads": "heads"}
+        named = [name for option, name in names.items() if drafts.get(option) is not None]
+        history = ["history"] if named or draft != NONE else []
+        drafts["draft_sources"] = (*named, *history, Corpus(corpus, tokenizer=tokenizer))
+    return LoadedPair(target, tokenizer, drafts, plain=draft == NONE and not (heads or drafter or corpus))
 
 
 def of_folder(model: str) -> tuple[dict[str, str], GraphConfig | str | None]:
@@ -207,65 +225,6 @@ def of_folder(model: str) -> tuple[dict[str, str], GraphConfig | str | None]:
     return {name: OWN if place == OWN else str(folder / place) for name, place in named.items()}, shape_in(given)
 
 
-def _load_models(
-    model: str | None,
-    draft: str | None,
-    *,
-    dtype: str = "auto",
-    device: str | None = None,
-    revision: str | None = None,
-    draft_revision: str | None = None,
-    trust_remote_code: bool = False,
-    tp_timeout: float | None = None,
-) -> LoadedPair:
-    values.check_draft(model, draft)
-    sources = None if draft is None else WITHOUT_MODEL.get(draft)
-    quiet_transformers()
-    sharded = {}
-    if tp_timeout is None:
-        where = pick_device(device)
-    elif model is None or device is not None:
-        raise ValueError("--tp: needs --model, and takes no --device: the GPUs, or the CPU of a machine without one")
-    else:
-        where, sharded = ranks.join(tp_timeout), ranks.sharding()
-    if model is None:
-        weights = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-        target, small, tokenizer = demo.load(weights, where)
-        return LoadedPair(target, small if draft is None else None, tokenizer, sources, none=draft == NONE)
-
-    model = _place(model, "--model", where)
-    if draft is not None and draft not in WITHOUT_MODEL:
-        draft = _place(draft, "--draft", where)
-    tokenizer = _load_tokenizer(model, revision, trust_remote_code)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if sharded and model.endswith(GGUF):
-        raise ValueError("--tp: the packed weights of a GGUF file are not divided among processes; leave it out")
-    if sharded:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **_revision(revision))
-        check_heads("--model", config, dist.get_world_size())  # before anything large is read
-    options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    target = _load_model(model, where, **options, **sharded, **_revision(revision))
-    if draft is None or draft in WITHOUT_MODEL:
-        return LoadedPair(target, None, tokenizer, sources, none=draft == NONE)
-    small = _load_model(draft, where, **options, **_revision(draft_revision))
-    try:
-        draft_tokenizer = _load_tokenizer(draft, draft_revision, trust_remote_code)
-    except (OSError, ValueError):
-        # A folder of weights alone: the vocabulary sizes are compared.
-        validate.check_pair(target, small, "--draft", f"{draft} has no tokenizer that can be read; put its files there")
-        return LoadedPair(target, small, tokenizer)
-    options = Options(small, tokenizer=tokenizer, assistant_tokenizer=draft_tokenizer)
-    Sources.of(options, target)
-    return LoadedPair(
-        target, small, tokenizer, draft_tokenizer=None if options.translations == [None] else draft_tokenizer
-    )
-
-
-def _revision(commit: str | None) -> dict[str, str]:
-    return {"revision": commit} if commit else {}
-
-
 def _place(where: str, what: str, device: torch.device) -> str:
     """Find a model like :func:`~gsd_kernels_hf.files.model_place`.
 
@@ -278,18 +237,27 @@ def _place(where: str, what: str, device: torch.device) -> str:
     return place
 
 
-def _load_model(name: str, where: torch.device, **options: Any) -> PreTrainedModel:
+def _sharding(place: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
+    """Arguments that shard the target over the ranks, whose heads they divide."""
+    if place.endswith(GGUF):
+        raise ValueError("--tp: the packed weights of a GGUF file are not divided among processes; leave it out")
+    config = AutoConfig.from_pretrained(place, revision=revision or "main", trust_remote_code=trust_remote_code)
+    check_heads("--model", config, dist.get_world_size())  # before anything large is read
+    return ranks.sharding()
+
+
+def _load_model(name: str, where: torch.device, revision: str | None, **options: Any) -> PreTrainedModel:
     """A model in evaluation mode on its device; one that is sharded is there already."""
     if name.endswith(GGUF):
         dtype = options["dtype"]
         return from_gguf(name, dtype=torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
-    loaded = AutoModelForCausalLM.from_pretrained(name, **options)
+    loaded = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", **options)
     on_device = any(option in options for option in ("tp_plan", "distributed_config")) and loaded.tp_size
     return (loaded if on_device else loaded.to(where)).eval()
 
 
-def _load_tokenizer(name: str, commit: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    options = {"trust_remote_code": trust_remote_code, **_revision(commit)}
+def _load_tokenizer(name: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     if name.endswith(GGUF):
         return load_tokenizer(Path(name), padding_side="left")
+    options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     return AutoTokenizer.from_pretrained(name, padding_side="left", **options)

@@ -16,8 +16,8 @@ BACKENDS = ("auto", "cpu", "cuda", "triton", "reference")
 DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d+)?")
 NICKNAMES = {"gpu": "cuda", "nvidia": "cuda", "gpu:0": "cuda:0"}
 NONE = "none"
-WITHOUT_MODEL: dict[str, tuple[str, ...] | None] = {"history": ("history",), NONE: None}
-"""Values of ``--draft`` that name no model, and the draft sources that they mean."""
+WITHOUT_MODEL = ("history", NONE)
+"""Values of ``--draft`` that name no model."""
 
 Check = Callable[[str | None], str | None]
 

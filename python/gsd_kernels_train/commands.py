@@ -12,9 +12,10 @@ import typer
 
 from gsd_kernels_cli import values
 from gsd_kernels_cli.groups import with_groups
+from gsd_kernels_cli.options import option
 from gsd_kernels_cli.output import FAILURE, err, out, print_json, progress, table
 
-from .options import MODELS, OPTIMIZER, Parts, Training, option
+from .options import MODELS, OPTIMIZER, Parts, Training
 
 GUESSING = {"accuracy": "accuracy on held-out text", "continuation_accuracy": "accuracy on the target's own text"}
 """What is measured of guesses, in words."""
@@ -27,7 +28,6 @@ def distill_command(
     draft: Annotated[
         str,
         option(
-            "--draft",
             MODELS,
             "Of the same tokenizer. A folder of a config.json alone is initialised from the seed.",
             metavar="DIR",
@@ -36,7 +36,7 @@ def distill_command(
     ],
     lr: Annotated[
         float | None,
-        option("--lr", OPTIMIZER, "Highest. Default: 3e-4; 4e-3 for a draft without weights."),
+        option(OPTIMIZER, "Highest. Default: 3e-4; 4e-3 for a draft without weights."),
     ] = None,
 ) -> None:
     """Train a draft to predict the tokens of its target.
@@ -67,9 +67,9 @@ def distill_command(
 def heads_command(
     *,
     training: Training,
-    heads: Annotated[int, option("--heads", MODELS, "Tokens to guess after the next one.", min=1)] = 4,
-    layers: Annotated[int, option("--layers", MODELS, "Residual blocks of each head.", min=1)] = 1,
-    lr: Annotated[float, option("--lr", OPTIMIZER, "Highest.")] = 1e-3,
+    heads: Annotated[int, option(MODELS, "Tokens to guess after the next one.", min=1)] = 4,
+    layers: Annotated[int, option(MODELS, "Residual blocks of each head.", min=1)] = 1,
+    lr: Annotated[float, option(OPTIMIZER, "Highest.")] = 1e-3,
 ) -> None:
     """Train heads by which a target drafts for itself.
 
@@ -92,7 +92,7 @@ def drafter_command(
     *,
     training: Training,
     parts: Parts,
-    lr: Annotated[float, option("--lr", OPTIMIZER, "Highest.")] = 3e-3,
+    lr: Annotated[float, option(OPTIMIZER, "Highest.")] = 3e-3,
 ) -> None:
     """Train an EAGLE-3, DFlash, JetSpec or DSpark drafter, or a multi-token-prediction head (mtp), for a target.
 

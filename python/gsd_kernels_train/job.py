@@ -20,16 +20,7 @@ from gsd_kernels_hf.model.properties import positions
 from gsd_kernels_hf.parallel import digest
 
 from .clock import MEASURING_SHARE, WRITING_SHARE, NothingLearned, RunClock, spoken
-from .loop import (
-    Budget,
-    Checkpoints,
-    Interval,
-    Record,
-    RunFolder,
-    build_optimizers,
-    learning_rate_factor,
-    train,
-)
+from .loop import Interval, Record, RunFolder, build_optimizers, learning_rate_factor, load_checkpoint, train
 from .measure import is_better
 from .options import Run
 from .streams import Stream, Streams
@@ -223,7 +214,7 @@ def _run(
     streams, written = _streams(options, target, text, pace, folder, clock)
     batches = Streams(streams, options.seed, options.batch * options.length)
 
-    def losses(step: int, _: float) -> Iterator[Tensor]:
+    def losses(step: int) -> Iterator[Tensor]:
         batch = batches.batch(step, options.length)
         # Nobody knows how long the first step takes: window by window it can be dropped on the way.
         at_once = 1 if step == 0 and clock.limited else options.micro_batch or options.batch
@@ -237,9 +228,10 @@ def _run(
         trainee.module,
         losses,
         build_optimizers(trainee.module, matrix_lr=options.lr, lr=options.lr, weight_decay=options.weight_decay),
-        _budget(options, clock, folder.checkpoints, measuring, window),
-        folder.checkpoints,
+        folder.work,
         tokens_per_step=batches.tokens,
+        steps=options.steps,
+        seconds=_seconds(clock, folder, measuring, window),
         every=options.checkpoint_every,
         schedule=lambda progress: learning_rate_factor(progress, options.warmup, options.decay),
     )
@@ -316,19 +308,8 @@ def _streams(
                 "the target writes too slowly for a window of %d in its share; the text alone is used", options.length
             )
             return [(1.0, text.training)], {"tokens": 0, "seconds": 0.0}
-    begin = time.monotonic()
-    own, took = own_text(
-        target,
-        text.training,
-        options.length,
-        options.seed,
-        folder.work,
-        at_once=at_once,
-        sequences=sequences,
-        seconds=seconds,
-        may_write=lambda: not folder.checkpoints.steps(),
-    )
-    clock.spent_earlier(max(0.0, took - (time.monotonic() - begin)))
+    limits = {"at_once": at_once, "sequences": sequences, "seconds": seconds}
+    own, took = own_text(target, text.training, options.length, options.seed, folder, clock, **limits)
     written = {"tokens": len(own), "seconds": took}
     if len(own) <= options.length:
         logger.warning(
@@ -340,18 +321,16 @@ def _streams(
     return [(1 - options.sequence_level, text.training), (options.sequence_level, own)], written
 
 
-def _budget(
-    options: TrainingOptions, clock: RunClock, checkpoints: Checkpoints, measuring: float, window: float
-) -> Budget:
-    """The steps, or what is left of the minutes when as long as before is kept for measuring.
+def _seconds(clock: RunClock, folder: RunFolder, measuring: float, window: float) -> float:
+    """Seconds of the training: what is left of the minutes when as long as before is kept for measuring.
 
     Args:
         measuring: seconds that it took.
         window: seconds of one window of it; a window takes longer to train on.
     """
     if not clock.limited:
-        return Budget(steps=options.steps)
-    state = checkpoints.load()
+        return math.inf
+    state = load_checkpoint(folder.work)
     trained = 0.0 if state is None else float(state["record"]["seconds"])
     clock.spent_earlier(trained)
     left = clock.left - MEASURING_FACTOR * measuring
@@ -359,7 +338,7 @@ def _budget(
         raise NothingLearned(
             f"of {spoken(clock.seconds)}, {spoken(max(left, 0.0))} are left to train in, less than a window takes"
         )
-    return Budget(minutes=max(trained + left, 1e-6) / 60)
+    return max(trained + left, 1e-6)
 
 
 def _why_no_step(options: TrainingOptions, clock: RunClock, record: Record) -> str:

@@ -24,24 +24,7 @@ from gsd_kernels_hf.progress import tracked
 
 from .clock import RunClock
 
-# ---------------------------------------------------------------- schedule
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Length of a training: a number of steps, or minutes of wall time (whichever is given)."""
-
-    steps: int | None = None
-    minutes: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Of wall time; infinite in a run by steps."""
-        return math.inf if self.minutes is None else 60 * self.minutes
-
-    def progress(self, step: int, seconds: float) -> float:
-        """Return the share of the budget that is used, 0 … 1."""
-        return min(1.0, step / self.steps if self.steps else seconds / (60 * self.minutes))
+CHECKPOINT = "state.pt"
 
 
 @dataclass(frozen=True)
@@ -110,187 +93,137 @@ def build_optimizers(
     return optimizers
 
 
-# ---------------------------------------------------------------- what survives a kill
-
-
-class Checkpoints:
-    """The newest state of a run, in ``folder/step-<number>``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def steps(self) -> list[int]:
-        """Steps of the whole checkpoints, oldest first."""
-        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
-
-    def load(self) -> dict[str, Any] | None:
-        """The newest state, on the CPU; ``None`` before the first."""
-        steps = self.steps()
-        if not steps:
-            return None
-        return torch.load(self.folder / f"step-{steps[-1]}" / "state.pt", map_location="cpu", weights_only=True)
-
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write a state and remove what is older."""
-        older = self.steps()
-        if step in older:
-            return
-        with write_folder(self.folder / f"step-{step}") as partial:
-            torch.save(state, partial / "state.pt")
-        for number in older:
-            shutil.rmtree(self.folder / f"step-{number}")
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+def load_checkpoint(folder: Path) -> dict[str, Any] | None:
+    """The newest state of a run, on the CPU; ``None`` before the first."""
+    file = folder / CHECKPOINT
+    return torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
 
 
 def train(
     name: str,
     model: nn.Module,
-    losses: Callable[[int, float], Iterable[Tensor]],
+    losses: Callable[[int], Iterable[Tensor]],
     optimizers: list[torch.optim.Optimizer],
-    budget: Budget,
-    checkpoints: Checkpoints,
+    folder: Path,
     *,
     tokens_per_step: int,
+    steps: int | None = None,
+    seconds: float = math.inf,
     every: Interval = Interval(seconds=120),
     schedule: Callable[[float], float] = learning_rate_factor,
 ) -> Record:
-    """Train until the budget is used, on from the newest checkpoint if there is one.
+    """Train for so many steps, or seconds, on from the checkpoint in ``folder`` if there is one.
 
-    A run by minutes begins no step that, by the one before, would take longer than what is left; its first step is
+    A run by seconds begins no step that, by the one before, would take longer than what is left; its first step is
     dropped where the time is over between two of its losses.
 
     Args:
         name: of the progress bar.
         model: what ``optimizers`` train.
-        losses: (step, progress 0 … 1) → scalars whose sum is the step's loss; gradients of one are taken before the
-            next is asked for. It must draw the same batch whenever it is called with one step.
+        losses: step → scalars whose sum is the step's loss; gradients of one are taken before the next is asked for.
+            It must draw the same batch whenever it is called with one step.
         tokens_per_step: for the record.
         every: how often a checkpoint is written; one more is written at the end.
-        schedule: progress → factor of the learning rates.
+        schedule: progress (0 … 1) → factor of the learning rates.
 
     Raises:
         RuntimeError: the loss or its gradient is not finite; the last checkpoint stays.
     """
-    run = _Run(name, model, optimizers, budget, checkpoints)
-    run.resume()
-    record = run.record
-    begin, before = time.monotonic(), record.seconds
-    saved_at, saved_step = begin, record.steps
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    record = _resume(folder, model, optimizers)
+    begin, saved_at, saved_step, took = time.monotonic() - record.seconds, time.monotonic(), record.steps, 0.0
     model.train()
-    took = 0.0
-    with tracked(f"training {name}", budget.steps or budget.seconds, "steps" if budget.steps else "seconds") as update:
-        while (progress := run.progress) < 1.0 and record.seconds + took <= budget.seconds:
+    with tracked(f"training {name}", steps or seconds, "steps" if steps else "seconds") as update:
+        while record.steps < steps if steps else record.seconds + took <= seconds:
             started = time.monotonic()
-            value = run.step(losses(record.steps, progress), schedule(progress), begin - before + budget.seconds)
-            now = time.monotonic()
+            factor = schedule(record.steps / steps if steps else record.seconds / seconds)
+            until = math.inf if record.steps else begin + seconds
+            try:
+                value, done = _step(model, losses(record.steps), optimizers, factor, until)
+            except FloatingPointError as error:
+                kept = f"the checkpoint of step {saved_step} stays in {folder}" if saved_step else "none was saved"
+                anew = "start anew with a lower learning rate"
+                raise RuntimeError(f"{name}: {error} at step {record.steps}; {kept}; {anew}") from error
             if value is None:
+                record.unfinished = done
                 break
+            now = time.monotonic()
             took = now - started
             record.steps += 1
             record.tokens += tokens_per_step
-            record.seconds = before + now - begin
+            record.seconds = now - begin
             record.loss = value if math.isnan(record.loss) else 0.98 * record.loss + 0.02 * value
-            steps = "" if budget.steps else f"{record.steps} steps, "
-            update(record.steps if budget.steps else record.seconds, f"{steps}loss {record.loss:.4f}")
+            count = "" if steps else f"{record.steps} steps, "
+            update(record.steps if steps else record.seconds, f"{count}loss {record.loss:.4f}")
             if every.due(record.steps - saved_step, now - saved_at):
-                run.save()
+                _save(folder, model, optimizers, record)
                 saved_at, saved_step = time.monotonic(), record.steps
-    run.save()
+    if record.steps > saved_step:
+        _save(folder, model, optimizers, record)
     model.eval()
     return record
 
 
-class _Run:
-    """A model in training, and what a checkpoint holds of it."""
+def _step(
+    model: nn.Module,
+    losses: Iterable[Tensor],
+    optimizers: list[torch.optim.Optimizer],
+    factor: float,
+    until: float,
+) -> tuple[float | None, int]:
+    """Update the weights once, at ``factor`` times the learning rates; the loss, of how many parts.
 
-    def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        budget: Budget,
-        checkpoints: Checkpoints,
-    ) -> None:
-        self.name, self.model, self.optimizers = name, model, optimizers
-        self.budget, self.checkpoints, self.record = budget, checkpoints, Record()
-        self.device = next(model.parameters()).device
-        self.base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    Where the clock is past ``until`` between two of them the step is dropped, and there is no loss.
 
-    @property
-    def progress(self) -> float:
-        """Share of the budget that is used, 0 … 1."""
-        return self.budget.progress(self.record.steps, self.record.seconds)
+    Raises:
+        FloatingPointError: the loss or its gradient is not finite.
+    """
+    value, done = 0.0, 0
+    for done, loss in enumerate(losses, 1):
+        if done > 1 and time.monotonic() > until:
+            return None, done - 1
+        value += loss.item()
+        _check_finite("the loss", value)
+        loss.backward()
+    _check_finite("the gradient", torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return value, done
 
-    def resume(self) -> None:
-        """Go on from the newest checkpoint, if there is one."""
-        state = self.checkpoints.load()
-        if state is None:
-            return
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        _set_random_state(state["random"], self.device)
-        self.record = Record(**state["record"])
 
-    def save(self) -> None:
-        """Write a checkpoint."""
-        self.checkpoints.save(
-            self.record.steps,
-            {
-                "model": self.model.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "random": _random_state(self.device),
-                "record": asdict(self.record),
-            },
-        )
+def _check_finite(what: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise FloatingPointError(f"{what} is {value}")
 
-    def step(self, losses: Iterable[Tensor], factor: float, until: float) -> float | None:
-        """Update the weights once, at ``factor`` times the base learning rates; the step's loss.
 
-        The first step of a run, whose length nobody knows, is dropped where the clock is past ``until`` before its end:
-        ``None``.
+def _save(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], record: Record) -> None:
+    device = next(model.parameters()).device
+    random = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        random["cuda"] = torch.cuda.get_rng_state(device)
+    saved = {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+    state = {**saved, "random": random, "record": asdict(record)}
+    write_file(folder / CHECKPOINT, lambda file: torch.save(state, file))
 
-        Raises:
-            RuntimeError: the loss or its gradient is not finite.
-        """
-        for optimizer, rates in zip(self.optimizers, self.base_rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
-        value = 0.0
-        for done, loss in enumerate(losses):
-            if done and self.record.steps == 0 and time.monotonic() > until:
-                self.record.unfinished = done
-                return None
-            value += loss.item()
-            self._check_finite("the loss", value)
-            loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self._check_finite("the gradient", norm.item())
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return value
 
-    def _check_finite(self, what: str, value: float) -> None:
-        if math.isfinite(value):
-            return
-        saved = self.checkpoints.steps()
-        kept = f"the checkpoint of step {saved[-1]} stays in {self.checkpoints.folder}" if saved else "none was saved"
-        raise RuntimeError(
-            f"{self.name}: {what} is {value} at step {self.record.steps}; {kept}; start anew with a lower learning rate"
-        )
+def _resume(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Record:
+    """Bring back the newest checkpoint's state; its record, of a run without one an empty record."""
+    state = load_checkpoint(folder)
+    if state is None:
+        return Record()
+    model.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    torch.set_rng_state(state["random"]["cpu"])
+    device = next(model.parameters()).device
+    if "cuda" in state["random"] and device.type == "cuda":
+        torch.cuda.set_rng_state(state["random"]["cuda"], device)
+    return Record(**state["record"])
 
 
 # ---------------------------------------------------------------- the folder of a run
@@ -343,20 +276,25 @@ class RunFolder:
                 )
 
     @property
-    def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.work)
+    def trains(self) -> bool:
+        """Return whether training has begun: there is a checkpoint."""
+        return (self.work / CHECKPOINT).exists()
+
+    def knows(self, name: str) -> bool:
+        """Return whether :meth:`remember` has it."""
+        return (self.work / f"{name}.json").exists()
 
     def remember(self, name: str, measure: Callable[[], Any]) -> Any:
         """Result of ``measure`` (as JSON), now or before the run was interrupted."""
         file = self.work / f"{name}.json"
-        if not file.exists():
+        if not self.knows(name):
             value = measure()
             write_file(file, lambda partial: partial.write_text(json.dumps(value), encoding="utf-8"))
         return json.loads(file.read_text(encoding="utf-8"))
 
     def timed(self, name: str, measure: Callable[[], Any], clock: RunClock) -> tuple[Any, float]:
         """Measure by :meth:`remember`, and count the seconds; ``clock`` counts those of earlier times."""
-        begin, earlier = time.monotonic(), (self.work / f"{name}.json").exists()
+        begin, earlier = time.monotonic(), self.knows(name)
         entry = self.remember(name, lambda: {"value": measure(), "seconds": time.monotonic() - begin})
         if earlier:
             clock.spent_earlier(entry["seconds"])

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from gsd_kernels_cli import values
-from gsd_kernels_cli.options import Device, Dtype
+from gsd_kernels_cli.options import AsJson, Device, Dtype, option
 
 MODELS, TEXT, RUN, METHOD, OPTIMIZER = "Models", "Text", "Run", "Distillation", "Optimisation"
-
-
-def option(name: str, panel: str, help: str | None = None, **more: Any) -> Any:
-    """An option of a training command, in a panel of its help."""
-    return typer.Option(*name.split(), rich_help_panel=panel, help=help, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +20,11 @@ class Run:
 
     target: Annotated[
         str,
-        option("--target --model", MODELS, "It is not changed.", metavar="DIR", callback=values.folder("--target")),
+        option(MODELS, "It is not changed.", "--target", "--model", metavar="DIR", callback=values.folder("--target")),
     ]
     out: Annotated[
         Path,
         option(
-            "--out",
             RUN,
             "Of the result, and until then of the checkpoints, from which the same command goes on.",
             metavar="DIR",
@@ -38,12 +32,11 @@ class Run:
     ]
     text: Annotated[
         list[Path] | None,
-        option("--text", TEXT, "UTF-8 text to train on. Repeatable.", metavar="FILE"),
+        option(TEXT, "UTF-8 text to train on. Repeatable.", metavar="FILE"),
     ] = None
     held_out_text: Annotated[
         list[Path] | None,
         option(
-            "--held-out-text",
             TEXT,
             "Text to measure on. Repeatable; default: the last twentieth of --text.",
             metavar="FILE",
@@ -52,7 +45,6 @@ class Run:
     chats: Annotated[
         list[Path] | None,
         option(
-            "--chats",
             TEXT,
             "Instead of --text: a chat a line, with messages; answers are learned. Repeatable.",
             metavar="FILE.jsonl",
@@ -61,22 +53,20 @@ class Run:
     held_out_chats: Annotated[
         list[Path] | None,
         option(
-            "--held-out-chats",
             TEXT,
             "Chats to measure on. Repeatable; default: the last twentieth of --chats.",
             metavar="FILE.jsonl",
         ),
     ] = None
-    steps: Annotated[int | None, option("--steps", RUN, "How long: steps, or …")] = None
+    steps: Annotated[int | None, option(RUN, "How long: steps, or …")] = None
     minutes: Annotated[
         float | None,
-        option("--minutes", RUN, "… minutes of wall time, all told. Default: 10."),
+        option(RUN, "… minutes of wall time, all told. Default: 10."),
     ] = None
-    seed: Annotated[int, option("--seed", RUN, min=0)] = 0
+    seed: Annotated[int, option(RUN, min=0)] = 0
     sequence_level: Annotated[
         float,
         option(
-            "--sequence-level",
             METHOD,
             "Of the training windows, so many are the target's own continuations of the text.",
             metavar="SHARE",
@@ -85,7 +75,6 @@ class Run:
     token_level: Annotated[
         float,
         option(
-            "--token-level",
             METHOD,
             "Of the target's distribution at every position; the rest goes to the text's next token.",
             metavar="WEIGHT",
@@ -94,21 +83,20 @@ class Run:
     own_sequences: Annotated[
         int | None,
         option(
-            "--own-sequences",
             METHOD,
             "Continuations that the target writes. Default: each is used about four times; with --minutes, what "
             "it can write in a fifth of them.",
         ),
     ] = None
-    batch: Annotated[int, option("--batch", OPTIMIZER, "Windows of a step.")] = 16
-    length: Annotated[int, option("--length", OPTIMIZER, "Tokens of a window.")] = 256
+    batch: Annotated[int, option(OPTIMIZER, "Windows of a step.")] = 16
+    length: Annotated[int, option(OPTIMIZER, "Tokens of a window.")] = 256
     micro_batch: Annotated[
         int | None,
-        option("--micro-batch", OPTIMIZER, "Windows at once, to save memory. Default: all."),
+        option(OPTIMIZER, "Windows at once, to save memory. Default: all."),
     ] = None
-    warmup: Annotated[float, option("--warmup", OPTIMIZER, "Share of the run in which the rate rises.")] = 0.02
-    decay: Annotated[float, option("--decay", OPTIMIZER, "Share of the run, its last, in which it falls.")] = 0.6
-    weight_decay: Annotated[float, option("--weight-decay", OPTIMIZER, min=0.0)] = 0.05
+    warmup: Annotated[float, option(OPTIMIZER, "Share of the run in which the rate rises.")] = 0.02
+    decay: Annotated[float, option(OPTIMIZER, "Share of the run, its last, in which it falls.")] = 0.6
+    weight_decay: Annotated[float, option(OPTIMIZER, min=0.0)] = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,20 +106,17 @@ class Training(Run):
     more_text: Annotated[
         list[Path] | None, typer.Argument(metavar="FILES", show_default=False, help="More of --text.")
     ] = None
-    checkpoint_every: Annotated[str, option("--checkpoint-every", RUN, "500, or 60s.", metavar="STEPS|SECONDSs")] = (
-        "60s"
-    )
+    checkpoint_every: Annotated[str, option(RUN, "500, or 60s.", metavar="STEPS|SECONDSs")] = "60s"
     dtype: Annotated[
         Dtype,
         option(
-            "--dtype",
             MODELS,
             "Of the computation: float32, bfloat16 or float64. auto: bfloat16 on a GPU that has it, else float32.",
             case_sensitive=False,
         ),
     ] = Dtype.auto
     device: Device = None
-    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout, instead of a table.")] = False
+    as_json: AsJson = False
 
 
 @dataclass(frozen=True)
@@ -140,17 +125,16 @@ class Parts:
 
     kind: Annotated[
         str,
-        option("--kind", MODELS, "What is trained.", metavar="eagle3|dflash|jetspec|dspark|mtp"),
+        option(MODELS, "What is trained.", metavar="eagle3|dflash|jetspec|dspark|mtp"),
     ]
-    layers: Annotated[int, option("--layers", MODELS, "Its decoder layers.")] = 1
+    layers: Annotated[int, option(MODELS, "Its decoder layers.")] = 1
     intermediate_size: Annotated[
         int | None,
-        option("--intermediate-size", MODELS, "Of its layers. Default: the target's."),
+        option(MODELS, "Of its layers. Default: the target's."),
     ] = None
     hidden_layers: Annotated[
         str | None,
         option(
-            "--hidden-layers",
             MODELS,
             "The target's hidden states that it reads; 0 is the embedding. Default: as in published ones.",
             metavar="I,J,…",
@@ -159,7 +143,6 @@ class Parts:
     draft_vocabulary: Annotated[
         int | None,
         option(
-            "--draft-vocabulary",
             MODELS,
             "eagle3: it drafts the text's so many most frequent tokens. Default: 32,000 at most.",
         ),
@@ -167,38 +150,34 @@ class Parts:
     target_head: Annotated[
         bool,
         option(
-            "--target-head",
             MODELS,
             "eagle3: it drafts by the target's output matrix, of which nothing is stored or trained.",
+            "--target-head",
         ),
     ] = False
     depth: Annotated[
         int | None,
         option(
-            "--depth",
             METHOD,
             "eagle3, mtp: levels that it is unrolled in training, each reading the last one's output. Default: 5.",
         ),
     ] = None
     block_size: Annotated[
         int | None,
-        option(
-            "--block-size", MODELS, "dflash, jetspec, dspark: rows, the last token's too. Default: those of 7 guesses."
-        ),
+        option(MODELS, "dflash, jetspec, dspark: rows, the last token's too. Default: those of 7 guesses."),
     ] = None
     mask_token_id: Annotated[
         int | None,
         option(
-            "--mask-token-id",
             MODELS,
             "With a block: stands for tokens to be drafted. Default: the tokenizer's mask, padding or end of text.",
         ),
     ] = None
     markov_rank: Annotated[
         int | None,
-        option("--markov-rank", MODELS, "dspark: of the head for the token before. Default: 256."),
+        option(MODELS, "dspark: of the head for the token before. Default: 256."),
     ] = None
     markov_head: Annotated[
         str | None,
-        option("--markov-head", MODELS, "dspark: what it is. Default: vanilla.", metavar="vanilla|gated|rnn"),
+        option(MODELS, "dspark: what it is. Default: vanilla.", metavar="vanilla|gated|rnn"),
     ] = None

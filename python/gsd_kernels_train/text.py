@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from gsd_kernels_hf.files import write_file
 from gsd_kernels_hf.progress import Update, tracked
 
 from .chats import encode_chats
@@ -255,17 +253,18 @@ def own_text(
     training: Stream,
     length: int,
     seed: int,
-    folder: Path,
+    folder: RunFolder,
+    clock: RunClock,
     *,
     at_once: int,
     sequences: int | None,
     seconds: float | None,
-    may_write: Callable[[], bool],
 ) -> tuple[Stream, float]:
     """Let the target continue beginnings from the text: sequence-level distillation (arXiv 1606.07947, section 3.2).
 
-    Every other batch is greedy, the others are sampled at temperature 0.8. A batch is a file in ``folder`` and a
-    function of the seed and its number, so that a run that was killed goes on with the next.
+    Every other batch is greedy, the others are sampled at temperature 0.8. A batch is a function of the seed and its
+    number, and is remembered, so that a run that was killed goes on with the next; once training has begun, what was
+    written is all.
 
     Args:
         training: where the beginnings are drawn from; of chats, they end where an answer begins.
@@ -273,50 +272,41 @@ def own_text(
         at_once: sequences of a batch.
         sequences: how many; with ``seconds`` too, whichever comes first.
         seconds: that it may take; the sequences of a first batch that takes longer are shorter.
-        may_write: false once training has begun: what was written is then all.
 
     Returns:
         The sequences one after another, of chats what is new counts; and the seconds that writing took.
     """
     prefix = beginning(length)
     streams = Streams([(1.0, training.before_answers(prefix))], seed + 1, at_once * prefix)
-    files: list[Path] = []
+    written: list[dict[str, list[int]]] = []
     used = 0.0
+
+    def write() -> dict[str, list[int]]:
+        windows = streams.batch(number, prefix)[0]
+        sampling = {"do_sample": True, "temperature": SAMPLED_TEMPERATURE, "top_k": 0, "top_p": 1.0}
+        with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+            torch.manual_seed(seed + number)
+            tokens = _continue(
+                target,
+                windows[:, :prefix],
+                length - prefix,
+                update=lambda _: update(number * at_once),
+                seconds=math.inf if seconds is None else max(seconds - used, 0.0),
+                **(sampling if number % 2 else {"do_sample": False}),
+            )
+        real = torch.nn.functional.pad(_real(target, tokens[:, prefix:]), (prefix, 0), value=True)
+        new = (torch.arange(tokens.shape[1], device=tokens.device) >= prefix).expand_as(tokens)[real]
+        return {"tokens": tokens[real].tolist(), "new": new.int().tolist()}
+
     with tracked("the target writes", sequences, "sequences") as update:
-        while sequences is None or len(files) * at_once < sequences:
-            number = len(files)
-            file = folder / f"own-text-{number:05d}.npz"
-            if not file.exists():
-                if not may_write() or (seconds is not None and number and used * (number + 1) / number > seconds):
-                    break
-                begin = time.monotonic()
-                windows = streams.batch(number, prefix)[0]
-                sampling = {"do_sample": True, "temperature": SAMPLED_TEMPERATURE, "top_k": 0, "top_p": 1.0}
-                with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-                    torch.manual_seed(seed + number)
-                    tokens = _continue(
-                        target,
-                        windows[:, :prefix],
-                        length - prefix,
-                        update=lambda _, number=number: update(number * at_once),
-                        seconds=math.inf if seconds is None else max(seconds - used, 0.0),
-                        **(sampling if number % 2 else {"do_sample": False}),
-                    )
-                real = torch.nn.functional.pad(_real(target, tokens[:, prefix:]), (prefix, 0), value=True)
-                new = (torch.arange(tokens.shape[1], device=tokens.device) >= prefix).expand_as(tokens)[real]
-                content = {
-                    "tokens": tokens[real].numpy().astype(np.int32),
-                    "new": new.numpy(),
-                    "seconds": time.monotonic() - begin,
-                }
-                write_file(file, lambda partial, content=content: np.savez(partial, **content))
-            with np.load(file) as stored:
-                used += float(stored["seconds"])
-            files.append(file)
-            update(len(files) * at_once)
-    parts, new = [], []
-    for file in files:
-        with np.load(file) as stored:
-            parts.append(stored["tokens"])
-            new.append(stored["new"])
-    return Stream(np.concatenate(parts), None if training.counted is None else np.concatenate(new)), used
+        while sequences is None or len(written) * at_once < sequences:
+            number = len(written)
+            name, over = f"own-text-{number:05d}", seconds is not None and used + used / max(number, 1) > seconds
+            if not folder.knows(name) and (folder.trains or (number and over)):
+                break
+            batch, took = folder.timed(name, write, clock)
+            written.append(batch)
+            used += took
+            update(len(written) * at_once)
+    tokens, new = (np.concatenate([np.asarray(batch[part]) for batch in written]) for part in ("tokens", "new"))
+    return Stream(tokens.astype(np.int32), None if training.counted is None else new.astype(bool)), used

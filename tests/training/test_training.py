@@ -30,7 +30,7 @@ from gsd_kernels_train.drafters import DrafterOptions
 from gsd_kernels_train.eagle3 import Eagle3Training
 from gsd_kernels_train.heads import HeadTraining
 from gsd_kernels_train.job import TrainingOptions, load_target
-from gsd_kernels_train.loop import Budget, Checkpoints, Interval
+from gsd_kernels_train.loop import Interval, load_checkpoint
 from gsd_kernels_train.mtp import MtpTraining
 
 WINDOWS = torch.randint(3, 250, (3, 13), generator=torch.Generator().manual_seed(3))
@@ -231,14 +231,13 @@ def test_heads_of_layers_of_other_classes(folder, tmp_path, name):
 def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_checkpoint(tmp_path):
     model = torch.nn.Linear(8, 8)
 
-    def losses(step, _):
+    def losses(step):
         yield model.weight.square().sum() * (float("nan") if step == 10 else 1.0)
 
-    given = Budget(steps=20), Checkpoints(tmp_path)
     optimizers = loop.build_optimizers(model, matrix_lr=0.01, lr=0.01)
     with pytest.raises(RuntimeError, match=r"test: the loss is nan at step 10; the checkpoint of step 8 stays"):
-        loop.train("test", model, losses, optimizers, *given, tokens_per_step=4, every=Interval(steps=4))
-    assert Checkpoints(tmp_path).steps() == [8] and Checkpoints(tmp_path).load()["record"]["steps"] == 8
+        loop.train("test", model, losses, optimizers, tmp_path, tokens_per_step=4, steps=20, every=Interval(steps=4))
+    assert load_checkpoint(tmp_path)["record"]["steps"] == 8
 
 
 @pytest.mark.parametrize("pace", [0.03, 3.0])

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from gsd_kernels_hf.extras import cure
 from gsd_kernels_hf.files import check_writable, locked, write_folder
 from gsd_kernels_hf.progress import logger, tracked
-from gsd_kernels_hf.store import cache_dir
 
 if TYPE_CHECKING:
     import torch
@@ -140,6 +139,8 @@ def folder_path() -> Path:
     Raises:
         MissingModelError: the package is not installed.
     """
+    from gsd_kernels_hf.store import cache_dir
+
     file = gguf_path()
     return cache_dir() / f"{file.stem.lower()}-{file.stat().st_size}"
 
