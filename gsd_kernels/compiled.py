@@ -21,12 +21,20 @@ LIBRARIES = {"cpu": "_cpu.abi3.so", "cuda": "_cuda.abi3.so"}
 def force_rows(overlap: int, ahead: int, group: int) -> None:
     """Tell the CUDA library, if it is loaded, what this thread forces (csrc/cuda/rows_tensors.h); -1: nothing."""
     if UNAVAILABLE["cuda"] is None:
-        _cuda().gsd_force_rows(overlap, ahead, group)
+        library("cuda").gsd_force_rows(overlap, ahead, group)
+
+
+def tell_line(name: str, line: str) -> None:
+    """Tell the libraries what an op's arguments are (csrc/torch_ops/arguments.h)."""
+    for backend, reason in UNAVAILABLE.items():
+        if reason is None:
+            library(backend).gsd_line(name.encode(), line.encode())
 
 
 @cache
-def _cuda() -> ctypes.CDLL:
-    return ctypes.CDLL(str(Path(__file__).with_name(LIBRARIES["cuda"])))
+def library(backend: str) -> ctypes.CDLL:
+    """That of ``"cpu"`` or ``"cuda"``."""
+    return ctypes.CDLL(str(Path(__file__).with_name(LIBRARIES[backend])))
 
 
 def load(backend: str) -> str | None:
@@ -39,7 +47,7 @@ def load(backend: str) -> str | None:
             else "with nvcc: GSD_KERNELS_BUILD_CUDA=1 pip install ."
         )
     try:
-        ctypes.CDLL(str(path)).gsd_register(NAMESPACE.encode())
+        library(backend).gsd_register(NAMESPACE.encode())
     except OSError as error:
         return f"{path.name} cannot be loaded: {error}"
     return None

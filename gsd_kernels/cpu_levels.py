@@ -11,9 +11,8 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
-from .compiled import LIBRARIES, UNAVAILABLE
+from .compiled import UNAVAILABLE, library
 
 
 @cache
@@ -25,11 +24,11 @@ def _library() -> ctypes.CDLL:
     """
     if UNAVAILABLE["cpu"] is not None:
         raise RuntimeError(f"cpu_levels: {UNAVAILABLE['cpu']}")
-    library = ctypes.CDLL(str(Path(__file__).with_name(LIBRARIES["cpu"])))
+    loaded = library("cpu")
     for name in ("gsd_cpu_levels", "gsd_cpu_level", "gsd_cpu_use_level"):
-        getattr(library, name).restype = ctypes.c_char_p
-    library.gsd_cpu_use_level.argtypes = [ctypes.c_char_p]
-    return library
+        getattr(loaded, name).restype = ctypes.c_char_p
+    loaded.gsd_cpu_use_level.argtypes = [ctypes.c_char_p]
+    return loaded
 
 
 def levels() -> dict[str, str | None]:

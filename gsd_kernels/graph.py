@@ -42,7 +42,7 @@ class Record:
     """A dataclass of tensors."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All storage, in field order; of a :class:`TokenGraph` that is the order of csrc/torch_ops/graph.h."""
+        """All storage, in field order; of a :class:`TokenGraph` that is the order of ``GRAPH`` (ops/table.py)."""
         return tuple(vars(self).values())
 
 

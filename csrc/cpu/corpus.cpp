@@ -20,5 +20,5 @@ void recall(const CorpusCall& call) {
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("corpus_recall", gsd::Op<gsd::kCorpus, gsd::prepare_corpus, gsd::recall>::boxed);
+  gsd::Op<gsd::prepare_corpus, gsd::recall>::add(m, "corpus_recall");
 }

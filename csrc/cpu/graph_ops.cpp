@@ -84,8 +84,8 @@ void commit_kv(const Tensors& k_caches, const Tensors& v_caches, const Tensor& a
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("merge", gsd::Op<gsd::kMerge, gsd::prepare_merge, gsd::merge>::boxed);
-  m.impl("flatten", gsd::Op<gsd::kFlatten, gsd::prepare_flatten, gsd::flatten>::boxed);
-  m.impl("verify", gsd::Op<gsd::kVerify, gsd::prepare_verify, gsd::verify>::boxed);
+  gsd::Op<gsd::prepare_merge, gsd::merge>::add(m, "merge");
+  gsd::Op<gsd::prepare_flatten, gsd::flatten>::add(m, "flatten");
+  gsd::Op<gsd::prepare_verify, gsd::verify>::add(m, "verify");
   m.impl("commit_kv", TORCH_BOX(&gsd::commit_kv));
 }

@@ -29,6 +29,6 @@ void follow(const FollowCall& call) {
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("history_recall", gsd::Op<gsd::kHistoryRecall, gsd::prepare_history, gsd::answer>::boxed);
-  m.impl("history_append", gsd::Op<gsd::kHistoryAppend, gsd::prepare_follow, gsd::follow>::boxed);
+  gsd::Op<gsd::prepare_history, gsd::answer>::add(m, "history_recall");
+  gsd::Op<gsd::prepare_follow, gsd::follow>::add(m, "history_append");
 }

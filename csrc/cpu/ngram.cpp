@@ -37,8 +37,8 @@ void mix(const MixCall& call) {
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("ngram_insert", gsd::Op<gsd::kNgramInsert, gsd::prepare_ngram_insert, gsd::insert>::boxed);
-  m.impl("ngram_lookup", gsd::Op<gsd::kNgramLookup, gsd::prepare_ngram_lookup, gsd::look_up>::boxed);
-  m.impl("perturb_candidates", gsd::Op<gsd::kPerturb, gsd::prepare_perturb, gsd::perturb_rows>::boxed);
-  m.impl("mix_candidates", gsd::Op<gsd::kMix, gsd::prepare_mix, gsd::mix>::boxed);
+  gsd::Op<gsd::prepare_ngram_insert, gsd::insert>::add(m, "ngram_insert");
+  gsd::Op<gsd::prepare_ngram_lookup, gsd::look_up>::add(m, "ngram_lookup");
+  gsd::Op<gsd::prepare_perturb, gsd::perturb_rows>::add(m, "perturb_candidates");
+  gsd::Op<gsd::prepare_mix, gsd::mix>::add(m, "mix_candidates");
 }

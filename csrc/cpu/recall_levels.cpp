@@ -30,5 +30,5 @@ void grow(const LevelsCall& call) {
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("recall_levels", gsd::Op<gsd::kLevels, gsd::prepare_levels, gsd::grow>::boxed);
+  gsd::Op<gsd::prepare_levels, gsd::grow>::add(m, "recall_levels");
 }

@@ -3,9 +3,9 @@
 #include <cmath>
 #include <vector>
 
+#include "../algorithms/select_rows.h"
 #include "../torch_ops/flatten.h"
 #include "../torch_ops/registration.h"
-#include "../torch_ops/select_rows.h"
 
 namespace gsd {
 namespace {
@@ -74,6 +74,6 @@ void update_edge_model(Arguments& in) {
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("select_rows", gsd::Op<gsd::kSelectRows, gsd::select_rows>::boxed);
-  m.impl("update_edge_model", gsd::Op<gsd::kUpdateEdges, gsd::update_edge_model>::boxed);
+  gsd::Op<gsd::select_rows>::add(m, "select_rows");
+  gsd::Op<gsd::update_edge_model>::add(m, "update_edge_model");
 }

@@ -24,8 +24,8 @@ void feed(const FeedCall<Integer>& call) {
   for (int64_t b = 0; b < call.batch; b++) place_rows(group, call.args.at(call.sizes, b), call.sizes);
 }
 
-using FeedRows = OfWidth<Op<kFeed, prepare_feed<int64_t>, feed<int64_t>>,
-                         Op<kFeed, prepare_feed<int32_t>, feed<int32_t>>>;
+using FeedRows = OfWidth<Op<prepare_feed<int64_t>, feed<int64_t>>,
+                         Op<prepare_feed<int32_t>, feed<int32_t>>>;
 
 void feed_chain(const ChainCall& call) {
   SerialGroup group;
@@ -58,9 +58,9 @@ void commit_text(const TextCall& call) {
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("start_graph", gsd::Op<gsd::kStart, gsd::prepare_start, gsd::start_graph>::boxed);
-  m.impl("feed_rows", gsd::FeedRows::boxed);
-  m.impl("feed_chain", gsd::Op<gsd::kChain, gsd::prepare_chain, gsd::feed_chain>::boxed);
-  m.impl("accepted_path", gsd::Op<gsd::kPath, gsd::prepare_path, gsd::accepted_path>::boxed);
-  m.impl("commit_text", gsd::Op<gsd::kText, gsd::prepare_text, gsd::commit_text>::boxed);
+  gsd::Op<gsd::prepare_start, gsd::start_graph>::add(m, "start_graph");
+  gsd::FeedRows::add(m, "feed_rows");
+  gsd::Op<gsd::prepare_chain, gsd::feed_chain>::add(m, "feed_chain");
+  gsd::Op<gsd::prepare_path, gsd::accepted_path>::add(m, "accepted_path");
+  gsd::Op<gsd::prepare_text, gsd::commit_text>::add(m, "commit_text");
 }

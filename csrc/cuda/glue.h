@@ -85,11 +85,10 @@ void launch_on(const Tensor& on, const Call& call) {
 }
 
 // Ops from their halves (see torch_ops/op.h), the second one a launch.
-template <auto line, auto prepare, auto launch>
-struct LaunchedOp {
+template <auto prepare, auto launch>
+struct LaunchedOp : NamedOp<LaunchedOp<prepare, launch>> {
   static void boxed(StableIValue* stack, uint64_t, uint64_t) {
-    static const Line parsed(line);
-    Arguments arguments(parsed, stack);
+    Arguments arguments(LaunchedOp::line(), stack);
     const Tensor& on = arguments.first();
     for (const MaybeTensor& t : arguments.tensors) check_on(on, t);
     const DeviceGuard guard(on.get_device_index());

@@ -176,8 +176,8 @@ Tensor warped_log_probs(const Tensor& logits, double temperature, int64_t top_k,
   return log_probs;
 }
 
-using FeedRows = OfWidth<LaunchedOp<kFeed, prepare_feed<int64_t>, launch_feed_of<int64_t>>,
-                         LaunchedOp<kFeed, prepare_feed<int32_t>, launch_feed_of<int32_t>>>;
+using FeedRows = OfWidth<LaunchedOp<prepare_feed<int64_t>, launch_feed_of<int64_t>>,
+                         LaunchedOp<prepare_feed<int32_t>, launch_feed_of<int32_t>>>;
 
 std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                          const Tensor& ancestor_mask, const Tensor& kv_len,
@@ -212,25 +212,25 @@ extern "C" __attribute__((used, visibility("default"))) const char* gsd_architec
 
 GSD_OPS(CUDA, m) {
   using namespace gsd;
-  m.impl("merge", LaunchedOp<kMerge, prepare_merge, launch_merge>::boxed);
-  m.impl("flatten", LaunchedOp<kFlatten, prepare_flatten, launch_flatten>::boxed);
-  m.impl("verify", LaunchedOp<kVerify, prepare_verify, launch_verify>::boxed);
+  LaunchedOp<prepare_merge, launch_merge>::add(m, "merge");
+  LaunchedOp<prepare_flatten, launch_flatten>::add(m, "flatten");
+  LaunchedOp<prepare_verify, launch_verify>::add(m, "verify");
   m.impl("commit_kv", TORCH_BOX(&commit_kv));
   m.impl("sample_rows", TORCH_BOX(&sample_rows));
   m.impl("draft_candidates", TORCH_BOX(&draft_candidates));
   m.impl("warped_log_probs", TORCH_BOX(&warped_log_probs));
-  m.impl("ngram_insert", LaunchedOp<kNgramInsert, prepare_ngram_insert, launch_ngram_insert>::boxed);
-  m.impl("ngram_lookup", LaunchedOp<kNgramLookup, prepare_ngram_lookup, launch_ngram_lookup>::boxed);
-  m.impl("perturb_candidates", LaunchedOp<kPerturb, prepare_perturb, launch_perturbation>::boxed);
-  m.impl("mix_candidates", LaunchedOp<kMix, prepare_mix, launch_mix>::boxed);
-  m.impl("history_recall", LaunchedOp<kHistoryRecall, prepare_history, launch_history_recall>::boxed);
-  m.impl("recall_levels", LaunchedOp<kLevels, prepare_levels, launch_levels>::boxed);
-  m.impl("history_append", LaunchedOp<kHistoryAppend, prepare_follow, launch_history_append>::boxed);
+  LaunchedOp<prepare_ngram_insert, launch_ngram_insert>::add(m, "ngram_insert");
+  LaunchedOp<prepare_ngram_lookup, launch_ngram_lookup>::add(m, "ngram_lookup");
+  LaunchedOp<prepare_perturb, launch_perturbation>::add(m, "perturb_candidates");
+  LaunchedOp<prepare_mix, launch_mix>::add(m, "mix_candidates");
+  LaunchedOp<prepare_history, launch_history_recall>::add(m, "history_recall");
+  LaunchedOp<prepare_levels, launch_levels>::add(m, "recall_levels");
+  LaunchedOp<prepare_follow, launch_history_append>::add(m, "history_append");
   m.impl("learn_source", TORCH_BOX((&TypedLaunchedOp<prepare_learn, launch_learning>::call)));
-  m.impl("start_graph", LaunchedOp<kStart, prepare_start, launch_start>::boxed);
-  m.impl("feed_rows", FeedRows::boxed);
-  m.impl("feed_chain", LaunchedOp<kChain, prepare_chain, launch_chain>::boxed);
-  m.impl("accepted_path", LaunchedOp<kPath, prepare_path, launch_path>::boxed);
-  m.impl("commit_text", LaunchedOp<kText, prepare_text, launch_text>::boxed);
+  LaunchedOp<prepare_start, launch_start>::add(m, "start_graph");
+  FeedRows::add(m, "feed_rows");
+  LaunchedOp<prepare_chain, launch_chain>::add(m, "feed_chain");
+  LaunchedOp<prepare_path, launch_path>::add(m, "accepted_path");
+  LaunchedOp<prepare_text, launch_text>::add(m, "commit_text");
   m.impl("dag_attention", TORCH_BOX(&dag_attention));
 }

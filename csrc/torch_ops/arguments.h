@@ -1,10 +1,11 @@
-// An op's arguments and results as one line says them, in the order of its schema:
+// An op's arguments and results as one line says them, in the order of its schema; gsd_kernels/ops/table.py tells it when
+// the op is defined (gsd_line):
 //
-//     "graph{ token_ids[B,N] scores[B,N] } slots?[B,R] level=v sizes=cw -> [B,R,R/32] [B,D+1]"
+//     "graph!{ token_ids[B,N] scores:float32[B,N] } slots?[B,R] x:float[...] level:int=v -> [B,R/32] float32[D+1]"
 //
 // A letter is one size, or one number, wherever it stands; R/32: the words of a mask over R; D+1: one more. `?`: may be
 // absent. Braces: a list of tensors, which may end before those that may be absent. `=`: a number, or as many as there
-// are letters. Behind the arrow: results. Without brackets: any shape. dtypes are those of the pointers that are picked.
+// are letters. Behind the arrow: results. dtypes are those of the pointers that are picked; Python reads them here.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -12,6 +13,8 @@
 #include <algorithm>
 #include <cctype>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -42,12 +45,22 @@ class Line {
     size_t most, least;         // tensors of a list, or how many numbers
   };
 
-  explicit Line(const char* text) {
+  // What an op's line is; threads tell it, and look for it, at any time.
+  static void tell(const char* op, const char* line) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    told_.emplace(op, line);
+  }
+  static Line of(const char* op) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    return Line(told_.at(op));
+  }
+
+  explicit Line(const std::string& text) {
     std::istringstream words(text);
     bool in_list = false, behind_arrow = false;
     for (std::string word; words >> word;) {
-      const std::string name = word.substr(0, word.find_first_of("?[={"));
-      const std::string rest = word.substr(name.size());
+      const std::string name = word.substr(0, word.find_first_of("?!:[{"));
+      const std::string rest = word.substr(std::min(word.size(), word.find_first_of("[={")));
       if (word == "->" || word == "}") {
         behind_arrow = word == "->", in_list = false;
       } else if (rest == "{") {
@@ -57,8 +70,9 @@ class Line {
         if (count == 1) arguments.push_back({Kind::kNumber, name, rest.substr(1), 0, 0});
         if (count > 1) arguments.push_back({Kind::kNumbers, name, rest.substr(1), count, count});
       } else {
-        const bool optional = rest[0] == '?';
-        entries.push_back({name, sizes_of(rest), optional, rest.empty()});
+        const bool optional = word.find('?') != std::string::npos;
+        const bool any_shape = rest == "[...]";
+        entries.push_back({name, any_shape ? std::vector<Size>() : sizes_of(rest), optional, any_shape});
         if (behind_arrow) {
           results++;
         } else if (in_list) {
@@ -75,6 +89,9 @@ class Line {
   size_t results = 0;
 
  private:
+  inline static std::mutex mutex_;
+  inline static std::map<std::string, std::string> told_;
+
   static std::vector<Size> sizes_of(const std::string& brackets) {
     std::vector<Size> sizes;
     std::istringstream parts(brackets.substr(brackets.find('[') + 1));

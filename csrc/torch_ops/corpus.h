@@ -6,10 +6,6 @@
 
 namespace gsd {
 
-inline constexpr char kCorpus[] =
-    "text[T] order[E] following[E] token_ids[B,N] parents[B,N] tokens[B,S] out_len[B] kv_start[B] frontier[B,W] "
-    "branch=K vocab=V -> [B,W,K] [B,W,K] [B,W]";
-
 using CorpusCall = Call<CorpusSizes, CorpusArgs>;
 
 inline CorpusCall prepare_corpus(Arguments& in) {

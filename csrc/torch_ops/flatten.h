@@ -6,11 +6,6 @@
 
 namespace gsd {
 
-#define GSD_ROWS "-> [B,R] [B,R] [B,R] [B,R,R/32] [B,R] [B,R] [B]"
-
-inline constexpr char kFlatten[] =
-    "token_ids[B,N] edge_targets[B,N,K] edge_log_probs[B,N,K] max_rows=R max_path=D " GSD_ROWS;
-
 using FlattenCall = Call<FlattenSizes, FlattenArgs>;
 
 inline FlattenSizes flatten_sizes(const Arguments& in) {

@@ -7,16 +7,6 @@
 
 namespace gsd {
 
-// What steps write.
-#define GSD_FOLLOWED                                                                                               \
-  GSD_TABLE                                                                                                        \
-  "text[B,S] length[B] heads[B,H] previous[B,S] runners[B,G] runner_log_probs[B,G] emitted[B] "
-#define GSD_HISTORY                                                                                                \
-  "history{ " GSD_FOLLOWED                                                                                         \
-  "weights[Y] learned_keys?[1,D] learned_tokens?[1,D,E] learned_log_probs?[1,D,E] } "
-// Tokens of the longest context and entries of a set: of the text's table, and of what was learned.
-#define GSD_HISTORY_SIZES "sizes=mwno "
-
 // Of HistoryArgs and FollowArgs, what both have.
 template <class Args>
 void take_followed(Arguments& in, Args* args) {
@@ -42,9 +32,7 @@ inline HistoryArgs history_of(Arguments& in) {
   return h;
 }
 
-// What is asked about nodes, without the nodes and where what is found goes: `wanted` candidates of each of `rows` nodes.
-#define GSD_NOISE "first_pick?[B] seed?[] sequence_ids?[B] "
-
+// Of `wanted` candidates of each of `rows` nodes.
 inline NgramSizes recall_sizes(const Arguments& in, int64_t nodes, int64_t rows, int64_t wanted) {
   STD_TORCH_CHECK(nodes >= 1, "token_ids: expected at least one node");
   const NgramSizes sizes = ngram_sizes(in['C'], in['w'], in['T'], rows, in['X'], in['m']);
@@ -56,10 +44,6 @@ inline void take_noise(Arguments& in, NgramRecallArgs* asked) {
   in.together("first_pick", 3);
   asked->first_pick = in.next(), asked->seed = in.next(), asked->sequence_ids = in.next();
 }
-
-inline constexpr char kHistoryRecall[] =
-    GSD_HISTORY "token_ids[B,N] parents[B,N] contexts[B,N,X] depths[B,N] nodes[B,R] branch=k " GSD_HISTORY_SIZES GSD_NOISE
-    "-> [B,R,k] [B,R,k] [B,R]";
 
 using HistoryCall = Call<NgramSizes, HistoryRecall>;
 
@@ -75,12 +59,6 @@ inline HistoryCall prepare_history(Arguments& in) {
   a.graph_nodes = in.size('N'), a.wanted = in.size('k');
   return {sizes, recall, in['B']};
 }
-
-// seen: of the tree's rows, the tail, the accepted rows, and the target's likeliest tokens and their log-probabilities;
-// nothing where nothing was drafted.
-inline constexpr char kHistoryAppend[] =
-    "history{ " GSD_FOLLOWED "} tokens[B,P] counts[B] seen{ token_ids?[B,R] parent_rows?[B,R] depths?[B,R] num_rows?[B] "
-    "tail?[B,X] accepted_rows?[B,A] seen_tokens?[B,R,T] log_probs?[B,R,T] } " GSD_HISTORY_SIZES;
 
 using FollowCall = Call<NgramSizes, FollowArgs>;
 

@@ -2,15 +2,9 @@
 #pragma once
 
 #include "../algorithms/merge.h"
-#include "graph.h"
+#include "op.h"
 
 namespace gsd {
-
-#define GSD_MERGE_RULES "width=F merge_context=c log_sibling_ratio=r log_min_prob=p "
-
-inline constexpr char kMerge[] =
-    GSD_GRAPH "frontier[B,W] cand_tokens[B,W,K] cand_log_probs[B,W,K] level=l " GSD_MERGE_RULES
-    "-> [B,F] [B,F] [B,F] [B,F,L]";
 
 using MergeCall = Call<MergeSizes, MergeArgs>;
 

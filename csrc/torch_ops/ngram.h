@@ -6,8 +6,6 @@
 
 namespace gsd {
 
-// The tensors of an NgramTable.
-#define GSD_TABLE "keys[B,C] table_tokens[B,C,T] table_log_probs[B,C,T] "
 
 constexpr int64_t kMostEntries = 1 << 30;
 
@@ -32,9 +30,6 @@ inline NgramSizes ngram_sizes(const Arguments& in) {
   return ngram_sizes(in['C'], in['w'], in['T'], in['R'], in['X'], in['m']);
 }
 
-inline constexpr char kNgramInsert[] =
-    GSD_TABLE "contexts[B,R,X] tokens[B,R,T] log_probs[B,R,T] valid[B,R] max_context=m ways=w";
-
 using NgramInsertCall = Call<NgramSizes, NgramInsertArgs>;
 
 inline NgramInsertCall prepare_ngram_insert(Arguments& in) {
@@ -42,17 +37,11 @@ inline NgramInsertCall prepare_ngram_insert(Arguments& in) {
   return {ngram_sizes(in), args, in['B']};
 }
 
-inline constexpr char kNgramLookup[] =
-    GSD_TABLE "contexts[B,R,X] max_context=m ways=w -> [B,R,T] [B,R,T] [B,R]";
-
 using NgramLookupCall = Call<NgramSizes, NgramLookupArgs>;
 
 inline NgramLookupCall prepare_ngram_lookup(Arguments& in) {
   return {ngram_sizes(in), in.fill<NgramLookupArgs, 7>(), in['B']};
 }
-
-inline constexpr char kPerturb[] =
-    "tokens[B,R,K] log_probs[B,R,K] positions[B,R] seed[] sequence_ids[B] -> [B,R,K]";
 
 struct PerturbCall {
   PerturbArgs args;
@@ -64,9 +53,6 @@ inline PerturbCall prepare_perturb(Arguments& in) {
                          in.next(), in.size('R'), in.size('K')};
   return {args, in['B'] * in['R']};
 }
-
-inline constexpr char kMix[] =
-    "tokens[B,R,K] log_probs[B,R,K] other_tokens[B,R,O] other_log_probs[B,R,O] weight index?[B,R] -> [B,R,K] [B,R,K]";
 
 using MixCall = Call<MixSizes, MixArgs>;  // a row in place of a sequence
 

@@ -14,12 +14,25 @@ struct Call {
   int64_t batch;
 };
 
+// An op and its name, by which its line is found.
+template <class Self>
+struct NamedOp {
+  static void add(torch::stable::detail::StableLibrary& library, const char* op) {
+    name = op;
+    library.impl(op, Self::boxed);
+  }
+  static const Line& line() {
+    static const Line found = Line::of(name);
+    return found;
+  }
+  inline static const char* name = nullptr;
+};
+
 // Without the second half the first one does all.
-template <auto line, auto prepare, auto... perform>
-struct Op {
+template <auto prepare, auto... perform>
+struct Op : NamedOp<Op<prepare, perform...>> {
   static void boxed(StableIValue* stack, uint64_t, uint64_t) {
-    static const Line parsed(line);
-    Arguments arguments(parsed, stack);
+    Arguments arguments(Op::line(), stack);
     if constexpr (sizeof...(perform) == 0) {
       prepare(arguments);
     } else {

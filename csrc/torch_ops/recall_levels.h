@@ -7,11 +7,6 @@
 
 namespace gsd {
 
-// Results: P nodes, those of all levels.
-inline constexpr char kLevels[] =
-    GSD_HISTORY GSD_GRAPH "frontier[B,I] " GSD_HISTORY_SIZES "level=l levels=v " GSD_MERGE_RULES GSD_NOISE
-    "-> [B,P] [B,P,K] [B,P,K] [B,P]";
-
 struct LevelsCall : Call<LevelSizes, LevelsArgs> {
   Tensor next;  // working memory: the frontier behind a level
 };

@@ -2,7 +2,7 @@
 // of this package, each with ops of its own, live in one process, even where they share one file.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
+#include "arguments.h"
 
 namespace gsd {
 
@@ -28,7 +28,12 @@ extern "C" __attribute__((used, visibility("default"))) inline void gsd_register
   }
 }
 
-// In place of STABLE_TORCH_LIBRARY_IMPL, once a file: GSD_OPS(CPU, m) { m.impl("merge", TORCH_BOX(&merge)); }
+// The same: what the arguments of an op are.
+extern "C" __attribute__((used, visibility("default"))) inline void gsd_line(const char* op, const char* line) {
+  gsd::Line::tell(op, line);
+}
+
+// In place of STABLE_TORCH_LIBRARY_IMPL, once a file: GSD_OPS(CPU, m) { m.impl("row_linear", TORCH_BOX(&row_linear)); }
 #define GSD_OPS(device, m)                                                              \
   static void add_ops_of_this_file(gsd::Implementations::Library&);                     \
   static const gsd::Implementations ops_of_this_file(#device, &add_ops_of_this_file);   \

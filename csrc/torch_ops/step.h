@@ -2,21 +2,15 @@
 #pragma once
 
 #include "../algorithms/step.h"
-#include "graph.h"
+#include "op.h"
 
 namespace gsd {
-
-inline constexpr char kStart[] = GSD_GRAPH "tokens[B,S] out_len[B] kv_start[B] -> [B]";
 
 using StartCall = Call<StartSizes, StartArgs>;
 
 inline StartCall prepare_start(Arguments& in) {
   return {{in.size('N'), in.size('K'), in.size('L'), in.size('S')}, in.fill<StartArgs, 15>(), in['B']};
 }
-
-inline constexpr char kFeed[] =
-    "token_ids[B,R] depths[B,R] slots?[B,R] kv_len[B] kv_start[B] node_depths?[B,N] first_slot=f shift=s vocab=v wide=w "
-    "-> [B,R] [B,R] [B,R] [B,R] [B,R]";
 
 template <class Integer>
 using FeedCall = Call<FeedSizes, FeedArgs<Integer>>;
@@ -33,13 +27,14 @@ FeedCall<Integer> prepare_feed(Arguments& in) {
 // Of two ops, the one of 64-bit integers or that of 32-bit ones, as `wide` says.
 template <class Wide, class Narrow>
 struct OfWidth {
+  static void add(torch::stable::detail::StableLibrary& library, const char* op) {
+    Wide::name = Narrow::name = op;
+    library.impl(op, boxed);
+  }
   static void boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
     (torch::stable::detail::to<bool>(stack[9]) ? Wide::boxed : Narrow::boxed)(stack, arguments, results);
   }
 };
-
-inline constexpr char kChain[] =
-    "tokens[B,S] end[B] cached[B] width=E -> [B] [B,E] [B,E] [B,E] [B,E,E/32] [B,E]";
 
 using ChainCall = Call<ChainSizes, ChainArgs>;
 
@@ -48,19 +43,12 @@ inline ChainCall prepare_chain(Arguments& in) {
   return {{in.size('E'), in.size('S')}, in.fill<ChainArgs, 9>(), in['B']};
 }
 
-inline constexpr char kPath[] =
-    "accepted_rows[B,P] num_accepted[B] next_token[B] token_ids[B,R] node_ids[B,R] -> [B,P] [B,P]";
-
 using PathCall = Call<PathSizes, PathArgs>;
 
 inline PathCall prepare_path(Arguments& in) {
   STD_TORCH_CHECK(in['R'] >= 1, "token_ids: expected at least one row");
   return {{in.size('P'), in.size('R')}, in.fill<PathArgs, 7>(), in['B']};
 }
-
-inline constexpr char kText[] =
-    "new_tokens[B,P] num_accepted[B] next_token[B] eos_ids[E] tokens[B,S] out_len[B] remaining[B] done[B] emitted[B,M] "
-    "num_emitted[B] counts[3] nodes?[B,P] parents?[B,N] num_nodes?[B] num_merges?[B]";
 
 using TextCall = Call<TextSizes, TextArgs>;
 

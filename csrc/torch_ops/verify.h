@@ -6,10 +6,6 @@
 
 namespace gsd {
 
-inline constexpr char kVerify[] =
-    "token_ids[B,R] parent_rows[B,R] depths[B,R] ancestor_mask[B,R,R/32] num_rows[B] sampled[B,R] eos_ids[E] "
-    "remaining[B] done[B] max_path=D -> [B,D+1] [B] [B]";
-
 using VerifyCall = Call<VerifySizes, VerifyArgs>;
 
 inline VerifyCall prepare_verify(Arguments& in) {

@@ -1,12 +1,11 @@
-"""An op as one row: its schema, its reference, and its implementations by rank.
+"""An op as one row: the line of its arguments and results, its reference, and its implementations by rank.
 
 An implementation takes what the reference takes: records and tensors, in the reference's order. Those that C++ or
-Triton compute take the operator's arguments, which are the schema's; a row's ``flat`` makes them of the others.
+Triton compute take the operator's arguments, which are the line's; a row's ``flat`` makes them of the others.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from importlib import import_module
@@ -18,10 +17,22 @@ import torch
 from torch import Tensor
 
 from ..backends import resolve
-from ..compiled import NAMESPACE
+from ..compiled import NAMESPACE, tell_line
+from ..config import MAX_CONTEXT
 from .launching import launching_op
+from .line import Line
 
 Function = Callable[..., Any]
+
+GRAPH = (
+    "graph!{ token_ids[B,N] parents[B,N] depths[B,N] scores:float32[B,N] "
+    f"contexts[B,N,{MAX_CONTEXT}] "
+    "expanded:bool[B,N] ancestor_mask[B,N,L] edge_targets[B,N,K] edge_log_probs:float32[B,N,K] "
+    "num_nodes[B] num_merges[B] }"
+)
+"""A graph that an op takes whole: of a line."""
+ROWS = "[B,R] [B,R] [B,R] [B,R,R/32] [B,R] float32[B,R] [B]"
+"""Rows that an op makes, likewise."""
 
 OPS: dict[str, Op] = {}
 """Ops by name; a room's ops are added when it is imported, those of all rooms by :func:`all_ops`."""
@@ -43,16 +54,17 @@ class Op:
     """An op; called, it is what the named backend computes.
 
     Args:
-        schema: name, arguments and results of the operator, as ``torch.library`` takes them; ``(a!)`` marks what is
-            written in place. C++ checks dtypes and shapes.
+        name: of the operator.
+        line: its arguments and results, see :class:`gsd_kernels.ops.line.Line`. C++ holds every call against it, Python
+            what users call (:meth:`checked`); ``torch.compile`` has the results' shapes of it.
         reference: the specification in plain PyTorch.
         ranked: implementations, the fastest first: ``cpu`` and ``cuda`` are compiled, ``triton`` launches the function
             of the operator's name in the module ``triton`` beside the reference. The reference comes behind them.
         on_request: those that ``auto`` never takes.
         own: implementations with steps of their own, in place of the plain call of the operator.
         flat: the operator's arguments, of those that the reference takes.
-        whole: the reference's arguments, of the operator's. With it ``torch.compile`` knows shapes, by the reference.
-        fake: shapes where the reference cannot say them.
+        fake: results without content, where they are not as the line says.
+        static: whether shapes and dtypes of results follow from those of arguments, and numbers.
         result: the record that the operator's results make.
         dense: the operator takes no gaps in what it reads; copies are passed.
         lacks: of a small op, backends that take what ``auto`` does.
@@ -61,42 +73,42 @@ class Op:
 
     def __init__(
         self,
-        schema: str,
+        name: str,
+        line: str,
         reference: Function,
         *,
         ranked: Sequence[str] = ("triton", "cpu", "cuda"),
         on_request: Sequence[str] = (),
         own: dict[str, Function] | None = None,
         flat: Function = same,
-        whole: Function | None = None,
         fake: Function | None = None,
+        static: bool = True,
         result: Function | None = None,
         dense: bool = True,
         lacks: Sequence[str] = (),
         tolerance: float = 0.0,
     ) -> None:
-        self.name, _, rest = schema.partition("(")
-        self.schema, self.reference, self.flat, self.whole = f"({rest}", reference, flat, whole
+        self.name, self.line, self.reference, self.flat = name, Line(line), reference, flat
+        self.schema = self.line.schema
         self.result, self.lacks, self.tolerance = result, lacks, tolerance
         given = signature(reference).parameters.items()
         self.parameters = {name: one.default for name, one in given if one.kind is not Parameter.KEYWORD_ONLY}
-        arguments = rest.partition(") ->")[0].split(", ")
-        self.read = [at for at, one in enumerate(arguments) if dense and re.match(r"Tensor\?? ", one)]
-        torch.library.define(f"{NAMESPACE}::{self.name}", self.schema)
-        self.operator = getattr(getattr(torch.ops, NAMESPACE), self.name).default
-        if fake is None:
-            fake = _nothing if schema.endswith("-> ()") else self._shapes if whole is not None else None
-        self.fake = fake
-        if fake is not None:
-            torch.library.register_fake(f"{NAMESPACE}::{self.name}", fake)
+        self.read = [
+            at for at, one in enumerate(self.line.arguments) if dense and one.sizes is not None and not one.written
+        ]
+        torch.library.define(f"{NAMESPACE}::{name}", self.schema)
+        tell_line(name, line)
+        self.operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+        self.fake = fake or (self._without_content if static else None)
+        if self.fake is not None:
+            torch.library.register_fake(f"{NAMESPACE}::{name}", self.fake)
         functions = {"cpu": self.compiled, "cuda": self.compiled, "reference": reference, **(own or {})}
         if "triton" in ranked and "triton" not in functions:
-            written = tuple(re.findall(r"Tensor\(\w!\)\S* (\w+)", schema))
-            self.kernel = launching_op(f"{NAMESPACE}::triton_{self.name}", mutates_args=written, schema=self.schema)(
+            written = [part.name for part in self.line.arguments if part.written]
+            self.kernel = launching_op(f"{NAMESPACE}::triton_{name}", mutates_args=written, schema=self.schema)(
                 self._launch
             )
-            if fake is not None:
-                self.kernel.register_fake(fake)
+            self.kernel.register_fake(self.fake)
             functions["triton"] = self.launched
         self.implementations = {name: functions[name] for name in (*ranked, "reference", *on_request)}
         update_wrapper(self, reference)
@@ -106,6 +118,22 @@ class Op:
         if named or len(arguments) < len(self.parameters):
             arguments = self._bound(arguments, named)
         return self.chosen(backend, device_of(arguments))(*arguments)
+
+    def checked(self, *arguments: Any, backend: str = "auto") -> Any:
+        """Call the op for a user, to whom a tensor that is not as the line says is named, with the cure.
+
+        Raises:
+            TypeError, ValueError: see :meth:`gsd_kernels.ops.line.Line.check`.
+        """
+        function = self.chosen(backend, device_of(arguments))
+        if function != self.compiled:
+            self.line.check(*self.flat(*arguments))
+            return function(*arguments)
+        try:
+            return function(*arguments)
+        except Exception:  # C++ has held them against the line too, in a hundredth of the time
+            self.line.check(*self.flat(*arguments))
+            raise
 
     def chosen(self, backend: str, device: torch.device) -> Function:
         """The implementation that ``backend`` names.
@@ -149,24 +177,12 @@ class Op:
     def _launch(self, *arguments: Any) -> Any:
         """The launch itself; importing an op imports no triton."""
         kernels = import_module(f"{self.reference.__module__.rpartition('.')[0]}.triton")
-        return _tensors(getattr(kernels, self.name)(*self._filled(arguments)))
+        results = getattr(kernels, self.name)(*arguments)
+        return results.tensors() if hasattr(results, "tensors") else results
 
-    def _filled(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """With defaults at the end, which PyTorch leaves out."""
-        return (*arguments, *(one.default_value for one in self.operator._schema.arguments[len(arguments) :]))
-
-    def _shapes(self, *arguments: Any) -> Any:
-        assert self.whole is not None
-        results = _tensors(self.reference(*self.whole(*self._filled(arguments))))
-        return tuple(map(torch.empty_like, results)) if isinstance(results, tuple) else torch.empty_like(results)
-
-
-def _tensors(results: Any) -> Any:
-    return results.tensors() if hasattr(results, "tensors") else results
-
-
-def _nothing(*_: object) -> None:
-    """Results of an operator that only writes in place."""
+    def _without_content(self, *arguments: Any) -> Any:
+        made = self.line.made(*arguments)
+        return made[0] if len(made) == 1 else tuple(made) or None
 
 
 def device_of(arguments: Sequence[Any]) -> torch.device:

@@ -300,12 +300,7 @@ def _sampling_cases() -> list[Case]:
 
 
 def _cache_cases() -> list[Case]:
-    """Keys and values: a step's accepted rows behind the prefix, and a forward's into the cache."""
-
-    def commit(name: str, dim: int, dtype: torch.dtype, width: int) -> Case:
-        caches = [_meta(1, 8, 4096, dim, dtype=dtype) for _ in range(4)]
-        rows = (_meta(1, width), _meta(1), _meta(1))
-        return _case("commit_kv", name, "commit_kv.triton:commit_kv", caches, caches, *rows)
+    """A forward's keys and values into the cache."""
 
     def write(name: str, dim: int, dtype: torch.dtype, rows: int) -> Case:
         cache = _meta(1, 8, 4096, dim, dtype=dtype)
@@ -313,8 +308,6 @@ def _cache_cases() -> list[Case]:
         return _case("write_kv", name, "write_kv.triton:write_kv", cache, cache, new, new, _long(1, rows))
 
     return [
-        commit("bf16 D128, 11 rows", 128, HALF, 11),
-        commit("fp32 D256, 128 rows", 256, torch.float32, 128),
         write("bf16 D128, 64 rows", 128, HALF, 64),
         write("fp32 D256, 64 rows", 256, torch.float32, 64),
     ]

@@ -264,7 +264,7 @@ def test_one_switch_prefers_what_is_compiled_ahead(first):
     assert chosen("merge") == "triton", "until a GPU has shown the others"
     for value, name in (("triton", "triton"), ("compiled", "cuda")):
         first(value)
-        for op in ("merge", "verify", "commit_kv"):
+        for op in ("merge", "verify", "flatten"):
             assert chosen(op) == name
             assert chosen(op, "triton") == "triton", "a name never falls back"
         assert chosen("dag_attention") == "triton", "attention is on request"

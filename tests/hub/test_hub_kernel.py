@@ -68,7 +68,7 @@ def test_two_versions_live_in_one_process(same_file, kernel, tmp_path):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(ROOT / "LICENSE", source)
     file = source / "gsd_kernels/ops/verify/api.py"
-    file.write_text(file.read_text().replace('"verify(Tensor token_ids', f'"verify(Tensor token_ids_{same_file}'))
+    file.write_text(file.read_text().replace('"token_ids[B,R]', f'"token_ids_{same_file}[B,R]'))
     (folder,) = lay_out(libraries, tmp_path, source=source)
     if same_file:
         (folder / "_cpu.abi3.so").unlink()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from ops.contracts.inputs import good, op_inputs
 from torch import Tensor
 
 import gsd_kernels as gsd
+from gsd_kernels.ops.line import ANY
 from gsd_kernels.ops.table import all_ops
 
 pytestmark = [pytest.mark.quick, needs_cpu]
@@ -167,67 +167,43 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(name, argument, wrong,
     refused(name, given | wrong, match)
 
 
-def lines() -> dict[str, str]:
-    """By operator: the line of csrc/torch_ops that says its arguments."""
-    headers = "".join(path.read_text() for path in sorted(CSRC.glob("torch_ops/*.h")))
-    macros = dict(re.findall(r"#define (GSD_\w+) ((?:.*\\\n)*.*)", headers))
-
-    def spelled(code: str) -> str:
-        return re.sub(r"GSD_\w+", lambda found: spelled(macros[found[0]]), code)
-
-    said = dict(re.findall(r"constexpr char (k\w+)\[\] =\s*(.*?);", headers, re.S))
-    sources = "".join(path.read_text() for path in CSRC.glob("cpu/*.cpp"))
-    named = dict(re.findall(r'impl\("(\w+)", gsd::Op<gsd::(k\w+)', sources)) | {"feed_rows": "kFeed"}
-    return {op: "".join(re.findall(r'"([^"]*)"', spelled(said[name]))) for op, name in sorted(named.items())}
-
-
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
-LINES = lines()
-
-
-def described(name: str) -> tuple[set[str], list[tuple[int, int | None, str, list[str] | None]]]:
-    """Letters of numbers; of every tensor its argument, its place in a list, its name, its sizes (``None``: any)."""
-    numbers, argument, place, tensors = set(), -1, None, []
-    for word in LINES[name].partition("->")[0].split():
-        called, sizes = re.match(r"(\w*)\??(?:\[(.*)\])?", word).groups()
-        argument += place is None
-        if word == "}":
-            place = None
-        elif word.endswith("{"):
-            place = 0
-        elif "=" in word:
-            numbers |= set(word.partition("=")[2])
-        else:
-            tensors.append((argument, place, called, None if sizes is None else sizes.split(",") if sizes else []))
-            place = None if place is None else place + 1
-    return numbers, tensors
+TYPED = (  # whose tensors C++ looks at one by one, since they may have gaps, or are of several dtypes
+    *("commit_kv", "dag_attention", "decoder_rows", "draft_candidates", "feature_rows", "learn_source", "row_linear"),
+    *("sample_rows", "state_commit", "state_rows", "unpack_rows", "warped_log_probs", "write_kv"),
+)
+LINES = sorted(name for name in TABLE if name not in TYPED)
 
 
 def mutated(name: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Arguments of which one tensor has another dtype, gaps, a dimension more, or a size twice as large; the words."""
-    known, tensors = described(name)
-    given = arguments_of(name)
-    names = list(given)
-    for number, (argument, place, called, sizes) in enumerate(tensors):
-        values = given[names[argument]] if argument < len(names) else None
+    given, line = arguments_of(name), TABLE[name].line
+    known = set("".join(part.letters for part in line.arguments))
+    tensors = [
+        (argument.name, place, part)
+        for argument in line.arguments
+        for place, part in ([(None, argument)] if argument.tensors is None else enumerate(argument.tensors))
+        if part.sizes is not None
+    ]
+    for number, (argument, place, part) in enumerate(tensors):
+        called, sizes, values = part.name, part.sizes, given.get(argument)
         tensor = values if place is None else values[place] if place < len(values) else None
         if tensor is None:
             continue
 
-        def instead(wrong: Tensor, name: str = names[argument], place: int | None = place) -> dict[str, Any]:
+        def instead(wrong: Tensor, name: str = argument, place: int | None = place) -> dict[str, Any]:
             values = given[name]
             return given | {name: wrong if place is None else [*values[:place], wrong, *values[place + 1 :]]}
 
         yield instead(tensor.half()), f" {called}: wrong dtype"
         if tensor.numel() > 1:
             yield instead(torch.stack((tensor, tensor), -1)[..., 0]), f" {called}: must be contiguous"
-        if sizes is None:
+        if sizes == ANY:
             continue
         yield instead(tensor[None]), f" {called}: expected {len(sizes)} dimensions, got {len(sizes) + 1}"
         for dim, size in enumerate(sizes):
             if size in known or not size.isalpha():
                 yield instead(torch.cat((tensor, tensor), dim)), f" {called}: expected size"
-            elif any(size in (later or ()) for *_, later in tensors[number + 1 :]):
+            elif any(size in later.sizes for *_, later in tensors[number + 1 :]):
                 yield instead(torch.cat((tensor, tensor), dim)), r" \w+: expected size"
             known.add(size)
 
@@ -253,13 +229,13 @@ PUBLIC = (gsd.dag_attention, gsd.sample_rows, gsd.verify, gsd.commit_kv, gsd.wri
 
 @pytest.mark.parametrize("op", PUBLIC, ids=lambda op: op.__name__)
 def test_a_tensor_of_another_dtype_or_shape_is_named(op):
-    """In Python, before any backend is asked."""
+    """In Python, before the reference is asked, or after C++ has refused it."""
     given = good(op) | ({"sliding_window": 5} if op is gsd.dag_attention else {})
     for name, tensor in given.items():
         if isinstance(tensor, Tensor):
-            for wrong in (tensor.to(torch.int16), tensor[None, None], 3):
+            for wrong, backend in product((tensor.to(torch.int16), tensor[None, None], 3), ("reference", "auto")):
                 with pytest.raises((TypeError, ValueError), match=name):
-                    op(**given | {name: wrong})
+                    op(**given | {name: wrong, "backend": backend})
 
 
 BAD: dict[Any, list[tuple[str, Any, type[Exception]]]] = {
@@ -309,8 +285,9 @@ BAD_ROWS = [(op, *row) for op, rows in BAD.items() for row in rows]
 def test_bad_arguments_are_named(op, name, bad, error):
     given = good(op)
     op(**good(op))
-    with pytest.raises(error, match=name):
-        op(**given | {name: bad(given[name]) if callable(bad) else bad})
+    for backend in ("reference", "auto"):
+        with pytest.raises(error, match=name):
+            op(**given | {"backend": backend} | {name: bad(given[name]) if callable(bad) else bad})
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "chunk"])

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...checks import check_shapes
 from ..table import Op
 from . import reference
 
 COMMIT = Op(
-    "commit_kv(Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor accepted_rows, Tensor num_accepted, "
-    "Tensor(c!) kv_len) -> ()",
+    "commit_kv",
+    "k_caches!{ } v_caches!{ } accepted_rows[B,P] num_accepted[B] kv_len![B]",
     reference.commit_kv,
+    ranked=("cpu", "cuda"),
+    lacks=("triton",),
 )
 
 
@@ -42,6 +43,6 @@ def commit_kv(
     """
     if len(k_caches) != len(v_caches) or not k_caches:
         raise ValueError(f"v_caches: expected as many layers as k_caches and at least one, got {len(v_caches)}")
-    shapes, first = "accepted_rows int32[B,P], num_accepted int32[B], kv_len int32[B]", k_caches[0]
-    check_shapes(shapes, accepted_rows, num_accepted, kv_len, device=first.device, B=first.shape[0])
-    COMMIT(list(k_caches), list(v_caches), accepted_rows, num_accepted, kv_len, backend=backend)
+    caches, first = (list(k_caches), list(v_caches)), k_caches[0]
+    COMMIT.line.check(*caches, accepted_rows, num_accepted, kv_len, device=first.device, B=first.shape[0])
+    COMMIT(*caches, accepted_rows, num_accepted, kv_len, backend=backend)

@@ -4,8 +4,10 @@ from ..table import Op
 from . import reference
 
 corpus_recall = Op(
-    "corpus_recall(Tensor text, Tensor order, Tensor following, Tensor token_ids, Tensor parents, Tensor tokens, "
-    "Tensor out_len, Tensor kv_start, Tensor frontier, int branch, int vocab) -> (Tensor, Tensor, Tensor)",
+    "corpus_recall",
+    "text[T] order[E] following[E] token_ids[B,N] parents[B,N] tokens:int64[B,S] "
+    "out_len[B] kv_start[B] frontier[B,W] branch:int=K vocab:int=V "
+    "-> [B,W,K] float32[B,W,K] [B,W]",
     reference.corpus_recall,
     ranked=("cpu",),
     lacks=("triton", "cuda"),

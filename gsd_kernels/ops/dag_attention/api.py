@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import check_shapes
 from ..table import Op
 from . import cpu, cuda, reference
 from .dense import DenseMask
@@ -20,9 +19,10 @@ def empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tenso
 
 
 ATTENTION = Op(
-    "dag_attention(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, "
-    "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window, int? chunk=None, "
-    "Tensor? sinks=None) -> (Tensor, Tensor)",
+    "dag_attention",
+    "q:float[B,H,R,D] k:q[B,G,S,D] v:q[B,G,S,V] ancestor_mask[B,R,W] kv_len[B] kv_start?[B] "
+    "row_depths?[B,R] node_depths?[B,N] scale:float softcap?:float sliding_window?:int chunk?:int "
+    "sinks?:float[H] -> q[B,H,R,V] float32[B,H,R]",
     reference.dag_attention,
     ranked=("cpu", "triton"),
     on_request=("cuda",),  # until measurements say where it wins
@@ -31,10 +31,6 @@ ATTENTION = Op(
     fake=empty,
     dense=False,
     tolerance=1e-4,  # of float32
-)
-SHAPES = (
-    "q float[B,H,R,D], k q[B,G,S,D], v q[B,G,S,V], ancestor_mask int32[B,R,W], kv_len int32[B], kv_start? int32[B], "
-    "sinks? float[H]"
 )
 DENSE = (cpu.dag_attention, reference.dag_attention)  # these work on a dense mask
 
@@ -96,34 +92,30 @@ def dag_attention(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or range.
     """
-    check_shapes(SHAPES, q, k, v, ancestor_mask, kv_len, kv_start, sinks)
+    lengths, limits = (kv_len, kv_start, row_depths, node_depths), (softcap, sliding_window, chunk)
+    ATTENTION.line.check(q, k, v, ancestor_mask, *lengths, scale, *limits, sinks)
     if q.shape[1] % k.shape[1] != 0:
         raise ValueError(f"q: {q.shape[1]} heads are not a multiple of the cache's {k.shape[1]}")
-    _check_sight(q, row_depths, node_depths, sliding_window, chunk)
+    _check_sight(row_depths is not None and node_depths is not None, sliding_window, chunk)
     if backend == "auto" and q.dtype == torch.float64 and q.device.type != "cpu":
         backend = "reference"  # the GPU's kernels compute in float32
     function = ATTENTION.chosen(backend, q.device)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     more: dict[str, Any] = {"dense": dense, "return_lse": return_lse} if function in DENSE else {}
     more |= {"row_invariant": row_invariant} if function is cpu.dag_attention else {}
-    lengths = (kv_len, kv_start, row_depths, node_depths)
-    call = AttentionCall(q, k, v, ancestor_mask, *lengths, scale, softcap, sliding_window, chunk, sinks)
+    call = AttentionCall(q, k, v, ancestor_mask, *lengths, scale, *limits, sinks)
     out, lse = function(call, **more)
     return (out, lse) if return_lse else out
 
 
-def _check_sight(
-    q: Tensor, row_depths: Tensor | None, node_depths: Tensor | None, sliding_window: int | None, chunk: int | None
-) -> None:
+def _check_sight(depths: bool, sliding_window: int | None, chunk: int | None) -> None:
     """Raise unless what limits the rows' sight is what the docstring of :func:`dag_attention` says."""
     if sliding_window is not None and chunk is not None:
         raise ValueError(f"chunk: expected None beside a sliding window of {sliding_window}, got {chunk}; give one")
     for name, size in (("sliding_window", sliding_window), ("chunk", chunk)):
         if size is None:
             continue
-        if row_depths is None or node_depths is None:
+        if not depths:
             raise ValueError(f"{name}: needs row_depths and node_depths, since it goes by position")
-        shapes = "q float[B,H,R,D], row_depths int32[B,R], node_depths int32[B,N]"
-        check_shapes(shapes, q, row_depths, node_depths)
         if size < 1:
             raise ValueError(f"{name}: expected at least 1, got {size}")

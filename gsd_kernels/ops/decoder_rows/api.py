@@ -6,6 +6,14 @@ from ..table import Op
 from . import cuda, reference
 from .weights import DecoderWeights
 
+# Of the lines of both operators of rows.
+PLACES = "positions[B,R] slots[B,R] ancestor_mask[B,R,W] node_depths[B,N] kv_len[B] kv_start[B]"
+WEIGHTS = "embedding:float[...] layers{ } kinds:ints scales{ }"
+BEHIND = (
+    "final_norm:float[H] head:float[...] inv_freq:float32[D] k_caches!{ } v_caches!{ } windows:ints heads:int "
+    "eps:float rope_scale:float"
+)
+
 
 def flat(weights: DecoderWeights, *rows: Any) -> tuple[Any, ...]:
     """The operator's arguments."""
@@ -15,13 +23,12 @@ def flat(weights: DecoderWeights, *rows: Any) -> tuple[Any, ...]:
 
 
 decoder_rows = Op(
-    "decoder_rows(Tensor token_ids, Tensor positions, Tensor slots, Tensor ancestor_mask, Tensor node_depths, "
-    "Tensor kv_len, Tensor kv_start, Tensor embedding, Tensor[] layers, int[] kinds, Tensor[] scales, "
-    "Tensor final_norm, Tensor head, Tensor inv_freq, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] windows, "
-    "int heads, float eps, float rope_scale, int[] states, int keep, Tensor(c!)? spoiled=None) "
-    "-> (Tensor, Tensor, Tensor)",
+    "decoder_rows",
+    f"token_ids[B,R] {PLACES} {WEIGHTS} {BEHIND} states:ints keep:int spoiled?!:float32[B,R] "
+    "-> float32[...] float32[...] float32[...]",
     reference.decoder_rows,
     ranked=("cpu",),
+    static=False,
     on_request=("cuda",),  # reads nothing back, and so checks no token ids
     own={"cuda": cuda.decoder_rows},
     flat=flat,

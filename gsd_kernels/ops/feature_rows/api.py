@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..decoder_rows.api import BEHIND, PLACES, WEIGHTS
 from ..table import Op
 from . import cuda, reference
 from .weights import FeatureWeights
@@ -15,13 +16,13 @@ def flat(weights: FeatureWeights, *rows: Any) -> tuple[Any, ...]:
 
 
 feature_rows = Op(
-    "feature_rows(Tensor token_ids, Tensor features, Tensor positions, Tensor slots, Tensor ancestor_mask, "
-    "Tensor node_depths, Tensor kv_len, Tensor kv_start, Tensor embedding, Tensor[] layers, int[] kinds, "
-    "Tensor[] scales, Tensor feature_norm, bool normed_residual, Tensor[] projection, bool feature_first, "
-    "Tensor final_norm, Tensor head, Tensor inv_freq, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] windows, "
-    "int heads, float eps, float rope_scale, int keep) -> (Tensor, Tensor, Tensor)",
+    "feature_rows",
+    f"token_ids[B,R] features:float[B,R,H] {PLACES} {WEIGHTS} feature_norm:float[...] "
+    f"normed_residual:bool projection{{ }} feature_first:bool {BEHIND} keep:int "
+    "-> float32[...] float32[...] float32[...]",
     reference.feature_rows,
     ranked=("cpu",),
+    static=False,
     on_request=("cuda",),  # reads nothing back, and so checks no token ids
     own={"cuda": cuda.feature_rows},
     flat=flat,

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 from ...config import MAX_ROWS
 from ...graph import Rows, TokenGraph
-from ..table import Op, same
+from ..table import ROWS, Op
 from . import reference
 
 FLATTEN = Op(
-    "flatten(Tensor token_ids, Tensor edge_targets, Tensor edge_log_probs, int max_rows, int max_path) -> (Tensor, "
-    "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "flatten",
+    f"token_ids[B,N] edge_targets[B,N,K] edge_log_probs:float32[B,N,K] max_rows:int=R max_path:int=D -> {ROWS}",
     reference.flatten,
-    whole=same,
     result=Rows,
 )
 
@@ -38,4 +37,4 @@ def flatten(graph: TokenGraph, max_rows: int, max_path: int, *, backend: str = "
     if not 0 <= max_path < max_rows:
         raise ValueError(f"max_path: expected 0 … max_rows - 1 = {max_rows - 1}, got {max_path}")
     edges = graph.token_ids, graph.edge_targets, graph.edge_log_probs
-    return FLATTEN(*edges, max_rows, max_path, backend=backend)
+    return FLATTEN.checked(*edges, max_rows, max_path, backend=backend)

@@ -2,11 +2,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..ngram.api import TABLE
 from ..table import Op
 from . import reference
 from .records import Recollection, Seen
 
 __all__ = ["history_append", "history_recall"]
+
+# Of lines: what steps write, all storage, what Recollection.sizes says, and the noise of the target.
+FOLLOWED = f"{TABLE} text[B,S] length[B] heads[B,H] previous[B,S] runners[B,G] runner_log_probs:float32[B,G] emitted[B]"
+HISTORY = (
+    f"history{{ {FOLLOWED} weights:float64[Y] learned_keys?:int64[1,D] learned_tokens?[1,D,E] "
+    "learned_log_probs?:float32[1,D,E] }"
+)
+SIZES = "sizes:ints=mwno"
+NOISE = "first_pick?[B] seed?:int64[] sequence_ids?[B]"
 
 
 def followed(known: Recollection, tokens: Tensor, counts: Tensor, seen: Seen | None) -> tuple[object, ...]:
@@ -15,8 +25,9 @@ def followed(known: Recollection, tokens: Tensor, counts: Tensor, seen: Seen | N
 
 
 history_recall = Op(
-    "history_recall(Tensor[] history, Tensor token_ids, Tensor parents, Tensor contexts, Tensor depths, Tensor nodes, "
-    "int branch, int[] sizes, Tensor? first_pick, Tensor? seed, Tensor? sequence_ids) -> (Tensor, Tensor, Tensor)",
+    "history_recall",
+    f"{HISTORY} token_ids[B,N] parents[B,N] contexts[B,N,X] depths[B,N] nodes[B,R] "
+    f"branch:int=k {SIZES} {NOISE} -> [B,R,k] float32[B,R,k] [B,R]",
     reference.history_recall,
     ranked=("cpu", "cuda"),
     lacks=("triton",),
@@ -27,7 +38,10 @@ history_recall = Op(
     tolerance=2e-5,
 )
 history_append = Op(
-    "history_append(Tensor(a!)[] history, Tensor tokens, Tensor counts, Tensor[] seen, int[] sizes) -> ()",
+    "history_append",
+    f"history!{{ {FOLLOWED} }} tokens[B,P] counts[B] seen{{ token_ids?[B,R] parent_rows?[B,R] "
+    "depths?[B,R] num_rows?[B] tail?[B,X] accepted_rows?[B,A] seen_tokens?[B,R,T] "
+    f"log_probs?:float32[B,R,T] }} {SIZES}",
     reference.history_append,
     ranked=("cpu", "cuda"),
     lacks=("triton",),

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import check_shapes
 from ...graph import Rows
+from ..line import Line
 from ..ngram import NgramTable
 
 ORDERS = 4  # contexts of the text, 1 … 4 tokens
@@ -108,8 +108,7 @@ class Recollection:
         if hashes < 1 or hashes & (hashes - 1):
             raise ValueError(f"hashes: expected a power of two, got {hashes}")
         keys = None if learned is None else learned.keys
-        shapes = "weights float64[W], learned.keys? int64[B,N]"
-        check_shapes(shapes, weights, keys, device=device, W=WEIGHTS, B=1)
+        Line(f"weights:float64[{WEIGHTS}] learned.keys?:int64[1,N]").check(weights, keys, device=device)
 
         def numbers(*shape: int, value: int = 0) -> Tensor:
             return torch.full((batch, *shape), value, dtype=torch.int32, device=device)

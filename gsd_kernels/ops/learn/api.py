@@ -29,9 +29,9 @@ def tables(asked: Sequence[Asked], nodes: Tensor, picked: Tensor, mixture: Mixtu
 
 
 learn_source = Op(
-    "learn_source(Tensor nodes, Tensor picked, Tensor[] node_ids, Tensor[] tokens, Tensor[] log_probs, "
-    "Tensor[] index, Tensor[] first_tokens, Tensor[] first_log_probs, Tensor start, Tensor(a!) shares, "
-    "Tensor(b!) counts, Tensor(c!) weights, float prior_count, float memory) -> ()",
+    "learn_source",
+    "nodes[B,P] picked[B,P] node_ids{ } tokens{ } log_probs{ } index{ } first_tokens{ } first_log_probs{ } "
+    "start:float32[E] shares!:float32[E] counts!:float32[E] weights!:float32[E] prior_count:float memory:float",
     reference.learn_source,
     ranked=("cpu", "cuda"),
     lacks=("triton",),

@@ -2,18 +2,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...checks import check_shapes
 from ...config import MAX_CONTEXT, GraphConfig
 from ...graph import Frontier, TokenGraph
-from ..table import Op
+from ..table import GRAPH, Op
 from . import reference
 
+RULES = "width:int=F merge_context:int=c log_sibling_ratio:float=r log_min_prob:float=p"
+"""Of a line."""
+
 MERGE = Op(
-    "merge(Tensor(a!)[] graph, Tensor frontier, Tensor cand_tokens, Tensor cand_log_probs, int level, int width, "
-    "int merge_context, float log_sibling_ratio, float log_min_prob) -> (Tensor, Tensor, Tensor, Tensor)",
+    "merge",
+    f"{GRAPH} frontier[B,W] cand_tokens[B,W,K] cand_log_probs:float32[B,W,K] level:int=l {RULES} "
+    "-> [B,F] [B,F] [B,F] [B,F,L]",
     reference.merge,
     flat=lambda graph, *level: (graph.tensors(), *level),
-    whole=lambda graph, *level: (TokenGraph(*graph), *level),
     result=Frontier,
 )
 
@@ -64,11 +66,9 @@ def merge(
         log_min_prob = config.log_min_prob
     if merge_context is None:
         raise TypeError("merge_context: expected a number of tokens, or a config; got neither")
-    shapes = "token_ids int32[B,N], frontier int32[B,W], cand_tokens int32[B,W,K], cand_log_probs float32[B,W,K]"
-    check_shapes(shapes, graph.token_ids, frontier, cand_tokens, cand_log_probs, K=graph.branch)
     if not -1 <= merge_context <= MAX_CONTEXT:
         raise ValueError(f"merge_context: expected -1 … {MAX_CONTEXT}, got {merge_context}")
     if width < 1 or level < 0:
         raise ValueError(f"width, level: expected at least 1 and 0, got {width} and {level}")
     rules = merge_context, log_sibling_ratio, log_min_prob
-    return MERGE(graph, frontier, cand_tokens, cand_log_probs, level, width, *rules, backend=backend)
+    return MERGE.checked(graph, frontier, cand_tokens, cand_log_probs, level, width, *rules, backend=backend)

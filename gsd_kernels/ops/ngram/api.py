@@ -5,11 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ...checks import check_shapes
 from ...graph import Rows, TokenGraph
-from ..table import Op, same
+from ..table import Op
 from . import reference
 from .table import NgramTable
+
+TABLE = "keys:int64[B,C] table_tokens[B,C,T] table_log_probs:float32[B,C,T]"
+"""Of a line."""
 
 
 def stored(table: NgramTable, *rest: Any) -> tuple[Any, ...]:
@@ -18,37 +20,37 @@ def stored(table: NgramTable, *rest: Any) -> tuple[Any, ...]:
 
 
 INSERT = Op(
-    "ngram_insert(Tensor(a!) keys, Tensor(b!) table_tokens, Tensor(c!) table_log_probs, Tensor contexts, "
-    "Tensor tokens, Tensor log_probs, Tensor valid, int max_context, int ways) -> ()",
+    "ngram_insert",
+    "keys!:int64[B,C] table_tokens![B,C,T] table_log_probs!:float32[B,C,T] contexts[B,R,X] "
+    "tokens[B,R,T] log_probs:float32[B,R,T] valid:bool[B,R] max_context:int=m ways:int=w",
     reference.ngram_insert,
     ranked=("cpu", "cuda"),
     lacks=("triton",),
     flat=stored,
 )
 LOOKUP = Op(
-    "ngram_lookup(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor contexts, int max_context, "
-    "int ways) -> (Tensor, Tensor, Tensor)",
+    "ngram_lookup",
+    f"{TABLE} contexts[B,R,X] max_context:int=m ways:int=w -> [B,R,T] float32[B,R,T] [B,R]",
     reference.ngram_lookup,
     ranked=("cpu", "cuda"),
     lacks=("triton",),
     flat=stored,
-    whole=lambda keys, tokens, log_probs, contexts, *sizes: (NgramTable(keys, tokens, log_probs, *sizes), contexts),
 )
 PERTURB = Op(
-    "perturb_candidates(Tensor tokens, Tensor log_probs, Tensor positions, Tensor seed, Tensor sequence_ids) -> Tensor",
+    "perturb_candidates",
+    "tokens[B,R,K] log_probs:float32[B,R,K] positions[B,R] seed:int64[] sequence_ids[B] -> float32[B,R,K]",
     reference.perturb_candidates,
     ranked=("cpu", "cuda"),
     lacks=("triton",),
-    whole=same,
     tolerance=2e-5,
 )
 MIX = Op(
-    "mix_candidates(Tensor tokens, Tensor log_probs, Tensor other_tokens, Tensor other_log_probs, Tensor weight, "
-    "Tensor? index=None) -> (Tensor, Tensor)",
+    "mix_candidates",
+    "tokens[B,R,K] log_probs:float32[B,R,K] other_tokens[B,R,O] other_log_probs:float32[B,R,O] "
+    "weight:float32[...] index?[B,R] -> [B,R,K] float32[B,R,K]",
     reference.mix_candidates,
     ranked=("cpu", "cuda"),
     lacks=("triton",),
-    whole=same,
     tolerance=1e-5,
 )
 
@@ -75,9 +77,7 @@ def ngram_insert(
         TypeError, ValueError: an argument has the wrong type or shape.
     """
     table.check_contexts(contexts)
-    shapes = "contexts int32[B,M,C], tokens int32[B,M,K], log_probs float32[B,M,K], valid bool[B,M]"
-    check_shapes(shapes, contexts, tokens, log_probs, valid, K=table.tokens.shape[2])
-    INSERT(table, contexts, tokens, log_probs, valid, backend=backend)
+    INSERT.checked(table, contexts, tokens, log_probs, valid, backend=backend)
 
 
 def ngram_lookup(table: NgramTable, contexts: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +96,7 @@ def ngram_lookup(table: NgramTable, contexts: Tensor, *, backend: str = "auto") 
         TypeError, ValueError: an argument has the wrong type or shape.
     """
     table.check_contexts(contexts)
-    return LOOKUP(table, contexts, backend=backend)
+    return LOOKUP.checked(table, contexts, backend=backend)
 
 
 def perturb_candidates(
@@ -127,9 +127,7 @@ def perturb_candidates(
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
     """
-    shapes = "tokens int32[B,W,K], log_probs float32[B,W,K], positions int32[B,W], seed int64[], sequence_ids int32[B]"
-    check_shapes(shapes, tokens, log_probs, positions, seed, sequence_ids)
-    return PERTURB(tokens, log_probs, positions, seed, sequence_ids, backend=backend)
+    return PERTURB.checked(tokens, log_probs, positions, seed, sequence_ids, backend=backend)
 
 
 def mix_candidates(
@@ -161,15 +159,9 @@ def mix_candidates(
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
     """
-    table = isinstance(weight, Tensor) and weight.dim() == 1
-    shapes = (
-        "tokens int32[B,W,K], log_probs float32[B,W,K], other_tokens int32[B,W,L], other_log_probs float32[B,W,L], "
-        f"weight float32[{'N' if table else 'B,W'}], index? int32[B,W]"
-    )
-    check_shapes(shapes, tokens, log_probs, other_tokens, other_log_probs, weight, index)
-    if index is not None and not table:
-        raise ValueError("weight: expected a table with an index, got one for each row")
-    return MIX(tokens, log_probs, other_tokens, other_log_probs, weight, index, backend=backend)
+    if isinstance(weight, Tensor) and weight.dim() != 1 and (index is not None or weight.shape != tokens.shape[:2]):
+        raise ValueError(f"weight: expected a table with an index, or one for each row, got {list(weight.shape)}")
+    return MIX.checked(tokens, log_probs, other_tokens, other_log_probs, weight, index, backend=backend)
 
 
 def ngram_remember(

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...checks import check_shapes
 from ...config import MAX_CONTEXT
+from ..line import Line
 
 MAX_WAYS = 16
+CONTEXTS = Line("keys:int64[B,N] contexts[B,M,C]")
 
 
 @dataclass
@@ -72,7 +73,7 @@ class NgramTable:
 
     def check_contexts(self, contexts: Tensor) -> None:
         """Raise unless ``contexts`` is int32 [B, *, C], C ≥ max_context, on the table's device."""
-        check_shapes("keys int64[B,N], contexts int32[B,M,C]", self.keys, contexts)
+        CONTEXTS.check(self.keys, contexts)
         if contexts.shape[2] < self.max_context:
             raise ValueError(
                 f"contexts: expected at least max_context={self.max_context} tokens of each, got {contexts.shape[2]}; "

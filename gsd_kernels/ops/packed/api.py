@@ -18,8 +18,10 @@ def stored(matrix: PackedMatrix, rows: Tensor | None, dtype: torch.dtype) -> tup
 
 
 unpack_rows = Op(
-    "unpack_rows(Tensor weight, int kind, Tensor? scales, int inputs, Tensor? rows, Tensor like) -> Tensor",
+    "unpack_rows",
+    "weight:uint8[O,W] kind:int scales?:float32[...] inputs:int=I rows?:int64[N] like:float[...] -> float32[N,I]",
     reference.unpack_rows,
     ranked=("cpu",),
+    static=False,
     flat=stored,
 )

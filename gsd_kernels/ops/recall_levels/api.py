@@ -5,7 +5,9 @@ from torch import Tensor
 from ...config import GraphConfig
 from ...graph import TokenGraph
 from ..history import Recollection
-from ..table import Op
+from ..history.api import HISTORY, NOISE, SIZES
+from ..merge.api import RULES
+from ..table import GRAPH, Op
 from . import reference
 from .records import RecalledLevels
 
@@ -26,11 +28,12 @@ def flat(
 
 
 recall_levels = Op(
-    "recall_levels(Tensor[] history, Tensor(a!)[] graph, Tensor frontier, int[] sizes, int level, "
-    "int levels, int width, int merge_context, float log_sibling_ratio, float log_min_prob, Tensor? first_pick, "
-    "Tensor? seed, Tensor? sequence_ids) -> (Tensor, Tensor, Tensor, Tensor)",
+    "recall_levels",
+    f"{HISTORY} {GRAPH} frontier[B,I] {SIZES} level:int=l levels:int=v {RULES} {NOISE} "
+    "-> [B,P] [B,P,K] float32[B,P,K] [B,P]",  # P nodes: those of all levels
     reference.recall_levels,
     ranked=("cpu", "cuda"),
+    static=False,
     flat=flat,
     result=RecalledLevels,
     tolerance=1e-6,

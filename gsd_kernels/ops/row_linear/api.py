@@ -17,8 +17,10 @@ def stored(x: Tensor, weight: Tensor | PackedMatrix) -> tuple[Any, ...]:
 
 
 row_linear = Op(
-    "row_linear(Tensor x, Tensor weight, int kind=-1, Tensor? scales=None) -> Tensor",
+    "row_linear",
+    "x:float[R,I] weight:float[O,W] kind:int scales?:float32[...] -> float32[R,O]",
     reference.row_linear,
     ranked=("cpu",),
+    static=False,
     flat=stored,
 )

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import check_shapes
 from ..table import Op
 from . import reference
 
@@ -21,39 +20,34 @@ def flat(logits: Tensor, *rest: Any) -> tuple[Any, ...]:
     return (logits, *rest, *numbers, *tensors)
 
 
-def whole(*arguments: Any) -> tuple[Any, ...]:
-    """The reference's arguments."""
-    *rest, a, b, c, d = arguments
-    numbers, tensors = rest[-4:], (a, b, c, d)
-    return (*rest[:-4], *(n if t is None else t for n, t in zip(numbers, tensors, strict=True)))
-
+# Of lines.
+DRAWN = "seed:int64[] sequence_ids[B]"
+WARPERS = (
+    "temperature:float top_k:int top_p:float min_p:float temperatures?:float32[B] top_ks?:float32[B] "
+    "top_ps?:float32[B] min_ps?:float32[B]"
+)
 
 SAMPLE = Op(
-    "sample_rows(Tensor logits, Tensor positions, Tensor seed, Tensor sequence_ids, float temperature, int top_k, "
-    "float top_p, float min_p, Tensor? temperatures=None, Tensor? top_ks=None, Tensor? top_ps=None, "
-    "Tensor? min_ps=None) -> Tensor",
+    "sample_rows",
+    f"logits:float[B,R,V] positions[B,R] {DRAWN} {WARPERS} -> [B,R]",
     reference.sample_rows,
     ranked=("cpu", "triton", "cuda"),
     flat=flat,
-    whole=whole,
 )
 DRAFT = Op(
-    "draft_candidates(Tensor logits, Tensor positions, int branch, Tensor seed, Tensor sequence_ids, "
-    "float temperature, int top_k, float top_p, float min_p, Tensor? temperatures=None, Tensor? top_ks=None, "
-    "Tensor? top_ps=None, Tensor? min_ps=None, bool noise=True) -> (Tensor, Tensor)",
+    "draft_candidates",
+    f"logits:float[B,R,V] positions[B,R] branch:int=K {DRAWN} {WARPERS} noise:bool -> [B,R,K] float32[B,R,K]",
     reference.draft_candidates,
     ranked=("cpu", "triton", "cuda"),
     flat=lambda *given: (*flat(*given[:-1]), given[-1]),
-    whole=lambda *given: (*whole(*given[:-1]), given[-1]),
     tolerance=1e-5,
 )
 LOG_PROBS = Op(
-    "warped_log_probs(Tensor logits, float temperature, int top_k, float top_p, float min_p, "
-    "Tensor? temperatures=None, Tensor? top_ks=None, Tensor? top_ps=None, Tensor? min_ps=None) -> Tensor",
+    "warped_log_probs",
+    f"logits:float[B,R,V] {WARPERS} -> float32[B,R,V]",
     reference.warped_log_probs,
     ranked=("cpu", "triton", "cuda"),
     flat=flat,
-    whole=whole,
     tolerance=1e-5,
 )
 
@@ -93,9 +87,8 @@ def sample_rows(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or range.
     """
-    _check(logits, positions, seed, sequence_ids, temperature, top_k, top_p, min_p)
-    warpers = temperature, top_k, top_p, min_p
-    return SAMPLE(logits, positions, seed, sequence_ids, *warpers, backend=backend)
+    warpers = checked_warpers(logits, temperature, top_k, top_p, min_p)
+    return SAMPLE.checked(logits, positions, seed, sequence_ids, *warpers, backend=backend)
 
 
 def draft_candidates(
@@ -124,11 +117,10 @@ def draft_candidates(
         tokens int32 [B, W, branch] and log-probabilities float32, best first. A token that the warpers cut has −inf;
         where the vocabulary is smaller than ``branch``, ids are −1.
     """
-    _check(logits, positions, seed, sequence_ids, temperature, top_k, top_p, min_p)
+    warpers = checked_warpers(logits, temperature, top_k, top_p, min_p)
     if branch < 1:
         raise ValueError(f"branch: expected at least 1, got {branch}")
-    warpers = temperature, top_k, top_p, min_p
-    return DRAFT(logits, positions, branch, seed, sequence_ids, *warpers, noise, backend=backend)
+    return DRAFT.checked(logits, positions, branch, seed, sequence_ids, *warpers, noise, backend=backend)
 
 
 def warped_log_probs(
@@ -150,9 +142,7 @@ def warped_log_probs(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or range.
     """
-    _check_logits(logits)
-    check_warpers(temperature, top_k, top_p, min_p)
-    return LOG_PROBS(logits, temperature, top_k, top_p, min_p, backend=backend)
+    return LOG_PROBS.checked(logits, *checked_warpers(logits, temperature, top_k, top_p, min_p), backend=backend)
 
 
 def check_warpers(temperature: object, top_k: object, top_p: object, min_p: object) -> None:
@@ -171,14 +161,9 @@ def check_warpers(temperature: object, top_k: object, top_p: object, min_p: obje
             raise ValueError(f"{name}: expected {low} … {high}, got {value}")
 
 
-def _check(logits: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor, *warpers: object) -> None:
-    _check_logits(logits)
-    shapes = "logits float[B,R,V], positions int32[B,R], seed int64[], sequence_ids int32[B]"
-    check_shapes(shapes, logits, positions, seed, sequence_ids)
-    check_warpers(*warpers)
-
-
-def _check_logits(logits: Tensor) -> None:
+def checked_warpers(logits: Tensor, *warpers: Any) -> tuple[Any, ...]:
+    """The warpers, if they are in range and there is something to pick from."""
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[-1] == 0:
         raise ValueError("logits: expected a tensor [batch, rows, vocabulary]")
-    check_shapes("logits float[B,R,V]", logits)
+    check_warpers(*warpers)
+    return warpers

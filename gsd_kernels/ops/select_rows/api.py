@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ...graph import Rows, TokenGraph
-from ..table import Op
+from ..table import ROWS, Op
 from . import reference
 from .records import FEATURES, LogisticPosterior
 
 __all__ = ["FEATURES", "LogisticPosterior", "select_rows", "update_edge_model"]
+
+
+EDGES = "token_ids[B,N] depths[B,N] edge_targets[B,N,K] edge_log_probs:float32[B,N,K] num_accepted[B]"
+"""Of a line."""
 
 
 def edges(graph: TokenGraph, *rest: Any) -> tuple[Any, ...]:
@@ -23,11 +27,12 @@ def updated(*arguments: Any) -> LogisticPosterior:
 
 
 select_rows = Op(
-    "select_rows(Tensor token_ids, Tensor depths, Tensor edge_targets, Tensor edge_log_probs, Tensor num_accepted, "
-    "Tensor weights, Tensor? seconds, float row_bonus, int max_rows, int max_path) -> (Tensor, Tensor, Tensor, "
-    "Tensor, Tensor, Tensor, Tensor)",
+    "select_rows",
+    f"{EDGES} weights:float64[{FEATURES}] seconds?:float64[S] row_bonus:float=b max_rows:int=R max_path:int=D "
+    f"-> {ROWS}",
     reference.select_rows,
     ranked=("cpu",),
+    static=False,
     lacks=("triton",),
     flat=lambda graph, before, posterior, seconds, max_rows, max_path, row_bonus: edges(
         graph, before, posterior.weights, seconds, row_bonus, max_rows, max_path
@@ -35,9 +40,9 @@ select_rows = Op(
     result=Rows,
 )
 update_edge_model = Op(
-    "update_edge_model(Tensor token_ids, Tensor depths, Tensor edge_targets, Tensor edge_log_probs, "
-    "Tensor num_accepted, Tensor nodes, Tensor picked, Tensor weights, Tensor covariance, Tensor prior, "
-    "float process_noise) -> (Tensor, Tensor)",
+    "update_edge_model",
+    f"{EDGES} nodes[B,P] picked[B,P] weights:float64[{FEATURES}] covariance:float64[{FEATURES},{FEATURES}] "
+    f"prior:float64[{FEATURES}] process_noise:float=q -> float64[{FEATURES}] float64[{FEATURES},{FEATURES}]",
     reference.update_edge_model,
     ranked=("cpu",),
     lacks=("triton",),

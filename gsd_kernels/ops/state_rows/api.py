@@ -13,16 +13,19 @@ def stored(*arguments: Any) -> tuple[Any, ...]:
 
 
 state_rows = Op(
-    "state_rows(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor parents, Tensor depths, "
-    "Tensor lengths, Tensor state, Tensor(a!) keys, Tensor(b!) updates, Tensor(c!) sums, int block) -> Tensor",
+    "state_rows",
+    "query:float32[B,R,G,D] key:float32[B,R,G,D] value:float32[B,R,H,V] decay:float32[B,R,H,E] beta?:float32[B,R,H] "
+    "parents[B,A] depths[B,A] lengths[B] state:float32[...] keys!:float32[...] updates!:float32[...] "
+    "sums!:float32[...] block:int -> float32[B,R,H,V]",
     reference.state_rows,
     ranked=("cpu",),
     flat=stored,
     tolerance=2e-5,
 )
 state_commit = Op(
-    "state_commit(Tensor accepted_rows, Tensor num_accepted, Tensor lengths, Tensor(a!) state, Tensor(b!) keys, "
-    "Tensor(c!) updates, Tensor(d!) sums, int block) -> ()",
+    "state_commit",
+    "accepted_rows[B,P] num_accepted[B] lengths[B] state!:float32[...] keys!:float32[...] "
+    "updates!:float32[...] sums!:float32[...] block:int",
     reference.state_commit,
     ranked=("cpu",),
     flat=stored,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...graph import TokenGraph
-from ..table import Op
+from ..table import GRAPH, Op
 from . import reference
 from .records import NO_NODE, Chain, FedRows
 
@@ -36,42 +36,46 @@ def fed(
 
 
 start_graph = Op(
-    "start_graph(Tensor(a!)[] graph, Tensor tokens, Tensor out_len, Tensor kv_start) -> Tensor",
+    "start_graph",
+    f"{GRAPH} tokens:int64[B,S] out_len[B] kv_start[B] -> [B]",
     reference.start_graph,
     ranked=("cpu", "cuda"),
     lacks=("triton",),
     flat=lambda graph, *text: (graph.tensors(), *text),
 )
 feed_rows = Op(
-    "feed_rows(Tensor token_ids, Tensor depths, Tensor? slots, Tensor kv_len, Tensor kv_start, "
-    "Tensor(a!)? node_depths, int first_slot, int shift, int vocab, bool wide) -> (Tensor, Tensor, Tensor, Tensor, "
-    "Tensor)",
+    "feed_rows",
+    "token_ids[B,R] depths[B,R] slots?[B,R] kv_len[B] kv_start[B] "
+    "node_depths?![B,N] first_slot:int=f shift:int=s vocab:int=v wide:bool=w "
+    "-> int64[B,R] int64[B,R] int64[B,R] [B,R] [B,R]",
     reference.feed_rows,
     ranked=("cpu", "cuda"),
     lacks=("triton",),
     flat=fed,
     result=FedRows,
+    static=False,  # 32-bit integers where they are not asked for wide
 )
 feed_chain = Op(
-    "feed_chain(Tensor tokens, Tensor end, Tensor(a!) cached, int width) -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
-    "Tensor)",
+    "feed_chain",
+    "tokens:int64[B,S] end[B] cached![B] width:int=E -> [B] [B,E] [B,E] [B,E] [B,E,E/32] [B,E]",
     reference.feed_chain,
     ranked=("cpu", "cuda"),
     lacks=("triton",),
     result=Chain,
 )
 accepted_path = Op(
-    "accepted_path(Tensor accepted_rows, Tensor num_accepted, Tensor next_token, Tensor token_ids, "
-    "Tensor node_ids) -> (Tensor, Tensor)",
+    "accepted_path",
+    "accepted_rows[B,P] num_accepted[B] next_token[B] token_ids[B,R] node_ids[B,R] -> [B,P] [B,P]",
     reference.accepted_path,
     ranked=("cpu", "cuda"),
     lacks=("triton",),
     flat=lambda accepted, rows: (*accepted.tensors(), rows.token_ids, rows.node_ids),
 )
 commit_text = Op(
-    "commit_text(Tensor new_tokens, Tensor num_accepted, Tensor next_token, Tensor eos_ids, Tensor(a!) tokens, "
-    "Tensor(b!) out_len, Tensor(c!) remaining, Tensor(d!) done, Tensor(e!) emitted, Tensor(f!) num_emitted, "
-    "Tensor(g!) counts, Tensor? nodes, Tensor? parents, Tensor? num_nodes, Tensor? num_merges) -> ()",
+    "commit_text",
+    "new_tokens[B,P] num_accepted[B] next_token[B] eos_ids[E] tokens!:int64[B,S] "
+    "out_len![B] remaining![B] done!:bool[B] emitted![B,M] num_emitted![B] counts!:int64[3] "
+    "nodes?[B,P] parents?[B,N] num_nodes?[B] num_merges?[B]",
     reference.commit_text,
     ranked=("cpu", "cuda"),
     lacks=("triton",),

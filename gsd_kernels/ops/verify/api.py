@@ -2,16 +2,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...checks import check_shapes
 from ...graph import Acceptance, Rows
-from ..table import Op, same
+from ..table import Op
 from . import reference
 
 VERIFY = Op(
-    "verify(Tensor token_ids, Tensor parent_rows, Tensor depths, Tensor ancestor_mask, Tensor num_rows, "
-    "Tensor sampled, Tensor eos_ids, Tensor remaining, Tensor done, int max_path) -> (Tensor, Tensor, Tensor)",
+    "verify",
+    "token_ids[B,R] parent_rows[B,R] depths[B,R] ancestor_mask[B,R,R/32] num_rows[B] "
+    "sampled[B,R] eos_ids[E] remaining[B] done:bool[B] max_path:int=D "
+    "-> [B,D+1] [B] [B]",
     reference.verify,
-    whole=same,
     result=Acceptance,
 )
 
@@ -43,7 +43,5 @@ def verify(
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
     """
-    shapes = "token_ids int32[B,R], sampled int32[B,R], eos_ids int32[E], remaining int32[B], done bool[B]"
-    check_shapes(shapes, rows.token_ids, sampled, eos_ids, remaining, done)
     tree = rows.token_ids, rows.parent_rows, rows.depths, rows.ancestor_mask, rows.num_rows
-    return VERIFY(*tree, sampled, eos_ids, remaining, done, max_path, backend=backend)
+    return VERIFY.checked(*tree, sampled, eos_ids, remaining, done, max_path, backend=backend)

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...checks import check_shapes
 from ..table import Op
 from . import reference
 
 WRITE = Op(
-    "write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions, "
-    "Tensor(c!)? spoiled=None) -> ()",
+    "write_kv",
+    "k_cache!:float[B,H,S,D] v_cache!:k_cache[B,H,S,V] k:k_cache[B,H,R,D] v:k_cache[B,H,R,V] positions:int64[B,R] "
+    "spoiled?!:float32[B,R]",
     reference.write_kv,
     ranked=("triton", "cpu"),
     dense=False,
@@ -40,9 +40,5 @@ def write_kv(
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
     """
-    shapes = (
-        "k_cache float[B,H,S,D], v_cache k_cache[B,H,S,V], positions int64[B,R], k k_cache[B,H,R,D], "
-        "v k_cache[B,H,R,V], spoiled? float32[B,R]"
-    )
-    check_shapes(shapes, k_cache, v_cache, positions, k, v, spoiled)
+    WRITE.line.check(k_cache, v_cache, k, v, positions, spoiled)
     WRITE(k_cache, v_cache, k, v, positions.contiguous(), spoiled, backend=backend)

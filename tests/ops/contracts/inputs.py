@@ -68,21 +68,21 @@ def op_inputs() -> dict[str, tuple]:
         ),
         "commit_kv": (cache[:2], cache[2:], *accepted, torch.tensor([2, 3], dtype=torch.int32)),
         "sample_rows": (logits, positions, *stream, 1.0, 0, 0.9, 0.0, None, torch.tensor([3.0, 0.0]), None, None),
-        "draft_candidates": (logits, positions, 3, *stream, 0.0, 0, 1.0, 0.0),
+        "draft_candidates": (logits, positions, 3, *stream, 0.0, 0, 1.0, 0.0, *[None] * 4, True),
         "warped_log_probs": (logits, 0.7, 5, 1.0, 0.0, None, None, torch.tensor([0.9, 1.0]), None),
         "dag_attention": attention_inputs(),
-        "write_kv": (*cache[:2], *torch.randn(2, 2, 1, 3, 4), torch.tensor([[0, 5, 2], [1, 2, 3]])),
+        "write_kv": (*cache[:2], *torch.randn(2, 2, 1, 3, 4), torch.tensor([[0, 5, 2], [1, 2, 3]]), None),
         "decoder_rows": decoder_inputs(),
         "feature_rows": feature_inputs(),
         "corpus_recall": corpus_inputs(),
-        "row_linear": (torch.randn(3, 32), torch.randn(5, 32)),
+        "row_linear": (torch.randn(3, 32), torch.randn(5, 32), -1, None),
         "state_rows": (*state_tensors()[0], *state_tensors()[1], 4),
         "state_commit": (torch.tensor([[0, 2]]).int(), torch.tensor([2]).int(), *state_tensors()[1], 4),
         "unpack_rows": (torch.zeros(5, 36, dtype=torch.uint8), 3, None, 64, torch.tensor([1, 4]), torch.randn(1)),
         "ngram_insert": (*ngram_tensors(), *Memory().calls()[0], 3, 4),
         "ngram_lookup": (*ngram_tensors(), Memory().queries(), 3, 4),
         "perturb_candidates": (*remembered(0, 4), *stream),
-        "mix_candidates": two_sources(0, 4, 3),
+        "mix_candidates": (*two_sources(0, 4, 3), None),
         "learn_source": learn_inputs(),
         **select_rows_inputs(),
         **history_inputs(stream),
@@ -163,7 +163,7 @@ def attention_inputs():
 def decoder_inputs():
     w, case = decoder_case()
     *rows, k_caches, v_caches = case.values()
-    rest = (w.windows, w.heads, w.eps, w.rope_scale, [1, 0], 3)
+    rest = (w.windows, w.heads, w.eps, w.rope_scale, [1, 0], 3, None)
     return *rows, w.embedding, w.flat_layers, *w.packing, w.final_norm, w.head, w.inv_freq, k_caches, v_caches, *rest
 
 
