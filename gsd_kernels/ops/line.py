@@ -133,7 +133,7 @@ def _type(part: Part, marks: Iterator[str]) -> str:
 
 
 def _size(size: str, sizes: dict[str, Any]) -> Any:
-    """What a size of a line is, where its letter is known: its letter, R/32 or D+1, or a number."""
+    """Evaluate a size of a line, a number, R, R/32 or D+1; a letter that is not known stays."""
     if size.isdigit():
         return int(size)
     letter, rest = sizes.get(size[0], size), size[1:]
