@@ -50,8 +50,10 @@ Factor factor(uint16_t bits) {
   return {value, max_int(static_cast<int>(float_bits(value) >> 23 & 255) - 127, std::is_same_v<Element, Half> ? -14 : -126)};
 }
 
-// It is called for every number that the tests' tensor cores make, so it is optimised in every build.
-__attribute__((optimize("O2"), no_sanitize("thread", "address", "undefined"))) inline float dot_add(
+// Of what makes every number of the tests' tensor cores and of a contract: optimised in every build.
+#define GSD_ARITHMETIC __attribute__((optimize("O2"), no_sanitize("thread", "address", "undefined")))
+
+GSD_ARITHMETIC inline float dot_add(
     float sum, const Factor* const (&a)[16], const Factor* const (&b)[16]) {
   double terms[17], plain = sum;
   terms[16] = sum;

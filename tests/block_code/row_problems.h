@@ -92,30 +92,38 @@ Result with_memory(const Product<Element>& p, const Run& run) {
   return result;
 }
 
+// An output: chains of fused dot-adds, a split each, which are added in their order.
+GSD_ARITHMETIC inline float split_sum(const Factor* weight, const Factor* x, int inputs, int split_inputs) {
+  float sum = 0.0f;
+  for (int first = 0; first < inputs; first += split_inputs) {
+    float part = 0.0f;
+    for (int k = first; k < first + split_inputs && k < inputs; k += 16) {
+      const Factor *left[16], *right[16];
+      for (int j = 0; j < 16; j++) left[j] = weight + k + j, right[j] = x + k + j;
+      part = dot_add(part, left, right);
+    }
+    sum = first == 0 ? part : sum + part;
+  }
+  return sum;
+}
+
 // What the contract of rows_product.h makes of a problem, number by number: no tiles, no stages, no other rows.
 template <class Element>
 Result contracted(const Product<Element>& p) {
   const Shape& s = p.shape;
   const RowsProduct a = shaped(p);
   const int split_inputs = a.split_stages() * kTileInputs;
-  const auto factors = [&](const uint16_t* values) {
-    std::vector<Factor> made(static_cast<size_t>((s.inputs + 15) / 16 * 16));
-    for (int k = 0; k < s.inputs; k++) made[k] = factor<Element>(values[k]);
+  const size_t chained = static_cast<size_t>((s.inputs + 15) / 16 * 16);
+  const auto factors = [&](const std::vector<uint16_t>& values) {
+    std::vector<Factor> made(values.size() / s.inputs * chained);
+    for (size_t i = 0; i < values.size(); i++) made[i / s.inputs * chained + i % s.inputs] = factor<Element>(values[i]);
     return made;
   };
+  const std::vector<Factor> x = factors(p.x);
+  std::vector<std::vector<Factor>> weights;
+  for (const std::vector<uint16_t>& each : p.weights) weights.push_back(factors(each));
   const auto product = [&](int i, int row, int n) {
-    const std::vector<Factor> x = factors(&p.x[static_cast<size_t>(row) * s.inputs]),
-                              weight = factors(&p.weights[i][static_cast<size_t>(n) * s.inputs]);
-    float sum = 0.0f;
-    for (int first = 0; first < s.inputs; first += split_inputs) {
-      float part = 0.0f;
-      for (int k = first; k < std::min(first + split_inputs, s.inputs); k += 16) {
-        const Factor *left[16], *right[16];
-        for (int j = 0; j < 16; j++) left[j] = &weight[k + j], right[j] = &x[k + j];
-        part = dot_add(part, left, right);
-      }
-      sum = first == 0 ? part : sum + part;
-    }
+    const float sum = split_sum(&weights[i][n * chained], &x[row * chained], s.inputs, split_inputs);
     return sum + (p.biases[i].empty() ? 0.0f : Element::widen(p.biases[i][n]));
   };
   Result result;
