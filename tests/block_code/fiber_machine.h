@@ -262,19 +262,7 @@ class FiberMachine : public FiberValues {
                widen<Element>(left, mine.left);
                for (int i = 0; i < kLoads; i++) widen<Element>(right[i], mine.right[i]);
              },
-             [&](const FiberWarp::Posted* all) {
-               for (int j = 0; j < 2 * kLoads; j++) {
-                 for (int e = 0; e < 4; e++) {
-                   const int row = lane() / 4 + 8 * (e / 2), column = 2 * (lane() % 4) + e % 2;
-                   const Factor *a[16], *b[16];
-                   for (int k = 0; k < 16; k++) {
-                     a[k] = &all[4 * (row % 8) + k % 8 / 2].left[row / 8 + 2 * (k / 8)][k % 2];
-                     b[k] = &all[4 * column + k % 8 / 2].right[j / 2][2 * (j % 2) + k / 8][k % 2];
-                   }
-                   sums[first + j][e] = dot_add(sums[first + j][e], a, b);
-                 }
-               }
-             });
+             [&](const FiberWarp::Posted* all) { add_products(sums + first, 2 * kLoads, lane(), all); });
   }
 
   float shuffle_xor(float value, int mask) { return shuffle(value, lane() ^ mask); }
@@ -294,6 +282,20 @@ class FiberMachine : public FiberValues {
   }
 
  private:
+  GSD_ARITHMETIC static void add_products(float (*sums)[4], int tiles, int lane, const FiberWarp::Posted* all) {
+    for (int j = 0; j < tiles; j++) {
+      for (int e = 0; e < 4; e++) {
+        const int row = lane / 4 + 8 * (e / 2), column = 2 * (lane % 4) + e % 2;
+        const Factor *a[16], *b[16];
+        for (int k = 0; k < 16; k++) {
+          a[k] = &all[4 * (row % 8) + k % 8 / 2].left[row / 8 + 2 * (k / 8)][k % 2];
+          b[k] = &all[4 * column + k % 8 / 2].right[j / 2][2 * (j % 2) + k / 8][k % 2];
+        }
+        sums[j][e] = dot_add(sums[j][e], a, b);
+      }
+    }
+  }
+
   struct Copy {
     int at;
     const void* from;

@@ -1,10 +1,14 @@
 // The rows' path attention on the machine of fibers: every row of random texts has the contract's bits, in any company and
-// at any place. With GSD_ONE_TYPE only head size 64 is compiled, which takes a third of the time.
+// at any place. With GSD_ONE_TYPE a type has one head size.
 #include "problems.h"
 
 using namespace gsd;
 
 namespace {
+
+#ifdef GSD_ONE_TYPE
+constexpr int kOneHeadDim = std::is_same_v<One, Half> ? 64 : 128;
+#endif
 
 struct Shape {
   int head_dim, batch, kv_heads, group, rows, window;  // window 0: none
@@ -162,10 +166,11 @@ struct Call {
   }
 
   void attend() {
-#ifndef GSD_ONE_TYPE
-    if (shape.head_dim == 128) return attend<128>();
+#ifdef GSD_ONE_TYPE
+    attend<kOneHeadDim>();
+#else
+    shape.head_dim == 128 ? attend<128>() : attend<64>();
 #endif
-    attend<64>();
   }
 
   const uint16_t* output(int b, int row) const { return &out[(b * sizes.rows + row) * args.out_row]; }
@@ -331,9 +336,9 @@ bool attended(int round, std::mt19937& random) {
   if (round % 8 == 4) s.rows = s.batch = s.kv_heads = 1, s.group = 70;  // more heads than a warp takes
   s.window = round % 3 == 2 ? between(random, 1, 90) : 0;
 #ifdef GSD_ONE_TYPE
-  s.head_dim = 64;
+  s.head_dim = kOneHeadDim;
 #endif
-  return round % 2 == 1 ? round_is_right<Other>(s, round, random) : round_is_right<Half>(s, round, random);
+  return round % 2 == 1 ? round_is_right<Other>(s, round, random) : round_is_right<One>(s, round, random);
 }
 
 const Listed listed({{"path", attended}});

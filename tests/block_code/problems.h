@@ -35,8 +35,10 @@ bool by_turns(int round, std::mt19937& random) {
 }
 
 #ifdef GSD_ONE_TYPE  // half of the code, and the same accesses
-using Other = Half;
+using One = GSD_ONE_TYPE;
+using Other = GSD_ONE_TYPE;
 #else
+using One = Half;
 using Other = Bfloat16;
 #endif
 

@@ -99,9 +99,9 @@ bool turned_round(int round, std::mt19937& random) {
                                   [&](const Product<Element>& p) { multiplied(p, round % 5 == 4); });
 }
 
-const Listed listed({{"product", by_turns<product_round<Half>, product_round<Other>>},
-                     {"many", by_turns<many_round<Half>, many_round<Other>>},
-                     {"turned", by_turns<turned_round<Half>, turned_round<Other>>},
-                     {"between", by_turns<between_is_written<Half>, between_is_written<Other>>}});
+const Listed listed({{"product", by_turns<product_round<One>, product_round<Other>>},
+                     {"many", by_turns<many_round<One>, many_round<Other>>},
+                     {"turned", by_turns<turned_round<One>, turned_round<Other>>},
+                     {"between", by_turns<between_is_written<One>, between_is_written<Other>>}});
 
 }  // namespace

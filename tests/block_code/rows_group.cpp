@@ -63,7 +63,7 @@ bool turned_round(int round, std::mt19937& random) {
                                   [&](const Product<Element>& p) { multiplied(p, 1 + round / 2 % 2, round % 3 < 2); });
 }
 
-const Listed listed({{"group", by_turns<random_round<Half>, random_round<Other>>},
-                     {"group turned", by_turns<turned_round<Half>, turned_round<Other>>}});
+const Listed listed({{"group", by_turns<random_round<One>, random_round<Other>>},
+                     {"group turned", by_turns<turned_round<One>, turned_round<Other>>}});
 
 }  // namespace
