@@ -31,7 +31,7 @@ MOST_PATCHES, MOST_PRIVATE_PATCHES = 140, 9
 CORE_OF_SATELLITES = {
     "gsd_kernels_train": (
         "api engine.resolved files model.hidden model.properties parallel progress records sources.checkpoints "
-        "sources.dflash sources.eagle3 sources.edges sources.heads sources.layers "
+        "sources.dflash sources.eagle3 sources.edges sources.heads "
         "sources.layouts sources.mtp store validate"
     ),
     "gsd_kernels_serve": "api extras model.properties model.sides records validate.options",

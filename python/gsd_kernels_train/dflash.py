@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from gsd_kernels_hf.model.hidden import decoder_of
 from gsd_kernels_hf.sources.dflash import CONFIDENCE, DFlash, DFlashConfig
 from gsd_kernels_hf.sources.edges import along
-from gsd_kernels_hf.sources.layers import Attention
 
 from .drafter import DrafterOptions, DrafterTraining, layer_sizes, spread, write_checkpoint
 from .job import TrainingOptions, check_output_matrix, output_logits
@@ -37,7 +36,7 @@ MEASURED_BLOCKS = 32
 
 
 class Blocks:
-    """Attention of many blocks behind one text: what a row pass and its cache are for the rows of one block.
+    """Attention of many blocks behind one text: what the inputs and the cache are for the rows of one block.
 
     Args:
         seen: bool [B, rows, places + rows], what each row sees: features before its root, and its own block.
@@ -47,34 +46,18 @@ class Blocks:
         self.seen = seen
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(self, module: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> None:
+        """Keep a layer's keys and values of the features, as a cache does."""
+        self.stored[layer] = keys, values
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
         """[B, Hq, rows, D], keys and values [B, Hkv, rows, D]: [B, Hq, rows, D]."""
-        text_keys, text_values = self.stored[module.layer]
+        text_keys, text_values = self.stored[module.layer_idx]
         keys, values = torch.cat([text_keys, key], 2), torch.cat([text_values, value], 2).to(query.dtype)
         mask = self.seen[:, None]
         return scaled_dot_product_attention(
             query, keys.to(query.dtype), values, attn_mask=mask, enable_gqa=True, scale=module.scaling
         )
-
-    @property
-    def cache(self) -> Blocks:
-        """Where features' keys and values go."""
-        return self
-
-    @property
-    def layers(self) -> list[_Layer]:
-        """By number, as a cache's."""
-        return [_Layer(self.stored, number) for number in range(len(self.stored) + 1)]
-
-
-class _Layer:
-    """A layer's keys and values of the text."""
-
-    def __init__(self, stored: dict[int, tuple[Tensor, Tensor]], number: int) -> None:
-        self.stored, self.number = stored, number
-
-    def update(self, keys: Tensor, values: Tensor) -> None:
-        self.stored[self.number] = keys, values
 
 
 class DFlashTraining(DrafterTraining):

@@ -7,10 +7,9 @@ It is unrolled as EAGLE-3 is, since it is used recursively.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from gsd_kernels_hf.model.hidden import decoder_of
@@ -20,7 +19,7 @@ from gsd_kernels_hf.sources.mtp import Block, Mtp, blocks_of
 
 from .drafter import DrafterOptions, write_checkpoint
 from .job import TrainingOptions, check_output_matrix, output_logits
-from .unrolled import DEPTH, Unrolled, UnrolledTraining
+from .unrolled import DEPTH, UnrolledTraining
 
 WRITTEN = next(layout for layout in HEADS if layout.prefix == "mtp.")
 """The names of heads that are trained here."""
@@ -59,34 +58,6 @@ def new_head(block: Block) -> Mtp:
     raise BadCheckpoint(f"target: no layer of {of} has the tensors of a new {made}; its heads are not served")
 
 
-class Levels(Unrolled):
-    """The ``graph=`` argument of the attention of the head's decoder layer."""
-
-    def attend(  # type: ignore[override]
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        scaling: float | None,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """See :class:`~gsd_kernels_hf.model.attention.Attends`.
-
-        Raises:
-            ValueError: the layer has a soft cap or sinks.
-        """
-        for name, what in (("softcap", "a soft cap"), ("s_aux", "sinks")):
-            if options.get(name) is not None:
-                raise ValueError(
-                    f"kind: mtp trains a decoder layer of the target, and the attention of its {type(module).__name__} "
-                    f"has {what}, which training does not know; train another kind"
-                )
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return self.next_level(0, query, key, value, scale, options.get("sliding_window"))
-
-
 class MtpTraining(UnrolledTraining):
     """A multi-token-prediction head that learns from its target.
 
@@ -96,7 +67,6 @@ class MtpTraining(UnrolledTraining):
     """
 
     kind = "mtp"
-    attention = Levels
 
     def __init__(
         self, options: TrainingOptions, target: PreTrainedModel, drafter: DrafterOptions, dtype: torch.dtype

@@ -7,11 +7,10 @@ too: it is unrolled some levels deep at every position of a text, each level rea
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from gsd_kernels_hf.sources.layers import Attention
 
 from .drafter import DrafterTraining
 from .streams import mean_of
@@ -24,7 +23,7 @@ LEVEL_WEIGHT = 0.8
 
 
 class Unrolled:
-    """Attention of all places of a text at once, level by level: what a row pass is for rows of a cache.
+    """Attention of all places of a text at once, level by level: the ``graph=`` argument of decoder layers.
 
     At level k a place stands for the token k places on. It sees the text up to itself, as level 0 read it, and itself
     at the levels before: what a path of drafted tokens sees.
@@ -33,16 +32,30 @@ class Unrolled:
     def __init__(self) -> None:
         self.levels: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by layer
 
-    def attend(self, module: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[B, Hq, T, D] of the next level, keys and values [B, Hkv, T, D]: [B, Hq, T, D]."""
-        return self.next_level(module.layer, query, key, value, module.scaling)
-
-    def next_level(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None = None
+    def attend(
+        self,
+        module: Any,
+        query: Tensor,  # [B, Hq, T, D] of the next level
+        key: Tensor,  # [B, Hkv, T, D]
+        value: Tensor,
+        attention_mask: Any,
+        scaling: float | None,
+        options: dict[str, Any],
     ) -> Tensor:
-        """Attend at the next level; ``window`` positions are seen, the own one included, of the text and the levels."""
+        """See :class:`~gsd_kernels_hf.model.attention.Attends`; a window is of the text and the levels.
+
+        Raises:
+            ValueError: the layer has a soft cap or sinks.
+        """
+        for name, what in (("softcap", "a soft cap"), ("s_aux", "sinks")):
+            if options.get(name) is not None:
+                raise ValueError(
+                    f"kind: mtp trains a decoder layer of the target, and the attention of its {type(module).__name__} "
+                    f"has {what}, which training does not know; train another kind"
+                )
+        scaling, window = query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("sliding_window")
         group = query.shape[1] // key.shape[1]
-        levels = self.levels[layer]
+        levels = self.levels[getattr(module, "layer_idx", 0)]
         levels.append((key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)))
         (text_keys, text_values), *path = levels
         scores = query @ text_keys.transpose(-1, -2)  # [B, Hq, T, T]
@@ -62,13 +75,7 @@ class Unrolled:
 
 
 class UnrolledTraining(DrafterTraining):
-    """A drafter that learns from its target level by level, each from the output of the one before.
-
-    Attributes:
-        attention: makes what the module's attention is given in place of a cache's rows.
-    """
-
-    attention: type[Unrolled] = Unrolled
+    """A drafter that learns from its target level by level, each from the output of the one before."""
 
     def levels(self, windows: Tensor, states: list[Tensor]) -> list[Tensor]:
         """Logits [B, places, draft vocabulary] of each level; at level k place t guesses token t + k + 2.
@@ -78,7 +85,7 @@ class UnrolledTraining(DrafterTraining):
             states: the hidden states [B, N, D] that are fused.
         """
         places = windows.shape[1] - 1 - self.guesses
-        rows, found = self.attention(), []
+        rows, found = Unrolled(), []
         at = torch.arange(places, device=windows.device).expand(len(windows), -1)
         with self.options.autocast():
             vectors = self.module.fuse([state[:, :places] for state in states])

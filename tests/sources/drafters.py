@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -232,16 +231,14 @@ def random_dflash(
     return randomised(DFlash(DFlashConfig.of(config, tensors)))
 
 
-class Block(list):
-    """A block behind its context, for training: what :class:`RowPass` and its cache are for rows."""
+class Block(dict):
+    """A block behind its context, for training: what the inputs and the cache are for rows."""
 
-    cache = property(lambda self: self)
-    layers = property(
-        lambda self: [types.SimpleNamespace(update=lambda *kv, i=i: self.insert(i, kv)) for i in range(9)]
-    )
+    def update(self, keys, values, layer):
+        self[layer] = keys, values
 
-    def attend(self, module, query, key, value):
-        keys, values = (torch.cat([a, b], 2) for a, b in zip(self[module.layer], (key, value), strict=True))
+    def attend(self, module, query, key, value, *_):
+        keys, values = (torch.cat([a, b], 2) for a, b in zip(self[module.layer_idx], (key, value), strict=True))
         return scaled_dot_product_attention(query, keys, values, enable_gqa=True, scale=module.scaling)
 
 

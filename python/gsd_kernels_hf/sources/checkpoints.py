@@ -343,6 +343,7 @@ def layer_config(config: Mapping[str, Any], default: str) -> PretrainedConfig:
             f"rope type {rope!r} in its config; served are {', '.join(STATIC_ROPE)}, whose frequencies do not "
             "depend on the length"
         )
+    found._attn_implementation = "sdpa"
     return found
 
 

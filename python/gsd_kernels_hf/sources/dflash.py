@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.graph import pack_bits
@@ -25,6 +26,7 @@ from gsd_kernels.ops.decoder_rows import decoder_rows
 from gsd_kernels.ops.feature_rows import feature_rows
 from gsd_kernels.ops.step import feed_chain
 
+from ..model.attention import Attends, GraphInputs, configs_of, switched_configs
 from . import checkpoints, layouts
 from .base import Level, Proposal, Text, rows_at
 from .checkpoints import bad
@@ -33,7 +35,6 @@ from .expansion import NodeVectors
 from .feature_drafter import FeatureDrafter
 from .features import FeatureSource
 from .lattice import Lattice, shares_of
-from .layers import Layer, RowPass
 from .layouts import layer_numbers, layout_of
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -185,19 +186,14 @@ class DFlash(FeatureDrafter):
     read_config = DFlashConfig.of
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__(config)
-        sizes = config.layers
+        sizes, taps, group = config.layers, config.conv_kernel_size, config.conv_group_size
+        super().__init__(config, partial(ConvolvedLayer, taps=taps, group=group) if taps else None)
         size, eps = sizes.hidden_size, sizes.rms_norm_eps
         self.fc = nn.Linear(len(config.hidden_layers) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = LlamaRMSNorm(size, eps)
-        count, taps, group = sizes.num_hidden_layers, config.conv_kernel_size, config.conv_group_size
-        self.layers = nn.ModuleList(
-            ConvolvedLayer(sizes, i, taps, group) if taps else Layer(sizes, i) for i in range(count)
-        )
-        for layer in self.layers:
-            if layer.self_attn.window is not None:
-                layer.self_attn.window += 1  # counted from the root, which every row of the block does
-        self._add_outputs()
+        self.windows = [window and window + 1 for window in self.windows]  # counted from the root, by every row
+        for layer, window in zip(self.layers, self.windows, strict=True):
+            layer.self_attn.sliding_window = window
         vocab, drafted, rank = sizes.vocab_size, config.draft_vocab_size, config.markov_rank
         self.markov_head = MarkovHead(vocab, drafted, rank, size, config.markov_head_type) if rank else None
         confident = config.confidence
@@ -238,27 +234,50 @@ class DFlash(FeatureDrafter):
             hidden = torch.cat([hidden, markov.markov_w1(before)], -1)
         return self.confidence_head(hidden)
 
-    def store(self, features: Tensor, positions: Tensor, rows: RowPass) -> None:
+    def store(self, features: Tensor, positions: Tensor, cache: Any) -> None:
         """Store every layer's keys and values of features [B, n, D] at text positions int64 [B, n]."""
         turns = self.rotary(features, positions)
-        for layer in self.layers:
-            layer.self_attn.store(features, turns, rows)
+        for number, layer in enumerate(self.layers):
+            attention = layer.self_attn
+            heads = (len(features), features.shape[1], -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(features).view(heads)).transpose(1, 2)
+            values = attention.v_proj(features).view(heads).transpose(1, 2)
+            cache.update(apply_rotary_pos_emb(keys, keys, *turns)[1], values, number)
 
-    def forward(self, embedded: Tensor, positions: Tensor, rows: RowPass) -> Tensor:
+    def forward(self, embedded: Tensor, positions: Tensor, graph: Attends, cache: Any = None) -> Tensor:
         """Forward a block to what the output matrix reads.
 
         Args:
             embedded: [B, block_size, D], of the root and of masks.
             positions: int64 [B, block_size], in the text.
-            rows: the cache with the features' keys and values, and what is seen.
+            graph: what the rows see, of the features' keys and values too.
+            cache: that has these; ``None``: ``graph`` does.
 
         Returns:
             [B, block_size, D].
         """
-        turns, hidden = self.rotary(embedded, positions), embedded
-        for layer in self.layers:
-            hidden = layer(hidden, turns, rows)
+        options, hidden = self.options(embedded, positions, graph, cache), embedded
+        with switched_configs(configs_of(self.layers)):
+            for layer in self.layers:
+                hidden = layer(hidden, **options)
         return self.norm(hidden)
+
+
+@dataclass
+class BlockInputs:
+    """What the rows of a block see: in layers without a window, and in those with one.
+
+    Attributes:
+        whole, windowed: of these, in this order.
+    """
+
+    whole: GraphInputs
+    windowed: GraphInputs
+
+    def attend(self, module: nn.Module, *given: Any) -> Tensor:
+        """See :class:`~gsd_kernels_hf.model.attention.Attends`."""
+        inputs = self.whole if module.sliding_window is None else self.windowed
+        return inputs.attend(module, *given)
 
 
 class DFlashDrafts(FeatureSource, Lattice):
@@ -308,7 +327,7 @@ class DFlashDrafts(FeatureSource, Lattice):
             feature_rows(self.operator, *rows, *storage, keep=0, backend=self.rows.operator)
             return
         with self.rows.cache.writing(places.long()):
-            self.module.store(features, positions, RowPass(self.rows.cache, None))
+            self.module.store(features, positions, self.rows.cache)
 
     def step(self, level: Level) -> None:
         self.enter(self.state.out_len - 1, level.config.chain_rows)
@@ -413,8 +432,8 @@ class DFlashDrafts(FeatureSource, Lattice):
             return states.to(self.rows.features), logits[:, drafted]
         # Windows are counted from the root, so for attention all rows are where the root is.
         here = torch.zeros_like(self.row)
-        inputs = self.rows.inputs(kv_len, self.sees_all, here, here)
-        rows = RowPass(self.rows.cache, inputs, self.rows.inputs(kv_len, self.sees_window, here, here))
+        seen = self.sees_all, self.sees_window
+        inputs = BlockInputs(*(self.rows.inputs(kv_len, sees, here, here) for sees in seen))
         with self.rows.cache.writing(places.long()):
-            states = self.module(self.embedded(tokens), positions, rows)
+            states = self.module(self.embedded(tokens), positions, inputs, self.rows.cache)
         return states, self.head(states[:, drafted].to(self.head.weight.dtype))

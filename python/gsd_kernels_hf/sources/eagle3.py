@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..model.attention import GraphInputs
+from ..model.attention import Attends, configs_of, switched_configs
 from ..model.cache import GraphCache
 from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints
 from .checkpoints import Checkpoint, bad
 from .feature_drafter import FeatureDrafter
-from .layers import Layer, RowPass, Turns
 from .layouts import EAGLE3, FUSED, INNER, NESTED, layer_numbers, layout_of
 
 if TYPE_CHECKING:
@@ -162,23 +161,6 @@ def says_parallel(config: Mapping[str, Any]) -> bool:
     return kind == "peagle" or bool(config.get("parallel_drafting")) or any("peagle" in name for name in named)
 
 
-class FirstLayer(Layer):
-    """EAGLE-3's first layer: queries, keys and values read the normed embedding beside the normed feature."""
-
-    def __init__(self, config: PretrainedConfig, *, norm_before_residual: bool) -> None:
-        super().__init__(config, 0, 2 * config.hidden_size)
-        self.norm_before_residual = norm_before_residual
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, embedded: Tensor, features: Tensor, turns: Turns, rows: RowPass) -> Tensor:
-        """[B, R, D] each → [B, R, D]."""
-        normed = self.hidden_norm(features)
-        residual = normed if self.norm_before_residual else features
-        both = torch.cat([self.input_layernorm(embedded), normed], -1)
-        hidden = residual + self.self_attn(both, turns, rows)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
 class Eagle3(FeatureDrafter):
     """An EAGLE-3 drafter: ``gsd_kernels.patch(model, drafter=Eagle3.from_pretrained(folder_or_id, model))``.
 
@@ -197,9 +179,11 @@ class Eagle3(FeatureDrafter):
         norms = [LlamaRMSNorm(config.target_hidden_size, eps) for _ in range(config.num_fused)]
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.fc = nn.Linear(width, size, bias=False)
-        first = FirstLayer(layers, norm_before_residual=config.norm_before_residual)
-        self.layers = nn.ModuleList([first, *(Layer(layers, i) for i in range(1, layers.num_hidden_layers))])
-        self._add_outputs()
+        first = self.layers[0]
+        first.hidden_norm = LlamaRMSNorm(size, eps)
+        for name in ("q_proj", "k_proj", "v_proj"):  # of the normed embedding beside the normed feature
+            narrow = getattr(first.self_attn, name)
+            setattr(first.self_attn, name, nn.Linear(2 * size, narrow.out_features, bias=narrow.bias is not None))
         self.mask_hidden = None if config.mask_shape is None else nn.Parameter(torch.zeros(config.mask_shape))
         self.name = "eagle3" if config.mask_shape is None else "p-eagle"  # of its draft source
         self.hands_on_normed = config.norm_output  # of a node what the output matrix reads, not the norm before it
@@ -245,37 +229,38 @@ class Eagle3(FeatureDrafter):
 
     def first_parameters(self) -> dict[str, Any]:
         """Parameters of the first layer that :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has by name."""
-        first: Any = self.layers[0]
-        return {"feature_norm": first.hidden_norm.weight.detach(), "normed_residual": first.norm_before_residual}
+        feature_norm = self.layers[0].hidden_norm.weight.detach()
+        return {"feature_norm": feature_norm, "normed_residual": self.config.norm_before_residual}
 
     def mask_feature(self) -> Tensor:
         """The feature that stands for that of a token which is not known, [D]."""
         parts: tuple[Tensor, ...] = self.mask_hidden.reshape(1, 1, -1).chunk(self.config.num_fused, -1)
         return self.fuse([*parts])[0, 0]
 
-    def forward(self, embedded: Tensor, features: Tensor, positions: Tensor, rows: RowPass) -> Tensor:
+    def forward(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, graph: Attends, cache: GraphCache | None = None
+    ) -> Tensor:
         """The layers' output before the last norm.
 
         Args:
             embedded: [B, R, D], of the token after each position.
             features: [B, R, D], of the target, or vectors of drafted nodes' parents.
             positions: int64 [B, R].
-            rows: where keys and values go and what is seen.
+            graph, cache: see :meth:`HiddenDrafter.options`.
 
         Returns:
             [B, R, D].
         """
-        turns = self.rotary(features, positions)
-        hidden = self.layers[0](embedded, features, turns, rows)
-        for layer in self.layers[1:]:
-            hidden = layer(hidden, turns, rows)
+        options, (first, *later) = self.options(features, positions, graph, cache), self.layers
+        normed = first.hidden_norm(features)
+        hidden = normed if self.config.norm_before_residual else features
+        with switched_configs(configs_of(self.layers)):
+            both = torch.cat([first.input_layernorm(embedded), normed], -1)
+            hidden = hidden + first.self_attn(both, **options)[0]
+            hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))
+            for layer in later:
+                hidden = layer(hidden, **options)
         return hidden
-
-    def run(
-        self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs, cache: GraphCache
-    ) -> Tensor:
-        """:meth:`forward`, keys and values written where ``cache`` is told to."""
-        return self(embedded, features, positions, RowPass(cache, inputs))
 
     def outputs(self, hidden: Tensor, head: Any = None) -> tuple[Tensor, Tensor]:
         """The vectors that nodes hand on [B, R, D], and logits over the draft vocabulary [B, R, V]."""

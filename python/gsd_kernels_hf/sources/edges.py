@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-
-from .layers import Layer, RowPass, Turns
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 
 class MarkovHead(nn.Module):
@@ -171,7 +170,7 @@ class DynamicConvolution(nn.Module):
         return found
 
 
-class ConvolvedLayer(Layer):
+class ConvolvedLayer(Qwen3DecoderLayer):
     """A decoder layer of DFlash 2: convolutions around attention and feed-forward part."""
 
     def __init__(self, config: PretrainedConfig, layer: int, taps: int, group: int) -> None:
@@ -179,9 +178,9 @@ class ConvolvedLayer(Layer):
         self.attention_conv = DynamicConvolution(config.hidden_size, taps, group)
         self.mlp_conv = DynamicConvolution(config.hidden_size, taps, group)
 
-    def forward(self, hidden: Tensor, turns: Turns, rows: RowPass) -> Tensor:
+    def forward(self, hidden: Tensor, **options: Any) -> Tensor:
         """The rows of one block [B, R, D] → [B, R, D]."""
         read, delta = self.attention_conv.before(self.input_layernorm(hidden))
-        hidden = hidden + self.attention_conv.after(self.self_attn(read, turns, rows), delta)
+        hidden = hidden + self.attention_conv.after(self.self_attn(read, **options)[0], delta)
         read, delta = self.mlp_conv.before(self.post_attention_layernorm(hidden))
         return hidden + self.mlp_conv.after(self.mlp(read), delta)

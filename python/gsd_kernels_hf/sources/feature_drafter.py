@@ -1,57 +1,152 @@
-"""Drafters from checkpoints of their own that read the target's hidden states: what EAGLE-3 and DFlash share."""
+"""Drafters that read the target's hidden states: transformers' decoder layers, over a cache of graph rows.
+
+All of them have layers, a norm behind them and a rotary embedding. EAGLE-3 and DFlash come from checkpoints of their
+own, which say the sizes of their layers and may bring an embedding, an output matrix and a vocabulary.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from ..model.properties import text_config
+from ..model.attention import Attends, GraphInputs, windowed
+from ..model.cache import GraphCache
+from ..model.properties import cache_argument, text_config
 from . import checkpoints
 from .checkpoints import Checkpoint, bad
-from .layers import Rotary
 from .layouts import weight_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class FeatureDrafter(nn.Module):
-    """A drafter with layers, and with an embedding, an output matrix and a vocabulary of its own or the target's.
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines of a row's position, [B, R, head_dim] each."""
 
-    A subclass adds its layers, then what follows them: weights of a new drafter are drawn in this order.
+LAYERS: dict[str, type[nn.Module]] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
+"""By ``model_type``."""
+
+
+class Rotary:
+    """Position → rotation, in float32 on any device. No module, because a module's casts would round frequencies.
 
     Args:
-        config: what its checkpoint's config says.
+        config: of the layers; its own rotary settings, not the target's.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = config
+        self.by_device: dict[torch.device, LlamaRotaryEmbedding] = {}
+
+    def __call__(self, like: Tensor, positions: Tensor) -> Turns:
+        """Of int positions [B, R], in the dtype and on the device of ``like``."""
+        return self.on(like.device)(like, positions)
+
+    def frequencies(self, device: torch.device) -> tuple[Tensor, float]:
+        """Frequencies of the rotation, float32 [head_dim / 2], and what cosines and sines are multiplied with."""
+        rotary = self.on(device)
+        return rotary.inv_freq.float(), float(rotary.attention_scaling)
+
+    def on(self, device: torch.device) -> LlamaRotaryEmbedding:
+        """transformers' module, on a device."""
+        if device not in self.by_device:
+            with torch.device("cpu"):
+                self.by_device[device] = LlamaRotaryEmbedding(self.config).to(device)
+        return self.by_device[device]
+
+
+class HiddenDrafter(nn.Module):
+    """A drafter whose decoder layers are transformers' own, forwarded over rows of a graph.
 
     Attributes:
         kind: in errors.
-        sizes: of the layers, and their rotary settings.
+        sizes: config of the layers.
+        layers, norm: the decoder layers, and the norm behind them.
+        rotary: position → rotation.
+        windows: the sliding window of every layer.
+        embed_tokens, lm_head: of its own; ``None``: the target's.
+        d2t: what is added to a draft token's id for the target's; ``None``: nothing.
         plain: whether the layers are a decoder's, which may be one operator.
-        read_config: function that reads a ``config.json`` beside tensors of these shapes, or refuses it.
+        hands_on_normed: whether a node's vector is what the output matrix reads, not what the norm before it does.
     """
 
     kind: str
     sizes: PretrainedConfig
-    plain = True
+    layers: Sequence[nn.Module]
+    norm: nn.Module
+    rotary: Any
+    windows: Sequence[int | None]
+    embed_tokens: nn.Embedding | None
+    lm_head: nn.Linear | None
+    d2t: Tensor | None
+    plain = hands_on_normed = True
+
+    def options(self, like: Tensor, positions: Tensor, graph: Attends, cache: Any) -> dict[str, Any]:
+        """Arguments of a decoder layer beside its hidden states.
+
+        Args:
+            like: for dtype and device.
+            positions: int64 [B, R].
+            graph: what the rows see.
+            cache: where keys and values go; ``None``: nowhere.
+        """
+        return {
+            "attention_mask": None,
+            "position_ids": positions,
+            "position_embeddings": self.rotary(like, positions),
+            "use_cache": cache is not None,
+            "graph": graph,
+            cache_argument(self.layers[0]): cache,
+        }
+
+    def run(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs, cache: GraphCache
+    ) -> Tensor:
+        """Forward rows as ``inputs`` say what they see, keys and values written where ``cache`` is told to."""
+        inputs = replace(inputs, kinds=windowed(self.windows))
+        hidden: Tensor = self(embedded, features, positions, inputs, cache)
+        inputs.check_complete()
+        return hidden
+
+    def check_block(self) -> None:
+        """Raise unless the layers can be forwarded, as those of LLaMA and Qwen3 can."""
+
+    def target_ids(self) -> Tensor:
+        """The target's id of every draft token, int64 [draft vocabulary]."""
+        if self.d2t is None:
+            return torch.arange(self.sizes.vocab_size, device=next(self.parameters()).device)
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+
+class FeatureDrafter(HiddenDrafter):
+    """A drafter from a checkpoint of its own.
+
+    Args:
+        config: what its checkpoint's config says.
+        layer: class of the decoder layers; ``None``: by the config.
+
+    Attributes:
+        read_config: function that reads a ``config.json`` beside tensors of these shapes, or refuses it.
+    """
+
     read_config: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Any]
-    fc: nn.Linear
-    layers: nn.ModuleList
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, layer: Callable[[PretrainedConfig, int], nn.Module] | None = None) -> None:
         super().__init__()
-        self.config, self.sizes = config, config.layers
-        self.rotary, sizes = Rotary(self.sizes), self.sizes
+        sizes, drafted, make = config.layers, config.draft_vocab_size, layer or LAYERS[config.layers.model_type]
+        self.config, self.sizes, self.rotary = config, sizes, Rotary(sizes)
         self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size) if config.own_embedding else None
-
-    def _add_outputs(self) -> None:
-        """Make what follows the layers."""
-        config, sizes, drafted = self.config, self.config.layers, self.config.draft_vocab_size
+        types = getattr(sizes, "layer_types", None) or [None] * sizes.num_hidden_layers
+        self.windows = [sizes.sliding_window if kind == "sliding_attention" else None for kind in types]
+        self.layers = nn.ModuleList(make(sizes, number) for number in range(sizes.num_hidden_layers))
         self.norm = LlamaRMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.lm_head = nn.Linear(sizes.hidden_size, drafted, bias=False) if config.own_head else None
         reduced = drafted < sizes.vocab_size
@@ -103,21 +198,8 @@ class FeatureDrafter(nn.Module):
         if config.mask_token_id is not None and config.mask_token_id >= rows:
             raise bad(f"this {kind} drafter's mask token {config.mask_token_id} has no row in an embedding of {rows}")
 
-    def check_block(self) -> None:
-        """Raise unless the layers can be forwarded, as those can that are ours."""
-
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
         """The target's hidden states that are fused."""
         numbers: tuple[int, ...] | None = self.config.hidden_layers
         count = int(text_config(target).num_hidden_layers)
         return (2, count // 2, count - 3) if numbers is None else numbers
-
-    @property
-    def windows(self) -> list[int | None]:
-        """The sliding window of every layer."""
-        return [layer.self_attn.window for layer in self.layers]
-
-    def target_ids(self) -> Tensor:
-        """The target's id of every draft token, int64 [draft_vocab_size]."""
-        at = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
-        return at if self.d2t is None else at + self.d2t

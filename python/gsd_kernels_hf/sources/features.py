@@ -32,7 +32,6 @@ from ..records import Verified
 from . import checkpoints
 from .base import OwnSource, Prefilled, Text, rows_at
 from .draft_vocabulary import DraftVocabulary
-from .layers import Layer
 
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
@@ -278,7 +277,7 @@ def is_operator(module: Any, embed: Any, head: Any, backend: str) -> bool:
     computed = (  # parts first, since configs of others lack what is read
         type(embed) is nn.Embedding
         and embed.max_norm is None
-        and all(isinstance(layer, Layer) or type(layer) in LAYERS for layer in module.layers)
+        and all(type(layer) in LAYERS for layer in module.layers)
         and all(type(part) in PLAIN for part in leaves)
         and {part.variance_epsilon for part in leaves if type(part) in NORMS} == {norm.variance_epsilon}
         and head.bias is None

@@ -13,7 +13,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,15 +22,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels.ops.feature_rows import Projection
 
-from ..model.attention import Attends, GraphInputs, configs_of, implementation_of, switched_configs, windowed
+from ..model.attention import Attends, configs_of, implementation_of, switched_configs
 from ..model.cache import GraphCache
 from ..model.hidden import decoder_of
-from ..model.properties import cache_argument, device_of, text_config
+from ..model.properties import device_of, text_config
 from ..packed.modules import device_of_weights, dtype_of
 from ..validate.models import SERVED_LAYERS
 from . import checkpoints
 from .checkpoints import Checkpoint, bad
-from .layers import Turns
+from .feature_drafter import HiddenDrafter, Turns
 from .layouts import SCALE, HeadLayout
 from .mtp_files import open_heads, scale_block
 
@@ -202,7 +202,7 @@ def block_for(
     return found[kinds.index(wanted)]
 
 
-class Mtp(nn.Module):
+class Mtp(HiddenDrafter):
     """A head of a target's checkpoint: ``patch(model, drafter="mtp")``, or ``Mtp.from_pretrained(folder, model)``.
 
     Embedding, output matrix and rotary embedding are the target's.
@@ -214,9 +214,7 @@ class Mtp(nn.Module):
     """
 
     name, kind = "mtp", KIND
-    hands_on_normed = plain = True
-    embed_tokens = lm_head = None  # the target's
-    d2t = None  # it drafts all tokens
+    embed_tokens = lm_head = d2t = None  # the target's, of all tokens
 
     def __init__(self, layout: HeadLayout, block: Block, *, bias: bool) -> None:
         super().__init__()
@@ -236,8 +234,6 @@ class Mtp(nn.Module):
         self.projection = nn.Linear(2 * size, size, bias=bias)
         self.block = block.module
         self.rotary = TargetRotary(block)
-        self.cache_argument = cache_argument(block.target)
-        self.configs = configs_of(self.block)
         self.runs = False  # whether that is known
 
     @classmethod
@@ -348,10 +344,6 @@ class Mtp(nn.Module):
         made = Projection(weight, norms[1], None if bias is None else bias.detach(), self.layout.hidden_first)
         return {"feature_norm": norms[0], "projection": made}
 
-    def target_ids(self) -> Tensor:
-        """The target's id of every draft token, int64 [vocabulary]: all of them."""
-        return torch.arange(self.config.vocab_size, device=self.projection.weight.device)
-
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
         """The target's hidden state that a head reads: what leaves its final norm."""
         return (len(decoder_of(target)[0]),)
@@ -370,36 +362,17 @@ class Mtp(nn.Module):
             embedded: [B, R, D], of the token after each position.
             features: [B, R, D], of the target, or outputs of drafted nodes' parents.
             positions: int64 [B, R].
-            graph: what the rows see.
-            cache: where keys and values go; ``None``: nowhere.
+            graph, cache: see :meth:`HiddenDrafter.options`.
 
         Returns:
             [B, R, D].
         """
         both = [self.embedding_norm(embedded), self.hidden_norm(features)]
         hidden = self.projection(torch.cat(both[::-1] if self.layout.hidden_first else both, -1))
-        stored: dict[str, Any] = {self.cache_argument: cache}
-        with switched_configs(self.configs):
-            hidden = self.block(
-                hidden,
-                attention_mask=None,
-                position_ids=positions,
-                position_embeddings=self.rotary(hidden, positions),
-                use_cache=cache is not None,
-                graph=graph,
-                **stored,
-            )
+        with switched_configs(configs_of(self.block)):
+            hidden = self.block(hidden, **self.options(hidden, positions, graph, cache))
         normed: Tensor = self.output_norm(hidden)
         return normed
-
-    def run(
-        self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs, cache: GraphCache
-    ) -> Tensor:
-        """:meth:`forward`, keys and values written where ``cache`` is told to."""
-        inputs = replace(inputs, kinds=windowed(self.windows))
-        hidden: Tensor = self(embedded, features, positions, inputs, cache)
-        inputs.check_complete()
-        return hidden
 
     def outputs(self, hidden: Tensor, head: Any) -> tuple[Tensor, Tensor]:
         """The vectors that nodes hand on [B, R, D], and logits [B, R, V] by the target's output matrix."""
