@@ -134,7 +134,7 @@ class DFlashTraining(DrafterTraining):
         before = (text < roots[..., None])[:, :, None].expand(-1, -1, size, -1).flatten(1, 2)
         owner = torch.arange(count, device=windows.device).repeat_interleave(size)
         same = owner[:, None] == owner
-        if self.module.config.causal:
+        if self.module.config.causal_head:
             same = same.tril()
         rows = Blocks(torch.cat([before, same.expand(batch, -1, -1)], -1))
         with self.options.autocast():

@@ -33,7 +33,7 @@ import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, Mtp
 from gsd_kernels_hf.sources import checkpoints
 from gsd_kernels_hf.sources.checkpoints import Checkpoint
-from gsd_kernels_hf.sources.load import load_drafter, loaded_drafter, source_of
+from gsd_kernels_hf.sources.load import load_drafter, loaded, source_of
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -132,7 +132,7 @@ BAD = [
     (medusa, {"size": 16}, "hidden_size=16, and this one has 32"),
     (heads, {"layers": 2}, "made for a target with num_hidden_layers=2"),
     (spoilt, {"name": "pytorch_model.bin", "text": ""}, "a pickle, which is not loaded since it may run code; convert"),
-    (spoilt, sharded("model-1.safetensors"), "names model-1.safetensors, and"),
+    (spoilt, sharded("model-1.safetensors"), "no model-1.safetensors in"),
     (spoilt, sharded("../outside.safetensors"), "which is outside the folder"),
     (
         *(spoilt, {"name": CONFIG, "text": '{"architectures": ["LlamaForCausalLM"]}'}),
@@ -259,8 +259,8 @@ def same(found, module):
 
 def test_layers_that_a_config_does_not_say_are_spread(tmp_path):
     large = tiny(num_hidden_layers=32, hidden_size=8, dtype=torch.float32)
-    loaded = load_drafter(eagle3(large, tmp_path, **{LAYERS: None}), large)
-    assert loaded.layers_of(large) == (2, 16, 29)
+    found = load_drafter(eagle3(large, tmp_path, **{LAYERS: None}), large)
+    assert found.layers_of(large) == (2, 16, 29)
 
 
 @torch.no_grad()
@@ -281,7 +281,7 @@ def test_medusas_heads_are_their_blocks_and_their_own_matrices(target, tmp_path)
 
 def test_a_gemma_assistant_by_its_folder(tmp_path):
     assistant().model.save_pretrained(tmp_path)
-    same(loaded_drafter(tmp_path, gemma()), assistant())
+    same(loaded(tmp_path, gemma()), assistant())
 
 
 # Heads of multi-token prediction, however they lie in a target's checkpoint.
@@ -296,7 +296,7 @@ def test_the_heads_of_a_model_of_images(tmp_path):
     head = give_head(tmp_path, "qwen3.5")
     for kind in (transformers.Qwen3_5ForConditionalGeneration, transformers.AutoModelForCausalLM):
         target = kind.from_pretrained(tmp_path, dtype=torch.float64).eval()
-        assert torch.equal(loaded_drafter("mtp", target).projection.weight, head["mtp.fc.weight"])
+        assert torch.equal(loaded("mtp", target).projection.weight, head["mtp.fc.weight"])
 
 
 def one_file(folder, head):
@@ -377,15 +377,15 @@ def hub(monkeypatch):
 def test_a_folder_is_loaded_once_until_its_files_change(target, tmp_path):
     config = eagle3_config(target)
     save(tmp_path, config, safeailab(random_eagle3(config)))
-    first = loaded_drafter(tmp_path, target)
-    assert loaded_drafter(str(tmp_path), target) is first
+    first = loaded(tmp_path, target)
+    assert loaded(str(tmp_path), target) is first
     save(tmp_path, config, safeailab(random_eagle3(config, seed=1)))
     os.utime(tmp_path / WEIGHTS, ns=(1, 1))  # of the same size
-    second = loaded_drafter(tmp_path, target)
+    second = loaded(tmp_path, target)
     assert second is not first and not torch.equal(second.fc.weight, first.fc.weight)
     other = tiny(num_hidden_layers=3)
-    assert loaded_drafter(tmp_path, other) is not second
-    assert loaded_drafter(tmp_path, other.half()).fc.weight.dtype == torch.float16
+    assert loaded(tmp_path, other) is not second
+    assert loaded(tmp_path, other.half()).fc.weight.dtype == torch.float16
 
 
 def test_the_hub_is_asked_for_an_id_once(hub, target, tmp_path):
@@ -399,7 +399,7 @@ def test_the_hub_is_asked_for_an_id_once(hub, target, tmp_path):
     ((name, how),) = hub["asked"]
     assert name == "someone/once" and how["allow_patterns"] == ["*.json", "*.safetensors"]
     hub["folder"] = hub["folder"].rename(tmp_path / "b")
-    loaded_drafter("someone/once", target)
+    loaded("someone/once", target)
     assert len(hub["asked"]) == 2
 
 
@@ -411,15 +411,15 @@ def test_of_a_targets_files_only_those_with_heads_are_fetched(hub, tmp_path, cap
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target.config, "name_or_path", "someone/glm")
         patch.setattr(target.config, "_commit_hash", "abc", raising=False)
-        head = loaded_drafter("mtp", target)
+        head = loaded("mtp", target)
         assert [how["allow_patterns"] for _, how in asked] == [["*.json"], ["model-00002.safetensors"]]
         assert all(name == "someone/glm" and how["revision"] == "abc" for name, how in asked)
-        assert loaded_drafter("mtp", target) is head and len(asked) == 2
+        assert loaded("mtp", target) is head and len(asked) == 2
         for options, mentioned in (({}, 1), ({"drafter": "mtp"}, 0), ({"graph_config": "plain"}, 0)):
             caplog.clear()
             with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(target, **options):
                 assert sum("layers.2.eh_proj.weight" in record.message for record in caplog.records) == mentioned
         assert len(asked) == 3 and asked[-1][1]["local_files_only"]
         (tmp_path / "model-00002.safetensors").unlink()
-        with pytest.raises(ValueError, match=r"names model-00002\.safetensors, and .* has none"):
+        with pytest.raises(ValueError, match=r"no model-00002\.safetensors in"):
             load_drafter("mtp", target)

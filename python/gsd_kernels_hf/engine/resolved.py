@@ -23,7 +23,7 @@ from ..sources.drafts import draft_source
 from ..sources.grammar import Grammar
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
-from ..sources.load import Drafter, loaded_drafter, loaded_heads, source_of
+from ..sources.load import Drafter, loaded, source_of
 from ..validate.options import CONFIG_FIELDS, GENERATE_PARAMETERS, warn_once
 from .options import NAMES, Options
 
@@ -72,9 +72,9 @@ class Sources:
         facts, drafter, heads = Facts.of(target), options.drafter, options.draft_heads
         target = facts.model
         if isinstance(drafter, (str, os.PathLike)):
-            drafter = loaded_drafter(drafter, target)
+            drafter = loaded(drafter, target)
         if isinstance(heads, (str, os.PathLike)):
-            heads = loaded_heads(heads, target)
+            heads = loaded(heads, target, "draft_heads")
         if isinstance(drafter, DraftHeads) and heads is not None:
             raise ValueError("drafter: these are heads, and draft_heads has others; give one of the two")
         sources = cls(options, facts, drafter, heads, tuple(_made(options, drafter, heads)))

@@ -55,6 +55,17 @@ def bad(why: str, option: str = "drafter") -> BadCheckpoint:
     return BadCheckpoint(f"{option}: {why}")
 
 
+def refuse(reasons: Mapping[str, object], option: str = "drafter") -> None:
+    """Raise for the first reason that holds.
+
+    Raises:
+        BadCheckpoint: one does.
+    """
+    for why, holds in reasons.items():
+        if holds:
+            raise bad(why, option)
+
+
 def fetch(
     where: str | os.PathLike[str],
     what: str = "drafter",
@@ -162,7 +173,7 @@ class Checkpoint:
                     for name in list(file.keys()):
                         self.files[name] = path, tuple(file.get_slice(name).get_shape())
             except FileNotFoundError as error:
-                raise bad(f"{INDEX} names {path.name}, and {self.folder} has none") from error
+                raise bad(f"no {path.name} in {self.folder}, where it should be") from error
             except (SafetensorError, OSError) as error:
                 raise bad(f"{path} is no readable safetensors file: {error}") from error
 
@@ -307,19 +318,18 @@ def set_in(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if value is not None}
 
 
-def layer_config(config: Mapping[str, Any], default: str) -> PretrainedConfig:
+def layer_config(config: Mapping[str, Any]) -> PretrainedConfig:
     """The sizes, activation and rotary settings of a drafter's decoder layers.
 
     Args:
-        config: flat, as transformers' own.
-        default: the kind where ``model_type`` is none of :data:`LAYERS`, as in layouts with names of their own.
+        config: flat, as transformers' own; LLaMA's where ``model_type`` is none of :data:`LAYERS`.
 
     Raises:
         BadCheckpoint: a size is missing or impossible, or frequencies depend on the length.
     """
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         number(config, name)
-    kind = LAYERS[config["model_type"] if config.get("model_type") in LAYERS else default]
+    kind = LAYERS.get(str(config.get("model_type")), LlamaConfig)
     own = {name: config[name] for name in SETTINGS if config.get(name) is not None}
     own.setdefault("num_hidden_layers", 1)
     own.setdefault("num_key_value_heads", own["num_attention_heads"])
@@ -330,56 +340,49 @@ def layer_config(config: Mapping[str, Any], default: str) -> PretrainedConfig:
         found = kind(**own)
     except (TypeError, ValueError, KeyError) as error:
         raise bad(f"its config describes no decoder layer: {error}") from error
-    if found.num_attention_heads % found.num_key_value_heads:
-        raise bad(
-            f"num_attention_heads={found.num_attention_heads} in its config is no multiple of "
-            f"num_key_value_heads={found.num_key_value_heads}"
-        )
-    if found.hidden_act != "silu":
-        raise bad(f"hidden_act={found.hidden_act!r} in its config; only 'silu' is served")
+    queries, keys = found.num_attention_heads, found.num_key_value_heads
     rope = (found.rope_parameters or {}).get("rope_type", "default")
-    if rope not in STATIC_ROPE:
-        raise bad(
-            f"rope type {rope!r} in its config; served are {', '.join(STATIC_ROPE)}, whose frequencies do not "
-            "depend on the length"
-        )
+    refuse(
+        {
+            f"num_attention_heads={queries} in its config is no multiple of num_key_value_heads={keys}": queries % keys,
+            f"hidden_act={found.hidden_act!r} in its config; only 'silu' is served": found.hidden_act != "silu",
+            f"rope type {rope!r} in its config; served are {', '.join(STATIC_ROPE)}, whose frequencies do not depend "
+            "on the length": rope not in STATIC_ROPE,
+        }
+    )
     found._attn_implementation = "sdpa"
     return found
 
 
-def check_vocabulary(kind: str, drafters: int, target: PreTrainedModel, option: str = "drafter") -> None:
-    """Raise unless target ids mean the same to the drafter; a few padded entries may differ.
-
-    Raises:
-        BadCheckpoint: another vocabulary.
-    """
-    if abs(drafters - vocabulary(target)) > MAX_VOCABULARY_PADDING:
-        raise bad(
-            f"this {kind} drafter was made for a vocabulary of {drafters} tokens, and the target has "
-            f"{vocabulary(target)}; {BELONGS}",
-            option,
-        )
-
-
-def check_sizes(kind: str, vocab_size: int, width: int, target: PreTrainedModel, layers: tuple[int, ...] = ()) -> None:
+def check_sizes(
+    kind: str,
+    vocab_size: int,
+    width: int,
+    target: PreTrainedModel,
+    layers: tuple[int, ...] = (),
+    option: str = "drafter",
+) -> None:
     """Raise unless the target has the vocabulary, and hidden states of this width and these numbers.
+
+    Target ids must mean the same to the drafter; a few padded entries may differ.
 
     Raises:
         BadCheckpoint: another vocabulary or hidden size, or layers that the target lacks.
     """
-    check_vocabulary(kind, vocab_size, target)
-    config = text_config(target)
-    if config.hidden_size != width:
-        raise bad(
-            f"this {kind} drafter reads hidden states of size {width}, and the target's are "
-            f"{config.hidden_size} wide; {BELONGS}"
-        )
-    blocks, _ = decoder_of(target)
-    beyond = [layer for layer in layers if not 0 <= layer <= len(blocks)]
-    if beyond:
-        raise bad(
-            f"this {kind} drafter reads hidden state {beyond[0]}, and the target has {len(blocks)} layers; {BELONGS}"
-        )
+    theirs, size = vocabulary(target), text_config(target).hidden_size
+    last = len(decoder_of(target)[0]) if layers else 0
+    beyond = next((layer for layer in layers if not 0 <= layer <= last), None)
+    this = f"this {kind} drafter"
+    refuse(
+        {
+            f"{this} was made for a vocabulary of {vocab_size} tokens, and the target has {theirs}; {BELONGS}": (
+                abs(vocab_size - theirs) > MAX_VOCABULARY_PADDING
+            ),
+            f"{this} reads hidden states of size {width}, and the target's are {size} wide; {BELONGS}": size != width,
+            f"{this} reads hidden state {beyond}, and the target has {last} layers; {BELONGS}": beyond is not None,
+        },
+        option,
+    )
 
 
 def check(module: Any, target: PreTrainedModel) -> None:

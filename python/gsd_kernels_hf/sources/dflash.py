@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
-from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from gsd_kernels import GraphConfig
@@ -32,7 +31,7 @@ from .base import Level, Proposal, Text, rows_at
 from .checkpoints import bad
 from .edges import ConfidenceHead, ConvolvedLayer, MarkovHead, Selector
 from .expansion import NodeVectors
-from .feature_drafter import FeatureDrafter
+from .feature_drafter import FeatureConfig, FeatureDrafter, Shapes
 from .features import FeatureSource
 from .lattice import Lattice, shares_of
 from .layouts import layer_numbers, layout_of
@@ -42,93 +41,95 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 
 @dataclass(frozen=True)
-class DFlashConfig:
+class DFlashConfig(FeatureConfig):
     """The settings in a DFlash checkpoint's config.
 
     Attributes:
-        layers: sizes and rotary settings of the decoder layers; ``vocab_size`` is the target's.
         block_size: rows of the forward, the root's included.
-        mask_token_id: whose embedding stands for a token to be drafted.
-        hidden_layers: the target's hidden states that are fused, as transformers' ``hidden_states[i]``.
-        draft_vocab_size: tokens that it can draft.
-        target_hidden_size: Dt, width of the target's hidden states.
-        sample_from_anchor: whether the root's row drafts, too; else candidates after it are those of the first mask.
-        bidirectional_window: whether rows of a layer with a sliding window see the later ones of the block.
-        own_embedding, own_head: whether the checkpoint has these matrices; else the target's are used.
-        causal: whether rows of all layers see the earlier ones of the block only (JetSpec).
-        markov_rank, markov_head_type: of DSpark's head, the latter one of :data:`MARKOV_HEADS`; 0: none.
+        markov_head_type: of DSpark's head, one of :data:`MARKOV_HEADS`.
         confidence, confidence_bias: numbers that DSpark's confidence head reads, and whether it has a bias; 0: none.
+        sliding_window_non_causal: whether rows of a layer with a sliding window see the later ones of the block.
+        sample_from_anchor: whether the root's row drafts, too; else candidates after it are those of the first mask.
+        causal_head: whether rows of all layers see the earlier ones of the block only (JetSpec).
+        markov_rank: of DSpark's head; 0: none.
         selector_rank, selector_top_k: of DFlash 2's head; 0: none.
         conv_kernel_size, conv_group_size: of DFlash 2's convolutions, rows that one reads and channels that share a
             weight; 0: none.
     """
 
-    layers: PretrainedConfig
     block_size: int
-    mask_token_id: int
-    hidden_layers: tuple[int, ...]
-    draft_vocab_size: int
-    target_hidden_size: int
-    sample_from_anchor: bool = False
-    bidirectional_window: bool = False
-    own_embedding: bool = False
-    own_head: bool = False
-    causal: bool = False
+    markov_head_type: str
+    confidence: int
+    confidence_bias: bool
+    sliding_window_non_causal: bool
+    sample_from_anchor: bool
+    causal_head: bool
     markov_rank: int = 0
-    markov_head_type: str = "vanilla"
-    confidence: int = 0
-    confidence_bias: bool = False
     selector_rank: int = 0
     selector_top_k: int = 0
     conv_kernel_size: int = 0
     conv_group_size: int = 0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> DFlashConfig:
+    def of(cls, config: Mapping[str, Any], tensors: Shapes) -> DFlashConfig:
         """Read a ``config.json``, beside which there are tensors of these shapes.
 
         Raises:
             BadCheckpoint: a setting is missing, impossible, or not served.
         """
-        layout, own_head = layout_of(config, layouts.DFLASH), "lm_head.weight" in tensors
+        layout = layout_of(config, layouts.DFLASH)
         if layout is None:
             raise bad(f"its config has neither {' nor '.join(one.mark for one in layouts.DFLASH)}")
-        said = layout.settings_in(config)
-        settings = {"block_size": config.get("block_size"), **checkpoints.set_in(said), **layout.fixed}
-        layers = layer_numbers(layout.layers, said.get(layout.layers), shift=layout.shift)
-        sizes = checkpoints.layer_config({**layout.sizes_in(config), "model_type": "qwen3"}, "qwen3")
-        draft_vocab_size = checkpoints.number(config, "draft_vocab_size", default=sizes.vocab_size)
-        if draft_vocab_size < sizes.vocab_size and not own_head:
-            raise bad(f"its draft vocabulary of {draft_vocab_size} needs an output matrix of its own, lm_head.weight")
         second = config.get("speculators_model_type") == "dflash2" or any(
             str(name).startswith("DFlash2") for name in config.get("architectures") or ()
         )
-        edges = edges_of(settings, sizes, tensors, whole=second)
-        if edges.get("conv_kernel_size"):  # DFlash 2's own code has it so; the others say it
-            settings = {"sliding_window_non_causal": True, **settings}
-        if edges.get("selector_rank") and draft_vocab_size < sizes.vocab_size:
-            raise bad("a DFlash 2 drafter with a draft vocabulary of its own; not served")
-        return cls(
-            sizes,
-            checkpoints.number(settings, "block_size", least=2),
-            checkpoints.number(settings, "mask_token_id", least=0),
-            layers,
-            draft_vocab_size,
-            checkpoints.number({**config, **settings}, "target_hidden_size", default=sizes.hidden_size),
-            checkpoints.flag(settings, "sample_from_anchor"),
-            checkpoints.flag(settings, "sliding_window_non_causal"),
-            "embed_tokens.weight" in tensors,
-            own_head,
-            checkpoints.flag(settings, "causal_head"),
-            **edges,
+        said = {**config, **checkpoints.set_in(layout.settings_in(config)), **layout.fixed}
+        if second or said.get("conv_kernel_size"):  # DFlash 2's own code has it so; the others say it
+            said = {"sliding_window_non_causal": True, **said}
+        reads = tensors.get(CONFIDENCE + "weight")
+        read = cls.read(
+            {**layout.sizes_in(config), "model_type": "qwen3"},
+            said,
+            tensors,
+            hidden_layers=layer_numbers(layout.layers, said.get(layout.layers), shift=layout.shift),
+            own_head="lm_head.weight" in tensors,
+            mask_token_id=checkpoints.number(said, "mask_token_id", least=0),
+            block_size=checkpoints.number(said, "block_size", least=2),
+            markov_head_type=said.get("markov_head_type") or MARKOV_HEADS[0],
+            confidence=reads[-1] if reads else 0,
+            confidence_bias=CONFIDENCE + "bias" in tensors,
         )
+        size, rank = read.layers.hidden_size, read.markov_rank
+        for names in EDGES:
+            if vars(read)[names[0]] or (second and names != EDGES[0]):
+                for name in names:
+                    checkpoints.number(vars(read), name)
+        served = [(1, width) for width in sorted({size, size + rank})]  # a row's output, and maybe the token before
+        reduced = read.draft_vocab_size < read.layers.vocab_size
+        projector, kind, group = said.get("projector_type", "dflash"), read.markov_head_type, read.conv_group_size
+        checkpoints.refuse(
+            {
+                f"projector_type={projector!r} in its config; only 'dflash' is served": projector != "dflash",
+                f"markov_head_type={kind!r} in its config; served are {', '.join(MARKOV_HEADS)}": (
+                    kind not in MARKOV_HEADS
+                ),
+                f"conv_group_size={group} in its config does not divide hidden_size={size}": size % (group or 1),
+                f"{CONFIDENCE}weight is {list(reads or ())}, and its config means "
+                f"{' or '.join(str([*one]) for one in served)}": reads not in (None, *served),
+                f"its draft vocabulary of {read.draft_vocab_size} needs an output matrix of its own, lm_head.weight": (
+                    reduced and not read.own_head
+                ),
+                "a DFlash 2 drafter with a draft vocabulary of its own; not served": reduced and read.selector_rank,
+            }
+        )
+        return read
 
     @property
     def kind(self) -> str:
         """The name that its authors gave it."""
         if self.selector_rank or self.conv_kernel_size:
             return "DFlash 2"
-        return "DSpark" if self.markov_rank else "JetSpec" if self.causal else "DFlash"
+        return "DSpark" if self.markov_rank else "JetSpec" if self.causal_head else "DFlash"
 
     @property
     def num_drafted(self) -> int:
@@ -140,39 +141,6 @@ EDGES = (("markov_rank",), ("selector_rank", "selector_top_k"), ("conv_kernel_si
 """Settings of DSpark's head, DFlash 2's and its convolutions; without the first there is none."""
 
 CONFIDENCE = "confidence_head.proj."
-
-
-def edges_of(
-    settings: Mapping[str, Any], sizes: PretrainedConfig, tensors: Mapping[str, tuple[int, ...]], *, whole: bool
-) -> dict[str, Any]:
-    """Read the heads for edges, and the convolutions that come with one of them; ``whole``: as DFlash 2 has them.
-
-    Raises:
-        BadCheckpoint: a setting is missing, impossible, or not served.
-    """
-    found: dict[str, Any] = {}
-    projector = settings.get("projector_type", "dflash")
-    if projector != "dflash":
-        raise bad(f"projector_type={projector!r} in its config; only 'dflash' is served")
-    for names in EDGES:
-        if settings.get(names[0]) or (whole and names != EDGES[0]):
-            found |= {name: checkpoints.number(settings, name) for name in names}
-    size, rank, group = sizes.hidden_size, found.get("markov_rank", 0), found.get("conv_group_size", 1)
-    if rank:
-        kind = found["markov_head_type"] = settings.get("markov_head_type", "vanilla")
-        if kind not in MARKOV_HEADS:
-            raise bad(f"markov_head_type={kind!r} in its config; served are {', '.join(MARKOV_HEADS)}")
-    if size % group:
-        raise bad(f"conv_group_size={group} in its config does not divide hidden_size={size}")
-    # DSpark's confidence head reads a row's output, and maybe the token before: its weight says it.
-    shape, served = tensors.get(CONFIDENCE + "weight"), [(1, read) for read in sorted({size, size + rank})]
-    if shape is None:
-        return found
-    if shape not in served:
-        raise bad(
-            f"{CONFIDENCE}weight is {list(shape)}, and its config means {' or '.join(str([*one]) for one in served)}"
-        )
-    return found | {"confidence": shape[1], "confidence_bias": CONFIDENCE + "bias" in tensors}
 
 
 class DFlash(FeatureDrafter):
@@ -301,8 +269,8 @@ class DFlashDrafts(FeatureSource, Lattice):
         every = torch.ones(len(row), len(row), dtype=torch.bool, device=device)
         self.row = row.to(torch.int32).expand(batch, -1)
         earlier = pack_bits(every.tril()).expand(batch, -1, -1).contiguous()
-        self.sees_all = earlier if config.causal else pack_bits(every).expand(batch, -1, -1).contiguous()
-        self.sees_window = self.sees_all if config.bidirectional_window else earlier
+        self.sees_all = earlier if config.causal_head else pack_bits(every).expand(batch, -1, -1).contiguous()
+        self.sees_window = self.sees_all if config.sliding_window_non_causal else earlier
 
     def num_rows(self, config: GraphConfig) -> int:
         return config.chain_rows + self.module.config.block_size

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..model.attention import Attends, configs_of, switched_configs
@@ -22,7 +22,7 @@ from ..model.cache import GraphCache
 from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints
 from .checkpoints import Checkpoint, bad
-from .feature_drafter import FeatureDrafter
+from .feature_drafter import FeatureConfig, FeatureDrafter, Shapes
 from .layouts import EAGLE3, FUSED, INNER, NESTED, layer_numbers, layout_of
 
 if TYPE_CHECKING:
@@ -45,42 +45,27 @@ PARALLEL = 8
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(FeatureConfig):
     """The config of an EAGLE-3 checkpoint.
 
     Attributes:
-        layers: sizes and rotary settings of the decoder layers; ``vocab_size`` is the target's.
-        draft_vocab_size: tokens that it can draft.
-        target_hidden_size: Dt, width of the target's hidden states.
-        hidden_layers: which of them are fused, as transformers' ``hidden_states[i]``; ``None``: layers 2, L // 2 and
-            L − 3 of a target of L layers.
+        mask_shape: of P-EAGLE's hidden states of a token that is not known; ``None``: EAGLE-3.
+        num_parallel: tokens that P-EAGLE drafts in one forward.
         norm_before_residual: whether the residual of the first layer is the normed feature.
         norm_before_fc: whether the hidden states are normed together before they are fused.
         fc_norm: whether they are normed each by itself.
         norm_output: whether a node's vector is the normed output, which the output matrix reads.
-        own_embedding: whether the checkpoint has an embedding; else the target's is used.
-        own_head: whether it has an output matrix; else the target's is used, its rows of the draft vocabulary.
-        mask_shape: of P-EAGLE's hidden states of a token that is not known; ``None``: EAGLE-3.
-        mask_token_id: whose embedding stands for such a token.
-        num_parallel: tokens that P-EAGLE drafts in one forward.
     """
 
-    layers: PretrainedConfig
-    draft_vocab_size: int
-    target_hidden_size: int
-    hidden_layers: tuple[int, ...] | None = None
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    own_embedding: bool = False
-    own_head: bool = True
-    mask_shape: tuple[int, ...] | None = None
-    mask_token_id: int | None = None
-    num_parallel: int = 1
+    mask_shape: tuple[int, ...] | None
+    num_parallel: int
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Eagle3Config:
+    def of(cls, config: Mapping[str, Any], tensors: Shapes) -> Eagle3Config:
         """Read a ``config.json``, beside which there are tensors of these shapes.
 
         Raises:
@@ -89,38 +74,37 @@ class Eagle3Config:
         layout = layout_of(config, EAGLE3) or EAGLE3[1]
         if config.get("speculators_model_type") and not layout.sizes:
             raise bad(f"its config has no {NESTED}, which speculators' layout nests")
-        layers = checkpoints.layer_config(layout.sizes_in(config), "llama")
-        draft_vocab_size = checkpoints.number(config, "draft_vocab_size", default=layers.vocab_size)
-        if draft_vocab_size > layers.vocab_size:
-            raise bad(f"draft_vocab_size={draft_vocab_size} in its config is more than vocab_size={layers.vocab_size}")
         inner = config.get(INNER)
         said = {**config, **(inner if isinstance(inner, dict) else {})}
-        fused = layout.settings_in(config).get(FUSED)
-        if fused is None and said.get("use_aux_hidden_state") is False:
-            raise bad("its config turns use_aux_hidden_state off; only fused layers are served")
-        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        found = {name: checkpoints.flag(said, name) for name in flags}
-        if said.get("logit_scale") not in (None, 1):
-            raise bad(f"logit_scale={said['logit_scale']!r} in its config; only 1 is served")
-        if found["norm_before_fc"] and found["fc_norm"]:
-            raise bad("its config sets norm_before_fc and fc_norm, of which a drafter has one at most")
-        mask_shape = tensors.get(MASK)
+        fused, mask_shape = layout.settings_in(config).get(FUSED), tensors.get(MASK)
         if mask_shape is None and says_parallel(config):
             raise bad(f"a P-EAGLE checkpoint without its tensor {MASK}")
-        read = cls(
-            layers,
-            draft_vocab_size,
-            checkpoints.number(config, "target_hidden_size", default=layers.hidden_size),
-            None if fused is None else layer_numbers(FUSED, fused, layout.shift),
-            own_embedding="embed_tokens.weight" in tensors,
+        read = cls.read(
+            layout.sizes_in(config),
+            said,
+            tensors,
+            hidden_layers=None if fused is None else layer_numbers(FUSED, fused, layout.shift),
             own_head=not checkpoints.flag(said, TARGET_HEAD),
-            **found,
-            **(parallel_settings(config, mask_shape) if mask_shape is not None else {}),
+            mask_shape=mask_shape,
+            **parallel_settings(config, mask_shape),
         )
-        if mask_shape is not None and math.prod(mask_shape) != read.fused_width:
-            raise bad(f"its {MASK} is {list(mask_shape)}, and its config means {read.fused_width} numbers")
-        if read.num_fused != 2 and tensors.get("fc.weight") == (layers.hidden_size, 2 * layers.hidden_size):
-            raise bad("an EAGLE-1 or EAGLE-2 checkpoint, which fuses no layers; not served")
+        size = read.layers.hidden_size
+        off, scale = said.get("use_aux_hidden_state") is False, said.get("logit_scale")
+        checkpoints.refuse(
+            {
+                "its config turns use_aux_hidden_state off; only fused layers are served": fused is None and off,
+                f"logit_scale={scale!r} in its config; only 1 is served": scale not in (None, 1),
+                "its config sets norm_before_fc and fc_norm, of which a drafter has one at most": (
+                    read.norm_before_fc and read.fc_norm
+                ),
+                f"its {MASK} is {list(mask_shape or ())}, and its config means {read.fused_width} numbers": (
+                    mask_shape is not None and math.prod(mask_shape) != read.fused_width
+                ),
+                "an EAGLE-1 or EAGLE-2 checkpoint, which fuses no layers; not served": (
+                    read.num_fused != 2 and tensors.get("fc.weight") == (size, 2 * size)
+                ),
+            }
+        )
         return read
 
     @property
@@ -134,12 +118,14 @@ class Eagle3Config:
         return self.num_fused * self.target_hidden_size
 
 
-def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...]) -> dict[str, Any]:
+def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...] | None) -> dict[str, Any]:
     """Read of a P-EAGLE checkpoint's config what EAGLE-3's has not.
 
     Raises:
         BadCheckpoint: no mask token, or settings that are impossible.
     """
+    if mask_shape is None:
+        return {"mask_token_id": None, "num_parallel": 1}
     token = next((name for name in MASK_TOKENS if config.get(name) is not None), None)
     if token is None:
         raise bad(f"a P-EAGLE checkpoint whose config has no mask token: {', '.join(MASK_TOKENS)}")
@@ -147,11 +133,7 @@ def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...]) ->
     methods = spec.get("proposal_methods") if isinstance(spec, dict) else None
     trained = [method for method in methods or () if isinstance(method, dict) and "speculative_tokens" in method]
     count = max((checkpoints.number(method, "speculative_tokens") for method in trained), default=PARALLEL)
-    return {
-        "mask_shape": mask_shape,
-        "mask_token_id": checkpoints.number(config, token, least=0),
-        "num_parallel": count,
-    }
+    return {"mask_token_id": checkpoints.number(config, token, least=0), "num_parallel": count}
 
 
 def says_parallel(config: Mapping[str, Any]) -> bool:

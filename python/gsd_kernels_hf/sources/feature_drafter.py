@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,9 @@ from .layouts import weight_name
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of tensors, by name."""
 
 Turns = tuple[Tensor, Tensor]
 """Cosines and sines of a row's position, [B, R, head_dim] each."""
@@ -126,6 +129,56 @@ class HiddenDrafter(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
 
+@dataclass(frozen=True)
+class FeatureConfig:
+    """The settings in a checkpoint's config.
+
+    Attributes:
+        layers: sizes and rotary settings of the decoder layers; ``vocab_size`` is the target's.
+        draft_vocab_size: tokens that it can draft.
+        target_hidden_size: Dt, width of the target's hidden states.
+        hidden_layers: those that are fused, as transformers' ``hidden_states[i]``; ``None``: layers 2, L // 2 and
+            L − 3 of a target of L layers.
+        own_embedding, own_head: whether the checkpoint has these matrices; else the target's are used.
+        mask_token_id: whose embedding stands for a token to be drafted.
+    """
+
+    layers: PretrainedConfig
+    draft_vocab_size: int
+    target_hidden_size: int
+    hidden_layers: tuple[int, ...] | None
+    own_embedding: bool
+    own_head: bool
+    mask_token_id: int | None
+
+    @classmethod
+    def read(cls, sizes: Mapping[str, Any], said: Mapping[str, Any], tensors: Shapes, **given: Any) -> Self:
+        """Read integers and switches by their names in a class of settings.
+
+        Args:
+            sizes: the part of a config that has the sizes of layers.
+            said: the part that has the rest.
+            tensors: beside the config.
+            given: what was read already.
+
+        Raises:
+            BadCheckpoint: a setting is missing, impossible, or not served.
+        """
+        layers = checkpoints.layer_config(sizes)
+        vocab = checkpoints.number(said, "draft_vocab_size", default=layers.vocab_size)
+        if vocab > layers.vocab_size:
+            raise bad(f"draft_vocab_size={vocab} in its config is more than vocab_size={layers.vocab_size}")
+        width = checkpoints.number(said, "target_hidden_size", default=layers.hidden_size)
+        given |= {"draft_vocab_size": vocab, "target_hidden_size": width, "layers": layers}
+        given["own_embedding"] = "embed_tokens.weight" in tensors
+        for one in fields(cls):
+            if one.name not in given and one.type == "bool":
+                given[one.name] = checkpoints.flag(said, one.name)
+            elif one.name not in given:
+                given[one.name] = checkpoints.number(said, one.name, default=one.default, least=0)
+        return cls(**given)
+
+
 class FeatureDrafter(HiddenDrafter):
     """A drafter from a checkpoint of its own.
 
@@ -137,7 +190,7 @@ class FeatureDrafter(HiddenDrafter):
         read_config: function that reads a ``config.json`` beside tensors of these shapes, or refuses it.
     """
 
-    read_config: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Any]
+    read_config: Callable[[Mapping[str, Any], Shapes], Any]
 
     def __init__(self, config: Any, layer: Callable[[PretrainedConfig, int], nn.Module] | None = None) -> None:
         super().__init__()

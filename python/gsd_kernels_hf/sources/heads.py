@@ -7,16 +7,13 @@ residual block to the hidden state that the target's own output matrix reads, an
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,7 +24,7 @@ from ..model.properties import device_of, text_config, vocabulary
 from ..packed.modules import device_of_weights
 from ..records import Candidates
 from .base import Level, Text
-from .checkpoints import Checkpoint, bad, check_vocabulary, fetch
+from .checkpoints import BadCheckpoint, Checkpoint, bad, check_sizes, fetch, read_json
 from .draft_vocabulary import DraftVocabulary
 from .features import LastState
 from .lattice import Lattice, shares_of
@@ -151,25 +148,16 @@ class DraftHeads(nn.Module):
         """
         folder = fetch(where, option)
         try:
-            config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-            heads = cls(
-                config["hidden_size"],
-                config["num_heads"],
-                num_layers=config["num_layers"],
-                output_size=config.get("output_size"),
-                target=config["target"],
-            )
-            weights = load_file(folder / WEIGHTS_FILE)
-            heads.to(next(iter(weights.values())).dtype).load_state_dict(weights)
-        except FileNotFoundError as error:
-            raise ValueError(f"{option}: no {Path(error.filename or WEIGHTS_FILE).name} in {folder}") from error
-        except (KeyError, TypeError, ValueError, OSError, SafetensorError, RuntimeError) as error:
-            raise ValueError(f"{option}: {folder} holds no readable draft heads: {error}") from error
-        heads.eval()
-        if target is not None:
-            heads.check_target(target, option)
-            heads.to(_device(target), target.dtype)
-        return heads
+            checkpoint = Checkpoint(folder, read_json(folder / CONFIG_FILE))
+            checkpoint.list_tensors([folder / WEIGHTS_FILE])
+            with torch.device("meta"):
+                heads = cls(**checkpoint.config)
+            checkpoint.load_into(heads)
+        except BadCheckpoint as error:
+            raise BadCheckpoint(str(error).replace("drafter", option, 1)) from error
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise bad(f"{folder} holds no readable draft heads: {error}", option) from error
+        return heads.placed(target, option)
 
     @classmethod
     def from_medusa(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> DraftHeads:
@@ -211,8 +199,14 @@ class DraftHeads(nn.Module):
             "output": torch.stack([tensors[name] for name in own]),
         }
         heads.load_state_dict(weights, assign=True)
-        heads.eval().requires_grad_(False)
-        return heads if target is None else heads.to(_device(target), target.dtype)
+        return heads.requires_grad_(False).placed(target, "drafter")
+
+    def placed(self, target: PreTrainedModel | None, option: str) -> DraftHeads:
+        """In evaluation mode, and where ``target`` is given checked against it, on its device and in its dtype."""
+        if target is not None:
+            self.check_target(target, option)
+            self.to(_device(target), target.dtype)
+        return self.eval()
 
     def check_target(self, target: PreTrainedModel, option: str = OPTION) -> None:
         """Raise unless the heads, which ``option`` named, were made for a model of this shape.
@@ -228,7 +222,7 @@ class DraftHeads(nn.Module):
                     "heads belong to the model that they were trained on (gsd-kernels train-heads)"
                 )
         if self.output_size is not None:
-            check_vocabulary("Medusa", self.output_size, target, option)
+            check_sizes("Medusa", self.output_size, self.hidden_size, target, option=option)
 
     def __repr__(self) -> str:
         sizes = f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, num_layers={self.num_layers}"

@@ -7,9 +7,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..locks import forkable_lock
@@ -67,17 +66,10 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     return drafter
 
 
-class _Loaded(NamedTuple):
-    """A drafter, the files that it was loaded from, and the target's dtype and device."""
-
-    files: object
-    like: tuple[torch.dtype, torch.device]
-    drafter: Any
-
-
 KEPT_PLACES = 2  # of a target and an option: a patch's, and that of calls which name another one
-_loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str], _Loaded]] = weakref.WeakKeyDictionary()
-"""Of every target by option and place, the newest last."""
+_loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], tuple[object, Any]]]
+_loaded = weakref.WeakKeyDictionary()
+"""The files of a drafter and itself; of every target by option, place, dtype and device, the newest last."""
 _lock = forkable_lock()
 
 
@@ -99,7 +91,7 @@ def stamp(folder: Path) -> tuple[object, ...]:
     return folder, *found
 
 
-def loaded(option: str, where: str | os.PathLike[str], target: PreTrainedModel) -> Any:
+def loaded(where: str | os.PathLike[str], target: PreTrainedModel, option: str = "drafter") -> Any:
     """Load what an option names once, as long as its files and the target's dtype and device stay the same.
 
     Files that cannot be loaded any more leave what was loaded from that place, with a warning. The hub is asked for an
@@ -109,48 +101,25 @@ def loaded(option: str, where: str | os.PathLike[str], target: PreTrainedModel) 
         ValueError: see :func:`load_drafter` and :meth:`DraftHeads.from_pretrained`.
     """
     own = option == "drafter" and where == OWN
-    place = OWN if own else str(lasting(where))
-
-    def files(before: object) -> object:
-        if not own:
-            return stamp(checkpoints.fetch(where, option))
-        at, revision = place_of(target)
-        # What was fetched from the hub stays the same; a folder may be relative to another working directory.
-        return stamp(Path(at)) if Path(at).is_dir() else before or (at, revision)
-
-    load = load_drafter if option == "drafter" else DraftHeads.from_pretrained
-    like = target.dtype, device_of(target)
+    key = option, OWN if own else str(lasting(where)), target.dtype, device_of(target)
     with _lock:  # of two threads the second one waits for what the first one loads
         kept = _loaded.setdefault(target, {})
-        known = kept.get((option, place))
-        if known is not None and known.like != like:
-            known = None
-        now = None if known is None else known.files
+        now, drafter = kept.get(key, (None, None))
         try:
-            now = files(now)
-            drafter = load(where, target) if known is None or known.files != now else known.drafter
+            place = place_of(target) if own else (checkpoints.fetch(where, option), None)
+            # What was fetched from the hub stays the same; a folder may be relative to another working directory.
+            files, now = now, stamp(Path(place[0])) if Path(place[0]).is_dir() else now or place
+            if now != files:
+                drafter = (load_drafter if option == "drafter" else DraftHeads.from_pretrained)(where, target)
         except (ValueError, OSError) as error:
-            if known is None:
+            if drafter is None:
                 raise
             warn_once((option, str(error)), "%s: what was loaded goes on drafting; now it is: %s", option, error)
-            drafter = known.drafter
-        kept.pop((option, place), None)
-        kept[option, place] = _Loaded(now, like, drafter)
+        kept.pop(key, None)
+        kept[key] = now, drafter
         for old in [key for key in kept if key[0] == option][:-KEPT_PLACES]:
             kept.pop(old)
     return drafter
-
-
-def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
-    """:func:`loaded` of ``drafter``."""
-    drafter: Drafter = loaded("drafter", where, target)
-    return drafter
-
-
-def loaded_heads(where: str | os.PathLike[str], target: PreTrainedModel) -> DraftHeads:
-    """:func:`loaded` of ``draft_heads``."""
-    heads: DraftHeads = loaded("draft_heads", where, target)
-    return heads
 
 
 def source_of(drafter: Drafter) -> DraftSource:
