@@ -39,6 +39,8 @@ SETTINGS = (
     "layer_types sliding_window use_sliding_window max_window_layers partial_rotary_factor"
 ).split()
 """Of a drafter's config, those that its layers depend on."""
+SCALE = "_scale_inv"
+"""What the name of a weight in blocks of FP8 has behind it where its scales are, one a block."""
 BELONGS = "a drafter belongs to the model that it was trained on"
 """Why another's does not do, for errors."""
 
@@ -239,11 +241,16 @@ class Checkpoint:
         module.load_state_dict(self.read(shapes), assign=True)
 
     def read(self, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """The tensors, once all of them are known to have the shapes that are expected.
+        """The tensors, once all of them are known to have the shapes that are expected; FP8 with its scales as floats.
 
         Raises:
             BadCheckpoint: a tensor is missing, not known, of another shape, or not finite.
         """
+        scaled = [name for name in expected if name + SCALE in self.files]
+        block = self.scale_block() if scaled else (1, 1)
+        expected = dict(expected)
+        for name in scaled:
+            expected[name + SCALE] = tuple(-(-n // step) for n, step in zip(expected[name], block, strict=True))
         for name, shape in expected.items():
             if name not in self.files:
                 called = self.name_in_file(name)
@@ -264,7 +271,21 @@ class Checkpoint:
             if value.is_floating_point() and not bool(finite(value)):
                 called = self.name_in_file(name)
                 raise bad(f"{called} in {self.folder} holds NaN or infinity")
+        for name in scaled:
+            found[name] = unscaled(found[name], found.pop(name + SCALE), block)
         return found
+
+    def scale_block(self) -> tuple[int, int]:
+        """Rows and columns of a weight that share a scale, of a checkpoint in FP8.
+
+        Raises:
+            BadCheckpoint: no such pair of numbers.
+        """
+        quantised = self.config.get("quantization_config")
+        block = quantised.get("weight_block_size", [128, 128]) if isinstance(quantised, dict) else [128, 128]
+        if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+            raise bad(f"weight_block_size in its config: expected two positive integers, got {block!r}")
+        return block[0], block[1]
 
     def _read(self) -> dict[str, Tensor]:
         found = {}
@@ -274,6 +295,14 @@ class Checkpoint:
                     if where == path:
                         found[name] = file.get_tensor(self.origin.get(name, name)).clone()
         return found
+
+
+def unscaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """A weight [N, K] in FP8 with a scale for every block of it [⌈N / rows⌉, ⌈K / columns⌉], float32."""
+    factors = scales.float()
+    for dim, size in enumerate(block):
+        factors = factors.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+    return weight.float() * factors
 
 
 def finite(value: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ transformers drafts a chain for one sequence with it.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,35 +36,6 @@ Stored = dict[str, tuple[Tensor, Tensor]]
 """Keys and values [B, Hkv, S, D] by type of layer."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes that an assistant's config says of a target.
-
-    Attributes:
-        hidden_size: of the target.
-        vocab_size: likewise.
-        types: of the assistant's layers.
-        windows: sliding window of each, as the target's layers of that type would see it.
-        stored: heads of keys and values and their size, by type: :func:`stored_by`.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    types: tuple[str, ...]
-    windows: tuple[int | None, ...]
-    stored: dict[str, tuple[Any, ...]]
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> Sizes:
-        """Of a loaded config."""
-        text = config.get_text_config()
-        types = tuple(text.layer_types)
-        # transformers' mask has both ends in it, and the root's own place is not stored.
-        reach = text.sliding_window + 2 if "sliding_attention" in types else None
-        windows = tuple(reach if kind == "sliding_attention" else None for kind in types)
-        return cls(config.backbone_hidden_size, text.vocab_size, types, windows, stored_by(text))
-
-
 class Gemma4Assistant(nn.Module):
     """An assistant of a Gemma 4 model: ``patch(model, drafter=folder_or_id)``.
 
@@ -77,8 +47,11 @@ class Gemma4Assistant(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model, self.sizes = model, Sizes.of(model.config)
-        self.configs = configs_of(model)
+        self.model, self.sizes = model, model.config.get_text_config()
+        self.width = model.config.backbone_hidden_size  # of the target
+        self.configs, types = configs_of(model), self.sizes.layer_types
+        # transformers' mask has both ends in it, and the root's own place is not stored.
+        self.windows = [self.sizes.sliding_window + 2 if kind == "sliding_attention" else None for kind in types]
 
     @classmethod
     def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel) -> Gemma4Assistant:
@@ -93,10 +66,11 @@ class Gemma4Assistant(nn.Module):
             raise bad(f"{folder} is a Gemma 4 assistant; it needs transformers with {GEMMA4}")
         try:
             config = kind.config_class.from_dict(checkpoints.read_json(folder / CONFIG))
-            sizes = Sizes.of(config)
+            check_sizes(config, target)
+        except checkpoints.BadCheckpoint:
+            raise
         except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
             raise bad(f"{folder} has no readable config of a Gemma 4 assistant: {error}") from error
-        check_sizes(sizes, target)
         model, report = kind.from_pretrained(folder, dtype=target.dtype, output_loading_info=True)
         strange = [*report["missing_keys"], *report["mismatched_keys"]]
         if strange:
@@ -106,8 +80,7 @@ class Gemma4Assistant(nn.Module):
         return found
 
     def __repr__(self) -> str:
-        text = self.model.config.get_text_config()
-        return f"<Gemma4Assistant: {len(self.sizes.types)} layer(s) of width {text.hidden_size}>"
+        return f"<Gemma4Assistant: {len(self.windows)} layer(s) of width {self.sizes.hidden_size}>"
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise unless the assistant fits a target's vocabulary, width and types of layers.
@@ -115,7 +88,7 @@ class Gemma4Assistant(nn.Module):
         Raises:
             ValueError: the difference and the cure.
         """
-        check_sizes(self.sizes, target)
+        check_sizes(self.model.config, target)
 
     def forward(self, embedded: Tensor, features: Tensor, positions: Tensor, stored: Stored, graph: Any) -> Any:
         """One level: the vectors that nodes hand on [B, W, D], and logits [B, W, V].
@@ -131,7 +104,7 @@ class Gemma4Assistant(nn.Module):
         hidden = model.pre_projection(torch.cat([embedded, features], -1))
         turns = {kind: text.rotary_emb(hidden, positions, kind) for kind in stored}
         with switched_configs(self.configs):
-            for layer, kind in zip(text.layers, self.sizes.types, strict=True):
+            for layer, kind in zip(text.layers, self.sizes.layer_types, strict=True):
                 hidden = layer(
                     hidden,
                     shared_kv_states=stored,
@@ -157,25 +130,27 @@ class Gemma4Assistant(nn.Module):
         return whole.scatter(-1, tokens, scores)
 
 
-def check_sizes(sizes: Sizes, target: PreTrainedModel) -> None:
-    """Raise unless an assistant of these sizes fits a target.
+def check_sizes(config: PretrainedConfig, target: PreTrainedModel) -> None:
+    """Raise unless an assistant of this config fits a target.
 
     Raises:
         BadCheckpoint: the difference and the cure.
     """
-    checkpoints.check_sizes(KIND, sizes.vocab_size, sizes.hidden_size, target)
-    missing = sorted(set(sizes.types) - storing_layers(target).keys())
+    sizes = config.get_text_config()
+    checkpoints.check_sizes(KIND, sizes.vocab_size, config.backbone_hidden_size, target)
+    missing = sorted(set(sizes.layer_types) - storing_layers(target).keys())
+    reads = "this Gemma 4 assistant reads"
     if missing:
         raise bad(
-            f"this Gemma 4 assistant reads keys and values of {missing[0]} layers, which "
-            f"{type(target).__name__} does not have; {checkpoints.BELONGS}"
+            f"{reads} keys and values of {missing[0]} layers, which {type(target).__name__} does not have; "
+            f"{checkpoints.BELONGS}"
         )
     theirs = stored_by(text_config(target))
-    for kind, (heads, size) in sizes.stored.items():
+    for kind, (heads, size) in stored_by(sizes).items():
         if theirs[kind] != (heads, size):
             raise bad(
-                f"this Gemma 4 assistant reads {heads} heads of {size} of {kind} layers, and those of "
-                f"{type(target).__name__} store {theirs[kind][0]} of {theirs[kind][1]}; {checkpoints.BELONGS}"
+                f"{reads} {heads} heads of {size} of {kind} layers, and those of {type(target).__name__} store "
+                f"{theirs[kind][0]} of {theirs[kind][1]}; {checkpoints.BELONGS}"
             )
 
 
@@ -212,21 +187,21 @@ class AssistantDrafts(LastState, Recursion):
         self.vocabulary = DraftVocabulary(None, self.module.sizes.vocab_size, text.target.vocab_size)
         self.embed = text.target.stepping.get_input_embeddings()
         stored = storing_layers(text.target.model)
-        self.layers = {kind: stored[kind] for kind in self.module.sizes.types}
+        self.layers = {kind: stored[kind] for kind in self.module.sizes.layer_types}
         self.device = device_of(self.module.model)
-        self.kinds = windowed(self.module.sizes.windows)
+        self.kinds = windowed(self.module.windows)
 
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape."""
         like = self.hidden.new_zeros(len(self.hidden), 0, device=self.device)
-        self.vectors.prepare(config, like, self.module.sizes.hidden_size)
+        self.vectors.prepare(config, like, self.module.width)
 
     def warm(self, level: Level, verified: Verified) -> Proposal | None:
         """A forward of a frontier, which writes nothing, and its candidates."""
         if level.config.depth == 0:
             return None
         tokens, dtype = level.frontier.token_ids, self.module.model.dtype
-        features = torch.zeros(*tokens.shape, self.module.sizes.hidden_size, dtype=dtype, device=self.device)
+        features = torch.zeros(*tokens.shape, self.module.width, dtype=dtype, device=self.device)
         _, logits = self.forward(tokens, features)
         return self.proposal(level, logits) if self.text.draws is None else None
 
@@ -241,12 +216,12 @@ class AssistantDrafts(LastState, Recursion):
         """
         if not self.has_read():
             return torch.zeros_like(features), self.no_logits(tokens.shape[1])
-        kv_len, to = self.text.kv_len.to(self.device), self.device
-        zeros = torch.zeros(tokens.shape, dtype=torch.int32, device=to)  # [B, W]; all rows are where the root is
+        kv_len, to = self.text.kv_len, self.device
+        zeros = torch.zeros_like(tokens, dtype=torch.int32)  # [B, W]; all rows are where the root is
         inputs = GraphInputs(
             ancestor_mask=zeros[..., None],
             kv_len=kv_len,
-            kv_start=self.state.kv_start.to(to),
+            kv_start=self.state.kv_start,
             row_depths=zeros,
             node_depths=zeros[:, :1],
             backend=self.text.target.backend,
@@ -254,11 +229,11 @@ class AssistantDrafts(LastState, Recursion):
         )
         cached = self.text.target.cache.layers
         stored = {kind: (cached[index].keys.to(to), cached[index].values.to(to)) for kind, index in self.layers.items()}
-        embedded = self.embed(tokens.long().to(to)).to(features.dtype)
+        embedded = self.embed(tokens.long()).to(features.dtype)
         positions = (kv_len - inputs.kv_start)[:, None].long().expand(tokens.shape)
         vectors, logits = self.module(embedded, features, positions, stored, inputs)
         inputs.check_complete()
-        known = self.known.to(self.device)[:, None, None]
+        known = self.known[:, None, None]
         return torch.where(known, vectors, 0.0), torch.where(known, logits, 0.0)
 
     def at_root(self, config: GraphConfig) -> tuple[Tensor, Tensor]:

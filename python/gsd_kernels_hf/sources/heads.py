@@ -152,12 +152,14 @@ class DraftHeads(nn.Module):
             checkpoint.list_tensors([folder / WEIGHTS_FILE])
             with torch.device("meta"):
                 heads = cls(**checkpoint.config)
+            if target is not None:
+                heads.check_target(target, option)
             checkpoint.load_into(heads)
         except BadCheckpoint as error:
-            raise BadCheckpoint(str(error).replace("drafter", option, 1)) from error
+            raise BadCheckpoint(re.sub("^drafter:", f"{option}:", str(error))) from error
         except (TypeError, ValueError, RuntimeError) as error:
             raise bad(f"{folder} holds no readable draft heads: {error}", option) from error
-        return heads.placed(target, option)
+        return heads.placed(target)
 
     @classmethod
     def from_medusa(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> DraftHeads:
@@ -199,14 +201,11 @@ class DraftHeads(nn.Module):
             "output": torch.stack([tensors[name] for name in own]),
         }
         heads.load_state_dict(weights, assign=True)
-        return heads.requires_grad_(False).placed(target, "drafter")
+        return heads.requires_grad_(False).placed(target)
 
-    def placed(self, target: PreTrainedModel | None, option: str) -> DraftHeads:
-        """In evaluation mode, and where ``target`` is given checked against it, on its device and in its dtype."""
-        if target is not None:
-            self.check_target(target, option)
-            self.to(_device(target), target.dtype)
-        return self.eval()
+    def placed(self, target: PreTrainedModel | None) -> DraftHeads:
+        """In evaluation mode, on the device and in the dtype of ``target`` if that is given."""
+        return self.eval() if target is None else self.eval().to(_device(target), target.dtype)
 
     def check_target(self, target: PreTrainedModel, option: str = OPTION) -> None:
         """Raise unless the heads, which ``option`` named, were made for a model of this shape.
@@ -217,9 +216,10 @@ class DraftHeads(nn.Module):
         shape = shape_of(target)
         for name, made_for in ({"hidden_size": self.hidden_size} | self.target).items():
             if shape.get(name) != made_for:
-                raise ValueError(
-                    f"{option}: made for a target with {name}={made_for!r}, and this one has {shape.get(name)!r}; "
-                    "heads belong to the model that they were trained on (gsd-kernels train-heads)"
+                raise bad(
+                    f"made for a target with {name}={made_for!r}, and this one has {shape.get(name)!r}; "
+                    "heads belong to the model that they were trained on (gsd-kernels train-heads)",
+                    option,
                 )
         if self.output_size is not None:
             check_sizes("Medusa", self.output_size, self.hidden_size, target, option=option)

@@ -280,16 +280,16 @@ def expected_speed(agreement: float, cost: float) -> float:
     return max(sum(agreement**i for i in range(n + 1)) / (1 + n * cost) for n in range(1, LONGEST_DRAFT + 1))
 
 
-class _NoAttention(nn.Module):
-    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        return torch.zeros_like(hidden_states), None
-
-
 class _NoBlock(nn.Module):
-    """In place of what returns hidden states alone: an MLP, or a block that keeps a recurrent state."""
+    """In place of a block; ``alone``: of what returns hidden states alone, an MLP or what keeps a recurrent state."""
 
-    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        return torch.zeros_like(hidden_states)
+    def __init__(self, *, alone: bool) -> None:
+        super().__init__()
+        self.alone = alone
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor | tuple[Tensor, None]:
+        zeros = torch.zeros_like(hidden_states)
+        return zeros if self.alone else (zeros, None)
 
 
 def _block(layer: nn.Module, part: str) -> str:
@@ -365,7 +365,7 @@ def _without(model: PreTrainedModel, skipped: Mapping[str, Sequence[int]]) -> Pr
         for part, indices in skipped.items():
             if index in indices:
                 name = _block(layer, part)
-                stubs[name] = _NoBlock() if _returns_states(getattr(layer, name), part) else _NoAttention()
+                stubs[name] = _NoBlock(alone=_returns_states(getattr(layer, name), part))
         # Where layers are of several types, their numbers say which mask is theirs.
         if len(stubs) < len(PARTS) or len(kinds) > 1:
             kept.append(with_children(layer, stubs) if stubs else layer)

@@ -157,8 +157,6 @@ def weight_name(name: str) -> str | None:
 # not by the model's name. Only the first head of several is read: it drafts every depth, from its own output, as vLLM's
 # does.
 
-SCALE = "_scale_inv"
-"""What the name of a weight in blocks of FP8 has behind it where its scales are, one a block."""
 QUANTISED = ("weight_scale", "weight_packed", "qweight", "weight.absmax", "SCB", "proj_scale_inv")
 """Ends of the names of tensors that only other quantised weights have beside them."""
 PARTS = ("projection", "embedding_norm", "hidden_norm", "output_norm")

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,10 +30,10 @@ from ..model.properties import device_of, text_config
 from ..packed.modules import device_of_weights, dtype_of
 from ..validate.models import SERVED_LAYERS
 from . import checkpoints
-from .checkpoints import Checkpoint, bad
+from .checkpoints import SCALE, Checkpoint, bad
 from .feature_drafter import HiddenDrafter, Turns
-from .layouts import SCALE, HeadLayout
-from .mtp_files import open_heads, scale_block
+from .layouts import HeadLayout
+from .mtp_files import open_heads
 
 KIND = "multi-token-prediction"
 Shapes = dict[str, tuple[int, ...]]
@@ -168,38 +169,33 @@ def block_for(
     Raises:
         BadCheckpoint: none has, or layers of several types have.
     """
-    found: list[Block] = []
-    nearest: tuple[int, list[str], list[str]] | None = None
+    compared: list[tuple[int, list[str], list[str], Block]] = []
     for block in blocks_of(target):
         expected: Shapes = {}
         for name, shape in block.shapes().items():
             expected |= stored_as(name, shape, files)
         missing, unknown = sorted(expected.keys() - files.keys()), sorted(files.keys() - expected.keys())
-        if not missing and not unknown:
-            found.append(block)
-        elif nearest is None or len(missing) + len(unknown) < nearest[0]:
-            nearest = len(missing) + len(unknown), missing, unknown
+        compared.append((len(missing) + len(unknown), missing, unknown, block))
     kind = type(target).__name__
-    if not found:
-        assert nearest is not None
-        _, missing, unknown = nearest
+    wrong, missing, unknown, nearest = min(compared, key=lambda one: one[0])
+    if wrong:
         what = (
             f"it has no {name_in_file(missing[0])}"
             if missing
             else f"it has {name_in_file(unknown[0])}, which theirs have not"
         )
         raise bad(f"the decoder layer of the multi-token-prediction head is none of {kind}'s layers: {what}")
-    named = getattr(found[0].config, "mtp_layer_types", None) or named
+    named = getattr(nearest.config, "mtp_layer_types", None) or named
     wanted = named[0] if isinstance(named, (list, tuple)) and named else attention
-    kinds = [block.attention for block in found]
-    if len(set(kinds)) == 1 and not named:
-        return found[0]
+    kinds = {block.attention: block for wrong, *_, block in reversed(compared) if not wrong}
+    if len(kinds) == 1 and not named:
+        return nearest
     if wanted not in kinds:
         raise bad(
             f"the decoder layer of the multi-token-prediction head may be one of {kind}'s layers with "
-            f"{' or '.join(str(one) for one in kinds)}, and its config's mtp_layer_types is {named!r}"
+            f"{' or '.join(map(str, reversed(kinds)))}, and its config's mtp_layer_types is {named!r}"
         )
-    return found[kinds.index(wanted)]
+    return kinds[wanted]
 
 
 class Mtp(HiddenDrafter):
@@ -253,9 +249,7 @@ class Mtp(HiddenDrafter):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, layout: HeadLayout, target: PreTrainedModel) -> Mtp:
         """Load an open checkpoint (:meth:`from_pretrained`) whose tensors have their names here."""
-        files = checkpoint.shapes
-        scales = {name for name in files if name.endswith(SCALE)}
-        shapes = {name: shape for name, shape in files.items() if name not in scales}
+        shapes = {name: shape for name, shape in checkpoint.shapes.items() if not name.endswith(SCALE)}
         inner = {name.removeprefix("block."): shape for name, shape in shapes.items() if name.startswith("block.")}
         types = checkpoint.config.get("mtp_layer_types")
         block = block_for(inner, target, layout.attention, types, lambda name: checkpoint.name_in_file(f"block.{name}"))
@@ -269,14 +263,7 @@ class Mtp(HiddenDrafter):
         if layout.output_norm is None:
             wanted.pop("output_norm.weight")
         parts = {part: size for name, shape in wanted.items() for part, size in stored_as(name, shape, shapes).items()}
-        block_size = scale_block(checkpoint.config) if scales else (1, 1)
-        scaled = {
-            name + SCALE: tuple(-(-size // step) for size, step in zip(shape, block_size, strict=True))
-            for name, shape in parts.items()
-            if name + SCALE in scales
-        }
-        found = checkpoint.read(parts | scaled)
-        found |= {name.removesuffix(SCALE): unscaled(found, name, block_size) for name in scaled}
+        found = checkpoint.read(parts)
         weights = {name: assembled(name, shape, found) for name, shape in wanted.items()}
         if layout.output_norm is None:
             weights["output_norm.weight"] = decoder_of(target)[1].weight.detach().clone()
@@ -312,18 +299,23 @@ class Mtp(HiddenDrafter):
         """
         if self.runs:
             return
-        graph, size = OneToken(), self.config.hidden_size
-        one = torch.zeros(1, 1, size, dtype=self.projection.weight.dtype, device=self.projection.weight.device)
-        cause, problem = None, None
+        calls: list[nn.Module] = []
+
+        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+            """A token sees itself alone."""
+            calls.append(module)
+            return value[:, :, :1].repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+        one = self.projection.weight.new_zeros(1, 1, self.config.hidden_size)
+        graph, cause, problem = SimpleNamespace(attend=attend), None, ""
         try:
             self(one, one, torch.zeros(1, 1, dtype=torch.int64, device=one.device), graph, GraphCache(self.config, 1))
-            problem = None if graph.calls == 1 else f"it attends {graph.calls} times"
         except Exception as error:  # whatever a layer's own code says
             cause, problem = error, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if problem is not None:
+        if problem or len(calls) != 1:
             raise bad(
                 f"a {type(self.block).__name__} cannot be forwarded as a {KIND} head, which has hidden states, "
-                f"positions and a cache for it ({problem}); not supported"
+                f"positions and a cache for it ({problem or f'it attends {len(calls)} times'}); not supported"
             ) from cause
         self.runs = True
 
@@ -377,32 +369,3 @@ class Mtp(HiddenDrafter):
     def outputs(self, hidden: Tensor, head: Any) -> tuple[Tensor, Tensor]:
         """The vectors that nodes hand on [B, R, D], and logits [B, R, V] by the target's output matrix."""
         return hidden, head(hidden.to(device_of_weights(head), dtype_of(head)))
-
-
-class OneToken:
-    """Attention of one token, which sees itself alone.
-
-    Attributes:
-        calls: how often it was asked.
-    """
-
-    calls = 0
-
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-        """See :class:`~gsd_kernels_hf.model.attention.Attends`."""
-        self.calls += 1
-        return value[:, :, :1].repeat_interleave(query.shape[1] // value.shape[1], 1)
-
-
-def unscaled(found: Mapping[str, Tensor], scale: str, block: tuple[int, int]) -> Tensor:
-    """A weight [N, K] in FP8 with a scale for every block of it, float32.
-
-    Args:
-        found: both of them, by name.
-        scale: the name of the scales [⌈N / rows⌉, ⌈K / columns⌉].
-        block: rows, columns.
-    """
-    weight, factors = found[scale.removesuffix(SCALE)].float(), found[scale].float()
-    for dim, size in enumerate(block):
-        factors = factors.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
-    return weight * factors

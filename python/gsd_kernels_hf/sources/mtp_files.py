@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -71,19 +69,6 @@ def open_heads(
     found.rename(own.get)
     found.published = lambda name: layout.published_name(name, prefix)
     return found, layout
-
-
-def scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns of a weight that share a scale, of a checkpoint in FP8.
-
-    Raises:
-        BadCheckpoint: no such pair of numbers.
-    """
-    quantised = config.get("quantization_config")
-    block = quantised.get("weight_block_size", [128, 128]) if isinstance(quantised, dict) else [128, 128]
-    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-        raise bad(f"weight_block_size in its config: expected two positive integers, got {block!r}")
-    return block[0], block[1]
 
 
 def listed(found: Checkpoint) -> tuple[dict[str, str] | None, list[str]]:
