@@ -39,7 +39,7 @@ CORE_OF_SATELLITES = {
         "api corpus.index engine.decoder engine.options engine.resolved engine.stats exported.options "
         "extras files learning model.fused model.gpu_proof model.properties packed.dense packed.gguf "
         "parallel progress records sources.checkpoints sources.corpus sources.dflash "
-        "sources.eagle3 sources.heads sources.load sources.mtp_files store validate"
+        "sources.eagle3 sources.heads sources.load sources.mtp store validate"
     ),
 }
 """Files of gsd_kernels_hf that satellites import beside the public names of its ``__init__``; recipes left out."""

@@ -126,7 +126,7 @@ def drafters_of(model: str) -> dict[str, str]:
     from transformers import AutoModelForCausalLM
 
     from gsd_kernels_hf.files import model_place
-    from gsd_kernels_hf.sources.mtp_files import own_heads
+    from gsd_kernels_hf.sources.mtp import own_heads
 
     from .pair import quiet_transformers
 

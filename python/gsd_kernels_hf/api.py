@@ -33,8 +33,7 @@ from .packed import copies
 from .sources.base import DraftSource
 from .sources.load import lasting
 from .sources.memory import HistoryMemory
-from .sources.mtp import Mtp
-from .sources.mtp_files import mention_heads
+from .sources.mtp import Mtp, mention_heads
 
 logger = logging.getLogger("gsd_kernels")
 

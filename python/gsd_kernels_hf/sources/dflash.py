@@ -289,10 +289,9 @@ class DFlashDrafts(FeatureSource, Lattice):
         positions, places = self.rows.positions(chain.kv_len, chain.depths), begin + chain.slots
         features = self.rows.at((begin + chain.depths).long())
         if self.operator is not None:
-            ids, storage = self.readable(chain.token_ids), self.rows.storage(self.operator.decoder)
-            graph = chain.ancestor_mask, chain.node_depths, chain.kv_len, self.rows.text_kv_start
-            rows = ids, features, positions.int(), places, *graph
-            feature_rows(self.operator, *rows, *storage, keep=0, backend=self.rows.operator)
+            rows = self.readable(chain.token_ids), features, positions.int(), places
+            graph = chain.ancestor_mask, chain.node_depths, chain.kv_len
+            self.operated(feature_rows, self.operator, *rows, *graph, keep=0)
             return
         with self.rows.cache.writing(places.long()):
             self.module.store(features, positions, self.rows.cache)
@@ -302,15 +301,9 @@ class DFlashDrafts(FeatureSource, Lattice):
         self.look_ahead(level)
 
     def warm_step(self, level: Level) -> None:
-        """The attention of a block and the storing of features, behind what is stored."""
-        config, block_size = level.config, self.module.config.block_size
-        stored = self.state.out_len - 1
-        self.rows.launch(stored, config.chain_rows, 0)
-        self.rows.launch(stored, block_size, block_size)
-        features, config = self.rows.features, self.module.config
-        logits = self.head.weight.new_zeros(len(features), config.num_drafted, config.draft_vocab_size)
-        self.keep(features.new_zeros(len(features), config.num_drafted, features.shape[2]), logits, level)
-        self.first = features.new_zeros(len(features), 1, config.markov_rank)
+        """A block behind what is stored, and no feature."""
+        self.enter(self.cached, level.config.chain_rows)
+        self.look_ahead(level)
 
     def look_ahead(self, level: Level) -> None:
         """Forward the block, and keep what candidates of its positions are made of until the next step."""
@@ -392,11 +385,9 @@ class DFlashDrafts(FeatureSource, Lattice):
         positions, places = self.rows.positions(kv_len, self.row), kv_len[:, None] + self.row
         drafted = slice(config.block_size - config.num_drafted, None)
         if self.operator is not None:
-            decoder, ids = self.operator.decoder, self.readable(tokens).int()
-            graph = positions.int(), places, self.sees_all, self.row, kv_len, self.rows.text_kv_start
-            logits, states, _ = decoder_rows(
-                decoder, ids, *graph, *self.rows.storage(decoder), keep=config.block_size, backend=self.rows.operator
-            )
+            rows = self.readable(tokens).int(), positions.int(), places, self.sees_all, self.row, kv_len
+            decoder = self.operator.decoder
+            logits, states, _ = self.operated(decoder_rows, decoder, *rows, keep=config.block_size)
             return states.to(self.rows.features), logits[:, drafted]
         # Windows are counted from the root, so for attention all rows are where the root is.
         here = torch.zeros_like(self.row)

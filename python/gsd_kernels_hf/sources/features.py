@@ -245,6 +245,12 @@ class FeatureSource(OwnSource):
         """Make up to ``width`` entries before ``end`` [B]."""
         raise NotImplementedError
 
+    def operated(self, run: Any, weights: Any, *rows: Tensor, keep: int) -> Any:
+        """What an operator ``run`` gives for rows over the layers' keys and values; ``rows`` up to ``kv_len``."""
+        assert self.operator is not None
+        storage = self.rows.storage(self.operator.decoder)
+        return run(weights, *rows, self.rows.text_kv_start, *storage, keep=keep, backend=self.rows.operator)
+
 
 # The layers over rows as one operator, where that is possible: module by module a level of drafting is many small
 # calls, which take longer than reading the weights. ``ops.feature_rows`` computes what the modules define, to rounding:
@@ -281,7 +287,6 @@ def is_operator(module: Any, embed: Any, head: Any, backend: str) -> bool:
         and all(type(part) in PLAIN for part in leaves)
         and {part.variance_epsilon for part in leaves if type(part) in NORMS} == {norm.variance_epsilon}
         and head.bias is None
-        and sizes.hidden_act == "silu"
         and (sizes.rope_parameters or {}).get("rope_type", "default") in STATIC_ROPE
         and dtype in FLOATS
         and all(

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from gsd_kernels import GraphConfig
 
 from ..files import path_of, write_file, write_json
-from ..model.properties import device_of, text_config, vocabulary
+from ..model.properties import text_config, vocabulary
 from ..packed.modules import device_of_weights
 from ..records import Candidates
 from .base import Level, Text
@@ -243,8 +243,7 @@ def shape_of(target: PreTrainedModel) -> dict[str, int | str]:
 
 def _device(target: PreTrainedModel) -> torch.device:
     """The output layer's; a model that is spread over devices ends there."""
-    weight = getattr(target.get_output_embeddings(), "weight", None)
-    return device_of(target) if weight is None or weight.is_meta else weight.device
+    return device_of_weights(target.get_output_embeddings())
 
 
 class Heads(LastState, Lattice):
@@ -262,7 +261,7 @@ class Heads(LastState, Lattice):
     def check(self, target: PreTrainedModel) -> None:
         """Raise unless the heads were made for ``target`` and lie where its output matrix does."""
         self.heads.check_target(target, self.option)
-        mine, theirs = self.heads.weight.device, device_of_weights(target.get_output_embeddings())
+        mine, theirs = self.heads.weight.device, _device(target)
         if mine != theirs:
             raise ValueError(f"{self.option}: on {mine}, and the target's output matrix on {theirs}; move them there")
 

@@ -22,8 +22,7 @@ from .eagle3 import Eagle3
 from .gemma_assistant import AssistantDrafts, Gemma4Assistant
 from .heads import CONFIG_FILE, DraftHeads, Heads
 from .layouts import kind_of
-from .mtp import Mtp
-from .mtp_files import open_heads, place_of
+from .mtp import Mtp, open_heads, place_of
 from .recursion import Parallel, Recursive
 
 Drafter = Eagle3 | DFlash | DraftHeads | Mtp | Gemma4Assistant

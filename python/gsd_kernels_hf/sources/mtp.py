@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -30,11 +31,11 @@ from ..model.properties import device_of, text_config
 from ..packed.modules import device_of_weights, dtype_of
 from ..validate.models import SERVED_LAYERS
 from . import checkpoints
-from .checkpoints import SCALE, Checkpoint, bad
+from .checkpoints import CONFIG, INDEX, SCALE, WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, read_json
 from .feature_drafter import HiddenDrafter, Turns
-from .layouts import HeadLayout
-from .mtp_files import open_heads
+from .layouts import QUANTISED, HeadLayout, find_heads, looked_for
 
+logger = logging.getLogger("gsd_kernels")
 KIND = "multi-token-prediction"
 Shapes = dict[str, tuple[int, ...]]
 EXPERTS = re.compile(r"(?P<base>.*\.experts)\.(?P<what>gate_up_proj|down_proj)")
@@ -369,3 +370,101 @@ class Mtp(HiddenDrafter):
     def outputs(self, hidden: Tensor, head: Any) -> tuple[Tensor, Tensor]:
         """The vectors that nodes hand on [B, R, D], and logits [B, R, V] by the target's output matrix."""
         return hidden, head(hidden.to(device_of_weights(head), dtype_of(head)))
+
+
+# A target's own checkpoint, opened for the heads in it: of its many files only those that hold them.
+
+
+def place_of(target: PreTrainedModel) -> tuple[str, str | None]:
+    """Where a target was loaded from: folder or hub id, and the hub's commit.
+
+    Raises:
+        BadCheckpoint: it was made here.
+    """
+    where = target.config.name_or_path
+    if not where:
+        raise BadCheckpoint(
+            'drafter="mtp": the target names no checkpoint (its config.name_or_path is empty), where its '
+            "multi-token-prediction heads would be; load it with from_pretrained, or pass "
+            "Mtp.from_pretrained(folder, model)"
+        )
+    return where, getattr(target.config, "_commit_hash", None)
+
+
+def open_heads(
+    where: str | os.PathLike[str], target: PreTrainedModel, revision: str | None = None
+) -> tuple[Checkpoint, HeadLayout]:
+    """The first head in a checkpoint of ``target``, its tensors by their names here.
+
+    Raises:
+        BadCheckpoint: no checkpoint, none with heads, or quantised ones; no weight was read.
+    """
+    folder = fetch(where, wanted=("*.json",), revision=revision)
+    found = Checkpoint(folder, read_json(folder / CONFIG))
+    if not (folder / INDEX).is_file():
+        fetch(where, wanted=(WEIGHTS,), revision=revision)
+    index, names = listed(found)
+    layers = len(decoder_of(target)[0])
+    heads = find_heads(names, layers)
+    if heads is None:
+        others = [name for name in names if "mtp" in name.lower() or "nextn" in name.lower()]
+        strange = f"; it has {others[0]}, of a layout that is not served" if others else ""
+        raise bad(f"{where} has no multi-token-prediction heads; looked for were {looked_for(layers)}{strange}")
+    layout, prefix = heads
+    own = {name: layout.own_name(name.removeprefix(prefix)) for name in names if name.startswith(prefix)}
+    own = {name: ours for name, ours in own.items() if ours is not None}
+    quantised = next((name for name in own if name.endswith(QUANTISED)), None)
+    if quantised is not None:
+        raise bad(
+            f"the multi-token-prediction heads in {where} are quantised ({quantised}); served are floating "
+            "point and FP8 in blocks (weight_scale_inv)"
+        )
+    if index is not None:
+        files = sorted({index[name] for name in own})
+        fetch(where, wanted=files, revision=revision)
+        found.list_tensors(folder / name for name in files)
+        lost = next((name for name in own if name not in found.files), None)
+        if lost is not None:
+            raise bad(f"{folder / INDEX} says that {lost} is in {index[lost]}, and it is not")
+    found.rename(own.get)
+    found.published = lambda name: layout.published_name(name, prefix)
+    return found, layout
+
+
+def listed(found: Checkpoint) -> tuple[dict[str, str] | None, list[str]]:
+    """A checkpoint's index, or ``None`` with the header of its only file read; and the names of its tensors.
+
+    Raises:
+        BadCheckpoint: neither is there, or it is unreadable.
+    """
+    index, file = found.index(), found.folder / WEIGHTS
+    if index is None:
+        if not file.is_file():
+            raise bad(f"no {WEIGHTS} and no {INDEX} in {found.folder}, where the multi-token-prediction heads would be")
+        found.list_tensors([file])
+    return index, list(found.files if index is None else index)
+
+
+def own_heads(target: PreTrainedModel) -> str | None:
+    """A tensor of the heads in the target's checkpoint, as far as that is on this machine; ``None`` without any."""
+    try:
+        where, revision = place_of(target)
+        layers = len(decoder_of(target)[0])
+        folder = fetch(where, wanted=("*.json", WEIGHTS), revision=revision, download=False)
+        heads = find_heads(listed(Checkpoint(folder, {}))[1], layers)
+    except ValueError:  # no checkpoint, or none that can be read: nothing to mention
+        return None
+    return None if heads is None else heads[0].recognised_by(layers)
+
+
+def mention_heads(target: PreTrainedModel) -> None:
+    """Say in a line of the log if the target's checkpoint, as far as it is on this machine, has heads to draft with."""
+    if not logger.isEnabledFor(logging.INFO):  # looking is reading the names of all tensors
+        return
+    found = own_heads(target)
+    if found is not None:
+        logger.info(
+            "the checkpoint of this model has multi-token-prediction heads (%s …), which are not used; "
+            'drafter="mtp" drafts with them',
+            found,
+        )

@@ -125,11 +125,8 @@ class Reading(FeatureSource):
         )
         fed = fed._replace(positions=fed.positions.clamp(min=0))  # left padding is read too
         if self.operator is not None:
-            backend = self.rows.operator
-            graph = ancestor_mask, node_depths, kv_len, self.rows.text_kv_start
-            storage = self.rows.storage(self.operator.decoder)
-            fed_rows = fed.ids, features, fed.positions, fed.places
-            logits, normed, state = feature_rows(self.operator, *fed_rows, *graph, *storage, keep=keep, backend=backend)
+            rows = fed.ids, features, fed.positions, fed.places, ancestor_mask, node_depths, kv_len
+            logits, normed, state = self.operated(feature_rows, self.operator, *rows, keep=keep)
             return (normed if self.module.hands_on_normed else state).to(features.dtype), logits
         inputs = self.rows.inputs(kv_len, ancestor_mask, fed.depths, node_depths)
         with self.rows.cache.writing(fed.places):
@@ -189,12 +186,13 @@ class Parallel(Reading, Lattice):
         return config.chain_rows + self.masks(config)
 
     def step(self, level: Level) -> None:
-        config, masks = level.config, self.masks(level.config)
-        _, logits = self.feed(self.state.out_len - 1, config.chain_rows, unknown=masks, keep=1 + masks)
-        self.keep_positions(self.known(logits), level)
+        self.look_ahead(level, self.state.out_len - 1)
 
     def warm_step(self, level: Level) -> None:
-        config, rows = level.config, self.num_rows(level.config)
-        self.rows.launch(self.state.out_len - 1, rows, rows)
-        shape = (len(self.cached), self.masks(config) + 1, self.module.config.draft_vocab_size)
-        self.keep_positions(self.rows.features.new_zeros(shape), level)
+        self.look_ahead(level, self.cached)  # where no entry is missing
+
+    def look_ahead(self, level: Level, end: Tensor) -> None:
+        """Make entries before ``end`` [B], forward masks behind them, and keep what these say."""
+        masks = self.masks(level.config)
+        _, logits = self.feed(end, level.config.chain_rows, unknown=masks, keep=1 + masks)
+        self.keep_positions(self.known(logits), level)
