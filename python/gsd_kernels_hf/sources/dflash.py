@@ -233,7 +233,7 @@ class DFlash(FeatureDrafter):
 
 @dataclass
 class BlockInputs:
-    """What the rows of a block see: in layers without a window, and in those with one.
+    """The inputs of a block's rows: of layers without a window, and in those with one.
 
     Attributes:
         whole, windowed: of these, in this order.

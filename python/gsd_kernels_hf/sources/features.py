@@ -246,7 +246,7 @@ class FeatureSource(OwnSource):
         raise NotImplementedError
 
     def operated(self, run: Any, weights: Any, *rows: Tensor, keep: int) -> Any:
-        """What an operator ``run`` gives for rows over the layers' keys and values; ``rows`` up to ``kv_len``."""
+        """Run an operator for rows over the layers' keys and values; ``rows`` up to ``kv_len``."""
         assert self.operator is not None
         storage = self.rows.storage(self.operator.decoder)
         return run(weights, *rows, self.rows.text_kv_start, *storage, keep=keep, backend=self.rows.operator)
