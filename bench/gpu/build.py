@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -14,30 +13,19 @@ from typing import Any
 
 import torch
 
-from .stages import STAGES, build_ops, built
+from .stages import build_ops, built
 from .work import Work
 
 
 def run(work: Work) -> None:
-    """Points ``needs``, ``ops``, ``backends``."""
+    """Points ``ops``, ``backends``."""
     if not work.rehearse and not built():  # earlier results, another machine
         work.points.pop("ops", None)
-    work.each({"needs": ()}, needs)
     work.each({"ops": (work,)}, ops)
     if work.rehearse:
         work.skip("kernels on a GPU: whether the backends run there")
     # In a process of its own: which libraries there are is looked up once, when the package is imported.
     work.each({"backends": (work,)}, backends)
-
-
-def needs() -> dict[str, Any]:
-    """Modules and programs that stages need, and the stages that will not run for want of one."""
-    modules = sorted({name for stage in STAGES for name in stage.needs} | {"setuptools", "ninja", "accelerate"})
-    found = {name: importlib.util.find_spec(name) is not None for name in modules}
-    lacking = {s.name: [m for m in s.needs if not found[m]] for s in STAGES if not all(found[m] for m in s.needs)}
-    programs = {name: shutil.which(name) for name in ("nvcc", "g++", "ninja")}
-    print(f"missing: {lacking or 'nothing'}; {programs}", flush=True)
-    return {"modules": found, "programs": programs, "stages_without": lacking}
 
 
 def ops(work: Work) -> dict[str, Any]:

@@ -14,10 +14,6 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gsd_kernels_hf.engine import capture
-from gsd_kernels_hf.engine.capture import CapturedStep
-from gsd_kernels_hf.records import Verified
-
 TOP = 20  # kernels of a profile
 SETTLED = 3  # replays of a graph before the one that is profiled
 
@@ -32,15 +28,12 @@ class Captured:
     events: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
     def time(self, replay: Callable[[], None]) -> None:
-        """Replay between two events, on a GPU."""
-        if not torch.cuda.is_available():
-            return replay()
+        """Replay between two events."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         replay()
         end.record()
         self.events.append((begin, end))
-        return None
 
     def as_dict(self) -> dict[str, Any]:
         """Its numbers; ``replay_seconds``: of the device, the median of the replays so far."""
@@ -108,10 +101,12 @@ def count_nodes(graph: int) -> int | None:
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Watch all graphs that are captured inside, whoever captures them through ``torch.cuda.CUDAGraph``."""
+    """Watch all graphs that are captured inside, whoever captures them through ``torch.cuda.CUDAGraph``: on a GPU."""
     watch, real = Watch(), torch.cuda.CUDAGraph
-    if torch.cuda.is_available():  # the profiler sees kernels of graphs that were captured after its first use only
-        kernel_table(lambda: None)
+    if not torch.cuda.is_available():
+        yield watch
+        return
+    kernel_table(lambda: None)  # the profiler sees kernels of graphs that were captured after its first use only
 
     class Watched(real):  # type: ignore[misc, valid-type]
         def __init__(self, keep_graph: bool = False) -> None:
@@ -135,25 +130,3 @@ def watched() -> Iterator[Watch]:
         yield watch
     finally:
         torch.cuda.CUDAGraph = real  # type: ignore[misc]
-
-
-@contextmanager
-def pretended() -> Iterator[Watch]:
-    """The same without a GPU: capturing records nothing, a replay takes the step."""
-    watch, can, real = Watch(), capture.can_capture, CapturedStep.whole
-
-    def pretend(self: CapturedStep) -> Callable[[], Verified]:
-        graph, session, taken = Captured(0.0, 1), self.session, []
-        watch.graphs.append(graph)
-
-        def step() -> Verified:
-            watch.replay(graph, lambda: taken.append(session.step()))
-            return taken.pop()
-
-        return step
-
-    capture.can_capture, CapturedStep.whole = (lambda session: True), pretend  # type: ignore[method-assign]
-    try:
-        yield watch
-    finally:
-        capture.can_capture, CapturedStep.whole = can, real  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from gsd_kernels_hf.model.fused import SWITCH
 from ..generation.competitors import fixed_configs
 from ..kernels.rows import random_model
 from ..lib.compilations import compilations, summary
-from .graphs import pretended, watched
+from .graphs import watched
 from .right import passed
 from .work import Work, switched
 
@@ -113,7 +113,7 @@ def twice(work: Work, target: PreTrainedModel, draft: PreTrainedModel, config: G
     begin_memory, calls, texts = memory(work), [], []
     handle = patch(target, **options)
     try:
-        with pretended() if work.rehearse else watched() as watch:
+        with watched() as watch:
             for number in range(2):
                 seen, watch.wants_profile = len(watch.graphs), number == 1
                 with compilations() as compiled:
@@ -135,7 +135,7 @@ def twice(work: Work, target: PreTrainedModel, draft: PreTrainedModel, config: G
                 print(f"  call {number + 1}: {seconds:.2f} s, {len(watch.graphs) - seen} captures", flush=True)
     finally:
         unpatch(target)
-    if not watch.graphs:
+    if not watch.graphs and not work.rehearse:
         raise RuntimeError("no step was captured: see the log for the reason")
     # The second call's time includes a profiled replay.
     graphs = [graph.as_dict() for graph in watch.graphs]

@@ -13,8 +13,6 @@ from transformers import LlamaForCausalLM
 FILE = "model.gguf"
 _BASE = 10000.0  # of the frequencies that the factors correct
 _TYPES = {torch.float32: gguf.GGMLQuantizationType.F32, torch.bfloat16: gguf.GGMLQuantizationType.BF16}
-_ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
-_MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
 
 
 def write_gguf(model: LlamaForCausalLM, folder: Path, ends: Sequence[int] = ()) -> None:
@@ -29,7 +27,7 @@ def write_gguf(model: LlamaForCausalLM, folder: Path, ends: Sequence[int] = ()) 
     if model.model.rotary_emb.attention_scaling != 1.0:
         raise ValueError(f"model: expected unscaled rotary cosines, got rope_type {model.model.rotary_emb.rope_type!r}")
     folder.mkdir(parents=True, exist_ok=True)
-    config, inner = model.config, model.model
+    config = model.config
     writer = gguf.GGUFWriter(folder / FILE, "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -45,22 +43,12 @@ def write_gguf(model: LlamaForCausalLM, folder: Path, ends: Sequence[int] = ()) 
     writer.add_vocab_size(config.vocab_size)
     _add_vocabulary(writer, config.vocab_size, ends)
 
-    _add_norm(writer, "rope_freqs.weight", _frequency_factors(inner.rotary_emb.inv_freq))
-    _add_matrix(writer, "token_embd.weight", inner.embed_tokens.weight)
-    _add_norm(writer, "output_norm.weight", inner.norm.weight)
-    if not config.tie_word_embeddings:
-        _add_matrix(writer, "output.weight", model.lm_head.weight)
-    for index, layer in enumerate(inner.layers):
-        block = f"blk.{index}."
-        _add_norm(writer, f"{block}attn_norm.weight", layer.input_layernorm.weight)
-        _add_norm(writer, f"{block}ffn_norm.weight", layer.post_attention_layernorm.weight)
-        for name, short in _ATTENTION.items():
-            weight = getattr(layer.self_attn, name).weight
-            if name in ("q_proj", "k_proj"):
-                weight = _interleaved(weight, config.head_dim)
-            _add_matrix(writer, f"{block}{short}.weight", weight)
-        for name, short in _MLP.items():
-            _add_matrix(writer, f"{block}{short}.weight", getattr(layer.mlp, name).weight)
+    _add(writer, "rope_freqs.weight", _frequency_factors(model.model.rotary_emb.inv_freq))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in model.named_parameters():  # a head that is the embedding is not among them
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight = _interleaved(weight, config.head_dim)
+        _add(writer, str(names.get_name(name, try_suffixes=(".weight",))), weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -80,15 +68,11 @@ def _interleaved(weight: Tensor, head_dim: int) -> Tensor:
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
-def _add_norm(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:
-    writer.add_tensor(name, weight.detach().float().contiguous().numpy())
-
-
-def _add_matrix(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:
+def _add(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:
+    """A matrix in its dtype, anything else in float32."""
     raw = weight.detach().contiguous()
-    kind = _TYPES[raw.dtype]
-    array = raw.numpy() if raw.dtype == torch.float32 else raw.view(torch.uint8).numpy()
-    writer.add_tensor(name, array, raw_dtype=kind)
+    raw = raw if raw.dim() > 1 else raw.float()
+    writer.add_tensor(name, raw.view(torch.uint8).numpy(), raw_shape=None, raw_dtype=_TYPES[raw.dtype])
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, size: int, ends: Sequence[int]) -> None:
