@@ -18,7 +18,7 @@ from gsd_kernels.backends import FIRST, compiled_first, unavailable_reason
 from gsd_kernels_hf.model.fused import SWITCH
 
 from ..generation.competitors import fixed_configs
-from ..kernels import attention, commit, merge, ngram, sample
+from ..kernels import attention, commit, merge, sample
 from ..kernels.peers import ATTENTION as PEERS
 from ..lib.compilations import compilations, summary
 from ..lib.runner import Settings
@@ -29,7 +29,7 @@ from .work import Work, points, switched
 
 FORMS = ("triton", "cuda")
 SHAPE = "llama-3-8b"
-ROWS: dict[ModuleType, tuple[int, ...]] = {merge: (16, 64), sample: (16, 64), commit: (8,), ngram: (16, 64)}
+ROWS: dict[ModuleType, tuple[int, ...]] = {merge: (16, 64), sample: (16, 64), commit: (8,)}
 ATTENTION = (("llama-3-8b", 1024), ("llama-3-8b", 4096), ("llama-3.2-1b", 1024))
 ATTENTION_ROWS = (16, 64)
 ATTENDS = "dag_attention"

@@ -17,7 +17,7 @@ import torch
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.decoder_rows.cuda import DTYPES, GROUP, GROUP_CAPABILITY, HEAD_DIMS, ways
 from gsd_kernels_hf.model import gpu_proof
-from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, PARTS, REPLAYED_ROWS, ROWS, Case, Kind, Subject, apart, too_large
+from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, ROWS, Case, Kind, Subject, apart, too_large
 
 from ..kernels.rows import random_model
 from .graphs import Launch, kernel_table
@@ -80,12 +80,13 @@ def points_of(stage: str, work: Work, shape: str, of: Callable[[], Subject] | No
         return {f"{shape} {kind}": partial(same, work, of, factor) for kind, factor in factors_of(work).items()}
     cases = SMALL_CASES if work.rehearse else CASES
     errors = {f"{shape} {case.name}": partial(against_float32, of, case) for case in cases}
+    replays = 4 if work.rehearse else REPLAYS
     return {
         **dict(list(errors.items())[:2]),
-        f"{shape} bits": partial(bits, work, of, cases[1], Subject.parts_apart),
-        f"{shape} launches": partial(launches, work, of, cases[1]),
+        f"{shape} bits": partial(alike, work, of, cases[1], Subject.parts_apart),
+        f"{shape} launches": partial(alike, work, of, cases[1], Subject.replays_apart, replays),
         **errors,
-        f"{shape} batch": partial(bits, work, of, cases[-1], Subject.sequences_apart),
+        f"{shape} batch": partial(alike, work, of, cases[-1], Subject.sequences_apart),
     }
 
 
@@ -125,43 +126,31 @@ def against_float32(of: Callable[[], Subject], case: Case) -> dict[str, Any]:
     return {"errors": found, "layers": LAYERS, "rows": ROWS, **case._asdict()}
 
 
-def bits(
+def alike(
     work: Work,
     of: Callable[[], Subject],
     case: Case,
-    found: Callable[[Subject, Case], Iterable[tuple[str, list[int]]]],
+    found: Callable[..., Iterable[tuple[str, Any]]],
+    *arguments: Any,
 ) -> dict[str, Any]:
-    """A row's bits alone and among others, in blocks of every size; or a sequence's, behind padding beside another.
+    """A row's bits in any company: among others, behind padding beside another sequence, or replayed.
 
     Raises:
-        RuntimeError: they depend on what is beside it.
+        RuntimeError: they depend on what is beside it, or a forward cannot be captured.
     """
     if unavailable_reason(work.device.type, work.device) is not None:  # the reference's depend on the rows
         return {}
-    none_apart(found(of(), case))
-    return {"parts": PARTS, "rows": MOST_ROWS, **case._asdict()}
+    none_apart(found(of(), case, *arguments))
+    return {"arguments": arguments, **case._asdict()}
 
 
-def none_apart(found: Iterable[tuple[str, list[int]]]) -> None:
+def none_apart(found: Iterable[tuple[str, Any]]) -> None:
     """Raises:
-    RuntimeError: bits differ.
+    RuntimeError: rows, or replays, have other bits.
     """
-    for what, rows in found:
-        if rows:
-            raise RuntimeError(f"{what}: {len(rows)} rows have other bits, first {rows[:8]}")
-
-
-def launches(work: Work, of: Callable[[], Subject], case: Case) -> dict[str, Any]:
-    """Replays of two texts in turns, against calls whose launches do not begin early.
-
-    Raises:
-        RuntimeError: one of them has other bits, or a forward cannot be captured.
-    """
-    count = 4 if work.rehearse else REPLAYS
-    found = dict(of().replays_apart(case, count))
-    if any(found.values()):
-        raise RuntimeError(f"of {count} forwards some have other bits: {found}")
-    return {"forwards": count, "wrong": found, "rows": REPLAYED_ROWS, **case._asdict()}
+    for what, wrong in found:
+        if wrong:
+            raise RuntimeError(f"{what}: other bits: {wrong if isinstance(wrong, int) else (len(wrong), wrong[:8])}")
 
 
 @torch.no_grad()

@@ -42,8 +42,7 @@ def entries(settings: Settings) -> Iterator[Entry]:
                 mask, kv_len = pack_bits(tree)[None], torch.tensor([prefix], dtype=torch.int32, device=device)
                 attend = functools.partial(dag_attention, q, k, v, mask, kv_len)
                 op = Op(
-                    "dag_attention",
-                    ATTENTION.implementations,
+                    ATTENTION,
                     lambda backend, attend=attend: attend(backend=backend),
                     right=dag_attention(q.float(), k.float(), v.float(), mask, kv_len, backend="reference"),
                     tolerance=8 * torch.finfo(dtype).eps if dtype != torch.float32 else ATTENTION.tolerance,

@@ -45,7 +45,7 @@ def commit_op(caches: Caches, rows: Tensor, count: Tensor) -> Op:
         return (kv_len, *caches[0], *caches[1])
 
     before = copied(caches)
-    return Op("commit", COMMIT.implementations, commit, lambda backend: commit(backend, copied(before)))
+    return Op(COMMIT, commit, lambda backend: commit(backend, copied(before)))
 
 
 def entries(settings: Settings) -> Iterator[Entry]:

@@ -91,15 +91,15 @@ class Step:
         edges = graph.edge_targets.nbytes + graph.edge_log_probs.nbytes + graph.token_ids.nbytes
         return {
             "merge, all levels": (
-                Op("merge", MERGE.implementations, self.merge),
+                Op(MERGE, self.merge),
                 sum(t.nbytes for t in graph.tensors()) + candidates,
             ),
             "flatten": (
-                Op("flatten", FLATTEN.implementations, lambda backend: self.flatten(backend).tensors()),
+                Op(FLATTEN, lambda backend: self.flatten(backend).tensors()),
                 edges + row_bytes,
             ),
             "verify": (
-                Op("verify", VERIFY.implementations, lambda backend: self.verify(rows, backend)),
+                Op(VERIFY, lambda backend: self.verify(rows, backend)),
                 row_bytes + self.picks.nbytes,
             ),
         }

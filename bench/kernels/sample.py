@@ -52,15 +52,14 @@ def entries(settings: Settings) -> Iterator[Entry]:
             for operation, warpers in MODES.items():
                 sample = partial(sample_rows, logits, positions, **options, **warpers)
                 yield settings.entry(
-                    Op("sample_rows", SAMPLE.implementations, lambda backend, sample=sample: sample(backend=backend)),
+                    Op(SAMPLE, lambda backend, sample=sample: sample(backend=backend)),
                     sampling_peers(settings, logits[0], *warpers.values()),
                     operation=f"sample_rows {operation}",
                     **about,
                 )
             log_probs = partial(warped_log_probs, logits, **MODES["T=0.7, top-k 50, top-p 0.9"])
             distribution = Op(
-                "warped_log_probs",
-                LOG_PROBS.implementations,
+                LOG_PROBS,
                 lambda backend, log_probs=log_probs: log_probs(backend=backend),
                 checked=lambda backend, log_probs=log_probs: log_probs(backend=backend).exp(),  # most are -inf
                 tolerance=1e-4,
@@ -68,8 +67,7 @@ def entries(settings: Settings) -> Iterator[Entry]:
             yield settings.entry(distribution, operation="warped_log_probs", **about)
             draft = partial(draft_candidates, logits, positions, branch=BRANCH, **options)
             candidates = Op(
-                "draft_candidates",
-                DRAFT.implementations,
+                DRAFT,
                 lambda backend, draft=draft: draft(backend=backend),
                 checked=lambda backend, draft=draft: draft(backend=backend)[1],  # log-probabilities: of ties either
                 tolerance=1e-3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.ops.table import Op as TableOp
 
 from .environment import environment
 from .report import Report, Row
@@ -60,7 +61,7 @@ class Settings:
             ValueError: a backend that the op does not have.
         """
         entries = []
-        for name, reason in self.backend_names(tuple(op.implementations)):
+        for name, reason in self.backend_names(tuple(op.op.implementations)):
             reason = reason or op.refused(name)
             check = None if reason or op.checked is None else partial(op.checked, name)
             entries.append(Contestant(name, None if reason else partial(op.call, name), reason, check=check))
@@ -80,8 +81,7 @@ class Op:
     """One operation to measure, by backend.
 
     Attributes:
-        name: also of errors.
-        implementations: its backends, the reference among them.
+        op: of the table; its implementations are the backends, the reference among them.
         call: the op with a backend: what it computed, a tensor or several.
         checked: the same on copies, where ``call`` works in place; or the part of it that can be compared.
         right: what it should compute; by default what the reference does.
@@ -89,8 +89,7 @@ class Op:
         refused: why a backend does not take these tensors, if so.
     """
 
-    name: str
-    implementations: Iterable[str]
+    op: TableOp
     call: Callable[[str], Any]
     checked: Callable[[str], Any] | None = None
     right: Any = None
@@ -113,7 +112,7 @@ class Op:
         """
         wrong = self.error((self.checked or self.call)(backend))
         if not wrong <= self.tolerance:
-            raise RuntimeError(f"{self.name} differs from its reference by {wrong:.3g}")
+            raise RuntimeError(f"{self.op.name} differs from its reference by {wrong:.3g}")
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

@@ -220,7 +220,6 @@ GIVEN: list[tuple[tuple[str, ...], typing.Any, typing.Any]] = [
     (ENDPOINTS, {"temperature": ...}, generated()),
     (ENDPOINTS, {"temperature": 2, "seed": 1, "top_p": 0.4}, generated(**SAMPLED, top_p=0.4)),
     (ENDPOINTS, {"temperature": ..., "seed": 1, "top_k": 5}, generated(do_sample=True, seed=1, top_k=5)),
-    ((CHAT,), {"temperature": 2, "seed": 1, "top_k": 10**30}, generated(**SAMPLED, top_k=0)),
     (ENDPOINTS, {"temperature": 2, "seed": 1, "min_p": 0.3}, generated(**SAMPLED, min_p=0.3)),
     (ENDPOINTS, {"temperature": 2, "seed": -1}, generated(**{**SAMPLED, "seed": 2**64 - 1})),
     (BOTH, lambda e: {"frequency_penalty": 1.5, "max_tokens": 16, **at_zero(e)}, penalised(True)),
@@ -231,14 +230,12 @@ GIVEN: list[tuple[tuple[str, ...], typing.Any, typing.Any]] = [
     (TEMPLATED, lambda e: held(e, "json_object"), objects),
     (TEMPLATED, lambda e: {**held(e, "json_schema", name="one", schema=SCHEMA, strict=True), LENGTH[e]: 64,
                            "temperature": 1.5, "seed": 5}, formed),
-    ((RESPONSES,), {"text": {"verbosity": "low"}}, like()),
     (ENDPOINTS, lambda e: {"generation_config": '{"max_new_tokens": 3, "num_beams": 1}', LENGTH[e]: ...}, ended(3)),
     (BOTH, {"max_tokens": 3}, ended(3)),
     ((CHAT,), {"max_tokens": ..., "max_completion_tokens": 3}, ended(3)),
     ((RESPONSES,), {"max_output_tokens": 3}, ended(3)),
     (BOTH, {"stop": "self", "max_tokens": 24}, generated(stop_strings="self", max_new_tokens=24)),
     (BOTH, {"stop": ["nowhere", "("]}, generated(stop_strings=["nowhere", "("])),
-    (BOTH, {"stop": []}, like()),
     (BOTH, {"n": 2, "temperature": 2, "seed": 4}, several),
     ((COMPLETIONS,), {"n": 2, "best_of": 2, "temperature": 2, "seed": 4}, several),
     ((CHAT,), {"prediction": {"type": "content", "content": [{"type": "text", "text": "zzz"}]}}, like()),
@@ -320,18 +317,12 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
     # endpoints, fields, and the place that is named
     *((endpoints, {name: value}, name) for name, endpoints, values in (
         ("temperature", ENDPOINTS, (3, "hot", True, 10**400)),
-        ("top_p", ENDPOINTS, (1.5,)),
-        ("top_k", ENDPOINTS, (-2,)),
-        ("min_p", ENDPOINTS, (-1,)),
         ("seed", ENDPOINTS, (2**80,)),
         ("stream", ENDPOINTS, ("yes",)),
-        ("repetition_penalty", ENDPOINTS, (0,)),
         ("generation_config", ENDPOINTS, ("{", '{"repetition_penalty": NaN}')),
         ("logit_bias", BOTH, ({"1000000": 1}, [1])),
         ("max_tokens", BOTH, (0, 2**31, 2.5, True)),
-        ("max_output_tokens", (RESPONSES,), (0,)),
         ("stop", BOTH, (["x"] * 17,)),
-        ("n", BOTH, (0,)),
         ("best_of", (COMPLETIONS,), (2,)),
         ("logprobs", BOTH, ("yes",)),
         ("top_logprobs", TEMPLATED, (2,)),  # alone
@@ -339,9 +330,6 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
         ("messages", (CHAT,), ([],)),
         ("prompt", (COMPLETIONS,), ([], [[1, "x"]], [10**6], {"a": 1}, [[]])),
         ("tool_choice", TEMPLATED, ("required",)),  # without tools
-        ("service_tier", TEMPLATED, ("priority",)),
-        ("max_tool_calls", (RESPONSES,), (0,)),
-        ("verbosity", (CHAT,), ("loud",)),
         ("best_off", ENDPOINTS, (1, None)),  # which nobody knows
     ) for value in values),
     *(((COMPLETIONS,), {"logit_bias": {"5": bad}}, "logit_bias.5") for bad in (None, 101, "1")),
@@ -352,9 +340,8 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
     *(((COMPLETIONS,), {"stream": False, "repetition_penalty": 2, "generation_config": json.dumps(bad)},
        f"generation_config.{list(bad)[-1]}")
       for bad in ({"num_beams": 3}, {"unheard_of": 3}, {"forced_eos_token_id": 99999}, {"temperature": 0.7},
-                  {"eos_token_id": "x"}, {"max_new_tokens": 5}, {"repetition_penalty": 3.0}, {"do_sample": True},
-                  {"stop_strings": 5}, {"sequence_bias": 5}, {"watermarking_config": {}}, {"bad_words_ids": 5},
-                  {"no_repeat_ngram_size": 10**30}, {"stop_strings": "x" * 5000})),
+                  {"eos_token_id": "x"}, {"max_new_tokens": 5}, {"no_repeat_ngram_size": 10**30},
+                  {"stop_strings": "x" * 5000})),
     ((CHAT,), {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ((CHAT,), {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     *((TEMPLATED, {"chat_template_kwargs": {bad: "sweet"}}, f"chat_template_kwargs.{bad}")

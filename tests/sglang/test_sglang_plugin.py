@@ -179,8 +179,3 @@ def test_requests_see_each_others_verified_rows_only_if_shared(shared):
     assert ((4, 50) in other) is shared
     assert (4, 50) in paths(ours.draft([text("a", [1, 2, 3, 4])]), 0)
     assert paths(ours.draft([text("c", [7, 8, 9, 10])]), 0) == [(10,)]
-
-
-def test_rows_follow_the_load():
-    load = {0: 16, 1: 16, 4: 16, 5: 12, 8: 8, 32: 2, 33: 1, 1000: 1}
-    assert {requests: RowPolicy(16, 64).budget(requests) for requests in load} == load
