@@ -17,9 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
@@ -56,55 +54,53 @@ START_TIMEOUT = 100.0  # seconds; machines are busy
 TIMEOUT = 5.0  # seconds of a process group in which a rank will fail
 PROMPT, NEW_TOKENS, CASE_TOKENS = 9, 16, 11
 STEP = 5  # at which something goes wrong, beyond those of a case
+SIZE = 2  # ranks
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
 
-TARGETS: dict[str, dict[str, Any]] = {
-    "gqa": {"num_key_value_heads": 4},
-    "mha": {"num_key_value_heads": 8},
-    "odd": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
-}
-CONFIGS = {
-    "chain": GraphConfig.preset("chain", depth=3),  # a level more shows no more, and is six messages of a sharded draft
-    "tree": GraphConfig.preset("tree", depth=3, max_rows=16),
-    "graph": GraphConfig(depth=4, width=3, branch=3, max_rows=16, merge_context=0, history_depth=2, history_width=2),
-}
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seed": 7}
-GRAPH = {"graph_config": CONFIGS["graph"]}
-
-#: name → (target, draft is sharded too, batch, arguments of generate)
-CASES: dict[str, tuple[str, bool, int, dict[str, Any]]] = {
-    "chain": ("gqa", False, 1, {**GREEDY, "graph_config": CONFIGS["chain"]}),
-    "tree": ("mha", True, 3, {**SAMPLED, "graph_config": CONFIGS["tree"]}),
-    "graph": ("gqa", True, 3, {**GREEDY, **GRAPH}),
-    "auto": ("gqa", False, 1, GREEDY),
-    "processors": ("gqa", False, 3, {**SAMPLED, "repetition_penalty": 1.3, **GRAPH}),
-    "history": ("mha", False, 1, {**GREEDY, "draft_sources": ("history",), **GRAPH}),
+TREE = {"graph_config": GraphConfig.preset("tree", depth=3, max_rows=16)}
+CHAIN = {"graph_config": GraphConfig.preset("chain", depth=3)}
+GRAPH = {
+    "graph_config": GraphConfig(
+        depth=4, width=3, branch=3, max_rows=16, merge_context=0, history_depth=2, history_width=2
+    )
 }
+CASES: dict[str, tuple[bool, int, dict[str, Any]]] = {
+    "tree": (True, 3, {**SAMPLED, **TREE}),
+    "auto": (False, 1, GREEDY),
+    "processors": (False, 3, {**SAMPLED, "repetition_penalty": 1.3, **GRAPH}),
+    "history": (True, 1, {**GREEDY, "draft_sources": ("history",), **GRAPH}),
+}
+"""Whether the draft is sharded too, sequences, arguments of generate."""
+ALIKE = "ValueError: tensor parallel: ranks must be started alike, and differ in {} (rank 1 from rank 0)"
+PARTED = "tensor parallel: the ranks decode different texts (rank 1 from rank 0) since "
+DIVIDES = "ValueError: {}: num_key_value_heads=3 does not divide among 2 tensor-parallel ranks"
+SAID = {
+    **{name: ALIKE.format(name) for name in ("prompt", "seed", "graph_config", "assistant_model")},
+    "heads": DIVIDES.format("model"),
+    "draft heads": DIVIDES.format("assistant_model"),
+    "hybrid": "is sharded among ranks; not supported",
+    "rows": PARTED + "one of the steps 5 … 8",
+    "every step": PARTED + "step 5;",
+}
+"""What a call is refused with, by what is wrong."""
 
 
 def save(folder: Path) -> None:
-    """The checkpoints of all cases: a target and a draft that is its noised copy."""
-    for name, config in TARGETS.items():
+    """The checkpoints: targets and drafts that are their noised copies."""
+    odd = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+    for name, config in (("even", {"num_key_value_heads": 4}), ("odd", odd)):
         target = tiny(**config)
         target.save_pretrained(folder / name)
         noised(target, 0.03).save_pretrained(folder / f"{name}-draft")
     tiny_configs.build("Qwen3_5ForCausalLM", 4).save_pretrained(folder / "hybrid")
 
 
-def load(folder: Path, name: str, *, sharded: bool = False, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+def load(folder: Path, name: str, *, sharded: bool = False) -> PreTrainedModel:
     options = {"tp_plan": "auto"} if sharded else {}
-    return AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype, **options).eval()
-
-
-def load_drafts(folder: Path, *, sharded: bool) -> dict[tuple[str, bool], PreTrainedModel]:
-    """The drafts of cases by target, and whether ranks share them. Whole ones are float32: one operator is quick."""
-    return {
-        (name, shared): load(folder, f"{name}-draft", sharded=sharded and shared, dtype=dtype)
-        for name in ("gqa", "mha")
-        for shared, dtype in ((True, torch.float64), (False, torch.float32))
-    }
+    return AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64, **options).eval()
 
 
 def generate(target: PreTrainedModel, draft: PreTrainedModel, batch: int = 1, **arguments: Any) -> Any:
@@ -115,64 +111,62 @@ def generate(target: PreTrainedModel, draft: PreTrainedModel, batch: int = 1, **
     return gsd_kernels.generate(target, **inputs, **arguments, return_dict_in_generate=True)
 
 
-def run_case(name: str, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
-    _, _, batch, arguments = CASES[name]
-    engines_of(target).clear()  # which ranks do not share, so that steps can be compared
-    output = generate(target, draft, batch, max_new_tokens=CASE_TOKENS, **arguments)
-    stats = output.stats
-    return {"tokens": output.sequences.tolist(), "cache_bytes": stats.cache_bytes, "steps": stats.steps}
+def texts(folder: Path, *, sharded: bool) -> dict[str, dict[str, Any]]:
+    """All cases, by a process of several or alone."""
+    target, found = load(folder, "even", sharded=sharded), {}
+    drafts = {shared: load(folder, "even-draft", sharded=sharded and shared) for shared in (False, True)}
+    for name, (shared, batch, arguments) in CASES.items():
+        engines_of(target).clear()  # which ranks do not share, so that steps can be compared
+        output = generate(target, drafts[shared], batch, max_new_tokens=CASE_TOKENS, **arguments)
+        stats = output.stats
+        found[name] = {"tokens": output.sequences.tolist(), "bytes": stats.cache_bytes, "steps": stats.steps}
+    return found
 
 
 class Ranks:
     """The jobs, and where this process stands."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.rank, self.size = folder, dist.get_rank(), dist.get_world_size()
+        self.folder, self.rank = folder, dist.get_rank()
 
     def texts(self) -> dict[str, Any]:
         """All cases, and everything that ranks can be told apart by."""
-        models = {name: load(self.folder, name, sharded=True) for name in ("gqa", "mha")}
-        drafts = load_drafts(self.folder, sharded=True)
-        cases = {name: run_case(name, models[case[0]], drafts[case[:2]]) for name, case in CASES.items()}
-        target, draft = models["gqa"], drafts["gqa", False]
+        target, draft = load(self.folder, "even", sharded=True), load(self.folder, "even-draft")
         torch.manual_seed(self.rank)
-        drawn = generate(target, draft, graph_config=CONFIGS["tree"], do_sample=True).sequences.tolist()
-        return {"cases": cases, "drawn": drawn, "refused": self.refusals(target, draft)}
+        drawn = generate(target, draft, do_sample=True, **TREE).sequences.tolist()
+        return {"cases": texts(self.folder, sharded=True), "drawn": drawn, "said": self.said(target, draft)}
 
-    def refusals(self, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, str | None]:
-        """Messages of calls that must fail on every rank, by what is wrong."""
-        last = self.rank == self.size - 1
-        fixed = {"graph_config": CONFIGS["tree"]}
-        odd = load(self.folder, "odd", sharded=True), load(self.folder, "odd-draft")
+    def said(self, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, str | None]:
+        """What calls that must fail on every rank say, by what is wrong."""
+        last, swap = self.rank == 1, {"observer": self.at_step(swap_rows)}
+        odd, shared = (load(self.folder, "odd", sharded=one) for one in (True, True))
         found = {
-            "heads": refused(generate, *odd, **fixed),
-            "draft heads": refused(generate, target, load(self.folder, "odd-draft", sharded=True), **fixed),
-            "hybrid": refused(generate, load(self.folder, "hybrid", sharded=True), draft, **fixed),
-            "prompt": refused(generate, target, draft, inputs=prompts(1, PROMPT, seed=int(last)), **fixed),
-            "seed": refused(generate, target, draft, **{**SAMPLED, "seed": int(last)}, **fixed),
-            "draft": refused(generate, target, noised(draft, 1e-6) if last else draft, **fixed),
-            "no draft": refused(generate, target, None if last else draft, **fixed),
-            "graph_config": refused(generate, target, draft, graph_config=CONFIGS["chain" if last else "tree"]),
-            "rank 1 drafts otherwise": refused(generate, target, draft, observer=self.at_step(swap_rows), **fixed),
+            "heads": refused(odd, draft),
+            "draft heads": refused(target, shared),
+            "hybrid": refused(load(self.folder, "hybrid", sharded=True), draft),
+            "prompt": refused(target, draft, inputs=prompts(1, PROMPT, seed=int(last))),
+            "seed": refused(target, draft, **{**SAMPLED, "seed": int(last)}),
+            "assistant_model": refused(target, noised(draft, 1e-6) if last else draft),
+            "graph_config": refused(target, draft, **(CHAIN if last else TREE)),
+            "rows": refused(target, draft, **swap),
         }
         os.environ["GSD_KERNELS_DEBUG"] = "1"
-        found["every step"] = refused(generate, target, draft, observer=self.at_step(swap_rows), **fixed)
-        return found
+        return {**found, "every step": refused(target, draft, observer=self.at_step(swap_rows))}
 
     def killed(self) -> None:
         """Rank 1 is killed in the middle."""
         self.interrupted(lambda record: os.kill(os.getpid(), signal.SIGKILL))
 
     def early(self) -> None:
-        """A stopping criterion ends rank 1 before the others."""
+        """A stopping criterion ends rank 1 before the other."""
         limit = PROMPT + (STEP if self.rank == 1 else NEW_TOKENS)
         self.interrupted(lambda record: None, stopping_criteria=[lambda ids, scores: ids.shape[1] >= limit])
 
     def interrupted(self, fault: Any, **more: Any) -> None:
         dist.barrier()  # all ranks are there: none waits longer from here on
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT))
-        target, draft = load(self.folder, "mha", sharded=True), load(self.folder, "mha-draft")
-        generate(target, draft, graph_config=CONFIGS["chain"], observer=self.at_step(fault), **more)
+        target, draft = load(self.folder, "even", sharded=True), load(self.folder, "even-draft")
+        generate(target, draft, observer=self.at_step(fault), **CHAIN, **more)
 
     def at_step(self, fault: Any) -> Any:
         """An observer that does ``fault`` on rank 1 in step :data:`STEP`."""
@@ -190,9 +184,9 @@ def swap_rows(record: Any) -> None:
     record.rows.token_ids[:, 1] += 1
 
 
-def refused(function: Any, *args: Any, **kwargs: Any) -> str | None:
+def refused(*models: PreTrainedModel, **arguments: Any) -> str | None:
     try:
-        function(*args, **kwargs)
+        generate(*models, **TREE | arguments)
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -201,10 +195,9 @@ def refused(function: Any, *args: Any, **kwargs: Any) -> str | None:
 def rank(job: str, checkpoints: Path, folder: Path) -> None:
     """Do a job with the others that meet in ``folder``; what was found goes to ``folder/RANK.json``."""
     torch.set_num_threads(1)
-    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = datetime.timedelta(seconds=START_TIMEOUT)
+    number, timeout = int(os.environ["RANK"]), datetime.timedelta(seconds=START_TIMEOUT)
     meeting = (folder / "store").as_uri()
-    dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=size, timeout=timeout)
+    dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=SIZE, timeout=timeout)
     (folder / f"{number}.json").write_text(json.dumps(getattr(Ranks(checkpoints), job)()))
     dist.destroy_process_group()
 
@@ -215,16 +208,15 @@ def command(*words: str) -> None:
     main()
 
 
-def begin(environment: dict[str, str], files: list[Path], function: Callable[..., None], *arguments: Any) -> None:
+def begin(place: dict[str, str], files: list[Path], function: Callable[..., None], *arguments: Any) -> None:
     """Begin a process that was forked: variables, where it prints, then what it is for."""
-    os.environ.update(environment)
+    os.environ.update(place)
     for number, path in enumerate(files, 1):
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
     faulthandler.enable()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     function(*arguments)
     sys.stdout.flush()
 
@@ -247,25 +239,14 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def alone(folder) -> dict[str, dict[str, Any]]:
-    """Every case by one process."""
-    models = {name: load(folder, name) for name in ("gqa", "mha")}
-    drafts = load_drafts(folder, sharded=False)
-    return {
-        name: run_case(name, models[target], drafts[target, sharded]) for name, (target, sharded, *_) in CASES.items()
-    }
-
-
 class Launched:
     """Processes that do the same, rank by rank, and what they print; killed at the end of a ``with`` block."""
 
-    def __init__(self, folder: Path, size: int, function: Callable[..., None], *arguments: Any, **more: str) -> None:
+    def __init__(self, folder: Path, function: Callable[..., None], *arguments: Any, **more: str) -> None:
         folder.mkdir()
-        self.folder, self.end = folder, time.monotonic() + LIMIT
-        self.processes = []
-        for rank in range(size):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), **more}
+        self.folder, self.processes = folder, []
+        for rank in range(SIZE):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE), **more}
             files = [self.file("out", rank), self.file("errors", rank)]
             self.processes.append(FORKS.Process(target=begin, args=(place, files, function, *arguments)))
             self.processes[-1].start()
@@ -276,19 +257,18 @@ class Launched:
     def wait(self, rank: int) -> tuple[int, str]:
         """Exit status and standard error of a rank, which must end by itself."""
         process = self.processes[rank]
-        process.join(max(1.0, self.end - time.monotonic()))
+        process.join(LIMIT)
         if process.exitcode is None:
             os.kill(process.pid, signal.SIGABRT)  # which prints where it is
             process.join()
             pytest.fail(f"rank {rank} hangs\n{self.file('errors', rank).read_text()[-3000:]}")
         return process.exitcode, self.file("errors", rank).read_text()
 
-    def succeed(self) -> Launched:
+    def succeed(self) -> None:
         """Wait for all."""
-        for rank in range(len(self.processes)):
+        for rank in range(SIZE):
             status, error = self.wait(rank)
             assert status == 0, error[-3000:]
-        return self
 
     def __enter__(self) -> Launched:
         return self
@@ -299,96 +279,53 @@ class Launched:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", (2, 4), ids="{} ranks".format)
-def test_ranks_decode_like_one_process(size, folder, alone, tmp_path):
+def test_ranks_decode_like_one_process(folder, tmp_path):
     """All that ranks can show without one being lost, in one launch: starting is what takes long."""
     meeting = tmp_path / "ranks"
-    with Launched(meeting, size, rank, "texts", folder, meeting) as launched:
+    with Launched(meeting, rank, "texts", folder, meeting) as launched:
+        alone = texts(folder, sharded=False)
         launched.succeed()
-    everyone = [json.loads((meeting / f"{rank}.json").read_text()) for rank in range(size)]
+    everyone = [json.loads((meeting / f"{rank}.json").read_text()) for rank in range(SIZE)]
+    assert everyone[0]["drawn"] == everyone[1]["drawn"], "seed=None"
     for found in everyone:
-        _same_texts(found["cases"], alone)
-        _divided_caches(found["cases"], alone, size)
-        assert found["drawn"] == everyone[0]["drawn"], "seed=None"
-        _differences_at_the_start(found["refused"], size)
-        _heads(found["refused"], size)
-        message = found["refused"]["rank 1 drafts otherwise"]
-        assert "decode different texts (rank 1 from rank 0) since one of the steps 5 … 8" in message
-        assert "decode different texts (rank 1 from rank 0) since step 5;" in found["refused"]["every step"]
-
-
-def _same_texts(cases: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]]) -> None:
-    for name, case in cases.items():
-        assert case["tokens"] == alone[name]["tokens"], name
-        assert case["steps"] == alone[name]["steps"] or name == "auto", name
-
-
-def _divided_caches(cases: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]], size: int) -> None:
-    for name, case in cases.items():
-        if name == "auto":  # one process has room for larger shapes
-            continue
-        _, sharded, _, arguments = CASES[name]
-        whole = alone[name]["cache_bytes"]  # target and draft have the same shape, a draft that is whole half the bytes
-        if sharded or "draft_sources" in arguments:
-            assert case["cache_bytes"] * size == whole, name
-        else:
-            assert case["cache_bytes"] * size * 3 == whole * (2 + size), name
-
-
-def _differences_at_the_start(said: dict[str, str], size: int) -> None:
-    last = f"(rank {size - 1} from rank 0)"
-    alike = "ValueError: tensor parallel: ranks must be started alike, and differ in "
-    for name in ("prompt", "seed", "graph_config"):
-        assert said[name] == f"{alike}{name} {last}"
-    assert said["draft"] == said["no draft"] == f"{alike}assistant_model {last}"
-
-
-def _heads(said: dict[str, str], size: int) -> None:
-    field = "num_key_value_heads=3" if size == 2 else "num_attention_heads=6"
-    for name, model in (("heads", "model"), ("draft heads", "assistant_model")):
-        assert said[name] == f"ValueError: {model}: {field} does not divide among {size} tensor-parallel ranks"
-    assert "model: Qwen3_5ForCausalLM keeps a recurrent state" in said["hybrid"]
-    assert "is sharded among ranks; not supported" in said["hybrid"]
+        for name, case in found["cases"].items():
+            assert case["tokens"] == alone[name]["tokens"], name
+            assert case["steps"] == alone[name]["steps"] or name == "auto", name
+            assert case["bytes"] * SIZE == alone[name]["bytes"] or not CASES[name][0], name
+        for name, words in SAID.items():
+            assert words in (found["said"][name] or ""), (name, found["said"][name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("job", "size"), [("killed", 4), ("early", 2)])
-def test_a_lost_rank_ends_the_others(job, size, folder, tmp_path):
+@pytest.mark.parametrize("job", ["killed", "early"])
+def test_a_lost_rank_ends_the_other(job, folder, tmp_path):
     meeting = tmp_path / "ranks"
-    with Launched(meeting, size, rank, job, folder, meeting) as launched:
-        for number in range(size):
-            if number == 1 and job != "early":
-                continue
-            status, error = launched.wait(number)
-            assert status == 1, error[-3000:]
-            lost = f"RuntimeError: tensor parallel: rank {number} of {size} lost the other ranks in step "
-            parted = "RuntimeError: tensor parallel: the ranks decode different texts"
-            assert lost in error or (job == "early" and parted in error), error[-3000:]
+    with Launched(meeting, rank, job, folder, meeting) as launched:
+        status, error = launched.wait(0)
+    assert status == 1, error[-3000:]
+    lost = "RuntimeError: tensor parallel: rank 0 of 2 lost the other ranks in step "
+    assert lost in error or (job == "early" and PARTED in error), error[-3000:]
 
 
 @pytest.mark.slow
 def test_command_line(tmp_path):
     """All processes run, the first one prints."""
     target, draft = save_pair(tmp_path, dtype=torch.float64)
-    words = ["--model", target, "--draft", draft, "--max-new-tokens", "12", "--graph-config", "graph", "hello"]
-    alone = CliRunner().invoke(app, ["generate", *words])
+    words = ["--model", target, "--draft", draft, "--max-new-tokens", "12", "--graph-config", "graph"]
+    alone = CliRunner().invoke(app, ["generate", *words, "hello"])
 
-    def run(name: str, size: int, *words: str) -> Launched:
+    def run(name: str, *words: str) -> Launched:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "GROUP_RANK": "0"}
-        return Launched(tmp_path / name, size, command, *words, **meeting)
+        return Launched(tmp_path / name, command, "generate", "--tp", *words, **meeting)
 
-    with run("both", 2, "generate", "--tp", *words) as both:
-        first, second = (both.succeed().file("out", rank).read_text() for rank in range(2))
+    with run("both", *words, "hello") as both, run("stdin", *words) as refused:
+        both.succeed()
+        assert any("processes cannot share stdin" in refused.wait(rank)[1] for rank in range(SIZE))
+    first, second = (both.file("out", rank).read_text() for rank in range(SIZE))
     assert first == alone.stdout and len(first) > 5 and not second
-    for name, size, given, message in (
-        ("stdin", 2, words[:-1], "processes cannot share stdin"),
-        ("three", 3, words, "--model: num_attention_heads=8 does not divide"),
-    ):
-        with run(name, size, "generate", "--tp", *given) as refused:
-            assert any(message in error for _, error in map(refused.wait, range(size)))
-    assert "start it as torchrun" in CliRunner().invoke(app, ["generate", "--tp", *words]).stderr
+    assert "start it as torchrun" in CliRunner().invoke(app, ["generate", "--tp", *words, "hello"]).stderr
 
 
 # Devices.
@@ -407,15 +344,13 @@ def spread(target, draft, **more):
 
 @pytest.mark.slow
 def test_two_devices_without_a_gpu():
-    """The second device is a pretended one: its tensors are kept apart from the CPU's, and copies are counted."""
+    """The second device is a pretended one: its tensors are kept apart from the CPU's."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout)
     assert seen["same"], "another text than on one device"
     assert seen["cache_bytes"][0] == seen["cache_bytes"][1] and seen["steps"] < 16, "nothing was accepted"
-    # Two of the layers lie there, and still everything arrives once a step: of the mask and of accepted rows one.
-    assert seen["copied"]["[2, 7, 1]"] == seen["copied"]["[2, 6]"] == seen["steps"]
 
 
 @pytest.mark.parametrize("offloaded", [("model.layers.1",), ("model.embed_tokens", "model.layers.0")], ids=len)
@@ -462,11 +397,7 @@ class Elsewhere(Tensor):
 
 
 class SecondDevice(TorchDispatchMode):
-    """Runs what happens on the second device, counts what is copied there, and refuses what mixes the two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copied: Counter[str] = Counter()  # by shape
+    """Runs what happens on the second device, and refuses what mixes the two."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -477,8 +408,6 @@ class SecondDevice(TorchDispatchMode):
         if function not in COPIES and any(there):
             alone = [t for t, away in zip(tensors, there, strict=True) if not away and t.dim() > 0]
             assert not alone, f"{function}: tensors on two devices"
-        if function is aten._to_copy.default and to_second and not any(there):
-            self.copied[str(list(tensors[0].shape))] += 1
         if function is aten.copy_.default:
             to_second = there[0]
         if asked is not None:
@@ -515,7 +444,7 @@ def decode_on_two_devices() -> None:
     alone = spread(whole, draft, backend="reference")
     # A mode makes the model's code suspect; the proof's own tensors would have to be made on the second device.
     proof.why_not_proved = lambda *_, **__: None
-    with SecondDevice() as device, torch.no_grad():
+    with SecondDevice(), torch.no_grad():
         both = spread(split(whole), draft, backend="reference")
     print(
         json.dumps(
@@ -523,7 +452,6 @@ def decode_on_two_devices() -> None:
                 "same": torch.equal(alone.sequences, both.sequences),
                 "steps": both.stats.steps,
                 "cache_bytes": [alone.stats.cache_bytes, both.stats.cache_bytes],
-                "copied": device.copied,
             }
         )
     )
