@@ -14,10 +14,9 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..extras import cure
 from .fields import FREQUENCIES, PACKED, check_foreign, empty_model, end_by
 from .frequencies import divide_frequencies
-from .header import Header
+from .header import Header, require
 
 NEEDED = ("gguf", "accelerate")
 """Packages that transformers reads such a file with."""
@@ -27,12 +26,12 @@ def load_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     """The file's model, in evaluation mode on the CPU: every weight dequantised in float32, then rounded to ``dtype``.
 
     Raises:
-        FileNotFoundError: there is no such file.
         ImportError: a package of :data:`NEEDED` is missing; the message has pip's line.
-        ValueError: the file is damaged, transformers cannot read this architecture from GGUF, or would leave some of
-            the model or of the file out.
+        ValueError: there is no such file, it is damaged, transformers cannot read this architecture from GGUF, or would
+            leave some of the model or of the file out.
     """
-    header = _checked(file)
+    require(file, *NEEDED)
+    header = Header.read(file)
     dense: dict[str, Any] = {}
     if header.architecture in PACKED:
         dense["config"] = empty_model(header).config
@@ -67,10 +66,10 @@ def load_tokenizer(file: Path, **options: Any) -> PreTrainedTokenizerBase:
     """The file's tokenizer; ``options`` are those of ``AutoTokenizer.from_pretrained``.
 
     Raises:
-        FileNotFoundError, ImportError: as of :func:`load_model`.
-        ValueError: the file is damaged.
+        ImportError, ValueError: as of :func:`load_model`.
     """
-    _checked(file)
+    require(file, *NEEDED)
+    Header.read(file)
     with quiet():
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **options)
 
@@ -116,16 +115,6 @@ def _passed_over(model: PreTrainedModel, header: Header) -> list[str]:
 def _some(names: list[Any]) -> str:
     """Some of them, and how many there are."""
     return f"{', '.join(map(str, names[:3]))}{f' and {len(names) - 3} more' if names[3:] else ''}"
-
-
-def _checked(file: Path) -> Header:
-    """The head of a file that can be read."""
-    if not file.is_file():
-        raise FileNotFoundError(f"GGUF: no such file: {file}")
-    for package in NEEDED:
-        if importlib.util.find_spec(package) is None:
-            raise ImportError(f"reading {file.name} needs the package {package}: {cure('gguf')}")
-    return Header.read(file)
 
 
 def _check_single(header: Header) -> None:

@@ -24,58 +24,43 @@ BYTES = ("int-quantized", "naive-quantized")
 
 def stored(module: nn.Module) -> LibraryWeights | None:
     """Weights of a compressed linear layer, or ``None``."""
-    packed: Any = module._parameters.get("weight_packed")
-    scheme: Any = getattr(module, "quantization_scheme", None)
-    if isinstance(module, nn.Linear) and scheme is not None and packed is None:
-        return _bytes(module, scheme)
-    if not isinstance(module, nn.Linear) or packed is None or "weight" in module._parameters:
+    scheme, own = getattr(module, "quantization_scheme", None), module._parameters
+    codes: Any = own.get("weight_packed", own.get("weight"))
+    packed = "weight_packed" in own and "weight" not in own
+    if not isinstance(module, nn.Linear) or codes is None or not (packed or (scheme and codes.dtype == torch.int8)):
         return None
-    weights = getattr(scheme, "weights", None)
-    form = _format(scheme)
-    name, scale, zero = f"{form} of compressed-tensors", module._parameters["weight_scale"], _zero(module)
-    tensors = tuple(t for t in (packed, scale, zero) if t is not None)
-    problem = _problem(module, scheme, form)
-    if problem is not None or weights is None or scale is None:
-        return unread(name, problem or "has no scales", *tensors)
+    scale, zero = own.get("weight_scale"), own.get("weight_zero_point")
+    name, tensors = f"{_format(scheme)} of compressed-tensors", tuple(t for t in (codes, scale, zero) if t is not None)
+    weights, rows = getattr(scheme, "weights", None), getattr(scheme, "input_activations", None)
+    if weights is None or scale is None:
+        return unread(name, "has no scales", *tensors)
+    problem = _problem(module, scheme, scale, zero) if packed else _problem_of_bytes(module, scheme, zero)
+    if problem is not None:
+        return unread(name, problem, *tensors)
     outputs, inputs = module.out_features, module.in_features
 
     def read() -> PackedMatrix:
+        if not packed:
+            kind = BY_NAME["int8" if rows is None else "int8_rounded"]
+            return PackedMatrix(kind, codes.detach().contiguous(), inputs, scales_of_rows(scale, outputs))
         kind, middle = BY_NAME[BY_BITS[weights.num_bits]], 1 << (weights.num_bits - 1)
-        data = packed.detach().contiguous().view(torch.uint8)[:, : kind.row_bytes(inputs)].contiguous()
-        scales = scale.detach().float().reshape(-1, scale.shape[-1] if scale.dim() == 2 else 1).expand(outputs, -1)
-        zeros = torch.zeros_like(scales) if zero is None else _unpacked(zero, outputs, weights.num_bits).float()
-        return PackedMatrix(kind, data, inputs, torch.stack([scales, zeros + (0 if zero is not None else middle)], -1))
+        data = codes.detach().contiguous().view(torch.uint8)[:, : kind.row_bytes(inputs)].contiguous()
+        scales = scale.detach().float().reshape(-1, _groups(scale)).expand(outputs, -1)
+        zeros = torch.full_like(scales, middle) if zero is None else _unpacked(zero, outputs, weights.num_bits).float()
+        return PackedMatrix(kind, data, inputs, torch.stack([scales, zeros], -1))
 
-    return LibraryWeights(name, tensors, torch.Size((outputs, inputs)), scale.dtype, read)
-
-
-def _bytes(module: Any, scheme: Any) -> LibraryWeights | None:
-    """Weights that are bytes, or ``None``; activations of eight bits may go with them."""
-    codes: Any = module._parameters.get("weight")
-    if codes is None or codes.dtype != torch.int8:
-        return None
-    form, scale = _format(scheme), module._parameters.get("weight_scale")
-    name, tensors = f"{form} of compressed-tensors", tuple(t for t in (codes, scale, _zero(module)) if t is not None)
-    problem = _problem_of_bytes(module, scheme, form)
-    if problem is not None or scale is None:
-        return unread(name, problem or "has no scales", *tensors)
-    outputs, inputs = codes.shape
-
-    def read() -> PackedMatrix:
-        scales = scales_of_rows(scale, outputs)
-        kind = "int8_rounded" if rounds_rows else "int8"
-        return PackedMatrix(BY_NAME[kind], codes.detach().contiguous(), inputs, scales)
-
-    rounds_rows = scheme.input_activations is not None
-    return LibraryWeights(name, tensors, codes.shape, scale.dtype, read, rounds_rows=rounds_rows)
+    return LibraryWeights(
+        name, tensors, torch.Size((outputs, inputs)), scale.dtype, read, rounds_rows=not packed and rows is not None
+    )
 
 
-def _problem_of_bytes(module: Any, scheme: Any, form: str) -> str | None:
-    if form not in BYTES:
-        return f"is compressed as {form}"
+def _problem_of_bytes(module: Any, scheme: Any, zero: Tensor | None) -> str | None:
+    """Why weights that are bytes are not read; activations of eight bits may go with them."""
+    if _format(scheme) not in BYTES:
+        return f"is compressed as {_format(scheme)}"
     if _word(scheme.weights.strategy) not in ("tensor", "channel"):
         return f"has scales by {_word(scheme.weights.strategy)}"
-    if not scheme.weights.symmetric or _zero(module) is not None:
+    if not scheme.weights.symmetric or zero is not None:
         return "has zero points"
     if scheme.output_activations is not None:
         return "quantises what it computes"
@@ -107,29 +92,28 @@ def release(model: nn.Module) -> None:
         hook.remove()
 
 
-def _zero(module: nn.Module) -> Tensor | None:
-    zero: Tensor | None = module._parameters.get("weight_zero_point")
-    return zero
+def _groups(scale: Tensor) -> int:
+    """Scales of a row."""
+    return scale.shape[-1] if scale.dim() == 2 else 1
 
 
-def _problem(module: Any, scheme: Any, form: str) -> str | None:
-    if form != FORMAT:
-        return f"is compressed as {form}"
+def _problem(module: Any, scheme: Any, scale: Tensor, zero: Tensor | None) -> str | None:
+    """Why weights in words of 32 bits are not read."""
+    bits, strategy = scheme.weights.num_bits, _word(scheme.weights.strategy)
+    if _format(scheme) != FORMAT:
+        return f"is compressed as {_format(scheme)}"
     if scheme.input_activations is not None or scheme.output_activations is not None:
         return "quantises its activations"
-    bits, strategy = scheme.weights.num_bits, _word(scheme.weights.strategy)
     if bits not in BY_BITS:
         return f"has codes of {bits} bits"
     if strategy not in ("tensor", "channel", "group"):
         return f"has scales by {strategy}"
-    if module._parameters.get("weight_g_idx") is not None or module._buffers.get("weight_g_idx") is not None:
+    if getattr(module, "weight_g_idx", None) is not None:
         return "has groups of inputs that do not lie together"
-    scale = module._parameters["weight_scale"]
-    groups = scale.shape[-1] if scale.dim() == 2 else 1
-    if strategy == "tensor" and _zero(module) is not None:
+    if strategy == "tensor" and zero is not None:
         return "has one zero point for all weights"
-    if module.in_features % (2 * groups):
-        return f"has {groups} scales for {module.in_features} inputs"
+    if module.in_features % (2 * _groups(scale)):
+        return f"has {_groups(scale)} scales for {module.in_features} inputs"
     return None
 
 
