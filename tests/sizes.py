@@ -38,7 +38,7 @@ BUDGET = {
     "python/gsd_kernels_hf/engine": 73,
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 155,
-    "python/gsd_kernels_hf/packed": 57,
+    "python/gsd_kernels_hf/packed": 56,
     "python/gsd_kernels_hf/policy": 21,
     "python/gsd_kernels_hf/sources": 174,
     "python/gsd_kernels_hf/validate": 20,
