@@ -8,8 +8,9 @@ transformers when they run, so ``--help`` answers at once.
 from __future__ import annotations
 
 import logging
+import pkgutil
 from importlib.metadata import entry_points
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import typer
 
@@ -24,13 +25,9 @@ __all__ = ["app", "main"]
 CHATTY = ("torchao", "torch.utils._pytree")
 
 
-class _Shell(Commands):
-    lazy: ClassVar = {"bench": ("gsd_kernels_bench.cli:app", "Measure the kernels and whole generations.")}
-
-
 app = typer.Typer(
     name="gsd-kernels",
-    cls=_Shell,
+    cls=Commands,
     help="Graph-structured speculative decoding for LLaMA-family models: the same output, sooner.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
@@ -48,6 +45,25 @@ app.command("learn")(learn.command)
 app.command("doctor")(doctor.command)
 for _entry in entry_points(group="gsd_kernels.commands"):
     app.command(_entry.name)(_entry.load())
+
+
+@app.command(
+    "bench",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+)
+def _bench(context: typer.Context) -> None:
+    """Measure the kernels and whole generations."""
+    try:
+        application = pkgutil.resolve_name("gsd_kernels_bench.cli:app")
+    except ModuleNotFoundError as error:
+        if error.name != "gsd_kernels_bench":
+            raise
+        raise ImportError(
+            "bench: is in a clone of gsd_kernels, not in its wheel: git clone it and run make install there"
+        ) from error
+    command = typer.main.get_command(application)
+    with command.make_context("bench", context.args, parent=context.parent) as inner:
+        command.invoke(inner)
 
 
 def _print_version(value: bool) -> None:

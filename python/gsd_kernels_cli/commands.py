@@ -1,16 +1,15 @@
-"""Groups of commands: errors in one line, and commands whose code is imported when they are called."""
+"""A group of commands whose errors are one line."""
 
 from __future__ import annotations
 
 import math
 import os
-import pkgutil
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from .output import FAILURE, INTERRUPTED, USAGE, err, show_replacements
 from .values import unknown
@@ -31,54 +30,17 @@ OPTIONS = {
 NO_CHOICE = re.compile(r"(?:Value error, )?'(?P<value>.*)' is not one of (?P<known>.*?)\.?")
 
 
-class LazyCommand(TyperCommand):
-    """A line of ``--help`` that stands for a Typer application until it is called.
-
-    Args:
-        name: of the command.
-        application: ``module:attribute`` of the :class:`typer.Typer`; imported by name, so that the command line of
-            this package does not depend on packages that depend on it.
-        summary: the line of help.
-    """
-
-    def __init__(self, name: str, application: str, summary: str) -> None:
-        super().__init__(name, help=summary)
-        self.application = application
-
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        try:
-            application = pkgutil.resolve_name(self.application)
-        except ModuleNotFoundError as error:
-            if error.name != self.application.partition(".")[0]:
-                raise
-            raise ImportError(
-                f"{self.name}: is in a clone of gsd_kernels, not in its wheel: git clone it and run make install there"
-            ) from error
-        command = typer.main.get_command(application)
-        return command.make_context(info_name, args, parent=parent, **extra)
-
-
 class Commands(TyperGroup):
     """Commands whose errors are one line on stderr, unless ``--debug`` asks for the traceback.
 
     The library refuses arguments by ``ValueError`` and ``TypeError``, which therefore mean bad usage.
-
-    Attributes:
-        lazy: name → (``module:attribute`` of a Typer application, its line of help).
     """
-
-    lazy: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:
         show_replacements()
         return super().main(args, **extra)
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *self.lazy]
-
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in self.lazy:
-            return LazyCommand(cmd_name, *self.lazy[cmd_name])
         command = super().get_command(ctx, cmd_name)
         for param in [] if command is None else command.params:
             param.callback = param.callback or finite
@@ -113,7 +75,7 @@ class Commands(TyperGroup):
         if option is None or ctx.invoked_subcommand is None:
             return message
         command = self.get_command(ctx, ctx.invoked_subcommand)
-        group = isinstance(command, LazyCommand)  # whose commands have them
+        group = command.allow_extra_args  # another application, whose commands have them
         return f"{option}{colon}{rest}" if group or any(option in param.opts for param in command.params) else message
 
 

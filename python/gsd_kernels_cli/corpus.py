@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,25 +77,14 @@ def _joined(documents: Iterable[Sequence[int] | np.ndarray]) -> tuple[np.ndarray
     return text, len(parts) // 2
 
 
-def tokenized(texts: Iterable[str], tokenizer: Any, progress: Callable[[int], None] | None = None) -> Iterator[Any]:
-    """Token ids of each text, without special tokens.
-
-    Args:
-        texts: read one batch at a time.
-        tokenizer: of transformers.
-        progress: called with the number of texts so far.
-    """
+def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[Any]:
+    """Token ids of each text, without special tokens; texts are read one batch at a time."""
     batch: list[str] = []
-    done = characters = 0
     for text in texts:
         batch.append(text)
-        characters += len(text)
-        if len(batch) == BATCH_TEXTS or characters >= BATCH_CHARACTERS:
+        if len(batch) == BATCH_TEXTS or sum(map(len, batch)) >= BATCH_CHARACTERS:
             yield from _tokens(batch, tokenizer)
-            done += len(batch)
-            batch, characters = [], 0
-            if progress is not None:
-                progress(done)
+            batch = []
     if batch:
         yield from _tokens(batch, tokenizer)
 

@@ -24,6 +24,8 @@ from .output import FAILURE, err, out, print_json, progress, table
 if TYPE_CHECKING:
     import torch
 
+RESOURCES = ("registers", "stack_bytes", "spill_stores", "spill_loads", "shared_kib", "load_bits")
+"""Of a compiled kernel, that are shown."""
 NO_GPU = "no GPU here can run the operator of rows"
 
 
@@ -267,17 +269,17 @@ def _print(report: dict[str, Any]) -> None:
     if levels:
         _show(["instructions for rows on the CPU", "<"], [*levels, ["in use", escape(report["cpu_level"])]])
     for device, kinds in report["proofs"].items():
+        named = f"one operator on {device}, and its modules"
         if kinds:
-            _show(*_proofs(device, kinds))
+            _show([named, "error", "other bits", "<rows: ms", "<"], [_proof(*proof) for proof in kinds.items()])
     if report.get("kernels_missing"):
         err.print(f"gsd-kernels: error: no kernel table: {report['kernels_missing']}", markup=False, soft_wrap=True)
     elif report.get("kernels"):
-        columns = ("registers", "stack_bytes", "spill_stores", "spill_loads", "shared_kib", "load_bits")
-        headers = ["kernel", "<case", "arch", *(name.replace("_", " ") for name in columns), "<matrix", "<"]
+        headers = ["kernel", "<case", "arch", *(name.replace("_", " ") for name in RESOURCES), "<matrix", "<"]
         rows = []
         for kernel in report["kernels"]:
-            numbers = (f"{kernel[name]}" for name in columns)
             mark = "ok" if kernel["ok"] else "[red]over the limit[/red]"
+            numbers = (str(kernel[name]) for name in RESOURCES)
             rows.append([kernel["kernel"], kernel["case"], f"sm_{kernel['arch']}", *numbers, kernel["matrix"], mark])
         _show(headers, rows)
 
@@ -287,14 +289,9 @@ def _show(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     out.print()
 
 
-def _proofs(device: str, kinds: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows of the operator's proofs on a GPU, kind by kind: its figure, and the modules' behind it."""
-    counts = list(dict.fromkeys(rows for proof in kinds.values() for rows in proof["milliseconds"]))
-    rows = []
-    for name, proof in kinds.items():
-        errors, times = proof["errors"], proof["milliseconds"]
-        cells = [" / ".join(f"{errors[way]:.1e}" for way in errors), str(sum(proof["apart"].values()))]
-        cells += [" / ".join(f"{times[n][way]:.3f}" for way in times[n]) if n in times else "" for n in counts]
-        rows.append([name, *cells, _ready(proof["why"], "serves")])
-    headers = ("error", "other bits", *(f"{count} rows, ms" for count in counts), "<verdict")
-    return [f"one operator on {device}, and its modules", *headers], rows
+def _proof(kind: str, proof: dict[str, Any]) -> list[str]:
+    """A row of the operator's proofs on a GPU: its figures, and the modules' behind them."""
+    errors = " / ".join(f"{error:.1e}" for error in proof["errors"].values())
+    times = {rows: " / ".join(f"{time:.3f}" for time in ways.values()) for rows, ways in proof["milliseconds"].items()}
+    said = ", ".join(f"{rows}: {ways}" for rows, ways in times.items())
+    return [kind, errors, str(sum(proof["apart"].values())), said, _ready(proof["why"], "serves")]

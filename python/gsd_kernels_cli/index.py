@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -50,26 +50,18 @@ def command(
 
     named = {Path(name) for name in files}
     paths, left_out = files_of(files, suffixes or ()), 0
-    megabytes = [0.0]  # read when so many texts were
 
-    def texts() -> Iterator[str]:
+    def texts(update: Update) -> Iterator[str]:
         nonlocal left_out
-        read = 0.0
-        for file in paths:
-            read += file.stat().st_size / 1e6 if file.exists() else 0.0
+        for number, file in enumerate(paths):
+            update(number)
             try:
-                text = read_utf8(file, "FILES")
+                yield read_utf8(file, "FILES")
             except ValueError:
                 if file in named:
                     raise
                 left_out += 1
-                continue
-            megabytes.append(read)
-            yield text
-
-    def documents(tokenizer: Any, update: Update) -> Iterator[Any]:
-        yield from tokenized(texts(), tokenizer, lambda done: update(megabytes[done]))
-        update(total, "sorting")
+        update(len(paths), "sorting")
 
     begin = time.perf_counter()
     with progress("loading the tokenizer"):
@@ -80,9 +72,8 @@ def command(
         place = demo.path() / "target" if tokenizer is None else checkpoint_place(tokenizer, "--tokenizer")
         by = {"revision": revision} if revision else {}
         loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **by)
-    total = sum(file.stat().st_size for file in paths) / 1e6
-    with tracked("indexing", total, "MB") as update:
-        header = build_corpus(out, documents(loaded, update), tokenizer=loaded)
+    with tracked("indexing", len(paths), "files") as update:
+        header = build_corpus(out, tokenized(texts(update), loaded), tokenizer=loaded)
     size = sum(file.stat().st_size for file in out.iterdir())
     if left_out:
         err.print(f"gsd-kernels: {left_out} files are not UTF-8 and were left out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ LEFT_OUT = (FILE, "consolidated*.safetensors")
 LARGE = (".safetensors", ".npy")
 """Endings of the files that may be linked."""
 ADAPTER = "adapter_config.json"
-MB, PIECE_BYTES = 1e6, 1 << 24
+MB = 1e6
 
 
 def checkpoint_folder(where: str | os.PathLike[str], what: str, revision: str | None = None) -> Path:
@@ -115,9 +115,9 @@ def write_model_folder(
         done = 0.0
         for place, file in files:
             (partial / place).mkdir(exist_ok=True)
-            for size in put(file, partial / place / file.name, link=link):
-                done += size / MB
-                update(done)
+            put(file, partial / place / file.name, link=link)
+            done += file.stat().st_size / MB
+            update(done)
         write_options(partial, {**{option: PLACES[option] for option in parts}, **options})
         (partial / "custom_generate").mkdir()
         for file in ("generate.py", "requirements.txt"):
@@ -132,18 +132,10 @@ def taken(source: Path) -> list[Path]:
     return sorted(file for file in named - left_out if file.is_file())
 
 
-def put(file: Path, to: Path, *, link: bool) -> Iterator[int]:
-    """Copy a file, piece by piece; ``link``: a large one is linked where the file system can.
-
-    Yields:
-        Bytes that are there now, of every piece.
-    """
+def put(file: Path, to: Path, *, link: bool) -> None:
+    """Copy a file; ``link``: a large one is linked where the file system can."""
     if link and file.suffix in LARGE:
         with suppress(OSError):  # another file system, or one without links
             os.link(file.resolve(), to)  # the hub's cache has links to its files
-            yield file.stat().st_size
             return
-    with file.open("rb") as given, to.open("wb") as written:
-        while piece := given.read(PIECE_BYTES):
-            written.write(piece)
-            yield len(piece)
+    shutil.copyfile(file, to)

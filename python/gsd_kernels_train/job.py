@@ -20,7 +20,7 @@ from gsd_kernels_hf.model.properties import positions
 from gsd_kernels_hf.parallel import digest
 
 from .clock import MEASURING_SHARE, WRITING_SHARE, NothingLearned, RunClock, spoken
-from .loop import Interval, Record, RunFolder, build_optimizers, learning_rate_factor, load_checkpoint, train
+from .loop import Interval, RunFolder, build_optimizers, learning_rate_factor, load_checkpoint, train
 from .measure import is_better
 from .options import Run
 from .streams import Stream, Streams
@@ -236,10 +236,9 @@ def _run(
         schedule=lambda progress: learning_rate_factor(progress, options.warmup, options.decay),
     )
     if record.steps == 0:
-        raise NothingLearned(_why_no_step(options, clock, record))
+        over = f"the {spoken(clock.seconds)} were over before the first step was done"
+        raise NothingLearned(f"{over}; a smaller --batch or --length makes more steps")
     after = trainee.measure(held_out)
-    training = asdict(record)
-    del training["unfinished"]
     return folder.finish(
         trainee.save,
         {
@@ -247,7 +246,7 @@ def _run(
             "after": after,
             "learned": is_better(before, after),
             "held_out": {"windows": len(held_out.windows), "continuations": len(held_out.picks)},
-            "training": training,
+            "training": asdict(record),
             "own_text": written,
             "seconds": clock.used,
         },
@@ -339,15 +338,6 @@ def _seconds(clock: RunClock, folder: RunFolder, measuring: float, window: float
             f"of {spoken(clock.seconds)}, {spoken(max(left, 0.0))} are left to train in, less than a window takes"
         )
     return max(trained + left, 1e-6)
-
-
-def _why_no_step(options: TrainingOptions, clock: RunClock, record: Record) -> str:
-    if not record.unfinished:
-        return f"the {spoken(clock.seconds)} were over before the training began"
-    return (
-        f"the {spoken(clock.seconds)} were over when {record.unfinished} of the {options.batch} windows of the first "
-        f"step were done; a smaller --batch or --length makes more steps"
-    )
 
 
 def output_logits(options: TrainingOptions, target: PreTrainedModel, states: Tensor) -> Tensor:

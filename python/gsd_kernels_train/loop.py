@@ -59,7 +59,6 @@ class Record:
     seconds: float = 0.0
     tokens: int = 0
     loss: float = float("nan")
-    unfinished: int = 0  # parts of the last step that were done when the time was over; it counts for nothing
 
 
 def learning_rate_factor(progress: float, warmup: float = 0.02, decay: float = 0.6) -> float:
@@ -141,13 +140,12 @@ def train(
             factor = schedule(record.steps / steps if steps else record.seconds / seconds)
             until = math.inf if record.steps else begin + seconds
             try:
-                value, done = _step(model, losses(record.steps), optimizers, factor, until)
+                value = _step(model, losses(record.steps), optimizers, factor, until)
             except FloatingPointError as error:
                 kept = f"the checkpoint of step {saved_step} stays in {folder}" if saved_step else "none was saved"
                 anew = "start anew with a lower learning rate"
                 raise RuntimeError(f"{name}: {error} at step {record.steps}; {kept}; {anew}") from error
             if value is None:
-                record.unfinished = done
                 break
             now = time.monotonic()
             took = now - started
@@ -172,18 +170,18 @@ def _step(
     optimizers: list[torch.optim.Optimizer],
     factor: float,
     until: float,
-) -> tuple[float | None, int]:
-    """Update the weights once, at ``factor`` times the learning rates; the loss, of how many parts.
+) -> float | None:
+    """Update the weights once, at ``factor`` times the learning rates; the loss.
 
     Where the clock is past ``until`` between two of them the step is dropped, and there is no loss.
 
     Raises:
         FloatingPointError: the loss or its gradient is not finite.
     """
-    value, done = 0.0, 0
-    for done, loss in enumerate(losses, 1):
-        if done > 1 and time.monotonic() > until:
-            return None, done - 1
+    value = 0.0
+    for done, loss in enumerate(losses):
+        if done and time.monotonic() > until:
+            return None
         value += loss.item()
         _check_finite("the loss", value)
         loss.backward()
@@ -193,7 +191,7 @@ def _step(
             group["lr"] = group["initial_lr"] * factor
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return value, done
+    return value
 
 
 def _check_finite(what: str, value: float) -> None:

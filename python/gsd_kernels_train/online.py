@@ -31,7 +31,7 @@ from gsd_kernels_hf.parallel import digest
 from gsd_kernels_hf.sources.heads import DraftHeads
 
 from .lessons import Lesson, Notes, draft_loss, heads_loss
-from .online_files import LearnerState, read_state, write_state
+from .online_files import read_state, write_state
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ class OnlineLearner:
         with self._gate.alone("save"):
             if not self.taken:
                 raise ValueError("learner: no step was taken yet; generate with the draft first")
-            write_state(path_of(file), LearnerState.of(self._master, self._optimizer, self.taken), self._base)
+            write_state(path_of(file), self._master, self._optimizer, self.taken, self._base)
 
     def load(self, file: str | os.PathLike[str]) -> None:
         """Go on from what :meth:`save` wrote for the same draft; its weights become those.
@@ -286,10 +286,7 @@ class OnlineLearner:
         with self._gate.alone("load"):
             if self.closed:
                 raise ValueError("learner: it is closed; make another one")
-            state = read_state(path_of(file), dict(self._master.named_parameters()), self._base)
-            with torch.inference_mode(False), torch.no_grad():
-                state.restore(self._master, self._optimizer)
-            self.taken = state.taken
+            self.taken = read_state(path_of(file), self._master, self._optimizer, self._base)
             self._write(dict(self._master.named_parameters()))
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from gsd_kernels_hf.progress import Update, tracked
 
 from .chats import encode_chats
-from .clock import PICKING_SHARE, NothingLearned, RunClock, spoken
+from .clock import PICKING_SHARE, RunClock
 from .loop import RunFolder
 from .streams import Stream, Streams, blocks, read_texts
 
@@ -24,7 +24,6 @@ HELD_OUT_SHARE = 0.05
 HELD_OUT_BLOCKS = 64  # at most, evenly spaced over the held-out text
 PICKED_TEXTS, PICKED_TOKENS = 32, 64  # greedy continuations that drafts are measured on, and their length
 SAMPLED_TEMPERATURE = 0.8  # of every other batch of the target's own text
-PROBED_CHARACTERS = 200_000  # characters of a longer text by which it is foretold how long all of it takes to tokenize
 PREFIX_DIVISOR = 4  # a quarter of a sequence is text, the rest is what the target makes of it
 
 
@@ -83,17 +82,9 @@ def encode_text(
     Each file has the tokenizer's own beginning, and an end-of-text token behind it.
     """
     rows, digest = [], hashlib.sha256()
-    for file, text in read_texts(name, files, clock, digest):
+    for _, text in read_texts(name, files, clock, digest):
         if not text.strip():
             continue
-        if clock.limited and len(text) > 2 * PROBED_CHARACTERS:
-            begin = time.monotonic()
-            tokenizer(text[:PROBED_CHARACTERS], verbose=False)
-            if (needed := (time.monotonic() - begin) * len(text) / PROBED_CHARACTERS) > clock.left:
-                raise NothingLearned(
-                    f"{name}: {file} alone would take about {spoken(needed)} to tokenize, and {spoken(clock.left)} of "
-                    f"{spoken(clock.seconds)} are left"
-                )
         ids = tokenizer(text, verbose=False)["input_ids"]
         if tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
             ids = [*ids, tokenizer.eos_token_id]
@@ -229,23 +220,15 @@ def _picked(target: PreTrainedModel, prefix: Tensor, new_tokens: int, clock: Run
         if not clock.limited:
             return _continue(target, prefix, new_tokens, update=update, do_sample=False)
         begin, seconds = time.monotonic(), clock.share(PICKING_SHARE)
-        order = torch.randperm(
-            len(prefix), generator=torch.Generator().manual_seed(0), device="cpu"
-        )  # from all of the text
+        drawn = torch.Generator().manual_seed(0)
+        order = torch.randperm(len(prefix), generator=drawn, device="cpu")  # from all of the text
         rows = _continue(target, prefix[order[:1]], new_tokens, update=update, seconds=seconds, do_sample=False)
         new_tokens = rows.shape[1] - prefix.shape[1]  # fewer where it took too long
-        took = time.monotonic() - begin
-        while len(rows) < len(prefix):
-            more = order[len(rows) : 3 * len(rows)]  # twice as many, which takes twice as long at most
-            started = time.monotonic()
-            if started - begin + 2 * took > seconds:
-                break
-            done = len(rows) * new_tokens
-            rows = torch.cat(
-                [rows, _continue(target, prefix[more], new_tokens, update=update, before=done, do_sample=False)]
-            )
-            took = time.monotonic() - started
-        return rows
+        more = order[1 : int(seconds / max(time.monotonic() - begin, 1e-9))]  # each takes as long at most
+        if not len(more):
+            return rows
+        others = _continue(target, prefix[more], new_tokens, update=update, before=new_tokens, do_sample=False)
+        return torch.cat([rows, others])
 
 
 def own_text(

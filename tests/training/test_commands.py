@@ -56,9 +56,7 @@ KINDS = {  # its options; of a published drafter: architecture, more of the conf
     "train-heads": (["--steps", 40],),
     "eagle3": (["--depth", 3, "--draft-vocabulary", 250], "LlamaForCausalLMEagle3",
                {"draft_vocab_size": 250, **LAYERS}, EAGLE | {"lm_head"}),
-    "dflash": (["--block-size", 4, "--layers", 2], "DFlashDraftModel",
-               {"block_size": 4, "dflash_config": INNER}, BLOCK),
-    "jetspec": (["--block-size", 4, "--layers", 1], "DFlashDraftModel",
+    "jetspec": (["--block-size", 4, "--layers", 2], "DFlashDraftModel",
                 {"block_size": 4, "dflash_config": INNER | {"causal_head": True}}, BLOCK),
     "dspark": (["--block-size", 3, "--layers", 1, "--markov-rank", 8, "--markov-head", "gated", "--lr", 0.03],
                "Qwen3DSparkModel", INNER | CONFIDENT, BLOCK | {"markov_head", "confidence_head"}),
@@ -137,9 +135,8 @@ def test_a_run_that_ends_while_a_checkpoint_is_written_goes_on_to_equal_weights(
     assert done(*cut, "--checkpoint-every", "9s")  # which does not change the run
 
 
-@pytest.mark.parametrize("kind", ["distill", "train-heads", "eagle3"])
-def test_a_run_without_a_step_says_so_and_exits_with_1(kind, folder, tmp_path):
-    result = run(*arguments(kind, folder, tmp_path / "out", "--minutes", 1e-5))
+def test_a_run_without_a_step_says_so_and_exits_with_1(folder, tmp_path):
+    result = run(*arguments("eagle3", folder, tmp_path / "out", "--minutes", 1e-5))
     assert result.exit_code == 1 and result.stdout == "" and not (tmp_path / "out").exists()
     assert "gsd-kernels: error: nothing was learned, and nothing is written: the 0.0006 s are over" in result.stderr
 
@@ -158,42 +155,31 @@ def bad(folder):
     for name, text in {
         "empty.txt": " \n",
         "no.jsonl": "{",
-        "empty.jsonl": "\n",
         "unanswered.jsonl": '{"messages": [{"role": "user", "content": "a"}]}',
         "short.jsonl": f"{short}\n" * 3,
         "used/mine.txt": "do not touch",
     }.items():
         (folder / name).write_text(text)
-    (folder / "binary.txt").write_bytes(b"abc\xff")
     return folder
 
 
 GRANITE = ["--target", "{}/granite"]
 REFUSED = [  # a kind of draft, what it is given beside a good run's options, and what is said
     ("distill", ["--text", "{}/empty.txt"], "text: no text in"),
-    ("distill", ["--text", "{}/binary.txt"], "is not UTF-8 text (byte 3:"),
     ("distill", ["--text", "{}/draft"], "draft is a folder; name its files"),
     ("distill", ["--length", 4000], "tokens after the held-out part are less than a block of"),
-    ("distill", ["--dtype", "float16"], "dtype: expected float32, bfloat16 or float64"),
     ("distill", ["--minutes", 1], "steps, minutes: expected one of them"),
     ("distill", ["--sequence-level", 1.5], "sequence_level: expected a share"),
-    ("distill", ["--draft", "{}/used"], "--draft: no config.json in"),
     ("distill", ["--draft", "{}/other"], "draft: vocabulary sizes 259 (target) and 5000 (draft) mean different"),
     ("distill", ["--out", "{}/used"], "used is not empty and holds no checkpoint"),
-    ("train-heads", ["--heads", 30], "length: expected more than the 30 heads"),
     ("train-heads", GRANITE, "target: GraniteForCausalLM changes its logits after the output matrix"),
-    ("dflash", GRANITE, "(a scale or a soft cap), which drafters of blocks"),
     ("dflash", ["--markov-rank", 4], "markov_rank: not a setting of dflash"),
-    ("dspark", ["--markov-head", "lstm"], "markov_head: expected one of vanilla, gated, rnn, got 'lstm'"),
     ("mtp", ["--layers", 2], "layers: not a setting of mtp, which is a layer as the target's own"),
     ("eagle3", ["--draft-vocabulary", 260], "draft_vocabulary: expected at most the target's 259"),
-    ("eagle3", ["--hidden-layers", "1,x"], "hidden_layers: expected numbers between commas"),
     ("eagle3", ["--hidden-layers", "1,9"], "hidden_layers: expected numbers from 0 to 2"),
-    ("dflash", ["--mask-token-id", 1000], "mask token 1000 has no row"),
     ("eagle3", ["--depth", 23], "length: expected more than 24 for 23 guesses, got 24"),
     ("train-heads", ["--chats", "{}/no.jsonl"], "line 1: not JSON"),
     ("train-heads", ["--chats", "{}/unanswered.jsonl"], 'line 1: nobody with the "role" assistant'),
-    ("train-heads", ["--chats", "{}/empty.jsonl"], "chats: no chat in"),
     ("train-heads", ["--chats", "{}/short.jsonl"], "23 tokens after the held-out part are less than a block of 25"),
     ("train-heads", ["--chats", "{}/short.jsonl", "--text", "{}/text.txt"], "text, chats: expected files of one of"),
     ("train-heads", ["--text", "{}/text.txt", "--held-out-chats", "{}/short.jsonl"], "held_out_chats: is for chats"),

@@ -8,8 +8,6 @@ checkpoint folder in the user's cache (float32, 540 MB); from there a start take
 from __future__ import annotations
 
 import importlib.util
-import json
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +54,7 @@ def why_missing() -> str | None:
     if _gguf() is None:
         return f"{NAME} comes with the package {PACKAGE}, which is not installed: {_install()}"
     absent = [package for package in NEEDED if importlib.util.find_spec(package) is None]
-    if absent and not _is_whole(folder_path()):
+    if absent and not folder_path().is_dir():
         return f"{NAME} is read by the package {' and '.join(absent)}, which is not installed: {cure('gguf')}"
     return None
 
@@ -92,10 +90,7 @@ def folder(*, progress: bool = True) -> Path:
         raise MissingModelError(reason)
     made = folder_path()
     with locked(made.parent / f"{made.name}.lock"):
-        if not _is_whole(made):
-            if made.exists():
-                logger.warning("ignoring %s, which cannot be used (%s): unpacking anew", made, _damage(made))
-                shutil.rmtree(made)
+        if not made.is_dir():  # written as a whole or not at all
             _convert(gguf_path(), made, progress)
     return made
 
@@ -143,24 +138,6 @@ def folder_path() -> Path:
 
     file = gguf_path()
     return cache_dir() / f"{file.stem.lower()}-{file.stat().st_size}"
-
-
-def _is_whole(made: Path) -> bool:
-    return made.is_dir() and _damage(made) is None  # written as a whole or not at all
-
-
-def _damage(made: Path) -> str | None:
-    """Why an unpacked folder cannot be used, by what its files begin with and how long they are; else ``None``."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-            if not isinstance(json.loads((made / name).read_bytes()), dict):
-                return f"{name} is no table"
-        with safe_open(made / "model.safetensors", framework="pt"):
-            return None
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def _convert(file: Path, made: Path, progress: bool) -> None:
