@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ import typer
 from typer.core import TyperGroup
 
 from .output import FAILURE, INTERRUPTED, USAGE, err, show_replacements
-from .values import unknown
 
 OPTIONS = {
     "assistant_model": "--draft",
@@ -26,8 +24,6 @@ OPTIONS = {
     "max_new_tokens": "--max-new-tokens",
 }
 """Arguments that errors of the library begin with, and the options that they come from, where a command has them."""
-
-NO_CHOICE = re.compile(r"(?:Value error, )?'(?P<value>.*)' is not one of (?P<known>.*?)\.?")
 
 
 class Commands(TyperGroup):
@@ -49,14 +45,8 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (typer.Exit, typer.Abort):
+        except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
-        except typer.BadParameter as error:
-            if (match := NO_CHOICE.fullmatch(error.message)) is None or error.param is None:
-                raise
-            known = re.findall(r"'([^']*)'", match["known"])
-            _print_error(unknown(error.param.opts[0], match["value"], known))
-            raise typer.Exit(USAGE) from None
         except KeyboardInterrupt:
             err.print("gsd-kernels: interrupted")
             raise typer.Exit(INTERRUPTED) from None

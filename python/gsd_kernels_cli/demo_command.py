@@ -53,7 +53,7 @@ def command(
     prompt_files: options.PromptFiles = None,
     lines: options.Lines = False,
     max_new_tokens: options.MaxNewTokens = 96,
-    dtype: options.DtypeOption = options.Dtype.auto,
+    dtype: options.DtypeOption = "auto",
     device: options.Device = None,
     graph_config: Annotated[
         str | None, typer.Option("--graph-config", metavar="SHAPE", help="As of generate. Default: auto.")
@@ -84,8 +84,8 @@ def command(
         raise ValueError("--draft: needs --model; without it the demo has models of its own")
     if embedded and (model is not None or prompts):
         raise ValueError("--embedded: has a model and prompts of its own; leave out --model and --prompt-file")
-    if model is None and dtype is options.Dtype.auto:
-        dtype = options.Dtype.float32  # in which texts are transformers' token for token
+    if model is None and dtype == "auto":
+        dtype = "float32"  # in which texts are transformers' token for token
     name, pair = _load(model, embedded, options.Models(draft, dtype=dtype, device=device))
     questions, raced = prompts[:2] or QUESTIONS, prompts or RACED
     if model is None and name != NAME:

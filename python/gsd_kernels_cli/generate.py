@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,12 +22,7 @@ if TYPE_CHECKING:
     from .pair import LoadedPair
 
 
-class Stats(str, Enum):
-    """Format of the call's statistics on stderr."""
-
-    none = "none"
-    table = "table"
-    json = "json"
+STATS = ("none", "table", "json")
 
 
 @with_groups
@@ -44,15 +38,15 @@ def command(
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before its continuation.")] = False,
     max_new_tokens: options.MaxNewTokens = 128,
     graph_config: options.GraphOption = None,
-    criterion: options.CriterionOption = options.Criterion.exact,
+    criterion: options.CriterionOption = "exact",
     backend: options.Backend = "auto",
     sampling: options.Sampling,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Print text as it is accepted (a single prompt).")
     ] = True,
     stats: Annotated[
-        Stats, typer.Option("--stats", help="Statistics on stderr; json is its last line.", case_sensitive=False)
-    ] = Stats.none,
+        str, options.choice(None, "Statistics on stderr; json is its last line.", "--stats", STATS)
+    ] = "none",
 ) -> None:
     """Generate text by graph-structured speculative decoding.
 
@@ -84,7 +78,7 @@ def command(
     streams = stream and len(texts) == 1
     if streams and echo:
         print(texts[0], end="", flush=True)
-    arguments = {"graph_config": pair.shape(config), "criterion": criterion.value, "backend": backend}
+    arguments = {"graph_config": pair.shape(config), "criterion": criterion, "backend": backend}
     arguments |= {"max_new_tokens": max_new_tokens, **sampling.arguments()}
     result = _decode(pair, inputs, streams, arguments)
     if not streams:
@@ -119,8 +113,8 @@ def _print_texts(prompts: list[str], continuations: list[str], *, echo: bool) ->
         print(prompt + text if echo else text)
 
 
-def _print_stats(stats: GenerationStats, how: Stats) -> None:
-    if how is Stats.json:
+def _print_stats(stats: GenerationStats, how: str) -> None:
+    if how == "json":
         err.print(json.dumps(stats.as_dict()), markup=False, soft_wrap=True)
-    elif how is Stats.table:
+    elif how == "table":
         err.print(stats_table(stats))

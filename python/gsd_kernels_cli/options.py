@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,28 +24,18 @@ _MODELS, _PROMPT, _DECODING = "Models", "Prompt", "Decoding"
 _SAMPLING = "Sampling (any of these turns it on; otherwise greedy)"
 
 
-class Criterion(str, Enum):
-    """The rule by which drafted tokens are accepted."""
-
-    exact = "exact"
-    speculative = "speculative"
-    block = "block"
-    typical = "typical"
+CRITERIA = ("exact", "speculative", "block", "typical")
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 
-class Dtype(str, Enum):
-    """Dtype of the weights and of the computation."""
-
-    auto = "auto"
-    float64 = "float64"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-def option(panel: str, help: str | None = None, *flags: str, **more: Any) -> Any:
+def option(panel: str | None, help: str | None = None, *flags: str, **more: Any) -> Any:
     """An option in a panel of a command's help; without ``flags`` it is called as its parameter."""
     return typer.Option(*flags, rich_help_panel=panel, help=help, **more)
+
+
+def choice(panel: str | None, help: str, flag: str, known: Sequence[str]) -> Any:
+    """An option whose value is one of those that are known."""
+    return option(panel, help, flag, metavar="|".join(known), callback=values.one_of(flag, known))
 
 
 def model_option(without: str) -> Any:
@@ -110,7 +100,7 @@ CorpusOption = Annotated[
 ]
 Revision = Annotated[str | None, option(_MODELS, "Branch, tag or commit of --model on the hub.")]
 DraftRevision = Annotated[str | None, option(_MODELS, "The same for --draft.")]
-DtypeOption = Annotated[Dtype, option(_MODELS, "auto: as stored (the embedded pair: float32).", case_sensitive=False)]
+DtypeOption = Annotated[str, choice(_MODELS, "auto: as stored (the embedded pair: float32).", "--dtype", DTYPES)]
 Device = Annotated[
     str | None,
     option(_MODELS, "cpu, cuda, cuda:1, …; default: the first GPU if there is one.", callback=values.device),
@@ -142,24 +132,18 @@ GraphOption = Annotated[
     ),
 ]
 CriterionOption = Annotated[
-    Criterion,
-    option(
+    str,
+    choice(
         _DECODING,
         "Which drafted tokens are accepted when sampling. [bold]exact[/bold]: what the target itself draws. "
         "[bold]speculative[/bold]: by probability ratio; exact too, but the draft decides which sample. "
         "[bold]block[/bold]: the same, a chain at a time. "
         "[bold]typical[/bold]: likely enough, which changes the output.",
-        case_sensitive=False,
+        "--criterion",
+        CRITERIA,
     ),
 ]
-Backend = Annotated[
-    str,
-    option(
-        _DECODING,
-        f"Of the ops: {', '.join(values.BACKENDS)}; see gsd-kernels doctor.",
-        callback=values.backend,
-    ),
-]
+Backend = Annotated[str, choice(_DECODING, "Of the ops; see gsd-kernels doctor.", "--backend", values.BACKENDS)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text and tables.")]
 
 
@@ -173,7 +157,7 @@ class Models:
     corpus: CorpusOption = None
     revision: Revision = None
     draft_revision: DraftRevision = None
-    dtype: DtypeOption = Dtype.auto
+    dtype: DtypeOption = "auto"
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
 
@@ -181,7 +165,7 @@ class Models:
         """Load by :func:`~gsd_kernels_cli.pair.load_pair`, which takes ``more``; by default with a folder's draft."""
         from .pair import load_pair, of_folder
 
-        given = {**asdict(self), "dtype": self.dtype.value, **more}
+        given = {**asdict(self), **more}
         if model is None or any(given[name] for name in values.FOLDERS.values()):
             return load_pair(model, **given)
         named, shape = of_folder(model)
@@ -194,7 +178,7 @@ class Models:
         from .demo import smollm2
 
         folder = str(smollm2.folder())  # has a bar of its own
-        return self.load(folder, **({"dtype": "bfloat16"} if self.dtype is Dtype.auto else {}))
+        return self.load(folder, **({"dtype": "bfloat16"} if self.dtype == "auto" else {}))
 
 
 @dataclass(frozen=True)

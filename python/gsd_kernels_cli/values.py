@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import partial
 
@@ -30,15 +30,18 @@ def unknown(option: str, value: str, known: Iterable[str]) -> str:
     return f"{option}: there is no {value!r}; {meant}expected one of {', '.join(known)}"
 
 
-def backend(value: str | None) -> str | None:
-    """``--backend``.
+def one_of(option: str, known: Sequence[str]) -> Check:
+    """A check of an option whose value is one of those that are known, in whatever case."""
 
-    Raises:
-        ValueError: there is none of that name.
-    """
-    if value is not None and value not in BACKENDS:
-        raise ValueError(unknown("--backend", value, BACKENDS))
-    return value
+    def check(value: str | None) -> str | None:
+        if value is not None and value.lower() not in known:
+            raise ValueError(unknown(option, value, known))
+        return value if value is None else value.lower()
+
+    return check
+
+
+backend = one_of("--backend", BACKENDS)
 
 
 def device(value: str | None) -> str | None:

@@ -49,7 +49,7 @@ def command(
     model: options.Model = None,
     models: options.Models,
     graph_config: options.GraphOption = None,
-    criterion: options.CriterionOption = options.Criterion.exact,
+    criterion: options.CriterionOption = "exact",
     backend: options.Backend = "auto",
     host: Annotated[
         str, typer.Option("--host", rich_help_panel=_SERVER, help="Address to listen on; 0.0.0.0 is every network's.")
@@ -84,7 +84,7 @@ def command(
             from gsd_kernels_hf import patch
 
             pair = models.load(model)
-            decoding = {"graph_config": pair.shape(config), "criterion": criterion.value, "backend": backend}
+            decoding = {"graph_config": pair.shape(config), "criterion": criterion, "backend": backend}
             handle = patch(pair.target, **{"tokenizer": pair.tokenizer, **pair.speculation, **decoding})
         from . import server
 

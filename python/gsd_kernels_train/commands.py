@@ -141,7 +141,7 @@ def _options(given: Training, lr: float, begun: float) -> Any:
 
     quiet_transformers()
     device = pick_device(given.device)
-    dtype = given.dtype.value
+    dtype = given.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
     options = {name: value for name, value in asdict(given).items() if name not in ("more_text", "as_json")}

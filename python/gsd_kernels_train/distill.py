@@ -28,7 +28,6 @@ CHAIN_TOKENS = 5
 """Tokens of the chain whose acceptance is reported."""
 
 WEIGHTS = ("*.safetensors", "*.bin")
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -52,9 +51,10 @@ def load_draft(folder: str, options: TrainingOptions) -> PreTrainedModel:
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
     """The draft's own, or ``None``: then the vocabulary sizes are compared."""
-    if not any((Path(folder) / name).is_file() for name in TOKENIZERS):
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
         return None
-    return AutoTokenizer.from_pretrained(folder)
 
 
 class Distillation:

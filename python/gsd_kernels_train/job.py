@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels_hf.model.properties import positions
 from gsd_kernels_hf.parallel import digest
@@ -367,6 +366,4 @@ def check_output_matrix(what: str, options: TrainingOptions, target: PreTrainedM
 
 def stored_dtype(folder: str | Path, default: torch.dtype = torch.float32) -> torch.dtype:
     """That of the weights in a checkpoint folder, by its config."""
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    name = config.get("dtype") or config.get("torch_dtype")
-    return getattr(torch, name) if isinstance(name, str) else default
+    return AutoConfig.from_pretrained(folder).dtype or default

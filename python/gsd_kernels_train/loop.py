@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsd_kernels_hf.files import write_file, write_folder
+from gsd_kernels_hf.files import write_file
 from gsd_kernels_hf.progress import tracked
 
 from .clock import RunClock
@@ -307,12 +307,7 @@ class RunFolder:
     def finish(self, save: Callable[[Path], object], report: dict[str, Any]) -> dict[str, Any]:
         """Write the result by ``save`` and ``training.json``, remove the checkpoints; the report."""
         report = {"options": self.identity, **report}
-        staged = self.work / "result"
-        shutil.rmtree(staged, ignore_errors=True)
-        with write_folder(staged) as partial:
-            save(partial)
-        for file in sorted(staged.iterdir()):
-            file.replace(self.folder / file.name)
+        save(self.folder)  # killed here, the same command goes on from the last checkpoint and saves anew
         write_file(
             self.folder / self.REPORT,
             lambda file: file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8"),

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gsd_kernels_cli import values
-from gsd_kernels_cli.options import AsJson, Device, Dtype, option
+from gsd_kernels_cli.options import DTYPES, AsJson, Device, choice, option
 
 MODELS, TEXT, RUN, METHOD, OPTIMIZER = "Models", "Text", "Run", "Distillation", "Optimisation"
 
@@ -108,13 +108,14 @@ class Training(Run):
     ] = None
     checkpoint_every: Annotated[str, option(RUN, "500, or 60s.", metavar="STEPS|SECONDSs")] = "60s"
     dtype: Annotated[
-        Dtype,
-        option(
+        str,
+        choice(
             MODELS,
             "Of the computation: float32, bfloat16 or float64. auto: bfloat16 on a GPU that has it, else float32.",
-            case_sensitive=False,
+            "--dtype",
+            DTYPES,
         ),
-    ] = Dtype.auto
+    ] = "auto"
     device: Device = None
     as_json: AsJson = False
 
