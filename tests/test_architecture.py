@@ -147,12 +147,6 @@ def test_ceilings_only_fall():
     assert sizes.budget_of((ROOT / "tests" / "sizes.py").read_text("utf-8")) == sizes.BUDGET
 
 
-def test_the_size_of_code_does_not_count_what_explains_it():
-    explained = '"""What."""\n\ndef f(a):\n    """Say.\n\n    More.\n    """\n    # why\n    return "text"  # here\n'
-    assert sizes.python_code(explained) == sizes.python_code('def f(a): return "text"') == len('deff(a):return"text"')
-    assert sizes.c_code("// why\nint f() {\n  /* so\n   */ return 1;  // here\n}\n") == len("intf(){return1;}")
-
-
 def file_of(frame):
     """The file of the bindings that a frame is in, or was called from; ``None``: none."""
     while frame is not None and "/gsd_kernels_hf/" not in frame.f_code.co_filename:

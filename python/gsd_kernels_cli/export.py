@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from . import options, values
+from .groups import with_groups
 from .output import out, print_json, progress
 
 
+@with_groups
 def command(
+    *,
     folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="To be written; must not exist.")],
     place: Annotated[
         str | None,
@@ -23,14 +27,7 @@ def command(
         str | None,
         options.checkpoint_option("Target: a checkpoint's folder, or a hub id. Without it the embedded pair is taken."),
     ] = None,
-    draft: options.Draft = None,
-    heads: options.DraftHeadsOption = None,
-    drafter: options.DrafterOption = None,
-    corpus: options.CorpusOption = None,
-    revision: options.Revision = None,
-    draft_revision: options.DraftRevision = None,
-    device: options.Device = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+    drafts: options.Drafts,
     graph_config: options.GraphOption = None,
     link: Annotated[
         bool,
@@ -46,6 +43,7 @@ def command(
     gsd_kernels.patch. The pair is loaded once, to see that it fits.
     """
     model = values.named_once(place, model)
+    draft, heads = drafts.draft, drafts.heads
     values.check_draft(model, draft)
     if draft == values.NONE:
         raise ValueError("--draft: none drafts nothing, and the folder would be the model's own; leave it out")
@@ -65,26 +63,26 @@ def command(
             model, draft = str(demo.path() / "target"), draft or str(demo.path() / "draft")
         elif Path(model).is_dir():
             name = Path(model).resolve().name  # the card may be published, where it lies is nobody's business
-        named = {"draft_heads": str(heads_folder()) if heads == "demo" else heads, "drafter": drafter}
-        named |= {"assistant_model": None if draft in values.WITHOUT_MODEL else draft, "corpus": corpus}
-        target = write.checkpoint_folder(model, "--model", revision)
-        parts = write.folders_of(named, draft_revision)
-        own = {"drafter": OWN} if drafter == OWN else {}
+        named = {"draft_heads": str(heads_folder()) if heads == "demo" else heads, "drafter": drafts.drafter}
+        named |= {"assistant_model": None if draft in values.WITHOUT_MODEL else draft, "corpus": drafts.corpus}
+        target = write.checkpoint_folder(model, "--model", drafts.revision)
+        parts = write.folders_of(named, drafts.draft_revision)
+        own = {"drafter": OWN} if drafts.drafter == OWN else {}
+        unnamed = dict.fromkeys(values.FOLDERS.values())
         places = {values.FOLDERS[option]: str(place) for option, place in parts.items()} | own
-        pair = load_pair(
-            str(target), places.pop("draft", None), **places, device=device, trust_remote_code=trust_remote_code
-        )
+        fetched = replace(drafts, **unnamed | places, revision=None, draft_revision=None)
+        pair = load_pair(str(target), **asdict(fetched))
         shape = options.read_graph_config(graph_config)
         Sources.of(Options(**pair.speculation, graph_config=shape), pair.target)
     if "assistant_tokenizer" in pair.speculation:
         parts["assistant_tokenizer"] = parts["assistant_model"]
     write.write_model_folder(folder, target, name, parts, {**own, "graph_config": shape}, link=link)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    drafts = [name for option, name in values.FOLDERS.items() if option in (*parts, *own)]
+    taken = [name for option, name in values.FOLDERS.items() if option in (*parts, *own)]
     if as_json:
-        print_json({"folder": str(folder), "bytes": size, "drafts": drafts})
+        print_json({"folder": str(folder), "bytes": size, "drafts": taken})
         return
-    out.print(f"{folder}: {name}, {size / 1e6:.1f} MB; drafts: {', '.join([*drafts, 'history'])}", soft_wrap=True)
+    out.print(f"{folder}: {name}, {size / 1e6:.1f} MB; drafts: {', '.join([*taken, 'history'])}", soft_wrap=True)
     out.print(f'AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True).generate(…)', soft_wrap=True)
     out.print(f"transformers serve {folder} --trust-remote-code", soft_wrap=True)
     out.print(f"gsd-kernels serve {folder}", soft_wrap=True)

@@ -69,37 +69,7 @@ Draft = Annotated[
         callback=values.draft,
     ),
 ]
-DraftHeadsOption = Annotated[
-    str | None,
-    option(
-        _MODELS,
-        "Heads of the target, from [bold]gsd-kernels train-heads[/bold]: beside --draft and the history, or "
-        "without a draft. [bold]demo[/bold]: those of the embedded target.",
-        "--draft-heads",
-        metavar="DIR",
-    ),
-]
-DrafterOption = Annotated[
-    str | None,
-    option(
-        _MODELS,
-        "Drafter that was trained for the target: EAGLE-3, P-EAGLE, DFlash, DSpark, JetSpec, Medusa or Gemma 4's. "
-        "'mtp': the multi-token-prediction heads in the target's own. Beside --draft and the history, or without one.",
-        metavar="DIR|ID|mtp",
-        callback=values.drafter,
-    ),
-]
-CorpusOption = Annotated[
-    str | None,
-    option(
-        _MODELS,
-        "Texts indexed by [bold]gsd-kernels index[/bold] with the target's tokenizer: beside --draft and "
-        "the history, with [bold]--draft none[/bold] alone.",
-        metavar="DIR",
-    ),
-]
 Revision = Annotated[str | None, option(_MODELS, "Branch, tag or commit of --model on the hub.")]
-DraftRevision = Annotated[str | None, option(_MODELS, "The same for --draft.")]
 DtypeOption = Annotated[str, choice(_MODELS, "auto: as stored (the embedded pair: float32).", "--dtype", DTYPES)]
 Device = Annotated[
     str | None,
@@ -148,18 +118,51 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 
 @dataclass(frozen=True)
-class Models:
-    """The draft of a command's model, and how both are loaded."""
+class Drafts:
+    """The draft of a command's model, and from where both are loaded."""
 
     draft: Draft = None
-    heads: DraftHeadsOption = None
-    drafter: DrafterOption = None
-    corpus: CorpusOption = None
+    heads: Annotated[
+        str | None,
+        option(
+            _MODELS,
+            "Heads of the target, from [bold]gsd-kernels train-heads[/bold]: beside --draft and the history, or "
+            "without a draft. [bold]demo[/bold]: those of the embedded target.",
+            "--draft-heads",
+            metavar="DIR",
+        ),
+    ] = None
+    drafter: Annotated[
+        str | None,
+        option(
+            _MODELS,
+            "Drafter that was trained for the target: EAGLE-3, P-EAGLE, DFlash, DSpark, JetSpec, Medusa or Gemma 4's. "
+            "'mtp': the multi-token-prediction heads in the target's own. Beside --draft and the history, or without "
+            "one.",
+            metavar="DIR|ID|mtp",
+            callback=values.drafter,
+        ),
+    ] = None
+    corpus: Annotated[
+        str | None,
+        option(
+            _MODELS,
+            "Texts indexed by [bold]gsd-kernels index[/bold] with the target's tokenizer: beside --draft and "
+            "the history, with [bold]--draft none[/bold] alone.",
+            metavar="DIR",
+        ),
+    ] = None
     revision: Revision = None
-    draft_revision: DraftRevision = None
-    dtype: DtypeOption = "auto"
+    draft_revision: Annotated[str | None, option(_MODELS, "The same for --draft.")] = None
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(frozen=True)
+class Models(Drafts):
+    """The same with a dtype."""
+
+    dtype: DtypeOption = "auto"
 
     def load(self, model: str | None, **more: Any) -> LoadedPair:
         """Load by :func:`~gsd_kernels_cli.pair.load_pair`, which takes ``more``; by default with a folder's draft."""

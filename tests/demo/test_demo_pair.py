@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -147,7 +146,7 @@ def test_the_gap_of_a_runner_up_is_the_samplers():
 
 
 @pytest.mark.quick
-def test_pictures_tell_what_happened_and_have_every_node_and_edge_once(tmp_path):
+def test_pictures_tell_what_happened_and_name_every_token(tmp_path):
     target, inputs = tiny(dtype=torch.float32), prompts(1, 12)
     pictures, merges, emitted = [], [], []
 
@@ -169,9 +168,5 @@ def test_pictures_tell_what_happened_and_have_every_node_and_edge_once(tmp_path)
     picture = max(pictures, key=lambda p: p.interest)
     svg, png = tmp_path / "new" / "a.svg", tmp_path / "a.png"
     draw_step(picture, lambda t: f"${t}$", [svg, png], "a title")
-    last = len(picture.tokens)
-    wanted = [f"node-{node}" for node in range(last + 1)] + [f"edge-{picture.accepted[-1]}-{last}"]
-    wanted += [f"edge-{edge.source}-{edge.target}" for edge in picture.edges]
-    groups = [e.get("id", "") for e in ElementTree.parse(svg).iter()]
-    assert sorted(name for name in groups if re.match(r"(node|edge)-", name)) == sorted(wanted)
+    assert all(f">${token}$<" in svg.read_text() for token in (*picture.tokens, picture.next_token))
     assert "a title" in svg.read_text() and png.read_bytes().startswith(b"\x89PNG")
