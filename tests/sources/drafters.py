@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tiny_configs
 import torch
@@ -25,6 +24,7 @@ from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.dflash import DFlashConfig
 from gsd_kernels_hf.sources.eagle3 import Eagle3Config
 from gsd_kernels_hf.sources.edges import along
+from gsd_kernels_hf.sources.layouts import HEADS, HeadLayout
 from gsd_kernels_hf.sources.load import source_of
 
 SIZES = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -266,78 +266,39 @@ def fit_dflash(module: DFlash, target, steps: int = 80) -> DFlash:
     return descended(module, steps, 0.01, loss).to(target.dtype)
 
 
-@dataclass(frozen=True)
-class Family:
-    """A tiny target and the names of its head's tensors.
+class Family(NamedTuple):
+    """A tiny target and the layout of its head, whose decoder layer has the tensors of the target's ``layer``.
 
-    Attributes:
-        model: class of the target.
-        names: of the head's own tensors: projection, norm of embeddings, of hidden states, of the output.
-        block: what the names of its decoder layer begin with.
-        config: beside the tiny sizes.
-        layer: number of the target's layer whose tensors the head's decoder layer has.
-        renamed: parts of these names.
-        hidden_first: whether the projection reads the state before the embedding.
+    ``outside``: what the names of the head's tensors have before the layout's prefix.
     """
 
     model: str
-    names: tuple[str, str, str, str | None]
-    block: str
-    config: dict[str, Any] = field(default_factory=dict)
+    layout: HeadLayout
+    config: dict[str, Any]
     layer: int = 1
-    renamed: dict[str, str] = field(default_factory=dict)
-    hidden_first: bool = False
+    outside: str = "model."
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the head's tensors begin with."""
+        return self.outside + self.layout.prefix.replace("{layers}", "2")
 
 
-NEXT = "model.layers.2."
-NEXTN = (f"{NEXT}eh_proj", f"{NEXT}enorm", f"{NEXT}hnorm", f"{NEXT}shared_head.norm"), NEXT
-QWEN = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"), "mtp.layers.0."
+NEXTN, QWEN, MIMO, MIMO_V2, ERNIE = HEADS
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING = {"layer_types": ["full_attention", "sliding_attention"]}
 DENSE = {"mlp_layer_types": ["dense", "sparse"]}
-MIMO = "model.mtp_layers.0."
-MIMO_V2 = "model.mtp.layers.0."
+FULL = {"mtp_layer_types": ["full_attention"]}
 FAMILIES = {
-    "glm": Family("Glm4MoeForCausalLM", *NEXTN),
-    "deepseek": Family("DeepseekV3ForCausalLM", *NEXTN),
-    "mimo": Family(
-        "Qwen2ForCausalLM",
-        (f"{MIMO}input_proj", f"{MIMO}token_layernorm", f"{MIMO}hidden_layernorm", f"{MIMO}final_layernorm"),
-        MIMO,
-        {"use_sliding_window": False},
-        hidden_first=True,
-    ),
-    "mimo-v2": Family(
-        "MiMoV2FlashForCausalLM",
-        (f"{MIMO_V2}eh_proj", f"{MIMO_V2}enorm", f"{MIMO_V2}hnorm", f"{MIMO_V2}final_layernorm"),
-        MIMO_V2,
-        {"layer_types": ["sliding_attention", "full_attention"]} | DENSE,
-        layer=0,
-        renamed={"post_attention_layernorm": "pre_mlp_layernorm", "self_attn.sinks": "self_attn.attention_sink_bias"},
-    ),
-    "ernie": Family(
-        "Ernie4_5_MoeForCausalLM",
-        ("model.mtp_linear_proj.0", "model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", None),
-        "model.mtp_block.0.",
-        layer=0,
-    ),
-    "exaone": Family(
-        "ExaoneMoeForCausalLM",
-        *QWEN,
-        config=SLIDING | DENSE | {"mtp_layer_types": ["full_attention"]},
-        layer=0,
-    ),
-    "mellum": Family(
-        "MellumForCausalLM",
-        *QWEN,
-        config=SLIDING | {"num_mtp_layers": 1},
-    ),
-    "qwen-next": Family(
-        "Qwen3NextForCausalLM",
-        *QWEN,
-        config=LINEAR,
-    ),
-    "qwen3.5": Family("Qwen3_5ForCausalLM", *QWEN, config=LINEAR),
+    "glm": Family("Glm4MoeForCausalLM", NEXTN, {}),
+    "deepseek": Family("DeepseekV3ForCausalLM", NEXTN, {}),
+    "mimo": Family("Qwen2ForCausalLM", MIMO, {"use_sliding_window": False}),
+    "mimo-v2": Family("MiMoV2FlashForCausalLM", MIMO_V2, {"layer_types": SLIDING["layer_types"][::-1]} | DENSE, 0),
+    "ernie": Family("Ernie4_5_MoeForCausalLM", ERNIE, {}, 0),
+    "exaone": Family("ExaoneMoeForCausalLM", QWEN, SLIDING | DENSE | FULL, 0, ""),
+    "mellum": Family("MellumForCausalLM", QWEN, SLIDING | {"num_mtp_layers": 1}, outside=""),
+    "qwen-next": Family("Qwen3NextForCausalLM", QWEN, LINEAR, outside=""),
+    "qwen3.5": Family("Qwen3_5ForCausalLM", QWEN, LINEAR, outside=""),
 }
 
 
@@ -359,20 +320,17 @@ def give_head(folder: Path, name: str, seed: int = 3) -> dict[str, torch.Tensor]
     family, weights = FAMILIES[name], load_file(folder / "model.safetensors")
     gen, last = torch.Generator().manual_seed(seed), weights["lm_head.weight"]
     size = last.shape[1]
-    like = {f"{part}.weight": torch.zeros(size) for part in family.names[1:] if part is not None}
-    like[f"{family.names[0]}.weight"] = torch.zeros(size, 2 * size)
+    norms = ["embedding_norm", "hidden_norm", "output_norm"][: 2 + (family.layout.output_norm is not None)]
+    like = {f"{norm}.weight": torch.zeros(size) for norm in norms} | {"projection.weight": torch.zeros(size, 2 * size)}
     layer = f"layers.{family.layer}."
     for full, value in weights.items():
         if layer in full and "visual" not in full:
-            inner = full.partition(layer)[2]
-            for ours, theirs in family.renamed.items():
-                inner = inner.replace(ours, theirs)
-            like[family.block + inner] = value
+            like[f"block.{full.partition(layer)[2]}"] = value
     head = {}
-    for full, value in like.items():
+    for own, value in like.items():
         noise = 0.2 * torch.randn(value.shape, generator=gen, dtype=torch.float64)
-        centered = "norm" in full and not name.startswith("qwen")  # theirs are 1 + w
-        head[full] = (noise + centered).to(last.dtype)
+        centered = "norm" in own and not name.startswith("qwen")  # theirs are 1 + w
+        head[family.layout.published_name(own, family.prefix)] = (noise + centered).to(last.dtype)
     add(folder, head)
     return head
 

@@ -166,9 +166,7 @@ def test_what_is_no_folder_and_another_models_drafter(target, tmp_path):
     types = {**GEMMA, "layer_types": ["full_attention"] * 4}
     full = filled(transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**types)))
     for of, options, words in (
-        (target, {"drafter": str(tmp_path / "missing")}, "no such folder"),
         (target, {"drafter": own, "draft_heads": own}, "drafter: these are heads, and draft_heads has others"),
-        (target, {"drafter": wide}, "hidden states of size 64"),
         (tiny(), {"drafter": "mtp"}, "names no checkpoint"),
         (target_of("glm"), {"drafter": mtp("deepseek")}, "is a DeepseekV3DecoderLayer, and the target's layers are"),
         (full, {"drafter": assistant()}, "keys and values of sliding_attention layers, which Gemma4ForCausalLM does"),

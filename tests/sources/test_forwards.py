@@ -29,19 +29,20 @@ from sources.drafters import (
 from sources.rows import DFLASH, EAGLE3, GEMMA, P_EAGLE, VOCAB, assistant, dflash, gemma, llama, p_eagle
 from torch import nn
 from torch.nn.functional import rms_norm
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from gsd_kernels import DFlash, Eagle3, GraphConfig, Mtp
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
 from gsd_kernels_hf.sources.edges import along
+from gsd_kernels_hf.sources.layouts import PARTS
 from gsd_kernels_train.mtp import block_to_train, new_head
 
 pytestmark = backend_param("cpu").marks
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 MtpLayer = getattr(transformers.modeling_layers, "MtpLayer", None)
 LENGTH = 5  # within every sliding window
-OF_MTP = ("eh_proj", "enorm", "hnorm", "post_norm")
+OF_MTP = dict(zip(("block", *PARTS), ("mtp_block", "eh_proj", "enorm", "hnorm", "post_norm"), strict=True))
 ALONE = {"do_sample": False, "draft_sources": ("drafter",)}
 
 
@@ -56,16 +57,15 @@ def unseen(length: int) -> torch.Tensor:
 def wired(name, target, head, embedded, states):
     """The head's output as transformers' own module gives it, around a layer of the target's class."""
     family, own = FAMILIES[name], copy.deepcopy(target.config.get_text_config(decoder=True))
-    own._attn_implementation, own.mtp_hidden_states_first = "eager", family.hidden_first
+    own._attn_implementation, own.mtp_hidden_states_first = "eager", family.layout.hidden_first
     if name == "mellum":  # its head's window is its config's, not that of a full layer
         own.layer_types = ["sliding_attention"] * 2
     kinds = type(target.model.layers[family.layer]), type(target.model.norm)
     module, tensors = MtpLayer(own, *kinds, family.layer).eval(), {}
-    parts = [(f"{theirs}.", f"{ours}.") for theirs, ours in zip(family.names, OF_MTP, strict=True)]
-    parts += [(family.block + theirs, f"mtp_block.{ours}") for ours, theirs in family.renamed.items()]
-    for full, value in {"None.weight": target.model.norm.weight, **head}.items():
-        theirs, ours = next((p for p in parts if full.startswith(p[0])), (family.block, "mtp_block."))
-        tensors[full.replace(theirs, ours, 1)] = value
+    for full, value in head.items():
+        part, _, rest = family.layout.own_name(full.removeprefix(family.prefix)).partition(".")
+        tensors[f"{OF_MTP[part]}.{rest}"] = value
+    tensors.setdefault("post_norm.weight", target.model.norm.weight)
     like = module.state_dict()
     module.load_state_dict({inner: stacked(tensors, inner, value) for inner, value in like.items()})
     positions = torch.arange(LENGTH)[None]
@@ -101,8 +101,10 @@ def test_a_head_is_wired_as_its_family_says(name, tmp_path):
 
 
 def written_out(module: Eagle3, tokens: torch.Tensor, states: list[torch.Tensor], count: int) -> torch.Tensor:
-    """Logits [count, V] of ``count`` tokens after a text [1, T]: the papers' forward, in transformers' LLaMA layers."""
-    config, sizes, weights, masks = module.config, module.sizes, module.state_dict(), count - 1
+    """Logits [count, V] of ``count`` tokens after a text [1, T]: the papers' forward, through transformers' layers."""
+    module, masks = copy.deepcopy(module), count - 1
+    config, sizes, weights = module.config, module.sizes, module.state_dict()
+    sizes._attn_implementation = "eager"
 
     def normed(name, x):
         return rms_norm(x, x.shape[-1:], weights[name], sizes.rms_norm_eps)
@@ -117,16 +119,12 @@ def written_out(module: Eagle3, tokens: torch.Tensor, states: list[torch.Tensor]
     hidden = feature = wide @ weights["fc.weight"].T
     embedding = weights.get("embed_tokens.weight", llama().get_input_embeddings().weight)
     embedded = embedding[torch.cat([tokens[:, 1:], torch.full((1, masks), config.mask_token_id or 0)], 1)]
-    rows, own = feature.shape[1], copy.deepcopy(sizes)
-    own._attn_implementation = "eager"
-    turns = LlamaRotaryEmbedding(own)(feature, torch.arange(rows)[None])
-    for number in range(sizes.num_hidden_layers):
-        layer, at = LlamaDecoderLayer(own, number), f"layers.{number}."
-        for name, parameter in layer.named_parameters():
-            parameter.data = weights[at + name]  # queries, keys and values of the first layer are wider
+    rows = feature.shape[1]
+    turns = LlamaRotaryEmbedding(sizes)(feature, torch.arange(rows)[None])
+    for number, layer in enumerate(module.layers):
         read, residual = layer.input_layernorm(hidden if number else embedded), hidden
         if number == 0:
-            beside = normed(at + "hidden_norm.weight", feature)
+            beside = normed("layers.0.hidden_norm.weight", feature)
             read, residual = torch.cat([read, beside], -1), beside if config.norm_before_residual else feature
         out, _ = layer.self_attn(read, position_embeddings=turns, attention_mask=unseen(rows))
         hidden = residual + out

@@ -11,9 +11,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -128,6 +127,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+class Place(NamedTuple):
+    """The place of a tensor: its file, its name there, and its shape."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+
 @dataclass
 class Checkpoint:
     """A drafter's folder: its config, and where each tensor lies.
@@ -135,16 +142,14 @@ class Checkpoint:
     Attributes:
         folder: of the files.
         config: of ``config.json``.
-        files: path and shape of every tensor by its name.
+        files: of every tensor by its name here.
         published: what a tensor that is not there would be called.
-        origin: what renamed tensors are called there, by their names.
     """
 
     folder: Path
     config: dict[str, Any]
-    files: dict[str, tuple[Path, tuple[int, ...]]] = field(default_factory=dict)
+    files: dict[str, Place] = field(default_factory=dict)
     published: Callable[[str], str] = str
-    origin: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, where: str | os.PathLike[str]) -> Checkpoint:
@@ -161,7 +166,7 @@ class Checkpoint:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every tensor by its name."""
-        return {name: shape for name, (_, shape) in self.files.items()}
+        return {name: place.shape for name, place in self.files.items()}
 
     def list_tensors(self, paths: Iterable[Path]) -> None:
         """Read the headers of files.
@@ -173,7 +178,7 @@ class Checkpoint:
             try:
                 with safe_open(path, "pt") as file:
                     for name in list(file.keys()):
-                        self.files[name] = path, tuple(file.get_slice(name).get_shape())
+                        self.files[name] = Place(path, name, tuple(file.get_slice(name).get_shape()))
             except FileNotFoundError as error:
                 raise bad(f"no {path.name} in {self.folder}, where it should be") from error
             except (SafetensorError, OSError) as error:
@@ -216,20 +221,18 @@ class Checkpoint:
         Raises:
             BadCheckpoint: two get the same.
         """
-        renamed: dict[str, tuple[Path, tuple[int, ...]]] = {}
-        self.origin = {}
-        for name, place in self.files.items():
-            new = new_name(name)
-            if new is None:
-                continue
+        renamed: dict[str, Place] = {}
+        for place in self.files.values():
+            new = new_name(place.name)
             if new in renamed:
-                raise bad(f"{self.folder} has {self.origin[new]} and {name}, which are the same weight")
-            renamed[new], self.origin[new] = place, name
+                raise bad(f"{self.folder} has {renamed[new].name} and {place.name}, which are the same weight")
+            if new is not None:
+                renamed[new] = place
         self.files = renamed
 
     def name_in_file(self, name: str) -> str:
         """Name of a tensor there, whether it has it or not."""
-        return self.origin.get(name) or self.published(name)
+        return self.files[name].name if name in self.files else self.published(name)
 
     def load_into(self, module: nn.Module) -> None:
         """Give ``module``, whose weights are on the meta device, those of the files.
@@ -252,28 +255,25 @@ class Checkpoint:
         for name in scaled:
             expected[name + SCALE] = tuple(-(-n // step) for n, step in zip(expected[name], block, strict=True))
         for name, shape in expected.items():
+            called = self.name_in_file(name)
             if name not in self.files:
-                called = self.name_in_file(name)
                 raise bad(f"{self.folder} has no tensor {called}, which its config calls for")
-            if self.files[name][1] != shape:
-                raise bad(
-                    f"{self.name_in_file(name)} in {self.folder} is {list(self.files[name][1])}, and its "
-                    f"config means {list(shape)}"
-                )
+            if (found := self.files[name].shape) != shape:
+                raise bad(f"{called} in {self.folder} is {list(found)}, and its config means {list(shape)}")
         unknown = sorted(set(self.files) - set(expected))
         if unknown:
             raise bad(
                 f"{self.folder} has a tensor {self.name_in_file(unknown[0])}, which this kind of drafter has "
                 "no use for; it may be of a variant that is not served"
             )
-        found = self._read()
-        for name, value in found.items():
-            if value.is_floating_point() and not bool(finite(value)):
-                called = self.name_in_file(name)
-                raise bad(f"{called} in {self.folder} holds NaN or infinity")
+        tensors = self._read()
+        for name, value in tensors.items():
+            numbers = value.float() if value.element_size() == 1 else value  # FP8 is compared as wider
+            if value.is_floating_point() and not numbers.isfinite().all():
+                raise bad(f"{self.name_in_file(name)} in {self.folder} holds NaN or infinity")
         for name in scaled:
-            found[name] = unscaled(found[name], found.pop(name + SCALE), block)
-        return found
+            tensors[name] = unscaled(tensors[name], tensors.pop(name + SCALE), block)
+        return tensors
 
     def scale_block(self) -> tuple[int, int]:
         """Rows and columns of a weight that share a scale, of a checkpoint in FP8.
@@ -289,11 +289,10 @@ class Checkpoint:
 
     def _read(self) -> dict[str, Tensor]:
         found = {}
-        for path in {path for path, _ in self.files.values()}:
+        for path in {place.path for place in self.files.values()}:
+            there = {name: place for name, place in self.files.items() if place.path == path}
             with safe_open(path, "pt") as file:
-                for name, (where, _) in self.files.items():
-                    if where == path:
-                        found[name] = file.get_tensor(self.origin.get(name, name)).clone()
+                found |= {name: file.get_tensor(place.name).clone() for name, place in there.items()}
         return found
 
 
@@ -303,11 +302,6 @@ def unscaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     for dim, size in enumerate(block):
         factors = factors.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
     return weight.float() * factors
-
-
-def finite(value: Tensor) -> Tensor:
-    """Return whether all numbers are, bool []; bytes of FP8 are compared as wider ones."""
-    return (value.float() if value.element_size() == 1 else value).isfinite().all()
 
 
 def conversion(pickled: Path, safe: Path) -> str:
@@ -440,9 +434,12 @@ def check_map(name: str, target_ids: Tensor, vocabulary_size: int) -> None:
         BadCheckpoint: out of range, or two for one.
     """
     low, high = int(target_ids.min()), int(target_ids.max())
-    if low < 0 or high >= vocabulary_size:
-        raise bad(
-            f"{name} maps a draft token to {low if low < 0 else high}, outside the vocabulary of {vocabulary_size}"
-        )
-    if len(torch.unique(target_ids)) < len(target_ids):
-        raise bad(f"{name} maps two draft tokens to one token of the target")
+    far = low if low < 0 else high
+    refuse(
+        {
+            f"{name} maps a draft token to {far}, outside the vocabulary of {vocabulary_size}": (
+                not 0 <= far < vocabulary_size
+            ),
+            f"{name} maps two draft tokens to one token of the target": len(target_ids.unique()) < len(target_ids),
+        }
+    )

@@ -46,24 +46,17 @@ class Rotary:
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
-        self.config = config
-        self.by_device: dict[torch.device, LlamaRotaryEmbedding] = {}
+        with torch.device("cpu"):
+            self.module = LlamaRotaryEmbedding(config)
 
     def __call__(self, like: Tensor, positions: Tensor) -> Turns:
         """Of int positions [B, R], in the dtype and on the device of ``like``."""
-        return self.on(like.device)(like, positions)
+        turns: Turns = self.module.to(like.device)(like, positions)
+        return turns
 
     def frequencies(self, device: torch.device) -> tuple[Tensor, float]:
         """Frequencies of the rotation, float32 [head_dim / 2], and what cosines and sines are multiplied with."""
-        rotary = self.on(device)
-        return rotary.inv_freq.float(), float(rotary.attention_scaling)
-
-    def on(self, device: torch.device) -> LlamaRotaryEmbedding:
-        """transformers' module, on a device."""
-        if device not in self.by_device:
-            with torch.device("cpu"):
-                self.by_device[device] = LlamaRotaryEmbedding(self.config).to(device)
-        return self.by_device[device]
+        return self.module.to(device).inv_freq.float(), float(self.module.attention_scaling)
 
 
 class HiddenDrafter(nn.Module):

@@ -7,10 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.decoder_rows import DecoderWeights
@@ -21,7 +17,7 @@ from ..model import replay
 from ..model.attention import GraphInputs, windowed
 from ..model.cache import GraphCache
 from ..model.foreign import SILU, STATIC_ROPE, foreign_code
-from ..model.fused import choice, error_of, missing
+from ..model.fused import CLASSES, choice, error_of, missing
 from ..model.fused_rows import decoder_weights, storage_of
 from ..model.hidden import LAST
 from ..model.launching import launch_attention
@@ -33,9 +29,9 @@ from . import checkpoints
 from .base import OwnSource, Prefilled, Text, rows_at
 from .draft_vocabulary import DraftVocabulary
 
-LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
-NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
-PLAIN = (nn.Linear, CpuLinear, RowLinear, nn.Embedding, *NORMS, *SILU)
+HOMES = {kind.__module__ for kind in CLASSES}
+"""The modules whose decoder layers and norms an operator computes."""
+PLAIN = (nn.Linear, CpuLinear, RowLinear, nn.Embedding, *SILU)
 READ_ROWS = 128
 """Of a prompt in one forward: as many as graph rows may be."""
 
@@ -259,14 +255,9 @@ class FeatureSource(OwnSource):
 
 def weights_of(module: Any, embed: Any, head: Any) -> FeatureWeights:
     """A drafter's parameters as they lie in it."""
-    return FeatureWeights(decoder_of(module, embed, head), **module.first_parameters())
-
-
-def decoder_of(module: Any, embed: Any, head: Any) -> DecoderWeights:
-    """The parameters of a drafter's layers as they lie in it, with an embedding and an output matrix."""
-    kinds = windowed(module.windows)
-    frequencies = module.rotary.frequencies(module.norm.weight.device)
-    return decoder_weights(embed, module.layers, kinds, module.norm, head, *frequencies)
+    kinds, frequencies = windowed(module.windows), module.rotary.frequencies(module.norm.weight.device)
+    decoder = decoder_weights(embed, module.layers, kinds, module.norm, head, *frequencies)
+    return FeatureWeights(decoder, **module.first_parameters())
 
 
 def is_operator(module: Any, embed: Any, head: Any, backend: str) -> bool:
@@ -283,9 +274,9 @@ def is_operator(module: Any, embed: Any, head: Any, backend: str) -> bool:
     computed = (  # parts first, since configs of others lack what is read
         type(embed) is nn.Embedding
         and embed.max_norm is None
-        and all(type(layer) in LAYERS for layer in module.layers)
-        and all(type(part) in PLAIN for part in leaves)
-        and {part.variance_epsilon for part in leaves if type(part) in NORMS} == {norm.variance_epsilon}
+        and all(type(layer).__module__ in HOMES for layer in module.layers)
+        and all(type(part) in PLAIN or type(part).__module__ in HOMES for part in leaves)
+        and {part.variance_epsilon for part in leaves if hasattr(part, "variance_epsilon")} == {norm.variance_epsilon}
         and head.bias is None
         and (sizes.rope_parameters or {}).get("rope_type", "default") in STATIC_ROPE
         and dtype in FLOATS

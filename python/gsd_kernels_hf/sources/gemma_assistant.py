@@ -66,11 +66,9 @@ class Gemma4Assistant(nn.Module):
             raise bad(f"{folder} is a Gemma 4 assistant; it needs transformers with {GEMMA4}")
         try:
             config = kind.config_class.from_dict(checkpoints.read_json(folder / CONFIG))
-            check_sizes(config, target)
-        except checkpoints.BadCheckpoint:
-            raise
         except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
             raise bad(f"{folder} has no readable config of a Gemma 4 assistant: {error}") from error
+        check_sizes(config, target)
         model, report = kind.from_pretrained(folder, dtype=target.dtype, output_loading_info=True)
         strange = [*report["missing_keys"], *report["mismatched_keys"]]
         if strange:

@@ -173,27 +173,24 @@ class DraftHeads(nn.Module):
             ValueError: no such tensors, or of another model's shape; none was read.
         """
         checkpoint.rename(lambda name: name.removeprefix("medusa_head.") if MEDUSA.search(name) else None)
-        numbers = [int(name.partition(".")[0]) for name in checkpoint.files]
         outputs = {name: shape for name, shape in checkpoint.shapes.items() if name.count(".") == 2}
         if not outputs or len(next(iter(outputs.values()))) != 2:
             raise bad(f"{checkpoint.folder} has no Medusa heads, such as 0.0.linear.weight, 0.1.weight")
         name, (vocab, size) = next(iter(outputs.items()))
-        count, layers = max(numbers) + 1, int(name.split(".")[1])
+        count, layers = 1 + max(int(name.partition(".")[0]) for name in checkpoint.files), int(name.split(".")[1])
         if layers < 1:
             raise bad(f"{checkpoint.folder} has Medusa heads without a residual block; not served")
-        grid = [[f"{head}.{layer}.linear." for head in range(count)] for layer in range(layers)]
+        blocks = [f"{head}.{layer}.linear." for layer in range(layers) for head in range(count)]
         own = [f"{head}.{layers}.weight" for head in range(count)]
-        expected: dict[str, tuple[int, ...]] = dict.fromkeys(own, (vocab, size))
-        for block in (name for row in grid for name in row):
-            expected |= {f"{block}weight": (size, size), f"{block}bias": (size,)}
+        parts: dict[str, tuple[int, ...]] = {"weight": (size, size), "bias": (size,)}
+        expected = {f"{block}{part}": shape for part, shape in parts.items() for block in blocks}
         with torch.device("meta"):
             heads = cls(size, count, num_layers=layers, output_size=vocab)
         if target is not None:
             heads.check_target(target, "drafter")
-        tensors = checkpoint.read(expected)
+        tensors = checkpoint.read(expected | dict.fromkeys(own, (vocab, size)))
         weight, bias = (
-            torch.stack([torch.stack([tensors[block + part] for block in row]) for row in grid])
-            for part in ("weight", "bias")
+            torch.stack([tensors[block + part] for block in blocks]).unflatten(0, (layers, count)) for part in parts
         )
         weights = {
             "weight": weight.transpose(2, 3).contiguous(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -90,8 +90,7 @@ class LayerSkip(Expansion):
             raise ValueError(
                 f"attention, mlp: without these blocks {type(self.model).__name__} {report.problem}; name others"
             ) from report.cause
-        left = getattr(self.view, self.view.base_model_prefix).layers
-        self.cost = _read(left, self.model) / _read(layers, self.model)
+        self.cost = _Weights(self.model).share({(part, i) for part, indices in skipped.items() for i in indices})
 
     def __repr__(self) -> str:
         return f"LayerSkip(attention={list(self.attention)}, mlp={list(self.mlp)}, cost={self.cost:.2f})"
@@ -190,14 +189,11 @@ class _Search:
         self.attending = {("attention", i) for i in _attending(layers)}
         self.total = 4 * len(layers) - 1
         self.input_ids = input_ids.to(properties.device_of(model))
-        self.parts = {
-            (name, i): _elements(getattr(layer, _block(layer, name)))
-            for name in PARTS
-            for i, layer in enumerate(layers)
-        }
-        self.layers, self.head = [_elements(layer) for layer in layers], _elements(model.get_output_embeddings())
+        self.weights = _Weights(model)
         self.wanted = self.best_tokens(self.model)
-        self.agreements = dict.fromkeys(self.parts, 1.0)  # with the block skipped too, when that was last tried
+        self.agreements = dict.fromkeys(
+            self.weights.blocks, 1.0
+        )  # with the block skipped too, when that was last tried
         self.forwards = 0
         self.best: tuple[float, dict[str, tuple[int, ...]]] = (0.0, {})
 
@@ -209,28 +205,35 @@ class _Search:
         """Blocks by name, the best that were found; ``update`` is called with steps done and a note."""
         skipped: frozenset[tuple[str, int]] = frozenset()
         agreement, done = 1.0, 0
-        floor = self.cost(frozenset(self.parts))
+        blocks = frozenset(self.weights.blocks)
+        floor = self.weights.share(blocks)
 
         def note(done: int) -> None:
             update(done, f"{self.best[0]:.2f} times the speed at best")
 
-        while len(skipped) < len(self.parts) - 1 and expected_speed(agreement, floor) > self.best[0]:
-            taken: tuple[float, float, frozenset[tuple[str, int]]] | None = None
+        while len(skipped) < len(blocks) - 1 and expected_speed(agreement, floor) > self.best[0]:
+            taken = -1.0, 0.0, skipped
             # First what may become the fastest: a block that agreed less often earlier does not agree more often now.
-            left = [block for block in self.parts.keys() - skipped if not self.attending <= skipped | {block}]
+            left = [block for block in blocks - skipped if not self.attending <= skipped | {block}]
             for block in sorted(left, key=lambda block: (-self.promise(skipped, block, agreement), block)):
-                if taken is not None and taken[0] >= self.promise(skipped, block, agreement):
+                if taken[0] >= self.promise(skipped, block, agreement):
                     break
                 if self.forwards and time.monotonic() - self.begin > self.seconds:
-                    self.report()
+                    logger.warning(
+                        "LayerSkip.search: %.3g seconds are over after %d forwards of %d tokens; the best set so far "
+                        "is returned (expected: %.2f times plain decoding's speed); give more seconds, or fewer tokens",
+                        self.seconds,
+                        self.forwards,
+                        self.input_ids.numel(),
+                        self.best[0],
+                    )
                     return self.best[1]
                 speed, share = self.tried(skipped | {block})
                 self.agreements[block] = share
-                if taken is None or speed > taken[0]:
+                if speed > taken[0]:
                     taken = speed, share, skipped | {block}
                 done += not skipped
                 note(done)
-            assert taken is not None
             _, agreement, skipped = taken
             done += 1
             note(done)
@@ -239,15 +242,7 @@ class _Search:
 
     def promise(self, skipped: frozenset[tuple[str, int]], block: tuple[str, int], agreement: float) -> float:
         """The speed without ``block`` too, if it agrees as often as when it was last tried."""
-        return expected_speed(min(self.agreements[block], agreement), self.cost(skipped | {block}))
-
-    def cost(self, skipped: frozenset[tuple[str, int]]) -> float:
-        """Share of the weights that is still read; see :attr:`LayerSkip.cost`."""
-        kept = self.head
-        for i, elements in enumerate(self.layers):
-            gone = [block for block in ((name, i) for name in PARTS) if block in skipped]
-            kept += 0 if len(gone) == len(PARTS) else elements - sum(self.parts[block] for block in gone)
-        return kept / (self.head + sum(self.layers))
+        return expected_speed(min(self.agreements[block], agreement), self.weights.share(skipped | {block}))
 
     def tried(self, skipped: frozenset[tuple[str, int]]) -> tuple[float, float]:
         """Expected speed and agreement of a draft without these blocks."""
@@ -258,21 +253,10 @@ class _Search:
             return 0.0, 0.0
         self.forwards += 1
         agreement = float((tokens == self.wanted).float().mean())
-        speed = expected_speed(agreement, self.cost(skipped))
+        speed = expected_speed(agreement, self.weights.share(skipped))
         if speed > self.best[0]:
             self.best = speed, blocks
         return speed, agreement
-
-    def report(self) -> None:
-        """Say that the time is over."""
-        logger.warning(
-            "LayerSkip.search: %.3g seconds are over after %d forwards of %d tokens; the best set so far is returned "
-            "(expected: %.2f times plain decoding's speed); give more seconds, or fewer tokens",
-            self.seconds,
-            self.forwards,
-            self.input_ids.numel(),
-            self.best[0],
-        )
 
 
 def expected_speed(agreement: float, cost: float) -> float:
@@ -377,10 +361,29 @@ def _without(model: PreTrainedModel, skipped: Mapping[str, Sequence[int]]) -> Pr
     return view
 
 
-def _read(layers: nn.ModuleList, model: PreTrainedModel) -> int:
-    """Elements of the weights that a forward of these layers and of the output matrix reads."""
-    return sum(map(_elements, layers)) + _elements(model.get_output_embeddings())
+class _Weights:
+    """Elements of the weights that a forward reads.
 
+    Attributes:
+        blocks: by part and number of the layer.
+        layers: whole, by number.
+        head: of the output matrix.
+    """
 
-def _elements(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+    def __init__(self, model: PreTrainedModel) -> None:
+        def elements(module: nn.Module) -> int:
+            return sum(p.numel() for p in module.parameters())
+
+        layers = list(enumerate(_layers(model)))
+        self.blocks = {
+            (part, i): elements(getattr(layer, _block(layer, part))) for part in PARTS for i, layer in layers
+        }
+        self.layers, self.head = [elements(layer) for _, layer in layers], elements(model.get_output_embeddings())
+
+    def share(self, skipped: Collection[tuple[str, int]]) -> float:
+        """Share of them that is still read without some blocks; see :attr:`LayerSkip.cost`."""
+        kept = self.head
+        for i, elements in enumerate(self.layers):
+            gone = [block for block in ((part, i) for part in PARTS) if block in skipped]
+            kept += 0 if len(gone) == len(PARTS) else elements - sum(self.blocks[block] for block in gone)
+        return kept / (self.head + sum(self.layers))

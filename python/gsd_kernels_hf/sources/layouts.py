@@ -60,15 +60,13 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
     if named is not None:
         served = ", ".join(repr(name) for kind in reversed(KINDS) for name in kind.speculators)
         raise bad(f"{folder} is of speculators' kind {named!r}; served are {served}")
-    if any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
-        raise bad(
-            f"{folder} is a language model ({architectures[0]}), not a drafter; load it with transformers and "
-            'pass it as assistant_model, or pass drafter="mtp" for the multi-token-prediction heads in the target\'s '
-            "own checkpoint"
-        )
+    model = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures)
     raise bad(
-        f"{folder} is no drafter of a kind that is served (docs/drafts.md has a table) and no heads: its "
-        f"config names the architectures {architectures}"
+        f"{folder} is a language model ({architectures[0]}), not a drafter; load it with transformers and pass it as "
+        'assistant_model, or pass drafter="mtp" for the multi-token-prediction heads in the target\'s own checkpoint'
+        if model
+        else f"{folder} is no drafter of a kind that is served (docs/drafts.md has a table) and no heads: its config "
+        f"names the architectures {architectures}"
     )
 
 

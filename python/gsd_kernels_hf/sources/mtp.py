@@ -60,20 +60,9 @@ class Block:
     attention: str | None
     target: PreTrainedModel
 
-    @property
-    def window(self) -> int | None:
-        """Its sliding window."""
-        return self.config.sliding_window if self.attention == "sliding_attention" else None
-
     def shapes(self) -> Shapes:
         """Its tensors, by name."""
         return {name: tuple(value.shape) for name, value in self.module.state_dict().items()}
-
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """In which precision the target keeps the same tensors."""
-        theirs = decoder_of(self.target)[0][self.index].state_dict()
-        found = {name: theirs[name].dtype if name in theirs else self.target.dtype for name in self.shapes()}
-        return {name: dtype if dtype.is_floating_point else self.target.dtype for name, dtype in found.items()}
 
 
 class TargetRotary:
@@ -215,8 +204,8 @@ class Mtp(HiddenDrafter):
 
     def __init__(self, layout: HeadLayout, block: Block, *, bias: bool) -> None:
         super().__init__()
-        self.layout, self.config, self.windows = layout, block.config, (block.window,)
-        self.sizes = self.config
+        self.layout, self.config, self.sizes = layout, block.config, block.config
+        self.windows = (block.config.sliding_window if block.attention == "sliding_attention" else None,)
         size = block.config.hidden_size
         _, norm = decoder_of(block.target)
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
@@ -258,8 +247,8 @@ class Mtp(HiddenDrafter):
             module = cls(layout, block, bias="projection.bias" in shapes)
         module.check_target(target)
         # In the target's precision, and what it keeps in a finer one, as the biases of routers, in that.
-        dtypes = {name: target.dtype for name in module.state_dict()}
-        dtypes |= {f"block.{name}": dtype for name, dtype in block.dtypes().items()}
+        kept = decoder_of(target)[0][block.index].state_dict()
+        finer = {f"block.{name}": value.dtype for name, value in kept.items() if value.is_floating_point()}
         wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
         if layout.output_norm is None:
             wanted.pop("output_norm.weight")
@@ -269,7 +258,8 @@ class Mtp(HiddenDrafter):
         if layout.output_norm is None:
             weights["output_norm.weight"] = decoder_of(target)[1].weight.detach().clone()
         device = device_of(target)
-        module.load_state_dict({name: value.to(device, dtypes[name]) for name, value in weights.items()}, assign=True)
+        weights = {name: value.to(device, finer.get(name, target.dtype)) for name, value in weights.items()}
+        module.load_state_dict(weights, assign=True)
         return module.eval().requires_grad_(False)
 
     def __repr__(self) -> str:
