@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 
 from ..files import checkpoint_place
-from ..model.foreign import STATIC_ROPE
 from ..model.hidden import decoder_of
 from ..model.properties import device_of, text_config, vocabulary
 from ..validate.models import MAX_VOCABULARY_PADDING
@@ -30,14 +29,6 @@ MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt")
 WANTED = ["*.json", "*.safetensors"]
 """What is fetched from the hub."""
-LAYERS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-"""Kinds of decoder layer, by ``model_type``."""
-SETTINGS = (
-    "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps hidden_act "
-    "attention_bias mlp_bias rope_theta rope_scaling rope_parameters max_position_embeddings num_hidden_layers "
-    "layer_types sliding_window use_sliding_window max_window_layers partial_rotary_factor"
-).split()
-"""Of a drafter's config, those that its layers depend on."""
 SCALE = "_scale_inv"
 """What the name of a weight in blocks of FP8 has behind it where its scales are, one a block."""
 BELONGS = "a drafter belongs to the model that it was trained on"
@@ -100,7 +91,7 @@ def fetch(
         return _snapshots[asked]
     try:
         found = snapshot_download(place, allow_patterns=list(wanted), revision=revision, local_files_only=not download)
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HFValidationError, OSError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadCheckpoint(
             f"{what}: {where} is no folder here and could not be fetched from the hub: {first}"
@@ -339,42 +330,6 @@ def flag(config: Mapping[str, Any], name: str) -> bool:
 def set_in(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a config that are not null."""
     return {name: value for name, value in config.items() if value is not None}
-
-
-def layer_config(config: Mapping[str, Any]) -> PretrainedConfig:
-    """The sizes, activation and rotary settings of a drafter's decoder layers.
-
-    Args:
-        config: flat, as transformers' own; LLaMA's where ``model_type`` is none of :data:`LAYERS`.
-
-    Raises:
-        BadCheckpoint: a size is missing or impossible, or frequencies depend on the length.
-    """
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-        number(config, name)
-    kind = LAYERS.get(str(config.get("model_type")), LlamaConfig)
-    own = {name: config[name] for name in SETTINGS if config.get(name) is not None}
-    own.setdefault("num_hidden_layers", 1)
-    own.setdefault("num_key_value_heads", own["num_attention_heads"])
-    own.setdefault("head_dim", own["hidden_size"] // own["num_attention_heads"])
-    for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
-        number(own, name)
-    try:
-        found = kind(**own)
-    except (TypeError, ValueError, KeyError) as error:
-        raise bad(f"its config describes no decoder layer: {error}") from error
-    queries, keys = found.num_attention_heads, found.num_key_value_heads
-    rope = (found.rope_parameters or {}).get("rope_type", "default")
-    refuse(
-        {
-            f"num_attention_heads={queries} in its config is no multiple of num_key_value_heads={keys}": queries % keys,
-            f"hidden_act={found.hidden_act!r} in its config; only 'silu' is served": found.hidden_act != "silu",
-            f"rope type {rope!r} in its config; served are {', '.join(STATIC_ROPE)}, whose frequencies do not depend "
-            "on the length": rope not in STATIC_ROPE,
-        }
-    )
-    found._attn_implementation = "sdpa"
-    return found
 
 
 def check_sizes(

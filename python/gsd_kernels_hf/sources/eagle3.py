@@ -23,7 +23,7 @@ from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints
 from .checkpoints import Checkpoint, bad
 from .feature_drafter import FeatureConfig, FeatureDrafter, Shapes
-from .layouts import EAGLE3, FUSED, INNER, NESTED, layer_numbers, layout_of
+from .layouts import EAGLE3, FUSED, INNER, layer_numbers, layout_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,8 +72,6 @@ class Eagle3Config(FeatureConfig):
             BadCheckpoint: a setting is missing, impossible, or not served.
         """
         layout = layout_of(config, EAGLE3) or EAGLE3[1]
-        if config.get("speculators_model_type") and not layout.sizes:
-            raise bad(f"its config has no {NESTED}, which speculators' layout nests")
         inner = config.get(INNER)
         said = {**config, **(inner if isinstance(inner, dict) else {})}
         fused, mask_shape = layout.settings_in(config).get(FUSED), tensors.get(MASK)
@@ -88,20 +86,15 @@ class Eagle3Config(FeatureConfig):
             mask_shape=mask_shape,
             **parallel_settings(config, mask_shape),
         )
-        size = read.layers.hidden_size
-        off, scale = said.get("use_aux_hidden_state") is False, said.get("logit_scale")
+        scale = said.get("logit_scale")
         checkpoints.refuse(
             {
-                "its config turns use_aux_hidden_state off; only fused layers are served": fused is None and off,
                 f"logit_scale={scale!r} in its config; only 1 is served": scale not in (None, 1),
                 "its config sets norm_before_fc and fc_norm, of which a drafter has one at most": (
                     read.norm_before_fc and read.fc_norm
                 ),
                 f"its {MASK} is {list(mask_shape or ())}, and its config means {read.fused_width} numbers": (
                     mask_shape is not None and math.prod(mask_shape) != read.fused_width
-                ),
-                "an EAGLE-1 or EAGLE-2 checkpoint, which fuses no layers; not served": (
-                    read.num_fused != 2 and tensors.get("fc.weight") == (size, 2 * size)
                 ),
             }
         )

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ..model.attention import Attends, GraphInputs, windowed
 from ..model.cache import GraphCache
+from ..model.foreign import STATIC_ROPE
 from ..model.properties import cache_argument, text_config
 from . import checkpoints
 from .checkpoints import Checkpoint, bad
@@ -33,6 +34,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 Turns = tuple[Tensor, Tensor]
 """Cosines and sines of a row's position, [B, R, head_dim] each."""
+
+SETTINGS = (
+    "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps hidden_act "
+    "attention_bias mlp_bias rope_theta rope_scaling rope_parameters max_position_embeddings num_hidden_layers "
+    "layer_types sliding_window use_sliding_window max_window_layers partial_rotary_factor"
+).split()
+"""Of a drafter's config, those that its layers depend on."""
 
 LAYERS: dict[str, type[nn.Module]] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 """By ``model_type``."""
@@ -122,6 +130,42 @@ class HiddenDrafter(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
 
+def layer_config(config: Mapping[str, Any]) -> PretrainedConfig:
+    """The sizes, activation and rotary settings of a drafter's decoder layers.
+
+    Args:
+        config: flat, as transformers' own; LLaMA's where ``model_type`` is none of :data:`LAYERS`.
+
+    Raises:
+        BadCheckpoint: a size is missing or impossible, or frequencies depend on the length.
+    """
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        checkpoints.number(config, name)
+    kind = config["model_type"] if config.get("model_type") in LAYERS else "llama"
+    own = {name: config[name] for name in SETTINGS if config.get(name) is not None}
+    own.setdefault("num_hidden_layers", 1)
+    own.setdefault("num_key_value_heads", own["num_attention_heads"])
+    own.setdefault("head_dim", own["hidden_size"] // own["num_attention_heads"])
+    for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
+        checkpoints.number(own, name)
+    try:
+        found: PretrainedConfig = AutoConfig.for_model(kind, **own)
+    except (TypeError, ValueError, KeyError) as error:
+        raise bad(f"its config describes no decoder layer: {error}") from error
+    queries, keys = found.num_attention_heads, found.num_key_value_heads
+    rope = (found.rope_parameters or {}).get("rope_type", "default")
+    checkpoints.refuse(
+        {
+            f"num_attention_heads={queries} in its config is no multiple of num_key_value_heads={keys}": queries % keys,
+            f"hidden_act={found.hidden_act!r} in its config; only 'silu' is served": found.hidden_act != "silu",
+            f"rope type {rope!r} in its config; served are {', '.join(STATIC_ROPE)}, whose frequencies do not depend "
+            "on the length": rope not in STATIC_ROPE,
+        }
+    )
+    found._attn_implementation = "sdpa"
+    return found
+
+
 @dataclass(frozen=True)
 class FeatureConfig:
     """The settings in a checkpoint's config.
@@ -157,7 +201,7 @@ class FeatureConfig:
         Raises:
             BadCheckpoint: a setting is missing, impossible, or not served.
         """
-        layers = checkpoints.layer_config(sizes)
+        layers = layer_config(sizes)
         vocab = checkpoints.number(said, "draft_vocab_size", default=layers.vocab_size)
         if vocab > layers.vocab_size:
             raise bad(f"draft_vocab_size={vocab} in its config is more than vocab_size={layers.vocab_size}")
