@@ -29,7 +29,7 @@ from ..sources.expansion import Expansion
 from ..sources.heads import DraftHeads
 from ..sources.layer_skip import LayerSkip
 from ..sources.layouts import GEMMA4
-from ..sources.load import KINDS, Drafter
+from ..sources.load import DRAFTERS, Drafter
 
 SourceName = Literal["model", "layer_skip", "drafter", "heads", "history", "grammar"]
 """What ``draft_sources`` may name."""
@@ -139,8 +139,8 @@ class Options:
         if self.draft_heads is not None and not isinstance(self.draft_heads, (DraftHeads, str, os.PathLike)):
             got = type(self.draft_heads).__name__
             raise TypeError(f"draft_heads: expected DraftHeads, their folder or hub id, got {got}")
-        if self.drafter is not None and not isinstance(self.drafter, (str, os.PathLike, *KINDS)):
-            kinds, got = ", ".join(kind.__name__ for kind in KINDS), type(self.drafter).__name__
+        if self.drafter is not None and not isinstance(self.drafter, (str, os.PathLike, *DRAFTERS)):
+            kinds, got = ", ".join(kind.__name__ for kind in DRAFTERS), type(self.drafter).__name__
             one = "; of drafters one is taken" if isinstance(self.drafter, (list, tuple)) else ""
             raise TypeError(f'drafter: expected a folder, a hub id, "mtp", or one of {kinds}, got {got}{one}')
         if isinstance(self.reference_ids, Tensor) and not self.reference_ids.numel():

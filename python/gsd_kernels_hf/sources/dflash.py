@@ -111,7 +111,7 @@ class DFlashConfig(FeatureConfig):
             {
                 f"projector_type={projector!r} in its config; only 'dflash' is served": projector != "dflash",
                 f"markov_head_type={kind!r} in its config; served are {', '.join(MARKOV_HEADS)}": (
-                    kind not in MARKOV_HEADS
+                    rank and kind not in MARKOV_HEADS
                 ),
                 f"conv_group_size={group} in its config does not divide hidden_size={size}": size % (group or 1),
                 f"{CONFIDENCE}weight is {list(reads or ())}, and its config means "

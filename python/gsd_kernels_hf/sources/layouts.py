@@ -1,4 +1,4 @@
-"""Published drafters as tables: what shows their kind, where their configs say what, what their tensors are called.
+"""Published drafters as tables: where their configs say what, what their tensors are called.
 
 A new layout is a row. How the drafters themselves are wired stands in the files of their modules.
 """
@@ -8,66 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .checkpoints import bad
 
 GEMMA4 = "Gemma4AssistantForCausalLM"
 """transformers' class of Gemma 4's assistants."""
-
-
-class Kind(NamedTuple):
-    """A kind of drafter, and what shows it in a ``config.json``.
-
-    Attributes:
-        name: of the kind.
-        speculators: values of ``speculators_model_type``, which alone counts where it is there.
-        architecture: regular expression found in one of the ``architectures``; code of ``auto_map`` is not run.
-        key: of the config.
-    """
-
-    name: str
-    speculators: tuple[str, ...] = ()
-    architecture: str = "$^"
-    key: str = ""
-
-
-KINDS = (
-    Kind("dflash", ("dflash", "dflash2", "dspark"), "DSpark", "dflash_config"),
-    Kind("medusa", key="medusa_num_heads"),
-    Kind("gemma4", architecture=GEMMA4),
-    Kind("mtp", architecture="MTP$"),  # as train-drafter writes them
-    Kind("eagle3", ("eagle3", "peagle"), "(?i)eagle3|peagle", "draft_vocab_size"),
-)
-"""The first that a config is of counts."""
-
-
-def kind_of(config: Mapping[str, Any], folder: Path) -> str:
-    """The kind of drafter that a ``config.json`` describes.
-
-    Raises:
-        ValueError: none that is served.
-    """
-    named, architectures = config.get("speculators_model_type"), [str(n) for n in config.get("architectures") or ()]
-    foreign = [name for name in architectures if "DSpark" in name and not name.startswith("Qwen3")]
-    if foreign and named is None:
-        raise bad(f"{folder} is a DSpark drafter of other layers than Qwen3's ({foreign[0]}); not served")
-    for kind in KINDS:
-        shown = kind.key in config or any(re.search(kind.architecture, name) for name in architectures)
-        if shown if named is None else named in kind.speculators:
-            return kind.name
-    if named is not None:
-        served = ", ".join(repr(name) for kind in reversed(KINDS) for name in kind.speculators)
-        raise bad(f"{folder} is of speculators' kind {named!r}; served are {served}")
-    model = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures)
-    raise bad(
-        f"{folder} is a language model ({architectures[0]}), not a drafter; load it with transformers and pass it as "
-        'assistant_model, or pass drafter="mtp" for the multi-token-prediction heads in the target\'s own checkpoint'
-        if model
-        else f"{folder} is no drafter of a kind that is served (docs/drafts.md has a table) and no heads: its config "
-        f"names the architectures {architectures}"
-    )
 
 
 # Configs of drafters that read the target's features.

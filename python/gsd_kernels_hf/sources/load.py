@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 from transformers import PreTrainedModel
 
@@ -16,27 +17,52 @@ from ..model.properties import device_of
 from ..validate.options import warn_once
 from . import checkpoints
 from .base import DraftSource
-from .checkpoints import Checkpoint
+from .checkpoints import Checkpoint, bad
 from .dflash import DFlash, DFlashDrafts
 from .eagle3 import Eagle3
 from .gemma_assistant import AssistantDrafts, Gemma4Assistant
 from .heads import CONFIG_FILE, DraftHeads, Heads
-from .layouts import kind_of
+from .layouts import GEMMA4
 from .mtp import Mtp, open_heads, place_of
 from .recursion import Parallel, Recursive
 
 Drafter = Eagle3 | DFlash | DraftHeads | Mtp | Gemma4Assistant
 """What ``drafter=`` takes, beside the place of one."""
 
-SOURCES: dict[type[Any], Callable[[Any], DraftSource]] = {
-    Eagle3: lambda drafter: (Recursive if drafter.config.mask_shape is None else Parallel)(drafter),
-    DFlash: DFlashDrafts,
-    DraftHeads: lambda heads: Heads(heads, "drafter"),
-    Mtp: Recursive,
-    Gemma4Assistant: AssistantDrafts,
-}
-"""The draft source of a loaded drafter, by its class."""
-KINDS = tuple(SOURCES)
+DRAFTERS: tuple[type[Any], ...] = get_args(Drafter)
+
+
+class Kind(NamedTuple):
+    """A kind of drafter, and what shows it in a ``config.json``.
+
+    Attributes:
+        drafter: its class.
+        source: makes the draft source of one.
+        speculators: values of ``speculators_model_type``, which alone counts where it is there.
+        architecture: regular expression found in one of the ``architectures``; code of ``auto_map`` is not run.
+        key: of the config.
+    """
+
+    drafter: type[Any]
+    source: Callable[[Any], DraftSource]
+    speculators: tuple[str, ...] = ()
+    architecture: str = "$^"
+    key: str = ""
+
+
+def recursive(drafter: Eagle3) -> DraftSource:
+    """The draft source of an EAGLE-3 or P-EAGLE drafter."""
+    return (Recursive if drafter.config.mask_shape is None else Parallel)(drafter)
+
+
+KINDS = (
+    Kind(DFlash, DFlashDrafts, ("dflash", "dflash2", "dspark"), "DSpark", "dflash_config"),
+    Kind(DraftHeads, lambda heads: Heads(heads, "drafter"), key="medusa_num_heads"),
+    Kind(Gemma4Assistant, AssistantDrafts, architecture=GEMMA4),
+    Kind(Mtp, Recursive, architecture="MTP$"),  # as train-drafter writes them
+    Kind(Eagle3, recursive, ("eagle3", "peagle"), "(?i)eagle3|peagle", "draft_vocab_size"),
+)
+"""The first that a config is of counts."""
 OWN = "mtp"
 """As a place: the heads in the target's own checkpoint; a folder of this name is ``./mtp``."""
 
@@ -57,12 +83,39 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     if (folder / CONFIG_FILE).is_file():
         return DraftHeads.from_pretrained(folder, target, option="drafter")
     config = checkpoints.read_json(folder / checkpoints.CONFIG)
-    kind = kind_of(config, folder)
-    if kind == "medusa":
-        return DraftHeads.from_medusa(Checkpoint.open(folder), target)
-    makers: dict[str, Any] = {"eagle3": Eagle3, "dflash": DFlash, "gemma4": Gemma4Assistant, "mtp": Mtp}
-    drafter: Drafter = makers[kind].from_pretrained(folder, target)
+    kind = kind_of(config, folder).drafter
+    medusa = kind is DraftHeads
+    drafter: Drafter = (
+        kind.from_medusa(Checkpoint.open(folder), target) if medusa else kind.from_pretrained(folder, target)
+    )
     return drafter
+
+
+def kind_of(config: Mapping[str, Any], folder: Path) -> Kind:
+    """The kind of drafter that a ``config.json`` describes.
+
+    Raises:
+        ValueError: none that is served.
+    """
+    named, architectures = config.get("speculators_model_type"), [str(n) for n in config.get("architectures") or ()]
+    foreign = [name for name in architectures if "DSpark" in name and not name.startswith("Qwen3")]
+    if foreign and named is None:
+        raise bad(f"{folder} is a DSpark drafter of other layers than Qwen3's ({foreign[0]}); not served")
+    for kind in KINDS:
+        shown = kind.key in config or any(re.search(kind.architecture, name) for name in architectures)
+        if shown if named is None else named in kind.speculators:
+            return kind
+    if named is not None:
+        served = ", ".join(repr(name) for kind in reversed(KINDS) for name in kind.speculators)
+        raise bad(f"{folder} is of speculators' kind {named!r}; served are {served}")
+    model = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures)
+    raise bad(
+        f"{folder} is a language model ({architectures[0]}), not a drafter; load it with transformers and pass it as "
+        'assistant_model, or pass drafter="mtp" for the multi-token-prediction heads in the target\'s own checkpoint'
+        if model
+        else f"{folder} is no drafter of a kind that is served (docs/drafts.md has a table) and no heads: its config "
+        f"names the architectures {architectures}"
+    )
 
 
 KEPT_PLACES = 2  # of a target and an option: a patch's, and that of calls which name another one
@@ -123,4 +176,4 @@ def loaded(where: str | os.PathLike[str], target: PreTrainedModel, option: str =
 
 def source_of(drafter: Drafter) -> DraftSource:
     """The draft source of a loaded drafter."""
-    return next(make for kind, make in SOURCES.items() if isinstance(drafter, kind))(drafter)
+    return next(kind.source for kind in KINDS if isinstance(drafter, kind.drafter))(drafter)
