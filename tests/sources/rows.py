@@ -44,7 +44,6 @@ EAGLE3 = {
     "layers": {"num_hidden_layers": 2, "eagle_aux_hidden_state_layer_ids": [1, 3]},
 }
 P_EAGLE = {
-    "plain": {},
     "reduced": {"draft_vocab_size": 29, "num_hidden_layers": 2},
     "norms": {"fc_norm": True, "norm_output": True, "norm_before_residual": True, "num_hidden_layers": 2},
     "before": {"norm_before_fc": True, "attention_bias": True},

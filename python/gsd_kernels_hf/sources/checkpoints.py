@@ -327,11 +327,6 @@ def flag(config: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def set_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a config that are not null."""
-    return {name: value for name, value in config.items() if value is not None}
-
-
 def check_sizes(
     kind: str,
     vocab_size: int,

@@ -83,7 +83,8 @@ class DFlashConfig(FeatureConfig):
         second = config.get("speculators_model_type") == "dflash2" or any(
             str(name).startswith("DFlash2") for name in config.get("architectures") or ()
         )
-        said = {**config, **checkpoints.set_in(layout.settings_in(config)), **layout.fixed}
+        own = {name: value for name, value in layout.settings_in(config).items() if value is not None}
+        said = {**config, **own, **layout.fixed}
         if second or said.get("conv_kernel_size"):  # DFlash 2's own code has it so; the others say it
             said = {"sliding_window_non_causal": True, **said}
         reads = tensors.get(CONFIDENCE + "weight")

@@ -50,21 +50,22 @@ class Rotary:
     """Position → rotation, in float32 on any device. No module, because a module's casts would round frequencies.
 
     Args:
-        config: of the layers; its own rotary settings, not the target's.
+        module: of transformers, its own.
+        options: of its forward.
     """
 
-    def __init__(self, config: PretrainedConfig) -> None:
-        with torch.device("cpu"):
-            self.module = LlamaRotaryEmbedding(config)
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        self.module, self.options = module, options
 
     def __call__(self, like: Tensor, positions: Tensor) -> Turns:
         """Of int positions [B, R], in the dtype and on the device of ``like``."""
-        turns: Turns = self.module.to(like.device)(like, positions)
+        turns: Turns = self.module.to(like.device)(like, positions, **self.options)
         return turns
 
     def frequencies(self, device: torch.device) -> tuple[Tensor, float]:
         """Frequencies of the rotation, float32 [head_dim / 2], and what cosines and sines are multiplied with."""
-        return self.module.to(device).inv_freq.float(), float(self.module.attention_scaling)
+        module: Any = self.module.to(device)
+        return module.inv_freq.float(), float(module.attention_scaling)
 
 
 class HiddenDrafter(nn.Module):
@@ -232,7 +233,9 @@ class FeatureDrafter(HiddenDrafter):
     def __init__(self, config: Any, layer: Callable[[PretrainedConfig, int], nn.Module] | None = None) -> None:
         super().__init__()
         sizes, drafted, make = config.layers, config.draft_vocab_size, layer or LAYERS[config.layers.model_type]
-        self.config, self.sizes, self.rotary = config, sizes, Rotary(sizes)
+        with torch.device("cpu"):
+            self.rotary = Rotary(LlamaRotaryEmbedding(sizes))
+        self.config, self.sizes = config, sizes
         self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size) if config.own_embedding else None
         types = getattr(sizes, "layer_types", None) or [None] * sizes.num_hidden_layers
         self.windows = [sizes.sliding_window if kind == "sliding_attention" else None for kind in types]

@@ -129,11 +129,10 @@ class FeatureCache(CachedText):
         )
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
-        """Begin a forward of rows, as a row model does; no ``nodes``: rows whose keys are stored only."""
-        if self.compiled:
-            return
-        kinds = windowed(self.model.windows) if nodes else ()
-        launch_attention(self.cache, self.config, kv_len, self.text_kv_start, count, nodes, kinds, self.backend)
+        """Begin a forward of rows, as a row model does."""
+        if not self.compiled:
+            layers, kinds = (self.cache, self.config), windowed(self.model.windows)
+            launch_attention(*layers, kv_len, self.text_kv_start, count, nodes, kinds, self.backend)
 
     def positions(self, kv_len: Tensor, depths: Tensor) -> Tensor:
         """Positions in the text without padding, int64 [B, R]."""

@@ -32,7 +32,7 @@ from ..packed.modules import device_of_weights, dtype_of
 from ..validate.models import SERVED_LAYERS
 from . import checkpoints
 from .checkpoints import CONFIG, INDEX, SCALE, WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, read_json
-from .feature_drafter import HiddenDrafter, Turns
+from .feature_drafter import HiddenDrafter, Rotary
 from .layouts import QUANTISED, HeadLayout, find_heads, looked_for
 
 logger = logging.getLogger("gsd_kernels")
@@ -63,29 +63,6 @@ class Block:
     def shapes(self) -> Shapes:
         """Its tensors, by name."""
         return {name: tuple(value.shape) for name, value in self.module.state_dict().items()}
-
-
-class TargetRotary:
-    """Position → rotation as the target's own layers get it. No module, so that no cast reaches its frequencies."""
-
-    def __init__(self, block: Block) -> None:
-        self.module = getattr(block.target.get_decoder(), "rotary_emb", None)
-        if not isinstance(self.module, nn.Module):
-            raise bad(
-                f"{type(block.target).__name__} has no rotary_emb in its decoder, so its "
-                "multi-token-prediction heads cannot be placed; not served"
-            )
-        typed = "layer_type" in inspect.signature(self.module.forward).parameters
-        self.options = {"layer_type": block.attention} if typed else {}
-
-    def frequencies(self, device: torch.device) -> tuple[Tensor, float]:
-        """Frequencies of the rotation, float32 [head_dim / 2], and what cosines and sines are multiplied with."""
-        return self.module.inv_freq.to(device, torch.float32), float(self.module.attention_scaling)
-
-    def __call__(self, like: Tensor, positions: Tensor) -> Turns:
-        """Of int positions [B, R], in the dtype and on the device of ``like``."""
-        turns: Turns = self.module(like, positions, **self.options)
-        return turns
 
 
 def blocks_of(target: PreTrainedModel) -> Iterator[Block]:
@@ -219,7 +196,14 @@ class Mtp(HiddenDrafter):
         self.embedding_norm, self.hidden_norm, self.output_norm = norms
         self.projection = nn.Linear(2 * size, size, bias=bias)
         self.block = block.module
-        self.rotary = TargetRotary(block)
+        rotary = getattr(block.target.get_decoder(), "rotary_emb", None)
+        if not isinstance(rotary, nn.Module):
+            raise bad(
+                f"{type(block.target).__name__} has no rotary_emb in its decoder, so its {KIND} heads cannot be "
+                "placed; not served"
+            )
+        typed = "layer_type" in inspect.signature(rotary.forward).parameters
+        self.rotary = Rotary(copy.deepcopy(rotary), **({"layer_type": block.attention} if typed else {}))
         self.runs = False  # whether that is known
 
     @classmethod
