@@ -40,7 +40,7 @@ BUDGET = {
     "python/gsd_kernels_hf/model": 155,
     "python/gsd_kernels_hf/packed": 56,
     "python/gsd_kernels_hf/policy": 21,
-    "python/gsd_kernels_hf/sources": 172,
+    "python/gsd_kernels_hf/sources": 171,
     "python/gsd_kernels_hf/validate": 20,
     "python/gsd_kernels_serve": 103,
     "python/gsd_kernels_sglang": 20,
