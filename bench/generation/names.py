@@ -12,7 +12,22 @@ PLAIN, HISTORY, DRAFT = "gsd-plain", "gsd-history", "gsd-draft"
 DRAFTER_ALONE, DRAFTER = "gsd-drafter-alone", "gsd-drafter"
 PACKED, PACKED_HISTORY = "gsd-packed", "gsd-packed-history"
 UNLEARNED, PACKED_UNLEARNED = "gsd-unlearned", "gsd-packed-unlearned"
-OURS = (PLAIN, HISTORY, UNLEARNED, PACKED, PACKED_HISTORY, PACKED_UNLEARNED, DRAFT, DRAFTER_ALONE, DRAFTER)
+WAYS = {
+    HF: "plain",
+    HF_LOOKUP: "prompt lookup",
+    HF_ASSISTED: "assisted",
+    PLAIN: "plain",
+    HISTORY: "history alone, no draft model",
+    UNLEARNED: "history alone, nothing learned before",
+    PACKED: "the file itself, plain",
+    PACKED_HISTORY: "the file itself, history alone",
+    PACKED_UNLEARNED: "the file itself, history alone, nothing learned before",
+    DRAFT: "draft model",
+    DRAFTER_ALONE: "drafter alone",
+    DRAFTER: "drafter and history",
+}
+"""Ways in this process, and how they are shown: transformers' first, then ours."""
+OURS = tuple(WAYS)[3:]
 KINDS = ("plain", "lookup", "draft")
 OPENVINO_WEIGHTS = ("", "int8", "int4")
 OPENVINO_FLOATS = ("int8-floats", "int4-floats")  # their activations rounded to eight bits no more
@@ -23,7 +38,7 @@ ENGINES = (
 )
 """Of other engines those of plain decoding; ``-lookup`` and ``-draft`` behind them are the other kinds."""
 KNOWN = (
-    *(HF, HF_LOOKUP, HF_ASSISTED),
+    *tuple(WAYS)[:3],
     *(engine if kind == "plain" else f"{engine}-{kind}" for engine in ENGINES for kind in KINDS),
     *OURS,
 )
@@ -61,16 +76,8 @@ class Label:
 
 def label(name: str) -> Label:
     """``llama-cpp-q8_0-lookup`` as llama.cpp, q8_0 with n-gram drafts."""
-    if name in OURS:
-        ways = {PLAIN: "plain", HISTORY: "history alone, no draft model", DRAFT: "draft model"}
-        ways |= {DRAFTER_ALONE: "drafter alone", DRAFTER: "drafter and history"}
-        ways |= {PACKED: "the file itself, plain", PACKED_HISTORY: "the file itself, history alone"}
-        ways |= {UNLEARNED: "history alone, nothing learned before"}
-        ways |= {PACKED_UNLEARNED: "the file itself, history alone, nothing learned before"}
-        return Label("gsd_kernels", ways[name])
-    if name.startswith("transformers"):
-        ways = {HF: "plain", HF_LOOKUP: "prompt lookup", HF_ASSISTED: "assisted"}
-        return Label("transformers", ways[name])
+    if name in WAYS:
+        return Label("gsd_kernels" if name in OURS else "transformers", WAYS[name])
     engine, key = ("OpenVINO GenAI", "openvino") if name.startswith("openvino") else ("llama.cpp", "llama-cpp")
     rest = [part for part in name.removeprefix(key).split("-") if part]
     kind = rest.pop() if rest and rest[-1] in ("lookup", "draft") else "plain"

@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gsd_kernels_hf.files import write_json
-
 from ..lib.intervals import Ratio, paired_ratio
-from ..lib.report import SCHEMA, markdown
+from ..lib.report import SCHEMA, markdown, write
 from .names import HF, HISTORY, OURS, PACKED_HISTORY, PLAIN, label, plain_of
 
 MIN_PROMPTS = 6  # prompts that give a ratio an interval
@@ -58,8 +56,7 @@ class Report:
 
     def write(self, folder: Path, name: str) -> list[Path]:
         """Write ``name``.json; the files written."""
-        folder.mkdir(parents=True, exist_ok=True)
-        return [write_json(folder / f"{name}.json", asdict(self))]
+        return [write(folder, name, asdict(self))]
 
     def totals(self, way: str, kind: str | None = None) -> dict[str, tuple[float, float]]:
         """Tokens and seconds of a way by prompt, the mean over its rounds."""

@@ -17,7 +17,7 @@ from ..lib.runner import Entry, Op, Settings
 from ..lib.shapes import SHAPES
 from .peers import attention_peers
 
-NAME, X = "attention", "rows"
+NAME = "attention"
 
 
 def entries(settings: Settings) -> Iterator[Entry]:

@@ -14,7 +14,7 @@ from gsd_kernels_cli.demo.inflate import ModelShape
 from ..lib.runner import Contestant, Entry, Op, Settings
 from ..lib.shapes import SHAPES
 
-NAME, X = "commit", "accepted"
+NAME = "commit"
 ROWS, PREFIX = 64, 256
 
 

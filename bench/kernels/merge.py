@@ -15,7 +15,7 @@ from gsd_kernels.ops.verify.api import VERIFY
 
 from ..lib.runner import Contestant, Entry, Op, Settings
 
-NAME, X = "merge", "rows"
+NAME = "merge"
 TOKENS = 200  # candidates come from this many tokens, so that some merge
 NO_PEER = "no other library has this operation"
 
@@ -118,7 +118,5 @@ def entries(settings: Settings) -> Iterator[Entry]:
                 shape="token graph",
                 parameters={"rows": rows_kept},
                 operation=operation,
-                detail=f"depth {config.depth}, width {config.width}, branch {config.branch}, "
-                f"{config.node_capacity} nodes",
                 bytes_moved=size,
             )

@@ -17,7 +17,7 @@ from ..lib.runner import Contestant, Entry, Op, Settings
 from ..lib.shapes import SHAPES
 from .peers import sampling_peers
 
-NAME, X = "sample", "rows"
+NAME = "sample"
 BRANCH = 4
 
 MODES: dict[str, dict[str, Any]] = {

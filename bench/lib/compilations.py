@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +16,11 @@ class Compilation:
         kernel: its name.
         seconds: what that took.
         cached: whether it was read.
-        at: when it was ready, by ``time.perf_counter``.
     """
 
     kernel: str
     seconds: float
     cached: bool
-    at: float
 
 
 @contextmanager
@@ -38,7 +35,7 @@ def compilations() -> Iterator[list[Compilation]]:
 
     def listener(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
         name = metadata.get("name") if isinstance(metadata, dict) else getattr(metadata, "name", None)
-        compiled.append(Compilation(str(name or src), times.total / 1e6, cache_hit, time.perf_counter()))
+        compiled.append(Compilation(str(name or src), times.total / 1e6, cache_hit))
 
     before = knobs.compilation.listener
     knobs.compilation.listener = listener

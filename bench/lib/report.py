@@ -21,7 +21,6 @@ class Row:
     parameters: dict[str, Any]
     contestant: str
     peer: bool = False
-    detail: str | None = None
     median: float | None = None
     p20: float | None = None
     p80: float | None = None
@@ -39,7 +38,6 @@ class Report:
     """One run of one kernel case."""
 
     case: str
-    x: str
     environment: dict[str, Any]
     copy_bandwidth: float
     dtype: str
@@ -49,7 +47,7 @@ class Report:
 
     def write(self, folder: Path, name: str) -> list[Path]:
         """Write ``name``.json; the files written."""
-        return [write_json(folder / f"{name}.json", asdict(self))]
+        return [write(folder, name, asdict(self))]
 
     def measured(self) -> list[Row]:
         return [row for row in self.rows if row.median is not None]
@@ -58,6 +56,12 @@ class Report:
         """Contestants without a single measurement, and why."""
         present = {row.contestant for row in self.measured()}
         return {row.contestant: row.missing for row in self.rows if row.contestant not in present and row.missing}
+
+
+def write(folder: Path, name: str, data: dict[str, Any]) -> Path:
+    """Write ``name``.json into a folder, which is made; the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_json(folder / f"{name}.json", data)
 
 
 def caption(environment: dict[str, Any]) -> str:

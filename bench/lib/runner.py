@@ -155,7 +155,6 @@ class Entry:
         bytes_moved: the least that has to be read and written.
         error: how far a contestant's output is from the right one, and how far it may be; ``None`` where outputs are
             random.
-        detail: what else there is to know about the point.
     """
 
     shape: str
@@ -165,7 +164,6 @@ class Entry:
     contestants: list[Contestant]
     error: Callable[[Any], float] | None = None
     tolerance: float = 0.0
-    detail: str | None = None
 
 
 @dataclass
@@ -183,13 +181,12 @@ class _Pace:
 
 @torch.no_grad()
 def run(case: ModuleType, settings: Settings) -> Report:
-    """Measure a case: a module with ``NAME``, ``X`` (the parameter that plots go over) and ``entries(settings)``."""
+    """Measure a case: a module with ``NAME`` and ``entries(settings)``."""
     for name in settings.shapes:
         shape_named(name)
     pace = _Pace()
     report = Report(
         case=case.NAME,
-        x=case.X,
         environment=environment(settings.device),
         copy_bandwidth=copy_bandwidth(settings.device, quick=settings.quick),
         dtype=str(settings.dtype).removeprefix("torch."),
@@ -213,7 +210,6 @@ def measure(entry: Entry, contestant: Contestant, settings: Settings, bandwidth:
         operation=entry.operation,
         shape=entry.shape,
         parameters=entry.parameters,
-        detail=entry.detail,
         contestant=contestant.name,
         peer=contestant.peer,
         setup_seconds=contestant.setup_seconds,

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .answers import Answer, text_of
-from .logprobs import Entry, Recorder
+from .logprobs import Entry, Place, Recorder
 from .text_options import TextOptions
 from .tools import forced_calls
 
@@ -77,6 +77,8 @@ class Call:
         finish: ``"stop"``, or ``"length"`` for a text that was cut.
         since: when the request came, by ``time.perf_counter``.
         echoed: tokens of the prompt with their log-probabilities, where they are asked for.
+        made: calls of functions that have been sent.
+        place: of the next token in a streamed text.
     """
 
     prompt: Prompt
@@ -93,8 +95,10 @@ class Call:
     finish: str | None = None
     since: float = field(default_factory=time.perf_counter)
     echoed: list[Entry] = field(default_factory=list)
+    made: int = 0
 
     def __post_init__(self) -> None:
+        self.place = Place(self.prompt.shown)
         if self.options.top is not None:
             self.recorder = Recorder(self.options.top)
 

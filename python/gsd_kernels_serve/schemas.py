@@ -14,8 +14,9 @@ from .checks import Check, Refused, number, one_of, reader, whole, wrong
 _FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _FORMATS += ("uri-reference", "uri-template", "json-pointer", "relative-json-pointer")
 
-_KINDS: dict[str, Any] = {"string": str, "number": (int, float), "integer": int, "object": Mapping, "array": list}
-_KINDS |= {"boolean": bool, "null": type(None)}
+_TYPES = {str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), dict: ("object",)}
+_TYPES |= {list: ("array",), type(None): ("null",)}
+"""Types that a value of JSON has."""
 
 _parser: Any = getattr(re, "_parser", None) or importlib.import_module("sre_parse")
 """Python's own reader of regular expressions, which has another name before 3.11."""
@@ -104,7 +105,7 @@ def _check(at: str, schema: Any) -> None:
         if keyword not in _KEYWORDS:
             cure = "; say anyOf" if keyword == "oneOf" else ""
             raise Refused(f"{at}.{keyword}", f"xgrammar does not hold a text to it; leave it out{cure}")
-    _check_alone(at, schema)
+    _check_alone(at, schema, kinds)
     for keyword, value in schema.items():
         wanted, check = _KEYWORDS[keyword]
         if wanted and not any(kind in wanted for kind in kinds):
@@ -113,7 +114,7 @@ def _check(at: str, schema: Any) -> None:
     _check_together(at, schema, kinds)
 
 
-def _check_alone(at: str, schema: Mapping[str, Any]) -> None:
+def _check_alone(at: str, schema: Mapping[str, Any], kinds: list[Any]) -> None:
     """Refuse the neighbours of a keyword that xgrammar reads alone."""
     first = next((keyword for keyword in _ALONE if keyword in schema), None)
     if first is None:
@@ -121,7 +122,7 @@ def _check_alone(at: str, schema: Mapping[str, Any]) -> None:
     read = {first, *_SAID}
     if first in ("enum", "const"):  # whose values show whether they have the type beside them
         values = schema[first] if first == "enum" and isinstance(schema[first], list) else [schema[first]]
-        read |= {"type"} if all(_has_type(value, schema.get("type")) for value in values) else set()
+        read |= {"type"} if all(any(kind in _TYPES[type(value)] for kind in kinds) for value in values) else set()
     if unread := [keyword for keyword in schema if keyword not in read]:
         raise Refused(f"{at}.{unread[0]}", f"xgrammar does not read it beside {first}; leave it out")
 
@@ -247,11 +248,3 @@ def moved(schema: Any, place: str) -> Any:
         elif check is _check:
             copy[keyword] = moved(inner, place)
     return copy
-
-
-def _has_type(value: Any, kinds: Any) -> bool:
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        wanted = _KINDS.get(kind, ()) if isinstance(kind, str) else ()
-        if isinstance(value, wanted) and (not isinstance(value, bool) or kind == "boolean"):
-            return True
-    return False

@@ -16,7 +16,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import fields
 from .answers import Answer, last_of
-from .calls import Call, Prompt
+from .calls import Call, Piece, Prompt
 from .checks import Object, Refused, one_of, reader, text, wrong
 from .logprobs import Entry, Place
 from .messages import Content, messages_of, template_arguments
@@ -26,15 +26,6 @@ from .text_options import TextOptions, token_ids
 from .tools import chosen, held_to
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class StreamState:
-    """The sent part of a streamed text: where it ends, its number of its prompt's, and that of its calls."""
-
-    place: Place
-    number: int = 0
-    calls: int = 0
 
 
 @dataclass
@@ -181,7 +172,7 @@ class Choices(Texts):
         """The first event of a streamed text, before it has a token."""
         raise NotImplementedError
 
-    def delta(self, value: Any, written: list[Entry], state: StreamState, request: TextRequest) -> dict[str, Any]:
+    def delta(self, request: TextRequest, call: Call, piece: Piece) -> dict[str, Any]:
         """A part of a text behind those before."""
         raise NotImplementedError
 
@@ -202,13 +193,11 @@ class Choices(Texts):
                 await asyncio.wrap_future(call.begun)
             if (begun := await asyncio.to_thread(self.first, call)) is not None:
                 yield event({**begun, "finish_reason": None})
-            state = StreamState(Place(call.prompt.shown), call.number)
             async for piece in self.service.pieces_of(waiting):
-                delta = self.delta(piece.value, piece.entries, state, request)
-                yield event({**delta, "finish_reason": None})
-                state.calls += isinstance(piece.value, ToolCall)
-            last = self.delta("", [], state, request)
-            finish = "tool_calls" if state.calls and call.finish == "stop" else call.finish
+                yield event({**self.delta(request, call, piece), "finish_reason": None})
+                call.made += isinstance(piece.value, ToolCall)
+            last = self.delta(request, call, Piece("", []))
+            finish = "tool_calls" if call.made and call.finish == "stop" else call.finish
             rest = request.statistics() if call is request.calls[-1] else {}
             if rest and request.usage is None:
                 rest |= request.counted()
@@ -264,7 +253,7 @@ class Completions(Choices):
     def choice(self, request: TextRequest, call: Call) -> dict[str, Any]:
         prompt = call.prompt
         shown = "".join([prompt.shown, *(piece.value for piece in call.pieces)])
-        choice = self.delta(shown, call.entries, StreamState(Place(prompt.shown)), request)
+        choice = self.delta(request, call, Piece(shown, call.entries))
         if echoed := self._echoed(call):
             choice["logprobs"] = {key: [*echoed[key], *(choice["logprobs"] or {}).get(key, ())] for key in echoed}
         return {**choice, "finish_reason": call.finish}
@@ -272,13 +261,10 @@ class Completions(Choices):
     def first(self, call: Call) -> dict[str, Any] | None:
         return {"text": call.prompt.shown, "logprobs": self._echoed(call)} if call.prompt.shown else None
 
-    def delta(self, value: Any, written: list[Entry], state: StreamState, request: TextRequest) -> dict[str, Any]:
-        logprobs = (
-            self.service.pieces.completion(written, state.place)
-            if request.options.top is not None and written
-            else None
-        )
-        return {"text": str(value), "logprobs": logprobs}
+    def delta(self, request: TextRequest, call: Call, piece: Piece) -> dict[str, Any]:
+        told = request.options.top is not None and piece.entries
+        logprobs = self.service.pieces.completion(piece.entries, call.place) if told else None
+        return {"text": str(piece.value), "logprobs": logprobs}
 
     def _echoed(self, call: Call) -> dict[str, Any] | None:
         prompt = call.prompt
@@ -371,10 +357,11 @@ class Chat(Chats, Choices):
     def first(self, call: Call) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def delta(self, value: Any, written: list[Entry], state: StreamState, request: TextRequest) -> dict[str, Any]:
+    def delta(self, request: TextRequest, call: Call, piece: Piece) -> dict[str, Any]:
+        value, written = piece.value, piece.entries
         if isinstance(value, ToolCall):
-            made = _call(f"{request.id}-{state.number}-{state.calls}", value)
-            delta: dict[str, Any] = {"tool_calls": [{"index": state.calls, **made}]}
+            made = _call(f"{request.id}-{call.number}-{call.made}", value)
+            delta: dict[str, Any] = {"tool_calls": [{"index": call.made, **made}]}
         elif isinstance(value, ReasoningText):
             delta = {"reasoning_content": value}
         else:

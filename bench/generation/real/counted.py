@@ -9,7 +9,7 @@ import typer
 
 from gsd_kernels_cli import options, values
 
-from ...lib.options import RESULTS, Dtype, Name, Out, listed, quiet
+from ...lib.options import RESULTS, Dtype, Name, Out, listed, quiet, show
 from .options import Limit, Model, Prompts
 
 if TYPE_CHECKING:
@@ -49,9 +49,8 @@ def command(
     wanted = [_rows(each) for each in listed(rows) or map(str, ROWS)]
     import torch
 
-    from gsd_kernels_hf.files import write_json
-
     from ...lib.environment import environment
+    from ...lib.report import write
     from .models import load_real
     from .prompts import first_of_each_kind, read_chats
 
@@ -66,10 +65,8 @@ def command(
     settings = {"model": real.name, "dtype": dtype.value, "packed": packed, "new_tokens": new_tokens}
     settings["prompts"] = "bench/generation/real/prompts.json" if prompts is None else Path(prompts).name
     data = {"case": NAME, "settings": settings, "environment": environment(torch.device("cpu")), "counts": counts}
-    typer.echo(table(counts))
-    out.mkdir(parents=True, exist_ok=True)
     called = name or "-".join([NAME, dtype.value, *["packed"] * packed, *([] if prompts is None else [prompts.stem])])
-    typer.echo(f"written: {write_json(out / f'{called}.json', data)}", err=True)
+    show([write(out, called, data)], table(counts), {})
 
 
 def _rows(given: str) -> int | str:

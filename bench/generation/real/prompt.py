@@ -51,9 +51,8 @@ def command(
     sizes = [_size(each) for each in listed(lengths) or map(str, LENGTHS)]
     import torch
 
-    from gsd_kernels_hf.files import write_json
-
     from ...lib.environment import environment
+    from ...lib.report import write
     from .models import load_real
 
     quiet()
@@ -61,9 +60,7 @@ def command(
     settings = {"model": real.name, "dtype": dtype.value, "new_tokens": new_tokens, "rounds": rounds, "lengths": sizes}
     found = measure(real, sizes, new_tokens, rounds, listed(ways) or WAYS, llama_cpp)
     data = {"case": NAME, "settings": settings, "environment": environment(torch.device("cpu")), **found}
-    out.mkdir(parents=True, exist_ok=True)
-    file = write_json(out / f"{name or f'{NAME}-{dtype.value}'}.json", data)
-    show([file], table(data), data["missing"])
+    show([write(out, name or f"{NAME}-{dtype.value}", data)], table(data), data["missing"])
 
 
 def _size(given: str) -> int:
