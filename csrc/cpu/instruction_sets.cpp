@@ -1,9 +1,6 @@
 // Which instruction sets the products of rows may use: what the processor and the system have, proven on small products.
 #include <atomic>
-#include <cmath>
 #include <cstdlib>
-#include <cstring>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -20,76 +17,57 @@ constexpr const char* kVariable = "GSD_KERNELS_CPU_LEVEL";
 std::string missing(const char* instructions) { return std::string("this processor has no ") + instructions; }
 
 #if GSD_X86
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-}
-bool has_bfloat16() {
-  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-}
+#define GSD_HAS(instructions) __builtin_cpu_supports(instructions)
 #else
-bool has_avx2() { return false; }
-bool has_avx512() { return false; }
-bool has_bfloat16() { return false; }
+#define GSD_HAS(instructions) false
 #endif
+bool has_avx2() { return GSD_HAS("avx2") && GSD_HAS("fma") && GSD_HAS("f16c"); }
+bool has_avx512() { return GSD_HAS("avx512f") && GSD_HAS("avx512bw") && GSD_HAS("avx512vl"); }
+bool has_bfloat16() { return has_avx512() && GSD_HAS("avx512bf16") && GSD_HAS("avx512vnni"); }
 
-// Numbers of about one that every float type holds exactly.
-float number(int64_t i) { return static_cast<float>((i * 37 + i / 7 * 11) % 33 - 16) / 8.0f; }
+// Numbers of about one that every float type holds exactly, as are sums of few of their products in whatever order.
+std::vector<float> numbers(int64_t n, int64_t first) {
+  std::vector<float> found;
+  for (int64_t i = first; i < first + n; i++) {
+    found.push_back(static_cast<float>((i * 37 + i / 7 * 11) % 33 - 16) / 8.0f);
+  }
+  return found;
+}
 
 struct Small {
   int64_t rows, k, outputs;
 };
 constexpr Small kSmall[] = {{1, 33, 5}, {17, 160, 37}, {3, 16, 4}, {50, 70, 33}};
 
-std::vector<float> numbers(int64_t n, int64_t first) {
-  std::vector<float> found;
-  for (int64_t i = 0; i < n; i++) found.push_back(number(first + i));
-  return found;
-}
-
-std::unique_ptr<char[]> bytes(int64_t n) { return std::unique_ptr<char[]>(new char[static_cast<size_t>(n)]()); }
-
-// Sums of few such products are exact in float32, in whatever order.
 bool same_products(const RowKernel& kernel, const RowKernel& portable, Element element, const Small& small) {
   const int64_t elements = small.outputs * small.k;
   const std::vector<float> x = numbers(small.rows * small.k, 0), wide = numbers(elements, 5);
-  const auto weights = bytes(elements * bytes_of(element));
-  write_row(wide.data(), weights.get(), element, elements);
+  std::vector<char> weights(static_cast<size_t>(elements * bytes_of(element)));
+  write_row(wide.data(), weights.data(), element, elements);
   std::vector<int64_t> offsets;
   for (int64_t p = 0; p < small.outputs; p++) offsets.push_back(p * small.k);
-  std::vector<float> found[2], mixed[2];
-  for (int i = 0; i < 2; i++) {
-    const RowKernel& use = i == 0 ? kernel : portable;
-    const auto packed = bytes((small.rows + kRowBlock) * use.row_bytes(small.k));
-    found[i].assign(static_cast<size_t>(small.rows * small.outputs), 7.0f);
-    use.pack(x.data(), small.k, 0, small.rows, small.k, packed.get());
-    use.products(packed.get(), small.rows, small.k, weights.get(), small.k, 0, small.outputs, found[i].data(),
-                 small.outputs, false);
-    mixed[i].assign(x.size(), 0.5f);
-    if (kernel.weighted == nullptr) continue;
-    use.weighted(x.data(), 1, small.rows, weights.get(), offsets.data(), small.outputs, small.k, mixed[i].data(),
-                 small.k);
-  }
-  const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
-    float most = 0.0f, apart = 0.0f;
-    for (size_t i = 0; i < a.size(); i++) {
-      most = std::fmax(most, std::fabs(b[i]));
-      if (!(a[i] == b[i])) apart = std::fmax(apart, std::isnan(a[i] - b[i]) ? INFINITY : std::fabs(a[i] - b[i]));
+  const auto made = [&](const RowKernel& by) {
+    std::vector<char> packed(static_cast<size_t>((small.rows + kRowBlock) * by.row_bytes(small.k)));
+    std::vector<float> found(static_cast<size_t>(small.rows * small.outputs), 7.0f), mixed(x.size(), 0.5f);
+    by.pack(x.data(), small.k, 0, small.rows, small.k, packed.data());
+    by.products(packed.data(), small.rows, small.k, weights.data(), small.k, 0, small.outputs, found.data(), small.outputs,
+                false);
+    if (kernel.weighted != nullptr) {
+      by.weighted(x.data(), 1, small.rows, weights.data(), offsets.data(), small.outputs, small.k, mixed.data(), small.k);
     }
-    return apart <= 1e-5f * most;
+    found.insert(found.end(), mixed.begin(), mixed.end());
+    return found;
   };
-  return same(found[0], found[1]) && same(mixed[0], mixed[1]);
+  return made(kernel) == made(portable);
 }
 
 std::vector<float> multiplied(const IsaKernels& level, Element element, RowForm form, const Weights& w,
                               const std::vector<float>& x) {
   const int64_t k = w.inputs, rows = static_cast<int64_t>(x.size()) / k;
-  const auto packed = bytes((rows + kRowBlock) * packed_row_bytes(level, element, form, k));
-  pack_rows(level, element, form, x.data(), k, 0, rows, k, packed.get());
+  std::vector<char> packed(static_cast<size_t>((rows + kRowBlock) * packed_row_bytes(level, element, form, k)));
+  pack_rows(level, element, form, x.data(), k, 0, rows, k, packed.data());
   std::vector<float> found(static_cast<size_t>(rows * w.outputs));
-  multiply(level, element, w, packed.get(), rows, 0, w.outputs, found.data(), w.outputs);
+  multiply(level, element, w, packed.data(), rows, 0, w.outputs, found.data(), w.outputs);
   return found;
 }
 
@@ -99,29 +77,30 @@ bool same_packed(const IsaKernels& level, const IsaKernels& portable, Kind kind,
   constexpr int64_t kOutputs = 21, kGroups = 8;
   const RowForm form = form_of(kind);
   const bool codes = has_codes(form);
-  const int64_t inputs = codes ? 483 : 512, groups = beside(kind) == 0 ? 0 : codes ? 1 : kGroups, size = bytes_of(element);
-  const int64_t row = inputs / block_weights(kind) * block_bytes(kind);
-  std::vector<uint8_t> packed;
-  for (int64_t i = 0; i < kOutputs * row; i++) packed.push_back(static_cast<uint8_t>((i * 37 + i / 7 * 11) % 61));
+  const int64_t inputs = codes ? 483 : 512, groups = beside(kind) == 0 ? 0 : codes ? 1 : kGroups;
+  const int64_t row = inputs / block_weights(kind) * block_bytes(kind), dense_row = inputs * bytes_of(element);
+  std::vector<char> packed;
+  for (int64_t i = 0; i < kOutputs * row; i++) packed.push_back(static_cast<char>((i * 37 + i / 7 * 11) % 61));
   std::vector<float> scales = numbers(kOutputs * groups * beside(kind), 0);
   for (float& scale : scales) scale += 0.3f;
   const auto weights = [&](const IsaKernels& of) -> Weights {
-    return {reinterpret_cast<const char*>(packed.data()), kOutputs, inputs, row, kind,
+    return {packed.data(), kOutputs, inputs, row, kind,
             of.decoders.of[static_cast<int>(kind)][static_cast<int>(element)], scales.data(), groups};
   };
-  const auto decoded = bytes(kOutputs * inputs * size), expected = bytes(kOutputs * inputs * size);
-  for (int64_t n = 0; n < kOutputs; n++) {
-    decode_weights(element, weights(level), n, decoded.get() + n * inputs * size);
-    decode_weights(element, weights(portable), n, expected.get() + n * inputs * size);
-  }
-  if (memcmp(decoded.get(), expected.get(), static_cast<size_t>(kOutputs * inputs * size)) != 0) return false;
-  const Weights dense{decoded.get(), kOutputs, inputs, inputs * size, static_cast<Kind>(element), nullptr, nullptr, 0};
+  const auto decoded = [&](const IsaKernels& by) {
+    std::vector<char> made(static_cast<size_t>(kOutputs * dense_row));
+    for (int64_t n = 0; n < kOutputs; n++) decode_weights(element, weights(by), n, made.data() + n * dense_row);
+    return made;
+  };
+  const std::vector<char> expected = decoded(portable);
+  if (decoded(level) != expected) return false;
+  const Weights dense{expected.data(), kOutputs, inputs, dense_row, static_cast<Kind>(element), nullptr, nullptr, 0};
   for (const int64_t rows : {1, 17}) {
     const std::vector<float> x = numbers(rows * inputs, 3);
-    const std::vector<float> found = multiplied(level, element, form, weights(level), x);
-    const std::vector<float> right = codes ? multiplied(portable, element, form, weights(portable), x)
-                                           : multiplied(level, element, form, dense, x);
-    if (memcmp(found.data(), right.data(), found.size() * sizeof(float)) != 0) return false;
+    if (multiplied(level, element, form, weights(level), x) !=
+        (codes ? multiplied(portable, element, form, weights(portable), x) : multiplied(level, element, form, dense, x))) {
+      return false;
+    }
   }
   return true;
 }
