@@ -13,27 +13,18 @@ from pathlib import Path
 import pytest
 from kept import once
 
+from gsd_kernels.ops.table import all_ops
+
 ROOT = Path(__file__).parents[2]
 ARCHS = ("8.0", "9.0a", "10.0") if os.environ.get("EVERY") else ("8.0", "9.0a")
-KERNELS = (
-    *("merge_kernel", "flatten_kernel", "verify_kernel", "pick_kernel", "commit_kernel", "advance_kernel"),
-    *("ngram_insert_kernel", "ngram_lookup_kernel", "perturb_kernel", "mix_kernel"),
-    *("learn_kernel", "history_recall_kernel", "history_append_kernel", "recall_levels_kernel"),
-    *("start_kernel", "feed_kernel", "chain_kernel", "path_kernel", "text_kernel"),
-)
+SOURCES = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "csrc/cuda").glob("*.cu")))
 ATTENTION = ("attention_split_kernel", "attention_combine_kernel", "path_split_kernel", "path_end_kernel")
 ROWS = (
     *("rows_product_kernel", "rows_wide_product_kernel", "rows_packed_product_kernel"),
     *("rows_turn_kernel", "rows_norm_kernel", "rows_embed_kernel", "rows_pair_kernel", "rows_group_kernel"),
 )
-CUDA_OPS = (
-    *("merge", "flatten", "verify", "commit_kv", "dag_attention"),
-    *("sample_rows", "draft_candidates", "warped_log_probs"),
-    *("ngram_insert", "ngram_lookup", "perturb_candidates", "mix_candidates"),
-    *("learn_source", "history_recall", "history_append", "recall_levels"),
-    *("start_graph", "feed_rows", "feed_chain", "accepted_path", "commit_text"),
-    *("decoder_rows", "feature_rows"),
-)
+KERNELS = tuple(set(re.findall(r"\b(\w+_kernel)\(", SOURCES)) - {*ATTENTION, *ROWS})
+CUDA_OPS = [name for name, op in all_ops().items() if "cuda" in op.implementations]
 
 ELEMENTS, HEAD_DIMS, WARPS = ("Half", "Bfloat16"), (64, 128), (1, 2, 4)  # of the attention
 TILE_ROWS = (16, 32, 64)  # of a product

@@ -48,7 +48,7 @@ def operators(factory: pytest.TempPathFactory) -> Any:
     if not hasattr(torch.ops.gsd_block_code, "launches"):
         arguments, _, results = decoder_rows.schema.partition(" -> ")
         torch.library.define("gsd_block_code::decoder_rows", f"{arguments} -> {results}")
-        for name in ("launches", "ahead", "kinds"):
+        for name in ("launches", "kinds"):
             torch.library.define(f"gsd_block_code::{name}", f"{arguments} -> Tensor")
         arguments, _, results = feature_rows.schema.partition(" -> ")
         torch.library.define("gsd_block_code::feature_rows", f"{arguments} -> {results}")
@@ -61,23 +61,13 @@ def operators(factory: pytest.TempPathFactory) -> Any:
 def launches(factory: pytest.TempPathFactory, *arguments: Any) -> list[str]:
     """Names of the kernels that a call launches, in order; arguments as of an implementation of decoder_rows."""
     found = operators(factory).launches(*decoder_rows.operands(*arguments, None))
-    return [KERNELS[kernel] for kernel in found[1:].tolist()]
+    return [KERNELS[kernel] for kernel in found.tolist()]
 
 
 def feature_launches(factory: pytest.TempPathFactory, *arguments: Any) -> list[str]:
     """As :func:`launches`, of feature_rows."""
     found = operators(factory).feature_launches(*feature_rows.operands(*arguments))
-    return [KERNELS[kernel] for kernel in found[1:].tolist()]
-
-
-def begins_early(factory: pytest.TempPathFactory, *arguments: Any) -> bool:
-    """Whether the launches of a call begin while the one before ends, on a GPU that can."""
-    return bool(operators(factory).launches(*decoder_rows.operands(*arguments, None))[0])
-
-
-def asked_ahead(factory: pytest.TempPathFactory, *arguments: Any) -> list[list[int]]:
-    """What products ask for of the next one's weights: number of the product, address and bytes, a piece each."""
-    return operators(factory).ahead(*decoder_rows.operands(*arguments, None)).view(-1, 3).tolist()
+    return [KERNELS[kernel] for kernel in found.tolist()]
 
 
 def kinds(factory: pytest.TempPathFactory, *arguments: Any) -> set[tuple[int, ...]]:

@@ -4,10 +4,7 @@
 //     gsd_block_code::feature_rows   as gsd_kernels::feature_rows, likewise
 //     gsd_block_code::dag_attention  as gsd_kernels::dag_attention, likewise
 //     gsd_block_code::feature_launches  its arguments, and what `launches` returns
-//     gsd_block_code::launches       as decoder_rows; whether launches begin early, and what is launched, as numbers
-//                                    of Kernel, in order
-//     gsd_block_code::ahead          the same arguments; what products ask for ahead: number of the product, address and
-//                                    size of a piece, three numbers each
+//     gsd_block_code::launches       as decoder_rows; what is launched, as numbers of Kernel, in order
 //     gsd_block_code::kinds          the same arguments; of every product and attention which code it takes, six numbers
 //
 // The tensors go through the glue's own checks, and the launches through its own sequence.
@@ -28,11 +25,8 @@ namespace {
 enum Kernel : int32_t { kEmbed, kNorm, kProduct, kTurn, kAttend, kCombine, kPair };
 
 struct Recorder {
-  std::vector<int32_t> launched;
-  std::vector<int64_t> ahead;
-  int64_t products = 0;
-  bool group = false;
-  std::vector<int32_t> kinds{};
+  bool group;
+  std::vector<int32_t> launched{}, kinds{};
 
   int add(std::initializer_list<int32_t> kernels) {
     launched.insert(launched.end(), kernels);
@@ -42,11 +36,6 @@ struct Recorder {
   int pair(const RowsPair&) { return add({kPair}); }
   int norm(const RowsNorm&) { return add({kNorm}); }
   int product(const RowsProduct& a) {
-    for (int i = 0, size; i < a.ahead.pieces(); i++) {
-      const auto from = static_cast<int64_t>(reinterpret_cast<uintptr_t>(a.ahead.piece(i, size)));
-      ahead.insert(ahead.end(), {products, from, size});
-    }
-    products++;
     const bool groups = group && a.grouped(), norms = a.end == RowsEnd::kTurn && a.turn.q_norm != nullptr;
     kinds.insert(kinds.end(), {kProduct, groups ? a.group_rows() : -a.tile_rows(), groups ? 0 : a.tile_outputs(),
                                static_cast<int>(a.end), a.splits() > 1, norms});
@@ -187,28 +176,17 @@ RowsOutputs launched(const RowsCall& call) {
   return call.outputs;
 }
 
-Recorder recorded(const RowsCall& call) {
+template <std::vector<int32_t> Recorder::* numbers>
+Tensor recorded(const RowsCall& call) {
   const RowsDecoder decoder = limited(call);
-  const RowsForward forward(decoder);
-  Recorder recorder{{forward.early()}, {}};
-  forward.run(nullptr, recorder);
-  return recorder;
-}
-
-template <class Number>
-Tensor listed(const RowsCall& call, const std::vector<Number>& numbers) {
-  const Tensor found = fresh<Number>(std::get<0>(call.outputs), {static_cast<int64_t>(numbers.size())});
-  std::copy(numbers.begin(), numbers.end(), written<Number>(found));
+  Recorder recorder{decoder.group};
+  RowsForward(decoder).run(nullptr, recorder);
+  const std::vector<int32_t>& noted = recorder.*numbers;
+  const Tensor found = fresh<int32_t>(std::get<0>(call.outputs), {static_cast<int64_t>(noted.size())});
+  std::copy(noted.begin(), noted.end(), written<int32_t>(found));
   return found;
 }
-
-Tensor launches(const RowsCall& call) { return listed(call, recorded(call).launched); }
-Tensor ahead(const RowsCall& call) { return listed(call, recorded(call).ahead); }
-Tensor kinds(const RowsCall& call) {
-  Recorder recorder{{}, {}, 0, call.decoder.group};
-  RowsForward(call.decoder).run(nullptr, recorder);
-  return listed(call, recorder.kinds);
-}
+constexpr auto launches = recorded<&Recorder::launched>, kinds = recorded<&Recorder::kinds>;
 
 // An op: what `use` makes of its call.
 template <auto prepare, auto use>
@@ -232,6 +210,5 @@ STABLE_TORCH_LIBRARY_IMPL(gsd_block_code, CPU, m) {
   m.impl("feature_rows", TORCH_BOX(&gsd::OfFeatures<gsd::launched>::call));
   m.impl("launches", TORCH_BOX(&gsd::OfDecoder<gsd::launches>::call));
   m.impl("feature_launches", TORCH_BOX(&gsd::OfFeatures<gsd::launches>::call));
-  m.impl("ahead", TORCH_BOX(&gsd::OfDecoder<gsd::ahead>::call));
   m.impl("kinds", TORCH_BOX(&gsd::OfDecoder<gsd::kinds>::call));
 }
