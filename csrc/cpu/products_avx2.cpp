@@ -82,7 +82,6 @@ struct Ordered : Avx2 {
 
   GSD_TILE void see_part(const float* from, int part, Row& row) { row = _mm256_loadu_ps(from + 8 * part); }
   GSD_TILE void widen(const Stored* from, int, Weights& to) { to = E::eight(from); }
-  GSD_TILE void widen_few(const Stored* from, int n, int, Weights& to) { to = Avx2::part_of<E>(from, n); }
   GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) { sum = _mm256_fmadd_ps(row, weights, sum); }
   GSD_TILE void arrange(const float* from, float* to) { _mm256_storeu_ps(to, _mm256_loadu_ps(from)); }
 
@@ -97,11 +96,6 @@ struct PairedBfloat16 : Ordered<EightBfloat16> {
     const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     to = _mm256_castsi256_ps(part == 0 ? _mm256_slli_epi32(words, 16)
                                        : _mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
-  }
-  GSD_TILE void widen_few(const uint16_t* from, int n, int part, Weights& to) {
-    uint16_t whole[kStep] = {};
-    memcpy(whole, from, static_cast<size_t>(n) * sizeof(uint16_t));
-    widen(whole, part, to);
   }
   GSD_TILE void arrange(const float* from, float* to) {
     for (int i = 0; i < kStep / 2; i++) {
@@ -122,11 +116,6 @@ struct Codes : Dense {
     row = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
   GSD_TILE void widen(const int8_t* from, Weights& to) { see(from, to); }
-  GSD_TILE void widen_part(const int8_t* from, int n, Weights& to) {
-    int8_t whole[kStep] = {};
-    memcpy(whole, from, static_cast<size_t>(n));
-    see(whole, to);
-  }
   GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) {
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(row, weights));
   }

@@ -25,9 +25,6 @@ struct Codes : IntegerSums {
     row = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
   GSD_TILE void widen(const int8_t* from, Weights& to) { see(from, to); }
-  GSD_TILE void widen_part(const int8_t* from, int n, Weights& to) {
-    to = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(static_cast<__mmask32>((uint64_t{1} << n) - 1), from));
-  }
   GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) {
     sum = _mm512_add_epi32(sum, _mm512_madd_epi16(row, weights));
   }

@@ -36,7 +36,6 @@ struct Dots : Avx512 {
     to = whole_line(from);
     keep_in_register(to);
   }
-  GSD_TILE void widen_part(const uint16_t* from, int n, Weights& to) { to = part_of_line(from, n); }
   GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) {
     sum = _mm512_dpbf16_ps(sum, (__m512bh)row, (__m512bh)weights);
   }
@@ -66,11 +65,9 @@ struct Pairs : Avx512, ZmmPairs {
 // Four products an instruction and word, of bytes with a sign by bytes without: 128 is added to the weights.
 struct Codes : IntegerSums {
   static constexpr int kStep = 64;
-  GSD_TILE __m512i without_sign(__m512i bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)); }
   GSD_TILE void see(const int8_t* from, Row& row) { row = _mm512_loadu_si512(from); }
-  GSD_TILE void widen(const int8_t* from, Weights& to) { to = without_sign(_mm512_loadu_si512(from)); }
-  GSD_TILE void widen_part(const int8_t* from, int n, Weights& to) {
-    to = without_sign(_mm512_maskz_loadu_epi8((uint64_t{1} << n) - 1, from));
+  GSD_TILE void widen(const int8_t* from, Weights& to) {
+    to = _mm512_xor_si512(_mm512_loadu_si512(from), _mm512_set1_epi8(-128));
   }
   GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) { sum = _mm512_dpbusd_epi32(sum, weights, row); }
 };

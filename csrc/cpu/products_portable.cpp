@@ -69,13 +69,12 @@ struct Generic : Dense {
 template <class Element, float (*kWiden)(Element)>
 struct Scalars : Generic {
   typedef Element Stored;
-  GSD_TILE void widen_part(const Stored* from, int n, Floats& to) {
+  GSD_TILE void widen_lanes(const Stored* from, int part, Floats& to) {
     float wide[kLanes] = {};
-    for (int i = 0; i < n; i++) wide[i] = kWiden(from[i]);
+    for (int i = 0; i < part; i++) wide[i] = kWiden(from[i]);
     load(wide, to);
   }
-  GSD_TILE void widen(const Stored* from, Floats& to) { widen_part(from, kLanes, to); }
-  GSD_TILE void widen_lanes(const Stored* from, int part, Floats& to) { widen_part(from, part, to); }
+  GSD_TILE void widen(const Stored* from, Floats& to) { widen_lanes(from, kLanes, to); }
 };
 
 struct Rounding : Scalars<uint16_t, Bfloat16::widen> {  // as the levels do that multiply in bfloat16
@@ -97,10 +96,6 @@ struct Codes : Dense {
   GSD_TILE void clear(Sum& sum) { sum = 0; }
   GSD_TILE void see(const int8_t* from, Row& row) { memcpy(row.of, from, kStep); }
   GSD_TILE void widen(const int8_t* from, Weights& to) { see(from, to); }
-  GSD_TILE void widen_part(const int8_t* from, int n, Weights& to) {
-    to = {};
-    memcpy(to.of, from, static_cast<size_t>(n));
-  }
   GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) {
     for (int i = 0; i < kStep; i++) sum += row.of[i] * weights.of[i];
   }

@@ -69,6 +69,15 @@ struct Kept<T, true> {
   typedef typename T::Held Held;
 };
 
+// use(a step's weights): of the last one only `n` are there, and zeros behind them.
+template <class T, class Use>
+GSD_TILE void whole_step(const typename T::Stored* from, int n, const Use& use) {
+  if (n == T::kStep) return use(from);
+  typename T::Stored whole[T::kStep] = {};
+  __builtin_memcpy(whole, from, static_cast<size_t>(n) * sizeof whole[0]);
+  use(whole);
+}
+
 // total[R, 4] += x[R, n] · column[4, n]ᵀ over a step's n inputs. Four weights stay in registers while rows pass by; where
 // registers are few, three rows stay while the weights of a part pass by. A sum has one order, whatever R is.
 template <class T, int R>
@@ -76,6 +85,7 @@ GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const Columns<type
                             const typename Kept<T>::Held& held, int64_t i, int n,
                             typename T::Sum (&total)[R][kOutputs]) {
   typedef typename T::Seen Seen;
+  typedef typename T::Stored Stored;
   const auto& column = columns.weights;
   if constexpr (T::kParts > 0) {
     GSD_UNROLL
@@ -86,8 +96,7 @@ GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const Columns<type
       GSD_UNROLL
       for (int j = 0; j < kOutputs; j++) {
         typename T::Weights weights;
-        if (n == T::kStep) T::widen(column[j] + i, part, weights);
-        else T::widen_few(column[j] + i, n, part, weights);
+        whole_step<T>(column[j] + i, n, [&](const Stored* from) __attribute__((always_inline)) { T::widen(from, part, weights); });
         GSD_UNROLL
         for (int r = 0; r < R; r++) T::add(row[r], weights, total[r][j]);
       }
@@ -98,8 +107,7 @@ GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const Columns<type
     GSD_UNROLL
     for (int j = 0; j < kOutputs; j++) {
       if constexpr (T::kPacked) T::unpack(column[j], i, held, j, weights[j]);
-      else if (n == T::kStep) T::widen(column[j] + i, weights[j]);
-      else T::widen_part(column[j] + i, n, weights[j]);
+      else whole_step<T>(column[j] + i, n, [&](const Stored* from) __attribute__((always_inline)) { T::widen(from, weights[j]); });
     }
     GSD_UNROLL
     for (int r = 0; r < R; r++) {

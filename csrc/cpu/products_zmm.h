@@ -41,9 +41,6 @@ GSD_TILE __m512i wide_words(const uint16_t* from, int part) {  // 16-bit element
 }
 
 GSD_TILE __m512i whole_line(const uint16_t* from) { return _mm512_loadu_si512(from); }
-GSD_TILE __m512i part_of_line(const uint16_t* from, int n) {
-  return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), from);
-}
 
 struct Float32 : Avx512 {
   typedef float Stored;
@@ -56,9 +53,6 @@ struct Float32 : Avx512 {
     to = _mm512_loadu_ps(from);
     keep_in_register(to);
   }
-  GSD_TILE void widen_part(const float* from, int n, Weights& to) {
-    to = _mm512_maskz_loadu_ps(first_lanes(n), from);
-  }
   GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) { sum = _mm512_fmadd_ps(row, weights, sum); }
   GSD_TILE void arrange(const float* from, float* to) { _mm512_storeu_ps(to, _mm512_loadu_ps(from)); }
   GSD_TILE void widen_lanes(const float* from, int part, Lanes& to) { load_lanes(from, part, to); }
@@ -69,12 +63,9 @@ struct Float16 : Float32 {
   GSD_TILE void widen(const uint16_t* from, Weights& to) {
     to = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
-  GSD_TILE void widen_part(const uint16_t* from, int n, Weights& to) {
-    to = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), from));
-  }
   GSD_TILE void widen_lanes(const uint16_t* from, int part, Lanes& to) {
     if (part == kLanes) widen(from, to);
-    else widen_part(from, part, to);
+    else to = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(part), from));
   }
 };
 
@@ -92,13 +83,11 @@ struct PairedBfloat16 : Avx512 {
   GSD_TILE void see(const float* from, Row& row) {
     row.first = _mm512_loadu_ps(from), row.second = _mm512_loadu_ps(from + 16);
   }
-  GSD_TILE void split(__m512i words, Weights& to) {
+  GSD_TILE void take(__m512i words, Weights& to) {
     to.first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
     to.second = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
   }
-  GSD_TILE void take(__m512i words, Weights& to) { split(words, to); }
-  GSD_TILE void widen(const uint16_t* from, Weights& to) { split(whole_line(from), to); }
-  GSD_TILE void widen_part(const uint16_t* from, int n, Weights& to) { split(part_of_line(from, n), to); }
+  GSD_TILE void widen(const uint16_t* from, Weights& to) { take(whole_line(from), to); }
   GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) {
     sum = _mm512_fmadd_ps(row.first, weights.first, sum);
     sum = _mm512_fmadd_ps(row.second, weights.second, sum);

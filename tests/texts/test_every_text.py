@@ -163,7 +163,7 @@ def state_of(models):
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.many if seed >= 15 else ()) for seed in range(120)]
+    "seed", [pytest.param(seed, marks=pytest.mark.many if seed >= 10 else ()) for seed in range(120)]
 )
 def test_the_call_after_an_interruption_is_right(seed, tmp_path):
     draws = random.Random(seed)
@@ -188,7 +188,7 @@ def test_the_call_after_an_interruption_is_right(seed, tmp_path):
         assert torch.equal(call(**options), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3", "mistral-window"])
 def test_in_half_precision_a_text_leaves_transformers_where_two_tokens_are_as_good(family):
     """Plain decoding, to which other drafts are held there, and transformers' own round in another order."""
     target, call = tiny(family, dtype=torch.bfloat16), {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None}
@@ -207,7 +207,7 @@ def test_in_half_precision_a_text_leaves_transformers_where_two_tokens_are_as_go
             assert gap <= 2**-5 * logits.abs().max(), (row, at)
 
 
-@pytest.mark.parametrize("context", [0, 1, 2, 3])
+@pytest.mark.parametrize("context", [pytest.param(n, marks=pytest.mark.many if n % 2 else ()) for n in range(4)])
 def test_merge_edges_are_accepted_with_every_context(context):
     """Of a small vocabulary, in which sequences recur."""
     target = endless("qwen3", vocab_size=32)
@@ -227,7 +227,7 @@ def test_a_prompt_of_8192_tokens():
 
 def test_a_text_that_time_ends_is_the_beginning_of_the_whole():
     target = tiny(dtype=torch.float32)
-    options = {**prompts(1, 9), "do_sample": False, "eos_token_id": None, "max_new_tokens": 400}
+    options = {**prompts(1, 9), "do_sample": False, "eos_token_id": None, "max_new_tokens": 200}
     whole = target.generate(**options)
     text = gsd.generate(target, **options, max_time=0.05)
     assert text.shape[1] > 9 and torch.equal(text, whole[:, : text.shape[1]])
