@@ -28,21 +28,6 @@ LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 700, 80
 MOST_STAYS = 60
 MOST_PATCHES, MOST_PRIVATE_PATCHES = 140, 9
 """Names of the package that tests patch, and those with an underscore among them: lowered, never raised."""
-CORE_OF_SATELLITES = {
-    "gsd_kernels_train": (
-        "api engine.resolved files model.hidden model.properties parallel progress records sources.checkpoints "
-        "sources.dflash sources.eagle3 sources.edges sources.heads "
-        "sources.layouts sources.mtp store validate"
-    ),
-    "gsd_kernels_serve": "api extras model.properties model.sides records validate.options",
-    "gsd_kernels_cli": (
-        "api corpus.index engine.decoder engine.options engine.resolved engine.stats exported.options "
-        "extras files learning model.fused model.gpu_proof model.properties packed.dense packed.gguf "
-        "parallel progress records sources.checkpoints sources.corpus sources.dflash "
-        "sources.eagle3 sources.heads sources.load sources.mtp store validate"
-    ),
-}
-"""Files of gsd_kernels_hf that satellites import beside the public names of its ``__init__``; recipes left out."""
 GREEDY = {"max_new_tokens": 40, "eos_token_id": [5, 7], "pad_token_id": 0, "do_sample": False}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.3, "seed": 3}
 ROOMS_OF_PYTHON = ("gsd_kernels", "python", "bench", "tests", "examples")
@@ -80,22 +65,6 @@ def test_the_layers_are_those_of_the_import_contracts():
     layers = next(c["layers"] for c in contracts["contracts"] if c.get("containers") == ["gsd_kernels_hf"])
     shown = re.search(r"```text\n(.*?)```", PAGE.partition("## Who imports whom")[2], re.DOTALL)[1].splitlines()
     assert [line.split("  ")[0].strip() for line in shown] == layers
-
-
-def test_satellites_import_what_is_declared():
-    for name, declared in CORE_OF_SATELLITES.items():
-        imported = set()
-        for file in (ROOT / "python" / name).rglob("*.py"):
-            if "recipes" in file.parts:
-                continue
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module.startswith("gsd_kernels_hf"):
-                    room = node.module.removeprefix("gsd_kernels_hf").lstrip(".")
-                    names = [f"{room}.{alias.name}".lstrip(".") for alias in node.names]
-                    files = [ROOT / "python/gsd_kernels_hf" / each.replace(".", "/") for each in names]
-                    found = zip(names, files, strict=True)
-                    imported |= {each if at.with_suffix(".py").exists() or at.is_dir() else room for each, at in found}
-        assert sorted(imported - {""}) == declared.split(), name
 
 
 def test_files_and_functions_are_short():
