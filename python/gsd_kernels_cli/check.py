@@ -111,26 +111,19 @@ def _compare(
 
 
 def _row(text: str, prompt_tokens: int, runs: dict[str, Run], divergence: Divergence | None) -> dict[str, Any]:
-    def side(run: Run) -> dict[str, Any]:
-        return {
-            "seconds": run.seconds,
-            "tokens_per_second": run.tokens_per_second,
-            "target_forwards": run.target_forwards,
-            "peak_bytes": run.peak_bytes,
-        }
-
+    names = ("seconds", "tokens_per_second", "target_forwards", "peak_bytes")
+    sides = {way: {name: getattr(run, name) for name in names} for way, run in runs.items()}
     stats = runs[GRAPH].stats
     assert stats is not None
     return {
         "prompt": text,
         "prompt_tokens": prompt_tokens,
-        "new_tokens": len(runs["plain"].tokens),
+        "new_tokens": len(runs[PLAIN].tokens),
         "equal": divergence is None,
         "divergence": None if divergence is None else divergence.as_dict(),
-        "speedup": runs["plain"].seconds / runs["graph"].seconds,
-        PLAIN: side(runs[PLAIN]),
-        UNDRAFTED: side(runs[UNDRAFTED]),
-        GRAPH: {**side(runs[GRAPH]), "stats": stats.as_dict()},
+        "speedup": runs[PLAIN].seconds / runs[GRAPH].seconds,
+        **sides,
+        GRAPH: {**sides[GRAPH], "stats": stats.as_dict()},
     }
 
 

@@ -232,11 +232,8 @@ def _rows_of(device: str, report: dict[str, Any]) -> str:
 
 def _facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The lines of the first table: what, and what was found."""
-    for name, version in report["versions"].items():
+    for name, version in (report["versions"] | {"platform": report["platform"]} | report["compilers"]).items():
         yield name, version or "missing"
-    yield "platform", report["platform"]
-    for name, version in report["compilers"].items():
-        yield name, version or "none found"
     yield "flash attention", ", ".join(filter(None, report["flash_attention"].values()))
     for device in report["fused_rows"]:
         yield f"rows on {device}", _rows_of(device, report)
