@@ -67,6 +67,17 @@ SCHEMA = {
 }
 
 
+def asked(url: str, body: object = None, method: str | None = None, **headers: str) -> tuple[int, str, typing.Any]:
+    """Status, text and headers of a bare request; a body that is no bytes is sent as JSON."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, answer.read().decode(), answer.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), error.headers
+
+
 class Server:
     """The demo pair, or its target alone without speculation, served from a thread of this process."""
 
@@ -99,13 +110,7 @@ class Server:
 
     def raw(self, endpoint: str, body: object) -> tuple[int, typing.Any]:
         """Status and body of a bare request; a list of events for a stream."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + endpoint, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request) as answer:
-                status, text = answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            status, text = error.code, error.read().decode()
+        status, text, _ = asked(self.url + endpoint, body)
         if text.startswith("data: "):
             return status, [part.removeprefix("data: ") for part in text.split("\n\n") if part]
         return status, json.loads(text)

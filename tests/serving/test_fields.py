@@ -12,7 +12,7 @@ import torch
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as responses
-from served import ASKED, LENGTH, OFFERED, PROMPT, SCHEMA, TOOL, TOOLS, read, row_id, tokens
+from served import ASKED, LENGTH, OFFERED, PROMPT, SCHEMA, TOOLS, read, row_id, tokens
 from transformers import LogitsProcessor
 
 from gsd_kernels_hf import generate
@@ -217,7 +217,6 @@ GIVEN: list[tuple[tuple[str, ...], typing.Any, typing.Any]] = [
     ((CHAT,), {"reasoning_effort": "low"}, prompted(f"# effort low\n{PROMPT}\n")),
     ((RESPONSES,), {"reasoning": {"effort": "low", "summary": "auto"}}, prompted(f"# effort low\n{PROMPT}\n")),
     (ENDPOINTS, {"temperature": 0.9, "seed": 7}, generated(do_sample=True, temperature=0.9, seed=7)),
-    (ENDPOINTS, {"temperature": ...}, generated()),
     (ENDPOINTS, {"temperature": 2, "seed": 1, "top_p": 0.4}, generated(**SAMPLED, top_p=0.4)),
     (ENDPOINTS, {"temperature": ..., "seed": 1, "top_k": 5}, generated(do_sample=True, seed=1, top_k=5)),
     (ENDPOINTS, {"temperature": 2, "seed": 1, "min_p": 0.3}, generated(**SAMPLED, min_p=0.3)),
@@ -306,7 +305,6 @@ def test_what_is_not_served_says_so_but_for_what_asks_for_nothing(endpoint, serv
 
 DEEP = "[" * 100 + "]" * 100
 NESTED = json.loads('{"type": "object", "properties": {"a": ' * 200 + "{}" + "}}" * 200)
-FUNCTION = {"type": "function", "function": TOOL}
 
 
 def chosen(name: object) -> dict[str, object]:
@@ -321,13 +319,12 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
         ("stream", ENDPOINTS, ("yes",)),
         ("generation_config", ENDPOINTS, ("{", '{"repetition_penalty": NaN}')),
         ("logit_bias", BOTH, ({"1000000": 1}, [1])),
-        ("max_tokens", BOTH, (0, 2**31, 2.5, True)),
+        ("max_tokens", BOTH, (0,)),
         ("stop", BOTH, (["x"] * 17,)),
         ("best_of", (COMPLETIONS,), (2,)),
         ("logprobs", BOTH, ("yes",)),
         ("top_logprobs", TEMPLATED, (2,)),  # alone
         ("stream_options", BOTH, ({"include_usage": True},)),  # of no stream
-        ("messages", (CHAT,), ([],)),
         ("prompt", (COMPLETIONS,), ([], [[1, "x"]], [10**6], {"a": 1}, [[]])),
         ("tool_choice", TEMPLATED, ("required",)),  # without tools
         ("best_off", ENDPOINTS, (1, None)),  # which nobody knows
@@ -349,23 +346,17 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
     # ---- messages and items
     ((CHAT,), {"messages": user([{"type": "image_url", "image_url": {"url": "data:,"}}])},
      "messages[0].content[0].type"),
-    ((CHAT,), {"messages": user(7)}, "messages[0].content"),
-    ((CHAT,), {"messages": [{"role": "judge", "content": ""}]}, "messages[0].role"),
     ((CHAT,), {"messages": user("", tool_call_id="1")}, "messages[0].tool_call_id"),
     ((CHAT,), {"messages": user(PROMPT, audio={"id": "1"})}, "messages[0].audio"),
     ((CHAT,), {"messages": user(PROMPT, name="ann")}, "messages[0].name"),  # which the template does not show
-    ((CHAT,), {"messages": said(tool_calls=5)}, "messages[1].tool_calls"),
     ((CHAT,), {"messages": said(tool_calls=[chosen({"name": "paint", "arguments": f'{{"a": {DEEP}}}'})])},
      "messages[1].tool_calls[0].function.arguments"),
     ((RESPONSES,), {"input": user([{"type": "input_image", "image_url": "data:,"}])}, "input[0].content[0].type"),
     ((RESPONSES,), {"input": [{"type": "item_reference", "id": "1"}]}, "input[0].type"),
-    ((RESPONSES,), {"input": user(PROMPT, name="ann")}, "input[0].name"),
     ((CHAT,), {"prediction": {"type": "content", "content": [{"type": "text"}]}}, "prediction.content[0].text"),
     # ---- tools
     (TEMPLATED, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ((CHAT,), {"tools": TOOLS * 2}, "tools[1].function.name"),
-    ((CHAT,), {"tools": [{**FUNCTION, "cached": 1}]}, "tools[0].cached"),
-    ((CHAT,), {"tools": [chosen({**TOOL, "strict": "yes"})]}, "tools[0].function.strict"),
     (TEMPLATED, {"tools": [{"type": "function", "name": "x", "parameters": NESTED}]}, "tools"),
     ((CHAT,), {"tools": TOOLS, "tool_choice": chosen({"name": "sing"})}, "tool_choice"),
     ((CHAT,), {"tools": TOOLS, "tool_choice": chosen({"name": ["paint"]})}, "tool_choice.function.name"),

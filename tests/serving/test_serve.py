@@ -12,15 +12,12 @@ import subprocess
 import sys
 import threading
 import time
-import typing
-import urllib.error
-import urllib.request
 import weakref
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import pytest
-from served import ASKED, LENGTH, PROMPT, Server, read, row_id
+from served import ASKED, LENGTH, PROMPT, Server, asked, read, row_id
 from typer.testing import CliRunner
 
 from gsd_kernels_cli import demo
@@ -37,16 +34,6 @@ pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 
 # ---- ``gsd-kernels serve`` as a process
-
-
-def asked(url: str, body: object = None, method: str | None = None, **headers: str) -> tuple[int, str, typing.Any]:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers}, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, answer.read().decode(), answer.headers
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode(), error.headers
 
 
 def test_a_process_serves_tells_in_its_log_and_ends_cleanly_while_a_prompt_is_read(tmp_path):
