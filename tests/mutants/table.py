@@ -16,7 +16,9 @@ class Mutant(NamedTuple):
 
 
 HF = "python/gsd_kernels_hf/"
-LOCKSTEP, SAMPLING, CRITERIA = (HF + f"acceptance/{name}.py" for name in ("lockstep", "sampling", "criteria"))
+HOST, LOCKSTEP, SAMPLING, CRITERIA = (
+    HF + f"acceptance/{name}.py" for name in ("host", "lockstep", "sampling", "criteria")
+)
 CACHE, MASKS, FACTS = (HF + f"model/{name}.py" for name in ("cache", "masks", "facts"))
 STREAMING, STOPS, KEY, OUTPUT = (HF + f"engine/{n}.py" for n in ("output", "stop_strings", "request", "output"))
 HISTORY, MEMORY, GRAMMAR, MATCHERS, BORDER, FEATURES, RECURSION, LAYOUTS, MTP, DFLASH = (
@@ -54,11 +56,11 @@ MUTANTS = [Mutant(*row) for row in (
     (MERGE, "& (nodes > candidates.origins[:, :, None])", "", "merge: a candidate joins an older node, a cycle", T_GRAPHS),
     (MERGE, "present & ~(same_sibling & earlier).any(-1)", "present", "merge: duplicate siblings both stay", T_GRAPHS),
     (MERGE, "joinable = _keep_best(joinable, agreement.float())", "pass", "merge: the longest common context does not win", T_OPS + " -k merge"),
-    (LOCKSTEP, "self.final_length - self.prompt >= self.room", "self.final_length - self.prompt > self.room", "lockstep: one token beyond the length", T_LOCKSTEP),
+    (HOST, "before[b] >= remaining[b]", "before[b] > remaining[b]", "lockstep: one token beyond the length", T_LOCKSTEP),
     (LOCKSTEP, "torch.where(done, accepted.num_accepted.max(), accepted.num_accepted)", "accepted.num_accepted", "padding: finished sequences commit no padding", T_LOCKSTEP),
     (LOCKSTEP, "depths=torch.where(done, place, rows.depths)", "depths=rows.depths", "positions: padding is read at wrong positions", T_LOCKSTEP),
-    (LOCKSTEP, "(self.plan.warpers(self.history, scores),)", "(scores,)", "scores that are returned were not warped", T_LOCKSTEP + " -k warped"),
-    (LOCKSTEP, "[self.pad if done else next(picked)", "[0 if done else next(picked)", "padding: finished sequences get another token", T_LOCKSTEP),
+    (HOST, "self.plan.warpers(history, scores.clone()) if self.keep_scores else scores", "scores", "scores that are returned were not warped", T_LOCKSTEP + " -k warped"),
+    (HOST, "[self.pad if self.done[b] else next(picked)", "[0 if self.done[b] else next(picked)", "padding: finished sequences get another token", T_LOCKSTEP),
     (SAMPLING, "_fused_rank(processors[split - 1]) < rank", "_fused_rank(processors[split - 1]) < len(FUSED)", "processors' order: warpers in another order are fused", T_SAMPLING),
     (SAMPLING, "scores.expand(batch, -1))[b : b + 1]", "scores.expand(batch, -1))[:1]", "processors: every sequence gets the first one's", T_LOCKSTEP + " -k built_in"),
     (SAMPLING, "return seed - 2**64 if", "return seed - 2**63 if", "noise keys: a large seed becomes another", T_SAMPLING),

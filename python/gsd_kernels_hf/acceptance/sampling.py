@@ -101,14 +101,12 @@ def is_placed(processor: LogitsProcessor) -> bool:
     return by_row or type(processor).__name__ in PLACED
 
 
-def processed(processors: list[LogitsProcessor], b: int, batch: int, history: Tensor, scores: Tensor) -> Tensor:
-    """The scores [1, V] of sequence ``b`` of a ``batch``, with its text [1, L], after row-wise processors."""
-    for processor in processors:
-        if is_placed(processor):
-            scores = processor(history.expand(batch, -1), scores.expand(batch, -1))[b : b + 1]
-        else:
-            scores = processor(history, scores)
-    return scores
+def processed(processor: LogitsProcessor, group: list[int], batch: int, history: Tensor, scores: Tensor) -> Tensor:
+    """The scores [n, V] of a group of a batch's sequences, all or one, with their texts [n, L], after a processor."""
+    if len(group) < batch and is_placed(processor):
+        (b,) = group
+        return processor(history.expand(batch, -1), scores.expand(batch, -1))[b : b + 1]
+    return processor(history, scores)
 
 
 def _fused_rank(processor: LogitsProcessor) -> int:

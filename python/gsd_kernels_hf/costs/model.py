@@ -85,7 +85,6 @@ class CostModel:
         self.target, self.other = Medians(len(ROW_COUNTS)), Medians(len(self.names))
         self.paces = np.zeros(0)  # log(seconds / predicted without a pace) of the latest steps
         self.pace = 0.0
-        self.waiting: list[tuple[int, float, np.ndarray, np.ndarray, np.ndarray]] = []
         self.timed: dict[str, int] = {}
 
     @property
@@ -125,25 +124,15 @@ class CostModel:
             return
         rows, target, other = np.clip(np.array(steps, dtype=float), MIN_SECONDS, MAX_SECONDS).T  # [n] each
         place = self.index[name]
-        sure = (self.target_std(rows) < SURE_STD) & (self.other_std()[place] < SURE_STD)
-        sure |= self.paces.size == 0
         self.timed[name] = self.timed.get(name, 0) + len(steps)
+        unsure = self.target_std(rows) + self.other_std()[place]  # [n]
+        paces = np.log((target + other) / (self._forwards(rows, cached) + self._besides()[place]))
+        sure = (unsure < SURE_STD) | (self.paces.size == 0)
         if sure.any():
-            paces = np.log((target + other) / (self._forwards(rows, cached) + self._besides()[place]))
             self.paces = np.append(self.paces, paces[sure])[-PACE_STEPS:]
             self.pace = float(np.quantile(self.paces, QUICK_SHARE, method="lower"))
-        self.waiting = [*self.waiting, (place, cached, rows, target, other)]
-        # Of what was not timed nobody knows whether it or the machine is slow, before another step says how that is.
-        if sure.any() or len(self.waiting) > 1:
-            waiting, self.waiting = self.waiting, []
-            for seen in waiting:
-                self._correct(*seen)
-
-    def _correct(self, place: int, cached: float, rows: np.ndarray, target: np.ndarray, other: np.ndarray) -> None:
-        """Correct what is known of row counts [n], and of all else in steps of one name, by seconds [n] of both."""
-        beyond = np.log((target + other) / (self._forwards(rows, cached) + self._besides()[place])) - self.pace
         # A step that is slow beyond what is uncertain was disturbed; quick by accident is none.
-        quick = beyond < np.minimum(SLOW + 2.0 * (self.target_std(rows) + self.other_std()[place]), MAX_SLOW)
+        quick = paces - self.pace < np.minimum(SLOW + 2.0 * unsure, MAX_SLOW)
         forward = np.log(target / self.prior.target_seconds(rows, cached)) - self.pace
         counts = np.abs(LOG2_ROWS - np.log2(rows)[:, None]).argmin(1)
         for count in set(counts.tolist()):

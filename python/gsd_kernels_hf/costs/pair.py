@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,16 +27,8 @@ from ..packed.adapters import stored_in
 from ..packed.modules import packed_in
 from ..store import Document
 from .model import CostModel
-from .prior import CostPrior
+from .prior import CostPrior, layers_of, weight_bytes
 
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
 MAX_PAIRS = 32  # kept in a process; what was learned of the others is on disk
 COSTS = "costs"  # section of a pair's document
 FINGERPRINT_VALUES = 16  # of a weight, that tell models of the same sizes apart
@@ -110,23 +103,15 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
     """Everything that the cost of a step depends on: the identity of a pair."""
     device = properties.device_of(model)
 
-    def identity(m: nn.Module) -> dict[str, Any]:
-        if not isinstance(m, PreTrainedModel):
-            first = next(m.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
-            size = {name: list(p.shape) for name, p in m.named_parameters()}
-            return {"class": type(m).__name__, "dtype": str(first.dtype), "device": str(first.device), **size}
-        config = m.config.get_text_config(decoder=True)
-        size = {key: properties.size_in(config, key) for key in SIZES}
-        stored = {stored.name for module in m.modules() if (stored := stored_in(module)) is not None}
-        kinds = sorted({module.kind.name for module in packed_in(m)} | stored)
-        size |= {"packed": kinds} if kinds else {}
-        size |= {"lacks": vars(m)["lacks"]} if "lacks" in vars(m) else {}
-        return {"class": type(m).__name__, "dtype": str(m.dtype), "device": str(properties.device_of(m)), **size}
+    def identity(m: nn.Module) -> tuple[Any, ...]:
+        formats = {module.kind.name for module in packed_in(m)}
+        formats |= {stored.name for module in m.modules() if (stored := stored_in(module)) is not None}
+        return type(m).__name__, *map(str, placed(m)), weight_bytes(m), layers_of(m), sorted(formats)
 
     return {
         "target": identity(model),
         "draft": None if draft is None else identity(draft),
-        **({"others": [identity(other) for other in others]} if others else {}),
+        "others": [identity(other) for other in others],
         "machine": machine(device),
         "backend": backend,
         **forwards(model, draft, backend),
@@ -134,6 +119,13 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
         "attention": implementation_of(model.config),
         "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
     }
+
+
+def placed(module: nn.Module) -> tuple[Any, ...]:
+    """Where a module lies, and in which dtype."""
+    if isinstance(module, PreTrainedModel):
+        return properties.device_of(module), module.dtype
+    return tuple((first.device, first.dtype) for first in itertools.islice(module.parameters(), 1))
 
 
 def machine(device: torch.device) -> tuple[Any, ...]:

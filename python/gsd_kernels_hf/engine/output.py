@@ -15,7 +15,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from gsd_kernels.config import PLAIN
 
 from ..acceptance.host import OnHost, check_pick
-from ..acceptance.tokenwise import TokenByToken
 from ..model import properties
 from ..model.finite import not_finite_for
 from ..policy.shapes import shape_name
@@ -124,7 +123,8 @@ class Output:
         session.target.check_length("max_new_tokens", max(length - pad - done for length, pad, done in texts))
         if self.streaming is not None:
             rule, prompt = session.rule, self.request.prompt_length
-            lengths = [length - prompt for length in rule.lengths] if isinstance(rule, TokenByToken) else None
+            apart = isinstance(rule, OnHost) and not rule.together
+            lengths = [length - prompt for length in rule.lengths] if apart else None
             self.streaming.add(heard.tokens, self.done, lengths)
         self.finished = all(self.done)
         verdicts = (timer(state.tokens, None) for timer in self.request.timers)
@@ -134,11 +134,8 @@ class Output:
     def why_not_finite(self) -> str | None:
         """Name what of the target is not finite for the texts so far; ``None``: nothing that was found."""
         rule, request, state = self.session.rule, self.request, self.session.state
-        if isinstance(rule, TokenByToken):
-            lengths = rule.lengths
-        else:
-            lengths = [rule.final_length] * request.batch if isinstance(rule, OnHost) else state.out_len.tolist()
-        texts = rule.history if isinstance(rule, OnHost) else state.tokens
+        on_host = isinstance(rule, OnHost)
+        texts, lengths = (rule.history, rule.lengths) if on_host else (state.tokens, state.out_len.tolist())
         for text, padding, length in zip(texts, self.pads, lengths, strict=True):
             ids = text[padding:length]
             model, words = self.session.target.model, request.inputs is None
@@ -170,7 +167,7 @@ class Output:
         rule = session.rule
         tokens, length = state.tokens, int(state.out_len.max())
         if isinstance(rule, OnHost):
-            tokens, length = rule.history, rule.final_length
+            tokens, length = rule.history, max(rule.lengths)
             stats.new_tokens -= rule.taken_back
         unfinished = state.out_len[~state.done]
         if len(unfinished):  # out of time: no text is padded before its end

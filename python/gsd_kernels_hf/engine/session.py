@@ -17,9 +17,8 @@ from gsd_kernels.ops.step import commit_text
 
 from ..acceptance.criteria import ChainProposal, criterion_of
 from ..acceptance.host import OnHost
-from ..acceptance.lockstep import Lockstep, padded, padded_path
+from ..acceptance.lockstep import padded, padded_path
 from ..acceptance.rule import AcceptanceRule, OnDevice
-from ..acceptance.tokenwise import TokenByToken
 from ..model.facts import Facts, ModelState
 from ..model.fused import rows_of
 from ..model.prompt_inputs import RowsBehindInputs
@@ -152,13 +151,13 @@ class Session:
             return self.on_device.setdefault(
                 criterion.name, OnDevice(criterion, self.state, self.eos_ids, self.backend)
             )
-        rule = Lockstep if request.lockstep else TokenByToken
-        return rule(
+        return OnHost(
             criterion,
             self.state,
             request.plan,
             request.eos_ids,
             request.criteria,
+            together=request.lockstep,
             pads_finished=request.pads_finished,
             keep_scores=request.keeps_scores,
             keep_logits=request.keeps_logits,

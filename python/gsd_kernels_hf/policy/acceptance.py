@@ -25,7 +25,6 @@ PRIOR_STD = 0.35
 EASY = 0.94  # chance in an easy text: what speculation could reach at best
 PRIOR_STEPS, KNOWN_STEPS, MOST_STEPS = 3.0, 8.0, 40.0  # that the prior, what earlier texts left, and all count for
 RATIO_TOKENS, RATIO_DECAY = 3.0, 0.97  # tokens that the ratio of accepted to predicted ones begins with; a step's decay
-STRAY = 2e-4  # share of steps that are as the prior says whatever was seen: nothing is ruled out for good
 
 
 def prior() -> np.ndarray:
@@ -48,16 +47,17 @@ class Acceptance:
         self.share, self.steps = prior(), PRIOR_STEPS
         self.came = np.zeros(2)  # drafted tokens that were accepted, and that were predicted to be, of late
 
-    def new_text(self) -> None:
-        """Let the first steps of another text count for more."""
-        self.steps = min(self.steps, KNOWN_STEPS)
+    def count_less(self, most: float = KNOWN_STEPS) -> None:
+        """Let the next steps count for more, as of another text: all before them for ``most``."""
+        self.steps = min(self.steps, most)
 
-    def forget(self, *, lookups: bool) -> None:
-        """Forget how easy the levels of a model were, and with ``lookups`` all others."""
+    def hope(self, part: float, *, lookups: bool) -> None:
+        """Believe by ``part`` more that levels of a model are easy, with ``lookups`` all others: no step shows them."""
         old = self.share.reshape(len(CHANCES), -1)
-        fresh = prior().reshape(old.shape)
-        self.share = fresh.ravel() if lookups else (fresh.sum(1, keepdims=True) * old.sum(0)).ravel()
-        self.steps, self.came = PRIOR_STEPS, np.zeros(2)
+        easy = (CHANCES == EASY).astype(float)
+        hoped = np.outer(easy, easy if lookups else old.sum(0))
+        self.share = ((1.0 - part) * old + part * hoped).ravel()
+        self.came *= 1.0 - part
 
     def observe(self, shape: int, accepted: int) -> None:
         """Learn from a step of a shape that had so many drafted tokens accepted."""
@@ -67,18 +67,12 @@ class Acceptance:
         self.came = RATIO_DECAY * self.came + [most, (tails[:, 1:].sum(1) @ self.share)]
         posterior = _normal(self.share * (tails[:, most] - beyond) + 1e-12)
         self.steps = min(self.steps + 1.0, MOST_STEPS)
-        share = self.share + (posterior - self.share) / self.steps
-        self.share = _normal(share + STRAY * prior())
+        self.share = self.share + (posterior - self.share) / self.steps
 
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens that a step of each shape brings, and the rows that it has, [S] each."""
         accepted, predicted = self.came + RATIO_TOKENS
         return 1.0 + accepted / predicted * (self.tails[..., 1:].sum(-1) @ self.share), self.kept @ self.share
-
-    def easy_tokens(self) -> np.ndarray:
-        """Tokens that a step of each shape would bring in an easy text, [S]."""
-        easy = np.flatnonzero((GRID == EASY).all(0))[0]
-        return self.tails[:, easy].sum(-1)
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..costs.pair import COSTS, CostPair, Draft, fingerprint, forwards, pair_of
+from ..costs.pair import COSTS, CostPair, Draft, fingerprint, forwards, pair_of, placed
 from ..model.properties import device_of
 from ..store import Saver, cache_dir
 from .learning import Experience, LearningPolicy
@@ -81,13 +80,6 @@ def automatic_policy(kept: MutableMapping[Any, tuple[Experience, Saver]], situat
         backend=situation.backend,
         saver=saver,
     )
-
-
-def placed(module: nn.Module) -> tuple[Any, ...]:
-    """Where a module lies, and in which dtype."""
-    if isinstance(module, PreTrainedModel):
-        return device_of(module), module.dtype
-    return tuple((first.device, first.dtype) for first in itertools.islice(module.parameters(), 1))
 
 
 def learned(situation: Situation) -> tuple[Experience, Saver]:

@@ -6,8 +6,8 @@ wide shape, whose rows a :mod:`selector <gsd_kernels_hf.policy.row_selector>` ta
 
 A choice whose cost is uncertain is tried for a few steps where the tokens to come are expected to pay for them. What
 the chosen steps show nothing of (the draft model under shapes without its levels, all sources under plain decoding) is
-tried again after a wait, which doubles each time. The first step behind a long prompt is plain where a draft model has
-to read the prompt too: the first token comes before that.
+believed to be easier with every step, until it is tried again. The first step behind a long prompt is plain where a
+draft model has to read the prompt too: the first token comes before that.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ TRIAL_TOKENS = 1.0  # that a trial must be worth beside its steps: other storage
 OPTIMISM_STD = 0.75  # uncertain costs are tried as if their log seconds were so many standard deviations lower
 EXPLORE_STEPS = 16  # timed steps of a pair, in each of which row counts of uncertain cost are tried
 MAX_EXPLORE_INTERVAL_STEPS = 31  # between such trials later
-FIRST_WAIT_STEPS, MAX_WAIT_STEPS = 32, 1024  # until what was given up is tried again, the first time and at most
-NEW_TEXT_MAX_WAIT_STEPS = 10  # where a new text begins
+# What a step shows nothing of is believed to be easy by so much more behind each, and where a new text begins.
+HOPE, HOPE_OF_TEXT = 1 / 1024, 0.45
+EASY_TOKENS = 6.0  # of a step whose rows are chosen, in an easy text
 PRIOR_TOKENS, PRIOR_ROWS = 2.0, 8.0  # of a step whose rows are chosen, before any was taken
 PRIOR_STEPS, MEAN_STEPS = 4.0, 32.0  # that these count for, and steps of a running mean
 MAX_BATCH = 64  # of which the last choice is kept apart
@@ -59,8 +60,6 @@ class Experience:
     Attributes:
         last: place of the choice that the last text ended with, by batch size; −1: none did.
         means: tokens and rows of a step whose rows are chosen, and steps that these count for.
-        waits: steps until what was given up is tried again, and the next time.
-        warm: names of shapes that ran since this was made: a first step makes storage and loads code.
     """
 
     def __init__(
@@ -75,17 +74,21 @@ class Experience:
         self.acceptance, self.edges = Acceptance(tuple(self.shapes.values())), EdgeModel()
         self.last = np.full(MAX_BATCH, -1)
         self.means = np.array([PRIOR_TOKENS, PRIOR_ROWS, PRIOR_STEPS])
-        self.waits = np.array([0, FIRST_WAIT_STEPS])
-        self.warm: set[str] = set()
 
-    def give_up(self) -> None:
-        """Wait from now on, and twice as long the next time."""
-        wait = self.waits[1]
-        self.waits = np.array([wait, min(2 * wait, MAX_WAIT_STEPS)])
+    def hope(self, part: float, *, lookups: bool) -> None:
+        """Believe by ``part`` more in a draft model, with ``lookups`` in all sources, which no step shows."""
+        self.acceptance.hope(part, lookups=lookups)
+        tokens, rows, steps = self.means
+        self.means = np.array([tokens + lookups * part * (EASY_TOKENS - tokens), rows, steps])
+
+    def count_less(self) -> None:
+        """Let the next steps count for more."""
+        self.acceptance.count_less()
+        self.means = np.minimum(self.means, [np.inf, np.inf, PRIOR_STEPS])
 
     def as_dict(self) -> dict[str, np.ndarray]:
         """All but the costs, for the disk."""
-        learned = {"share": self.acceptance.share, "last": self.last, "means": self.means, "waits": self.waits}
+        learned = {"share": self.acceptance.share, "last": self.last, "means": self.means}
         if self.by_rows:
             learned |= self.edges.as_dict()
         return {name: array.copy() for name, array in learned.items()}
@@ -94,9 +97,7 @@ class Experience:
         """Load what :meth:`as_dict` gave."""
         if self.by_rows:
             self.edges.load(data)
-        self.acceptance.share, self.last, self.means, self.waits = (
-            data[name] for name in ("share", "last", "means", "waits")
-        )
+        self.acceptance.share, self.last, self.means = (data[name] for name in ("share", "last", "means"))
 
 
 class LearningPolicy:
@@ -113,7 +114,6 @@ class LearningPolicy:
     Attributes:
         current: place of the next step's shape in ``configs``, of which 0 is plain decoding.
         home: the choice behind a trial, or behind the opening step; else ``None``.
-        before: the choice before a retry of what was given up, until its first choice.
         log: rows and seconds of the steps since the last choice.
         cached: tokens in the target's cache, all sequences together.
         steps, since: of the text, and since the last switch.
@@ -142,16 +142,13 @@ class LearningPolicy:
         self.steps = self.since = 0
         self.next_trial, self.next_exploration = TRIAL_PAUSE_STEPS, 0
         self.home: int | None = None
-        self.before: int | None = None
         self.log: list[tuple[int, float, float]] = []
-        experience.acceptance.new_text()
-        experience.means = np.minimum(experience.means, [np.inf, np.inf, PRIOR_STEPS])
+        experience.count_less()
         self._predict()
         last = int(experience.last[min(batch, MAX_BATCH) - 1])
         if last >= 0:
             self.current, self.least = last, max(KNOWN_CHOICE_STEPS, self.settings.first_choice_steps)
-            if self.shows[last] < self.shows.max():  # a new text may suit what was given up better
-                experience.waits[0] = min(experience.waits[0], NEW_TEXT_MAX_WAIT_STEPS)
+            self._hope(HOPE_OF_TEXT)  # a new text may suit what was given up better
         else:  # a shape with all sources is safe, and plain decoding is never chosen by a prior
             self.current = int(np.where(self.shows == 2, self.rates, 0.0).argmax())
             self.least = self.settings.first_choice_steps
@@ -183,8 +180,8 @@ class LearningPolicy:
         self.steps += 1
         self.since += 1
         self._learn(seen)
-        if self.home is None and self.shows[self.current] < self.shows.max():
-            self.experience.waits[0] = max(0, self.experience.waits[0] - 1)
+        if self.home is None:
+            self._hope(HOPE)
         if self.steps >= self.next_choice:
             self._learn_seconds()
             self.next_choice = self.steps + min(MAX_CHOICE_INTERVAL_STEPS, max(self.least, self.steps // 2))
@@ -192,11 +189,14 @@ class LearningPolicy:
             self._choose(timed=seen.target_seconds > 0)
         self._explore()
 
+    def _hope(self, part: float) -> None:
+        if self.shows[self.current] < self.shows.max():
+            self.experience.hope(part, lookups=self.current == 0)
+
     def _learn(self, seen: Observation) -> None:
-        experience, name = self.experience, self.names[self.current]
-        if name in experience.warm and seen.target_seconds > 0:
+        experience = self.experience
+        if seen.target_seconds > 0:
             self.log.append((self.batch * seen.rows, seen.target_seconds, seen.other_seconds))
-        experience.warm.add(name)
         counts = [count for count in seen.tokens if count > 0]
         if not self.current or not counts:
             return
@@ -251,19 +251,11 @@ class LearningPolicy:
             # Home again before anything is taken: the machine may have become another during the trial.
             self.current, self.home, self.next_choice = self.home, None, self.steps + RETURN_STEPS
             return
-        home, self.before = self.current, None
-        best = self._best(home)
+        home, best = self.current, self._best(self.current)
+        if self.shows[best] > self.shows[home]:  # given up once: a few steps say whether that was right
+            experience.count_less()
+            self.next_choice = self.steps + self.settings.retry_steps
         self._take(best, home)
-        if self.shows[best] < self.shows[home]:
-            experience.give_up()
-        elif self.shows[best] == self.shows.max():
-            if self.since > FIRST_WAIT_STEPS:
-                experience.waits[1] = FIRST_WAIT_STEPS  # speculation pays
-        elif experience.waits[0] == 0:
-            self._retry()
-            return
-        else:
-            self.next_choice = min(self.next_choice, self.steps + experience.waits[0])
         if timed and best and self.steps >= self.next_trial:
             self._try(best, gain)
 
@@ -302,20 +294,6 @@ class LearningPolicy:
             self.next_choice = self.steps + TRIAL_STEPS
             self.next_trial = self.next_choice + TRIAL_PAUSE_STEPS
 
-    def _retry(self) -> None:
-        """Try again what was given up, speculation or the draft model, where an easy text could make it pay."""
-        experience, current = self.experience, self.current
-        easy = np.append(1.0, experience.acceptance.easy_tokens()) / self.seconds
-        some = np.where(self.shows > self.shows[current], easy, 0.0)
-        if some.max() < self.settings.min_gain * self.rates[current]:
-            experience.waits[0] = experience.waits[1]
-            return
-        experience.acceptance.forget(lookups=current == 0)
-        experience.means = np.array([PRIOR_TOKENS, PRIOR_ROWS, PRIOR_STEPS])
-        self._take(int(some.argmax()), current)
-        self.before = current
-        self.next_choice = self.steps + self.settings.retry_steps
-
     def without_model(self, *, reuses: bool) -> FixedPolicy | LearningPolicy:
         """End, and go on with the best of the shapes without a model's levels, or plain decoding."""
         if self.shows.max() < 2 or not any(shape is not None and shape.depth for shape in self.configs):
@@ -327,7 +305,7 @@ class LearningPolicy:
     def end(self) -> None:
         """Keep what was learned, and where the generation ended."""
         self._learn_seconds()
-        settled = next(shape for shape in (self.before, self.home, self.current) if shape is not None)
+        settled = self.current if self.home is None else self.home
         self.experience.last[min(self.batch, MAX_BATCH) - 1] = settled
         if self.saver is not None:
             self.saver.save()
