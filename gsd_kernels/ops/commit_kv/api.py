@@ -9,7 +9,8 @@ from . import reference
 
 COMMIT = Op(
     "commit_kv",
-    "k_caches!{ } v_caches!{ } accepted_rows[B,P] num_accepted[B] kv_len![B]",
+    "k_caches!{ k_cache:float[B,H,S,D] } v_caches!{ v_cache:k_cache[B,H,S,V] } "  # of the first layer
+    "accepted_rows[B,P] num_accepted[B] kv_len![B]",
     reference.commit_kv,
     ranked=("cpu", "cuda"),
     lacks=("triton",),
@@ -43,6 +44,4 @@ def commit_kv(
     """
     if len(k_caches) != len(v_caches) or not k_caches:
         raise ValueError(f"v_caches: expected as many layers as k_caches and at least one, got {len(v_caches)}")
-    caches, first = (list(k_caches), list(v_caches)), k_caches[0]
-    COMMIT.line.check(*caches, accepted_rows, num_accepted, kv_len, device=first.device, B=first.shape[0])
-    COMMIT(*caches, accepted_rows, num_accepted, kv_len, backend=backend)
+    COMMIT.checked(list(k_caches), list(v_caches), accepted_rows, num_accepted, kv_len, backend=backend)
