@@ -146,16 +146,9 @@ def handle_of(model: PreTrainedModel) -> Patch | None:
 
 def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of transformers' ``generate`` behind ``inputs``, those that came by position named."""
-    names = [
-        name
-        for name, p in inspect.signature(GenerationMixin.generate).parameters.items()
-        if p.kind is not p.VAR_KEYWORD
-    ]
-    given = dict(zip(names[2:], args, strict=False))
-    twice = sorted(given.keys() & kwargs.keys())
-    if twice or len(args) > len(names) - 2:
-        raise TypeError(f"generate: {twice[0]} came twice" if twice else "generate: too many arguments by position")
-    return {**kwargs, **given}
+    given = inspect.signature(GenerationMixin.generate).bind(None, None, *args, **kwargs).arguments
+    named = given.pop("kwargs", {})
+    return {**named, **dict(list(given.items())[2:])}
 
 
 def with_defaults(defaults: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:

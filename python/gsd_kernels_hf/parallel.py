@@ -176,7 +176,7 @@ class Agreement(Ranks):
         self.hash.mul_(MULTIPLIER).add_(((content + 2) * (place * MULTIPLIER | 1)).sum())
         self.steps += 1
         if timed:
-            finished = bool(self._gather(torch.tensor([int(finished)], dtype=torch.int64, device="cpu"))[0, 0])
+            finished = self._say(finished)[0]
         if finished or self.steps % self.every == 0 or self.steps & (self.steps - 1) == 0:
             hashes = self._gather(self.hash[None])[:, 0]
             if (hashes != hashes[0]).any():
@@ -192,7 +192,11 @@ class Agreement(Ranks):
 
     def agree(self, yes: bool) -> bool:
         """Return whether all ranks say yes; all must ask."""
-        return bool(self._gather(torch.tensor([int(yes)], dtype=torch.int64, device="cpu")).all())
+        return all(self._say(yes))
+
+    def _say(self, yes: bool) -> list[bool]:
+        """Return what every rank says; all must ask."""
+        return self._gather(torch.tensor([yes], dtype=torch.int64, device="cpu"))[:, 0].bool().tolist()
 
     def _gather(self, mine: Tensor) -> Tensor:
         """int64 [n] of every rank: [ranks, n], on the CPU."""
@@ -244,15 +248,11 @@ def digest(value: object) -> int:
     if isinstance(value, Tensor):
         content.update(repr(tuple(value.shape)).encode())
         content.update(value.long().cpu().numpy().tobytes())
-    elif isinstance(value, PreTrainedModel):
-        content.update(type(value).__name__.encode())
-        config = value.config.to_dict()
-        for path_or_version in ("_name_or_path", "transformers_version"):
-            config.pop(path_or_version, None)
-        content.update(repr(sorted(config.items())).encode())
-        content.update(_weights(value, value.device))
-    elif isinstance(value, nn.Module):  # heads, or another drafter
-        content.update(_weights(value, next(value.parameters()).device))
+    elif isinstance(value, nn.Module):  # a model, heads, or another drafter
+        if isinstance(value, PreTrainedModel):
+            config = {**value.config.to_dict(), "_name_or_path": "", "transformers_version": ""}
+            content.update(repr((type(value).__name__, sorted(config.items()))).encode())
+        content.update(_weights(value))
     elif isinstance(value, tuple):
         content.update(repr([digest(part) for part in value]).encode())
     else:
@@ -260,14 +260,15 @@ def digest(value: object) -> int:
     return int.from_bytes(content.digest()[:8], "little") >> 1
 
 
-def _weights(model: nn.Module, device: torch.device) -> bytes:
+def _weights(model: nn.Module) -> bytes:
     """A few elements of every weight; of a sharded model only the norms, which are whole."""
-    whole = getattr(model, "_device_mesh", None) is None
-    samples = []
+    whole, samples = getattr(model, "_device_mesh", None) is None, []
     for name, parameter in model.named_parameters():
         if parameter.is_meta or not (whole or "norm" in name):
             continue
         local: Any = parameter.detach()
         local = (local.to_local() if hasattr(local, "to_local") else local).reshape(-1)
-        samples.append(local[:: max(1, local.numel() // SAMPLES)][:SAMPLES].double().to(device))
+        samples.append(
+            local[:: max(1, local.numel() // SAMPLES)][:SAMPLES].double().to(next(model.parameters()).device)
+        )
     return torch.cat(samples).cpu().numpy().tobytes() if samples else b""

@@ -29,10 +29,9 @@ from chats import (
     words,
 )
 from models import noised
-from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3
 
 import gsd_kernels as gsd
-from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
+from gsd_kernels import DraftHeads, LayerSkip
 from gsd_kernels_hf.engine.engine import MOST_SESSIONS, engines_of
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.model.cache import GraphCache, GraphLayer
@@ -213,8 +212,6 @@ DRAFTS = {
     "models": lambda target: {"assistant_model": [noised(target), noised(target, seed=2)]},
     "layer_skip": lambda target: {"assistant_model": LayerSkip(target, mlp=[1])},
     "heads": lambda target: {"draft_heads": DraftHeads.for_model(target, 2)},
-    "eagle3": lambda target: {"drafter": random_eagle3(eagle3_config(target))},
-    "dflash": lambda target: {"drafter": random_dflash(dflash_config(target))},
 }
 
 
@@ -222,10 +219,9 @@ DRAFTS = {
     ("name", "who"), [*((name, "draft") for name in DRAFTS), ("heads", "target"), ("layer_skip", "target")]
 )
 def test_no_model_is_kept_alive(name, who):
-    target = chats.pair(num_hidden_layers=3)[0]
+    target = pair(num_hidden_layers=3)[0]
     given = list(DRAFTS[name](target).items())
-    shape = GraphConfig.preset("chain", depth=2) if name == "dflash" else GRAPH
-    text((target, None), "plain", **dict(given), graph_config=shape, max_new_tokens=12)
+    text((target, None), "plain", **dict(given), graph_config=GRAPH, max_new_tokens=12)
     (session,) = kept(target)
     caches = weakref.ref(session)
     del session

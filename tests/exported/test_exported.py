@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 import shutil
 import sys
@@ -111,7 +110,6 @@ def replaced(file: Path, text: str) -> None:
 HEAD = '{"format": "gsd_kernels model folder", "version": '
 LOST = {
     "moved": (lambda here: here.rename(here.parent / "there"), "no such folder: ./here"),
-    "another working directory": (lambda here: os.chdir("/"), "no such folder: ./here"),
     "weights cut short": (
         lambda here: replaced(here / "draft" / "model.safetensors", "x" * 50),
         "header|incomplete|deserializing",
@@ -177,7 +175,7 @@ def test_the_packages_own_folder_writes_the_models_own_text():
         assert torch.equal(target.generate(**SHORT, **theirs, **door), expected)
     with pytest.raises(ValueError, match="num_beams"):
         target.generate(**SHORT, **door, num_beams=2)
-    with pytest.raises(TypeError, match=r"came twice|too many"):
+    with pytest.raises(TypeError, match=r"multiple values|too many"):
         custom_generate(SHORT["input_ids"], None, model=target, generation_config=None)
     listed = re.findall(r"^- `(\w+)`", Path(FOLDER, "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(listed) >= 6 and set(listed) <= set(gsd.GraphDecoder.__dataclass_fields__)

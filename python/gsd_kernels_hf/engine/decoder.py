@@ -84,7 +84,7 @@ class GraphDecoder(Options):
             if sources is None:
                 facts = validate.check_model("model", properties.unwrap(model))
                 sources = screen(self, facts, input_ids, model_kwargs.get("attention_mask"), generation_config)
-            request = Request.of(
+            request = Request(
                 sources, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs
             )
             # Whatever outlives this call must not be an inference tensor, which no later call could update.

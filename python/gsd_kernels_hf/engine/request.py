@@ -25,16 +25,19 @@ MOST_POSITIONS = 2**31 - 1
 """Of a text: lengths are int32."""
 
 
-@dataclass
 class Request:
-    """A call of ``generate``, checked.
+    """A call of ``generate``, checked: what transformers adds to a screened one, see :mod:`.resolved`.
 
-    Attributes:
+    Args:
         sources: what it drafts with, and the facts of its target.
         input_ids: int64 [B, P], left-padded.
+        logits_processor, stopping_criteria, generation_config: of transformers.
+        seed: of the call; ``None``: that of the options.
+        model_kwargs: what else the model is called with.
+
+    Attributes:
         attention_mask: int64 [B, P], 0 for padding; ``None`` where there is none.
         inputs: what the prompt has beside text; ``None``: nothing.
-        generation_config: transformers' options.
         plan: processors and fused warpers.
         seed: of the sampling noise; 0 where nothing is random.
         given_seed: the user's; ``None`` where none was given or nothing is random.
@@ -51,25 +54,13 @@ class Request:
         batch: B, sequences.
         prompt_length: P, tokens of the prompt, padding included.
         kv_start: left padding of every sequence, int32 [B].
+
+    Raises:
+        TypeError, ValueError: something cannot be served; nothing was changed.
     """
 
-    sources: Sources
-    input_ids: Tensor
-    attention_mask: Tensor | None
-    inputs: PromptInputs | None
-    generation_config: GenerationConfig
-    plan: SamplingPlan
-    seed: int
-    given_seed: int | None
-    eos_ids: set[int]
-    room: int
-    timers: list[Callable[..., Any]]
-    criteria: list[Callable[..., Any]]
-    pads_finished: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         sources: Sources,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
@@ -77,52 +68,33 @@ class Request:
         generation_config: GenerationConfig,
         seed: int | None,
         model_kwargs: Mapping[str, Any],
-    ) -> Request:
-        """Check what transformers adds to a screened call (:mod:`~gsd_kernels_hf.engine.resolved`), and take all of it.
-
-        Raises:
-            TypeError, ValueError: something cannot be served; nothing was changed.
-        """
-        prompt, attention_mask = input_ids.shape[1], model_kwargs.get("attention_mask")
-        validate.check_padding(attention_mask, inferred=True)  # the caller's own was screened
-        options, facts = sources.options, sources.facts
-        unread = validate.check_call(facts, model_kwargs)
-        if options.reference_ids is not None:
-            copies = generation_config.num_return_sequences or 1
-            validate.check_reference(options.reference_ids, input_ids.shape[0], facts.vocabulary, copies)
-        samples = bool(generation_config.do_sample)
-        plan = SamplingPlan.of(logits_processor, samples)
-        eos_ids, room, timers, criteria = split_criteria(stopping_criteria, prompt)
-        inputs = None
-        if unread:
-            inputs = PromptInputs.of(input_ids, model_kwargs, unread)
-            validate.check_inputs(facts, inputs, padding_of(input_ids, attention_mask))
-        given = options.seed if seed is None else seed
-        # Behind all checks: where one sends the call to transformers, torch's generator is as it was.
-        seed_value = draw_seed(given) if samples else 0
-        return cls(
-            sources,
-            input_ids,
-            attention_mask,
-            inputs,
-            generation_config,
-            plan,
-            seed_value,
-            given if samples else None,
-            eos_ids,
-            min(room, MOST_POSITIONS - prompt),
-            timers,
-            criteria,
-            pads_finished=any(hasattr(c, "eos_token_id") for c in stopping_criteria),
-        )
-
-    def __post_init__(self) -> None:
-        self.options, self.facts = self.sources.options, self.sources.facts
+    ) -> None:
+        self.sources, self.options, self.facts = sources, sources.options, sources.facts
+        self.input_ids, self.generation_config = input_ids, generation_config
         self.model: PreTrainedModel = self.facts.model
-        self.models: dict[str, PreTrainedModel] = {"model": self.model, **self.sources.models}
+        self.models: dict[str, PreTrainedModel] = {"model": self.model, **sources.models}
         self.device = self.facts.device
-        self.batch, self.prompt_length = self.input_ids.shape
-        self.kv_start = padding_of(self.input_ids, self.attention_mask)
+        self.batch, self.prompt_length = input_ids.shape
+        self.attention_mask: Tensor | None = model_kwargs.get("attention_mask")
+        validate.check_padding(self.attention_mask, inferred=True)  # the caller's own was screened
+        self.kv_start = padding_of(input_ids, self.attention_mask)
+        unread = validate.check_call(self.facts, model_kwargs)
+        if self.options.reference_ids is not None:
+            copies = generation_config.num_return_sequences or 1
+            validate.check_reference(self.options.reference_ids, self.batch, self.facts.vocabulary, copies)
+        samples = bool(generation_config.do_sample)
+        self.plan = SamplingPlan.of(logits_processor, samples)
+        self.eos_ids, room, self.timers, self.criteria = split_criteria(stopping_criteria, self.prompt_length)
+        self.room = min(room, MOST_POSITIONS - self.prompt_length)
+        self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self.inputs: PromptInputs | None = None
+        if unread:
+            self.inputs = PromptInputs.of(input_ids, model_kwargs, unread)
+            validate.check_inputs(self.facts, self.inputs, self.kv_start)
+        given = self.options.seed if seed is None else seed
+        # Behind all checks: where one sends the call to transformers, torch's generator is as it was.
+        self.seed = draw_seed(given) if samples else 0
+        self.given_seed = given if samples else None
 
     @property
     def reach(self) -> int:

@@ -313,9 +313,21 @@ class Session:
 
     def propose(self) -> tuple[Rows, TokenGraph | None, Tensor]:
         """The step up to the target's forward: the rows to verify, the graph that they are of, the root's tail."""
-        graph = self.draft()
-        tail = self.state.tail() if graph is None else graph.contexts[:, 0]  # of the root: the text's
-        rows = self.flatten(graph)
+        graph, config = None, self.config
+        if config is None:
+            rows, tail = self.lone_root, self.state.tail()
+            rows.token_ids.copy_(self.state.root_tokens()[:, None])  # [B, 1]
+        else:
+            # A token that is drawn has a distribution at every level, and every one is verified: which of them are
+            # must not depend on what was drawn.
+            drawn = self.proposal is not None
+            graph = self.mixer.draft(config, trims=self.trims and not drawn)
+            tail = graph.contexts[:, 0]  # of the root: the text's
+            if self.trims and self.plan.rows is not None and not drawn:
+                rows = self.plan.rows(graph, config, int(self.state.remaining.max()))
+            else:
+                rows = flatten(graph, config.max_rows, self.max_path, backend=self.backend)
+                rows = rows.first(int(rows.num_rows.max())) if self.trims else rows  # [B, R] each
         return padded(rows, self.state, self.kv_len) if self.key.padding else rows, graph, tail
 
     def attend(self, rows: Rows, graph: TokenGraph | None, tail: Tensor) -> Unverified:
@@ -337,12 +349,6 @@ class Session:
         """Accept rows by the call's rule, on the device or on the host."""
         return self.rule.accept(unverified.rows, unverified.logits, unverified.positions, self.max_path)
 
-    def settle(self, unverified: Unverified, accepted: Acceptance) -> Verified:
-        """Commit what was accepted, all of it on the device."""
-        verified = Verified.of(unverified, accepted, self.backend)
-        self.commit(verified)
-        return verified
-
     @property
     def drafted(self) -> tuple[Any, ...]:
         """The last draft's leavings on the host: the shape's storage, and what its tokens were drawn from."""
@@ -355,27 +361,10 @@ class Session:
         if self.proposal is not None:
             self.proposal.distributions = list(distributions)
 
-    def draft(self) -> TokenGraph | None:
-        """Grow the step's graph: draft and merge, once a level; ``None`` in plain decoding."""
-        if self.config is None:
-            return None
-        # A token that is drawn has a distribution at every level.
-        return self.mixer.draft(self.config, trims=self.trims and self.proposal is None)
-
-    def flatten(self, graph: TokenGraph | None) -> Rows:
-        """The best paths of the graph as rows; the root alone in plain decoding."""
-        if graph is None or self.config is None:
-            self.lone_root.token_ids.copy_(self.state.root_tokens()[:, None])  # [B, 1]
-            return self.lone_root
-        # Of drawn tokens every one is verified: which of them are must not depend on what was drawn.
-        if self.trims and self.plan.rows is not None and self.proposal is None:
-            return self.plan.rows(graph, self.config, int(self.state.remaining.max()))
-        rows = flatten(graph, self.config.max_rows, self.max_path, backend=self.backend)
-        return rows.first(int(rows.num_rows.max())) if self.trims else rows  # [B, R] each
-
-    def commit(self, verified: Verified) -> None:
-        """Keep the accepted rows' keys and values and append the emitted tokens."""
-        state, accepted, graph = self.state, verified.accepted, verified.graph
+    def settle(self, unverified: Unverified, accepted: Acceptance) -> Verified:
+        """Keep the accepted rows' keys and values and append the emitted tokens, all of it on the device."""
+        verified = Verified.of(unverified, accepted, self.backend)
+        state, graph = self.state, verified.graph
         path = accepted.accepted_rows, accepted.num_accepted  # int32 [B, P], [B]
         if self.key.padding:
             path = padded_path(accepted, state.done)
@@ -397,3 +386,4 @@ class Session:
             graph=graph,
             backend=self.backend,
         )
+        return verified

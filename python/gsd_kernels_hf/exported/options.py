@@ -36,9 +36,11 @@ PLACES = {
 
 def write_options(folder: Path, options: Mapping[str, Any]) -> None:
     """Write the file; ``options`` are names of folders in ``folder``, and ``graph_config``."""
-    shape = options.get("graph_config")
-    shown = {**options, "graph_config": asdict(shape) if isinstance(shape, GraphConfig) else shape}
-    given = {name: value for name, value in shown.items() if value is not None}
+    given = {
+        name: asdict(value) if isinstance(value, GraphConfig) else value
+        for name, value in options.items()
+        if value is not None
+    }
     write_json(folder / FILE, {"format": FORMAT, "version": VERSION, **given})
 
 
