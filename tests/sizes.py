@@ -35,7 +35,7 @@ BUDGET = {
     "python/gsd_kernels_hf/acceptance": 22,
     "python/gsd_kernels_hf/corpus": 5,
     "python/gsd_kernels_hf/costs": 12,
-    "python/gsd_kernels_hf/engine": 73,
+    "python/gsd_kernels_hf/engine": 72,
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 155,
     "python/gsd_kernels_hf/packed": 56,
