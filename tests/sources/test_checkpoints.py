@@ -69,18 +69,8 @@ def dflash(target, folder, tensors=None, config=None, **inner):
     return save(folder, good | (config or {}) | {"dflash_config": good["dflash_config"] | inner}, stored)
 
 
-def medusa(target, folder, size):
-    block = {"0.0.linear.weight": ones(size, size), "0.0.linear.bias": ones(size), "0.1.weight": ones(97, size)}
-    return save(folder, MEDUSA, block)
-
-
 def heads(target, folder, layers):
     DraftHeads.for_model(tiny(num_hidden_layers=layers), 2).save_pretrained(folder)
-    return folder
-
-
-def gemma4(target, folder, vocab_size):
-    random_assistant(vocab_size=vocab_size).save_pretrained(folder)
     return folder
 
 
@@ -129,7 +119,6 @@ BAD = [
         *(dflash, {"markov_rank": 4, "tensors": {"confidence_head.proj.weight": ones(1, 33)}}),
         "confidence_head.proj.weight is [1, 33], and its config means [1, 32] or [1, 36]",
     ),
-    (medusa, {"size": 16}, "hidden_size=16, and this one has 32"),
     (heads, {"layers": 2}, "made for a target with num_hidden_layers=2"),
     (spoilt, {"name": "pytorch_model.bin", "text": ""}, "a pickle, which is not loaded since it may run code; convert"),
     (spoilt, sharded("model-1.safetensors"), "no model-1.safetensors in"),
@@ -138,21 +127,18 @@ BAD = [
         *(spoilt, {"name": CONFIG, "text": '{"architectures": ["LlamaForCausalLM"]}'}),
         "is a language model (LlamaForCausalLM), not a drafter",
     ),
-    (gemma4, {"vocab_size": 5000}, "vocabulary of 5000 tokens, and the target has 64"),
     (head, {"whole": {"other.weight": ones(1)}}, "no multi-token-prediction heads; looked for were layers.2.eh_proj"),
-    (head, {"eh_proj.weight": ones(32, 32)}, "is [32, 32], and its config means [32, 64]"),
     (head, {"mlp.experts.3.up_proj.weight": None}, f"layers: it has no {AT}mlp.experts.3.up_proj.weight"),
     (head, {"self_attn.q_proj.qweight": ones(1)}, f"are quantised ({AT}self_attn.q_proj.qweight); served are"),
     (head, {"other.weight_scale_inv": ones(1, 1)}, f"has a tensor {AT}other.weight_scale_inv, which this kind"),
-    (head, {"enorm.weight": ones(32) * torch.nan}, f"{AT}enorm.weight in "),
 ]
-VALUES = ("outside the vocabulary", "holds NaN or infinity", f"{AT}enorm.weight in ")
+VALUES = ("outside the vocabulary", "holds NaN or infinity")
 
 
 @pytest.mark.parametrize(("made", "changes", "words"), BAD, ids=[words[:40] for *_, words in BAD])
 def test_a_folder_that_cannot_be_served_is_refused_by_name(made, changes, words, target, tmp_path, monkeypatch):
     """Nothing was read, unless only the values show it."""
-    of, read, honest = {gemma4: gemma, head: lambda: target_of("glm")}.get(made, lambda: target)(), [], Checkpoint._read
+    of, read, honest = target_of("glm") if made is head else target, [], Checkpoint._read
     where = made(of, tmp_path / "drafter", **changes)
     monkeypatch.setattr(Checkpoint, "_read", lambda self: read.append(1) or honest(self))
     with pytest.raises(ValueError, match=f"^drafter: .*{re.escape(words)}"):

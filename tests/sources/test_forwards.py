@@ -28,8 +28,6 @@ from sources.drafters import (
 )
 from sources.rows import DFLASH, EAGLE3, GEMMA, P_EAGLE, VOCAB, assistant, dflash, gemma, llama, p_eagle
 from torch import nn
-from torch.nn.functional import rms_norm
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from gsd_kernels import DFlash, Eagle3, GraphConfig, Mtp
 from gsd_kernels_hf.model import replay
@@ -100,36 +98,15 @@ def test_a_head_is_wired_as_its_family_says(name, tmp_path):
 # EAGLE-3 and P-EAGLE.
 
 
-def written_out(module: Eagle3, tokens: torch.Tensor, states: list[torch.Tensor], count: int) -> torch.Tensor:
-    """Logits [count, V] of ``count`` tokens after a text [1, T]: the papers' forward, through transformers' layers."""
-    module, masks = copy.deepcopy(module), count - 1
-    config, sizes, weights = module.config, module.sizes, module.state_dict()
-    sizes._attn_implementation = "eager"
-
-    def normed(name, x):
-        return rms_norm(x, x.shape[-1:], weights[name], sizes.rms_norm_eps)
-
-    wide = torch.cat(states, -1)[:, : tokens.shape[1] - 1]  # [1, T − 1, 3 D]
-    if masks:
-        wide = torch.cat([wide, module.mask_hidden.view(1, 1, -1).expand(-1, masks, -1)], 1)
-    if config.norm_before_fc:
-        wide = normed("input_norm.weight", wide)
-    if config.fc_norm:
-        wide = torch.cat([normed(f"fc_norm.{i}.weight", part) for i, part in enumerate(wide.chunk(3, -1))], -1)
-    hidden = feature = wide @ weights["fc.weight"].T
-    embedding = weights.get("embed_tokens.weight", llama().get_input_embeddings().weight)
-    embedded = embedding[torch.cat([tokens[:, 1:], torch.full((1, masks), config.mask_token_id or 0)], 1)]
-    rows = feature.shape[1]
-    turns = LlamaRotaryEmbedding(sizes)(feature, torch.arange(rows)[None])
-    for number, layer in enumerate(module.layers):
-        read, residual = layer.input_layernorm(hidden if number else embedded), hidden
-        if number == 0:
-            beside = normed("layers.0.hidden_norm.weight", feature)
-            read, residual = torch.cat([read, beside], -1), beside if config.norm_before_residual else feature
-        out, _ = layer.self_attn(read, position_embeddings=turns, attention_mask=unseen(rows))
-        hidden = residual + out
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return normed("norm.weight", hidden)[0, -count:] @ weights["lm_head.weight"].T
+def at_once(module: Eagle3, tokens: torch.Tensor, states: list[torch.Tensor], count: int) -> torch.Tensor:
+    """Logits [count, V] of ``count`` tokens after a text [1, T], from one forward of all of it without a cache."""
+    features, unknown = module.fuse(states)[:, : tokens.shape[1] - 1], tokens.new_zeros(1, count - 1)
+    if count > 1:
+        features = torch.cat([features, module.mask_feature().expand(1, count - 1, -1)], 1)
+        unknown += module.config.mask_token_id
+    embed = llama().get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
+    embedded, positions = embed(torch.cat([tokens[:, 1:], unknown], 1)), torch.arange(features.shape[1])[None]
+    return module.outputs(module(embedded, features, positions, Causal()))[1][0, -count:]
 
 
 def eagle3(name):
@@ -142,15 +119,15 @@ def eagle3(name):
     ids=lambda part: getattr(part, "__name__", part),
 )
 @torch.no_grad()
-def test_one_forward_is_the_papers(made, name):
-    """At once for the whole text, and with most of it in the cache: the masks of the step before left nothing."""
+def test_rows_behind_a_cache_are_those_of_a_whole_text(made, name):
+    """With most of it in the cache: the masks of the step before left nothing."""
     module, tokens = made(name), prompts(1, 12, vocab=VOCAB)["input_ids"]
     source, masks = started(module, llama(), tokens), 0 if made is eagle3 else 4
     for length, width in ((9, 8), (12, 4)):
         source.state.out_len.fill_(length)
         _, logits = source.feed(source.state.out_len - 1, width, unknown=masks, keep=1 + masks)
         assert int(source.cached) == length - 1
-        wanted = written_out(module, tokens[:, :length], states_of(module, llama(), tokens), 1 + masks)
+        wanted = at_once(module, tokens[:, :length], states_of(module, llama(), tokens), 1 + masks)
         torch.testing.assert_close(logits[0], wanted, **CLOSE)
         assert masks == 0 or (logits[0, 1:] - logits[0, :-1]).abs().max() > 0.1
 

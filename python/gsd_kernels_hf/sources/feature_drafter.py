@@ -281,15 +281,17 @@ class FeatureDrafter(HiddenDrafter):
         config, kind, own = self.config, self.kind, self.embed_tokens
         width, theirs = config.layers.hidden_size, config.target_hidden_size
         checkpoints.check_sizes(kind, config.layers.vocab_size, theirs, target, self.layers_of(target))
-        if (own is None or not config.own_head) and width != theirs:
-            what = "embedding" if own is None else "output matrix"
-            raise bad(
-                f"this {kind} drafter has no {what} of its own, and is {width} wide where the target's {what} "
-                f"is {theirs}"
-            )
+        what, mask = "embedding" if own is None else "output matrix", config.mask_token_id
         rows = len((target.get_input_embeddings() if own is None else own).weight)
-        if config.mask_token_id is not None and config.mask_token_id >= rows:
-            raise bad(f"this {kind} drafter's mask token {config.mask_token_id} has no row in an embedding of {rows}")
+        checkpoints.refuse(
+            {
+                f"this {kind} drafter has no {what} of its own, and is {width} wide where the target's {what} is "
+                f"{theirs}": (own is None or not config.own_head) and width != theirs,
+                f"this {kind} drafter's mask token {mask} has no row in an embedding of {rows}": (
+                    mask is not None and mask >= rows
+                ),
+            }
+        )
 
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
         """The target's hidden states that are fused."""

@@ -397,9 +397,6 @@ def open_heads(
         files = sorted({index[name] for name in own})
         fetch(where, wanted=files, revision=revision)
         found.list_tensors(folder / name for name in files)
-        lost = next((name for name in own if name not in found.files), None)
-        if lost is not None:
-            raise bad(f"{folder / INDEX} says that {lost} is in {index[lost]}, and it is not")
     found.rename(own.get)
     found.published = lambda name: layout.published_name(name, prefix)
     return found, layout
