@@ -260,6 +260,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "stream": cuda.on,
         "current_stream": cuda.current_stream,
         "synchronize": cuda.synchronize,
+        "get_device_name": lambda device: "a CPU",
         "device": lambda device: Restored(cuda.current, "device", torch.device(device)),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
