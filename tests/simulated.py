@@ -41,22 +41,6 @@ CHAIN = 10  # tokens of what is looked up, a second choice beside each
 ROWS = row_shape()
 
 
-def at_random(share: float, factor: float) -> Callable[[int], float]:
-    """A share of the steps is slower by a factor."""
-    slow = np.random.default_rng(7).random(1000) < share
-    return lambda step: factor if slow[step % 1000] else 1.0
-
-
-DISTURBANCES: dict[str, Callable[[int], float]] = {
-    "spikes": at_random(0.1, 8.0),
-    "many spikes": at_random(0.35, 4.0),
-    "half of the steps": at_random(0.5, 3.0),
-    "a slow period": lambda step: 3.0 if 40 <= step < 90 else 1.0,
-    "half speed": lambda step: 2.0,
-    "every other step": lambda step: 2.5 if step % 2 else 1.0,
-}
-
-
 class World:
     """What steps really take and bring.
 

@@ -18,15 +18,11 @@ from hypothesis import strategies as st
 from models import noised, prompts, rotated, tiny
 from ops.contracts.step import CONFIG, problem
 from simulated import (
-    BFLOAT16,
-    DISTURBANCES,
     EASY,
-    GPU,
     HOPELESS,
     KNOWN,
     LOOKED_UP,
     MACHINES,
-    NO_AMX,
     USUAL,
     World,
     experience,
@@ -40,7 +36,6 @@ from gsd_kernels.config import PLAIN
 from gsd_kernels_hf import store
 from gsd_kernels_hf.costs import pair as pairs
 from gsd_kernels_hf.costs.model import CostModel
-from gsd_kernels_hf.costs.prior import CostPrior
 from gsd_kernels_hf.engine import decoder, engine
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.policy.automatic import own_pair
@@ -76,27 +71,6 @@ def test_near_the_best_choice_whatever_was_believed_of_the_machine(machine, text
         world.run(policy, 80)
         found.append(share(world, policy, 250))
     assert np.mean(found) >= 0.85, found
-
-
-SEVERAL = ("bfloat16", "GPU", "rows, steep", "rows, no AMX")
-
-
-@pytest.mark.parametrize(("disturbance", "machine"), [(name, SEVERAL[i % 4]) for i, name in enumerate(DISTURBANCES)])
-def test_other_programs_hardly_change_the_choices(disturbance, machine):
-    """They slow steps down whatever those forward, which is no cost of speculation nor of a number of rows."""
-    rates = []
-    for slow in (None, DISTURBANCES[disturbance]):
-        tokens = seconds = 0.0
-        for seed in range(2):
-            world, policy = start(machine, seed=seed)
-            world.slow = slow or world.slow
-            for _ in range(2):
-                world.run(policy, 120)
-                policy.end()
-                policy = LearningPolicy(policy.experience, prefix=200)
-            tokens, seconds = tokens + world.tokens, seconds + world.idle
-        rates.append(tokens / seconds)
-    assert rates[1] >= 0.8 * rates[0]
 
 
 @pytest.mark.parametrize("machine", ["bfloat16", "rows, no AMX"])
@@ -142,32 +116,12 @@ def test_the_next_text_and_the_next_process_go_on_where_this_one_ended(machine):
         assert np.mean(world.run(following, 60)) == pytest.approx(np.mean(rows[-60:]), abs=4.0)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_without_times_it_goes_by_the_prior_and_what_was_accepted(machine):
-    """Captured steps on a GPU: seconds are 0."""
-    world, policy = start(machine, EASY)
-    world.told = False
-    assert all(world.run(policy, 120)) and policy.experience.costs.steps == 0
-    assert share(world, policy, 40) >= 0.7
-
-
 def test_behind_a_long_prompt_the_first_step_is_plain_where_a_source_reads_it():
     for prefix, reads in ((SETTINGS.long_prompt_tokens - 1, True), (SETTINGS.long_prompt_tokens, True), (9999, False)):
         policy = LearningPolicy(experience(), prefix=prefix, reads_prompt=reads)
         assert (policy.shape() is None) == (reads and prefix >= SETTINGS.long_prompt_tokens)
         policy.end()
         assert policy.names[policy.experience.last[0]] != PLAIN, "a text of one step leaves what would have followed"
-
-
-@pytest.mark.parametrize("machine", ["no AMX", "rows, no AMX"])
-def test_sequences_share_the_rows_of_a_forward(machine):
-    """A batch of eight has eight times the rows, so each of its sequences has fewer."""
-    rows = []
-    for batch in (1, 8):
-        world, policy = start(machine, batch=batch)
-        rows.append(np.mean(world.run(policy, 150)[-80:]))
-        assert share(world, policy, 150) >= 0.85
-    assert rows[1] < rows[0]
 
 
 @pytest.mark.parametrize("with_model", [True, False])
@@ -443,30 +397,6 @@ FIRST = next(iter(SHAPES))
 
 def seconds_of(costs: CostModel, rows: float, cached: float = 0.0) -> float:
     return float(costs.target_seconds(np.array([float(rows)]), cached)[0])
-
-
-def test_the_prior_is_the_bytes_over_the_bandwidth():
-    """Of all weights but an embedding that is read by rows."""
-    known = CostPrior(target_bytes=1.4e9, target_layers=0, bandwidth=1.4e10, cache_bytes=1e5)
-    assert seconds_of(CostModel(known, SHAPES), 1) == pytest.approx(0.1)
-    assert seconds_of(CostModel(known, SHAPES), 1, cached=1.4e4) == pytest.approx(0.2)
-    untied, tied = tiny(tie_word_embeddings=False), tiny(tie_word_embeddings=True)
-    everything = sum(p.nbytes for p in untied.parameters())
-    known = CostPrior.of(untied, tied, one_op=False)
-    assert known.target_bytes == everything - untied.get_input_embeddings().weight.nbytes
-    assert known.draft_bytes == sum(p.nbytes for p in tied.parameters())
-
-
-@pytest.mark.parametrize("factor", [0.25, 4.0])
-@pytest.mark.parametrize("curve", [BFLOAT16, NO_AMX, GPU])
-def test_a_few_steps_overrule_the_prior(curve, factor):
-    known = CostPrior(target_bytes=0.05 * 1.4e10, target_layers=0, bandwidth=factor * 1.4e10)
-    found, rng = CostModel(known, SHAPES), np.random.default_rng(0)
-    for rows, seconds in [*list(curve.items())] * 5:
-        found.observe(FIRST, 100.0, [(rows, seconds * float(np.exp(0.05 * rng.standard_normal())), 0.001)])
-    for rows, seconds in curve.items():
-        ratio = seconds_of(found, rows, 100.0) / seconds_of(found, 1, 100.0)
-        assert ratio == pytest.approx(seconds / curve[1], rel=0.2), rows
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5])

@@ -150,7 +150,6 @@ REFUSED = {
     ),
     "all layers": (lambda t: {"assistant_model": LayerSkip(t, **NO_LAYERS)}, "all that attends is skipped"),
     "another's layers": (lambda t: {"assistant_model": LayerSkip(tiny(), mlp=[0])}, "a LayerSkip of another model"),
-    "heads nowhere": (lambda t: {"draft_heads": "heads"}, "draft_heads: no such folder: heads"),
     "no heads": (lambda t: {"draft_sources": ("heads",)}, '"heads" needs draft_heads'),
     "heads left out": (
         lambda t: {"draft_sources": ("history",), "draft_heads": DraftHeads.for_model(t, 3)},
@@ -158,7 +157,6 @@ REFUSED = {
     ),
     "no models": (lambda t: {"assistant_model": []}, "assistant_model: expected draft models, got an empty list"),
     "one twice": (lambda t: {"assistant_model": 2 * [noised(t)]}, "assistant_model( 2)?: the same draft model twice"),
-    "a path": (lambda t: {"assistant_model": [noised(t), "draft"]}, "expected a model, got the path 'draft'; load it"),
     "layers beside": (lambda t: {"assistant_model": [noised(t), LayerSkip(t, mlp=[1])]}, "a LayerSkip is given alone"),
     "more tokens": (lambda t: {"assistant_model": tiny(vocab_size=5000)}, "assistant_model( 2)?: vocabulary sizes 97"),
     "two samples": (

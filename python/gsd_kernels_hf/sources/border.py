@@ -118,12 +118,12 @@ class Border:
             for kind, fault in faults(proposal, level, self.vocab_size):
                 raise kind(f"draft_sources: {source.name}: {fault}")
             self.unchecked.remove(source.name)
-        branch, index = level.graph.branch, proposal.index
+        tokens, log_probs, index = proposal.tokens, proposal.log_probs, proposal.index
         # A source may write its tensors again: what it proposed is learned from behind the step.
         return Proposal(
-            proposal.tokens.detach()[..., :branch].to(torch.int32, copy=True),
-            proposal.log_probs.detach()[..., :branch].to(torch.float32, copy=True).nan_to_num(-torch.inf, 0.0),
-            None if index is None else index.detach().to(torch.int32, copy=True),
+            tokens.detach().clone(),
+            log_probs.detach().nan_to_num(-torch.inf, 0.0),
+            None if index is None else index.detach().clone(),
             proposal.rows,
         )
 
@@ -140,27 +140,27 @@ def faults(proposal: object, level: Level, vocab_size: int) -> Iterator[tuple[ty
     if not isinstance(proposal.rows, int):
         yield TypeError, f"rows: expected how many were forwarded, got {shown(proposal.rows)}"
     nodes, tokens, log_probs, index = level.frontier.node_ids, proposal.tokens, proposal.log_probs, proposal.index
-    parts = {"tokens": tokens, "log_probs": log_probs} | ({} if index is None else {"index": index})
-    for part, tensor in parts.items():
+    batch, width = nodes.shape
+    most = tokens.shape[-1] if isinstance(tokens, Tensor) and tokens.dim() else 0
+    each = f"[{batch}, {width}, K], K candidates after every frontier node, of tokens and log_probs alike"
+    for part, tensor, shape, expected in (
+        ("tokens", tokens, (batch, width, most), each),
+        ("log_probs", log_probs, (batch, width, most), each),
+        ("index", nodes if index is None else index, (batch, width), f"[{batch}, {width}], of the nodes"),
+    ):
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             got = type(tensor).__name__ if not isinstance(tensor, Tensor) else f"one of layout {tensor.layout}"
             yield TypeError, f"{part}: expected a dense tensor, got {got}"
         floats = part == "log_probs"
         if not (tensor.dtype.is_floating_point if floats else tensor.dtype in TOKEN_TYPES):
-            expected, cast = ("a float dtype", "float()") if floats else ("int32 or int64", "int()")
+            kinds, cast = ("a float dtype", "float()") if floats else ("int32 or int64", "int()")
             got = str(tensor.dtype).removeprefix("torch.")
-            yield TypeError, f"{part}: expected {expected}, got {got}; cast it by {cast}"
+            yield TypeError, f"{part}: expected {kinds}, got {got}; cast it by {cast}"
         if tensor.device != nodes.device:
             cure = "move it to level.frontier.node_ids.device"
             yield ValueError, f"{part}: expected a tensor on {nodes.device}, got one on {tensor.device}; {cure}"
-    batch, width = nodes.shape
-    if tokens.dim() != 3 or tokens.shape[:2] != nodes.shape:
-        expected = f"[{batch}, {width}, K], K candidates after every frontier node"
-        yield ValueError, f"tokens: expected shape {expected}, got {list(tokens.shape)}"
-    if log_probs.shape != tokens.shape:
-        yield ValueError, f"log_probs: expected shape {list(tokens.shape)} as of tokens, got {list(log_probs.shape)}"
-    if index is not None and index.shape != nodes.shape:
-        yield ValueError, f"index: expected shape [{batch}, {width}], of the nodes, got {list(index.shape)}"
+        if tensor.shape != shape:
+            yield ValueError, f"{part}: expected shape {expected}, got {list(tensor.shape)}"
     tokens, log_probs = tokens[..., : level.graph.branch], log_probs[..., : level.graph.branch].float()
     counts = (nodes >= 0)[..., None] & (tokens != -1) & (log_probs != -torch.inf)
     below, none = "log-probabilities of at most 0", "propose −inf, or token −1, for none"

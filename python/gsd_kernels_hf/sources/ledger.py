@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,10 @@ PRIOR_COUNT = 8.0  # observations that the starting values of weights count for
 MEMORY_COUNT = 400.0  # observations after which an older one counts 1/e
 MIN_SHARE = 0.2  # of the picked tokens of the best source that forwards a model, at least, to be kept
 MIN_PICKS = 64.0  # tokens picked by the target that a source is judged by, at least
-FIRST_WAIT_STEPS, MAX_WAIT_STEPS = 256, 4096  # until a source is tried again: twice as many each time in a row
+WAIT_STEPS = 1024  # until a source that was left out is tried again
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -121,14 +125,13 @@ class Tally:
         """Begin a text."""
         self.sources = {name: SourceStats(0, 0, 0.0) if self.counts else SourceStats() for name in self.names}
 
-    def begin(self) -> float:
-        """When a source's work begins."""
-        return time.perf_counter() if self.counts else 0.0
-
-    def end(self, name: str, begin: float) -> None:
-        """Its end."""
+    def timed(self, name: str, work: Callable[..., T], *arguments: Any) -> T:
+        """What a source's work gives; its seconds count."""
+        begin = time.perf_counter()
+        done = work(*arguments)
         if (brought := self.sources[name]).seconds is not None:
             brought.seconds += time.perf_counter() - begin
+        return done
 
     def count(self, asked: Mapping[str, Sequence[Asked]], verified: Verified) -> None:
         """Count a step that drafted.
@@ -140,46 +143,37 @@ class Tally:
         proposing = [name for name, levels in asked.items() if levels]
         if not self.counts or not proposing or verified.graph is None:
             return
-        *others, last = proposing
-        paths = verified.accepted.accepted_rows.tolist() if others else []
-        lengths = zip(verified.rows.num_rows.tolist(), verified.accepted.num_accepted.tolist(), strict=True)
-        for sequence, (rows, accepted) in enumerate(lengths):
+        paths, lengths = verified.accepted.accepted_rows.tolist(), verified.accepted.num_accepted.tolist()
+        for sequence, (rows, accepted) in enumerate(zip(verified.rows.num_rows.tolist(), lengths, strict=True)):
             if not accepted:
                 continue  # a finished sequence verifies nothing
-            if not others:
-                self._add(last, rows - 1, accepted - 1)
-                continue
             left, path = set(range(1, rows)), set(paths[sequence][1:accepted])
-            tokens, parents = _edges(verified, sequence)
-            for name in others:
-                proposed: dict[int, list[int]] = {}  # by node
-                for level in asked[name]:
-                    proposed.update(
-                        zip(level.node_ids[sequence].tolist(), level.tokens[sequence].tolist(), strict=True)
-                    )
-                mine = {row for row in left if tokens[row] in proposed.get(parents[row], ())}
-                self._add(name, len(mine), len(mine & path))
-                left -= mine
-            self._add(last, len(left), len(left & path))
-
-    def _add(self, name: str, proposed: int, accepted: int) -> None:
-        brought = self.sources[name]
-        brought.proposed, brought.accepted = (brought.proposed or 0) + proposed, (brought.accepted or 0) + accepted
+            for name in proposing:
+                mine = left if name == proposing[-1] else left & _rows_of(asked[name], verified, sequence)
+                left, brought = left - mine, self.sources[name]
+                brought.proposed = (brought.proposed or 0) + len(mine)
+                brought.accepted = (brought.accepted or 0) + len(mine & path)
 
 
-def _edges(verified: Verified, sequence: int) -> tuple[list[int], list[int]]:
-    """Token and parent node of every row of a sequence; the root's say nothing."""
-    rows = verified.rows
-    nodes = rows.node_ids[sequence].tolist()
-    return rows.token_ids[sequence].tolist(), [nodes[parent] for parent in rows.parent_rows[sequence].tolist()]
+def _rows_of(asked: Sequence[Asked], verified: Verified, sequence: int) -> set[int]:
+    """Rows of a sequence whose tokens were proposed after their parents."""
+    proposed = {
+        (node, token)
+        for level in asked
+        for node, after in zip(level.node_ids[sequence].tolist(), level.tokens[sequence].tolist(), strict=True)
+        for token in after
+    }
+    tokens, parents, nodes = (
+        part[sequence].tolist() for part in (verified.rows.token_ids, verified.rows.parent_rows, verified.rows.node_ids)
+    )
+    return {row for row, token in enumerate(tokens) if (nodes[parents[row]], token) in proposed}
 
 
 class Retention:
-    """A record of the sources that are left out for now, and for how long: exponential backoff, source by source."""
+    """A record of the sources that are left out for now, and for how long."""
 
     def __init__(self) -> None:
         self.wait: dict[str, int] = {}  # steps left until a source is tried again, by name
-        self.next_wait: dict[str, int] = {}  # of sources that were left out: steps, the next time
 
     def staying(self, sources: Sequence[DraftSource]) -> list[DraftSource]:
         """The ``sources`` that the next generation takes; of those that forward a model, one at least."""
@@ -203,10 +197,8 @@ class Retention:
         best = max(shares[source.name] for source in expensive)
         for name in (source.name for source in expensive if source.name in judged):
             if shares[name] >= MIN_SHARE * best:
-                self.next_wait.pop(name, None)
                 continue
-            self.wait[name] = wait = self.next_wait.get(name, FIRST_WAIT_STEPS)
-            self.next_wait[name] = min(2 * wait, MAX_WAIT_STEPS)
+            self.wait[name] = WAIT_STEPS
             # Else it could not show that it has become better. The others' weights are relative to the first source.
             for forgotten in [source.name for source in expensive] if name == sources[0].name else [name]:
                 weights[forgotten].forget()

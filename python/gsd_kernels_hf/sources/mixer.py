@@ -174,9 +174,7 @@ class Mixer:
         """The candidates of all sources after every frontier node."""
         drafted, found = MixedLevel(level.frontier.node_ids), None
         for source in self.sources:
-            begin = self.tally.begin()
-            proposal = self.border.ask(source, level)
-            self.tally.end(source.name, begin)
+            proposal = self.tally.timed(source.name, self.border.ask, source, level)
             if proposal is None:
                 continue
             drafted.rows += proposal.rows
@@ -197,9 +195,7 @@ class Mixer:
         source, grower = self.lookups[0] if self.lookups else None, self.grower
         if source is None or grower is None or level.number < level.config.depth:
             return None
-        begin = self.tally.begin()
-        asked = grower.propose_rest(level)
-        self.tally.end(source.name, begin)
+        asked = self.tally.timed(source.name, grower.propose_rest, level)
         if asked is None:
             return None
         return MixedLevel(asked.node_ids, (asked.tokens, asked.log_probs), {source.name: asked})
@@ -216,9 +212,7 @@ class Mixer:
     def observe(self, verified: Verified) -> None:
         """Let every source learn from a step, and update its weights by the probability it gave the emitted tokens."""
         for source in self.sources:
-            begin = self.tally.begin()
-            source.observe(verified)
-            self.tally.end(source.name, begin)
+            self.tally.timed(source.name, source.observe, verified)
         if verified.graph is None or self.current is None:
             return
         for name, asked in self.asked().items():

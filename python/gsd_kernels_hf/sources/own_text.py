@@ -109,7 +109,6 @@ class OwnText:
         """Begin with the session's texts so far."""
         self.ids: list[list[int]] = [[] for _ in range(self.batch)]
         self.open = [b""] * self.batch
-        self.chunks: list[list[bytes]] = [[] for _ in range(self.batch)]
         self.taken = self.text.state.kv_start.tolist()  # of the target's tokens, padding included
         for sequence, tokens in enumerate(self.new_tokens()):
             self._extend(sequence, tokens)
@@ -204,14 +203,12 @@ class OwnText:
     def _extend(self, sequence: int, tokens: list[int]) -> int:
         """Append tokens of the target to a text; where the draft's tokens change from."""
         target, draft = self.translation.target, self.translation.draft
-        ids, chunks = self.ids[sequence], self.chunks[sequence]
+        ids = self.ids[sequence]
         changed, text = len(ids), b""
         for token in tokens:
             if token in target.spelled:
                 text += target.spelled[token]
-                chunks.append(target.spelled[token])
                 continue
-            chunks.clear()
             mark = draft.counterpart(token, target)
             if mark is None and token not in target.roles.values():
                 text += target.contents.get(token, "").encode()
@@ -219,7 +216,6 @@ class OwnText:
                 changed = min(changed, self._append(sequence, text))
                 self.open[sequence], text = b"", b""
                 ids.append(mark)
-        del chunks[:-CONTEXT_TOKENS]
         return min(changed, self._append(sequence, text))
 
     def _append(self, sequence: int, text: bytes) -> int:
@@ -240,5 +236,7 @@ class OwnText:
         return at + same
 
     def before(self, sequence: int) -> bytes:
-        """The text that the last ordinary tokens of the target spell, at most :data:`CONTEXT_TOKENS`."""
-        return b"".join(self.chunks[sequence])
+        """The text that the last ordinary tokens spell, at most :data:`CONTEXT_TOKENS`, and what is open behind."""
+        spelled = self.translation.draft.spelled
+        last = takewhile(spelled.__contains__, reversed(self.ids[sequence][-CONTEXT_TOKENS:]))
+        return b"".join([spelled[token] for token in last][::-1]) + self.open[sequence]
