@@ -126,7 +126,7 @@ class Tally:
         self.sources = {name: SourceStats(0, 0, 0.0) if self.counts else SourceStats() for name in self.names}
 
     def timed(self, name: str, work: Callable[..., T], *arguments: Any) -> T:
-        """What a source's work gives; its seconds count."""
+        """Do a source's work and count its seconds."""
         begin = time.perf_counter()
         done = work(*arguments)
         if (brought := self.sources[name]).seconds is not None:
