@@ -11,7 +11,7 @@ import fake_cuda
 import pytest
 import torch
 from chats import CAPTURED, GRAPHS, SAMPLED, drafting, in_turns, on_a_gpu, text
-from models import CHARACTERS, noised, tiny, tokenizer
+from models import noised, tiny
 
 from gsd_kernels import DraftSource, patch
 from gsd_kernels_hf.acceptance.criteria import CRITERIA
@@ -185,11 +185,9 @@ def never(input_ids, scores, **_):
 
 STAY = {
     "a processor": {"repetition_penalty": 1.3, "output_logits": True, "return_dict_in_generate": True, **SAMPLED},
-    "processors together": {"logits_processor": [lambda ids, scores: 1.6 * scores - 0.6 * scores.roll(1, 0)]},
     "a criterion": {"stopping_criteria": [never]},
     "a clock": {"max_time": 1000.0},
     "an observer": {"observer": lambda verified: None},
-    "a string": {"stop_strings": list(CHARACTERS[3:29:4]), "tokenizer": tokenizer()},
 }
 
 

@@ -232,14 +232,12 @@ TOKENIZER = models.tokenizer(VOCAB)
 REFUSED = ("contrastive search", "guidance", "prompt lookup", "an early exit", "forced words", "layers to contrast")
 MODES = {  # of a target and an empty folder: the call; its reason begins the name, but for what has none
     "num_beams=2": lambda *_: asked(num_beams=2, num_return_sequences=2, output_scores=True, **DICT),
-    "num_beams=4": lambda *_: asked(num_beams=4, do_sample=True, top_k=5),
     "output_hidden_states": lambda *_: asked(output_hidden_states=True, **DICT),
     "cache": filled,
     "inputs_embeds": embedded,
     "position_ids": lambda *_: asked(position_ids=asked()["attention_mask"].cumsum(1)),
     "negative_prompt_ids": lambda *_: asked(1, guidance_scale=2.0, negative_prompt_ids=asked(1)["input_ids"][:, :4]),
     "attention_mask": lambda *_: asked(attention_mask=torch.ones(2, LENGTH).index_fill(1, torch.tensor([3]), 0)),
-    "right-padded": lambda *_: asked(attention_mask=torch.ones(2, LENGTH).index_fill(1, torch.tensor([8]), 0)),
     "assistant_model: BloomForCausalLM": lambda *_: asked(1, assistant_model=bloom(), num_assistant_tokens=2),
     "custom_generate: a function": lambda *_: asked(seed=3, custom_generate=decoding),
     "custom_generate: '/": of_a_folder,
@@ -248,11 +246,7 @@ LIKE_UNPATCHED = {
     **{name: goldens.WRONG[name] for name in REFUSED},
     "heads of the model's own": {"use_mtp": True},
     "healing": {"token_healing": True, "tokenizer": TOKENIZER},
-    "labels": {"labels": torch.ones(1, LENGTH, dtype=torch.int64)},
-    "an encoder's outputs": {"encoder_outputs": (torch.ones(1, 2),)},
-    "stop strings and beams": {"stop_strings": ["a"], "num_beams": 2, "tokenizer": TOKENIZER},
     "padding alone": {"attention_mask": torch.zeros(1, LENGTH, dtype=torch.int64)},
-    "a tuple for a cache": {"past_key_values": ((torch.ones(1),),)},
     "no tokens": {"max_new_tokens": 0},
     "an invented argument": {"depth": 3},
 }

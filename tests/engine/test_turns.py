@@ -187,12 +187,9 @@ def test_adapters():
     [
         {"eos_token_id": list(range(8, 40)), "do_sample": False},  # one of them comes soon
         {"temperature": 0.5},
-        {"top_k": 3},
-        {"top_p": 0.5},
         {"seed": 6},
         {"do_sample": False},
         {"repetition_penalty": 1.9},
-        {"tokens": 3},
         {"tokens": 40},
         {"prefill_chunk_size": 3},
         {"logits_processor": LogitsProcessorList([Forbid()])},
