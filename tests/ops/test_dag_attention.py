@@ -187,12 +187,6 @@ def test_nan_reaches_exactly_the_rows_that_see_it(on):
     assert out[:, 1].isfinite().all()
 
 
-@backends("interpreter", "triton")
-def test_the_output_needs_no_copy_before_the_projection(on):
-    tensors, options = Attention().build(on.device)
-    assert gsd.dag_attention(**tensors, **options, backend=on.name).transpose(1, 2).is_contiguous()
-
-
 KERNELS = (*(name for name in INTERPRETED if name != "positions-first"), "bfloat16-D96")
 
 
