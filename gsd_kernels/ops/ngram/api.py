@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...graph import Rows, TokenGraph
@@ -168,12 +168,39 @@ def ngram_remember(
     table: NgramTable, rows: Rows, tail: Tensor, tokens: Tensor, log_probs: Tensor, *, backend: str = "auto"
 ) -> None:
     """:func:`ngram_insert` of a tree's rows, see the reference; for the history where no compiled ops are."""
-    reference.ngram_remember(table, rows, tail, tokens, log_probs, insert=partial(INSERT, backend=backend))
+    contexts = reference.row_contexts(rows, tail, table.max_context)
+    INSERT(table, contexts, tokens, log_probs, reference.real_rows(rows), backend=backend)
 
 
 def ngram_recall(
-    table: NgramTable, graph: TokenGraph, nodes: Tensor, *, backend: str = "auto", **noise: Tensor
+    table: NgramTable,
+    graph: TokenGraph,
+    nodes: Tensor,
+    first_pick: Tensor | None = None,
+    seed: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+    *,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`ngram_lookup` of a graph's nodes, see the reference; for the history where no compiled ops are."""
-    look_up, perturb = (partial(op, backend=backend) for op in (LOOKUP, PERTURB))
-    return reference.ngram_recall(table, graph, nodes, **noise, lookup=look_up, perturb=perturb)
+    """:func:`ngram_lookup` of what followed nodes of a graph, as many continuations as its branch, with the noise that
+    the target will use (:func:`perturb_candidates`) where a seed is given; for the history where no compiled ops are.
+
+    Args:
+        table: the tables, of at least the graph's branch.
+        graph: with the tokens before each node.
+        nodes: int32 [B, W], −1 for padding, which is looked up as the root.
+        first_pick: int32 [B], index in the text of the token after the root, padding excluded; with a seed.
+        seed: int64 [].
+        sequence_ids: int32 [B]; with a seed.
+        backend: see :mod:`gsd_kernels.backends`.
+
+    Returns:
+        tokens int32 [B, W, K] (−1 for none), log-probabilities float32 [B, W, K] (−∞ for none), and the length of the
+        matched context int32 [B, W] (0 for none).
+    """
+    tokens, log_probs, matched = LOOKUP(table, reference.node_contexts(graph, nodes), backend=backend)
+    tokens, log_probs = tokens[..., : graph.branch], log_probs[..., : graph.branch]
+    if seed is not None:
+        positions = reference.pick_positions(graph, nodes, first_pick)
+        log_probs = PERTURB(tokens, log_probs, positions, seed, sequence_ids, backend=backend)
+    return tokens, torch.where(tokens >= 0, log_probs, float("-inf")), matched

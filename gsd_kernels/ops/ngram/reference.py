@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -129,8 +126,6 @@ def ngram_remember(
     tail: Tensor,
     tokens: Tensor,
     log_probs: Tensor,
-    *,
-    insert: Callable[..., None] = ngram_insert,
 ) -> None:
     """:func:`ngram_insert` of what follows each row of an unrolled graph, padding left out.
 
@@ -140,50 +135,8 @@ def ngram_remember(
         tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins; C ≥ max_context.
         tokens: int32 [B, R, K], continuations, best first, −1 for none.
         log_probs: float32 [B, R, K].
-        backend: see :mod:`gsd_kernels.backends`.
-
-    Raises:
-        TypeError, ValueError: an argument has the wrong type or shape.
     """
-    insert(table, row_contexts(rows, tail, table.max_context), tokens, log_probs, real_rows(rows))
-
-
-def ngram_recall(
-    table: NgramTable,
-    graph: TokenGraph,
-    nodes: Tensor,
-    first_pick: Tensor | None = None,
-    seed: Tensor | None = None,
-    sequence_ids: Tensor | None = None,
-    *,
-    lookup: Callable[..., Any] | None = None,
-    perturb: Callable[..., Any] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`ngram_lookup` of what followed nodes of a graph, as many continuations as its branch, with the noise that
-    the target will use (:func:`perturb_candidates`) where a seed is given.
-
-    Args:
-        table: the tables, of at least the graph's branch.
-        graph: with the tokens before each node.
-        nodes: int32 [B, W], −1 for padding, which is looked up as the root.
-        first_pick: int32 [B], index in the text of the token after the root, padding excluded; with a seed.
-        seed: int64 [].
-        sequence_ids: int32 [B]; with a seed.
-        backend: see :mod:`gsd_kernels.backends`.
-
-    Returns:
-        tokens int32 [B, W, K] (−1 for none), log-probabilities float32 [B, W, K] (−∞ for none), and the length of the
-        matched context int32 [B, W] (0 for none).
-
-    Raises:
-        TypeError, ValueError: an argument has the wrong type or shape.
-    """
-    tokens, log_probs, matched = (lookup or ngram_lookup)(table, node_contexts(graph, nodes))
-    tokens, log_probs = tokens[..., : graph.branch], log_probs[..., : graph.branch]
-    if first_pick is not None and seed is not None and sequence_ids is not None:
-        positions = pick_positions(graph, nodes, first_pick)
-        log_probs = (perturb or perturb_candidates)(tokens, log_probs, positions, seed, sequence_ids)
-    return tokens, torch.where(tokens >= 0, log_probs, float("-inf")), matched
+    ngram_insert(table, row_contexts(rows, tail, table.max_context), tokens, log_probs, real_rows(rows))
 
 
 def weights_of(weight: Tensor, index: Tensor | None, shape: tuple[int, int]) -> Tensor:
