@@ -21,7 +21,7 @@ from gsd_kernels import GraphConfig, cpu_levels
 from ..locks import forkable_lock
 from ..model import properties, replay
 from ..model.attention import implementation_of
-from ..model.facts import Facts, fact
+from ..model.facts import Facts
 from ..model.fused import why_not
 from ..packed.adapters import stored_in
 from ..packed.modules import packed_in
@@ -147,11 +147,10 @@ def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, st
     return {**ways, "cpu_level": cpu_levels.active() if on_cpu else None}
 
 
-@fact
-def fingerprint(facts: Facts) -> str:
+def fingerprint(model: PreTrainedModel | Facts) -> str:
     """Tells models of the same sizes apart by a few values of their first and last weights; it never fails."""
-    digest = hashlib.sha256()
-    weights = [p for p in facts.model.parameters() if p.numel()] or list(facts.model.buffers())
+    digest, own = hashlib.sha256(), Facts.of(model).model
+    weights = [p for p in own.parameters() if p.numel()] or list(own.buffers())
     for weight in (weights[0], weights[len(weights) // 2], weights[-1]) if weights else ():
         digest.update(_print_of(weight))
     return digest.hexdigest()[:16]

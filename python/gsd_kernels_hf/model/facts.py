@@ -65,7 +65,6 @@ class Facts:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.answers: dict[Hashable, Any] = {}  # of functions that are :func:`fact`
 
     @classmethod
     def of(cls, model: nn.Module | Facts) -> Facts:
@@ -211,14 +210,14 @@ def looked() -> None:
 
 
 def fact(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Find an answer once for the :class:`Facts` of a model, which may be given itself; an error is no answer."""
+    """Find an answer once while the structure of a model is what it is; it may be given itself, or as its facts.
+
+    An error is no answer.
+    """
 
     @functools.wraps(function)
     def answer(model: nn.Module | Facts, *rest: Any, **options: Any) -> _Answer:
-        facts, key = Facts.of(model), (function, rest, tuple(options.items()))
-        if key not in facts.answers:
-            facts.answers[key] = function(facts, *rest, **options)
-        known: _Answer = facts.answers[key]
-        return known
+        facts = Facts.of(model)
+        return facts.proved((function, rest, *options.items()), lambda: function(facts, *rest, **options))
 
     return answer

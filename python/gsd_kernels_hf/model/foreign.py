@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.activations import ACT2CLS
 
@@ -20,7 +19,7 @@ from ..packed.modules import PackedEmbedding, PackedLinear, device_of_weights, d
 from .attention import AttentionKind
 from .facts import Facts, fact
 from .fingerprint import Space, called_by, described, global_hooks, is_function, is_shipped
-from .probe import served
+from .probe import examine, served
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
 SILU = (nn.SiLU, ACT2CLS["silu"])
@@ -31,7 +30,7 @@ PLAIN_MODULES = (*MATRICES, nn.ModuleList, *SILU)
 @fact
 def foreign(facts: Facts) -> str | None:
     """Name what keeps a LLaMA-like model from being what the operator computes, or ``None``."""
-    return facts.proved("foreign", lambda: foreign_code(facts) or _foreign_module(facts) or _foreign_number(facts))
+    return foreign_code(facts) or next(_unread(facts), None)
 
 
 @fact
@@ -73,71 +72,45 @@ def layers_of(model: Any) -> list[Any]:
     return list(model.model.layers)[: model.config.num_hidden_layers]
 
 
-def _foreign_module(facts: Facts) -> str | None:
-    model = facts.model
+def _unread(facts: Facts) -> Iterator[str]:
+    """What a model has that the operator has no argument for."""
+    examine(facts)  # a forward: in the first one a library may rewrite its weights
+    model, layers, rotary = facts.model, layers_of(facts.model), facts.model.model.rotary_emb
     dtype, device = dtype_of(model.lm_head), model.device
     if dtype not in FLOATS:
-        return f"an output matrix of {dtype}, which is none of float32, bfloat16 and float16"
+        yield f"an output matrix of {dtype}, which is none of float32, bfloat16 and float16"
     for name, module in facts.modules:
-        if (found := _foreign_kind(module, type(model).__module__, dtype, device)) is not None:
-            return f"{name} {found}"
-    served(facts)  # a forward: in the first one a library may rewrite its weights
-    for name, module in facts.modules:
-        stored = stored_in(module)
-        if stored and not (stored.is_for(dtype) and all(tensor.device == device for tensor in stored.tensors)):
-            return f"{name} stands for {stored.dtype}, the output matrix is {dtype} on {device}"
-    for name, parameter in model.named_parameters():
-        if parameter.device != device:
-            return f"{name} lies on another device"
-    rotary = getattr(model.model.rotary_emb, "rope_type", "default")
+        kind, stored, found = type(module), stored_in(module), dtype
+        if stored is not None:
+            if stored.problem is not None:
+                yield f"{name} {stored.problem}"
+            found, places = dtype if stored.any_dtype else stored.dtype, {tensor.device for tensor in stored.tensors}
+        elif kind.__module__ != type(model).__module__ and kind not in PLAIN_MODULES:
+            yield f"{name} is not a plain module of transformers or PyTorch but {kind.__module__}.{kind.__qualname__}"
+        elif isinstance(module, MATRICES):
+            found, places = dtype_of(module), {device_of_weights(module)}
+        else:
+            places = {parameter.device for parameter in module.parameters(recurse=False)}
+        if found != dtype:
+            yield f"{name} stands for {found}, the output matrix is {dtype}"
+        if places - {device}:
+            yield f"{name} lies on another device than the output matrix"
+    kinds = served(facts).kinds
+    epsilons = [module.variance_epsilon for _, module in facts.modules if hasattr(module, "variance_epsilon")]
+    scales = [layer.self_attn.scaling for layer in layers]
+    # A number of another kind, such as a tensor, could change in its place, which nobody would look at again.
+    if any(type(number) not in (float, int) for number in (*epsilons, *scales, rotary.attention_scaling)):
+        yield "a scale or epsilon that is no number"
     for what, found in (
         ("a tensor-parallel model", getattr(model, "_device_mesh", None) is not None),
         ("a bias of the output matrix", model.lm_head.bias is not None),
-        ("an embedding with max_norm", getattr(model.model.embed_tokens, "max_norm", None)),
-        ("rotary frequencies that depend on the length", rotary not in STATIC_ROPE),
+        ("an embedding with max_norm", getattr(model.model.embed_tokens, "max_norm", None) is not None),
+        ("rotary frequencies by length", getattr(rotary, "rope_type", "default") not in STATIC_ROPE),
+        ("another activation than SiLU", any(type(layer.mlp.act_fn) not in SILU for layer in layers)),
+        ("attention of another kind", any(kind != AttentionKind(kind.window) for kind in kinds)),
+        ("another scale of attention", {*scales} != {(2 * rotary.inv_freq.numel()) ** -0.5}),
+        ("norms of several epsilons", len({*epsilons}) > 1),
+        (f"{len(layers)} layers with {len(kinds)} attention calls", len(layers) != len(kinds)),
     ):
         if found:
-            return what
-    return None
-
-
-def _foreign_kind(module: nn.Module, home: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Name what keeps a module of a model that was written in ``home`` from being one of the operator's."""
-    if (stored := stored_in(module)) is not None:
-        return stored.problem
-    kind = type(module)
-    if kind.__module__ != home and kind not in PLAIN_MODULES:
-        return f"is not a plain module of transformers or PyTorch but {kind.__module__}.{kind.__qualname__}"
-    if isinstance(module, MATRICES) and (dtype_of(module), device_of_weights(module)) != (dtype, device):
-        return f"is {dtype_of(module)}, the output matrix {dtype}, or lies elsewhere than on {device}"
-    return None
-
-
-def _foreign_number(facts: Facts) -> str | None:
-    """Name what a layer does otherwise than the operator, which has one epsilon and scales by the size of heads."""
-    model, layers, kinds = facts.model, layers_of(facts.model), served(facts).kinds
-    if not layers or len(layers) != len(kinds):
-        return f"{len(layers)} layers with {len(kinds)} attention calls"
-    rotary, eps = model.model.rotary_emb, model.model.norm.variance_epsilon
-    head_dim = 2 * rotary.inv_freq.numel()
-    # A number of another kind, such as a tensor, could change in its place, which nobody would look at again.
-    if any(type(number) not in (float, int) for number in (eps, rotary.attention_scaling)):
-        return "a scale or epsilon that is no number"
-    for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        attention = layer.self_attn
-        of_norms = [norm.variance_epsilon for norm in _norms(layer)]
-        for what, found, served_here in (
-            ("attention", kind, kind == AttentionKind(kind.window)),
-            ("scale of attention", attention.scaling, attention.scaling == head_dim**-0.5),
-            ("activation", type(layer.mlp.act_fn), type(layer.mlp.act_fn) in SILU),
-            ("epsilons", of_norms, all(type(of) is type(eps) and of == eps for of in of_norms)),
-        ):
-            if not (isinstance(served_here, bool) and served_here):
-                return f"layer {number} is of another kind: {what} {found}"
-    return None
-
-
-def _norms(layer: Any) -> Iterator[Any]:
-    yield from (layer.input_layernorm, layer.post_attention_layernorm)
-    attention = layer.self_attn
-    yield from (getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name))
+            yield what

@@ -81,13 +81,13 @@ def error_of(check: Callable[..., None], *arguments: object) -> str | None:
     return None
 
 
-@fact
-def why_not(facts: Facts, backend: str, hidden_layers: tuple[int, ...] = ()) -> str | None:
-    """Name what keeps a model from being forwarded by one operator that keeps these hidden states, or ``None``.
+def why_not(model: PreTrainedModel | Facts, backend: str) -> str | None:
+    """Name what keeps a model from being forwarded by one operator, or ``None``.
 
     Raises:
         ValueError: a variable of the environment says what there is not.
     """
+    facts = Facts.of(model)
     model = facts.model
     reason = missing(model.device, backend)
     if reason is not None:
@@ -192,7 +192,7 @@ def rows_of(
 ) -> RowModel:
     """The fastest way to forward the rows of a target or draft; arguments as of :class:`RowModel`."""
     facts = Facts.of(model)
-    reason = why_not(facts, backend, hidden_layers)
+    reason = why_not(facts, backend)
     if reason is None:
         fused = FusedRows(facts, capacity, kv_start, backend, hidden_layers)
         if fused.operator == "cuda":

@@ -21,7 +21,6 @@ from gsd_kernels.config import MAX_ROWS
 from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.row_linear import row_linear
 
-from . import proof
 from .elementwise import are_own_bits_wanted, as_rows, plain
 from .facts import Facts
 from .foreign import foreign_code
@@ -86,19 +85,12 @@ def with_cpu_linears(model: PreTrainedModel, backend: str, kind: type[CpuLinear]
     """``model`` with its linear layers seen as ``kind``: the same weights, nothing is changed.
 
     The model itself where that is impossible or no gain: another device or backend, sharded or offloaded weights; code
-    that neither transformers nor PyTorch brought, to which a view might not be the same; other logits of a few tokens.
+    that neither transformers nor PyTorch brought, to which a view might not be the same.
     """
     unserved = backend not in ("auto", "cpu") or unavailable_reason("cpu", model.device) is not None
-    if unserved or getattr(model, "_device_mesh", None) is not None:
-        return model
-    facts = Facts.of(model)
-    if foreign_code(facts) is not None:
+    if unserved or getattr(model, "_device_mesh", None) is not None or foreign_code(Facts.of(model)) is not None:
         return model
     view: PreTrainedModel = seen(model, lambda module: _as(kind, module))
-    if view is model:
-        return model
-    if proof.why_not_proved(facts, kind.__name__, lambda _: proof.own_logits(Facts.of(view))) is not None:
-        return model
     return view
 
 

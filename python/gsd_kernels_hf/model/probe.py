@@ -208,30 +208,13 @@ class ProbeCache(GraphCache):
 
 
 @fact
+@torch.no_grad()
 def examine(facts: Facts) -> AttentionReport:
     """Look at what a model does with graph rows.
 
     One forward of 2 × 5 tokens, remembered until the model's structure is another one, see :class:`.Facts`; what an
     error cut short is not. The model is left as it was.
     """
-    return facts.proved("rows", lambda: _examine(facts))
-
-
-@fact
-def served(facts: Facts, name: str = "model") -> AttentionReport:
-    """The findings of :func:`examine`, without a problem.
-
-    Raises:
-        ValueError: the model, the argument ``name``, cannot be forwarded with graph rows.
-    """
-    report = examine(facts)
-    if report.problem is not None:
-        raise ValueError(f"{name}: {type(facts.model).__name__} {report.problem}; not supported") from report.cause
-    return report
-
-
-@torch.no_grad()
-def _examine(facts: Facts) -> AttentionReport:
     try:
         with random_numbers_kept(facts):
             check_linears(facts)
@@ -257,6 +240,18 @@ def _examine(facts: Facts) -> AttentionReport:
         if getattr(facts.model.config, "return_dict", True) is False:
             problem += ", nor by transformers while model.config.return_dict is False: set it to True"
         return AttentionReport(problem=problem, cause=error, passing=True)
+
+
+def served(model: PreTrainedModel | Facts, name: str = "model") -> AttentionReport:
+    """The findings of :func:`examine`, without a problem.
+
+    Raises:
+        ValueError: the model, the argument ``name``, cannot be forwarded with graph rows.
+    """
+    report, facts = examine(model), Facts.of(model)
+    if report.problem is not None:
+        raise ValueError(f"{name}: {type(facts.model).__name__} {report.problem}; not supported") from report.cause
+    return report
 
 
 @contextmanager

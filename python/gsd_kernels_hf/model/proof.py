@@ -23,8 +23,7 @@ from .facts import Facts
 from .finite import with_finite_embeddings
 from .hidden import hooked
 from .probe import random_numbers_kept
-from .recurrent.by_depth import KINDS
-from .recurrent.mixers import mixers_of, states_of
+from .recurrent.mixers import KINDS, mixers_of, states_of
 from .view import with_children
 
 PAD_TOKENS, PIECE_TOKENS = 3, 4  # of the second sequence; of a piece of the prompt, at least

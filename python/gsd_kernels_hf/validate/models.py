@@ -12,10 +12,10 @@ from gsd_kernels import BACKENDS
 from gsd_kernels.names import did_you_mean
 from gsd_kernels.ops.state_rows import BLOCK
 
-from ..model.facts import Facts
+from ..model.facts import Facts, fact
 from ..model.fused import check_rows
 from ..model.probe import served
-from ..model.properties import vocabulary
+from ..model.properties import text_config, vocabulary
 from ..model.recurrent import mixers
 from ..model.sides import rope_types
 from ..packed.adapters import threshold_of
@@ -46,32 +46,49 @@ def check_model(name: str, model: Any) -> Facts:
     """
     if not isinstance(model, PreTrainedModel) or not callable(getattr(model, "generate", None)):
         raise TypeError(f"{name}: expected a transformers causal language model, got {type(model).__name__}")
-    facts, config = Facts.of(model), model.config.get_text_config(decoder=True)
-    kind = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise Unsupported(f"{name}: {kind} is an encoder-decoder; only decoder-only models are supported")
-    recurrent = keeps_state(name, facts)
-    if "dynamic" in rope_types(config):
-        raise Unsupported(f"{name}: rope type 'dynamic' changes with the length; not supported")
+    facts = Facts.of(model)
+    check_served(facts, name)
+    return facts
+
+
+@fact
+def check_served(facts: Facts, name: str) -> None:
+    """Raise unless graph rows can be verified in, or drafted by, the model that is the argument ``name``.
+
+    Raises:
+        ValueError: it has no weights.
+        Unsupported: this package does not serve it.
+    """
+    model, kind = facts.model, type(facts.model).__name__
+    config, mesh, recurrent = text_config(model), getattr(model, "_device_mesh", None), mixers.mixers_of(facts)
     types = set(getattr(config, "layer_types", None) or ())
-    if not mixers.READABLE and (recurrent or types & RECURRENT_LAYERS):
-        raise Unsupported(
-            f"{name}: {kind} keeps a recurrent state, which is served with transformers {mixers.FIRST} or newer; "
-            f"{transformers.__version__} is installed"
-        )
-    unserved = types - SERVED_LAYERS - (RECURRENT_LAYERS if recurrent else set())
-    if unserved:
-        first = sorted(unserved)[0]
-        elsewhere = ", whose states are not in transformers' cache" if first in RECURRENT_LAYERS else ""
-        raise Unsupported(f"{name}: {kind} has layers of type {first!r}{elsewhere}; not supported")
-    if not model._supports_logits_to_keep():
-        raise Unsupported(f"{name}: {kind} has a forward that does not take logits_to_keep; not supported")
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
-        raise Unsupported(
-            f"{name}: {kind} is in training mode with gradient checkpointing, which keeps no keys and values; "
-            "call model.eval() first"
-        )
-    mesh = getattr(model, "_device_mesh", None)
+    unserved = sorted(types - SERVED_LAYERS - (RECURRENT_LAYERS if recurrent else set()))
+    elsewhere = ", whose states are not in transformers' cache" if RECURRENT_LAYERS.intersection(unserved[:1]) else ""
+    for found, why in (
+        (model.config.is_encoder_decoder, f"{kind} is an encoder-decoder; only decoder-only models are supported"),
+        (
+            recurrent and mesh is not None,
+            f"{kind} keeps a recurrent state and is sharded among ranks; not supported",
+        ),
+        ("dynamic" in rope_types(config), "rope type 'dynamic' changes with the length; not supported"),
+        (
+            not mixers.READABLE and (recurrent or types & RECURRENT_LAYERS),
+            f"{kind} keeps a recurrent state, which is served with transformers {mixers.FIRST} or newer; "
+            f"{transformers.__version__} is installed",
+        ),
+        (unserved, f"{kind} has layers of type {', '.join(map(repr, unserved[:1]))}{elsewhere}; not supported"),
+        (
+            not model._supports_logits_to_keep(),
+            f"{kind} has a forward that does not take logits_to_keep; not supported",
+        ),
+        (
+            model.training and getattr(model, "is_gradient_checkpointing", False),
+            f"{kind} is in training mode with gradient checkpointing, which keeps no keys and values; "
+            "call model.eval() first",
+        ),
+    ):
+        if found:
+            raise Unsupported(f"{name}: {why}")
     if mesh is not None:
         check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
     check_weights(name, facts)
@@ -81,22 +98,6 @@ def check_model(name: str, model: Any) -> Facts:
             check_rows(facts, name)
     except ValueError as error:
         raise Unsupported(str(error)) from error.__cause__ or error
-    return facts
-
-
-def keeps_state(name: str, facts: Facts) -> bool:
-    """Return whether layers keep a recurrent state.
-
-    Raises:
-        Unsupported: they do, on several ranks.
-    """
-    recurrent = mixers.mixers_of(facts)
-    if recurrent and getattr(facts.model, "_device_mesh", None) is not None:
-        raise Unsupported(
-            f"{name}: {type(facts.model).__name__} keeps a recurrent state ({recurrent[0][0]}) and is sharded among "
-            "ranks; not supported"
-        )
-    return bool(recurrent)
 
 
 def check_paths(shape: object, models: Iterable[PreTrainedModel]) -> None:

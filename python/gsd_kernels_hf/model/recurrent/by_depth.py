@@ -5,24 +5,21 @@ Exact by construction, for any module; a state for every row is kept until it is
 
 from __future__ import annotations
 
+import inspect
 import math
-import types
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 from torch.utils import _pytree as nested
 from transformers.cache_utils import Cache
 
 from ...records import last_rows
-from ..fingerprint import code_names
-from ..view import with_children
-from .mixers import LinearAttentionLayer, RowsCache, calling, hidden_in, masked, written
-from .recurrence import Limit
+from ..fingerprint import called_by
+from .mixers import LinearAttentionLayer, RowsCache, State, put_state, states_in, with_kernels
+from .recurrence import Limit, time_steps
 from .tree import RowTree
 
-KINDS = ("conv_states", "recurrent_states")
 STEP = "mamba2_selective_state_update"
 """The kernel of single tokens, by the name that modules call it by."""
 
@@ -38,12 +35,14 @@ class ByDepth:
     takes_states = False
 
     def __init__(self, module: nn.Module, layer: LinearAttentionLayer) -> None:
-        self.module, self.layer = module, layer
-        limit = limit_of(module)
-        self.limited = None if limit is None else Limited(module, limit)
-        self.code = module if self.limited is None else self.limited.module
+        self.layer, self.code, self.limit = layer, module, limit_of(module)
+        if self.limit is not None:
+            if "forward" in vars(module):
+                raise ValueError(f"{type(module).__name__} limits steps in prompts alone and has a forward of its own")
+            self.code = with_kernels(module, {STEP: self.step})
+        self.ends: Tensor | None = None  # bool [n]; of the tokens that come next, those that end a prompt
         self.behind_prompt = False  # whether no row was taken into the text yet
-        self.after: dict[tuple[str, int], Tensor] = {}  # [B, T, …]: states after the rows since the text
+        self.after: dict[State, Tensor] = {}  # [B, T, …]: states after the rows since the text
 
     def begin(self) -> None:
         """Nothing: the states stay where the prompt left them."""
@@ -59,12 +58,9 @@ class ByDepth:
 
     def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """See :class:`~.mixers.Form`."""
-        hidden = hidden_in(args, options)
-        shape, tree = hidden.shape[:2], tree.on(hidden.device)
+        shape = tree.parents[:, tree.first :].shape  # B, R
         kept = self.after if tree.first else {}
         self.after = {kind: grown(states[:, : tree.first], shape[1]) for kind, states in kept.items()}
-        args, options = masked(self.module, args, options, None)  # rows are never padding
-        options.pop("graph", None)
         outputs: list[Any] = []
         for sequence, row, parent in tree.levels:
             layer = self.layer_of(sequence, parent)
@@ -77,11 +73,32 @@ class ByDepth:
                 return value
 
             given, named = nested.tree_map(of_level, (args, options), is_leaf=lambda v: isinstance(v, RowsCache))
-            if self.limited is not None:
-                self.limited.ends = parent < 0 if self.behind_prompt else None
+            self.ends = parent < 0 if self.behind_prompt else None
             outputs.append(self.code(*given, **named))
             self.keep(layer, sequence, row, tree)
         return gathered(outputs, tree, shape)
+
+    def step(
+        self,
+        state: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,  # [n, H, V]
+        *args: Any,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """In place of a limited module's kernel of single tokens, with the limit of prompts for tokens that end one.
+
+        transformers' Mamba-2 limits steps in time in its code for prompts and not in that for single tokens. The first
+        row behind a prompt is the prompt's last token read again, so there the limit holds as well.
+        """
+        assert self.limit is not None
+        if self.ends is not None:
+            dt = time_steps(dt, dt_bias, dt_softplus, self.limit, self.ends[:, None, None])
+            dt_bias, dt_softplus = None, False
+        own = inspect.unwrap(type(self.code).forward).__globals__[STEP]
+        return own(state, hidden_states, dt, *args, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
 
     def layer_of(self, sequence: Tensor, parent: Tensor) -> LinearAttentionLayer:
         """A cache layer with the states that rows [n] follow: of the text, or after their parents."""
@@ -119,21 +136,6 @@ class ByDepth:
         self.after, self.behind_prompt = {}, False
 
 
-def states_in(layer: LinearAttentionLayer) -> dict[tuple[str, int], Tensor]:
-    """The states that a layer of transformers' cache holds, by kind and number."""
-    return {(kind, i): states for kind in KINDS for i, states in getattr(layer, kind).items() if states is not None}
-
-
-def put_state(layer: LinearAttentionLayer, key: tuple[str, int], states: Tensor) -> None:
-    """Put a state into a layer, as if the module's code had."""
-    kind, index = key
-    getattr(layer, kind)[index] = states
-    getattr(layer, f"is_{kind}_initialized")[index] = layer.has_previous_state[index] = True
-    if kind == "conv_states":
-        layer.conv_kernel_size[index] = layer.conv_kernel_size[index] or states.shape[-1]
-    layer.device, layer.dtype = layer.device or states.device, layer.dtype or states.dtype
-
-
 def grown(states: Tensor, rows: int) -> Tensor:
     """States after rows [B, T, …], with room for more."""
     return torch.cat([states, states.new_zeros(len(states), rows, *states.shape[2:])], 1)
@@ -160,54 +162,8 @@ def gathered(outputs: list[Any], tree: RowTree, shape: torch.Size) -> Any:
 
 def limit_of(module: nn.Module) -> Limit | None:
     """The least and the largest step of a module's prompts; ``None``: any, as for single tokens."""
-    forward = written(type(module).forward)
     limit = getattr(module, "time_step_limit", None)
-    if limit is None or forward is None or STEP not in code_names(forward.__code__):
+    if limit is None or STEP not in called_by(type(module)):
         return None
     least, most = limit
     return None if least <= 0 and most == math.inf else (float(least), float(most))  # softplus is above 0
-
-
-class Limited:
-    """A module's code for single tokens, with the limit of prompts for tokens that end one.
-
-    transformers' Mamba-2 limits steps in time in its code for prompts and not in that for single tokens. The first row
-    behind a prompt is the prompt's last token read again, so there the limit holds as well.
-
-    Args:
-        module: with such a limit.
-        limit: as of :func:`limit_of`.
-
-    Raises:
-        ValueError: its forward is not its class's.
-    """
-
-    def __init__(self, module: nn.Module, limit: Limit) -> None:
-        if "forward" in vars(module):
-            raise ValueError(f"{type(module).__name__} limits steps in prompts alone and has a forward of its own")
-        forward = written(type(module).forward)
-        assert forward is not None
-        self.limit, self.own = limit, forward.__globals__[STEP]
-        self.module = with_children(module, {})
-        self.module.__dict__["forward"] = types.MethodType(calling(forward, {STEP: self.step}), self.module)
-        self.ends: Tensor | None = None  # bool [n]; of the tokens that come next, those that end a prompt
-
-    def step(
-        self,
-        state: Tensor,
-        hidden_states: Tensor,
-        dt: Tensor,  # [n, H, V]
-        *args: Any,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        """In place of the kernel."""
-        if self.ends is None:
-            return self.own(state, hidden_states, dt, *args, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
-        if dt_bias is not None:
-            dt = dt + dt_bias.to(dt.dtype)
-        if dt_softplus:
-            dt = softplus(dt)
-        dt = dt.clamp(*self.limit).where(self.ends[:, None, None], dt)
-        return self.own(state, hidden_states, dt, *args, **options)

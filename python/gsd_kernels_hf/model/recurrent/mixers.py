@@ -26,7 +26,7 @@ except ImportError:  # an earlier transformers, where modules keep states in cac
 
 from ..facts import Facts, fact
 from ..fingerprint import code_names
-from ..view import seen
+from ..view import seen, with_children
 from .tree import RowTree
 
 FIRST = "5.14"
@@ -38,6 +38,8 @@ READABLE = "number_of_states" in inspect.signature(LinearAttentionLayer.__init__
 UPDATES = {"update_conv_state", "update_recurrent_state"}
 """What code calls that moves a state of transformers' cache on."""
 
+KINDS = ("conv_states", "recurrent_states")
+"""What a layer of transformers' cache calls its states."""
 
 MASKS = ("attention_mask", "conv_mask")
 """What mixers call the mask of tokens that are no padding."""
@@ -61,13 +63,6 @@ _Kind = TypeVar("_Kind")
 def argument(kind: type[_Kind], args: tuple[Any, ...], options: dict[str, Any]) -> _Kind | None:
     """The first argument of a type among a mixer's, however it is named; ``None``: there is none."""
     return next((value for value in (*args, *options.values()) if isinstance(value, kind)), None)
-
-
-def hidden_in(args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """The hidden states [B, n, D] that a mixer is called with: its first tensor."""
-    hidden = argument(Tensor, args, options)
-    assert hidden is not None
-    return hidden
 
 
 class Form(Protocol):
@@ -113,15 +108,19 @@ class Mixer(nn.Module):
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """Forward like the module; a cache of graph rows says which it is."""
-        cache = argument(RowsCache, args, options)
-        if cache is None:
+        cache, hidden = argument(RowsCache, args, options), argument(Tensor, args, options)
+        if cache is None or hidden is None:
             return self.module(*args, **options)
-        if cache.tree is not None:
-            return self.form.rows(cache.tree, args, options)
-        if cache.padding is not None and cache.padding.shape[1] == 1:
-            # transformers takes a piece of one token for a generated one, which is never padding.
-            args, options = masked(self.module, args, options, cache.padding.to(hidden_in(args, options).device))
-        return self.module(*args, **options)
+        mask = None  # rows are never padding
+        if cache.tree is None:
+            if cache.padding is None or cache.padding.shape[1] > 1:
+                return self.module(*args, **options)
+            mask = cache.padding.to(hidden.device)  # transformers takes a piece of one token for a generated one
+        args, options = masked(self.module, args, options, mask)
+        if cache.tree is None:
+            return self.module(*args, **options)
+        options.pop("graph", None)
+        return self.form.rows(cache.tree.on(hidden.device), args, options)
 
 
 def masked(
@@ -161,17 +160,35 @@ def written(value: Any) -> types.FunctionType | None:
     return value if isinstance(value, types.FunctionType) else None
 
 
-def calling(function: types.FunctionType, others: dict[str, Any]) -> types.FunctionType:
-    """The same code, which finds ``others`` under these names of its module."""
-    made = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **others},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+def with_kernels(module: nn.Module, kernels: dict[str, Callable[..., Any]]) -> Any:
+    """``module`` seen with these functions where its class's forward calls others of their names."""
+    forward = written(type(module).forward)
+    assert forward is not None
+    names, defaults = {**forward.__globals__, **kernels}, forward.__defaults__
+    made = types.FunctionType(forward.__code__, names, forward.__name__, defaults, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    view = with_children(module, {})
+    view.__dict__["forward"] = types.MethodType(made, view)
+    return view
+
+
+State = tuple[str, int]
+"""A kind of state, one of :data:`KINDS`, and its number in a layer."""
+
+
+def states_in(layer: LinearAttentionLayer) -> dict[State, Tensor]:
+    """The states that a layer of transformers' cache holds."""
+    return {(kind, i): states for kind in KINDS for i, states in getattr(layer, kind).items() if states is not None}
+
+
+def put_state(layer: LinearAttentionLayer, key: State, states: Tensor) -> None:
+    """Put a state into a layer, as if the module's code had."""
+    kind, index = key
+    getattr(layer, kind)[index] = states
+    getattr(layer, f"is_{kind}_initialized")[index] = layer.has_previous_state[index] = True
+    if kind == "conv_states":
+        layer.conv_kernel_size[index] = layer.conv_kernel_size[index] or states.shape[-1]
+    layer.device, layer.dtype = layer.device or states.device, layer.dtype or states.dtype
 
 
 @fact

@@ -17,6 +17,7 @@ from .tree import RowTree
 EPS = 1e-6
 Limit = tuple[float, float]
 """The least and the largest step in time."""
+UNLIMITED: Limit = (0.0, math.inf)
 
 
 class Recurrence:
@@ -26,6 +27,8 @@ class Recurrence:
         block: tokens between two states.
         backend: of the ops.
     """
+
+    used = True
 
     def __init__(self, block: int, backend: str) -> None:
         self.block, self.backend = block, backend
@@ -126,6 +129,18 @@ def normalised(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
 
 
+def time_steps(dt: Tensor, bias: Tensor | None, rectified: bool, limit: Limit, ends: Tensor | None) -> Tensor:
+    """Mamba-2's steps in time, within the limit for tokens that end a prompt.
+
+    ``ends``: bool, which ones do; ``None``: none of them.
+    """
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    if rectified:
+        dt = plain(softplus(as_rows(dt)))
+    return dt if ends is None or limit == UNLIMITED else dt.clamp(*limit).where(ends, dt)
+
+
 class Mamba2(Recurrence):
     """The state space of Mamba-2 (arXiv 2405.21060), a gated delta rule without the delta: ``mamba2_chunk_scan``.
 
@@ -148,19 +163,14 @@ class Mamba2(Recurrence):
         D: Tensor | None = None,  # [H] or [H, V]
         dt_bias: Tensor | None = None,
         dt_softplus: bool = False,
-        dt_limit: Limit = (0.0, math.inf),
+        dt_limit: Limit = UNLIMITED,
         return_final_states: bool = False,
         z: Tensor | None = None,
         **_: Any,
     ) -> Any:
         """Output of rows [B, R, H, V], and an empty state where one is asked for."""
-        if dt_bias is not None:
-            dt = dt + dt_bias.to(dt.dtype)
-        if dt_softplus:
-            dt = plain(softplus(as_rows(dt)))
-        if self.behind_prompt and dt_limit != (0.0, math.inf):
-            ends = tree.parents[:, tree.first :, None] < 0  # [B, R, 1]
-            dt = dt.clamp(*dt_limit).where(ends, dt)
+        ends = tree.parents[:, tree.first :, None] < 0 if self.behind_prompt else None  # [B, R, 1]
+        dt = time_steps(dt, dt_bias, dt_softplus, dt_limit, ends)
         x, step = hidden_states.float(), dt.float()[..., None]
         out = self.rows(tree, C, B, x * step, A.float()[:, None] * step, None)
         if D is not None:

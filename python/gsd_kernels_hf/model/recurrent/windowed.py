@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..elementwise import own_bits, plain
-from ..fingerprint import code_names
-from .mixers import LinearAttentionLayer, RowsCache, calling, hidden_in, masked, written
+from ..fingerprint import called_by
+from .mixers import LinearAttentionLayer, RowsCache, State, put_state, with_kernels
 from .recurrence import GatedDelta, Mamba2, Recurrence
 from .short_convolution import ShortConvolution
 from .tree import RowTree
@@ -41,30 +41,30 @@ class Windowed:
     takes_states = True
 
     def __init__(self, module: nn.Module, layer: LinearAttentionLayer, block: int, backend: str) -> None:
-        self.module, self.layer = module, layer
-        self.convolutions = [ShortConvolution() for _ in range(layer.number_of_states)]
-        forward = written(type(module).forward)
-        assert forward is not None
-        names = set(code_names(forward.__code__))
+        self.layer = layer
+        names = called_by(type(module))
         self.recurrence = next((kind(block, backend) for name, kind in RECURRENCES.items() if name in names), None)
+        self.parts: dict[State, ShortConvolution | Recurrence]
+        self.parts = {("conv_states", index): ShortConvolution() for index in range(layer.number_of_states)}
+        if self.recurrence is not None:
+            self.parts["recurrent_states", 0] = self.recurrence
         ours: dict[str, Any] = {CONVOLUTION: self.convolve, **dict.fromkeys(RECURRENCES, self.recur)}
-        self.forward = calling(forward, ours)
+        self.code = with_kernels(module, ours)
         self.tree: RowTree
 
     def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """See :class:`~.mixers.Form`."""
-        self.tree, self.no_state = tree.on(hidden_in(args, options).device), NoState()
-        args, options = masked(self.module, args, options, None)  # rows are never padding
+        self.tree, self.no_state = tree, NoState()
         given = [self.no_state if isinstance(value, RowsCache) else value for value in args]
-        named = {n: self.no_state if isinstance(v, RowsCache) else v for n, v in options.items() if n != "graph"}
+        named = {name: self.no_state if isinstance(value, RowsCache) else value for name, value in options.items()}
         with own_bits(True, in_parts=True):
-            out = self.forward(self.module, *given, **named)
+            out = self.code(*given, **named)
         return tuple(map(plain, out)) if isinstance(out, tuple) else plain(out)
 
     def convolve(self, *args: Any, **options: Any) -> Tensor:
         """In place of the convolution."""
         options = {name: plain(value) for name, value in options.items()}
-        return self.convolutions[self.no_state.state_idx](self.tree, *map(plain, args), **options)
+        return self.parts["conv_states", self.no_state.state_idx](self.tree, *map(plain, args), **options)
 
     def recur(self, *args: Any, **options: Any) -> Any:
         """In place of the recurrence."""
@@ -74,33 +74,25 @@ class Windowed:
 
     def begin(self) -> None:
         """See :class:`~.mixers.Form`."""
-        for index, convolution in enumerate(self.convolutions):
-            convolution.begin(self.layer.conv_states[index] if self.layer.has_previous_state[index] else None)
-        if self.recurrence is not None:
-            self.recurrence.begin(self.layer.recurrent_states[0] if self.layer.has_previous_state[0] else None)
+        for (kind, index), part in self.parts.items():
+            part.begin(getattr(self.layer, kind)[index] if self.layer.has_previous_state[index] else None)
 
     def end(self) -> None:
         """See :class:`~.mixers.Form`."""
-        for index, convolution in enumerate(self.convolutions):
-            state = convolution.end()
-            if state is not None and convolution.used:  # others may be another module's
-                self.layer.update_conv_state(state, index, conv_kernel_size=state.shape[-1])
-        state = None if self.recurrence is None else self.recurrence.end()
-        if state is not None:
-            self.layer.update_recurrent_state(state)
+        for key, part in self.parts.items():
+            state = part.end()
+            if state is not None and part.used:  # others may be another module's
+                put_state(self.layer, key, state)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
         """See :class:`~.mixers.Form`."""
-        for convolution in self.convolutions:
-            convolution.commit(accepted_rows, num_accepted)
-        if self.recurrence is not None:
-            self.recurrence.commit(accepted_rows, num_accepted)
+        for part in self.parts.values():
+            part.commit(accepted_rows, num_accepted)
 
     @property
     def nbytes(self) -> int:
         """See :class:`~.mixers.Form`."""
-        convolutions = sum(convolution.nbytes for convolution in self.convolutions)
-        return convolutions + (0 if self.recurrence is None else self.recurrence.nbytes)
+        return sum(part.nbytes for part in self.parts.values())
 
 
 class NoState(Cache):
@@ -136,8 +128,7 @@ class NoState(Cache):
 
 def is_windowed(module: nn.Module) -> bool:
     """Return whether a module is tried in this form: it calls known kernels; a proof says whether it is right."""
-    forward = written(type(module).forward)
-    names = set() if forward is None else set(code_names(forward.__code__))
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+    names = called_by(type(module))
+    if "forward" in vars(module) or CONVOLUTION not in names:
         return False
-    return CONVOLUTION in names and ("update_recurrent_state" not in names or len(names & RECURRENCES.keys()) == 1)
+    return "update_recurrent_state" not in names or len(names & RECURRENCES.keys()) == 1
