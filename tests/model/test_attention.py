@@ -25,8 +25,6 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.model import probe
-from gsd_kernels_hf.model.attention import AttentionKind
-from gsd_kernels_hf.model.temperature import Temperature
 
 CHUNK, FLOOR, SCALE, TABLE = tiny_configs.WINDOW, 8, 1.5, 32
 LLAMA4 = {"no_rope_layers": [1, 1, 0], "num_hidden_layers": 3, "attn_temperature_tuning": True}
@@ -129,33 +127,6 @@ def test_few_rows_in_float32(name):
     assert torch.equal(out, model.generate(**asked(3), **tokens))
 
 
-def test_what_is_seen_of_calls():
-    llama4, gpt_oss = (probe.served(model_of(f"{name}ForCausalLM")) for name in ("Llama4", "GptOss"))
-    chunked, scaled = AttentionKind(chunk=CHUNK), AttentionKind(temperature=Temperature(FLOOR, SCALE))
-    assert llama4.kinds == (chunked, chunked, scaled) and llama4.by_length == {2}
-    assert gpt_oss.kinds == tuple(AttentionKind(n, sinks=torch.float64) for n in (tiny_configs.WINDOW, None))
-
-
-MATTERS = {
-    "sinks": ("GptOssForCausalLM", {}),
-    "chunks": ("Llama4ForCausalLM", {"attention_chunk_size": 1000}),
-    "the factor": ("Llama4ForCausalLM", {"attn_temperature_tuning": False}),
-}
-
-
-@pytest.mark.parametrize("what", MATTERS)
-def test_a_kind_matters(what):
-    """Without it there is another text."""
-    name, fields = MATTERS[what]
-    model, other = model_of(name), tiny_configs.build(name, **{**ROWS[name].fields, **fields})
-    other.load_state_dict(model.state_dict())
-    for path, sinks in other.named_parameters():
-        if path.endswith("sinks"):
-            sinks.data.fill_(-1e9)
-    text = other.generate(asked(1)["input_ids"], max_new_tokens=ROWS[name].new, do_sample=False)
-    assert not torch.equal(text, own_text(name, model, 1))
-
-
 class Squared(Llama4TextAttention):
     """Scales as Llama 4 does, and then once more."""
 
@@ -210,16 +181,6 @@ def test_what_is_another_function_is_refused_by_name(what, monkeypatch):
     change(model, monkeypatch)
     with pytest.raises(ValueError, match=rf"^model: {name}.*{says}"):
         gsd.generate(model, models.prompts(1, 8, vocab=48)["input_ids"], draft_sources=("history",), max_new_tokens=2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_factor_is_rounded_as_transformers_rounds_it(dtype):
-    """At every place of two sequences, bit for bit."""
-    query = torch.randn(2, 4, 50, 8).to(dtype)
-    places = torch.stack([torch.arange(50), 30 + torch.arange(50)])
-    scales = torch.log1p(torch.floor((places.float() + 1.0) / FLOOR)) * SCALE + 1.0
-    expected = (query.transpose(1, 2) * scales[:, :, None, None]).to(dtype).transpose(1, 2)
-    assert torch.equal(Temperature(FLOOR, SCALE).applied(query, places), expected)
 
 
 # Where a table of positions ends.

@@ -184,14 +184,10 @@ CHANGES: dict[str, Change | tuple[Change, ...]] = {
     "another eager attention": (put(llama, "eager_attention_forward", lambda _: SHARPER), named("eager")),
     # Functions of classes.
     "MLP": put(MLP, "forward", lambda own: functools.wraps(own)(lambda self, x: -2.0 * own(self, x))),
-    "MLP of the last layer": around(
-        MLP, "forward", lambda own, self, x: own(self, x) * (3.0 if self.number == 2 else 1.0)
-    ),
     "MLP of the last row": around(MLP, "forward", lambda own, self, x: last_mixed(own(self, x))),
     "MLP of single rows": around(
         MLP, "forward", lambda own, self, x: mixed(own(self, x)) if x.shape[1] == 1 else own(self, x)
     ),
-    "a call of MLP": around(MLP, "__call__", lambda own, self, x: -2.0 * own(self, x)),
     "attention by the implementation's name": around(
         ATTENTION,
         "forward",
@@ -220,9 +216,6 @@ CHANGES: dict[str, Change | tuple[Change, ...]] = {
         GenerationMixin, "_sample", lambda own, self, ids, **o: own(self, (ids + 1) % 97, **o)
     ),
     # Attention and masks by their name.
-    "attention of one's own in the last layer": registered(
-        lambda scores, m: scores * (3.0 if m.layer_idx == 2 else 1.0)
-    ),
     "attention of one's own, a window": registered(in_a_window),
     "sdpa": entry(AttentionInterface._global_mapping, "sdpa", SHARPER),
     "sdpa of one file": entry(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", SHARPER),
@@ -232,7 +225,6 @@ CHANGES: dict[str, Change | tuple[Change, ...]] = {
         lambda *a, own=ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **k: narrowed(own(*a, **k)),
     ),
     # Hooks.
-    "a hook of the last row": hooked(f"{AT}.mlp", lambda _, __, out: last_mixed(out)),
     "a hook of single rows": hooked(f"{AT}.mlp", lambda _, __, out: mixed(out) if out.shape[1] == 1 else None),
     "a hook of attention": hooked(f"{AT}.self_attn", lambda _, __, out: mixed(out)),
     "a hook of a linear layer": hooked(f"{AT}.mlp.up_proj", lambda _, __, out: mixed(out)),
@@ -242,11 +234,9 @@ CHANGES: dict[str, Change | tuple[Change, ...]] = {
     ),
     # Functions on modules, and other modules.
     "forward of a module": shadow(f"{LAYERS}.2.mlp", "forward", lambda own: lambda x: mixed(own(x))),
-    "_call_impl of a module": shadow(f"{AT}.mlp", "_call_impl", lambda own: lambda x: -2.0 * own(x)),
     "autocast in the model's forward": shadow(
         "", "forward", lambda own: types.MethodType(torch.autocast("cpu", torch.bfloat16)(own.__func__), own.__self__)
     ),
-    "act_fn, a function": put(f"{LAYERS}.2.mlp", "act_fn", lambda _: lambda x: x.sigmoid()),
     "act_fn, a function that ships": put(f"{LAYERS}.2.mlp", "act_fn", lambda _: nn.functional.gelu),
     "a bias of the head": shadow(
         "lm_head", "_parameters", lambda own: {**own, "bias": nn.Parameter(torch.arange(97.0))}
@@ -255,10 +245,8 @@ CHANGES: dict[str, Change | tuple[Change, ...]] = {
     "act_fn, shadowed": shadow(f"{AT}.mlp", "act_fn", lambda _: torch.relu),
     "a module more": put(AT, "mlp", lambda own: nn.Sequential(own, nn.Tanh())),
     "another rotary embedding": put("model", "rotary_emb", rotary),
-    "a narrower layer": put(AT, "mlp", lambda own: cut(own, gate_proj=40, up_proj=40, down_proj=40)),
     "fewer heads in a layer": put(AT, "self_attn", lambda own: cut(own, q_proj=16, k_proj=8, v_proj=8, o_proj=16)),
     "one layer fewer": put("model", "layers", lambda own: own[:2]),
-    "layers in another order": put("model", "layers", lambda own: nn.ModuleList(list(own)[::-1])),
     # Settings.
     "scaling, slightly": put(f"{AT}.self_attn", "scaling", lambda own: 1.01 * own),
     "epsilon, slightly": put(f"{AT}.post_attention_layernorm", "variance_epsilon", lambda _: 1e-3),

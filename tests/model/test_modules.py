@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import fake_cuda
 import pytest
@@ -20,7 +19,7 @@ from gsd_kernels_hf.model import linear, runner
 from gsd_kernels_hf.model.cache import GraphCache
 from gsd_kernels_hf.model.elementwise import SHARE, as_rows, own_bits, plain
 from gsd_kernels_hf.model.fused import why_not
-from gsd_kernels_hf.model.hidden import LAST, decoder_of, listening
+from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.linear import CpuLinear, RowLinear, widened_linear, with_cpu_linears
 
 # The cache as one allocation: layers evenly spaced for the commit, also after growing; unlike layers apart.
@@ -151,20 +150,6 @@ def test_states_of_the_text_equal_those_of_a_plain_forward(family, operator):
             torch.testing.assert_close(used.states[number, place], want[number][:, place], **close)
 
 
-def test_hooks_are_a_threads_and_go_with_the_forward():
-    target, ids = tiny(num_hidden_layers=3), prompts(1, 4)["input_ids"]
-    with torch.no_grad(), listening(target, (1, LAST)) as found:
-        thread = threading.Thread(target=lambda: target(ids))
-        thread.start()
-        thread.join()
-        assert found == {}
-        target(ids)
-    assert set(found) == {1, LAST}
-    blocks, norm = decoder_of(target)
-    for module in (*blocks, norm, target.lm_head):
-        assert not module._forward_pre_hooks and not module._forward_hooks
-
-
 # Linear layers and functions of elements on a CPU: few rows each on its own, as accurate as PyTorch's.
 
 
@@ -244,19 +229,3 @@ def test_a_row_has_its_own_bits(dtype, size):
                 assert torch.equal(values[0], found[64][0, 64 - count :]), (name, count)
     finally:
         torch.set_num_threads(threads)
-
-
-def test_linear_layers_return_rows_inside_alone():
-    layer = nn.Linear(32, 24, bias=False).requires_grad_(False)
-    layer.__class__ = RowLinear
-    x = torch.randn(1, 3, 32)
-    with own_bits(True):
-        rows = layer(x)
-        assert type(rows) is not torch.Tensor
-        with own_bits(False):
-            assert type(layer(x)) is torch.Tensor
-    assert type(plain(rows)) is type(layer(x)) is torch.Tensor and torch.equal(plain(rows), layer(x))
-    before = x.clone()
-    with own_bits(True):
-        F.silu(as_rows(x), inplace=True)
-    assert torch.equal(x, F.silu(before))

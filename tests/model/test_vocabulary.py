@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import pytest
-import torch
 import two_tokenizers as two
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +17,7 @@ from gsd_kernels_hf.model.vocabulary import SharedTokens, Translation, Vocabular
 KINDS = {"byte-level": two.byte_level, "sentencepiece": two.sentencepiece}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=40))
 def test_bytes_of_tokens_are_the_texts(text):
     for tokenizer in (two.byte_level(), two.renumbered(two.byte_level(), without=0.3), two.sentencepiece()):
@@ -80,7 +79,6 @@ def test_a_tokenizer_that_grew_is_read_anew():
 WORDS = two.wrapped(Tokenizer(WordLevel({**{t: i for i, t in enumerate(two.SPECIAL)}, "Wörter": 4, "日": 5})))
 REFUSED = {
     "a name": ("gpt2", TypeError, "assistant_tokenizer: expected a tokenizer of transformers, got "),
-    "a module": (torch.nn.Linear(1, 1), TypeError, "assistant_tokenizer: expected a tokenizer of transformers, got "),
     "a class": (type(WORDS), TypeError, "assistant_tokenizer: expected a tokenizer of transformers, got "),
     "unknown bytes": (WORDS, ValueError, "assistant_tokenizer: the tokens of .* are neither byte-level"),
 }
@@ -100,7 +98,7 @@ def speller(tokenizer, **options):
 SPELT = st.text(st.sampled_from("abe the,.\n12é你🦊 "), max_size=24).map(str.encode) | st.binary(max_size=12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(SPELT, SPELT)
 def test_tokens_spell_the_text(before, text):
     for tokenizer in (two.byte_level(), two.sentencepiece()):
@@ -142,13 +140,10 @@ def of_letters():
 
 SPELLED = {  # the tokenizer, options, what comes before, the text, its pieces, and how much was read
     "a border between tokens": (two.byte_level, {}, b"and", b" the quick", [b" the", b" quick"], 10),
-    "a token across the border": (two.byte_level, {}, b"and th", b"e quick", [b"e", b" quick"], 7),
     "half a character": (two.byte_level, {}, b"", b"a " + "你".encode()[:2], None, 2),
-    "half a character before": (two.byte_level, {}, "好你".encode()[1:], b"a", [b"a"], 1),
     "a byte without a token": (of_letters, {}, b"", b"abzba", [b"ab"], 2),
     "a byte left out": (of_letters, {"skips": True}, b"", b"abzba", [b"ab", b"b", b"a"], 5),
     "what the tokenizer changes": (lowercase, {}, b"x", b"The the", None, 7),
-    "a special token's spelling": (two.byte_level, {}, b"a", b"</s> the", None, 8),
 }
 
 

@@ -263,11 +263,6 @@ NAMED = {
     "items in a batch": (ValueError, "^num_items_in_batch", {"num_items_in_batch": 3}),
     "none as sources": (ValueError, '^draft_sources: .* pass graph_config="plain"$', {"draft_sources": "none"}),
     "meta ids": (ValueError, "^input_ids: on the meta device", {"input_ids": IDS.to("meta")}),
-    "no sequences": (
-        ValueError,
-        r"^input_ids: expected a non-empty prompt .*\[0, 9\]",
-        {"input_ids": IDS[:0], "attention_mask": None},
-    ),
     "an infinite warper": (
         ValueError,
         "^temperature: expected a finite number above 0, got inf",
@@ -284,11 +279,6 @@ NAMED = {
             "num_return_sequences": 2,
             "do_sample": True,
         },
-    ),
-    "a misspelt argument": (
-        TypeError,
-        r"unknown argument 'max_new_token'; did you mean 'max_new_tokens'\?",
-        {"max_new_token": 2},
     ),
 }
 

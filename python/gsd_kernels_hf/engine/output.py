@@ -138,8 +138,7 @@ class Output:
         texts, lengths = (rule.history, rule.lengths) if on_host else (state.tokens, state.out_len.tolist())
         for text, padding, length in zip(texts, self.pads, lengths, strict=True):
             ids = text[padding:length]
-            model, words = self.session.target.model, request.inputs is None
-            if reason := not_finite_for(model, ids[ids >= 0], words=words):
+            if reason := not_finite_for(self.session.target.model, ids[ids >= 0]):
                 return reason
         return None
 

@@ -54,11 +54,6 @@ def foreign_code(facts: Facts, *, shipped: bool = True) -> str | None:
             instead = shipped and (hasattr(type(module), function) or function in module._modules)
             if function in called_by(type(module)) and (instead or not is_shipped(value)):
                 return f"{name or 'the model'} has a function of its own, {function}"
-    return foreign_name(facts)
-
-
-def foreign_name(facts: Facts) -> str | None:
-    """A name that forwards read and that stands for code which neither transformers nor PyTorch brought."""
     for space in facts.spaces:
         if isinstance(space, Space) and space.foreign is not None:
             return space.foreign

@@ -24,7 +24,7 @@ from gsd_kernels.ops.state_rows import BLOCK
 
 from . import gpu_proof, proof, replay
 from .facts import Facts, fact
-from .foreign import foreign, foreign_code, foreign_name
+from .foreign import foreign, foreign_code
 from .fused_rows import FusedRows, weights_of
 from .pieces import SEVERAL_TOKENS, WHOLE_TOKENS
 from .probe import served
@@ -104,7 +104,7 @@ def why_not(model: PreTrainedModel | Facts, backend: str) -> str | None:
     if reason is not None:
         return reason
     forward = proof.forward_of(FusedRows, backend)
-    difference = proof.why_not_proved(facts, f"operator, backend {backend}", forward, closely=not gpu)
+    difference = proof.why_not_proved(facts, f"operator, backend {backend}", forward)
     return None if difference is None else difference.what
 
 
@@ -127,7 +127,8 @@ def check_rows(facts: Facts, name: str) -> None:
     Raises:
         ValueError: ``model``, the argument ``name``, computes something else of graph rows.
     """
-    report, passage = served(facts), proof.SHORT
+    report = served(facts)
+    passage = proof.SHORT if report.unusual is None else proof.LONG
     code = foreign_code(facts, shipped=False)
     if mixers := mixers_of(facts):
         if block_of(facts, "auto"):
@@ -135,25 +136,17 @@ def check_rows(facts: Facts, name: str) -> None:
         suspect, passage = f"its layers keep a recurrent state ({mixers[0][0]})", STATES
     elif report.unusual is not None or code is not None:
         suspect = report.unusual or f"it has code that is not transformers' own: {code}"
-        if report.unusual is not None or foreign_name(facts) is not None:
-            passage = proof.LONG
     elif report.unwritten:
         suspect = f"no layer of it has the number {min(report.unwritten)} (layer_idx)"
     else:
         return
-
-    difference = why_not_by_modules(facts, passage)
+    forward = proof.forward_of(RowModel, "auto", passage, least=least_piece(facts))
+    difference = proof.why_not_proved(facts, "modules", forward, singly=True, passage=passage)
     if difference is not None:
         raise ValueError(
             f"{name}: {type(facts.model).__name__} cannot be forwarded with graph rows, since {difference.what}; "
             f"{suspect}; not supported"
         ) from difference.cause
-
-
-def why_not_by_modules(facts: Facts, passage: proof.Passage) -> proof.Difference | None:
-    """Name what rows through the modules compute otherwise than the model, or ``None``."""
-    forward = proof.forward_of(RowModel, "auto", passage, least=least_piece(facts))
-    return proof.why_not_proved(facts, "modules", forward, singly=True, passage=passage)
 
 
 def reads_whole(facts: Facts) -> bool:

@@ -2,8 +2,7 @@
 
 A way to forward rows serves a model after it has shown that it computes what the model's own ``forward`` does: a prompt
 in pieces, behind padding in one of two sequences, then rows of a tree. In half precision rounding hides what is off by
-a hundredth, so there a few of the layers, in float32, are proved first, as a model of their own. Layers that round
-their rows to eight bits take them as they are there.
+a hundredth; numbers and modules that could be are looked at by name, see :mod:`.foreign`.
 """
 
 from __future__ import annotations
@@ -13,18 +12,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from gsd_kernels.graph import pack_bits
 
-from ..packed.modules import as_packed, rounds_rows, shape_of
+from ..packed.modules import rounds_rows, shape_of
 from .facts import Facts
-from .finite import with_finite_embeddings
 from .hidden import hooked
 from .probe import random_numbers_kept
 from .recurrent.mixers import KINDS, mixers_of, states_of
-from .view import with_children
 
 PAD_TOKENS, PIECE_TOKENS = 3, 4  # of the second sequence; of a piece of the prompt, at least
 PARENTS = (-1, 0, 0, 1, 3, 4)  # of the rows
@@ -36,8 +33,6 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-3, torc
 MAX_RELATIVE_ERROR = 0.3  # of the logits' spread
 NOISE_FACTOR_BELOW_MAX = 30.0  # × the change that one rounding of the embedding makes, up to the maximum
 NOISE_FACTOR_ALWAYS = 3.0  # × that change, where a model multiplies roundings beyond the maximum
-PROVED_TOKENS = 64  # tokens of the vocabulary that a proof in float32 has
-MOST_WEIGHTS, MOST_LAYERS = 8_000_000, 3  # in float32; one layer in any case
 
 
 class Passage(NamedTuple):
@@ -83,8 +78,7 @@ def text(model: PreTrainedModel | Facts, passage: Passage = SHORT) -> Tensor:
     """Tokens [2, length of the passage], spread over the vocabulary."""
     facts, length = Facts.of(model), passage.length
     ids = 11 + 7919 * torch.arange(2 * length, device=facts.device).view(2, length)
-    ids %= min(facts.vocabulary, shape_of(facts.model.get_input_embeddings())[0])
-    return with_finite_embeddings(facts, ids)
+    return ids % min(facts.vocabulary, shape_of(facts.model.get_input_embeddings())[0])
 
 
 def padding(ids: Tensor) -> Tensor:
@@ -209,7 +203,6 @@ def why_not_proved(
     way: str,
     forward: Forward,
     *,
-    closely: bool = False,
     singly: bool = False,
     passage: Passage = SHORT,
     own: Forward | None = None,
@@ -222,7 +215,6 @@ def why_not_proved(
         model: left as it is.
         way: name of ``forward``.
         forward: logits of :func:`text`, the way that is to be proved.
-        closely: whether it also takes some of the layers in float32, as a model of their own.
         singly: whether the model forwards token by token, as it does behind a prompt: code that is not transformers'
             own may go by how many there are.
         passage: of text.
@@ -236,42 +228,31 @@ def why_not_proved(
         return own_logits(of, passage=passage)
 
     facts = Facts.of(model)
-
-    def prove() -> Difference | None:
-        parts = [facts]
-        if closely and precision_of(facts) in (torch.float16, torch.bfloat16):
-            parts = [Facts(in_float(facts.model)), facts]
-        return _difference(parts, forward, own or of_text, own or at_once)
-
-    return facts.proved((way, facts.model.dtype, facts.device), prove)
+    key = way, facts.model.dtype, facts.device
+    return facts.proved(key, lambda: _difference(facts, forward, own or of_text, own or at_once))
 
 
-def _difference(parts: Sequence[Facts], forward: Forward, own_steps: Forward, own_prompt: Forward) -> Difference | None:
-    with random_numbers_kept(parts[-1]), torch.inference_mode(False), torch.no_grad():
+def _difference(facts: Facts, forward: Forward, own_steps: Forward, own_prompt: Forward) -> Difference | None:
+    with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad():
         try:
-            for part in parts:
-                own = own_steps(part).double()
-                ours = forward(part).double()
-                # Eager attention makes NaN of padding in float64.
-                finite = own.isfinite().flatten(1).all(1)  # [B]
-                if not bool(finite.any()):
-                    return Difference("the logits of a few tokens are not finite", passing=True)
-                own, ours = own[finite], ours[finite]
-                difference = worst(own, ours)
-                if difference <= TOLERANCE[precision_of(part)]:
-                    continue
-                rounding = worst(own, shaken(part, own_steps)[finite])
-                if mixers_of(part):  # which have other code for prompts than for single tokens
-                    codes = worst(own, own_prompt(part).double()[finite])
-                    bound = max(TOLERANCE[precision_of(part)], NOISE_FACTOR_BELOW_MAX * rounding)
-                    if codes <= bound:  # else it is another formula
-                        rounding = max(rounding, codes)
-                bound = min(MAX_RELATIVE_ERROR, NOISE_FACTOR_BELOW_MAX * rounding)
-                if difference > max(bound, NOISE_FACTOR_ALWAYS * rounding):
-                    what = "some layers in float32" if part is not parts[-1] else "a few tokens"
-                    return Difference(
-                        f"its logits of {what} differ from the modules' by {difference:.1g} of their spread"
-                    )
+            own, ours = own_steps(facts).double(), forward(facts).double()
+            # Eager attention makes NaN of padding in float64.
+            finite = own.isfinite().flatten(1).all(1)  # [B]
+            if not bool(finite.any()):
+                return Difference("the logits of a few tokens are not finite", passing=True)
+            own, ours, tolerance = own[finite], ours[finite], TOLERANCE[precision_of(facts)]
+            difference = worst(own, ours)
+            if difference <= tolerance:
+                return None
+            rounding = worst(own, shaken(facts, own_steps)[finite])
+            if mixers_of(facts):  # which have other code for prompts than for single tokens
+                codes = worst(own, own_prompt(facts).double()[finite])
+                if codes <= max(tolerance, NOISE_FACTOR_BELOW_MAX * rounding):  # else it is another formula
+                    rounding = max(rounding, codes)
+            bound = min(MAX_RELATIVE_ERROR, NOISE_FACTOR_BELOW_MAX * rounding)
+            if difference > max(bound, NOISE_FACTOR_ALWAYS * rounding):
+                what = f"its logits of a few tokens differ from the modules' by {difference:.1g} of their spread"
+                return Difference(what)
         except Exception as error:
             first = " ".join(str(error).split())[:200]
             what = f"a few tokens could not be forwarded ({type(error).__name__}: {first})"
@@ -307,32 +288,3 @@ def shaken(facts: Facts, own: Forward) -> Tensor:
 
     with hooked(facts.model.get_input_embeddings(), shake):
         return own(facts).double()
-
-
-def in_float(model: Any) -> Any:
-    """Some layers of a LLaMA-like model in float32, with a few tokens of its vocabulary; the model stays as it is."""
-    decoder = model.model
-    layers = list(decoder.layers)[: model.config.num_hidden_layers]
-    size = sum(parameter.numel() for parameter in layers[0].parameters())
-    count = max(1, min(len(layers), MOST_LAYERS, MOST_WEIGHTS // max(1, size)))
-    chosen = [layers[(i * (len(layers) - 1)) // max(1, count - 1)] for i in range(count)]
-    parts = {
-        "embed_tokens": _in_float(decoder.embed_tokens, PROVED_TOKENS),
-        "layers": nn.ModuleList(_in_float(layer) for layer in chosen).train(decoder.training),
-        "norm": _in_float(decoder.norm),
-    }
-    parts = {"model": with_children(decoder, parts), "lm_head": _in_float(model.lm_head, PROVED_TOKENS)}
-    return with_children(model, parts)
-
-
-def _in_float(module: Any, rows: int | None = None) -> Any:
-    if (packed := as_packed(module)) is not None:
-        return packed.part(rows, torch.float32)
-    view = with_children(module, {name: child and _in_float(child) for name, child in module._modules.items()})
-    if rows is not None and isinstance(module, nn.Embedding):
-        view.__dict__["padding_idx"] = None  # which may be no token of those
-    view.__dict__["_parameters"] = {
-        name: None if p is None else nn.Parameter(p.detach()[:rows].float(), requires_grad=False)
-        for name, p in module._parameters.items()
-    }
-    return view

@@ -8,9 +8,13 @@ attention function multiplies by the factor of the row's own place.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+SCALES = "transformers.models.llama4.modeling_llama4.Llama4TextAttention"
+"""The class that scales its queries so."""
 
 
 @dataclass(frozen=True)
@@ -21,19 +25,13 @@ class Temperature:
     scale: float
 
     @classmethod
-    def of(cls, module: nn.Module) -> Temperature | None:
-        """Read a module's numbers, which may mean something else: it has to be proved."""
-        numbers = getattr(module, "floor_scale", None), getattr(module, "attn_scale", None)
-        if not all(isinstance(number, (int, float)) for number in numbers):
+    def of(cls, module: Any) -> Temperature | None:
+        """The numbers of Llama 4's own attention; ``None`` for any other, which may mean something else by them."""
+        if f"{type(module).__module__}.{type(module).__qualname__}" != SCALES:
             return None
-        return cls(*(float(number) for number in numbers))  # type: ignore[arg-type]
+        return cls(float(module.floor_scale), float(module.attn_scale))
 
     def applied(self, query: Tensor, places: Tensor) -> Tensor:
         """``query`` [B, H, R, D], at ``places`` [B, R] rather than at place 0; rounded as transformers rounds it."""
         factor = torch.log1p(torch.floor((places.float() + 1.0) / self.floor)) * self.scale + 1.0
         return (query * factor[:, None, :, None]).to(query.dtype)
-
-    def lengths(self, rows: int) -> tuple[int, ...]:
-        """Lengths of a cache that tell other factors apart, of ``rows`` rows: around the steps of the factor."""
-        step = int(self.floor)
-        return max(0, step - rows), max(0, step - 1 - rows // 2), 3 * step + 1, 1000 * step

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsd_kernels.ops.packed import ROUNDING_KINDS, Kind, PackedMatrix, codes, unpack_rows
+from gsd_kernels.ops.packed import ROUNDING_KINDS, Kind, PackedMatrix, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 
 from . import copies
@@ -69,18 +69,6 @@ class Packed(nn.Module):
         del self.like
         self.like = nn.Parameter(like, requires_grad=False)
 
-    def part(self, rows: int | None, dtype: torch.dtype) -> Packed:
-        """A module of the first ``rows`` (``None``: all) in another dtype; the packed rows stay where they are.
-
-        It takes its input as it is, whatever this one rounds first.
-        """
-        matrix = codes.taking_floats(self.matrix)
-        scales = None if matrix.scales is None else matrix.scales[:rows]
-        return self._over(PackedMatrix(matrix.kind, matrix.data[:rows], matrix.inputs, scales), dtype)
-
-    def _over(self, matrix: PackedMatrix, dtype: torch.dtype) -> Packed:
-        raise NotImplementedError
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         scales = self.scales
         module = super()._apply(fn, recurse)
@@ -116,10 +104,6 @@ class PackedLinear(Packed):
         out = out.view(*input.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
-    def _over(self, matrix: PackedMatrix, dtype: torch.dtype) -> PackedLinear:
-        bias = None if self.bias is None else self.bias.detach()[: matrix.outputs].to(dtype)
-        return PackedLinear(matrix, dtype, bias)
-
 
 class PackedEmbedding(Packed):
     """``nn.Embedding`` over a packed matrix.
@@ -139,9 +123,6 @@ class PackedEmbedding(Packed):
         """int […] → […, embedding_dim]"""
         rows = unpack_rows(self.matrix, input.reshape(-1).long(), dtype=self.like.dtype)
         return rows.view(*input.shape, self.embedding_dim)
-
-    def _over(self, matrix: PackedMatrix, dtype: torch.dtype) -> PackedEmbedding:
-        return PackedEmbedding(matrix, dtype)
 
 
 def matrix_of(module: Any) -> Tensor | PackedMatrix:
