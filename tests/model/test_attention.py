@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.machinery
-import sys
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +14,6 @@ import transformers
 from models import noised, prompts, tiny
 from torch import nn
 from transformers import PreTrainedModel
-from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
@@ -200,88 +196,55 @@ def test_a_text_beyond_the_table_is_refused_where_it_gets_there():
         gsd.generate(model_of("OPTForCausalLM"), **asked(2, TABLE + 3), **HISTORY, max_new_tokens=2)
 
 
-# Prompts through ``flash_attention_2``, graph rows through ``dag_attention``. transformers' own integration runs; only
-# the package that needs a GPU is replaced, by the same functions in PyTorch.
+# Prompts through ``flash_attention_2``, graph rows through ``dag_attention``; PyTorch stands in for what needs a GPU.
 
+FLASH = "flash_attention_2"
 SHAPE = GraphConfig(depth=3, width=3, branch=3, max_rows=20, history_depth=2, history_width=3)
 GREEDY = {"max_new_tokens": 20, "eos_token_id": None, "do_sample": False}
 
 
-class StandIn:
-    """``flash_attn``'s functions, and how often they were called with how many query rows."""
+class Flash:
+    """transformers' function of that name, and how often it was called with how many query rows."""
+
+    __module__ = "transformers.integrations.flash_attention"
 
     def __init__(self) -> None:
         self.rows: list[int] = []
 
-    def attend(self, q, k, v, scale, causal, window):
-        """One sequence, [S, H, D]; the causal mask ends at the last key."""
-        queries, keys = q.shape[0], k.shape[0]
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    def __call__(self, module, query, key, value, mask, scaling=None, sliding_window=None, **_):
+        assert module.config._attn_implementation == FLASH, "which is asked for there"
+        queries, keys, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+        self.rows.append(queries)
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         back = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)  # [Q, K]; distance to the key
-        seen = (back >= 0) if causal else torch.ones_like(back, dtype=torch.bool)
-        if window[0] >= 0:
-            seen &= back <= window[0]
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-
-    def flash_attn_func(
-        self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-        deterministic=False,
-    ):  # fmt: skip
-        self.rows.append(q.shape[1])
-        return torch.stack([self.attend(*x, softmax_scale, causal, window_size) for x in zip(q, k, v, strict=True)])
-
-    def flash_attn_varlen_func(
-        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
-        causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False,
-    ):  # fmt: skip
-        self.rows.append(int(max_seqlen_q))
-        queries, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-        parts = zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True)
-        out = [self.attend(q[a:b], k[c:d], v[c:d], softmax_scale, causal, window_size) for a, b, c, d in parts]
-        return torch.cat(out)
-
-
-@pytest.fixture
-def stand_in(monkeypatch):
-    flash = StandIn()
-    package, padding = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.bert_padding")
-    package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
-    package.flash_attn_func, package.flash_attn_varlen_func = flash.flash_attn_func, flash.flash_attn_varlen_func
-    package.flash_attn_with_kvcache = flash.flash_attn_varlen_func
-    padding.pad_input, padding.unpad_input = flash_utils._pad_input, flash_utils._unpad_input
-    for module in (package, padding):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(flash_utils, "is_flash_attn_2_available", lambda *a, **k: True)
-    # It would ask for a GPU.
-    monkeypatch.setattr(transformers.PreTrainedModel, "_flash_attn_can_dispatch", lambda *a, **k: True)
-    available = flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
-    monkeypatch.setitem(available, "general_availability_check", lambda *a, **k: True)
-    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
-    return flash
+        seen = ((back >= 0) & (back < (sliding_window or keys)))[None, None]
+        seen = seen if mask is None else seen & mask[:, None, None, -keys:].bool()
+        weights = (query @ key.mT * scaling).masked_fill(~seen, -1e30).softmax(-1)
+        return (weights @ value).transpose(1, 2).contiguous(), None
 
 
 @pytest.mark.parametrize(("family", "batch"), [("llama-gqa", 3), ("mistral-window", 1)])
-def test_prompts_flash_and_graph_rows_do_not(stand_in, family, batch):
+def test_prompts_flash_and_graph_rows_do_not(family, batch, monkeypatch):
     """Between calls the model's own choice is followed, and a forward of the patched model is what it was."""
-    target, inputs = tiny(family), prompts(batch, 17)
+    flash, target, inputs = Flash(), tiny(family), prompts(batch, 17)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, FLASH, flash)
     expected = target.generate(**inputs, **GREEDY)
-    target.set_attn_implementation("flash_attention_2")
+    target.config._attn_implementation = FLASH
     assert torch.equal(target.generate(**inputs, **GREEDY), expected), "the stand-in is no attention"
-    assert 1 in stand_in.rows
+    assert 1 in flash.rows
     with torch.no_grad():
         before = target(**inputs).logits
     with gsd.patch(target, assistant_model=noised(tiny(family), 0.03), graph_config=SHAPE) as handle:
         with torch.no_grad():
             assert torch.equal(target(**inputs).logits, before)
         for options, longest in (({}, [16, 16]), ({"prefill_chunk_size": 5}, [5, 5, 5, 5, 5, 5, 1, 1])):
-            stand_in.rows.clear()
+            flash.rows.clear()
             handle.clear()
             assert torch.equal(target.generate(**inputs, **GREEDY, **options), expected)
-            assert stand_in.rows == longest and handle.stats.tokens_per_step > 1, "the prompt alone, and all of it"
-            assert target.config._attn_implementation == "flash_attention_2", "switched for a forward at a time"
-        for own in ("sdpa", "flash_attention_2"):
-            target.set_attn_implementation(own)
-            stand_in.rows.clear()
+            assert flash.rows == longest and handle.stats.tokens_per_step > 1, "the prompt alone, and all of it"
+            assert target.config._attn_implementation == FLASH, "switched for a forward at a time"
+        for own in ("sdpa", FLASH):
+            target.config._attn_implementation = own
+            flash.rows.clear()
             assert torch.equal(target.generate(**inputs, **GREEDY), expected)
-            assert bool(stand_in.rows) == (own != "sdpa") and target.config._attn_implementation == own
+            assert bool(flash.rows) == (own != "sdpa") and target.config._attn_implementation == own

@@ -6,7 +6,6 @@ import copy
 
 import fake_cuda
 import pytest
-import tiny_configs
 import torch
 from models import noised, prompts, tiny
 from torch import nn
@@ -20,7 +19,7 @@ from gsd_kernels_hf.model.cache import GraphCache
 from gsd_kernels_hf.model.elementwise import SHARE, as_rows, own_bits, plain
 from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.model.hidden import LAST
-from gsd_kernels_hf.model.linear import CpuLinear, RowLinear, widened_linear, with_cpu_linears
+from gsd_kernels_hf.model.linear import CpuLinear, widened_linear, with_cpu_linears
 
 # The cache as one allocation: layers evenly spaced for the commit, also after growing; unlike layers apart.
 
@@ -189,17 +188,6 @@ def test_models_that_keep_their_own_products():
     model.model.layers[0].forward = model.model.layers[0].forward  # as offloading does
     assert with_cpu_linears(model, "auto") is model
     assert not any(isinstance(m, CpuLinear) for m in with_cpu_linears(tiny(), "auto").modules()), "float64"
-
-
-@pytest.mark.parametrize("name", ["Zamba2ForCausalLM", "GemmaForCausalLM"])
-def test_functions_that_activations_keep_are_no_foreign_code(name):
-    """Their rows go through the operator, as it is said of them."""
-    model = tiny_configs.build(name, 4).float()
-    kinds = {type(m) for m in with_cpu_linears(model, "auto", RowLinear).modules() if isinstance(m, nn.Linear)}
-    assert unavailable_reason("cpu", model.device) is not None or kinds == {RowLinear}
-    activation = next(module for module in model.modules() if "act" in vars(module))
-    activation.forward = activation.forward  # as offloading does
-    assert with_cpu_linears(model, "auto", RowLinear) is model
 
 
 CALLS = {

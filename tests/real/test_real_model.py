@@ -157,37 +157,6 @@ def test_streamed_text_holds_characters_of_several_bytes_whole(half):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_json_by_a_grammar(half):
-    xgrammar = pytest.importorskip("xgrammar")
-    from xgrammar.contrib.hf import LogitsProcessor
-
-    size = half.model.config.vocab_size
-    info = xgrammar.TokenizerInfo.from_huggingface(half.tokenizer, vocab_size=size)
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 150}},
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-    grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(schema))
-    inputs = half.chats('Extract as JSON with the keys name and age: "Anna Berg is 31 years old."')
-    begin, texts, steps = inputs["input_ids"].shape[1], [], []
-    shape = GraphConfig(depth=0, history_depth=12, width=3, branch=3, history_width=3, max_rows=16)
-    unlearned = {"graph_config": shape, "learned": False}  # which knows such texts by itself
-    for options in (
-        {"graph_config": "plain"},
-        {"draft_sources": ("history",)},
-        {"draft_sources": ("history",), **unlearned},
-        {"tokenizer": half.tokenizer, **unlearned},
-    ):
-        out = text_of(half.model, inputs, 40, logits_processor=[LogitsProcessor(grammar)], **options)
-        texts.append(half.tokenizer.decode(out.sequences[0, begin:], skip_special_tokens=True))
-        steps.append(out.stats.steps)
-    found = json.loads(texts[0])
-    assert set(found) == {"name", "age"} and isinstance(found["age"], int) and len(set(texts)) == 1
-    assert steps[3] < 0.75 * steps[2], "what the grammar forces is drafted"
-
-
 @compiled
 def test_a_chat_of_turns_with_edits(half):
     """What a patched model keeps of earlier turns and texts changes no answer, edited turns included."""

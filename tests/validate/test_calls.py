@@ -424,17 +424,6 @@ def test_every_refused_field_is_refused_by_name():
             check_generation_config(config)
 
 
-def test_stop_strings_of_the_models_own_generation_config():
-    target = models.tiny()
-    ids = models.prompts(1, 8)["input_ids"]
-    text = models.tokenizer().decode(target.generate(ids, max_new_tokens=8, do_sample=False)[0, 8:])
-    target.generation_config.stop_strings = [text[3]]
-    shared = {"tokenizer": models.tokenizer(), "max_new_tokens": 8, "do_sample": False}
-    expected = target.generate(ids, **shared)
-    assert expected.shape[1] < 16
-    assert torch.equal(gsd.generate(target, ids, assistant_model=target, graph_config="tree", **shared), expected)
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [

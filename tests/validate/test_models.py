@@ -268,24 +268,6 @@ def test_a_passing_error_is_not_remembered():
 # While it generates, and what a patch leaves alone
 
 
-@pytest.mark.parametrize("patched", [True, False])
-def test_another_attention_implementation_in_a_callback(patched):
-    model = llama()
-    draft, expected = models.noised(model, 0.01), model.generate(unpadded(), **TOKENS)
-
-    def change(*_):
-        model.set_attn_implementation("eager")
-        with torch.no_grad():  # a callback may use the model as it is
-            assert model(input_ids=unpadded(), output_attentions=True).attentions[0] is not None
-        return False
-
-    if patched:
-        gsd.patch(model)
-    options = {"assistant_model": draft, "graph_config": "tree", "stopping_criteria": [change], **TOKENS}
-    out = model.generate(unpadded(), **options) if patched else gsd.generate(model, unpadded(), **options)
-    assert torch.equal(out, expected) and model.config._attn_implementation == "eager"
-
-
 def test_a_change_within_a_forward_is_noticed():
     """As another thread would make it."""
     model, calls, generating = llama(), [], []
