@@ -133,7 +133,7 @@ class Output:
 
     def why_not_finite(self) -> str | None:
         """Name what of the target is not finite for the texts so far; ``None``: nothing that was found."""
-        rule, request, state = self.session.rule, self.request, self.session.state
+        rule, state = self.session.rule, self.session.state
         on_host = isinstance(rule, OnHost)
         texts, lengths = (rule.history, rule.lengths) if on_host else (state.tokens, state.out_len.tolist())
         for text, padding, length in zip(texts, self.pads, lengths, strict=True):
