@@ -68,7 +68,7 @@ def layers_of(model: Any) -> list[Any]:
 
 
 def _unread(facts: Facts) -> Iterator[str]:
-    """What a model has that the operator has no argument for."""
+    """Name what a model has that the operator has no argument for, one thing after the other."""
     examine(facts)  # a forward: in the first one a library may rewrite its weights
     model, layers, rotary = facts.model, layers_of(facts.model), facts.model.model.rotary_emb
     dtype, device = dtype_of(model.lm_head), model.device
