@@ -149,7 +149,7 @@ def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, st
 
 def fingerprint(model: PreTrainedModel | Facts) -> str:
     """Tells models of the same sizes apart by a few values of their first and last weights; it never fails."""
-    digest, own = hashlib.sha256(), Facts.of(model).model
+    digest, own = hashlib.sha256(), model.model if isinstance(model, Facts) else model
     weights = [p for p in own.parameters() if p.numel()] or list(own.buffers())
     for weight in (weights[0], weights[len(weights) // 2], weights[-1]) if weights else ():
         digest.update(_print_of(weight))

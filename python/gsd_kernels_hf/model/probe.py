@@ -232,9 +232,10 @@ def served(model: PreTrainedModel | Facts, name: str = "model") -> AttentionRepo
     Raises:
         ValueError: the model, the argument ``name``, cannot be forwarded with graph rows.
     """
-    report, facts = examine(model), Facts.of(model)
+    report = examine(model)
     if report.problem is not None:
-        raise ValueError(f"{name}: {type(facts.model).__name__} {report.problem}; not supported") from report.cause
+        kind = type(Facts.of(model).model).__name__
+        raise ValueError(f"{name}: {kind} {report.problem}; not supported") from report.cause
     return report
 
 

@@ -126,7 +126,7 @@ def why_not_in_pieces(facts: Facts) -> Difference | None:
     """
     with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad():
         try:
-            return facts.proved(("pieces", facts.model.dtype, facts.device), lambda: _unread_state(facts))
+            return facts.proved("pieces", lambda: _unread_state(facts))
         except Exception:  # what cannot be forwarded, the proof of its rows names
             return None
 
@@ -228,8 +228,7 @@ def why_not_proved(
         return own_logits(of, passage=passage)
 
     facts = Facts.of(model)
-    key = way, facts.model.dtype, facts.device
-    return facts.proved(key, lambda: _difference(facts, forward, own or of_text, own or at_once))
+    return facts.proved(way, lambda: _difference(facts, forward, own or of_text, own or at_once))
 
 
 def _difference(facts: Facts, forward: Forward, own_steps: Forward, own_prompt: Forward) -> Difference | None:
