@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from .files import write_file
@@ -78,18 +78,17 @@ def read_saved(
     if not file.is_file():
         raise FileNotFoundError(f"{what}: no such file: {file}")
     try:
-        with safe_open(file, framework="pt") as opened:
-            about = opened.metadata() or {}
-            if about.get("format") != form:
-                raise ValueError(f"{what}: {file} {foreign}")
-            if (found := about.get("version", "")) != str(version) and re.fullmatch(r"[1-9]\d{0,8}", found):
-                raise ValueError(f"{what}: {file} has version {found}, newer than {version}; update gsd_kernels")
-            # Copies: pages of a mapped file that is shortened later end the process.
-            tensors = {name: opened.get_tensor(name).clone() for name in list(opened.keys())}
+        content = file.read_bytes()  # at once: a mapped file that another process replaces meanwhile is two files
+        tensors = load(content)
+        about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
     except SafetensorError as error:
         raise ValueError(f"{what}: {file} is damaged or something else: it {foreign}") from error
     except OSError as error:
         raise OSError(f"{what}: {file} cannot be read: {error.strerror or type(error).__name__}") from error
+    if about.get("format") != form:
+        raise ValueError(f"{what}: {file} {foreign}")
+    if (found := about.get("version", "")) != str(version) and re.fullmatch(r"[1-9]\d{0,8}", found):
+        raise ValueError(f"{what}: {file} has version {found}, newer than {version}; update gsd_kernels")
     if about.pop("sum", "") != _sum(tensors, about):
         raise damaged(what, file, "its content is not what was written")
     return tensors, about
