@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 import gsd_kernels as gsd
 from gsd_kernels.ops.corpus import SortedCorpus, corpus_recall, sort_corpus
 from gsd_kernels.ops.history import WEIGHTS, Recollection, Seen, history_append, history_recall
-from gsd_kernels.ops.ngram import ngram_recall, ngram_remember
 from gsd_kernels.ops.recall_levels import recall_levels
 
 
@@ -118,27 +117,6 @@ def tree_of(case: Memory, seed: int) -> tuple[gsd.TokenGraph, gsd.Rows, Tensor]:
     config = gsd.GraphConfig(depth=3, width=4, branch=case.branch, max_rows=20, merge_context=0)
     graph = drafted(config, batch=case.batch, vocab=case.vocab, seed=seed)
     return graph, gsd.flatten(graph, 20, 6, backend="reference"), graph.contexts[:, 0].contiguous()
-
-
-def remember_cases() -> Iterator[Case]:
-    """Rows of three steps."""
-    for case in MEMORIES.values():
-        table = case.empty()
-        for seed in range(3):
-            _, rows, tail = tree_of(case, seed)
-            gen = torch.Generator().manual_seed(seed)
-            tokens = torch.randint(-1, 1000, (case.batch, 20, case.branch), generator=gen).int()
-            given = (table, rows, tail, tokens, torch.rand(tokens.shape, generator=gen).log())
-            yield given, {}
-            ngram_remember(*given, backend="reference")
-
-
-def recall_cases() -> Iterator[Case]:
-    """After nodes of another graph; with noise every second time."""
-    steps = list(remember_cases())[2::3]
-    for number, (case, ((table, *_), _)) in enumerate(zip(MEMORIES.values(), steps, strict=True)):
-        nodes = torch.arange(-1, 9, dtype=torch.int32).repeat(case.batch, 1)
-        yield (table, tree_of(case, 1)[0], nodes), noise(case.batch) if number % 2 else {}
 
 
 def perturb_cases() -> Iterator[Case]:
@@ -362,8 +340,6 @@ def corpus_cases() -> Iterator[Case]:
 EQUAL: dict[str, tuple[Any, str, Any]] = {
     "ngram_insert": (gsd.ngram_insert, "cpu cuda", insert_cases),
     "ngram_lookup": (gsd.ngram_lookup, "cpu cuda", lookup_cases),
-    "ngram_remember": (ngram_remember, "cpu cuda", remember_cases),
-    "ngram_recall": (ngram_recall, "cpu cuda", recall_cases),
     "perturb_candidates": (gsd.perturb_candidates, "cpu cuda", perturb_cases),
     "history_append": (history_append, "cpu cuda", append_cases),
     "recall_levels": (recall_levels, "cpu cuda", level_cases),
