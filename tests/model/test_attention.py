@@ -114,15 +114,6 @@ def test_text_is_transformers_and_a_seeds(name):
     assert torch.equal(gsd.generate(model, **sampled, **draft, graph_config=GRAPH), alone)
 
 
-@pytest.mark.parametrize("name", ["GptOssForCausalLM", "Llama4ForCausalLM"])
-def test_few_rows_in_float32(name):
-    """Which the compiled attention computes, by positions rather than by a mask that is written out."""
-    model = tiny_configs.build(name, **{**ROWS[name].fields, "head_dim": 16}).float()
-    tokens = {"max_new_tokens": ROWS[name].new, "do_sample": False}
-    out = gsd.generate(model, **asked(3), assistant_model=model, graph_config=GraphConfig.preset("chain"), **tokens)
-    assert torch.equal(out, model.generate(**asked(3), **tokens))
-
-
 class Squared(Llama4TextAttention):
     """Scales as Llama 4 does, and then once more."""
 
