@@ -16,7 +16,7 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -158,41 +158,33 @@ class Document:
                     logger.warning("what was learned cannot be kept in %s (%s); %s", folder, error, cure)
 
 
-class Saver:
-    """Writes what ``content`` gives in a few seconds, or when the process ends.
+_waiting: dict[tuple[Path, str], tuple[Document, Mapping[str, Any]]] = {}
+"""What is to be written yet, by file and part."""
+_writer = threading.Timer(0.0, lambda: None)
 
-    Of savers of the same part of a file the one that saved last is heard. One that waits outlives whatever it was made
-    for.
+
+def write_later(document: Document, sections: Mapping[str, Any], part: str = "") -> None:
+    """Have sections written in a few seconds by a thread, or when the process ends: no call waits for a disk.
 
     Args:
         document: where to.
-        content: sections as they are when they are written.
-        part: of the document, where others keep other parts of it.
+        sections: as of :meth:`Document.write`.
+        part: of the document; of the same part the last is written.
     """
-
-    def __init__(self, document: Document, content: Callable[[], Mapping[str, Any]], part: str = "") -> None:
-        self.document, self.content, self.place = document, content, (document.path, part)
-
-    def save(self) -> None:
-        """Have it written by a thread: no call waits for a disk, which may take tens of milliseconds."""
-        global _writer
-        _waiting[self.place] = self
-        if not _writer.is_alive():
-            _writer = threading.Timer(WRITE_AFTER_SECONDS, _write_waiting)
-            _writer.daemon = True
-            with suppress(RuntimeError):  # the interpreter is ending, or has no more threads
-                _writer.start()
-
-
-_waiting: dict[tuple[Path, str], Saver] = {}
-"""Savers that have something to write yet, by what they write."""
-_writer = threading.Timer(0.0, lambda: None)
+    global _writer
+    _waiting[document.path, part] = document, sections
+    if not _writer.is_alive():
+        _writer = threading.Timer(WRITE_AFTER_SECONDS, _write_waiting)
+        _writer.daemon = True
+        with suppress(RuntimeError):  # the interpreter is ending, or has no more threads
+            _writer.start()
 
 
 def _write_waiting() -> None:
     for place in list(_waiting):
-        if (saver := _waiting.pop(place, None)) is not None:
-            saver.document.write(saver.content())
+        if (found := _waiting.pop(place, None)) is not None:
+            document, sections = found
+            document.write(sections)
 
 
 @atexit.register

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import logging
@@ -23,7 +22,7 @@ from gsd_kernels_cli.corpus import build_corpus, files_of, tokenized
 from gsd_kernels_hf import store
 from gsd_kernels_hf.corpus import index
 from gsd_kernels_hf.corpus.index import HEADER, open_corpus, read_header
-from gsd_kernels_hf.store import MAX_SECTIONS, Document, Saver, cache_dir
+from gsd_kernels_hf.store import MAX_SECTIONS, Document, cache_dir, write_later
 
 
 @pytest.fixture(autouse=True)
@@ -74,14 +73,13 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("ends", [False, True], ids=["after a while", "at the end of the process"])
 def test_no_save_waits_for_the_disk_and_of_one_part_the_last_is_written(ends, monkeypatch):
-    """Whatever saved it may be gone by then; parts of a file that others save are not forgotten."""
+    """Parts of a file that others save are not forgotten."""
     monkeypatch.setattr(store, "WRITE_AFTER_SECONDS", 60.0 if ends else 0.3)
     store._flush_all()
     document, written = Document("pair", {}), []
     monkeypatch.setattr(document, "write", lambda sections: written.append(sections))
     for part, value in (("a", 1), ("b", 3), ("a", 2)):
-        Saver(document, lambda part=part, value=value: {part: value}, part).save()
-    gc.collect()
+        write_later(document, {part: value}, part)
     assert not written
     store._flush_all() if ends else store._writer.join()
     assert sorted(map(str, written)) == ["{'a': 2}", "{'b': 3}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,13 @@ from transformers import PreTrainedModel
 
 from ..costs.pair import COSTS, CostPair, Draft, fingerprint, forwards, pair_of, placed
 from ..model.properties import device_of
-from ..store import Saver, cache_dir
+from ..store import cache_dir, write_later
 from .learning import Experience, LearningPolicy
 from .settings import Automatic
 from .shapes import ladder, row_shape, shape_name
+
+Kept = tuple[Experience, Callable[[], None]]
+"""What generations like one learned, and what has it written to disk."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,9 @@ class Situation:
         return self.chooses_rows and self.draft is None
 
 
-def automatic_policy(kept: MutableMapping[Any, tuple[Experience, Saver]], situation: Situation) -> LearningPolicy:
+def automatic_policy(
+    kept: MutableMapping[Any, tuple[Experience, Callable[[], None]]], situation: Situation
+) -> LearningPolicy:
     """The policy of one generation.
 
     Args:
@@ -71,18 +76,18 @@ def automatic_policy(kept: MutableMapping[Any, tuple[Experience, Saver]], situat
     key = (cache_dir(), *kind, *ways, *map(placed, situation.models))
     if key not in kept:
         kept.setdefault(key, learned(situation))
-    experience, saver = kept[key]
+    experience, save = kept[key]
     return LearningPolicy(
         experience,
         batch=situation.batch,
         prefix=situation.prefix,
         reads_prompt=situation.reads_prompt,
         backend=situation.backend,
-        saver=saver,
+        save=save,
     )
 
 
-def learned(situation: Situation) -> tuple[Experience, Saver]:
+def learned(situation: Situation) -> Kept:
     """The experience of earlier generations like this one, in this process and others; and what keeps it on disk."""
     pair = own_pair(situation.model, situation.draft, situation.backend, situation.others)
     prints = map(fingerprint, situation.models)
@@ -94,22 +99,12 @@ def learned(situation: Situation) -> tuple[Experience, Saver]:
         shapes = ladder(pair.device.type, with_model=situation.draft is not None, reuses=situation.reuses)
     experience = Experience(pair.costs, shapes, by_rows=situation.by_rows, settings=situation.settings)
     pair.load(section, experience)
-    return experience, ExperienceSaver(pair, section, experience)
 
+    def save() -> None:
+        pair.sections[section] = experience.as_dict()  # for the next engine of the process
+        write_later(pair.document, {COSTS: pair.costs.as_dict(), section: pair.sections[section]}, section)
 
-class ExperienceSaver(Saver):
-    """Keeps what generations like one learned: for the next engine of the process, and on disk.
-
-    Of engines whose generations take turns the last one that ended a text is heard, as of processes.
-    """
-
-    def __init__(self, pair: CostPair, section: str, experience: Experience) -> None:
-        super().__init__(pair.document, lambda: {COSTS: pair.costs.as_dict(), section: experience.as_dict()}, section)
-        self.pair, self.section, self.experience = pair, section, experience
-
-    def save(self) -> None:
-        self.pair.sections[self.section] = self.experience.as_dict()
-        super().save()
+    return experience, save
 
 
 def own_pair(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> CostPair:

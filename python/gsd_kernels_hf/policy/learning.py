@@ -13,8 +13,7 @@ draft model has to read the prompt too: the first token comes before that.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -109,7 +108,7 @@ class LearningPolicy:
         prefix: tokens of the prompt.
         reads_prompt: whether a source reads all of the prompt before it proposes.
         backend: of the ops.
-        saver: has ``save()``, called at the end.
+        save: called at the end.
 
     Attributes:
         current: place of the next step's shape in ``configs``, of which 0 is plain decoding.
@@ -127,9 +126,9 @@ class LearningPolicy:
         prefix: int = 0,
         reads_prompt: bool = False,
         backend: str = "auto",
-        saver: Any = None,
+        save: Callable[[], None] | None = None,
     ) -> None:
-        self.experience, self.batch, self.saver = experience, batch, saver
+        self.experience, self.batch, self.save = experience, batch, save
         self.settings, costs = experience.settings, experience.costs
         self.names = (PLAIN, *experience.shapes)
         self.configs: tuple[GraphConfig | None, ...] = (None, *experience.shapes.values())
@@ -307,5 +306,5 @@ class LearningPolicy:
         self._learn_seconds()
         settled = self.current if self.home is None else self.home
         self.experience.last[min(self.batch, MAX_BATCH) - 1] = settled
-        if self.saver is not None:
-            self.saver.save()
+        if self.save is not None:
+            self.save()
