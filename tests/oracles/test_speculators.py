@@ -84,8 +84,7 @@ def behind(lengths, ours, target, hidden, tokens):
 
 LLAMA = {
     "reduced": ({}, 61, {}),
-    "gqa-4": ({"num_key_value_heads": 1, "head_dim": 16}, 61, {"norm_before_fc": True}),
-    "norm-output": ({"attention_bias": True}, VOCAB, {"norm_output": True}),
+    "gqa-4": ({"num_key_value_heads": 1, "head_dim": 16, "attention_bias": True}, 61, {"norm_before_fc": True}),
     "every": ({"mlp_bias": True}, 61, {"fc_norm": True, "norm_output": True, "norm_before_residual": True}),
     "qwen3": ({"num_hidden_layers": 2}, VOCAB, {"norm_before_residual": True}),
     "rope": ({"rope_scaling": ROPE | {"original_max_position_embeddings": 16}}, VOCAB, {}),
@@ -162,8 +161,7 @@ SELECTED = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 3, "con
 ANCHOR = {"sample_from_anchor": True}
 RECURRENT = {"markov_rank": 6, "markov_head_type": "rnn"}
 BLOCKS = {
-    "reduced": (*DFLASH, {"num_hidden_layers": 2, "hidden_size": 48}, 61, {"block_size": 7}),
-    "anchor": (*DFLASH, {"attention_bias": True}, VOCAB, ANCHOR),
+    "reduced": (*DFLASH, {"num_hidden_layers": 2, "hidden_size": 48, "attention_bias": True}, 61, {"block_size": 7}),
     "window": (*DFLASH, WINDOW | {"max_window_layers": 1}, VOCAB, {}),
     "both ways": (*DFLASH, WINDOW | {"max_window_layers": 0}, VOCAB, {"sliding_window_non_causal": True}),
     "DSpark": (*DSPARK, {}, VOCAB, {"markov_rank": 6} | ANCHOR),
@@ -174,7 +172,6 @@ BLOCKS = {
         RECURRENT | {"sample_from_anchor": False, "confidence_head_with_markov": False},
     ),
     "DFlash 2": (*SECOND, {"num_hidden_layers": 2}, VOCAB, SELECTED | {"sample_from_anchor": False}),
-    "DFlash 2 anchor": (*SECOND, {"num_hidden_layers": 2}, VOCAB, SELECTED | ANCHOR),
 }
 
 

@@ -175,10 +175,10 @@ def gemma():
     return filled(transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**GEMMA)))
 
 
-def random_assistant(*, backbone=32, ordered=False, **changes):
+def random_assistant(*, ordered=False, **changes):
     config = transformers.Gemma4TextConfig(**{**GEMMA, **ASSISTANT, "num_kv_shared_layers": 2, **changes})
     more = {"use_ordered_embeddings": True, "num_centroids": 8, "centroid_intermediate_top_k": 5} if ordered else {}
-    own = transformers.Gemma4AssistantConfig(text_config=config, backbone_hidden_size=backbone, **more)
+    own = transformers.Gemma4AssistantConfig(text_config=config, backbone_hidden_size=32, **more)
     model = filled(transformers.Gemma4AssistantForCausalLM(own))
     if ordered:
         model.masked_embedding.token_ordering.copy_(torch.randperm(GEMMA["vocab_size"]))
@@ -240,13 +240,13 @@ def encoded(tokenizer: Any, texts: tuple[str, ...] = (two.TEXT[:60], two.TEXT[29
     return {name: found[name] for name in ("input_ids", "attention_mask")}
 
 
-def medusa_tensors(target, heads=3, layers=1, seed=0, scale=0.05):
+def medusa_tensors(target, layers=1):
     """Heads near the target's own, which repeat its next token: right where a text repeats a token."""
-    gen, size, found = torch.Generator().manual_seed(seed), target.config.hidden_size, {}
-    for head in range(heads):
+    gen, size, found = torch.Generator().manual_seed(0), target.config.hidden_size, {}
+    for head in range(3):
         for layer in range(layers):
-            found[f"{head}.{layer}.linear.weight"] = scale * torch.randn(size, size, generator=gen)
-            found[f"{head}.{layer}.linear.bias"] = scale * torch.randn(size, generator=gen)
+            found[f"{head}.{layer}.linear.weight"] = 0.05 * torch.randn(size, size, generator=gen)
+            found[f"{head}.{layer}.linear.bias"] = 0.05 * torch.randn(size, generator=gen)
         found[f"{head}.{layers}.weight"] = target.lm_head.weight.float() * (1 + head)
     return found
 

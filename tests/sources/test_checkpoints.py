@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -27,7 +26,7 @@ from sources.drafters import (
     saved,
     target_of,
 )
-from sources.rows import GEMMA, MEDUSA, assistant, filled, gemma, medusa_tensors, mtp, random_assistant
+from sources.rows import MEDUSA, assistant, filled, gemma, medusa_tensors, mtp, random_assistant
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, Mtp
@@ -50,10 +49,6 @@ def ones(*shape):
     return torch.ones(shape)
 
 
-def changed_json(file, **changes):
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 # What cannot be served: a good folder of each kind, and what is changed of it.
 
 
@@ -61,17 +56,6 @@ def eagle3(target, folder, tensors=None, **changes):
     good = eagle3_config(target, **{k: v for k, v in changes.items() if k == "draft_vocab_size" and v == 61})
     stored = safeailab(random_eagle3(good).float()) | (tensors or {})
     return save(folder, good | changes, {name: value for name, value in stored.items() if value is not None})
-
-
-def dflash(target, folder, tensors=None, config=None, **inner):
-    good = dflash_config(target)
-    stored = random_dflash(good).float().state_dict() | (tensors or {})
-    return save(folder, good | (config or {}) | {"dflash_config": good["dflash_config"] | inner}, stored)
-
-
-def heads(target, folder, layers):
-    DraftHeads.for_model(tiny(num_hidden_layers=layers), 2).save_pretrained(folder)
-    return folder
 
 
 def spoilt(target, folder, name, text):
@@ -83,9 +67,9 @@ def spoilt(target, folder, name, text):
 
 
 def head(target, folder, whole=None, **tensors):
-    """GLM's target with a head, whose tensors have these names behind :data:`AT`; ``None``: it is left out."""
+    """GLM's target with a head, whose tensors have these names behind :data:`AT`."""
     given = saved("glm", folder) | {f"{AT}{name}": value for name, value in tensors.items()}
-    return with_head(folder, "glm", whole or {name: value for name, value in given.items() if value is not None})
+    return with_head(folder, "glm", whole or given)
 
 
 def with_head(folder, name, tensors):
@@ -95,42 +79,25 @@ def with_head(folder, name, tensors):
     return folder
 
 
-def sharded(name):
-    return {"name": INDEX, "text": json.dumps({"weight_map": {"fc.weight": name}})}
-
-
-MASKS = {"mask_hidden": ones(96)}
+OUTSIDE = json.dumps({"weight_map": {"fc.weight": "../outside.safetensors"}})
 BAD = [
     (eagle3, {"vocab_size": 5000, "draft_vocab_size": 97}, "vocabulary of 5000 tokens, and the target has 97"),
     (eagle3, {"target_hidden_size": 64}, "hidden states of size 64, and the target's are 32"),
     (eagle3, {LAYERS: [0, 1, 9]}, "reads hidden state 9, and the target has 3 layers"),
     (eagle3, {"intermediate_size": 50}, "is [48, 32], and its config means [50, 32]"),
-    (eagle3, {"fc_norm": "yes"}, "fc_norm in its config: expected true or false, got 'yes'"),
     (eagle3, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' in its config"),
     (eagle3, {"draft_vocab_size": 61, "tensors": {"d2t": torch.full((61,), 90)}}, "outside the vocabulary"),
     (eagle3, {"tensors": {"midlayer.self_attn.o_proj.weight": None}}, "no tensor layers.0.self_attn.o_proj.weight"),
     (eagle3, {"tensors": {"experts.weight": ones(2)}}, "a tensor experts.weight, which this kind"),
     (eagle3, {"tensors": {"norm.weight": ones(32) * torch.nan}}, "holds NaN or infinity"),
-    (eagle3, {"architectures": ["PEagleDraftModel"]}, "a P-EAGLE checkpoint without its tensor mask_hidden"),
-    (eagle3, {"tensors": MASKS, "pard_token": 97}, "mask token 97 has no row in an embedding of 97"),
-    (dflash, {"conv_kernel_size": 2, "conv_group_size": 5}, "conv_group_size=5 in its config does not divide"),
-    (dflash, {"markov_rank": 4, "markov_head_type": "lstm"}, "markov_head_type='lstm' in its config; served are"),
-    (
-        *(dflash, {"markov_rank": 4, "tensors": {"confidence_head.proj.weight": ones(1, 33)}}),
-        "confidence_head.proj.weight is [1, 33], and its config means [1, 32] or [1, 36]",
-    ),
-    (heads, {"layers": 2}, "made for a target with num_hidden_layers=2"),
     (spoilt, {"name": "pytorch_model.bin", "text": ""}, "a pickle, which is not loaded since it may run code; convert"),
-    (spoilt, sharded("model-1.safetensors"), "no model-1.safetensors in"),
-    (spoilt, sharded("../outside.safetensors"), "which is outside the folder"),
+    (spoilt, {"name": INDEX, "text": OUTSIDE}, "which is outside the folder"),
     (
         *(spoilt, {"name": CONFIG, "text": '{"architectures": ["LlamaForCausalLM"]}'}),
         "is a language model (LlamaForCausalLM), not a drafter",
     ),
     (head, {"whole": {"other.weight": ones(1)}}, "no multi-token-prediction heads; looked for were layers.2.eh_proj"),
-    (head, {"mlp.experts.3.up_proj.weight": None}, f"layers: it has no {AT}mlp.experts.3.up_proj.weight"),
     (head, {"self_attn.q_proj.qweight": ones(1)}, f"are quantised ({AT}self_attn.q_proj.qweight); served are"),
-    (head, {"other.weight_scale_inv": ones(1, 1)}, f"has a tensor {AT}other.weight_scale_inv, which this kind"),
 ]
 VALUES = ("outside the vocabulary", "holds NaN or infinity")
 
@@ -147,21 +114,15 @@ def test_a_folder_that_cannot_be_served_is_refused_by_name(made, changes, words,
 
 
 def test_what_is_no_folder_and_another_models_drafter(target, tmp_path):
-    other, own = tiny(num_hidden_layers=3, hidden_size=64, dtype=torch.float32), DraftHeads.for_model(target, 2)
-    wide = random_eagle3(eagle3_config(other)).float()
-    types = {**GEMMA, "layer_types": ["full_attention"] * 4}
-    full = filled(transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**types)))
+    own = DraftHeads.for_model(target, 2)
     for of, options, words in (
         (target, {"drafter": own, "draft_heads": own}, "drafter: these are heads, and draft_heads has others"),
         (tiny(), {"drafter": "mtp"}, "names no checkpoint"),
         (target_of("glm"), {"drafter": mtp("deepseek")}, "is a DeepseekV3DecoderLayer, and the target's layers are"),
-        (full, {"drafter": assistant()}, "keys and values of sliding_attention layers, which Gemma4ForCausalLM does"),
         (gemma(), {"assistant_model": random_assistant()}, r"pass drafter= its folder, or gsd_kernels\.Gemma4Assis"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             generate(of, **prompts(1, 4, vocab=60), **options)
-    with pytest.raises(ValueError, match="is on meta, and the target takes its input on cpu; move it"):
-        gsd.patch(other, drafter=wide.to("meta"))
 
 
 # Layouts: one drafter in each that its makers, and those of servers, give its folder.
@@ -295,15 +256,7 @@ def more_heads(folder, head):
     with_head(folder, "mellum", head | more | {"mtp.embed_tokens.weight": ones(3, 3)})
 
 
-def fused_experts(folder, head):
-    want = Mtp.from_pretrained(folder, target_of("glm")).state_dict()
-    fused = {name: value for name, value in head.items() if ".experts." not in name}
-    for what in ("gate_up_proj", "down_proj"):
-        fused[f"{AT}mlp.experts.{what}"] = want[f"block.mlp.experts.{what}"]
-    with_head(folder, "glm", fused)
-
-
-@pytest.mark.parametrize(("change", "name"), [(one_file, "glm"), (more_heads, "mellum"), (fused_experts, "glm")])
+@pytest.mark.parametrize(("change", "name"), [(one_file, "glm"), (more_heads, "mellum")])
 def test_the_first_head_is_read_however_it_lies_there(change, name, tmp_path):
     head = saved(name, tmp_path)
     want = Mtp.from_pretrained(tmp_path, target_of(name))
@@ -324,20 +277,9 @@ def test_heads_in_fp8_are_what_their_scales_say(tmp_path):
             want[name] = (stored[name].float() * spread).double()
     plain = Mtp.from_pretrained(with_head(tmp_path, "deepseek", want), target)
     folder = with_head(tmp_path, "deepseek", stored)
-    changed_json(folder / CONFIG, quantization_config={"weight_block_size": [rows, columns]})
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | {"quantization_config": {"weight_block_size": [rows, columns]}}))
     same(Mtp.from_pretrained(folder, target), plain)
-    changed_json(folder / CONFIG, quantization_config={"weight_block_size": [24]})
-    with pytest.raises(ValueError, match=r"weight_block_size in its config: expected two .* integers, got \[24\]"):
-        Mtp.from_pretrained(folder, target)
-
-
-def test_a_layer_of_an_unknown_type_is_refused(tmp_path, monkeypatch):
-    """Layers of both types have these tensors, and nothing says which one it is."""
-    saved("exaone", tmp_path)
-    changed_json(tmp_path / CONFIG, mtp_layer_types=None)
-    monkeypatch.setattr(target_of("exaone").config, "mtp_layer_types", None)
-    with pytest.raises(ValueError, match="full_attention or sliding_attention, and its config's mtp_layer_types"):
-        Mtp.from_pretrained(tmp_path, target_of("exaone"))
 
 
 # Loading: what a call drafts with is made once, the hub asked for an id once.
@@ -387,8 +329,8 @@ def test_the_hub_is_asked_for_an_id_once(hub, target, tmp_path):
     assert len(hub["asked"]) == 2
 
 
-def test_of_a_targets_files_only_those_with_heads_are_fetched(hub, tmp_path, caplog):
-    """At the commit that the target was loaded from; heads that are not used are mentioned, unasked."""
+def test_of_a_targets_files_only_those_with_heads_are_fetched(hub, tmp_path):
+    """At the commit that the target was loaded from."""
     saved("glm", tmp_path)
     target, asked, hub["folder"] = target_of("glm"), hub["asked"], tmp_path
     (tmp_path / "model-00001.safetensors").write_bytes(b"not read")
@@ -399,8 +341,3 @@ def test_of_a_targets_files_only_those_with_heads_are_fetched(hub, tmp_path, cap
         assert [how["allow_patterns"] for _, how in asked] == [["*.json"], ["model-00002.safetensors"]]
         assert all(name == "someone/glm" and how["revision"] == "abc" for name, how in asked)
         assert loaded("mtp", target) is head and len(asked) == 2
-        for options, mentioned in (({}, 1), ({"drafter": "mtp"}, 0), ({"graph_config": "plain"}, 0)):
-            caplog.clear()
-            with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(target, **options):
-                assert sum("layers.2.eh_proj.weight" in record.message for record in caplog.records) == mentioned
-        assert len(asked) == 3 and asked[-1][1]["local_files_only"]

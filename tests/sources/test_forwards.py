@@ -297,20 +297,3 @@ def test_an_operators_error_is_at_most_twice_the_modules(place, variant, dtype, 
     for number, (exactly, theirs, ours) in enumerate(zip(*found, strict=True)):
         assert ours.isfinite().all()
         assert (ours - exactly).norm() <= 2 * (theirs - exactly).norm() + 1e-6 * exactly.norm(), number
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        lambda m, t: (m.double(), t.double()),
-        lambda m, t: t.get_input_embeddings().register_forward_hook(lambda *given: 2 * given[2]),
-        lambda m, t: setattr(m.norm, "variance_epsilon", 1e-3),
-        lambda m, t: setattr(m.layers[0].mlp, "act_fn", nn.GELU()),
-    ],
-    ids=["float64", "a hook", "another epsilon", "another activation"],
-)
-def test_what_is_no_plain_decoder_keeps_its_modules(changed):
-    target, module = made_for("plain", torch.float32)
-    assert started(module, target, torch.arange(9)[None]).operator is not None
-    changed(module, target)
-    assert started(module, target, torch.arange(9)[None]).operator is None
