@@ -10,9 +10,7 @@ import pytest
 
 import gsd_kernels as gsd
 from gsd_kernels import environment
-from gsd_kernels_hf import progress
-from gsd_kernels_hf.files import decode_utf8, read_utf8, write_file, write_text
-from gsd_kernels_hf.progress import tracked
+from gsd_kernels_hf.files import write_file, write_text
 
 # GraphConfig: presets.
 
@@ -85,38 +83,4 @@ def test_a_file_is_whole_or_as_before(tmp_path):
     assert file.read_text() == "two"
 
 
-def test_a_file_that_is_read_is_named_with_its_option(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_bytes("\ufeffö\r\n".encode())
-    assert read_utf8(file, "text") == "ö\r\n"
-    with pytest.raises(ValueError, match=r"^text: .* is a folder"):
-        read_utf8(tmp_path, "text")
-    with pytest.raises(ValueError, match=r"^text: .* lies in a file"):
-        read_utf8(file / "inside", "text")
-    with pytest.raises(FileNotFoundError, match=r"^text: no such file: "):
-        read_utf8(tmp_path / "none", "text")
-    with pytest.raises(ValueError, match=r"^text: x is not UTF-8 text \(byte 1: "):
-        decode_utf8(b"a\xff", "text", "x")
-
-
 # Progress: lines of a log with totals, also while nothing is done, and a bar on a terminal.
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    for name, seconds in (("WAIT_SECONDS", 0.0), ("LINE_SECONDS", 0.0), ("LOOK_SECONDS", 3600.0)):
-        monkeypatch.setattr(progress, name, seconds)
-
-
-def test_lines_have_totals_and_notes(at_once, caplog):
-    caplog.set_level("INFO", logger="gsd_kernels.progress")
-    with tracked("working", 1200, "tokens") as update:
-        update(5)
-        update(1100, "soon over")
-    with tracked("working", None, "steps") as update:
-        update(7)
-    assert caplog.messages == [
-        "working: 5 of 1,200 tokens, 0 s so far",
-        "working: 1,100 of 1,200 tokens, soon over, 0 s so far",
-        "working: 7 steps, 0 s so far",
-    ]

@@ -13,11 +13,11 @@ from checkpoints import save_pair
 from typer.testing import CliRunner
 
 import gsd_kernels
-from gsd_kernels_cli import busy, chat, comparison, demo, kernel_report, values
+from gsd_kernels_cli import chat, comparison, demo, kernel_report, values
 from gsd_kernels_cli.app import app
 from gsd_kernels_cli.commands import Commands
 from gsd_kernels_cli.demo import smollm2
-from gsd_kernels_cli.options import read_graph_config, read_prompts
+from gsd_kernels_cli.options import read_prompts
 from gsd_kernels_cli.pair import load_pair
 from gsd_kernels_cli.streaming import Conversation, StdoutStreamer
 from gsd_kernels_hf.model import fused, gpu_proof
@@ -205,36 +205,11 @@ def another_tokenizer(pair, folder):
     return [*pair[:2], "--draft", folder]
 
 
-def own_heads(pair, folder):
-    import shutil
-
-    from sources.drafters import give_head
-
-    shutil.copytree(pair[1], folder, dirs_exist_ok=True)
-    give_head(folder, "mimo")
-    found = json.loads(done("doctor", "--model", folder, "--json").stdout)["drafters"]
-    assert list(found) == ["mtp"] and "multi-token-prediction heads" in found["mtp"]
-    return ["--model", folder, "--drafter", "mtp"]
-
-
-@pytest.mark.parametrize("drafts", [another_tokenizer, own_heads], ids=lambda make: make.__name__)
-def test_whatever_drafts_the_text_is_the_targets(drafts, pair, expected, tmp_path):
-    given = [*drafts(pair, tmp_path / "draft"), "--max-new-tokens", 24, "--no-stream", *SMALL]
+def test_a_draft_of_another_tokenizer_gives_the_targets_text(pair, expected, tmp_path):
+    given = [*another_tokenizer(pair, tmp_path / "draft"), "--max-new-tokens", 24, "--no-stream", *SMALL]
     result = done("generate", *given, "--stats", "json", "Hello")
-    assert result.stdout == expected(["Hello"], 24)[0] + "\n" and stats_of(result)["draft_rows"] > 0
-    assert drafts is not another_tokenizer or sum(stats_of(result)["accepted"][2:]) > 0, "no draft was accepted"
-
-
-@pytest.mark.parametrize(
-    ("text", "config"),
-    [
-        ("depth=4, width=2", gsd_kernels.GraphConfig(depth=4, width=2)),
-        ("tree,sibling_ratio=0.1", gsd_kernels.GraphConfig(merge_context=-1, sibling_ratio=0.1)),
-        ("chain,depth=3,max_path=none", gsd_kernels.GraphConfig.preset("chain", depth=3)),
-    ],
-)
-def test_graph_config_option(text, config):
-    assert read_graph_config(text) == config
+    assert result.stdout == expected(["Hello"], 24)[0] + "\n"
+    assert sum(stats_of(result)["accepted"][2:]) > 0, "no draft was accepted"
 
 
 def test_generate_without_a_model_answers_by_that_of_chat_and_says_which(place, monkeypatch):
@@ -288,13 +263,6 @@ def test_check_judges_another_token(wrong, verdict, code, pair, monkeypatch, tmp
     divergence = report["prompts"][0]["divergence"]
     assert divergence["index"] == 0 and divergence["within_rounding"] == (divergence["gap"] <= divergence["bound"])
     assert ("DIFFER BEYOND ROUNDING" in done("check", *options, "hello", code=code).stdout) == bool(code)
-
-
-def test_a_busy_machine_is_said():
-    assert busy.distrust(busy.BUSY_SHARE) is None
-    assert "busy with other work (47% of its processors): do not trust" in busy.distrust(0.47)
-    share = busy.Others().share()
-    assert share is None or 0 <= share <= 1
 
 
 # ---- demo
@@ -362,8 +330,6 @@ SLIPS = {  # refused before torch is imported
     "bench real --ways gsd-histry": "--ways: there is no 'gsd-histry'; did you mean 'gsd-history'?",
     "generate --backend cudaa x": "--backend: there is no 'cudaa'; did you mean 'cuda'? expected one of auto, cpu",
     "generate --draft embedded x": "--draft: no such folder: embedded",
-    "bench real --drafter ./none": "--drafter: no such folder: ./none",
-    "chat --model a/b/c": "--model: no such folder: a/b/c",
     "learn --model=": "--model: empty",
     "check --draft owner/name x": "--draft: needs --model",
     "generate --dtype bf16 x": "--dtype: there is no 'bf16'; did you mean 'bfloat16'? expected one",
@@ -386,21 +352,15 @@ LATER = {  # which the package itself says
     "check --tp-timeout inf x": "--tp-timeout: expected a finite number, got inf",
     "generate caf\udce9": "prompt: the argument is not UTF-8 text (byte 3",
     "generate --prompt-file {}/latin.txt": "--prompt-file: {}/latin.txt is not UTF-8 text (byte 1",
+    "generate --prompt-file {}/blank.txt/inside": "inside is a folder, or lies in a file",
     "generate --prompt-file {}/blank.txt --lines": "prompt: {}/blank.txt is empty",
     "generate --model {}/nothing x": "--model: no config.json in {}/nothing; ",
     "generate --model {}/silent/target --chat x": "--chat: the tokenizer has no chat template",
     "generate --model {}/target --chat bad": "--chat: the chat template: bad word",
-    "chat --model {}/silent/target": "has no chat template",
     "chat --model {}/target --system bad": "--system: the chat template: bad word",
     "doctor --kernels --arch 1": "--arch: expected one of 80",
-    **dict.fromkeys(
-        [f"serve --allowed-host={host}" for host in ("http://box", "*.box")],
-        "--allowed-host: expected a name such as box.local",
-    ),
-    **dict.fromkeys(
-        [f"serve --cors={origin}" for origin in ("localhost:3000", "http://box/page")],
-        "--cors: expected an origin such as http://localhost:3000",
-    ),
+    "serve --allowed-host=http://box": "--allowed-host: expected a name such as box.local",
+    "serve --cors=localhost:3000": "--cors: expected an origin such as http://localhost:3000",
 }
 
 

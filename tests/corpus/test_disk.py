@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import multiprocessing
 import os
@@ -11,16 +10,13 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import platformdirs
 import pytest
 from checkpoints import corpus_of, random_text
 from models import tokenizer
 
 from gsd_kernels_cli.corpus import build_corpus, files_of, tokenized
 from gsd_kernels_hf import store
-from gsd_kernels_hf.corpus import index
 from gsd_kernels_hf.corpus.index import HEADER, open_corpus, read_header
 from gsd_kernels_hf.store import MAX_SECTIONS, Document, cache_dir, write_later
 
@@ -28,13 +24,6 @@ from gsd_kernels_hf.store import MAX_SECTIONS, Document, cache_dir, write_later
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "deep" / "folder"))
-
-
-def test_the_folder_is_the_platforms_unless_it_is_named(monkeypatch, tmp_path):
-    assert cache_dir() == tmp_path / "deep" / "folder"
-    monkeypatch.delenv("GSD_KERNELS_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_dir() == Path(platformdirs.user_cache_dir("gsd_kernels", appauthor=False))
 
 
 def test_sections_are_read_back_and_the_oldest_go():
@@ -71,20 +60,17 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, c
     assert len(caplog.records) == 1 and "GSD_KERNELS_CACHE names another folder" in caplog.text
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["after a while", "at the end of the process"])
-def test_no_save_waits_for_the_disk_and_of_one_part_the_last_is_written(ends, monkeypatch):
+def test_no_save_waits_for_the_disk_and_of_one_part_the_last_is_written(monkeypatch):
     """Parts of a file that others save are not forgotten."""
-    monkeypatch.setattr(store, "WRITE_AFTER_SECONDS", 60.0 if ends else 0.3)
+    monkeypatch.setattr(store, "WRITE_AFTER_SECONDS", 0.3)
     store._flush_all()
     document, written = Document("pair", {}), []
     monkeypatch.setattr(document, "write", lambda sections: written.append(sections))
     for part, value in (("a", 1), ("b", 3), ("a", 2)):
         write_later(document, {part: value}, part)
     assert not written
-    store._flush_all() if ends else store._writer.join()
+    store._writer.join()
     assert sorted(map(str, written)) == ["{'a': 2}", "{'b': 3}"]
-    store._flush_all()
-    assert len(written) == 2
 
 
 def _write_many(number: int) -> None:
@@ -117,39 +103,20 @@ def folder(tmp_path):
     return corpus_of(tmp_path / "index", random_text(6_000), [5, 6, 7])
 
 
-def test_what_was_written_is_what_is_opened(folder):
-    header, corpus = open_corpus(folder)
-    assert (header.tokens, header.documents, header.entries) == (6_003, 2, 6_001)
-    assert header.largest_token == int(corpus.text.max())
-    assert corpus.text.tolist() == [*random_text(6_000).tolist(), -1, 5, 6, 7, -1]
-    assert {file.name for file in folder.iterdir()} == {HEADER, "text.npy", "order.npy", "following.npy"}
-
-
-def rewrite(folder: Path, **changes: object) -> None:
-    """Another header, with a right digest."""
-    values = json.loads((folder / HEADER).read_text()) | changes
-    del values["sha256"]
-    (folder / HEADER).write_text(json.dumps({**values, "sha256": index._digest(values)}))
-
-
-DAMAGES = {
-    "a digit of the header": (
-        lambda f: (f / HEADER).write_text((f / HEADER).read_text().replace("6001", "6002")),
-        "corpus.json is damaged",
-    ),
-    "something else": (lambda f: rewrite(f, format="recipe"), "is no index of gsd_kernels"),
-    "newer": (lambda f: rewrite(f, version=2, extra=1), "has version 2, newer than 1; update"),
-    "arrays exchanged": (lambda f: shutil.copy(f / "order.npy", f / "following.npy"), "following.npy is damaged"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_are_refused_by_name(damage, folder):
-    spoil, match = DAMAGES[damage]
-    spoil(folder)
-    with pytest.raises(ValueError, match=match) as error:
+def test_a_changed_header_and_exchanged_arrays_are_refused_by_name(folder):
+    header = folder / HEADER
+    text = header.read_text()
+    for changed, match in (
+        (("6001", "6002"), "corpus.json is damaged"),
+        (('"version": 1', '"version": 2'), "newer than 1"),
+    ):
+        header.write_text(text.replace(*changed))
+        with pytest.raises(ValueError, match=match):
+            open_corpus(folder)
+    header.write_text(text)
+    shutil.copy(folder / "order.npy", folder / "following.npy")
+    with pytest.raises(ValueError, match=rf"{folder}.*following\.npy is damaged"):
         open_corpus(folder)
-    assert str(folder) in str(error.value)
 
 
 def test_an_index_of_another_tokenizer_is_refused(tmp_path):
@@ -165,8 +132,6 @@ def test_what_cannot_be_indexed_is_refused_and_leaves_nothing(tmp_path):
     place = tmp_path / "index"
     for documents, match in (
         ([[4], [9], []], "no text of two tokens"),
-        ([[3, -1]], "expected a sequence of token ids"),
-        ([[0.5, 1.5]], "expected a sequence of token ids"),
         ([[2**31, 1]], "expected a sequence of token ids"),
     ):
         with pytest.raises(ValueError, match=match):

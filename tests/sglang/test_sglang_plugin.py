@@ -6,13 +6,10 @@ import importlib
 import random
 import sys
 
-import numpy as np
 import pytest
 import torch
 from fake_sglang import OURS, VOCAB, Batch, Mode, Request, arguments, install, written
 
-from gsd_kernels_sglang.drafter import TAIL, Drafter, Text
-from gsd_kernels_sglang.load import RowPolicy
 from gsd_kernels_sglang.options import VARIABLE, Options
 
 # The plug-in where SGLang meets it, over fakes: registration, refusals, options, a worker whose batch changes.
@@ -34,15 +31,7 @@ def worker(**changes):
     return plugin().worker(None)(given, 0, 0, None)
 
 
-def test_an_untested_version_is_refused_by_name(registered, monkeypatch):
-    registered = install(monkeypatch, "0.6.0")
-    plugin().register()
-    assert "gsd_kernels_sglang.worker" not in sys.modules
-    with pytest.raises(ValueError, match=r"tested with SGLang 0\.5\.23, this is 0\.6\.0.*install sglang==0\.5\.23"):
-        registered["GSD"].validate_server_args(arguments())
-
-
-def test_the_tested_version_registers_the_algorithm_and_refuses_what_it_cannot_serve(registered):
+def test_the_tested_version_alone_registers_and_refuses_what_it_cannot_serve(registered, monkeypatch):
     plugin().register()
     algorithm = registered["GSD"]
     assert algorithm.is_ngram() and not algorithm.has_draft_kv() and algorithm.get_platform_worker_cls() is None
@@ -56,6 +45,11 @@ def test_the_tested_version_registers_the_algorithm_and_refuses_what_it_cannot_s
     for name, value in UNSERVED.items():
         with pytest.raises(ValueError, match="--" + name.replace("_", "-")):
             algorithm.validate_server_args(arguments(**{name: value}))
+    registered = install(monkeypatch, "0.6.0")
+    plugin().register()
+    assert "gsd_kernels_sglang.worker" not in sys.modules
+    with pytest.raises(ValueError, match=r"tested with SGLang 0\.5\.23, this is 0\.6\.0.*install sglang==0\.5\.23"):
+        registered["GSD"].validate_server_args(arguments())
 
 
 CHOSEN = {"speculative_num_draft_tokens": 6, "speculative_eagle_topk": 2, "max_running_requests": 3}
@@ -149,33 +143,13 @@ def test_the_flushed_cache_and_the_requests_that_went_are_forgotten(registered):
         serving.worker.ngram_corpus.load_external_corpus_named("name", [])
 
 
-# Histories → token graph → the tree that SGLang verifies: its form, its rows by load, what requests share.
-
-
-def drafter(rows: int = 9, **options) -> Drafter:
-    return Drafter(Options(capacity=4096, **options), rows, 3, RowPolicy(rows, 1000))
-
-
-def text(key: str, tokens: list[int]) -> Text:
-    return Text(key, tokens[-TAIL:], lambda: tokens)
-
-
-def paths(drafted, b: int) -> list[tuple[int, ...]]:
-    """The tokens from the root to each row of a request, by the arrays that SGLang gets."""
-    tokens, mask = drafted.arrays()
-    rows = drafted.num_rows
-    tokens, mask = tokens.reshape(-1, rows)[b], mask.reshape(-1, rows, rows)[b]
-    return [tuple(int(tokens[j]) for j in np.flatnonzero(mask[i])) for i in range(rows)]
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_requests_see_each_others_verified_rows_only_if_shared(shared):
-    ours = drafter(shared=shared)
-    first = ours.draft([text("a", [1, 2, 3, 4])])
-    assert paths(first, 0) == [(4,)]
-    candidates = torch.tensor([[[50, 51, 52]]], dtype=torch.int32), torch.tensor([[[0.7, 0.2, 0.1]]]).log()
-    ours.observe(first, candidates, torch.tensor([[50]]), torch.tensor([1]))
-    other = paths(ours.draft([text("b", [1, 2, 3, 4])]), 0)
-    assert ((4, 50) in other) is shared
-    assert (4, 50) in paths(ours.draft([text("a", [1, 2, 3, 4])]), 0)
-    assert paths(ours.draft([text("c", [7, 8, 9, 10])]), 0) == [(10,)]
+@pytest.mark.parametrize("shared", ["true", "false"])
+def test_requests_see_each_others_text_only_if_shared(shared, registered, monkeypatch):
+    monkeypatch.setenv(VARIABLE, f'{{"shared": {shared}}}')
+    serving, later = Serving(worker()), Request("b", [1, 2])
+    serving.join(Request("a", [1, 2]))
+    for _ in range(6):
+        serving.step()
+    serving.join(later)
+    serving.step()
+    assert (len(later.output_ids) > 1) is (shared == "true")

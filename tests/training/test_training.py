@@ -19,11 +19,10 @@ import gsd_kernels as gsd
 from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
 from gsd_kernels_hf.sources.edges import along
-from gsd_kernels_hf.sources.load import load_drafter
 from gsd_kernels_hf.sources.recursion import Recursive
 from gsd_kernels_train import loop
 from gsd_kernels_train.chats import encode_chats
-from gsd_kernels_train.clock import NothingLearned, RunClock
+from gsd_kernels_train.clock import RunClock
 from gsd_kernels_train.dflash import DFlashTraining
 from gsd_kernels_train.distill import Distillation, distill
 from gsd_kernels_train.drafters import DrafterOptions
@@ -60,10 +59,11 @@ def options_for(folder, **changed):
 # ---- losses
 
 
-def trained_of(kind, folder, token_level=1.0, **drafter):
-    """A training of a kind with random weights, and its target."""
+def trained_of(kind, folder, token_level=1.0, family=None, **drafter):
+    """A training of a kind with random weights, and its target, of the pair or of a family."""
     options = options_for(folder, token_level=token_level)
     target, tokenizer = load_target(options)
+    target = target_of(family) if family else target
     if kind == "draft":
         draft = AutoModelForCausalLM.from_pretrained(folder / "draft", dtype=torch.float64)
         return Distillation(options, target, tokenizer, draft, tokenizer, torch.float32)
@@ -149,6 +149,9 @@ def test_answers_of_chats_count_and_what_ends_them(folder, tmp_path):
 # ---- what is trained is what drafts
 
 
+LEVELS = [("eagle3", {"layers": 2}), ("mtp", {}), ("mtp", {"family": "qwen3.5"}), ("mtp", {"family": "mellum"})]
+
+
 def source_on(kind, trained, tokens, states):
     """A draft source that has read ``tokens`` [1, N], once for every place."""
     length = tokens.shape[1]
@@ -162,9 +165,10 @@ def source_on(kind, trained, tokens, states):
     return text, source
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("eagle3", 2), ("mtp", 1)])
-def test_levels_are_what_drafting_computes(folder, kind, layers):
-    trained, window = trained_of(kind, folder, layers=layers, depth=3), WINDOWS[:1]
+@pytest.mark.parametrize(("kind", "given"), LEVELS)
+def test_levels_are_what_drafting_computes(folder, kind, given):
+    trained = trained_of(kind, folder, depth=3, **given)
+    window = WINDOWS[:1] % trained.target.config.vocab_size
     states, _ = trained.read(window)
     levels = trained.levels(window, states)
     places = levels[0].shape[1]
@@ -200,27 +204,6 @@ def test_blocks_are_what_drafting_computes(folder, kind):
     assert (trained.guessed(window, 0, 8)[0] == expected.argmax(-1)).all()
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "mellum"])
-def test_heads_of_layers_of_other_classes(folder, tmp_path, name):
-    """A hybrid's attention layer, one of two types of attention beside experts: trained, read, equal."""
-    target, options = target_of(name), options_for(folder)
-    trained = MtpTraining(options, target, DrafterOptions("mtp", depth=2), torch.float64)
-    tokens = WINDOWS % target.config.vocab_size
-    states, log_target = trained.read(tokens)
-    begun = trained.levels(tokens, states)[0].log_softmax(-1)
-    torch.testing.assert_close(begun, log_target[:, : begun.shape[1]], atol=1e-4, rtol=0)  # as the target's own guess
-    optimizer = torch.optim.SGD(trained.module.parameters(), 0.1)
-    trained.loss(tokens).backward()
-    assert all(parameter.grad is not None for parameter in trained.module.parameters())
-    optimizer.step()
-    trained.save(tmp_path)
-    trained.module = load_drafter(tmp_path, target)
-    assert not torch.allclose(trained.levels(tokens, states)[0].log_softmax(-1), begun)
-    drafting = {"drafter": trained.module, "draft_sources": ("drafter",)}
-    drafted = gsd.generate(target, tokens[:1], max_new_tokens=16, **drafting)
-    assert torch.equal(drafted, target.generate(tokens[:1], max_new_tokens=16, do_sample=False))
-
-
 # ---- the loop
 
 
@@ -236,14 +219,13 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_checkpoint(tmp_pat
     assert load_checkpoint(tmp_path)["record"]["steps"] == 8
 
 
-@pytest.mark.parametrize("pace", [0.03, 3.0])
-def test_minutes_bound_all_of_a_run(pace, folder, tmp_path, monkeypatch):
-    """By a clock on which a token whose embedding is looked up takes ``pace`` seconds, and nothing else any."""
+def test_minutes_bound_all_of_a_run(folder, tmp_path, monkeypatch):
+    """By a clock on which a token whose embedding is looked up takes 0.03 seconds, and nothing else any."""
     now, out = [0.0], tmp_path / "out"
 
     def hook(module, given):
         if isinstance(module, torch.nn.Embedding):
-            now[0] += pace * given[0].numel()
+            now[0] += 0.03 * given[0].numel()
 
     for name, module in list(sys.modules.items()):  # time's own is that of all threads, other tests' servers too
         if name.startswith("gsd_kernels_train") and getattr(module, "time", None) is time:
@@ -252,14 +234,10 @@ def test_minutes_bound_all_of_a_run(pace, folder, tmp_path, monkeypatch):
     try:
         options = options_for(folder, steps=None, minutes=1.0, out=out, sequence_level=0.5, batch=2)
         report = distill(str(folder / "draft"), options)
-    except NothingLearned as nothing:
-        assert pace == 3.0 and "nothing was learned" in str(nothing) and "--minutes" in str(nothing)
-        assert now[0] <= 60 + 40 * pace and not out.exists(), "what is begun is a window's forward at most"
-    else:
-        assert pace == 0.03 and 45 < report["seconds"] == now[0] <= 60, "nor is the time left unused"
-        assert report["training"]["steps"] > 1 and (out / "training.json").exists()
     finally:
         handle.remove()
+    assert 45 < report["seconds"] == now[0] <= 60, "nor is the time left unused"
+    assert report["training"]["steps"] > 1 and (out / "training.json").exists()
 
 
 # ---- Drafts that learn while serving: the same text, more of it accepted, undone bit for bit, whole on disk.
@@ -345,8 +323,6 @@ def test_what_cannot_learn_is_refused_by_name(target, draft):
             (shared, ValueError, "shares weights with the target"),
             (whole, ValueError, "quantised"),
             (noised(target).to("meta"), ValueError, "offloaded"),
-            (tiny(vocab_size=5000), ValueError, "draft: vocabulary"),
-            (gsd.DraftHeads(8, 2), ValueError, "hidden_size"),
         ):
             with pytest.raises(kind, match=message):
                 gsd.OnlineLearner(handle, given)
