@@ -8,21 +8,19 @@ import shutil
 from functools import partial
 from types import SimpleNamespace
 
-import models
 import pytest
 import tiny_configs
 import torch
 import transformers
 from models import prompts, tiny
 from sources import drafters
-from sources.drafters import eagle3_config, generate, random_eagle3
+from sources.drafters import generate
 from sources.rows import ROWS, hybrid, llama, random_assistant
 from tiny_configs import build_hybrid, hybrid_inputs
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, Gemma4Assistant, GraphConfig
 from gsd_kernels.graph import pack_bits
-from gsd_kernels_hf import validate
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.recurrent import mixers
@@ -101,16 +99,6 @@ def test_a_chats_next_turn_drafts_as_a_new_call_does(name, tmp_path):
         torch.testing.assert_close(reused[1], anew[1])
 
 
-def test_a_drafter_that_is_cast_between_calls_gets_another_session():
-    target, drafter = copy.deepcopy(llama()), random_eagle3(eagle3_config(llama()))
-    options = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
-    plain = target.generate(prompts(1, 9, vocab=41)["input_ids"], **options)
-    with gsd.patch(target, drafter=drafter, graph_config=TREE):
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            drafter.to(dtype)
-            assert torch.equal(target.generate(plain[:, :9], **options), plain)
-
-
 @pytest.mark.parametrize("option", ["draft_heads", "drafter"])
 def test_files_that_go_bad_leave_what_was_loaded(tmp_path, caplog, option):
     """A draft never decides whether there is a text."""
@@ -125,8 +113,6 @@ def test_files_that_go_bad_leave_what_was_loaded(tmp_path, caplog, option):
 
         assert torch.equal(target.generate(**inputs), want)
         first = now()
-        (place / ".partial-1-draft_heads.safetensors").write_bytes(b"is being written")
-        assert torch.equal(target.generate(**inputs), want) and now() is first and not caplog.records
         for bad in (partial((place / "draft_heads.safetensors").write_bytes, b"half"), partial(shutil.rmtree, place)):
             bad()
             for _ in range(2):
@@ -147,16 +133,13 @@ PROMPTS = ((1, 1), (1, 7), (2, 6))  # sequences, tokens
 CALL = {"max_new_tokens": 6, "do_sample": False}
 OWN_HEADS = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 TARGETS = {
-    "llama": ("LlamaForCausalLM", {}),
     "llama4": ("Llama4ForCausalLM", {"no_rope_layers": [1, 1, 1, 0]}),
     "gpt-oss": ("GptOssForCausalLM", {}),
     "gemma4": ("Gemma4ForCausalLM", OWN_HEADS | {"global_head_dim": 8}),
     "gemma4 shared": ("Gemma4ForCausalLM", {}),
     "gemma3": ("Gemma3ForCausalLM", {}),
     "gemma3n": ("Gemma3nForCausalLM", {}),
-    "mllama": ("MllamaForCausalLM", {}),
     "lfm2": ("Lfm2ForCausalLM", {}),
-    "zaya": ("ZayaForCausalLM", {}),
     "diffllama": ("DiffLlamaForCausalLM", {}),
     "olmo": ("OlmoForCausalLM", {}),
 }
@@ -184,14 +167,6 @@ def alike(target):
     return SimpleNamespace(config=target.config.get_text_config(decoder=True))
 
 
-def head_of(target):
-    return new_head(block_to_train(target)).requires_grad_(False).eval().double()
-
-
-def eagle3_of(target):
-    return drafters.random_eagle3(drafters.eagle3_config(alike(target)))
-
-
 def assistant(**changes):
     return {"drafter": Gemma4Assistant(random_assistant(**changes))}
 
@@ -201,19 +176,16 @@ DRAFTS = {
     "history": lambda target: {"draft_sources": ("history",)},
     "skips attention": lambda target: {"assistant_model": gsd.LayerSkip(target, attention=[1])},
     "skips an mlp": lambda target: {"assistant_model": gsd.LayerSkip(target, mlp=[1])},
-    "eagle3": lambda target: {"drafter": eagle3_of(target)},
-    "dflash": lambda target: {"drafter": drafters.random_dflash(drafters.dflash_config(alike(target)))},
-    "mtp": lambda target: {"drafter": head_of(target)},
+    "eagle3": lambda target: {"drafter": drafters.random_eagle3(drafters.eagle3_config(alike(target)))},
+    "mtp": lambda target: {"drafter": new_head(block_to_train(target)).requires_grad_(False).eval().double()},
     "assistant": lambda target: assistant(),
     "assistant of one type": lambda target: assistant(**ONE_TYPE),
     "assistant of other heads": lambda target: assistant(num_key_value_heads=1),
-    "assistant of another size": lambda target: assistant(head_dim=16, global_head_dim=16),
 }
 ENDED = {  # calls, each of which ended in another error once: how they are refused now; None: served
     ("llama4", "history"): None,
     ("llama4", "eagle3"): "hidden states of Llama4ForCausalLM cannot be read",
     ("gpt-oss", "skips an mlp"): r"mlp: the blocks of GptOssForCausalLM \(GptOssMLP\) return more than hidden states",
-    ("zaya", "skips an mlp"): r"mlp: the blocks of ZayaForCausalLM \(ZayaSparseMoeBlock\).*skipped",
     ("lfm2", "skips an mlp"): "model: the blocks of Lfm2ForCausalLM are not self_attn and mlp",
     ("gpt-oss", "skips attention"): None,
     ("gemma4 shared", "skips attention"): "attention, mlp: without these blocks Gemma4ForCausalLM cannot be forwarded",
@@ -222,9 +194,7 @@ ENDED = {  # calls, each of which ended in another error once: how they are refu
     ("gemma4", "assistant"): None,
     ("gemma4", "assistant of one type"): None,
     ("gemma4", "assistant of other heads"): "reads 1 heads of 8 of sliding_attention layers, and .* store 2 of 8",
-    ("gemma4", "assistant of another size"): "reads 2 heads of 16 of sliding_attention layers, and .* store 2 of 8",
     ("gemma3n", "eagle3"): "eagle3 reads hidden states, and hidden state 0 of Gemma3nForCausalLM is .4, 1, 1, 32.",
-    ("mllama", "dflash"): "hidden states of MllamaForCausalLM cannot be read",
     ("diffllama", "mtp"): "a DiffLlamaDecoderLayer cannot be forwarded .* attends 2 times",
     ("olmo", "mtp"): "drafter: the norm of OlmoForCausalLM cannot be made by itself",
 }
@@ -302,13 +272,6 @@ def test_a_draft_that_is_the_target_is_always_right(family, backend, new, shape)
     out = with_draft(target, copy.deepcopy(target), graph_config=shape, **options)
     assert sum(out.stats.accepted[:-1]) <= 3, "more than the ends of three texts"
     assert out.stats.accepted[-1] >= 3 * (new // (shape.depth + 1) - 1)
-
-
-def test_what_a_hybrid_draft_cannot_do_is_refused_by_name():
-    target, draft = models.tiny(vocab_size=tiny_configs.VOCAB), hybrid("qwen3.5")
-    shape = gsd.GraphConfig.preset("chain", depth=40)
-    with pytest.raises(validate.Unsupported, match=r"graph_config: max_path=40.*Qwen3_5ForCausalLM.*max_path=32"):
-        with_draft(target, draft, graph_config=shape)
 
 
 @pytest.mark.parametrize(

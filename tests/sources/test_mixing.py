@@ -164,10 +164,6 @@ REFUSED = {
         "assistant_model: criterion=.speculative. drafts from one model alone",
     ),
     "two drafters": (lambda t: {"drafter": [t, t]}, "drafter: expected .*, got list; of drafters one is"),
-    "no tokenizer": (
-        lambda t: {"assistant_model": noised(t), "tokenizer": OURS, "assistant_tokenizer": "gpt2"},
-        "assistant_tokenizer: expected a tokenizer of transformers",
-    ),
     "one tokenizer": (
         lambda t: {"assistant_model": noised(t), "assistant_tokenizer": OURS},
         "needs the target's tokenizer",
@@ -183,9 +179,6 @@ def test_sources_that_do_not_fit_are_refused(case, target):
 
 
 # Other tokens.
-
-
-TEXT = {"max_new_tokens": 20, "eos_token_id": [OURS.eos_token_id, 40, 41], "pad_token_id": 0}
 
 
 def test_a_copy_of_the_target_is_right_but_where_it_lacks_a_token():
