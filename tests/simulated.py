@@ -25,7 +25,6 @@ ON_GPU = CostPrior(1.6e10, 32, 2.4e9, 16, 1.3e5, bandwidth=4e12, free_rows=128.0
 FLOAT32 = {1: 0.077, 2: 0.127, 8: 0.127, 16: 0.156, 32: 0.211, 64: 0.298, 128: 0.550}
 BFLOAT16 = {1: 0.052, 4: 0.055, 8: 0.060, 16: 0.068, 32: 0.097, 64: 0.150, 128: 0.280}
 NO_AMX = {1: 0.060, 2: 0.066, 4: 0.080, 8: 0.105, 16: 0.150, 32: 0.270, 64: 0.500, 128: 1.0}
-FLAT = {1: 0.0188, 11: 0.0188, 12: 0.0194, 16: 0.0248, 24: 0.036, 32: 0.0468}  # memory is slow
 STEEP = {1: 0.0127, 6: 0.0133, 7: 0.0193, 8: 0.0166, 12: 0.0209, 16: 0.0273, 32: 0.0535}  # arithmetic is
 GPU = {1: 0.0056, 16: 0.0058, 64: 0.0066, 128: 0.0076}
 
@@ -163,22 +162,21 @@ MACHINES = {
     "bfloat16": (BFLOAT16, "cpu", KNOWN),
     "no AMX": (NO_AMX, "cpu", replace(KNOWN, free_rows=8.0)),
     "GPU": (GPU, "cuda", ON_GPU),
-    "rows, flat": (FLAT, "rows", replace(KNOWN, target_bytes=2.5e8)),
     "rows, steep": (STEEP, "rows", replace(KNOWN, target_bytes=2.5e8)),
     "rows, no AMX": (NO_AMX, "rows", replace(KNOWN, target_bytes=2.5e8)),
 }
 
 
-def experience(machine: str = "bfloat16", bandwidth: float = 1.0, *, with_model: bool = True) -> Experience:
+def experience(machine: str = "bfloat16", bandwidth: float = 1.0) -> Experience:
     """Of a pair that nobody ran, whose memory is believed to be faster by ``bandwidth`` than it is."""
     _, device, known = MACHINES[machine]
     by_rows = device == "rows"
-    shapes = {shape_name(ROWS): ROWS} if by_rows else ladder(device, with_model=with_model)
+    shapes = {shape_name(ROWS): ROWS} if by_rows else ladder(device, with_model=True)
     known = replace(known, bandwidth=bandwidth * known.bandwidth)
     return Experience(CostModel(known, shapes), shapes, by_rows=by_rows)
 
 
 def start(machine: str, text: Text = USUAL, bandwidth: float = 1.0, **world) -> tuple[World, LearningPolicy]:
     """A text of a pair that nobody ran."""
-    policy = LearningPolicy(experience(machine, bandwidth), batch=world.get("batch", 1), prefix=200)
+    policy = LearningPolicy(experience(machine, bandwidth), prefix=200)
     return World(MACHINES[machine][0], text, **world), policy

