@@ -390,6 +390,15 @@ def test_a_changed_model_says_what_it_says(number, when, cases):
     getattr(cases[torch.float32 if single else torch.float64], when)(name)
 
 
+def test_another_class_s_forward_is_named_in_half_precision():
+    """There rounding hides which of two near activations a layer has."""
+    model = target(torch.bfloat16)
+    with ExitStack() as stack, gsd.patch(model, draft_sources=("history",)) as handle:
+        put(SILU, "forward", lambda _: type(llama.ACT2FN["gelu_new"]).forward)(model, stack)
+        model.generate(PROMPT, **OPTIONS)
+        assert "a forward of another class" in handle.stats.why_modules
+
+
 def test_a_change_in_place_of_another_is_looked_at_anew(cases):
     """What was found out with one hook, whose rows are rows, holds for no other."""
     case = cases[torch.float64]

@@ -102,6 +102,7 @@ def _unread(facts: Facts) -> Iterator[str]:
         ("an embedding with max_norm", getattr(model.model.embed_tokens, "max_norm", None) is not None),
         ("rotary frequencies by length", getattr(rotary, "rope_type", "default") not in STATIC_ROPE),
         ("another activation than SiLU", any(type(layer.mlp.act_fn) not in SILU for layer in layers)),
+        ("a forward of another class", any(map(_borrows, {type(module) for _, module in facts.modules}))),
         ("attention of another kind", any(kind != AttentionKind(kind.window) for kind in kinds)),
         ("another scale of attention", {*scales} != {(2 * rotary.inv_freq.numel()) ** -0.5}),
         ("norms of several epsilons", len({*epsilons}) > 1),
@@ -109,3 +110,9 @@ def _unread(facts: Facts) -> Iterator[str]:
     ):
         if found:
             yield what
+
+
+def _borrows(kind: Any) -> bool:
+    """Return whether a class forwards by a function that was written in another one."""
+    written = kind.forward.__qualname__.rpartition(".")[0]
+    return written not in {"", *(base.__qualname__ for base in kind.__mro__)}
