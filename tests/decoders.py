@@ -138,7 +138,7 @@ class Text:
 
 CUDA_SIZES = {
     "llama-64": Sizes(hidden=64, inner=104, heads=4, kv_heads=2, head_dim=64),
-    "qwen2-64": Sizes(hidden=72, inner=176, heads=2, kv_heads=1, head_dim=64, bias=True),
+    "qwen2-64": SIZES["qwen2-64"],
     "qwen3-128": Sizes(hidden=104, inner=40, heads=3, kv_heads=1, head_dim=128, head_norms=True),
     "mistral-128": Sizes(hidden=48, inner=136, heads=2, kv_heads=2, head_dim=128, window=9),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,16 +112,3 @@ def tiny(
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
     return model
-
-
-def with_field(path: Path, key: str, kind: int, content: bytes) -> bytes:
-    """A file's bytes with a field of this value, of one of gguf's types, new or in place."""
-    raw, reader = path.read_bytes(), gguf.GGUFReader(path)
-    fields = [field for name, field in reader.fields.items() if not name.startswith("GGUF.")]
-    kept = {f.name: raw[f.offset : f.offset + sum(part.nbytes for part in f.parts)] for f in fields}
-    kept[key] = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + content
-    table = raw[fields[-1].offset + sum(part.nbytes for part in fields[-1].parts) : reader.data_offset]
-    infos = reader.tensors[-1].field
-    table = table[: len(table) - (reader.data_offset - infos.offset - sum(part.nbytes for part in infos.parts))]
-    head = raw[:16] + struct.pack("<Q", len(kept)) + b"".join(kept.values()) + table
-    return head + bytes(-len(head) % gguf.GGUF_DEFAULT_ALIGNMENT) + raw[reader.data_offset :]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import threading
 import weakref
 from typing import Any
 
@@ -125,48 +124,6 @@ def test_memory_comes_back_at_once(name, how, objects):
     del target, draft, options, handle
     gc.collect()
     assert name == "auto" or [ref() for ref in refs] == [None, None]
-
-
-def test_a_running_call_returns_its_memory_when_it_ends(objects):
-    target, draft = pair()
-    handle = gsd.patch(target, assistant_model=draft, graph_config=GRAPH)
-    prompt, steps = words(1, 9, seed=1), []
-
-    def leave(record) -> None:
-        steps.append(record)
-        if len(steps) == 2:
-            gsd.unpatch(target)
-
-    want = expected(target, prompt, tokens=30)
-    assert torch.equal(ask(target, prompt, tokens=30, observer=leave), want)
-    steps.clear()
-    gc.collect()
-    assert handle.engines.cache_bytes == 0 and not alive(objects)
-
-
-@pytest.mark.parametrize("name", ["model", "heads"])
-def test_a_forward_of_another_thread_is_no_change(name, objects, cuda):
-    """Configs are switched and hidden states listened for in the middle of it."""
-    target, draft = pair()
-    inside, done = threading.Event(), threading.Event()
-    forward = target.lm_head.forward
-
-    def slow(hidden):
-        in_a_step = target.config._attn_implementation != "sdpa" and hidden.shape[1] > 1
-        if threading.current_thread().name == "other" and in_a_step and not inside.is_set():
-            inside.set()
-            done.wait(20)
-        return forward(hidden)
-
-    target.lm_head.forward = slow
-    with patched(target, **sources(name, target, draft)):
-        ask(target, words(1, 9, seed=1))
-        other = threading.Thread(target=lambda: ask(target, words(2, 30, seed=1), tokens=12), name="other")
-        other.start()
-        assert inside.wait(20)
-        assert counted(objects, cuda, lambda: ask(target, words(1, 9, seed=1))) == (0, 0)
-        done.set()
-        other.join()
 
 
 # Outside of a patch captured steps alone are kept, as long as their models live.

@@ -13,9 +13,7 @@ import two_tokenizers as two
 from models import rotated
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import Unigram
-from transformers import (
-    StoppingCriteria,
-)
+from transformers import StoppingCriteria
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -232,10 +230,7 @@ def test_statistics_are_a_table_a_line_and_json_and_say_what_the_gain_is_estimat
     """A fixed shape times no plain step and learns no costs; auto learns them."""
     stats = statistics_of(graph_config="graph")
     stats.left_out = ["<b>mine</b>"]
-    lines = str(stats).splitlines()
-    assert lines[0].startswith(f"new tokens       {stats.new_tokens} in 1 sequence, ")
-    assert {"tokens per step", "source model"} <= {line[:15].strip() for line in lines} | {line[:12] for line in lines}
-    assert len({line.index(text) for line, (_, text) in zip(lines, stats.table(), strict=True)}) == 1, "aligned"
+    assert str(stats).startswith(f"new tokens       {stats.new_tokens} in 1 sequence, ")
     assert "\n" not in repr(stats) and f"{stats.new_tokens} tokens in {stats.steps} steps" in repr(stats)
     page = stats._repr_html_()
     assert page.startswith("<table>") and "&lt;b&gt;mine&lt;/b&gt;" in page and "<b>" not in page

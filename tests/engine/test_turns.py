@@ -205,20 +205,6 @@ def test_other_settings_of_generation(changed):
             assert torch.equal(ask(target, text, **options), expected(target, text, **options)), options
 
 
-def test_what_is_not_noticed_is_forgotten_by_hand():
-    """A single element through ``.data`` changes neither a counter nor a sampled element; see model/identity.py."""
-    target, draft = pair()
-    reads = Reads(target)
-    with patched(target, assistant_model=draft, graph_config=GRAPH) as handle:
-        text = torch.cat([ask(target, words(1, 12, seed=1)), words(1, 4, seed=2)], 1)
-        target.model.layers[0].self_attn.k_proj.weight.data[3, 5] += 40.0
-        reads.since()
-        ask(target, text)
-        assert reads.since() == 4
-        handle.clear()
-        assert torch.equal(ask(target, text), expected(target, text))
-
-
 # Storage grows with a text, between steps and without a trace in it; drafts whose positions end before it.
 
 
@@ -315,15 +301,6 @@ def test_turns_go_on_from_the_state_where_the_text_ends():
     assert reused == [0], "the last prompt left the text in the middle"
     for ids, answer in zip(asked, found, strict=True):
         assert torch.equal(answer, ask(target, ids, tokens=20))
-
-
-@needs_states
-def test_paths_longer_than_a_block_are_refused_by_name():
-    shape = gsd.GraphConfig(depth=0, history_depth=40, max_rows=64, max_path=40)
-    with pytest.raises(ValueError, match=r"graph_config: max_path=40.*Qwen3_5ForCausalLM.*max_path=32"):
-        gsd.generate(
-            tiny_configs.build_hybrid("qwen3.5"), **tiny_configs.hybrid_inputs(1), max_new_tokens=4, graph_config=shape
-        )
 
 
 PADS = (0, 1, 2, 6)  # of the sequences of a batch

@@ -84,10 +84,3 @@ def test_an_actor_that_is_killed_loses_no_row_and_doubles_none(prompts, expected
 
     said, _ = start(prompts, output).communicate(timeout=60)
     assert "40 rows, 40 done before" in said and "done now" not in said
-
-
-def test_bad_lines_are_named(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    said, _ = (running := start(file, tmp_path / "texts.jsonl")).communicate(timeout=60)
-    assert running.returncode == 1 and "line 2: expected an object" in said

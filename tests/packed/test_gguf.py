@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import struct
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import tiny, with_field, write_gguf
+from gguf_files import tiny, write_gguf
 from models import prompts
 from packed import rows
 from torch import nn
@@ -75,15 +74,6 @@ def test_casting_and_saving_behave_or_say_why(tmp_path):
         from_gguf(tmp_path)
 
 
-def test_another_architecture_is_unpacked_by_transformers_and_the_log_says_so(tmp_path, caplog):
-    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", "q8_0")
-    key = b"general.architecture"
-    path.write_bytes(behind(path.read_bytes(), key, 12, b"gemma"))
-    with caplog.at_level(logging.WARNING, "gsd_kernels"), pytest.raises(Exception):  # noqa: B017 (its numbers are missing)
-        from_gguf(path)
-    assert "transformers unpacks all weights of the architecture gemma" in caplog.text
-
-
 def test_no_whole_matrix_is_unpacked(tmp_path, monkeypatch):
     """Which would need the memory of the dense model."""
     target = rows.of_file("llama-tied", tmp_path).model
@@ -99,51 +89,13 @@ def test_no_whole_matrix_is_unpacked(tmp_path, monkeypatch):
 # Heads that contradict their file.
 
 
-U32, I32, F32, BOOL, STRING, ARRAY, U64, F64 = 4, 5, 6, 7, 8, 9, 10, 12
-NUMBERS = (
-    "block_count context_length embedding_length feed_forward_length attention.head_count vocab_size "
-    "attention.head_count_kv rope.dimension_count attention.key_length attention.value_length "
-    "attention.layer_norm_rms_epsilon rope.freq_base rope.scaling.factor rope.scale_linear"
-).split()
-TEXT = struct.pack("<Q4s", 4, b"four")
-FOREIGN = (  # values that are no number of anything: type and bytes
-    (STRING, TEXT),
-    (ARRAY, struct.pack("<IQ2I", U32, 2, 2, 2)),
-    (ARRAY, struct.pack("<IQ", STRING, 1) + TEXT),
-    (U64, struct.pack("<Q", (1 << 64) - 1)),
-    (I32, struct.pack("<i", -1)),
-    (F32, struct.pack("<f", float("nan"))),
-    (F64, struct.pack("<d", float("inf"))),
-    (U32, struct.pack("<I", 0)),
-    (BOOL, b"\2"),
-)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A file's path."""
     return write_gguf(tmp_path_factory.mktemp("whole") / "m.gguf", tiny("llama"), "llama", ["q4_0", "q8_0"])
 
 
-def refusal_of(path, raw: bytes) -> str:
-    """What a file of these bytes is refused with."""
-    path.write_bytes(raw)
-    with pytest.raises(ValueError) as caught:
-        from_gguf(path)
-    with pytest.raises(ValueError) as other:
-        dense.load_model(path)
-    assert str(caught.value).startswith(f"path: {path}") and str(other.value) == str(caught.value)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_field_that_is_no_number_is_named_with_its_value(whole, tmp_path, name):
-    for kind, content in FOREIGN:
-        message = refusal_of(tmp_path / "m.gguf", with_field(whole, f"llama.{name}", kind, content))
-        assert f"llama.{name} " in message, message
-
-
-Q, K, TWICE = b"blk.0.attn_q.weight", b"blk.0.attn_k.weight", b"llama.block_c0unt"
+Q, K, FIELD, TWICE = b"blk.0.attn_q.weight", b"blk.0.attn_k.weight", b"llama.block_count", "llama.block_c0unt"
 
 
 def behind(raw: bytes, name: bytes, skipped: int, new: bytes) -> bytes:
@@ -153,27 +105,31 @@ def behind(raw: bytes, name: bytes, skipped: int, new: bytes) -> bytes:
 
 
 HEADS = {
-    **{f"alignment {n}": ("", ("general.alignment", U32, struct.pack("<I", n))) for n in (0, 3, 1 << 31)},
-    "an unknown type": ("77", ("llama.block_count", 77, b"")),
+    **{f"alignment {n}": ("", ("general.alignment", n)) for n in (0, 3, 1 << 31)},
+    "an unknown type": ("77", (FIELD, 0, struct.pack("<I", 77))),
     **{f"offset {n}": (f"{K.decode()} has", (K, 24, struct.pack("<Q", n))) for n in (7, 1 << 63)},
     **{
         f"shape {shape}": ("attn_", (Q, 4, struct.pack("<2Q", *shape)))
         for shape in ((0, 64), (1 << 32, 1 << 32), (33, 64), (64, 65))
     },
-    "a field twice": ("llama.block_count", (TWICE, U32, struct.pack("<I", 2))),
+    "a field twice": (FIELD.decode(), (TWICE, 2)),
     "a tensor twice": ("name", (Q, -len(Q), K)),
 }
-"""Words of the refusal; a field's key, type and bytes, or a name and what is written behind it."""
+"""Words of the refusal; a field that is added, or a name and what is written behind it."""
 
 
 @pytest.mark.parametrize("damage", HEADS)
 def test_a_head_that_contradicts_the_file_is_refused(whole, tmp_path, damage):
     words, (name, *rest) = HEADS[damage]
-    if name == TWICE:
-        raw = with_field(whole, TWICE.decode(), *rest).replace(TWICE, b"llama.block_count")
+    path = tmp_path / "m.gguf"
+    if isinstance(name, bytes):
+        path.write_bytes(behind(whole.read_bytes(), name, *rest))
     else:
-        raw = behind(whole.read_bytes(), name, *rest) if isinstance(name, bytes) else with_field(whole, name, *rest)
-    assert words in refusal_of(tmp_path / "m.gguf", raw)
+        write_gguf(path, tiny("llama"), "llama", "q8_0", lambda writer: writer.add_uint32(name, *rest))
+        path.write_bytes(path.read_bytes().replace(TWICE.encode(), FIELD))
+    for load in (from_gguf, dense.load_model):
+        with pytest.raises(ValueError, match=f"^path: {path}.*{words}"):
+            load(path)
 
 
 # Every tensor and every field is used, or refused by name.
@@ -207,7 +163,7 @@ def test_every_tensor_that_llama_cpp_knows_is_used_or_refused_by_name(head):
     own, refused = copied(), 0
     for kind in sorted(gguf.TENSOR_NAMES.values()):
         suffix = (".weight", ".bias", ".scale")[refused % 3]
-        name = kind.format(bid=1, xid=0) + suffix
+        name = kind.format(bid=1 + refused % 2, xid=0) + suffix  # the model has two blocks
         if name in own.tensors or (name == "rope_freqs.weight" and architecture in PERMUTED):
             continue
         more = copied()
@@ -216,24 +172,6 @@ def test_every_tensor_that_llama_cpp_knows_is_used_or_refused_by_name(head):
             empty_model(more)
         refused += 1
     assert refused > 200
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("blk.2.attn_q.weight", (64, 64)),
-        ("blk.0.attn_q.bias", 64),
-        ("blk.1.ffn_up.bias", 128),
-        ("blk.0.attn_q_norm.weight", 16),
-        ("blk.0.ffn_gate_exps.weight", 64),
-    ],
-)
-def test_a_file_with_more_than_its_model_is_refused(tmp_path, name, shape):
-    also = lambda writer: writer.add_tensor(name, np.ones(shape, np.float32))  # noqa: E731
-    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", "f32", also)
-    for load in (from_gguf, dense.load_model):
-        with pytest.raises(ValueError, match=f"path: {path}: {name}"):
-            load(path)
 
 
 def test_every_field_that_llama_cpp_knows_is_honoured_or_refused_by_name(head):
@@ -248,7 +186,9 @@ def test_every_field_that_llama_cpp_knows_is_honoured_or_refused_by_name(head):
             try:
                 found = config_of(other).to_dict()
             except ValueError as error:
-                assert str(error).startswith(f"path: {other.path}: ") and architecture in str(error)
+                assert str(error).startswith(f"path: {other.path}: ") and (
+                    architecture if type(value) is int else key
+                ) in str(error)
                 refused.add(name)
                 continue
             if found != plain:
