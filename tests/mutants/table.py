@@ -86,7 +86,7 @@ MUTANTS = [Mutant(*row) for row in (
     (MATCHERS, 'return [one.fork() if hasattr(one, "fork") else one.deep_copy() for one in found]', "return list(found)", "grammar: drafts move the processor's own matcher", T_GRAMMAR),
     (GRAMMAR, "        walk.back(steps)\n        return text, probs, ends", "        return text, probs, ends", "grammar: a walk does not come back", T_GRAMMAR),
     (GRAMMAR, "self.before[b] = (self.before[b] + self._spelled(new))[-256:]", "self.before[0] = (self.before[b] + self._spelled(new))[-256:]", "batch borders: a grammar's text is written to the first sequence", T_GRAMMAR),
-    (HISTORY, "inside = (place >= kv_start[:, None]) & (place < lengths[:, None])", "inside = (place < lengths[:, None])", "batch borders: left padding is remembered as text", T_MEMORY),
+    (HISTORY, "inside = (place >= kv_start[:, None]) & (place < lengths[:, None])", "inside = (place < lengths[:, None])", "batch borders: left padding is remembered as text", T_PADDING),
     (BORDER, "Frontier(*(tensor.clone() for tensor in level.frontier.tensors()))", "level.frontier", "border: a source writes what is merged", T_BORDER),
     (BORDER, "(tokens < -1) | (tokens >= vocab_size)", "(tokens < -1) | (tokens > vocab_size)", "border: the first token beyond the vocabulary is no fault", T_BORDER),
     (FLATTEN, "for level in range(max_path):", "for level in range(max_path + 1):", "flatten budget: a row beyond the deepest", T_OPS + " -k flatten"),

@@ -51,12 +51,13 @@ def test_all_of_them_proposed(tmp_path):
         }
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", [*READERS, "history"])
 def test_drafts_do_not_depend_on_padding_or_pieces(name, tmp_path):
     """The same prompt alone, behind padding, beside another one and read in pieces: the same drafts, to rounding."""
     row = ROWS[name]
     ids, other = row.inputs(0)["input_ids"][:1], row.inputs(3)["input_ids"][:1]
-    padded = torch.nn.functional.pad(ids, (5, 0))
+    ids[:, -2:] = 1  # as the padding, behind which another token stands
+    padded = torch.nn.functional.pad(ids, (5, 0), value=1)
     mask = (torch.arange(padded.shape[1]) >= 5).long()[None]
     both = {"input_ids": torch.cat([padded, other.repeat(1, 2)[:, : padded.shape[1]]])}
     both["attention_mask"] = torch.cat([mask, torch.ones_like(mask)])
