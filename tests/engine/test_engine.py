@@ -191,3 +191,20 @@ def test_no_model_is_kept_alive(name, who):
         given.clear()
     gc.collect()
     assert gone() is None and caches() is None
+
+
+def test_a_running_call_returns_its_memory_when_it_ends(objects):
+    target, draft = pair()
+    handle = gsd.patch(target, assistant_model=draft, graph_config=GRAPH)
+    prompt, steps = words(1, 9, seed=1), []
+
+    def leave(record) -> None:
+        steps.append(record)
+        if len(steps) == 2:
+            gsd.unpatch(target)
+
+    want = expected(target, prompt, tokens=30)
+    assert torch.equal(ask(target, prompt, tokens=30, observer=leave), want)
+    steps.clear()
+    gc.collect()
+    assert handle.engines.cache_bytes == 0 and not alive(objects)

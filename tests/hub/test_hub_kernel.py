@@ -148,3 +148,16 @@ def test_ci_lays_it_out_and_runs_its_tests_and_benchmarks(tmp_path):
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-3000:]
     assert re.search(r"\b9 passed", said) and re.search(r"decode .*✓", said) and re.search(r"prompt .*✓", said), said
+
+
+def test_padding_may_lie_anywhere(kernel):
+    torch.manual_seed(0)
+    mask = torch.rand(3, 150) < 0.7
+    mask[2] = False
+    q, k, v = torch.randn(3, 4, 100, 16), *torch.randn(2, 3, 2, 150, 16)
+    out = kernel.attention(None, q, k.masked_fill(~mask[:, None, :, None], torch.nan), v, mask)[0]
+    for b in range(2):
+        own, seen = mask[b, 50:], mask[b]
+        alone = kernel.attention(None, q[b : b + 1, :, own], k[b : b + 1, :, seen], v[b : b + 1, :, seen])[0][0]
+        assert torch.equal(out[b, own], alone) and not out[b, ~own].any()
+    assert not out[2].any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import struct
 
 import gguf
@@ -236,3 +237,12 @@ def test_the_ends_of_a_turn_and_of_a_message_end_a_text(tmp_path, load):
         assert found.generation_config.eos_token_id == found.config.eos_token_id == [2, end]
         text = found.generate(ids, **call)[0, ids.shape[1] :].tolist()
         assert text == long[: long.index(end) + 1]
+
+
+def test_another_architecture_is_unpacked_by_transformers_and_the_log_says_so(tmp_path, caplog):
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", "q8_0")
+    key = b"general.architecture"
+    path.write_bytes(behind(path.read_bytes(), key, 12, b"gemma"))
+    with caplog.at_level(logging.WARNING, "gsd_kernels"), pytest.raises(Exception):  # noqa: B017 (its numbers are missing)
+        from_gguf(path)
+    assert "transformers unpacks all weights of the architecture gemma" in caplog.text

@@ -14,7 +14,7 @@ from quantised import SCHEMES, by_bitsandbytes, compressed, decompressed, dense_
 from torch import nn
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.packed import PACKERS, codes, pack_matrix, unpack_rows
+from gsd_kernels.ops.packed import KINDS, PACKERS, codes, pack_matrix, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.packed.adapters import stored_in
@@ -367,3 +367,18 @@ def test_writing_to_a_packed_weight_is_refused():
             with pytest.raises(ValueError, match=r"weight: |read-only"), torch.no_grad():
                 write(layer)
             assert torch.equal(layer.weight, before), name
+
+
+def test_a_kind_that_is_changed_in_place_is_noticed():
+    """The same bytes stand for other weights then."""
+    model, call = gsd.pack(dense_floats(), "q4_0"), prompts(1, 12) | GREEDY
+    other = copy.deepcopy(model)
+    for module in packed_in(other):
+        module.kind = next(kind for kind in KINDS if kind.name == "iq4_nl")
+    texts = [turn.generate(**call) for turn in (model, other)]
+    assert not torch.equal(*texts)
+    with gsd.patch(model, graph_config="tree"):
+        assert torch.equal(model.generate(**call), texts[0])
+        for module, one in zip(packed_in(model), packed_in(other), strict=True):
+            module.kind = one.kind
+        assert torch.equal(model.generate(**call), texts[1])

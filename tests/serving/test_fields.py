@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import typing
 
 import pytest
@@ -404,3 +405,9 @@ def test_every_field_has_a_bound_and_takes_nothing_that_no_answer_could_repeat(e
     for body in (b"[]", b"{", b"\xff", b'{"prompt":' + b"[" * 100_000 + b"}", b'{"\\ud800": 1}'):
         status, found = server.raw(endpoint, body)
         assert status == 400 and found["error"]["type"] == "invalid_request_error"
+
+
+def test_without_xgrammar_the_extra_is_named(server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    refused = server.refusal(CHAT, response_format={"type": "json_object"})
+    assert refused["param"] == "response_format" and ".[grammar]" in refused["message"]

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import pytest
 from served import ASKED, LENGTH, PROMPT, Server, asked, read, row_id
+from typer.testing import CliRunner
 
 from gsd_kernels_cli import demo
+from gsd_kernels_cli.app import app
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_serve import door
 from gsd_kernels_serve.calls import Writer
@@ -274,3 +276,10 @@ def test_a_text_that_ends_early_says_so_and_gives_its_cache_back(endpoint, strea
         assert last["error"]["message"].endswith("no")
     monkeypatch.undo()
     server.got(endpoint)  # the next text has its place
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        result = CliRunner().invoke(app, ["serve", "--port", str(other.getsockname()[1])])
+    assert result.exit_code == 1
+    assert re.search(r"error: --host, --port: 127.0.0.1:\d+ cannot be opened: address already in use", result.stderr)

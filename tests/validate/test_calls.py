@@ -460,3 +460,14 @@ def test_what_a_config_asks_for_beside_logits_changes_no_text():
     with gsd.patch(target):
         out = target.generate(**call)
     assert torch.equal(out.sequences, text) and out.attentions is not None
+
+
+def test_stop_strings_of_the_models_own_generation_config():
+    target = models.tiny()
+    ids = models.prompts(1, 8)["input_ids"]
+    text = models.tokenizer().decode(target.generate(ids, max_new_tokens=8, do_sample=False)[0, 8:])
+    target.generation_config.stop_strings = [text[3]]
+    shared = {"tokenizer": models.tokenizer(), "max_new_tokens": 8, "do_sample": False}
+    expected = target.generate(ids, **shared)
+    assert expected.shape[1] < 16
+    assert torch.equal(gsd.generate(target, ids, assistant_model=target, graph_config="tree", **shared), expected)
