@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels.ops.decoder_rows.cuda import DTYPES, GROUP, GROUP_CAPABILITY, HEAD_DIMS, ways
+from gsd_kernels.ops.cuda_common import DTYPES, HEAD_DIMS
+from gsd_kernels.ops.decoder_rows.cuda import GROUP, GROUP_CAPABILITY, ways
 from gsd_kernels_hf.model import gpu_proof
 from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, ROWS, Case, Kind, Subject, apart, too_large
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from gsd_kernels.ops.decoder_rows.cuda import DTYPES
+from gsd_kernels.ops.cuda_common import DTYPES
 from gsd_kernels.ops.decoder_rows.weights import stored
 from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, WAYS, row_inputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -28,10 +28,10 @@ def launching_op(name: str, **options: Any) -> Callable[[Callable[..., Any]], An
     def decorate(launch: Callable[..., Any]) -> Any:
         @wraps(launch)
         def launch_there(*args: Any) -> Any:
-            tensor = first_tensor(args)
-            if not tensor.is_cuda:
+            device = device_of(args)
+            if device.type != "cuda":
                 return launch(*args)
-            with torch.cuda.device(tensor.device):
+            with torch.cuda.device(device):
                 return launch(*args)
 
         return torch.library.custom_op(name, **options)(launch_there)
@@ -39,11 +39,10 @@ def launching_op(name: str, **options: Any) -> Callable[[Callable[..., Any]], An
     return decorate
 
 
-def first_tensor(args: Iterable[Any]) -> Tensor:
-    """The first tensor among an operator's arguments, lists of tensors included; all of a call share a device."""
-    for argument in args:
-        if isinstance(argument, Tensor):
-            return argument
-        if isinstance(argument, (list, tuple)) and argument and isinstance(argument[0], Tensor):
-            return argument[0]
-    raise TypeError("expected a tensor among the arguments of an operator that launches kernels")
+def device_of(arguments: Sequence[Any]) -> torch.device:
+    """Where an op's tensors lie: the first one among its arguments, or in a record."""
+    for value in arguments:
+        if isinstance(value, Tensor):
+            return value.device
+    record = arguments[0]
+    return record.device if hasattr(record, "device") else record.tensors()[0].device

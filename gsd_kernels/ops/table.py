@@ -7,19 +7,18 @@ Triton compute take the operator's arguments, which are the line's; a row's ``fl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..backends import resolve
 from ..compiled import NAMESPACE, tell_line
 from ..config import MAX_CONTEXT
-from .launching import launching_op
+from .launching import device_of, launching_op
 from .line import Line
 
 Function = Callable[..., Any]
@@ -89,14 +88,13 @@ class Op:
         tolerance: float = 0.0,
     ) -> None:
         self.name, self.line, self.reference, self.flat = name, Line(line), reference, flat
-        self.schema = self.line.schema
         self.result, self.lacks, self.tolerance = result, lacks, tolerance
         given = signature(reference).parameters.items()
         self.parameters = {name: one.default for name, one in given if one.kind is not Parameter.KEYWORD_ONLY}
         self.read = [
             at for at, one in enumerate(self.line.arguments) if dense and one.sizes is not None and not one.written
         ]
-        torch.library.define(f"{NAMESPACE}::{name}", self.schema)
+        torch.library.define(f"{NAMESPACE}::{name}", self.line.schema)
         tell_line(name, line)
         self.operator = getattr(getattr(torch.ops, NAMESPACE), name).default
         self.fake = fake or (self._without_content if static else None)
@@ -105,7 +103,7 @@ class Op:
         functions = {"cpu": self.compiled, "cuda": self.compiled, "reference": reference, **(own or {})}
         if "triton" in ranked and "triton" not in functions:
             written = [part.name for part in self.line.arguments if part.written]
-            self.kernel = launching_op(f"{NAMESPACE}::triton_{name}", mutates_args=written, schema=self.schema)(
+            self.kernel = launching_op(f"{NAMESPACE}::triton_{name}", mutates_args=written, schema=self.line.schema)(
                 self._launch
             )
             self.kernel.register_fake(self.fake)
@@ -185,10 +183,5 @@ class Op:
         return made[0] if len(made) == 1 else tuple(made) or None
 
 
-def device_of(arguments: Sequence[Any]) -> torch.device:
-    """Where an op's tensors lie: the first one among its arguments, or in a record."""
-    for value in arguments:
-        if isinstance(value, Tensor):
-            return value.device
-    record = arguments[0]
-    return record.device if hasattr(record, "device") else record.tensors()[0].device
+small_op = partial(Op, ranked=("cpu", "cuda"), lacks=("triton",))
+"""An op of a few elements, for which a Triton kernel is not worth while."""

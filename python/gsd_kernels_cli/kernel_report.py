@@ -300,14 +300,15 @@ def _sampling_cases() -> list[Case]:
 
 
 def _cache_cases() -> list[Case]:
-    """A forward's keys and values into the cache."""
+    """Keys and values: a step's accepted rows behind the prefix, and a forward's into the cache."""
 
-    def write(name: str, dim: int, dtype: torch.dtype, rows: int) -> Case:
+    def cases(name: str, dim: int, dtype: torch.dtype, accepted: int) -> list[Case]:
         cache = _meta(1, 8, 4096, dim, dtype=dtype)
-        new = _meta(1, rows, 8, dim, dtype=dtype).transpose(1, 2)
-        return _case("write_kv", name, "write_kv.triton:write_kv", cache, cache, new, new, _long(1, rows))
+        caches, rows = 4 * [cache], (_meta(1, accepted), _meta(1), _meta(1))
+        new = _meta(1, 64, 8, dim, dtype=dtype).transpose(1, 2)
+        return [
+            _case("commit_kv", f"{name}, {accepted} rows", "commit_kv.triton:commit_kv", caches, caches, *rows),
+            _case("write_kv", f"{name}, 64 rows", "write_kv.triton:write_kv", cache, cache, new, new, _long(1, 64)),
+        ]
 
-    return [
-        write("bf16 D128, 64 rows", 128, HALF, 64),
-        write("fp32 D256, 64 rows", 256, torch.float32, 64),
-    ]
+    return [*cases("bf16 D128", 128, HALF, 11), *cases("fp32 D256", 256, torch.float32, 128)]

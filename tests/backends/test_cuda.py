@@ -29,6 +29,7 @@ from torch import Tensor
 
 import gsd_kernels as gsd
 from gsd_kernels import backends
+from gsd_kernels.ops.cuda_common import DTYPES, check_device
 from gsd_kernels.ops.dag_attention import cuda as attention
 from gsd_kernels.ops.dag_attention import reference
 from gsd_kernels.ops.decoder_rows import DecoderWeights, cuda, decoder_rows
@@ -84,15 +85,15 @@ REFUSED = {
     "float32": (lambda: attended(Tensor.float), TypeError, "q: .*float16 or bfloat16, got float32; use backend="),
     "heads of 80": (
         *(lambda: attended(lambda t: torch.cat([t, t[..., :16]], -1)), ValueError),
-        "q: .*head size 64 or 128, got 80; use",
+        "q: .*heads of 64 or 128, got 80; use",
     ),
-    "two head sizes": (lambda: attended(v=WIDE), ValueError, "v: .*head size q's 64, got 128; use"),
+    "two head sizes": (lambda: attended(v=WIDE), ValueError, "v: .*q's heads of 64, got 128; use"),
     "strides": (
         *(lambda: attended(lambda t: t.mT.contiguous().mT), ValueError),
-        r"q: .*stride 1 .*got 40; pass q.contiguous\(\)",
+        r"q: .*rows at multiples of 16 bytes, got strides .*40\]",
     ),
-    "an odd place": (lambda: attended(k=odd(HALF, 1, 2, 40, 64)), ValueError, "k: .*16 bytes.*offset of 2"),
-    "odd strides": (lambda: attended(v=NARROW), ValueError, "v: .*strides of .*130"),
+    "an odd place": (lambda: attended(k=odd(HALF, 1, 2, 40, 64)), ValueError, "k: .*16 bytes.*from place 1; use"),
+    "odd strides": (lambda: attended(v=NARROW), ValueError, "v: .*strides .* 65, 1"),
     "rows: float32": (
         *(lambda: checked(dtype=torch.float32), TypeError),
         "embedding: .*float16 or bfloat16, got float32; use",
@@ -102,7 +103,7 @@ REFUSED = {
     "odd inner rows": (lambda: checked(ODD[2]), ValueError, r"layers\[0\].down: .*multiple of 8, got 77"),
     "two types": (
         *(lambda: checked(final_norm=torch.ones(64)), TypeError),
-        "final_norm: .*the embedding's float16, got float32",
+        "final_norm: .*float16 like the others, got float32",
     ),
     "rows: an odd place": (
         *(lambda: checked(head=odd(HALF, 63, 64)), ValueError),
@@ -122,12 +123,12 @@ REFUSED = {
     ),
     "a float32 cache": (
         *(lambda: cached(torch.zeros(1, 2, 40, 64)), TypeError),
-        r"v_caches\[1\]: .*the weights' float16, got float32",
+        r"v_caches\[1\]: .*float16 like the others, got float32",
     ),
     "a cache with odd strides": (lambda: cached(NARROW), ValueError, r"v_caches\[1\]: .*strides \[5200, 26"),
     "a float32 feature norm": (
         *(lambda: drafter(feature_norm=torch.ones(104)), TypeError),
-        "feature_norm: .*the embedding's bfloat16, got float32; use",
+        "feature_norm: .*bfloat16 like the others, got float32; use",
     ),
     "a bias at an odd place": (
         *(lambda: drafter(bias=odd(torch.bfloat16, 104)), ValueError),
@@ -151,8 +152,8 @@ def test_others_are_taken():
 def test_a_gpu_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(ValueError, match=r"compute capability 8\.0 or newer, got 7\.5; use backend='reference'"):
-        cuda.check_device(torch.device("cuda", 0))
-    cuda.check_device(torch.device("cpu"))
+        check_device(torch.device("cuda", 0))
+    check_device(torch.device("cpu"))
 
 
 # What the decoders launch, and in which order; run by tests/block_code/rows_op.cpp.
@@ -221,7 +222,7 @@ BLOCKS_OF = (
 
 
 @on_blocks
-@pytest.mark.parametrize(("case", "dtype"), itertools.product(BLOCKS_OF, attention.DTYPES), ids=str)
+@pytest.mark.parametrize(("case", "dtype"), itertools.product(BLOCKS_OF, DTYPES), ids=str)
 def test_attention_is_right_on_blocks(case, dtype, monkeypatch, tmp_path_factory):
     """What a GPU runs, by tests/block_code/rows_op.cpp; caches are NaN where nobody looks."""
     block_code.take_for_gpus(monkeypatch, tmp_path_factory)
@@ -398,7 +399,7 @@ def test_the_current_stream_is_used():
 
 @on_gpu
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("dtype", attention.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_whole_model_decodes_with_the_cuda_ops(dtype, sampling):
     """Every step on the CUDA ops; greedy tokens are the best ones in float32, but for half precision's rounding."""
     target = tiny(dtype=dtype, head_dim=64, num_attention_heads=4, num_key_value_heads=2).cuda()

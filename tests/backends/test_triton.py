@@ -130,8 +130,8 @@ def test_a_models_tokens_equal_the_references():
 # Compiled.
 
 kept = pytest.mark.kept("gsd_kernels", "python/gsd_kernels_cli/kernel_report.py")
-KERNELS = {"split", "combine", "merge", "flatten", "verify", "cut", "score", "log_probs", "write"}
-READ = ("split", "score", "cut", "write")  # kernels whose instructions matter
+KERNELS = {"split", "combine", "merge", "flatten", "verify", "cut", "score", "log_probs", "commit", "write"}
+READ = ("split", "score", "commit", "cut", "write")  # kernels whose instructions matter
 MATRIX = {80: "HMMA", 90: "HGMMA", 100: "UTCMMA"}  # what a tile of 64 or more half-precision rows must use
 
 
@@ -153,7 +153,7 @@ def test_kernels_compile_without_spilling(arch):
             assert row["load_bits"] == 128, row
             assert ("MMA" in row["matrix"]) == half, row
             assert not half or group * rows < 64 or "window" in row["case"] or MATRIX[arch] in row["matrix"], row
-        if row["kernel"] in ("score", "cut", "write"):
+        if row["kernel"] in ("score", "commit", "cut", "write"):
             assert row["load_bits"] == 128, row
 
 
@@ -221,7 +221,7 @@ def test_a_failed_launch_leaves_the_current_device(current, monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", fail)
     with pytest.raises(RuntimeError, match="out of resources"):
-        call("write_kv", SECOND)
+        call("commit_kv", SECOND)
     assert current == [0]
 
 

@@ -46,13 +46,13 @@ def operators(factory: pytest.TempPathFactory) -> Any:
     """``torch.ops.gsd_block_code``, built once a run."""
     folder = once(factory, "rows_op", lambda folder: build(SOURCE, folder / "rows_op.so", FLAGS))
     if not hasattr(torch.ops.gsd_block_code, "launches"):
-        arguments, _, results = decoder_rows.schema.partition(" -> ")
+        arguments, _, results = decoder_rows.line.schema.partition(" -> ")
         torch.library.define("gsd_block_code::decoder_rows", f"{arguments} -> {results}")
         for name in ("launches", "kinds"):
             torch.library.define(f"gsd_block_code::{name}", f"{arguments} -> Tensor")
-        arguments, _, results = feature_rows.schema.partition(" -> ")
+        arguments, _, results = feature_rows.line.schema.partition(" -> ")
         torch.library.define("gsd_block_code::feature_rows", f"{arguments} -> {results}")
-        torch.library.define("gsd_block_code::dag_attention", ATTENTION.schema)
+        torch.library.define("gsd_block_code::dag_attention", ATTENTION.line.schema)
         torch.library.define("gsd_block_code::feature_launches", f"{arguments} -> Tensor")
         torch.ops.load_library(str(folder / "rows_op.so"))
     return torch.ops.gsd_block_code

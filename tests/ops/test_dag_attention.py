@@ -23,7 +23,7 @@ from torch import Tensor
 import gsd_kernels as gsd
 from gsd_kernels import cpu_levels
 from gsd_kernels.graph import pack_bits, unpack_bits
-from gsd_kernels.ops.dag_attention.cuda import DTYPES, HEAD_DIMS
+from gsd_kernels.ops.cuda_common import DTYPES, HEAD_DIMS
 from gsd_kernels.ops.dag_attention.dense import dense_mask as written_out
 
 pytestmark = pytest.mark.quick

@@ -12,8 +12,6 @@ COMMIT = Op(
     "k_caches!{ k_cache:float[B,H,S,D] } v_caches!{ v_cache:k_cache[B,H,S,V] } "  # of the first layer
     "accepted_rows[B,P] num_accepted[B] kv_len![B]",
     reference.commit_kv,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
 )
 
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ..cuda_common import check_device, check_rows, check_type, expects
 from ..table import OPS
 from .records import AttentionCall
-
-DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128)
-MIN_CAPABILITY = (8, 0)
-ALIGNMENT = 16  # bytes of one asynchronous copy
-OTHERWISE = "use backend='triton' or 'reference'"
 
 
 def dag_attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -31,31 +25,9 @@ def dag_attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise for what the kernels do not take, which the other backends do."""
-    if q.dtype not in DTYPES:
-        got = str(q.dtype).removeprefix("torch.")
-        raise TypeError(f"q: backend 'cuda' expects float16 or bfloat16, got {got}; {OTHERWISE}")
-    if q.shape[3] not in HEAD_DIMS or v.shape[3] != q.shape[3]:
-        name, got = ("q", q.shape[3]) if q.shape[3] not in HEAD_DIMS else ("v", v.shape[3])
-        expected = "64 or 128" if name == "q" else f"q's {q.shape[3]}"
-        raise ValueError(f"{name}: backend 'cuda' expects head size {expected}, got {got}; {OTHERWISE}")
-    if q.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(q.device)
-        if capability < MIN_CAPABILITY:
-            raise ValueError(
-                f"q: backend 'cuda' expects a GPU of compute capability 8.0 or newer, got "
-                f"{capability[0]}.{capability[1]}; use backend='reference'"
-            )
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.stride(3) != 1:
-            raise ValueError(
-                f"{name}: backend 'cuda' expects stride 1 in the last dimension, got {t.stride(3)}; "
-                f"pass {name}.contiguous()"
-            )
-        offsets = [t.storage_offset() * t.element_size()]  # allocations begin at multiples of 512 bytes
-        offsets += [t.stride(d) * t.element_size() for d in range(3) if t.shape[d] > 1]
-        if any(offset % ALIGNMENT for offset in offsets):
-            raise ValueError(
-                f"{name}: backend 'cuda' expects rows that begin at multiples of {ALIGNMENT} bytes, got an offset of "
-                f"{offsets[0]} and strides of {offsets[1:]} bytes; pass {name}.clone(memory_format="
-                "torch.contiguous_format)"
-            )
+    check_device(q.device)
+    check_type("q", q.dtype, q.shape[3])
+    if v.shape[3] != q.shape[3]:
+        raise ValueError(expects("v", f"q's heads of {q.shape[3]}, got {v.shape[3]}"))
+    for name, rows in (("q", q), ("k", k), ("v", v)):
+        check_rows(name, rows, q.dtype)

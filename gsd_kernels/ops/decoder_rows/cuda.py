@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,20 +12,17 @@ from torch import Tensor
 
 from ...compiled import architectures, force_rows
 from ...environment import forced
+from ..cuda_common import ALIGNMENT, MIN_CAPABILITY, check_device, check_dtype, check_rows, check_type, expects
 from ..packed import PackedMatrix
 from ..table import OPS
 from .weights import DecoderWeights
 
-DTYPES = (torch.float16, torch.bfloat16)
 PACKED = ("q8_0", "int8", "uint8", "int4", "int4_offset")
 """Kinds of packed matrices that are decoded on the way into a product's tile; they never ran on a GPU."""
-HEAD_DIMS = (64, 128)
-MIN_CAPABILITY = (8, 0)
 EARLY_CAPABILITY = (9, 0)
 """From which on the launches of up to 32 rows begin while the one before ends (csrc/algorithms/rows.h)."""
 MEASURED = ((9, 0),)
 """Compute capabilities on which it was found right, and faster than modules up to 64 rows (bench/results/gpu)."""
-ALIGNMENT = 16  # bytes of one asynchronous copy
 WEIGHTS = 8  # that are decoded at a time
 OVERLAP = "GSD_KERNELS_ROWS_OVERLAP"
 """Environment variable: ``0`` keeps launches from beginning while the one before ends (docs/how-it-works.md)."""
@@ -43,16 +40,13 @@ WAYS: dict[str, dict[str, str]] = {"wgmma": {GROUP: "1"}, "mma": {GROUP: "0"}, I
 
 The last one is for systems that refuse, in a graph, launches that begin early.
 """
-OTHERWISE = "; use backend='reference'"
 
 
 def decoder_rows(weights: DecoderWeights, token_ids: Tensor, *rows: Any) -> tuple[Tensor, Tensor, Tensor]:
     """csrc/cuda/decoder_rows.cpp; arguments as the reference takes them."""
     *_, k_caches, v_caches, _, _, _ = rows
     check_device(token_ids.device)
-    if "checked_for_cuda" not in vars(weights):  # hundreds of tensors, which stay as they are
-        check(weights)
-        vars(weights)["checked_for_cuda"] = True
+    check_once(weights, check)
     with naming_caches(weights, k_caches, v_caches):
         return run(weights, token_ids, *rows)
 
@@ -61,18 +55,6 @@ def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator."""
     tell_switches()
     return OPS["decoder_rows"].compiled(*arguments)
-
-
-def check_device(device: torch.device) -> None:
-    """Raise for a GPU that cannot run it; other devices are not looked at.
-
-    Raises:
-        ValueError: it is too old.
-    """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY:
-        return
-    major, minor = torch.cuda.get_device_capability(device)
-    raise ValueError(f"backend 'cuda' expects a GPU of compute capability 8.0 or newer, got {major}.{minor}{OTHERWISE}")
 
 
 def is_measured(device: torch.device) -> bool:
@@ -127,16 +109,19 @@ def check(weights: DecoderWeights) -> None:
     Raises:
         TypeError, ValueError: a dtype, a head size, a row's length or an address, with the tensor's name.
     """
-    dtype, head_dim = weights.dtype, 2 * weights.inv_freq.shape[0]
-    if dtype not in DTYPES:
-        raise TypeError(f"embedding: backend 'cuda' expects float16 or bfloat16, got {_name(dtype)}{OTHERWISE}")
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"q: backend 'cuda' expects heads of 64 or 128, got {head_dim}{OTHERWISE}")
-    check_tensors(dtype, _named(weights))
+    check_type("embedding", weights.dtype, 2 * weights.inv_freq.shape[0])
+    check_tensors(weights.dtype, _named(weights))
 
 
-def check_tensors(dtype: torch.dtype, named: Iterable[tuple[str, Tensor | PackedMatrix]]) -> None:
-    """Raise for tensors, by name, that kernels for weights of ``dtype`` do not take.
+def check_once(weights: Any, check: Callable[[Any], None]) -> None:
+    """Check weights when they are first seen: hundreds of tensors, which stay as they are."""
+    if "checked_for_cuda" not in vars(weights):
+        check(weights)
+        vars(weights)["checked_for_cuda"] = True
+
+
+def check_tensors(dtype: torch.dtype, named: Iterable[tuple[str, Tensor | PackedMatrix | None]]) -> None:
+    """Raise for tensors, by name, where there are any, that kernels for weights of ``dtype`` do not take.
 
     Raises:
         TypeError, ValueError: see :func:`check`.
@@ -144,14 +129,12 @@ def check_tensors(dtype: torch.dtype, named: Iterable[tuple[str, Tensor | Packed
     for name, tensor in named:
         if isinstance(tensor, PackedMatrix):
             _check_packed(name, tensor)
+        if not isinstance(tensor, Tensor):
             continue
-        if tensor.dtype != dtype:
-            expected = f"the embedding's {_name(dtype)}, got {_name(tensor.dtype)}"
-            raise TypeError(f"{name}: backend 'cuda' expects {expected}{OTHERWISE}")
+        check_dtype(name, tensor, dtype)
         chunk = ALIGNMENT // tensor.element_size()
         if tensor.dim() == 2 and tensor.shape[1] % chunk:
-            expected = f"rows of a multiple of {chunk}, got {tensor.shape[1]}"
-            raise ValueError(f"{name}: backend 'cuda' expects {expected}{OTHERWISE}")
+            raise ValueError(expects(name, f"rows of a multiple of {chunk}, got {tensor.shape[1]}"))
         _check_place(name, tensor)
 
 
@@ -159,12 +142,10 @@ def _check_packed(name: str, matrix: PackedMatrix) -> None:
     """Eight weights are decoded at a time, of one group."""
     kind, scales = matrix.kind, matrix.scales
     if kind.name not in PACKED:
-        expected = f"dense matrices or packed ones of {', '.join(PACKED)}, got {kind.name}"
-        raise TypeError(f"{name}: backend 'cuda' expects {expected}{OTHERWISE}")
+        raise TypeError(expects(name, f"dense matrices or packed ones of {', '.join(PACKED)}, got {kind.name}"))
     group = matrix.inputs if scales is None else matrix.inputs // scales.shape[1]
     if group % WEIGHTS:
-        expected = f"groups of a multiple of {WEIGHTS} weights, got {group}"
-        raise ValueError(f"{name}: backend 'cuda' expects {expected}{OTHERWISE}")
+        raise ValueError(expects(name, f"groups of a multiple of {WEIGHTS} weights, got {group}"))
     for tensor in (matrix.data, scales):
         if tensor is not None:
             _check_place(name, tensor)
@@ -197,25 +178,16 @@ def check_caches(weights: DecoderWeights, k_caches: list[Tensor], v_caches: list
     Raises:
         TypeError, ValueError: a dtype, an address or a stride, with the tensor's name.
     """
-    dtype = weights.dtype
     for name, caches in (("k_caches", k_caches), ("v_caches", v_caches)):
         for layer, cache in enumerate(caches):
-            if cache.dtype != dtype:
-                expected = f"the weights' {_name(dtype)}, got {_name(cache.dtype)}"
-                raise TypeError(f"{name}[{layer}]: backend 'cuda' expects {expected}{OTHERWISE}")
-            strides = zip(cache.stride()[:3], cache.shape, strict=False)
-            steps = [step * cache.element_size() for step, size in strides if size > 1]
-            if cache.stride(3) != 1 or any(at % ALIGNMENT for at in (_address(cache), *steps)):
-                expected = f"rows at multiples of {ALIGNMENT} bytes, got strides {list(cache.stride())}"
-                raise ValueError(f"{name}[{layer}]: backend 'cuda' expects {expected}{OTHERWISE}")
+            check_rows(f"{name}[{layer}]", cache, weights.dtype)
 
 
-def _named(weights: DecoderWeights) -> Iterator[tuple[str, Tensor | PackedMatrix]]:
+def _named(weights: DecoderWeights) -> Iterator[tuple[str, Tensor | PackedMatrix | None]]:
     yield "embedding", weights.embedding
     for number, layer in enumerate(weights.layers):
         for name, tensor in layer.named.items():
-            if tensor is not None:
-                yield f"layers[{number}].{name}", tensor
+            yield f"layers[{number}].{name}", tensor
     yield "final_norm", weights.final_norm
     yield "head", weights.head
 
@@ -225,7 +197,3 @@ def _address(tensor: Tensor) -> int:
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return tensor.data_ptr()
     return tensor.storage_offset() * tensor.element_size()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

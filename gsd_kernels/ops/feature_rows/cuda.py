@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..cuda_common import check_device
 from ..decoder_rows import cuda
 from ..table import OPS
 from .weights import FeatureWeights
@@ -18,10 +19,8 @@ def feature_rows(weights: FeatureWeights, token_ids: Tensor, *rows: Any) -> tupl
     """csrc/cuda/decoder_rows.cpp; arguments as the reference takes them."""
     features, *graph, k_caches, v_caches, keep = rows
     features = features.contiguous()
-    cuda.check_device(token_ids.device)
-    if "checked_for_cuda" not in vars(weights):
-        check(weights)
-        vars(weights)["checked_for_cuda"] = True
+    check_device(token_ids.device)
+    cuda.check_once(weights, check)
     cuda.check_tensors(weights.decoder.dtype, [("features", features)])
     with cuda.naming_caches(weights.decoder, k_caches, v_caches):
         return run(weights, token_ids, features, *graph, k_caches, v_caches, keep)
@@ -41,8 +40,11 @@ def check(weights: FeatureWeights) -> None:
     """
     cuda.check(weights.decoder)
     projection = weights.projection
-    named = {} if weights.feature_norm is None else {"feature_norm": weights.feature_norm}
+    named = {"feature_norm": weights.feature_norm}
     if projection is not None:
-        named |= {"projection": projection.matrix, "token_norm": projection.token_norm}
-        named |= {} if projection.bias is None else {"projection_bias": projection.bias}
+        named |= {
+            "projection": projection.matrix,
+            "token_norm": projection.token_norm,
+            "projection_bias": projection.bias,
+        }
     cuda.check_tensors(weights.decoder.dtype, named.items())

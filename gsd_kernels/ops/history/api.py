@@ -3,7 +3,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..ngram.api import TABLE
-from ..table import Op
+from ..table import small_op
 from . import reference
 from .records import Recollection, Seen
 
@@ -24,26 +24,22 @@ def followed(known: Recollection, tokens: Tensor, counts: Tensor, seen: Seen | N
     return known.written(), tokens, counts, [] if seen is None else seen.tensors(), known.sizes
 
 
-history_recall = Op(
+history_recall = small_op(
     "history_recall",
     f"{HISTORY} token_ids[B,N] parents[B,N] contexts[B,N,X] depths[B,N] nodes[B,R] "
     f"branch:int=k {SIZES} {NOISE} -> [B,R,k] float32[B,R,k] [B,R]",
     reference.history_recall,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
     flat=lambda known, graph, nodes, *noise: (
         *(known.tensors(), graph.token_ids, graph.parents, graph.contexts, graph.depths, nodes),
         *(graph.branch, known.sizes, *noise),
     ),
     tolerance=2e-5,
 )
-history_append = Op(
+history_append = small_op(
     "history_append",
     f"history!{{ {FOLLOWED} }} tokens[B,P] counts[B] seen{{ token_ids?[B,R] parent_rows?[B,R] "
     "depths?[B,R] num_rows?[B] tail?[B,X] accepted_rows?[B,A] seen_tokens?[B,R,T] "
     f"log_probs?:float32[B,R,T] }} {SIZES}",
     reference.history_append,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
     flat=followed,
 )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..table import Op
+from ..table import small_op
 from . import reference
 from .records import Asked, Mixture
 
@@ -28,13 +28,11 @@ def tables(asked: Sequence[Asked], nodes: Tensor, picked: Tensor, mixture: Mixtu
     return (nodes, picked, *lists, *mixture, *rest)
 
 
-learn_source = Op(
+learn_source = small_op(
     "learn_source",
     "nodes[B,P] picked[B,P] node_ids{ } tokens{ } log_probs{ } index{ } first_tokens{ } first_log_probs{ } "
     "start:float32[E] shares!:float32[E] counts!:float32[E] weights!:float32[E] prior_count:float memory:float",
     reference.learn_source,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
     flat=tables,
     tolerance=1e-5,
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...graph import Rows, TokenGraph
-from ..table import Op
+from ..table import small_op
 from . import reference
 from .table import NgramTable
 
@@ -19,38 +19,30 @@ def stored(table: NgramTable, *rest: Any) -> tuple[Any, ...]:
     return (table.keys, table.tokens, table.log_probs, *rest, table.max_context, table.ways)
 
 
-INSERT = Op(
+INSERT = small_op(
     "ngram_insert",
     "keys!:int64[B,C] table_tokens![B,C,T] table_log_probs!:float32[B,C,T] contexts[B,R,X] "
     "tokens[B,R,T] log_probs:float32[B,R,T] valid:bool[B,R] max_context:int=m ways:int=w",
     reference.ngram_insert,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
     flat=stored,
 )
-LOOKUP = Op(
+LOOKUP = small_op(
     "ngram_lookup",
     f"{TABLE} contexts[B,R,X] max_context:int=m ways:int=w -> [B,R,T] float32[B,R,T] [B,R]",
     reference.ngram_lookup,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
     flat=stored,
 )
-PERTURB = Op(
+PERTURB = small_op(
     "perturb_candidates",
     "tokens[B,R,K] log_probs:float32[B,R,K] positions[B,R] seed:int64[] sequence_ids[B] -> float32[B,R,K]",
     reference.perturb_candidates,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
     tolerance=2e-5,
 )
-MIX = Op(
+MIX = small_op(
     "mix_candidates",
     "tokens[B,R,K] log_probs:float32[B,R,K] other_tokens[B,R,O] other_log_probs:float32[B,R,O] "
     "weight:float32[...] index?[B,R] -> [B,R,K] float32[B,R,K]",
     reference.mix_candidates,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
     tolerance=1e-5,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...graph import Rows, TokenGraph
-from ..table import ROWS, Op
+from ..table import ROWS, small_op
 from . import reference
 from .records import FEATURES, LogisticPosterior
 
@@ -26,26 +26,24 @@ def updated(*arguments: Any) -> LogisticPosterior:
     return LogisticPosterior(*update_edge_model.compiled(*arguments), arguments[4].prior)
 
 
-select_rows = Op(
+select_rows = small_op(
     "select_rows",
     f"{EDGES} weights:float64[{FEATURES}] seconds?:float64[S] row_bonus:float=b max_rows:int=R max_path:int=D "
     f"-> {ROWS}",
     reference.select_rows,
     ranked=("cpu",),
     static=False,
-    lacks=("triton",),
     flat=lambda graph, before, posterior, seconds, max_rows, max_path, row_bonus: edges(
         graph, before, posterior.weights, seconds, row_bonus, max_rows, max_path
     ),
     result=Rows,
 )
-update_edge_model = Op(
+update_edge_model = small_op(
     "update_edge_model",
     f"{EDGES} nodes[B,P] picked[B,P] weights:float64[{FEATURES}] covariance:float64[{FEATURES},{FEATURES}] "
     f"prior:float64[{FEATURES}] process_noise:float=q -> float64[{FEATURES}] float64[{FEATURES},{FEATURES}]",
     reference.update_edge_model,
     ranked=("cpu",),
-    lacks=("triton",),
     own={"cpu": updated},
     tolerance=1e-9,
     flat=lambda graph, before, nodes, picked, posterior, noise: edges(graph, before, nodes, picked, *posterior, noise),

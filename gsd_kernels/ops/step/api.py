@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...graph import TokenGraph
-from ..table import GRAPH, Op
+from ..table import GRAPH, small_op
 from . import reference
 from .records import NO_NODE, Chain, FedRows
 
@@ -35,50 +35,40 @@ def fed(
     return (token_ids, depths, *lengths, first_slot, shift, vocab, dtype == torch.int64)
 
 
-start_graph = Op(
+start_graph = small_op(
     "start_graph",
     f"{GRAPH} tokens:int64[B,S] out_len[B] kv_start[B] -> [B]",
     reference.start_graph,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
     flat=lambda graph, *text: (graph.tensors(), *text),
 )
-feed_rows = Op(
+feed_rows = small_op(
     "feed_rows",
     "token_ids[B,R] depths[B,R] slots?[B,R] kv_len[B] kv_start[B] "
     "node_depths?![B,N] first_slot:int=f shift:int=s vocab:int=v wide:bool=w "
     "-> int64[B,R] int64[B,R] int64[B,R] [B,R] [B,R]",
     reference.feed_rows,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
     flat=fed,
     result=FedRows,
     static=False,  # 32-bit integers where they are not asked for wide
 )
-feed_chain = Op(
+feed_chain = small_op(
     "feed_chain",
     "tokens:int64[B,S] end[B] cached![B] width:int=E -> [B] [B,E] [B,E] [B,E] [B,E,E/32] [B,E]",
     reference.feed_chain,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
     result=Chain,
 )
-accepted_path = Op(
+accepted_path = small_op(
     "accepted_path",
     "accepted_rows[B,P] num_accepted[B] next_token[B] token_ids[B,R] node_ids[B,R] -> [B,P] [B,P]",
     reference.accepted_path,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
     flat=lambda accepted, rows: (*accepted.tensors(), rows.token_ids, rows.node_ids),
 )
-commit_text = Op(
+commit_text = small_op(
     "commit_text",
     "new_tokens[B,P] num_accepted[B] next_token[B] eos_ids[E] tokens!:int64[B,S] "
     "out_len![B] remaining![B] done!:bool[B] emitted![B,M] num_emitted![B] counts!:int64[3] "
     "nodes?[B,P] parents?[B,N] num_nodes?[B] num_merges?[B]",
     reference.commit_text,
-    ranked=("cpu", "cuda"),
-    lacks=("triton",),
     flat=lambda new, accepted, *text: (
         *(new, accepted.num_accepted, accepted.next_token, *text[:-2]),
         *drafted(*text[-2:]),

@@ -19,6 +19,7 @@ from transformers import (
 
 from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.ops.cuda_common import OTHERWISE, check_device
 from gsd_kernels.ops.decoder_rows import DecoderWeights, cuda
 from gsd_kernels.ops.state_rows import BLOCK
 
@@ -69,7 +70,7 @@ def missing(device: torch.device, backend: str = "auto") -> str | None:
     own = "cuda" if replay.is_gpu(device) else "cpu"
     if backend not in ("auto", own):
         return f"backend {backend!r} has no such operator"
-    return unavailable_reason(own, device) or error_of(cuda.check_device, device)
+    return unavailable_reason(own, device) or error_of(check_device, device)
 
 
 def error_of(check: Callable[..., None], *arguments: object) -> str | None:
@@ -77,7 +78,7 @@ def error_of(check: Callable[..., None], *arguments: object) -> str | None:
     try:
         check(*arguments)
     except (TypeError, ValueError) as error:
-        return str(error).removesuffix(cuda.OTHERWISE)
+        return str(error).removesuffix(OTHERWISE)
     return None
 
 

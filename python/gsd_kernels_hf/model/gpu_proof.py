@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 import gsd_kernels
 from gsd_kernels.compiled import LIBRARIES
 from gsd_kernels.environment import forcing
+from gsd_kernels.ops.cuda_common import DTYPES, HEAD_DIMS
 from gsd_kernels.ops.decoder_rows import cuda
 
 from ..files import locked
@@ -425,7 +426,7 @@ def report(device: torch.device, *, again: bool) -> dict[str, Proof]:
     Raises:
         DeviceLostError: the GPU failed for good.
     """
-    kinds = [Kind(*of) for of in itertools.product(cuda.DTYPES, cuda.HEAD_DIMS, cuda.ways(device))]
+    kinds = [Kind(*of) for of in itertools.product(DTYPES, HEAD_DIMS, cuda.ways(device))]
     if again:
         return {kind.name: proof_of(kind, device, again=True) for kind in kinds}
     kept = document_of(device).read()

@@ -429,7 +429,7 @@ EQUAL = {
     "merge": (gsd.merge, "cpu interpreter triton cuda", merge_cases),
     "flatten": (gsd.flatten, "cpu interpreter triton cuda", flatten_cases),
     "verify": (gsd.verify, "cpu interpreter triton cuda", verify_cases),
-    "commit_kv": (gsd.commit_kv, "cpu cuda", commit_kv_cases),
+    "commit_kv": (gsd.commit_kv, "cpu interpreter triton cuda", commit_kv_cases),
     "write_kv": (write, "cpu interpreter triton", write_cases),
     "select_rows": (select_rows, "cpu", select_cases),
     "update_edge_model": (update_edge_model, "cpu", update_cases),
