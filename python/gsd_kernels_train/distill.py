@@ -28,6 +28,7 @@ CHAIN_TOKENS = 5
 """Tokens of the chain whose acceptance is reported."""
 
 WEIGHTS = ("*.safetensors", "*.bin")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -51,10 +52,9 @@ def load_draft(folder: str, options: TrainingOptions) -> PreTrainedModel:
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
     """The draft's own, or ``None``: then the vocabulary sizes are compared."""
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError):
+    if not any((Path(folder) / name).is_file() for name in TOKENIZERS):  # of which an empty one would be made
         return None
+    return AutoTokenizer.from_pretrained(folder)
 
 
 class Distillation:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import tiny
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM, Qwen2Config
 from typer.testing import CliRunner
 
 import gsd_kernels as gsd
@@ -70,6 +70,9 @@ def test_a_draft_learns_is_laid_out_as_published_and_drafts(kind, folder, tmp_pa
     before, after = report["before"], report["after"]
     if kind == "distill":
         assert after["divergence"] < 0.9 * before["divergence"]
+        alone = Qwen2Config(vocab_size=259, hidden_size=64, num_hidden_layers=1)
+        alone.save_pretrained(tmp_path / "config")  # without a tokenizer
+        assert done(*arguments(kind, folder, tmp_path / "new", "--draft", tmp_path / "config", "--steps", 1))
     elif kind == "train-heads":
         first = done(*arguments(kind, folder, tmp_path / "first", *given, "--steps", 1))
         assert report["training"]["loss"] < 0.95 * first["training"]["loss"] and before == first["before"] != after
