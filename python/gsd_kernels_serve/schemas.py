@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from .checks import Check, Refused, number, one_of, reader, whole, wrong
+from .checks import Check, Refused, number, one_of, reader, text, whole, wrong
 
 _FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _FORMATS += ("uri-reference", "uri-template", "json-pointer", "relative-json-pointer")
@@ -75,9 +75,12 @@ def _by_pattern(at: str, inner: Any) -> None:
 
 def _pattern(at: str, pattern: Any) -> None:
     """A regular expression."""
+    text(at, pattern)
     try:
-        letters = _letters(_parser.parse(pattern), True, True) if isinstance(pattern, str) else 0
-    except (re.error, OverflowError) as error:
+        if r"\U" in pattern:  # a letter to Python alone
+            raise re.error(r"\U")
+        letters = _letters(_parser.parse(pattern), True, True)
+    except (re.error, ValueError, OverflowError) as error:
         raise Refused(at, f"xgrammar does not hold a text to {pattern!r}: {error}; write it otherwise") from error
     if letters > MAX_LETTERS:
         raise Refused(at, f"a pattern for texts of {letters} letters; {MAX_LETTERS} at most: repeat less, or use *")
@@ -211,7 +214,7 @@ def _letters(parts: Any, begins: bool, ends: bool) -> int:
         if kind is _parser.BRANCH:
             count += sum(_letters(one, first, last) for one in value[1])
         elif kind is _parser.SUBPATTERN and not any(value[1:3]):  # without flags of its own
-            count += 1 + _letters(value[3], False, False)
+            count += max(_letters(value[3], first, last), 1)
         elif kind in (_parser.MAX_REPEAT, _parser.MIN_REPEAT):
             least, most, inner = value
             count += max(least if most is _parser.MAXREPEAT else most, 1) * _letters(inner, False, False)

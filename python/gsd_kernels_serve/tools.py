@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, StrictBool, StrictStr
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import ToolCall
 
-from .checks import Object, Refused, one_of, reader
+from .checks import Object, Refused, one_of, reader, wrong
 from .messages import reads
 from .processors import Marked, schema_of
 from .schemas import check_schema, moved
@@ -55,6 +55,8 @@ def chosen(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Offer
     offered = tools_of(body.get("tools", []), tokenizer)
     if choice == "auto":
         return offered
+    if choice != "required" and not isinstance(choice, Mapping):
+        raise wrong("tool_choice", "none, auto, required or a named function", choice)
     offered.forced = "" if choice == "required" else _choice("tool_choice", choice)["function"]["name"]
     names = [tool["function"]["name"] for tool in offered.tools]
     if not names or (offered.forced and offered.forced not in names):

@@ -221,6 +221,7 @@ HELD = [  # a schema, a value that meets it, one that does not
     (several(items=INT, minItems=1, maxItems=2), [1], [1, 2, 3]),
     (a_text(minLength=2, maxLength=2), "ab", "abc"),
     (a_text(pattern="^a|b$"), "a", "c"),
+    (a_text(pattern="(^(ab){149}$|^b$)"), "ab" * 149, "c"),
     (a_text(pattern=r'^[^"]\d\W$|\x41'), "x1-", "x1x"),
     (a_text(format="date"), "2024-01-01", "x"),
     ({"type": "number", "exclusiveMinimum": 3}, 3.5, 3),
@@ -241,7 +242,8 @@ DROPPED = [  # schemas, the keyword by which they are refused
     ("minimum", {**DEFINED, "$ref": "#/$defs/a", "minimum": 3}, {"minimum": 3}, a_text(minimum=3)),
     ("patternProperties", an(properties={"x": INT}, patternProperties={"x": INT}),
      an(patternProperties={"^a+$": INT, "^ab?$": {"type": "string"}}), an(patternProperties={"a{301}": {}})),
-    ("pattern", *(a_text(pattern=pattern) for pattern in (*UNHELD, "^([a-z]{1,30}[0-9]){1,30}$", "a{99999999999}"))),
+    ("pattern", *(a_text(pattern=pattern) for pattern in (
+        *UNHELD, r"\U0001F600", "^([a-z]{1,30}[0-9]){1,30}$", "a{99999999999}", "a{" + "9" * 5000 + "}"))),
     ("$ref", {"$ref": "#k"}, {"$ref": "other.json"}),
     ("maxLength", a_text(pattern="a", maxLength=2), a_text(maxLength=10**9)),
     ("multipleOf", {"type": ["integer", "number"], "multipleOf": 7}, whole(multipleOf=0.5),
@@ -323,5 +325,7 @@ def test_calls_of_strict_tools_are_held_to_their_schema_and_text_is_free(server,
         assert field == "tools" and accepts(held, text) == good, (name, text)
     loose = [{"type": "function", "function": {"name": "paint", "parameters": {"not": {}}, "strict": True}}]
     assert server.refusal(CHAT, tools=loose)["param"] == "tools[0].function.parameters.not"
+    said = server.refusal(CHAT, tools=TOOLS, tool_choice="any")["message"]
+    assert said == "tool_choice: expected none, auto, required or a named function, got 'any'"
     monkeypatch.setattr(server.tokenizer, "response_template", {"fields": {"tool_calls": GEMMA}})
     assert server.refusal(CHAT, tools=STRICT)["param"] == "tools[0].function.strict"
