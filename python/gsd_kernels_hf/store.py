@@ -81,7 +81,7 @@ def read_saved(
         content = file.read_bytes()  # at once: a mapped file that another process replaces meanwhile is two files
         tensors = load(content)
         about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
-    except SafetensorError as error:
+    except (SafetensorError, KeyError) as error:  # no such dtype in torch
         raise ValueError(f"{what}: {file} is damaged or something else: it {foreign}") from error
     except OSError as error:
         raise OSError(f"{what}: {file} cannot be read: {error.strerror or type(error).__name__}") from error

@@ -31,6 +31,7 @@ from gsd_kernels_hf.sources.memory import HistoryMemory
 EDGES = (0, 1, 2, 7, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 64) - 1)
 SEEDS = 60
 MOST_WORDS = 1500  # characters
+FOUR_BITS = struct.pack("<Q", 56) + b'{"x":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'.ljust(56) + b"0"
 
 
 class File(NamedTuple):
@@ -115,6 +116,7 @@ WHOLE: dict[str, Callable[[Path, bytes], Any]] = {
     "a list": lambda file, raw: file.write_text("[]"),
     "lists in lists": lambda file, raw: file.write_text("[" * 100_000),
     "a program": lambda file, raw: file.write_text("print('mine')\n"),
+    "another's tensors": lambda file, raw: file.write_bytes(FOUR_BITS),
     "a folder": lambda file, raw: file.mkdir(),
     "gone": lambda file, raw: None,
 }
