@@ -75,13 +75,12 @@ class Line:
                 numbers.update(zip(part.letters, value if part.dtype == "ints" else [value], strict=False))
         return tensors, numbers
 
-    def check(self, *arguments: Any, device: torch.device | None = None, **sizes: int) -> None:
+    def check(self, *arguments: Any, device: torch.device | None = None) -> None:
         """Raise unless the arguments are as the line says.
 
         Args:
             arguments: all of them.
             device: of all tensors; that of the first where none is given.
-            sizes: of letters that are known before.
 
         Raises:
             TypeError, ValueError: the first argument that is another, by its name.
@@ -92,19 +91,19 @@ class Line:
             for v in tensors
         ]
         check = _check.__wrapped__ if torch.compiler.is_compiling() else _check
-        check(self, tuple(described), device, tuple({**numbers, **sizes}.items()))
+        check(self, tuple(described), device, tuple(numbers.items()))
 
     def made(self, *arguments: Any) -> list[Tensor]:
         """Results without content."""
         tensors, sizes = self.read(arguments)
+        (device,) = {tensor.device for tensor in tensors if tensor is not None}  # some without content: a mistake
         for part, tensor in zip(self.tensors, tensors, strict=True):
             if tensor is not None:
                 sizes = dict(zip(part.sizes or (), tensor.shape, strict=False)) | sizes
-        like = next(tensor for tensor in tensors if tensor is not None)
 
         def new(part: Part) -> Tensor:
             shape = [_size(size, sizes) for size in part.sizes or ()]
-            return like.new_empty(shape, dtype=getattr(torch, part.name or part.dtype))
+            return torch.empty(shape, dtype=getattr(torch, part.name or part.dtype), device=device)
 
         return [new(part) for part in self.results]
 

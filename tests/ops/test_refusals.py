@@ -251,6 +251,7 @@ BAD: dict[Any, list[tuple[str, Any, type[Exception]]]] = {
     ],
     gsd.sample_rows: [
         ("positions", lambda positions: positions[:, :1], ValueError),
+        ("positions", lambda positions: positions.to("meta"), ValueError),
         ("temperature", -0.1, ValueError),
         ("temperature", "1", TypeError),
         ("top_k", -1, ValueError),
@@ -270,6 +271,7 @@ BAD: dict[Any, list[tuple[str, Any, type[Exception]]]] = {
     ],
     gsd.merge: [
         ("cand_tokens", lambda tokens: tokens[..., :2], ValueError),
+        ("cand_tokens", lambda tokens: tokens.to("meta"), ValueError),
         ("merge_context", 9, ValueError),
         ("merge_context", None, TypeError),
         ("width", 0, ValueError),
