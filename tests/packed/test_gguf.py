@@ -224,6 +224,9 @@ def test_scaling_of_positions_and_all_parts_are_read(tmp_path, name):
     mine, other = from_gguf(path, dtype=torch.float32)(IDS).logits, model(IDS).logits
     torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
     assert not scaling or not torch.allclose(other, tiny("llama")(IDS).logits, atol=1e-4)
+    for later in tmp_path.glob("m-00002-*"):
+        with pytest.raises(ValueError, match=r"split\.no is 1; expected 0.*give the first"):
+            from_gguf(later)
 
 
 @pytest.mark.parametrize("load", [from_gguf, dense.load_model])

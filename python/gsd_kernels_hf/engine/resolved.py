@@ -202,9 +202,10 @@ def check_names(given: Iterable[str], model: PreTrainedModel) -> None:
 
 def report_draft_lengths(given: Mapping[str, Any], config: GenerationConfig | None, model: PreTrainedModel) -> None:
     """Say once that a setting of :data:`DRAFT_LENGTHS` has no effect, wherever it was set."""
-    values = {**vars(model.generation_config), **({} if config is None else vars(config)), **given}
+    places = given, {} if config is None else vars(config), vars(model.generation_config)
     for name in DRAFT_LENGTHS:
-        if (value := values.get(name)) is not None:
+        value = next((place[name] for place in places if place.get(name) is not None), None)
+        if value is not None:
             warn_once(
                 (name, str(value)),
                 '%s=%r has no effect: graph_config says how much is drafted, as in graph_config="auto" or '

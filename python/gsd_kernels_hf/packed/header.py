@@ -47,7 +47,7 @@ class Header:
             part = header if number == 0 else _read(_part(path, number, count))
             for key, expected in (("split.no", number), ("split.count", count)):
                 if (value := part.fields.get(key, 0)) != expected:
-                    raise part.refusal(key, value, f"{expected}, in part {number + 1} of {count}")
+                    raise part.refusal(key, value, f"{expected}, in part {number + 1} of {count}; give the first")
             for name in header.tensors.keys() & part.tensors.keys() if number else ():
                 raise part.refusal(name, list(part.tensors[name].shape), f"no such tensor: {path} has it as well")
             header.tensors |= part.tensors
