@@ -221,6 +221,8 @@ def test_medusas_heads_are_their_blocks_and_their_own_matrices(target, tmp_path)
         want = state @ tensors[f"{head}.2.weight"].T
         torch.testing.assert_close(found(hidden, target.lm_head)[:, head], want)
     found.save_pretrained(tmp_path / "heads")
+    file = tmp_path / "heads" / "draft_heads.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"license": "whoever published them"}))
     same(DraftHeads.from_pretrained(tmp_path / "heads"), found)
 
 

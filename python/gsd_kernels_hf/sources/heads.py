@@ -7,6 +7,7 @@ residual block to the hidden state that the target's own output matrix reads, an
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -150,8 +151,9 @@ class DraftHeads(nn.Module):
         try:
             checkpoint = Checkpoint(folder, read_json(folder / CONFIG_FILE))
             checkpoint.list_tensors([folder / WEIGHTS_FILE])
+            own = inspect.signature(cls).parameters  # a config may say more
             with torch.device("meta"):
-                heads = cls(**checkpoint.config)
+                heads = cls(**{name: value for name, value in checkpoint.config.items() if name in own})
             if target is not None:
                 heads.check_target(target, option)
             checkpoint.load_into(heads)
