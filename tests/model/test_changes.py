@@ -109,6 +109,11 @@ def narrowed(mask: Any) -> Any:
     return mask
 
 
+def windowed(mask: Any) -> Any:
+    """A mask that shows the last 20 tokens alone, as a few tokens do not tell."""
+    return mask if mask is None else mask & mask.new_ones(mask.shape[-2:]).triu(mask.shape[-1] - mask.shape[-2] - 19)
+
+
 def own_attention(bend: Callable[..., Any]) -> Callable[..., Any]:
     def attend(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
         groups = query.shape[1] // key.shape[1]
@@ -173,6 +178,7 @@ MLP, ATTENTION, F = llama.LlamaMLP, llama.LlamaAttention, nn.functional
 CHANGES: dict[str, Change | tuple[Change, ...]] = {
     # Names that forwards read.
     "apply_rotary_pos_emb": around(llama, "apply_rotary_pos_emb", lambda own, q, k, cos, sin, **o: own(q, k, sin, cos)),
+    "create_causal_mask, a window": around(llama, "create_causal_mask", lambda own, **k: windowed(own(**k))),
     "create_causal_mask": around(llama, "create_causal_mask", lambda own, **k: narrowed(own(**k))),
     "torch.nn.functional.linear": around(F, "linear", lambda own, x, w, b=None: own(x, w, b) * 1.1),
     "torch.rsqrt": around(torch, "rsqrt", lambda own, x: own(x + 0.5)),

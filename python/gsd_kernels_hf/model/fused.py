@@ -129,8 +129,8 @@ def check_rows(facts: Facts, name: str) -> None:
         ValueError: ``model``, the argument ``name``, computes something else of graph rows.
     """
     report = served(facts)
-    passage = proof.SHORT if report.unusual is None else proof.LONG
     code = foreign_code(facts, shipped=False)
+    passage = proof.SHORT if report.unusual is None and code is None else proof.LONG
     if mixers := mixers_of(facts):
         if block_of(facts, "auto"):
             return
