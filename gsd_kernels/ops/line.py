@@ -43,9 +43,9 @@ class Line:
 
     A letter is one size, or one number, wherever it stands; R/32: the words of a mask over R; D+1: one more; ``...``:
     any shape. ``?``: or ``None``; ``!``: written in place. A dtype is torch's, int32 where it says none, ``float`` (any
-    of :data:`FLOATS`), or the name of an argument before, which has the same. Braces: a list of tensors, of any where
-    it says none. Numbers have a type of :data:`NUMBERS`, and letters where something goes by them. Behind the arrow:
-    results. C++ reads the same line, but for dtypes, which its pointers have (csrc/torch_ops/arguments.h).
+    of :data:`FLOATS`), ``any``, or the name of an argument before, which has the same. Braces: a list of tensors, of
+    any where it says none. Numbers have a type of :data:`NUMBERS`, and letters where something goes by them. Behind the
+    arrow: results. C++ reads the same line, but for dtypes, which its pointers have (csrc/torch_ops/arguments.h).
     """
 
     def __init__(self, text: str) -> None:
@@ -162,6 +162,7 @@ def _check(
             expected = [_size(size, sizes) for size in letters]
             if expected != [*shape]:
                 raise ValueError(f"{part.name}: expected shape [{', '.join(map(str, expected))}], got {list(shape)}")
+        dtypes["any"] = (found,)
         allowed = dtypes.get(part.dtype) or (getattr(torch, part.dtype),)
         if found not in allowed:
             names = " or ".join(map(str, allowed))
