@@ -303,6 +303,7 @@ class DFlashDrafts(FeatureSource, Lattice):
 
     def warm_step(self, level: Level) -> None:
         """A block behind what is stored, and no feature."""
+        self.used = True  # it writes behind what a kept cache says that it holds
         self.enter(self.cached, level.config.chain_rows)
         self.look_ahead(level)
 

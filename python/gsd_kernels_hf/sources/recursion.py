@@ -189,6 +189,7 @@ class Parallel(Reading, Lattice):
         self.look_ahead(level, self.state.out_len - 1)
 
     def warm_step(self, level: Level) -> None:
+        self.used = True  # it writes behind what a kept cache says that it holds
         self.look_ahead(level, self.cached)  # where no entry is missing
 
     def look_ahead(self, level: Level, end: Tensor) -> None:
