@@ -114,5 +114,5 @@ def _unread(facts: Facts) -> Iterator[str]:
 
 def _borrows(kind: Any) -> bool:
     """Return whether a class forwards by a function that was written in another one."""
-    written = kind.forward.__qualname__.rpartition(".")[0]
+    written = getattr(kind.forward, "__qualname__", "").rpartition(".")[0]
     return written not in {"", *(base.__qualname__ for base in kind.__mro__)}
