@@ -200,7 +200,6 @@ def use(model: PreTrainedModel, draft: PreTrainedModel) -> None:
 MISTAKES = {
     "gsd_kernels.patch(model, graph_confg='auto')": "graph_confg",
     "gsd_kernels.patch(model, draft_sources=('histroy',))": "draft_sources",
-    "gsd_kernels.generate(model, seed='1')": "seed",
     "gsd_kernels.GraphConfig.preset('chian')": "preset",
 }
 

@@ -51,7 +51,7 @@ def test_one_switch_selects_it(monkeypatch):
     monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
     for capability, reason in (
         ((12, 0), None),
-        ((7, 5), "backend 'cuda' expects a GPU of compute capability 8.0 or newer, got 7.5"),
+        ((7, 5), "cuda:0: backend 'cuda' expects a GPU of compute capability 8.0 or newer, got 7.5"),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         for setting in ("1", "cuda"):
