@@ -136,7 +136,7 @@ def test_a_run_without_a_step_says_so_and_exits_with_1(folder, tmp_path):
     assert "gsd-kernels: error: nothing was learned, and nothing is written: the 0.0006 s are over" in result.stderr
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def bad(folder):
     """Files and folders that no run can use; beside them what others write to ``out``."""
     for name in ("granite", "other", "used"):
