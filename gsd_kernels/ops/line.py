@@ -158,7 +158,8 @@ def _check(
         (shape, found, place), letters = value, part.sizes or ()
         if letters != ANY:
             for size, actual in zip(letters, shape, strict=False):
-                sizes.setdefault(size, actual) if size.isalpha() else None
+                if size.isalpha():
+                    sizes.setdefault(size, actual)
             expected = [_size(size, sizes) for size in letters]
             if expected != [*shape]:
                 raise ValueError(f"{part.name}: expected shape [{', '.join(map(str, expected))}], got {list(shape)}")
