@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from gsd_kernels.graph import Rows
 from gsd_kernels.ops.learn import Asked, Mixture, learn_source
 
 from ..records import Verified
@@ -148,25 +149,32 @@ class Tally:
             if not accepted:
                 continue  # a finished sequence verifies nothing
             left, path = set(range(1, rows)), set(paths[sequence][1:accepted])
+            edges = _edges(verified.rows, sequence) if len(proposing) > 1 else []
             for name in proposing:
-                mine = left if name == proposing[-1] else left & _rows_of(asked[name], verified, sequence)
+                mine = left
+                if name != proposing[-1]:
+                    proposed = _proposed(asked[name], sequence)
+                    mine = {row for row in left if edges[row] in proposed}
                 left, brought = left - mine, self.sources[name]
                 brought.proposed = (brought.proposed or 0) + len(mine)
                 brought.accepted = (brought.accepted or 0) + len(mine & path)
 
 
-def _rows_of(asked: Sequence[Asked], verified: Verified, sequence: int) -> set[int]:
-    """Rows of a sequence whose tokens were proposed after their parents."""
-    proposed = {
+def _edges(rows: Rows, sequence: int) -> list[tuple[int, int]]:
+    """Parent node and token of every row of a sequence; the root's say nothing."""
+    parts = rows.token_ids, rows.parent_rows, rows.node_ids
+    tokens, parents, nodes = (part[sequence].tolist() for part in parts)
+    return [(nodes[parent], token) for parent, token in zip(parents, tokens, strict=True)]
+
+
+def _proposed(asked: Sequence[Asked], sequence: int) -> set[tuple[int, int]]:
+    """Nodes of a sequence, each with a token that was proposed after it."""
+    return {
         (node, token)
         for level in asked
         for node, after in zip(level.node_ids[sequence].tolist(), level.tokens[sequence].tolist(), strict=True)
         for token in after
     }
-    tokens, parents, nodes = (
-        part[sequence].tolist() for part in (verified.rows.token_ids, verified.rows.parent_rows, verified.rows.node_ids)
-    )
-    return {row for row, token in enumerate(tokens) if (nodes[parents[row]], token) in proposed}
 
 
 class Retention:
