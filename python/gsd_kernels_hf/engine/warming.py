@@ -56,7 +56,7 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
     )
     node_ids = graph.root_frontier()
     mixer = session.mixer
-    looks_up = bool(mixer.lookups) and not (mixer.grower is not None and mixer.grower.at_once())
+    looks_up = bool(mixer.lookups) and mixer.grower is None
     for level in range(shape.depth + (shape.history_depth if looks_up else 0)):
         candidates = torch.full((*node_ids.shape, shape.branch), -1, dtype=torch.int32, device=device)
         node_ids = merge(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -221,9 +221,11 @@ class OwnSource(DraftSource):
         compiled_ahead: whether all that a step of it launches was, but for what its row models launch.
         remembers: whether it begins with what earlier calls left (``text.memory``, ``text.learned``, and the
             ``reference_ids``); beside a draft it is there where a shape has levels for it.
+        at_once: whether, from its first text on, it proposes for several levels in one call where no other source is
+            asked (:meth:`propose_rest`), to save the host's time.
     """
 
-    compiled_ahead = remembers = False
+    compiled_ahead = remembers = at_once = False
 
     text: Text
     state: DecodeState
@@ -266,6 +268,13 @@ class OwnSource(DraftSource):
             What was proposed, so that its mixture is launched, too; ``None`` for a source that compiles nothing.
         """
 
+    def propose_rest(self, level: Level) -> Asked:
+        """Propose for this level and all behind it, and merge that into ``level.graph``: all E nodes with what it was.
+
+        The graph must be what level by level gives.
+        """
+        raise NotImplementedError
+
 
 def remembers(source: DraftSource) -> bool:
     """Return whether a source is one of this package that begins with what earlier calls left."""
@@ -280,25 +289,3 @@ def reaches(source: DraftSource, length: int) -> bool:
 def rows_at(values: Tensor, at: Tensor) -> Tensor:
     """Vectors [B, n, D] of values [B, S, D], where they lie, at places int64 [B, n]."""
     return values.gather(1, at.to(values.device)[..., None].expand(-1, -1, values.shape[2]))
-
-
-@runtime_checkable
-class GrowsLevels(Protocol):
-    """A source of this package that can propose for several levels at once, to save the host's time."""
-
-    def at_once(self) -> bool:
-        """Return whether it does so in this session, from its first text on."""
-
-    def propose_rest(self, level: Level) -> Asked | None:
-        """Propose for this level and all behind it at once, and merge that into ``level.graph``.
-
-        Asked where no other source proposes. Nothing may wait for the device, and the graph must be what level by
-        level gives.
-
-        Args:
-            level: the first of them.
-
-        Returns:
-            All E nodes with what was proposed; ``None`` to be asked level by level.
-        """
-        ...

@@ -81,6 +81,7 @@ class History(OwnSource):
         batch, device = self.state.tokens.shape[0], self.state.tokens.device
         branch = max(text.branch, REMEMBERED) if self.mixes else text.branch
         self.table = NgramTable.empty(batch, branch, device)
+        self.at_once = self.mixes and self.sampler.backend in ("auto", "cpu", "cuda")
         if self.mixes:
             weights = weights_of(PRIOR).to(device)
             self.known = Recollection.empty(self.table, weights, room=1 + self.state.tokens.shape[1])
@@ -173,14 +174,9 @@ class History(OwnSource):
             return Proposal(*history_recall(self.known, level.graph, nodes, **noise, backend=self.sampler.backend))
         return Proposal(*ngram_recall(self.table, level.graph, nodes, **noise, backend=self.sampler.backend))
 
-    def at_once(self) -> bool:
-        """Return whether one call looks up level after level."""
-        return self.known is not None and self.sampler.backend in ("auto", "cpu", "cuda")
-
-    def propose_rest(self, level: Level) -> Asked | None:
+    def propose_rest(self, level: Level) -> Asked:
         """Look up level after level in one call."""
-        if self.known is None or not self.at_once():
-            return None
+        assert self.known is not None, "at_once is for a mixture"
         found = recall_levels(
             self.known,
             level.graph,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,9 @@ logger = logging.getLogger("gsd_kernels")
 PARTS = {"attention": "self_attn", "mlp": "mlp"}
 """Names of a layer's blocks; a block that keeps a recurrent state may have any name, where there is no attention."""
 LONGEST_DRAFT = 10  # tokens of the longest chain that the search considers
+
+Block = tuple[str, int]
+"""A block: its part, and the number of its layer."""
 
 
 class LayerSkip(Expansion):
@@ -65,32 +68,32 @@ class LayerSkip(Expansion):
     def __init__(self, model: PreTrainedModel, *, attention: Iterable[int] = (), mlp: Iterable[int] = ()) -> None:
         self.model = properties.unwrap(model)
         validate.check_model("model", self.model)
-        layers = _layers(self.model)
-        skipped = {"attention": tuple(sorted(set(attention))), "mlp": tuple(sorted(set(mlp)))}
-        for name, indices in skipped.items():
-            for index in indices:
-                if type(index) is not int:
-                    raise TypeError(f"{name}: expected indices of layers, got {index!r}")
-                if not 0 <= index < len(layers):
-                    raise ValueError(f"{name}: expected indices 0 … {len(layers) - 1}, got {index}")
-        if not any(skipped.values()):
+        blocks = _Blocks(self.model)
+        given = [*(("attention", index) for index in attention), *(("mlp", index) for index in mlp)]
+        for part, index in given:
+            if type(index) is not int:
+                raise TypeError(f"{part}: expected indices of layers, got {index!r}")
+            if (part, index) not in blocks.modules:
+                raise ValueError(f"{part}: expected indices 0 … {len(blocks.layers) - 1}, got {index}")
+        if not given:
             raise ValueError(
                 "attention, mlp: nothing is skipped; name layers, or use LayerSkip.search(model, input_ids)"
             )
-        if _attending(layers) <= set(skipped["attention"]):
+        skipped = frozenset(given)
+        if blocks.attending <= skipped:
             raise ValueError(
                 "attention: all that attends is skipped; leave a layer, of whose keys the cache has a length"
             )
-        _check_blocks(self.model, skipped)
-        self.attention, self.mlp = skipped.values()
-        self.view = _without(self.model, skipped)
+        blocks.check(skipped)
+        self.attention, self.mlp = (tuple(sorted(i for part, i in skipped if part == name)) for name in PARTS)
+        self.view = blocks.without(skipped)
         self.forwards = (self.view,)
         report = examine(self.view)
         if report.problem is not None:  # where others read a layer's keys and values, as those of Gemma 4 do
             raise ValueError(
                 f"attention, mlp: without these blocks {type(self.model).__name__} {report.problem}; name others"
             ) from report.cause
-        self.cost = _Weights(self.model).share({(part, i) for part, indices in skipped.items() for i in indices})
+        self.cost = blocks.share(skipped)
 
     def __repr__(self) -> str:
         return f"LayerSkip(attention={list(self.attention)}, mlp={list(self.mlp)}, cost={self.cost:.2f})"
@@ -161,102 +164,62 @@ class LayerSkip(Expansion):
             raise ValueError(f"input_ids: expected at least 2 tokens a row, got {input_ids.shape[1]}")
         if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
             raise ValueError(f"seconds: expected a number above 0, or None for no limit, got {seconds!r}")
-        search = _Search(model, input_ids, math.inf if seconds is None else seconds)
-        with tracked("LayerSkip.search", search.total, "steps") as update:
-            best = search.run(update if progress is None else lambda done, _: progress(done, search.total))
-        return cls(model, **best)
+        total = 4 * len(_Blocks(model).layers) - 1
+        with tracked("LayerSkip.search", total, "steps") as update:
+            shown = update if progress is None else lambda done, _: progress(done, total)
+            found = _best_blocks(model, input_ids, math.inf if seconds is None else seconds, total, shown)
+        return cls(model, **{name: [i for part, i in found if part == name] for name in PARTS})
 
 
-class _Search:
-    """The greedy search of :meth:`LayerSkip.search`.
+def _best_blocks(
+    model: PreTrainedModel, input_ids: Tensor, seconds: float, total: int, update: Callable[[int, str], None]
+) -> frozenset[Block]:
+    """The greedy search of :meth:`LayerSkip.search`; ``update`` is called with steps done of ``total``, and a note."""
+    begin, ids = time.monotonic(), input_ids.to(properties.device_of(model))
+    blocks = _Blocks(model)
+    blocks.check(blocks.modules)
+    # The plain products of half precision take most of the time on CPUs without instructions for it.
+    quick = _Blocks(with_cpu_linears(model, "auto"))
 
-    Args:
-        model: the target.
-        input_ids: the sample, int64 [B, L].
-        seconds: that it may take, from now on.
+    def best_tokens(view: PreTrainedModel) -> Tensor:
+        return view(input_ids=ids, use_cache=False).logits.argmax(-1)  # [B, L]
 
-    Attributes:
-        total: steps at most.
-        best: speed and blocks of the best set so far.
-    """
+    def promise(block: Block) -> float:  # the speed without it too, if it agrees as often as when it was last tried
+        return expected_speed(min(agreements[block], agreement), blocks.share(skipped | {block}))
 
-    def __init__(self, model: PreTrainedModel, input_ids: Tensor, seconds: float) -> None:
-        self.begin, self.seconds = time.monotonic(), seconds
-        # The plain products of half precision take most of the time on CPUs without instructions for it.
-        self.model = with_cpu_linears(model, "auto")
-        layers = _layers(self.model)
-        _check_blocks(model, dict.fromkeys(PARTS, range(len(layers))))
-        self.attending = {("attention", i) for i in _attending(layers)}
-        self.total = 4 * len(layers) - 1
-        self.input_ids = input_ids.to(properties.device_of(model))
-        self.weights = _Weights(model)
-        self.wanted = self.best_tokens(self.model)
-        self.agreements = dict.fromkeys(
-            self.weights.blocks, 1.0
-        )  # with the block skipped too, when that was last tried
-        self.forwards = 0
-        self.best: tuple[float, dict[str, tuple[int, ...]]] = (0.0, {})
-
-    def best_tokens(self, model: PreTrainedModel) -> Tensor:
-        """The most likely token at every place, int64 [B, L]."""
-        return model(input_ids=self.input_ids, use_cache=False).logits.argmax(-1)
-
-    def run(self, update: Callable[[int, str], None]) -> dict[str, tuple[int, ...]]:
-        """Blocks by name, the best that were found; ``update`` is called with steps done and a note."""
-        skipped: frozenset[tuple[str, int]] = frozenset()
-        agreement, done = 1.0, 0
-        blocks = frozenset(self.weights.blocks)
-        floor = self.weights.share(blocks)
-
-        def note(done: int) -> None:
-            update(done, f"{self.best[0]:.2f} times the speed at best")
-
-        while len(skipped) < len(blocks) - 1 and expected_speed(agreement, floor) > self.best[0]:
-            taken = -1.0, 0.0, skipped
-            # First what may become the fastest: a block that agreed less often earlier does not agree more often now.
-            left = [block for block in blocks - skipped if not self.attending <= skipped | {block}]
-            for block in sorted(left, key=lambda block: (-self.promise(skipped, block, agreement), block)):
-                if taken[0] >= self.promise(skipped, block, agreement):
-                    break
-                if self.forwards and time.monotonic() - self.begin > self.seconds:
-                    logger.warning(
-                        "LayerSkip.search: %.3g seconds are over after %d forwards of %d tokens; the best set so far "
-                        "is returned (expected: %.2f times plain decoding's speed); give more seconds, or fewer tokens",
-                        self.seconds,
-                        self.forwards,
-                        self.input_ids.numel(),
-                        self.best[0],
-                    )
-                    return self.best[1]
-                speed, share = self.tried(skipped | {block})
-                self.agreements[block] = share
-                if speed > taken[0]:
-                    taken = speed, share, skipped | {block}
-                done += not skipped
-                note(done)
-            _, agreement, skipped = taken
-            done += 1
-            note(done)
-        note(self.total)
-        return self.best[1]
-
-    def promise(self, skipped: frozenset[tuple[str, int]], block: tuple[str, int], agreement: float) -> float:
-        """The speed without ``block`` too, if it agrees as often as when it was last tried."""
-        return expected_speed(min(self.agreements[block], agreement), self.weights.share(skipped | {block}))
-
-    def tried(self, skipped: frozenset[tuple[str, int]]) -> tuple[float, float]:
-        """Expected speed and agreement of a draft without these blocks."""
-        blocks = {name: tuple(sorted(i for part, i in skipped if part == name)) for name in PARTS}
-        try:
-            tokens = self.best_tokens(_without(self.model, blocks))
-        except LookupError:  # a later layer attends to keys and values of one of them, as in Gemma 3n and 4
-            return 0.0, 0.0
-        self.forwards += 1
-        agreement = float((tokens == self.wanted).float().mean())
-        speed = expected_speed(agreement, self.weights.share(skipped))
-        if speed > self.best[0]:
-            self.best = speed, blocks
-        return speed, agreement
+    wanted, agreements = best_tokens(quick.model), dict.fromkeys(blocks.modules, 1.0)
+    best: tuple[float, frozenset[Block]] = 0.0, frozenset()
+    agreement, skipped, floor = 1.0, frozenset[Block](), blocks.share(blocks.modules)
+    done = forwards = 0
+    while len(skipped) < len(blocks.modules) - 1 and expected_speed(agreement, floor) > best[0]:
+        taken = -1.0, 0.0, skipped
+        # First what may become the fastest: a block that agreed less often earlier does not agree more often now.
+        left = [block for block in blocks.modules if block not in skipped and not blocks.attending <= skipped | {block}]
+        for block in sorted(left, key=lambda block: (-promise(block), block)):
+            if taken[0] >= promise(block):
+                break
+            if forwards and time.monotonic() - begin > seconds:
+                logger.warning(
+                    "LayerSkip.search: %.3g seconds are over after %d forwards of %d tokens; the best set so far "
+                    "is returned (expected: %.2f times plain decoding's speed); give more seconds, or fewer tokens",
+                    *(seconds, forwards, ids.numel(), best[0]),
+                )
+                return best[1]
+            without, speed, agrees = skipped | {block}, 0.0, 0.0
+            with suppress(LookupError):  # a later layer attends to its keys and values, as in Gemma 3n and 4
+                agrees = float((best_tokens(quick.without(without)) == wanted).float().mean())
+                speed = expected_speed(agrees, blocks.share(without))
+                forwards += 1
+            agreements[block] = agrees
+            best = max(best, (speed, without), key=lambda one: one[0])
+            taken = max(taken, (speed, agrees, without), key=lambda one: one[0])
+            done += not skipped
+            update(done, f"{best[0]:.2f} times the speed at best")
+        _, agreement, skipped = taken
+        done += 1
+        update(done, f"{best[0]:.2f} times the speed at best")
+    update(total, f"{best[0]:.2f} times the speed at best")
+    return best[1]
 
 
 def expected_speed(agreement: float, cost: float) -> float:
@@ -276,114 +239,96 @@ class _NoBlock(nn.Module):
         return zeros if self.alone else (zeros, None)
 
 
-def _block(layer: nn.Module, part: str) -> str:
-    """The name of a layer's block; empty where it has none such."""
-    names = [PARTS[part]] + [name for name, child in layer.named_children() if keeps_state(type(child))]
-    blocks = (name for name in names[: None if part == "attention" else 1] if hasattr(layer, name))
-    return next(blocks, "")
+class _Blocks:
+    """The blocks of a model's layers.
 
-
-@torch.no_grad()
-def _check_blocks(model: PreTrainedModel, skipped: Mapping[str, Iterable[int]]) -> None:
-    """Raise where a block returns something else than what takes its place: a forward of two tokens shows it.
-
-    MLPs of Zaya return their router's states for the next layer, those of gpt-oss their router's scores.
-
-    Raises:
-        ValueError: one of them does.
-    """
-    layers, returned = _layers(model), {}
-    blocks = {(part, i): getattr(layers[i], _block(layers[i], part)) for part in PARTS for i in skipped[part]}
-    with ExitStack() as hooks:
-        for place, module in blocks.items():
-            keep = partial(returned.__setitem__, place)
-            hooks.enter_context(module.register_forward_hook(lambda _, __, output, keep=keep: keep(output)))
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=properties.device_of(model))
-        model(input_ids=ids, use_cache=False)
-    for (part, index), module in blocks.items():
-        output = returned.get((part, index))
-        alone = _returns_states(module, part)
-        if not (isinstance(output, Tensor) if alone else isinstance(output, tuple) and len(output) == 2):
-            raise ValueError(
-                f"{part}: the blocks of {type(model).__name__} ({type(module).__name__}) return more than hidden "
-                f"states, so they cannot be skipped; name layers of {'attention' if part == 'mlp' else 'mlp'} alone"
-            )
-
-
-def _returns_states(module: nn.Module, part: str) -> bool:
-    """Return whether a block returns hidden states alone, rather than with what attention weighs."""
-    return part == "mlp" or keeps_state(type(module))
-
-
-def _attending(layers: Iterable[nn.Module]) -> set[int]:
-    """Numbers of the layers whose first block has keys and values, in place of a state or beside one."""
-    return {i for i, layer in enumerate(layers) if not keeps_state(type(getattr(layer, _block(layer, "attention"))))}
-
-
-def _layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers.
+    Attributes:
+        layers: the decoder layers.
+        names: of each block in its layer.
+        modules: the blocks.
+        attending: those with keys and values, in place of a state or beside one.
 
     Raises:
         ValueError: blocks cannot be taken out of this model.
     """
-    decoder = getattr(model, model.base_model_prefix, None)
-    layers = getattr(decoder, "layers", None)
-    kind = type(model).__name__
-    if not isinstance(layers, nn.ModuleList) or not all(_block(layer, part) for layer in layers for part in PARTS):
-        raise ValueError(
-            f"model: the blocks of {kind} are not self_attn and mlp of model.layers, so none can be skipped"
-        )
-    for module in (model, decoder, *layers):
-        if "forward" in vars(module):
-            raise ValueError(
-                f"model: {kind} is dispatched by hooks (offloading, several devices); nothing can be skipped"
-            )
-    return layers
-
-
-def _without(model: PreTrainedModel, skipped: Mapping[str, Sequence[int]]) -> PreTrainedModel:
-    """A view of ``model``: the same weights, fewer blocks."""
-    kept, kinds = [], set(getattr(properties.text_config(model), "layer_types", None) or ())
-    for index, layer in enumerate(_layers(model)):
-        stubs: dict[str, nn.Module] = {}
-        for part, indices in skipped.items():
-            if index in indices:
-                name = _block(layer, part)
-                stubs[name] = _NoBlock(alone=_returns_states(getattr(layer, name), part))
-        # Where layers are of several types, their numbers say which mask is theirs.
-        if len(stubs) < len(PARTS) or len(kinds) > 1:
-            kept.append(with_children(layer, stubs) if stubs else layer)
-    decoder = with_children(
-        getattr(model, model.base_model_prefix), {"layers": nn.ModuleList(kept).train(model.training)}
-    )
-    view = with_children(model, {model.base_model_prefix: decoder})
-    vars(view)["lacks"] = list(map(list, skipped.values()))  # tells what forwards cost from those of the whole model
-    return view
-
-
-class _Weights:
-    """Elements of the weights that a forward reads.
-
-    Attributes:
-        blocks: by part and number of the layer.
-        layers: whole, by number.
-        head: of the output matrix.
-    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        def elements(module: nn.Module) -> int:
-            return sum(p.numel() for p in module.parameters())
+        self.model, self.decoder = model, getattr(model, model.base_model_prefix, None)
+        self.layers, kind = getattr(self.decoder, "layers", None), type(model).__name__
+        found = list(enumerate(self.layers)) if isinstance(self.layers, nn.ModuleList) else []
+        self.names = {(part, i): _name(layer, part) for part in PARTS for i, layer in found}
+        if not found or not all(self.names.values()):
+            raise ValueError(
+                f"model: the blocks of {kind} are not self_attn and mlp of model.layers, so none can be skipped"
+            )
+        for module in (model, self.decoder, *self.layers):
+            if "forward" in vars(module):
+                raise ValueError(
+                    f"model: {kind} is dispatched by hooks (offloading, several devices); nothing can be skipped"
+                )
+        self.modules = {(part, i): getattr(self.layers[i], name) for (part, i), name in self.names.items()}
+        self.attending = {block for block in self.modules if not self.returns_states(block)}
+        # Elements of weights: of the blocks, of what else a layer has, and of all that a forward reads.
+        self.sizes = {block: _elements(module) for block, module in self.modules.items()}
+        self.rest = [_elements(layer) - sum(self.sizes[part, i] for part in PARTS) for i, layer in found]
+        self.whole = sum(self.sizes.values()) + sum(self.rest) + _elements(model.get_output_embeddings())
 
-        layers = list(enumerate(_layers(model)))
-        self.blocks = {
-            (part, i): elements(getattr(layer, _block(layer, part))) for part in PARTS for i, layer in layers
-        }
-        self.layers, self.head = [elements(layer) for _, layer in layers], elements(model.get_output_embeddings())
+    def returns_states(self, block: Block) -> bool:
+        """Return whether a block returns hidden states alone, rather than with what attention weighs."""
+        return block[0] == "mlp" or keeps_state(type(self.modules[block]))
 
-    def share(self, skipped: Collection[tuple[str, int]]) -> float:
-        """Share of them that is still read without some blocks; see :attr:`LayerSkip.cost`."""
-        kept = self.head
-        for i, elements in enumerate(self.layers):
-            gone = [block for block in ((part, i) for part in PARTS) if block in skipped]
-            kept += 0 if len(gone) == len(PARTS) else elements - sum(self.blocks[block] for block in gone)
-        return kept / (self.head + sum(self.layers))
+    @torch.no_grad()
+    def check(self, skipped: Collection[Block]) -> None:
+        """Raise where a block returns something else than what takes its place: a forward of two tokens shows it.
+
+        MLPs of Zaya return their router's states for the next layer, those of gpt-oss their router's scores.
+
+        Raises:
+            ValueError: one of them does.
+        """
+        returned: dict[Block, Any] = {}
+        with ExitStack() as hooks:
+            for block in skipped:
+                keep = partial(returned.__setitem__, block)
+                hook = self.modules[block].register_forward_hook(lambda _, __, output, keep=keep: keep(output))
+                hooks.enter_context(hook)
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=properties.device_of(self.model))
+            self.model(input_ids=ids, use_cache=False)
+        for block in skipped:
+            output, part = returned.get(block), block[0]
+            alone = self.returns_states(block)
+            if not (isinstance(output, Tensor) if alone else isinstance(output, tuple) and len(output) == 2):
+                module = type(self.modules[block]).__name__
+                raise ValueError(
+                    f"{part}: the blocks of {type(self.model).__name__} ({module}) return more than hidden states, so "
+                    f"they cannot be skipped; name layers of {'attention' if part == 'mlp' else 'mlp'} alone"
+                )
+
+    def without(self, skipped: Collection[Block]) -> PreTrainedModel:
+        """A view of the model: the same weights, fewer blocks."""
+        kept, kinds = [], set(getattr(properties.text_config(self.model), "layer_types", None) or ())
+        for index, layer in enumerate(self.layers):
+            gone = [block for block in ((part, index) for part in PARTS) if block in skipped]
+            stubs = {self.names[block]: _NoBlock(alone=self.returns_states(block)) for block in gone}
+            # Where layers are of several types, their numbers say which mask is theirs.
+            if len(stubs) < len(PARTS) or len(kinds) > 1:
+                kept.append(with_children(layer, stubs) if stubs else layer)
+        decoder = with_children(self.decoder, {"layers": nn.ModuleList(kept).train(self.model.training)})
+        view = with_children(self.model, {self.model.base_model_prefix: decoder})
+        vars(view)["lacks"] = sorted(map(list, skipped))  # tells what forwards cost from those of the whole model
+        return view
+
+    def share(self, skipped: Collection[Block]) -> float:
+        """Share of the weights of a forward that is still read without some blocks; see :attr:`LayerSkip.cost`."""
+        unvisited = [rest for i, rest in enumerate(self.rest) if all((part, i) in skipped for part in PARTS)]
+        return (self.whole - sum(unvisited) - sum(self.sizes[block] for block in skipped)) / self.whole
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _name(layer: nn.Module, part: str) -> str:
+    """The name of a layer's block; empty where it has none such."""
+    names = [PARTS[part]] + [name for name, child in layer.named_children() if keeps_state(type(child))]
+    return next((name for name in names[: None if part == "attention" else 1] if hasattr(layer, name)), "")

@@ -15,7 +15,7 @@ from gsd_kernels.ops.step import start_graph
 
 from ..model import replay
 from ..records import Candidates, DecodeState, Verified
-from .base import DraftSource, GrowsLevels, Level, OwnSource, Prefilled, Proposal, Text, reaches
+from .base import DraftSource, Level, OwnSource, Prefilled, Proposal, Text, reaches
 from .border import Border, is_own
 from .ledger import SourceWeights, Tally
 
@@ -76,9 +76,12 @@ class Mixer:
     def _take(self, sources: Sequence[DraftSource]) -> None:
         self.sources = tuple(sources)
         self.lookups = [source for source in self.sources if not source.forwards]
+
+    @property
+    def grower(self) -> OwnSource | None:
+        """The one source that needs no forward, if it proposes for all levels at once."""
         only = self.lookups[0] if len(self.lookups) == 1 else None
-        # Once a text: a protocol's check looks at every attribute, which is a part of a draft's time.
-        self.grower = only if only is not None and is_own(only) and isinstance(only, GrowsLevels) else None
+        return only if isinstance(only, OwnSource) and only.at_once and is_own(only) else None
 
     def leave(self, length: int) -> list[str]:
         """Leave out, until the next text, sources that do not reach behind ``length`` tokens; their names."""
@@ -192,12 +195,10 @@ class Mixer:
 
     def propose_rest(self, level: Level) -> MixedLevel | None:
         """This level and all behind it, merged, where one source alone is asked there and does them at once."""
-        source, grower = self.lookups[0] if self.lookups else None, self.grower
-        if source is None or grower is None or level.number < level.config.depth:
+        source = self.grower if level.number >= level.config.depth else None
+        if source is None:
             return None
-        asked = self.tally.timed(source.name, grower.propose_rest, level)
-        if asked is None:
-            return None
+        asked = self.tally.timed(source.name, source.propose_rest, level)
         return MixedLevel(asked.node_ids, (asked.tokens, asked.log_probs), {source.name: asked})
 
     def alone(self, name: str, asked: Asked) -> Candidates:

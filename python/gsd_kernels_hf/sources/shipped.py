@@ -1,55 +1,30 @@
 """Files of ``gsd_kernels.learn`` that come with this package, each for one published model in all its forms.
 
-A model is told by its sizes and by all its weights of one dimension, which are its norms' and biases. No format
-quantises these: rounded to bfloat16 they are the same numbers in a checkpoint of any dtype and in a GGUF file of any
-number of bits. Further training changes them. Adapters that are merged into matrices do not, and then the file may
-guess worse; the text is the model's own in any case.
+A model is told by all its weights of one dimension, which are its norms' and biases. No format quantises these: rounded
+to bfloat16 they are the same numbers in a checkpoint of any dtype and in a GGUF file of any number of bits. Further
+training changes them. Adapters that are merged into matrices do not, and then the file may guess worse; the text is the
+model's own in any case.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..model.properties import text_config
-
 FOLDER = Path(__file__).resolve().parents[1] / "shipped"
 
-SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Of a config, those that are compared before any weight is read."""
-
-
-@dataclass(frozen=True)
-class Shipped:
-    """The model that a file is of.
-
-    Attributes:
-        sizes: its :data:`SIZES`.
-        fingerprint: its :func:`print_of_vectors`, which the file has too.
-    """
-
-    sizes: tuple[str | int, ...]
-    fingerprint: str
-
-
-SHIPPED = {
-    "smollm2-135m-instruct": Shipped(("llama", 576, 1536, 30, 9, 49152), "824cf4dfddc66fb5"),
-}
-"""By name, which is the file's."""
+SHIPPED = {"smollm2-135m-instruct": "824cf4dfddc66fb5"}
+"""The :func:`print_of_vectors` of a model, which its file has too, by the file's name."""
 
 
 def shipped_file(model: PreTrainedModel) -> tuple[Path, str] | None:
     """The file that was learned of a model and comes with this package, and the fingerprint in it; else ``None``."""
-    config = text_config(model)
-    sizes = tuple(getattr(config, name, None) for name in SIZES)
-    alike = {shipped.fingerprint: name for name, shipped in SHIPPED.items() if shipped.sizes == sizes}
-    found = print_of_vectors(model) if alike else None
-    return None if found not in alike else (FOLDER / f"{alike[found]}.safetensors", found)
+    own = print_of_vectors(model)
+    return next(((FOLDER / f"{name}.safetensors", own) for name, print_ in SHIPPED.items() if print_ == own), None)
 
 
 def print_of_vectors(model: nn.Module) -> str | None:
