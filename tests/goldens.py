@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import gzip
+import inspect
 import json
 import sys
 import tempfile
@@ -20,6 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+import typer
 from models import noised, prompts, tiny
 from ops.contracts.inputs import op_inputs
 from texts.covering import CALLS, SUBJECTS, asked, plain_text, rows
@@ -27,6 +29,8 @@ from texts.covering import CALLS, SUBJECTS, asked, plain_text, rows
 import gsd_kernels as gsd
 from gsd_kernels import cpu_levels
 from gsd_kernels.ops.table import all_ops
+from gsd_kernels_bench.cli import app as benches
+from gsd_kernels_cli.app import app
 
 FILE = Path(__file__).with_name("goldens.json.gz")
 LEVEL, TOLERANCE = "avx2", 1e-4  # of floats
@@ -167,13 +171,26 @@ def _refused(call: Callable[[], Any]) -> list[str] | None:
 
 
 def statistics() -> Iterator[tuple[str, Any]]:
-    """Names of all that is public, and fields and types of a call's statistics."""
+    """Names of all that is public, parameters, commands, options, and fields and types of a call's statistics."""
     yield "public names", sorted(gsd.__all__)
+    for name in gsd.__all__:
+        value = getattr(gsd, name)
+        if callable(value) and not (isinstance(value, type) and issubclass(value, Exception)):
+            yield name, [*inspect.signature(value).parameters]
+    yield from options("gsd-kernels", typer.main.get_command(app))
+    yield from options("gsd-kernels bench", typer.main.get_command(benches))
     target = _llama()
     out = gsd.generate(
         target, **prompts(1, 9), assistant_model=noised(target), max_new_tokens=12, return_dict_in_generate=True
     )
     yield "statistics", {name: type(value).__name__ for name, value in sorted(out.stats.as_dict().items())}
+
+
+def options(name: str, command: typer.core.TyperCommand | typer.core.TyperGroup) -> Iterator[tuple[str, Any]]:
+    """Arguments and options of a command and of those below it."""
+    yield name, sorted(word for given in command.params for word in (*given.opts, *given.secondary_opts))
+    for below in getattr(command, "commands", ()):
+        yield from options(f"{name} {below}", command.get_command(None, below))
 
 
 PARTS: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
