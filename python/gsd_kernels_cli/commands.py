@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ class Commands(TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             raise
-        except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+        except (ValueError, TypeError, OSError, RuntimeError, ImportError, subprocess.SubprocessError) as error:
             if ctx.params.get("debug"):
                 raise
             _print_error(self._as_typed(ctx, " ".join(str(error).split()) or type(error).__name__))

@@ -21,11 +21,16 @@ from gsd_kernels_hf.engine.stats import GenerationStats
 from gsd_kernels_hf.model.properties import cache_argument, device_of, logits_alone
 from gsd_kernels_hf.progress import tracked
 
-from .busy import Others
+from .busy import Others, distrust
+from .output import out, size, table
 
 Inputs = Mapping[str, Tensor]
 """``input_ids`` and ``attention_mask`` of one prompt, [1, P]."""
 
+UNDRAFTED = "undrafted"
+"""Name of the way of :func:`undrafted`, where it takes part."""
+NOISE_FACTOR = 1.1
+"""Drafts cannot give more than their tokens per step; beyond this multiple of it the times are not believed."""
 WARM_UP_TOKENS = 4
 """That every contender decodes of the first prompt before a race."""
 
@@ -78,6 +83,14 @@ class Run:
     def tokens_per_forward(self) -> float:
         return len(self.tokens) / (self.target_forwards or 1)
 
+    def as_dict(self) -> dict[str, Any]:
+        figures = {name: getattr(self, name) for name in FIGURES}
+        return figures if self.stats is None else {**figures, "stats": self.stats.as_dict()}
+
+
+FIGURES = ("seconds", "tokens_per_second", "tokens_per_forward", "target_forwards", "peak_bytes")
+"""Of a :class:`Run`, what is reported."""
+
 
 def together(runs: Sequence[Run]) -> Run:
     """Several prompts as one: all tokens and seconds, the highest peak."""
@@ -118,24 +131,77 @@ class Divergence:
         return {**vars(self), "within_rounding": self.within_rounding}
 
 
-def tally(divergences: Sequence[Divergence | None]) -> dict[str, int]:
-    """How many texts of a way are equal to those that they are held against, and of the others why."""
-    near = [divergence.within_rounding for divergence in divergences if divergence is not None]
-    return {
-        "equal": len(divergences) - len(near),
-        "within_rounding": sum(near),
-        "beyond_rounding": len(near) - sum(near),
-    }
+@dataclass(frozen=True)
+class Race:
+    """What ways made of the same prompts: the first one is plain decoding, the last one's texts are held against its.
 
+    Attributes:
+        rounds: runs by way, a round a prompt.
+        divergences: where the last way's text parts from the first one's, by prompt.
+        others_share: of the machine's processors, what other programs took meanwhile.
+    """
 
-def sameness(row: Mapping[str, Any], texts: int) -> str:
-    """Say in words what :func:`tally` counted of so many texts."""
-    text = f"{row['equal']} of {texts}"
-    if row["within_rounding"]:
-        text += f", {row['within_rounding']} by rounding"
-    if row["beyond_rounding"]:
-        text += f", {row['beyond_rounding']} DIFFER BEYOND ROUNDING: a bug"
-    return text
+    rounds: list[dict[str, Run]]
+    divergences: list[Divergence | None]
+    others_share: float | None
+
+    @property
+    def totals(self) -> dict[str, Run]:
+        """All prompts as one, by way."""
+        return {way: together([runs[way] for runs in self.rounds]) for way in self.rounds[0]}
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the times say nothing, or ``None``: others were at work, or drafts seem to give more than they can."""
+        runs = self.totals
+        if UNDRAFTED in runs:
+            ours = runs[[*runs][-1]]
+            by_drafts, most = ours.tokens_per_second / runs[UNDRAFTED].tokens_per_second, ours.tokens_per_forward
+            if by_drafts > NOISE_FACTOR * most:
+                return (
+                    f"Drafts seem to make it {by_drafts:.2f}× as fast, more than {most:.2f} tokens a step can: "
+                    "the runs are too short, or the machine was busy."
+                )
+        return distrust(self.others_share)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but single prompts, as plain data."""
+        near = [divergence.within_rounding for divergence in self.divergences if divergence is not None]
+        runs = self.totals
+        rate = next(iter(runs.values())).tokens_per_second
+        return {
+            "verdict": "equal" if not near else "rounding" if all(near) else "differs",
+            "prompts": len(self.rounds),
+            "equal": len(self.divergences) - len(near),
+            "within_rounding": sum(near),
+            "beyond_rounding": len(near) - sum(near),
+            "ways": [{"way": w, **run.as_dict(), "speedup": run.tokens_per_second / rate} for w, run in runs.items()],
+            "others_share": self.others_share,
+            "why_not_believed": self.doubt,
+        }
+
+    def show(self) -> None:
+        """Print a table of the ways, behind it how many texts are the same."""
+        found, doubt = self.as_dict(), self.doubt
+        if doubt is not None:
+            out.print(doubt, style="bold yellow", soft_wrap=True)
+        rows = [
+            [
+                run["way"],
+                f"{run['tokens_per_second']:.1f}",
+                "–" if doubt else f"{run['speedup']:.2f}",
+                f"{run['tokens_per_forward']:.2f}",
+                size(run["peak_bytes"]),
+            ]
+            for run in found["ways"]
+        ]
+        out.print(table(["", "tokens/s", "×", "tokens/step", "peak memory"], rows))
+        said = f"{found['equal']} of {found['prompts']}"
+        if found["within_rounding"]:
+            said += f", {found['within_rounding']} by rounding"
+        if found["beyond_rounding"]:
+            said += f", {found['beyond_rounding']} DIFFER BEYOND ROUNDING: a bug"
+        out.print(f"The same tokens: {said}", soft_wrap=True)
 
 
 def plain(target: PreTrainedModel, *, counted: bool = True, **options: Any) -> Contender:
@@ -230,7 +296,7 @@ def race(
     max_new_tokens: int,
     *,
     seconds: float = math.inf,
-) -> tuple[list[dict[str, Run]], float | None]:
+) -> Race:
     """Let the contenders decode each prompt in turn, so that whatever slows the machine down slows them all.
 
     Args:
@@ -239,11 +305,9 @@ def race(
         prompts: one round each, after a warm-up of a few tokens.
         max_new_tokens: for each run.
         seconds: no further round is begun once this is spent; there is always one.
-
-    Returns:
-        One dict of runs by name for each prompt that was decoded, and the share of the processors that others took.
     """
     rounds: list[dict[str, Run]] = []
+    divergences = []
     names, total = list(contenders), len(contenders) * len(prompts)
     with tracked(f"decoding {len(prompts)} prompts, {len(names)} times each", total, "runs") as update:
         for name, contender in contenders.items():
@@ -259,7 +323,11 @@ def race(
                 update(number * len(names) + len(runs), f"{name} on prompt {number + 1}")
                 runs[name] = measure(target, contenders[name], inputs, max_new_tokens)
             rounds.append({name: runs[name] for name in names})
-        return rounds, others.share()
+        share = others.share()
+    for inputs, runs in zip(prompts, rounds, strict=False):
+        texts = runs[names[0]].tokens, runs[names[-1]].tokens
+        divergences.append(first_divergence(target, inputs["input_ids"], *texts))
+    return Race(rounds, divergences, share)
 
 
 @torch.no_grad()

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import demo, options, values
-from .busy import distrust
 from .demo import smollm2
 from .demo.smollm2 import NAME
 from .options import read_graph_config
-from .output import DIFFERS, err, out, progress, table
+from .output import DIFFERS, err, out, progress
 
 if TYPE_CHECKING:
     from .pair import LoadedPair
@@ -109,7 +108,7 @@ def command(
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if report["race"] and any(way["beyond_rounding"] for way in report["race"]["ways"]):
+    if report["race"] and report["race"]["beyond_rounding"]:
         raise typer.Exit(DIFFERS)
 
 
@@ -155,7 +154,7 @@ def _talk(pair: LoadedPair, questions: Sequence[str], most: int, **decoding: Any
 
 def _race(pair: LoadedPair, asked: Sequence[str], length: int, seconds: float, **decoding: Any) -> dict[str, Any]:
     """All ways on the same prompts, one after the other; printed as a table."""
-    from .comparison import first_divergence, graph, plain, race, sameness, tally, together
+    from .comparison import graph, plain, race
 
     ours = OURS if pair.draft is None else DRAFTED
     ways = {
@@ -164,30 +163,13 @@ def _race(pair: LoadedPair, asked: Sequence[str], length: int, seconds: float, *
         ours: graph(pair.target, **decoding),
     }
     prompts = [pair.chat(_asked(question), "--model") for question in asked]
-    rounds, share = race(pair.target, ways, prompts, length, seconds=seconds)
-    done, busy, found, rows = len(rounds), distrust(share), [], []
-    base = together([each[HF] for each in rounds]).tokens_per_second
-    for way in ways:
-        run = together([each[way] for each in rounds])
-        divergences = [
-            first_divergence(pair.target, inputs["input_ids"], each[HF].tokens, each[way].tokens)
-            for inputs, each in zip(prompts, rounds, strict=False)
-            if way == ours  # transformers' own ways are no promise of ours
-        ]
-        rates = {"tokens_per_second": run.tokens_per_second, "tokens_per_forward": run.tokens_per_forward}
-        compared = {"compared_with": HF if divergences else None, **tally(divergences)}
-        found.append({"dtype": pair.dtype, "way": way, **rates, **compared})
-        factor = "" if way == HF else "–" if busy else f"{run.tokens_per_second / base:.2f}"
-        same = sameness(compared, done) if divergences else ""
-        rows.append([way, f"{run.tokens_per_second:.1f}", factor, f"{run.tokens_per_forward:.2f}", same])
+    result = race(pair.target, ways, prompts, length, seconds=seconds)
+    done = len(result.rounds)
     late = "" if done == len(asked) else f" (time is up after {done} of {len(asked)} prompts: --seconds {seconds:.0f})"
     title = f"\nThe same prompts ({done}), {length} tokens at most, every way in turn{late}:"
     out.print(title, style="bold", soft_wrap=True)
-    if busy is not None:
-        out.print(busy, style="bold yellow", soft_wrap=True)
-    out.print(table(["", "tokens/s", "×", "tokens/step", "<same texts"], rows))
-    about = {"prompts": done, "asked": len(asked), "seconds": seconds, "max_new_tokens": length}
-    return {**about, "others_share": share, "ways": found}
+    result.show()
+    return {**result.as_dict(), "asked": len(asked), "seconds": seconds, "max_new_tokens": length}
 
 
 def _draw(pair: LoadedPair, asked: str, length: int, directory: Path, **decoding: Any) -> dict[str, Any] | None:

@@ -262,13 +262,6 @@ def _number(key: str, text: str) -> int | float | None:
     raise ValueError(f"--graph-config: {key}: expected a number or none, got {text!r}")
 
 
-def describe_graph_config(config: GraphConfig | str | None) -> str | dict[str, object]:
-    """Graph configuration as plain data."""
-    if config is None or isinstance(config, str):
-        return config or "auto"
-    return asdict(config)
-
-
 def read_prompts(
     arguments: list[str] | None,
     files: list[str] | None,

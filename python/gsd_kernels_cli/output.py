@@ -113,8 +113,3 @@ def stats_table(stats: GenerationStats) -> Table:
 def size(number: float | None) -> str:
     """Bytes in MiB, or a dash for what could not be measured."""
     return "–" if number is None else f"{number / 2**20:.1f} MiB"
-
-
-def speed(ratio: float) -> str:
-    """``1.62× as fast``, or plainly slower."""
-    return f"{ratio:.2f}× as fast" + ("" if ratio >= 1 else " (slower)")
