@@ -49,7 +49,7 @@ def command(
     itself, unless another one is named. Text that is piped in is a message a line.
     """
     model = named_once(place, model)
-    check_draft(model, models.draft)
+    check_draft(model, models.assistant_model)
     if sys.stdin is None:
         raise ValueError("stdin: is closed; messages come from a terminal, a pipe or a file")
     config = read_graph_config(graph_config)

@@ -41,7 +41,7 @@ def command(
     if ranks.tp:
         only_first_rank_prints()
     model, prompts = model_before(prompts, model)
-    check_draft(model, models.draft)
+    check_draft(model, models.assistant_model)
     config = read_graph_config(graph_config)
     given = prompts or prompt_files
     texts = read_prompts(prompts, prompt_files, lines, several_processes=ranks.tp) if given else []

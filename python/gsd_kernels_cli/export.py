@@ -43,13 +43,14 @@ def command(
     gsd_kernels.patch. The pair is loaded once, to see that it fits.
     """
     model = values.named_once(place, model)
-    draft, heads = drafts.draft, drafts.heads
+    draft = drafts.assistant_model
     values.check_draft(model, draft)
     if draft == values.NONE:
         raise ValueError("--draft: none drafts nothing, and the folder would be the model's own; leave it out")
     with progress("loading the models"):
         from gsd_kernels_hf.engine.options import Options
         from gsd_kernels_hf.engine.resolved import Sources
+        from gsd_kernels_hf.exported.options import PLACES
         from gsd_kernels_hf.sources.load import OWN
 
         from . import demo
@@ -63,22 +64,23 @@ def command(
             model, draft = str(demo.path() / "target"), draft or str(demo.path() / "draft")
         elif Path(model).is_dir():
             name = Path(model).resolve().name  # the card may be published, where it lies is nobody's business
-        named = {"draft_heads": str(heads_folder()) if heads == "demo" else heads, "drafter": drafts.drafter}
-        named |= {"assistant_model": None if draft in values.WITHOUT_MODEL else draft, "corpus": drafts.corpus}
+        named = {source: getattr(drafts, source) for source in values.SOURCES}
+        named["assistant_model"] = None if draft in values.WITHOUT_MODEL else draft
+        if drafts.draft_heads == "demo":
+            named["draft_heads"] = str(heads_folder())
         target = write.checkpoint_folder(model, "--model", drafts.revision)
         parts = write.folders_of(named, drafts.draft_revision)
         own = {"drafter": OWN} if drafts.drafter == OWN else {}
-        unnamed = dict.fromkeys(values.FOLDERS.values())
-        places = {values.FOLDERS[option]: str(place) for option, place in parts.items()} | own
-        fetched = replace(drafts, **unnamed | places, revision=None, draft_revision=None)
-        pair = load_pair(str(target), **asdict(fetched))
+        places = dict.fromkeys(values.SOURCES) | {source: str(place) for source, place in parts.items()} | own
+        fetched = asdict(replace(drafts, **places, revision=None, draft_revision=None))
+        pair = load_pair(str(target), options.Models(**fetched))
         shape = options.read_graph_config(graph_config)
         Sources.of(Options(**pair.speculation, graph_config=shape), pair.target)
     if "assistant_tokenizer" in pair.speculation:
         parts["assistant_tokenizer"] = parts["assistant_model"]
     write.write_model_folder(folder, target, name, parts, {**own, "graph_config": shape}, link=link)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    taken = [name for option, name in values.FOLDERS.items() if option in (*parts, *own)]
+    taken = [PLACES[source] for source in values.SOURCES if source in (*parts, *own)]
     if as_json:
         print_json({"folder": str(folder), "bytes": size, "drafts": taken})
         return

@@ -57,12 +57,12 @@ def command(
     if ranks.tp:
         only_first_rank_prints()
     model, prompts = model_before(prompts, model)
-    check_draft(model, models.draft)
+    check_draft(model, models.assistant_model)
     config = read_graph_config(graph_config)
     texts = read_prompts(prompts, prompt_files, lines, several_processes=ranks.tp)
     if not texts:
         raise ValueError("prompt: give one as an argument, by --prompt-file or on stdin")
-    answers = model is None and not (models.heads or models.drafter or models.corpus or ranks.tp)
+    answers = model is None and not (models.draft_heads or models.drafter or models.corpus or ranks.tp)
     if answers and smollm2.why_missing() is None:
         pair, chat = models.load_chat_model(), True
         told = f"{smollm2.NAME} answers"

@@ -49,10 +49,9 @@ def command(
     with progress("loading the model"):
         from gsd_kernels_hf.learning import learn
 
-        from .pair import load_pair
-
-        loading = {"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
-        pair = load_pair(model, None, device="cpu", **loading)
+        pair = options.Models(
+            values.NONE, device="cpu", dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
+        ).load(model)
     place = learn(pair.target, pair.tokenizer, prompts=asked, texts=read, new_tokens=max_new_tokens, file=out)
     seconds, size = time.perf_counter() - begin, place.stat().st_size
     if as_json:

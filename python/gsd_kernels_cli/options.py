@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,6 +65,7 @@ Draft = Annotated[
         _MODELS,
         "Draft model; its tokenizer may be another. [bold]history[/bold], the default beside --model: no model, "
         "the text itself and the target's earlier tokens. [bold]none[/bold]: plain decoding.",
+        "--draft",
         metavar="DIR|ID|history|none",
         callback=values.draft,
     ),
@@ -119,16 +120,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 @dataclass(frozen=True)
 class Drafts:
-    """The draft of a command's model, and from where both are loaded."""
+    """What drafts for a command's model, named as by :func:`gsd_kernels.patch`, and from where both are loaded."""
 
-    draft: Draft = None
-    heads: Annotated[
+    assistant_model: Draft = None
+    draft_heads: Annotated[
         str | None,
         option(
             _MODELS,
             "Heads of the target, from [bold]gsd-kernels train-heads[/bold]: beside --draft and the history, or "
             "without a draft. [bold]demo[/bold]: those of the embedded target.",
-            "--draft-heads",
             metavar="DIR",
         ),
     ] = None
@@ -164,15 +164,14 @@ class Models(Drafts):
 
     dtype: DtypeOption = "auto"
 
-    def load(self, model: str | None, **more: Any) -> LoadedPair:
-        """Load by :func:`~gsd_kernels_cli.pair.load_pair`, which takes ``more``; by default with a folder's draft."""
+    def load(self, model: str | None, tp_timeout: float | None = None) -> LoadedPair:
+        """Load by :func:`~gsd_kernels_cli.pair.load_pair`; by default with what a folder names to draft."""
         from .pair import load_pair, of_folder
 
-        given = {**asdict(self), **more}
-        if model is None or any(given[name] for name in values.FOLDERS.values()):
-            return load_pair(model, **given)
+        if model is None or any(getattr(self, name) for name in values.SOURCES):
+            return load_pair(model, self, tp_timeout)
         named, shape = of_folder(model)
-        pair = load_pair(model, **{**given, **named})
+        pair = load_pair(model, replace(self, **named), tp_timeout)
         pair.own_shape = shape
         return pair
 
@@ -181,7 +180,7 @@ class Models(Drafts):
         from .demo import smollm2
 
         folder = str(smollm2.folder())  # has a bar of its own
-        return self.load(folder, **({"dtype": "bfloat16"} if self.dtype == "auto" else {}))
+        return replace(self, dtype="bfloat16" if self.dtype == "auto" else self.dtype).load(folder)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from gsd_kernels_cli.demo.drafters import heads_folder
 from gsd_kernels_hf import validate
 from gsd_kernels_hf.engine.options import Options
 from gsd_kernels_hf.engine.resolved import Sources
-from gsd_kernels_hf.exported.options import read_options, shape_in
+from gsd_kernels_hf.exported.options import SOURCES, read_options, shape_in
 from gsd_kernels_hf.files import GGUF, model_place
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.packed.dense import load_tokenizer
@@ -142,56 +142,42 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
-def load_pair(
-    model: str | None,
-    draft: str | None,
-    *,
-    heads: str | None = None,
-    drafter: str | None = None,
-    corpus: str | None = None,
-    dtype: str = "auto",
-    device: str | None = None,
-    revision: str | None = None,
-    draft_revision: str | None = None,
-    trust_remote_code: bool = False,
-    tp_timeout: float | None = None,
-) -> LoadedPair:
+def load_pair(model: str | None, models: Any, tp_timeout: float | None = None) -> LoadedPair:
     """The pair that the options name, with its heads, drafter and corpus; the embedded one without ``model``.
 
     Args:
-        model, draft, heads, drafter, corpus: as the options have them, and the others too.
+        model: as ``--model`` has it.
+        models: the options, a :class:`~gsd_kernels_cli.options.Models`.
         tp_timeout: seconds; with it the target is sharded over the processes that torchrun started.
 
     Raises:
         ValueError: options that contradict each other, or a draft that cannot draft for the target.
         OSError: a checkpoint cannot be found.
     """
-    values.check_draft(model, draft)
     quiet_transformers()
     if tp_timeout is None:
-        where = pick_device(device)
-    elif model is None or device is not None:
+        where = pick_device(models.device)
+    elif model is None or models.device is not None:
         raise ValueError("--tp: needs --model, and takes no --device: the GPUs, or the CPU of a machine without one")
     else:
         where = ranks.join(tp_timeout)
-    loading = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    drafts: dict[str, Any] = {}
+    draft, trust, dtype = models.assistant_model, models.trust_remote_code, models.dtype
     if model is None:
-        weights = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-        target, small, tokenizer = demo.load(weights, where)
-        drafts["assistant_model"] = small if draft is None else None
-    else:
-        place = _place(model, "--model", where)
-        tokenizer = _load_tokenizer(place, revision, trust_remote_code)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        sharded = {} if tp_timeout is None else _sharding(place, revision, trust_remote_code)
-        target = _load_model(place, where, revision, **loading, **sharded)
+        model, draft = str(demo.path() / "target"), str(demo.path() / "draft") if draft is None else draft
+        dtype = "float32" if dtype == "auto" else dtype
+    loading = {"dtype": dtype, "trust_remote_code": trust}
+    place = _place(model, "--model", where)
+    tokenizer = _load_tokenizer(place, models.revision, trust)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    sharded = {} if tp_timeout is None else _sharding(place, models.revision, trust)
+    target = _load_model(place, where, models.revision, **loading, **sharded)
+    drafts: dict[str, Any] = {}
     if draft is not None and draft not in WITHOUT_MODEL:
         place = _place(draft, "--draft", where)
-        small = drafts["assistant_model"] = _load_model(place, where, draft_revision, **loading)
+        small = drafts["assistant_model"] = _load_model(place, where, models.draft_revision, **loading)
         try:
-            draft_tokenizer = _load_tokenizer(place, draft_revision, trust_remote_code)
+            draft_tokenizer = _load_tokenizer(place, models.draft_revision, trust)
         except (OSError, ValueError):
             # A folder of weights alone: the vocabulary sizes are compared.
             cure = f"{place} has no tokenizer that can be read; put its files there"
@@ -201,27 +187,27 @@ def load_pair(
             options = Options(small, **tokenizers)
             Sources.of(options, target)
             drafts |= {} if options.translations == [None] else tokenizers
+    heads, drafter, corpus = models.draft_heads, models.drafter, models.corpus
     if drafter is not None:
         drafts["drafter"] = load_drafter(drafter, target)
     if heads is not None:
         drafts["draft_heads"] = DraftHeads.from_pretrained(heads_folder() if heads == "demo" else heads, target)
     if corpus is not None:
-        names = {"assistant_model": "model", "drafter": "drafter", "draft_heads": "heads"}
-        named = [name for option, name in names.items() if drafts.get(option) is not None]
+        named = [source for option, source in SOURCES.items() if option in drafts]
         history = ["history"] if named or draft != NONE else []
         drafts["draft_sources"] = (*named, *history, Corpus(corpus, tokenizer=tokenizer))
     return LoadedPair(target, tokenizer, drafts, plain=draft == NONE and not (heads or drafter or corpus))
 
 
 def of_folder(model: str) -> tuple[dict[str, str], GraphConfig | str | None]:
-    """The draft by the ``gsd_kernels.json`` of a model folder, as options of a command, and its ``graph_config``.
+    """What drafts by the ``gsd_kernels.json`` of a model folder, as options of a command, and its ``graph_config``.
 
     Raises:
         ValueError: the file is damaged.
     """
     folder = Path(model)
     given = read_options(folder) if folder.is_dir() else {}
-    named = {values.FOLDERS[name]: place for name, place in given.items() if name in values.FOLDERS}
+    named = {name: given[name] for name in values.SOURCES if name in given}
     return {name: OWN if place == OWN else str(folder / place) for name, place in named.items()}, shape_in(given)
 
 

@@ -95,8 +95,8 @@ def model_before(prompts: list[str] | None, option: str | None) -> tuple[str | N
     return option, prompts or []
 
 
-FOLDERS = {"assistant_model": "draft", "drafter": "drafter", "draft_heads": "heads", "corpus": "corpus"}
-"""Options of :func:`gsd_kernels.patch` that may be folders, and what commands call them."""
+SOURCES = ("assistant_model", "drafter", "draft_heads", "corpus")
+"""Arguments of :func:`gsd_kernels.patch` that name what drafts."""
 
 
 def drafter(value: str | None) -> str | None:

@@ -70,7 +70,7 @@ def command(
     has the statistics of its decoding in the field gsd_kernels, a stream in its last event. Ctrl-C ends it.
     """
     model = named_once(place, model)
-    check_draft(model, models.draft)
+    check_draft(model, models.assistant_model)
     from .listen import bind, host_names, is_loopback, names_of, origins_of
 
     hosts, origins = host_names(access.allowed_host), origins_of(access.cors)

@@ -17,8 +17,7 @@ from gsd_kernels_cli import chat, comparison, demo, kernel_report, values
 from gsd_kernels_cli.app import app
 from gsd_kernels_cli.commands import Commands
 from gsd_kernels_cli.demo import smollm2
-from gsd_kernels_cli.options import read_prompts
-from gsd_kernels_cli.pair import load_pair
+from gsd_kernels_cli.options import Models, read_prompts
 from gsd_kernels_cli.streaming import Conversation, StdoutStreamer
 from gsd_kernels_hf.model import fused, gpu_proof
 from gsd_kernels_hf.sources.corpus import Corpus
@@ -84,7 +83,7 @@ def alone(code):
 @pytest.fixture(scope="module")
 def expected(pair):
     """What transformers' own generate continues."""
-    loaded = load_pair(pair[1], "none")
+    loaded = Models("none").load(pair[1])
 
     def text(prompts, new_tokens):
         inputs = loaded.encode(prompts)
@@ -303,12 +302,12 @@ def test_a_corpus_drafts_beside_which_sources(tmp_path):
     assert found.stdout == done(*arguments).stdout and stats_of(found)["steps"] < 24, found.stderr
 
     def names(**options):
-        sources = load_pair(None, **options, corpus=str(corpus)).speculation["draft_sources"]
+        sources = Models(**options, corpus=str(corpus)).load(None).speculation["draft_sources"]
         return [source.name if isinstance(source, Corpus) else source for source in sources]
 
-    assert names(draft=None) == ["model", "history", "corpus"]
-    assert names(draft="history") == ["history", "corpus"] and names(draft="none") == ["corpus"]
-    assert names(draft="none", heads="demo") == ["heads", "history", "corpus"]
+    assert names() == ["model", "history", "corpus"]
+    assert names(assistant_model="history") == ["history", "corpus"] and names(assistant_model="none") == ["corpus"]
+    assert names(assistant_model="none", draft_heads="demo") == ["heads", "history", "corpus"]
 
 
 def test_what_was_learned_changes_no_text(pair, tmp_path):
@@ -503,7 +502,7 @@ def test_commands_and_lines_as_windows_ends_them(pair, answers):
 
 
 def test_an_answer_ends_where_the_positions_do(pair):
-    loaded = load_pair(pair[1], None, dtype="float32", device="cpu")
+    loaded = Models(dtype="float32", device="cpu").load(pair[1])
     loaded.target.config.max_position_embeddings = length = len("[user]import os[assistant]") + 5
     with gsd_kernels.patch(loaded.target) as handle:
         talk = Conversation(loaded, {"max_new_tokens": TOKENS, "do_sample": False}, [])
