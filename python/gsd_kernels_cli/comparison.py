@@ -133,7 +133,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Race:
-    """What ways made of the same prompts: the first one is plain decoding, the last one's texts are held against its.
+    """Results of several ways on the same prompts; the first one is plain, and the last one is held against it.
 
     Attributes:
         rounds: runs by way, a round a prompt.

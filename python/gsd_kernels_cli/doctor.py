@@ -116,7 +116,7 @@ def examine(*, prove: bool = False) -> dict[str, dict[str, Any]]:
 
 
 def drafters_of(model: str) -> str:
-    """What ``drafter=`` takes for a model and comes with it, and what that is.
+    """Say what ``drafter=`` takes for a model and comes with it.
 
     Raises:
         OSError, ValueError: the model cannot be loaded.
@@ -183,7 +183,7 @@ def _device(device: torch.device) -> str:
 
 
 def _compilers() -> dict[str, str]:
-    """Those that an installation here would build with, as they name their releases."""
+    """Name the compilers that an installation here would build with, as they name their releases."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc") or os.path.join(home, "bin", "nvcc")
     return {"c++": _release(os.environ.get("CXX") or "c++", 0), "nvcc": _release(nvcc, -1)}
@@ -200,7 +200,7 @@ def _release(command: str, line: int) -> str:
 
 
 def _rows_on(missing: str | None, proofs: dict[str, dict[str, Any]] | None) -> str:
-    """Which way rows go on a device where the operator is ``missing`` for a reason, or proved so."""
+    """Say which way rows go on a device where the operator is ``missing`` for a reason, or proved so."""
     if missing is not None:
         return f"the model's modules: {missing}"
     if proofs is None:

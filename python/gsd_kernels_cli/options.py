@@ -120,7 +120,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 @dataclass(frozen=True)
 class Drafts:
-    """What drafts for a command's model, named as by :func:`gsd_kernels.patch`, and from where both are loaded."""
+    """Drafts for a command's model, named as by :func:`gsd_kernels.patch`, and from where both are loaded."""
 
     assistant_model: Draft = None
     draft_heads: Annotated[

@@ -200,7 +200,7 @@ def load_pair(model: str | None, models: Any, tp_timeout: float | None = None) -
 
 
 def of_folder(model: str) -> tuple[dict[str, str], GraphConfig | str | None]:
-    """What drafts by the ``gsd_kernels.json`` of a model folder, as options of a command, and its ``graph_config``.
+    """Find what drafts by a folder's ``gsd_kernels.json``, as options of a command, and its ``graph_config``.
 
     Raises:
         ValueError: the file is damaged.
