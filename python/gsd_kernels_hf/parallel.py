@@ -30,7 +30,7 @@ import gsd_kernels
 
 from .records import Verified
 from .validate.models import check_heads
-from .validate.options import CONFIG_FIELDS, HONOURED
+from .validate.options import HONOURED
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -239,7 +239,7 @@ def _ranks(column: Tensor) -> str:
 
 def honoured(config: GenerationConfig) -> dict[str, object]:
     """The options that decide what is generated."""
-    return {name: value for name, value in vars(config).items() if CONFIG_FIELDS.get(name, ("",))[0] == HONOURED}
+    return {name: value for name, value in vars(config).items() if name in HONOURED}
 
 
 def digest(value: object) -> int:

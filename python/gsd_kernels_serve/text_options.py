@@ -13,8 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.model.sides import longropes_of
-from gsd_kernels_hf.validate.options import CONFIG_FIELDS
-from gsd_kernels_hf.validate.options import HONOURED as IN_CONFIG
+from gsd_kernels_hf.validate.options import CONFIG_FIELDS, HONOURED, REFUSED
 
 from . import fields
 from .checks import Refused, is_whole
@@ -190,8 +189,9 @@ def _arguments(given: str) -> dict[str, Any]:
     found = {}
     defaults = GenerationConfig().to_dict()
     for name, value in arguments.items():
-        treatment, why, neutral = CONFIG_FIELDS.get(name, ("unknown", f"transformers has no argument {name}", ()))
-        if treatment == IN_CONFIG and name not in _SERVER_SAYS:
+        unknown = "" if name in CONFIG_FIELDS else f"transformers has no argument {name}"
+        why, neutral = REFUSED.get(name, (unknown, ()))
+        if name in HONOURED and name not in _SERVER_SAYS:
             if value is not None and name in fields.ARGUMENTS:
                 fields.ARGUMENTS[name](f"generation_config.{name}", value)
             found[name] = value

@@ -386,11 +386,11 @@ def test_references_of_prompts_with_several_sequences_each():
 def test_every_field_and_parameter_of_transformers_is_listed():
     fields = set(vars(GenerationConfig()))
     fields |= {name for name in vars(models.tiny().generation_config) if not name.startswith("_")}
-    assert len(fields) > 50 and fields - set(options.CONFIG_FIELDS) == set()
+    assert len(fields) > 50 and fields <= options.CONFIG_FIELDS
     parameters = set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}
     read = set(inspect.signature(GenerationMixin._extract_generation_mode_kwargs).parameters)
     parameters |= read - {"self", "custom_generate", "kwargs"}
-    assert parameters - set(options.GENERATE_PARAMETERS) == set()
+    assert parameters <= options.SERVED_PARAMETERS | options.REFUSED_PARAMETERS.keys()
 
 
 REFUSED_VALUES = {
@@ -414,8 +414,7 @@ REFUSED_VALUES = {
 
 
 def test_every_refused_field_is_refused_by_name():
-    refused = {name for name, (treatment, *_) in options.CONFIG_FIELDS.items() if treatment == options.REFUSED}
-    assert refused == set(REFUSED_VALUES)
+    assert options.REFUSED.keys() == set(REFUSED_VALUES)
     for name, value in REFUSED_VALUES.items():
         config = GenerationConfig(return_dict_in_generate=True)
         check_generation_config(config)

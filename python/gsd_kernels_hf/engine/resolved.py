@@ -24,7 +24,7 @@ from ..sources.grammar import Grammar
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.load import Drafter, loaded, source_of
-from ..validate.options import CONFIG_FIELDS, GENERATE_PARAMETERS, warn_once
+from ..validate.options import CONFIG_FIELDS, REFUSED_PARAMETERS, SERVED_PARAMETERS, warn_once
 from .options import NAMES, Options
 
 OPTIONS = tuple(field.name for field in fields(Options))
@@ -191,7 +191,7 @@ def check_names(given: Iterable[str], model: PreTrainedModel) -> None:
     Raises:
         TypeError: it names the nearest.
     """
-    known = {*OPTIONS, *CONFIG_FIELDS, *GENERATE_PARAMETERS}
+    known = {*OPTIONS, *CONFIG_FIELDS, *SERVED_PARAMETERS, *REFUSED_PARAMETERS}
     strange = [name for name in given if name not in known]
     for function in (model.forward, model.prepare_inputs_for_generation) if strange else ():
         known |= inspect.signature(function).parameters.keys()

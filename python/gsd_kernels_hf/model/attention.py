@@ -74,8 +74,7 @@ class GraphInputs:
     row_invariant: bool = False  # whether a row is to have the same bits alone and among others
     calls: int = 0  # so far
     _masks: dict[tuple[int, int | None, int | None], DenseMask] = field(default_factory=dict, repr=False)
-    _by_device: dict[torch.device, GraphInputs] = field(default_factory=dict, repr=False)
-    _last: dict[int, GraphInputs] = field(default_factory=dict, repr=False)
+    _parts: dict[tuple[torch.device, int], GraphInputs] = field(default_factory=dict, repr=False)
 
     def attend(
         self,
@@ -95,7 +94,7 @@ class GraphInputs:
         else:
             raise RuntimeError(changed_meanwhile(self.calls + 1, len(self.kinds)))
         self.calls += 1
-        inputs = self.on(query.device).last(query.shape[2])
+        inputs = self.last(query.shape[2], query.device)
         if kind.temperature is not None:
             query = kind.temperature.applied(query, inputs.kv_len[:, None] + inputs.row_depths)  # [B, Hq, R, D]
         return dag_attention(
@@ -140,30 +139,20 @@ class GraphInputs:
             )
         return self._masks[key]
 
-    def last(self, rows: int) -> GraphInputs:
-        """These inputs of the last rows only: layers that store nothing may be given no more than logits need."""
-        if rows == self.ancestor_mask.shape[1]:
-            return self
-        if rows not in self._last:
-            self._last[rows] = self._with(
-                ancestor_mask=self.ancestor_mask[:, -rows:].contiguous(),
-                row_depths=self.row_depths[:, -rows:].contiguous(),
-            )
-        return self._last[rows]
+    def last(self, rows: int, device: torch.device) -> GraphInputs:
+        """These inputs of the last rows only, on a device: made once a step.
 
-    def _with(self, **tensors: Tensor) -> GraphInputs:
-        """These inputs with other tensors, and nothing of what was made of them."""
-        return replace(self, **tensors, _masks={}, _by_device={}, _last={})
-
-    def on(self, device: torch.device) -> GraphInputs:
-        """These inputs on ``device``, copied once a step for every device of a sharded model."""
-        if self.kv_len.device == device:
+        Layers that store nothing may be given no more rows than logits need; a sharded model has several devices.
+        """
+        if rows == self.ancestor_mask.shape[1] and device == self.kv_len.device:
             return self
-        if device not in self._by_device:
+        if (device, rows) not in self._parts:
             tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
             moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-            self._by_device[device] = self._with(**moved)
-        return self._by_device[device]
+            for name in ("ancestor_mask", "row_depths"):
+                moved[name] = moved[name][:, -rows:].contiguous()
+            self._parts[device, rows] = replace(self, **moved, _masks={}, _parts={})
+        return self._parts[device, rows]
 
 
 def changed_meanwhile(calls: int, expected: int) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .facts import Facts, fact
 from .masks import Unserved
@@ -56,21 +55,18 @@ def rereads(model: PreTrainedModel) -> bool:
     return ORIGINAL in prepare.__code__.co_names and hasattr(model.config, ORIGINAL)
 
 
-def frequencies(module: Any, *, long: bool) -> Tensor:
-    """The numbers that a forward on one side has in ``inv_freq``."""
-    numbers = module.original_inv_freq
-    if long:
-        numbers = getattr(module, "long_inv_freq", None)
-        if numbers is None:
-            device = module.inv_freq.device
-            numbers, _ = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, device, seq_len=original_of(module) + 1)
-    return torch.empty_like(module.inv_freq).copy_(numbers)
+def apart(module: Any) -> Any:
+    """The rotary embedding with an ``inv_freq`` of its own, which a forward writes."""
+    view = copy.copy(module)
+    view.__dict__["_buffers"] = {**module._buffers, "inv_freq": module.inv_freq.clone()}
+    return view
 
 
 def frozen(module: Any, *, long: bool) -> Any:
     """The rotary embedding on one side for all positions."""
-    view = copy.copy(module)
-    view.__dict__["_buffers"] = {**module._buffers, "inv_freq": frequencies(module, long=long)}
+    view, at = apart(module), original_of(module) if long else 0
+    place = torch.full((1, 1), at, dtype=torch.int64, device=module.inv_freq.device)
+    view.forward(place, place)  # which takes the frequencies of its side
     view.__dict__["rope_type"] = "default"
     return view
 
@@ -92,7 +88,7 @@ class TwoSided(nn.Module):
     def refresh(self) -> None:
         """Follow the model's own, whose numbers may have changed in place."""
         for side, long in ((self.short, False), (self.long, True)):
-            side.inv_freq.copy_(frequencies(self.own, long=long))
+            side.inv_freq.copy_(frozen(self.own, long=long).inv_freq)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         """Cosines and sines [B, n, D] at ``position_ids``, int64 [B, n]."""
@@ -176,9 +172,7 @@ def check_sides(facts: Facts) -> None:
                 "layers lie on several devices"
             )
     for module in rotaries:
-        own = copy.copy(module)  # what a forward writes is its own
-        own.__dict__["_buffers"] = {**module._buffers, "inv_freq": module.inv_freq.clone()}
-        last = original_of(module)
+        own, last = apart(module), original_of(module)
         x = torch.zeros(1, 1, dtype=model.dtype, device=module.inv_freq.device)
         places = torch.tensor([[0, 1, last - 1, last]], dtype=torch.int64, device=x.device)
         for long, reach in ((False, 3), (True, 4)):

@@ -12,97 +12,83 @@ from .modes import OTHERWISE, Unsupported
 
 logger = logging.getLogger("gsd_kernels")
 
-HONOURED, IRRELEVANT, REFUSED = "honoured", "irrelevant", "refused"
 BEAMS = "beam search keeps several hypotheses, one is served (num_beams=1)"
 LISTS = "constrained beam search; prefix_allowed_tokens_fn and logits_processor constrain one text"
 AFTERWARDS = (
     "a forward of the finished text has them: model(sequences, output_hidden_states=True, output_attentions=True)"
 )
 
-# Every field of GenerationConfig: (how it is treated, why, the values that are neutral although it is refused).
-CONFIG_FIELDS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
-    **{
-        name: (HONOURED, "", ())
-        for name in (
-            "bad_words_ids begin_suppress_tokens bos_token_id do_sample encoder_no_repeat_ngram_size "
-            "encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
-            "forced_bos_token_id forced_eos_token_id max_length max_new_tokens max_time min_length min_new_tokens "
-            "min_p no_repeat_ngram_size num_return_sequences output_logits output_scores pad_token_id "
-            "prefill_chunk_size remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate "
-            "sequence_bias stop_strings suppress_tokens temperature top_h top_k top_p typical_p watermarking_config"
-        ).split()
-    },
-    **{
-        name: (IRRELEVANT, "", ())
-        for name in (
-            # bookkeeping, compilation, other caches, options of beam search and of transformers' own assisted modes
-            "_commit_hash _from_model_config transformers_version compile_config disable_compile "
-            "continuous_batching_config decoder_start_token_id max_cache_len low_memory cache_config "
-            "diversity_penalty early_stopping length_penalty "
-            # the text is the same with a cache and without
-            "use_cache "
-            "assistant_confidence_threshold assistant_ensemble_weight assistant_lookbehind target_lookbehind "
-            "num_assistant_tokens num_assistant_tokens_schedule max_matching_ngram_size"
-        ).split()
-    },
-    "num_beams": (REFUSED, BEAMS, (1,)),
-    "num_beam_groups": (REFUSED, BEAMS, (1,)),
-    "constraints": (REFUSED, LISTS, ()),
-    "force_words_ids": (REFUSED, LISTS, ()),
+# Every field of GenerationConfig is in one of three.
+HONOURED = set(
+    "bad_words_ids begin_suppress_tokens bos_token_id do_sample encoder_no_repeat_ngram_size "
+    "encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
+    "forced_bos_token_id forced_eos_token_id max_length max_new_tokens max_time min_length min_new_tokens "
+    "min_p no_repeat_ngram_size num_return_sequences output_logits output_scores pad_token_id "
+    "prefill_chunk_size remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate "
+    "sequence_bias stop_strings suppress_tokens temperature top_h top_k top_p typical_p watermarking_config".split()
+)
+IRRELEVANT = set(
+    # bookkeeping, compilation, other caches, options of beam search and of transformers' own assisted modes
+    "_commit_hash _from_model_config transformers_version compile_config disable_compile "
+    "continuous_batching_config decoder_start_token_id max_cache_len low_memory cache_config "
+    "diversity_penalty early_stopping length_penalty "
+    # the text is the same with a cache and without
+    "use_cache "
+    "assistant_confidence_threshold assistant_ensemble_weight assistant_lookbehind target_lookbehind "
+    "num_assistant_tokens num_assistant_tokens_schedule max_matching_ngram_size".split()
+)
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "num_beams": (BEAMS, (1,)),
+    "num_beam_groups": (BEAMS, (1,)),
+    "constraints": (LISTS, ()),
+    "force_words_ids": (LISTS, ()),
     "penalty_alpha": (
-        REFUSED,
         "contrastive search re-ranks with hidden states; repetition_penalty and no_repeat_ngram_size are served",
         (0, 0.0),
     ),
-    "dola_layers": (REFUSED, "DoLa contrasts hidden layers; repetition_penalty is served", ()),
+    "dola_layers": ("DoLa contrasts hidden layers; repetition_penalty is served", ()),
     "guidance_scale": (
-        REFUSED,
         "classifier-free guidance needs a second target forward at every token; a logits_processor of your own may "
         "make it",
         (1, 1.0),
     ),
-    "prompt_lookup_num_tokens": (REFUSED, 'pass draft_sources=("history",), which drafts from the prompt too', (0,)),
+    "prompt_lookup_num_tokens": ('pass draft_sources=("history",), which drafts from the prompt too', (0,)),
     "assistant_early_exit": (
-        REFUSED,
         "pass assistant_model=LayerSkip(model, …), which drafts with some of the target's layers",
         (0,),
     ),
-    "use_mtp": (REFUSED, 'pass drafter="mtp", which drafts with the same heads, recursively', (False,)),
-    "speculation_type": (REFUSED, "pass drafter=, which reads DFlash and EAGLE-3 checkpoints", ()),
-    "is_assistant": (REFUSED, "the model is another generation's assistant", (False,)),
-    "output_attentions": (REFUSED, AFTERWARDS, (False,)),
-    "output_hidden_states": (REFUSED, AFTERWARDS, (False,)),
-    "token_healing": (REFUSED, "heal the prompt first with model.heal_tokens(input_ids, tokenizer)", (False,)),
+    "use_mtp": ('pass drafter="mtp", which drafts with the same heads, recursively', (False,)),
+    "speculation_type": ("pass drafter=, which reads DFlash and EAGLE-3 checkpoints", ()),
+    "is_assistant": ("the model is another generation's assistant", (False,)),
+    "output_attentions": (AFTERWARDS, (False,)),
+    "output_hidden_states": (AFTERWARDS, (False,)),
+    "token_healing": ("heal the prompt first with model.heal_tokens(input_ids, tokenizer)", (False,)),
     "cache_implementation": (
-        REFUSED,
         "a full-precision cache with graph slots is used, which quantised and offloaded ones are not; leave it out",
         ("static", "dynamic", "dynamic_full", "hybrid", "sliding_window"),
     ),
 }
+"""By field: why, and the values that change nothing."""
+CONFIG_FIELDS = HONOURED | IRRELEVANT | REFUSED.keys()
 
-# Every parameter of transformers' generate, and every keyword that it hands on.
-GENERATE_PARAMETERS: dict[str, str] = {
+# Every parameter of transformers' generate, and every keyword that it hands on, is in one of two.
+SERVED_PARAMETERS = set(
+    "inputs input_ids attention_mask generation_config logits_processor stopping_criteria prefix_allowed_tokens_fn "
+    "assistant_model streamer tokenizer assistant_tokenizer custom_generate trust_remote_code kwargs".split()
+)
+REFUSED_PARAMETERS = {
     **dict.fromkeys(
-        "inputs input_ids attention_mask generation_config logits_processor stopping_criteria "
-        "prefix_allowed_tokens_fn assistant_model streamer tokenizer assistant_tokenizer custom_generate".split(),
-        HONOURED,
+        "synced_gpus negative_prompt_ids negative_prompt_attention_mask position_ids cache_position encoder_outputs "
+        "head_mask labels".split(),
+        "leave it out",
     ),
-    **dict.fromkeys("trust_remote_code kwargs".split(), IRRELEVANT),
-    **dict.fromkeys(
-        "synced_gpus negative_prompt_ids negative_prompt_attention_mask cache past_key_values inputs_embeds "
-        "position_ids cache_position encoder_outputs head_mask labels".split(),
-        REFUSED,
-    ),
-}
-
-INSTEAD = {
     **dict.fromkeys(
         ("cache", "past_key_values"),
         "pass the whole prompt, of which a patched model reads anew only what its last text did not begin with",
     ),
     "inputs_embeds": "pass input_ids",
 }
-"""The nearest thing that works, by argument."""
+"""By argument: the nearest thing that works."""
 
 
 OF_DICTS = ("output_attentions", "output_hidden_states")
@@ -147,8 +133,8 @@ def check_generation_config(config: GenerationConfig) -> None:
             # Checkpoints carry options of their own code, so an unknown one is no reason to refuse the model.
             unknown = "generation option %s=%r is not known to gsd_kernels and may have no effect"
             warn_once((name,), unknown, name, value)
-        treatment, why, neutral = CONFIG_FIELDS.get(name, (IRRELEVANT, "", ()))
-        if treatment == REFUSED and value is not None and value not in neutral and name not in unread:
+        why, neutral = REFUSED.get(name, ("", (value,)))
+        if value is not None and value not in neutral and name not in unread:
             raise Unsupported(f"{name}={value!r}: not supported by graph-speculative generation: {why}{OTHERWISE}")
 
 
@@ -156,6 +142,6 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
     """Raise :class:`Unsupported` for a ``generate`` argument that is set and is not served."""
     check_counts(kwargs)
     for name, value in kwargs.items():
-        if GENERATE_PARAMETERS.get(name) == REFUSED and value is not None and value is not False:
-            cure = INSTEAD.get(name, "leave it out")
+        if name in REFUSED_PARAMETERS and value is not None and value is not False:
+            cure = REFUSED_PARAMETERS[name]
             raise Unsupported(f"{name}: not supported by graph-speculative generation; {cure}{OTHERWISE}")

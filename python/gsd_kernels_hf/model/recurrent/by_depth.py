@@ -42,7 +42,7 @@ class ByDepth:
             self.code = with_kernels(module, {STEP: self.step})
         self.ends: Tensor | None = None  # bool [n]; of the tokens that come next, those that end a prompt
         self.behind_prompt = False  # whether no row was taken into the text yet
-        self.after: dict[State, Tensor] = {}  # [B, T, …]: states after the rows since the text
+        self.after: dict[State, Tensor] = {}  # [B, 1 + T, …]: states after the text, and after the rows since
 
     def begin(self) -> None:
         """Nothing: the states stay where the prompt left them."""
@@ -59,8 +59,9 @@ class ByDepth:
     def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """See :class:`~.mixers.Form`."""
         shape = tree.parents[:, tree.first :].shape  # B, R
-        kept = self.after if tree.first else {}
-        self.after = {kind: grown(states[:, : tree.first], shape[1]) for kind, states in kept.items()}
+        text = {key: states[:, None] for key, states in states_in(self.layer).items()}
+        kept = self.after if tree.first else text
+        self.after = {key: grown(states[:, : 1 + tree.first], shape[1]) for key, states in kept.items()}
         outputs: list[Any] = []
         for sequence, row, parent in tree.levels:
             layer = self.layer_of(sequence, parent)
@@ -102,37 +103,26 @@ class ByDepth:
 
     def layer_of(self, sequence: Tensor, parent: Tensor) -> LinearAttentionLayer:
         """A cache layer with the states that rows [n] follow: of the text, or after their parents."""
-        follows, text, layer = parent >= 0, states_in(self.layer), LinearAttentionLayer(self.layer.number_of_states)
-        some, all_of_them = bool(follows.any()), bool(follows.all())
-        after = self.after if some else {}
-        for key in {**text, **after}:
-            moved = after[key][sequence, parent.clamp(min=0)] if key in after else None
-            states = text[key][sequence] if key in text and not all_of_them else None
-            if moved is not None and not all_of_them:
-                states = torch.zeros_like(moved) if states is None else states
-                moved = torch.where(follows.view(-1, *[1] * (moved.dim() - 1)), moved, states)
-            states = states if moved is None else moved
-            if states is not None:
-                put_state(layer, key, states)
+        layer = LinearAttentionLayer(self.layer.number_of_states)
+        for key, after in self.after.items():
+            put_state(layer, key, after[sequence, 1 + parent])
         layer.device, layer.dtype = self.layer.device, self.layer.dtype
         return layer
 
     def keep(self, layer: LinearAttentionLayer, sequence: Tensor, row: Tensor, tree: RowTree) -> None:
         """Note the states after rows [n]."""
         for key, states in states_in(layer).items():
-            if key not in self.after:
-                self.after[key] = states.new_zeros(*tree.parents.shape, *states.shape[1:])
-            self.after[key][sequence, tree.first + row] = states
+            if key not in self.after:  # the text has no state yet, which is one of zeros
+                batch, count = tree.parents.shape
+                self.after[key] = states.new_zeros(batch, 1 + count, *states.shape[1:])
+            self.after[key][sequence, 1 + tree.first + row] = states
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
         """See :class:`~.mixers.Form`."""
-        text = states_in(self.layer)
         for key, after in self.after.items():
             count = num_accepted.to(after.device)
-            last = last_rows(accepted_rows.to(after.device), count)
-            new = after[torch.arange(len(count), device=after.device), last]
-            stays = (count == 0).view(-1, *[1] * (new.dim() - 1))
-            put_state(self.layer, key, torch.where(stays, text.get(key, torch.zeros_like(new)), new))
+            last = torch.where(count > 0, 1 + last_rows(accepted_rows.to(after.device), count), 0)  # [B]
+            put_state(self.layer, key, after[torch.arange(len(count), device=after.device), last])
         self.after, self.behind_prompt = {}, False
 
 
