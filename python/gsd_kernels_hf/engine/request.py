@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from .. import validate
 from ..acceptance.criteria import DRAWN
 from ..acceptance.sampling import SamplingPlan, draw_seed
-from ..model.prompt_inputs import PromptInputs
+from ..model.prompt_inputs import PromptInputs, check_inputs
 from ..parallel import honoured
 from ..policy.base import Policy
 from ..sources.base import DraftSource
@@ -90,7 +90,7 @@ class Request:
         self.inputs: PromptInputs | None = None
         if unread:
             self.inputs = PromptInputs.of(input_ids, model_kwargs, unread)
-            validate.check_inputs(self.facts, self.inputs, self.kv_start)
+            check_inputs(self.facts, self.inputs, self.kv_start)
         given = self.options.seed if seed is None else seed
         # Behind all checks: where one sends the call to transformers, torch's generator is as it was.
         self.seed = draw_seed(given) if samples else 0

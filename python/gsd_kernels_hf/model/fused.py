@@ -27,6 +27,7 @@ from . import gpu_proof, proof, replay
 from .facts import Facts, fact
 from .foreign import foreign, foreign_code
 from .fused_rows import FusedRows, weights_of
+from .modes import Unsupported
 from .pieces import SEVERAL_TOKENS, WHOLE_TOKENS
 from .probe import served
 from .recurrent.by_depth import limit_of
@@ -126,7 +127,7 @@ def check_rows(facts: Facts, name: str) -> None:
     text's length from the first layer of its cache, written or not.
 
     Raises:
-        ValueError: ``model``, the argument ``name``, computes something else of graph rows.
+        Unsupported: ``model``, the argument ``name``, computes something else of graph rows.
     """
     report = served(facts)
     code = foreign_code(facts, shipped=False)
@@ -144,7 +145,7 @@ def check_rows(facts: Facts, name: str) -> None:
     forward = proof.forward_of(RowModel, "auto", passage, least=least_piece(facts))
     difference = proof.why_not_proved(facts, "modules", forward, singly=True, passage=passage)
     if difference is not None:
-        raise ValueError(
+        raise Unsupported(
             f"{name}: {type(facts.model).__name__} cannot be forwarded with graph rows, since {difference.what}; "
             f"{suspect}; not supported"
         ) from difference.cause

@@ -94,26 +94,16 @@ def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,
         seen = mask_function(zero + sequence, zero, column, column - back)
         return torch.as_tensor(seen, dtype=torch.bool, device=row.device).expand_as(row)
 
-    def one(row: int, back: int) -> bool:
-        return bool(
-            sees(
-                0,
-                torch.tensor([row], dtype=torch.int64, device="cpu"),
-                torch.tensor([back], dtype=torch.int64, device="cpu"),
-            )
-        )
-
     try:
-        low, high = 0, FAR  # the first row that does not see the text's first token lies in (low, high]
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if one(middle, middle) else (low, middle)
-        limits = Limits() if high == FAR else Limits(chunk=high) if high > 1 and not one(high, 1) else Limits(high)
+        rows = torch.arange(FAR, dtype=torch.int64, device="cpu")
+        blind = (~sees(0, rows, rows)).nonzero()[:1, 0]  # the first row that does not see the text's first token
+        begins = blind.numel() and int(blind) > 1 and not sees(0, blind, torch.ones_like(blind))  # nor its predecessor
+        limits = Limits() if not blind.numel() else Limits(chunk=int(blind)) if begins else Limits(int(blind))
         edge = limits.most or 4096
-        rows = {0, 1, 2, 7, 100, edge - 1, edge, edge + 1, 2 * edge - 1, 2 * edge, 3 * edge + 1, FAR}
+        few = {0, 1, 2, 7, 100, edge - 1, edge, edge + 1, 2 * edge - 1, 2 * edge, 3 * edge + 1, FAR}
         back = {-1, -2, -100, 0, 1, 2, 3, 7, *(1 << i for i in range(20)), edge - 1, edge, edge + 1}
         row, distance = torch.meshgrid(
-            torch.tensor(sorted(rows), dtype=torch.int64, device="cpu"),
+            torch.tensor(sorted(few), dtype=torch.int64, device="cpu"),
             torch.tensor(sorted(back), dtype=torch.int64, device="cpu"),
             indexing="ij",
         )

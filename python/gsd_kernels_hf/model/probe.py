@@ -23,6 +23,7 @@ from .facts import Facts, fact
 from .fingerprint import described, is_shipped
 from .hidden import hooked
 from .masks import Limits, Unserved, limits_of_mask
+from .modes import Unsupported
 from .properties import text_config
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import mixers_of, states_of, with_mixers
@@ -230,12 +231,12 @@ def served(model: PreTrainedModel | Facts, name: str = "model") -> AttentionRepo
     """The findings of :func:`examine`, without a problem.
 
     Raises:
-        ValueError: the model, the argument ``name``, cannot be forwarded with graph rows.
+        Unsupported: the model, the argument ``name``, cannot be forwarded with graph rows.
     """
     report = examine(model)
     if report.problem is not None:
         kind = type(Facts.of(model).model).__name__
-        raise ValueError(f"{name}: {kind} {report.problem}; not supported") from report.cause
+        raise Unsupported(f"{name}: {kind} {report.problem}; not supported") from report.cause
     return report
 
 

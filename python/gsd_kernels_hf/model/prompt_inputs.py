@@ -22,8 +22,10 @@ from gsd_kernels.ops.step import FedRows
 from . import proof
 from .facts import Facts
 from .hidden import LAST, kept, listening
+from .modes import LEAVE_OUT, OTHERWISE, Unsupported
 from .properties import CACHES, cache_argument, logits_alone
 from .runner import Listener, RowModel
+from .sides import longropes_of
 
 BY_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Inputs [..., B, P] that transformers cuts where it cuts tokens."""
@@ -165,8 +167,12 @@ def check_inputs(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> None:
         kv_start: int32 [B], left padding.
 
     Raises:
-        ValueError: the logits differ, or there are none.
+        Unsupported: the logits differ, there are none, or positions or ranks are of a kind that is not served.
     """
+    sharded = getattr(facts.model, "_device_mesh", None) is not None
+    for found, whose in ((sharded, "that is sharded among ranks"), (longropes_of(facts), "with longrope")):
+        if found:
+            raise Unsupported(f"{inputs.unread[0]}: not supported of a model {whose}; {LEAVE_OUT}")
     padded = inputs.kwargs.get("attention_mask") is not None
     kv_start = kv_start.to(facts.device)
     way = f"rows behind {inputs.names}, {inputs.axes}, {padded}"
@@ -178,9 +184,9 @@ def check_inputs(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> None:
     )
     if difference is not None:
         name = type(facts.model).__name__
-        raise ValueError(
+        raise Unsupported(
             f"{', '.join(inputs.unread)}: {name} cannot be forwarded with graph rows behind it{end}, since "
-            f"{difference.what}; not supported by graph-speculative generation"
+            f"{difference.what}; not supported by graph-speculative generation{OTHERWISE}"
         ) from difference.cause
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from .properties import vocabulary
 
@@ -23,14 +24,8 @@ NO_TEXT = 256  # in the place of a byte
 ROLES = ("eos", "bos", "pad", "unk")
 
 
-def byte_letters() -> dict[str, int]:
-    """The letter that stands for each byte in byte-level vocabularies, as GPT-2 has them: 256 printable ones."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-LETTERS = byte_letters()
+LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""The letter that stands for each byte in byte-level vocabularies, as GPT-2 has them: 256 printable ones."""
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 May import :mod:`gsd_kernels` and :mod:`gsd_kernels_hf.model`.
 """
 
-from .calls import check_call, check_inputs, check_listeners
+from ..model.modes import Unsupported
+from .calls import check_call, check_listeners
 from .inputs import check_padding, check_prompt, check_reference
 from .models import check_backend, check_model, check_pair, check_paths, check_tokenizers
-from .modes import Unsupported
 from .options import check_arguments, check_counts, check_generation_config
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "check_call",
     "check_counts",
     "check_generation_config",
-    "check_inputs",
     "check_listeners",
     "check_model",
     "check_padding",

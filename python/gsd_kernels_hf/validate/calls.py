@@ -9,19 +9,15 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from ..model import prompt_inputs
 from ..model.facts import Facts
-from ..model.prompt_inputs import PromptInputs
+from ..model.modes import LEAVE_OUT, OTHERWISE, Unsupported
 from ..model.properties import CACHES
-from ..model.sides import longropes_of
-from .modes import OTHERWISE, Unsupported
 from .options import OF_DICTS
 
 # How transformers feeds a model while it generates, which the decode loop does itself.
 FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
 COUNTED = (*CACHES, "cache_position", "logits_to_keep", "use_cache")
 """What the decode loop says in any case; anything else may be an input of a prompt."""
-LEAVE_OUT = "leave it out" + OTHERWISE
 
 
 def check_call(facts: Facts, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -40,45 +36,18 @@ def check_call(facts: Facts, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]
     """
     check_feeding(facts.model)
     check_adapters(facts)
-    unread = _unread(model_kwargs)
+    mask = model_kwargs.get("attention_mask")
+    unread = sorted(name for name, value in model_kwargs.items() if not _is_read(name, value, mask))
     for name in unread:
         if name in COUNTED or not reads_more(facts.model):
             raise Unsupported(f"{name}: {_why_unread(name)}; {LEAVE_OUT}")
-    return tuple(sorted(unread))
-
-
-def check_inputs(model: PreTrainedModel | Facts, inputs: PromptInputs, kv_start: Tensor) -> None:
-    """Raise unless what a prompt has beside its tokens is served.
-
-    Args:
-        model: the target, or its facts.
-        inputs: the prompt.
-        kv_start: int32 [B], left padding.
-
-    Raises:
-        Unsupported: rows of graphs behind such a prompt are not what the model computes.
-    """
-    facts = Facts.of(model)
-    if getattr(facts.model, "_device_mesh", None) is not None:
-        raise Unsupported(f"{inputs.unread[0]}: not supported of a model that is sharded among ranks; {LEAVE_OUT}")
-    if longropes_of(facts):
-        raise Unsupported(f"{inputs.unread[0]}: not supported of a model with longrope; {LEAVE_OUT}")
-    try:
-        prompt_inputs.check_inputs(facts, inputs, kv_start)
-    except ValueError as error:
-        raise Unsupported(f"{error}{OTHERWISE}") from error.__cause__ or error
+    return tuple(unread)
 
 
 def reads_more(model: PreTrainedModel) -> bool:
     """Return whether the model's prompts may have more than text."""
     modalities = getattr(model, "input_modalities", "text")
     return bool({modalities} - {"text"} if isinstance(modalities, str) else set(modalities) - {"text"})
-
-
-def _unread(model_kwargs: Mapping[str, Any]) -> list[str]:
-    """Model inputs that the decode loop would ignore."""
-    mask = model_kwargs.get("attention_mask")
-    return [name for name, value in model_kwargs.items() if not _is_read(name, value, mask)]
 
 
 def _is_read(name: str, value: Any, mask: Tensor | None) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .modes import Unsupported
+from ..model.modes import Unsupported
 
 
 def check_reference(reference_ids: Any, batch: int, vocab_size: int, copies: int = 1) -> None:

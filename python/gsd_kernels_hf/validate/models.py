@@ -14,13 +14,13 @@ from gsd_kernels.ops.state_rows import BLOCK
 
 from ..model.facts import Facts, fact
 from ..model.fused import check_rows
+from ..model.modes import Unsupported
 from ..model.probe import served
 from ..model.properties import text_config, vocabulary
 from ..model.recurrent import mixers
 from ..model.sides import rope_types
 from ..packed.adapters import threshold_of
 from ..packed.modules import Packed
-from .modes import Unsupported
 
 SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"}
@@ -92,12 +92,9 @@ def check_served(facts: Facts, name: str) -> None:
     if mesh is not None:
         check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
     check_weights(name, facts)
-    try:
-        served(facts, name)
-        if name == "model":  # a draft costs speed at most
-            check_rows(facts, name)
-    except ValueError as error:
-        raise Unsupported(str(error)) from error.__cause__ or error
+    served(facts, name)
+    if name == "model":  # a draft costs speed at most
+        check_rows(facts, name)
 
 
 def check_paths(shape: object, models: Iterable[PreTrainedModel]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from .modes import OTHERWISE, Unsupported
+from ..model.modes import OTHERWISE, Unsupported
 
 logger = logging.getLogger("gsd_kernels")
 

@@ -68,7 +68,7 @@ class ByDepth:
 
             def of_level(value: Any, at: tuple[Tensor, Tensor] = (sequence, row), own: Any = layer) -> Any:
                 if isinstance(value, RowsCache):
-                    return standing_in(own, len(value.layers))
+                    return Cache(layers=[own] * len(value.layers))  # whichever it asks for, it is this one
                 if isinstance(value, Tensor) and value.shape[:2] == shape:
                     return value[at].unsqueeze(1)  # [n, 1, …]
                 return value
@@ -129,11 +129,6 @@ class ByDepth:
 def grown(states: Tensor, rows: int) -> Tensor:
     """States after rows [B, T, …], with room for more."""
     return torch.cat([states, states.new_zeros(len(states), rows, *states.shape[2:])], 1)
-
-
-def standing_in(layer: LinearAttentionLayer, layers: int) -> Cache:
-    """A cache all of whose layers are this one."""
-    return Cache(layers=[layer] * layers)
 
 
 def gathered(outputs: list[Any], tree: RowTree, shape: torch.Size) -> Any:

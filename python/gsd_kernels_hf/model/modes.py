@@ -4,6 +4,7 @@ from __future__ import annotations
 
 OTHERWISE = "; or let transformers serve it: model.generate"
 """What a refusal ends with."""
+LEAVE_OUT = "leave it out" + OTHERWISE
 
 
 class Unsupported(ValueError):
