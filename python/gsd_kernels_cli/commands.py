@@ -13,19 +13,6 @@ from typer.core import TyperGroup
 
 from .output import FAILURE, INTERRUPTED, USAGE, err, show_replacements
 
-OPTIONS = {
-    "assistant_model": "--draft",
-    "assistant_tokenizer": "--draft",
-    "drafter": "--drafter",
-    "draft_heads": "--draft-heads",
-    "corpus": "--corpus",
-    "backend": "--backend",
-    "graph_config": "--graph-config",
-    "criterion": "--criterion",
-    "max_new_tokens": "--max-new-tokens",
-}
-"""Arguments that errors of the library begin with, and the options that they come from, where a command has them."""
-
 
 class Commands(TyperGroup):
     """Commands whose errors are one line on stderr, unless ``--debug`` asks for the traceback.
@@ -60,14 +47,13 @@ class Commands(TyperGroup):
             raise typer.Exit(USAGE if isinstance(error, (ValueError, TypeError)) else FAILURE) from None
 
     def _as_typed(self, ctx: Any, message: str) -> str:
-        """An error's text with the option in place of the argument that it begins with."""
+        """An error's text with the option in place of the library's argument that it begins with."""
         argument, colon, rest = message.partition(":")
-        option = OPTIONS.get(argument)
-        if option is None or ctx.invoked_subcommand is None:
-            return message
-        command = self.get_command(ctx, ctx.invoked_subcommand)
-        group = command.allow_extra_args  # another application, whose commands have them
-        return f"{option}{colon}{rest}" if group or any(option in param.opts for param in command.params) else message
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        for param in [] if command is None else command.params:
+            if param.name == argument.replace("_tokenizer", "_model") and param.opts[0].startswith("-"):
+                return f"{param.opts[0]}{colon}{rest}"
+        return message
 
 
 def finite(_: Any, param: Any, value: Any) -> Any:

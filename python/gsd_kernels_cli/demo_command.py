@@ -19,23 +19,8 @@ from .output import DIFFERS, err, out, progress
 if TYPE_CHECKING:
     from .pair import LoadedPair
 
-QUESTIONS = (
-    "Write a short Python function that returns the square of a number.",
-    "Now write one that returns the cube of a number.",
-)
-"""A chat of two turns, answered on the screen: a model of 135M parameters gets them right."""
-
-RACED = (
-    "Correct the mistakes and write the text again: Last summer me and my sister goes to the lake evry day, and the "
-    "water were so cold that nobody wanted to swimm, but we swimmed anyway.",
-    "Explain in a few sentences why the sky is blue.",
-    "Write a Python function that counts the words of a text, and show how to call it.",
-    "Turn into a JSON list with the keys name, age and city: Anna is 31 and lives in Oslo; Ben is 45 and lives in "
-    "Ghent; Carla is 28 and lives in Porto.",
-)
-"""Answered by every way of the race."""
-
 RACE_TOKENS = 64  # at most
+RACED = 4  # excerpts of code, where no chat model is there
 LOOKUP = 10  # tokens that transformers' prompt lookup drafts at a time
 DRAWN = "depth=0,width=4,branch=3,max_rows=12,max_path=8,merge_context=2,history_depth=8,history_width=3"
 """Shape of the step that is drawn: one that `auto` chose may hold a single row."""
@@ -86,9 +71,9 @@ def command(
     if model is None and dtype == "auto":
         dtype = "float32"  # in which texts are transformers' token for token
     name, pair = _load(model, embedded, options.Models(draft, dtype=dtype, device=device))
-    questions, raced = prompts[:2] or QUESTIONS, prompts or RACED
+    questions, raced = prompts[:2] or demo.questions("chat"), prompts or demo.questions("race")
     if model is None and name != NAME:
-        raced = [prompt["text"] for prompt in demo.prompts("code")[: len(RACED)]]
+        raced = [prompt["text"] for prompt in demo.prompts("code")[:RACED]]
         questions = raced[:1]
     import torch
 

@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 import gsd_kernels as gsd
 from gsd_kernels import Corpus, GraphConfig, LayerSkip
 from gsd_kernels.backends import unavailable_reason
+from gsd_kernels_cli import demo
 from gsd_kernels_cli.app import app
 from gsd_kernels_cli.demo import smollm2
-from gsd_kernels_cli.demo_command import HF, HF_LOOKUP, OURS, QUESTIONS
+from gsd_kernels_cli.demo_command import HF, HF_LOOKUP, OURS
 from gsd_kernels_hf.store import cache_dir
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
@@ -221,7 +222,7 @@ def test_the_demo_answers_races_compares_and_draws(place, tmp_path, monkeypatch)
     file = tmp_path / "numbers.json"
     said = run("--max-new-tokens", 8, "--seconds", 0, "--out", tmp_path / "out", "--json", file)
     report = json.loads(file.read_text())
-    assert [answer["question"] for answer in report["answers"]] == list(QUESTIONS)
+    assert [answer["question"] for answer in report["answers"]] == demo.questions("chat")
     for answer in report["answers"]:
         assert answer["text"] in said and 0 < answer["tokens"] <= 8
     race = report["race"]

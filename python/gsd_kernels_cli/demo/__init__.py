@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-__all__ = ["load", "path", "prompts"]
+__all__ = ["load", "path", "prompts", "questions"]
 
 
 def path() -> Path:
@@ -53,3 +53,8 @@ def prompts(kind: str | None = None) -> list[dict[str, Any]]:
     ``text``. ``kind`` restricts the list.
     """
     return [dict(prompt) for prompt in _prompt_file()["prompts"] if kind in (None, prompt["kind"])]
+
+
+def questions(kind: str) -> list[str]:
+    """Return what the demo asks a chat model: in its "chat", whose turns follow each other, or in its "race"."""
+    return list(_prompt_file()[kind])
