@@ -95,7 +95,7 @@ MUTANTS = [Mutant(*row) for row in (
     (RECURSION, "keep=level.config.width, shift=1)", "keep=level.config.width)", "EAGLE, MTP: drafted rows stand one position too late", T_ACCEPTED),
     (FEATURES, "at = (self.state.out_len - count - 1)[:, None]", "at = (self.state.out_len - count)[:, None]", "features of accepted rows are one position late", T_ACCEPTED + " tests/sources/test_every_source.py"),
     (FEATURES, "(kv_len - self.text_kv_start)[:, None] + depths", "kv_len[:, None] + depths", "DFlash: positions count left padding", T_PADDING),
-    (LAYOUTS, "ConfigLayout(INNER, FUSED, 1, settings=INNER)", "ConfigLayout(INNER, FUSED, 0, settings=INNER)", "EAGLE: features of the layers before those that are named", "tests/sources/test_checkpoints.py -k SGLang"),
+    (LAYOUTS, 'ConfigLayout(FUSED, "eagle_config", 1)', 'ConfigLayout(FUSED, "eagle_config", 0)', "EAGLE: features of the layers before those that are named", "tests/sources/test_checkpoints.py -k SGLang"),
     (MTP, "both[::-1] if self.layout.hidden_first else both", "both", "MTP: embedding and feature change places", "tests/sources/test_forwards.py -k wired"),
     (DFLASH, "features = self.rows.at((begin + chain.depths).long())", "features = self.rows.at(chain.depths.long())", "DFlash: features are read at the text's beginning", T_PADDING + " tests/demo/test_demo_pair.py"),
     (DFLASH, "positions, places = self.rows.positions(kv_len, self.row), kv_len", "positions, places = self.rows.positions(kv_len, self.row + 1), kv_len", "DFlash: the block stands one position too late", T_ACCEPTED),

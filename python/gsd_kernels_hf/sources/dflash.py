@@ -26,7 +26,7 @@ from gsd_kernels.ops.feature_rows import feature_rows
 from gsd_kernels.ops.step import feed_chain
 
 from ..model.attention import Attends, GraphInputs, configs_of, switched_configs
-from . import checkpoints, layouts
+from . import checkpoints
 from .base import Level, Proposal, Text, rows_at
 from .checkpoints import bad
 from .edges import ConfidenceHead, ConvolvedLayer, MarkovHead, Selector
@@ -34,7 +34,7 @@ from .expansion import NodeVectors
 from .feature_drafter import FeatureConfig, FeatureDrafter, Shapes
 from .features import FeatureSource
 from .lattice import Lattice, shares_of
-from .layouts import layer_numbers, layout_of
+from .layouts import DFLASH, settings_of
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 """Kinds of DSpark's head."""
@@ -77,27 +77,24 @@ class DFlashConfig(FeatureConfig):
         Raises:
             BadCheckpoint: a setting is missing, impossible, or not served.
         """
-        layout = layout_of(config, layouts.DFLASH)
-        if layout is None:
-            raise bad(f"its config has neither {' nor '.join(one.mark for one in layouts.DFLASH)}")
+        said, fused = settings_of(config, DFLASH)
+        if fused is None:
+            raise bad(f"its config has none of {', '.join(f'{one.inside}.{one.layers}'.strip('.') for one in DFLASH)}")
         second = config.get("speculators_model_type") == "dflash2" or any(
             str(name).startswith("DFlash2") for name in config.get("architectures") or ()
         )
-        own = {name: value for name, value in layout.settings_in(config).items() if value is not None}
-        said = {**config, **own, **layout.fixed}
         if second or said.get("conv_kernel_size"):  # DFlash 2's own code has it so; the others say it
             said = {"sliding_window_non_causal": True, **said}
-        reads = tensors.get(CONFIDENCE + "weight")
+        confidence = tensors.get(CONFIDENCE + "weight")
         read = cls.read(
-            {**layout.sizes_in(config), "model_type": "qwen3"},
-            said,
+            {**said, "model_type": "qwen3"},
             tensors,
-            hidden_layers=layer_numbers(layout.layers, said.get(layout.layers), shift=layout.shift),
+            hidden_layers=fused,
             own_head="lm_head.weight" in tensors,
             mask_token_id=checkpoints.number(said, "mask_token_id", least=0),
             block_size=checkpoints.number(said, "block_size", least=2),
             markov_head_type=said.get("markov_head_type") or MARKOV_HEADS[0],
-            confidence=reads[-1] if reads else 0,
+            confidence=confidence[-1] if confidence else 0,
             confidence_bias=CONFIDENCE + "bias" in tensors,
         )
         size, rank = read.layers.hidden_size, read.markov_rank
@@ -115,8 +112,8 @@ class DFlashConfig(FeatureConfig):
                     rank and kind not in MARKOV_HEADS
                 ),
                 f"conv_group_size={group} in its config does not divide hidden_size={size}": size % (group or 1),
-                f"{CONFIDENCE}weight is {list(reads or ())}, and its config means "
-                f"{' or '.join(str([*one]) for one in served)}": reads not in (None, *served),
+                f"{CONFIDENCE}weight is {list(confidence or ())}, and its config means "
+                f"{' or '.join(str([*one]) for one in served)}": confidence not in (None, *served),
                 f"its draft vocabulary of {read.draft_vocab_size} needs an output matrix of its own, lm_head.weight": (
                     reduced and not read.own_head
                 ),

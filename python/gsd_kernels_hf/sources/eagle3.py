@@ -23,7 +23,7 @@ from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints
 from .checkpoints import Checkpoint, bad
 from .feature_drafter import FeatureConfig, FeatureDrafter, Shapes
-from .layouts import EAGLE3, FUSED, INNER, layer_numbers, layout_of
+from .layouts import EAGLE3, settings_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -71,20 +71,15 @@ class Eagle3Config(FeatureConfig):
         Raises:
             BadCheckpoint: a setting is missing, impossible, or not served.
         """
-        layout = layout_of(config, EAGLE3) or EAGLE3[1]
-        inner = config.get(INNER)
-        said = {**config, **(inner if isinstance(inner, dict) else {})}
-        fused, mask_shape = layout.settings_in(config).get(FUSED), tensors.get(MASK)
-        if mask_shape is None and says_parallel(config):
-            raise bad(f"a P-EAGLE checkpoint without its tensor {MASK}")
+        said, fused = settings_of(config, EAGLE3)
+        mask_shape = tensors.get(MASK)
         read = cls.read(
-            layout.sizes_in(config),
             said,
             tensors,
-            hidden_layers=None if fused is None else layer_numbers(FUSED, fused, layout.shift),
+            hidden_layers=fused,
             own_head=not checkpoints.flag(said, TARGET_HEAD),
             mask_shape=mask_shape,
-            **parallel_settings(config, mask_shape),
+            **parallel_settings(config, said, mask_shape),
         )
         scale = said.get("logit_scale")
         checkpoints.refuse(
@@ -111,29 +106,25 @@ class Eagle3Config(FeatureConfig):
         return self.num_fused * self.target_hidden_size
 
 
-def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...] | None) -> dict[str, Any]:
-    """Read of a P-EAGLE checkpoint's config what EAGLE-3's has not.
+def parallel_settings(config: Mapping[str, Any], said: Mapping[str, Any], mask: tuple[int, ...] | None) -> Any:
+    """Read of a P-EAGLE checkpoint, which has a tensor of this shape for masks, what EAGLE-3's has not.
 
     Raises:
-        BadCheckpoint: no mask token, or settings that are impossible.
+        BadCheckpoint: no mask token, settings that are impossible, or such a config without the tensor.
     """
-    if mask_shape is None:
+    if mask is None:
+        named = [config.get("speculators_model_type"), config.get("architectures")]
+        if "peagle" in str(named).lower() or said.get("parallel_drafting"):
+            raise bad(f"a P-EAGLE checkpoint without its tensor {MASK}")
         return {"mask_token_id": None, "num_parallel": 1}
-    token = next((name for name in MASK_TOKENS if config.get(name) is not None), None)
+    token = next((name for name in MASK_TOKENS if name in said), None)
     if token is None:
         raise bad(f"a P-EAGLE checkpoint whose config has no mask token: {', '.join(MASK_TOKENS)}")
-    spec = config.get("speculators_config")
+    spec = said.get("speculators_config")
     methods = spec.get("proposal_methods") if isinstance(spec, dict) else None
     trained = [method for method in methods or () if isinstance(method, dict) and "speculative_tokens" in method]
     count = max((checkpoints.number(method, "speculative_tokens") for method in trained), default=PARALLEL)
-    return {"mask_token_id": checkpoints.number(config, token, least=0), "num_parallel": count}
-
-
-def says_parallel(config: Mapping[str, Any]) -> bool:
-    """Return whether a config is of P-EAGLE."""
-    named = [str(name).lower() for name in config.get("architectures") or ()]
-    kind = config.get("speculators_model_type")
-    return kind == "peagle" or bool(config.get("parallel_drafting")) or any("peagle" in name for name in named)
+    return {"mask_token_id": checkpoints.number(said, token, least=0), "num_parallel": count}
 
 
 class Eagle3(FeatureDrafter):

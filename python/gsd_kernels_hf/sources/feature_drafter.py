@@ -190,19 +190,18 @@ class FeatureConfig:
     mask_token_id: int | None
 
     @classmethod
-    def read(cls, sizes: Mapping[str, Any], said: Mapping[str, Any], tensors: Shapes, **given: Any) -> Self:
+    def read(cls, said: Mapping[str, Any], tensors: Shapes, **given: Any) -> Self:
         """Read integers and switches by their names in a class of settings.
 
         Args:
-            sizes: the part of a config that has the sizes of layers.
-            said: the part that has the rest.
+            said: all that a config says.
             tensors: beside the config.
             given: what was read already.
 
         Raises:
             BadCheckpoint: a setting is missing, impossible, or not served.
         """
-        layers = layer_config(sizes)
+        layers = layer_config(said)
         vocab = checkpoints.number(said, "draft_vocab_size", default=layers.vocab_size)
         if vocab > layers.vocab_size:
             raise bad(f"draft_vocab_size={vocab} in its config is more than vocab_size={layers.vocab_size}")

@@ -18,71 +18,58 @@ GEMMA4 = "Gemma4AssistantForCausalLM"
 
 # Configs of drafters that read the target's features.
 
-NESTED = "transformer_layer_config"
-"""Of configs as ``speculators`` writes them: where the sizes of the layers are."""
+NESTED = "transformer_layer_config", "dflash_config", "eagle_config"
+"""Keys that some makers nest a part of a config in: speculators sizes of layers, z-lab and SGLang the rest."""
+FUSED = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
 class ConfigLayout:
-    """A kind of ``config.json``: where it says what.
+    """Where a kind of ``config.json`` lists the layers whose hidden states are fused.
 
     Attributes:
-        mark: a key that it has, and those before it in a table do not.
-        layers: name of the list of fused layers.
+        layers: name of the list.
+        inside: the key that it is nested in; empty: it is not.
         shift: what is added to their numbers: 1 where it lists layers whose outputs are fused, not what layers read.
-        sizes, settings: the key that the sizes of the layers, or the rest, is nested in; empty: it is not.
         fixed: settings that it has no word for.
     """
 
-    mark: str
     layers: str
+    inside: str = ""
     shift: int = 0
-    sizes: str = ""
-    settings: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
-    def sizes_in(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The part of a config that has the sizes of layers."""
-        return config[self.sizes] if self.sizes else config
 
-    def settings_in(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The part that has the rest."""
-        return config[self.settings] if self.settings else config
-
-
-FUSED, INNER = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 EAGLE3 = (
-    ConfigLayout(NESTED, FUSED, sizes=NESTED),  # speculators
-    ConfigLayout(FUSED, FUSED),  # SafeAILab, SpecForge
-    ConfigLayout(INNER, FUSED, 1, settings=INNER),  # SGLang: layers whose outputs are fused
+    ConfigLayout(FUSED),  # SafeAILab, SpecForge, speculators
+    ConfigLayout(FUSED, "eagle_config", 1),  # SGLang: layers whose outputs are fused
 )
 DFLASH = (
-    ConfigLayout("dflash_config", "target_layer_ids", 1, settings="dflash_config"),  # z-lab
-    ConfigLayout(NESTED, "aux_hidden_state_layer_ids", sizes=NESTED),  # speculators
-    # DeepSpec, whose root's row always drafts
-    ConfigLayout("target_layer_ids", "target_layer_ids", 1, fixed={"sample_from_anchor": True}),
+    ConfigLayout("target_layer_ids", "dflash_config", 1),  # z-lab
+    ConfigLayout("aux_hidden_state_layer_ids"),  # speculators
+    ConfigLayout("target_layer_ids", "", 1, {"sample_from_anchor": True}),  # DeepSpec, whose root's row always drafts
 )
 
 
-def layout_of(config: Mapping[str, Any], layouts: Iterable[ConfigLayout]) -> ConfigLayout | None:
-    """The first of a drafter's layouts that a config is of."""
-    for layout in layouts:
-        value = config.get(layout.mark)
-        if isinstance(value, dict) if layout.mark in (layout.sizes, layout.settings) else value is not None:
-            return layout
-    return None
-
-
-def layer_numbers(name: str, value: Any, shift: int = 0) -> tuple[int, ...]:
-    """Numbers of hidden states that a config lists, each ``shift`` higher.
+def settings_of(
+    config: Mapping[str, Any], layouts: Iterable[ConfigLayout]
+) -> tuple[dict[str, Any], tuple[int, ...] | None]:
+    """All that a config says, flat, and the numbers of the hidden states that are fused, ``None`` where it lists none.
 
     Raises:
-        BadCheckpoint: not a list of different layers.
+        BadCheckpoint: the first of the layouts that it is of lists no different layers.
     """
-    good = isinstance(value, (list, tuple)) and value and all(type(i) is int and i + shift >= 0 for i in value)
-    if not good or len(set(value)) < len(value):
-        raise bad(f"{name} in its config: expected a list of different layers, got {value!r}")
-    return tuple(i + shift for i in value)
+    inner = {name: config[name] for name in NESTED if isinstance(config.get(name), dict)}
+    said = {name: value for part in (config, *inner.values()) for name, value in part.items() if value is not None}
+    for layout in layouts:
+        value = (inner.get(layout.inside, {}) if layout.inside else config).get(layout.layers)
+        if value is None:
+            continue
+        good = isinstance(value, list) and value and all(type(i) is int and i + layout.shift >= 0 for i in value)
+        if not good or len(set(value)) < len(value):
+            raise bad(f"{layout.layers} in its config: expected a list of different layers, got {value!r}")
+        return said | layout.fixed, tuple(i + layout.shift for i in value)
+    return said, None
 
 
 UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
