@@ -21,11 +21,11 @@ HOST, LOCKSTEP, SAMPLING, CRITERIA = (
 )
 CACHE, MASKS, FACTS = (HF + f"model/{name}.py" for name in ("cache", "masks", "facts"))
 STREAMING, STOPS, KEY, OUTPUT = (HF + f"engine/{n}.py" for n in ("output", "stop_strings", "request", "output"))
-HISTORY, MEMORY, GRAMMAR, MATCHERS, BORDER, FEATURES, RECURSION, LAYOUTS, MTP, DFLASH = (
+HISTORY, MEMORY, GRAMMAR, MATCHERS, BORDER, FEATURES, LAYOUTS, MTP, DFLASH = (
     HF + f"sources/{name}.py"
     for name in (
         *("history", "memory", "grammar", "matchers", "border"),
-        *("features", "recursion", "layouts", "mtp", "dflash"),
+        *("features", "layouts", "mtp", "dflash"),
     )
 )
 DECODER = HF + "engine/decoder.py"
@@ -91,14 +91,14 @@ MUTANTS = [Mutant(*row) for row in (
     (BORDER, "(tokens < -1) | (tokens >= vocab_size)", "(tokens < -1) | (tokens > vocab_size)", "border: the first token beyond the vocabulary is no fault", T_BORDER),
     (FLATTEN, "for level in range(max_path):", "for level in range(max_path + 1):", "flatten budget: a row beyond the deepest", T_OPS + " -k flatten"),
     (FLATTEN, "log_probs.clamp(max=0.0) + 0.0", "log_probs + 0.0", "flatten: a log-probability above 0 puts a child before its parent", T_OPS + " -k flatten"),
-    (RECURSION, "self.state.tokens.gather(1, place + 1)", "self.state.tokens.gather(1, place)", "EAGLE, MTP: an entry reads the token at its position, not the one after", T_ACCEPTED),
-    (RECURSION, "keep=level.config.width, shift=1)", "keep=level.config.width)", "EAGLE, MTP: drafted rows stand one position too late", T_ACCEPTED),
+    (FEATURES, "self.state.tokens.gather(1, place + self.ahead)", "self.state.tokens.gather(1, place)", "EAGLE, MTP: an entry reads the token at its position, not the one after", T_ACCEPTED),
+    (FEATURES, "keep=config.width, shift=1)", "keep=config.width)", "EAGLE, MTP: drafted rows stand one position too late", T_ACCEPTED),
     (FEATURES, "at = (self.state.out_len - count - 1)[:, None]", "at = (self.state.out_len - count)[:, None]", "features of accepted rows are one position late", T_ACCEPTED + " tests/sources/test_every_source.py"),
-    (FEATURES, "(kv_len - self.text_kv_start)[:, None] + depths", "kv_len[:, None] + depths", "DFlash: positions count left padding", T_PADDING),
+    (FEATURES, "            kv_len,\n            self.rows.text_kv_start,", "            kv_len,\n            torch.zeros_like(kv_len),", "DFlash: positions count left padding", T_PADDING),
     (LAYOUTS, 'ConfigLayout(FUSED, "eagle_config", 1)', 'ConfigLayout(FUSED, "eagle_config", 0)', "EAGLE: features of the layers before those that are named", "tests/sources/test_checkpoints.py -k SGLang"),
     (MTP, "both[::-1] if self.layout.hidden_first else both", "both", "MTP: embedding and feature change places", "tests/sources/test_forwards.py -k wired"),
-    (DFLASH, "features = self.rows.at((begin + chain.depths).long())", "features = self.rows.at(chain.depths.long())", "DFlash: features are read at the text's beginning", T_PADDING + " tests/demo/test_demo_pair.py"),
-    (DFLASH, "positions, places = self.rows.positions(kv_len, self.row), kv_len", "positions, places = self.rows.positions(kv_len, self.row + 1), kv_len", "DFlash: the block stands one position too late", T_ACCEPTED),
+    (FEATURES, "features = self.rows.at(place)", "features = self.rows.at(depths[:, :width].long())", "DFlash: features are read at the text's beginning", T_PADDING + " tests/demo/test_demo_pair.py"),
+    (DFLASH, "self.fed(tokens, kv_len, 0, self.row)", "self.fed(tokens, kv_len, 0, self.row + 1)", "DFlash: the block stands one position too late", T_ACCEPTED),
     (STOPS, "ends every text\n            return True", "ends every text\n            return False", "stop strings: an empty one ends nothing", T_STOPS),
     (STOPS, "-self.maximum_token_len :]", "-2:]", "stop strings: one of three tokens is missed", T_STOPS),    (VERIFY_H, " || a.depths[row] >= *a.remaining", "", "C++ verify: a row beyond the length is accepted", T_OPS + " -k cpu"),
     (VERIFY_H, "if (picked != a.token_ids[row])", "if (picked < 0)", "C++ verify: a row is accepted that the target did not pick", T_OPS + " -k cpu"),

@@ -22,8 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from gsd_kernels import GraphConfig
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import decoder_rows
-from gsd_kernels.ops.feature_rows import feature_rows
-from gsd_kernels.ops.step import feed_chain
+from gsd_kernels.ops.step import FedRows
 
 from ..model.attention import Attends, GraphInputs, configs_of, switched_configs
 from . import checkpoints
@@ -32,8 +31,7 @@ from .checkpoints import bad
 from .edges import ConfidenceHead, ConvolvedLayer, MarkovHead, Selector
 from .expansion import NodeVectors
 from .feature_drafter import FeatureConfig, FeatureDrafter, Shapes
-from .features import FeatureSource
-from .lattice import Lattice, shares_of
+from .features import Ahead
 from .layouts import DFLASH, settings_of
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -246,7 +244,7 @@ class BlockInputs:
         return inputs.attend(module, *given)
 
 
-class DFlashDrafts(FeatureSource, Lattice):
+class DFlashDrafts(Ahead):
     """The draft source of a :class:`DFlash`: candidates by depth, from one forward a step.
 
     They are the same below every path, or with edges below every token of a depth: a lattice in a graph that merges
@@ -254,9 +252,7 @@ class DFlashDrafts(FeatureSource, Lattice):
     """
 
     def __init__(self, module: DFlash) -> None:
-        super().__init__(module)
-        self.extra_slots = module.config.block_size
-        self.shares = shares_of(module.config.num_drafted)
+        super().__init__(module, module.config.block_size, module.config.num_drafted)
 
     def start(self, text: Text) -> None:
         """Make the storage of a session, and what the block's rows see."""
@@ -270,44 +266,24 @@ class DFlashDrafts(FeatureSource, Lattice):
         self.sees_all = earlier if config.causal_head else pack_bits(every).expand(batch, -1, -1).contiguous()
         self.sees_window = self.sees_all if config.sliding_window_non_causal else earlier
 
-    def num_rows(self, config: GraphConfig) -> int:
-        return config.chain_rows + self.module.config.block_size
-
     def prepare(self, config: GraphConfig) -> None:
         """See :meth:`FeatureSource.prepare`; and room for a recurrent head's states, one a node."""
         if self.recurrent:
             self.states.prepare(config, self.rows.features, self.module.config.markov_rank)
         super().prepare(config)
 
-    def enter(self, end: Tensor, width: int) -> None:
-        """Store keys and values of up to ``width`` features before ``end`` [B]."""
-        end = torch.maximum(end, self.cached)
-        chain = feed_chain(self.state.tokens, end, self.cached, width, backend=self.rows.backend)
-        begin = chain.kv_len[:, None]
-        positions, places = self.rows.positions(chain.kv_len, chain.depths), begin + chain.slots
-        features = self.rows.at((begin + chain.depths).long())
-        if self.operator is not None:
-            rows = self.readable(chain.token_ids), features, positions.int(), places
-            graph = chain.ancestor_mask, chain.node_depths, chain.kv_len
-            self.operated(feature_rows, self.operator, *rows, *graph, keep=0)
-            return
-        with self.rows.cache.writing(places.long()):
-            self.module.store(features, positions, self.rows.cache)
+    def read(self, fed: FedRows, features: Tensor, *_: Any) -> Any:
+        """Store keys and values of features."""
+        self.module.store(features, fed.positions, self.rows.cache)
 
-    def step(self, level: Level) -> None:
-        self.enter(self.state.out_len - 1, level.config.chain_rows)
-        self.look_ahead(level)
-
-    def warm_step(self, level: Level) -> None:
-        """A block behind what is stored, and no feature."""
-        self.used = True  # it writes behind what a kept cache says that it holds
-        self.enter(self.cached, level.config.chain_rows)
-        self.look_ahead(level)
-
-    def look_ahead(self, level: Level) -> None:
+    def look_ahead(self, level: Level, end: Tensor) -> None:
         """Forward the block, and keep what candidates of its positions are made of until the next step."""
+        self.enter(end, level.config.chain_rows)
         (states, logits), config = self.forward_block(), self.module.config
-        self.keep(states[:, config.block_size - config.num_drafted :], logits, level)
+        if self.by_node:
+            self.hidden, self.logits = states[:, config.block_size - config.num_drafted :], logits
+        else:
+            self.keep_positions(logits, level)
         if self.recurrent:
             edges, root = self.module.edges, states[:, :1]
             self.first = edges.begin(root)
@@ -330,13 +306,6 @@ class DFlashDrafts(FeatureSource, Lattice):
     def by_node(self) -> bool:
         """Candidates depend on more than the depth of a node."""
         return self.module.edges is not None or self.confident
-
-    def keep(self, hidden: Tensor, logits: Tensor, level: Level) -> None:
-        """Keep states [B, n, D] and logits [B, n, V] of the drafted positions, or the candidates where that is all."""
-        if self.by_node:
-            self.hidden, self.logits = hidden, logits
-        else:
-            self.keep_positions(logits, level)
 
     def known_tokens(self, tokens: Tensor) -> Tensor:
         """Ids that heads have a row for, int64, where they lie."""
@@ -371,20 +340,18 @@ class DFlashDrafts(FeatureSource, Lattice):
         scored, state = edges(logits, hidden, before, state)
         if first:
             self.states.prepare(level.config, state, state.shape[2])  # of a shape that is only warmed
-            self.states.keep_root(level.config, state[:, :1])
-        else:
-            self.states.keep(level, state)
+        self.states.keep(level, state)
         return scored
 
     def forward_block(self) -> tuple[Tensor, Tensor]:
         """Forward the block behind all features: states [B, block_size, D], and logits of what it drafts [B, n, V]."""
         kv_len, config = self.cached, self.module.config
-        tokens = torch.full_like(self.row, config.mask_token_id, dtype=torch.int64)
+        tokens = torch.full_like(self.row, config.mask_token_id)
         tokens[:, 0] = self.state.root_tokens()
-        positions, places = self.rows.positions(kv_len, self.row), kv_len[:, None] + self.row
+        fed = self.fed(tokens, kv_len, 0, self.row)
         drafted = slice(config.block_size - config.num_drafted, None)
         if self.operator is not None:
-            rows = self.readable(tokens).int(), positions.int(), places, self.sees_all, self.row, kv_len
+            rows = fed.ids, fed.positions, fed.places, self.sees_all, self.row, kv_len
             decoder = self.operator.decoder
             logits, states, _ = self.operated(decoder_rows, decoder, *rows, keep=config.block_size)
             return states.to(self.rows.features), logits[:, drafted]
@@ -392,6 +359,6 @@ class DFlashDrafts(FeatureSource, Lattice):
         here = torch.zeros_like(self.row)
         seen = self.sees_all, self.sees_window
         inputs = BlockInputs(*(self.rows.inputs(kv_len, sees, here, here) for sees in seen))
-        with self.rows.cache.writing(places.long()):
-            states = self.module(self.embedded(tokens), positions, inputs, self.rows.cache)
+        with self.rows.cache.writing(fed.places):
+            states = self.module(self.embedded(fed.ids), fed.positions, inputs, self.rows.cache)
         return states, self.head(states[:, drafted].to(self.head.weight.dtype))

@@ -1,18 +1,71 @@
-"""Expanding the frontier level by level with a forward of a model: what a draft model and layer skipping share."""
+"""Sources that forward a model: once a level over the frontier, or once a step for all later positions.
+
+What they forward may have a vocabulary of its own.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gsd_kernels import GraphConfig
 
 from ..model.runner import RowModel
-from ..records import Candidates, Verified
+from ..records import Candidates, Sampler, Verified
 from .base import Level, OwnSource, Proposal, Text, rows_at
-from .draft_vocabulary import DraftVocabulary
+
+FIRST_WEIGHT = 0.1
+"""Beside another source, before anything was learned; what is too large costs rows at once."""
+
+
+class DraftVocabulary:
+    """Draft tokens as the target's.
+
+    Args:
+        target_ids: int64 [draft], the target's id of every draft token; ``None``: they have the target's ids.
+        size: of the vocabulary that these ids are of, as the drafter knows it.
+        vocab_size: V, the target's, which may be smaller.
+    """
+
+    def __init__(self, target_ids: Tensor | None, size: int, vocab_size: int) -> None:
+        self.target_ids, self.size, self.vocab_size = target_ids, size, vocab_size
+        self.table: Tensor | None = None
+        # Ids that ascend keep the order of ties, which go to the lowest one.
+        if target_ids is not None and bool((target_ids.diff() > 0).all()) and int(target_ids[-1]) < vocab_size:
+            self.table = pad(target_ids.to(torch.int32), (0, 1), value=-1)  # [draft + 1]; the last for "none"
+
+    @classmethod
+    def of(cls, module: Any, vocab_size: int) -> DraftVocabulary:
+        """That of a drafter with ``sizes``, ``d2t`` and ``target_ids()``, for a target of ``vocab_size``."""
+        return cls(None if module.d2t is None else module.target_ids(), module.sizes.vocab_size, vocab_size)
+
+    def reduces(self, sampler: Sampler) -> bool:
+        """Return whether draft tokens are ranked among themselves; noise and filters go by the target's ids."""
+        return self.table is not None and sampler.greedy
+
+    @property
+    def columns(self) -> int:
+        """Columns of the drafter's logits, as far as they are read."""
+        return min(self.size, self.vocab_size) if self.target_ids is None else len(self.target_ids)
+
+    def ranked(self, sampler: Sampler, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
+        """The best tokens by logits [B, W, draft] for int positions [B, W] of the text: [B, W, branch], target ids."""
+        if self.table is None or not self.reduces(sampler):
+            return sampler.candidates(self.whole(logits), positions, branch)
+        tokens, log_probs = sampler.candidates(logits, positions, branch)
+        return self.table[tokens.long()], log_probs
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary, −inf for what is not drafted: [..., draft] → [..., V]."""
+        if self.target_ids is not None:
+            wide = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
+            wide[..., self.target_ids] = logits
+            logits = wide
+        return logits[..., : self.vocab_size]
 
 
 class Expansion(OwnSource):
@@ -55,8 +108,10 @@ class Expansion(OwnSource):
             shape = (self.state.tokens.shape[0], config.draft_slots)
             self.slot_depths[config] = torch.zeros(shape, dtype=torch.int32, device=self.rows.device)
 
-    def frontier_logits(self, level: Level) -> Tensor:
-        """Forward the frontier of a level beyond the root's; logits after its nodes, float [B, W, V]."""
+    def logits(self, level: Level) -> Tensor:
+        """Forward the frontier, or all up to the root; logits after its nodes, float [B, W, V]."""
+        if level.number == 0:
+            return self.root_logits(level.config)
         rows = self.level_rows(level, self.prefix())
         return self.rows.rows(*rows, keep=level.config.width, shift=1, stem=self.stem)
 
@@ -68,17 +123,20 @@ class Expansion(OwnSource):
 
     def warm(self, level: Level, verified: Verified) -> Proposal | None:
         """The attention of a step's forwards behind what is stored, and candidates after as many nodes."""
-        config = level.config
-        if config.depth == 0:
+        if level.config.depth == 0:
             return None
-        stored = self.state.out_len - 1
+        self.launch(level)
+        if self.text.draws is not None:
+            return None
+        return self.proposal(level, self.no_logits(level.frontier.token_ids.shape[1]))
+
+    def launch(self, level: Level) -> None:
+        """Launch the attention of a step's forwards."""
+        stored, config = self.state.out_len - 1, level.config
         first = self.first_rows(config)
         self.rows.launch(stored, first, first)
         if config.depth > 1:
             self.rows.launch(stored, config.width, config.draft_slots)
-        if self.text.draws is not None:
-            return None
-        return self.proposal(level, self.no_logits(level.frontier.token_ids.shape[1]))
 
     def no_logits(self, count: int) -> Tensor:
         """Logits as after ``count`` nodes, [B, count, V], all 0."""
@@ -86,11 +144,7 @@ class Expansion(OwnSource):
 
     def propose(self, level: Level) -> Proposal | None:
         """Candidates of one forward over the frontier; ``None`` beyond ``depth`` levels."""
-        if level.number >= level.config.depth:
-            return None
-        return self.proposal(
-            level, self.root_logits(level.config) if level.number == 0 else self.frontier_logits(level)
-        )
+        return None if level.number >= level.config.depth else self.proposal(level, self.logits(level))
 
     def proposal(self, level: Level, logits: Tensor) -> Proposal:
         """Candidates by logits [B, W, V] of the frontier, on the text's device."""
@@ -121,10 +175,6 @@ class NodeVectors:
         if config.depth > 0 and config not in self.by_shape:
             self.by_shape[config] = like.new_zeros(len(like), config.node_capacity + 1, size)
 
-    def keep_root(self, config: GraphConfig, found: Tensor) -> None:
-        """Keep the root's, [B, 1, D]."""
-        self.by_shape[config][:, :1] = found
-
     def of_parents(self, level: Level) -> Tensor:
         """The values of the primary parents of a level's frontier, [B, W, D]."""
         vectors, node = self.by_shape[level.config], level.frontier.node_ids.long()
@@ -136,3 +186,70 @@ class NodeVectors:
         vectors, node = self.by_shape[level.config], level.frontier.node_ids.long()
         at = torch.where(node >= 0, node, vectors.shape[1] - 1).to(vectors.device)
         vectors[torch.arange(len(at), device=at.device)[:, None], at] = found  # a scatter of single numbers is slower
+
+
+def shares_of(drafted: int) -> tuple[float, ...]:
+    """Prior interpolation weights of ``drafted`` positions; beyond them there is nothing."""
+    return (*[FIRST_WEIGHT] * drafted, 0.0)
+
+
+class Lattice(OwnSource):
+    """A draft source that keeps what a forward says of later positions until the next step.
+
+    Attributes:
+        vocabulary: of the drafter.
+    """
+
+    vocabulary: DraftVocabulary
+
+    def levels(self, config: GraphConfig) -> int:
+        """How many levels of a shape have candidates."""
+        return config.depth
+
+    def num_rows(self, config: GraphConfig) -> int:
+        """Rows that :meth:`step` forwards."""
+        return 0
+
+    def step(self, level: Level) -> None:
+        """Make entries of what was emitted, forward, and keep what :meth:`at_depths` reads."""
+        raise NotImplementedError
+
+    def warm_step(self, level: Level) -> None:
+        """Launch once what :meth:`step` launches, behind what is stored."""
+        raise NotImplementedError
+
+    def propose(self, level: Level) -> Proposal | None:
+        """Candidates after nodes of each depth; the forward is at level 0. ``None`` beyond the last."""
+        if level.number >= self.levels(level.config):
+            return None
+        if level.number:
+            return self.at_depths(level)
+        self.step(level)
+        return replace(self.at_depths(level), rows=self.num_rows(level.config))
+
+    def warm(self, level: Level, verified: Verified) -> Proposal | None:
+        """The launches of a step, and candidates of as many positions."""
+        if self.levels(level.config) == 0:
+            return None
+        self.warm_step(level)
+        return self.at_depths(level)
+
+    def keep_positions(self, logits: Tensor, level: Level) -> None:
+        """Keep the candidates of logits [B, n, draft vocabulary] of the next n positions."""
+        first = level.first_pick[:, None]
+        positions = first + torch.arange(logits.shape[1], dtype=torch.int32, device=first.device)
+        behind = (0, 0, 0, 1)  # beyond the block there is nothing
+        tokens, log_probs = self.ranked(logits, positions, level.config.branch)
+        self.block = pad(tokens, behind, value=-1), pad(log_probs, behind, value=-torch.inf)
+
+    def at_depths(self, level: Level) -> Proposal:
+        """Candidates after the nodes of a frontier, by their depths."""
+        tokens, log_probs = self.block
+        place = level.frontier.depths.long().clamp(max=tokens.shape[1] - 1)  # [B, W]
+        return Proposal(rows_at(tokens, place), rows_at(log_probs, place), place)
+
+    def ranked(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
+        """The best tokens by logits [B, W, draft vocabulary] for positions int [B, W] of the text: [B, W, K]."""
+        tokens, log_probs = self.vocabulary.ranked(self.sampler, logits, positions, branch)
+        device = self.state.tokens.device
+        return tokens.to(device), log_probs.to(device)

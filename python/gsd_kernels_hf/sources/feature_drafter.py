@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from ..model.attention import Attends, GraphInputs, windowed
-from ..model.cache import GraphCache
+from ..model.attention import Attends
 from ..model.foreign import STATIC_ROPE
 from ..model.properties import cache_argument, text_config
 from . import checkpoints
@@ -111,15 +110,6 @@ class HiddenDrafter(nn.Module):
             "graph": graph,
             cache_argument(self.layers[0]): cache,
         }
-
-    def run(
-        self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs, cache: GraphCache
-    ) -> Tensor:
-        """Forward rows as ``inputs`` say what they see, keys and values written where ``cache`` is told to."""
-        inputs = replace(inputs, kinds=windowed(self.windows))
-        hidden: Tensor = self(embedded, features, positions, inputs, cache)
-        inputs.check_complete()
-        return hidden
 
     def check_block(self) -> None:
         """Raise unless the layers can be forwarded, as those of LLaMA and Qwen3 can."""

@@ -1,4 +1,10 @@
-"""Drafts from the target's hidden states: from the one behind the root, or a feature of every position of the text."""
+"""Drafts from the target's hidden states: from the one behind the root, or a feature of every position of the text.
+
+Two ways. Recursion, of EAGLE-3, multi-token prediction and Gemma's assistants: a row reads a feature and the embedding
+of the token after it. Drafted tokens have no feature of the target's, so the layers' own output stands in for it: one
+vector a node, which travels along the drafted edges. Blocks, of P-EAGLE and DFlash: rows of masks behind the text say
+all later tokens in one forward.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.decoder_rows import DecoderWeights
-from gsd_kernels.ops.feature_rows import FeatureWeights, cuda
+from gsd_kernels.ops.feature_rows import FeatureWeights, cuda, feature_rows
 from gsd_kernels.ops.packed.api import FLOATS
+from gsd_kernels.ops.step import FedRows, feed_rows
+from gsd_kernels.ops.step.reference import laid_out
 
 from ..model import replay
-from ..model.attention import GraphInputs, windowed
+from ..model.attention import AttentionKind, GraphInputs, windowed
 from ..model.cache import GraphCache
 from ..model.foreign import SILU, STATIC_ROPE, foreign_code
 from ..model.fused import CLASSES, choice, error_of, missing
@@ -26,8 +35,8 @@ from ..model.runner import CachedText
 from ..packed.modules import device_of_weights, dtype_of, shape_of
 from ..records import Verified
 from . import checkpoints
-from .base import OwnSource, Prefilled, Text, rows_at
-from .draft_vocabulary import DraftVocabulary
+from .base import Level, OwnSource, Prefilled, Text, rows_at
+from .expansion import FIRST_WEIGHT, DraftVocabulary, Expansion, Lattice, NodeVectors, shares_of
 
 HOMES = {kind.__module__ for kind in CLASSES}
 """The modules whose decoder layers and norms an operator computes."""
@@ -117,7 +126,14 @@ class FeatureCache(CachedText):
         """Features at positions int64 [B, n]: [B, n, D]."""
         return rows_at(self.features, place)
 
-    def inputs(self, kv_len: Tensor, ancestor_mask: Tensor, depths: Tensor, node_depths: Tensor) -> GraphInputs:
+    def inputs(
+        self,
+        kv_len: Tensor,
+        ancestor_mask: Tensor,
+        depths: Tensor,
+        node_depths: Tensor,
+        kinds: tuple[AttentionKind, ...] | None = None,
+    ) -> GraphInputs:
         """The inputs of rows behind ``kv_len`` [B] positions; arguments as of :class:`GraphInputs`."""
         return GraphInputs(
             ancestor_mask=ancestor_mask,
@@ -126,6 +142,7 @@ class FeatureCache(CachedText):
             row_depths=depths,
             node_depths=node_depths,
             backend=self.backend,
+            kinds=kinds,
         )
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
@@ -133,10 +150,6 @@ class FeatureCache(CachedText):
         if not self.compiled:
             layers, kinds = (self.cache, self.config), windowed(self.model.windows)
             launch_attention(*layers, kv_len, self.text_kv_start, count, nodes, kinds, self.backend)
-
-    def positions(self, kv_len: Tensor, depths: Tensor) -> Tensor:
-        """Positions in the text without padding, int64 [B, R]."""
-        return ((kv_len - self.text_kv_start)[:, None] + depths).clamp(min=0).long()
 
 
 class FeatureSource(OwnSource):
@@ -149,7 +162,10 @@ class FeatureSource(OwnSource):
         head: the drafter's output matrix, or the target's.
         vocabulary: of the drafter.
         operator: the layers as one operator reads them; ``None``: they are modules.
+        unknown: id and feature [D] that stand for a token behind the text, where rows of such are asked for.
     """
+
+    unknown: tuple[int, Tensor]
 
     operator: FeatureWeights | None = None
 
@@ -217,14 +233,6 @@ class FeatureSource(OwnSource):
         own = self.module.embed_tokens
         return self.embed if own is None else own
 
-    def embedded(self, tokens: Tensor) -> Tensor:
-        """Embeddings of target ids [B, R], in the drafter's dtype; one beyond a smaller vocabulary reads as token 0."""
-        return self.embedding(self.readable(tokens)).to(self.rows.features.dtype)
-
-    def readable(self, tokens: Tensor) -> Tensor:
-        """Ids of the embedding, of target ids; see above."""
-        return torch.where(tokens < self.embedding.num_embeddings, tokens, 0)
-
     def prepare(self, config: GraphConfig) -> None:
         """Make entries of the prompt and of what other shapes' steps emitted, until at most a step's are missing."""
         if config.depth == 0:
@@ -238,13 +246,212 @@ class FeatureSource(OwnSource):
 
     def enter(self, end: Tensor, width: int) -> None:
         """Make up to ``width`` entries before ``end`` [B]."""
-        raise NotImplementedError
+        self.feed(end, width, keep=0)
+
+    def feed(self, end: Tensor, width: int, *, unknown: int = 0, keep: int) -> tuple[Tensor, Tensor]:
+        """Make up to ``width`` entries before ``end`` [B]; vectors and logits of the last ``keep`` rows.
+
+        With rows of ``unknown`` tokens behind them, which see all before them and stay no entries.
+        """
+        rows, cached, padded = width + unknown, self.cached, self.state.kv_start - self.cached
+        lacking = (end - cached).clamp(min=0)  # a text that ended may have more entries
+        count, real, slots, depths, mask = laid_out(lacking + unknown, rows, padded)
+        place = (cached[:, None] + depths[:, :width]).long()
+        tokens = torch.where(real[:, :width], self.state.tokens.gather(1, place + self.ahead), 0)
+        features = self.rows.at(place)
+        if unknown:
+            token, feature = self.unknown
+            tokens = pad(tokens, (0, unknown), value=token)
+            features = torch.cat([features, feature.expand(len(tokens), unknown, -1)], 1)
+        node_depths = torch.arange(rows, dtype=torch.int32, device=cached.device).expand_as(slots)
+        found = self.forward(tokens.to(torch.int32), features, cached, slots, mask, depths, node_depths, keep=keep)
+        self.cached.add_(count - unknown)
+        return found
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        kv_len: Tensor,
+        slots: Tensor | int,
+        ancestor_mask: Tensor,
+        depths: Tensor,
+        node_depths: Tensor,
+        *,
+        keep: int,
+        shift: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Vectors that nodes hand on [B, keep, D] and logits [B, keep, V] of the last rows.
+
+        Arguments as of :meth:`~gsd_kernels_hf.model.runner.RowModel.rows`; features [B, R, D] of the target, or vectors
+        of drafted nodes' parents.
+        """
+        fed = self.fed(tokens, kv_len, slots, depths, None if isinstance(slots, Tensor) else node_depths, shift)
+        if self.operator is not None:
+            rows = fed.ids, features, fed.positions, fed.places, ancestor_mask, node_depths, kv_len
+            logits, normed, state = self.operated(feature_rows, self.operator, *rows, keep=keep)
+            return (normed if self.module.hands_on_normed else state).to(features.dtype), logits
+        graph = kv_len, ancestor_mask, fed.depths, node_depths
+        with self.rows.cache.writing(fed.places):
+            return self.read(fed, features, self.rows.inputs(*graph, windowed(self.module.windows)), keep)
+
+    def read(self, fed: FedRows, features: Tensor, inputs: GraphInputs, keep: int) -> tuple[Tensor, Tensor]:
+        """The same by the modules."""
+        hidden = self.module(self.embedded(fed.ids), features, fed.positions, inputs, self.rows.cache)
+        inputs.check_complete()
+        found: tuple[Tensor, Tensor] = self.module.outputs(hidden[:, hidden.shape[1] - keep :], self.head)
+        return found
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Embeddings of ids [B, R] that :meth:`fed` gave, in the drafter's dtype."""
+        return self.embedding(ids).to(self.rows.features.dtype)
+
+    def fed(
+        self,
+        tokens: Tensor,
+        kv_len: Tensor,
+        slots: Tensor | int,
+        depths: Tensor,
+        node_depths: Tensor | None = None,
+        shift: int = 0,
+    ) -> FedRows:
+        """Rows as the layers read them; a token beyond a smaller vocabulary reads as token 0."""
+        given = isinstance(slots, Tensor)
+        fed = feed_rows(
+            tokens,
+            depths,
+            kv_len,
+            self.rows.text_kv_start,
+            vocab=self.embedding.num_embeddings,
+            slots=slots if given else None,
+            first_slot=0 if given else slots,
+            shift=shift,
+            node_depths=node_depths,
+            dtype=torch.int64 if self.operator is None else torch.int32,
+            backend=self.rows.backend,
+        )
+        return fed._replace(positions=fed.positions.clamp(min=0))  # left padding is read too
+
+    def known(self, logits: Tensor) -> Tensor:
+        """Logits [B, n, V], all 0 where the text has no position with a feature yet, and nothing to go by."""
+        return torch.where((self.state.out_len - 1 > self.state.kv_start)[:, None, None], logits, 0.0)
 
     def operated(self, run: Any, weights: Any, *rows: Tensor, keep: int) -> Any:
         """Run an operator for rows over the layers' keys and values; ``rows`` up to ``kv_len``."""
         assert self.operator is not None
         storage = self.rows.storage(self.operator.decoder)
         return run(weights, *rows, self.rows.text_kv_start, *storage, keep=keep, backend=self.rows.operator)
+
+
+class Recursion(Expansion):
+    """A draft source with one forward a level over the frontier, in which every node reads its parent's vector.
+
+    Attributes:
+        head: the drafter's output matrix, or the target's.
+        vectors: of every expanded node.
+    """
+
+    shares = (FIRST_WEIGHT,)
+    head: Any
+    vectors: NodeVectors
+
+    def nodes(self, level: Level, vectors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Forward a frontier, whose nodes read ``vectors`` [B, W, D]: theirs, and logits [B, W, V].
+
+        ``None``: the frontier is the root.
+        """
+        raise NotImplementedError
+
+    def logits(self, level: Level) -> Tensor:
+        vectors, logits = self.nodes(level, self.vectors.of_parents(level) if level.number else None)
+        self.vectors.keep(level, vectors)
+        return logits
+
+    def no_logits(self, count: int) -> Tensor:
+        shape = (len(self.state.out_len), count, self.vocabulary.columns)
+        return torch.zeros(shape, dtype=dtype_of(self.head), device=device_of_weights(self.head))
+
+
+class Recursive(FeatureSource, Recursion):
+    """The draft source of an Eagle3 or an Mtp."""
+
+    ahead = 1
+
+    def start(self, text: Text) -> None:
+        super().start(text)
+        self.slot_depths, self.vectors = {}, NodeVectors()
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Make the storage of a shape, and let entries catch up."""
+        Recursion.prepare(self, config)
+        self.vectors.prepare(config, self.rows.features, self.module.sizes.hidden_size)
+        FeatureSource.prepare(self, config)
+
+    def nodes(self, level: Level, vectors: Tensor | None) -> tuple[Tensor, Tensor]:
+        config, end = level.config, self.state.out_len - 1
+        if vectors is None:
+            vectors, logits = self.feed(end, config.chain_rows, keep=1)
+            return vectors, self.known(logits)
+        tokens, *rest = self.level_rows(level, end)  # the root's entry lies in the prefix
+        return self.forward(tokens, vectors, *rest, keep=config.width, shift=1)
+
+
+class Ahead(FeatureSource, Lattice):
+    """A draft source that forwards rows behind the text in a step, for candidates of several positions at once.
+
+    Args:
+        module: the drafter.
+        rows: that lie behind the entries of a step.
+        drafted: positions that there are candidates of.
+    """
+
+    def __init__(self, module: Any, rows: int, drafted: int) -> None:
+        super().__init__(module)
+        self.extra_slots, self.shares = rows, shares_of(drafted)
+
+    def rows_ahead(self, config: GraphConfig) -> int:
+        """Rows behind the entries in a step of a shape."""
+        return self.extra_slots
+
+    def num_rows(self, config: GraphConfig) -> int:
+        return config.chain_rows + self.rows_ahead(config)
+
+    def step(self, level: Level) -> None:
+        self.look_ahead(level, self.state.out_len - 1)
+
+    def warm_step(self, level: Level) -> None:
+        self.used = True  # it writes behind what a kept cache says that it holds
+        self.look_ahead(level, self.cached)  # where no entry is missing
+
+    def look_ahead(self, level: Level, end: Tensor) -> None:
+        """Make entries before ``end`` [B], forward rows behind them, and keep what these say."""
+        raise NotImplementedError
+
+
+class Parallel(Ahead):
+    """The draft source of an Eagle3 with masks, P-EAGLE (arXiv 2602.01469): several tokens from one forward a step.
+
+    Behind the text's last position come rows of mask tokens, with one learned feature for all of them. Each sees the
+    text and the masks before it, and predicts the token of its own depth: the same below every path.
+    """
+
+    ahead = 1
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module, module.config.num_parallel - 1, module.config.num_parallel)
+
+    def start(self, text: Text) -> None:
+        super().start(text)
+        self.unknown = self.module.config.mask_token_id, self.module.mask_feature()
+
+    def rows_ahead(self, config: GraphConfig) -> int:
+        """Masks; a shape's depth is as many as are read."""
+        return min(config.depth - 1, self.extra_slots)
+
+    def look_ahead(self, level: Level, end: Tensor) -> None:
+        masks = self.rows_ahead(level.config)
+        _, logits = self.feed(end, level.config.chain_rows, unknown=masks, keep=1 + masks)
+        self.keep_positions(self.known(logits), level)
 
 
 # The layers over rows as one operator, where that is possible: module by module a level of drafting is many small

@@ -21,15 +21,12 @@ from gsd_kernels import GraphConfig
 from ..model.attention import GraphInputs, configs_of, switched_configs, windowed
 from ..model.hidden import decoder_of
 from ..model.properties import device_of, text_config
-from ..records import Verified
 from . import checkpoints
-from .base import Level, Proposal, Text
+from .base import Level, Text
 from .checkpoints import CONFIG, bad
-from .draft_vocabulary import DraftVocabulary
-from .expansion import NodeVectors
-from .features import LastState
+from .expansion import DraftVocabulary, NodeVectors
+from .features import LastState, Recursion
 from .layouts import GEMMA4
-from .recursion import Recursion
 
 KIND = "Gemma 4"
 Stored = dict[str, tuple[Tensor, Tensor]]
@@ -194,14 +191,9 @@ class AssistantDrafts(LastState, Recursion):
         like = self.hidden.new_zeros(len(self.hidden), 0, device=self.device)
         self.vectors.prepare(config, like, self.module.width)
 
-    def warm(self, level: Level, verified: Verified) -> Proposal | None:
-        """A forward of a frontier, which writes nothing, and its candidates."""
-        if level.config.depth == 0:
-            return None
-        tokens, dtype = level.frontier.token_ids, self.module.model.dtype
-        features = torch.zeros(*tokens.shape, self.module.width, dtype=dtype, device=self.device)
-        _, logits = self.forward(tokens, features)
-        return self.proposal(level, logits) if self.text.draws is None else None
+    def launch(self, level: Level) -> None:
+        """Forward a frontier, which writes nothing."""
+        self.nodes(level, None)
 
     def has_read(self) -> bool:
         """Return whether the target's layers have storage, as they have from the first token on that it has read."""
@@ -234,9 +226,8 @@ class AssistantDrafts(LastState, Recursion):
         known = self.known[:, None, None]
         return torch.where(known, vectors, 0.0), torch.where(known, logits, 0.0)
 
-    def at_root(self, config: GraphConfig) -> tuple[Tensor, Tensor]:
-        features = self.hidden[:, None].to(self.device, self.module.model.dtype)
-        return self.forward(self.state.root_tokens()[:, None], features)
-
-    def at_level(self, level: Level, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        return self.forward(level.frontier.token_ids, vectors)
+    def nodes(self, level: Level, vectors: Tensor | None) -> tuple[Tensor, Tensor]:
+        tokens = level.frontier.token_ids
+        if vectors is None:
+            vectors = self.hidden[:, None].to(self.device, self.module.model.dtype).expand(-1, tokens.shape[1], -1)
+        return self.forward(tokens, vectors)

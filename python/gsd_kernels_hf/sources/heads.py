@@ -26,9 +26,8 @@ from ..packed.modules import device_of_weights
 from ..records import Candidates
 from .base import Level, Text
 from .checkpoints import BadCheckpoint, Checkpoint, bad, check_sizes, fetch, read_json
-from .draft_vocabulary import DraftVocabulary
+from .expansion import DraftVocabulary, Lattice, shares_of
 from .features import LastState
-from .lattice import Lattice, shares_of
 
 CONFIG_FILE = "draft_heads.json"
 """The file that marks a folder of heads."""
@@ -268,7 +267,6 @@ class Heads(LastState, Lattice):
         super().start(text)
         self.lm_head = text.target.stepping.get_output_embeddings()
         self.vocabulary = DraftVocabulary(None, text.target.vocab_size, text.target.vocab_size)
-        self.row = torch.arange(self.heads.num_heads, dtype=torch.int32, device=self.known.device)[None]
 
     def levels(self, config: GraphConfig) -> int:
         """Return the number of heads: the history is alone below, and would be weighed against nothing."""

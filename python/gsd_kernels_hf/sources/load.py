@@ -20,11 +20,11 @@ from .base import DraftSource
 from .checkpoints import Checkpoint, bad
 from .dflash import DFlash, DFlashDrafts
 from .eagle3 import Eagle3
+from .features import Parallel, Recursive
 from .gemma_assistant import AssistantDrafts, Gemma4Assistant
 from .heads import CONFIG_FILE, DraftHeads, Heads
 from .layouts import GEMMA4
 from .mtp import Mtp, open_heads, place_of
-from .recursion import Parallel, Recursive
 
 Drafter = Eagle3 | DFlash | DraftHeads | Mtp | Gemma4Assistant
 """What ``drafter=`` takes, beside the place of one."""
