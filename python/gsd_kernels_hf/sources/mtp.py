@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from ..model.properties import device_of, text_config
 from ..packed.modules import device_of_weights, dtype_of
 from ..validate.models import SERVED_LAYERS
 from . import checkpoints
-from .checkpoints import CONFIG, INDEX, SCALE, WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, read_json
+from .checkpoints import CONFIG, SCALE, WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, read_json
 from .feature_drafter import HiddenDrafter, Rotary
 from .layouts import QUANTISED, HeadLayout, find_heads, looked_for
 
@@ -100,7 +100,7 @@ def blocks_of(target: PreTrainedModel) -> Iterator[Block]:
 
 
 def stored_as(name: str, shape: tuple[int, ...], files: Mapping[str, Any]) -> Shapes:
-    """The tensors of a checkpoint that make up one of a layer: itself, or one of each expert and matrix."""
+    """The tensors of a checkpoint that make up one of a layer: itself, or one of each expert and matrix, in order."""
     experts = EXPERTS.fullmatch(name)
     if name in files or experts is None or len(shape) != 3:
         return {name: shape}
@@ -109,57 +109,33 @@ def stored_as(name: str, shape: tuple[int, ...], files: Mapping[str, Any]) -> Sh
     return {f"{experts['base']}.{i}.{matrix}.weight": part for i in range(shape[0]) for matrix in matrices}
 
 
-def assembled(name: str, shape: tuple[int, ...], found: Mapping[str, Tensor]) -> Tensor:
-    """A layer's tensor from those of :func:`stored_as`."""
-    parts = [found[part] for part in stored_as(name, shape, found)]
-    if len(parts) == 1 and name in found:
-        return parts[0]
-    return torch.cat(parts).view(shape)  # experts one after the other, each with its gate before
+def all_stored_as(shapes: Shapes, files: Mapping[str, Any]) -> Shapes:
+    """The same of all tensors of a module."""
+    return {part: size for name, shape in shapes.items() for part, size in stored_as(name, shape, files).items()}
 
 
-def block_for(
-    files: Shapes,
-    target: PreTrainedModel,
-    attention: str | None,
-    named: object = None,
-    name_in_file: Callable[[str], str] = str,
-) -> Block:
-    """The target's decoder layer that has exactly these tensors.
+def block_for(files: Shapes, target: PreTrainedModel, attention: str | None, named: object = None) -> Block:
+    """The target's decoder layer that has these tensors, or most of them: what is missing, reading them says.
 
     Args:
         files: names, shapes of the head's decoder layer.
         target: whose layers are looked at.
         attention: type of the layer where neither tensors nor the config tell; ``None``: no such layer is served.
         named: the checkpoint's ``mtp_layer_types``, for a target whose config has none.
-        name_in_file: of a tensor, for errors.
 
     Raises:
-        BadCheckpoint: none has, or layers of several types have.
+        BadCheckpoint: layers of several types have them.
     """
-    compared: list[tuple[int, list[str], list[str], Block]] = []
-    for block in blocks_of(target):
-        expected: Shapes = {}
-        for name, shape in block.shapes().items():
-            expected |= stored_as(name, shape, files)
-        missing, unknown = sorted(expected.keys() - files.keys()), sorted(files.keys() - expected.keys())
-        compared.append((len(missing) + len(unknown), missing, unknown, block))
-    kind = type(target).__name__
-    wrong, missing, unknown, nearest = min(compared, key=lambda one: one[0])
-    if wrong:
-        what = (
-            f"it has no {name_in_file(missing[0])}"
-            if missing
-            else f"it has {name_in_file(unknown[0])}, which theirs have not"
-        )
-        raise bad(f"the decoder layer of the multi-token-prediction head is none of {kind}'s layers: {what}")
+    found = [(len(all_stored_as(block.shapes(), files).keys() ^ files.keys()), block) for block in blocks_of(target)]
+    wrong, nearest = min(found, key=lambda one: one[0])
+    kinds = {block.attention: block for strange, block in reversed(found) if strange == wrong}
     named = getattr(nearest.config, "mtp_layer_types", None) or named
-    wanted = named[0] if isinstance(named, (list, tuple)) and named else attention
-    kinds = {block.attention: block for wrong, *_, block in reversed(compared) if not wrong}
-    if len(kinds) == 1 and not named:
+    if wrong or (len(kinds) == 1 and not named):
         return nearest
+    wanted = named[0] if isinstance(named, (list, tuple)) and named else attention
     if wanted not in kinds:
         raise bad(
-            f"the decoder layer of the multi-token-prediction head may be one of {kind}'s layers with "
+            f"the decoder layer of the multi-token-prediction head may be one of {type(target).__name__}'s layers with "
             f"{' or '.join(map(str, reversed(kinds)))}, and its config's mtp_layer_types is {named!r}"
         )
     return kinds[wanted]
@@ -225,22 +201,21 @@ class Mtp(HiddenDrafter):
         """Load an open checkpoint (:meth:`from_pretrained`) whose tensors have their names here."""
         shapes = {name: shape for name, shape in checkpoint.shapes.items() if not name.endswith(SCALE)}
         inner = {name.removeprefix("block."): shape for name, shape in shapes.items() if name.startswith("block.")}
-        types = checkpoint.config.get("mtp_layer_types")
-        block = block_for(inner, target, layout.attention, types, lambda name: checkpoint.name_in_file(f"block.{name}"))
+        block = block_for(inner, target, layout.attention, checkpoint.config.get("mtp_layer_types"))
         with torch.device("meta"):
             module = cls(layout, block, bias="projection.bias" in shapes)
         module.check_target(target)
+        layers, norm = decoder_of(target)
+        weights = {} if layout.output_norm else {"output_norm.weight": norm.weight.detach().clone()}
+        wanted = {name: tuple(value.shape) for name, value in module.state_dict().items() if name not in weights}
+        found = checkpoint.read(all_stored_as(wanted, shapes))
+        for name, shape in wanted.items():
+            parts = [found[part] for part in stored_as(name, shape, shapes)]
+            # Experts one after the other, each with its gate before.
+            weights[name] = parts[0] if name in found else torch.cat(parts).view(shape)
         # In the target's precision, and what it keeps in a finer one, as the biases of routers, in that.
-        kept = decoder_of(target)[0][block.index].state_dict()
-        finer = {f"block.{name}": value.dtype for name, value in kept.items() if value.is_floating_point()}
-        wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-        if layout.output_norm is None:
-            wanted.pop("output_norm.weight")
-        parts = {part: size for name, shape in wanted.items() for part, size in stored_as(name, shape, shapes).items()}
-        found = checkpoint.read(parts)
-        weights = {name: assembled(name, shape, found) for name, shape in wanted.items()}
-        if layout.output_norm is None:
-            weights["output_norm.weight"] = decoder_of(target)[1].weight.detach().clone()
+        kept = layers[block.index].state_dict().items()
+        finer = {f"block.{name}": value.dtype for name, value in kept if value.is_floating_point()}
         device = device_of(target)
         weights = {name: value.to(device, finer.get(name, target.dtype)) for name, value in weights.items()}
         module.load_state_dict(weights, assign=True)
@@ -282,16 +257,17 @@ class Mtp(HiddenDrafter):
             return value[:, :, :1].repeat_interleave(query.shape[1] // value.shape[1], 1)
 
         one = self.projection.weight.new_zeros(1, 1, self.config.hidden_size)
-        graph, cause, problem = SimpleNamespace(attend=attend), None, ""
+        graph, place = SimpleNamespace(attend=attend), torch.zeros(1, 1, dtype=torch.int64, device=one.device)
         try:
-            self(one, one, torch.zeros(1, 1, dtype=torch.int64, device=one.device), graph, GraphCache(self.config, 1))
+            self(one, one, place, graph, GraphCache(self.config, 1))
+            if len(calls) != 1:
+                raise RuntimeError(f"it attends {len(calls)} times")
         except Exception as error:  # whatever a layer's own code says
-            cause, problem = error, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if problem or len(calls) != 1:
+            problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise bad(
                 f"a {type(self.block).__name__} cannot be forwarded as a {KIND} head, which has hidden states, "
-                f"positions and a cache for it ({problem or f'it attends {len(calls)} times'}); not supported"
-            ) from cause
+                f"positions and a cache for it ({problem}); not supported"
+            ) from error
         self.runs = True
 
     @property
@@ -373,19 +349,15 @@ def open_heads(
     Raises:
         BadCheckpoint: no checkpoint, none with heads, or quantised ones; no weight was read.
     """
-    folder = fetch(where, wanted=("*.json",), revision=revision)
-    found = Checkpoint(folder, read_json(folder / CONFIG))
-    if not (folder / INDEX).is_file():
-        fetch(where, wanted=(WEIGHTS,), revision=revision)
-    index, names = listed(found)
+    found, files = opened(where, revision)
     layers = len(decoder_of(target)[0])
-    heads = find_heads(names, layers)
+    heads = find_heads(files, layers)
     if heads is None:
-        others = [name for name in names if "mtp" in name.lower() or "nextn" in name.lower()]
+        others = [name for name in files if "mtp" in name.lower() or "nextn" in name.lower()]
         strange = f"; it has {others[0]}, of a layout that is not served" if others else ""
         raise bad(f"{where} has no multi-token-prediction heads; looked for were {looked_for(layers)}{strange}")
     layout, prefix = heads
-    own = {name: layout.own_name(name.removeprefix(prefix)) for name in names if name.startswith(prefix)}
+    own = {name: layout.own_name(name.removeprefix(prefix)) for name in files if name.startswith(prefix)}
     own = {name: ours for name, ours in own.items() if ours is not None}
     quantised = next((name for name in own if name.endswith(QUANTISED)), None)
     if quantised is not None:
@@ -393,27 +365,30 @@ def open_heads(
             f"the multi-token-prediction heads in {where} are quantised ({quantised}); served are floating "
             "point and FP8 in blocks (weight_scale_inv)"
         )
-    if index is not None:
-        files = sorted({index[name] for name in own})
-        fetch(where, wanted=files, revision=revision)
-        found.list_tensors(folder / name for name in files)
+    those = sorted({files[name] for name in own})
+    fetch(where, wanted=those, revision=revision)
+    found.list_tensors(found.folder / name for name in those)
     found.rename(own.get)
     found.published = lambda name: layout.published_name(name, prefix)
     return found, layout
 
 
-def listed(found: Checkpoint) -> tuple[dict[str, str] | None, list[str]]:
-    """A checkpoint's index, or ``None`` with the header of its only file read; and the names of its tensors.
+def opened(
+    where: str | os.PathLike[str], revision: str | None, *, download: bool = True
+) -> tuple[Checkpoint, dict[str, str]]:
+    """A checkpoint, and the file of every tensor by its name; of no file but an only one the header was read.
 
     Raises:
-        BadCheckpoint: neither is there, or it is unreadable.
+        BadCheckpoint: none is there, or it is unreadable.
     """
-    index, file = found.index(), found.folder / WEIGHTS
+    folder = fetch(where, wanted=("*.json",), revision=revision, download=download)
+    found = Checkpoint(folder, read_json(folder / CONFIG))
+    index = found.index()
     if index is None:
-        if not file.is_file():
-            raise bad(f"no {WEIGHTS} and no {INDEX} in {found.folder}, where the multi-token-prediction heads would be")
-        found.list_tensors([file])
-    return index, list(found.files if index is None else index)
+        fetch(where, wanted=(WEIGHTS,), revision=revision, download=download)
+        found.list_tensors([folder / WEIGHTS])
+        index = dict.fromkeys(found.files, WEIGHTS)
+    return found, index
 
 
 def own_heads(target: PreTrainedModel) -> str | None:
@@ -421,8 +396,7 @@ def own_heads(target: PreTrainedModel) -> str | None:
     try:
         where, revision = place_of(target)
         layers = len(decoder_of(target)[0])
-        folder = fetch(where, wanted=("*.json", WEIGHTS), revision=revision, download=False)
-        heads = find_heads(listed(Checkpoint(folder, {}))[1], layers)
+        heads = find_heads(opened(where, revision, download=False)[1], layers)
     except ValueError:  # no checkpoint, or none that can be read: nothing to mention
         return None
     return None if heads is None else heads[0].recognised_by(layers)
