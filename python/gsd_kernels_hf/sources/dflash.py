@@ -28,7 +28,7 @@ from ..model.attention import Attends, GraphInputs, configs_of, switched_configs
 from . import checkpoints
 from .base import Level, Proposal, Text, rows_at
 from .checkpoints import bad
-from .edges import ConfidenceHead, ConvolvedLayer, MarkovHead, Selector
+from .edges import ConvolvedLayer, MarkovHead, Selector
 from .expansion import NodeVectors
 from .feature_drafter import FeatureConfig, FeatureDrafter, Shapes
 from .features import Ahead
@@ -160,8 +160,8 @@ class DFlash(FeatureDrafter):
             layer.self_attn.sliding_window = window
         vocab, drafted, rank = sizes.vocab_size, config.draft_vocab_size, config.markov_rank
         self.markov_head = MarkovHead(vocab, drafted, rank, size, config.markov_head_type) if rank else None
-        confident = config.confidence
-        self.confidence_head = ConfidenceHead(confident, bias=config.confidence_bias) if confident else None
+        read, bias = config.confidence, config.confidence_bias
+        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(read, 1, bias=bias)}) if read else None
         rank = config.selector_rank
         self.candidate_selector = Selector(vocab, rank, size, config.selector_top_k) if rank else None
 
@@ -192,11 +192,17 @@ class DFlash(FeatureDrafter):
         return {"feature_norm": None}
 
     def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Logits of the confidence head [B, W, 1], of rows' outputs [B, W, D] after tokens int64 [B, W]."""
+        """Logits of DSpark's confidence head [B, W, 1], of rows' outputs [B, W, D] after tokens int64 [B, W].
+
+        They say how much of its draft's distribution the target shares, Σ min(p, q), after a token. Where tokens are
+        drawn, a candidate stands with so much probability for what the target may pick; the rest is not the drafter's
+        to say. So a path's probability is what its authors call survival, times that of its tokens. Of the likeliest
+        token, which greedy decoding picks, they say nothing.
+        """
         markov = self.markov_head
         if markov is not None and self.config.confidence > hidden.shape[2]:
             hidden = torch.cat([hidden, markov.markov_w1(before)], -1)
-        return self.confidence_head(hidden)
+        return self.confidence_head["proj"](hidden)
 
     def store(self, features: Tensor, positions: Tensor, cache: Any) -> None:
         """Store every layer's keys and values of features [B, n, D] at text positions int64 [B, n]."""

@@ -83,27 +83,6 @@ def along(edges: Any, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
     return torch.cat(found, 1)
 
 
-class ConfidenceHead(nn.Module):
-    """DSpark's confidence head: how much of its draft's distribution the target shares, Σ min(p, q), after a token.
-
-    Where tokens are drawn, a candidate stands with so much probability for what the target may pick; the rest is not
-    the drafter's to say. So a path's probability is what its authors call survival, times that of its tokens. Of the
-    likeliest token, which greedy decoding picks, it says nothing.
-
-    Args:
-        inputs: D, or D + r with the token before.
-        bias: whether there is one.
-    """
-
-    def __init__(self, inputs: int, *, bias: bool) -> None:
-        super().__init__()
-        self.proj = nn.Linear(inputs, 1, bias=bias)
-
-    def forward(self, read: Tensor) -> Tensor:
-        """Its logits [B, W, 1], of rows [B, W, inputs]."""
-        return self.proj(read)
-
-
 class Selector(nn.Module):
     """DFlash 2's head: of the best ``top_k`` tokens of a position, a score by the token before and the hidden state.
 
