@@ -41,7 +41,17 @@ class CachedText:
         model: whose keys and values they are, or its facts.
         cache: of keys and values.
         kv_start: int32 [B], left padding of every sequence of the text being written.
+
+    Attributes:
+        device, backend, vocab_size: of the model whose rows :meth:`feed` makes, and of its operators.
+        kv_start: as above, on that device.
     """
+
+    ids_dtype = torch.int64
+    device: torch.device
+    backend: str
+    vocab_size: int
+    kv_start: Tensor
 
     def __init__(self, model: Any, cache: GraphCache, kv_start: Tensor) -> None:
         facts = Facts.of(model)
@@ -92,6 +102,33 @@ class CachedText:
         common = int(same.long().cumprod(0).sum())
         return 0 if self.recurrent and common < tokens.shape[1] else common
 
+    def feed(
+        self,
+        token_ids: Tensor,
+        kv_len: Tensor,
+        slots: Tensor | int,
+        depths: Tensor,
+        node_depths: Tensor,
+        shift: int,
+    ) -> FedRows:
+        """Rows as the model reads them, on its device; arguments as of :meth:`RowModel.rows`."""
+        to, given = self.device, isinstance(slots, Tensor)
+        fed = feed_rows(
+            token_ids.to(to, torch.int32),
+            depths.to(to),
+            kv_len.to(to),
+            self.kv_start,
+            vocab=self.vocab_size,
+            slots=slots.to(to, torch.int32).expand_as(token_ids) if given else None,
+            first_slot=0 if given else slots,
+            shift=shift,
+            node_depths=None if given or node_depths is depths else node_depths,
+            dtype=self.ids_dtype,
+            backend=self.backend,
+        )
+        self.after = fed.after
+        return fed
+
 
 class RowModel(CachedText):
     """A causal language model that takes rows of a graph.
@@ -111,8 +148,6 @@ class RowModel(CachedText):
         hidden: of the rows of the last forward, [B, R, D] by layer.
         sides: of the texts' rotary embedding, ``None`` where it has no two, see :mod:`.sides`.
     """
-
-    ids_dtype = torch.int64
 
     def __init__(
         self,
@@ -346,33 +381,6 @@ class RowModel(CachedText):
         """Logits as of ``count`` rows, [B, count, V], all 0."""
         shape, dtype = (len(self.kv_start), count, self.vocab_size), dtype_of(self.model.get_output_embeddings())
         return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def feed(
-        self,
-        token_ids: Tensor,
-        kv_len: Tensor,
-        slots: Tensor | int,
-        depths: Tensor,
-        node_depths: Tensor,
-        shift: int,
-    ) -> FedRows:
-        """Rows as the model reads them, on its device; arguments as of :meth:`rows`."""
-        to, given = self.device, isinstance(slots, Tensor)
-        fed = feed_rows(
-            token_ids.to(to, torch.int32),
-            depths.to(to),
-            kv_len.to(to),
-            self.kv_start,
-            vocab=self.vocab_size,
-            slots=slots.to(to, torch.int32).expand_as(token_ids) if given else None,
-            first_slot=0 if given else slots,
-            shift=shift,
-            node_depths=None if given or node_depths is depths else node_depths,
-            dtype=self.ids_dtype,
-            backend=self.backend,
-        )
-        self.after = fed.after
-        return fed
 
     def known(self, token_ids: Tensor) -> Tensor:
         """Ids beyond this model's vocabulary (the other one is padded further) read as token 0."""

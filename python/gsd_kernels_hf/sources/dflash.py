@@ -354,7 +354,7 @@ class DFlashDrafts(Ahead):
         kv_len, config = self.cached, self.module.config
         tokens = torch.full_like(self.row, config.mask_token_id)
         tokens[:, 0] = self.state.root_tokens()
-        fed = self.fed(tokens, kv_len, 0, self.row)
+        fed = self.fed(tokens, kv_len, 0, self.row, self.row)
         drafted = slice(config.block_size - config.num_drafted, None)
         if self.operator is not None:
             rows = fed.ids, fed.positions, fed.places, self.sees_all, self.row, kv_len

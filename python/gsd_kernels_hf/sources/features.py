@@ -19,7 +19,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels.ops.decoder_rows import DecoderWeights
 from gsd_kernels.ops.feature_rows import FeatureWeights, cuda, feature_rows
 from gsd_kernels.ops.packed.api import FLOATS
-from gsd_kernels.ops.step import FedRows, feed_rows
+from gsd_kernels.ops.step import FedRows
 from gsd_kernels.ops.step.reference import laid_out
 
 from ..model import replay
@@ -97,6 +97,7 @@ class FeatureCache(CachedText):
         self.compiled = False  # whether the forward is one operator, which was compiled ahead
         cache = GraphCache(config, target.cache.capacity + extra, target.backend)
         super().__init__(model, cache, text.state.kv_start)
+        self.kv_start = self.text_kv_start
         self.backend, self.device = target.backend, next(model.parameters()).device
         # Of its operators: on a GPU "auto" never takes them; that rows come there is what was asked.
         self.operator = "cuda" if replay.is_gpu(self.device) else self.backend
@@ -192,6 +193,7 @@ class FeatureSource(OwnSource):
         self.rows = FeatureCache(self.module, self.module.sizes, text, self.extra_slots)
         text.keep(self.rows)
         self.embed = text.target.stepping.get_input_embeddings()
+        self.rows.vocab_size = self.embedding.num_embeddings
         self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; entries in the cache, padding included
 
     def attach(self, text: Text) -> None:
@@ -286,7 +288,7 @@ class FeatureSource(OwnSource):
         Arguments as of :meth:`~gsd_kernels_hf.model.runner.RowModel.rows`; features [B, R, D] of the target, or vectors
         of drafted nodes' parents.
         """
-        fed = self.fed(tokens, kv_len, slots, depths, None if isinstance(slots, Tensor) else node_depths, shift)
+        fed = self.fed(tokens, kv_len, slots, depths, node_depths, shift)
         if self.operator is not None:
             rows = fed.ids, features, fed.positions, fed.places, ancestor_mask, node_depths, kv_len
             logits, normed, state = self.operated(feature_rows, self.operator, *rows, keep=keep)
@@ -307,29 +309,11 @@ class FeatureSource(OwnSource):
         return self.embedding(ids).to(self.rows.features.dtype)
 
     def fed(
-        self,
-        tokens: Tensor,
-        kv_len: Tensor,
-        slots: Tensor | int,
-        depths: Tensor,
-        node_depths: Tensor | None = None,
-        shift: int = 0,
+        self, tokens: Tensor, kv_len: Tensor, slots: Tensor | int, depths: Tensor, node_depths: Tensor, shift: int = 0
     ) -> FedRows:
         """Rows as the layers read them; a token beyond a smaller vocabulary reads as token 0."""
-        given = isinstance(slots, Tensor)
-        fed = feed_rows(
-            tokens,
-            depths,
-            kv_len,
-            self.rows.text_kv_start,
-            vocab=self.embedding.num_embeddings,
-            slots=slots if given else None,
-            first_slot=0 if given else slots,
-            shift=shift,
-            node_depths=node_depths,
-            dtype=torch.int64 if self.operator is None else torch.int32,
-            backend=self.rows.backend,
-        )
+        self.rows.ids_dtype = torch.int64 if self.operator is None else torch.int32
+        fed = self.rows.feed(tokens, kv_len, slots, depths, node_depths, shift)
         return fed._replace(positions=fed.positions.clamp(min=0))  # left padding is read too
 
     def known(self, logits: Tensor) -> Tensor:
