@@ -40,7 +40,7 @@ BUDGET = {
     "python/gsd_kernels_hf/model": 150,
     "python/gsd_kernels_hf/packed": 55,
     "python/gsd_kernels_hf/policy": 20,
-    "python/gsd_kernels_hf/sources": 170,
+    "python/gsd_kernels_hf/sources": 165,
     "python/gsd_kernels_hf/validate": 19,
     "python/gsd_kernels_serve": 103,
     "python/gsd_kernels_sglang": 20,
