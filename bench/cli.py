@@ -11,8 +11,6 @@ from typing import Annotated
 import typer
 
 from .generation import commands as generation
-from .generation.real.counted import command as sources
-from .generation.real.prompt import command as prompt
 from .gpu import commands as gpu
 from .kernels import commands as kernels
 
@@ -45,8 +43,8 @@ BENCHMARKS = {
     },
     "Generation": {
         "real": generation.real,
-        "sources": sources,
-        "prompt": prompt,
+        "sources": generation.sources,
+        "prompt": generation.prompt,
         "generate": generation.generate,
     },
     "GPU": {"gpu": gpu.stages, "tune-attention": gpu.tune_attention},

@@ -25,7 +25,7 @@ def real(results: Path) -> str:
         return "Not measured yet: `gsd-kernels bench real`."
     environment = runs[0]["environment"]
     machine = f"{caption(environment)}, transformers {environment['versions']['transformers']}"
-    table = report.table(report.short(runs[0]), report.OF_README)
+    table = report.engines_table(report.short(runs[0]), {"texts as without drafts": report.as_without_drafts})
     what = f"{report.what(runs[0])}; {machine}, {environment['date']}."
     return "\n\n".join([f"**{report.gains(runs[0])}**", table, what, *map(report.exactness, runs[1:])])
 

@@ -1,1 +1,4 @@
-"""Whole generations: the race of all decoders, and tables by shape, source and criterion. Imports ``lib`` alone."""
+"""Whole generations: the race of all decoders, and tables by shape, source and criterion.
+
+Imports ``kernels`` and ``lib``.
+"""

@@ -22,14 +22,13 @@ from .competitors import (
     is_ours,
     warmed_up,
 )
-from .options import Options
+from .options import OfGenerate
 from .pairs import Pair, load_pair, of_length
 from .race import Race, terminable
 from .real.models import load_real
 from .real.prompts import encoded, read_chats
-from .report import OF_A_PAIR, Report, table
+from .report import Report
 
-__all__ = ["OF_A_PAIR", "run", "table"]
 NAME = "generate"
 WARM_UP_TOKENS = 8
 #: Options that say nothing about what was measured.
@@ -38,7 +37,7 @@ UNSAID = ("place", "device", "seconds", "out", "name", "tp", "tp_timeout")
 
 @terminable()
 def run(
-    given: Options,
+    given: OfGenerate,
     device: torch.device,
     dtype: torch.dtype,
     ranks: int,
@@ -102,7 +101,7 @@ def run(
     return report
 
 
-def _pair(given: Options, device: torch.device, dtype: torch.dtype, ranks: int) -> Pair:
+def _pair(given: OfGenerate, device: torch.device, dtype: torch.dtype, ranks: int) -> Pair:
     """The pair with its prompts."""
     if given.model is not None:
         return _own_pair(given, device, dtype)
@@ -123,7 +122,7 @@ def _pair(given: Options, device: torch.device, dtype: torch.dtype, ranks: int) 
     return replace(pair, prompts=of_length(pair.prompts, given.prompt_tokens, limit))
 
 
-def _own_pair(given: Options, device: torch.device, dtype: torch.dtype) -> Pair:
+def _own_pair(given: OfGenerate, device: torch.device, dtype: torch.dtype) -> Pair:
     """A user's model and its draft, without an end of text: all texts get the same length.
 
     Raises:
@@ -140,7 +139,7 @@ def _own_pair(given: Options, device: torch.device, dtype: torch.dtype) -> Pair:
     return Pair(real.name, target, small, [replace(p, input_ids=p.input_ids.to(device)) for p in asked])
 
 
-def _prepared(given: Options, pair: Pair, names: Sequence[str], report: Report) -> list[Competitor]:
+def _prepared(given: OfGenerate, pair: Pair, names: Sequence[str], report: Report) -> list[Competitor]:
     """Compile and warm up; the competitors that work.
 
     What compiles as it goes writes a whole text: the compiled ones, and on a GPU everybody, whose kernels are compiled

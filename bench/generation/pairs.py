@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels import DFlash, DraftHeads, Eagle3
 from gsd_kernels_cli import demo, ranks
@@ -23,9 +23,8 @@ from gsd_kernels_hf.parallel import check_heads
 from gsd_kernels_train.recipes.stdlib import split_sources, stdlib_sources
 from gsd_kernels_train.recipes.stdlib_prompts import copy_prompt
 
+from ..kernels.rows import random_model
 from ..lib.shapes import shape_named
-
-PAIRS = ("demo", "tiny")
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,8 @@ def load_pair(
         tensor_parallel: shard the target over the processes of the group that :func:`ranks.join` made.
 
     Raises:
-        ValueError: an unknown name, or heads that do not divide among the processes.
+        ValueError: heads that do not divide among the processes.
     """
-    if name not in PAIRS:
-        raise ValueError(f"pair: {name!r} is none of {', '.join(PAIRS)}")
     source, draft, raw = _demo(text, prompts, fresh) if name == "demo" else _tiny(text, prompts)
     target = (_sharded if tensor_parallel else _placed)(source, target_shape, device, dtype)
     draft = _placed(draft, draft_shape, device, dtype)
@@ -162,17 +159,7 @@ def _fresh_copies(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
 
 def _tiny(kind: str, count: int) -> Found:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=4096,
-    )
-    target = LlamaForCausalLM(config).eval()
+    target = random_model("tiny", torch.float32)
     for parameter in target.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..lib.intervals import Ratio, paired_ratio
-from ..lib.report import SCHEMA, markdown, write
-from .names import HF, HISTORY, OURS, PACKED_HISTORY, PLAIN, label, plain_of
+from ..lib.report import SCHEMA, Columns, table, write
+from .names import HF, HISTORY, LABELS, OURS, PACKED_HISTORY, PLAIN, plain_of
 
 MIN_PROMPTS = 6  # prompts that give a ratio an interval
 NARROW_BITS = 8.0  # bits a weight; with fewer a model computes something else than it was trained to
@@ -58,16 +59,9 @@ class Report:
         """Write ``name``.json; the files written."""
         return [write(folder, name, asdict(self))]
 
-    def totals(self, way: str, kind: str | None = None) -> dict[str, tuple[float, float]]:
+    def totals(self, way: str) -> dict[str, tuple[float, float]]:
         """Tokens and seconds of a way by prompt, the mean over its rounds."""
-        pairs: dict[str, list[tuple[float, float]]] = {}
-        for run in self.runs:
-            if run["way"] == way and kind in (None, self.prompts[run["prompt"]]["kind"]):
-                pairs.setdefault(run["prompt"], []).append((run["tokens"], run["seconds"]))
-        return {
-            prompt: (statistics.fmean(t for t, _ in each), statistics.fmean(s for _, s in each))
-            for prompt, each in pairs.items()
-        }
+        return _totals([run for run in self.runs if run["way"] == way])
 
     def ratio(self, ours: str, theirs: str) -> dict[str, Any]:
         """Of rates, over the prompts that both decoded."""
@@ -94,7 +88,7 @@ class Report:
         groups = {
             "wide": [row for row in others if row["bits"] >= NARROW_BITS],
             "narrow": [row for row in others if row["bits"] < NARROW_BITS],
-            "transformers": [row for row in others if label(row["way"]).engine == "transformers"],
+            "transformers": [row for row in others if LABELS[row["way"]].engine == "transformers"],
         }
         self.strongest = {
             group: max(rows, key=lambda row: row["tokens_per_second"])["way"] if rows else None
@@ -110,18 +104,17 @@ class Report:
         compared = [run for run in first if "same" in run]
         plain = [run for run in first if "same_as_plain" in run]
         parted = [run["divergence"]["within_rounding"] for run in compared if run.get("divergence")]
-        kinds = dict.fromkeys(prompt["kind"] for prompt in self.prompts.values())
-        by_kind = {kind: self.totals(name, kind) for kind in kinds}
+        by_kind: dict[str, list[dict[str, Any]]] = {prompt["kind"]: [] for prompt in self.prompts.values()}
+        for run in runs:
+            by_kind[self.prompts[run["prompt"]]["kind"]].append(run)
         against = self.settings["against"]
         beside = [run["beside_seconds"] for run in runs]
         return {
             "way": name,
             "bits": self.bits(name),
-            "tokens_per_second": _rate(self.totals(name)),
             "speedup": self.ratio(name, against) if against in names else None,
             "beside_seconds": None if None in beside else sum(beside) / sum(run["tokens"] for run in runs),
-            "tokens_per_step": _per_step(runs),
-            "acceptance_length": self._acceptance_length(runs),
+            **self._figures(runs),
             "rounds": 1 + max(run["round"] for run in runs),
             "texts": len(first),
             "tokens": sum(run["tokens"] for run in first),
@@ -131,80 +124,79 @@ class Report:
             "beyond_rounding": len(parted) - sum(parted),
             "compared_with_plain": len(plain),
             "same_as_plain": sum(run["same_as_plain"] for run in plain),
-            "by_kind": {
-                kind: {
-                    "tokens_per_second": _rate(totals),
-                    "tokens_per_step": _per_step(of := [r for r in runs if self.prompts[r["prompt"]]["kind"] == kind]),
-                    "acceptance_length": self._acceptance_length(of),
-                    "prompts": len(totals),
-                }
-                for kind, totals in by_kind.items()
-                if totals
-            },
+            "by_kind": {kind: {**self._figures(of), "prompts": len(_totals(of))} for kind, of in by_kind.items() if of},
         }
 
-    def _acceptance_length(self, runs: Sequence[dict[str, Any]]) -> float | None:
-        """Tokens a forward by question, all turns of it together, and the mean of these."""
+    def _figures(self, runs: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+        """Rates of some runs; the acceptance length is the mean over questions, all turns of one together."""
         questions: dict[str, list[dict[str, Any]]] = {}
         for run in runs:
             questions.setdefault(self.prompts[run["prompt"]].get("question", run["prompt"]), []).append(run)
         lengths = [_per_step(each) for each in questions.values()]
-        return None if not lengths or None in lengths else statistics.fmean(length for length in lengths if length)
+        tokens, seconds = (sum(of) for of in zip(*_totals(runs).values(), strict=True))
+        return {
+            "tokens_per_second": tokens / seconds,
+            "tokens_per_step": _per_step(runs),
+            "acceptance_length": None if None in lengths else statistics.fmean(lengths),
+        }
 
 
-def _rate(totals: dict[str, tuple[float, float]]) -> float:
-    return sum(tokens for tokens, _ in totals.values()) / sum(seconds for _, seconds in totals.values())
+def _totals(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Tokens and seconds of one way's runs by prompt, the mean over the rounds."""
+    prompts: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        prompts.setdefault(run["prompt"], []).append(run)
+    return {
+        prompt: (statistics.fmean(run["tokens"] for run in each), statistics.fmean(run["seconds"] for run in each))
+        for prompt, each in prompts.items()
+    }
 
 
 def _per_step(runs: Sequence[dict[str, Any]]) -> float | None:
     """Tokens a forward of the model; ``None`` where an engine does not count them."""
-    if not runs or not all(run["steps"] for run in runs):
+    if not all(run["steps"] for run in runs):
         return None
     return sum(run["tokens"] + run["ended"] for run in runs) / sum(run["steps"] for run in runs)
-
-
-def _interval(ratio: dict[str, Any] | None) -> str:
-    return "–" if ratio is None else str(Ratio(**ratio))
 
 
 def _decimals(number: float | None, scale: float = 1.0) -> str:
     return "–" if number is None else f"{scale * number:.2f}"
 
 
-def _shown(row: dict[str, Any], data: dict[str, Any]) -> str:
-    return f"**{label(row['way'])}**" if row["way"] == HISTORY else str(label(row["way"]))
+def _interval(ratio: dict[str, Any] | None) -> str:
+    return "–" if ratio is None else str(Ratio(**ratio))
 
 
-Columns = dict[str, Callable[[dict[str, Any], dict[str, Any]], str]]
-"""Header of a column, into which the settings are put → the cell of a row of the summary, given with all data."""
-RATE: Columns = {"tokens/s": lambda row, data: f"{row['tokens_per_second']:.1f}"}
-STEP: Columns = {"tokens/step": lambda row, data: _decimals(row["tokens_per_step"])}
-OF_A_PAIR: Columns = {
-    "": lambda row, data: row["way"],
-    **RATE,
-    "against {against} (95%)": lambda row, data: _interval(row["speedup"]),
-    **STEP,
-    "ms a token beside the models": lambda row, data: _decimals(row["beside_seconds"], 1e3),
-    "same tokens": lambda row, data: _as_transformers(row) or "–",
-}
-OF_ALL: Columns = {
-    "": _shown,
-    "bits a weight": lambda row, data: f"{row['bits']:.1f}".removesuffix(".0"),
-    **RATE,
-    **STEP,
-    "our history against it (95%)": lambda row, data: _interval(data["ratios"].get(row["way"])),
-}
-OF_ENGINES: Columns = {**OF_ALL, "texts as transformers'": lambda row, data: _texts(row)}
-OF_README: Columns = {**OF_ALL, "texts as without drafts": lambda row, data: _as_without_drafts(row)}
+RATE: Columns = {"tokens/s": lambda row: f"{row['tokens_per_second']:.1f}"}
+STEP: Columns = {"tokens/step": lambda row: _decimals(row["tokens_per_step"])}
 
 
-def table(data: dict[str, Any], columns: Columns = OF_ENGINES) -> str:
-    """The summary in Markdown, slowest first."""
-    rows = [[cell(row, data) for cell in columns.values()] for row in _by_rate(data)]
-    return markdown([header.format(**data["settings"]) for header in columns], rows)
+def pair_table(data: dict[str, Any]) -> str:
+    """A pair's competitors, slowest first."""
+    columns: Columns = {
+        "": lambda row: row["way"],
+        **RATE,
+        f"against {data['settings']['against']} (95%)": lambda row: _interval(row["speedup"]),
+        **STEP,
+        "ms a token beside the models": lambda row: _decimals(row["beside_seconds"], 1e3),
+        "same tokens": lambda row: _as_transformers(row) or "–",
+    }
+    return table(_by_rate(data), columns)
 
 
-def _as_without_drafts(row: dict[str, Any]) -> str:
+def engines_table(data: dict[str, Any], texts: Columns | None = None) -> str:
+    """All engines, slowest first; ``texts``: the column of what their texts are compared with."""
+    columns: Columns = {
+        "": lambda row: f"**{LABELS[HISTORY]}**" if row["way"] == HISTORY else str(LABELS[row["way"]]),
+        "bits a weight": lambda row: f"{row['bits']:.1f}".removesuffix(".0"),
+        **RATE,
+        **STEP,
+        "our history against it (95%)": lambda row: _interval(data["ratios"].get(row["way"])),
+    }
+    return table(_by_rate(data), columns | ({"texts as transformers'": _texts} if texts is None else texts))
+
+
+def as_without_drafts(row: dict[str, Any]) -> str:
     if row["way"] != HF and plain_of(row["way"]) == HF:
         return f"{row['same']} of {row['compared']}"
     return f"{row['same_as_plain']} of {row['compared_with_plain']}" if row["compared_with_plain"] else "–"
@@ -241,7 +233,7 @@ def verdicts(data: dict[str, Any]) -> list[str]:
     for group, what in said.items():
         way = data["strongest"].get(group)
         if way is not None and way in data["ratios"]:
-            sentences.append(f"{Ratio(**data['ratios'][way])} times {what} ({label(way)})")
+            sentences.append(f"{Ratio(**data['ratios'][way])} times {what} ({LABELS[way]})")
     packed = f"{PACKED_HISTORY} / {data['strongest'].get('narrow')}"
     if packed in data["ratios"]:
         sentences.append(f"over the packed weights of the file {Ratio(**data['ratios'][packed])} times the same")
@@ -278,38 +270,38 @@ def exactness(data: dict[str, Any]) -> str:
 
 def kinds_table(data: dict[str, Any]) -> str:
     """Tokens a second by kind of work: ours and the strongest others."""
-    chosen = [HF, *dict.fromkeys(way for way in data["strongest"].values() if way), *OURS]
     rows = {row["way"]: row for row in data["summary"]}
-    chosen = [way for way in dict.fromkeys(chosen) if way in rows]
-    kinds = list(dict.fromkeys(prompt["kind"] for prompt in data["prompts"].values()))
-    lines = []
-    for way in chosen:
-        by_kind = rows[way]["by_kind"]
-        cells = []
-        for kind in kinds:
-            rate = by_kind.get(kind)
-            per_step = "" if not rate or rate["tokens_per_step"] is None else f" ({rate['tokens_per_step']:.1f})"
-            cells.append("–" if not rate else f"{rate['tokens_per_second']:.0f}{per_step}")
-        lines.append([str(label(way)), *cells])
-    return markdown(["", *kinds], lines)
+    chosen = dict.fromkeys([HF, *data["strongest"].values(), *OURS])
+
+    def rate(kind: str, row: dict[str, Any]) -> str:
+        of = row["by_kind"].get(kind)
+        per_step = "" if not of or of["tokens_per_step"] is None else f" ({of['tokens_per_step']:.1f})"
+        return f"{of['tokens_per_second']:.0f}{per_step}" if of else "–"
+
+    columns: Columns = {"": lambda row: str(LABELS[row["way"]]), **{kind: partial(rate, kind) for kind in _kinds(data)}}
+    return table([rows[way] for way in chosen if way in rows], columns)
 
 
 def lengths_table(data: dict[str, Any]) -> str:
     """Tokens a forward by kind as Spec-Bench and SPEED-Bench define their means, of all ways that count forwards."""
-    kinds = list(dict.fromkeys(prompt["kind"] for prompt in data["prompts"].values()))
-    lines = []
-    for row in data["summary"]:
-        for measure, said in (("tokens_per_step", "accepted tokens"), ("acceptance_length", "acceptance length")):
-            values = [row["by_kind"].get(kind, {}).get(measure) for kind in kinds]
-            if row[measure] is not None:
-                cells = ["–" if value is None else f"{value:.2f}" for value in [*values, row[measure]]]
-                lines.append([str(label(row["way"])), said, *cells])
-    return markdown(["", "mean", *kinds, "all"], lines)
+    means = {"tokens_per_step": "accepted tokens", "acceptance_length": "acceptance length"}
+    rows = [(row, mean) for row in data["summary"] for mean in means if row[mean] is not None]
+
+    def length(kind: str, of: tuple[dict[str, Any], str]) -> str:
+        return _decimals(of[0]["by_kind"].get(kind, {}).get(of[1]))
+
+    columns: Columns = {"": lambda of: str(LABELS[of[0]["way"]]), "mean": lambda of: means[of[1]]}
+    columns |= {kind: partial(length, kind) for kind in _kinds(data)}
+    return table(rows, columns | {"all": lambda of: _decimals(of[0][of[1]])})
+
+
+def _kinds(data: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(prompt["kind"] for prompt in data["prompts"].values()))
 
 
 def short(data: dict[str, Any]) -> dict[str, Any]:
     """``data`` with transformers, the fastest of every other engine, also by bits a weight, and ours."""
-    fastest = {label(row["way"]).engine: row["way"] for row in _by_rate(data) if row["way"] not in OURS}
+    fastest = {LABELS[row["way"]].engine: row["way"] for row in _by_rate(data) if row["way"] not in OURS}
     chosen = {HF, PLAIN, HISTORY, PACKED_HISTORY, *data["strongest"].values(), *fastest.values()}
     return {**data, "summary": [row for row in data["summary"] if row["way"] in chosen]}
 
@@ -317,7 +309,7 @@ def short(data: dict[str, Any]) -> dict[str, Any]:
 def what(data: dict[str, Any]) -> str:
     """Say what was decoded, in one sentence without its end."""
     settings, prompts = data["settings"], data["prompts"]
-    kinds = list(dict.fromkeys(prompt["kind"] for prompt in prompts.values()))
+    kinds = _kinds(data)
     own = "" if len(kinds) < 2 else f" ({', '.join(kinds)})"
     return (
         f"{settings['model']}, {data['parameters'] / 1e6:.0f}M, {settings['dtype']}, greedy, {len(prompts)} "

@@ -13,14 +13,14 @@ from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.dag_attention import cuda
 from gsd_kernels.ops.dag_attention.api import ATTENTION
 
-from ..lib.runner import Entry, Op, Settings
+from ..lib.runner import Op, Settings
 from ..lib.shapes import SHAPES
 from .peers import attention_peers
 
 NAME = "attention"
 
 
-def entries(settings: Settings) -> Iterator[Entry]:
+def entries(settings: Settings) -> Iterator[Op]:
     """Every shape × prefix × rows."""
     rows_grid = settings.pick(settings.rows, (1, 16), (1, 8, 16, 32, 64), (1, 8, 16, 32, 64, 128))
     prefixes = settings.pick(settings.prefixes, (256,), (1024, 4096), (1024, 4096, 8192, 32768))
@@ -41,19 +41,15 @@ def entries(settings: Settings) -> Iterator[Entry]:
                 visible = torch.cat([torch.ones(rows, prefix, dtype=torch.bool, device=device), tree], 1)
                 mask, kv_len = pack_bits(tree)[None], torch.tensor([prefix], dtype=torch.int32, device=device)
                 attend = functools.partial(dag_attention, q, k, v, mask, kv_len)
-                op = Op(
+                yield Op(
                     ATTENTION,
                     lambda backend, attend=attend: attend(backend=backend),
                     right=dag_attention(q.float(), k.float(), v.float(), mask, kv_len, backend="reference"),
                     tolerance=8 * torch.finfo(dtype).eps if dtype != torch.float32 else ATTENTION.tolerance,
                     refused=functools.partial(refused, q, k, v),
-                )
-                yield settings.entry(
-                    op,
-                    attention_peers(settings, q, k, v, visible),
+                    peers=attention_peers(settings, q, k, v, visible),
                     shape=name,
                     parameters={"rows": rows, "prefix": prefix},
-                    operation="dag_attention",
                     bytes_moved=2 * q.nbytes + k.nbytes + v.nbytes + mask.nbytes,
                 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -24,9 +24,6 @@ from ..lib.options import (
     dtype_of,
     show,
 )
-
-if TYPE_CHECKING:
-    from ..lib.report import Report
 
 Backends = Annotated[
     list[str] | None, typer.Option("--backend", help="Ours to measure; repeatable. Default: all that run here.")
@@ -173,20 +170,4 @@ def _run(
     )
     report = run(import_module(f".{name}", __package__), settings)
     files = report.write(case.out, case.name or name + ("-quick" if case.quick else ""))
-    show(files, _table(report), report.missing())
-
-
-def _table(report: Report) -> str:
-    from ..lib.report import markdown, micros
-
-    rows = [
-        [
-            f"{row.operation}, {row.shape}, " + ", ".join(f"{k} {v}" for k, v in row.parameters.items()),
-            row.contestant,
-            micros(row.median or 0),
-            f"{micros(row.p20 or 0)}–{micros(row.p80 or 0)}",
-            f"{row.bandwidth_fraction:.2f}",
-        ]
-        for row in report.measured()
-    ]
-    return markdown(["", "by", "median", "p20–p80", "of copy bandwidth"], rows)
+    show(files, report.table(), report.missing())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from gsd_kernels import commit_kv
 from gsd_kernels.ops.commit_kv.api import COMMIT
 from gsd_kernels_cli.demo.inflate import ModelShape
 
-from ..lib.runner import Contestant, Entry, Op, Settings
+from ..lib.runner import Contestant, Op, Settings
 from ..lib.shapes import SHAPES
 
 NAME = "commit"
@@ -36,7 +37,7 @@ def copied(caches: Caches) -> Caches:
     return [[tensor.clone() for tensor in part] for part in caches]
 
 
-def commit_op(caches: Caches, rows: Tensor, count: Tensor) -> Op:
+def commit_op(caches: Caches, rows: Tensor, count: Tensor, **about: Any) -> Op:
     """The accepted rows [B, P] behind the prefix of every layer; what is compared are copies of the caches."""
 
     def commit(backend: str, caches: Caches = caches) -> tuple[Tensor, ...]:
@@ -45,10 +46,10 @@ def commit_op(caches: Caches, rows: Tensor, count: Tensor) -> Op:
         return (kv_len, *caches[0], *caches[1])
 
     before = copied(caches)
-    return Op(COMMIT, commit, lambda backend: commit(backend, copied(before)))
+    return Op(COMMIT, commit, lambda backend: commit(backend, copied(before)), **about)
 
 
-def entries(settings: Settings) -> Iterator[Entry]:
+def entries(settings: Settings) -> Iterator[Op]:
     """Every shape × number of accepted rows; ``--rows`` names these numbers."""
     grid = settings.pick(settings.rows, (2, 8), (1, 4, 8, 16), (1, 4, 8, 16))
     device = settings.device
@@ -68,11 +69,12 @@ def entries(settings: Settings) -> Iterator[Entry]:
                 for cache in (*caches[0], *caches[1]):
                     cache[:, :, PREFIX : PREFIX + accepted] = cache.index_select(2, source_rows)
 
-            yield settings.entry(
-                commit_op(caches, rows, count),
-                [Contestant("torch_per_layer", layer_by_layer, peer=True, alike=False)],
+            yield commit_op(
+                caches,
+                rows,
+                count,
+                peers=[Contestant("torch_per_layer", layer_by_layer, peer=True, alike=False)],
                 shape=name,
                 parameters={"accepted": accepted, "layers": shape.num_layers},
-                operation="commit_kv",
                 bytes_moved=2 * 2 * shape.num_layers * accepted * caches[0][0][0, :, 0].nbytes,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from gsd_kernels.ops.flatten.api import FLATTEN
 from gsd_kernels.ops.merge.api import MERGE
 from gsd_kernels.ops.verify.api import VERIFY
 
-from ..lib.runner import Contestant, Entry, Op, Settings
+from ..lib.runner import Contestant, Op, Settings
 
 NAME = "merge"
 TOKENS = 200  # candidates come from this many tokens, so that some merge
@@ -82,41 +83,28 @@ class Step:
     def max_path(self) -> int:
         return int(self.config.max_path or 0)
 
-    def ops(self) -> dict[str, tuple[Op, int]]:
-        """The ops of a step after one another, each with the bytes that it moves at least."""
+    def ops(self) -> list[Op]:
+        """The ops of a step after one another."""
         self.merge("reference")
         rows = self.flatten("reference")
         graph, row_bytes = self.graph, sum(t.nbytes for t in rows.tensors())
-        candidates = sum(t.nbytes for level in self.levels for t in level)
+        merged = sum(t.nbytes for t in (*graph.tensors(), *(t for level in self.levels for t in level)))
         edges = graph.edge_targets.nbytes + graph.edge_log_probs.nbytes + graph.token_ids.nbytes
-        return {
-            "merge, all levels": (
-                Op(MERGE, self.merge),
-                sum(t.nbytes for t in graph.tensors()) + candidates,
-            ),
-            "flatten": (
-                Op(FLATTEN, lambda backend: self.flatten(backend).tensors()),
-                edges + row_bytes,
-            ),
-            "verify": (
-                Op(VERIFY, lambda backend: self.verify(rows, backend)),
-                row_bytes + self.picks.nbytes,
-            ),
+        about: dict[str, Any] = {
+            "shape": "token graph",
+            "parameters": {"rows": self.config.max_rows},
+            "peers": [Contestant("others", missing=NO_PEER, peer=True)],
         }
+        return [
+            Op(MERGE, self.merge, operation="merge, all levels", bytes_moved=merged, **about),
+            Op(FLATTEN, lambda backend: self.flatten(backend).tensors(), bytes_moved=edges + row_bytes, **about),
+            Op(VERIFY, lambda backend: self.verify(rows, backend), bytes_moved=row_bytes + self.picks.nbytes, **about),
+        ]
 
 
-def entries(settings: Settings) -> Iterator[Entry]:
+def entries(settings: Settings) -> Iterator[Op]:
     """Merging of a whole draft, unrolling and verification, by the rows that are kept."""
     for rows_kept in settings.pick(settings.rows, (16, 64), tuple(CONFIGS), tuple(CONFIGS)):
         if rows_kept not in CONFIGS:
             raise ValueError(f"--rows: merge has graphs for {', '.join(map(str, CONFIGS))} rows, not {rows_kept}")
-        config = CONFIGS[rows_kept]
-        for operation, (op, size) in Step(config, settings.device).ops().items():
-            yield settings.entry(
-                op,
-                [Contestant("others", missing=NO_PEER, peer=True)],
-                shape="token graph",
-                parameters={"rows": rows_kept},
-                operation=operation,
-                bytes_moved=size,
-            )
+        yield from Step(CONFIGS[rows_kept], settings.device).ops()

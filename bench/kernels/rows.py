@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, WAYS, row_inputs
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.packed.modules import matrix_of, packed_in
 
+from ..lib import report
 from ..lib.environment import environment
-from ..lib.report import markdown
 from ..lib.shapes import shape_named
 from ..lib.timing import read_bandwidths, time_call
 
@@ -209,15 +210,23 @@ def run(
     }
 
 
-def table(report: dict[str, Any]) -> str:
+Line = tuple[dict[str, Any], dict[str, Any]]
+"""A result, and one of its lines."""
+
+
+def table(data: dict[str, Any]) -> str:
     """The report in Markdown: milliseconds, and multiples of the floor."""
-    lines = []
-    for result in report["results"]:
-        ways = [way for way in WAYS if f"{way}_ms" in result["prompt"]]
-        for line in (*result["rows"], result["prompt"]):
-            about = f"rows {line['rows']}" if "rows" in line else f"prompt of {line['tokens']}"
-            over = [f" ({line[f'{way}_over_floor']:.2f})" if "rows" in line else "" for way in ways]
-            times = [f"{line[f'{way}_ms']:.2f}{times}" for way, times in zip(ways, over, strict=True)]
-            floor = f"{line['read_ms']:.2f}" if "rows" in line else ""
-            lines.append([f"{result['shape']}, {result['dtype']}, {about}", floor, *times])
-    return markdown(["ms (multiples of the floor)", "floor", *ways], lines)
+    lines = [(result, line) for result in data["results"] for line in (*result["rows"], result["prompt"])]
+
+    def about(of: Line) -> str:
+        result, line = of
+        what = f"rows {line['rows']}" if "rows" in line else f"prompt of {line['tokens']}"
+        return f"{result['shape']}, {result['dtype']}, {what}"
+
+    def by(way: str, of: Line) -> str:
+        over = f" ({of[1][f'{way}_over_floor']:.2f})" if "rows" in of[1] else ""
+        return f"{of[1][f'{way}_ms']:.2f}{over}"
+
+    ways = {way: partial(by, way) for way in WAYS if f"{way}_ms" in lines[-1][1]}
+    floor: report.Columns = {"floor": lambda of: f"{of[1]['read_ms']:.2f}" if "rows" in of[1] else ""}
+    return report.table(lines, {"ms (multiples of the floor)": about, **floor, **ways})

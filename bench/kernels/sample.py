@@ -13,7 +13,7 @@ from gsd_kernels import draft_candidates, sample_rows
 from gsd_kernels.ops.sampling import warped_log_probs
 from gsd_kernels.ops.sampling.api import DRAFT, LOG_PROBS, SAMPLE
 
-from ..lib.runner import Contestant, Entry, Op, Settings
+from ..lib.runner import Contestant, Op, Settings
 from ..lib.shapes import SHAPES
 from .peers import sampling_peers
 
@@ -27,7 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def entries(settings: Settings) -> Iterator[Entry]:
+def entries(settings: Settings) -> Iterator[Op]:
     """Every vocabulary × rows × way of sampling, and drafting candidates."""
     grid = settings.pick(settings.rows, (1, 16), (1, 8, 16, 64), (1, 8, 32, 64, 128))
     device = settings.device
@@ -51,34 +51,33 @@ def entries(settings: Settings) -> Iterator[Entry]:
             }
             for operation, warpers in MODES.items():
                 sample = partial(sample_rows, logits, positions, **options, **warpers)
-                yield settings.entry(
-                    Op(SAMPLE, lambda backend, sample=sample: sample(backend=backend)),
-                    sampling_peers(settings, logits[0], *warpers.values()),
+                yield Op(
+                    SAMPLE,
+                    lambda backend, sample=sample: sample(backend=backend),
+                    peers=sampling_peers(settings, logits[0], *warpers.values()),
                     operation=f"sample_rows {operation}",
                     **about,
                 )
             log_probs = partial(warped_log_probs, logits, **MODES["T=0.7, top-k 50, top-p 0.9"])
-            distribution = Op(
+            yield Op(
                 LOG_PROBS,
                 lambda backend, log_probs=log_probs: log_probs(backend=backend),
                 checked=lambda backend, log_probs=log_probs: log_probs(backend=backend).exp(),  # most are -inf
                 tolerance=1e-4,
+                operation="warped_log_probs",
+                **about,
             )
-            yield settings.entry(distribution, operation="warped_log_probs", **about)
             draft = partial(draft_candidates, logits, positions, branch=BRANCH, **options)
-            candidates = Op(
-                DRAFT,
-                lambda backend, draft=draft: draft(backend=backend),
-                checked=lambda backend, draft=draft: draft(backend=backend)[1],  # log-probabilities: of ties either
-                tolerance=1e-3,
-            )
 
             def topk(logits: Tensor = logits) -> tuple[Tensor, Tensor]:
                 return logits.float().log_softmax(-1).topk(BRANCH)
 
-            yield settings.entry(
-                candidates,
-                [Contestant("torch_topk", topk, peer=True, alike=False)],
+            yield Op(
+                DRAFT,
+                lambda backend, draft=draft: draft(backend=backend),
+                checked=lambda backend, draft=draft: draft(backend=backend)[1],  # log-probabilities: of ties either
+                tolerance=1e-3,
+                peers=[Contestant("torch_topk", topk, peer=True, alike=False)],
                 operation=f"draft_candidates, branch {BRANCH}",
                 **about,
             )

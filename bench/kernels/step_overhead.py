@@ -55,7 +55,7 @@ def run(shape: str, device: torch.device, dtype: torch.dtype, batch: int = 1) ->
     accepted = Acceptance(*step.verify(rows, "reference"))
     gen = torch.Generator().manual_seed(0)
     caches = random_caches(shape_named(shape), device, dtype, gen, GRAPH.cache_slots, batch)
-    ops = {op.op.name: op for op, _ in step.ops().values()}
+    ops = {op.op.name: op for op in step.ops()}
     ops["commit"] = commit_op(caches, accepted.accepted_rows, accepted.num_accepted)
     for op in ops.values():
         op.check("auto")

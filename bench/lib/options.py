@@ -25,13 +25,6 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
-class PairName(str, Enum):
-    """Models: the embedded pair, or random weights that exercise the code and mean nothing."""
-
-    demo = "demo"
-    tiny = "tiny"
-
-
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A small grid, under a minute on a CPU.")]
 Device = Annotated[
@@ -39,9 +32,6 @@ Device = Annotated[
 ]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Default: bfloat16 on a GPU, float32 on a CPU.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the written files.")]
-PairOption = Annotated[PairName, typer.Option("--pair", help="demo (embedded), or tiny (random weights).")]
-Prompts = Annotated[int, typer.Option("--prompts", min=1, help="Of every kind of text.")]
-NewTokens = Annotated[int, typer.Option("--new-tokens", min=1, help="Of every text.")]
 
 
 def quiet() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,10 @@ class Report:
         """Write ``name``.json; the files written."""
         return [write(folder, name, asdict(self))]
 
+    def table(self) -> str:
+        """What was measured, in Markdown."""
+        return table(self.measured(), OF_A_CASE)
+
     def measured(self) -> list[Row]:
         return [row for row in self.rows if row.median is not None]
 
@@ -72,13 +76,15 @@ def caption(environment: dict[str, Any]) -> str:
     return f"{environment['device']}{f' ({instructions})' if instructions else ''}{threads}, torch {versions['torch']}"
 
 
-def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others are right-aligned."""
+Columns = Mapping[str, Callable[[Any], str]]
+"""Header of a column → what a row's cell in it says."""
 
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cells) + " |"
 
-    return "\n".join([line(headers), "|---" + "|--:" * (len(headers) - 1) + "|", *map(line, rows)])
+def table(rows: Iterable[Any], columns: Columns) -> str:
+    """Rows as a Markdown table; the first column is text, the others are right-aligned."""
+    lines = [[*columns], *([cell(row) for cell in columns.values()] for row in rows)]
+    head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join([head, "|---" + "|--:" * (len(columns) - 1) + "|", *body])
 
 
 def micros(seconds: float) -> str:
@@ -86,3 +92,14 @@ def micros(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+OF_A_CASE: Columns = {
+    "": lambda row: ", ".join(
+        [row.operation, row.shape, *(f"{name} {value}" for name, value in row.parameters.items())]
+    ),
+    "by": lambda row: row.contestant,
+    "median": lambda row: micros(row.median),
+    "p20–p80": lambda row: f"{micros(row.p20)}–{micros(row.p80)}",
+    "of copy bandwidth": lambda row: f"{row.bandwidth_fraction:.2f}",
+}

@@ -43,42 +43,13 @@ class Settings:
         """The grid: what was given, else the default for this kind of run."""
         return given or (quick if self.quick else gpu if self.device.type == "cuda" else cpu)
 
-    def backend_names(self, implementations: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-        """Backends to measure, each with the reason why it cannot run here.
-
-        Raises:
-            ValueError: a backend that the op does not have.
-        """
-        for name in implementations if self.backends is None else self.backends:
-            if name not in implementations:
-                raise ValueError(f"--backend: {name!r} is none of {', '.join(implementations)}")
-            yield name, unavailable_reason(name, self.device)
-
-    def ours(self, op: Op) -> list[Contestant]:
-        """Our backends of an op, each with the reason why it cannot run here.
-
-        Raises:
-            ValueError: a backend that the op does not have.
-        """
-        entries = []
-        for name, reason in self.backend_names(tuple(op.op.implementations)):
-            reason = reason or op.refused(name)
-            check = None if reason or op.checked is None else partial(op.checked, name)
-            entries.append(Contestant(name, None if reason else partial(op.call, name), reason, check=check))
-        return entries
-
-    def entry(self, op: Op, peers: Sequence[Contestant] = (), **about: Any) -> Entry:
-        """An op's :class:`Entry`: our backends and those peers that are wanted, held against its reference."""
-        wanted = [peer for peer in peers if self.wants_peer(peer.name)]
-        return Entry(contestants=[*self.ours(op), *wanted], error=op.error, tolerance=op.tolerance, **about)
-
     def wants_peer(self, name: str) -> bool:
         return self.peers is None or name in self.peers
 
 
 @dataclass
 class Op:
-    """One operation to measure, by backend.
+    """One operation at one point of a case's grid.
 
     Attributes:
         op: of the table; its implementations are the backends, the reference among them.
@@ -87,6 +58,10 @@ class Op:
         right: what it should compute; by default what the reference does.
         tolerance: by how much floats may differ; of other numbers none may.
         refused: why a backend does not take these tensors, if so.
+        peers: others who do the same.
+        shape, parameters: of the point.
+        bytes_moved: the least that has to be read and written.
+        operation: what is done; by default the op's name.
     """
 
     op: TableOp
@@ -95,10 +70,31 @@ class Op:
     right: Any = None
     tolerance: float = 0.0
     refused: Callable[[str], str | None] = lambda backend: None
+    peers: Sequence[Contestant] = ()
+    shape: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    bytes_moved: int = 0
+    operation: str = ""
 
     def __post_init__(self) -> None:
         if self.right is None:  # before any other backend: ops may write into one storage
             self.right = [tensor.clone() for tensor in _tensors((self.checked or self.call)("reference"))]
+        self.operation = self.operation or self.op.name
+
+    def contestants(self, settings: Settings) -> Iterator[Contestant]:
+        """Our backends, each with the reason why it cannot run here, and those peers that are wanted.
+
+        Raises:
+            ValueError: a backend that the op does not have.
+        """
+        known = self.op.implementations
+        for name in known if settings.backends is None else settings.backends:
+            if name not in known:
+                raise ValueError(f"--backend: {name!r} is none of {', '.join(known)}")
+            missing = unavailable_reason(name, settings.device) or self.refused(name)
+            check = None if missing or self.checked is None else partial(self.checked, name)
+            yield Contestant(name, None if missing else partial(self.call, name), missing, check=check)
+        yield from (peer for peer in self.peers if settings.wants_peer(peer.name))
 
     def error(self, output: Any) -> float:
         """How far an output is from the right one: the largest difference of floats, of other numbers the places."""
@@ -125,7 +121,7 @@ def _tensors(output: Any) -> Sequence[Tensor]:
 
 @dataclass
 class Contestant:
-    """One way of doing an entry's work.
+    """One way of doing an op's work.
 
     Attributes:
         name: the backend, or the peer's name.
@@ -144,26 +140,6 @@ class Contestant:
     setup_seconds: float | None = None
     check: Callable[[], Any] | None = None
     alike: bool = True
-
-
-@dataclass
-class Entry:
-    """One point of a case's grid.
-
-    Attributes:
-        operation: what is done, where a case has several.
-        bytes_moved: the least that has to be read and written.
-        error: how far a contestant's output is from the right one, and how far it may be; ``None`` where outputs are
-            random.
-    """
-
-    shape: str
-    parameters: dict[str, Any]
-    operation: str
-    bytes_moved: int
-    contestants: list[Contestant]
-    error: Callable[[Any], float] | None = None
-    tolerance: float = 0.0
 
 
 @dataclass
@@ -192,24 +168,24 @@ def run(case: ModuleType, settings: Settings) -> Report:
         dtype=str(settings.dtype).removeprefix("torch."),
         quick=settings.quick,
     )
-    for entry in case.entries(settings):
-        for contestant in entry.contestants:
-            where = [entry.shape, *(f"{key} {value}" for key, value in entry.parameters.items())]
-            pace(f"{case.NAME}: {entry.operation}: {', '.join(where)}: {contestant.name}")
-            report.rows.append(measure(entry, contestant, settings, report.copy_bandwidth))
+    for op in case.entries(settings):
+        for contestant in op.contestants(settings):
+            where = [op.shape, *(f"{key} {value}" for key, value in op.parameters.items())]
+            pace(f"{case.NAME}: {op.operation}: {', '.join(where)}: {contestant.name}")
+            report.rows.append(measure(op, contestant, settings, report.copy_bandwidth))
     return report
 
 
-def measure(entry: Entry, contestant: Contestant, settings: Settings, bandwidth: float) -> Row:
+def measure(op: Op, contestant: Contestant, settings: Settings, bandwidth: float) -> Row:
     """Time a contestant whose result is right; ``bandwidth`` of copying is what its bytes are held against.
 
     Raises:
         RuntimeError: one of ours is wrong. Whatever fails of a peer is why it is missing, but for a GPU that is lost.
     """
     row = Row(
-        operation=entry.operation,
-        shape=entry.shape,
-        parameters=entry.parameters,
+        operation=op.operation,
+        shape=op.shape,
+        parameters=op.parameters,
         contestant=contestant.name,
         peer=contestant.peer,
         setup_seconds=contestant.setup_seconds,
@@ -224,10 +200,10 @@ def measure(entry: Entry, contestant: Contestant, settings: Settings, bandwidth:
             if settings.device.type == "cuda":
                 torch.cuda.synchronize(settings.device)
             row.setup_seconds = contestant.setup_seconds + time.perf_counter() - begin
-        if entry.error is not None and contestant.alike:
-            row.max_error = entry.error(output if contestant.check is None else contestant.check())
-            if not row.max_error <= entry.tolerance:
-                raise RuntimeError(f"wrong result: error {row.max_error:.3g}, allowed {entry.tolerance:.3g}")
+        if contestant.alike:
+            row.max_error = op.error(output if contestant.check is None else contestant.check())
+            if not row.max_error <= op.tolerance:
+                raise RuntimeError(f"wrong result: error {row.max_error:.3g}, allowed {op.tolerance:.3g}")
         timing = time_call(contestant.call, settings.device, seconds=settings.seconds)
     except Exception as error:
         if not contestant.peer or isinstance(error, torch.AcceleratorError):
@@ -236,6 +212,6 @@ def measure(entry: Entry, contestant: Contestant, settings: Settings, bandwidth:
         return row
     row.median, row.p20, row.p80 = timing.median, timing.p20, timing.p80
     row.samples, row.clock = timing.samples, timing.clock
-    row.bytes_moved = entry.bytes_moved
-    row.bandwidth_fraction = entry.bytes_moved / timing.median / bandwidth
+    row.bytes_moved = op.bytes_moved
+    row.bandwidth_fraction = op.bytes_moved / timing.median / bandwidth
     return row

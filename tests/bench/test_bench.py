@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from gsd_kernels.ops.merge.api import MERGE
 from gsd_kernels_bench.cli import BENCHMARKS, app
 from gsd_kernels_bench.generation.competitors import DEFAULT, competitors
 from gsd_kernels_bench.generation.pairs import load_pair
@@ -21,7 +22,7 @@ from gsd_kernels_bench.gpu import gpu_tests, sanitize
 from gsd_kernels_bench.gpu.stages import STAGES, Call, stage_named
 from gsd_kernels_bench.gpu.work import Work, perform
 from gsd_kernels_bench.kernels import attention, commit, merge, rows, sample
-from gsd_kernels_bench.lib.runner import Contestant, Entry, Settings, run
+from gsd_kernels_bench.lib.runner import Op, Settings, run
 from gsd_kernels_cli import demo
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def test_a_step_is_measured(given, tmp_path):
 
 def test_a_wrong_result_is_never_reported(monkeypatch):
     def entries(settings):
-        yield Entry("s", {"rows": 1}, "op", 8, [Contestant("ours", lambda: 2.0)], error=lambda out: out)
+        yield Op(MERGE, lambda backend: torch.full((), 0.0 if backend == "reference" else 2.0))
 
     monkeypatch.setattr(merge, "entries", entries)
     with pytest.raises(RuntimeError, match="wrong result: error 2"):
@@ -150,10 +151,9 @@ def test_a_stage_rehearses_on_a_cpu_and_measures_no_point_twice(name, tmp_path, 
 @pytest.mark.parametrize("name", CASES)
 def test_benchmark_kernels(benchmark, name):
     settings = Settings(CPU, torch.float32, shapes=("tinyllama-1.1b",), rows=(16,), peers=[], quick=True)
-    entry = next(iter(CASES[name].entries(settings)))
-    contestant = next(c for c in entry.contestants if c.call is not None)
+    op = next(iter(CASES[name].entries(settings)))
     with torch.no_grad():
-        benchmark(contestant.call)
+        benchmark(op.call, "cpu")
 
 
 @pytest.mark.parametrize("name", ["hf-greedy", "model+history@graph"])

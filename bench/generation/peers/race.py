@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,16 @@ def name_of(engine: Engine, kind: str) -> str:
     return engine.name if kind == "plain" else f"{engine.name}-{kind}"
 
 
-class Peers:
+@contextmanager
+def peers(
+    pair: Pair,
+    names: Sequence[str],
+    tuning: Sequence[Prompt],
+    *,
+    new_tokens: int,
+    engines: Sequence[Engine],
+    ends: Sequence[int] = (),
+) -> Iterator[tuple[dict[str, Competitor], dict[str, Any]]]:
     """Engines in their processes, until the ``with`` block ends.
 
     Args:
@@ -44,92 +53,63 @@ class Peers:
         engines: to be started.
         ends: tokens that end a text.
 
-    Attributes:
-        competitors: in the order of ``names``.
-        notes: per engine its version and bits a weight, per name the chosen setting and what it was chosen by.
+    Yields: their ways by name; and notes, per engine its version and bits a weight, per name the chosen setting and
+        what it was chosen by.
     """
+    longest = max(prompt.input_ids.shape[1] for prompt in (*pair.prompts, *tuning)) + max(new_tokens, TUNING_TOKENS)
+    ways: dict[str, Competitor] = {}
+    notes: dict[str, Any] = {}
+    with ExitStack() as stack:
 
-    def __init__(
-        self,
-        pair: Pair,
-        names: Sequence[str],
-        tuning: Sequence[Prompt],
-        *,
-        new_tokens: int,
-        engines: Sequence[Engine],
-        ends: Sequence[int] = (),
-    ) -> None:
-        self.pair, self.tuning, self.engines = pair, tuning, engines
-        self.new_tokens, self.ends = new_tokens, tuple(ends)
-        known = {name_of(engine, kind) for engine in self.engines for kind in TOKENS}
-        self.names = [name for name in dict.fromkeys(names) if name in known]
-        self.notes: dict[str, Any] = {}
-        self.competitors: list[Competitor] = []
+        def started(engine: Engine) -> EngineProcess:
+            print(f"peers: converting for {engine.name}", file=sys.stderr, flush=True)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gsd-kernels-")))
+            engine.prepare(pair.target, pair.draft, folder)
+            dtype = str(pair.target.dtype).removeprefix("torch.")
+            process = EngineProcess(engine, Place(folder, dtype, torch.get_num_threads(), longest, tuple(ends)))
+            stack.callback(process.close)
+            size = engine.weight_bytes(folder)
+            bits = pair.target.dtype.itemsize * 8 if size is None else 8 * size / pair.target.num_parameters()
+            notes[engine.name] = {"version": process.about(), "bits": bits}
+            return process
 
-    def __enter__(self) -> Peers:
-        with ExitStack() as stack:
-            ways: dict[str, Competitor] = {}
-            for engine in self.engines:
-                kinds = {name_of(engine, kind): kind for kind in TOKENS if name_of(engine, kind) in self.names}
-                if kinds:
-                    ways |= self._competitors(engine, kinds, stack)
-            self.competitors = [ways[name] for name in self.names]
-            self._stack = stack.pop_all()
-        return self
+        for engine in engines:
+            kinds = {name: kind for kind in TOKENS if (name := name_of(engine, kind)) in names}
+            reason = missing(engine, pair) if kinds else None
+            if kinds and reason is None:
+                try:
+                    process = started(engine)
+                except Exception as error:
+                    reason = in_a_line(error)
+            for name, kind in kinds.items():
+                try:
+                    decode = None if reason else _decoder(process, _chosen(process, name, kind, tuning, notes))
+                    ways[name] = Competitor(name, decode, reason)
+                except Exception as error:
+                    ways[name] = Competitor(name, missing=in_a_line(error))
+        yield ways, notes
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
-    def _competitors(self, engine: Engine, kinds: dict[str, str], stack: ExitStack) -> dict[str, Competitor]:
-        reason = missing(engine, self.pair)
-        if reason is None:
-            try:
-                process = self._started(engine, stack)
-            except Exception as error:
-                reason = in_a_line(error)
-        if reason is not None:
-            return {name: Competitor(name, missing=reason) for name in kinds}
-        ways = {}
-        for name, kind in kinds.items():
-            try:
-                ways[name] = Competitor(name, _decoder(process, self._chosen(process, name, kind)))
-            except Exception as error:
-                ways[name] = Competitor(name, missing=in_a_line(error))
-        return ways
-
-    def _started(self, engine: Engine, stack: ExitStack) -> EngineProcess:
-        print(f"peers: converting for {engine.name}", file=sys.stderr, flush=True)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gsd-kernels-")))
-        engine.prepare(self.pair.target, self.pair.draft, folder)
-        prompts = [*self.pair.prompts, *self.tuning]
-        longest = max(prompt.input_ids.shape[1] for prompt in prompts) + max(self.new_tokens, TUNING_TOKENS)
-        dtype = str(self.pair.target.dtype).removeprefix("torch.")
-        process = EngineProcess(engine, Place(folder, dtype, torch.get_num_threads(), longest, self.ends))
-        stack.callback(process.close)
-        size = engine.weight_bytes(folder)
-        bits = self.pair.target.dtype.itemsize * 8 if size is None else 8 * size / self.pair.target.num_parameters()
-        self.notes[engine.name] = {"version": process.about(), "bits": bits}
-        return process
-
-    def _chosen(self, process: EngineProcess, name: str, kind: str) -> Setting:
-        """The fastest setting on the tuning prompts."""
-        settings = process.engine.choices(kind)
-        if len(settings) == 1:
-            return settings[0]
-        rates = {}
-        for setting in settings:
-            print(f"peers: tuning {name}, {setting} drafted tokens", file=sys.stderr, flush=True)
-            process.decode(setting, self.tuning[0].input_ids[0].tolist(), WARM_UP_TOKENS)
-            runs = [process.decode(setting, p.input_ids[0].tolist(), TUNING_TOKENS) for p in self.tuning]
-            rates[setting] = sum(len(tokens) for tokens, _ in runs) / sum(seconds for _, seconds in runs)
-        best = max(settings, key=lambda setting: rates[setting])
-        self.notes[name] = {
-            "drafted_tokens": best.tokens,
-            **({"mode": best.mode} if best.mode else {}),
-            "chosen_on": [prompt.name for prompt in self.tuning],
-            "tokens_per_second": {str(setting): rates[setting] for setting in settings},
-        }
-        return best
+def _chosen(process: EngineProcess, name: str, kind: str, tuning: Sequence[Prompt], notes: dict[str, Any]) -> Setting:
+    """The fastest setting on the tuning prompts."""
+    settings = process.engine.choices(kind)
+    if len(settings) == 1:
+        return settings[0]
+    prompts = [prompt.input_ids[0].tolist() for prompt in tuning]
+    rates = {}
+    for setting in settings:
+        print(f"peers: tuning {name}, {setting} drafted tokens", file=sys.stderr, flush=True)
+        process.decode(setting, prompts[0], WARM_UP_TOKENS)
+        runs = [process.decode(setting, prompt, TUNING_TOKENS) for prompt in prompts]
+        rates[setting] = sum(len(tokens) for tokens, _ in runs) / sum(seconds for _, seconds in runs)
+    best = max(settings, key=lambda setting: rates[setting])
+    notes[name] = {
+        "drafted_tokens": best.tokens,
+        **({"mode": best.mode} if best.mode else {}),
+        "chosen_on": [prompt.name for prompt in tuning],
+        "tokens_per_second": {str(setting): rates[setting] for setting in settings},
+    }
+    return best
 
 
 def missing(engine: Engine, pair: Pair) -> str | None:

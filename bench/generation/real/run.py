@@ -14,13 +14,13 @@ import torch
 
 from ...lib.environment import environment
 from ..competitors import warmed_up
-from ..names import HF, HISTORY, OURS, PACKED, label, plain_of
+from ..names import HF, HISTORY, LABELS, OURS, PACKED, plain_of
+from ..options import OfReal
 from ..pairs import Pair, Prompt
-from ..peers.race import Peers
+from ..peers.race import peers
 from ..race import Race, terminable
 from ..report import Report
 from .models import Real, bits_of, load_real
-from .options import Options
 from .prompts import Chat, encoded, first_of_each_kind, read_chats
 from .ways import engines_for, names_of, own_ways
 
@@ -29,7 +29,7 @@ WARM_UP_TOKENS = 8
 TEMPLATE_TOKENS = 32  # that a chat template may write round an answer
 
 
-def name_of(given: Options) -> str:
+def name_of(given: OfReal) -> str:
     """Of the file of results: README's table is made of the whole run of this benchmark's own model and prompts."""
     places = (given.model, given.draft, given.drafter, given.prompts)
     own = [re.sub(r"[^\w.]+", "-", Path(part).name or str(part)).lower() for part in places if part is not None]
@@ -39,7 +39,7 @@ def name_of(given: Options) -> str:
 
 
 @terminable()
-def run(given: Options, ways: Sequence[str], folder: Path, name: str) -> Report:
+def run(given: OfReal, ways: Sequence[str], folder: Path, name: str) -> Report:
     """Race the ways, by default all that there are; after every prompt the results so far are written to ``folder``.
 
     Raises:
@@ -51,8 +51,8 @@ def run(given: Options, ways: Sequence[str], folder: Path, name: str) -> Report:
         chats = first_of_each_kind(chats, given.limit)
     print(f"{NAME}: loading the model", file=sys.stderr, flush=True)
     real = load_real(given.model, given.draft, given.drafter, getattr(torch, given.dtype.value))
-    engines = engines_for(real, given.llama_cpp)
-    names = _named(ways, names_of(real, engines))
+    engines, own = engines_for(real, given.llama_cpp), own_ways(real)
+    names = _named(ways, names_of(real, own, engines))
     prompts, others = encoded(chats, real.tokenizer), encoded(tuning, real.tokenizer)
     longest = [_to_the_end(real, chat, given.new_tokens) for chat in chats if chat.turns]
     pair = Pair(real.name, real.model, real.shared_draft, [*prompts, *longest])
@@ -88,7 +88,7 @@ def run(given: Options, ways: Sequence[str], folder: Path, name: str) -> Report:
         report,
         given.new_tokens,
         references=lambda way: {"same": HF, "same_as_plain": plain_of(way)},
-        judged=lambda way: label(way).engine in ("gsd_kernels", "transformers"),
+        judged=lambda way: LABELS[way].engine in ("gsd_kernels", "transformers"),
         ours=lambda way: way in OURS,
         following=following,
         ends=real.ends,
@@ -98,14 +98,15 @@ def run(given: Options, ways: Sequence[str], folder: Path, name: str) -> Report:
     )
     with (
         cold_cache(),
-        Peers(pair, names, others, new_tokens=given.new_tokens, engines=engines, ends=real.ends) as peers,
+        peers(pair, names, others, new_tokens=given.new_tokens, engines=engines, ends=real.ends) as (theirs, notes),
     ):
-        report.peers = peers.notes
+        report.peers = notes
         if real.packed is not None:
             report.peers |= {PACKED: {"bits": bits_of(real.packed)}}
-        ways_of = {way.name: way for way in (*own_ways(real, names), *peers.competitors)}
-        sorted_ways = [ways_of[name] for name in names if name in ways_of]
-        race.run(warmed_up(sorted_ways, others[0].input_ids, lambda way: WARM_UP_TOKENS, report), prompts)
+        known = {**own, **theirs}
+        race.run(
+            warmed_up([known[name] for name in names], others[0].input_ids, lambda way: WARM_UP_TOKENS, report), prompts
+        )
     return report
 
 

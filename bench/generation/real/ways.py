@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from ..names import (
     HISTORY,
     LLAMA_CPP_WEIGHTS,
     OPENVINO_WEIGHTS,
+    OURS,
     PACKED,
     PACKED_HISTORY,
     PACKED_UNLEARNED,
@@ -45,45 +45,36 @@ def engines_for(real: Real, binaries: Path | None) -> list[Engine]:
     if real.model.dtype == torch.float32:  # elsewhere they are floats anyway
         engines += [OpenVino(weights, real.tokenizer_folder, floats=True) for weights in OPENVINO_WEIGHTS if weights]
     place = find_binaries(binaries)
-    own = NAMED.get(real.model.dtype)
-    if own is not None:
-        engines.append(LlamaServer(place, own, real.gguf, real.ends))
-    if real.gguf is not None:
-        engines.append(LlamaServer(place, "", real.gguf, real.ends))
-    return [*engines, *(LlamaServer(place, weights, real.gguf, real.ends) for weights in LLAMA_CPP_WEIGHTS)]
+    own = [NAMED[real.model.dtype]] if real.model.dtype in NAMED else []
+    file = [""] if real.gguf is not None else []
+    weights = (*own, *file, *LLAMA_CPP_WEIGHTS)
+    return [*engines, *(LlamaServer(place, each, real.gguf, real.ends) for each in weights)]
 
 
-def names_of(real: Real, engines: Sequence[Engine]) -> list[str]:
-    """All ways that there are for this model, ours last."""
+def own_ways(real: Real) -> dict[str, Competitor]:
+    """The ways of this model that run in this process, by name: transformers' and ours."""
+    model, packed, history = real.model, real.packed, {"draft_sources": ("history",)}
+    ways = {
+        HF: comparison.plain(model),
+        HF_LOOKUP: comparison.plain(model, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
+    }
+    if real.draft is not None:
+        ways[HF_ASSISTED] = comparison.assisted(model, real.draft, **real.tokenizers)
+    ways |= {PLAIN: comparison.undrafted(model), HISTORY: comparison.graph(model, **history)}
+    if packed is not None:
+        ways |= {PACKED: comparison.undrafted(packed), PACKED_HISTORY: comparison.graph(packed, **history)}
+    for way, of in ((UNLEARNED, model), (PACKED_UNLEARNED, packed)):
+        if of is not None and shipped_file(of) is not None:
+            ways[way] = comparison.graph(of, **history, learned=False)
+    ways |= {way: comparison.graph(model, **options) for way, options in real.drafts.items()}
+    return {name: Competitor(name, _decode(contender)) for name, contender in ways.items()}
+
+
+def names_of(real: Real, own: Iterable[str], engines: Sequence[Engine]) -> list[str]:
+    """All ways that there are for this model, transformers' first, ours last."""
     kinds = ("plain", "lookup", *(("draft",) if real.shared_draft is not None else ()))
     theirs = [name_of(engine, kind) for engine in engines for kind in kinds]
-    assisted = [HF_ASSISTED] if real.draft is not None else []
-    packed = [] if real.packed is None else [PACKED, PACKED_HISTORY]
-    models = {UNLEARNED: real.model, PACKED_UNLEARNED: real.packed}
-    unlearned = [way for way, model in models.items() if model is not None and shipped_file(model) is not None]
-    return [HF, HF_LOOKUP, *assisted, *theirs, PLAIN, HISTORY, *packed, *unlearned, *real.drafts]
-
-
-def own_ways(real: Real, names: Sequence[str]) -> list[Competitor]:
-    """The ways among ``names`` that run in this process: transformers' and ours."""
-    model = real.model
-    makers: dict[str, Callable[[], comparison.Contender]] = {
-        HF: lambda: comparison.plain(model),
-        HF_LOOKUP: lambda: comparison.plain(model, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
-        HF_ASSISTED: lambda: comparison.assisted(model, real.draft, **real.tokenizers),
-        PLAIN: lambda: comparison.undrafted(model),
-        HISTORY: lambda: comparison.graph(model, draft_sources=("history",)),
-        PACKED: lambda: comparison.undrafted(real.packed),
-        PACKED_HISTORY: lambda: comparison.graph(real.packed, draft_sources=("history",)),
-        UNLEARNED: lambda: comparison.graph(model, draft_sources=("history",), learned=False),
-        PACKED_UNLEARNED: lambda: comparison.graph(real.packed, draft_sources=("history",), learned=False),
-        **{way: _drafting(model, options) for way, options in real.drafts.items()},
-    }
-    return [Competitor(name, _decode(makers[name]())) for name in names if name in makers]
-
-
-def _drafting(model: Any, options: dict[str, Any]) -> Callable[[], comparison.Contender]:
-    return lambda: comparison.graph(model, **options)
+    return sorted([*own, *theirs], key=lambda way: 0 if way.startswith(HF) else 2 if way in OURS else 1)
 
 
 def _decode(contender: comparison.Contender) -> Decode:
