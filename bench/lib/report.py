@@ -50,7 +50,7 @@ class Report:
         return [write(folder, name, asdict(self))]
 
     def table(self) -> str:
-        """What was measured, in Markdown."""
+        """A Markdown table of all measurements."""
         return table(self.measured(), OF_A_CASE)
 
     def measured(self) -> list[Row]:

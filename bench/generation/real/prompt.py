@@ -1,4 +1,4 @@
-"""What a prompt costs by its length, and what comes behind it."""
+"""The cost of a prompt by its length, and what comes behind it."""
 
 from __future__ import annotations
 
