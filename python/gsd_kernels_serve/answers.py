@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from itertools import groupby
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cli.serving.utils import (
-    ResponseParser,
-    ToolCall,
-    get_response_template,
-    response_events_to_chunks,
-)
+from transformers.cli.serving.utils import ToolCall, get_response_template, response_events_to_chunks
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 log = logging.getLogger(__name__)
 
@@ -34,77 +29,72 @@ _UNBOUNDED = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\(?:s(?P<many>[*+])(?!\+)|
 """A class of characters, or an escape; ``many`` of white space."""
 
 
-class Answer:
+class Answer(ResponseParser):
     """A text that is being written, in parts: strings, transformers' ``ReasoningText``, ``ToolCall``.
 
     From a call on that cannot be read, all is text.
 
     Args:
-        parser: transformers', of this text.
-        anew: makes another one.
+        template: how the model writes its answers.
+        prefix: the prompt, or ``""``.
+        tools: that the request offers.
         special: a pattern of special tokens, which a text does not show.
+
+    Attributes:
+        begun: the parts that the prompt has begun.
+        is_text: whether a call could not be read.
+        at: where the text begins that no part has told, once it is text: with that call.
     """
 
-    def __init__(self, parser: Any, anew: Callable[[], Any], special: re.Pattern[str]) -> None:
-        self.parser, self.anew, self.special = parser, anew, special
-        begun = _read(parser.initial_events)  # by the prompt
+    def __init__(self, template: Any, prefix: str, tools: list[dict[str, Any]], special: re.Pattern[str]) -> None:
+        self.special, self.is_text = special, False
+        self.at = self.inner = 0  # of the call that is open: where it begins, and what is within
+        super().__init__(template, prefix=prefix, tools=tools or None)
+        begun = response_events_to_chunks(self.initial_events)
         self.begun = [part for part in begun if isinstance(part, ToolCall) or part.strip()]
-        self.fed: list[str] = []
-        self.untold: list[str] = []  # letters of the text that no part has told yet
 
-    def feed(self, text: str) -> list[Any]:
-        """The parts that are clear with more of the text, letter by letter: an error loses what came with its own."""
-        if self.parser is None:
-            return self._bare(text)
-        self.fed.append(text)
-        parts: list[Any] = []
-        for at, letter in enumerate(text):
-            try:
-                events = self.parser.feed(letter)
-                parts += _read(events)
-            except Exception as error:  # of a parser that takes what a model writes for well-formed
-                parts += self._give_up(error, text[at:])
-                break
-            self._note(letter, events)
-        return _joined(parts)
+    def parts(self, text: str = "", over: bool = False) -> list[Any]:
+        """The parts that are clear with more of the text, or with its end."""
+        self._buffer += text
+        events: list[dict[str, Any]] = []
+        if not self.is_text:
+            self._process(events, over)
+        parts = response_events_to_chunks(events)
+        if self.is_text:
+            bare = self.special.sub("", self._buffer[self.at :])
+            self.at = len(self._buffer)
+            parts += [bare] if bare else []
+        return parts
 
-    def _note(self, letter: str, events: list[dict[str, Any]]) -> None:
-        """Keep the letters that the events of the last one leave untold."""
-        self.untold.append(letter)
-        clear = [event for event in events if event["type"] == "region_close" or event.get("dirty") is False]
-        if {"type": "region_open", "field": _CALLS} in events:  # which closes what is before it
-            del self.untold[: sum(len(event.get("text", "")) for event in clear)]
-        elif clear:
-            self.untold = list(self.parser._buffer[self.parser._pos :])
-
-    def end(self) -> list[Any]:
-        """The parts that are clear once the text is over."""
-        if self.parser is None:
-            return []
+    def _process(self, events: list[dict[str, Any]], eos: bool) -> None:
+        self.clear = 0  # events that are before the region that is open
         try:
-            events = self.parser.finalize()[1]
-            if _closes_a_call(events) and self._cut():
-                raise ValueError("it is cut")
-            return _read(events)
-        except Exception as error:  # it ends within a call, say
-            return self._give_up(error)
+            super()._process(events, eos)
+        except Exception as error:  # of a parser that takes what a model writes for well-formed
+            reason = " ".join(str(error).split()) or type(error).__name__
+            log.warning("a call cannot be read, and is text: %.200s", reason)
+            self.is_text = True
+            del events[self.clear :]
 
-    def _cut(self) -> bool:
-        """Return whether the text ends within a call of a kind that is read as far as it goes."""
-        field = self.parser._spec.fields[_CALLS]
-        if field.close_re is None or field.content in _WHOLE:
-            return False
-        again = self.anew().feed("".join(self.fed) + "\0")  # behind which a delimiter is clear
-        return not _closes_a_call([event for event in again if event["field"] == _CALLS])
+    def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+        self.at, self.inner, self.clear = m.start(), m.end(), len(events)
+        super()._open_explicit(events, field, m)
 
-    def _give_up(self, error: Exception, rest: str = "") -> list[str]:
-        """The letters that no part has told, and the ``rest``, as text."""
-        _tell(error)
-        self.parser = None
-        return self._bare("".join(self.untold) + rest)
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        """Close a region, and check the call that it is.
 
-    def _bare(self, text: str) -> list[str]:
-        return [bare] if (bare := self.special.sub("", text)) else []
+        Raises:
+            ValueError: the text ends within it, its name is no string, or it holds half a surrogate pair.
+        """
+        calls, field = self._current == _CALLS, self._spec.fields.get(_CALLS)
+        marked = calls and field.close_re is not None and field.content not in _WHOLE
+        if marked and not field.close_re.search(self._buffer, self.inner):
+            raise ValueError("it is cut")
+        super()._close_current(events)
+        for part in response_events_to_chunks(events[-1:]) if calls else ():
+            if not isinstance(part.name, str):
+                raise ValueError(f"a call of {part.name!r}")
+            (part.name + part.arguments).encode()
 
 
 class Answers:
@@ -124,29 +114,17 @@ class Answers:
         """How the model writes its answers, as transformers has it; ``None``: unknown, so that calls are text."""
         return get_response_template(self._inner, self._model)
 
-    def parser(self, prompt: list[int], tools: list[dict[str, Any]]) -> ResponseParser | None:
-        """transformers', of an answer behind a prompt; ``None``: it is text alone.
+    def begin(self, prompt: list[int], tools: list[dict[str, Any]]) -> Answer | None:
+        """The reading of an answer behind a prompt; ``None``: it is text alone.
 
         Of a prompt that begins an answer in a way that cannot be read, or in none, it is not told.
         """
         if not self.written:
             return None
-        template, before = bounded(self.written), self._inner.decode(prompt)
-        bare = ResponseParser(template, prefix="", tools=tools or None)
-        if not bare._spec.start_anchor_re.search(before):
-            return bare
-        try:
-            parser = ResponseParser(template, prefix=before, tools=tools or None)
-            _read(parser.initial_events)
-        except Exception as error:
-            _tell(error)
-            return bare
-        return parser
-
-    def begin(self, prompt: list[int], tools: list[dict[str, Any]]) -> Answer | None:
-        """The reading of an answer behind a prompt."""
-        parser = self.parser(prompt, tools)
-        return None if parser is None else Answer(parser, partial(self.parser, prompt, tools), self.special)
+        template, before = load_response_template(bounded(self.written)), self._inner.decode(prompt)
+        begins = template.start_anchor_re.search(before) is not None
+        answer = Answer(template, before if begins else "", tools, self.special)
+        return Answer(template, "", tools, self.special) if answer.is_text else answer
 
 
 def last_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
@@ -180,39 +158,3 @@ def bounded(written: Any) -> Any:
     return _UNBOUNDED.sub(
         lambda found: found[0] if found["many"] is None else rf"\s{{{int(found['many'] == '+')},{SPACES}}}", whole
     )
-
-
-def _read(events: list[dict[str, Any]]) -> list[Any]:
-    return _checked(response_events_to_chunks(events))
-
-
-def _closes_a_call(events: list[dict[str, Any]]) -> bool:
-    """Return whether the last of the events does."""
-    return bool(events) and (events[-1]["type"], events[-1]["field"]) == ("region_close", _CALLS)
-
-
-def _checked(parts: list[Any]) -> list[Any]:
-    """The parts as they are.
-
-    Raises:
-        ValueError: a call whose name is no string, or which holds half a surrogate pair.
-    """
-    for part in parts:
-        if isinstance(part, ToolCall):
-            if not isinstance(part.name, str):
-                raise ValueError(f"a call of {part.name!r}")
-            (part.name + part.arguments).encode()
-    return parts
-
-
-def _joined(parts: Iterable[Any]) -> list[Any]:
-    """Neighbours of one kind are one part; every call is one."""
-    found: list[Any] = []
-    for kind, members in groupby(parts, type):
-        same = list(members)
-        found += same if kind is ToolCall else [kind("".join(same))]
-    return found
-
-
-def _tell(error: Exception) -> None:
-    log.warning("a call cannot be read, and is text: %.200s", " ".join(str(error).split()) or type(error).__name__)

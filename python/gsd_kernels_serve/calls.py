@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from .answers import Answer, text_of
 from .logprobs import Entry, Place, Recorder
@@ -125,7 +126,8 @@ class Writer:
         stopping: set when the server stops.
         answer: reads the text's parts; ``None``: it is text alone.
         send: takes every piece.
-        live: whether pieces are sent as soon as they are clear; else once the text is over.
+        live: whether pieces are sent as soon as they are clear; else once the text is over, joined and without the
+            white space around them.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class Writer:
         self.decoding = DecodeStream(call.prompt.last, skip_special_tokens=answer is None)
         self.prompt = True  # comes first
         self.waiting: list[Entry] = []
+        self.kept: list[Any] | None = None if live else []
         self.sent = ""
         for value in answer.begun if answer is not None else ():
             self._piece(value)
@@ -179,17 +182,35 @@ class Writer:
                 self._piece(value)
         else:
             self._write(whole[len(self.sent) :] if whole.startswith(self.sent) else None)
-            for value in self.answer.end() if self.answer is not None else ():
+            for value in self.answer.parts(over=True) if self.answer is not None else ():
                 self._piece(value)
-        if self.waiting and self.call.recorder is not None:
+        if self.kept is not None:
+            self._send_joined(self.kept)
+        elif self.waiting and self.call.recorder is not None:
             self._piece("")
 
     def _write(self, text: str | None) -> None:
         if text:
             self.sent += text
-            for value in [text] if self.answer is None else self.answer.feed(text):
+            for value in [text] if self.answer is None else self.answer.parts(text):
                 self._piece(value)
 
+    def _send_joined(self, values: list[Any]) -> None:
+        """Send a whole answer: its reasoning, its text with what is told of all tokens, its calls."""
+        reasoning, content = ("".join(one for one in values if type(one) is kind) for kind in (ReasoningText, str))
+        if self.answer is not None:
+            reasoning, content = reasoning.strip(), self.answer.special.sub("", content).strip()
+        calls = [one for one in values if isinstance(one, ToolCall)]
+        if reasoning:
+            self.send(Piece(ReasoningText(reasoning), []))
+        if content or self.call.recorder is not None or not calls:
+            self.send(Piece(content, self.waiting))
+        for call in calls:
+            self.send(Piece(call, []))
+
     def _piece(self, value: Any) -> None:
+        if self.kept is not None:
+            self.kept.append(value)
+            return
         entries, self.waiting = self.waiting, []
         self.send(Piece(value, entries))

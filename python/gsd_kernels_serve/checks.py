@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -23,7 +23,7 @@ from pydantic import (
 Check = Callable[[str, Any], Any]
 """(name of a field, value) → the value as it is read."""
 
-_PLAIN = {int, bool, type(None)}  # values that only their number is counted of
+_PLAIN = {int, float, bool, str, type(None)}  # values that only their number is counted of
 _SAID = {"missing": "missing", "extra_forbidden": "unknown here; leave it out"}
 """What is said of a kind of error of pydantic's, where its own words say less."""
 
@@ -46,12 +46,12 @@ class Size:
     """How large a value of JSON may be.
 
     Attributes:
-        characters: of all strings and names in it; ``None``: as many as a request has.
+        characters: of its JSON; ``None``: as many as a request has.
         values: in it, itself and those in lists and objects.
         depth: of lists and objects in each other.
     """
 
-    characters: int | None = 1_000
+    characters: int | None = 2_000
     values: int = 100
     depth: int = 4
 
@@ -65,30 +65,26 @@ class Size:
         Raises:
             Refused: by how much; of half a character, or of an infinity.
         """
-        characters, values = 0, 1
-        waiting = [(value, 0)]
-        while waiting:
-            one, depth = waiting.pop()
-            if isinstance(one, str):
-                characters += len(one)
-                _check_written(name, one)
-            elif isinstance(one, (list, Mapping)):
-                depth += 1
-                values += len(one)
+        try:
+            written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            written.encode()
+        except RecursionError:
+            raise Refused(name, f"is nested too deeply; at most {self}") from None
+        except ValueError as error:
+            raise Refused(name, f"cannot be written as JSON: {error}; write it otherwise, or leave it out") from None
+        if self.characters is not None and len(written) > self.characters:
+            raise Refused(name, f"is too long; at most {self}")
+        values, within = 1, [(value, 1)]
+        while within:
+            one, depth = within.pop()
+            if isinstance(one, (list, Mapping)):
                 if depth > self.depth:
                     raise Refused(name, f"is nested too deeply; at most {self}")
+                values += len(one)
                 if values > self.values:
                     raise Refused(name, f"holds too many values; at most {self}")
-                if isinstance(one, Mapping):
-                    names = "".join(one)
-                    characters += len(names)
-                    _check_written(name, names)
-                    one = one.values()
-                waiting += [(inner, depth) for inner in one if type(inner) not in _PLAIN]
-            elif isinstance(one, float) and not math.isfinite(one):
-                raise Refused(name, f"holds {one}, which is no number of JSON")
-            if self.characters is not None and characters > self.characters:
-                raise Refused(name, f"is too long; at most {self}")
+                inner = one.values() if isinstance(one, Mapping) else one
+                within += [(other, depth + 1) for other in inner if type(other) not in _PLAIN]
 
 
 def wrong(name: str, expected: str, value: Any) -> Refused:
@@ -100,17 +96,6 @@ def shown(value: Any) -> str:
     """The value as an error shows it, cut where it is long."""
     text = repr(value)
     return text if len(text) < 80 else text[:76] + " ..."
-
-
-def _check_written(name: str, given: str) -> None:
-    """Refuse a string that UTF-8 has not."""
-    try:
-        given.encode()
-    except UnicodeEncodeError as error:
-        odd = f"\\u{ord(given[error.start]):04x}"
-        raise Refused(
-            name, f"holds {odd} alone, half of a pair and no character; write both halves, or leave it out"
-        ) from None
 
 
 def is_whole(value: Any) -> bool:

@@ -64,7 +64,7 @@ def command(
     access: AccessOptions,
     limits: Limits,
 ) -> None:
-    """Serve a model to OpenAI clients, by transformers' own server; one request is decoded at a time.
+    """Serve a model to OpenAI clients; one request is decoded at a time.
 
     POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /v1/models/ID, /health. Every response
     has the statistics of its decoding in the field gsd_kernels, a stream in its last event. Ctrl-C ends it.

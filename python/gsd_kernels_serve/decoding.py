@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_BAD = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError)
-"""What transformers raises for values that it cannot use."""
+_BAD = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, AssertionError)
+"""What transformers raises for values that it cannot use, and xgrammar for a token that they force on it."""
 
 
 def _check_json(text: str) -> None:

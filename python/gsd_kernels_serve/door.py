@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +14,14 @@ from starlette.exceptions import HTTPException
 from .limits import READ_SECONDS, Limits
 from .listen import name_of
 from .service import answer_of
-from .service import receive as connection
 
 log = logging.getLogger(__name__)
 
 
 class Door:
-    """ASGI middleware: bodies have a size and a time, requests a number; handlers see the connection.
+    """ASGI middleware: bodies have a size and a time, requests a number and a name.
 
-    Errors of the server itself are answered here, within what adds the headers that web pages need, and logged.
+    Errors are answered here, within what adds the headers that web pages need; those of the server itself are logged.
 
     Args:
         app: the application.
@@ -63,7 +63,6 @@ class Door:
         async def whole() -> Any:
             return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
 
-        connection.set(receive)
         self.under_way += 1
         try:
             await self._answer(scope, whole, send)
@@ -72,9 +71,13 @@ class Door:
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         begun = False
+        name = dict(scope["headers"]).get(b"x-request-id") or str(uuid.uuid4()).encode()
+        scope.setdefault("state", {})["request_id"] = name.decode("latin-1")
 
         async def sent(message: Any) -> None:
             nonlocal begun
+            if not begun:
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
             begun = True
             await send(message)
 
@@ -83,9 +86,10 @@ class Door:
         except Exception as error:
             if begun:
                 raise
-            log.exception("%s failed", scope["path"])
             status, answer = answer_of(error, scope["path"])
-            await JSONResponse(answer, status_code=status)(scope, receive, send)
+            if status == 500:
+                log.exception("%s failed", scope["path"])
+            await JSONResponse(answer, status_code=status)(scope, receive, sent)
 
     async def _body(self, receive: Any) -> bytes | None:
         """The body, or ``None`` where the client goes away. What is beyond the bound is read and dropped."""

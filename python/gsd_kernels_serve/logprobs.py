@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import codecs
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from gsd_kernels_hf.model.properties import cache_argument, logits_alone
 from gsd_kernels_hf.model.sides import longropes_of
+from gsd_kernels_hf.model.vocabulary import Vocabulary
 from gsd_kernels_hf.records import Verified
 
 
@@ -108,27 +107,22 @@ class Pieces:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.special = set(tokenizer.all_special_ids)
-        inner = getattr(tokenizer, "_tokenizer", None)
-        decoder = json.dumps(json.loads(inner.to_str()).get("decoder")) if inner is not None else ""
-        self.level = {char: byte for byte, char in bytes_to_unicode().items()} if "ByteLevel" in decoder else {}
-        self.spaced = "\u2581" in decoder or "\\u2581" in decoder
         self.one = lru_cache(KEPT_TOKENS)(self._one)
 
+    @cached_property
+    def spelled(self) -> Mapping[int, bytes] | None:
+        """The bytes of every token that has any; ``None`` where the tokenizer is of another kind."""
+        try:
+            known = Vocabulary.of(self.tokenizer, "tokenizer")
+        except ValueError:
+            return None
+        return {**known.spelled, **{token: content.encode() for token, content in known.contents.items()}}
+
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that the token stands for."""
-        piece = self.tokenizer.convert_ids_to_tokens(token)
-        if piece is None:  # an id without a token, behind the vocabulary
-            return b""
-        if token in self.special:
-            return piece.encode()
-        if self.level and all(char in self.level for char in piece):
-            return bytes(self.level[char] for char in piece)
-        if self.spaced:
-            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-                return bytes([int(piece[3:5], 16)])
-            return piece.replace("\u2581", " ").encode()
-        return self.tokenizer.decode([token]).encode()
+        """The bytes that the token stands for; none for an id without a token, behind the vocabulary."""
+        if self.spelled is None:
+            return self.tokenizer.decode([token]).encode()
+        return self.spelled.get(token, b"")
 
     def text_of(self, token: int) -> str:
         """The token as a string, ``bytes:\\xe2\\x80`` for part of a character, as OpenAI writes it."""

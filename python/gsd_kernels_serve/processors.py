@@ -47,33 +47,6 @@ class Penalties(LogitsProcessor):
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
-class Grammar(LogitsProcessor):
-    """Leaves the tokens with which a text can go on to what a grammar allows; for one text.
-
-    Args:
-        compiled: an ``xgrammar.CompiledGrammar``.
-        prompt: number of tokens before the answer.
-    """
-
-    def __init__(self, compiled: Any, prompt: int) -> None:
-        import xgrammar
-
-        self.matcher = xgrammar.GrammarMatcher(compiled)
-        self.bitmask = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
-        self.apply = xgrammar.apply_token_bitmask_inplace
-        self.read = prompt
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        for token in input_ids[0, self.read :].tolist():
-            if not self.matcher.is_terminated() and not self.matcher.accept_token(token):
-                raise ValueError(f"response_format: the grammar does not go on with token {token}")
-        self.read = input_ids.shape[1]
-        if not self.matcher.is_terminated():
-            self.matcher.fill_next_token_bitmask(self.bitmask)
-            self.apply(scores, self.bitmask.to(scores.device))
-        return scores
-
-
 @dataclass(frozen=True)
 class Marked:
     """A text with parts between marks that are held to schemas: xgrammar's structural tag."""

@@ -125,14 +125,9 @@ class Responses(Chats):
         return request
 
     def whole(self, request: TextRequest) -> dict[str, Any]:
-        (call,) = request.calls
-        content, reasoning, calls = self.parts(request, call)
-        log_probs = self._log_probs(request, call.entries)
         items = Items(request.id)
-        parts: list[Any] = [ReasoningText(reasoning)] if reasoning else []
-        parts += [content] if content or log_probs or not calls else []
-        for value in (*parts, *calls):
-            list(items.part(value, log_probs if value is content else []))
+        for piece in request.calls[0].pieces:
+            list(items.part(piece.value, self._log_probs(request, piece.entries)))
         list(items.end())
         return self._over(request, items.output)
 

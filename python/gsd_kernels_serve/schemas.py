@@ -18,6 +18,8 @@ _TYPES = {str: ("string",), bool: ("boolean",), int: ("integer", "number"), floa
 _TYPES |= {list: ("array",), type(None): ("null",)}
 """Types that a value of JSON has."""
 
+_list, _object = reader(list), reader(dict)
+
 _parser: Any = getattr(re, "_parser", None) or importlib.import_module("sre_parse")
 """Python's own reader of regular expressions, which has another name before 3.11."""
 
@@ -43,24 +45,20 @@ def check_schema(schema: Any, field: str) -> None:
 
 def _each(at: str, inner: Any) -> None:
     """A list of schemas."""
-    if not isinstance(inner, list):
-        raise wrong(at, "a list of JSON schemas", inner)
-    for i, one in enumerate(inner):
+    for i, one in enumerate(_list(at, inner)):
         _check(f"{at}[{i}]", one)
 
 
 def _single(at: str, inner: Any) -> None:
     """A list of one schema."""
-    if not isinstance(inner, list) or len(inner) != 1:
+    if len(_list(at, inner)) != 1:
         raise Refused(at, "xgrammar holds a text to a single one; merge them")
     _each(at, inner)
 
 
 def _named(at: str, inner: Any) -> None:
     """Schemas by name."""
-    if not isinstance(inner, Mapping):
-        raise wrong(at, "an object of JSON schemas", inner)
-    for name, one in inner.items():
+    for name, one in _object(at, inner).items():
         _check(f"{at}.{name}", one)
 
 

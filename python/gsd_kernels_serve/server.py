@@ -1,10 +1,9 @@
-"""transformers' server around one patched model."""
+"""The server of one patched model."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import inspect
 import json
 import os
 import signal
@@ -26,8 +25,6 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import GenerationState
 
 from gsd_kernels_hf.api import Patch
 
@@ -36,98 +33,53 @@ from .door import Door
 from .limits import Limits
 from .preparing import THREAD
 from .responses import Responses
-from .service import ERRORS, NoModelError, Service, answer_of
+from .service import NoModelError, Service, answer_of
 from .texts import Chat, Completions
 
 STOP_SECONDS = 2
 """Seconds that running requests have after Ctrl-C; then they end with an error."""
 
 SWITCH_SECONDS = 2e-4
-"""After which a thread of Python's code lets others go on, while an application lives.
+"""After which a thread of Python's code lets others go on, in a process that serves.
 
 Under Python's 5 ms, a token of another request, which takes the interpreter's lock some twenty times, takes a second
 beside a slow template, and an event waits for a text's processors.
 """
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health")
-"""Of transformers' server; the others load or drop models, or are for other kinds of models."""
-
-
-class OneModel:
-    """A manager of models as transformers' application asks it, of one that is loaded already and stays.
-
-    Args:
-        name: by which clients ask for it.
-        stopping: set when the server stops.
-    """
-
-    def __init__(self, name: str, stopping: threading.Event) -> None:
-        self.stopping = stopping
-        self.entry = {
-            "id": name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "gsd-kernels",
-            "status": {"value": "loaded"},
-        }
-
-    def list_models(self) -> list[dict[str, Any]]:
-        """The one."""
-        return [self.entry]
-
-    def shutdown(self) -> None:
-        """Called when the server ends: so do texts that nobody waits for any more."""
-        self.stopping.set()
-
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """An error as an answer; one of the server itself is left to the door."""
+    """An error of a request as an answer; all others are the door's to answer."""
     status, answer = answer_of(error, request.url.path)
-    if status == 500:
-        raise error
     return JSONResponse(answer, status_code=status)
 
 
-async def _no_object(request: Request, error: RequestValidationError) -> Response:
-    """The body is no JSON object, or an argument of another route is missing."""
-    reason = "; ".join(f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors())
-    return await _refused(request, HTTPException(400, reason))
+def _add_models(app: FastAPI, name: str) -> None:
+    """Routes that tell of the model: as OpenAI's, and as ``transformers chat`` has it loaded."""
+    entry: dict[str, Any] = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "gsd-kernels"}
+    entry["status"] = {"value": "loaded"}
 
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
 
-def _add_routes(app: FastAPI, entry: dict[str, Any]) -> None:
-    """Of OpenAI's routes the one that transformers' application has not, and the one that takes any name there."""
+    @app.api_route("/v1/models", methods=["GET", "OPTIONS"])
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{asked:path}")
+    async def model(asked: str) -> dict[str, Any]:
+        if asked != name:
+            raise NoModelError("model", f"there is no {asked!r}; {name!r} is served")
+        return entry
 
     @app.post("/load_model")
     async def load_model(body: dict[str, Any]) -> Response:
         text("model", body.get("model"))
-        name, own = map(ModelManager.process_model_name, (body["model"], entry["id"]))
+        asked, own = map(ModelManager.process_model_name, (body["model"], name))
         status: dict[str, Any] = {"status": "ready", "model": own, "cached": True}
-        if name != own:
-            status = {"status": "error", "model": name, "message": f"only {entry['id']} is served"}
+        if asked != own:
+            status = {"status": "error", "model": asked, "message": f"only {name} is served"}
         return Response(f"data: {json.dumps(status)}\n\n", media_type="text/event-stream")
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        if name != entry["id"]:
-            raise NoModelError("model", f"there is no {name!r}; {entry['id']!r} is served")
-        return JSONResponse(entry)
-
-
-def _take_turns(app: FastAPI) -> None:
-    """Have threads take turns sooner while the application lives; the process's own interval comes back."""
-    inner = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
-        own = sys.getswitchinterval()
-        sys.setswitchinterval(min(own, SWITCH_SECONDS))
-        try:
-            async with inner(app) as state:
-                yield state
-        finally:
-            sys.setswitchinterval(own)
-
-    app.router.lifespan_context = lifespan
 
 
 def make_app(
@@ -140,7 +92,7 @@ def make_app(
     origins: Sequence[str] = (),
     hosts: Sequence[str] | None = None,
 ) -> FastAPI:
-    """transformers' application for one patched model.
+    """The application for one patched model.
 
     Args:
         name: by which clients ask for the model.
@@ -150,36 +102,24 @@ def make_app(
         limits: of requests.
         origins: of web pages whose scripts may ask: ``http://localhost:3000``, or ``*`` for all.
         hosts: names that requests call this machine by; ``None``: any.
-
-    Raises:
-        ImportError: this transformers' server wants parts that are unknown here.
     """
     stopping, limits = threading.Event(), limits or Limits()
     service = Service(name, handle, tokenizer, stopping, speculates, limits)
-    manager = OneModel(name, stopping)
-    parts: dict[str, Any] = {
-        "model_manager": manager,
-        "chat_handler": Chat(service),
-        "completion_handler": Completions(service),
-        "response_handler": Responses(service),
-        "transcription_handler": None,
-        "systemone_handler": None,
-        "generation_state": GenerationState(),
-    }
-    wanted = inspect.signature(build_server).parameters
-    unknown = [p.name for p in wanted.values() if p.default is p.empty and p.name not in parts]
-    if unknown:
-        raise ImportError(f"serve: this transformers' server wants {', '.join(unknown)}; 5.15 to 5.24 do not")
-    app = build_server(**{part: value for part, value in parts.items() if part in wanted})
-    app.router.routes[:] = [route for route in app.router.routes if route.path in ROUTES]
-    _add_routes(app, manager.entry)
-    _take_turns(app)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        stopping.set()  # so do texts that nobody waits for any more
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    for endpoint in (Chat(service), Completions(service), Responses(service)):
+        app.post(endpoint.endpoint)(endpoint.handle_request)
+    _add_models(app, name)
     app.add_middleware(Door, limits=limits, hosts=hosts)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-    for error in (HTTPException, *ERRORS):
+    for error in (HTTPException, RequestValidationError):  # which the application would answer by itself
         app.add_exception_handler(error, _refused)
-    app.add_exception_handler(RequestValidationError, _no_object)
     app.state.queue, app.state.stopping = service.queue, stopping
     return app
 
@@ -202,6 +142,7 @@ def run(app: FastAPI, where: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM; running requests have :data:`STOP_SECONDS` seconds then."""
     config = deepcopy(uvicorn.config.LOGGING_CONFIG)
     config["loggers"][__package__] = {"handlers": ["default"], "level": "INFO", "propagate": False}
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
     server = _Server(uvicorn.Config(app, log_config=config, timeout_graceful_shutdown=5 * STOP_SECONDS))
     try:
         server.run(sockets=[where])

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Mapping
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
@@ -31,16 +32,13 @@ from .processors import Grammars
 from .shown import check_shown
 from .text_options import TextOptions, text_options
 
-receive: ContextVar[Any] = ContextVar("receive")
-"""ASGI's function of the connection."""
-
 T = TypeVar("T")
 
 Waiting = asyncio.Queue[Piece | Exception | None]
 """The pieces of a text that is being decoded, and at its end ``None`` or its error."""
 
 ERRORS = (ClientGoneError, StoppingError, BusyError, ValueError, TypeError, KeyError, OverflowError, TemplateError)
-"""Of a request, where they name one of its fields: they have an answer of their own, and no traceback in the log."""
+"""Of a request, where they name one of its fields."""
 
 _FIELDS = {
     "max_new_tokens": ("max_tokens", "max_output_tokens"),
@@ -176,14 +174,14 @@ class Service:
         self.queue.turn(call, run)
         return waiting
 
-    async def first_token(self, call: Call) -> None:
+    async def first_token(self, call: Call, http: Request) -> None:
         """Wait for it.
 
         Raises:
             TypeError, ValueError: the request cannot be served.
             ClientGoneError, StoppingError: nobody waits for the text.
         """
-        async with self.connected(call.gone):
+        async with self.connected(call.gone, http):
             await outcome_of(call.begun)
 
     @staticmethod
@@ -195,7 +193,7 @@ class Service:
             yield piece
 
     @contextlib.asynccontextmanager
-    async def connected(self, gone: threading.Event) -> AsyncIterator[None]:
+    async def connected(self, gone: threading.Event, http: Request) -> AsyncIterator[None]:
         """Watch the connection of a request that is no stream meanwhile; what the client sent has been read.
 
         Raises:
@@ -204,13 +202,13 @@ class Service:
         waiter = asyncio.current_task()
         assert waiter is not None
 
-        async def watch(ask: Any) -> None:
-            while (await ask())["type"] != "http.disconnect":
+        async def watch() -> None:
+            while (await http.receive())["type"] != "http.disconnect":
                 pass
             gone.set()
             waiter.cancel()
 
-        watching = asyncio.create_task(watch(receive.get()))
+        watching = asyncio.create_task(watch())
         try:
             yield
         except asyncio.CancelledError:
@@ -226,7 +224,10 @@ class Service:
 def answer_of(error: Exception, endpoint: str | None = None) -> tuple[int, dict[str, Any]]:
     """The status and the body of an error, as OpenAI's clients read it and as FastAPI gives it."""
     message, field, code = " ".join(str(error).split()), None, None
-    if isinstance(error, HTTPException):
+    if isinstance(error, RequestValidationError):  # no JSON object, or an argument of another route is missing
+        status = 400
+        message = "; ".join(f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors())
+    elif isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, ClientGoneError):
         status, message = 499, "the client went away"

@@ -1,4 +1,4 @@
-"""A check of what a chat template leaves out of messages, refused by name: rendered once, however many messages."""
+"""A check of what a chat template leaves out of messages, refused by name."""
 
 from __future__ import annotations
 
@@ -12,26 +12,20 @@ from .checks import Refused
 
 
 def check_shown(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], field: str) -> None:
-    """Refuse what the chat template leaves out: names of speakers, calls.
+    """Refuse what the chat template leaves out of a role's messages: names of speakers, calls.
 
     Raises:
-        Refused: of ``field``, with the place.
+        Refused: of ``field``, with the first place.
     """
-    places = [
-        (i, key)
-        for i, message in enumerate(messages)
-        for key in (("tool_calls",) if message["role"] == "tool" else ("tool_calls", "name"))
-        if message.get(key)
-    ]
-    if not places:
-        return
-    written = _rendered(tokenizer, _marked(messages))
-    written = written if isinstance(written, str) else ""  # a template that takes no other names
-    unseen = [(i, key) for i, key in places if _mark(i, key) not in written]
-    whole = _rendered(tokenizer, messages) if unseen else None
-    for i, key in unseen:  # in vain mostly: it takes one to refuse
-        without = {name: value for name, value in messages[i].items() if name != key}
-        if whole == _rendered(tokenizer, [*messages[:i], without, *messages[i + 1 :]]):
+    places: dict[tuple[str, str], int] = {}
+    for i, message in enumerate(messages):
+        for key in ("tool_calls",) if message["role"] == "tool" else ("tool_calls", "name"):
+            if message.get(key):
+                places.setdefault((message["role"], key), i)
+    whole = _rendered(tokenizer, messages) if places else None
+    for (role, key), i in places.items():
+        without = [{k: v for k, v in m.items() if (m["role"], k) != (role, key)} for m in messages]
+        if _rendered(tokenizer, without) == whole:
             raise Refused(f"{field}[{i}].{key}", "this model's chat template does not show it; leave it out")
 
 
@@ -41,24 +35,3 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]
         return tokenizer.apply_chat_template(messages, tokenize=False)
     except BAD_CHAT:
         return messages
-
-
-def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with a name of their own for every speaker, and for the first function that one calls."""
-    marked = []
-    for i, message in enumerate(messages):
-        own = dict(message)
-        if own.get("name"):
-            own["name"] = _mark(i, "name")
-        if own.get("tool_calls"):
-            first, *others = own["tool_calls"]
-            own["tool_calls"] = [
-                {**first, "function": {**first["function"], "name": _mark(i, "tool_calls")}},
-                *others,
-            ]
-        marked.append(own)
-    return marked
-
-
-def _mark(i: int, key: str) -> str:
-    return f"x{i}x{key[0]}x"

@@ -18,7 +18,7 @@ from gsd_kernels_hf.validate.options import CONFIG_FIELDS, HONOURED, REFUSED
 from . import fields
 from .checks import Refused, is_whole
 from .limits import Limits
-from .processors import Grammar, Marked, Penalties
+from .processors import Marked, Penalties
 
 DEFAULT_TOKENS = 1024
 """Tokens of a text whose request does not say how many."""
@@ -101,8 +101,12 @@ class TextOptions:
 
     def processors(self, prompt: int) -> list[LogitsProcessor]:
         """New ones, for one text behind ``prompt`` tokens."""
-        penalties: list[LogitsProcessor] = [Penalties(prompt, *self.penalties)] if any(self.penalties) else []
-        return penalties if self.grammar is None else [*penalties, Grammar(self.grammar, prompt)]
+        found: list[LogitsProcessor] = [Penalties(prompt, *self.penalties)] if any(self.penalties) else []
+        if self.grammar is not None:
+            from xgrammar.contrib.hf import LogitsProcessor as Grammar
+
+            found.append(Grammar(self.grammar))
+        return found
 
 
 def text_options(body: Mapping[str, Any], model: PreTrainedModel, source: str, limits: Limits) -> TextOptions:

@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import Response
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
@@ -123,15 +125,15 @@ class Texts:
         """The last events of a stream that an error ends."""
         return [{"error": error, "detail": error["message"]}]
 
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
-        """Answer a request; transformers' application calls it."""
-        request = await self.service.prepare(fields.NEEDED[self.endpoint], self._checked, body, request_id)
+    async def handle_request(self, http: Request, body: dict[str, Any]) -> Response:
+        """Answer a request."""
+        request = await self.service.prepare(fields.NEEDED[self.endpoint], self._checked, body, http.state.request_id)
         await self.service.hold(request.options)
         if request.stream:
             first = await self.begin(request, request.calls[0])
-            await self.service.first_token(request.calls[0])
+            await self.service.first_token(request.calls[0], http)
             return Events(self._stream(request, first), request.gone)
-        async with self.service.connected(request.gone):
+        async with self.service.connected(request.gone, http):
             for call in request.calls:
                 waiting = await self.begin(request, call)
                 call.pieces = [piece async for piece in self.service.pieces_of(waiting)]
@@ -164,17 +166,23 @@ class Choices(Texts):
     object: str
     part: str
 
-    def choice(self, request: TextRequest, call: Call) -> dict[str, Any]:
-        """A text that is over."""
-        raise NotImplementedError
-
     def first(self, call: Call) -> dict[str, Any] | None:
-        """The first event of a streamed text, before it has a token."""
+        """The first event of a text, before it has a token."""
         raise NotImplementedError
 
     def delta(self, request: TextRequest, call: Call, piece: Piece) -> dict[str, Any]:
         """A part of a text behind those before."""
         raise NotImplementedError
+
+    def last(self, request: TextRequest, call: Call) -> dict[str, Any]:
+        """The last event of a text: why it ends."""
+        finish = "tool_calls" if call.made and call.finish == "stop" else call.finish
+        return {**self.delta(request, call, Piece("", [])), "finish_reason": finish}
+
+    def choice(self, request: TextRequest, call: Call) -> dict[str, Any]:
+        """A text that is over: all that its events would tell."""
+        told = [self.first(call), *(self.delta(request, call, piece) for piece in call.pieces)]
+        return reduce(_join, [*told, self.last(request, call)], {})
 
     def whole(self, request: TextRequest) -> dict[str, Any]:
         choices = [{"index": index, **self.choice(request, call)} for index, call in enumerate(request.calls)]
@@ -195,13 +203,10 @@ class Choices(Texts):
                 yield event({**begun, "finish_reason": None})
             async for piece in self.service.pieces_of(waiting):
                 yield event({**self.delta(request, call, piece), "finish_reason": None})
-                call.made += isinstance(piece.value, ToolCall)
-            last = self.delta(request, call, Piece("", []))
-            finish = "tool_calls" if call.made and call.finish == "stop" else call.finish
             rest = request.statistics() if call is request.calls[-1] else {}
             if rest and request.usage is None:
                 rest |= request.counted()
-            yield event({**last, "finish_reason": finish}, **rest)
+            yield event(self.last(request, call), **rest)
         if request.usage:
             yield {**head, "choices": [], **request.counted(), **request.statistics()}
 
@@ -250,14 +255,6 @@ class Completions(Choices):
                 raise Refused(name, "has no tokens")
         return prompts
 
-    def choice(self, request: TextRequest, call: Call) -> dict[str, Any]:
-        prompt = call.prompt
-        shown = "".join([prompt.shown, *(piece.value for piece in call.pieces)])
-        choice = self.delta(request, call, Piece(shown, call.entries))
-        if echoed := self._echoed(call):
-            choice["logprobs"] = {key: [*echoed[key], *(choice["logprobs"] or {}).get(key, ())] for key in echoed}
-        return {**choice, "finish_reason": call.finish}
-
     def first(self, call: Call) -> dict[str, Any] | None:
         return {"text": call.prompt.shown, "logprobs": self._echoed(call)} if call.prompt.shown else None
 
@@ -302,16 +299,6 @@ class Chats(Texts):
     def answer(self, request: TextRequest) -> Answer | None:
         return None if request.options.is_content else self.service.answers.begin(request.prompts[0].ids, request.tools)
 
-    def parts(self, request: TextRequest, call: Call) -> tuple[str, str, list[ToolCall]]:
-        """The text, the reasoning and the calls of an answer that is over."""
-        values = [piece.value for piece in call.pieces]
-        content, reasoning = (
-            "".join(value for value in values if type(value) is kind) for kind in (str, ReasoningText)
-        )
-        if not request.options.is_content and self.service.answers.written:
-            content, reasoning = self.service.answers.special.sub("", content).strip(), reasoning.strip()
-        return content, reasoning, [value for value in values if isinstance(value, ToolCall)]
-
 
 class Prediction(Object):
     """A text that the answer may repeat."""
@@ -343,16 +330,13 @@ class Chat(Chats, Choices):
         return self.service.tokens("".join(part["text"] for part in parts), "prediction", add_special_tokens=False)
 
     def choice(self, request: TextRequest, call: Call) -> dict[str, Any]:
-        finish = call.finish
-        content, reasoning, calls = self.parts(request, call)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
-            made = [_call(f"{request.id}-{call.number}-{i}", one) for i, one in enumerate(calls)]
-            message |= {"content": content if request.options.forced is None else None, "tool_calls": made}
-            finish = "tool_calls" if finish == "stop" else finish
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        return {"message": message, "logprobs": self._logprobs(call.entries, request), "finish_reason": finish}
+        choice = super().choice(request, call)
+        message = choice.pop("delta")
+        for made in message.get("tool_calls", ()):
+            del made["index"]
+        if call.made and request.options.forced is not None:
+            message["content"] = None
+        return {"message": {**message, "refusal": None}, **choice}
 
     def first(self, call: Call) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
@@ -362,6 +346,7 @@ class Chat(Chats, Choices):
         if isinstance(value, ToolCall):
             made = _call(f"{request.id}-{call.number}-{call.made}", value)
             delta: dict[str, Any] = {"tool_calls": [{"index": call.made, **made}]}
+            call.made += 1
         elif isinstance(value, ReasoningText):
             delta = {"reasoning_content": value}
         else:
@@ -386,3 +371,17 @@ def _call(name: str, call: ToolCall) -> dict[str, Any]:
 
 def _event(data: dict[str, Any]) -> str:
     return f"data: {spelled(data)}\n\n"
+
+
+def _join(told: dict[str, Any], part: dict[str, Any] | None) -> dict[str, Any]:
+    """Put an event behind those before: texts and lists go on, and nothing takes the place of something."""
+    joined = dict(told)
+    for name, value in (part or {}).items():
+        had = told.get(name)
+        if isinstance(value, dict):
+            joined[name] = _join(had or {}, value)
+        elif had and isinstance(value, (str, list)):
+            joined[name] = had + value
+        elif value is not None or name not in told:
+            joined[name] = value
+    return joined

@@ -153,7 +153,7 @@ def test_no_pattern_of_a_template_looks_at_white_space_again_and_again(template,
     ids = server.tokenizer(text, add_special_tokens=False)["input_ids"]
     monkeypatch.setattr(server.tokenizer, "response_template", template, raising=False)
     answer = Answers(server.tokenizer, server.target).begin(prompt, [])
-    answer.feed(server.tokenizer.decode(ids))  # which takes an hour where one does
+    answer.parts(server.tokenizer.decode(ids))  # which takes an hour where one does
 
 
 @pytest.mark.parametrize("prompt", ["def", "", [1, 4, 5], "half a character"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
@@ -19,7 +20,7 @@ from gsd_kernels_hf import generate
 from gsd_kernels_serve import fields
 from gsd_kernels_serve.checks import Refused
 from gsd_kernels_serve.fields import BOTH, CHAT, COMPLETIONS, ENDPOINTS, RESPONSES, TEMPLATED
-from gsd_kernels_serve.processors import Grammar, Grammars
+from gsd_kernels_serve.processors import Grammars
 
 pytestmark = pytest.mark.slow
 
@@ -117,8 +118,9 @@ def formed(server, endpoint, whole):
     found = json.loads(read(whole).text)
     assert set(found) == {"kind", "full"} and found["kind"] in ("list", "dict") and isinstance(found["full"], bool)
 
-    def grammar(server, at):
-        return Grammar(Grammars(server.tokenizer, server.target.config.vocab_size).of(SCHEMA, "schema", [2]), at)
+    def grammar(server, _):
+        compiled = Grammars(server.tokenizer, server.target.config.vocab_size).of(SCHEMA, "schema", [2])
+        return importlib.import_module("xgrammar.contrib.hf").LogitsProcessor(compiled)
 
     sampled = {"max_new_tokens": 64, "do_sample": True, "temperature": 1.5, "seed": 5}
     return generated(**sampled, processor=grammar)(server, endpoint, whole)
