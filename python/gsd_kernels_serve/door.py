@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -35,25 +36,19 @@ class Door:
         self.under_way = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and self.hosts is not None and (host := host_of(scope)) not in self.hosts:
-            error = HTTPException(400, f"Host: {host!r} is not this server's name; allow it by --allowed-host")
-            await _refuse(error, scope, receive, send)
-            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if scope["method"] != "POST":
-            await self._answer(scope, receive, send)
-            return
+        posts = scope["method"] == "POST"
         try:
-            body = await asyncio.wait_for(self._body(receive), READ_SECONDS)
-            if self.under_way >= self.limits.requests:
+            if self.hosts is not None and (host := host_of(scope)) not in self.hosts:
+                raise HTTPException(400, f"Host: {host!r} is not this server's name; allow it by --allowed-host")
+            body = await self._body(receive) if posts else b""
+            if posts and self.under_way >= self.limits.requests:
                 raise HTTPException(503, f"{self.under_way} requests are under way; try again later (--max-requests)")
-        except asyncio.TimeoutError:
-            await _refuse(HTTPException(408, f"the body was not sent within {READ_SECONDS:g} s"), scope, receive, send)
-            return
         except HTTPException as error:
-            await _refuse(error, scope, receive, send)
+            status, answer = answer_of(error)
+            await JSONResponse(answer, status_code=status, headers={"Connection": "close"})(scope, receive, send)
             return
         if body is None:  # the client is gone
             return
@@ -63,11 +58,11 @@ class Door:
         async def whole() -> Any:
             return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
 
-        self.under_way += 1
+        self.under_way += posts
         try:
             await self._answer(scope, whole, send)
         finally:
-            self.under_way -= 1
+            self.under_way -= posts
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         begun = False
@@ -92,10 +87,18 @@ class Door:
             await JSONResponse(answer, status_code=status)(scope, receive, sent)
 
     async def _body(self, receive: Any) -> bytes | None:
-        """The body, or ``None`` where the client goes away. What is beyond the bound is read and dropped."""
+        """The body, or ``None`` where the client goes away. What is beyond the bound is read and dropped.
+
+        Raises:
+            HTTPException: it is too large, or too slow.
+        """
         body, size, more = bytearray(), 0, True
+        until = time.monotonic() + READ_SECONDS
         while more:
-            message = await receive()
+            try:
+                message = await asyncio.wait_for(receive(), until - time.monotonic())
+            except asyncio.TimeoutError:
+                raise HTTPException(408, f"the body was not sent within {READ_SECONDS:g} s") from None
             if message["type"] != "http.request":
                 return None
             size += len(message.get("body", b""))
@@ -112,8 +115,3 @@ class Door:
 def host_of(scope: Any) -> str:
     """The name or address that a request calls this machine by, without its port."""
     return name_of(dict(scope["headers"]).get(b"host", b"").decode("latin-1"))
-
-
-async def _refuse(error: HTTPException, scope: Any, receive: Any, send: Any) -> None:
-    status, answer = answer_of(error)
-    await JSONResponse(answer, status_code=status, headers={"Connection": "close"})(scope, receive, send)
