@@ -42,7 +42,7 @@ BUDGET = {
     "python/gsd_kernels_hf/policy": 20,
     "python/gsd_kernels_hf/sources": 165,
     "python/gsd_kernels_hf/validate": 19,
-    "python/gsd_kernels_serve": 103,
+    "python/gsd_kernels_serve": 98,
     "python/gsd_kernels_sglang": 20,
     "python/gsd_kernels_train": 87,
     "python/gsd_kernels_train/recipes": 3,
