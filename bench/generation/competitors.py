@@ -46,7 +46,7 @@ DEFAULT = (*THEIRS, PLAIN, "chain", "tree", "graph", "history", AUTO)
 BLOCK_DEPTH = 7  # of the embedded DFlash drafter's block, and of what train-drafter makes by default
 PROMPT_LOOKUP_TOKENS = 10  # transformers' documentation's choice
 
-Decode = Callable[[Tensor, int, int], comparison.Decoded]
+Decode = Callable[[Tensor, int, int], comparison.Run]
 """(prompt [1, P], new tokens, seed) → what was decoded."""
 
 
@@ -63,7 +63,7 @@ class Competitor:
     missing: str | None = None
     compiled: bool = False
 
-    def timed(self, ids: Tensor, new_tokens: int, seed: int) -> tuple[list[int], float, comparison.Decoded]:
+    def timed(self, ids: Tensor, new_tokens: int, seed: int) -> tuple[list[int], float, comparison.Run]:
         """Decode: the new tokens, the seconds that it took, and everything else."""
         assert self.decode is not None
         comparison.wait_for(ids.device)
@@ -71,7 +71,7 @@ class Competitor:
         decoded = self.decode(ids, new_tokens, seed)
         comparison.wait_for(ids.device)
         seconds = time.perf_counter() - begin if decoded.seconds is None else decoded.seconds
-        return decoded.sequences[0, ids.shape[1] :].tolist(), seconds, decoded
+        return decoded.tokens, seconds, decoded
 
 
 class Kept(Protocol):
@@ -194,7 +194,7 @@ def _theirs(name: str, pair: Pair, options: dict[str, Any], *, quick: bool) -> C
 def _seeded(contender: comparison.Contender) -> Decode:
     """Decode with transformers' own random numbers."""
 
-    def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Decoded:
+    def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Run:
         torch.manual_seed(seed)
         return contender(inputs_of(ids), new_tokens)
 
@@ -245,7 +245,7 @@ def _ours(name: str, pair: Pair, options: dict[str, Any]) -> Competitor:
     if sources not in ([], ["model"]):
         options["draft_sources"] = tuple(own.get(source, source) for source in sources)
 
-    def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Decoded:
+    def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Run:
         with new_sessions(pair.target) if name.endswith(NEW) else nullcontext():
             return comparison.graph(pair.target, seed=seed, **options)(inputs_of(ids), new_tokens)
 

@@ -9,9 +9,8 @@ from rich.markup import escape
 
 from . import options
 from .groups import with_groups
-from .options import read_graph_config, read_prompts
-from .output import DIFFERS, OK, only_first_rank_prints, out, print_json, progress, table
-from .values import check_draft, model_before
+from .options import read_graph_config
+from .output import DIFFERS, OK, out, print_json, progress, table
 
 DEFAULT_PROMPTS = 4
 
@@ -19,13 +18,9 @@ DEFAULT_PROMPTS = 4
 @with_groups
 def command(
     *,
-    prompts: options.Prompts = None,
-    model: options.Model = None,
+    asked: options.Asked,
     models: options.Models,
     ranks: options.Ranks,
-    prompt_files: options.PromptFiles = None,
-    lines: options.Lines = False,
-    chat: options.Chat = False,
     max_new_tokens: options.MaxNewTokens = 64,
     graph_config: options.GraphOption = None,
     backend: options.Backend = "auto",
@@ -36,15 +31,10 @@ def command(
     Equality of the tokens, the first divergence with the target's logit gap there (judged by the dtype's rounding),
     speed and peak memory, of this package without drafts as well. Exit code 0: equal, or different only where
     rounding decides; 3: different beyond that.
-    Without prompts, a few excerpts of Python source are continued.
+    Without prompts, a few excerpts of Python source are continued; without MODEL, by the embedded pair.
     """
-    if ranks.tp:
-        only_first_rank_prints()
-    model, prompts = model_before(prompts, model)
-    check_draft(model, models.assistant_model)
+    model, texts = asked.read(models, ranks, stdin=False)
     config = read_graph_config(graph_config)
-    given = prompts or prompt_files
-    texts = read_prompts(prompts, prompt_files, lines, several_processes=ranks.tp) if given else []
     with progress("loading the models"):
         import torch
 
@@ -53,7 +43,7 @@ def command(
 
         pair = models.load(model, tp_timeout=ranks.timeout)
     texts = texts or [prompt["text"] for prompt in demo.prompts()[:DEFAULT_PROMPTS]]
-    inputs = [pair.encode([text], chat) for text in texts]
+    inputs = [pair.encode([text], asked.chat) for text in texts]
     decoding = {"graph_config": pair.shape(config), "backend": backend, **pair.speculation, **pair.padding}
     ways = {
         "plain": comparison.plain(pair.target, **pair.padding),
@@ -64,13 +54,13 @@ def command(
     rows = [
         {
             "prompt": text,
-            "prompt_tokens": asked["input_ids"].shape[1],
+            "prompt_tokens": encoded["input_ids"].shape[1],
             "new_tokens": len(runs["plain"].tokens),
             "equal": parted is None,
             "divergence": None if parted is None else parted.as_dict(),
             **{way: run.as_dict() for way, run in runs.items()},
         }
-        for text, asked, runs, parted in zip(texts, inputs, race.rounds, race.divergences, strict=True)
+        for text, encoded, runs, parted in zip(texts, inputs, race.rounds, race.divergences, strict=True)
     ]
     summary = race.as_dict()
     report = {

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,47 +36,27 @@ WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """The tokens and times of one way of decoding.
-
-    Attributes:
-        sequences: int64 [1, L], prompt and new tokens.
-        target_forwards: those that gave tokens. transformers' forward of the prompt gives the first one; ours reads
-            the prompt but for its last token, gives none, and is not among them. ``None`` where they are not counted.
-        stats: of our own decoding.
-        seconds: of the decoding alone, where it ran in another process.
-    """
-
-    sequences: Tensor
-    target_forwards: int | None
-    stats: GenerationStats | None = None
-    seconds: float | None = None
-
-
-Contender = Callable[[Inputs, int], Decoded]
-"""A way of decoding: (inputs, new tokens) → what it gave."""
-
-
-@dataclass(frozen=True)
 class Run:
     """One prompt, decoded once.
 
     Attributes:
         tokens: the new ones.
-        seconds: of wall time.
-        target_forwards: see :class:`Decoded`.
-        peak_bytes: see :func:`peak_memory`.
+        target_forwards: those that gave tokens. transformers' forward of the prompt gives the first one; ours reads
+            the prompt but for its last token, gives none, and is not among them. ``None`` where they are not counted.
         stats: of our own decoding.
+        seconds: of wall time, by :func:`measure`; of the decoding alone, where it ran in another process.
+        peak_bytes: see :func:`peak_memory`.
     """
 
     tokens: list[int]
-    seconds: float
     target_forwards: int | None
-    peak_bytes: int | None
-    stats: GenerationStats | None
+    stats: GenerationStats | None = None
+    seconds: float | None = None
+    peak_bytes: int | None = None
 
     @property
     def tokens_per_second(self) -> float:
+        assert self.seconds is not None
         return len(self.tokens) / self.seconds
 
     @property
@@ -97,11 +77,19 @@ def together(runs: Sequence[Run]) -> Run:
     peaks = [run.peak_bytes for run in runs]
     return Run(
         [token for run in runs for token in run.tokens],
-        sum(run.seconds for run in runs),
         sum(run.target_forwards or 0 for run in runs),
-        None if None in peaks else max(peaks),  # type: ignore[type-var]
-        None,
+        seconds=sum(run.seconds or 0.0 for run in runs),
+        peak_bytes=None if None in peaks else max(peaks),  # type: ignore[type-var]
     )
+
+
+Contender = Callable[[Inputs, int], Run]
+"""A way of decoding: (inputs, new tokens) → what it gave."""
+
+
+def new_tokens(inputs: Inputs, sequences: Tensor) -> list[int]:
+    """Return those behind the prompt, of ``generate``'s sequences [1, L]."""
+    return sequences[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 @dataclass(frozen=True)
@@ -215,12 +203,12 @@ def plain(target: PreTrainedModel, *, counted: bool = True, **options: Any) -> C
     """
     options = {"do_sample": False, **options}
 
-    def decode(inputs: Inputs, max_new_tokens: int) -> Decoded:
+    def decode(inputs: Inputs, max_new_tokens: int) -> Run:
         if not counted:
-            return Decoded(target.generate(**inputs, **options, max_new_tokens=max_new_tokens), None)
+            return Run(new_tokens(inputs, target.generate(**inputs, **options, max_new_tokens=max_new_tokens)), None)
         with _forwards(target) as count:
             sequences = target.generate(**inputs, **options, max_new_tokens=max_new_tokens)
-        return Decoded(sequences, count())
+        return Run(new_tokens(inputs, sequences), count())
 
     return decode
 
@@ -247,7 +235,7 @@ def assisted(
     }
     decode = plain(target, assistant_model=draft, **options)
 
-    def decode_with_settings(inputs: Inputs, max_new_tokens: int) -> Decoded:
+    def decode_with_settings(inputs: Inputs, max_new_tokens: int) -> Run:
         before = draft.generation_config
         draft.generation_config = copy.copy(before)
         draft.generation_config.update(**({} if num_tokens is None else constant))
@@ -263,9 +251,9 @@ def graph(target: PreTrainedModel, **options: Any) -> Contender:
     """:func:`gsd_kernels.generate` with its ``options``, greedy by default; chain and tree are graph configs."""
     options = {"do_sample": False, **options}
 
-    def decode(inputs: Inputs, max_new_tokens: int) -> Decoded:
+    def decode(inputs: Inputs, max_new_tokens: int) -> Run:
         output = generate(target, **inputs, **options, max_new_tokens=max_new_tokens, return_dict_in_generate=True)
-        return Decoded(output.sequences, output.stats.steps, output.stats)
+        return Run(new_tokens(inputs, output.sequences), output.stats.steps, output.stats)
 
     return decode
 
@@ -281,12 +269,9 @@ def measure(target: PreTrainedModel, contender: Contender, inputs: Inputs, max_n
     with peak_memory(device) as peak:
         wait_for(device)
         begin = time.perf_counter()
-        decoded = contender(inputs, max_new_tokens)
+        run = contender(inputs, max_new_tokens)
         wait_for(device)
-        seconds = time.perf_counter() - begin
-        peak_bytes = peak()
-    tokens = decoded.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    return Run(tokens, seconds, decoded.target_forwards, peak_bytes, decoded.stats)
+        return replace(run, seconds=time.perf_counter() - begin, peak_bytes=peak())
 
 
 def race(

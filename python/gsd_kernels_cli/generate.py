@@ -11,9 +11,8 @@ import typer
 from . import options
 from .demo import smollm2
 from .groups import with_groups
-from .options import read_graph_config, read_prompts
-from .output import err, only_first_rank_prints, progress, stats_table
-from .values import check_draft, model_before
+from .options import read_graph_config
+from .output import err, progress, stats_table
 
 if TYPE_CHECKING:
     from gsd_kernels_hf import GenerationStats
@@ -28,13 +27,9 @@ STATS = ("none", "table", "json")
 @with_groups
 def command(
     *,
-    prompts: options.Prompts = None,
-    model: Annotated[str | None, options.model_option("the model of chat answers, where it is installed")] = None,
+    asked: options.Asked,
     models: options.Models,
     ranks: options.Ranks,
-    prompt_files: options.PromptFiles = None,
-    lines: options.Lines = False,
-    chat: options.Chat = False,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before its continuation.")] = False,
     max_new_tokens: options.MaxNewTokens = 128,
     graph_config: options.GraphOption = None,
@@ -54,12 +49,8 @@ def command(
     are not given keep the model's own generation config. Without MODEL: the model of chat answers, or the embedded pair
     continues where that is not installed, or heads, a drafter or a corpus of the pair are named.
     """
-    if ranks.tp:
-        only_first_rank_prints()
-    model, prompts = model_before(prompts, model)
-    check_draft(model, models.assistant_model)
-    config = read_graph_config(graph_config)
-    texts = read_prompts(prompts, prompt_files, lines, several_processes=ranks.tp)
+    model, texts = asked.read(models, ranks, stdin=True)
+    config, chat = read_graph_config(graph_config), asked.chat
     if not texts:
         raise ValueError("prompt: give one as an argument, by --prompt-file or on stdin")
     answers = model is None and not (models.draft_heads or models.drafter or models.corpus or ranks.tp)

@@ -14,6 +14,7 @@ import typer
 from gsd_kernels_hf.files import decode_utf8, read_utf8
 
 from . import values
+from .output import only_first_rank_prints
 
 if TYPE_CHECKING:
     from gsd_kernels import GraphConfig
@@ -222,6 +223,31 @@ class Ranks:
     def timeout(self) -> float | None:
         """Seconds after which a silent rank is lost; ``None`` without ``--tp``."""
         return self.tp_timeout if self.tp else None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts, and the model that continues or answers them."""
+
+    prompts: Prompts = None
+    model: Annotated[str | None, model_option("the command has one of its own")] = None
+    prompt_files: PromptFiles = None
+    lines: Lines = False
+    chat: Chat = False
+
+    def read(self, models: Models, ranks: Ranks, *, stdin: bool) -> tuple[str | None, list[str]]:
+        """The model and the texts; none where neither an argument nor a file has one, and ``stdin`` is not read.
+
+        Raises:
+            ValueError: a prompt is empty, or a draft has no target.
+        """
+        if ranks.tp:
+            only_first_rank_prints()
+        model, prompts = values.model_before(self.prompts, self.model)
+        values.check_draft(model, models.assistant_model)
+        if not (stdin or prompts or self.prompt_files):
+            return model, []
+        return model, read_prompts(prompts, self.prompt_files, self.lines, several_processes=ranks.tp)
 
 
 def read_graph_config(text: str | None) -> GraphConfig | str | None:

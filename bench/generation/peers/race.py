@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from gsd_kernels_cli.comparison import Decoded
+from gsd_kernels_cli.comparison import Run
 from gsd_kernels_hf.extras import cure
 
 from ..competitors import Competitor, Decode, in_a_line
@@ -130,8 +130,8 @@ def missing(engine: Engine, pair: Pair) -> str | None:
 
 
 def _decoder(process: EngineProcess, setting: Setting) -> Decode:
-    def decode(ids: Tensor, new_tokens: int, seed: int) -> Decoded:
+    def decode(ids: Tensor, new_tokens: int, seed: int) -> Run:
         tokens, seconds = process.decode(replace(setting, round=seed), ids[0].tolist(), new_tokens)
-        return Decoded(torch.cat([ids, torch.tensor([tokens], dtype=ids.dtype)], 1), None, seconds=seconds)
+        return Run(tokens, None, seconds=seconds)
 
     return decode
