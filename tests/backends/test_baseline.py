@@ -34,8 +34,9 @@ from ops.contracts.decoder import decoder_case
 from ops.contracts.inputs import op_inputs
 from ops.contracts.decoder import KINDS, packed_matrix, width_of
 assert cpu_levels.active() == sys.argv[1] and "AVX-512" in cpu_levels.levels()["avx512"]
+inputs = op_inputs()
 for name in all_ops():
-    getattr(torch.ops.gsd_kernels, name)(*op_inputs()[name])
+    getattr(torch.ops.gsd_kernels, name)(*inputs[name])
 found, dtypes = [], (torch.bfloat16, torch.float16)
 dtype, other = dtypes if sys.argv[1] == "avx2" else dtypes[::-1]
 for backend in ("reference", "cpu"):
