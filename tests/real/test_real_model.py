@@ -134,7 +134,9 @@ def test_every_source_has_the_text_of_transformers_or_in_half_precision_of_plain
         assert torch.equal(model.model.generate(**inputs, do_sample=False, max_new_tokens=tokens), expected)
     ended = expected[:, -1] == model.tokenizer.eos_token_id
     assert ended.any() and not ended.all(), "some texts end, and some go on"
-    for name, options in ways_of(model, expected[:, begin:], tmp_path).items():
+    ways = ways_of(model, expected[:, begin:], tmp_path)
+    # A forward in full precision takes long; in half precision all sources are held to the text of plain decoding.
+    for name, options in ways.items() if precision == "half" else [("history", ways["history"])]:
         out = text_of(model.model, inputs, tokens, **options)
         assert torch.equal(out.sequences, expected), name
         assert out.stats.tokens_per_step > 1, f"{name} drafts"
