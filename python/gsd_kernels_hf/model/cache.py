@@ -61,10 +61,10 @@ class GraphLayer(CacheLayerMixin):
         """Store [B, Hkv, R, D]: graph rows into their slots (all of the cache comes back), a prompt at the end."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        positions = self.parent.positions_on(self.device)
-        if positions is not None:
+        if self.parent.positions is not None:
             # Finite, because another row's overflow must not reach rows that do not see it: 0 · NaN would be NaN.
-            rows, spoiled = (key_states, value_states, positions), self.parent.spoiled_on(self.device)  # [B, R]
+            positions, spoiled = self.parent.rows_on(self.device)  # [B, R]
+            rows = key_states, value_states, positions
             write_kv(self.keys, self.values, *rows, spoiled=spoiled, backend=self.parent.write_backend)
             return self.keys, self.values
         ask()
@@ -170,10 +170,12 @@ class GraphCache(RowsCache):
         forms: of the modules that keep recurrent states, by layer and class.
         begun: whether the forms go on from the states of a prompt.
         marks: float32 [B], NaN for a text with a key or value that is not finite in its prompt; ``None``: nobody asks.
+        positions: int64 [B, R], where graph rows are written; ``None`` while none are forwarded.
     """
 
     block: Tensor | None = None
     marks: Tensor | None = None
+    positions: Tensor | None = None
 
     def __init__(
         self,
@@ -191,8 +193,8 @@ class GraphCache(RowsCache):
         # A backend that does not implement write_kv ("cpu", "cuda") leaves the choice to "auto".
         self.write_backend = backend if backend in WRITE.implementations else "auto"
         self.prompt_length = 0
-        self._positions: dict[torch.device, Tensor] = {}  # int64 [B, R] while graph rows are forwarded
-        self._spoiled: dict[torch.device, Tensor] = {}  # float32 [B, R] likewise, where there are marks
+        self._rows: dict[torch.device, tuple[Tensor, Tensor | None]] = {}  # positions and marks of rows, by device
+        self._spoiled: list[Tensor] = []  # float32 [B, R]: the marks alone, of the last rows
         layers, states = config.get_text_config(decoder=True).num_hidden_layers, recurrent or {}
         super().__init__(
             layers=[
@@ -256,12 +258,10 @@ class GraphCache(RowsCache):
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> Any:
         """Tokens of the prompt that are stored; for rows of graphs in layers ``by_length``, −number of each row [R]."""
-        if not self._positions or layer_idx not in self.by_length:
+        if self.positions is None or layer_idx not in self.by_length:
             return super().get_seq_length(layer_idx)
         device = getattr(self.layers[layer_idx], "device", None)  # none before anything was stored there
-        places = self.positions_on(next(iter(self._positions)) if device is None else device)
-        assert places is not None
-        return -torch.arange(places.shape[1], device=places.device)  # [R]
+        return -torch.arange(self.positions.shape[1], device=device or self.positions.device)  # [R]
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the first row of a prompt's chunk, the same for layers that have not run yet."""
@@ -270,11 +270,11 @@ class GraphCache(RowsCache):
     @contextmanager
     def writing(self, positions: Tensor, tree: RowTree | None = None) -> Iterator[None]:
         """Store what a forward computes at ``positions``, int64 [B, R], rather than at the end of the prompt."""
-        self._positions, self._spoiled, self.tree = {positions.device: positions}, {}, tree
+        self.positions, self.tree, self._rows, self._spoiled = positions, tree, {}, []
         try:
             yield
         finally:
-            self._positions, self.tree = {}, None
+            self.positions, self.tree = None, None
 
     def new_marks(self, count: int, device: torch.device, *, of_texts: bool = False) -> Tensor | None:
         """Zeros [B, count] that get NaN at rows with a key or value that is not finite; ``None``: nobody asks.
@@ -287,13 +287,14 @@ class GraphCache(RowsCache):
             return self.marks.to(device)[:, None].repeat(1, count)
         return torch.zeros(len(self.marks), count, dtype=torch.float32, device=device)
 
-    def spoiled_on(self, device: torch.device) -> Tensor | None:
-        """Marks of the rows being forwarded [B, R], of all layers on a device."""
-        if self.marks is not None and device not in self._spoiled:
-            marks = self.new_marks(next(iter(self._positions.values())).shape[1], device)
-            assert marks is not None
-            self._spoiled[device] = marks
-        return self._spoiled.get(device)
+    def rows_on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Where to write rows [B, R], and their marks: once a step for every device of a sharded model."""
+        if device not in self._rows:
+            assert self.positions is not None
+            marks = self.new_marks(self.positions.shape[1], device)
+            self._rows[device] = self.positions.to(device, non_blocking=True), marks
+            self._spoiled += [] if marks is None else [marks]
+        return self._rows[device]
 
     def mark(self, spoiled: Tensor) -> None:
         """Take marks [B, R] of a piece of the prompt, but for those of its padding."""
@@ -312,29 +313,23 @@ class GraphCache(RowsCache):
         if self.marks is None:
             return logits
         if spoiled is not None:
-            self._spoiled = {spoiled.device: spoiled}
+            self._spoiled = [spoiled]
         if already:
             return logits
-        found = (self.marks, *self._spoiled.values())
+        found = (self.marks, *self._spoiled)
         if all(type(part) is Tensor and part.device.type == "cpu" and not part.numpy().any() for part in found):
             return logits  # marks are 0 or NaN
         marks = self.marks.to(logits.device)[:, None]  # [B, 1], then [B, R]
-        for part in self._spoiled.values():
+        for part in self._spoiled:
             marks = marks + part[:, -logits.shape[1] :].to(logits.device)
         return logits + marks[..., None].to(logits.dtype)
-
-    def positions_on(self, device: torch.device) -> Tensor | None:
-        """Where to write, copied once a step for every device of a sharded model."""
-        if self._positions and device not in self._positions:
-            self._positions[device] = next(iter(self._positions.values())).to(device, non_blocking=True)
-        return self._positions.get(device)
 
     def keep_marks(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
         """Mark texts [B] of which a row that was just forwarded is accepted and was marked itself."""
         if self.marks is None:
             return
         kept = torch.arange(accepted_rows.shape[1], device=accepted_rows.device) < num_accepted[:, None]  # [B, P]
-        for part in self._spoiled.values():
+        for part in self._spoiled:
             marks = part.gather(1, accepted_rows.clamp(min=0).to(part.device, torch.int64))  # [B, P]
             self.marks += marks.masked_fill(~kept.to(part.device), 0.0).sum(1).to(self.marks.device)
 

@@ -175,16 +175,6 @@ class Facts:
         """Rows of the output embedding, padding included."""
         return properties.vocabulary(self.model)
 
-    @cached_property
-    def cache_argument(self) -> str:
-        """Name by which a forward takes a KV cache."""
-        return properties.cache_argument(self.model)
-
-    @cached_property
-    def logits_alone(self) -> dict[str, bool]:
-        """Arguments of a forward that leave out what a config asks for beside logits."""
-        return properties.logits_alone(self.model)
-
 
 _kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], dict[Hashable, Any]]] = weakref.WeakKeyDictionary()
 """The last structure of every model, and what was proved of it."""

@@ -17,6 +17,7 @@ from ..packed.modules import as_packed
 from .facts import Facts
 from .fingerprint import parts_of
 from .hidden import hooked
+from .properties import logits_alone
 
 
 def not_finite_for(model: PreTrainedModel, ids: Tensor) -> str | None:
@@ -39,7 +40,7 @@ def not_finite_for(model: PreTrainedModel, ids: Tensor) -> str | None:
         for name, module in facts.modules:
             hooks.enter_context(hooked(module, partial(look, name, module)))
         with suppress(RuntimeError, ValueError, TypeError):  # out of memory, say: there is an error already
-            model(input_ids=ids[None].to(facts.device), use_cache=False, logits_to_keep=1, **facts.logits_alone)
+            model(input_ids=ids[None].to(facts.device), use_cache=False, logits_to_keep=1, **logits_alone(model))
     return first[0] if first else None
 
 

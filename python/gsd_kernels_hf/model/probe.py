@@ -24,7 +24,7 @@ from .fingerprint import described, is_shipped
 from .hidden import hooked
 from .masks import Limits, Unserved, limits_of_mask
 from .modes import Unsupported
-from .properties import text_config
+from .properties import storing, text_config
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
@@ -53,8 +53,12 @@ class AttentionReport:
     positions: int | None = None  # that it has entries for in a table; ``None``: there is no table
     unusual: str | None = None  # attention that may be another one than graph rows get, which a proof shows
     problem: str | None = None
-    passing: bool = False  # whether another look may find something else
     cause: BaseException | None = None  # an error of the model's, which may be a passing one, as full memory is
+
+    @property
+    def passing(self) -> bool:
+        """Whether another look may find something else."""
+        return self.cause is not None
 
 
 class AttentionCall(NamedTuple):
@@ -218,13 +222,13 @@ def examine(facts: Facts) -> AttentionReport:
             kinds = tuple(_kinds(facts.model, probe))
         return AttentionReport(kinds, probe.unwritten, probe.asked, probe.positions, probe.unusual)
     except Unserved as error:
-        return AttentionReport(problem=str(error), cause=error.__cause__, passing=error.__cause__ is not None)
+        return AttentionReport(problem=str(error), cause=error.__cause__)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
         first = " ".join(str(error).split())[:200]
         problem = f"cannot be forwarded with graph rows ({type(error).__name__}: {first})"
         if getattr(facts.model.config, "return_dict", True) is False:
             problem += ", nor by transformers while model.config.return_dict is False: set it to True"
-        return AttentionReport(problem=problem, cause=error, passing=True)
+        return AttentionReport(problem=problem, cause=error)
 
 
 def served(model: PreTrainedModel | Facts, name: str = "model") -> AttentionReport:
@@ -285,10 +289,8 @@ def _forward(facts: Facts, *, poisoned: bool, length: int | Tensor | None = None
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,
-            **{facts.cache_argument: cache},
-            use_cache=True,
+            **storing(facts.model, cache),
             graph=probe,
-            **facts.logits_alone,
         )
     attends = bool(probe.calls or probe.without_graph)
     if cache.forms and not attends:

@@ -203,11 +203,11 @@ def _own(facts: Facts, inputs: PromptInputs) -> Tensor:
     output = inputs.read(model, cache)
     logits = [output.logits[:, -1:]]
     for token in _tail(facts, inputs).T:
-        given = {**kwargs, facts.cache_argument: cache}
+        given = {**kwargs, cache_argument(model): cache}
         kwargs = model._update_model_kwargs_for_generation(output, given, is_encoder_decoder=False)
         ids = torch.cat([ids, token[:, None]], 1)
         prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
-        output = model(**{**prepared, **facts.logits_alone}, return_dict=True)
+        output = model(**{**prepared, **logits_alone(model)}, return_dict=True)
         logits.append(output.logits[:, -1:])
     return torch.cat(logits, 1)
 

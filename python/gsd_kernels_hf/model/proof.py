@@ -21,6 +21,7 @@ from ..packed.modules import rounds_rows, shape_of
 from .facts import Facts
 from .hidden import hooked
 from .probe import random_numbers_kept
+from .properties import storing
 from .recurrent.mixers import KINDS, mixers_of, states_of
 
 PAD_TOKENS, PIECE_TOKENS = 3, 4  # of the second sequence; of a piece of the prompt, at least
@@ -109,10 +110,8 @@ def _piece(facts: Facts, cache: DynamicCache, ids: Tensor, mask: Tensor, begin: 
         input_ids=ids[:, begin:end],
         attention_mask=mask[:, :end],
         position_ids=positions[:, begin:end],
-        **{facts.cache_argument: cache},
-        use_cache=True,
+        **storing(facts.model, cache),
         return_dict=True,
-        **facts.logits_alone,
     )
     logits: Tensor = output.logits
     return logits

@@ -78,6 +78,11 @@ def logits_alone(model: PreTrainedModel) -> dict[str, bool]:
     return {name: False for name in OUTPUTS if any(getattr(config, name, False) for config in configs)}
 
 
+def storing(model: PreTrainedModel, cache: Any) -> dict[str, Any]:
+    """Arguments of a forward that fills a cache and returns logits alone."""
+    return {cache_argument(model): cache, "use_cache": True, **logits_alone(model)}
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Where the model takes its input: the device of the input embedding, or where that runs if it is offloaded."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]

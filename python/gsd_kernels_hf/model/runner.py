@@ -23,7 +23,7 @@ from .launching import launch_attention
 from .linear import CpuLinear, RowLinear, with_cpu_linears
 from .pieces import pieces
 from .probe import served
-from .properties import text_config
+from .properties import storing, text_config
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import Form, mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
@@ -169,8 +169,7 @@ class RowModel(CachedText):
             cache = GraphCache(config, capacity, backend, stacked=stacked, recurrent=states_of(facts))
         super().__init__(facts, cache, kv_start)
         self.configs = facts.configs  # switched for every forward by itself, and as they were in between
-        self.cache_argument = facts.cache_argument
-        self.outputs = facts.logits_alone
+        self.storing = storing(facts.model, cache)
         self.kinds = report.kinds
         self.positions = report.positions  # of a table that has an end
         cache.by_length |= report.by_length
@@ -263,10 +262,8 @@ class RowModel(CachedText):
                     input_ids=self.known(input_ids[:, begin:end]),
                     attention_mask=None if attention_mask is None else attention_mask[:, :end],
                     position_ids=positions[:, begin:end],
-                    **{self.cache_argument: self.cache},
-                    use_cache=True,
+                    **self.storing,
                     logits_to_keep=kept(1, end - begin, self.hidden_layers, self.model),
-                    **self.outputs,
                 )
             self.cache.prompt_length = end
             if listener is not None:
@@ -331,11 +328,9 @@ class RowModel(CachedText):
                 attention_mask=self.no_mask,
                 # A row behind the table's end is never accepted, see check_length.
                 position_ids=fed.positions if self.positions is None else fed.positions.clamp(max=self.positions - 1),
-                **{self.cache_argument: self.cache},
-                use_cache=True,
+                **self.storing,
                 logits_to_keep=keep,
                 graph=inputs,
-                **self.outputs,
             )
         inputs.check_complete()
         self.hidden = {layer: plain(states) for layer, states in hidden.items()}  # [B, R, D]

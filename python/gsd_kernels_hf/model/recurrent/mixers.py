@@ -127,9 +127,8 @@ def masked(
     module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], mask: Tensor | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a mixer, but for another mask [B, n] of its tokens, where it takes one."""
-    forward = written(type(module).forward)
-    names = () if forward is None else forward.__code__.co_varnames[1 : forward.__code__.co_argcount]
-    for place, name in enumerate(names):
+    code = inspect.unwrap(type(module).forward).__code__
+    for place, name in enumerate(code.co_varnames[1 : code.co_argcount]):
         if name in MASKS:
             if place < len(args):
                 return (*args[:place], mask, *args[place + 1 :]), options
@@ -142,28 +141,14 @@ def keeps_state(cls: type) -> bool:
     """Return whether code of a module's class moves a recurrent state of a cache on."""
     if not hasattr(LinearAttentionLayer, "update_recurrent_state"):
         return False
-    for base in cls.__mro__:
-        if base in (nn.Module, object):
-            continue
-        for value in vars(base).values():
-            function = written(value)
-            if function is not None and UPDATES & set(code_names(function.__code__)):
-                return True
-    return False
-
-
-def written(value: Any) -> types.FunctionType | None:
-    """The function inside decorators."""
-    value = getattr(value, "__func__", value)
-    while hasattr(value, "__wrapped__"):
-        value = value.__wrapped__
-    return value if isinstance(value, types.FunctionType) else None
+    values = (value for base in cls.__mro__ if base not in (nn.Module, object) for value in vars(base).values())
+    functions = (inspect.unwrap(getattr(value, "__func__", value)) for value in values)
+    return any(UPDATES & {*code_names(f.__code__)} for f in functions if isinstance(f, types.FunctionType))
 
 
 def with_kernels(module: nn.Module, kernels: dict[str, Callable[..., Any]]) -> Any:
     """``module`` seen with these functions where its class's forward calls others of their names."""
-    forward = written(type(module).forward)
-    assert forward is not None
+    forward = inspect.unwrap(type(module).forward)
     names, defaults = {**forward.__globals__, **kernels}, forward.__defaults__
     made = types.FunctionType(forward.__code__, names, forward.__name__, defaults, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
