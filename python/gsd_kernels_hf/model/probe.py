@@ -57,7 +57,7 @@ class AttentionReport:
 
     @property
     def passing(self) -> bool:
-        """Whether another look may find something else."""
+        """Say whether another look may find something else."""
         return self.cause is not None
 
 
