@@ -231,9 +231,9 @@ def missing(stage: Stage) -> str | None:
 
 def worker(stage: Stage, call: Call, seconds: float) -> list[str]:
     """The command that does a stage's work."""
-    options = ["--out", str(call.out), "--former", str(call.former), "--seconds", str(max(1.0, seconds - GRACE))]
-    flags = [*(["--rehearse"] * call.rehearse), *(["--again"] * call.again)]
-    return [sys.executable, "-m", "gsd_kernels_bench.gpu.work", stage.name, *options, *flags]
+    given = {"out": str(call.out), "former": str(call.former), "rehearse": call.rehearse, "again": call.again}
+    work = [stage.name, json.dumps(given), str(max(1.0, seconds - GRACE))]
+    return [sys.executable, "-m", "gsd_kernels_bench.gpu.work", *work]
 
 
 @contextlib.contextmanager

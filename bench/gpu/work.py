@@ -1,9 +1,9 @@
-"""The process of one stage: ``python -m gsd_kernels_bench.gpu.work STAGE``, started by ``stages.py``."""
+"""The process of one stage: ``python -m gsd_kernels_bench.gpu.work STAGE CALL SECONDS``, started by ``stages.py``."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
+import json
 import os
 import sys
 import time
@@ -155,20 +155,14 @@ def _place(found: dict[str, Any] | None) -> object:
     return found and (found["device"], {k: v for k, v in found["versions"].items() if k != "driver"})
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("stage")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--former", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--again", action="store_true")
-    given = parser.parse_args()
-    if not given.rehearse and not torch.cuda.is_available():
+def main(name: str, call: str, seconds: str) -> int:
+    """Do a stage's work; ``call``: JSON of this :class:`Call`."""
+    given = json.loads(call)
+    if not given["rehearse"] and not torch.cuda.is_available():
         print("no CUDA GPU: --rehearse runs the stages on a CPU", file=sys.stderr)
         return 1
-    stage = stage_named(given.stage)
-    work = Work(stage, Call(given.out, given.former, given.rehearse, given.again), given.seconds)
+    places = {key: Path(given.pop(key)) for key in ("out", "former")}
+    work = Work(stage_named(name), Call(**places, **given), float(seconds))
     perform(work)
     return 1 if work.failed else 0
 
@@ -182,4 +176,4 @@ def perform(work: Work) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
