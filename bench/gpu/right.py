@@ -18,7 +18,8 @@ from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.cuda_common import DTYPES, HEAD_DIMS
 from gsd_kernels.ops.decoder_rows.cuda import GROUP, GROUP_CAPABILITY, ways
 from gsd_kernels_hf.model import gpu_proof
-from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, ROWS, Case, Kind, Subject, apart, too_large
+from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, Kind, apart, behind, row_inputs, too_large
+from gsd_kernels_hf.model.proof import Passage
 
 from ..kernels.rows import random_model
 from .graphs import Launch, kernel_table
@@ -26,13 +27,14 @@ from .stages import stage_named
 from .work import SHAPES, Work, switched
 
 Point = Callable[[], dict[str, Any]]
+Apart = Iterable[tuple[str, list[int]]]
 
 LAYERS = 2
 REPLAYS = 1000
 
 #: A whole number of tiles and splits, and what is none: the last tile broken, one position more, one less.
-CASES = (Case(1024), Case(1000), Case(1023), Case(1025), Case(4097), Case(1000, (0, 37)), Case(1025, (300, 1)))
-SMALL_CASES = (Case(40), Case(33), Case(39, (0, 7)))
+CASES = (*map(Passage, (1024, 1000, 1023, 1025, 4097)), Passage(1000, pads=(0, 37)), Passage(1025, pads=(300, 1)))
+SMALL_CASES = (Passage(40), Passage(33), Passage(39, pads=(0, 7)))
 
 KERNEL = "rows_group_kernel"
 GROUP_ROWS = (33, 64, 100, 128, 200, 256)
@@ -55,9 +57,9 @@ def run(work: Work) -> None:
     elif grouped and torch.cuda.get_device_capability(work.device) != GROUP_CAPABILITY:
         return work.skip("groups of warps: only GPUs of compute capability 9.0 have them")
     for shape in work.shapes:
-        of = lru_cache(lambda shape=shape: Subject(random_model(shape, work.dtype, work.device, LAYERS)))
+        of = lru_cache(lambda shape=shape: random_model(shape, work.dtype, work.device, LAYERS))
         points = points_of(work.stage.name, work, shape, of)
-        work.each({name: (point,) for name, point in points.items()}, lambda point: point())
+        work.each({name: (point,) for name, point in points.items()}, lambda point: torch.no_grad()(point)())
 
 
 def prove(work: Work) -> None:
@@ -75,19 +77,22 @@ def prove(work: Work) -> None:
     return None
 
 
-def points_of(stage: str, work: Work, shape: str, of: Callable[[], Subject] | None = None) -> dict[str, Point]:
+def points_of(stage: str, work: Work, shape: str, of: Callable[[], Any] | None = None) -> dict[str, Point]:
     """A stage's points of a shape by name, in order of worth."""
     if stage == "group":
         return {f"{shape} {kind}": partial(same, work, of, factor) for kind, factor in factors_of(work).items()}
     cases = SMALL_CASES if work.rehearse else CASES
-    errors = {f"{shape} {case.name}": partial(against_float32, of, case) for case in cases}
-    replays = 4 if work.rehearse else REPLAYS
+    errors = {
+        f"{shape} prefix={case.prompt} pads={','.join(map(str, case.pads))}": partial(against_float32, of, case)
+        for case in cases
+    }
+    replays = partial(gpu_proof.replays_apart, count=4 if work.rehearse else REPLAYS)
     return {
         **dict(list(errors.items())[:2]),
-        f"{shape} bits": partial(alike, work, of, cases[1], Subject.parts_apart),
-        f"{shape} launches": partial(alike, work, of, cases[1], Subject.replays_apart, replays),
+        f"{shape} bits": partial(alike, work, of, cases[1], gpu_proof.parts_apart),
+        f"{shape} launches": partial(alike, work, of, cases[1], replays),
         **errors,
-        f"{shape} batch": partial(alike, work, of, cases[-1], Subject.sequences_apart),
+        f"{shape} batch": partial(alike, work, of, cases[-1], gpu_proof.sequences_apart),
     }
 
 
@@ -114,26 +119,20 @@ def passed_by_groups(work: Work) -> bool:
     return not work.rehearse and passed(work, *SHAPES, stage="group")
 
 
-def against_float32(of: Callable[[], Subject], case: Case) -> dict[str, Any]:
+def against_float32(of: Callable[[], Any], case: Passage) -> dict[str, Any]:
     """Errors of operator and modules.
 
     Raises:
         RuntimeError: the operator's is too large, or no number.
     """
-    found = of().errors(case)
+    found = gpu_proof.errors(of(), case)
     print("  error: " + "; ".join(f"{way} {error:.2e}" for way, error in found.items()), flush=True)
     if (wrong := too_large(found)) is not None:
         raise RuntimeError(f"wrong: {wrong}")
-    return {"errors": found, "layers": LAYERS, "rows": ROWS, **case._asdict()}
+    return {"errors": found, "layers": LAYERS, **case._asdict()}
 
 
-def alike(
-    work: Work,
-    of: Callable[[], Subject],
-    case: Case,
-    found: Callable[..., Iterable[tuple[str, Any]]],
-    *arguments: Any,
-) -> dict[str, Any]:
+def alike(work: Work, of: Callable[[], Any], case: Passage, found: Callable[[Any, Passage], Apart]) -> dict[str, Any]:
     """A row's bits in any company: among others, behind padding beside another sequence, or replayed.
 
     Raises:
@@ -141,33 +140,32 @@ def alike(
     """
     if unavailable_reason(work.device.type, work.device) is not None:  # the reference's depend on the rows
         return {}
-    none_apart(found(of(), case, *arguments))
-    return {"arguments": arguments, **case._asdict()}
+    none_apart(found(of(), case))
+    return case._asdict()
 
 
-def none_apart(found: Iterable[tuple[str, Any]]) -> None:
+def none_apart(found: Apart) -> None:
     """Raises:
     RuntimeError: rows, or replays, have other bits.
     """
     for what, wrong in found:
         if wrong:
-            raise RuntimeError(f"{what}: other bits: {wrong if isinstance(wrong, int) else (len(wrong), wrong[:8])}")
+            raise RuntimeError(f"{what}: other bits: {len(wrong)}, {wrong[:8]} …")
 
 
-@torch.no_grad()
-def same(work: Work, subject: Callable[[], Subject], factor: float) -> dict[str, Any]:
+def same(work: Work, of: Callable[[], Any], factor: float) -> dict[str, Any]:
     """Logits of some rows by groups of warps (wgmma) and by warps (mma.sync), bit for bit; NaN is one number.
 
     Raises:
         RuntimeError: they differ, so groups of warps stay off; or no group of warps multiplied.
     """
-    of, case = subject(), SMALL_CASES[0]
-    head = of.model.get_output_embeddings().weight
+    model, case = of(), SMALL_CASES[0]
+    head = model.get_output_embeddings().weight
     usual = head.clone()
     head.copy_(usual.double() * factor)
     try:
-        rows = of.behind(case)
-        tokens, kv_len, slots, mask, depths, nodes = of.inputs(case, MOST_ROWS)
+        rows = behind(model, case)
+        tokens, kv_len, slots, mask, depths, nodes = row_inputs(MOST_ROWS, case.prompt, work.device)
         for count in GROUP_ROWS:
             part = (tokens[:, :count], kv_len, slots[:count], mask[:, :count], depths[:, :count], nodes)
             call = partial(rows.rows, *part, keep=count)

@@ -1,10 +1,10 @@
 """A GPU proves the operator of rows before it serves there: its errors, its bits, its time, in a few seconds, once.
 
-The proof of :mod:`.proof` at a model's real sizes: models of random weights, some with norms of heads, biases, a window
-and sizes that are no multiple of a tile, so that all code has its share that the served classes launch. Their rows by
-the operator are held to float32 as the modules are, and to their own bits in any company. It is made of each way to
-multiply that the GPU has; the fastest one that is right serves. A verdict is kept in the user's cache folder with its
-figures, by GPU, driver, package and build, under the switches that it was made with.
+The passages of :mod:`.proof` at a model's real sizes: models of random weights, some with norms of heads, biases, a
+window and sizes that are no multiple of a tile, so that all code has its share that the served classes launch. The
+operator's logits are held to float32 as the modules' are, and its rows to their own bits in any company. It is made of
+each way to multiply that the GPU has; the fastest one that is right serves. A verdict is kept in the user's cache
+folder with its figures, by GPU, driver, package and build, under the switches that it was made with.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import itertools
 import logging
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import gsd_kernels
 from gsd_kernels.compiled import LIBRARIES
@@ -35,9 +34,10 @@ from gsd_kernels.ops.decoder_rows import cuda
 
 from ..files import locked
 from ..store import Document
-from . import replay
+from . import proof, replay
+from .facts import Facts
 from .fused_rows import FusedRows
-from .proof import tree_of, worst
+from .proof import Passage
 from .runner import RowModel
 
 logger = logging.getLogger("gsd_kernels")
@@ -52,8 +52,9 @@ tries again, ``"seconds"`` that the proof took, ``"errors"`` of operator and mod
 ``"apart"`` from the bits that are due, ``"milliseconds"`` by rows.
 """
 
-BRANCH = 4  # children of a node of the tree
-ROWS, MOST_ROWS = 64, 256  # of a comparison with float32; of any
+BRANCH, PATH = 4, (0, 3, 15, 63, 255)  # children of a node of the tree; nodes from its root to its last leaf
+ROWS, MOST_ROWS = 64, 256  # of a sequence beside another; of any
+PADS = (0, 37)  # of a batch
 PARTS = ((0, 1), (0, 16), (5, 22), (16, 48), (3, 36), (0, 64), (63, 64), (64, 192), (127, 256))
 """First and last of some rows: blocks of 16, 32, 64, 128 and 256 rows, each with places left over."""
 REPLAYED_ROWS, REPLAYS = (1, 16, 32, 64, 128), 50  # up to 32 rows launches begin early and weights are asked for ahead
@@ -61,21 +62,8 @@ TIMED_ROWS = (1, 16, 64, 128, 256)
 STEP_ROWS, PIECE_ROWS = TIMED_ROWS[:3], TIMED_ROWS[2:]  # of most steps; of a prompt's pieces, and by groups of warps
 TIMES_THE_MODULES, SLACK = 2.0, 1e-5  # that an error may be; of float32, where the modules are the measure itself
 IN_A_ROW, TURNS = 5, 5  # calls that are timed together, and how often
-MOST_TEXT = 300  # characters of what went wrong
 WAIT_SECONDS = 120.0  # for another process's proof
 AGAIN = "again by: gsd-kernels doctor --prove"
-
-
-class Case(NamedTuple):
-    """Rows behind a prefix: tokens of the prompt, left padding of every sequence, and the text of the first one."""
-
-    prefix: int
-    pads: tuple[int, ...] = (0,)
-    text: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"prefix={self.prefix}" + (f" pads={','.join(map(str, self.pads))}" if len(self.pads) > 1 else "")
 
 
 class Sizes(NamedTuple):
@@ -84,23 +72,21 @@ class Sizes(NamedTuple):
     Attributes:
         width: of all query heads together.
         window: of the second layer, where heads have norms and projections biases, as Qwen's; 0: a LLaMA.
-        prefix, pads: cached tokens before its rows, and left padding of a batch's sequences.
+        prompt: cached tokens before its rows.
     """
 
     hidden: int = 2048
     inner: int = 8192
     vocabulary: int = 4096
-    layers: int = 2
     width: int = 2048
     window: int = 0
-    prefix: int = 1000
-    pads: tuple[int, ...] = (0, 37)
+    prompt: int = 1000
 
 
 MODELS = (
     Sizes(),
-    Sizes(hidden=1992, inner=3016, vocabulary=9000, width=2048, window=700, prefix=2100),
-    Sizes(hidden=1056, inner=4104, width=6144, prefix=2100),
+    Sizes(hidden=1992, inner=3016, vocabulary=9000, width=2048, window=700, prompt=2100),
+    Sizes(hidden=1056, inner=4104, width=6144, prompt=2100),
     Sizes(hidden=1032, inner=1032, width=6144, window=700),
 )
 """With products that are split and whole, turned heads with norms and without, and of both attention's splits."""
@@ -121,159 +107,131 @@ class Kind(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The kind in words, with the switches that others than the way have set."""
-        others = (f", {v}={os.environ[v]}" for v in cuda.SWITCHES if v in os.environ and v not in cuda.WAYS[self.way])
-        return f"{str(self.dtype).removeprefix('torch.')}, heads of {self.head_dim}, {self.way}" + "".join(others)
+        """The kind in words."""
+        return f"{str(self.dtype).removeprefix('torch.')}, heads of {self.head_dim}, {self.way}"
 
 
 def random_model(sizes: Sizes, dtype: torch.dtype, head_dim: int, device: torch.device) -> Any:
-    """A model, four query heads to one of keys; no random numbers are taken from anybody."""
+    """A model of two layers, four query heads to one of keys; no random numbers are taken from anybody."""
     heads = sizes.width // head_dim
-    common: dict[str, Any] = {
-        "vocab_size": sizes.vocabulary,
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.inner,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": max(1, heads // 4),
-        "head_dim": head_dim,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 8192,
-    }
-    windowed = {"sliding_window": sizes.window, "use_sliding_window": True, "max_window_layers": sizes.layers - 1}
+    config = AutoConfig.for_model(
+        "qwen3" if sizes.window else "llama",
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        head_dim=head_dim,
+        tie_word_embeddings=False,
+        max_position_embeddings=8192,
+        attention_bias=sizes.window > 0,
+        use_sliding_window=sizes.window > 0,
+        sliding_window=sizes.window or None,
+        max_window_layers=1,
+    )
     with torch.device("meta"):
-        model: Any = (
-            Qwen3ForCausalLM(Qwen3Config(**common, **windowed, attention_bias=True))
-            if sizes.window
-            else LlamaForCausalLM(LlamaConfig(**common))
-        ).eval()
+        model = AutoModelForCausalLM.from_config(config).eval()
     model = model.to(dtype=dtype).to_empty(device=device).requires_grad_(False)
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
         mean = float(parameter.dim() == 1 and not name.endswith("bias"))
         parameter.normal_(mean, 0.1 if parameter.dim() == 1 else parameter.shape[1] ** -0.5, generator=generator)
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     return model
 
 
-def row_inputs(
-    rows: int, prefix: int, device: torch.device | str = "cpu", batch: int = 1, branch: int = BRANCH
-) -> tuple[Tensor, ...]:
-    """A tree of ``rows`` nodes, each with up to ``branch`` children; arguments of :meth:`RowModel.rows`.
+def row_inputs(rows: int, prefix: int, device: torch.device | str, batch: int = 1) -> tuple[Tensor, ...]:
+    """A tree of ``rows`` nodes behind ``prefix`` tokens; arguments of :meth:`RowModel.rows`.
 
-    Of a batch every sequence has other tokens.
+    Of a batch every sequence has other tokens, behind three positions less than the one before.
     """
-    device = torch.device(device)
-    mask, depths = tree_of([-1, *((row - 1) // branch for row in range(1, rows))], batch, device)
-    kv_len = torch.full((batch,), prefix, dtype=torch.int32, device=device)
-    slots = torch.arange(rows, device=device)
-    tokens = (slots + torch.arange(batch, device=device)[:, None]) % 7
-    return tokens, kv_len, slots, mask, depths, depths
+    parents = [-1, *((row - 1) // BRANCH for row in range(1, rows))]
+    sequences = torch.arange(batch, dtype=torch.int32, device=device)
+    tokens = (torch.arange(rows, device=device) + sequences[:, None]) % 7
+    return proof.rows_of_tree(parents, tokens, prefix - 3 * sequences)
 
 
-class Subject:
-    """The subject of a proof: the rows of a model of random weights by one operator, beside its modules."""
+def behind(model: Any, passage: Passage, make: type[RowModel] = FusedRows, only: int | None = 0) -> RowModel:
+    """A way to forward rows behind one prompt of a passage without its padding; ``only=None``: behind all of them."""
+    ids, pads = proof.text(model, passage)[:, : passage.prompt], passage.pads
+    if only is not None:
+        ids, pads = ids[only : only + 1, pads[only] :], (0,)
+    rows = make(model, passage.prompt + MOST_ROWS, proof.kv_start(model, pads), "auto")
+    rows.prefill(ids, proof.padding(ids, pads), None)
+    return rows
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.device: torch.device = model.device
 
-    @cached_property
-    def exact(self) -> Any:
-        return copy.deepcopy(self.model).float()
+# What is looked for. Of a model and a passage, and of the first sequence alone where nothing else is said.
 
-    @torch.no_grad()
-    def behind(self, case: Case, way: str = "operator", model: Any = None, backend: str = "reference") -> RowModel:
-        """A way to forward rows, behind the tokens of a case.
 
-        ``backend``: of the modules' attention: the reference, so that the proof needs none of our other kernels.
-        """
-        model, device = model or self.model, self.device
-        start = torch.tensor(case.pads, dtype=torch.int32, device=device)
-        backend = "auto" if way == "operator" else backend
-        rows = WAYS[way](model, case.prefix + MOST_ROWS, start, backend)
-        at = torch.arange(case.prefix, device=device)
-        # What is written is the same behind any padding.
-        ids = torch.stack([(at - pad).clamp(min=0) * (3 + 2 * text) for text, pad in enumerate(case.pads, case.text)])
-        padded = (at >= start[:, None]).long() if any(case.pads) else None
-        rows.prefill(ids % model.config.vocab_size, padded, None)
-        return rows
+def errors(model: Any, passage: Passage) -> dict[str, float]:
+    """Errors of operator and modules against float32: a row's, relative to the spread of its logits."""
+    exact = proof.own_logits(Facts.of(copy.deepcopy(model).float()), passage=passage).double()
+    found = proof.forward_of(FusedRows, "auto", passage), lambda of: proof.own_logits(of, passage=passage)
+    return {way: proof.worst(exact, of(Facts.of(model)).double()) for way, of in zip(WAYS, found, strict=True)}
 
-    def inputs(self, case: Case, count: int) -> tuple[Tensor, ...]:
-        """Rows of a tree; of the last sequence of a batch behind three positions less."""
-        tokens, kv_len, *others = row_inputs(count, case.prefix, self.device, len(case.pads))
-        kv_len[1:] -= 3
-        return (tokens, kv_len, *others)
 
-    @torch.no_grad()
-    def errors(self, case: Case) -> dict[str, float]:
-        """Errors of operator and modules against float32: a row's, relative to the spread of its logits."""
-        inputs = self.inputs(case, ROWS)
+def parts_apart(model: Any, passage: Passage) -> Iterator[tuple[str, list[int]]]:
+    """Of rows by themselves, in blocks of every size, and of a path, those with other bits than among all."""
+    rows = behind(model, passage)
+    tokens, kv_len, slots, mask, depths, nodes = inputs = row_inputs(MOST_ROWS, passage.prompt, model.device)
+    whole = rows.rows(*inputs, keep=MOST_ROWS)
+    for first, last in PARTS:
+        some = slice(first, last)
+        part = (tokens[:, some], kv_len, slots[some], mask[:, some], depths[:, some], nodes)
+        yield f"rows {first} … {last - 1} by themselves", apart(rows.rows(*part, keep=last - first), whole[:, some])
+    path = proof.logits_of_tree(rows, range(-1, len(PATH) - 1), tokens[:, PATH], kv_len)
+    yield "a path without the rest of its tree", apart(path, whole[:, PATH])
 
-        def logits(*way: Any) -> Tensor:
-            return self.behind(case, *way).rows(*inputs, keep=ROWS).double()
 
-        exact = logits("modules", self.exact)
-        return {way: worst(exact, logits(way)) for way in WAYS}
+def sequences_apart(model: Any, passage: Passage) -> Iterator[tuple[str, list[int]]]:
+    """Of sequences behind padding beside others, the rows with other bits than alone: a sequence at a time."""
+    tokens, kv_len, *_ = inputs = row_inputs(ROWS, passage.prompt, model.device, len(passage.pads))
+    whole, again = (behind(model, passage, only=None).rows(*inputs, keep=ROWS) for _ in range(2))
+    yield "the same call again", apart(again, whole)
+    _, _, *tree = row_inputs(ROWS, passage.prompt, model.device)
+    for number, pad in enumerate(passage.pads):
+        this = slice(number, number + 1)
+        alone = behind(model, passage, only=number).rows(tokens[this], kv_len[this] - pad, *tree, keep=ROWS)
+        yield f"sequence {number} alone", apart(alone, whole[this])
 
-    @torch.no_grad()
-    def parts_apart(self, case: Case) -> Iterator[tuple[str, list[int]]]:
-        """Of rows by themselves, in blocks of every size, those with other bits than among all: a part at a time."""
-        rows = self.behind(case)
-        tokens, kv_len, slots, mask, depths, nodes = self.inputs(case, MOST_ROWS)
-        whole = rows.rows(tokens, kv_len, slots, mask, depths, nodes, keep=MOST_ROWS)
-        for first, last in PARTS:
-            some = slice(first, last)
-            part = (tokens[:, some], kv_len, slots[some], mask[:, some], depths[:, some], nodes)
-            yield f"rows {first} … {last - 1} by themselves", apart(rows.rows(*part, keep=last - first), whole[:, some])
 
-    @torch.no_grad()
-    def sequences_apart(self, case: Case) -> Iterator[tuple[str, list[int]]]:
-        """Of sequences behind padding beside others, the rows with other bits than alone: a sequence at a time."""
-        tokens, kv_len, slots, mask, depths, nodes = inputs = self.inputs(case, ROWS)
-        whole, again = (self.behind(case).rows(*inputs, keep=ROWS) for _ in range(2))
-        yield "the same call again", apart(again, whole)
-        for number, pad in enumerate(case.pads):
-            rows, this = self.behind(Case(case.prefix - pad, text=number)), slice(number, number + 1)
-            one = tokens[this], kv_len[this] - pad, slots, mask[this], depths[this], nodes[this]
-            yield f"sequence {number} alone", apart(rows.rows(*one, keep=ROWS), whole[this])
+def replays_apart(model: Any, passage: Passage, count: int = 0) -> Iterator[tuple[str, list[int]]]:
+    """Of ``count`` or :data:`REPLAYS` replays of a captured forward those with other bits than of a call, by its rows.
 
-    @torch.no_grad()
-    def replays_apart(self, case: Case, count: int, rows: tuple[int, ...] = REPLAYED_ROWS) -> Iterator[tuple[str, int]]:
-        """How many of ``count`` replays of a captured forward have other bits than when it is called, by its rows.
+    Of two texts in turns, because what a launch reads too early is what the forward before left, which must not be the
+    right thing. The host waits once.
 
-        Of two texts in turns, because what a launch reads too early is what the forward before left, which must not be
-        the right thing. The host waits once.
+    Raises:
+        RuntimeError: two texts have the same logits, or a forward cannot be captured.
+    """
+    operator = behind(model, passage)
+    for number in REPLAYED_ROWS:
+        tokens, *inputs = row_inputs(number, passage.prompt, model.device)
+        texts = [tokens.clone(), (tokens + 11) % model.config.vocab_size]
+        with forcing({cuda.OVERLAP: "0"}):
+            expected = [operator.rows(text, *inputs, keep=number) for text in texts]
+        if torch.equal(*expected):
+            raise RuntimeError("two texts have the same logits")
+        call = replay.captured(lambda: operator.rows(tokens, *inputs, keep=number), model.device)  # noqa: B023
+        wrong = []
+        for turn in range(count or REPLAYS):
+            tokens.copy_(texts[turn % 2])
+            wrong.append((call() != expected[turn % 2]).any())
+        yield f"{number} rows replayed", torch.stack(wrong).nonzero().flatten().tolist()
 
-        Raises:
-            RuntimeError: two texts have the same logits, or a forward cannot be captured.
-        """
-        operator = self.behind(case)
-        for number in rows:
-            tokens, *inputs = self.inputs(case, number)
-            texts = [tokens.clone(), (tokens + 11) % self.model.config.vocab_size]
-            with forcing({cuda.OVERLAP: "0"}):
-                expected = [operator.rows(text, *inputs, keep=number) for text in texts]
-            if torch.equal(*expected):
-                raise RuntimeError("two texts have the same logits")
-            call = replay.captured(lambda: operator.rows(tokens, *inputs, keep=number), self.device)  # noqa: B023
-            wrong = torch.zeros((), dtype=torch.int32, device=self.device)
-            for turn in range(count):
-                tokens.copy_(texts[turn % 2])
-                wrong += (call() != expected[turn % 2]).any()
-            yield f"{number} rows replayed", int(wrong)
 
-    @torch.no_grad()
-    def milliseconds(self, case: Case, counts: tuple[int, ...]) -> dict[str, dict[str, float]]:
-        """Of a forward by its rows, by the operator and by the modules, each as a step replays it."""
-        ways = {way: self.behind(case, way, backend="auto") for way in WAYS}
+def milliseconds(model: Any, passage: Passage) -> dict[str, dict[str, float]]:
+    """Of a forward by its rows, by the operator and by the modules, each as a step replays it."""
+    ways = {way: behind(model, passage, make) for way, make in WAYS.items()}
 
-        def taken(rows: RowModel, count: int) -> float:
-            inputs = self.inputs(case, count)
-            call = replay.replayable(lambda: rows.rows(*inputs, keep=count), self.device)
-            return 1e3 * seconds_of(call, self.device)
+    def taken(rows: RowModel, count: int) -> float:
+        inputs = row_inputs(count, passage.prompt, model.device)
+        call = replay.replayable(lambda: rows.rows(*inputs, keep=count), model.device)
+        return 1e3 * seconds_of(call, model.device)
 
-        return {str(count): {way: taken(rows, count) for way, rows in ways.items()} for count in counts}
+    return {str(count): {way: taken(rows, count) for way, rows in ways.items()} for count in TIMED_ROWS}
 
 
 def apart(logits: Tensor, expected: Tensor) -> list[int]:
@@ -304,11 +262,9 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-def no_figures(why: str, *, passing: bool = False) -> Proof:
-    """A proof that something ended before it had figures."""
-    line = "".join(c if c.isprintable() else "?" for c in " ".join(why.split()))
-    ended = {"why": line[:MOST_TEXT], "passing": passing, "seconds": 0.0}
-    return {**ended, "errors": {}, "apart": {}, "milliseconds": {}}
+def verdict(why: str | None = None, **figures: Any) -> Proof:
+    """A proof; of one that something ended before it had figures there are none."""
+    return {"why": why, "passing": False, "seconds": 0.0, "errors": {}, "apart": {}, "milliseconds": {}, **figures}
 
 
 def prove(kind: Kind, device: torch.device) -> Proof:
@@ -328,42 +284,34 @@ def prove(kind: Kind, device: torch.device) -> Proof:
             raise replay.DeviceLostError(f"the GPU failed while rows as one operator were proved: {error}") from error
         passing = isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError)
         what = "one operator could not be proved on this GPU: " if passing else ""
-        found = no_figures(f"{what}{type(error).__name__}: {error}", passing=passing)
+        found = verdict(what + proof.in_words(error), passing=passing)
     return {**found, "seconds": round(time.perf_counter() - begin, 3)}
 
 
 def figures(kind: Kind, device: torch.device) -> Proof:
     """The worst figures of all models; the first one is timed."""
-    errors, apart, times = dict.fromkeys(WAYS, 0.0), {"alone": 0, "beside another": 0, "replayed": 0}, {}
+    worst, wrong, times = dict.fromkeys(WAYS, 0.0), {"alone": 0, "beside another": 0, "replayed": 0}, {}
     why: str | None = None
     for sizes in MODELS:
-        of = Subject(random_model(sizes, kind.dtype, kind.head_dim, device))
-        one, batch = Case(sizes.prefix), Case(sizes.prefix, sizes.pads)
-        for case in (one, batch):
-            found = of.errors(case)
-            why = why or too_large(found)
-            errors = {way: max(errors[way], found[way]) for way in errors}
-        del of.exact  # the largest part of the memory
-        apart["alone"] += sum(len(rows) for _, rows in of.parts_apart(one))
-        apart["beside another"] += sum(len(rows) for _, rows in of.sequences_apart(batch))
-        apart["replayed"] += sum(count for _, count in of.replays_apart(one, REPLAYS))
-        times = times or of.milliseconds(one, TIMED_ROWS)
-    for what, count in apart.items():
-        why = why or (f"{count} rows have other bits ({what})" if count else None)
-    return {"why": why, "passing": False, "errors": errors, "apart": apart, "milliseconds": times}
+        model, passage = random_model(sizes, kind.dtype, kind.head_dim, device), Passage(sizes.prompt, pads=PADS)
+        error = errors(model, passage)
+        why, worst = why or too_large(error), {way: max(worst[way], error[way]) for way in WAYS}
+        for what, found in zip(wrong, (parts_apart, sequences_apart, replays_apart), strict=True):
+            wrong[what] += sum(len(rows) for _, rows in found(model, passage))
+        times = times or milliseconds(model, passage)
+    others = (f"{count} rows have other bits ({what})" for what, count in wrong.items() if count)
+    return verdict(why or next(others, None), errors=worst, apart=wrong, milliseconds=times)
 
 
 def document_of(device: torch.device) -> Document:
     """Where proofs of a GPU are kept: by everything that they depend on."""
-    properties = torch.cuda.get_device_properties(device)
     about = {
-        "gpu": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
+        "gpu": torch.cuda.get_device_name(device),
+        "capability": torch.cuda.get_device_capability(device),
         "driver": driver(),
-        "package": gsd_kernels.__version__,
         "build": build(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
+        "switches": {name: os.environ[name] for name in cuda.SWITCHES if name in os.environ},
     }
     return Document("gpu-proof", about)
 
@@ -371,52 +319,50 @@ def document_of(device: torch.device) -> Document:
 def driver() -> str:
     """The driver's version; where the system does not tell, that of the CUDA which it has."""
     try:
-        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
-    except (OSError, ValueError, IndexError):
+        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
         return f"CUDA {torch._C._cuda_getDriverVersion()}"
 
 
 @cache
 def build() -> str:
     """Digest of the compiled kernels."""
-    library = Path(gsd_kernels.__file__).with_name(LIBRARIES["cuda"])
-    return hashlib.sha256(library.read_bytes()).hexdigest()[:20] if library.exists() else "none"
+    return hashlib.sha256(Path(gsd_kernels.__file__).with_name(LIBRARIES["cuda"]).read_bytes()).hexdigest()
 
 
-BEGUN = no_figures("a proof was begun and did not end, as where a GPU fails or hangs")
+BEGUN = verdict("a proof was begun and did not end, as where a GPU fails or hangs")
 _known: dict[tuple[Path, str], Proof] = {}
 """Proofs of this process."""
-_lock = threading.Lock()
 
 
 def proof_of(kind: Kind, device: torch.device, *, again: bool = False) -> Proof:
     """The proof of a kind on a GPU: known, kept, or made now, ``again``: in any case.
 
-    Processes that ask at once wait for one. What is passing is not kept, but known: else every text would wait for
-    another try. A process that dies of a proof, or whose GPU does, leaves word of that.
+    Threads and processes that ask at once wait for one. What is passing is not kept, but known: else every text would
+    wait for another try. A process that dies of a proof, or whose GPU does, leaves word of that.
 
     Raises:
         DeviceLostError: see :func:`prove`.
     """
     document = document_of(device)
-    known = document.path, kind.name
-    with _lock:
-        if not again and known in _known:
-            return _known[known]
-        with locked(document.path.with_suffix(".lock"), WAIT_SECONDS):
-            found = None if again else document.read().get(kind.name)
-            if not (isinstance(found, dict) and found.keys() == BEGUN.keys()):
-                logger.info("rows as one operator (%s) are proved on this GPU, some seconds, once", kind.name)
-                document.write({kind.name: BEGUN})
-                try:
-                    found = prove(kind, device)
-                except replay.DeviceLostError:
-                    raise
-                except BaseException:  # an interrupt says nothing about the GPU
-                    document.write({kind.name: {}})
-                    raise
-                document.write({kind.name: {} if found["passing"] else found})
-        _known[known] = found
+    place = document.path, kind.name
+    if place in _known and not again:
+        return _known[place]
+    with locked(document.path.with_suffix(".lock"), WAIT_SECONDS):
+        found: Proof = {} if again else _known.get(place) or document.read().get(kind.name) or {}
+        if not found:
+            logger.info("rows as one operator (%s) are proved on this GPU, some seconds, once", kind.name)
+            document.write({kind.name: BEGUN})
+            kept: Proof = {}  # an interrupt says nothing about the GPU
+            try:
+                found = prove(kind, device)
+                kept = {} if found["passing"] else found
+            except replay.DeviceLostError:
+                kept = BEGUN
+                raise
+            finally:
+                document.write({kind.name: kept})
+        _known[place] = found
     return found
 
 
@@ -426,7 +372,7 @@ def report(device: torch.device, *, again: bool) -> dict[str, Proof]:
     Raises:
         DeviceLostError: the GPU failed for good.
     """
-    kinds = [Kind(*of) for of in itertools.product(DTYPES, HEAD_DIMS, cuda.ways(device))]
+    kinds = list(itertools.starmap(Kind, itertools.product(DTYPES, HEAD_DIMS, cuda.ways(device))))
     if again:
         return {kind.name: proof_of(kind, device, again=True) for kind in kinds}
     kept = document_of(device).read()
@@ -457,18 +403,20 @@ def choice(device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:
     Raises:
         DeviceLostError: the GPU failed for good.
     """
-    proofs: dict[str, Proof] = {}
+    why: dict[str, str] = {}
     right: dict[str, Any] = {}
     for way in cuda.ways(device):
         if way == cuda.IN_TURN and right:
             break
-        proofs[way] = proof = proof_of(Kind(dtype, head_dim, way), device)
-        if proof["passing"]:
-            return Choice(None if cuda.is_measured(device) else proof["why"])
-        if proof["why"] is None:
-            right[way] = proof["milliseconds"]
+        found = proof_of(Kind(dtype, head_dim, way), device)
+        if found["passing"]:
+            return Choice(None if cuda.is_measured(device) else found["why"])
+        if found["why"] is None:
+            right[way] = found["milliseconds"]
+        else:
+            why[way] = found["why"]
     if not right:
-        return Choice(f"one operator did not prove itself on this GPU: {proofs['mma']['why']}; {AGAIN}")
+        return Choice(f"one operator did not prove itself on this GPU: {why['mma']}; {AGAIN}")
 
     def mean(way: str, rows: tuple[int, ...], of: str = "operator") -> float:
         return statistics.geometric_mean(right[way][str(count)][of] for count in rows)

@@ -24,7 +24,7 @@ from .probe import random_numbers_kept
 from .properties import storing
 from .recurrent.mixers import KINDS, mixers_of, states_of
 
-PAD_TOKENS, PIECE_TOKENS = 3, 4  # of the second sequence; of a piece of the prompt, at least
+PIECE_TOKENS = 4  # of a piece of the prompt, at least
 PARENTS = (-1, 0, 0, 1, 3, 4)  # of the rows
 TEXT = (0, 1, 3, 4, 5)  # rows that are a path; the other one is beside it
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -37,14 +37,15 @@ NOISE_FACTOR_ALWAYS = 3.0  # × that change, where a model multiplies roundings 
 
 
 class Passage(NamedTuple):
-    """How much text a proof forwards: tokens of a prompt, and how often rows follow it."""
+    """How much text a proof forwards: tokens of a prompt, how often rows follow it, left padding of each sequence."""
 
     prompt: int = 7
     steps: int = 1
+    pads: tuple[int, ...] = (0, 3)
 
     @property
     def length(self) -> int:
-        """Tokens of each of its two sequences."""
+        """Tokens of each of its sequences."""
         return self.prompt + self.steps * len(TEXT)
 
     @property
@@ -57,7 +58,7 @@ SHORT, LONG = Passage(), Passage(160)
 """What shows another formula, and what shows the window that a function of attention may have of its own."""
 
 Forward = Callable[[Facts], Tensor]
-"""Logits of :data:`TEXT`, [2, len(TEXT), V], the way that is to be proved."""
+"""Logits of :data:`TEXT`, [B, len(TEXT), V], the way that is to be proved."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +77,17 @@ class Difference:
 
 
 def text(model: PreTrainedModel | Facts, passage: Passage = SHORT) -> Tensor:
-    """Tokens [2, length of the passage], spread over the vocabulary."""
-    facts, length = Facts.of(model), passage.length
-    ids = 11 + 7919 * torch.arange(2 * length, device=facts.device).view(2, length)
+    """Tokens [B, length of the passage], spread over the vocabulary."""
+    facts, batch = Facts.of(model), len(passage.pads)
+    ids = 11 + 7919 * torch.arange(batch * passage.length, device=facts.device).view(batch, -1)
     return ids % min(facts.vocabulary, shape_of(facts.model.get_input_embeddings())[0])
 
 
-def padding(ids: Tensor) -> Tensor:
-    """1 for tokens, 0 for padding."""
+def padding(ids: Tensor, pads: Sequence[int]) -> Tensor:
+    """1 for tokens, 0 for the left padding of every sequence."""
     mask = torch.ones_like(ids)
-    mask[1, :PAD_TOKENS] = 0
+    for sequence, pad in zip(mask, pads, strict=True):
+        sequence[:pad] = 0
     return mask
 
 
@@ -93,7 +95,7 @@ def own_logits(facts: Facts, *, singly: bool = False, passage: Passage = SHORT) 
     """Logits as transformers' ``generate`` computes them of a prompt; ``singly``: of a prompt and tokens behind it."""
     ids, cache = text(facts, passage), DynamicCache(config=facts.model.config)
     length = ids.shape[1]
-    mask = padding(ids)
+    mask = padding(ids, passage.pads)
     ends = [*range(passage.prompt + 1, length + 1)] if singly else [length]
     logits, begin = [], 0
     for end in ends:
@@ -159,24 +161,27 @@ def tree_of(parents: Sequence[int], batch: int, device: torch.device) -> tuple[T
     return words.contiguous().to(device), depths.expand(batch, -1).contiguous().to(device)
 
 
+def rows_of_tree(parents: Sequence[int], tokens: Tensor, stored: Tensor) -> tuple[Tensor, ...]:
+    """Arguments of :meth:`~.runner.RowModel.rows`; its own as of :func:`logits_of_tree`."""
+    words, depths = tree_of(parents, len(tokens), stored.device)
+    return tokens, stored, torch.arange(tokens.shape[1], device=stored.device), words, depths, depths
+
+
 def logits_of_tree(rows: Any, parents: Sequence[int], tokens: Tensor, stored: Tensor) -> Tensor:
     """Logits [B, R, V] of rows with these parents and ``tokens`` [B, R], behind ``stored`` int32 [B] positions."""
-    batch, count = tokens.shape
-    words, depths = tree_of(parents, batch, stored.device)
-    slots = torch.arange(count, device=stored.device)
-    logits: Tensor = rows.rows(tokens, stored, slots, words, depths, depths, keep=count)
+    logits: Tensor = rows.rows(*rows_of_tree(parents, tokens, stored), keep=tokens.shape[1])
     return logits
 
 
 def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, passage: Passage = SHORT) -> Tensor:
     """The same through a row model: a prompt in pieces, then rows of a tree, and more behind its accepted path."""
-    ids, count, (prompt, steps) = text(model, passage), len(PARENTS), passage
+    ids, count, (prompt, steps, pads) = text(model, passage), len(PARENTS), passage
     device = ids.device
     sibling = next(row for row in range(count) if row not in TEXT)
     order = [*TEXT, sibling]
-    rows.prefill(ids[:, :prompt], padding(ids)[:, :prompt], max(PIECE_TOKENS, prompt // 2))
-    stored = torch.full((2,), prompt, dtype=torch.int32, device=device)  # [2]
-    path = torch.tensor([TEXT, TEXT], dtype=torch.int32, device=device)  # [2, len(TEXT)]
+    rows.prefill(ids[:, :prompt], padding(ids, pads)[:, :prompt], max(PIECE_TOKENS, prompt // 2))
+    stored = torch.full((len(pads),), prompt, dtype=torch.int32, device=device)  # [B]
+    path = torch.tensor([TEXT] * len(pads), dtype=torch.int32, device=device)  # [B, len(TEXT)]
     logits = []
     for step in range(steps):
         path_tokens = ids[:, prompt + step * len(TEXT) :][:, : len(TEXT)]
@@ -189,12 +194,16 @@ def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, passage: Passage =
 
 def forward_of(make: Callable[..., Any], backend: str, passage: Passage = SHORT, **options: Any) -> Forward:
     """A way to be proved: :func:`logits_of_rows` of what ``make`` makes, as :class:`~.runner.RowModel` is made."""
-    return lambda of: logits_of_rows(make(of, passage.capacity, kv_start(of), backend, **options), of, passage)
+
+    def forward(of: Facts) -> Tensor:
+        return logits_of_rows(make(of, passage.capacity, kv_start(of, passage.pads), backend, **options), of, passage)
+
+    return forward
 
 
-def kv_start(model: PreTrainedModel | Facts) -> Tensor:
-    """Padding of the two sequences, int32 [2]."""
-    return torch.tensor([0, PAD_TOKENS], dtype=torch.int32, device=Facts.of(model).device)
+def kv_start(model: PreTrainedModel | Facts, pads: Sequence[int]) -> Tensor:
+    """Padding of the sequences, int32 [B]."""
+    return torch.tensor(pads, dtype=torch.int32, device=Facts.of(model).device)
 
 
 def why_not_proved(
@@ -252,10 +261,13 @@ def _difference(facts: Facts, forward: Forward, own_steps: Forward, own_prompt: 
                 what = f"its logits of a few tokens differ from the modules' by {difference:.1g} of their spread"
                 return Difference(what)
         except Exception as error:
-            first = " ".join(str(error).split())[:200]
-            what = f"a few tokens could not be forwarded ({type(error).__name__}: {first})"
-            return Difference(what, cause=error, passing=True)
+            return Difference(f"a few tokens could not be forwarded ({in_words(error)})", cause=error, passing=True)
     return None
+
+
+def in_words(error: Exception) -> str:
+    """What an error is and how its text begins, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def precision_of(facts: Facts) -> torch.dtype:
