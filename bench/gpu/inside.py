@@ -6,6 +6,7 @@ a cache of its own, so none of it is found in a cache of the GPU.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from gsd_kernels.ops.decoder_rows.cuda import GROUP, OVERLAP
-from gsd_kernels_hf.model.fused import FusedRows
+from gsd_kernels_hf.model.fused_rows import FusedRows, storage_of
 from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
 
 from ..kernels.rows import random_model
@@ -51,7 +52,7 @@ def table(work: Work, model: Any, shape: str, prefix: int, count: int, group: st
     """One forward of a few layers by kernel; ``group``: by groups of warps or not."""
     start = torch.zeros(1, dtype=torch.int32, device=work.device)
     rows = FusedRows(model, prefix + MOST_ROWS, start, "auto")
-    for cache in rows.caches(1)[0] + rows.caches(1)[1]:
+    for cache in itertools.chain(*storage_of(rows.cache, rows.weights, 1)):
         cache.normal_()  # what was read before costs the same, and takes no time here
     inputs = row_inputs(count, prefix, work.device)
     with switched({OVERLAP: "0", GROUP: group}):

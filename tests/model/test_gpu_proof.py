@@ -48,8 +48,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_proof, "_known", {})
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for name in ("build", "driver"):
-        monkeypatch.setattr(gpu_proof, name, lambda: "none")
+    monkeypatch.setattr(gpu_proof, "installed", dict)
 
 
 def chosen() -> gpu_proof.Choice:
@@ -107,7 +106,7 @@ WRONG: dict[str, tuple[Rows, str]] = {
             another_bit(lambda inputs, keep, count=count: keep == count and len(inputs[0]) == 1),
             "(alone)",
         )
-        for count in (33, 129)
+        for count in (len(gpu_proof.PATH), 33, 129)
     },
     "a batch": (another_bit(lambda inputs, keep: len(inputs[0]) == 2), "2 rows have other bits (beside another)"),
     **{f"{n} rows, stale": (Stale(n), "6 rows have other bits (replayed)") for n in (16, 128)},
@@ -169,7 +168,7 @@ def test_a_model_goes_the_way_of_its_kind(monkeypatch):
         monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", setting)
         planted = {"why": wrong, "rows_256": 2.0}
         gpu_proof._known.clear()
-        monkeypatch.setattr(gpu_proof, "build", lambda of=wrong: of)
+        monkeypatch.setattr(gpu_proof, "installed", lambda of=wrong: {"of": of})
         rows = fused.rows_of(model, 8, torch.zeros(1, dtype=torch.int32), "auto")
         if settings is None:
             assert type(rows) is RowModel and wrong in rows.why_modules

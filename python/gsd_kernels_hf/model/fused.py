@@ -39,11 +39,9 @@ logger = logging.getLogger("gsd_kernels")
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 SWITCH = "GSD_KERNELS_FUSED_ROWS"
 """Environment variable, see :data:`SETTINGS`."""
-SETTINGS = {
-    "0": "rows and prompts go through the model's modules",
-    "1": "the default: as one operator on a CPU, and on GPUs that prove it right and no slower",
-    "cuda": "on every GPU that can run it, unproved",
-}
+SETTINGS = ("0", "1", "cuda")
+"""Rows and prompts go through the modules; as one operator on a CPU and on GPUs that prove it right and no slower (the
+default); on every GPU that can run it, unproved."""
 STATES, PROVED_BLOCK = proof.Passage(steps=2), 4
 """Text of a proof of recurrent layers, and tokens between two states in it: rows read the second one."""
 

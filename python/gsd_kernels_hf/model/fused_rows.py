@@ -25,6 +25,7 @@ from ..packed.modules import matrix_of, shape_of
 from . import replay
 from .asking import ask
 from .attention import AttentionKind
+from .cache import GraphCache
 from .foreign import layers_of
 from .hidden import LAST
 from .recurrent.tree import RowTree
@@ -91,13 +92,13 @@ def decoder_weights(
     )
 
 
-def storage_of(
-    layers: Sequence[Any], batch: int, kv_heads: int, head_dim: int, like: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys and values of layers of a cache, allocated in the dtype of ``like`` if nothing was read."""
+def storage_of(cache: GraphCache, weights: DecoderWeights, batch: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values of every layer that the weights are of, allocated in their dtype if nothing was read."""
+    layers, head_dim = cache.layers[: len(weights.layers)], 2 * weights.inv_freq.numel()
+    shape = (batch, weights.layers[0].k.shape[0] // head_dim, 0, head_dim)
     for layer in layers:
         if not layer.is_initialized:
-            layer.lazy_initialization(like.new_empty(batch, kv_heads, 0, head_dim))
+            layer.lazy_initialization(weights.final_norm.new_empty(shape, dtype=weights.dtype))
     return [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
@@ -116,8 +117,6 @@ class FusedRows(RowModel):
         self.states = [layer for layer in self.hidden_layers if layer != LAST]
         # On a GPU "auto" never takes it; that rows come here is what the switch says.
         self.operator = "cuda" if replay.is_gpu(self.device) else self.backend
-        self.head_dim = 2 * self.weights.inv_freq.numel()
-        self.kv_heads = self.weights.layers[0].k.shape[0] // self.head_dim
         self.settings: dict[str, str] = {}  # what the operator does otherwise than the environment says
         self.prompt_rows = PROMPT_ROWS
 
@@ -125,21 +124,9 @@ class FusedRows(RowModel):
         """See :meth:`RowModel.changed`; matrices that a library keeps in an order of its own are read anew."""
         super().changed()
         before, self.weights = self.weights, weights_of(self.model, self.kinds)
-        if before.inv_freq.shape == self.weights.inv_freq.shape:  # which may be a copy, that restart fills
-            self.weights = replace(self.weights, inv_freq=before.inv_freq)
+        if before.inv_freq.shape == self.weights.inv_freq.shape:  # which may be a copy, that captured steps read
+            self.weights = replace(self.weights, inv_freq=before.inv_freq.copy_(self.weights.inv_freq))
         return before.places != self.weights.places
-
-    def restart(self, input_ids: Tensor, chunk: int | None = None) -> None:
-        """Begin a text as :meth:`RowModel.restart` does. Frequencies that are a copy of the model's follow them."""
-        inv_freq = self.model.model.rotary_emb.inv_freq
-        if inv_freq.data_ptr() != self.weights.inv_freq.data_ptr():
-            self.weights.inv_freq.copy_(inv_freq)
-        super().restart(input_ids, chunk)
-
-    def caches(self, batch: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of every layer that the model has, allocated if nothing was read."""
-        layers, like = self.cache.layers[: len(self.weights.layers)], self.weights.final_norm.to(self.weights.dtype)
-        return storage_of(layers, batch, self.kv_heads, self.head_dim, like)
 
     def read(
         self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None
@@ -203,7 +190,7 @@ class FusedRows(RowModel):
             keep, spoiled: likewise.
             seen: positions of the cache that any row reads or writes, at most.
         """
-        keys, values = self.caches(rows[0].shape[0])  # [B, Hkv, capacity, D] a layer
+        keys, values = storage_of(self.cache, self.weights, len(rows[0]))  # [B, Hkv, capacity, D] a layer
         if seen is not None:
             keys, values = ([cache[:, :, :seen] for cache in caches] for caches in (keys, values))
         with forcing(self.settings):

@@ -152,7 +152,7 @@ def row_inputs(rows: int, prefix: int, device: torch.device | str, batch: int = 
     return proof.rows_of_tree(parents, tokens, prefix - 3 * sequences)
 
 
-def behind(model: Any, passage: Passage, make: type[RowModel] = FusedRows, only: int | None = 0) -> RowModel:
+def behind(model: Any, passage: Passage, make: type[RowModel] = FusedRows, only: int | None = 0) -> Any:
     """A way to forward rows behind one prompt of a passage without its padding; ``only=None``: behind all of them."""
     ids, pads = proof.text(model, passage)[:, : passage.prompt], passage.pads
     if only is not None:
@@ -226,7 +226,7 @@ def milliseconds(model: Any, passage: Passage) -> dict[str, dict[str, float]]:
     """Of a forward by its rows, by the operator and by the modules, each as a step replays it."""
     ways = {way: behind(model, passage, make) for way, make in WAYS.items()}
 
-    def taken(rows: RowModel, count: int) -> float:
+    def taken(rows: Any, count: int) -> float:
         inputs = row_inputs(count, passage.prompt, model.device)
         call = replay.replayable(lambda: rows.rows(*inputs, keep=count), model.device)
         return 1e3 * seconds_of(call, model.device)
@@ -290,8 +290,9 @@ def prove(kind: Kind, device: torch.device) -> Proof:
 
 def figures(kind: Kind, device: torch.device) -> Proof:
     """The worst figures of all models; the first one is timed."""
-    worst, wrong, times = dict.fromkeys(WAYS, 0.0), {"alone": 0, "beside another": 0, "replayed": 0}, {}
+    worst, wrong = dict.fromkeys(WAYS, 0.0), {"alone": 0, "beside another": 0, "replayed": 0}
     why: str | None = None
+    times: dict[str, Any] = {}
     for sizes in MODELS:
         model, passage = random_model(sizes, kind.dtype, kind.head_dim, device), Passage(sizes.prompt, pads=PADS)
         error = errors(model, passage)
@@ -308,26 +309,22 @@ def document_of(device: torch.device) -> Document:
     about = {
         "gpu": torch.cuda.get_device_name(device),
         "capability": torch.cuda.get_device_capability(device),
-        "driver": driver(),
-        "build": build(),
-        "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
         "switches": {name: os.environ[name] for name in cuda.SWITCHES if name in os.environ},
+        **installed(),
     }
     return Document("gpu-proof", about)
 
 
-def driver() -> str:
-    """The driver's version; where the system does not tell, that of the CUDA which it has."""
-    try:
-        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        return f"CUDA {torch._C._cuda_getDriverVersion()}"
-
-
 @cache
-def build() -> str:
-    """Digest of the compiled kernels."""
-    return hashlib.sha256(Path(gsd_kernels.__file__).with_name(LIBRARIES["cuda"]).read_bytes()).hexdigest()
+def installed() -> dict[str, str]:
+    """The driver, a digest of the compiled kernels, and versions."""
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:  # the system does not tell: the CUDA that it has
+        driver = f"CUDA {torch._C._cuda_getDriverVersion()}"
+    library = Path(gsd_kernels.__file__).with_name(LIBRARIES["cuda"])
+    versions = f"{gsd_kernels.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    return {"driver": driver, "build": hashlib.sha256(library.read_bytes()).hexdigest(), "versions": versions}
 
 
 BEGUN = verdict("a proof was begun and did not end, as where a GPU fails or hangs")

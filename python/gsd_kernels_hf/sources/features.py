@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig
-from gsd_kernels.ops.decoder_rows import DecoderWeights
 from gsd_kernels.ops.feature_rows import FeatureWeights, cuda, feature_rows
 from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.step import FedRows
@@ -117,11 +116,6 @@ class FeatureCache(CachedText):
     def nbytes(self) -> int:
         """Bytes allocated so far."""
         return super().nbytes + self.features.nbytes
-
-    def storage(self, weights: DecoderWeights) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of every layer, as an operator takes them."""
-        layers, size = self.cache.layers[: len(weights.layers)], 2 * len(weights.inv_freq)
-        return storage_of(layers, len(self.features), weights.layers[0].k.shape[0] // size, size, self.features)
 
     def at(self, place: Tensor) -> Tensor:
         """Features at positions int64 [B, n]: [B, n, D]."""
@@ -323,7 +317,7 @@ class FeatureSource(OwnSource):
     def operated(self, run: Any, weights: Any, *rows: Tensor, keep: int) -> Any:
         """Run an operator for rows over the layers' keys and values; ``rows`` up to ``kv_len``."""
         assert self.operator is not None
-        storage = self.rows.storage(self.operator.decoder)
+        storage = storage_of(self.rows.cache, self.operator.decoder, len(self.rows.features))
         return run(weights, *rows, self.rows.text_kv_start, *storage, keep=keep, backend=self.rows.operator)
 
 
