@@ -37,7 +37,7 @@ BUDGET = {
     "python/gsd_kernels_hf/costs": 12,
     "python/gsd_kernels_hf/engine": 72,
     "python/gsd_kernels_hf/exported": 7,
-    "python/gsd_kernels_hf/model": 149,
+    "python/gsd_kernels_hf/model": 148,
     "python/gsd_kernels_hf/packed": 55,
     "python/gsd_kernels_hf/policy": 20,
     "python/gsd_kernels_hf/sources": 165,
