@@ -266,7 +266,7 @@ def _difference(facts: Facts, forward: Forward, own_steps: Forward, own_prompt: 
 
 
 def in_words(error: Exception) -> str:
-    """What an error is and how its text begins, in one line."""
+    """An error's type and the beginning of its text, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
