@@ -94,7 +94,7 @@ MUTANTS = [Mutant(*row) for row in (
     (FEATURES, "self.state.tokens.gather(1, place + self.ahead)", "self.state.tokens.gather(1, place)", "EAGLE, MTP: an entry reads the token at its position, not the one after", T_ACCEPTED),
     (FEATURES, "keep=config.width, shift=1)", "keep=config.width)", "EAGLE, MTP: drafted rows stand one position too late", T_ACCEPTED),
     (FEATURES, "at = (self.state.out_len - count - 1)[:, None]", "at = (self.state.out_len - count)[:, None]", "features of accepted rows are one position late", T_ACCEPTED + " tests/sources/test_every_source.py"),
-    (FEATURES, "self.kv_start = self.text_kv_start", "self.kv_start = torch.zeros_like(self.text_kv_start)", "DFlash: positions count left padding", T_PADDING),
+    (FEATURES, "laid_out(lacking + unknown, rows, padded)", "laid_out(lacking + unknown, rows)", "EAGLE, MTP: rows of a text see its left padding", T_PADDING),
     (LAYOUTS, 'ConfigLayout(FUSED, "eagle_config", 1)', 'ConfigLayout(FUSED, "eagle_config", 0)', "EAGLE: features of the layers before those that are named", "tests/sources/test_checkpoints.py -k SGLang"),
     (MTP, "both[::-1] if self.layout.hidden_first else both", "both", "MTP: embedding and feature change places", "tests/sources/test_forwards.py -k wired"),
     (FEATURES, "features = self.rows.at(place)", "features = self.rows.at(depths[:, :width].long())", "DFlash: features are read at the text's beginning", T_PADDING + " tests/demo/test_demo_pair.py"),
