@@ -63,7 +63,7 @@ def fingerprint(tokenizer: Any) -> str:
 
 def describe(folder: Path, about: Mapping[str, Any]) -> str:
     """The header's text, of arrays that lie in ``folder``."""
-    arrays = {name: {"bytes": file_of(folder, name).stat().st_size, "sample": _sample(folder, name)} for name in ARRAYS}
+    arrays = {name: _content(folder, name) for name in ARRAYS}
     values = {"format": FORMAT, "version": VERSION, **asdict(Header(**about, arrays=arrays))}
     return json.dumps({**values, "sha256": _digest(values)}, indent=1) + "\n"
 
@@ -87,7 +87,7 @@ def open_corpus(folder: str | os.PathLike[str], tokenizer: Any = None) -> tuple[
             f"corpus: {folder} was made with another tokenizer (fingerprint {header.tokenizer}, the target's has "
             f"{own}); index the files anew with the target's"
         )
-    arrays = {name: _mapped(folder, name, header) for name in ARRAYS}
+    arrays = {name: _mapped(folder, name, header.arrays[name]) for name in ARRAYS}
     return header, SortedCorpus(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
@@ -125,33 +125,26 @@ def file_of(folder: Path, name: str) -> Path:
     return folder / f"{name}.npy"
 
 
-def _mapped(folder: Path, name: str, header: Header) -> np.ndarray:
-    file, expected = file_of(folder, name), header.arrays[name]
+def _mapped(folder: Path, name: str, expected: Mapping[str, Any]) -> np.ndarray:
+    file = file_of(folder, name)
     if not file.is_file():
         raise ValueError(f"corpus: {file} is not there; index the files anew")
-    if (size := file.stat().st_size) != expected["bytes"]:
-        raise ValueError(f"corpus: {file} has {size} bytes instead of {expected['bytes']}; index the files anew")
-    if _sample(folder, name) != expected["sample"]:
+    if _content(folder, name) != expected:
         raise ValueError(f"corpus: {file} is damaged; index the files anew")
     # Copy-on-write, and never written: the pages are those of the file, and PyTorch wants memory that may be written.
-    array = np.load(file, mmap_mode="c", allow_pickle=False)
-    count = header.tokens + header.documents if name == "text" else header.entries
-    if array.dtype != np.int32 or array.shape != (count,):
-        raise ValueError(
-            f"corpus: {file} holds {array.dtype} {array.shape}, not int32 ({count},); index the files anew"
-        )
-    return array
+    return np.load(file, mmap_mode="c", allow_pickle=False)
 
 
-def _sample(folder: Path, name: str) -> str:
-    """A hash of evenly spaced blocks of a file, its first and last ones among them."""
+def _content(folder: Path, name: str) -> dict[str, Any]:
+    """Bytes of a file, and a hash of evenly spaced blocks of it, its first and last ones among them."""
     digest = hashlib.sha256()
     with file_of(folder, name).open("rb") as file:
-        last = max(0, os.fstat(file.fileno()).st_size - BLOCK_BYTES)
+        size = os.fstat(file.fileno()).st_size
+        last = max(0, size - BLOCK_BYTES)
         for at in sorted({last * i // (COMPARED_BLOCKS - 1) for i in range(COMPARED_BLOCKS)}):
             file.seek(at)
             digest.update(file.read(BLOCK_BYTES))
-    return digest.hexdigest()
+    return {"bytes": size, "sample": digest.hexdigest()}
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -73,7 +73,7 @@ class CostModel:
 
     Attributes:
         target, other: log(seconds / prior) beside the pace: of the target's forward by row count, of all else by name.
-        timed: number of timed steps, by name of the shape.
+        timed: number of timed steps, as ``other`` by name, int [1 + shapes].
     """
 
     def __init__(self, prior: CostPrior, shapes: Mapping[str, GraphConfig]) -> None:
@@ -85,12 +85,12 @@ class CostModel:
         self.target, self.other = Medians(len(ROW_COUNTS)), Medians(len(self.names))
         self.paces = np.zeros(0)  # log(seconds / predicted without a pace) of the latest steps
         self.pace = 0.0
-        self.timed: dict[str, int] = {}
+        self.timed = np.zeros(len(self.names), dtype=np.int64)
 
     @property
     def steps(self) -> int:
         """Number of timed steps."""
-        return sum(self.timed.copy().values())
+        return int(self.timed.sum())
 
     def target_seconds(self, rows: np.ndarray, cached: float) -> np.ndarray:
         """Seconds of target forwards, rows [S] of all sequences together; never less for more rows."""
@@ -124,7 +124,7 @@ class CostModel:
             return
         rows, target, other = np.clip(np.array(steps, dtype=float), MIN_SECONDS, MAX_SECONDS).T  # [n] each
         place = self.index[name]
-        self.timed[name] = self.timed.get(name, 0) + len(steps)
+        self.timed[place] += len(steps)
         unsure = self.target_std(rows) + self.other_std()[place]  # [n]
         paces = np.log((target + other) / (self._forwards(rows, cached) + self._besides()[place]))
         sure = (unsure < SURE_STD) | (self.paces.size == 0)
@@ -162,11 +162,10 @@ class CostModel:
 
     def as_dict(self) -> dict[str, np.ndarray]:
         """All that was learned, for the disk."""
-        timed = np.array([self.timed.get(name, 0) for name in self.names])
-        return {"target": self.target.latest.copy(), "other": self.other.latest.copy(), "timed": timed}
+        return {"target": self.target.latest.copy(), "other": self.other.latest.copy(), "timed": self.timed.copy()}
 
     def load(self, data: Mapping[str, np.ndarray]) -> None:
         """Load what :meth:`as_dict` gave, of the same shapes; the machine may have another pace today."""
         self.target.load(data["target"])
         self.other.load(data["other"])
-        self.timed = {name: int(n) for name, n in zip(self.names, data["timed"], strict=True) if n}
+        self.timed = data["timed"]

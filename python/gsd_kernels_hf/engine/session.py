@@ -171,7 +171,8 @@ class Session:
         hold(self.state.tokens)
         self.state.grow(capacity + self.key.width)
         for rows in self.row_models:
-            rows.grow(capacity)
+            if capacity > rows.cache.capacity:  # one of a text of its own may be longer
+                rows.grow(capacity)
         self.mixer.grow()
         self.recapture()
 

@@ -262,8 +262,8 @@ class LearningPolicy:
         """The choice with the most tokens a second, if that is enough more than ``home`` has."""
         gain, speculating = self.settings.min_gain, self.tokens[1:].max() > MIN_TOKENS_PER_STEP
         more = np.full_like(self.rates, gain)
-        if speculating and PLAIN not in self.experience.costs.timed:  # it is not chosen by a guess of what it takes
-            more[0] = np.inf
+        if speculating and not self.experience.costs.timed[self.of_costs[0]]:
+            more[0] = np.inf  # plain decoding is not chosen by a guess of what it takes
         more[home] = 1.0
         return int((self.rates / more).argmax())
 

@@ -15,7 +15,7 @@ from ..model.spelling import Speller
 from ..model.vocabulary import NO_TEXT, Vocabulary
 from .base import DraftSource, Level, Proposal, Text
 from .matchers import Walk, vocabulary_in, walks_of
-from .trie import Trie, proposal_of
+from .trie import Places, Trie, after_nodes, proposal_of, text_at_end
 
 CONTEXT_TOKENS = 8  # tokens before the root, which decide how what follows is cut
 CUT_BYTES = 32  # bytes before a text, behind which it is cut
@@ -76,12 +76,7 @@ class Grammar(DraftSource):
 
     def _spelled(self, tokens: Sequence[int]) -> bytes:
         """Bytes of the last tokens that are text."""
-        spelled = b""
-        for token in reversed(tokens):
-            if token not in self.vocabulary.spelled:
-                break
-            spelled = self.vocabulary.spelled[token] + spelled
-        return spelled
+        return b"".join(text_at_end(self.vocabulary, tokens))
 
     def _follow(self) -> None:
         """Let the walks follow what was emitted; one whose grammar is another than the text's ends."""
@@ -100,47 +95,33 @@ class Grammar(DraftSource):
         """Propose what may follow each frontier node by the grammar; how likely the best of it is says the index."""
         if level.number == 0:
             self._follow()
-            self.places: list[dict[int, Trie]] = [{} for _ in self.walks]
+            self.places: Places = [{} for _ in self.walks]
             self.calls = [WALK_CALLS] * len(self.walks)
         if not any(walk is not None for walk in self.walks):
             return None
-        nodes, tokens = level.frontier.node_ids.tolist(), level.frontier.token_ids.tolist()
-        parents = level.graph.parents.tolist() if level.number else None
-        texts = []
-        for b, walk in enumerate(self.walks):
-            places, after = self.places[b], []
-            for node, token in zip(nodes[b], tokens[b], strict=True):
-                if walk is not None and node >= 0:
-                    if parents is None:
-                        places[node] = self._ahead(b, walk, self.before[b])
-                    else:
-                        self._place(b, walk, level, node, token, parents[b])
-                after.append(places[node].best() if node in places else [])
-            texts.append(after)
+        self.tokens = level.graph.token_ids
+        texts = after_nodes(self.places, level, self._place)
         if not any(after for row in texts for after in row):
             return None
         return self._proposal(texts, level)
 
-    def _place(self, b: int, walk: Walk, level: Level, node: int, token: int, parents: Sequence[int]) -> None:
-        """Find the place of a node: behind its parent's, or by walking to it where another source's token ends so."""
-        places, parent = self.places[b], parents[node]
-        if parent in places and token in places[parent].after:
-            places[node] = places[parent].after[token]
-            return
+    def _place(self, b: int, node: int, token: int, parents: list[int]) -> Trie | None:
+        """Find what follows the root, or a node of another source whose token ends in a mark, by walking to it."""
+        walk, path = self.walks[b], [node]
         last = self.vocabulary.spelled.get(token, b"")[-1:]
-        if not last or last not in MARKS:
-            return
-        path, all_tokens = [node], level.graph.token_ids[b]
-        while parents[path[-1]] > 0:
+        if walk is None or (node and (not last or last not in MARKS)):
+            return None
+        while path[-1] > 0:
             path.append(parents[path[-1]])
-        behind = [int(all_tokens[n]) for n in reversed(path)]
+        behind = [int(self.tokens[b, n]) for n in reversed(path[:-1])]
         self.calls[b] -= len(behind)
-        if self.calls[b] <= 0:
-            return
-        steps = sum(1 for _ in takewhile(walk.token, behind))
+        if behind and self.calls[b] <= 0:
+            return None
+        steps, place = sum(1 for _ in takewhile(walk.token, behind)), None
         if steps == len(behind):
-            places[node] = self._ahead(b, walk, self.before[b] + self._spelled(behind))
+            place = self._ahead(b, walk, self.before[b] + self._spelled(behind))
         walk.back(steps)
+        return place
 
     def _ahead(self, b: int, walk: Walk, before: bytes) -> Trie:
         """The tokens of the text that must follow ``before``."""

@@ -18,23 +18,11 @@ from ..model.vocabulary import Translation
 from ..records import Candidates, DecodeState
 from .base import Text
 from .draft_model import DraftModel
+from .trie import text_at_end
 
 REOPENED_TOKENS = 4  # at the end of a text, which may merge with what follows
 CONTEXT_TOKENS = 8  # before them, which decide how they are cut
 END_ROWS = REOPENED_TOKENS + 1  # of the draft at the end of a text: after each of these tokens, and before them
-
-
-class KeptRows:
-    """The cache of a text of its own as a session keeps it: forgotten with others, and as long as its own text."""
-
-    def __init__(self, rows: RowModel) -> None:
-        self.own = rows
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(vars(self)["own"], name)
-
-    def grow(self, capacity: int) -> None:
-        """Nothing: positions are tokens of the draft."""
 
 
 class Reader(DraftModel):
@@ -56,9 +44,10 @@ class Reader(DraftModel):
 class OwnText:
     """The texts of a session in a draft's tokens, as the draft's source sees them (:class:`Text`).
 
-    Special tokens go by content and role, those that the draft lacks by what they say. What was cut of a text changes
-    at its end only, where tokens merge with what follows; the cache is read anew from there. A character that is not
-    whole yet waits; bytes that the draft has no token for are left out.
+    Every sequence begins at 0, whatever padding the target's has: lengths differ in any case. Special tokens go by
+    content and role, those that the draft lacks by what they say. What was cut of a text changes at its end only, where
+    tokens merge with what follows; the cache is read anew from there. A character that is not whole yet waits; bytes
+    that the draft has no token for are left out.
 
     Args:
         text: the session.
@@ -66,7 +55,7 @@ class OwnText:
 
     Attributes:
         state: the draft's tokens.
-        ids: the same without padding, by sequence.
+        ids: the same on the host, by sequence.
         open: bytes of every text that no token of the draft's has yet, by sequence.
         begun: bytes that this step's drafts begin with, since the target has emitted them: those, and what was taken
             back before them.
@@ -81,22 +70,19 @@ class OwnText:
         self.speller = Speller(translation.assistant_tokenizer, translation.draft, skips=True)
         self.batch, self.device = text.state.tokens.shape[0], text.state.tokens.device
         self.state = DecodeState.empty(self.batch, 1, 1, self.device)
-        self.kv_len = torch.zeros_like(self.state.out_len)
         self.branch = text.branch
-        self.target: RowModel  # the draft, whose vocabulary this text has
+        self.target: RowModel | None = None  # the draft, whose vocabulary this text has
 
     def rows_of(self, model: PreTrainedModel) -> RowModel:
         """``model`` with a cache that grows with this text."""
         self.target = rows_of(model, 1, self.state.kv_start, self.sampler.backend)
-        self.text.keep(KeptRows(self.target))  # type: ignore[arg-type]  # all that is asked of one
+        self.text.keep(self.target)
         return self.target
 
     def read_prompt(self, rows: RowModel) -> None:
         """Read a prompt like :meth:`Text.read_prompt`."""
         with self.text.reading():
-            place = torch.arange(self.longest - 1, device=self.device)
-            mask = (place >= self.state.kv_start[:, None]).long()
-            rows.prefill(self.state.tokens[:, : self.longest - 1], mask, None)
+            rows.prefill(self.state.tokens[:, : int(self.state.out_len.max()) - 1], None, None)
 
     def draws(self, level: int, logits: Tensor, positions: Tensor) -> Candidates:
         """The likeliest tokens: the noise that the target draws with is that of its own tokens."""
@@ -113,13 +99,7 @@ class OwnText:
         for sequence, tokens in enumerate(self.new_tokens()):
             self._extend(sequence, tokens)
             self._begin(self.ids[sequence])
-        self.longest = max(map(len, self.ids))
-        starts = torch.tensor([self.longest - len(ids) for ids in self.ids], dtype=torch.int32, device="cpu")
-        padded = torch.tensor(
-            [[0] * (self.longest - len(ids)) + ids for ids in self.ids], dtype=torch.int64, device="cpu"
-        )
-        self.reserve(self.longest)
-        self.state.restart(padded.to(self.device), starts.to(self.device), 0, 0)
+        self._write([0] * self.batch)
 
     def take_back(self, logits: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
         """Where drafts go on from: behind the text, or before its last tokens, where the draft has a longer one.
@@ -178,25 +158,25 @@ class OwnText:
 
     def catch_up(self, cached: Tensor) -> None:
         """Re-tokenise what is new; ``cached`` int32 [B], tokens in the draft's cache, falls back to what stays."""
-        starts, stay, ends = self.state.kv_start.tolist(), [], []
         changed = [self._extend(sequence, tokens) for sequence, tokens in enumerate(self.new_tokens())]
-        self.reserve(max(start + len(ids) for start, ids in zip(starts, self.ids, strict=True)))
-        for sequence, (start, ids, at) in enumerate(zip(starts, self.ids, changed, strict=True)):
-            ends.append(start + len(ids))
-            # Of the last tokens logits are wanted in any case.
-            stay.append(start + max(0, min(at, len(ids) - END_ROWS)))
-            tail = torch.tensor(ids[at:], device=self.device, dtype=torch.int64)
-            self.state.tokens[sequence, start + at : ends[-1]] = tail
-        out_len, least = (torch.tensor(one, dtype=torch.int32, device=self.device) for one in (ends, stay))
-        self.state.out_len.copy_(out_len)
-        cached.copy_(torch.minimum(cached, least))
+        self._write(changed)
+        # Of the last tokens logits are wanted in any case.
+        stay = torch.minimum(self.state.out_len - END_ROWS, self.state.out_len.new_tensor(changed)).clamp(min=0)
+        cached.copy_(torch.minimum(cached, stay))
         self.begun = list(self.open)
 
+    def _write(self, changed: list[int]) -> None:
+        """Let the state be the tokens, which have changed from these places on."""
+        self.reserve(max(map(len, self.ids)))
+        for row, ids, at in zip(self.state.tokens, self.ids, changed, strict=True):
+            row[at : len(ids)] = row.new_tensor(ids[at:])
+        self.state.out_len.copy_(self.state.out_len.new_tensor([len(ids) for ids in self.ids]))
+
     def reserve(self, length: int, slots: int = 0) -> None:
-        """Make room for texts of ``length`` tokens, padding included, and ``slots`` cache positions behind them."""
+        """Make room for texts of ``length`` tokens, and ``slots`` cache positions behind them."""
         if length > self.state.tokens.shape[1]:
             self.state.grow(length + length // 2)
-        rows = getattr(self, "target", None)
+        rows = self.target
         if rows is not None and length + slots > rows.cache.capacity:
             rows.grow(length + length // 2 + slots)
 
@@ -220,14 +200,13 @@ class OwnText:
 
     def _append(self, sequence: int, text: bytes) -> int:
         """Append text to the draft's tokens of a sequence; where these change from."""
-        ids, spelled = self.ids[sequence], self.translation.draft.spelled
+        ids = self.ids[sequence]
         text = self.open[sequence] + text
         if not text:
             return len(ids)
-        last = reversed(ids[-REOPENED_TOKENS - CONTEXT_TOKENS :])
-        ordinary = [spelled[token] for token in takewhile(spelled.__contains__, last)]
-        back = ordinary[:REOPENED_TOKENS][::-1]
-        before, again = b"".join(ordinary[REOPENED_TOKENS:][::-1]), b"".join(back)
+        ordinary = text_at_end(self.translation.draft, ids[-REOPENED_TOKENS - CONTEXT_TOKENS :])
+        back = ordinary[-REOPENED_TOKENS:]
+        before, again = b"".join(ordinary[:-REOPENED_TOKENS]), b"".join(back)
         (spelling,) = self.speller.spell([(before, again + text)])
         self.open[sequence] = (again + text)[spelling.covered :]
         at = len(ids) - len(back)
@@ -237,6 +216,5 @@ class OwnText:
 
     def before(self, sequence: int) -> bytes:
         """The text that the last ordinary tokens spell, at most :data:`CONTEXT_TOKENS`, and what is open behind."""
-        spelled = self.translation.draft.spelled
-        last = takewhile(spelled.__contains__, reversed(self.ids[sequence][-CONTEXT_TOKENS:]))
-        return b"".join([spelled[token] for token in last][::-1]) + self.open[sequence]
+        last = text_at_end(self.translation.draft, self.ids[sequence][-CONTEXT_TOKENS:])
+        return b"".join(last) + self.open[sequence]

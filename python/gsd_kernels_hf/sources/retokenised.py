@@ -18,7 +18,7 @@ from ..model.vocabulary import Translation
 from .base import Level, OwnSource, Proposal, Text
 from .mixer import Mixer
 from .own_text import END_ROWS, OwnText, Reader
-from .trie import Trie, proposal_of
+from .trie import Places, Trie, after_nodes, proposal_of
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,6 @@ class Retokenised(OwnSource):
         vocabulary = properties.vocabulary(self.model)
         self.drafts = Mixer([self.draft], self.own.state, self.sampler.backend, vocab_size=vocabulary)
 
-    def end(self) -> None:
-        self.draft.end()
-
     def prepare(self, config: GraphConfig) -> None:
         """Cache the prompt and what other shapes' steps emitted."""
         if config.depth > 0:
@@ -111,7 +108,7 @@ class Retokenised(OwnSource):
     def fits(self, depth: int = 1) -> bool:
         """Return whether the draft has positions for ``depth`` tokens behind its text, which are not the target's."""
         state = self.own.state
-        return self.most_tokens is None or int((state.out_len - state.kv_start).max()) + depth <= self.most_tokens
+        return self.most_tokens is None or int(state.out_len.max()) + depth <= self.most_tokens
 
     @property
     def max_length(self) -> int | None:  # type: ignore[override]
@@ -122,21 +119,11 @@ class Retokenised(OwnSource):
         """Propose what follows each frontier node in the re-tokenised paths; ``None`` beyond ``depth`` levels."""
         if level.number >= level.config.depth:
             return None
-        nodes, tokens = level.frontier.node_ids.tolist(), level.frontier.token_ids.tolist()
         if level.number == 0:
-            self.places: list[dict[int, Trie]] = [{0: trie} for trie in self.look_ahead(level.config)]
-        else:
-            parents = level.graph.parents.tolist()
-            for places, row, drafted, above in zip(self.places, nodes, tokens, parents, strict=True):
-                for node, token in zip(row, drafted, strict=True):
-                    parent = places.get(above[node]) if node >= 0 else None
-                    if parent is not None and token in parent.after:
-                        places[node] = parent.after[token]
-        paths = [
-            [places[node].best() if node in places else [] for node in row]
-            for places, row in zip(self.places, nodes, strict=True)
-        ]
-        return proposal_of(paths, level, self.sampler, rows=0 if level.number else self.forwarded)
+            self.places: Places = [{0: trie} for trie in self.look_ahead(level.config)]
+        return proposal_of(
+            after_nodes(self.places, level), level, self.sampler, rows=0 if level.number else self.forwarded
+        )
 
     def look_ahead(self, config: GraphConfig) -> list[Trie]:
         """Draft, and read the best paths as the target's tokens: what may follow, by sequence."""

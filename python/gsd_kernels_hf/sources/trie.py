@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 
+from ..model.vocabulary import Vocabulary
 from ..records import Sampler
 from .base import Level, Proposal
 
@@ -53,6 +55,40 @@ class Trie:
         return sorted(
             ((math.log(prob), token) for prob, token in shares if prob > 0.0), key=lambda one: (-one[0], one[1])
         )
+
+
+Places = list[dict[int, Trie]]
+"""By sequence, where its nodes are in tries."""
+
+
+def after_nodes(
+    places: Places, level: Level, found: Callable[[int, int, int, list[int]], Trie | None] | None = None
+) -> list[list[list[tuple[float, int]]]]:
+    """What follows the nodes of a frontier, [B][W], see :meth:`Trie.best`.
+
+    A node whose parent's trie has its token is there, which ``places`` notes; of others ``found`` says where they are,
+    by sequence, node, token and the parents of all nodes.
+    """
+    frontier, best = level.frontier, []
+    rows = zip(frontier.node_ids.tolist(), frontier.token_ids.tolist(), level.graph.parents.tolist(), strict=True)
+    for b, (nodes, tokens, parents) in enumerate(rows):
+        at = places[b]
+        for node, token in zip(nodes, tokens, strict=True):
+            if node >= 0:
+                parent = at.get(parents[node])
+                place = None if parent is None else parent.after.get(token)
+                if place is None and found is not None:
+                    place = found(b, node, token, parents)
+                if place is not None:
+                    at[node] = place
+        best.append([at[node].best() if node in at else [] for node in nodes])
+    return best
+
+
+def text_at_end(vocabulary: Vocabulary, tokens: Sequence[int]) -> list[bytes]:
+    """The bytes of each of the last tokens, as far back as they are text."""
+    last = takewhile(vocabulary.spelled.__contains__, reversed(tokens))
+    return [vocabulary.spelled[token] for token in last][::-1]
 
 
 def proposal_of(
