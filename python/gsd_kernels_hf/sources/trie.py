@@ -64,7 +64,7 @@ Places = list[dict[int, Trie]]
 def after_nodes(
     places: Places, level: Level, found: Callable[[int, int, int, list[int]], Trie | None] | None = None
 ) -> list[list[list[tuple[float, int]]]]:
-    """What follows the nodes of a frontier, [B][W], see :meth:`Trie.best`.
+    """Look up what follows the nodes of a frontier, [B][W], see :meth:`Trie.best`.
 
     A node whose parent's trie has its token is there, which ``places`` notes; of others ``found`` says where they are,
     by sequence, node, token and the parents of all nodes.
