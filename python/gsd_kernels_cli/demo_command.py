@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import demo, options, values
+from . import demo, options
 from .demo import smollm2
 from .demo.smollm2 import NAME
+from .groups import with_groups
 from .options import read_graph_config
 from .output import DIFFERS, err, out, progress
 
@@ -30,9 +31,10 @@ HF, HF_LOOKUP = "transformers", "transformers' prompt lookup"
 OURS, DRAFTED = "gsd_kernels, history", "gsd_kernels, draft model"
 
 
+@with_groups
 def command(
-    place: options.ModelPlace = None,
-    model: Annotated[str | None, options.model_option("the demo has a model of its own")] = None,
+    *,
+    named: options.Named,
     draft: options.Draft = None,
     prompt_files: options.PromptFiles = None,
     lines: options.Lines = False,
@@ -62,7 +64,7 @@ def command(
     Without that package, or with --embedded: a small trained pair continues held-out Python source in the same way.
     With --model, --draft and --prompt-file it is your model that answers and is raced, in the dtype as stored.
     """
-    model = values.named_once(place, model)
+    model = named.name
     prompts = options.read_prompts(None, prompt_files, lines) if prompt_files else []
     if model is None and draft is not None:
         raise ValueError("--draft: needs --model; without it the demo has models of its own")

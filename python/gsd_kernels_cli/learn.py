@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 
 from . import options, values
+from .groups import with_groups
 from .output import print_json, progress
 
 
+@with_groups
 def command(
-    place: options.ModelPlace = None,
-    model: Annotated[str | None, options.model_option("MODEL names it")] = None,
+    *,
+    named: options.Named,
     prompts: Annotated[
         str | None,
         typer.Option("--prompts", metavar="FILE", help="As of --prompt-file --lines. Without it those of the package."),
@@ -40,7 +42,7 @@ def command(
     """
     from gsd_kernels_hf.files import read_utf8
 
-    model = values.named_once(place, model)
+    model = named.name
     if model is None:
         raise ValueError("MODEL: name the model that is to answer: a folder, a hub id or FILE.gguf")
     begin = time.perf_counter()

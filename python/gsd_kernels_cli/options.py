@@ -59,7 +59,7 @@ ModelPlace = Annotated[
         help="Target: a local checkpoint folder, a hub id, or a GGUF file; --model is the same.",
     ),
 ]
-Model = Annotated[str | None, model_option("the embedded pair is used")]
+Model = Annotated[str | None, model_option("that of the command is taken, if it has one")]
 Draft = Annotated[
     str | None,
     option(
@@ -117,6 +117,19 @@ CriterionOption = Annotated[
 ]
 Backend = Annotated[str, choice(_DECODING, "Of the ops; see gsd-kernels doctor.", "--backend", values.BACKENDS)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text and tables.")]
+
+
+@dataclass(frozen=True)
+class Named:
+    """The model of a command, by its place or by ``--model``."""
+
+    place: ModelPlace = None
+    model: Model = None
+
+    @property
+    def name(self) -> str | None:
+        """The one that was given."""
+        return values.named_once(self.place, self.model)
 
 
 @dataclass(frozen=True)
@@ -230,7 +243,7 @@ class Asked:
     """Prompts, and the model that continues or answers them."""
 
     prompts: Prompts = None
-    model: Annotated[str | None, model_option("the command has one of its own")] = None
+    model: Model = None
     prompt_files: PromptFiles = None
     lines: Lines = False
     chat: Chat = False

@@ -11,7 +11,7 @@ from gsd_kernels_cli import options
 from gsd_kernels_cli.groups import with_groups
 from gsd_kernels_cli.options import read_graph_config
 from gsd_kernels_cli.output import err, progress
-from gsd_kernels_cli.values import check_draft, named_once
+from gsd_kernels_cli.values import check_draft
 
 from .limits import Limits
 
@@ -45,8 +45,7 @@ class AccessOptions:
 @with_groups
 def command(
     *,
-    place: options.ModelPlace = None,
-    model: options.Model = None,
+    named: options.Named,
     models: options.Models,
     graph_config: options.GraphOption = None,
     criterion: options.CriterionOption = "exact",
@@ -69,7 +68,7 @@ def command(
     POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /v1/models/ID, /health. Every response
     has the statistics of its decoding in the field gsd_kernels, a stream in its last event. Ctrl-C ends it.
     """
-    model = named_once(place, model)
+    model = named.name
     check_draft(model, models.assistant_model)
     from .listen import bind, host_names, is_loopback, names_of, origins_of
 
