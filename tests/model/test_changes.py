@@ -444,15 +444,17 @@ def test_what_a_container_holds_is_a_setting(name):
         assert torch.equal(after, type(model).generate(model, PROMPT, **OPTIONS)) and not torch.equal(after, before)
 
 
-def test_frequencies_changed_in_place_are_read_anew_in_half_precision():
-    """The operator reads a copy of them, in float32, which a session keeps."""
-    model, drafts = target(torch.bfloat16), {"draft_sources": ("history",), "graph_config": "tree"}
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_frequencies_changed_in_place_are_read_anew_once(dtype):
+    """The operator reads a copy of them in half precision, which a session keeps; the model's own are not written."""
+    model, drafts = target(dtype), {"draft_sources": ("history",), "graph_config": "tree"}
     with gsd.patch(model, **drafts) as handle:
         before, fresh = model.generate(PROMPT, **OPTIONS), copy.deepcopy(model)
         for turned in (model, fresh):
             turned.model.rotary_emb.inv_freq.mul_(3.0)
-        after = model.generate(PROMPT, **OPTIONS)
+        after, again = (model.generate(PROMPT, **OPTIONS) for _ in range(2))
         assert handle.stats.why_modules is None and not torch.equal(after, before)
+        assert torch.equal(after, again) and all(session.target.reused for session in handle.engines.idle.sessions)
     assert torch.equal(after, gsd.generate(fresh, PROMPT, **drafts, **OPTIONS))
 
 

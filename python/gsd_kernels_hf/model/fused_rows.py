@@ -124,7 +124,7 @@ class FusedRows(RowModel):
         """See :meth:`RowModel.changed`; matrices that a library keeps in an order of its own are read anew."""
         super().changed()
         before, self.weights = self.weights, weights_of(self.model, self.kinds)
-        if before.inv_freq.shape == self.weights.inv_freq.shape:  # which may be a copy, that captured steps read
+        if before.inv_freq.data_ptr() != self.weights.inv_freq.data_ptr():  # a copy, that captured steps read
             self.weights = replace(self.weights, inv_freq=before.inv_freq.copy_(self.weights.inv_freq))
         return before.places != self.weights.places
 
