@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_BAD = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, AssertionError)
-"""What transformers raises for values that it cannot use, and xgrammar for a token that they force on it."""
+_BAD = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError)
+"""What transformers raises for values that it cannot use."""
 
 
 def _check_json(text: str) -> None:
@@ -127,6 +127,9 @@ class Queue(GenerateManager):
             )
             log.warning("%s ended after %.2f s: %s", call.name, time.perf_counter() - begun, reason)
             forget_calls(error)
+            if isinstance(error, AssertionError) and (held := call.options.held):  # xgrammar's
+                field = held[1].partition(".")[0]
+                error = ValueError(f"{field}: other options leave no token with which its grammar goes on")
             if call.options.named and isinstance(error, _BAD) and not isinstance(error, Refused):
                 error = refused_config(call.options.named, error)
             call.fail(error)

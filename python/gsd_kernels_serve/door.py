@@ -41,7 +41,8 @@ class Door:
             return
         posts = scope["method"] == "POST"
         try:
-            if self.hosts is not None and (host := host_of(scope)) not in self.hosts:
+            host = name_of(dict(scope["headers"]).get(b"host", b"").decode("latin-1"))  # without its port
+            if self.hosts is not None and host not in self.hosts:
                 raise HTTPException(400, f"Host: {host!r} is not this server's name; allow it by --allowed-host")
             body = await self._body(receive) if posts else b""
             if posts and self.under_way >= self.limits.requests:
@@ -78,7 +79,7 @@ class Door:
 
         try:
             await self.app(scope, receive, sent)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             if begun:
                 raise
             status, answer = answer_of(error, scope["path"])
@@ -110,8 +111,3 @@ class Door:
         if size > self.limits.body:
             raise HTTPException(413, f"{size:,} bytes; this server takes {self.limits.body:,} (--max-body): send fewer")
         return bytes(body)
-
-
-def host_of(scope: Any) -> str:
-    """The name or address that a request calls this machine by, without its port."""
-    return name_of(dict(scope["headers"]).get(b"host", b"").decode("latin-1"))

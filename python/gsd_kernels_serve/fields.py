@@ -27,7 +27,7 @@ TALK = Size(None, 200_000, 32)
 WORDS = Size(None, 1, 0)
 TOKENS = Size(None, 1_000_000, 2)
 SCHEMAS = Size(200_000, 10_000, 32)
-PAIRS = Size(100_000, 10_000, 2)
+PAIRS = Size(200_000, 10_000, 2)
 ARGUMENT = Size(20_000, 2_000, 4)
 NOTES = Size(10_000, 17, 1)
 

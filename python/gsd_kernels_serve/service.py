@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
 from transformers import PreTrainedTokenizerBase
@@ -36,9 +35,6 @@ T = TypeVar("T")
 
 Waiting = asyncio.Queue[Piece | Exception | None]
 """The pieces of a text that is being decoded, and at its end ``None`` or its error."""
-
-ERRORS = (ClientGoneError, StoppingError, BusyError, ValueError, TypeError, KeyError, OverflowError, TemplateError)
-"""Of a request, where they name one of its fields."""
 
 _FIELDS = {
     "max_new_tokens": ("max_tokens", "max_output_tokens"),
@@ -221,7 +217,7 @@ class Service:
             watching.cancel()
 
 
-def answer_of(error: Exception, endpoint: str | None = None) -> tuple[int, dict[str, Any]]:
+def answer_of(error: BaseException, endpoint: str | None = None) -> tuple[int, dict[str, Any]]:
     """The status and the body of an error, as OpenAI's clients read it and as FastAPI gives it."""
     message, field, code = " ".join(str(error).split()), None, None
     if isinstance(error, RequestValidationError):  # no JSON object, or an argument of another route is missing
@@ -233,11 +229,13 @@ def answer_of(error: Exception, endpoint: str | None = None) -> tuple[int, dict[
         status, message = 499, "the client went away"
     elif isinstance(error, (StoppingError, BusyError)):
         status = 503
+    elif isinstance(error, asyncio.CancelledError):  # after the time that uvicorn gives to requests as it stops
+        status, message = 503, "the server is stopping"
     elif isinstance(error, NoModelError):
         status, field, code = 404, error.field, "model_not_found"
     elif isinstance(error, Refused):
         status, field = 400, error.field
-    elif isinstance(error, ERRORS) and (field := _field_of(message, endpoint)):  # of generate
+    elif isinstance(error, (ValueError, TypeError)) and (field := _field_of(message, endpoint)):  # of generate
         status = 400
     else:
         status, message = 500, message or type(error).__name__

@@ -25,6 +25,7 @@ TEMPLATE = (
     "{{ bos_token }}{% if tools %}{% for t in tools %}# {{ t['function']['name'] }}\n{% endfor %}{% endif %}"
     "{% if reasoning_effort %}# effort {{ reasoning_effort }}\n{% endif %}{% if flavour %}# {{ flavour }}\n{% endif %}"
     "{% for m in messages %}{% for c in m['tool_calls'] or [] %}# calls {{ c['function']['name'] }}\n{% endfor %}"
+    "{% if m['name'] and not loop.first %}# {{ m['name'] }}\n{% endif %}"
     "{{ m['role'] ~ ' ' if m['role'] == 'system' else '' }}{{ m['content'] }}\n{% endfor %}"
 )
 PROMPT = "def add(a, b):\n"

@@ -211,6 +211,7 @@ GIVEN: list[tuple[tuple[str, ...], typing.Any, typing.Any]] = [
     ((RESPONSES,), {"input": ITEMS}, prompted("import os\n# calls paint\n\nx\n")),
     ((RESPONSES,), {"instructions": "import os", "input": [{"role": "developer", "content": "x"}, *user(PROMPT)]},
      prompted(f"system import os\nsystem x\n{PROMPT}\n")),
+    ((CHAT,), {"messages": user("x") + user("y", name="ann")}, prompted("x\n# ann\ny\n")),
     (TEMPLATED, lambda e: {"tools": OFFERED[e]}, prompted(f"# paint\n{PROMPT}\n")),
     (TEMPLATED, lambda e: {"tools": OFFERED[e], "tool_choice": "none"}, like()),
     (TEMPLATED, lambda e: {"tools": OFFERED[e], LENGTH[e]: 64, "tool_choice": NAMED[e]}, called),
@@ -344,7 +345,8 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, typing.Any], str]] = [
     ((CHAT,), {"messages": user([{"type": "image_url", "image_url": {"url": "data:,"}}])},
      "messages[0].content[0].type"),
     ((CHAT,), {"messages": user("", tool_call_id="1")}, "messages[0].tool_call_id"),
-    ((CHAT,), {"messages": user(PROMPT, name="ann")}, "messages[0].name"),  # which the template does not show
+    *(((CHAT,), {"messages": user(PROMPT, name="ann") + more}, "messages[0].name")  # which the template shows of others
+      for more in ([], user("x", name="bob"))),
     ((CHAT,), {"messages": said(tool_calls=[chosen({"name": "paint", "arguments": f'{{"a": {DEEP}}}'})])},
      "messages[1].tool_calls[0].function.arguments"),
     ((RESPONSES,), {"input": user([{"type": "input_image", "image_url": "data:,"}])}, "input[0].content[0].type"),
@@ -368,6 +370,13 @@ def test_a_value_that_is_not_served_is_refused_by_its_place(place, server):
     for endpoints, given, at in REFUSED:
         for endpoint in endpoints if at == place else ():
             assert server.refusal(endpoint, **given)["param"] == place, (endpoint, given)
+
+
+def test_a_grammar_is_refused_to_which_the_models_own_options_leave_no_token(server, monkeypatch):
+    pytest.importorskip("xgrammar")
+    monkeypatch.setattr(server.target.generation_config, "suppress_tokens", list(range(3, 2048)))
+    for endpoint, place in zip(TEMPLATED, ("response_format", "text"), strict=True):
+        assert server.refusal(endpoint, stream=False, **held(endpoint, "json_object"))["param"] == place
 
 
 def test_a_prompt_without_room_needs_a_length_that_is_named(server, caplog):
@@ -407,6 +416,11 @@ def test_every_field_has_a_bound_and_takes_nothing_that_no_answer_could_repeat(e
     for body in (b"[]", b"{", b"\xff", b'{"prompt":' + b"[" * 100_000 + b"}", b'{"\\ud800": 1}'):
         status, found = server.raw(endpoint, body)
         assert status == 400 and found["error"]["type"] == "invalid_request_error"
+
+
+def test_a_bias_may_name_as_many_tokens_as_its_bound_says():
+    body = {"prompt": PROMPT, "logit_bias": {str(100_000 + i): -100.0 for i in range(9_999)}}
+    assert fields.check(COMPLETIONS, body) == body
 
 
 def test_without_xgrammar_the_extra_is_named(server, monkeypatch):

@@ -77,6 +77,21 @@ def test_a_process_serves_tells_in_its_log_and_ends_cleanly_while_a_prompt_is_re
         process.kill()
 
 
+def test_who_waits_is_told_that_the_server_stops_though_what_is_computed_takes_longer(monkeypatch):
+    server, reading, over = Server(), threading.Event(), threading.Event()
+    server.server.config.timeout_graceful_shutdown = 0
+    monkeypatch.setattr(Writer, "ask", lambda self, ask=Writer.ask: reading.set() or (over.wait(60) and ask(self)))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.raw, COMPLETIONS, {"prompt": "x"})
+        assert reading.wait(60)
+        server.server.should_exit = True
+        status, found = waiting.result()
+    over.set()
+    server.server.config.app.state.queue.wait(60)
+    server.stop()
+    assert (status, found["error"]["message"]) == (503, "the server is stopping")
+
+
 # ---- what clients send of their own accord
 
 
