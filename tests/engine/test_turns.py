@@ -15,6 +15,7 @@ import tiny_vision
 import torch
 from chats import GRAPH, GREEDY, SAMPLED, SOURCES, TREE, Reads, ask, expected, pair, patched, sources, words
 from models import endless, noised, prompts, rotated
+from sources.drafters import dflash_config, random_dflash
 from texts.covering import SUBJECTS
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -232,6 +233,18 @@ def test_growth_of_captured_steps(monkeypatch):
     cuda = fake_cuda.install(monkeypatch)
     assert torch.equal(gsd.generate(target, **long_call(**options)), target.generate(**long_call()))
     assert cuda.counts["captures"] > 6 and cuda.counts["replays"] > 3
+
+
+def test_growth_by_less_than_a_block(monkeypatch):
+    """A drafter's cache has the block's positions behind the session's, however little these become more."""
+    target = long_pair()[0]
+    drafter = random_dflash(dflash_config(target, block_size=16))
+    shape = gsd.GraphConfig(depth=12, width=1, branch=1, max_rows=13)
+    for name in ("GRAIN_TOKENS", "FIRST_TOKENS"):
+        monkeypatch.setattr(room, name, 4)
+    call = long_call(max_new_tokens=24)
+    found = gsd.generate(target, **call, drafter=drafter, draft_sources=("drafter",), graph_config=shape)
+    assert torch.equal(found, target.generate(**call))
 
 
 @pytest.mark.parametrize("name", ["chain", "graph", "auto"])

@@ -29,8 +29,9 @@ from sources.drafters import (
 from sources.rows import DFLASH, EAGLE3, GEMMA, P_EAGLE, VOCAB, assistant, dflash, gemma, llama, p_eagle
 from torch import nn
 
-from gsd_kernels import DFlash, Eagle3, GraphConfig, Mtp
+from gsd_kernels import DFlash, Eagle3, Frontier, GraphConfig, Mtp
 from gsd_kernels_hf.model import replay
+from gsd_kernels_hf.sources.base import Level
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
 from gsd_kernels_hf.sources.edges import along
 from gsd_kernels_hf.sources.layouts import PARTS
@@ -130,6 +131,24 @@ def test_rows_behind_a_cache_are_those_of_a_whole_text(made, name):
         wanted = at_once(module, tokens[:, :length], states_of(module, llama(), tokens), 1 + masks)
         torch.testing.assert_close(logits[0], wanted, **CLOSE)
         assert masks == 0 or (logits[0, 1:] - logits[0, :-1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("modules", [False, True], ids=["operator", "modules"])
+@torch.no_grad()
+def test_a_drafted_row_is_the_next_of_the_text(modules):
+    """It reads the vector of the row before, and stands where its token does."""
+    module, tokens = eagle3("norms"), prompts(1, 12, vocab=VOCAB)["input_ids"]
+    shape = GraphConfig(depth=2, width=1, branch=1, max_rows=3)
+    source = started(module, llama(), tokens, modules=modules)
+    source.prepare(shape)
+    vector, _ = source.feed(source.state.out_len - 1, shape.chain_rows, keep=1)
+    one = torch.ones(1, 1, dtype=torch.int32)
+    frontier = Frontier(one, 7 * one, one, one[..., None])
+    _, logits = source.nodes(Level(1, shape, None, frontier, None), vector)
+    features = torch.cat([module.fuse(states_of(module, llama(), tokens))[:, :-1], vector], 1)
+    embedded = llama().get_input_embeddings()(torch.cat([tokens[:, 1:], 7 * one], 1))
+    wanted = module(embedded, features, torch.arange(12)[None], Causal())[:, -1:]
+    torch.testing.assert_close(logits, module.outputs(wanted, source.head)[1], **CLOSE)
 
 
 # DFlash and its kin: blocks, and edges that know the token before.

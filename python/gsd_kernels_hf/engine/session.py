@@ -171,8 +171,7 @@ class Session:
         hold(self.state.tokens)
         self.state.grow(capacity + self.key.width)
         for rows in self.row_models:
-            if capacity > rows.cache.capacity:  # one of a text of its own may be longer
-                rows.grow(capacity)
+            rows.grow(max(capacity, rows.cache.capacity))  # one of a text of its own may be longer
         self.mixer.grow()
         self.recapture()
 
