@@ -12,6 +12,7 @@ import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import openvino as ov
@@ -22,6 +23,7 @@ from openvino.frontend.pytorch.patch_model import __make_16bit_traceable as keep
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
+from transformers.models.llama import modeling_llama
 
 FILE = "openvino_model.xml"
 
@@ -62,6 +64,29 @@ def write_tokenizer(folder: Path, checkpoint: Path) -> None:
     ov.save_model(back, folder / "openvino_detokenizer.xml")
 
 
+class _Rotary(nn.Module):
+    """Cosine and sine by a product of matrices, as which OpenVINO knows them and keeps them in float32.
+
+    transformers multiplies element by element: in bfloat16 positions would be rounded, from 256 on to even ones.
+    """
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        self.scaling, self.inv_freq = rotary.attention_scaling, rotary.inv_freq
+
+    def forward(self, _: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        frequencies = self.inv_freq.float()[None, :, None].expand(position_ids.shape[0], -1, 1)
+        angles = (frequencies @ position_ids[:, None].float()).transpose(1, 2)  # [B, N, D / 2]
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
+
+
+def _turned(rows: Tensor) -> Tensor:
+    """transformers' ``rotate_half``, with a product for ``-rows``: so OpenVINO makes one operator of the rotation."""
+    half = rows.shape[-1] // 2
+    return torch.cat([rows[..., half:] * -1.0, rows[..., :half]], -1)
+
+
 class _Traced(nn.Module):
     """A forward of tensors alone; the cache is each layer's keys, then its values, [B, H, S, D]."""
 
@@ -91,6 +116,7 @@ def _converted(model: LlamaForCausalLM) -> ov.Model:
     """The model with its state, of which a text's beginning has nothing; see :func:`write_ir`."""
     config = model.config
     model = copy.deepcopy(model)  # it is changed for the converter
+    model.model.rotary_emb = _Rotary(model.model.rotary_emb)
     if model.dtype != torch.float32:
         keep_16_bits(model)
     caches = [
@@ -99,7 +125,7 @@ def _converted(model: LlamaForCausalLM) -> ov.Model:
     cache = torch.zeros(1, config.num_key_value_heads, 3, config.head_dim)
     new, seen = torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 5, dtype=torch.int64)
     example = (new, seen, new, torch.zeros(1, dtype=torch.int32), *(cache for _ in caches))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), patch.object(modeling_llama, "rotate_half", _turned):
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # of what no shape of these decides
         built = ov.convert_model(_Traced(model), example_input=example)
     names = [*caches, "logits", *(f"{name}.present" for name in caches)]
