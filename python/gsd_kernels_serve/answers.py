@@ -48,8 +48,8 @@ class Answer(ResponseParser):
 
     def __init__(self, template: Any, prefix: str, tools: list[dict[str, Any]], special: re.Pattern[str]) -> None:
         self.special, self.is_text = special, False
-        self.at = self.inner = 0  # of the call that is open: where it begins, and what is within
         super().__init__(template, prefix=prefix, tools=tools or None)
+        self.at = len(self._buffer)  # what a prompt has begun is no part of the text
         begun = response_events_to_chunks(self.initial_events)
         self.begun = [part for part in begun if isinstance(part, ToolCall) or part.strip()]
 
@@ -77,7 +77,7 @@ class Answer(ResponseParser):
             del events[self.clear :]
 
     def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
-        self.at, self.inner, self.clear = m.start(), m.end(), len(events)
+        self.at, self.inner, self.clear = m.start(), m.end(), len(events)  # inner: what is within
         super()._open_explicit(events, field, m)
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:

@@ -129,6 +129,8 @@ def test_a_thought_that_a_prompt_begins_goes_on_and_what_a_grammar_holds_is_no_t
     asks = {"messages": [{"role": "user", "content": "x:\n\n<think>\n"}], "max_tokens": says("hm</think>So", THINKING)}
     for found in (server.got(CHAT, **asks), server.got(CHAT, stream=True, **asks)):
         assert read(found)[:3] == ("So", [], "hm")
+    call = {"messages": [{"role": "user", "content": "x:\n\n<tool_call>"}], "max_tokens": says('{"na', QWEN)}
+    assert server.text(CHAT, **call) == '{"na', "what the prompt has begun is not told"
     pytest.importorskip("xgrammar")
     says('{"colour": "red"}', THINKING)
     form = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA}}
