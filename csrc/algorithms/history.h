@@ -37,16 +37,21 @@ constexpr int kNoneRest = kNonePace + 2;  // by order of the text, of what was l
 constexpr int kNoneRunner = kNoneRest + kHistoryOrders + 2;
 constexpr int kHistoryWeights = kNoneRunner + 1;
 
-// A text in which the places of every five tokens in a row are linked, the newest first.
+// A text in which the places of every five tokens in a row are linked, the newest first; and where its last step ended.
 struct CopyIndex {
   int32_t* text;      // [S], −1 between texts
   int32_t* length;    // [1]
   int32_t* heads;     // [H], 1 + the last place of a hash, 0 for none
   int32_t* previous;  // [S], 1 + the place before of the same hash, 0 for none
   int room, hashes;   // S, H
+  int32_t* runners;         // [G], what nearly was the root, best first
+  float* runner_log_probs;  // [G]
+  int32_t* emitted;         // [1], tokens of the step
+  int num_runners;          // G
 
   GSD_HD CopyIndex at(int64_t b) const {
-    return {text + b * room, length + b, heads + b * hashes, previous + b * room, room, hashes};
+    return {text + b * room, length + b, heads + b * hashes, previous + b * room, room, hashes,
+            runners + b * num_runners, runner_log_probs + b * num_runners, emitted + b, num_runners};
   }
 
   // A hash of the five tokens that `token(i)` gives, the nearest first; −1 where one is none.
@@ -101,21 +106,14 @@ struct HistoryArgs {
   NgramTable table;               // of the text
   NgramTable learned;             // of all sequences; keys null: nothing
   CopyIndex copies;
-  const int32_t* runners;         // [G], what nearly was the root, best first
-  const float* runner_log_probs;  // [G]
-  const int32_t* emitted;         // [1], tokens of the step before
   const double* weights;          // [kHistoryWeights]
   const int32_t* parents;         // [M]
   NgramSizes learned_sizes;
-  int num_runners;
 
   GSD_HD HistoryArgs at(const NgramSizes& s, int64_t b, int graph_nodes) const {
     HistoryArgs mine = *this;
     mine.table = table.at(s, b);
     mine.copies = copies.at(b);
-    mine.runners = runners + b * num_runners;
-    mine.runner_log_probs = runner_log_probs + b * num_runners;
-    mine.emitted = emitted + b;
     mine.parents = parents + b * graph_nodes;
     return mine;
   }
@@ -125,19 +123,20 @@ struct HistoryArgs {
 struct HistoryRecall {
   NgramRecallArgs asked;
   HistoryArgs history;
+
+  GSD_HD HistoryRecall at(const NgramSizes& s, int64_t b) const {
+    return {asked.at(s, b), history.at(s, b, asked.graph_nodes)};
+  }
 };
 
 // What a step leaves: the tokens that it emitted and, where it drafted, what the target found likely at its rows.
 struct FollowArgs {
   NgramInsertArgs seen;          // its tokens null: nothing was drafted
   CopyIndex copies;
-  int32_t* runners;              // [G]
-  float* runner_log_probs;       // [G]
-  int32_t* emitted;              // [1]
   const int32_t* tokens;         // [P]
   const int32_t* counts;         // [1], of P
   const int32_t* accepted_rows;  // [Q]; null: nothing was drafted
-  int num_runners, given, path;  // G, P, Q
+  int given, path;               // P, Q
 
   GSD_HD FollowArgs at(const NgramSizes& s, int64_t b) const {
     FollowArgs mine = *this;
@@ -146,9 +145,6 @@ struct FollowArgs {
       mine.accepted_rows = accepted_rows + b * path;
     }
     mine.copies = copies.at(b);
-    mine.runners = runners + b * num_runners;
-    mine.runner_log_probs = runner_log_probs + b * num_runners;
-    mine.emitted = emitted + b;
     mine.tokens = tokens + b * given;
     mine.counts = counts + b;
     return mine;
@@ -166,12 +162,12 @@ GSD_HD void follow_step(Group& group, const FollowArgs& a, const NgramSizes& s, 
   if (count > 0) {
     int row = -1;
     if (a.accepted_rows != nullptr) row = min_int(max_int(a.accepted_rows[min_int(count, a.path) - 1], 0), s.rows - 1);
-    for (int k = group.rank(); k < a.num_runners; k += group.size()) {
+    for (int k = group.rank(); k < a.copies.num_runners; k += group.size()) {
       const bool known = row >= 0 && k < s.branch;
-      a.runners[k] = known ? a.seen.tokens[static_cast<int64_t>(row) * s.branch + k] : -1;
-      if (known) a.runner_log_probs[k] = a.seen.log_probs[static_cast<int64_t>(row) * s.branch + k];
+      a.copies.runners[k] = known ? a.seen.tokens[static_cast<int64_t>(row) * s.branch + k] : -1;
+      if (known) a.copies.runner_log_probs[k] = a.seen.log_probs[static_cast<int64_t>(row) * s.branch + k];
     }
-    if (group.rank() == 0) *a.emitted = count;
+    if (group.rank() == 0) *a.copies.emitted = count;
     append_copies(group, a.copies, a.tokens, count, memory);
   }
   if (a.accepted_rows != nullptr) insert_rows(group, a.seen, s, memory);
@@ -275,8 +271,8 @@ struct HistoryNode {
     float* log_probs = m.log_probs + list * kRemembered;
     m.sizes[list] = 0;
     if (list == kRunners) {
-      if (depth == 0 && h.num_runners > 0 && h.runners[0] >= 0) {
-        m.sizes[list] = take(h.runners, h.runner_log_probs, h.num_runners, tokens, log_probs);
+      if (depth == 0 && h.copies.num_runners > 0 && h.copies.runners[0] >= 0) {
+        m.sizes[list] = take(h.copies.runners, h.copies.runner_log_probs, h.copies.num_runners, tokens, log_probs);
       }
       return;
     }
@@ -290,12 +286,8 @@ struct HistoryNode {
     int64_t key = 0;
 GSD_ROLLED
     for (int i = 0; i <= order; i++) key = keys.next(i == 0 ? a.token_ids[node] : before[i - 1]);
-    if (key == 0) return;
-    const int64_t set = static_cast<int64_t>(set_of(key, sizes)) * sizes.ways;
-    int way = 0;
-    while (way < sizes.ways && table.keys[set + way] != key) way++;
-    if (way == sizes.ways) return;
-    const int64_t at = (set + way) * sizes.branch;
+    const int64_t entry = entry_of(table, sizes, key), at = entry * sizes.branch;
+    if (entry < 0) return;
     m.sizes[list] = take(table.tokens + at, table.log_probs + at, sizes.branch, tokens, log_probs);
     if (a.first_pick == nullptr) return;
     const uint32_t position = static_cast<uint32_t>(*a.first_pick) + static_cast<uint32_t>(depth);
@@ -329,7 +321,7 @@ GSD_ROLLED
       m.places[visits++] = place;
     }
     m.counts[0] = known, m.counts[1] = visits;
-    *m.pace = std::log(static_cast<double>(max_int(*h.emitted, 1)));
+    *m.pace = std::log(static_cast<double>(max_int(*h.copies.emitted, 1)));
   }
 
   GSD_HD void measure(int visit) const {

@@ -14,27 +14,32 @@ constexpr int kMostLevels = 64;  // MAX_LEVELS of gsd_kernels/ops/learn/api.py
 // B sequences, P accepted nodes, K candidates; tables of `entries` by index.
 struct LearnSizes {
   int batch, path, branch, levels, entries;
-  int widths[kMostLevels];  // W of each level
 
   GSD_HD int nodes() const { return batch * path; }
 };
 
+// The W nodes of a level that the source was asked about.
+struct LearnLevel {
+  const int32_t* node_ids;       // [B, W], −1 for padding
+  const int32_t* tokens;         // [B, W, K], the source's candidates
+  const float* log_probs;        // [B, W, K]
+  const int32_t* index;          // [B, W]; null: 0
+  const int32_t* first_tokens;   // [B, W, K], what it was mixed with
+  const float* first_log_probs;  // [B, W, K]
+  int width = 0;
+};
+
 struct LearnArgs {
-  const int32_t* nodes;                       // [B, P], −2 beyond the path
-  const int32_t* picked;                      // [B, P]
-  const int32_t* node_ids[kMostLevels];       // [B, W] each
-  const int32_t* tokens[kMostLevels];         // [B, W, K], the source's candidates
-  const float* log_probs[kMostLevels];        // [B, W, K]
-  const int32_t* index[kMostLevels];          // [B, W]; null: 0
-  const int32_t* first_tokens[kMostLevels];   // [B, W, K], what it was mixed with
-  const float* first_log_probs[kMostLevels];  // [B, W, K]
-  const float* start;                         // [entries], prior weights
-  float* shares;                              // [entries]
-  float* counts;                              // [entries]
-  float* weights;                             // [entries]
-  int32_t* entry;                             // [B, P], working memory
-  float* parts;                               // [B, P], working memory
+  const int32_t* nodes;     // [B, P], −2 beyond the path
+  const int32_t* picked;    // [B, P]
+  const float* start;       // [entries], prior weights
+  float* shares;            // [entries]
+  float* counts;            // [entries]
+  float* weights;           // [entries]
+  int32_t* entry;           // [B, P], working memory
+  float* parts;             // [B, P], working memory
   float prior_count, memory;
+  LearnLevel levels[kMostLevels];
 };
 
 // A table that sinks back to its prior by how much was observed.
@@ -61,15 +66,15 @@ GSD_HD float unnamed_probability(const float* log_probs, int branch) {
 
 // The index of node `at`, asked about at `row` [B, W] of a level, and what part of the mixture at its pick was this
 // source's; −1 where neither had said it.
-GSD_HD void weigh_node(const LearnArgs& a, const LearnSizes& s, int at, int level, int64_t row) {
-  const int given = a.index[level] != nullptr ? a.index[level][row] : 0;
+GSD_HD void weigh_node(const LearnArgs& a, const LearnSizes& s, int at, const LearnLevel& level, int64_t row) {
+  const int given = level.index != nullptr ? level.index[row] : 0;
   const int entry = min_int(max_int(given, 0), s.entries - 1);
   const int64_t from = row * s.branch;
   const float weight = a.weights[entry];
-  const float* mine = a.log_probs[level] + from;
-  const float* before = a.first_log_probs[level] + from;
-  float other = probability_of(a.tokens[level] + from, mine, s.branch, a.picked[at]);
-  float first = probability_of(a.first_tokens[level] + from, before, s.branch, a.picked[at]);
+  const float* mine = level.log_probs + from;
+  const float* before = level.first_log_probs + from;
+  float other = probability_of(level.tokens + from, mine, s.branch, a.picked[at]);
+  float first = probability_of(level.first_tokens + from, before, s.branch, a.picked[at]);
   if (!(weight * other + (1.0f - weight) * first > 0.0f)) return;
   if (!(other > 0.0f)) other = unnamed_probability(mine, s.branch);
   if (!(first > 0.0f)) first = unnamed_probability(before, s.branch);
@@ -80,10 +85,11 @@ GSD_HD void weigh_node(const LearnArgs& a, const LearnSizes& s, int at, int leve
 GSD_HD void find_node(const LearnArgs& a, const LearnSizes& s, int at) {
   a.entry[at] = -1;
   a.parts[at] = 0.0f;
-  for (int level = 0; level < s.levels; level++) {
-    const int64_t begin = static_cast<int64_t>(at / s.path) * s.widths[level];
-    for (int64_t row = begin; row < begin + s.widths[level]; row++) {
-      if (a.node_ids[level][row] == a.nodes[at]) return weigh_node(a, s, at, level, row);
+  for (int i = 0; i < s.levels; i++) {
+    const LearnLevel& level = a.levels[i];
+    const int64_t begin = static_cast<int64_t>(at / s.path) * level.width;
+    for (int64_t row = begin; row < begin + level.width; row++) {
+      if (level.node_ids[row] == a.nodes[at]) return weigh_node(a, s, at, level, row);
     }
   }
 }

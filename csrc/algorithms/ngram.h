@@ -222,37 +222,30 @@ GSD_HD void insert_rows(Group& group, const NgramInsertArgs& a, const NgramSizes
   }
 }
 
-struct NgramMatch {
-  int length;      // of the context, 0 for none
-  int64_t entry;
-};
-
-// The longest context that is in the table; `token(i)` is its i-th, the nearest first.
-template <class Token>
-GSD_HD NgramMatch longest_match(const NgramTable& table, const NgramSizes& s, const Token& token) {
-  ContextKeys keys;
-  NgramMatch found{0, 0};
-  for (int i = 0; i < s.lengths; i++) {
-    const int64_t key = keys.next(token(i));
-    if (key == 0) break;
-    const int64_t set = static_cast<int64_t>(set_of(key, s)) * s.ways;
-    for (int way = 0; way < s.ways; way++) {
-      if (table.keys[set + way] == key) found = {i + 1, set + way};
-    }
+// The entry of a key; −1 for none.
+GSD_HD int64_t entry_of(const NgramTable& table, const NgramSizes& s, int64_t key) {
+  const int64_t set = static_cast<int64_t>(set_of(key, s)) * s.ways;
+  for (int way = 0; key != 0 && way < s.ways; way++) {
+    if (table.keys[set + way] == key) return set + way;
   }
-  return found;
+  return -1;
 }
 
-// Rows are independent: no barrier, no arena.
+// By the longest context that is in the table. Rows are independent: no barrier, no arena.
 template <class Group>
 GSD_HD void look_up_rows(Group& group, const NgramLookupArgs& a, const NgramSizes& s) {
   for (int64_t row = group.rank(); row < s.rows; row += group.size()) {
-    const NgramMatch found = longest_match(a.table, s, [&](int i) { return a.contexts[row * s.context + i]; });
-    a.matched[row] = found.length;
+    ContextKeys keys;
+    int64_t found = -1;
+    a.matched[row] = 0;
+    for (int i = 0; i < s.lengths; i++) {
+      const int64_t entry = entry_of(a.table, s, keys.next(a.contexts[row * s.context + i]));
+      if (entry >= 0) found = entry, a.matched[row] = i + 1;
+    }
     for (int k = 0; k < s.branch; k++) {
-      const int64_t at = found.entry * s.branch + k;
-      a.tokens[row * s.branch + k] = found.length > 0 ? a.table.tokens[at] : -1;
-      a.log_probs[row * s.branch + k] = found.length > 0 ? a.table.log_probs[at] : negative_infinity();
+      const int64_t at = found * s.branch + k;
+      a.tokens[row * s.branch + k] = found >= 0 ? a.table.tokens[at] : -1;
+      a.log_probs[row * s.branch + k] = found >= 0 ? a.table.log_probs[at] : negative_infinity();
     }
   }
 }

@@ -26,8 +26,7 @@ struct LevelsArgs {
 
   GSD_HD LevelsArgs at(const LevelSizes& s, int64_t b) const {
     const int64_t places = b * s.levels * s.width, k = places * s.branch;
-    const NgramRecallArgs asked = known.asked.at(s.recall, b);
-    return {{asked, known.history.at(s.recall, b, asked.graph_nodes)},
+    return {known.at(s.recall, b),
             merge.at(s.merge, b),
             frontier + b * s.given,
             nodes + places,

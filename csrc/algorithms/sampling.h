@@ -18,6 +18,29 @@ struct Warpers {
   float temperature, top_k, top_p, min_p;  // neutral: 0 (greedy), 0, 1, 0
 };
 
+// What sample_rows (log_probs null, K = 1), draft_candidates and warped_log_probs (K = 0, scores is the result) are given.
+enum class LogitType { kFloat32, kFloat16, kBfloat16, kFloat64 };
+struct PickBatch {
+  const void* logits;  // [B, R, V]
+  Warpers shared;      // for all sequences, where there is no tensor [B]
+  const float *temperatures, *top_ks, *top_ps, *min_ps;
+  int rows;
+  const int32_t* positions = nullptr;     // [B, R]; null, as the next two, where no noise is drawn
+  const int64_t* seed = nullptr;          // [1]
+  const int32_t* sequence_ids = nullptr;  // [B]
+  int32_t* tokens = nullptr;              // [B, R, K]
+  float* log_probs = nullptr;             // [B, R, K] or null
+  float* scores = nullptr;                // [B, R, V], working memory of a GPU
+
+  GSD_HD Warpers warpers(int64_t b) const {
+    return {temperatures != nullptr ? temperatures[b] : shared.temperature, top_ks != nullptr ? top_ks[b] : shared.top_k,
+            top_ps != nullptr ? top_ps[b] : shared.top_p, min_ps != nullptr ? min_ps[b] : shared.min_p};
+  }
+  GSD_HD NoiseStream noise(int64_t row) const {
+    return seed != nullptr ? noise_stream(*seed, positions[row], sequence_ids[row / rows]) : NoiseStream{};
+  }
+};
+
 // Logits as stored, read as float32.
 struct Float32Logit {
   float bits;

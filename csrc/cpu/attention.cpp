@@ -1,12 +1,11 @@
 // The attention of a model's modules over its cache, and what writes that cache.
 #include <algorithm>
-#include <optional>
-#include <tuple>
 #include <vector>
 
 #include "../algorithms/group.h"
 #include "../torch_ops/cache.h"
 #include "../torch_ops/elements.h"
+#include "../torch_ops/op.h"
 #include "../torch_ops/registration.h"
 #include "../torch_ops/sight.h"
 #include "path_attention.h"
@@ -14,51 +13,39 @@
 namespace gsd {
 namespace {
 
-std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                         const Tensor& ancestor_mask, const Tensor& kv_len,
-                                         const MaybeTensor& kv_start,
-                                         const MaybeTensor& row_depths,
-                                         const MaybeTensor& node_depths, double scale,
-                                         std::optional<double> softcap, std::optional<int64_t> sliding_window,
-                                         std::optional<int64_t> chunk, const MaybeTensor& sinks) {
+void dag_attention(Arguments& in) {
+  const Tensor &q = in.tensor("q"), &k = in.tensor("k"), &v = in.tensor("v");
   for (const Tensor* t : {&q, &k, &v}) {
-    STD_TORCH_CHECK(t->dim() == 4 && t->scalar_type() == q.scalar_type() && t->stride(3) == 1,
-                    "q, k, v: expected 4 dimensions, one dtype, and stride 1 in the last dimension");
+    STD_TORCH_CHECK(t->scalar_type() == q.scalar_type() && t->stride(3) == 1,
+                    "q, k, v: expected one dtype, and stride 1 in the last dimension");
   }
   PathAttention a{};
   a.element = a.cache_element = element_of("q", q.scalar_type());
-  a.batch = q.size(0), a.heads = q.size(1), a.rows = a.graph_rows = q.size(2), a.head_dim = q.size(3);
+  a.batch = in['B'], a.heads = in['H'], a.rows = a.graph_rows = in['R'], a.head_dim = in['D'];
   a.keys = cache_tensor(k, a.batch), a.values = cache_tensor(v, a.batch);
-  a.kv_heads = a.keys.heads, a.value_dim = v.size(3);
+  a.kv_heads = in['G'], a.value_dim = in['V'];
   STD_TORCH_CHECK(a.kv_heads >= 1 && a.heads % a.kv_heads == 0, "q: ", a.heads, " heads are not a multiple of ",
                   a.kv_heads);
-  STD_TORCH_CHECK(k.size(3) == a.head_dim && a.values.heads == a.kv_heads && a.values.slots == a.keys.slots,
-                  "k, v: expected [", a.batch, ", heads, slots, head_dim]");
-  check("ancestor_mask", ancestor_mask, ScalarType::Int, {a.batch, a.rows, kAny});
-  check("kv_len", kv_len, ScalarType::Int, {a.batch});
-  if (kv_start) check("kv_start", *kv_start, ScalarType::Int, {a.batch});
   const std::vector<int32_t> no_padding(static_cast<size_t>(a.batch), 0);
-  a.kv_len = read<int32_t>(kv_len);
-  a.kv_start = kv_start ? read<int32_t>(*kv_start) : no_padding.data();
+  a.kv_len = in.at("kv_len"), a.kv_start = in.at("kv_start");
+  if (a.kv_start == nullptr) a.kv_start = no_padding.data();
   for (int64_t b = 0; b < a.batch; b++) {
     STD_TORCH_CHECK(a.kv_len[b] >= 0 && a.kv_len[b] <= a.keys.slots && a.kv_start[b] >= 0,
                     "kv_len: the prefix ends at ", a.kv_len[b], ", the cache at ", a.keys.slots);
   }
-  const int64_t words = ancestor_mask.size(2);
-  const int32_t* mask = read<int32_t>(ancestor_mask);
+  const int64_t words = in['W'];
+  const int32_t* mask = in.at("ancestor_mask");
   int64_t nodes = std::min(32 * words, a.keys.slots);
   std::vector<int32_t> positions, near;  // near: the mask without nodes that are too far from a row
-  if (sliding_window || chunk) {
-    check_sight(sliding_window, chunk, row_depths && node_depths);
-    check("row_depths", *row_depths, ScalarType::Int, {a.batch, a.rows});
-    check("node_depths", *node_depths, ScalarType::Int, {a.batch, kAny});
-    a.window = sliding_window.value_or(0), a.chunk = chunk.value_or(0);
-    nodes = std::min(nodes, node_depths->size(1));
+  if (limits_sight(in)) {
+    const int32_t *const row_depths = in.at("row_depths"), *const node_depths = in.at("node_depths");
+    a.window = in['w'], a.chunk = in['c'];
+    nodes = std::min(nodes, in['N']);
     near.assign(mask, mask + a.batch * a.rows * words);
     for (int64_t m = 0; m < a.batch * a.rows; m++) {
       const int64_t b = m / a.rows;
-      const int32_t prefix = a.kv_len[b] - a.kv_start[b], *depths = read<int32_t>(*node_depths) + b * node_depths->size(1);
-      positions.push_back(prefix + read<int32_t>(*row_depths)[m]);
+      const int32_t prefix = a.kv_len[b] - a.kv_start[b], *depths = node_depths + b * in['N'];
+      positions.push_back(prefix + row_depths[m]);
       const int64_t oldest = oldest_seen(positions.back(), a.window, a.chunk);
       for (int64_t node = 0; node < nodes; node++) {
         if (prefix + depths[node] < oldest) near[m * words + node / 32] &= ~(1u << node % 32);
@@ -66,25 +53,20 @@ std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const
     }
     a.positions = positions.data(), mask = near.data();
   }
-  if (sinks) {
-    check("sinks", *sinks, ScalarType::Float, {a.heads});
-    a.sinks = read<float>(*sinks);
-  }
+  a.sinks = in.at("sinks");
   const Paths paths(mask, nullptr, a.batch, a.rows, words, nodes, a.kv_len, a.kv_start, a.keys.slots);
   a.paths = &paths;
   a.q = static_cast<const char*>(q.const_data_ptr());
   a.q_batch = q.stride(0), a.q_head = q.stride(1), a.q_row = q.stride(2);
-  a.scale = static_cast<float>(scale);
-  a.softcap = static_cast<float>(softcap.value_or(0.0));
-  Tensor out = torch::stable::new_empty(q, {a.batch, a.rows, a.heads, a.value_dim});
-  Tensor lse = torch::stable::new_empty(q, {a.batch, a.heads, a.rows}, ScalarType::Float);
+  a.scale = static_cast<float>(in.real('s')), a.softcap = static_cast<float>(in.real('p'));
+  const Tensor out = torch::stable::new_empty(q, {a.batch, a.rows, a.heads, a.value_dim});
   a.out = static_cast<char*>(out.mutable_data_ptr());
-  a.lse = written<float>(lse);
+  in.results.push_back(torch::stable::transpose(out, 1, 2));
+  a.lse = in.result();
   const RowKernel& kernel = kernels().small[static_cast<int>(a.element)];
   const int64_t most = a.batch == 0 ? 0 : *std::max_element(a.kv_len, a.kv_len + a.batch);
   const bool small = a.batch * a.heads * a.rows * (most + a.rows) * (a.head_dim + a.value_dim) < 1 << 18;
   Team::run(small, [&](Team& team) { attend_paths(team, a, kernel); });
-  return {torch::stable::transpose(out, 1, 2), lse};
 }
 
 // One row of a cache, finite: NaN becomes 0, infinities the largest values. Integers, so no rule of a float unit enters.
@@ -103,19 +85,14 @@ bool copy_finite(const char* from, int64_t step, char* to, int64_t width, Int in
   return changed != 0;
 }
 
-void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
-              const Tensor& positions, const std::optional<Tensor>& spoiled) {
-  STD_TORCH_CHECK(positions.dim() == 2 && positions.scalar_type() == ScalarType::Long && positions.is_contiguous(),
-                  "positions: expected int64 [batch, rows], contiguous");
-  const int64_t batch = positions.size(0), rows = positions.size(1);
-  const int64_t* position = read<int64_t>(positions);
-  float* const marks = written<float>("spoiled", spoiled, {batch, rows});
+void write_kv(Arguments& in) {
+  const int64_t batch = in['B'], rows = in['R'];
+  const int64_t* const position = in.at("positions");
+  float* const marks = in.at("spoiled");
   for (const bool is_k : {true, false}) {
-    const Tensor &cache = is_k ? k_cache : v_cache, &from = is_k ? k : v;
+    const Tensor &cache = in.tensor(is_k ? "k_cache" : "v_cache"), &from = in.tensor(is_k ? "k" : "v");
     const CacheTensor to = cache_tensor(cache, batch);
-    STD_TORCH_CHECK(from.scalar_type() == cache.scalar_type() && from.dim() == 4 && from.size(0) == batch &&
-                        from.size(1) == to.heads && from.size(2) == rows && from.size(3) == cache.size(3),
-                    "k, v: expected [", batch, ", ", to.heads, ", ", rows, ", ", cache.size(3), "] in the cache's dtype");
+    STD_TORCH_CHECK(from.scalar_type() == cache.scalar_type(), "k, v: expected the cache's dtype");
     const ScalarType dtype = cache.scalar_type();
     const int64_t size = static_cast<int64_t>(cache.element_size()), width = cache.size(3);
     for (int64_t i = 0; i < batch * rows; i++) {
@@ -147,6 +124,6 @@ void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, con
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("dag_attention", TORCH_BOX(&gsd::dag_attention));
-  m.impl("write_kv", TORCH_BOX(&gsd::write_kv));
+  gsd::Op<gsd::dag_attention>::add(m, "dag_attention");
+  gsd::Op<gsd::write_kv>::add(m, "write_kv");
 }

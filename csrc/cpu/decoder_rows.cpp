@@ -92,6 +92,7 @@ void check_ranges(const DecoderRows& r, const DecoderSizes& s, int64_t capacity,
 struct Call {
   DecoderSizes s{};
   Packing packing;
+  size_t depth;
   int64_t keep;  // of the last rows logits and the normed state are returned
   DecoderRows rows{};
   Weights embedding{};
@@ -99,38 +100,44 @@ struct Call {
   std::vector<float> norm;
   Projection head;
   std::unique_ptr<const Paths> paths;
-  RowsOutputs outputs;
+  Tensors& outputs;
+  const Tensor& final_norm;
 
   // `inputs`: of the first layer's queries, keys and values, in hidden sizes; `rounded`: logits are of the weights' dtype.
-  Call(const DecoderInputs& in, int64_t inputs, bool rounded, const MaybeTensor& spoiled = std::nullopt)
-      : packing{in.kinds, in.scales, in.kinds.empty() ? element_of("embedding", in.embedding.scalar_type())
-                                                      : element_of("final norm", in.final_norm.scalar_type())},
-        keep(in.keep) {
-    in.check_all();
-    s.batch = in.batch(), s.rows = in.rows();
-    const int64_t vocab = in.embedding.size(0), out_vocab = in.head.size(0), capacity = in.k_caches[0].size(2);
-    s.hidden = in.final_norm.size(0), s.head_dim = 2 * in.inv_freq.size(0), s.inner = in.layers[6].size(0);
-    s.heads = in.heads, s.kv_heads = in.k_caches[0].size(1);
-    s.eps = static_cast<float>(in.eps), s.rope_scale = static_cast<float>(in.rope_scale);
+  Call(Arguments& in, int64_t inputs, bool rounded)
+      : packing{in.numbers("kinds"), in.list("scales"), Element::kFloat32},
+        depth(check_decoder(in)),
+        keep(in['k']),
+        outputs(in.results),
+        final_norm(in.tensor("final_norm")) {
+    const Tensors &tensors = in.list("layers"), &k_caches = in.list("k_caches"), &v_caches = in.list("v_caches");
+    const Tensor& like = packing.kinds.empty() ? in.tensor("embedding") : final_norm;
+    packing.element = element_of(packing.kinds.empty() ? "embedding" : "final norm", like.scalar_type());
+    s.batch = in['B'], s.rows = in['R'];
+    const int64_t vocab = in['V'], out_vocab = in['O'], capacity = k_caches[0].size(2);
+    s.hidden = in['H'], s.head_dim = 2 * in['D'], s.inner = tensors[6].size(0);
+    s.heads = in['h'], s.kv_heads = k_caches[0].size(1);
+    s.eps = static_cast<float>(in.real('e')), s.rope_scale = static_cast<float>(in.real('s'));
 
-    embedding = packing.of("embedding", 0, in.embedding, vocab, s.hidden);
-    rows = {read<int32_t>(in.token_ids), read<int32_t>(in.positions), read<int32_t>(in.slots),
-            read<int32_t>(in.kv_len),    read<int32_t>(in.kv_start),  read<float>(in.inv_freq),
-            written<float>("spoiled", spoiled, {s.batch, s.rows})};
+    embedding = packing.of("embedding", 0, in.tensor("embedding"), vocab, s.hidden);
+    rows = {in.at("token_ids"), in.at("positions"), in.at("slots"), in.at("kv_len"), in.at("kv_start"),
+            in.at("inv_freq"),  nullptr};
     check_ranges(rows, s, capacity, vocab);
-    layers.reserve(in.depth());
-    for (size_t l = 0; l < in.depth(); l++) {
-      layers.push_back(layer_of(in.layers.data() + l * kTensorsPerLayer, l, in.k_caches[l], in.v_caches[l], s, packing,
-                                capacity, in.windows[l], (l == 0 ? inputs : 1) * s.hidden));
+    layers.reserve(depth);
+    for (size_t l = 0; l < depth; l++) {
+      layers.push_back(layer_of(tensors.data() + l * kTensorsPerLayer, l, k_caches[l], v_caches[l], s, packing, capacity,
+                                in.numbers("windows")[l], (l == 0 ? inputs : 1) * s.hidden));
     }
-    norm = vector_of("final norm", in.final_norm, s.hidden);
-    head = {packing.of("head", 1, in.head, out_vocab, s.hidden), {}};
-    paths = std::make_unique<const Paths>(read<int32_t>(in.ancestor_mask), read<int32_t>(in.node_depths), s.batch, s.rows,
-                                          in.ancestor_mask.size(2), in.node_depths.size(1), rows.kv_len, rows.kv_start,
-                                          capacity);
-    const ScalarType own = in.kinds.empty() ? in.embedding.scalar_type() : in.final_norm.scalar_type();
-    outputs = {torch::stable::new_empty(in.final_norm, {s.batch, keep, out_vocab}, rounded ? own : ScalarType::Float),
-               torch::stable::new_empty(in.final_norm, {s.batch, keep, s.hidden}, ScalarType::Float), in.final_norm};
+    norm = vector_of("final norm", final_norm, s.hidden);
+    head = {packing.of("head", 1, in.tensor("head"), out_vocab, s.hidden), {}};
+    paths = std::make_unique<const Paths>(in.at("ancestor_mask"), in.at("node_depths"), s.batch, s.rows, in['W'], in['N'],
+                                          rows.kv_len, rows.kv_start, capacity);
+    give({s.batch, keep, out_vocab}, rounded ? like.scalar_type() : ScalarType::Float);
+    give({s.batch, keep, s.hidden});
+  }
+
+  void give(std::initializer_list<int64_t> shape, ScalarType dtype = ScalarType::Float) {
+    outputs.push_back(torch::stable::new_empty(final_norm, shape, dtype));
   }
 
   // Done before other threads are awake.
@@ -144,9 +151,9 @@ struct Call {
     Team::run(is_small(), [&](Team& team) {
       Decoder decoder(team, s, rows, *paths, packing.element, embedding);
       body(decoder);
-      const Tensor& logits = std::get<0>(outputs);
+      const Tensor& logits = outputs[0];
       const Element element = logits.scalar_type() == ScalarType::Float ? Element::kFloat32 : packing.element;
-      decoder.finish(norm, head, written<float>(std::get<1>(outputs)), element, logits.mutable_data_ptr());
+      decoder.finish(norm, head, written<float>(outputs[1]), element, logits.mutable_data_ptr());
     });
   }
 };
@@ -155,26 +162,26 @@ struct DecoderCall : Call {
   const Numbers& states;
   bool every_row;  // whether one is behind the last norm
 
-  DecoderCall(const DecoderInputs& in, const Numbers& states, const MaybeTensor& spoiled)
-      : Call(in, 1, true, spoiled), states(states) {
-    const auto depth = static_cast<int64_t>(in.depth());
+  explicit DecoderCall(Arguments& in) : Call(in, 1, true), states(in.numbers("states")) {
+    rows.spoiled = in.at("spoiled");
+    const auto last = static_cast<int64_t>(depth);
     for (const int64_t state : states) {
-      STD_TORCH_CHECK(state >= 0 && state <= depth, "states: expected layers 0 ... ", depth, ", got ", state);
+      STD_TORCH_CHECK(state >= 0 && state <= last, "states: expected layers 0 ... ", last, ", got ", state);
     }
-    every_row = std::count(states.begin(), states.end(), depth) > 0;
-    std::get<2>(outputs) = torch::stable::new_empty(
-        in.final_norm, {static_cast<int64_t>(states.size()), s.batch, s.rows, s.hidden}, ScalarType::Float);
+    every_row = std::count(states.begin(), states.end(), last) > 0;
+    give({static_cast<int64_t>(states.size()), s.batch, s.rows, s.hidden});
   }
 };
 
-void decoder_rows(const DecoderCall& call) {
+void decoder_rows(Arguments& in) {
+  const DecoderCall call(in);
   const DecoderSizes& s = call.s;
-  const size_t depth = call.layers.size();
+  const size_t depth = call.depth;
   call.run([&](Decoder& decoder) {
     for (size_t l = 0; l <= depth; l++) {
       for (size_t i = 0; i < call.states.size(); i++) {
         if (call.states[i] != static_cast<int64_t>(l)) continue;
-        float* out = written<float>(std::get<2>(call.outputs)) + static_cast<int64_t>(i) * s.count() * s.hidden;
+        float* out = written<float>(call.outputs[2]) + static_cast<int64_t>(i) * s.count() * s.hidden;
         l < depth ? decoder.copy_state(out) : decoder.norm_state(call.norm, out);
       }
       if (l < depth) decoder.forward(call.layers[l], l + 1 < depth || call.every_row ? s.rows : call.keep);
@@ -188,12 +195,10 @@ struct FeatureCall : Call {
   Features features;
   Projection first{};  // of pairs; without inputs: the first layer reads them
 
-  FeatureCall(const DecoderInputs& in, const FeatureInputs& of)
+  FeatureCall(Arguments& in, const FeatureInputs& of)
       : Call(in, of.projects() || of.stores() ? 1 : 2, false), stores(of.stores()) {
-    of.check_all(keep);
     const Tensor& t = of.features;
-    check("features", t, t.scalar_type(), {s.batch, s.rows, s.hidden});
-    features = {{t.const_data_ptr(), s.hidden, element_of("features", t.scalar_type())},
+    features = {{in.at("features"), s.hidden, element_of("features", t.scalar_type())},
                 vector_of("feature norm", of.feature_norm, s.hidden, true),
                 of.projects() ? vector_of("token norm", of.projection[1], s.hidden) : layers[0].input_norm,
                 of.feature_first,
@@ -202,12 +207,13 @@ struct FeatureCall : Call {
       first = {weights_of("projection", of.projection[0], kDense, nullptr, s.hidden, 2 * s.hidden, packing.element),
                vector_of("projection bias", of.projection[2], s.hidden, true)};
     }
-    std::get<2>(outputs) = torch::stable::new_empty(in.final_norm, {s.batch, keep, s.hidden}, ScalarType::Float);
+    give({s.batch, keep, s.hidden});
   }
 };
 
-void feature_rows(const FeatureCall& call) {
-  const size_t depth = call.layers.size();
+void feature_rows(Arguments& in) {
+  const FeatureCall call(in, FeatureInputs(in));
+  const size_t depth = call.depth;
   call.run([&](Decoder& decoder) {
     if (call.stores) return decoder.store_features(call.layers, call.features.rows);
     const int64_t rows = depth > 1 ? call.s.rows : call.keep;
@@ -218,7 +224,7 @@ void feature_rows(const FeatureCall& call) {
       decoder.forward_paired(call.layers[0], call.features, rows);
     }
     for (size_t l = 1; l < depth; l++) decoder.forward(call.layers[l], l + 1 < depth ? call.s.rows : call.keep);
-    decoder.copy_state(written<float>(std::get<2>(call.outputs)));
+    decoder.copy_state(written<float>(call.outputs[2]));
   });
 }
 
@@ -227,6 +233,6 @@ void feature_rows(const FeatureCall& call) {
 
 GSD_OPS(CPU, m) {
   using namespace gsd;
-  m.impl("decoder_rows", TORCH_BOX((&TypedOp<decoder_call<DecoderCall>, decoder_rows>::call)));
-  m.impl("feature_rows", TORCH_BOX((&TypedOp<feature_call<FeatureCall>, feature_rows>::call)));
+  Op<decoder_rows>::add(m, "decoder_rows");
+  Op<feature_rows>::add(m, "feature_rows");
 }

@@ -36,13 +36,11 @@ void verify(const VerifyCall& call) {
   });
 }
 
-void commit_kv(const Tensors& k_caches, const Tensors& v_caches, const Tensor& accepted_rows,
-               const Tensor& num_accepted, const Tensor& kv_len) {
-  const std::vector<CacheTensor> caches = cache_tensors(k_caches, v_caches, accepted_rows, num_accepted, kv_len);
-  const int64_t batch = accepted_rows.size(0), width = accepted_rows.size(1);
-  const int32_t* rows = read<int32_t>(accepted_rows);
-  const int32_t* accepted = read<int32_t>(num_accepted);
-  int32_t* lengths = written<int32_t>(kv_len);
+void commit_kv(const CommitCall& call) {
+  const std::vector<CacheTensor>& caches = call.caches;
+  const int64_t batch = call.batch, width = call.path;
+  const int32_t *rows = call.accepted_rows, *accepted = call.num_accepted;
+  int32_t* lengths = call.kv_len;
   for (int64_t b = 0; b < batch; b++) {
     STD_TORCH_CHECK(accepted[b] >= 0 && accepted[b] <= width, "num_accepted: ", accepted[b], " of ", width, " rows");
     for (int64_t i = 0; i < accepted[b]; i++) {
@@ -87,5 +85,5 @@ GSD_OPS(CPU, m) {
   gsd::Op<gsd::prepare_merge, gsd::merge>::add(m, "merge");
   gsd::Op<gsd::prepare_flatten, gsd::flatten>::add(m, "flatten");
   gsd::Op<gsd::prepare_verify, gsd::verify>::add(m, "verify");
-  m.impl("commit_kv", TORCH_BOX(&gsd::commit_kv));
+  gsd::Op<gsd::prepare_commit, gsd::commit_kv>::add(m, "commit_kv");
 }

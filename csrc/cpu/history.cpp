@@ -12,9 +12,8 @@ void answer(const HistoryCall& call) {
   const NgramSizes& sizes = call.sizes;
   for_each_sequence(call.batch, HistoryArena::bytes(), [&](int64_t b, char* arena) {
     SerialGroup group;
-    const NgramRecallArgs asked = call.args.asked.at(sizes, b);
-    const HistoryArgs known = call.args.history.at(sizes, b, asked.graph_nodes);
-    for (int row = 0; row < sizes.rows; row++) recall_history(group, asked, known, sizes, row, 1, arena);
+    const HistoryRecall mine = call.args.at(sizes, b);
+    for (int row = 0; row < sizes.rows; row++) recall_history(group, mine.asked, mine.history, sizes, row, 1, arena);
   });
 }
 

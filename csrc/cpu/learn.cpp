@@ -16,5 +16,5 @@ void learn(const LearnCall& call) {
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("learn_source", TORCH_BOX((&gsd::TypedOp<gsd::prepare_learn, gsd::learn>::call)));
+  gsd::Op<gsd::prepare_learn, gsd::learn>::add(m, "learn_source");
 }

@@ -2,11 +2,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <optional>
 
-#include "../algorithms/sampling.h"
-#include "../torch_ops/common.h"
 #include "../torch_ops/registration.h"
+#include "../torch_ops/sampling.h"
 #include "model_math.h"
 #include "row_math.h"
 
@@ -15,48 +13,11 @@ namespace {
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
-// The warpers' parameters, one for all sequences or one each.
-class WarperTable {
- public:
-  WarperTable(double temperature, int64_t top_k, double top_p, double min_p, const MaybeTensor& temperatures,
-              const MaybeTensor& top_ks, const MaybeTensor& top_ps,
-              const MaybeTensor& min_ps, int64_t batch)
-      : shared_{static_cast<float>(temperature), static_cast<float>(top_k), static_cast<float>(top_p),
-                static_cast<float>(min_p)},
-        temperatures_(values(temperatures, batch)),
-        top_ks_(values(top_ks, batch)),
-        top_ps_(values(top_ps, batch)),
-        min_ps_(values(min_ps, batch)) {}
-
-  Warpers of(int64_t sequence) const {
-    return {temperatures_ ? temperatures_[sequence] : shared_.temperature, top_ks_ ? top_ks_[sequence] : shared_.top_k,
-            top_ps_ ? top_ps_[sequence] : shared_.top_p, min_ps_ ? min_ps_[sequence] : shared_.min_p};
-  }
-
- private:
-  static const float* values(const MaybeTensor& t, int64_t batch) {
-    if (!t) return nullptr;
-    check("warpers", *t, ScalarType::Float, {batch});
-    return read<float>(*t);
-  }
-
-  Warpers shared_;
-  const float *temperatures_, *top_ks_, *top_ps_, *min_ps_;
-};
-
 // Logits [B, R, V] of any floating dtype, read row by row as float32.
 class LogitRows {
  public:
-  explicit LogitRows(const Tensor& logits) : dtype_(logits.scalar_type()), data_(logits.const_data_ptr()) {
-    STD_TORCH_CHECK(logits.dim() == 3 && logits.size(2) >= 1, "logits: expected [batch, rows, vocabulary]");
-    STD_TORCH_CHECK(logits.is_contiguous(), "logits: must be contiguous");
-    STD_TORCH_CHECK(dtype_ == ScalarType::Float || dtype_ == ScalarType::Half || dtype_ == ScalarType::BFloat16 ||
-                        dtype_ == ScalarType::Double,
-                    "logits: expected float64, float32, float16 or bfloat16");
-    STD_TORCH_CHECK(logits.size(2) <= (1 << 30), "logits: vocabulary too large");
-    vocab_ = static_cast<int>(logits.size(2));
-    padded_ = (vocab_ + kBlock - 1) / kBlock * kBlock;
-  }
+  explicit LogitRows(const PickCall& call)
+      : type_(call.type), data_(call.args.logits), vocab_(call.sizes.vocab), padded_((vocab_ + kBlock - 1) / kBlock * kBlock) {}
 
   int vocab() const { return vocab_; }
   int padded() const { return padded_; }
@@ -64,11 +25,11 @@ class LogitRows {
   // Tokens begin … begin + n − 1 of a row; `buffer` holds them unless they are float32 already.
   const float* read_part(int64_t row, int begin, int n, float* buffer) const {
     const int64_t at = row * vocab_ + begin;
-    if (dtype_ == ScalarType::Float) return static_cast<const float*>(data_) + at;
-    if (dtype_ == ScalarType::Double) {
+    if (type_ == LogitType::kFloat32) return static_cast<const float*>(data_) + at;
+    if (type_ == LogitType::kFloat64) {
       std::copy_n(static_cast<const double*>(data_) + at, n, buffer);
     } else {
-      const Element element = dtype_ == ScalarType::Half ? Element::kFloat16 : Element::kBfloat16;
+      const Element element = type_ == LogitType::kFloat16 ? Element::kFloat16 : Element::kBfloat16;
       read_row({static_cast<const uint16_t*>(data_) + at, 0, element}, 0, buffer, n);
     }
     return buffer;
@@ -82,7 +43,7 @@ class LogitRows {
   }
 
  private:
-  ScalarType dtype_;
+  LogitType type_;
   const void* data_;
   int vocab_, padded_;
 };
@@ -334,96 +295,46 @@ void log_probs_row(const LogitRows& logits, int64_t row, const Warpers& w, Scrat
   for (int i = 0; i < logits.vocab(); i++) out[i] = x[i] - found.max - log_sum;
 }
 
-// Calls work(row, sequence, scratch) for every row, rows shared out among threads where there are many: on a machine that
-// has other work, waiting for a thread that was sent away costs more than a few rows.
+// Calls work(logits, row, warpers, scratch) for every row, rows shared out among threads where there are many: on a machine
+// that has other work, waiting for a thread that was sent away costs more than a few rows.
 template <class Work>
-void for_each_row(const LogitRows& logits, int64_t batch, int64_t rows, const Work& work) {
+void for_each_row(const PickCall& call, const Work& work) {
   constexpr int64_t kTokensPerThread = 1 << 15, kFewTokens = 1 << 18;
-  const bool few = batch * rows * logits.padded() <= kFewTokens;
-  const int64_t grain = few ? batch * rows : std::max<int64_t>(1, kTokensPerThread / logits.padded());
-  torch::stable::parallel_for(0, batch * rows, grain, [&](int64_t begin, int64_t end) {
+  const LogitRows logits(call);
+  const bool few = call.rows * logits.padded() <= kFewTokens;
+  const int64_t grain = few ? call.rows : std::max<int64_t>(1, kTokensPerThread / logits.padded());
+  torch::stable::parallel_for(0, call.rows, grain, [&](int64_t begin, int64_t end) {
     Scratch scratch(logits.padded());
-    for (int64_t row = begin; row < end; row++) work(row, row / rows, scratch);
+    for (int64_t row = begin; row < end; row++) work(logits, row, call.args.warpers(row / call.args.rows), scratch);
   });
 }
 
-// Calls work(row, sequence, stream, scratch) for every row, rows shared out among threads.
-template <class Work>
-void for_each_row(const LogitRows& logits, const Tensor& positions, const Tensor& seed, const Tensor& sequence_ids,
-                  const Work& work) {
-  const int64_t batch = positions.size(0), rows = positions.size(1);
-  const int32_t* position = read<int32_t>(positions);
-  const int32_t* sequence = read<int32_t>(sequence_ids);
-  const int64_t key = *read<int64_t>(seed);
-  for_each_row(logits, batch, rows, [&](int64_t row, int64_t b, Scratch& scratch) {
-    work(row, b, noise_stream(key, position[row], sequence[b]), scratch);
+void sample_rows(const PickCall& call) {
+  for_each_row(call, [&](const LogitRows& logits, int64_t row, const Warpers& w, Scratch& scratch) {
+    call.args.tokens[row] = w.temperature <= 0.0f ? argmax_row(logits, row)
+                                                  : sample_row(logits, row, w, call.args.noise(row), scratch);
   });
 }
 
-void check_sampling(const Tensor& logits, const Tensor& positions, const Tensor& seed, const Tensor& sequence_ids) {
-  check("positions", positions, ScalarType::Int, {logits.size(0), logits.size(1)});
-  check("seed", seed, ScalarType::Long, {});
-  check("sequence_ids", sequence_ids, ScalarType::Int, {logits.size(0)});
-}
-
-Tensor sample_rows(const Tensor& logits, const Tensor& positions, const Tensor& seed, const Tensor& sequence_ids,
-                   double temperature, int64_t top_k, double top_p, double min_p,
-                   const MaybeTensor& temperatures, const MaybeTensor& top_ks,
-                   const MaybeTensor& top_ps, const MaybeTensor& min_ps) {
-  const LogitRows rows(logits);
-  check_sampling(logits, positions, seed, sequence_ids);
-  const WarperTable warpers(temperature, top_k, top_p, min_p, temperatures, top_ks, top_ps, min_ps, logits.size(0));
-  Tensor picked = fresh<int32_t>(positions, {positions.size(0), positions.size(1)});
-  int32_t* out = written<int32_t>(picked);
-  for_each_row(rows, positions, seed, sequence_ids,
-               [&](int64_t row, int64_t sequence, const NoiseStream& stream, Scratch& scratch) {
-                 const Warpers w = warpers.of(sequence);
-                 out[row] = w.temperature <= 0.0f ? argmax_row(rows, row) : sample_row(rows, row, w, stream, scratch);
-               });
-  return picked;
-}
-
-std::tuple<Tensor, Tensor> draft_candidates(const Tensor& logits, const Tensor& positions, int64_t branch,
-                                            const Tensor& seed, const Tensor& sequence_ids, double temperature,
-                                            int64_t top_k, double top_p, double min_p,
-                                            const MaybeTensor& temperatures,
-                                            const MaybeTensor& top_ks, const MaybeTensor& top_ps,
-                                            const MaybeTensor& min_ps, bool noise) {
-  const LogitRows rows(logits);
-  check_sampling(logits, positions, seed, sequence_ids);
-  STD_TORCH_CHECK(branch >= 1 && branch <= 1024, "branch: expected 1 ... 1024, got ", branch);
-  const WarperTable warpers(temperature, top_k, top_p, min_p, temperatures, top_ks, top_ps, min_ps, logits.size(0));
-  Tensor tokens = fresh<int32_t>(positions, {positions.size(0), positions.size(1), branch});
-  Tensor log_probs = torch::stable::new_empty(positions, {positions.size(0), positions.size(1), branch},
-                                              ScalarType::Float);
-  int32_t* out_tokens = written<int32_t>(tokens);
-  float* out_log_probs = written<float>(log_probs);
-  for_each_row(rows, positions, seed, sequence_ids,
-               [&](int64_t row, int64_t sequence, const NoiseStream& stream, Scratch& scratch) {
-                 draft_row(rows, row, warpers.of(sequence), stream, noise, static_cast<int>(branch), scratch,
-                           out_tokens + row * branch, out_log_probs + row * branch);
-               });
-  return {tokens, log_probs};
-}
-
-Tensor warped_log_probs(const Tensor& logits, double temperature, int64_t top_k, double top_p, double min_p,
-                        const MaybeTensor& temperatures, const MaybeTensor& top_ks,
-                        const MaybeTensor& top_ps, const MaybeTensor& min_ps) {
-  const LogitRows rows(logits);
-  const WarperTable warpers(temperature, top_k, top_p, min_p, temperatures, top_ks, top_ps, min_ps, logits.size(0));
-  Tensor log_probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
-  float* out = written<float>(log_probs);
-  for_each_row(rows, logits.size(0), logits.size(1), [&](int64_t row, int64_t sequence, Scratch& scratch) {
-    log_probs_row(rows, row, warpers.of(sequence), scratch, out + row * rows.vocab());
+void draft_candidates(const PickCall& call) {
+  const int branch = call.sizes.branch;
+  for_each_row(call, [&](const LogitRows& logits, int64_t row, const Warpers& w, Scratch& scratch) {
+    draft_row(logits, row, w, call.args.noise(row), call.sizes.noisy, branch, scratch, call.args.tokens + row * branch,
+              call.args.log_probs + row * branch);
   });
-  return log_probs;
+}
+
+void warped_log_probs(const PickCall& call) {
+  for_each_row(call, [&](const LogitRows& logits, int64_t row, const Warpers& w, Scratch& scratch) {
+    log_probs_row(logits, row, w, scratch, call.args.scores + row * logits.vocab());
+  });
 }
 
 }  // namespace
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("sample_rows", TORCH_BOX(&gsd::sample_rows));
-  m.impl("draft_candidates", TORCH_BOX(&gsd::draft_candidates));
-  m.impl("warped_log_probs", TORCH_BOX(&gsd::warped_log_probs));
+  gsd::Op<gsd::prepare_sample, gsd::sample_rows>::add(m, "sample_rows");
+  gsd::Op<gsd::prepare_draft, gsd::draft_candidates>::add(m, "draft_candidates");
+  gsd::Op<gsd::prepare_log_probs, gsd::warped_log_probs>::add(m, "warped_log_probs");
 }

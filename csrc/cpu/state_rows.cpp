@@ -3,10 +3,9 @@
 // Every head reads its state once for all rows, four vectors of keys and queries at a time; then every row folds in the
 // tokens and rows on its path, in the order of the text. What is computed of a row is the same however many there are.
 #include <algorithm>
-#include <optional>
 #include <vector>
 
-#include "../torch_ops/common.h"
+#include "../torch_ops/op.h"
 #include "../torch_ops/registration.h"
 #include "lanes.h"
 
@@ -196,19 +195,16 @@ GSD_CLONES void fold_block(const Sizes& z, const Window& w, int64_t b, int64_t h
   }
 }
 
-Sizes sizes_of(const Tensor& state, const Tensor& keys, const Tensor& updates, const Tensor& sums, int64_t block) {
-  check("state", state, ScalarType::Float, {2, kAny, kAny, kAny, kAny});
-  Sizes z{state.size(1), 0, state.size(2), 1, state.size(3), state.size(4), 1, block, 0};
-  check("keys", keys, ScalarType::Float, {z.batch, kAny, kAny, z.key});
-  z.places = keys.size(1), z.groups = keys.size(2);
-  check("updates", updates, ScalarType::Float, {z.batch, z.places, z.heads, z.value});
-  check("sums", sums, ScalarType::Float, {z.batch, z.places, z.heads, kAny});
-  z.decays = sums.size(3);
-  STD_TORCH_CHECK(block > 0 && z.places >= z.committed(), "window: no room for ", kBlocks, " blocks");
+Sizes sizes_of(const Arguments& in) {
+  const int64_t decays = in['E'], key = in['D'];
+  const Sizes z{in['B'], 0, in['H'], in['G'], key, in['V'], decays, in['k'], in['P']};
+  STD_TORCH_CHECK(z.block > 0 && z.places >= z.committed(), "window: no room for ", kBlocks, " blocks");
   STD_TORCH_CHECK(z.groups > 0 && z.heads % z.groups == 0, "window: heads and groups do not go together");
-  STD_TORCH_CHECK(z.decays == 1 || z.decays == z.key, "sums: expected one decay, or one a channel of a key");
+  STD_TORCH_CHECK(decays == 1 || decays == key, "sums: expected one decay, or one a channel of a key");
   return z;
 }
+
+Window window_of(Arguments& in) { return {in.at("state"), in.at("keys"), in.at("updates"), in.at("sums")}; }
 
 Paths paths_of(const Sizes& z, const int32_t* parents, const int32_t* depths, int64_t length) {
   STD_TORCH_CHECK(length >= 0, "lengths: expected 0 or more, got ", length);
@@ -238,31 +234,20 @@ int64_t heads_at_once(const Sizes& z, int64_t rows) {
   return std::max<int64_t>(1, (1 << 20) / std::max<int64_t>(1, (rows + 2) * z.key * z.value));
 }
 
-Tensor state_rows(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
-                  const MaybeTensor& beta, const Tensor& parents, const Tensor& depths, const Tensor& lengths,
-                  const Tensor& state, const Tensor& keys, const Tensor& updates, const Tensor& sums, int64_t block) {
-  Sizes z = sizes_of(state, keys, updates, sums, block);
-  check("key", key, ScalarType::Float, {z.batch, kAny, z.groups, z.key});
-  z.rows = key.size(1);
-  check("query", query, ScalarType::Float, {z.batch, z.rows, z.groups, z.key});
-  check("value", value, ScalarType::Float, {z.batch, z.rows, z.heads, z.value});
-  check("decay", decay, ScalarType::Float, {z.batch, z.rows, z.heads, z.decays});
-  if (beta) check("beta", *beta, ScalarType::Float, {z.batch, z.rows, z.heads});
-  check("parents", parents, ScalarType::Int, {z.batch, kAny});
-  const int64_t all = parents.size(1);
+void state_rows(Arguments& in) {
+  Sizes z = sizes_of(in);
+  z.rows = in['R'];
+  const int64_t all = in['A'];
   z.first = all - z.rows;
   STD_TORCH_CHECK(z.first >= 0, "parents: of ", all, " rows, where ", z.rows, " are given");
-  check("depths", depths, ScalarType::Int, {z.batch, all});
-  check("lengths", lengths, ScalarType::Int, {z.batch});
   STD_TORCH_CHECK(z.places >= z.committed() + all, "window: no room for ", all, " rows");
-  Tensor out = torch::stable::new_empty(value, {z.batch, z.rows, z.heads, z.value});
-  const Window w{written<float>(state), written<float>(keys), written<float>(updates), written<float>(sums)};
-  const Rows rows{read<float>(query), read<float>(key), read<float>(value), read<float>(decay),
-                  beta ? read<float>(*beta) : nullptr, written<float>(out)};
+  const Window w = window_of(in);
+  const int32_t *const parents = in.at("parents"), *const depths = in.at("depths"), *const lengths = in.at("lengths");
+  const Rows rows{in.at("query"), in.at("key"), in.at("value"), in.at("decay"), in.at("beta"), in.result()};
   std::vector<Paths> paths;
   for (int64_t b = 0; b < z.batch; b++) {
     const int64_t of = b * all, size = z.groups * z.key;
-    paths.push_back(paths_of(z, read<int32_t>(parents) + of, read<int32_t>(depths) + of, read<int32_t>(lengths)[b]));
+    paths.push_back(paths_of(z, parents + of, depths + of, lengths[b]));
     std::copy_n(rows.key + b * z.rows * size, z.rows * size, w.keys + (b * z.places + z.place(0)) * size);
   }
   torch::stable::parallel_for(0, z.batch * z.heads, heads_at_once(z, z.rows), [&](int64_t begin, int64_t end) {
@@ -271,21 +256,18 @@ Tensor state_rows(const Tensor& query, const Tensor& key, const Tensor& value, c
       head_rows(z, paths[static_cast<size_t>(i / z.heads)], w, rows, i / z.heads, i % z.heads, scratch.data());
     }
   });
-  return out;
 }
 
-void state_commit(const Tensor& accepted_rows, const Tensor& num_accepted, const Tensor& lengths, const Tensor& state,
-                  const Tensor& keys, const Tensor& updates, const Tensor& sums, int64_t block) {
-  const Sizes z = sizes_of(state, keys, updates, sums, block);
-  check("accepted_rows", accepted_rows, ScalarType::Int, {z.batch, kAny});
-  check("num_accepted", num_accepted, ScalarType::Int, {z.batch});
-  check("lengths", lengths, ScalarType::Int, {z.batch});
-  const Window w{written<float>(state), written<float>(keys), written<float>(updates), written<float>(sums)};
-  const int64_t path = accepted_rows.size(1), room = z.places - z.committed();
+void state_commit(Arguments& in) {
+  const Sizes z = sizes_of(in);
+  const Window w = window_of(in);
+  const int32_t *const accepted_rows = in.at("accepted_rows"), *const num_accepted = in.at("num_accepted"),
+                *const lengths = in.at("lengths");
+  const int64_t path = in['A'], room = z.places - z.committed(), block = z.block;
 
   bool folds = false;
   for (int64_t b = 0; b < z.batch; b++) {
-    const int64_t length = read<int32_t>(lengths)[b], count = read<int32_t>(num_accepted)[b];
+    const int64_t length = lengths[b], count = num_accepted[b];
     STD_TORCH_CHECK(length >= 0 && count >= 0 && count <= path && count <= block + 1, "num_accepted: ", count,
                     " rows of sequence ", b, " do not fit");
     const auto move = [&](float* stored, int64_t size, int64_t place, int64_t row) {
@@ -293,7 +275,7 @@ void state_commit(const Tensor& accepted_rows, const Tensor& num_accepted, const
       std::copy_n(of + (z.committed() + row) * size, size, of + place * size);
     };
     for (int64_t i = 0; i < count; i++) {
-      const int64_t row = read<int32_t>(accepted_rows)[b * path + i], place = (length + i) % z.committed();
+      const int64_t row = accepted_rows[b * path + i], place = (length + i) % z.committed();
       STD_TORCH_CHECK(row >= 0 && row < room, "accepted_rows: ", row, " is no row");
       move(w.keys, z.groups * z.key, place, row);
       move(w.updates, z.heads * z.value, place, row);
@@ -305,7 +287,7 @@ void state_commit(const Tensor& accepted_rows, const Tensor& num_accepted, const
   torch::stable::parallel_for(0, z.batch * z.heads, heads_at_once(z, block), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t b = i / z.heads, h = i % z.heads;
-      const int64_t length = read<int32_t>(lengths)[b], now = length + read<int32_t>(num_accepted)[b];
+      const int64_t length = lengths[b], now = length + num_accepted[b];
       for (int64_t c = length / block + 1; c <= now / block; c++) {
         const auto slot = [&](int64_t s) { return w.state + ((s % 2 * z.batch + b) * z.heads + h) * z.key * z.value; };
         fold_block(z, w, b, h, (c - 1) * block, slot(c - 1), slot(c));
@@ -318,6 +300,6 @@ void state_commit(const Tensor& accepted_rows, const Tensor& num_accepted, const
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  m.impl("state_rows", TORCH_BOX(&gsd::state_rows));
-  m.impl("state_commit", TORCH_BOX(&gsd::state_commit));
+  gsd::Op<gsd::state_rows>::add(m, "state_rows");
+  gsd::Op<gsd::state_commit>::add(m, "state_commit");
 }

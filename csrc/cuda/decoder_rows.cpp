@@ -27,7 +27,7 @@ struct CudaLaunches {
 
 int launch_rows(const RowsCall& call, void* stream) {
   const RowsForward forward(call.decoder);
-  const Tensor& like = std::get<0>(call.outputs);
+  const Tensor& like = call.outputs[0];
   Tensor memory = torch::stable::new_empty(like, {forward.bytes()}, ScalarType::Byte);
   Tensor cleared = torch::stable::narrow(memory, 0, 0, forward.cleared_bytes());
   torch::stable::zero_(cleared);
@@ -47,6 +47,6 @@ extern "C" __attribute__((visibility("default"))) void gsd_force_rows(int overla
 
 GSD_OPS(CUDA, m) {
   using namespace gsd;
-  m.impl("decoder_rows", TORCH_BOX((&TypedLaunchedOp<decoder_call<RowsCall>, launch_rows>::call)));
-  m.impl("feature_rows", TORCH_BOX((&TypedLaunchedOp<feature_call<RowsCall>, launch_rows>::call)));
+  LaunchedOp<decoder_call, launch_rows>::add(m, "decoder_rows");
+  LaunchedOp<feature_call, launch_rows>::add(m, "feature_rows");
 }

@@ -4,9 +4,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <string>
-#include <vector>
 
-#include "../torch_ops/common.h"
 #include "../torch_ops/op.h"
 #include "errors.h"
 
@@ -40,76 +38,32 @@ inline void check_launch(int error) {
 }
 
 // A pointer into another device's memory would end in an illegal access.
-inline void check_device(std::initializer_list<const Tensor*> tensors) {
-  const Tensor& first = **tensors.begin();
-  for (const Tensor* t : tensors) {
-    STD_TORCH_CHECK(t->is_cuda() && t->get_device_index() == first.get_device_index(),
-                    "gsd_kernels: all tensors of one call must be on the same CUDA device");
-  }
+inline void check_device(const Tensor& first, const Tensor& t) {
+  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == first.get_device_index(),
+                  "gsd_kernels: all tensors of one call must be on the same CUDA device");
 }
 
-// Tensors that may be absent are left out.
-inline void check_device(const Tensor& first, std::initializer_list<const std::optional<Tensor>*> tensors) {
-  for (const auto* t : tensors) {
-    if (*t) check_device({&first, &**t});
-  }
-}
-
-inline void check_device(const Tensor& first, const Tensors& tensors) {
-  for (const Tensor& t : tensors) check_device({&first, &t});
-}
-
-// The same of an op's arguments, whatever they are.
-inline void check_on(const Tensor& first, const Tensor& t) { check_device({&first, &t}); }
-inline void check_on(const Tensor& first, const MaybeTensor& t) { check_device(first, {&t}); }
-inline void check_on(const Tensor& first, const Tensors& tensors) { check_device(first, tensors); }
-template <class Number>
-void check_on(const Tensor&, Number) {}
-
-// The first argument that is a tensor.
-inline void find_tensor(const Tensor& t, const Tensor** found) {
-  if (*found == nullptr) *found = &t;
-}
-template <class Other>
-void find_tensor(const Other&, const Tensor**) {}
-
-// Launches a call on the current stream of its tensors' device.
-template <auto launch, class Call>
-void launch_on(const Tensor& on, const Call& call) {
-  void* stream = current_stream(on);
-  if constexpr (std::is_invocable_v<decltype(launch), const Call&, void*>) {
-    check_launch(launch(call, stream));
-  } else {  // as most of launch.h: arguments, sizes and a number of sequences or rows
-    check_launch(launch(call.args, call.sizes, call.batch, stream));
-  }
-}
-
-// Ops from their halves (see torch_ops/op.h), the second one a launch.
+// Ops from their halves (see torch_ops/op.h), the second one a launch on the current stream of its tensors' device.
 template <auto prepare, auto launch>
 struct LaunchedOp : NamedOp<LaunchedOp<prepare, launch>> {
   static void boxed(StableIValue* stack, uint64_t, uint64_t) {
     Arguments arguments(LaunchedOp::line(), stack);
     const Tensor& on = arguments.first();
-    for (const MaybeTensor& t : arguments.tensors) check_on(on, t);
+    for (const MaybeTensor& t : arguments.tensors) {
+      if (t) check_device(on, *t);
+    }
+    for (const auto& [name, list] : arguments.lists) {
+      for (const Tensor& t : list) check_device(on, t);
+    }
     const DeviceGuard guard(on.get_device_index());
-    launch_on<launch>(on, prepare(arguments));
+    const auto call = prepare(arguments);
+    void* stream = current_stream(on);
+    if constexpr (std::is_invocable_v<decltype(launch), decltype(call), void*>) {
+      check_launch(launch(call, stream));
+    } else {  // as most of launch.h: arguments, sizes and a number of sequences or rows
+      check_launch(launch(call.args, call.sizes, call.batch, stream));
+    }
     arguments.give(stack);
-  }
-};
-
-template <auto prepare, auto launch>
-struct TypedLaunchedOp;
-
-template <class Call, class... Arguments, Call (*prepare)(Arguments...), auto launch>
-struct TypedLaunchedOp<prepare, launch> {
-  static auto call(Arguments... arguments) {
-    const Tensor* on = nullptr;
-    (find_tensor(arguments, &on), ...);
-    (check_on(*on, arguments), ...);
-    const DeviceGuard guard(on->get_device_index());
-    const Call call = prepare(arguments...);
-    launch_on<launch>(*on, call);
-    return outputs_of(call, 0);
   }
 };
 

@@ -13,9 +13,8 @@ __global__ void __launch_bounds__(kNodeThreads, 10)  // blocks a multiprocessor;
   extern __shared__ __align__(16) char arena[];
   CudaBlock group;
   const int64_t b = blockIdx.x / sizes.rows;
-  const NgramRecallArgs asked = first.asked.at(sizes, b);
-  recall_history(group, asked, first.history.at(sizes, b, asked.graph_nodes), sizes,
-                 static_cast<int>(blockIdx.x % sizes.rows), 1, arena);
+  const HistoryRecall mine = first.at(sizes, b);
+  recall_history(group, mine.asked, mine.history, sizes, static_cast<int>(blockIdx.x % sizes.rows), 1, arena);
 }
 
 __global__ void __launch_bounds__(kBlockThreads, 4)  // as above

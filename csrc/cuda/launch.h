@@ -49,22 +49,7 @@ int launch_text(const TextArgs& first, const TextSizes& sizes, int64_t batch, vo
 int launch_commit(const CommitArgs& args, int64_t batch, void* stream);
 int launch_advance(int32_t* kv_len, const int32_t* num_accepted, int64_t batch, int path, void* stream);
 
-// sample_rows (log_probs null, K = 1), draft_candidates and warped_log_probs (K = 0, scores is the result): a thread
-// block takes one of the B·R rows.
-enum class LogitType { kFloat32, kFloat16, kBfloat16, kFloat64 };
-struct PickBatch {
-  const void* logits;           // [B, R, V]
-  float* scores;                // [B, R, V], working memory
-  int32_t* tokens;              // [B, R, K]
-  float* log_probs;             // [B, R, K] or null
-  const int32_t* positions;     // [B, R]; null, as the next two, where no noise is drawn
-  const int64_t* seed;          // [1]
-  const int32_t* sequence_ids;  // [B]
-  Warpers shared;               // for all sequences, where there is no tensor [B]
-  const float *temperatures, *top_ks, *top_ps, *min_ps;
-  int rows;
-};
-
+// A thread block takes one of the B·R rows.
 int launch_pick(const PickBatch& args, const PickSizes& sizes, LogitType type, int64_t blocks, void* stream);
 
 // dag_attention in float16 or bfloat16, head_dim 64 or 128: all splits in one launch, combined by a second. The plan

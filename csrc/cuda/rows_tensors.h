@@ -157,21 +157,21 @@ inline int rows_size(const char* name, int64_t size, int64_t most = int64_t{1} <
 }
 
 // Sizes, numbers and what is no weight.
-inline RowsDecoder rows_decoder(const DecoderInputs& in) {
-  in.check_all();
-  const int64_t batch = in.batch(), rows = in.rows();
+inline RowsDecoder rows_decoder(Arguments& in) {
+  const int64_t batch = in['B'], rows = in['R'];
+  const Tensor& keys = in.list("k_caches")[0];
   RowsDecoder d{};
   d.batch = rows_size("token_ids", batch), d.rows = rows_size("token_ids", rows);
   rows_size("token_ids", batch * rows, int64_t{1} << 20);
-  d.keep = static_cast<int>(in.keep);
-  d.hidden = rows_size("embedding", in.final_norm.size(0), int64_t{1} << 20);
-  d.inner = rows_size("gate", in.layers[6].size(0), int64_t{1} << 20);
-  d.heads = rows_size("heads", in.heads, int64_t{1} << 16);
-  d.kv_heads = rows_size("k_caches", in.k_caches[0].size(1), int64_t{1} << 16);
-  d.head_dim = rows_size("inv_freq", 2 * in.inv_freq.size(0));
-  d.capacity = rows_size("k_caches", in.k_caches[0].size(2));
-  d.words = rows_size("ancestor_mask", in.ancestor_mask.size(2), int64_t{1} << 20);
-  d.nodes = rows_size("node_depths", in.node_depths.size(1), int64_t{1} << 25);
+  d.keep = in.size('k');
+  d.hidden = rows_size("embedding", in['H'], int64_t{1} << 20);
+  d.inner = rows_size("gate", in.list("layers")[6].size(0), int64_t{1} << 20);
+  d.heads = rows_size("heads", in['h'], int64_t{1} << 16);
+  d.kv_heads = rows_size("k_caches", keys.size(1), int64_t{1} << 16);
+  d.head_dim = rows_size("inv_freq", 2 * in['D']);
+  d.capacity = rows_size("k_caches", keys.size(2));
+  d.words = rows_size("ancestor_mask", in['W'], int64_t{1} << 20);
+  d.nodes = rows_size("node_depths", in['N'], int64_t{1} << 25);
   STD_TORCH_CHECK(d.head_dim == 64 || d.head_dim == 128, "q: expected heads of 64 or 128, got ", d.head_dim);
   STD_TORCH_CHECK(batch * d.kv_heads <= 65535, "k_caches: ", batch, " sequences of ", d.kv_heads,
                   " heads are more than a launch takes");
@@ -181,97 +181,104 @@ inline RowsDecoder rows_decoder(const DecoderInputs& in) {
   d.overlap = rows_setting("GSD_KERNELS_ROWS_OVERLAP", rows_forced.overlap, 1) != 0;
   d.group = rows_setting("GSD_KERNELS_ROWS_GROUP", rows_forced.group, 0) != 0;
   d.ahead = int64_t{rows_setting("GSD_KERNELS_ROWS_AHEAD", rows_forced.ahead, 24, 64)} << 20;
-  d.eps = static_cast<float>(in.eps), d.rope_scale = static_cast<float>(in.rope_scale);
-  d.tokens = read<int32_t>(in.token_ids), d.positions = read<int32_t>(in.positions);
-  d.slots = read<int32_t>(in.slots);
-  d.mask = read<int32_t>(in.ancestor_mask), d.depths = read<int32_t>(in.node_depths);
-  d.kv_len = read<int32_t>(in.kv_len), d.kv_start = read<int32_t>(in.kv_start);
-  d.inv_freq = read<float>(in.inv_freq);
+  d.eps = static_cast<float>(in.real('e')), d.rope_scale = static_cast<float>(in.real('s'));
+  d.tokens = in.at("token_ids"), d.positions = in.at("positions"), d.slots = in.at("slots");
+  d.mask = in.at("ancestor_mask"), d.depths = in.at("node_depths");
+  d.kv_len = in.at("kv_len"), d.kv_start = in.at("kv_start"), d.inv_freq = in.at("inv_freq");
   return d;
 }
 
 struct RowsCall {
+  size_t depth;
   RowsDecoder decoder;
-  RowsOutputs outputs;
+  Tensors& outputs;
   std::vector<std::pair<int64_t, int64_t>> repeated;  // states that were asked for before, and where
 
-  // `paired`: the first layer reads embedding and feature side by side.
-  RowsCall(const DecoderInputs& in, const Numbers& states, const MaybeTensor& spoiled, bool paired = false)
-      : decoder(rows_decoder(in)) {
+  // `paired`: the first layer reads embedding and feature side by side. The third output is its caller's to add.
+  RowsCall(Arguments& in, bool paired) : depth(check_decoder(in)), decoder(rows_decoder(in)), outputs(in.results) {
     RowsDecoder& d = decoder;
-    const int64_t batch = in.batch(), rows = in.rows();
-    const size_t depth = in.depth();
-    d.spoiled = written<float>("spoiled", spoiled, {batch, rows});
-    const RowsTensors of(in.final_norm.scalar_type(), in.kinds, in.scales);
-    d.embedding = of.matrix("embedding", 0, in.embedding, rows_size("embedding", in.embedding.size(0)), d.hidden);
+    const Tensor &embedding = in.tensor("embedding"), &final_norm = in.tensor("final_norm");
+    const RowsTensors of(final_norm.scalar_type(), in.numbers("kinds"), in.list("scales"));
+    d.embedding = of.matrix("embedding", 0, embedding, rows_size("embedding", in['V']), d.hidden);
     for (size_t l = 0; l < depth; l++) {
-      d.layers.push_back(rows_layer(of, in.layers.data() + l * kTensorsPerLayer, l, d, paired && l == 0));
+      d.layers.push_back(rows_layer(of, in.list("layers").data() + l * kTensorsPerLayer, l, d, paired && l == 0));
       RowsLayer& layer = d.layers.back();
-      layer.keys = of.cache("k_caches", in.k_caches[l], d, layer.k_batch, layer.k_head, layer.k_slot);
-      layer.values = of.cache("v_caches", in.v_caches[l], d, layer.v_batch, layer.v_head, layer.v_slot);
+      layer.keys = of.cache("k_caches", in.list("k_caches")[l], d, layer.k_batch, layer.k_head, layer.k_slot);
+      layer.values = of.cache("v_caches", in.list("v_caches")[l], d, layer.v_batch, layer.v_head, layer.v_slot);
       constexpr int64_t kNarrow = 1 << 30;  // wider ones hide nothing
-      layer.window = in.windows[l] > 0 && in.windows[l] < kNarrow ? static_cast<int>(in.windows[l]) : 0;
+      const int64_t window = in.numbers("windows")[l];
+      layer.window = window > 0 && window < kNarrow ? static_cast<int>(window) : 0;
     }
-    d.final_norm = of.vector("final norm", in.final_norm, d.hidden);
-    const int vocab = rows_size("head", in.head.size(0));
-    d.head = of.matrix("head", 1, in.head, vocab, d.hidden);
+    d.final_norm = of.vector("final norm", final_norm, d.hidden);
+    const int vocab = rows_size("head", in['O']);
+    d.head = of.matrix("head", 1, in.tensor("head"), vocab, d.hidden);
+    outputs.push_back(torch::stable::new_empty(embedding, {d.batch, d.keep, vocab}, final_norm.scalar_type()));
+    d.logits = written<uint16_t>(outputs[0]);
+    d.last = give({d.batch, d.keep, d.hidden});
+  }
 
-    const Tensor logits = torch::stable::new_empty(in.embedding, {batch, in.keep, vocab}, in.final_norm.scalar_type());
-    const Tensor last = fresh<float>(in.embedding, {batch, in.keep, d.hidden});
-    const Tensor read_by = fresh<float>(in.embedding, {static_cast<int64_t>(states.size()), batch, rows, d.hidden});
-    d.logits = static_cast<uint16_t*>(logits.mutable_data_ptr()), d.last = written<float>(last);
-    for (size_t i = 0; i < states.size(); i++) {
-      STD_TORCH_CHECK(states[i] >= 0 && states[i] <= static_cast<int64_t>(depth), "states: expected layers 0 ... ",
-                      depth, ", got ", states[i]);
-      const size_t at = static_cast<size_t>(states[i]);
-      float*& state = at < depth ? d.layers[at].state : d.normed;
-      if (state != nullptr) {
-        repeated.push_back({i, std::find(states.begin(), states.end(), states[i]) - states.begin()});
-        continue;
-      }
-      state = written<float>(read_by) + static_cast<int64_t>(i) * batch * rows * d.hidden;
-    }
-    outputs = {logits, last, read_by};
+  float* give(std::initializer_list<int64_t> shape) {
+    outputs.push_back(fresh<float>(outputs[0], shape));
+    return written<float>(outputs.back());
   }
 
   // Behind the launches: a layer's input is where it was computed, and there once.
   void repeat_states() const {
-    Tensor read_by = std::get<2>(outputs);
+    Tensor read_by = outputs[2];
     for (const auto& [to, from] : repeated) {
       Tensor place = torch::stable::narrow(read_by, 0, to, 1);
       torch::stable::copy_(place, torch::stable::narrow(read_by, 0, from, 1));
     }
   }
 
-  // The third output becomes what the final norm reads.
-  RowsCall(const DecoderInputs& in, const FeatureInputs& given)
-      : RowsCall(in, {}, std::nullopt, !given.projects() && !given.stores()) {
-    given.check_all(in.keep);
-    RowsDecoder& d = decoder;
-    const ScalarType dtype = in.final_norm.scalar_type();
-    check("features", given.features, dtype, {d.batch, d.rows, d.hidden});
-    const Numbers dense;
-    const Tensors nothing;
-    const RowsTensors of(dtype, dense, nothing);
-    const uint16_t* features = of.halves("features", given.features);
-    Tensor& state = std::get<2>(outputs);
-    state = fresh<float>(in.final_norm, {d.batch, d.keep, d.hidden});
-    d.state = written<float>(state);
-    if (given.stores()) {
-      d.stored = features;
-      return;
-    }
-    d.pair.tokens = d.tokens, d.pair.embedding = d.embedding;
-    d.pair.features = features;
-    d.pair.feature_norm = of.vector("feature norm", given.feature_norm, d.hidden);
-    d.pair.token_norm = given.projects() ? of.vector("token norm", given.projection[1], d.hidden) : d.layers[0].input_norm;
-    d.pair.feature_first = given.feature_first, d.pair.normed_residual = given.normed_residual;
-    d.pair.rows = d.batch * d.rows, d.pair.hidden = d.hidden, d.pair.eps = d.eps;
-    if (given.projects()) {
-      d.projection = of.matrix("projection", 0, given.projection[0], d.hidden, 2 * d.hidden);
-      d.projection.bias = of.vector("projection bias", given.projection[2], d.hidden, true);
-    }
-  }
 };
+
+inline RowsCall decoder_call(Arguments& in) {
+  RowsCall call(in, false);
+  RowsDecoder& d = call.decoder;
+  const Numbers& states = in.numbers("states");
+  d.spoiled = in.at("spoiled");
+  float* const read_by = call.give({static_cast<int64_t>(states.size()), d.batch, d.rows, d.hidden});
+  for (size_t i = 0; i < states.size(); i++) {
+    STD_TORCH_CHECK(states[i] >= 0 && states[i] <= static_cast<int64_t>(call.depth), "states: expected layers 0 ... ",
+                    call.depth, ", got ", states[i]);
+    const size_t at = static_cast<size_t>(states[i]);
+    float*& state = at < call.depth ? d.layers[at].state : d.normed;
+    if (state != nullptr) {
+      call.repeated.push_back({i, std::find(states.begin(), states.end(), states[i]) - states.begin()});
+      continue;
+    }
+    state = read_by + static_cast<int64_t>(i) * d.batch * d.rows * d.hidden;
+  }
+  return call;
+}
+
+// The third output is what the final norm reads.
+inline RowsCall feature_call(Arguments& in) {
+  const FeatureInputs given(in);
+  RowsCall call(in, !given.projects() && !given.stores());
+  RowsDecoder& d = call.decoder;
+  const Numbers dense;
+  const Tensors nothing;
+  const RowsTensors of(in.tensor("final_norm").scalar_type(), dense, nothing);
+  const uint16_t* features = of.halves("features", given.features);
+  STD_TORCH_CHECK(given.features.is_contiguous(), "features: must be contiguous");
+  d.state = call.give({d.batch, d.keep, d.hidden});
+  if (given.stores()) {
+    d.stored = features;
+    return call;
+  }
+  d.pair.tokens = d.tokens, d.pair.embedding = d.embedding;
+  d.pair.features = features;
+  d.pair.feature_norm = of.vector("feature norm", given.feature_norm, d.hidden);
+  d.pair.token_norm = given.projects() ? of.vector("token norm", given.projection[1], d.hidden) : d.layers[0].input_norm;
+  d.pair.feature_first = given.feature_first, d.pair.normed_residual = given.normed_residual;
+  d.pair.rows = d.batch * d.rows, d.pair.hidden = d.hidden, d.pair.eps = d.eps;
+  if (given.projects()) {
+    d.projection = of.matrix("projection", 0, given.projection[0], d.hidden, 2 * d.hidden);
+    d.projection.bias = of.vector("projection bias", given.projection[2], d.hidden, true);
+  }
+  return call;
+}
 
 }  // namespace gsd

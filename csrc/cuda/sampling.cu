@@ -11,18 +11,13 @@ template <class Logit>
 __global__ void __launch_bounds__(kPickThreads, 2)
     pick_kernel(const __grid_constant__ PickBatch a, const __grid_constant__ PickSizes sizes) {
   extern __shared__ __align__(16) char arena[];
-  const int64_t row = blockIdx.x, b = row / a.rows;
-  const Warpers warpers{a.temperatures != nullptr ? a.temperatures[b] : a.shared.temperature,
-                        a.top_ks != nullptr ? a.top_ks[b] : a.shared.top_k,
-                        a.top_ps != nullptr ? a.top_ps[b] : a.shared.top_p,
-                        a.min_ps != nullptr ? a.min_ps[b] : a.shared.min_p};
+  const int64_t row = blockIdx.x;
   const PickArgs<Logit> args{static_cast<const Logit*>(a.logits) + row * sizes.vocab,
                              a.scores + row * sizes.vocab,
                              a.tokens + row * sizes.branch,
                              a.log_probs != nullptr ? a.log_probs + row * sizes.branch : nullptr,
-                             warpers,
-                             a.seed != nullptr ? noise_stream(*a.seed, a.positions[row], a.sequence_ids[b])
-                                               : NoiseStream{}};
+                             a.warpers(row / a.rows),
+                             a.noise(row)};
   CudaBlock group;
   pick_tokens(group, args, sizes, arena);
 }

@@ -4,8 +4,10 @@
 //     "graph!{ token_ids[B,N] scores:float32[B,N] } slots?[B,R] x:float[...] level:int=v -> [B,R/32] float32[D+1]"
 //
 // A letter is one size, or one number, wherever it stands; R/32: the words of a mask over R; D+1: one more. `?`: may be
-// absent. Braces: a list of tensors, which may end before those that may be absent. `=`: a number, or as many as there
-// are letters. Behind the arrow: results. dtypes are those of the pointers that are picked; Python reads them here.
+// absent. Braces: a list of tensors, which may end before those that may be absent; `...` at its end: any number of them,
+// which are all asked for by the list's name. `=`: a number, or as many as there are letters; `ints` without: any number
+// of them. Behind the arrow: results. dtypes are those of the pointers that are picked, which are into memory without
+// gaps; Python reads dtypes here.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -37,12 +39,13 @@ class Line {
     bool optional, any_shape;
   };
 
-  enum class Kind { kTensor, kMaybe, kList, kNumber, kNumbers };
+  enum class Kind { kTensor, kMaybe, kList, kNumber, kMaybeNumber, kNumbers };
 
   struct Argument {
     Kind kind;
     std::string name, letters;  // of numbers
     size_t most, least;         // tensors of a list, or how many numbers
+    bool any = false;           // of them
   };
 
   // What an op's line is; threads tell it, and look for it, at any time.
@@ -61,16 +64,21 @@ class Line {
     for (std::string word; words >> word;) {
       const std::string name = word.substr(0, word.find_first_of("?!:[{"));
       const std::string rest = word.substr(std::min(word.size(), word.find_first_of("[={")));
+      const bool optional = word.find('?') != std::string::npos;
       if (word == "->" || word == "}") {
         behind_arrow = word == "->", in_list = false;
       } else if (rest == "{") {
         arguments.push_back({Kind::kList, name, "", 0, 0}), in_list = true;
+      } else if (word == "...") {
+        arguments.back().any = true;
+      } else if (rest.empty()) {
+        arguments.push_back({Kind::kNumbers, name, "", 0, 0, true});
       } else if (rest[0] == '=') {
         const size_t count = rest.size() - 1;
-        if (count == 1) arguments.push_back({Kind::kNumber, name, rest.substr(1), 0, 0});
+        const Kind one = optional ? Kind::kMaybeNumber : Kind::kNumber;
+        if (count == 1) arguments.push_back({one, name, rest.substr(1), 0, 0});
         if (count > 1) arguments.push_back({Kind::kNumbers, name, rest.substr(1), count, count});
       } else {
-        const bool optional = word.find('?') != std::string::npos;
         const bool any_shape = rest == "[...]";
         entries.push_back({name, any_shape ? std::vector<Size>() : sizes_of(rest), optional, any_shape});
         if (behind_arrow) {
@@ -109,12 +117,12 @@ class Arguments {
   // Takes the arguments of a boxed call from its stack. Raises unless they are as the line says.
   Arguments(const Line& line, StableIValue* stack) : line_(line) {
     tensors.reserve(line.entries.size());
-    results_.reserve(line.results);
+    results.reserve(line.results);
     const Line::Argument* uneven = nullptr;
     size_t got = 0;
     for (const Line::Argument& argument : line.arguments) {  // all are taken before any is refused: they are owned here
       const size_t given = take(argument, *stack++);
-      if (given != argument.most && given != argument.least) uneven = &argument, got = given;
+      if (!argument.any && given != argument.most && given != argument.least) uneven = &argument, got = given;
     }
     if (uneven != nullptr) {
       const std::string fewer = uneven->least < uneven->most ? " or " + std::to_string(uneven->least) : "";
@@ -123,6 +131,20 @@ class Arguments {
     }
     for (size_t i = 0; i < tensors.size(); i++) {
       if (tensors[i]) hold(line.entries[i], *tensors[i]);
+    }
+  }
+
+  // Some tensors of a list, held against a line of their own, in which `letters` are what they are outside. One that may
+  // be absent is so where it is empty.
+  Arguments(const Line& line, const Arguments& outside, const char* letters, const Tensor* some) : line_(line) {
+    for (; *letters != '\0'; letters++) {
+      if (outside.has(*letters)) set(*letters, outside[*letters]);
+    }
+    for (const Line::Entry& entry : line.entries) {
+      const bool absent = entry.optional && some->numel() == 0;
+      tensors.push_back(absent ? MaybeTensor() : MaybeTensor(*some));
+      if (!absent) hold(entry, *some);
+      some++;
     }
   }
 
@@ -139,8 +161,12 @@ class Arguments {
     known_[static_cast<int>(letter)] = true;
   }
 
+  bool has(char letter) const { return known_[static_cast<int>(letter)]; }
+
   const Tensor& tensor(const char* name) const { return *tensors[place(name)]; }
   bool has(const char* name) const { return tensors[place(name)].has_value(); }
+  const Tensors& list(const char* name) const { return lists.at(name); }
+  const std::vector<int64_t>& numbers(const char* name) const { return numbers_.at(name); }
 
   // Raises unless `count` tensors from the one of that name on are all there, or none.
   void together(const char* name, size_t count) const {
@@ -153,16 +179,34 @@ class Arguments {
     STD_TORCH_CHECK(alike, names, ": expected all or none");
   }
 
-  // The next tensor's memory, of the type that is asked for; null where it is absent. Behind the arguments a result's,
-  // which is allocated then.
-  struct Next {
+  // A tensor's memory, of the type that is asked for, any for void; null where it is absent.
+  struct Memory {
     Arguments* arguments;
+    size_t place;
     template <class T>
     operator T*() const {
-      return arguments->pick<T>();
+      return arguments->pick<T>(place);
     }
   };
-  Next next() { return {this}; }
+  Memory at(const char* name) { return {this, place(name)}; }
+  // The next one; behind the arguments a result's, which is allocated then.
+  Memory next() { return {this, next_++}; }
+  Memory result() { return {this, tensors.size()}; }
+
+  // The next result of a dtype that the line does not say.
+  Tensor& result(ScalarType dtype) {
+    std::vector<int64_t> shape;
+    for (const Line::Size& size : line_.entries[tensors.size() + results.size()].sizes) shape.push_back(of(size));
+    results.push_back(torch::stable::new_empty(first(), shape, dtype));
+    return results.back();
+  }
+
+  // Working memory, for as long as the arguments are there; on a GPU for what is launched until then.
+  template <class T>
+  T* scratch(int64_t count) {
+    scratch_.push_back(fresh<T>(first(), {count}));
+    return static_cast<T*>(scratch_.back().mutable_data_ptr());
+  }
 
   // A struct that begins with `count` pointers, in the line's order.
   template <class Struct, size_t count>
@@ -171,7 +215,7 @@ class Arguments {
   }
 
   void give(StableIValue* stack) const {
-    for (const Tensor& result : results_) *stack++ = torch::stable::detail::from(result);
+    for (const Tensor& result : results) *stack++ = torch::stable::detail::from(result);
   }
 
   const Tensor& first() const {
@@ -181,6 +225,8 @@ class Arguments {
   }
 
   std::vector<MaybeTensor> tensors;
+  std::map<std::string, Tensors> lists;  // those of any number
+  Tensors results;
 
  private:
   size_t place(const char* name) const {
@@ -202,17 +248,22 @@ class Arguments {
       case Line::Kind::kNumber:
         set(argument.letters[0], static_cast<int64_t>(value));
         return 0;
+      case Line::Kind::kMaybeNumber:
+        if (const auto number = to<std::optional<int64_t>>(value)) set(argument.letters[0], *number);
+        return 0;
       case Line::Kind::kNumbers: {
-        const auto numbers = to<std::vector<int64_t>>(value);
-        for (size_t i = 0; i < std::min(numbers.size(), argument.most); i++) set(argument.letters[i], numbers[i]);
-        return numbers.size();
+        auto numbers = to<std::vector<int64_t>>(value);
+        const size_t given = numbers.size();
+        for (size_t i = 0; i < std::min(given, argument.most); i++) set(argument.letters[i], numbers[i]);
+        if (argument.any) numbers_.emplace(argument.name, std::move(numbers));
+        return given;
       }
       default: {
         Tensors list = to<Tensors>(value);
-        for (size_t i = 0; i < argument.most; i++) {
-          tensors.push_back(i < list.size() ? MaybeTensor(std::move(list[i])) : MaybeTensor());
-        }
-        return list.size();
+        const size_t given = list.size();
+        for (size_t i = 0; i < argument.most; i++) tensors.push_back(i < given ? MaybeTensor(list[i]) : MaybeTensor());
+        if (argument.any) lists.emplace(argument.name, std::move(list));
+        return given;
       }
     }
   }
@@ -234,22 +285,19 @@ class Arguments {
       STD_TORCH_CHECK(got == of(size), entry.name, ": expected size ", of(size), " in dimension ", d, ", got ", got);
       d++;
     }
-    STD_TORCH_CHECK(t.is_contiguous(), entry.name, ": must be contiguous");
   }
 
   template <class T>
-  T* pick() {
-    constexpr ScalarType dtype = torch::headeronly::CppTypeToScalarType<std::remove_const_t<T>>::value;
-    const Line::Entry& entry = line_.entries[next_];
-    if (next_++ >= tensors.size()) {
-      std::vector<int64_t> shape;
-      for (const Line::Size& size : entry.sizes) shape.push_back(of(size));
-      results_.push_back(torch::stable::new_empty(first(), shape, dtype));
-      return static_cast<T*>(results_.back().mutable_data_ptr());
+  T* pick(size_t place) {
+    if constexpr (!std::is_void_v<T>) {
+      constexpr ScalarType dtype = torch::headeronly::CppTypeToScalarType<std::remove_const_t<T>>::value;
+      if (place >= tensors.size()) return static_cast<T*>(result(dtype).mutable_data_ptr());
+      STD_TORCH_CHECK(!tensors[place] || tensors[place]->scalar_type() == dtype, line_.entries[place].name,
+                      ": wrong dtype");
     }
-    const MaybeTensor& t = tensors[next_ - 1];
+    const MaybeTensor& t = tensors[place];
     if (!t) return nullptr;
-    STD_TORCH_CHECK(t->scalar_type() == dtype, entry.name, ": wrong dtype");
+    STD_TORCH_CHECK(t->is_contiguous(), line_.entries[place].name, ": must be contiguous");
     if constexpr (std::is_const_v<T>) {
       return static_cast<T*>(t->const_data_ptr());
     } else {
@@ -266,7 +314,8 @@ class Arguments {
   int64_t sizes_['z' + 1] = {};
   bool known_['z' + 1] = {};
   size_t next_ = 0;
-  Tensors results_;
+  std::map<std::string, std::vector<int64_t>> numbers_;
+  Tensors scratch_;
 };
 
 }  // namespace gsd

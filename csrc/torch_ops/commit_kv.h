@@ -2,21 +2,23 @@
 #pragma once
 
 #include "cache.h"
+#include "op.h"
 
 namespace gsd {
 
-inline std::vector<CacheTensor> cache_tensors(const Tensors& k, const Tensors& v,
-                                              const Tensor& accepted_rows, const Tensor& num_accepted,
-                                              const Tensor& kv_len) {
-  check("accepted_rows", accepted_rows, ScalarType::Int, {kAny, kAny});
-  const int64_t batch = accepted_rows.size(0);
-  check("num_accepted", num_accepted, ScalarType::Int, {batch});
-  check("kv_len", kv_len, ScalarType::Int, {batch});
+struct CommitCall {
   std::vector<CacheTensor> caches;
-  caches.reserve(k.size() + v.size());
-  for (const Tensor& t : k) caches.push_back(cache_tensor(t, batch));
-  for (const Tensor& t : v) caches.push_back(cache_tensor(t, batch));
-  return caches;
+  const int32_t *accepted_rows, *num_accepted;  // [B, P], [B]
+  int32_t* kv_len;                              // [B]
+  int64_t batch, path;
+};
+
+inline CommitCall prepare_commit(Arguments& in) {
+  CommitCall call{{}, in.at("accepted_rows"), in.at("num_accepted"), in.at("kv_len"), in['B'], in['P']};
+  for (const char* name : {"k_caches", "v_caches"}) {
+    for (const Tensor& t : in.list(name)) call.caches.push_back(cache_tensor(t, call.batch));
+  }
+  return call;
 }
 
 }  // namespace gsd

@@ -23,23 +23,8 @@ using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 using MaybeTensor = std::optional<Tensor>;
 
-constexpr int64_t kAny = -1;  // any size
-
 // A size that was checked, as the algorithms count.
 inline int narrow(int64_t size) { return static_cast<int>(size); }
-
-inline void check(const char* name, const Tensor& t, ScalarType dtype, std::initializer_list<int64_t> shape) {
-  STD_TORCH_CHECK(t.scalar_type() == dtype, name, ": wrong dtype");
-  STD_TORCH_CHECK(t.dim() == static_cast<int64_t>(shape.size()), name, ": expected ", shape.size(), " dimensions, got ",
-                  t.dim());
-  int64_t d = 0;
-  for (const int64_t size : shape) {
-    STD_TORCH_CHECK(size == kAny || t.size(d) == size, name, ": expected size ", size, " in dimension ", d, ", got ",
-                    t.size(d));
-    d++;
-  }
-  STD_TORCH_CHECK(t.is_contiguous(), name, ": must be contiguous");
-}
 
 template <class T>
 T* written(const Tensor& t) {
@@ -49,30 +34,6 @@ T* written(const Tensor& t) {
 template <class T>
 const T* read(const Tensor& t) {
   return static_cast<const T*>(t.const_data_ptr());
-}
-
-// The same of a tensor that is checked first.
-template <class T>
-T* written(const char* name, const Tensor& t, std::initializer_list<int64_t> shape) {
-  check(name, t, torch::headeronly::CppTypeToScalarType<T>::value, shape);
-  return written<T>(t);
-}
-
-template <class T>
-const T* read(const char* name, const Tensor& t, std::initializer_list<int64_t> shape) {
-  check(name, t, torch::headeronly::CppTypeToScalarType<T>::value, shape);
-  return read<T>(t);
-}
-
-// Null for one that is absent.
-template <class T>
-T* written(const char* name, const MaybeTensor& t, std::initializer_list<int64_t> shape) {
-  return t ? written<T>(name, *t, shape) : nullptr;
-}
-
-template <class T>
-const T* read(const char* name, const MaybeTensor& t, std::initializer_list<int64_t> shape) {
-  return t ? read<T>(name, *t, shape) : nullptr;
 }
 
 template <class T>

@@ -7,24 +7,21 @@
 
 namespace gsd {
 
-// Of HistoryArgs and FollowArgs, what both have.
-template <class Args>
-void take_followed(Arguments& in, Args* args) {
+inline CopyIndex copies_of(Arguments& in) {
   constexpr int64_t kMost = 1 << 30;
   const int64_t hashes = in['H'];
   STD_TORCH_CHECK(in['S'] < kMost, "text: too long, ", in['S']);
   STD_TORCH_CHECK(hashes >= 1 && hashes < kMost && (hashes & (hashes - 1)) == 0,
                   "heads: expected a power of two of hashes, got ", hashes);
   STD_TORCH_CHECK(in['G'] <= kRemembered, "runners: expected at most ", kRemembered, ", got ", in['G']);
-  args->copies = {in.next(), in.next(), in.next(), in.next(), in.size('S'), in.size('H')};
-  args->runners = in.next(), args->runner_log_probs = in.next(), args->emitted = in.next();
-  args->num_runners = in.size('G');
+  return {in.next(),    in.next(), in.next(), in.next(), in.size('S'),
+          in.size('H'), in.next(), in.next(), in.next(), in.size('G')};
 }
 
 inline HistoryArgs history_of(Arguments& in) {
   HistoryArgs h{};
   h.table = table_of(in);
-  take_followed(in, &h);
+  h.copies = copies_of(in);
   STD_TORCH_CHECK(in['Y'] == kHistoryWeights, "weights: expected size ", kHistoryWeights, ", got ", in['Y']);
   h.weights = in.next();
   h.learned = table_of(in);
@@ -66,7 +63,7 @@ inline FollowCall prepare_follow(Arguments& in) {
   FollowCall call{{}, {}, in['B']};
   FollowArgs& a = call.args;
   const NgramTable table = table_of(in);
-  take_followed(in, &a);
+  a.copies = copies_of(in);
   a.tokens = in.next(), a.counts = in.next();
   a.given = in.size('P');
   const NgramTree tree{in.next(), in.next(), in.next(), in.next(), in.next()};

@@ -59,8 +59,9 @@ using MixCall = Call<MixSizes, MixArgs>;  // a row in place of a sequence
 inline MixCall prepare_mix(Arguments& in) {
   const Tensor& weight = in.tensor("weight");
   const bool table = weight.dim() == 1;
-  if (!table) check("weight", weight, ScalarType::Float, {in['B'], in['R']});
-  STD_TORCH_CHECK(!table || weight.size(0) >= 1, "weight: expected at least one entry");
+  STD_TORCH_CHECK(table ? weight.size(0) >= 1
+                        : weight.dim() == 2 && weight.size(0) == in['B'] && weight.size(1) == in['R'],
+                  "weight: expected a table of at least one entry, or one of each of ", in['B'], " x ", in['R'], " rows");
   STD_TORCH_CHECK(table || !in.has("index"), "index: expected a table of weights with it, got one for each row");
   constexpr int64_t kMost = 8192;  // their probabilities lie in shared memory
   STD_TORCH_CHECK(in['K'] + in['O'] <= kMost, "other_tokens: expected at most ", kMost, " candidates in all, got ",

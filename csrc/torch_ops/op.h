@@ -42,25 +42,4 @@ struct Op : NamedOp<Op<prepare, perform...>> {
   }
 };
 
-// What a call returns where there is no line: its outputs, or nothing.
-template <class Call>
-auto outputs_of(const Call& call, int) -> decltype(call.outputs) {
-  return call.outputs;
-}
-template <class Call>
-void outputs_of(const Call&, long) {}
-
-// The same where the op's arguments are those of `prepare`.
-template <auto prepare, auto perform>
-struct TypedOp;
-
-template <class Call, class... Arguments, Call (*prepare)(Arguments...), auto perform>
-struct TypedOp<prepare, perform> {
-  static auto call(Arguments... arguments) {
-    const Call call = prepare(arguments...);
-    perform(call);
-    return outputs_of(call, 0);
-  }
-};
-
 }  // namespace gsd

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../cpu/row_forms.h"
-#include "common.h"
+#include "arguments.h"
 #include "elements.h"
 
 namespace gsd {
@@ -43,6 +43,12 @@ inline Weights weights_of(const char* name, const Tensor& data, int64_t kind, co
   STD_TORCH_CHECK(!has_codes(form_of(of)) || (w.groups == 1 && inputs <= kMostCodes), name,
                   ": expected one scale a row and at most ", kMostCodes, " inputs, got ", w.groups, " and ", inputs);
   return w;
+}
+
+// That of the arguments weight, kind and scales.
+inline Weights weights_of(const Arguments& in, int64_t outputs, int64_t inputs, Element element) {
+  return weights_of("weight", in.tensor("weight"), in['k'], in.has("scales") ? &in.tensor("scales") : nullptr, outputs,
+                    inputs, element);
 }
 
 }  // namespace gsd

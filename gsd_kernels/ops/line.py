@@ -43,9 +43,10 @@ class Line:
 
     A letter is one size, or one number, wherever it stands; R/32: the words of a mask over R; D+1: one more; ``...``:
     any shape. ``?``: or ``None``; ``!``: written in place. A dtype is torch's, int32 where it says none, ``float`` (any
-    of :data:`FLOATS`), ``any``, or the name of an argument before, which has the same. Braces: a list of tensors, of
-    any where it says none. Numbers have a type of :data:`NUMBERS`, and letters where something goes by them. Behind the
-    arrow: results. C++ reads the same line, but for dtypes, which its pointers have (csrc/torch_ops/arguments.h).
+    of :data:`FLOATS`), ``any``, or the name of an argument before, which has the same. Braces: a list of tensors, with
+    ``...`` at its end of any number. Numbers have a type of :data:`NUMBERS`, and letters, but for ``ints`` of any
+    number. Behind the arrow: results. C++ reads the same line, but for dtypes, which its pointers have
+    (csrc/torch_ops/arguments.h).
     """
 
     def __init__(self, text: str) -> None:
@@ -114,6 +115,7 @@ def _parts(words: str) -> list[Part]:
     for word in words.split():
         if word == "}":
             into = parts
+        if word in ("}", "..."):
             continue
         name, optional, written, dtype, sizes, letters, brace = WORD.fullmatch(word).groups()  # type: ignore[union-attr]
         shape = None if sizes is None else tuple(filter(None, sizes.split(",")))

@@ -304,14 +304,14 @@ bool step(Case& c) {
 // Few nodes and tokens, so that many are found and picked.
 bool learning(Case& c) {
   constexpr int kBatch = 3, kPath = 9, kBranch = 3, kLevels = 4, kWidth = 5, kEntries = 4, kAsked = kBatch * kWidth;
-  LearnSizes sizes{kBatch, kPath, kBranch, kLevels, kEntries, {}};
+  const LearnSizes sizes{kBatch, kPath, kBranch, kLevels, kEntries};
   LearnArgs a{};
-  for (int level = 0; level < kLevels; level++) {
-    sizes.widths[level] = kWidth;
-    a.node_ids[level] = c.ids(kAsked, -1, 12);
-    a.tokens[level] = c.ids(kAsked * kBranch, 0, 3), a.first_tokens[level] = c.ids(kAsked * kBranch, 0, 3);
-    a.log_probs[level] = c.scores(kAsked * kBranch), a.first_log_probs[level] = c.scores(kAsked * kBranch);
-    a.index[level] = level == 1 ? nullptr : c.ids(kAsked, 0, kEntries - 1);
+  for (LearnLevel* level = a.levels; level < a.levels + kLevels; level++) {
+    level->width = kWidth;
+    level->node_ids = c.ids(kAsked, -1, 12);
+    level->tokens = c.ids(kAsked * kBranch, 0, 3), level->first_tokens = c.ids(kAsked * kBranch, 0, 3);
+    level->log_probs = c.scores(kAsked * kBranch), level->first_log_probs = c.scores(kAsked * kBranch);
+    level->index = level == a.levels + 1 ? nullptr : c.ids(kAsked, 0, kEntries - 1);
   }
   a.nodes = c.ids(sizes.nodes(), -2, 12), a.picked = c.ids(sizes.nodes(), 0, 3), a.start = c.filled(kEntries, 0.5f);
   a.shares = c.filled(kEntries, 5.0f), a.counts = c.filled(kEntries, 9.0f), a.weights = c.filled(kEntries, 0.6f);
@@ -327,14 +327,15 @@ struct Followed {
   Case& c;
   const int vocab;
   NgramTable table = empty_table(c, kEntries, kBranch);
-  CopyIndex copies{c.filled(kRoom, -1), c.filled(1, 0), c.filled(kHashes, 0), c.filled(kRoom, 0), kRoom, kHashes};
   int32_t *runners = c.filled(kRunnersUp, -1), *emitted = c.filled(1, 1);
   float* runner_log_probs = c.filled(kRunnersUp, -2.0f);
+  CopyIndex copies{c.filled(kRoom, -1), c.filled(1, 0), c.filled(kHashes, 0), c.filled(kRoom, 0), kRoom, kHashes, runners,
+                   runner_log_probs, emitted, kRunnersUp};
 
   // Whether `given` more tokens, of which as many count as `count` says, leave the same.
   bool agrees(int given, int least, const NgramSizes& s, const NgramInsertArgs& seen = {}, const int32_t* path = nullptr) {
-    const FollowArgs args{seen, copies, runners, runner_log_probs, emitted, c.ids(given, -1, vocab),
-                          c.counts(1, least, given), path, kRunnersUp, given, 1};
+    const FollowArgs args{seen, copies, c.ids(given, -1, vocab),
+                          c.counts(1, least, given), path, given, 1};
     return c.agrees(follow_bytes(args, s), [&](auto& group, char* arena) { follow_step(group, args, s, arena); });
   }
   void spoil() {
@@ -346,8 +347,7 @@ struct Followed {
   HistoryArgs known(const int32_t* parents, const NgramSizes& learned) {
     const double* weights =
         c.made<double>(kHistoryWeights, [&] { return c.wild ? c.score() : 0.25 * c.between(0, 8) - 1.0; });
-    return {table, c.once_in(2) ? table : NgramTable{}, copies, runners, runner_log_probs, emitted, weights, parents,
-            learned, kRunnersUp};
+    return {table, c.once_in(2) ? table : NgramTable{}, copies, weights, parents, learned};
   }
 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,20 @@ def operators(factory: pytest.TempPathFactory) -> Any:
     """``torch.ops.gsd_block_code``, built once a run."""
     folder = once(factory, "rows_op", lambda folder: build(SOURCE, folder / "rows_op.so", FLAGS))
     if not hasattr(torch.ops.gsd_block_code, "launches"):
-        arguments, _, results = decoder_rows.line.schema.partition(" -> ")
-        torch.library.define("gsd_block_code::decoder_rows", f"{arguments} -> {results}")
-        for name in ("launches", "kinds"):
-            torch.library.define(f"gsd_block_code::{name}", f"{arguments} -> Tensor")
-        arguments, _, results = feature_rows.line.schema.partition(" -> ")
-        torch.library.define("gsd_block_code::feature_rows", f"{arguments} -> {results}")
-        torch.library.define("gsd_block_code::dag_attention", ATTENTION.line.schema)
-        torch.library.define("gsd_block_code::feature_launches", f"{arguments} -> Tensor")
-        torch.ops.load_library(str(folder / "rows_op.so"))
+        path = str(folder / "rows_op.so")
+        lines = {
+            "decoder_rows": decoder_rows,
+            "launches": decoder_rows,
+            "kinds": decoder_rows,
+            "dag_attention": ATTENTION,
+        }
+        lines |= {"feature_rows": feature_rows, "feature_launches": feature_rows}
+        for name, op in lines.items():
+            arguments, _, results = op.line.schema.partition(" -> ")
+            results = results if name == op.name else "Tensor"
+            torch.library.define(f"gsd_block_code::{name}", f"{arguments} -> {results}")
+            ctypes.CDLL(path).gsd_line(name.encode(), op.line.text.encode())
+        torch.ops.load_library(path)
     return torch.ops.gsd_block_code
 
 

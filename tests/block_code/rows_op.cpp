@@ -16,6 +16,7 @@
 #include "../../csrc/algorithms/rows_group_product.h"
 #include "../../csrc/cuda/rows_tensors.h"
 #include "../../csrc/torch_ops/dag_attention.h"
+#include "../../csrc/torch_ops/registration.h"
 #include "fiber_machine.h"
 #include "warpgroup_machine.h"
 
@@ -143,13 +144,13 @@ void attend(const AttentionArgs& a, const AttentionSizes& s) {
   s.head_dim == 64 ? attend<Element, 64>(a, s) : attend<Element, 128>(a, s);
 }
 
-std::tuple<Tensor, Tensor> attended(AttentionCall call) {
+void attended(Arguments& in) {
+  AttentionCall call = prepare_attention(in);
   choose_splits(call.sizes, 12);
   const size_t outputs = static_cast<size_t>(call.sizes.batch) * call.sizes.kv_heads * call.sizes.splits() * call.sizes.query_rows();
   std::vector<float> out(outputs * call.sizes.head_dim, NAN), lse(outputs, NAN);
   call.args.partial_out = out.data(), call.args.partial_lse = lse.data();
-  std::get<0>(call.outputs).scalar_type() == ScalarType::Half ? attend<Half>(call.args, call.sizes) : attend<Bfloat16>(call.args, call.sizes);
-  return call.outputs;
+  call.bfloat16 ? attend<Bfloat16>(call.args, call.sizes) : attend<Half>(call.args, call.sizes);
 }
 
 // With fewer bytes for states than a call would have, where the environment says so.
@@ -159,7 +160,7 @@ RowsDecoder limited(const RowsCall& call) {
   return decoder;
 }
 
-RowsOutputs launched(const RowsCall& call) {
+void launched(const RowsCall& call) {
   const RowsDecoder decoder = limited(call);
   const RowsForward forward(decoder);
   std::vector<char> memory(static_cast<size_t>(forward.bytes()) + 256, static_cast<char>(0xA5));
@@ -167,48 +168,34 @@ RowsOutputs launched(const RowsCall& call) {
   memset(begin, 0, static_cast<size_t>(forward.cleared_bytes()));
   BlockLaunches<Half> half{call.decoder.group};
   BlockLaunches<Bfloat16> bfloat16{call.decoder.group};
-  const bool is_half = std::get<0>(call.outputs).scalar_type() == ScalarType::Half;
+  const bool is_half = call.outputs[0].scalar_type() == ScalarType::Half;
   const int error = is_half ? forward.run(begin, half) : forward.run(begin, bfloat16);
   STD_TORCH_CHECK(error == 0, "launch failed");
   const auto left = std::count_if(begin, begin + forward.cleared_bytes(), [](char c) { return c != 0; });
   STD_TORCH_CHECK(left == 0, "counters are not left at 0");
   call.repeat_states();
-  return call.outputs;
 }
 
 template <std::vector<int32_t> Recorder::* numbers>
-Tensor recorded(const RowsCall& call) {
+void recorded(const RowsCall& call) {
   const RowsDecoder decoder = limited(call);
   Recorder recorder{decoder.group};
   RowsForward(decoder).run(nullptr, recorder);
   const std::vector<int32_t>& noted = recorder.*numbers;
-  const Tensor found = fresh<int32_t>(std::get<0>(call.outputs), {static_cast<int64_t>(noted.size())});
-  std::copy(noted.begin(), noted.end(), written<int32_t>(found));
-  return found;
+  call.outputs = {fresh<int32_t>(call.outputs[0], {static_cast<int64_t>(noted.size())})};
+  std::copy(noted.begin(), noted.end(), written<int32_t>(call.outputs[0]));
 }
 constexpr auto launches = recorded<&Recorder::launched>, kinds = recorded<&Recorder::kinds>;
-
-// An op: what `use` makes of its call.
-template <auto prepare, auto use>
-struct Used;
-
-template <class Call, class... Arguments, Call (*prepare)(Arguments...), auto use>
-struct Used<prepare, use> {
-  static auto call(Arguments... arguments) { return use(prepare(arguments...)); }
-};
-template <auto use>
-using OfDecoder = Used<decoder_call<RowsCall>, use>;
-template <auto use>
-using OfFeatures = Used<feature_call<RowsCall>, use>;
 
 }  // namespace
 }  // namespace gsd
 
 STABLE_TORCH_LIBRARY_IMPL(gsd_block_code, CPU, m) {
-  m.impl("decoder_rows", TORCH_BOX(&gsd::OfDecoder<gsd::launched>::call));
-  m.impl("dag_attention", TORCH_BOX((&gsd::Used<gsd::prepare_attention, gsd::attended>::call)));
-  m.impl("feature_rows", TORCH_BOX(&gsd::OfFeatures<gsd::launched>::call));
-  m.impl("launches", TORCH_BOX(&gsd::OfDecoder<gsd::launches>::call));
-  m.impl("feature_launches", TORCH_BOX(&gsd::OfFeatures<gsd::launches>::call));
-  m.impl("kinds", TORCH_BOX(&gsd::OfDecoder<gsd::kinds>::call));
+  using namespace gsd;
+  Op<decoder_call, launched>::add(m, "decoder_rows");
+  Op<attended>::add(m, "dag_attention");
+  Op<feature_call, launched>::add(m, "feature_rows");
+  Op<decoder_call, launches>::add(m, "launches");
+  Op<feature_call, launches>::add(m, "feature_launches");
+  Op<decoder_call, kinds>::add(m, "kinds");
 }

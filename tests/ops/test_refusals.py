@@ -81,9 +81,9 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
         ("parents", None, f"nodes, parents, .*: {ALL_OR_NONE}"),
     ],
     "learn_source": [
-        ("picked", long, "picked: wrong dtype"),
-        ("tokens", [filled(0, 3, 1, 4)], "node_ids: expected 1 ... 64 levels"),
-        ("log_probs", lambda levels: [levels[0][:1], *levels[1:]], "log_probs"),
+        ("asked", lambda tensors: tensors[1:], "asked: expected 6 tensors of each of 1 ... 64 levels"),
+        ("asked", lambda tensors: [*tensors[:1], tensors[1][:1], *tensors[2:]], " tokens: expected size"),
+        ("asked", lambda tensors: [*tensors[:-1], tensors[-1].double()], " first_log_probs: wrong dtype"),
     ],
     "history_recall": [
         ("branch", 9, "branch: expected at most 8, got 9"),
@@ -106,9 +106,8 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
         ("weight", lambda t: t[:, :16].contiguous(), "weight"),
     ],
     "state_rows": [
-        ("decay", lambda t: t.repeat(1, 1, 1, 2), "decay"),
-        ("parents", long, "parents"),
-        ("parents", lambda t: t[:, :2], "parents: of 2 rows, where 3 are given"),
+        ("decay sums", lambda t: t.repeat(1, 1, 1, 2), "sums: expected one decay, or one a channel"),
+        ("parents depths", lambda t: t[:, :2].contiguous(), "parents: of 2 rows, where 3 are given"),
         ("keys updates sums", lambda t: t[:, :-3], "window: no room for 3 rows"),
     ],
     "decoder_rows": [
@@ -121,7 +120,7 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
         ("keep", 6, r"keep: expected 0 \.\.\. 5"),
     ],
     "feature_rows": [
-        ("features", torch.zeros(2, 5, 31), "features: expected"),
+        ("features", torch.zeros(2, 5, 31), r"\w+: expected size 31"),
         ("token_ids", last(61), "token_ids: 61 is outside"),
         ("k_caches", none, "layers: expected .* two caches and a window for each"),
         ("keep", 6, r"keep: expected 0 \.\.\. 5"),
@@ -168,8 +167,8 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(name, argument, wrong,
 
 
 TYPED = (  # whose tensors C++ looks at one by one, since they may have gaps, or are of several dtypes
-    *("commit_kv", "dag_attention", "decoder_rows", "draft_candidates", "feature_rows", "learn_source", "row_linear"),
-    *("sample_rows", "state_commit", "state_rows", "unpack_rows", "warped_log_probs", "write_kv"),
+    *("commit_kv", "dag_attention", "decoder_rows", "feature_rows", "row_linear"),
+    *("unpack_rows", "write_kv"),
 )
 LINES = sorted(name for name in TABLE if name not in TYPED)
 
@@ -194,7 +193,8 @@ def mutated(name: str) -> Iterator[tuple[dict[str, Any], str]]:
             values = given[name]
             return given | {name: wrong if place is None else [*values[:place], wrong, *values[place + 1 :]]}
 
-        yield instead(tensor.half()), f" {called}: wrong dtype"
+        if part.dtype != "float":
+            yield instead(tensor.half()), f" {called}: wrong dtype"
         if tensor.numel() > 1:
             yield instead(torch.stack((tensor, tensor), -1)[..., 0]), f" {called}: must be contiguous"
         if sizes == ANY:
@@ -211,7 +211,7 @@ def mutated(name: str) -> Iterator[tuple[dict[str, Any], str]]:
 @pytest.mark.parametrize("name", LINES)
 def test_every_tensor_is_held_against_the_line(name):
     found = [refused(name, given, words) for given, words in mutated(name)]
-    assert len(found) > 10
+    assert len(found) > 6
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -9,7 +9,7 @@ from . import reference
 
 COMMIT = Op(
     "commit_kv",
-    "k_caches!{ k_cache:any[B,H,S,D] } v_caches!{ v_cache:any[B,H,S,V] } "  # of the first layer
+    "k_caches!{ k_cache:any[B,H,S,D] ... } v_caches!{ v_cache:any[B,H,S,V] ... } "  # of the first layer
     "accepted_rows[B,P] num_accepted[B] kv_len![B]",
     reference.commit_kv,
 )

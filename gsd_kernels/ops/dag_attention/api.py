@@ -21,7 +21,7 @@ def empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tenso
 ATTENTION = Op(
     "dag_attention",
     "q:float[B,H,R,D] k:q[B,G,S,D] v:q[B,G,S,V] ancestor_mask[B,R,W] kv_len[B] kv_start?[B] "
-    "row_depths?[B,R] node_depths?[B,N] scale:float softcap?:float sliding_window?:int chunk?:int "
+    "row_depths?[B,R] node_depths?[B,N] scale:float=s softcap?:float=p sliding_window?:int=w chunk?:int=c "
     "sinks?:float[H] -> q[B,H,R,V] float32[B,H,R]",
     reference.dag_attention,
     ranked=("cpu", "triton"),

@@ -8,10 +8,10 @@ from .weights import DecoderWeights
 
 # Of the lines of both operators of rows.
 PLACES = "positions[B,R] slots[B,R] ancestor_mask[B,R,W] node_depths[B,N] kv_len[B] kv_start[B]"
-WEIGHTS = "embedding:float[...] layers{ } kinds:ints scales{ }"
+WEIGHTS = "embedding:float[V,E] layers{ ... } kinds:ints scales{ ... }"
 BEHIND = (
-    "final_norm:float[H] head:float[...] inv_freq:float32[D] k_caches!{ } v_caches!{ } windows:ints heads:int "
-    "eps:float rope_scale:float"
+    "final_norm:float[H] head:float[O,I] inv_freq:float32[D] k_caches!{ ... } v_caches!{ ... } windows:ints "
+    "heads:int=h eps:float=e rope_scale:float=s"
 )
 
 
@@ -24,7 +24,7 @@ def flat(weights: DecoderWeights, *rows: Any) -> tuple[Any, ...]:
 
 decoder_rows = Op(
     "decoder_rows",
-    f"token_ids[B,R] {PLACES} {WEIGHTS} {BEHIND} states:ints keep:int spoiled?!:float32[B,R] "
+    f"token_ids[B,R] {PLACES} {WEIGHTS} {BEHIND} states:ints keep:int=k spoiled?!:float32[B,R] "
     "-> float32[...] float32[...] float32[...]",
     reference.decoder_rows,
     ranked=("cpu",),

@@ -18,7 +18,7 @@ def flat(weights: FeatureWeights, *rows: Any) -> tuple[Any, ...]:
 feature_rows = Op(
     "feature_rows",
     f"token_ids[B,R] features:float[B,R,H] {PLACES} {WEIGHTS} feature_norm:float[...] "
-    f"normed_residual:bool projection{{ }} feature_first:bool {BEHIND} keep:int "
+    f"normed_residual:bool=n projection{{ ... }} feature_first:bool=f {BEHIND} keep:int=k "
     "-> float32[...] float32[...] float32[...]",
     reference.feature_rows,
     ranked=("cpu",),

@@ -12,26 +12,24 @@ from .records import Asked, Mixture
 
 __all__ = ["MAX_LEVELS", "Asked", "Mixture", "learn_source"]
 
+
 MAX_LEVELS = 64
 """That the compiled op takes; more are joined."""
 
 
 def tables(asked: Sequence[Asked], nodes: Tensor, picked: Tensor, mixture: Mixture, *rest: Any) -> tuple[Any, ...]:
-    """The operator's lists, a field of all levels each, and its tables."""
+    """The operator's list, all tensors of a level side by side, and its tables."""
     if not asked:
         raise ValueError("asked: expected at least one level")
-    nothing, lists = nodes.new_empty(0), []
-    for part in zip(*(_joined(asked) if len(asked) > MAX_LEVELS else asked), strict=True):
-        lists.append([])
-        for t in part:  # no frame of Python's a level
-            lists[-1].append(nothing if t is None else t.contiguous())
-    return (nodes, picked, *lists, *mixture, *rest)
+    nothing, levels = nodes.new_empty(0), _joined(asked) if len(asked) > MAX_LEVELS else asked
+    tensors = [nothing if t is None else t.contiguous() for level in levels for t in level]
+    return (nodes, picked, tensors, *mixture, *rest)
 
 
 learn_source = small_op(
     "learn_source",
-    "nodes[B,P] picked[B,P] node_ids{ } tokens{ } log_probs{ } index{ } first_tokens{ } first_log_probs{ } "
-    "start:float32[E] shares!:float32[E] counts!:float32[E] weights!:float32[E] prior_count:float memory:float",
+    "nodes[B,P] picked[B,P] asked{ ... } start:float32[E] shares!:float32[E] counts!:float32[E] weights!:float32[E] "
+    "prior_count:float=c memory:float=m",
     reference.learn_source,
     flat=tables,
     tolerance=1e-5,

@@ -19,7 +19,7 @@ def stored(matrix: PackedMatrix, rows: Tensor | None, dtype: torch.dtype) -> tup
 
 unpack_rows = Op(
     "unpack_rows",
-    "weight:uint8[O,W] kind:int scales?:float32[...] inputs:int=I rows?:int64[N] like:float[...] -> float32[N,I]",
+    "weight:uint8[O,W] kind:int=k scales?:float32[...] inputs:int=I rows?:int64[N] like:float[...] -> float32[N,I]",
     reference.unpack_rows,
     ranked=("cpu",),
     static=False,

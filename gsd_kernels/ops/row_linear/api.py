@@ -18,7 +18,7 @@ def stored(x: Tensor, weight: Tensor | PackedMatrix) -> tuple[Any, ...]:
 
 row_linear = Op(
     "row_linear",
-    "x:float[R,I] weight:float[O,W] kind:int scales?:float32[...] -> float32[R,O]",
+    "x:float[R,I] weight:float[O,W] kind:int=k scales?:float32[...] -> float32[R,O]",
     reference.row_linear,
     ranked=("cpu",),
     static=False,

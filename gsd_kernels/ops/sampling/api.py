@@ -23,7 +23,7 @@ def flat(logits: Tensor, *rest: Any) -> tuple[Any, ...]:
 # Of lines.
 DRAWN = "seed:int64[] sequence_ids[B]"
 WARPERS = (
-    "temperature:float top_k:int top_p:float min_p:float temperatures?:float32[B] top_ks?:float32[B] "
+    "temperature:float=t top_k:int=k top_p:float=p min_p:float=m temperatures?:float32[B] top_ks?:float32[B] "
     "top_ps?:float32[B] min_ps?:float32[B]"
 )
 
@@ -36,7 +36,7 @@ SAMPLE = Op(
 )
 DRAFT = Op(
     "draft_candidates",
-    f"logits:float[B,R,V] positions[B,R] branch:int=K {DRAWN} {WARPERS} noise:bool -> [B,R,K] float32[B,R,K]",
+    f"logits:float[B,R,V] positions[B,R] branch:int=K {DRAWN} {WARPERS} noise:bool=n -> [B,R,K] float32[B,R,K]",
     reference.draft_candidates,
     ranked=("cpu", "triton", "cuda"),
     flat=lambda *given: (*flat(*given[:-1]), given[-1]),

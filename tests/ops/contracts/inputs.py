@@ -30,6 +30,7 @@ from ops.contracts.step import accepted as accepted_rows
 import gsd_kernels as gsd
 from gsd_kernels.ops import step
 from gsd_kernels.ops.history import Seen
+from gsd_kernels.ops.learn.api import tables
 from gsd_kernels.ops.state_rows import StateWindow
 
 
@@ -106,10 +107,7 @@ def select_rows_inputs():
 
 
 def learn_inputs():
-    asked, nodes, picked = questions(0)
-    nothing = nodes.new_empty(0)
-    lists = [[nothing if t is None else t for t in part] for part in zip(*asked, strict=True)]
-    return nodes, picked, *lists, *mixture(0), 8.0, 40.0
+    return tables(*questions(0), mixture(0), 8.0, 40.0)
 
 
 def history_inputs(stream):
