@@ -20,7 +20,9 @@ inline LearnCall prepare_learn(Arguments& in) {
   LearnCall call{};
   LearnArgs& a = call.args;
   for (size_t i = 0; i < levels; i++) {
-    Arguments level(line, in, "BK", &in.list("asked")[i * parts]);
+    Tensors some;
+    for (size_t part = 0; part < parts; part++) some.push_back(in.list("asked")[part * levels + i]);
+    Arguments level(line, in, "BK", some.data());
     a.levels[i] = level.fill<LearnLevel, 6>();
     a.levels[i].width = level.size('W');
     in.set('K', level['K']);

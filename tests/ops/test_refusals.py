@@ -82,7 +82,7 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
     ],
     "learn_source": [
         ("asked", lambda tensors: tensors[1:], "asked: expected 6 tensors of each of 1 ... 64 levels"),
-        ("asked", lambda tensors: [*tensors[:1], tensors[1][:1], *tensors[2:]], " tokens: expected size"),
+        ("asked", lambda tensors: [*tensors[:5], tensors[5][:1], *tensors[6:]], " tokens: expected size"),
         ("asked", lambda tensors: [*tensors[:-1], tensors[-1].double()], " first_log_probs: wrong dtype"),
     ],
     "history_recall": [

@@ -18,11 +18,11 @@ MAX_LEVELS = 64
 
 
 def tables(asked: Sequence[Asked], nodes: Tensor, picked: Tensor, mixture: Mixture, *rest: Any) -> tuple[Any, ...]:
-    """The operator's list, all tensors of a level side by side, and its tables."""
+    """The operator's list, a field of all levels behind the other, and its tables."""
     if not asked:
         raise ValueError("asked: expected at least one level")
     nothing, levels = nodes.new_empty(0), _joined(asked) if len(asked) > MAX_LEVELS else asked
-    tensors = [nothing if t is None else t.contiguous() for level in levels for t in level]
+    tensors = [nothing if t is None else t.contiguous() for part in zip(*levels, strict=True) for t in part]
     return (nodes, picked, tensors, *mixture, *rest)
 
 
