@@ -51,7 +51,7 @@ void unpack_rows(Arguments& in) {
   const Element element = element_of("like", dtype);
   const Weights w = weights_of(in, outputs, inputs, element);
   const int64_t* const chosen = in.at("rows");
-  if (chosen == nullptr) in.set('N', outputs);
+  if (!in.has("rows")) in.set('N', outputs);
   const int64_t n = in['N'];
   for (int64_t i = 0; chosen != nullptr && i < n; i++) {
     STD_TORCH_CHECK(chosen[i] >= 0 && chosen[i] < outputs, "rows: ", chosen[i], " is outside the matrix of ", outputs);

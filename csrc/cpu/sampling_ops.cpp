@@ -142,8 +142,10 @@ float warper_floor(const LogitRows& logits, Scratch& scratch, const Warpers& w, 
 //
 // Noise is drawn only where it can matter. With the best score S so far, token x wins only if g > S − x, that is
 // u < 1 − exp(−exp(x − S)) ≤ exp(x − S): one exp a block turns that into a comparison of raw random bits, and logarithms
-// are taken for the few tokens that pass.
-int gumbel_argmax(const LogitRows& logits, const Scratch& scratch, const NoiseStream& stream, float max, float floor) {
+// are taken for the few tokens that pass. (Not inlined: among a caller's variables the best score is kept in memory, and
+// a row takes half as long again.)
+[[gnu::noinline]] int gumbel_argmax(const LogitRows& logits, const Scratch& scratch, const NoiseStream& stream,
+                                    float max, float floor) {
   const float* x = scratch.row.data();
   int best_token = static_cast<int>(std::find(x, x + logits.vocab(), max) - x);
   if (best_token == logits.vocab() || max == kNegInf) return 0;

@@ -33,7 +33,7 @@ extern "C" __attribute__((used, visibility("default"))) inline void gsd_line(con
   gsd::Line::tell(op, line);
 }
 
-// In place of STABLE_TORCH_LIBRARY_IMPL, once a file: GSD_OPS(CPU, m) { m.impl("row_linear", TORCH_BOX(&row_linear)); }
+// In place of STABLE_TORCH_LIBRARY_IMPL, once a file: GSD_OPS(CPU, m) { Op<row_linear>::add(m, "row_linear"); }
 #define GSD_OPS(device, m)                                                              \
   static void add_ops_of_this_file(gsd::Implementations::Library&);                     \
   static const gsd::Implementations ops_of_this_file(#device, &add_ops_of_this_file);   \
