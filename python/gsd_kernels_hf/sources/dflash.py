@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from gsd_kernels import GraphConfig
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import decoder_rows
-from gsd_kernels.ops.step import FedRows
+from gsd_kernels.ops.step import FedRows, feed_chain
 
 from ..model.attention import Attends, GraphInputs, configs_of, switched_configs
 from . import checkpoints
@@ -277,6 +277,14 @@ class DFlashDrafts(Ahead):
         if self.recurrent:
             self.states.prepare(config, self.rows.features, self.module.config.markov_rank)
         super().prepare(config)
+
+    def enter(self, end: Tensor, width: int) -> None:
+        """The same by one operator, since left padding is no matter to keys and values of features."""
+        end, texts = torch.maximum(end, self.cached), self.state.tokens
+        chain = feed_chain(texts, end, self.cached, width, backend=self.rows.backend)
+        features = self.rows.at((chain.kv_len[:, None] + chain.depths).long())
+        graph = chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths
+        self.forward(chain.token_ids, features, chain.kv_len, *graph, keep=0)
 
     def read(self, fed: FedRows, features: Tensor, *_: Any) -> Any:
         """Store keys and values of features."""
