@@ -35,7 +35,7 @@ OURS, DRAFTED = "gsd_kernels, history", "gsd_kernels, draft model"
 def command(
     *,
     named: options.Named,
-    draft: options.Draft = None,
+    assistant_model: options.Draft = None,
     prompt_files: options.PromptFiles = None,
     lines: options.Lines = False,
     max_new_tokens: options.MaxNewTokens = 96,
@@ -66,13 +66,13 @@ def command(
     """
     model = named.name
     prompts = options.read_prompts(None, prompt_files, lines) if prompt_files else []
-    if model is None and draft is not None:
+    if model is None and assistant_model is not None:
         raise ValueError("--draft: needs --model; without it the demo has models of its own")
     if embedded and (model is not None or prompts):
         raise ValueError("--embedded: has a model and prompts of its own; leave out --model and --prompt-file")
     if model is None and dtype == "auto":
         dtype = "float32"  # in which texts are transformers' token for token
-    name, pair = _load(model, embedded, options.Models(draft, dtype=dtype, device=device))
+    name, pair = _load(model, embedded, options.Models(assistant_model, dtype=dtype, device=device))
     questions, raced = prompts[:2] or demo.questions("chat"), prompts or demo.questions("race")
     if model is None and name != NAME:
         raced = [prompt["text"] for prompt in demo.prompts("code")[:RACED]]

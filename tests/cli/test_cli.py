@@ -10,6 +10,7 @@ import pytest
 import torch
 import typer
 from checkpoints import save_pair
+from transformers import MambaConfig, MambaForCausalLM
 from typer.testing import CliRunner
 
 import gsd_kernels
@@ -40,6 +41,10 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     save_pair(folder, chat_template=TEMPLATE)
     save_pair(folder / "silent")
+    config = json.loads((folder / "target" / "config.json").read_text())
+    same = {name: config[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    recurrent = MambaConfig(**same, hidden_size=8, num_hidden_layers=1)
+    MambaForCausalLM(recurrent).save_pretrained(folder / "recurrent")
     for name, content in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
@@ -357,6 +362,7 @@ LATER = {  # which the package itself says
     "generate --model {}/silent/target --chat x": "--chat: the tokenizer has no chat template",
     "generate --model {}/target --chat bad": "--chat: the chat template: bad word",
     "chat --model {}/target --system bad": "--system: the chat template: bad word",
+    "demo --model {}/target --draft {}/recurrent": "--draft: MambaForCausalLM has recurrent layers alone",
     "doctor --kernels --arch 1": "--arch: expected one of 80",
     "serve --allowed-host=http://box": "--allowed-host: expected a name such as box.local",
     "serve --cors=localhost:3000": "--cors: expected an origin such as http://localhost:3000",
