@@ -154,8 +154,12 @@ def test_a_team_of_threads_does_every_piece_once(tmp_path):
 PROGRAM = """
 import ctypes, sys, pytest, torch
 from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.ops.table import all_ops
 assert unavailable_reason("cpu", torch.device("cpu")) is None  # the compiled ops are there; these come in their place
-ctypes.CDLL(sys.argv[1]).gsd_register(b"gsd_kernels")
+library = ctypes.CDLL(sys.argv[1])
+library.gsd_register(b"gsd_kernels")
+for name, op in all_ops().items():
+    library.gsd_line(name.encode(), op.line.text.encode())
 sys.exit(pytest.main([sys.argv[2], "-o", "addopts=", "-p", "no:cacheprovider", "-q", "-x", "-s"]))
 """
 

@@ -125,8 +125,8 @@ def test_a_run_that_ends_while_a_checkpoint_is_written_goes_on_to_equal_weights(
         ("text", "--steps", 22, folder / "draft" / "config.json"),  # as the shell expands --text *
     ):
         line = refused(*arguments("distill", folder, tmp_path / "cut", *more))
-        assert f"error: {name}: the run in {tmp_path / 'cut'} has" in line and "name another folder" in line
-    assert "error: heads: the run in" in refused(*arguments("train-heads", folder, tmp_path / "cut", "--steps", 22))
+        assert f"error: --{name}: the run in {tmp_path / 'cut'} has" in line and "name another folder" in line
+    assert "error: --heads: the run in" in refused(*arguments("train-heads", folder, tmp_path / "cut", "--steps", 22))
     assert done(*cut, "--checkpoint-every", "9s")  # which does not change the run
 
 
@@ -164,25 +164,25 @@ REFUSED = [  # a kind of draft, what it is given beside a good run's options, an
     ("distill", ["--text", "{}/draft"], "draft is a folder; name its files"),
     ("distill", ["--length", 4000], "tokens after the held-out part are less than a block of"),
     ("distill", ["--minutes", 1], "steps, minutes: expected one of them"),
-    ("distill", ["--sequence-level", 1.5], "sequence_level: expected a share"),
+    ("distill", ["--sequence-level", 1.5], "--sequence-level: expected a share"),
     ("distill", ["--draft", "{}/other"], "draft: vocabulary sizes 259 (target) and 5000 (draft) mean different"),
     ("distill", ["--dtype", "float16"], "dtype: expected float32, bfloat16 or float64"),
     ("distill", ["--out", "{}/used"], "used is not empty and holds no checkpoint"),
     ("train-heads", GRANITE, "target: GraniteForCausalLM changes its logits after the output matrix"),
     ("train-heads", ["--heads", 30], "length: expected more than the 30 heads"),
-    ("dspark", ["--markov-head", "lstm"], "markov_head: expected one of vanilla, gated, rnn, got 'lstm'"),
+    ("dspark", ["--markov-head", "lstm"], "--markov-head: expected one of vanilla, gated, rnn, got 'lstm'"),
     ("dflash", ["--mask-token-id", 1000], "mask token 1000 has no row"),
-    ("dflash", ["--markov-rank", 4], "markov_rank: not a setting of dflash"),
+    ("dflash", ["--markov-rank", 4], "--markov-rank: not a setting of dflash"),
     ("mtp", ["--layers", 2], "layers: not a setting of mtp, which is a layer as the target's own"),
-    ("eagle3", ["--draft-vocabulary", 260], "draft_vocabulary: expected at most the target's 259"),
-    ("eagle3", ["--hidden-layers", "1,9"], "hidden_layers: expected numbers from 0 to 2"),
+    ("eagle3", ["--draft-vocabulary", 260], "--draft-vocabulary: expected at most the target's 259"),
+    ("eagle3", ["--hidden-layers", "1,9"], "--hidden-layers: expected numbers from 0 to 2"),
     ("eagle3", ["--depth", 23], "length: expected more than 24 for 23 guesses, got 24"),
     ("train-heads", ["--chats", "{}/empty.txt"], "chats: no chat in"),
     ("train-heads", ["--chats", "{}/no.jsonl"], "line 1: not JSON"),
     ("train-heads", ["--chats", "{}/unanswered.jsonl"], 'line 1: nobody with the "role" assistant'),
     ("train-heads", ["--chats", "{}/short.jsonl"], "23 tokens after the held-out part are less than a block of 25"),
     ("train-heads", ["--chats", "{}/short.jsonl", "--text", "{}/text.txt"], "text, chats: expected files of one of"),
-    ("train-heads", ["--text", "{}/text.txt", "--held-out-chats", "{}/short.jsonl"], "held_out_chats: is for chats"),
+    ("train-heads", ["--text", "{}/text.txt", "--held-out-chats", "{}/short.jsonl"], "--held-out-chats: is for chats"),
 ]  # fmt: skip
 
 
