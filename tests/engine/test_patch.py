@@ -57,8 +57,9 @@ def test_unpatch_restores_everything():
     handle = gsd.patch(target, assistant_model=draft, graph_config="graph")
     assert torch.equal(target(**models.prompts(2, LENGTH, vocab=VOCAB)).logits, logits)
     assert torch.equal(target.generate(**asked()), plain()) and handle.stats.tokens_per_step > 1
+    assert "text" in repr(handle) and "MiB of caches" in repr(handle)
     gsd.unpatch(target)
-    assert set(vars(target)) == variables
+    assert set(vars(target)) == variables and repr(handle).endswith(": unpatched>")
     assert target.generate.__func__ is transformers.GenerationMixin.generate
     assert target.config._attn_implementation == draft.config._attn_implementation == "sdpa"
     assert torch.equal(target.generate(**asked()), plain())
