@@ -21,6 +21,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.model import probe
+from gsd_kernels_hf.model.masks import FAR, Limits, Unserved, limits_of
 
 CHUNK, FLOOR, SCALE, TABLE = tiny_configs.WINDOW, 8, 1.5, 32
 LLAMA4 = {"no_rope_layers": [1, 1, 0], "num_hidden_layers": 3, "attn_temperature_tuning": True}
@@ -239,3 +240,11 @@ def test_prompts_flash_and_graph_rows_do_not(family, batch, monkeypatch):
             flash.rows.clear()
             assert torch.equal(target.generate(**inputs, **GREEDY), expected)
             assert bool(flash.rows) == (own != "sdpa") and target.config._attn_implementation == own
+
+
+@pytest.mark.parametrize("most", [1, 2, 700, FAR])
+def test_a_masks_limits_are_found_and_another_mask_is_refused(most):
+    assert limits_of(lambda b, h, q, k: (k <= q) & (q - k < most)) == Limits(None if most == FAR else most)
+    for sees in (lambda b, h, q, k: k < 0, lambda b, h, q, k: (k <= q + 1) & (q - k < most)):
+        with pytest.raises(Unserved, match="neither causal nor causal within"):
+            limits_of(sees)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -94,11 +95,13 @@ def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,
         seen = mask_function(zero + sequence, zero, column, column - back)
         return torch.as_tensor(seen, dtype=torch.bool, device=row.device).expand_as(row)
 
+    def blind(row: int, back: int) -> bool:
+        return not sees(0, *torch.tensor([[row], [back]], dtype=torch.int64, device="cpu"))
+
     try:
-        rows = torch.arange(FAR, dtype=torch.int64, device="cpu")
-        blind = (~sees(0, rows, rows)).nonzero()[:1, 0]  # the first row that does not see the text's first token
-        begins = blind.numel() and int(blind) > 1 and not sees(0, blind, torch.ones_like(blind))  # nor its predecessor
-        limits = Limits() if not blind.numel() else Limits(chunk=int(blind)) if begins else Limits(int(blind))
+        # The first row that does not see the text's first token; a chunk's does not see its predecessor either.
+        first = 1 + bisect_left(range(1, FAR), True, key=lambda row: blind(row, row))
+        limits = Limits() if first == FAR else Limits(chunk=first) if first > 1 and blind(first, 1) else Limits(first)
         edge = limits.most or 4096
         few = {0, 1, 2, 7, 100, edge - 1, edge, edge + 1, 2 * edge - 1, 2 * edge, 3 * edge + 1, FAR}
         back = {-1, -2, -100, 0, 1, 2, 3, 7, *(1 << i for i in range(20)), edge - 1, edge, edge + 1}
