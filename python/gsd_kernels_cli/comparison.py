@@ -170,7 +170,8 @@ class Race:
 
     def show(self) -> None:
         """Print a table of the ways, behind it how many texts are the same."""
-        found, doubt = self.as_dict(), self.doubt
+        found = self.as_dict()
+        doubt = found["why_not_believed"]
         if doubt is not None:
             out.print(doubt, style="bold yellow", soft_wrap=True)
         rows = [

@@ -186,7 +186,7 @@ def _compilers() -> dict[str, str]:
     """Name the compilers that an installation here would build with, as they name their releases."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc") or os.path.join(home, "bin", "nvcc")
-    return {"c++": _release(os.environ.get("CXX") or "c++", 0), "nvcc": _release(nvcc, -1)}
+    return {"c++": _release(os.environ.get("CXX") or "g++", 0), "nvcc": _release(nvcc, -1)}
 
 
 def _release(command: str, line: int) -> str:
