@@ -19,7 +19,6 @@ from gsd_kernels_hf.model.fused import SWITCH
 
 from ..generation.competitors import fixed_configs
 from ..kernels import attention, commit, merge, sample
-from ..kernels.peers import ATTENTION as PEERS
 from ..lib.compilations import compilations, summary
 from ..lib.runner import Settings
 from ..lib.runner import run as run_case
@@ -47,7 +46,7 @@ def run(work: Work) -> None:
         work.skip(f"backends triton and cuda, FlashInfer: {' and '.join(backends)} take their places")
     if work.stage.name == "attention":
         cases = points("{shape} prefix={prefix} rows={rows}", **(SMALL if work.rehearse else BESIDE))
-        work.each(cases, lambda shape, *of: compared(work, attention, shape, *of, backends, PEERS))
+        work.each(cases, lambda shape, *of: compared(work, attention, shape, *of, backends, peers=None))
     else:
         duel(work, backends)
 
@@ -73,7 +72,7 @@ def compared(
     prefix: int,
     rows: int,
     backends: Sequence[str],
-    peers: Sequence[str] = (),
+    peers: Sequence[str] | None = (),
 ) -> dict[str, Any]:
     """The rows of a case's report at one point, its contestants' results compared first; and what was compiled.
 

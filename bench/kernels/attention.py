@@ -47,7 +47,7 @@ def entries(settings: Settings) -> Iterator[Op]:
                     right=dag_attention(q.float(), k.float(), v.float(), mask, kv_len, backend="reference"),
                     tolerance=8 * torch.finfo(dtype).eps if dtype != torch.float32 else ATTENTION.tolerance,
                     refused=functools.partial(refused, q, k, v),
-                    peers=attention_peers(settings, q, k, v, visible),
+                    peers=attention_peers(q, k, v, visible, quick=settings.quick),
                     shape=name,
                     parameters={"rows": rows, "prefix": prefix},
                     bytes_moved=2 * q.nbytes + k.nbytes + v.nbytes + mask.nbytes,

@@ -12,7 +12,7 @@ from gsd_kernels import commit_kv
 from gsd_kernels.ops.commit_kv.api import COMMIT
 from gsd_kernels_cli.demo.inflate import ModelShape
 
-from ..lib.runner import Contestant, Op, Settings
+from ..lib.runner import Op, Settings, ready
 from ..lib.shapes import SHAPES
 
 NAME = "commit"
@@ -73,7 +73,8 @@ def entries(settings: Settings) -> Iterator[Op]:
                 caches,
                 rows,
                 count,
-                peers=[Contestant("torch_per_layer", layer_by_layer, peer=True, alike=False)],
+                peers={"torch_per_layer": ready(layer_by_layer)},
+                alike=False,
                 shape=name,
                 parameters={"accepted": accepted, "layers": shape.num_layers},
                 bytes_moved=2 * 2 * shape.num_layers * accepted * caches[0][0][0, :, 0].nbytes,

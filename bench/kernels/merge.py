@@ -14,7 +14,7 @@ from gsd_kernels.ops.flatten.api import FLATTEN
 from gsd_kernels.ops.merge.api import MERGE
 from gsd_kernels.ops.verify.api import VERIFY
 
-from ..lib.runner import Contestant, Op, Settings
+from ..lib.runner import Op, Settings, lacking
 
 NAME = "merge"
 TOKENS = 200  # candidates come from this many tokens, so that some merge
@@ -93,7 +93,7 @@ class Step:
         about: dict[str, Any] = {
             "shape": "token graph",
             "parameters": {"rows": self.config.max_rows},
-            "peers": [Contestant("others", missing=NO_PEER, peer=True)],
+            "peers": {"others": lacking(NO_PEER)},
         }
         return [
             Op(MERGE, self.merge, operation="merge, all levels", bytes_moved=merged, **about),

@@ -13,7 +13,7 @@ from gsd_kernels import draft_candidates, sample_rows
 from gsd_kernels.ops.sampling import warped_log_probs
 from gsd_kernels.ops.sampling.api import DRAFT, LOG_PROBS, SAMPLE
 
-from ..lib.runner import Contestant, Op, Settings
+from ..lib.runner import Op, Settings, ready
 from ..lib.shapes import SHAPES
 from .peers import sampling_peers
 
@@ -54,7 +54,8 @@ def entries(settings: Settings) -> Iterator[Op]:
                 yield Op(
                     SAMPLE,
                     lambda backend, sample=sample: sample(backend=backend),
-                    peers=sampling_peers(settings, logits[0], *warpers.values()),
+                    peers=sampling_peers(logits[0], *warpers.values()),
+                    alike=warpers["temperature"] == 0.0,  # random picks are the tests' matter
                     operation=f"sample_rows {operation}",
                     **about,
                 )
@@ -77,7 +78,8 @@ def entries(settings: Settings) -> Iterator[Op]:
                 lambda backend, draft=draft: draft(backend=backend),
                 checked=lambda backend, draft=draft: draft(backend=backend)[1],  # log-probabilities: of ties either
                 tolerance=1e-3,
-                peers=[Contestant("torch_topk", topk, peer=True, alike=False)],
+                peers={"torch_topk": ready(topk)},
+                alike=False,
                 operation=f"draft_candidates, branch {BRANCH}",
                 **about,
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -43,8 +43,27 @@ class Settings:
         """The grid: what was given, else the default for this kind of run."""
         return given or (quick if self.quick else gpu if self.device.type == "cuda" else cpu)
 
-    def wants_peer(self, name: str) -> bool:
-        return self.peers is None or name in self.peers
+
+class Missing(Exception):
+    """A contestant cannot take part; the text says why."""
+
+
+Peer = Callable[[], Callable[[], Any]]
+"""Makes ready, by compiling or planning, what does an op's work once; raises :class:`Missing` where it cannot."""
+
+
+def ready(call: Callable[[], Any]) -> Peer:
+    """A peer that has nothing to prepare."""
+    return lambda: call
+
+
+def lacking(why: str) -> Peer:
+    """A peer that is not there."""
+
+    def make() -> Callable[[], Any]:
+        raise Missing(why)
+
+    return make
 
 
 @dataclass
@@ -58,7 +77,8 @@ class Op:
         right: what it should compute; by default what the reference does.
         tolerance: by how much floats may differ; of other numbers none may.
         refused: why a backend does not take these tensors, if so.
-        peers: others who do the same.
+        peers: others who do the same, by name.
+        alike: whether they compute what ours do, so that it can be compared.
         shape, parameters: of the point.
         bytes_moved: the least that has to be read and written.
         operation: what is done; by default the op's name.
@@ -70,7 +90,8 @@ class Op:
     right: Any = None
     tolerance: float = 0.0
     refused: Callable[[str], str | None] = lambda backend: None
-    peers: Sequence[Contestant] = ()
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+    alike: bool = True
     shape: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
     bytes_moved: int = 0
@@ -81,8 +102,8 @@ class Op:
             self.right = [tensor.clone() for tensor in _tensors((self.checked or self.call)("reference"))]
         self.operation = self.operation or self.op.name
 
-    def contestants(self, settings: Settings) -> Iterator[Contestant]:
-        """Our backends, each with the reason why it cannot run here, and those peers that are wanted.
+    def contestants(self, settings: Settings) -> Iterator[tuple[str, Peer | None]]:
+        """Names of our backends, and those peers that are wanted.
 
         Raises:
             ValueError: a backend that the op does not have.
@@ -91,10 +112,18 @@ class Op:
         for name in known if settings.backends is None else settings.backends:
             if name not in known:
                 raise ValueError(f"--backend: {name!r} is none of {', '.join(known)}")
-            missing = unavailable_reason(name, settings.device) or self.refused(name)
-            check = None if missing or self.checked is None else partial(self.checked, name)
-            yield Contestant(name, None if missing else partial(self.call, name), missing, check=check)
-        yield from (peer for peer in self.peers if settings.wants_peer(peer.name))
+            yield name, None
+        yield from ((name, self.peers[name]) for name in self.peers if settings.peers is None or name in settings.peers)
+
+    def backend(self, name: str, device: torch.device) -> Callable[[], Any]:
+        """The op by a backend.
+
+        Raises:
+            Missing: it cannot run here, or not with these tensors.
+        """
+        if (missing := unavailable_reason(name, device) or self.refused(name)) is not None:
+            raise Missing(missing)
+        return partial(self.call, name)
 
     def error(self, output: Any) -> float:
         """How far an output is from the right one: the largest difference of floats, of other numbers the places."""
@@ -119,48 +148,11 @@ def _tensors(output: Any) -> Sequence[Tensor]:
     return [output] if isinstance(output, Tensor) else output
 
 
-@dataclass
-class Contestant:
-    """One way of doing an op's work.
-
-    Attributes:
-        name: the backend, or the peer's name.
-        call: does the work once; ``None`` where it is missing.
-        missing: why.
-        peer: whether it is someone else's.
-        setup_seconds: what had to be compiled or planned first.
-        check: the same on copies, to be compared, where ``call`` works in place.
-        alike: whether it computes what ours do.
-    """
-
-    name: str
-    call: Callable[[], Any] | None = None
-    missing: str | None = None
-    peer: bool = False
-    setup_seconds: float | None = None
-    check: Callable[[], Any] | None = None
-    alike: bool = True
-
-
-@dataclass
-class _Pace:
-    """One line on stderr for every measurement, and no more than one a second."""
-
-    last: float = field(default=0.0)
-
-    def __call__(self, text: str) -> None:
-        now = time.monotonic()
-        if now - self.last > 1.0:
-            self.last = now
-            print(text, file=sys.stderr, flush=True)
-
-
 @torch.no_grad()
 def run(case: ModuleType, settings: Settings) -> Report:
     """Measure a case: a module with ``NAME`` and ``entries(settings)``."""
     for name in settings.shapes:
         shape_named(name)
-    pace = _Pace()
     report = Report(
         case=case.NAME,
         environment=environment(settings.device),
@@ -169,49 +161,43 @@ def run(case: ModuleType, settings: Settings) -> Report:
         quick=settings.quick,
     )
     for op in case.entries(settings):
-        for contestant in op.contestants(settings):
+        for name, peer in op.contestants(settings):
             where = [op.shape, *(f"{key} {value}" for key, value in op.parameters.items())]
-            pace(f"{case.NAME}: {op.operation}: {', '.join(where)}: {contestant.name}")
-            report.rows.append(measure(op, contestant, settings, report.copy_bandwidth))
+            print(f"{case.NAME}: {op.operation}: {', '.join(where)}: {name}", file=sys.stderr, flush=True)
+            report.rows.append(measure(op, name, peer, settings, report.copy_bandwidth))
     return report
 
 
-def measure(op: Op, contestant: Contestant, settings: Settings, bandwidth: float) -> Row:
-    """Time a contestant whose result is right; ``bandwidth`` of copying is what its bytes are held against.
+def measure(op: Op, name: str, peer: Peer | None, settings: Settings, bandwidth: float) -> Row:
+    """Time a backend, or a peer, whose result is right; ``bandwidth`` of copying is what its bytes are held against.
 
     Raises:
         RuntimeError: one of ours is wrong. Whatever fails of a peer is why it is missing, but for a GPU that is lost.
     """
-    row = Row(
-        operation=op.operation,
-        shape=op.shape,
-        parameters=op.parameters,
-        contestant=contestant.name,
-        peer=contestant.peer,
-        setup_seconds=contestant.setup_seconds,
-        missing=contestant.missing,
-    )
-    if contestant.call is None:
-        return row
+    row = Row(op.operation, op.shape, op.parameters, name, peer=peer is not None)
     try:
         begin = time.perf_counter()
-        output = contestant.call()
-        if contestant.setup_seconds is not None:
+        call = op.backend(name, settings.device) if peer is None else peer()
+        output = call()
+        if peer is not None:
             if settings.device.type == "cuda":
                 torch.cuda.synchronize(settings.device)
-            row.setup_seconds = contestant.setup_seconds + time.perf_counter() - begin
-        if contestant.alike:
-            row.max_error = op.error(output if contestant.check is None else contestant.check())
+            row.setup_seconds = time.perf_counter() - begin
+        elif op.checked is not None:
+            output = op.checked(name)
+        if peer is None or op.alike:
+            row.max_error = op.error(output)
             if not row.max_error <= op.tolerance:
                 raise RuntimeError(f"wrong result: error {row.max_error:.3g}, allowed {op.tolerance:.3g}")
-        timing = time_call(contestant.call, settings.device, seconds=settings.seconds)
+        timing = time_call(call, settings.device, seconds=settings.seconds)
+    except Missing as why:
+        row.missing = str(why)
+        return row
     except Exception as error:
-        if not contestant.peer or isinstance(error, torch.AcceleratorError):
+        if peer is None or isinstance(error, torch.AcceleratorError):
             raise
         row.missing = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return row
-    row.median, row.p20, row.p80 = timing.median, timing.p20, timing.p80
-    row.samples, row.clock = timing.samples, timing.clock
-    row.bytes_moved = op.bytes_moved
+    vars(row).update(vars(timing), bytes_moved=op.bytes_moved)
     row.bandwidth_fraction = op.bytes_moved / timing.median / bandwidth
     return row
