@@ -17,6 +17,7 @@ WORD = re.compile(r"([\w.]*)(\??)(!?)(?::(\w+))?(?:\[(.*)\])?(?:=(\w+))?(\{?)")
 NUMBERS = {"int": "int", "float": "float", "bool": "bool", "ints": "int[]"}
 """Types of arguments that are no tensors, as a schema has them."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+IDS = (torch.int32, torch.int64)
 ANY = ("...",)
 """Sizes of a tensor of any shape."""
 
@@ -43,10 +44,10 @@ class Line:
 
     A letter is one size, or one number, wherever it stands; R/32: the words of a mask over R; D+1: one more; ``...``:
     any shape. ``?``: or ``None``; ``!``: written in place. A dtype is torch's, int32 where it says none, ``float`` (any
-    of :data:`FLOATS`), ``any``, or the name of an argument before, which has the same. Braces: a list of tensors, with
-    ``...`` at its end of any number. Numbers have a type of :data:`NUMBERS`, and letters, but for ``ints`` of any
-    number. Behind the arrow: results. C++ reads the same line, but for dtypes, which its pointers have
-    (csrc/torch_ops/arguments.h).
+    of :data:`FLOATS`), ``ids`` (any of :data:`IDS`), ``any``, or the name of an argument before, which has the same.
+    Braces: a list of tensors, with ``...`` at its end of any number. Numbers have a type of :data:`NUMBERS`, and
+    letters, but for ``ints`` of any number. Behind the arrow: results. C++ reads the same line, but for dtypes, which
+    its pointers have (csrc/torch_ops/arguments.h).
     """
 
     def __init__(self, text: str) -> None:
@@ -151,7 +152,7 @@ def _check(
     known: tuple[tuple[str, Any], ...],
 ) -> None:
     """Raise by what is :func:`described <Line.check>` of every value: a tensor, or the name of another type."""
-    dtypes, sizes = {"float": FLOATS}, dict(known)
+    dtypes, sizes = {"float": FLOATS, "ids": IDS}, dict(known)
     for part, value in zip(line.tensors, described, strict=True):
         if part.optional and value is None:
             continue

@@ -132,28 +132,28 @@ def _random(source, level, tokens, log_probs):
 ABOVE = "hostile: expected log-probabilities of at most 0, got"
 IDS = "hostile: expected token ids from −1 to"
 NOT_A_PROPOSAL = "hostile: expected propose to return a Proposal"
-NO_TENSOR = ": expected a dense tensor, got"
 
 KINDS: dict[str, tuple[Callable[..., Any], str]] = {
     # What is returned.
     "a tuple": (_returns(lambda t, p: (t, p)), f"{NOT_A_PROPOSAL}.*got tuple"),
     "nothing": (_returns(lambda t, p: None), EXACT),
     "an error": (_raises, "boom"),
-    "arrays": (_both(lambda x: x.numpy()), f"hostile: tokens{NO_TENSOR} ndarray"),
+    "arrays": (_both(lambda x: x.numpy()), "hostile: tokens: expected a tensor, got ndarray"),
     # Dtypes.
     "float tokens": (_tokens(lambda t: t.float()), "hostile: tokens: expected int32 or int64, got float32"),
+    "sparse scores": (_log_probs(lambda p: p.to_sparse()), "hostile: expected dense tensors"),
     "int64 tokens": (_tokens(lambda t: t.long()), EXACT),
     "float16 scores": (_log_probs(lambda p: p.half()), EXACT),
     # Devices.
-    "tokens on meta": (_tokens(lambda t: t.to("meta")), "hostile: tokens: expected a tensor on cpu, got one on meta"),
+    "tokens on meta": (_tokens(lambda t: t.to("meta")), "hostile: tokens: expected device cpu, got meta"),
     # Shapes.
     "a node too many": (_both(lambda x: torch.cat([x, x[:, :1]], 1)), "hostile: tokens: expected shape"),
     "an index a sequence": (_index(lambda n: n[:, 0]), "hostile: index: expected shape"),
     "no candidates": (_both(lambda x: x[..., :0]), EXACT),
     "many candidates": (_both(lambda x: x.repeat(1, 1, 40)), EXACT),
     # Token ids.
-    "token vocab": (_tokens(_first(97)), f"{IDS} 96, got token 97"),
-    "token 2³¹": (_tokens(_first(2**31, torch.int64)), f"{IDS} 96, got token 2147483648"),
+    "token vocab": (_tokens(_first(97)), f"{IDS} 96, got 97"),
+    "token 2³¹": (_tokens(_first(2**31, torch.int64)), f"{IDS} 96, got 2147483648"),
     "token −1 of +∞": (_none(-1, torch.inf), EXACT),
     "no token at all": (_tokens(lambda t: torch.full_like(t, -1)), EXACT),
     "random": (_random, EXACT),

@@ -6,15 +6,16 @@ The classes of this package are not checked: their proposals come from its ops, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from gsd_kernels import Frontier
+from gsd_kernels.ops.line import Line
 
 from ..model.facts import Facts
 from ..model.hidden import why_no_states
@@ -22,7 +23,7 @@ from ..model.properties import text_config
 from .base import DraftSource, Level, Proposal
 
 ROUNDING_LOG_PROB = 0.01  # above 0, of a log-probability: what half precision makes of a probability of 1
-TOKEN_TYPES = (torch.int32, torch.int64)
+PROPOSAL = Line("node_ids[B,W] tokens:ids[B,W,K] log_probs:float[B,W,K] index?:ids[B,W]")
 
 
 def is_own(source: DraftSource) -> bool:
@@ -115,8 +116,10 @@ class Border:
         if proposal is None:
             return None
         if source.name in self.unchecked:
-            for kind, fault in faults(proposal, level, self.vocab_size):
-                raise kind(f"draft_sources: {source.name}: {fault}")
+            try:
+                check_proposal(proposal, level, self.vocab_size)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"draft_sources: {source.name}: {error}") from None
             self.unchecked.remove(source.name)
         tokens, log_probs, index = proposal.tokens, proposal.log_probs, proposal.index
         # A source may write its tensors again: what it proposed is learned from behind the step.
@@ -128,50 +131,28 @@ class Border:
         )
 
 
-def faults(proposal: object, level: Level, vocab_size: int) -> Iterator[tuple[type[Exception], str]]:
-    """Say what of a proposal is not as a level asks for it, with the cure: the first alone, on which others rely.
+def check_proposal(proposal: object, level: Level, vocab_size: int) -> None:
+    """Raise unless a proposal is as a level asks for it. It may wait for the device.
 
-    It may wait for the device.
+    Raises:
+        TypeError, ValueError: what was expected, what came and the cure.
     """
     if not isinstance(proposal, Proposal):
         expected = "propose to return a Proposal, or None for nothing at this level"
-        yield TypeError, f"expected {expected}, got {type(proposal).__name__}; return Proposal(tokens, log_probs)"
-        return
+        raise TypeError(f"expected {expected}, got {type(proposal).__name__}; return Proposal(tokens, log_probs)")
     if not isinstance(proposal.rows, int):
-        yield TypeError, f"rows: expected how many were forwarded, got {shown(proposal.rows)}"
+        raise TypeError(f"rows: expected how many were forwarded, got {shown(proposal.rows)}")
     nodes, tokens, log_probs, index = level.frontier.node_ids, proposal.tokens, proposal.log_probs, proposal.index
-    batch, width = nodes.shape
-    most = tokens.shape[-1] if isinstance(tokens, Tensor) and tokens.dim() else 0
-    each = f"[{batch}, {width}, K], K candidates after every frontier node, of tokens and log_probs alike"
-    for part, tensor, shape, expected in (
-        ("tokens", tokens, (batch, width, most), each),
-        ("log_probs", log_probs, (batch, width, most), each),
-        ("index", nodes if index is None else index, (batch, width), f"[{batch}, {width}], of the nodes"),
-    ):
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-            got = type(tensor).__name__ if not isinstance(tensor, Tensor) else f"one of layout {tensor.layout}"
-            yield TypeError, f"{part}: expected a dense tensor, got {got}"
-        floats = part == "log_probs"
-        if not (tensor.dtype.is_floating_point if floats else tensor.dtype in TOKEN_TYPES):
-            kinds, cast = ("a float dtype", "float()") if floats else ("int32 or int64", "int()")
-            got = str(tensor.dtype).removeprefix("torch.")
-            yield TypeError, f"{part}: expected {kinds}, got {got}; cast it by {cast}"
-        if tensor.device != nodes.device:
-            cure = "move it to level.frontier.node_ids.device"
-            yield ValueError, f"{part}: expected a tensor on {nodes.device}, got one on {tensor.device}; {cure}"
-        if tensor.shape != shape:
-            yield ValueError, f"{part}: expected shape {expected}, got {list(tensor.shape)}"
+    PROPOSAL.check(nodes, tokens, log_probs, index)
+    if any(part is not None and part.layout is not torch.strided for part in (tokens, log_probs, index)):
+        raise TypeError("expected dense tensors, got sparse ones; convert them by to_dense()")
     tokens, log_probs = tokens[..., : level.graph.branch], log_probs[..., : level.graph.branch].float()
     counts = (nodes >= 0)[..., None] & (tokens != -1) & (log_probs != -torch.inf)
-    below, none = "log-probabilities of at most 0", "propose −inf, or token −1, for none"
-    taken = "propose log-probabilities: log_softmax of logits, log of probabilities"
-    ids, cure = f"token ids from −1 to {vocab_size - 1}", "propose ids of the target's tokenizer, and −1 for none"
-    for wrong, values, expected, mended in (
-        ((tokens < -1) | (tokens >= vocab_size), tokens, ids, cure),
-        (log_probs.isnan(), log_probs, below, none),
-        (log_probs > ROUNDING_LOG_PROB, log_probs, below, taken),
+    ids, none = f"token ids from −1 to {vocab_size - 1}", "and token −1, or −inf, for none"
+    for wrong, values, expected, cure in (
+        ((tokens < -1) | (tokens >= vocab_size), tokens, ids, "ids of the target's tokenizer"),
+        (~(log_probs <= ROUNDING_LOG_PROB), log_probs, "log-probabilities of at most 0", "log_softmax of logits"),
     ):
         for at in map(tuple, (counts & wrong).nonzero().tolist()):
-            value = f"token {values[at].item()}" if values is tokens else f"{values[at].item():g}"
-            where = f"after node {at[1]} of level {level.number}"
-            yield ValueError, f"expected {expected}, got {value} {where}; {mended}"
+            got = f"{values[at].item()} after node {at[1]} of level {level.number}"
+            raise ValueError(f"expected {expected}, got {got}; propose {cure}, {none}")
