@@ -40,7 +40,7 @@ from gsd_kernels_hf.engine import decoder, engine
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.policy.automatic import own_pair
 from gsd_kernels_hf.policy.fixed import FixedPolicy
-from gsd_kernels_hf.policy.learning import KNOWN_CHOICE_STEPS, LearningPolicy
+from gsd_kernels_hf.policy.learning import KNOWN_CHOICE_STEPS, Experience, LearningPolicy
 from gsd_kernels_hf.policy.row_selector import EdgeModel, RowSelector
 from gsd_kernels_hf.policy.settings import Automatic
 from gsd_kernels_hf.policy.shapes import BRANCH, ladder, shape_name
@@ -53,6 +53,12 @@ from gsd_kernels_hf.policy.shapes import BRANCH, ladder, shape_name
 
 SETTINGS = Automatic()
 TEXTS = {"easy": EASY, "usual": USUAL, "hopeless": HOPELESS}
+
+
+def as_in_another_process(known: Experience, again: Experience) -> None:
+    """Let the other one know what a process left on disk."""
+    for one, other in ((known.costs, again.costs), (known, again)):
+        pairs.load(other, pairs.copied(one))
 
 
 def share(world: World, policy: LearningPolicy, steps: int) -> float:
@@ -107,8 +113,7 @@ def test_the_next_text_and_the_next_process_go_on_where_this_one_ended(machine):
     rows = world.run(policy, 200)
     policy.end()
     last, again = policy.shape(), experience(machine)
-    again.costs.load(policy.experience.costs.as_dict())
-    again.load(policy.experience.as_dict())
+    as_in_another_process(policy.experience, again)
     assert saved == [1] and again.costs.steps == policy.experience.costs.steps > 150
     for known in (policy.experience, again):
         following = LearningPolicy(known, prefix=200)
@@ -203,8 +208,7 @@ def replay(machine: str, batch: int, told: bool = True) -> dict[str, Any]:
     for number, text in enumerate((USUAL, HOPELESS, EASY, USUAL)):
         if number == 2:
             again = experience(machine)
-            again.costs.load(known.costs.as_dict())
-            again.load(known.as_dict())
+            as_in_another_process(known, again)
             known = again
         world.text = text
         policy = LearningPolicy(known, batch=batch, prefix=(200, 700)[number % 2], reads_prompt=number % 2 == 1)
@@ -344,19 +348,19 @@ def test_what_was_learned_is_on_disk_and_the_next_process_begins_with_it(by_rows
     given, options = ((trained_pair[0], None), {"draft_sources": ("history",)}) if by_rows else (trained_pair, {})
     generate(given, tokens=60, **options)
     forget()
-    sections = own_pair(given[0], given[1], "auto").document.read()
+    sections = own_pair([model for model in given if model is not None], "auto").document.read()
     assert sum(sections["costs"]["timed"]) > 0 and any(name.startswith("learned ") for name in sections)
     generate(given, tokens=1, **options)
     first, second = (policy.experience for policy in opened)
     assert (opened[0].selector is not None) == by_rows and second is not first
     assert second.costs.steps >= first.costs.steps and second.last[0] >= 0
-    assert not by_rows or np.array_equal(first.as_dict()["weights"], second.as_dict()["weights"])
+    assert not by_rows or np.array_equal(first.arrays()["weights"], second.arrays()["weights"])
 
 
 def test_a_file_that_is_not_what_was_written_is_one_line_and_changes_no_text(trained_pair, tmp_path, caplog):
     expected = generate(trained_pair).sequences
     store._flush_all()
-    document = own_pair(*trained_pair, "auto").document
+    document = own_pair(trained_pair, "auto").document
     document.write({"costs": {"target": [[1.0]], "other": [], "timed": []}})
     forget()
     with caplog.at_level(logging.WARNING, "gsd_kernels"):

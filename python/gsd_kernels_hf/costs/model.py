@@ -36,32 +36,11 @@ ROWS_STD, SHAPE_STD = 0.3, 0.4
 MIN_SECONDS, MAX_SECONDS = 1e-7, 1e4  # of a part of a step, as it is observed
 
 
-class Medians:
-    """Running medians of several values, each of its latest observations.
-
-    Attributes:
-        latest: float [n, REMEMBERED_STEPS], the newest last; NaN where there is none yet.
-        median: float [n], NaN where nothing was observed.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.latest = np.full((count, REMEMBERED_STEPS), np.nan)
-        self.median = np.full(count, np.nan)
-
-    def observe(self, place: int, values: np.ndarray) -> None:
-        """Add observations of one value."""
-        self.latest[place] = np.append(self.latest[place], values)[-REMEMBERED_STEPS:]
-        self._update(place)
-
-    def load(self, latest: np.ndarray) -> None:
-        """Take over the observations of another process."""
-        self.latest = latest
-        for place in range(len(latest)):
-            self._update(place)
-
-    def _update(self, place: int) -> None:
-        known = self.latest[place][~np.isnan(self.latest[place])]
-        self.median[place] = np.quantile(known, QUICK_SHARE, method="lower") if known.size else np.nan
+def lower_quartile(latest: np.ndarray) -> np.ndarray:
+    """The lower quartile of the latest observations, [..., n] with NaN where there is none yet: [...]."""
+    known = (~np.isnan(latest)).sum(-1, keepdims=True)
+    place = (QUICK_SHARE * np.maximum(known - 1, 0)).astype(int)
+    return np.take_along_axis(np.sort(latest), place, -1)[..., 0]  # NaN is last
 
 
 class CostModel:
@@ -72,7 +51,8 @@ class CostModel:
         shapes: by name, those that steps can have.
 
     Attributes:
-        target, other: log(seconds / prior) beside the pace: of the target's forward by row count, of all else by name.
+        target, other: log(seconds / prior) beside the pace, of the latest steps [n, REMEMBERED_STEPS], the newest last,
+            NaN where there was none yet: of the target's forward by row count, of all else by name.
         timed: number of timed steps, as ``other`` by name, int [1 + shapes].
     """
 
@@ -82,7 +62,7 @@ class CostModel:
         self.index = {name: i for i, name in enumerate(self.names)}
         self.prior_other = np.array([prior.other_seconds(None), *(prior.other_seconds(s) for s in shapes.values())])
         self.kinds = np.array([0, *(1 if shape.depth else 2 for shape in shapes.values())])
-        self.target, self.other = Medians(len(ROW_COUNTS)), Medians(len(self.names))
+        self.target, self.other = (np.full((n, REMEMBERED_STEPS), np.nan) for n in (len(ROW_COUNTS), len(self.names)))
         self.paces = np.zeros(0)  # log(seconds / predicted without a pace) of the latest steps
         self.pace = 0.0
         self.timed = np.zeros(len(self.names), dtype=np.int64)
@@ -102,7 +82,7 @@ class CostModel:
 
     def target_std(self, rows: np.ndarray) -> np.ndarray:
         """Standard deviations of forwards' log seconds against those of the closest row count that was timed: [S]."""
-        seen = ~np.isnan(self.target.median)
+        seen = ~np.isnan(lower_quartile(self.target))
         if not seen.any():
             return np.full(len(rows), ROWS_STD)
         apart = np.abs(np.log2(np.maximum(rows, 1.0))[:, None] - LOG2_ROWS[seen]).min(1)
@@ -110,7 +90,7 @@ class CostModel:
 
     def other_std(self) -> np.ndarray:
         """Standard deviations of the log seconds of all else, by name: 0 of what was timed, [1 + shapes]."""
-        return np.where(np.isnan(self.other.median), SHAPE_STD, 0.0)
+        return np.where(np.isnan(lower_quartile(self.other)), SHAPE_STD, 0.0)
 
     def observe(self, name: str, cached: float, steps: Sequence[tuple[int, float, float]]) -> None:
         """Learn from successive steps.
@@ -130,7 +110,7 @@ class CostModel:
         sure = (unsure < SURE_STD) | (self.paces.size == 0)
         if sure.any():
             self.paces = np.append(self.paces, paces[sure])[-PACE_STEPS:]
-            self.pace = float(np.quantile(self.paces, QUICK_SHARE, method="lower"))
+            self.pace = float(lower_quartile(self.paces))
         # A step that is slow beyond what is uncertain was disturbed; quick by accident is none.
         quick = paces - self.pace < np.minimum(SLOW + 2.0 * unsure, MAX_SLOW)
         forward = np.log(target / self.prior.target_seconds(rows, cached)) - self.pace
@@ -139,13 +119,14 @@ class CostModel:
             alike = counts == count
             if alike.sum() >= MIN_ALIKE and not (quick & alike).any():  # so much slower they are
                 quick |= alike
-            self.target.observe(count, forward[quick & alike])
-        self.other.observe(place, np.log(other[quick] / self.prior_other[place]) - self.pace)
+            _append(self.target[count], forward[quick & alike])
+        _append(self.other[place], np.log(other[quick] / self.prior_other[place]) - self.pace)
 
     def _forwards(self, rows: np.ndarray, cached: float) -> np.ndarray:
         """Seconds of forwards at the usual pace."""
-        seen = ~np.isnan(self.target.median)
-        correction = np.interp(LOG2_ROWS, LOG2_ROWS[seen], self.target.median[seen]) if seen.any() else 0.0
+        found = lower_quartile(self.target)
+        seen = ~np.isnan(found)
+        correction = np.interp(LOG2_ROWS, LOG2_ROWS[seen], found[seen]) if seen.any() else 0.0
         logs = np.log(self.prior.target_seconds(ROW_COUNTS, cached)) + correction
         # Errors can make more rows look cheaper: halfway between the closest rising curves above and below.
         logs = (np.maximum.accumulate(logs) + np.minimum.accumulate(logs[::-1])[::-1]) / 2
@@ -153,19 +134,17 @@ class CostModel:
 
     def _besides(self) -> np.ndarray:
         """Seconds of all else at the usual pace, by name; what was not timed is corrected as others of its kind."""
-        found = self.other.median.copy()
+        found = lower_quartile(self.other)
         for kind in set(self.kinds.tolist()):
             alike = self.kinds == kind
             known = found[alike & ~np.isnan(found)]
             found[alike & np.isnan(found)] = known.mean() if known.size else 0.0
         return self.prior_other * np.exp(found)
 
-    def as_dict(self) -> dict[str, np.ndarray]:
-        """All that was learned, for the disk."""
-        return {"target": self.target.latest.copy(), "other": self.other.latest.copy(), "timed": self.timed.copy()}
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All that is kept on disk, in place; the machine may have another pace another day."""
+        return {"target": self.target, "other": self.other, "timed": self.timed}
 
-    def load(self, data: Mapping[str, np.ndarray]) -> None:
-        """Load what :meth:`as_dict` gave, of the same shapes; the machine may have another pace today."""
-        self.target.load(data["target"])
-        self.other.load(data["other"])
-        self.timed = data["timed"]
+
+def _append(latest: np.ndarray, values: np.ndarray) -> None:
+    latest[:] = np.append(latest, values)[-REMEMBERED_STEPS:]

@@ -7,7 +7,7 @@ import itertools
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,75 +33,78 @@ MAX_PAIRS = 32  # kept in a process; what was learned of the others is on disk
 COSTS = "costs"  # section of a pair's document
 FINGERPRINT_VALUES = 16  # of a weight, that tell models of the same sizes apart
 
-Draft = PreTrainedModel | nn.Module | None
-"""A draft model, a view of the target, or a drafter that reads its hidden states."""
-
 
 class CostPair:
     """A target with a draft, or alone, on this machine: its document and its costs.
 
     Args:
-        model, draft: the target, and what is forwarded beside it.
+        models: the target, and what is forwarded beside it.
         backend: of the ops.
         document: where its sections are kept.
         shapes: by name, those that its steps can have.
     """
 
     def __init__(
-        self, model: PreTrainedModel, draft: Draft, backend: str, document: Document, shapes: Mapping[str, GraphConfig]
+        self, models: Sequence[nn.Module], backend: str, document: Document, shapes: Mapping[str, GraphConfig]
     ) -> None:
         self.document = document
         self.sections = document.read()  # and what this process learned since, where generations ended
-        self.device = properties.device_of(model)
         about = document.about
         prior = CostPrior.of(
-            model,
-            draft,
-            one_op=about["draft_forward"] == "operator",
+            *models[:2],
+            one_op=about.get("draft_forward") == "operator",
             compiled=about["compiled"] and backend in ("auto", "cpu"),
         )
         self.costs = CostModel(prior, shapes)
         self.load(COSTS, self.costs)
 
-    def load(self, section: str, part: Any) -> None:
+    def load(self, section: str, part: Learned) -> None:
         """Load a section into ``part``, if there is one; one of other arrays is ignored, with a warning."""
         if section in self.sections:
             try:
-                kept = self.sections[section]
-                part.load({n: np.array(kept[n], a.dtype).reshape(a.shape) for n, a in part.as_dict().items()})
+                load(part, self.sections[section])
             except Exception as error:
                 self.document.ignore(error)
+
+
+class Learned(Protocol):
+    """Something that was learned, whose arrays are kept on disk."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Those that are kept, where they lie."""
+        ...
+
+
+def copied(part: Learned) -> dict[str, np.ndarray]:
+    """What is kept of ``part``, as it is now."""
+    return {name: array.copy() for name, array in part.arrays().items()}
+
+
+def load(part: Learned, kept: Mapping[str, Any]) -> None:
+    """Write what was kept into ``part``: all of it, or nothing where an array is missing or of another size."""
+    arrays = part.arrays()
+    for array, value in [(a, np.array(kept[name], a.dtype).reshape(a.shape)) for name, a in arrays.items()]:
+        array[...] = value
 
 
 _pairs: dict[Path, CostPair] = {}
 _lock = forkable_lock()
 
 
-def pair_of(
-    model: PreTrainedModel,
-    draft: Draft,
-    backend: str,
-    shapes: Mapping[str, GraphConfig],
-    others: Sequence[nn.Module] = (),
-) -> CostPair:
-    """The pair's place in this process; costs are the same object for every call.
-
-    Args:
-        model, draft, backend, shapes: see :class:`CostPair`.
-        others: models and drafters that are forwarded beside ``draft``; costs with them are known apart.
-    """
-    document = Document("pair", describe(model, draft, backend, others))
+def pair_of(models: Sequence[nn.Module], backend: str, shapes: Mapping[str, GraphConfig]) -> CostPair:
+    """The pair's place in this process, see :class:`CostPair`; costs are the same object for every call."""
+    document = Document("pair", describe(models, backend))
     with _lock:
-        pair = _pairs.pop(document.path, None) or CostPair(model, draft, backend, document, shapes)
+        pair = _pairs.pop(document.path, None) or CostPair(models, backend, document, shapes)
         _pairs[document.path] = pair  # the newest is last
         while len(_pairs) > MAX_PAIRS:
             del _pairs[next(iter(_pairs))]
     return pair
 
 
-def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> dict[str, Any]:
+def describe(models: Sequence[nn.Module], backend: str) -> dict[str, Any]:
     """Everything that the cost of a step depends on: the identity of a pair."""
-    device = properties.device_of(model)
+    target = models[0]
 
     def identity(m: nn.Module) -> tuple[Any, ...]:
         formats = {module.kind.name for module in packed_in(m)}
@@ -109,14 +112,12 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
         return type(m).__name__, *map(str, placed(m)), weight_bytes(m), layers_of(m), sorted(formats)
 
     return {
-        "target": identity(model),
-        "draft": None if draft is None else identity(draft),
-        "others": [identity(other) for other in others],
-        "machine": machine(device),
+        "models": [identity(model) for model in models],
+        "machine": machine(properties.device_of(target)),
         "backend": backend,
-        **forwards(model, draft, backend),
+        **forwards(models, backend),
         "compiled": gsd_kernels.backends.unavailable_reason("cpu", torch.device("cpu")) is None,
-        "attention": implementation_of(model.config),
+        "attention": implementation_of(target.config),
         "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
     }
 
@@ -135,15 +136,15 @@ def machine(device: torch.device) -> tuple[Any, ...]:
     return platform.processor() or platform.machine(), platform.node(), torch.get_num_threads()
 
 
-def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, str | None]:
-    """Say whether an operator or the modules forward each model's rows, and with which instructions."""
+def forwards(models: Sequence[nn.Module], backend: str) -> dict[str, str | None]:
+    """Say whether an operator or the modules forward a target's and a draft's rows, and with which instructions."""
 
-    def way(m: nn.Module | None) -> str:
+    def way(m: nn.Module) -> str:
         whole = isinstance(m, PreTrainedModel) and "lacks" not in vars(m)  # a view shares its model's cache, by modules
         return "operator" if whole and why_not(m, backend) is None else "modules"
 
-    ways = {"target_forward": way(model), "draft_forward": way(draft)}
-    on_cpu = "operator" in ways.values() and not replay.is_gpu(properties.device_of(model))
+    ways = dict(zip(("target_forward", "draft_forward"), map(way, models), strict=False))
+    on_cpu = "operator" in ways.values() and not replay.is_gpu(properties.device_of(models[0]))
     return {**ways, "cpu_level": cpu_levels.active() if on_cpu else None}
 
 

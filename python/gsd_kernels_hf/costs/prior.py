@@ -53,7 +53,7 @@ class CostPrior:
     def of(
         cls,
         model: PreTrainedModel,
-        draft: nn.Module | None,
+        draft: nn.Module | None = None,
         *,
         one_op: bool,
         compiled: bool = False,

@@ -139,12 +139,9 @@ class GraphDecoder(Options):
         """The policy that chooses the shapes of this call's steps."""
         if not automatic or not sources:
             return FixedPolicy(self.graph_config if sources else None)
-        draft, *others = forwarded(sources) or [None]
         together = " together" if request.lockstep and request.batch > 1 else ""  # a step brings all the same
         situation = Situation(
-            request.model,
-            draft,
-            others,
+            [request.model, *forwarded(sources)],
             sources=[source.name for source in sources],
             reuses=not all(source.forwards for source in sources),
             about=f"{request.plan.temperature > 0} {self.criterion}{together}",

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
-from ..costs.pair import COSTS, CostPair, Draft, fingerprint, forwards, pair_of, placed
+from gsd_kernels import GraphConfig
+
+from ..costs.pair import COSTS, CostPair, copied, fingerprint, forwards, pair_of, placed
 from ..model.properties import device_of
 from ..store import cache_dir, write_later
 from .learning import Experience, LearningPolicy
@@ -26,8 +27,7 @@ class Situation:
     """The facts of a generation that its policy depends on.
 
     Attributes:
-        model, draft: target and draft.
-        others: models and drafters that are forwarded beside ``draft``.
+        models: the target, and all that is forwarded beside it, a draft first.
         sources: names of the draft sources.
         reuses: whether one of them proposes without a forward.
         about: all else that acceptance depends on: how tokens are sampled, the criterion.
@@ -38,9 +38,7 @@ class Situation:
         settings: of the policies.
     """
 
-    model: PreTrainedModel
-    draft: Draft
-    others: Sequence[nn.Module]
+    models: Sequence[nn.Module]
     sources: Sequence[str]
     reuses: bool
     about: str
@@ -52,14 +50,9 @@ class Situation:
     settings: Automatic
 
     @property
-    def models(self) -> list[nn.Module]:
-        """Target, draft and others."""
-        return [self.model, *([] if self.draft is None else [self.draft]), *self.others]
-
-    @property
     def by_rows(self) -> bool:
         """Return whether rows are chosen, not shapes."""
-        return self.chooses_rows and self.draft is None
+        return self.chooses_rows and len(self.models) == 1
 
 
 def automatic_policy(
@@ -71,7 +64,7 @@ def automatic_policy(
         kept: what the caller keeps of this pair between generations; filled here.
         situation: of the generation.
     """
-    ways = forwards(situation.model, situation.draft, situation.backend).values()
+    ways = forwards(situation.models, situation.backend).values()
     kind = situation.backend, situation.by_rows, situation.settings, situation.about, *situation.sources
     key = (cache_dir(), *kind, *ways, *map(placed, situation.models))
     if key not in kept:
@@ -89,24 +82,29 @@ def automatic_policy(
 
 def learned(situation: Situation) -> Kept:
     """The experience of earlier generations like this one, in this process and others; and what keeps it on disk."""
-    pair = own_pair(situation.model, situation.draft, situation.backend, situation.others)
+    pair = own_pair(situation.models, situation.backend)
     prints = map(fingerprint, situation.models)
     about = " ".join([str(situation.by_rows), situation.about, *situation.sources, *prints])
     section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"
     if situation.by_rows:
         shapes = {shape_name(row_shape()): row_shape()}
     else:
-        shapes = ladder(pair.device.type, with_model=situation.draft is not None, reuses=situation.reuses)
+        shapes = ladder_of(situation.models, reuses=situation.reuses)
     experience = Experience(pair.costs, shapes, by_rows=situation.by_rows, settings=situation.settings)
     pair.load(section, experience)
 
     def save() -> None:
-        pair.sections[section] = experience.as_dict()  # for the next engine of the process
-        write_later(pair.document, {COSTS: pair.costs.as_dict(), section: pair.sections[section]}, section)
+        pair.sections[section] = copied(experience)  # for the next engine of the process
+        write_later(pair.document, {COSTS: copied(pair.costs), section: pair.sections[section]}, section)
 
     return experience, save
 
 
-def own_pair(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> CostPair:
+def ladder_of(models: Sequence[nn.Module], *, reuses: bool = True) -> dict[str, GraphConfig]:
+    """The shapes that automatic policies choose among, see :func:`ladder`."""
+    return ladder(device_of(models[0]).type, with_model=len(models) > 1, reuses=reuses)
+
+
+def own_pair(models: Sequence[nn.Module], backend: str) -> CostPair:
     """The pair, with costs of all shapes that automatic policies choose among."""
-    return pair_of(model, draft, backend, ladder(device_of(model).type, with_model=draft is not None), others)
+    return pair_of(models, backend, ladder_of(models))

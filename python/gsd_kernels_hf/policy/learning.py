@@ -85,18 +85,10 @@ class Experience:
         self.acceptance.count_less()
         self.means = np.minimum(self.means, [np.inf, np.inf, PRIOR_STEPS])
 
-    def as_dict(self) -> dict[str, np.ndarray]:
-        """All but the costs, for the disk."""
-        learned = {"share": self.acceptance.share, "last": self.last, "means": self.means}
-        if self.by_rows:
-            learned |= self.edges.as_dict()
-        return {name: array.copy() for name, array in learned.items()}
-
-    def load(self, data: Mapping[str, np.ndarray]) -> None:
-        """Load what :meth:`as_dict` gave."""
-        if self.by_rows:
-            self.edges.load(data)
-        self.acceptance.share, self.last, self.means = (data[name] for name in ("share", "last", "means"))
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All that is kept on disk but the costs, in place."""
+        edges = self.edges.arrays() if self.by_rows else {}
+        return {"share": self.acceptance.share, "last": self.last, "means": self.means, **edges}
 
 
 class LearningPolicy:

@@ -8,8 +8,6 @@ less than their tokens; and more where it is hard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,14 +34,9 @@ class EdgeModel:
         mean, std = (torch.tensor(part, dtype=torch.float64, device="cpu") for part in (PRIOR_MEAN, PRIOR_STD))
         self.posterior = LogisticPosterior(mean, (std**2).diag(), std**2)
 
-    def as_dict(self) -> dict[str, np.ndarray]:
-        """All of it, for the disk."""
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All that is kept on disk, in place."""
         return {"weights": self.posterior.weights.numpy(), "covariance": self.posterior.covariance.numpy()}
-
-    def load(self, data: Mapping[str, np.ndarray]) -> None:
-        """Load what :meth:`as_dict` gave."""
-        weights, covariance = (torch.from_numpy(data[name]) for name in ("weights", "covariance"))
-        self.posterior = self.posterior._replace(weights=weights, covariance=covariance)
 
 
 class RowSelector:
