@@ -71,12 +71,12 @@ class Learned(Protocol):
     """Something that was learned, whose arrays are kept on disk."""
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Those that are kept, where they lie."""
+        """The arrays that are kept, where they lie."""
         ...
 
 
 def copied(part: Learned) -> dict[str, np.ndarray]:
-    """What is kept of ``part``, as it is now."""
+    """A copy of what is kept of ``part``."""
     return {name: array.copy() for name, array in part.arrays().items()}
 
 
