@@ -6,7 +6,6 @@ code with the assembler in its wheel, and the disassembly is counted. Importing 
 
 from __future__ import annotations
 
-import pkgutil
 import re
 import subprocess
 import tempfile
@@ -14,14 +13,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gsd_kernels.config import GraphConfig
-from gsd_kernels.graph import TokenGraph
+from gsd_kernels.ops.line import Part
+from gsd_kernels.ops.table import all_ops
 
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -33,21 +33,52 @@ MAX_STACK_BYTES = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One launch of one op in a shipped configuration."""
+    """One launch of one op in a shipped configuration.
+
+    Attributes:
+        op: its name.
+        name: of the configuration.
+        sizes: what the letters of the op's line stand for, of sizes and numbers; a number without is ``None``.
+        dtype: of tensors of any floats.
+        with_: optional tensors that are there.
+    """
 
     op: str
     name: str
-    launch: Callable[[], object]
+    sizes: dict[str, Any]
+    dtype: torch.dtype = torch.bfloat16
+    with_: tuple[str, ...] = ()
+
+    @property
+    def room(self) -> str:
+        """The package of the op's functions."""
+        return all_ops()[self.op].reference.__module__.rpartition(".")[0]
+
+    def launch(self) -> object:
+        """Launch the op's kernels on tensors without content, as its line has them."""
+        dtypes = {"float": self.dtype, "any": self.dtype}
+
+        def new(part: Part) -> Tensor:
+            dtypes[part.name] = dtypes.get(part.dtype) or getattr(torch, part.dtype)
+            shape = [int(size) if size.isdigit() else self.sizes[size] for size in part.sizes or ()]
+            return torch.empty(shape, dtype=dtypes[part.name], device="meta")
+
+        def given(part: Part) -> Any:
+            if part.tensors is not None:
+                return [new(one) for one in part.tensors]
+            if part.sizes is None:
+                return self.sizes.get(part.letters)
+            return None if part.optional and part.name not in self.with_ else new(part)
+
+        arguments = [given(part) for part in all_ops()[self.op].line.arguments]
+        return getattr(import_module(f"{self.room}.triton"), self.op)(*arguments)
 
 
-def kernel_table(
-    archs: Sequence[int] = ARCHS, ops: Sequence[str] | None = None, read: Collection[str] | None = None
-) -> list[dict[str, Any]]:
+def kernel_table(archs: Sequence[int] = ARCHS, read: Collection[str] | None = None) -> list[dict[str, Any]]:
     """One row per compiled kernel: registers, stack, shared memory, spills, load width, matrix instructions.
 
     Args:
         archs: compute capabilities, e.g. 90.
-        ops: names of ops to compile; default all.
         read: names of kernels whose instructions are read, a fifth of a second each; default all.
 
     Returns:
@@ -65,14 +96,12 @@ def kernel_table(
     rows = []
     for arch in archs:
         for case in shipped_cases():
-            if ops is not None and case.op not in ops:
-                continue
             seen = set()
             for kernel, compiled in compile_launches(case.launch, arch):
                 if compiled.hash not in seen:
                     seen.add(compiled.hash)
                     row = facts(compiled, arch, read is None or kernel in read)
-                    rows.append({"op": case.op, "case": case.name, "kernel": kernel, **row})
+                    rows.append({"op": case.room.rpartition(".")[2], "case": case.name, "kernel": kernel, **row})
     return rows
 
 
@@ -198,117 +227,72 @@ def _run(tool: Path, *args: str) -> str:
     return subprocess.run([str(tool), *args], capture_output=True, text=True, check=True).stdout
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _floats(*shape: int) -> Tensor:
-    return _meta(*shape, dtype=torch.float32)
-
-
-def _long(*shape: int) -> Tensor:
-    return _meta(*shape, dtype=torch.int64)
-
-
-def _flags(*shape: int) -> Tensor:
-    return _meta(*shape, dtype=torch.bool)
-
-
-def _case(op: str, name: str, place: str, *arguments: Any) -> Case:
-    """A call of ``place``, ``room.module:function`` below :mod:`gsd_kernels.ops`, which is imported when it is made."""
-    return Case(op, name, lambda: pkgutil.resolve_name(f"gsd_kernels.ops.{place}")(*arguments))
-
-
-HALF = torch.bfloat16
-
-
 def shipped_cases() -> list[Case]:
     """Launches that between them use every kernel in every shipped configuration family."""
+    half, single = torch.bfloat16, torch.float32
     return [
-        *_attention_cases(),
-        *_graph_cases(),
-        *_sampling_cases(),
-        *_cache_cases(),
+        _attention("bf16 D64 4×16 rows", 32, 8, 16, 64),  # the tile of 64
+        _attention("bf16 D80 1×24 rows", 32, 32, 24, 80),  # of 32, padded dimensions
+        _attention("fp16 D96 1×8 rows", 32, 32, 8, 96, torch.float16),  # of 16
+        _attention("bf16 D128 4×16 rows", 32, 8, 16, 128),
+        _attention("bf16 D128 8×64 rows", 64, 8, 64, 128),  # of 128
+        _attention("bf16 D256 2×16 rows", 16, 8, 16, 256),
+        _attention("bf16 D256 8×64 rows", 8, 1, 64, 256),
+        _attention("bf16 D256 8×64 rows, soft cap, window", 8, 1, 64, 256, p=50.0, w=4096),
+        _attention("bf16 D64 8×64 rows, sinks, window", 64, 8, 64, 64, half, "sinks", w=128),
+        _attention("bf16 D128 5×64 rows, chunks, window", 40, 8, 64, 128, c=8192),
+        _attention("fp32 D128 4×16 rows", 32, 8, 16, 128, single),
+        _attention("fp32 D256 1×16 rows", 8, 8, 16, 256, single),
+        _merge("4×3 candidates, 64 nodes", N=64, L=1, W=4, K=3),
+        _merge("tree", N=64, L=1, W=4, K=3, c=-1),
+        _merge("64×8 candidates, 1024 nodes", N=521, L=2, W=64, K=8),
+        *(
+            Case("flatten", f"branch {branch}, {rows} rows", {"B": 1, "N": 1024, "K": branch, "R": rows, "D": rows - 1})
+            for branch, rows in ((3, 32), (32, 128))
+        ),
+        Case("verify", "128 rows", {"B": 1, "R": 128, "R/32": 4, "E": 2, "D": 24}),
+        _sampling("warped_log_probs", "distribution after the warpers", half, R=8, t=0.7, k=20, p=0.9, m=0.05),
+        _sampling("sample_rows", "greedy", half),
+        _sampling("sample_rows", "temperature", half, t=0.7),
+        _sampling("draft_candidates", "temperature, candidates", half, t=0.7, K=8),
+        _sampling("sample_rows", "min-p", half, t=0.7, m=0.05),
+        _sampling("draft_candidates", "all warpers, candidates", single, *WARPERS, K=4),
+        *_caches("bf16 D128", 128, half, 11),
+        *_caches("fp32 D256", 256, single, 128),
     ]
 
 
-def _attention_cases() -> list[Case]:
-    def case(name: str, heads: int, kv_heads: int, rows: int, dim: int, dtype: torch.dtype, **options: Any) -> Case:
-        cache = _meta(1, kv_heads, 8192, dim, dtype=dtype)
-        inputs = (_meta(1, heads, rows, dim, dtype=dtype), cache, cache)
-        places = (_meta(1, rows, 4), _meta(1), _meta(1), _meta(1, rows), _meta(1, 128))
-        limits = (options.get("softcap"), options.get("window"), options.get("chunk"))
-        sinks = _meta(heads, dtype=dtype) if "sinks" in options else None
-        return _case(
-            "dag_attention", name, "dag_attention.triton:dag_attention", *inputs, *places, dim**-0.5, *limits, sinks
-        )
-
-    return [
-        case("bf16 D64 4×16 rows", 32, 8, 16, 64, HALF),  # the tile of 64
-        case("bf16 D80 1×24 rows", 32, 32, 24, 80, HALF),  # of 32, padded dimensions
-        case("fp16 D96 1×8 rows", 32, 32, 8, 96, torch.float16),  # of 16
-        case("bf16 D128 4×16 rows", 32, 8, 16, 128, HALF),
-        case("bf16 D128 8×64 rows", 64, 8, 64, 128, HALF),  # of 128
-        case("bf16 D256 2×16 rows", 16, 8, 16, 256, HALF),
-        case("bf16 D256 8×64 rows", 8, 1, 64, 256, HALF),
-        case("bf16 D256 8×64 rows, soft cap, window", 8, 1, 64, 256, HALF, softcap=50.0, window=4096),
-        case("bf16 D64 8×64 rows, sinks, window", 64, 8, 64, 64, HALF, window=128, sinks=True),
-        case("bf16 D128 5×64 rows, chunks, window", 40, 8, 64, 128, HALF, chunk=8192),
-        case("fp32 D128 4×16 rows", 32, 8, 16, 128, torch.float32),
-        case("fp32 D256 1×16 rows", 8, 8, 16, 256, torch.float32),
-    ]
+WARPERS = ("temperatures", "top_ks", "top_ps", "min_ps")
 
 
-def _graph_cases() -> list[Case]:
-    def merge(name: str, depth: int, width: int, branch: int, merge_context: int = 1) -> Case:
-        graph = TokenGraph.empty(1, GraphConfig(depth=depth, width=width, branch=branch), "meta").tensors()
-        found = (_meta(1, width), _meta(1, width, branch), _floats(1, width, branch))
-        return _case("merge", name, "merge.triton:merge", graph, *found, 1, width, merge_context, -1.0, -1.0)
-
-    def flatten(branch: int, max_rows: int) -> Case:
-        edges = (_meta(1, 1024, branch), _floats(1, 1024, branch))
-        name = f"branch {branch}, {max_rows} rows"
-        return _case("flatten", name, "flatten.triton:flatten", _meta(1, 1024), *edges, max_rows, max_rows - 1)
-
-    rows = _meta(1, 128)
-    state = (_meta(1, 128, 4), _meta(1), rows, _meta(2), _meta(1), _flags(1))
-    return [
-        merge("4×3 candidates, 64 nodes", 6, 4, 3),
-        merge("tree", 6, 4, 3, merge_context=-1),
-        merge("64×8 candidates, 1024 nodes", 2, 64, 8),
-        flatten(3, 32),
-        flatten(32, 128),
-        _case("verify", "128 rows", "verify.triton:verify", rows, rows, rows, *state, 24),
-    ]
+def _attention(
+    name: str,
+    heads: int,
+    kv_heads: int,
+    rows: int,
+    dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *more: str,
+    **limits: Any,
+) -> Case:
+    sizes = {"B": 1, "H": heads, "G": kv_heads, "R": rows, "D": dim, "V": dim, "S": 8192, "W": 4, "N": 128}
+    places = ("kv_start", "row_depths", "node_depths", *more)
+    return Case("dag_attention", name, {**sizes, "s": dim**-0.5, **limits}, dtype, places)
 
 
-def _sampling_cases() -> list[Case]:
-    def case(name: str, count: int, dtype: torch.dtype, *parameters: float | Tensor | None) -> Case:
-        drawn = (_meta(1, 64, 128256, dtype=dtype), _meta(1, 64), count, _long(), _meta(1))
-        return _case("sampling", name, "sampling.triton:best_tokens", *drawn, *parameters, True, count > 1)
-
-    each = _floats(1)
-    cut = (_meta(1, 8, 128256, dtype=HALF), None, 0.7, None, 20.0, None, 0.9, None, 0.05)
-    return [
-        _case("sampling", "distribution after the warpers", "sampling.triton_cut:log_probs", *cut),
-        case("greedy", 1, HALF, None, 0.0, None, 0.0, None, 1.0, None, 0.0),
-        case("temperature", 1, HALF, None, 0.7, None, 0.0, None, 1.0, None, 0.0),
-        case("temperature, candidates", 8, HALF, None, 0.7, None, 0.0, None, 1.0, None, 0.0),
-        case("min-p", 1, HALF, None, 0.7, None, 0.0, None, 1.0, None, 0.05),
-        case("all warpers, candidates", 4, torch.float32, each, 0.0, each, 0.0, each, 1.0, each, 0.0),
-    ]
+def _merge(name: str, **sizes: int) -> Case:
+    return Case("merge", name, {"B": 1, "l": 1, "c": 1, "r": -1.0, "p": -1.0, "F": sizes["W"], **sizes})
 
 
-def _cache_cases() -> list[Case]:
+def _sampling(op: str, name: str, dtype: torch.dtype, *each: str, **sizes: Any) -> Case:
+    off = {"t": 0.0, "k": 0, "p": 1.0, "m": 0.0}
+    return Case(op, name, {"B": 1, "R": 64, "V": 128256, "n": True, **off, **sizes}, dtype, each)
+
+
+def _caches(name: str, dim: int, dtype: torch.dtype, accepted: int) -> list[Case]:
     """Keys and values: a step's accepted rows behind the prefix, and a forward's into the cache."""
-
-    def cases(name: str, dim: int, dtype: torch.dtype, accepted: int) -> list[Case]:
-        cache = _meta(1, 8, 4096, dim, dtype=dtype)
-        caches, rows = 4 * [cache], (_meta(1, accepted), _meta(1), _meta(1))
-        new = _meta(1, 64, 8, dim, dtype=dtype).transpose(1, 2)
-        return [
-            _case("commit_kv", f"{name}, {accepted} rows", "commit_kv.triton:commit_kv", caches, caches, *rows),
-            _case("write_kv", f"{name}, 64 rows", "write_kv.triton:write_kv", cache, cache, new, new, _long(1, 64)),
-        ]
-
-    return [*cases("bf16 D128", 128, HALF, 11), *cases("fp32 D256", 256, torch.float32, 128)]
+    sizes = {"B": 1, "H": 8, "S": 4096, "D": dim, "V": dim, "P": accepted, "R": 64}
+    return [
+        Case("commit_kv", f"{name}, {accepted} rows", sizes, dtype),
+        Case("write_kv", f"{name}, 64 rows", sizes, dtype),
+    ]

@@ -51,7 +51,7 @@ def read_file(file: Path, what: str) -> bytes:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{what}: no such file: {file}") from error
     except (IsADirectoryError, NotADirectoryError) as error:
-        raise ValueError(f"{what}: {file} is a folder, or lies in a file; expected a file of text") from error
+        raise ValueError(f"{what}: {file} is a folder, or lies in a file; expected a file") from error
     except OSError as error:
         raise OSError(f"{what}: {file} cannot be read: {error.strerror or type(error).__name__}") from error
 

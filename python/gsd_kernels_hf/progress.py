@@ -12,14 +12,8 @@ from contextlib import contextmanager
 logger = logging.getLogger("gsd_kernels.progress")
 """Told of progress where stderr is no terminal; the command line prints what it says."""
 
-LINE_SECONDS = 10.0
-"""Seconds between two lines of the log."""
-
-WAIT_SECONDS = 2.0
-"""Seconds before the first."""
-
-LOOK_SECONDS = 1.0
-"""Seconds between two looks whether a line is due while nothing is done, as in one long run."""
+WAIT_SECONDS, LINE_SECONDS = 2.0, 10.0
+"""Seconds before the first line of the log, and between two."""
 
 Update = Callable[..., None]
 """``(done, note="")``: how much is done, in the units of the total, and what else there is to say."""
@@ -45,43 +39,33 @@ def tracked(what: str, total: float | None, unit: str) -> Iterator[Update]:
             yield update
 
 
-def _count(done: float, total: float | None, unit: str) -> str:
-    return f"{done:,.0f} {unit}" if total is None else f"{done:,.0f} of {total:,.0f} {unit}"
+def _count(done: float, total: float | None, unit: str, note: str) -> str:
+    count = f"{done:,.0f} {unit}" if total is None else f"{done:,.0f} of {total:,.0f} {unit}"
+    return f"{count}, {note}" if note else count
 
 
 @contextmanager
 def _lines(what: str, total: float | None, unit: str) -> Iterator[Update]:
-    begin = time.monotonic()
-    due, latest = begin + WAIT_SECONDS, (0.0, "")
-    lock, over = threading.Lock(), threading.Event()
-
-    def say() -> None:
-        nonlocal due
-        now = time.monotonic()
-        with lock:
-            if now < due:
-                return
-            due = now + LINE_SECONDS
-            done, note = latest
-        more = f", {note}" if note else ""
-        logger.info("%s: %s%s, %.0f s so far", what, _count(done, total, unit), more, now - begin)
+    begin, latest, over = time.monotonic(), (0.0, ""), threading.Event()
 
     def update(done: float, note: str = "") -> None:
         nonlocal latest
         latest = done, note
-        say()
 
-    def look() -> None:
-        while not over.wait(LOOK_SECONDS):
-            say()
+    def tell() -> None:  # in a thread of its own: also while nothing is done, as in one long run
+        pause = WAIT_SECONDS
+        while not over.wait(pause):
+            done, note = latest
+            logger.info("%s: %s, %.0f s so far", what, _count(done, total, unit, note), time.monotonic() - begin)
+            pause = LINE_SECONDS
 
-    watch = threading.Thread(target=look, name="gsd_kernels.progress", daemon=True)
-    watch.start()
+    teller = threading.Thread(target=tell, name="gsd_kernels.progress", daemon=True)
+    teller.start()
     try:
         yield update
     finally:
         over.set()
-        watch.join()
+        teller.join()
 
 
 @contextmanager
@@ -93,10 +77,9 @@ def _bar(what: str, total: float | None, unit: str) -> Iterator[Update]:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
     # Today's stderr: what runs may be silenced by another one meanwhile.
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bars:
-        task = bars.add_task(escape(what), total=total, count=_count(0, total, unit))
+        task = bars.add_task(escape(what), total=total, count=_count(0, total, unit, ""))
 
         def update(done: float, note: str = "") -> None:
-            count = _count(done, total, unit) + (f", {note}" if note else "")
-            bars.update(task, completed=done, count=escape(count))
+            bars.update(task, completed=done, count=escape(_count(done, total, unit, note)))
 
         yield update

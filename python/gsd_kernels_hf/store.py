@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from .files import write_file
+from .files import read_file, write_file
 from .locks import forkable_lock
 
 logger = logging.getLogger("gsd_kernels")
@@ -73,18 +73,14 @@ def read_saved(
         FileNotFoundError: there is no such file.
         ValueError: it is damaged, foreign, or of a newer version.
     """
-    if file.is_dir():
-        raise ValueError(f"{what}: {file} is a folder; expected the file")
-    if not file.is_file():
+    if not file.exists():
         raise FileNotFoundError(f"{what}: no such file: {file}")
+    content = read_file(file, what)  # at once: a mapped file that another process replaces meanwhile is two files
     try:
-        content = file.read_bytes()  # at once: a mapped file that another process replaces meanwhile is two files
         tensors = load(content)
         about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
     except (SafetensorError, KeyError) as error:  # no such dtype in torch
         raise ValueError(f"{what}: {file} is damaged or something else: it {foreign}") from error
-    except OSError as error:
-        raise OSError(f"{what}: {file} cannot be read: {error.strerror or type(error).__name__}") from error
     if about.get("format") != form:
         raise ValueError(f"{what}: {file} {foreign}")
     if (found := about.get("version", "")) != str(version) and re.fullmatch(r"[1-9]\d{0,8}", found):
