@@ -260,8 +260,11 @@ class GraphCache(RowsCache):
         """Tokens of the prompt that are stored; for rows of graphs in layers ``by_length``, −number of each row [R]."""
         if self.positions is None or layer_idx not in self.by_length:
             return super().get_seq_length(layer_idx)
-        device = getattr(self.layers[layer_idx], "device", None)  # none before anything was stored there
-        return -torch.arange(self.positions.shape[1], device=device or self.positions.device)  # [R]
+        return self.no_places(layer_idx, *self.positions.shape[1:], self.positions.device)
+
+    def no_places(self, layer_idx: int, count: int, device: torch.device) -> Tensor:
+        """Lengths by which ``count`` rows are all at place 0, [R], on the layer's device once something is stored."""
+        return -torch.arange(count, device=getattr(self.layers[layer_idx], "device", None) or device)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the first row of a prompt's chunk, the same for layers that have not run yet."""

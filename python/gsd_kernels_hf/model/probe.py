@@ -6,7 +6,7 @@ whatever else mixes rows or sequences shows; the rows are chosen so that one pos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ..packed.modules import PackedLinear, dtype_of
 from .attention import AttentionKind, implementation_of, switched_configs, watching
@@ -40,7 +40,6 @@ POISONED = 2  # the first sequence's column whose embedding is NaN
 UNLIKE_RATIO = 0.05  # relative difference that no rounding makes
 PADDING = (0, CACHED + POISONED)  # of the sequences
 LOUD_FACTOR = 1e3  # times as large as the other rows
-BY_LENGTH = "computes with the cache's length in its layers, which differs from the positions of graph rows"
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class AttentionReport:
 
     kinds: tuple[AttentionKind, ...] = ()  # of every attention call of a forward, in their order
     unwritten: frozenset[int] = frozenset()  # layers of the cache that get nothing, before others that do
-    by_length: frozenset[int] = frozenset()  # layers that scale their queries by the cache's length
     positions: int | None = None  # that it has entries for in a table; ``None``: there is no table
     unusual: str | None = None  # attention that may be another one than graph rows get, which a proof shows
     problem: str | None = None
@@ -91,8 +89,6 @@ class Probe:
         self.masks: list[tuple[Any, dict[str, Any]]] = []
         self.without_graph = 0
         self.unwritten: frozenset[int] = frozenset()
-        self.asked: frozenset[int] = frozenset()  # layers that asked how long the cache is
-        self.temperatures: dict[int | None, Temperature] = {}  # by layer
         self.positions: int | None = None  # entries of a table that they are looked up in
         self.by_place: str | None = None  # what differs between equal rows at equal positions
         self.unusual: str | None = None
@@ -167,20 +163,13 @@ def differing_twin(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 
 
 class ProbeCache(GraphCache):
-    """A cache that notes whether layers ask for its length, which means nothing to graph rows.
+    """A cache that notes whether layers ask for its length, which means nothing to graph rows; for ``facts``' model."""
 
-    Args:
-        config, recurrent: as of its base.
-        length: what layers are told; ``None``: the truth.
-    """
-
-    def __init__(
-        self, config: PretrainedConfig, recurrent: Mapping[int, int], length: int | Tensor | None = None
-    ) -> None:
-        super().__init__(config, CACHED + ROWS, recurrent=recurrent)
-        self.prompt_length, self.length = CACHED, length
-        self.asked: set[int] = set()  # layers that asked once one had stored something
-        self.early: set[int] = set()  # what asked before may be the first layer, or the model itself
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts.model.config, CACHED + ROWS, recurrent=states_of(facts))
+        self.prompt_length, self.by_length = CACHED, frozenset(temperatures_of(facts))
+        self.input_device = facts.device
+        self.asks = False  # whether another layer does; what asks before one has stored something may be the model
         self.updated: list[int] = []  # layers, in the order in which they were stored
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -189,12 +178,19 @@ class ProbeCache(GraphCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> Any:
-        """Answer like its base, and note who asked; before anything is stored, as if the prompt were."""
+        """Answer as for rows, and note who asked; before anything is stored, as if the prompt were."""
+        if layer_idx in self.by_length:
+            return self.no_places(layer_idx, ROWS, self.input_device)
         begun = any(layer.is_initialized for layer in self.layers)
-        (self.asked if begun else self.early).add(layer_idx)
-        if self.length is not None:
-            return self.length
+        self.asks |= begun
         return super().get_seq_length(layer_idx, *args, **kwargs) if begun else self.prompt_length
+
+
+@fact
+def temperatures_of(facts: Facts) -> dict[int | None, Temperature]:
+    """What layers scale their queries by that do so by the cache's length, by their number."""
+    found = ((getattr(module, "layer_idx", None), Temperature.of(module)) for _, module in facts.modules)
+    return {layer: temperature for layer, temperature in found if temperature is not None}
 
 
 @fact
@@ -215,12 +211,10 @@ def examine(facts: Facts) -> AttentionReport:
                 _, clean = _forward(facts, poisoned=False)
                 if clean:
                     raise Unserved("lets a token's row reach other rows or sequences otherwise than by attention")
-            if probe.asked:
-                probe = _at_place_zero(facts, probe.asked)
             if probe.by_place is not None:
                 raise Unserved(f"computes {probe.by_place} by place in the cache rather than by position_ids")
-            kinds = tuple(_kinds(facts.model, probe))
-        return AttentionReport(kinds, probe.unwritten, probe.asked, probe.positions, probe.unusual)
+            kinds = tuple(_kinds(facts, probe))
+        return AttentionReport(kinds, probe.unwritten, probe.positions, probe.unusual)
     except Unserved as error:
         return AttentionReport(problem=str(error), cause=error.__cause__)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
@@ -252,30 +246,9 @@ def random_numbers_kept(facts: Facts) -> Iterator[None]:
         yield
 
 
-def _at_place_zero(facts: Facts, asked: frozenset[int]) -> Probe:
-    """Note a forward in which layers that ask for the cache's length believe that all rows are at its begin.
-
-    Raises:
-        Unserved: they make something else of it than :class:`~.temperature.Temperature` says.
-    """
-    try:
-        probe, _ = _forward(facts, poisoned=False, length=-torch.arange(ROWS, device=facts.device))
-    except TypeError:  # it takes numbers alone, as transformers' first Llama 4 does
-        raise Unserved(BY_LENGTH) from None
-    known = {call.layer: Temperature.of(call.module) for call in probe.calls}
-    probe.temperatures = {layer: temperature for layer in asked if (temperature := known.get(layer)) is not None}
-    if len(probe.temperatures) < len(asked):
-        raise Unserved(BY_LENGTH)
-    return probe
-
-
-def _forward(facts: Facts, *, poisoned: bool, length: int | Tensor | None = None) -> tuple[Probe, bool]:
-    """Forward the rows: what was noted, and whether NaN appeared nowhere but where it was put.
-
-    ``length``: what layers are told of the cache's.
-    """
-    model, device, probe = facts.model, facts.device, Probe()
-    cache = ProbeCache(model.config, states_of(facts), length)
+def _forward(facts: Facts, *, poisoned: bool) -> tuple[Probe, bool]:
+    """Forward the rows: what was noted, and whether NaN appeared nowhere but where it was put."""
+    model, device, probe, cache = facts.model, facts.device, Probe(), ProbeCache(facts)
     if mixers_of(facts):  # whose rows see themselves alone as well; how they see others is proved apart
         cache.tree = RowTree.apart(2, ROWS, device)
         model = with_mixers(model, lambda module: cache.form_of(module, ByDepth))
@@ -310,10 +283,10 @@ def _forward(facts: Facts, *, poisoned: bool, length: int | Tensor | None = None
     if len(set(cache.updated)) < len(cache.updated):
         twice = next(layer for layer in cache.updated if cache.updated.count(layer) > 1)
         raise Unserved(f"stores keys of several attention calls in layer {twice} of the cache (layer_idx)")
+    if cache.asks:
+        raise Unserved("computes with the cache's length in its layers, which differs from the positions of graph rows")
     probe.positions = lookups.end
     probe.unwritten = frozenset(range(max(cache.updated))) - set(cache.updated)
-    scaling = {call.layer for call in probe.calls if Temperature.of(call.module) is not None}
-    probe.asked = frozenset(cache.asked | (cache.early & scaling))
     unknown = output.logits.isnan().any(-1)  # [2, ROWS]
     if poisoned:
         unknown[0, POISONED] = False
@@ -333,13 +306,13 @@ def _poison(model: PreTrainedModel, poisoned: bool) -> RemovableHandle:
     return hooked(model.get_input_embeddings(), spoil)
 
 
-def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[AttentionKind]:
+def _kinds(facts: Facts, probe: Probe) -> Iterator[AttentionKind]:
     """The demands of every attention call.
 
     What a call says is what flash attention goes by, the mask is what every other implementation goes by.
     """
-    flash = str(implementation_of(text_config(model))).startswith("flash")
-    cached = _windows_of_cache(model)
+    flash = str(implementation_of(text_config(facts.model))).startswith("flash")
+    cached, temperatures = _windows_of_cache(facts.model), temperatures_of(facts)
     known: dict[tuple[int, int | None], Limits] = {}  # layers share a mask or two, which the calls keep alive
     for call in probe.calls:
         asked = id(call.mask), call.window
@@ -359,7 +332,7 @@ def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[AttentionKind]:
                 + ("sees all of them" if most is None else f"sees {most}")
             )
         sinks = None if call.sinks is None else call.sinks.dtype
-        yield AttentionKind(*limits, sinks, probe.temperatures.get(call.layer))
+        yield AttentionKind(*limits, sinks, temperatures.get(call.layer))
 
 
 def _windows_of_cache(model: PreTrainedModel) -> dict[int | None, int]:

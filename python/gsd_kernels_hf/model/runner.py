@@ -22,7 +22,7 @@ from .hidden import LAST, kept, listening
 from .launching import launch_attention
 from .linear import CpuLinear, RowLinear, with_cpu_linears
 from .pieces import pieces
-from .probe import served
+from .probe import served, temperatures_of
 from .properties import storing, text_config
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import Form, mixers_of, states_of, with_mixers
@@ -172,7 +172,7 @@ class RowModel(CachedText):
         self.storing = storing(facts.model, cache)
         self.kinds = report.kinds
         self.positions = report.positions  # of a table that has an end
-        cache.by_length |= report.by_length
+        cache.by_length |= temperatures_of(facts).keys()
         self.backend, self.block, self.least = backend, block, least
         self.device = facts.device
         self.vocab_size = facts.vocabulary

@@ -26,8 +26,9 @@ class Temperature:
 
     @classmethod
     def of(cls, module: Any) -> Temperature | None:
-        """The numbers of Llama 4's own attention; ``None`` for any other, which may mean something else by them."""
-        if f"{type(module).__module__}.{type(module).__qualname__}" != SCALES:
+        """The numbers of Llama 4's own attention where it scales; ``None`` for any other, which may mean others."""
+        known = f"{type(module).__module__}.{type(module).__qualname__}" == SCALES
+        if not known or module.use_rope or not module.attn_temperature_tuning:
             return None
         return cls(float(module.floor_scale), float(module.attn_scale))
 
