@@ -30,8 +30,7 @@ import gsd_kernels
 
 from .packed.samples import samples
 from .records import Verified
-from .validate.models import check_heads
-from .validate.options import HONOURED
+from .validate import HONOURED, check_heads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

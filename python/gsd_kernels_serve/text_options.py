@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.model.sides import longropes_of
-from gsd_kernels_hf.validate.options import CONFIG_FIELDS, HONOURED, REFUSED
+from gsd_kernels_hf.validate import CONFIG_FIELDS, HONOURED, REFUSED
 
 from . import fields
 from .checks import Refused, is_whole

@@ -16,9 +16,8 @@ from models import noised, tiny
 from gsd_kernels import DraftSource, patch
 from gsd_kernels_hf.acceptance.criteria import CRITERIA
 from gsd_kernels_hf.engine import capture, decoder, loop
-from gsd_kernels_hf.engine.capture import WARM_STEPS
+from gsd_kernels_hf.engine.capture import WARM_STEPS, Launched
 from gsd_kernels_hf.engine.engine import engines_of
-from gsd_kernels_hf.engine.flight import Launched
 from gsd_kernels_hf.model import replay
 
 GPU = torch.device("cuda", 0)

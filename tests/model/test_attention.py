@@ -21,7 +21,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.model import probe
-from gsd_kernels_hf.model.masks import FAR, Limits, Unserved, limits_of
+from gsd_kernels_hf.model.probe import FAR, Limits, Unserved, limits_of
 
 CHUNK, FLOOR, SCALE, TABLE = tiny_configs.WINDOW, 8, 1.5, 32
 LLAMA4 = {"no_rope_layers": [1, 1, 0], "num_hidden_layers": 3, "attn_temperature_tuning": True}

@@ -19,8 +19,9 @@ from models import rotated
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, StoppingCriteria
 
 import gsd_kernels as gsd
+from gsd_kernels_hf import validate
 from gsd_kernels_hf.engine import resolved
-from gsd_kernels_hf.validate import check_generation_config, options
+from gsd_kernels_hf.validate import check_generation_config
 
 torch.set_num_threads(1)
 VOCAB, LENGTH, NEW = 32, 9, 16
@@ -386,11 +387,11 @@ def test_references_of_prompts_with_several_sequences_each():
 def test_every_field_and_parameter_of_transformers_is_listed():
     fields = set(vars(GenerationConfig()))
     fields |= {name for name in vars(models.tiny().generation_config) if not name.startswith("_")}
-    assert len(fields) > 50 and fields <= options.CONFIG_FIELDS
+    assert len(fields) > 50 and fields <= validate.CONFIG_FIELDS
     parameters = set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}
     read = set(inspect.signature(GenerationMixin._extract_generation_mode_kwargs).parameters)
     parameters |= read - {"self", "custom_generate", "kwargs"}
-    assert parameters <= options.SERVED_PARAMETERS | options.REFUSED_PARAMETERS.keys()
+    assert parameters <= validate.SERVED_PARAMETERS | validate.REFUSED_PARAMETERS.keys()
 
 
 REFUSED_VALUES = {
@@ -414,7 +415,7 @@ REFUSED_VALUES = {
 
 
 def test_every_refused_field_is_refused_by_name():
-    assert options.REFUSED.keys() == set(REFUSED_VALUES)
+    assert validate.REFUSED.keys() == set(REFUSED_VALUES)
     for name, value in REFUSED_VALUES.items():
         config = GenerationConfig(return_dict_in_generate=True)
         check_generation_config(config)
@@ -431,7 +432,7 @@ def test_every_refused_field_is_refused_by_name():
     ],
 )
 def test_an_option_without_effect_is_reported_once(name, words, caplog, monkeypatch):
-    monkeypatch.setattr(options, "_said", set())
+    monkeypatch.setattr(validate, "_said", set())
     caplog.set_level(logging.WARNING, logger="gsd_kernels")
     target = models.tiny(vocab_size=VOCAB)
     expected = gsd.generate(target, **prompt())

@@ -30,8 +30,7 @@ from .known import learned_of
 from .loop import decode
 from .options import Options
 from .output import GraphGenerateOutput, Output
-from .request import Request
-from .resolved import Sources, screen
+from .resolved import Request, Sources, screen
 from .stats import GenerationStats
 
 

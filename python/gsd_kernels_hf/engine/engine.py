@@ -20,8 +20,7 @@ from ..sources.base import DraftSource
 from ..sources.ledger import Retention, SourceWeights
 from ..sources.memory import HistoryMemory
 from . import room
-from .request import Request, SessionKey
-from .resolved import Sources
+from .resolved import Request, SessionKey, Sources
 from .session import Session
 
 MOST_ENGINES = 8  # of a target; the least recently used one goes

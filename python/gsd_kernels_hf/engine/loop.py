@@ -10,8 +10,7 @@ from ..model import replay
 from ..parallel import Ranks
 from ..policy.base import Plan, Policy
 from ..sources.base import reaches
-from .capture import stepping
-from .flight import Launched
+from .capture import Launched, stepping
 from .output import Output
 from .session import Session
 from .stats import GenerationStats
@@ -23,7 +22,7 @@ PLAIN_PLAN = Plan(None)
 def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> GenerationStats:
     """Decode until every sequence is done: plan → step → emit → check → observe.
 
-    On a GPU the next step may be planned and queued before a step is emitted, see :mod:`.flight`.
+    On a GPU the next step may be planned and queued before a step is emitted, see :mod:`.capture`.
 
     Args:
         session: begun on the texts.

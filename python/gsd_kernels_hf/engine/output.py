@@ -18,8 +18,8 @@ from ..acceptance.host import OnHost, check_pick
 from ..model import properties
 from ..model.finite import not_finite_for
 from ..policy.shapes import shape_name
-from .flight import HostReport, Launched
-from .request import Request
+from .capture import HostReport, Launched
+from .resolved import Request
 from .session import Session
 from .stats import GenerationStats
 

@@ -32,7 +32,7 @@ from ..sources.ledger import SourceWeights
 from ..sources.memory import HistoryMemory
 from ..sources.mixer import Mixer
 from . import room
-from .request import Request, SessionKey
+from .resolved import Request, SessionKey
 from .stats import Clock
 
 

@@ -28,7 +28,36 @@ from gsd_kernels import dag_attention
 from gsd_kernels.ops.dag_attention import DenseMask, dense_mask
 
 from ..locks import forkable_lock
-from .temperature import Temperature
+
+SCALES = "transformers.models.llama4.modeling_llama4.Llama4TextAttention"
+"""The class that scales its queries so."""
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """The factor of queries in layers of Llama 4 without rotary embedding: log1p(⌊(place + 1) / floor⌋) · scale + 1.
+
+    A place counts padding in. For the module it is the cache's length plus the row's number, which is not where a row
+    of a graph stands. While rows are forwarded the cache says ``−number`` for its length, so that every row is at place
+    0, where the factor is 1; the attention function multiplies by the factor of the row's own place.
+    """
+
+    floor: float
+    scale: float
+
+    @classmethod
+    def of(cls, module: Any) -> Temperature | None:
+        """The numbers of Llama 4's own attention where it scales; ``None`` for any other, which may mean others."""
+        known = f"{type(module).__module__}.{type(module).__qualname__}" == SCALES
+        if not known or module.use_rope or not module.attn_temperature_tuning:
+            return None
+        return cls(float(module.floor_scale), float(module.attn_scale))
+
+    def applied(self, query: Tensor, places: Tensor) -> Tensor:
+        """``query`` [B, H, R, D], at ``places`` [B, R] rather than at place 0; rounded as transformers rounds it."""
+        factor = torch.log1p(torch.floor((places.float() + 1.0) / self.floor)) * self.scale + 1.0
+        return (query * factor[:, None, :, None]).to(query.dtype)
+
 
 PREFIX = "gsd_"
 EAGER = "eager_attention_forward"

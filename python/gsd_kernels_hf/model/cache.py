@@ -18,8 +18,7 @@ from gsd_kernels.ops.write_kv.api import WRITE
 from .asking import ask
 from .facts import Facts, fact
 from .properties import text_config
-from .recurrent.mixers import Form, LinearAttentionLayer, RowsCache
-from .recurrent.tree import RowTree
+from .recurrent.mixers import Form, LinearAttentionLayer, RowsCache, RowTree
 from .replay import hold
 
 
@@ -166,7 +165,7 @@ class GraphCache(RowsCache):
 
     Attributes:
         block: [layers, 2, B, Hkv, capacity, D], what stacked layers are views of.
-        by_length: layers to which rows are all at the cache's begin, see :mod:`.temperature`.
+        by_length: layers to which rows are all at the cache's begin, see :class:`.Temperature`.
         forms: of the modules that keep recurrent states, by layer and class.
         begun: whether the forms go on from the states of a prompt.
         marks: float32 [B], NaN for a text with a key or value that is not finite in its prompt; ``None``: nobody asks.

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..packed.modules import as_packed
-from .facts import Facts
-from .fingerprint import parts_of
+from .facts import Facts, parts_of
 from .hidden import hooked
 from .properties import logits_alone
 

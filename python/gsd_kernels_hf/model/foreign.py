@@ -17,8 +17,7 @@ from gsd_kernels.ops.packed.api import FLOATS
 from ..packed.adapters import stored_in
 from ..packed.modules import PackedEmbedding, PackedLinear, device_of_weights, dtype_of
 from .attention import AttentionKind
-from .facts import Facts, fact
-from .fingerprint import Space, called_by, described, global_hooks, is_function, is_shipped
+from .facts import Facts, Space, called_by, described, fact, global_hooks, is_function, is_shipped
 from .probe import examine, served
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths

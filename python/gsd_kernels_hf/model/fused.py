@@ -30,8 +30,7 @@ from .fused_rows import FusedRows, weights_of
 from .modes import Unsupported
 from .pieces import SEVERAL_TOKENS, WHOLE_TOKENS
 from .probe import served
-from .recurrent.by_depth import limit_of
-from .recurrent.mixers import mixers_of
+from .recurrent.mixers import limit_of, mixers_of
 from .recurrent.windowed import is_windowed
 from .runner import RowModel
 

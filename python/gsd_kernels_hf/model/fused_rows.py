@@ -28,7 +28,7 @@ from .attention import AttentionKind
 from .cache import GraphCache
 from .foreign import layers_of
 from .hidden import LAST
-from .recurrent.tree import RowTree
+from .recurrent.mixers import RowTree
 from .runner import Listener, RowModel
 
 PROMPT_ROWS = 512

@@ -24,3 +24,7 @@ class Unsupported(ValueError):
     def reason(self) -> str:
         """See above."""
         return str(self).removesuffix(OTHERWISE)
+
+
+class Unserved(Exception):
+    """Graph rows cannot be verified in a model; the message completes a sentence that begins with its class."""

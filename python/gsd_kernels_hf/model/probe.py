@@ -1,36 +1,36 @@
 """One forward of a few tokens, which shows how a model treats graph rows.
 
 Nothing here knows a family by name. The forward's attention is a stand-in in which every row sees itself alone, so that
-whatever else mixes rows or sequences shows; the rows are chosen so that one position is at two places of the cache.
+whatever else mixes rows or sequences shows; the rows are chosen so that one position is at two places of the cache. How
+far back rows see says the function that transformers made a mask of; where a text must end, the table, if there is one,
+in which a model looks up where its tokens stand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
 
 from ..packed.modules import PackedLinear, dtype_of
-from .attention import AttentionKind, implementation_of, switched_configs, watching
+from .attention import AttentionKind, Temperature, implementation_of, switched_configs, watching
 from .cache import GraphCache
-from .facts import Facts, fact
-from .fingerprint import described, is_shipped
+from .facts import Facts, described, fact, is_shipped
 from .hidden import hooked
-from .masks import Limits, Unserved, limits_of_mask
-from .modes import Unsupported
+from .modes import Unserved, Unsupported
 from .properties import storing, text_config
-from .recurrent.by_depth import ByDepth
-from .recurrent.mixers import mixers_of, states_of, with_mixers
-from .recurrent.tree import RowTree
+from .recurrent.mixers import ByDepth, RowTree, mixers_of, states_of, with_mixers
 from .sides import check_sides
-from .tables import Lookups
-from .temperature import Temperature
 
 CACHED = 3  # positions that the cache holds already
 POSITIONS = [[3, 4, 5, 4, 5], [0, 0, 0, 1, 2]]  # [2, ROWS]; the second sequence is padded up to its column 2
@@ -381,3 +381,160 @@ def device_of_linear(module: nn.Module, facts: Facts) -> torch.device:
     """Where a linear layer takes its rows."""
     tensor = next((t for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta"), None)
     return facts.device if tensor is None else tensor.device
+
+
+FAR = 1 << 20  # no window reaches further
+
+
+class Limits(NamedTuple):
+    """The limits of the sight of rows that see no later position; without either, they see all positions before."""
+
+    window: int | None = None  # positions that a row sees, its own included
+    chunk: int | None = None  # positions of a chunk, of which a row sees its own alone; counted from the text's begin
+
+    def seen(self, row: Tensor, position: Tensor) -> Tensor:
+        """Return whether rows at positions ``row`` of a text see ``position``."""
+        visible = (position <= row) & (position >= 0)
+        if self.window is not None:
+            visible &= row - position < self.window
+        if self.chunk is not None:
+            visible &= row // self.chunk == position // self.chunk
+        return visible
+
+    @property
+    def most(self) -> int | None:
+        """Positions that a row sees at most."""
+        return self.chunk if self.window is None else self.window
+
+
+def limits_of_mask(
+    mask: Any, call_window: int | None, made: list[tuple[Any, dict[str, Any]]], padding: Sequence[int]
+) -> Limits:
+    """The limits of the mask that arrived, which the model's mask function must have made.
+
+    Where it is a copy, on another device for instance, that could be of several, ``call_window`` decides.
+
+    Args:
+        mask: as it arrived.
+        call_window: the window that the attention call names.
+        made: masks and what they were made of.
+        padding: of every sequence.
+    """
+    origins = [arguments for own, arguments in made if mask is own and own is not None]
+    origins = origins or [arguments for own, arguments in made if _is_view(mask, own)]
+    origins = origins or [arguments for own, arguments in made if _equal(mask, own)]
+    if not origins:
+        raise Unserved("makes an attention mask of its own, which graph rows cannot follow")
+    if any(arguments.get("attention_mask") is None for arguments in origins):
+        raise Unserved("leaves padding out of its attention mask")
+    limits = {limits_of(arguments.get("mask_function", causal_mask_function), padding) for arguments in origins}
+    if len(limits) > 1:
+        limits = {one for one in limits if one.window == call_window}
+    if len(limits) != 1:
+        raise Unserved("has attention masks that cannot be told apart")
+    return limits.pop()
+
+
+def _is_view(mask: Any, own: Any) -> bool:
+    if not isinstance(mask, Tensor) or not isinstance(own, Tensor):
+        return False
+    try:
+        same = mask.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+    except RuntimeError:  # a wrapper of tensors has no storage
+        return False
+    return same and mask.dtype == own.dtype and mask.shape == own.shape
+
+
+def _equal(mask: Any, own: Any) -> bool:
+    """Return whether ``mask`` is a copy of ``own``."""
+    if not isinstance(mask, Tensor) or not isinstance(own, Tensor) or mask.dtype != own.dtype:
+        return False
+    return mask.shape == own.shape and bool((mask == own.to(mask.device)).all())
+
+
+def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,)) -> Limits:
+    """Find what limits a mask function (b, h, q, k) → bool of columns, for sequences behind ``padding``.
+
+    Raises:
+        Unserved: the function is not that of a causal mask, with or without a window or chunks.
+    """
+
+    def sees(sequence: int, row: Tensor, back: Tensor) -> Tensor:
+        zero, column = torch.zeros_like(row), row + padding[sequence]
+        seen = mask_function(zero + sequence, zero, column, column - back)
+        return torch.as_tensor(seen, dtype=torch.bool, device=row.device).expand_as(row)
+
+    def blind(row: int, back: int) -> bool:
+        return not sees(0, *torch.tensor([[row], [back]], dtype=torch.int64, device="cpu"))
+
+    try:
+        # The first row that does not see the text's first token; a chunk's does not see its predecessor either.
+        first = 1 + bisect_left(range(1, FAR), True, key=lambda row: blind(row, row))
+        limits = Limits() if first == FAR else Limits(chunk=first) if first > 1 and blind(first, 1) else Limits(first)
+        edge = limits.most or 4096
+        few = {0, 1, 2, 7, 100, edge - 1, edge, edge + 1, 2 * edge - 1, 2 * edge, 3 * edge + 1, FAR}
+        back = {-1, -2, -100, 0, 1, 2, 3, 7, *(1 << i for i in range(20)), edge - 1, edge, edge + 1}
+        row, distance = torch.meshgrid(
+            torch.tensor(sorted(few), dtype=torch.int64, device="cpu"),
+            torch.tensor(sorted(back), dtype=torch.int64, device="cpu"),
+            indexing="ij",
+        )
+        row, distance = row[distance <= row], distance[distance <= row]
+        expected = limits.seen(row, row - distance)
+        exact = all(bool((sees(sequence, row, distance) == expected).all()) for sequence in range(len(padding)))
+    except Exception as error:
+        raise Unserved(f"has an attention mask that depends on more than positions ({type(error).__name__})") from error
+    if not exact:
+        raise Unserved("has attention that is neither causal nor causal within a sliding window or chunks")
+    return limits
+
+
+INDEX_SELECTS = (torch.index_select, Tensor.index_select)
+
+
+class Lookups(TorchFunctionMode):
+    """Notes the shortest table of a model that a forward looks its tokens' positions up in.
+
+    Args:
+        facts: of the model, whose parameters, buffers and other tensors are its tables.
+        positions: int [B, R], as ``position_ids`` of the forward.
+
+    Attributes:
+        end: positions that the table has entries for; ``None``: none was looked into.
+    """
+
+    def __init__(self, facts: Facts, positions: Tensor) -> None:
+        super().__init__()
+        self.positions = positions.flatten()
+        # Other facts than the call's: the forward that is looked into may have a library rewrite its weights.
+        self.owned = {tensor.data_ptr() for tensor in Facts(facts.model).tensors}
+        self.end: int | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """``func`` as it is; noted if it looks up positions."""
+        table, indices = looked_up(func, args)
+        if isinstance(table, Tensor) and isinstance(indices, Tensor):
+            self._note(table, indices.flatten())
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, table: Tensor, indices: Tensor) -> None:
+        indices = getattr(indices, "to_local", lambda: indices)()  # of a sharded model: the same on every rank
+        if indices.shape != self.positions.shape or indices.is_floating_point() or table.data_ptr() not in self.owned:
+            return
+        offset = indices - self.positions.to(indices.device)  # some tables begin with entries for padding
+        if bool((offset == offset[0]).all()):
+            entries = table.shape[0] - int(offset[0])
+            self.end = entries if self.end is None else min(self.end, entries)
+
+
+def looked_up(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """A table and the indices of its first dimension that a call of ``func`` reads, or ``None`` twice."""
+    if func is functional.embedding and len(args) > 1:
+        return args[1], args[0]
+    if func is Tensor.__getitem__:
+        return args[0], args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    if func in INDEX_SELECTS and len(args) > 2 and args[1] == 0:
+        return args[0], args[2]
+    return None, None

@@ -24,9 +24,7 @@ from .linear import CpuLinear, RowLinear, with_cpu_linears
 from .pieces import pieces
 from .probe import served, temperatures_of
 from .properties import storing, text_config
-from .recurrent.by_depth import ByDepth
-from .recurrent.mixers import Form, mixers_of, states_of, with_mixers
-from .recurrent.tree import RowTree
+from .recurrent.mixers import ByDepth, Form, RowTree, mixers_of, states_of, with_mixers
 from .recurrent.windowed import Windowed, is_windowed
 from .sides import Sides, longropes_of
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .facts import Facts, fact
-from .masks import Unserved
+from .modes import Unserved
 from .properties import text_config
 from .view import seen
 

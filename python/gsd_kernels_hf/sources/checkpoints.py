@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ..files import checkpoint_place
 from ..model.hidden import decoder_of
 from ..model.properties import device_of, text_config, vocabulary
-from ..validate.models import MAX_VOCABULARY_PADDING
+from ..validate import MAX_VOCABULARY_PADDING
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"

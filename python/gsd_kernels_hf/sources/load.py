@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..locks import forkable_lock
 from ..model.properties import device_of
-from ..validate.options import warn_once
+from ..validate import warn_once
 from . import checkpoints
 from .base import DraftSource
 from .checkpoints import Checkpoint, bad

@@ -29,7 +29,7 @@ from ..model.cache import GraphCache
 from ..model.hidden import decoder_of
 from ..model.properties import device_of, text_config
 from ..packed.modules import device_of_weights, dtype_of
-from ..validate.models import SERVED_LAYERS
+from ..validate import SERVED_LAYERS
 from . import checkpoints
 from .checkpoints import CONFIG, SCALE, WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, read_json
 from .feature_drafter import HiddenDrafter, Rotary

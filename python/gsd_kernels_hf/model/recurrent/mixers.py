@@ -1,20 +1,150 @@
-"""The modules of a model that keep a recurrent state, found by what their code does with a cache.
+"""The modules of a model that keep a recurrent state, found by what their code does with a cache; rows through them.
 
 A model is seen through a view in which each of them is a :class:`Mixer`: a prompt goes through the module as it is,
-rows of a graph through a form of it. The model itself is left as it is.
+rows of a graph, which are a tree, through a form of it. The model itself is left as it is. The form that any module can
+have is here: rows of one depth are a batch, each with the state of its parent, through the module's own code for one
+token. That is exact by construction; a state for every row is kept until it is known which rows stay.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad, softplus
+from torch.utils import _pytree as nested
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
+
+from gsd_kernels.graph import unpack_bits
+
+from ...records import last_rows
+from ..elementwise import as_rows, plain
+from ..facts import Facts, called_by, code_names, fact
+from ..view import seen, with_children
+
+
+@dataclass(eq=False)
+class RowTree:
+    """T rows behind the stored text of each of B sequences, the last R of which are forwarded now.
+
+    Attributes:
+        parents: int64 [B, T], the row that a row follows; −1: the stored text.
+        depths: int64 [B, T], rows before it on its path.
+        first: T − R, rows that were forwarded before, since a path was stored.
+    """
+
+    parents: Tensor
+    depths: Tensor
+    first: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        ancestor_mask: Tensor,
+        count: int,
+        *,
+        slots: Tensor | None = None,
+        earlier: RowTree | None = None,
+        stem: int = 0,
+    ) -> RowTree:
+        """From what ``count`` rows see.
+
+        Args:
+            ancestor_mask: int32 [B, R, words], bits of slots; a row's own need not be set.
+            count: R.
+            slots: int64 [B, R], of the rows; ``None``: one after the other, behind those of ``earlier``.
+            earlier: rows that these may follow.
+            stem: how many of those have no slot: a path that all others follow.
+        """
+        first = 0 if earlier is None else earlier.parents.shape[1]
+        sees = unpack_bits(ancestor_mask, first - stem + count)
+        if slots is not None:
+            sees = sees.gather(2, slots[:, None].expand(-1, count, -1))
+        sees = pad(sees, (stem, 0), value=True)
+        rows = torch.arange(first + count, device=ancestor_mask.device)
+        before = sees & (rows != rows[first:, None])  # [B, R, T]
+        depths = before.sum(-1)
+        if earlier is not None:
+            depths = torch.cat([earlier.depths, depths], 1)
+        # Of the rows on a path the deepest is the last.
+        last = torch.where(before, depths[:, None, :] + 1, 0).max(-1)
+        parents = torch.where(last.values > 0, last.indices, -1)
+        return cls(parents if earlier is None else torch.cat([earlier.parents, parents], 1), depths, first)
+
+    @classmethod
+    def apart(cls, batch: int, count: int, device: torch.device) -> RowTree:
+        """Rows none of which follows another."""
+        parents = torch.full((batch, count), -1, dtype=torch.int64, device=device)
+        return cls(parents, torch.zeros_like(parents))
+
+    def shallow(self, deepest: int) -> RowTree:
+        """With rows that are deeper apart from all others: no path that can be accepted holds one."""
+        deep = self.depths > deepest
+        return RowTree(torch.where(deep, -1, self.parents), torch.where(deep, 0, self.depths), self.first)
+
+    def until(self, count: int) -> RowTree | None:
+        """Its first rows; ``None`` for none."""
+        return RowTree(self.parents[:, :count], self.depths[:, :count]) if count else None
+
+    @cached_property
+    def narrow(self) -> tuple[Tensor, Tensor]:
+        """Parents and depths, int32 [B, T]."""
+        return self.parents.to(torch.int32), self.depths.to(torch.int32)
+
+    def before(self, width: int) -> Tensor:
+        """Each row and the ``width`` − 1 tokens before it, nearest first: int64 [B, T, width].
+
+        They index the last ``width`` − 1 tokens of the text, followed by the rows.
+        """
+        if width not in self._before:
+            batch, count = self.parents.shape
+            text = torch.arange(-1, width - 2, device=self.parents.device).expand(batch, -1)
+            follows = torch.where(self.parents < 0, width - 2, self.parents + width - 1)
+            follows = torch.cat([text, follows], 1)  # [B, width − 1 + T]; what each one follows
+            rows = [torch.arange(width - 1, width - 1 + count, device=text.device).expand(batch, -1)]
+            for _ in range(width - 1):
+                rows.append(follows.gather(1, rows[-1]))
+            self._before[width] = torch.stack(rows, -1)
+        return self._before[width]
+
+    @cached_property
+    def _before(self) -> dict[int, Tensor]:
+        return {}
+
+    @cached_property
+    def levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The rows that are forwarded now, so that each is behind its parent: sequence, row of R and parent of T,
+        int64 [n] each (waits for the device)."""
+        parents, levels = self.parents[:, self.first :], []
+        waiting, ready = torch.ones_like(parents, dtype=torch.bool), parents < self.first
+        while bool(ready.any()):
+            sequence, row = ready.nonzero(as_tuple=True)
+            levels.append((sequence, row, parents[sequence, row]))
+            waiting &= ~ready
+            ready = waiting & ~waiting.gather(1, (parents - self.first).clamp(min=0))
+        return levels
+
+    def on(self, device: torch.device) -> RowTree:
+        """The same on another device, copied once for all layers there."""
+        if self.parents.device == device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = RowTree(self.parents.to(device), self.depths.to(device), self.first)
+        return self._elsewhere[device]
+
+    @cached_property
+    def _elsewhere(self) -> dict[torch.device, RowTree]:
+        return {}
+
 
 try:
     from transformers.cache_utils import LinearAttentionLayer
@@ -23,11 +153,6 @@ except ImportError:  # an earlier transformers, where modules keep states in cac
     class LinearAttentionLayer:  # type: ignore[no-redef]
         """No layer is one."""
 
-
-from ..facts import Facts, fact
-from ..fingerprint import code_names
-from ..view import seen, with_children
-from .tree import RowTree
 
 FIRST = "5.14"
 """transformers' first release whose caches hold the states of recurrent layers as they are read here."""
@@ -203,3 +328,154 @@ def with_mixers(model: PreTrainedModel, form_of: Callable[[nn.Module], Form]) ->
 
     view: PreTrainedModel = seen(model, instead)
     return view
+
+
+STEP = "mamba2_selective_state_update"
+"""The kernel of single tokens, by the name that modules call it by."""
+
+
+Limit = tuple[float, float]
+"""The least and the largest step in time."""
+UNLIMITED: Limit = (0.0, math.inf)
+
+
+class ByDepth:
+    """The form of a module that any can have.
+
+    Args:
+        module: whose forward takes hidden states [n, 1, D] and a cache.
+        layer: of the model's cache, which holds the states of the text, [B, …] each.
+    """
+
+    takes_states = False
+
+    def __init__(self, module: nn.Module, layer: LinearAttentionLayer) -> None:
+        self.layer, self.code, self.limit = layer, module, limit_of(module)
+        if self.limit is not None:
+            if "forward" in vars(module):
+                raise ValueError(f"{type(module).__name__} limits steps in prompts alone and has a forward of its own")
+            self.code = with_kernels(module, {STEP: self.step})
+        self.ends: Tensor | None = None  # bool [n]; of the tokens that come next, those that end a prompt
+        self.behind_prompt = False  # whether no row was taken into the text yet
+        self.after: dict[State, Tensor] = {}  # [B, 1 + T, …]: states after the text, and after the rows since
+
+    def begin(self) -> None:
+        """Nothing: the states stay where the prompt left them."""
+        self.after, self.behind_prompt = {}, True
+
+    def end(self) -> None:
+        """Nothing, for the same reason."""
+        self.after = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(states.nbytes for states in self.after.values())
+
+    def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """See :class:`Form`."""
+        shape = tree.parents[:, tree.first :].shape  # B, R
+        text = {key: states[:, None] for key, states in states_in(self.layer).items()}
+        kept = self.after if tree.first else text
+        self.after = {key: grown(states[:, : 1 + tree.first], shape[1]) for key, states in kept.items()}
+        outputs: list[Any] = []
+        for sequence, row, parent in tree.levels:
+            layer = self.layer_of(sequence, parent)
+
+            def of_level(value: Any, at: tuple[Tensor, Tensor] = (sequence, row), own: Any = layer) -> Any:
+                if isinstance(value, RowsCache):
+                    return Cache(layers=[own] * len(value.layers))  # whichever it asks for, it is this one
+                if isinstance(value, Tensor) and value.shape[:2] == shape:
+                    return value[at].unsqueeze(1)  # [n, 1, …]
+                return value
+
+            given, named = nested.tree_map(of_level, (args, options), is_leaf=lambda v: isinstance(v, RowsCache))
+            self.ends = parent < 0 if self.behind_prompt else None
+            outputs.append(self.code(*given, **named))
+            self.keep(layer, sequence, row, tree)
+        return gathered(outputs, tree, shape)
+
+    def step(
+        self,
+        state: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,  # [n, H, V]
+        *args: Any,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """In place of a limited module's kernel of single tokens, with the limit of prompts for tokens that end one.
+
+        transformers' Mamba-2 limits steps in time in its code for prompts and not in that for single tokens. The first
+        row behind a prompt is the prompt's last token read again, so there the limit holds as well.
+        """
+        assert self.limit is not None
+        if self.ends is not None:
+            dt = time_steps(dt, dt_bias, dt_softplus, self.limit, self.ends[:, None, None])
+            dt_bias, dt_softplus = None, False
+        own = inspect.unwrap(type(self.code).forward).__globals__[STEP]
+        return own(state, hidden_states, dt, *args, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
+
+    def layer_of(self, sequence: Tensor, parent: Tensor) -> LinearAttentionLayer:
+        """A cache layer with the states that rows [n] follow: of the text, or after their parents."""
+        layer = LinearAttentionLayer(self.layer.number_of_states)
+        for key, after in self.after.items():
+            put_state(layer, key, after[sequence, 1 + parent])
+        layer.device, layer.dtype = self.layer.device, self.layer.dtype
+        return layer
+
+    def keep(self, layer: LinearAttentionLayer, sequence: Tensor, row: Tensor, tree: RowTree) -> None:
+        """Note the states after rows [n]."""
+        for key, states in states_in(layer).items():
+            if key not in self.after:  # the text has no state yet, which is one of zeros
+                batch, count = tree.parents.shape
+                self.after[key] = states.new_zeros(batch, 1 + count, *states.shape[1:])
+            self.after[key][sequence, 1 + tree.first + row] = states
+
+    def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
+        """See :class:`Form`."""
+        for key, after in self.after.items():
+            count = num_accepted.to(after.device)
+            last = torch.where(count > 0, 1 + last_rows(accepted_rows.to(after.device), count), 0)  # [B]
+            put_state(self.layer, key, after[torch.arange(len(count), device=after.device), last])
+        self.after, self.behind_prompt = {}, False
+
+
+def grown(states: Tensor, rows: int) -> Tensor:
+    """States after rows [B, T, …], with room for more."""
+    return torch.cat([states, states.new_zeros(len(states), rows, *states.shape[2:])], 1)
+
+
+def gathered(outputs: list[Any], tree: RowTree, shape: torch.Size) -> Any:
+    """Outputs of the levels, [n, 1, …] each, as rows [B, R, …]."""
+
+    def together(*values: Any) -> Any:
+        if not isinstance(values[0], Tensor):
+            return values[0]
+        out = values[0].new_empty(*shape, *values[0].shape[2:])
+        for (sequence, row, _), value in zip(tree.levels, values, strict=True):
+            out[sequence, row] = value[:, 0]
+        return out
+
+    return nested.tree_map(together, *outputs)
+
+
+def limit_of(module: nn.Module) -> Limit | None:
+    """The least and the largest step of a module's prompts; ``None``: any, as for single tokens."""
+    limit = getattr(module, "time_step_limit", None)
+    if limit is None or STEP not in called_by(type(module)):
+        return None
+    least, most = limit
+    return None if least <= 0 and most == math.inf else (float(least), float(most))  # softplus is above 0
+
+
+def time_steps(dt: Tensor, bias: Tensor | None, rectified: bool, limit: Limit, ends: Tensor | None) -> Tensor:
+    """Mamba-2's steps in time, within the limit for tokens that end a prompt.
+
+    ``ends``: bool, which ones do; ``None``: none of them.
+    """
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    if rectified:
+        dt = plain(softplus(as_rows(dt)))
+    return dt if ends is None or limit == UNLIMITED else dt.clamp(*limit).where(ends, dt)
