@@ -19,8 +19,8 @@ HF = "python/gsd_kernels_hf/"
 HOST, LOCKSTEP, SAMPLING, CRITERIA = (
     HF + f"acceptance/{name}.py" for name in ("host", "lockstep", "sampling", "criteria")
 )
-CACHE, MASKS, FACTS = (HF + f"model/{name}.py" for name in ("cache", "masks", "facts"))
-STREAMING, STOPS, KEY, OUTPUT = (HF + f"engine/{n}.py" for n in ("output", "stop_strings", "request", "output"))
+CACHE, MASKS, FACTS = (HF + f"model/{name}.py" for name in ("cache", "probe", "facts"))
+STREAMING, STOPS, KEY, OUTPUT = (HF + f"engine/{n}.py" for n in ("output", "stop_strings", "resolved", "output"))
 HISTORY, MEMORY, GRAMMAR, MATCHERS, BORDER, FEATURES, LAYOUTS, MTP, DFLASH = (
     HF + f"sources/{name}.py"
     for name in (
