@@ -188,7 +188,7 @@ class ProbeCache(GraphCache):
 
 @fact
 def temperatures_of(facts: Facts) -> dict[int | None, Temperature]:
-    """What layers scale their queries by that do so by the cache's length, by their number."""
+    """The factors of layers that scale their queries by the cache's length, by their number."""
     found = ((getattr(module, "layer_idx", None), Temperature.of(module)) for _, module in facts.modules)
     return {layer: temperature for layer, temperature in found if temperature is not None}
 
