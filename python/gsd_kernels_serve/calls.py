@@ -1,23 +1,25 @@
-"""One text on its way: what its request asks for, and what is written of it."""
+"""A request, read, and its texts on their way: what is asked for, and what is written of it."""
 
 from __future__ import annotations
 
-import concurrent.futures
+import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
+from . import fields
 from .answers import Answer, text_of
+from .checks import Refused
 from .logprobs import Entry, Place, Recorder
-from .text_options import TextOptions
+from .processors import Marked, Penalties
 from .tools import forced_calls
 
 
@@ -37,13 +39,97 @@ class Prompt:
         ids: of them.
         shown: what is put before each text.
         last: of the tokens, where a text goes on what they say.
+        config: of the texts behind it.
         told: its log-probabilities, once they are formed.
     """
 
     ids: list[int]
     shown: str = ""
     last: list[int] = field(default_factory=list)
+    config: GenerationConfig = field(init=False)
     told: dict[str, Any] | None = None
+
+
+@dataclass
+class Request:
+    """A request, read: its prompts, and what is asked of their texts.
+
+    Attributes:
+        body: its fields, checked.
+        id, since: of the request; ``since`` in Unix seconds.
+        prompts: B of them.
+        named: arguments that ``generation_config`` names: what ``generate`` then refuses is its.
+        top: likeliest tokens to record with their log-probabilities; ``None``: no log-probabilities.
+        tools: as the chat template takes them; none are shown for ``tool_choice: "none"``.
+        forced: the function that a text calls; ``""``: one that it names; ``None``: it is no forced call.
+        held: the JSON schema that a text is held to, and the field that asks for it; ``None``: it is free.
+        grammar: that schema, compiled.
+        reference: tokens that the texts may repeat, or ``None``.
+        gone: set once the client has closed its connection.
+        calls: its texts.
+    """
+
+    body: Mapping[str, Any]
+    id: str
+    prompts: list[Prompt]
+    named: Mapping[str, Any]
+    top: int | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    forced: str | None = None
+    held: tuple[Any, str] | None = None
+    grammar: Any = None
+    reference: list[int] | None = None
+    gone: threading.Event = field(default_factory=threading.Event)
+    since: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        copies = self.body.get("n", 1)
+        if (texts := len(self.prompts) * copies) > fields.MAX_TEXTS:
+            raise Refused("n", f"{texts} texts of a request; {fields.MAX_TEXTS} at most")
+        if self.body.get("stream_options") and not self.stream:
+            raise Refused("stream_options", "needs stream: true")
+        self.calls = [
+            Call(self, prompt, self.id if texts == 1 else f"{self.id}/{index}", number)
+            for index, (prompt, number) in enumerate(itertools.product(self.prompts, range(copies)))
+        ]
+
+    @property
+    def stream(self) -> bool:
+        """Return whether the client gets events."""
+        return bool(self.body.get("stream"))
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens that end a text."""
+        ends = self.prompts[0].config.eos_token_id
+        return [] if ends is None else ends if isinstance(ends, list) else [ends]
+
+    @property
+    def is_content(self) -> bool:
+        """Return whether a whole text is JSON by a grammar: content, whatever the prompt has begun."""
+        return self.forced is not None or (self.held is not None and not isinstance(self.held[0], Marked))
+
+    def processors(self, prompt: int) -> list[LogitsProcessor]:
+        """New ones, for one text behind ``prompt`` tokens."""
+        penalties = [float(self.body.get(f"{name}_penalty", 0)) for name in ("frequency", "presence")]
+        found: list[LogitsProcessor] = [Penalties(prompt, *penalties)] if any(penalties) else []
+        if self.grammar is not None:
+            from xgrammar.contrib.hf import LogitsProcessor as Grammar
+
+            found.append(Grammar(self.grammar))
+        return found
+
+    def statistics(self) -> dict[str, Any]:
+        """Statistics of the texts: of the only one, or a list."""
+        statistics = [call.statistics for call in self.calls]
+        return {"gsd_kernels": statistics[0] if len(statistics) == 1 else statistics}
+
+    def counted(self) -> dict[str, Any]:
+        """``usage``: a prompt counts once, whatever the number of its texts."""
+        prompt = sum(len(prompt.ids) for prompt in self.prompts)
+        answer = sum(len(call.ids) for call in self.calls)
+        usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+        return {"usage": usage}
 
 
 @dataclass
@@ -64,17 +150,14 @@ class Call:
     """A text that is asked for and, once it is decoded, what became of it.
 
     Attributes:
+        request: that it belongs to.
         prompt: what it is behind.
-        options: what its request asks for.
         name: of the text in the log.
-        gone: set once the client has closed its connection.
         number: of the text in its prompt's, which is added to the seed.
         recorder: of log-probabilities, or ``None``.
         statistics: of the decoding, plain data.
         ids: its tokens.
-        entries: the same with their log-probabilities.
         pieces: of an answer that is told as a whole.
-        begun: done with the text's first token or with an error in its place; until then a stream can be refused.
         finish: ``"stop"``, or ``"length"`` for a text that was cut.
         since: when the request came, by ``time.perf_counter``.
         echoed: tokens of the prompt with their log-probabilities, where they are asked for.
@@ -82,17 +165,14 @@ class Call:
         place: of the next token in a streamed text.
     """
 
+    request: Request
     prompt: Prompt
-    options: TextOptions
     name: str
-    gone: threading.Event
-    number: int = 0
+    number: int
     recorder: Recorder | None = None
     statistics: dict[str, Any] | None = None
     ids: list[int] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
-    begun: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
     finish: str | None = None
     since: float = field(default_factory=time.perf_counter)
     echoed: list[Entry] = field(default_factory=list)
@@ -100,19 +180,15 @@ class Call:
 
     def __post_init__(self) -> None:
         self.place = Place(self.prompt.shown)
-        if self.options.top is not None:
-            self.recorder = Recorder(self.options.top)
-
-    def fail(self, error: Exception) -> None:
-        """Tell whoever waits for the first token, if it has not come, that there is none."""
-        if not self.begun.done():
-            self.begun.set_exception(error)
+        if self.request.top is not None:
+            self.recorder = Recorder(self.request.top)
 
     @property
     def seed(self) -> int:
         """Of its noise; a new one where the request has none."""
         # transformers' server seeds torch when a request comes; until its turn others may have drawn.
-        return secrets.randbits(63) if self.options.seed is None else (self.options.seed + self.number) % 2**64
+        seed = self.request.body.get("seed")
+        return secrets.randbits(63) if seed is None else (seed + self.number) % 2**64
 
 
 class Writer:
@@ -125,10 +201,14 @@ class Writer:
         tokenizer: the model's.
         stopping: set when the server stops.
         answer: reads the text's parts; ``None``: it is text alone.
-        send: takes every piece.
-        live: whether pieces are sent as soon as they are clear; else once the text is over, joined and without the
-            white space around them.
+        send: takes ``None`` with the first token, and every piece. Those of a stream are sent as soon as they are
+            clear; others once the text is over, joined and without the white space around them.
+
+    Attributes:
+        begun: whether the text has a token, or is over without one; until then a stream can be refused.
     """
+
+    begun = False
 
     def __init__(
         self,
@@ -136,37 +216,39 @@ class Writer:
         tokenizer: PreTrainedTokenizerBase,
         stopping: threading.Event,
         answer: Answer | None,
-        send: Callable[[Piece], None],
-        live: bool,
+        send: Callable[[Piece | None], None],
     ) -> None:
         self.call, self.tokenizer, self.stopping, self.answer, self.send = call, tokenizer, stopping, answer, send
-        self.live = live and call.options.forced is None
+        self.forced = call.request.forced
+        self.live = call.request.stream and self.forced is None
         self.decoding = DecodeStream(call.prompt.last, skip_special_tokens=answer is None)
         self.prompt = True  # comes first
         self.waiting: list[Entry] = []
-        self.kept: list[Any] | None = None if live else []
+        self.kept: list[Any] | None = None if call.request.stream else []
         self.sent = ""
-        for value in answer.begun if answer is not None else ():
-            self._piece(value)
 
     def ask(self) -> None:
         """Called while the prompt is read, and with every token."""
-        if self.call.gone.is_set():
+        if self.call.request.gone.is_set():
             raise ClientGoneError
         if self.stopping.is_set():
             raise StoppingError("the server is stopping")
+
+    def begin(self) -> None:
+        """Called with the first token, or where there is none."""
+        if not self.begun:
+            self.begun = True
+            self.send(None)
+            self._tell(self.answer.begun if self.answer is not None else ())
 
     def put(self, value: Tensor) -> None:
         self.ask()
         if self.prompt:
             self.prompt = False
             return
-        if not self.call.begun.done():
-            self.call.begun.set_result(None)
+        self.begin()
         for token in value.tolist():
-            entry = Entry(token) if self.call.recorder is None else self.call.recorder.take(token)
-            self.call.entries.append(entry)
-            self.waiting.append(entry)
+            self.waiting.append(Entry(token) if self.call.recorder is None else self.call.recorder.take(token))
             if self.live:
                 self._write(self.decoding.step(self.tokenizer._tokenizer, token))
 
@@ -175,25 +257,23 @@ class Writer:
 
     def close(self) -> None:
         """Send what is left: bytes that end within a character, the answer's rest, tokens without a text."""
-        bare = self.answer is None or self.call.options.forced is not None
+        self.begin()
+        bare = self.answer is None or self.forced is not None
         whole = text_of(self.tokenizer, self.call.ids, self.call.prompt.last, bare=bare)
-        if (forced := self.call.options.forced) is not None:
-            for value in forced_calls(whole, forced) or [whole]:
-                self._piece(value)
+        if self.forced is not None:
+            self._tell(forced_calls(whole, self.forced) or [whole])
         else:
             self._write(whole[len(self.sent) :] if whole.startswith(self.sent) else None)
-            for value in self.answer.parts(over=True) if self.answer is not None else ():
-                self._piece(value)
+            self._tell(self.answer.parts(over=True) if self.answer is not None else ())
         if self.kept is not None:
             self._send_joined(self.kept)
         elif self.waiting and self.call.recorder is not None:
-            self._piece("")
+            self._tell([""])
 
     def _write(self, text: str | None) -> None:
         if text:
             self.sent += text
-            for value in [text] if self.answer is None else self.answer.parts(text):
-                self._piece(value)
+            self._tell([text] if self.answer is None else self.answer.parts(text))
 
     def _send_joined(self, values: list[Any]) -> None:
         """Send a whole answer: its reasoning, its text with what is told of all tokens, its calls."""
@@ -208,9 +288,10 @@ class Writer:
         for call in calls:
             self.send(Piece(call, []))
 
-    def _piece(self, value: Any) -> None:
-        if self.kept is not None:
-            self.kept.append(value)
-            return
-        entries, self.waiting = self.waiting, []
-        self.send(Piece(value, entries))
+    def _tell(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if self.kept is not None:
+                self.kept.append(value)
+                continue
+            entries, self.waiting = self.waiting, []
+            self.send(Piece(value, entries))

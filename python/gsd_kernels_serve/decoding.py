@@ -11,17 +11,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import GenerateManager
 
 from gsd_kernels.config import AUTO
 from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
 
-from .calls import Call, Writer
+from .calls import Call, Request, Writer
 from .checks import Refused
+from .generation import refused_config
 from .logprobs import of_prompt
-from .text_options import refused_config
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ def forget_calls(error: BaseException | None) -> None:
 class _Turn:
     """A function in the queue, called once: a text's. One whose client has gone holds nothing until its turn."""
 
-    def __init__(self, call: Call, function: Callable[[], Any]) -> None:
-        self.gone = call.gone
+    def __init__(self, request: Request, function: Callable[[], Any]) -> None:
+        self.gone = request.gone
         self.function: Callable[[], Any] | None = function
 
     def waits(self) -> bool:
@@ -87,10 +87,10 @@ class Queue(GenerateManager):
         self.turns: list[_Turn] = []
         super().__init__()
 
-    def turn(self, call: Call, function: Callable[[], T]) -> concurrent.futures.Future[T | None]:
+    def turn(self, request: Request, function: Callable[[], T]) -> concurrent.futures.Future[T | None]:
         """Have the thread call a function for a text; what waits for clients that have gone is let go of."""
         self.turns = [turn for turn in self.turns if turn.waits()]
-        self.turns.append(turn := _Turn(call, function))
+        self.turns.append(turn := _Turn(request, function))
         return self.submit(turn)
 
     def wait(self, seconds: float) -> bool:
@@ -109,49 +109,45 @@ class Queue(GenerateManager):
             ClientGoneError, StoppingError: nobody waits for the text.
         """
         call, begun, model = writer.call, time.perf_counter(), self.handle.model
+        request, config = call.request, call.prompt.config
         try:
             writer.ask()
             ids = torch.tensor([call.prompt.ids], device=properties.device_of(model), dtype=torch.int64)  # [1, P]
             prompt = ids.shape[1]
-            config = call.options.fitted(prompt)
-            options: dict[str, Any] = {"generation_config": config, **self._speculation(call, ids)}
-            if processors := call.options.processors(prompt):
+            options: dict[str, Any] = {"generation_config": config, **self._speculation(request, ids)}
+            if processors := request.processors(prompt):
                 options["logits_processor"] = LogitsProcessorList(processors)
-            if call.options.echoes and call.options.top is not None:
-                call.echoed = of_prompt(model, ids, call.options.top, writer.ask)
+            if request.body.get("echo") and request.top is not None:
+                call.echoed = of_prompt(model, ids, request.top, writer.ask)
             options |= {"tokenizer": self.tokenizer, "seed": call.seed, "streamer": writer, "observer": call.recorder}
             output = ids if config.max_new_tokens == 0 else model.generate(ids, **options)
         except Exception as error:
-            reason = (
-                "the client went away" if call.gone.is_set() else " ".join(str(error).split()) or type(error).__name__
-            )
+            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = "the client went away" if request.gone.is_set() else reason
             log.warning("%s ended after %.2f s: %s", call.name, time.perf_counter() - begun, reason)
             forget_calls(error)
-            if isinstance(error, AssertionError) and (held := call.options.held):  # xgrammar's
+            if isinstance(error, AssertionError) and (held := request.held):  # xgrammar's
                 field = held[1].partition(".")[0]
                 error = ValueError(f"{field}: other options leave no token with which its grammar goes on")
-            if call.options.named and isinstance(error, _BAD) and not isinstance(error, Refused):
-                error = refused_config(call.options.named, error)
-            call.fail(error)
+            if request.named and isinstance(error, _BAD) and not isinstance(error, Refused):
+                error = refused_config(request.named, error)
             raise error
-        if not call.begun.done():  # it has no token
-            call.begun.set_result(None)
         call.ids = output[0, prompt:].tolist()
-        call.finish = self._finish(call, config)
-        if call.options.is_content and call.ids and call.ids[-1] in call.options.ends:
+        call.finish = self._finish(call)
+        if request.is_content and call.ids and call.ids[-1] in request.ends:
             _check_json(self.tokenizer.decode(call.ids, skip_special_tokens=True))
         self._count(call, queued=begun - call.since)
         writer.close()
 
-    def _speculation(self, call: Call, ids: torch.Tensor) -> dict[str, Any]:
-        if not call.options.reference:
+    def _speculation(self, request: Request, ids: torch.Tensor) -> dict[str, Any]:
+        if not request.reference:
             return {}
-        reference = {"reference_ids": ids.new_tensor(call.options.reference)}
+        reference = {"reference_ids": ids.new_tensor(request.reference)}
         return reference if self.speculates else {**reference, "graph_config": AUTO}
 
-    def _finish(self, call: Call, config: GenerationConfig) -> str:
-        ids, most = call.ids, config.max_new_tokens
-        ended = bool(ids) and ids[-1] in call.options.ends
+    def _finish(self, call: Call) -> str:
+        ids, config, most = call.ids, call.prompt.config, call.prompt.config.max_new_tokens
+        ended = bool(ids) and ids[-1] in call.request.ends
         if not ended and config.stop_strings:
             text = self.tokenizer.decode(ids)
             ended = any(stop in text for stop in config.stop_strings)

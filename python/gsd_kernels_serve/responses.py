@@ -9,10 +9,11 @@ from transformers.cli.serving.response import ResponseHandler, compute_usage
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import fields
+from .calls import Request
 from .logprobs import Entry
 from .messages import items_of, messages_of
 from .service import Waiting
-from .texts import Chats, TextRequest
+from .texts import Chats
 
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "text", "tool_choice", "tools", "top_p")
 """Fields of a request that a response has as well."""
@@ -114,24 +115,22 @@ class Responses(Chats):
     endpoint, done = fields.RESPONSES, ""
     log_probs = "include", 'include: ["message.output_text.logprobs"]'
 
-    def read(self, body: dict[str, Any], request_id: str) -> TextRequest:
+    def read(self, body: dict[str, Any], request_id: str) -> Request:
         items = items_of(body["input"])
         if body.get("instructions"):  # which transformers would put in place of the first system message
             items = [{"role": "system", "content": body["instructions"]}, *items]
         messages = ResponseHandler._normalize_input({"input": items})
         form = body.get("text", {}).get("format")
-        request = self.chat(body, request_id, messages_of(messages, "input"), form, "text.format")
-        request.echo = {name: body[name] for name in _ECHOED if name in body}
-        return request
+        return self.chat(body, request_id, messages_of(messages, "input"), form, "text.format")
 
-    def whole(self, request: TextRequest) -> dict[str, Any]:
+    def whole(self, request: Request) -> dict[str, Any]:
         items = Items(request.id)
         for piece in request.calls[0].pieces:
             list(items.part(piece.value, self._log_probs(request, piece.entries)))
         list(items.end())
         return self._over(request, items.output)
 
-    async def events(self, request: TextRequest, first: Waiting) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, request: Request, first: Waiting) -> AsyncIterator[dict[str, Any]]:
         for kind, status in (("created", "queued"), ("in_progress", "in_progress")):
             yield {"type": f"response.{kind}", "response": self._response(request, status, [])}
         items = Items(request.id)
@@ -147,17 +146,18 @@ class Responses(Chats):
     def numbered(self, event: dict[str, Any], number: int) -> dict[str, Any]:
         return {**event, "sequence_number": number}
 
-    def failed(self, request: TextRequest, error: dict[str, Any]) -> list[dict[str, Any]]:
+    def failed(self, request: Request, error: dict[str, Any]) -> list[dict[str, Any]]:
         told = {"code": "server_error", "message": error["message"]}
         response = {**self._response(request, "failed", []), "error": told}
         return [{**error, "type": "error"}, {"type": "response.failed", "response": response}]
 
-    def _response(self, request: TextRequest, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _response(self, request: Request, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": f"resp_{request.id}", "created_at": request.since, "model": self.service.name}
         unsaid = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False}
-        return {**head, "object": "response", "status": status, "output": output, **unsaid, **request.echo}
+        echo = {name: request.body[name] for name in _ECHOED if name in request.body}
+        return {**head, "object": "response", "status": status, "output": output, **unsaid, **echo}
 
-    def _over(self, request: TextRequest, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _over(self, request: Request, output: list[dict[str, Any]]) -> dict[str, Any]:
         """The response of a text that is over: with statistics, and whether it was cut."""
         (call,) = request.calls
         response = self._response(request, "completed", output)
@@ -167,5 +167,5 @@ class Responses(Chats):
             output[-1]["status"] = "incomplete"
         return {**response, **request.statistics()}
 
-    def _log_probs(self, request: TextRequest, entries: Iterable[Entry]) -> list[dict[str, Any]]:
-        return [] if request.options.top is None else self.service.pieces.chat(entries)["content"]
+    def _log_probs(self, request: Request, entries: Iterable[Entry]) -> list[dict[str, Any]]:
+        return [] if request.top is None else self.service.pieces.chat(entries)["content"]

@@ -6,35 +6,42 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any, TypeVar
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from gsd_kernels_cli.pair import BAD_CHAT
 from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
+from gsd_kernels_hf.model.sides import longropes_of
 
 from . import fields
 from .answers import Answer, Answers
-from .calls import Call, ClientGoneError, Piece, StoppingError, Writer
+from .calls import Call, ClientGoneError, Piece, Request, StoppingError, Writer
 from .checks import Refused
 from .decoding import Queue
 from .limits import Limits
 from .logprobs import Pieces
-from .preparing import BusyError, Preparing, in_loop, outcome_of
+from .preparing import BusyError, Preparing, in_loop
 from .processors import Grammars
 from .shown import check_shown
-from .text_options import TextOptions, text_options
 
 T = TypeVar("T")
 
 Waiting = asyncio.Queue[Piece | Exception | None]
-"""The pieces of a text that is being decoded, and at its end ``None`` or its error."""
+"""``None`` once a text has begun, its pieces, and at its end ``None``; an error in their place ends them."""
+
+DEFAULT_TOKENS = 1024
+"""Tokens of a text whose request does not say how many."""
+
+PIECE_TOKENS = 2048
+"""Tokens of a prompt that are read at once: memory, and how soon a text can end that nobody waits for."""
 
 _FIELDS = {
     "max_new_tokens": ("max_tokens", "max_output_tokens"),
@@ -111,19 +118,43 @@ class Service:
             raise NoModelError("model", f"Server is pinned to '{self.name}'; requested '{name}'.")
         return kept
 
-    def text_options(self, body: Mapping[str, Any], source: str) -> TextOptions:
-        """Make of a checked request what the decoding takes; ``source``: the field of its prompt."""
-        return text_options(body, self.model, source, self.limits)
+    def fitted(self, config: GenerationConfig, prompt: int, source: str, *, length: bool) -> GenerationConfig:
+        """The config of a text behind ``prompt`` tokens; where no length is named, it ends where the positions do.
 
-    async def hold(self, options: TextOptions) -> None:
+        A named length goes beyond them, as ``generate`` does.
+
+        Args:
+            config: of all texts of the request.
+            prompt: tokens of the text's.
+            source: the field of the prompt.
+            length: whether the request names one.
+
+        Raises:
+            Refused: no length is named, and the prompt leaves no room; or it is beyond the server's bound.
+        """
+        config, positions = deepcopy(config), properties.positions(self.model)
+        if not longropes_of(self.model):  # whose text pieces would change
+            config.prefill_chunk_size = min(config.prefill_chunk_size or PIECE_TOKENS, PIECE_TOKENS)
+        if not length:
+            config.max_new_tokens = max(config.max_new_tokens or 0, DEFAULT_TOKENS)
+            if positions is not None:
+                if prompt >= positions:
+                    reason = f"{prompt} tokens leave no room in the model's {positions} positions"
+                    raise Refused(source, f"{reason}; shorten it, or name a length to go beyond them")
+                config.max_new_tokens = min(config.max_new_tokens, positions - prompt)
+        if prompt > (most := self.limits.tokens(positions)):
+            raise Refused(source, f"{prompt} tokens; this server reads {most} (--max-prompt): shorten it")
+        return config
+
+    async def hold(self, request: Request) -> None:
         """Compile the schema that the texts of a request are held to, if there is one.
 
         Raises:
             Refused: it cannot be, or takes too long.
         """
-        if options.held is not None:
-            schema, field = options.held
-            options.grammar = await self.compile(field, self.grammars.of, schema, field, options.ends)
+        if request.held is not None:
+            schema, field = request.held
+            request.grammar = await self.compile(field, self.grammars.of, schema, field, request.ends)
 
     def templated(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], arguments: dict[str, Any], field: str
@@ -153,32 +184,28 @@ class Service:
             raise Refused(field, f"{len(text)} characters; this server reads {most} tokens (--max-prompt): shorten it")
         return list(self.tokenizer(text, **options)["input_ids"])
 
-    def begin(self, call: Call, answer: Answer | None, live: bool) -> Waiting:
-        """Have a text decoded and read by ``answer``; :meth:`pieces_of` gives its pieces, ``live`` ones at once."""
+    async def begin(self, call: Call, answer: Answer | None) -> Waiting:
+        """Have a text decoded and read by ``answer``, and wait for its beginning; :meth:`pieces_of` gives the rest.
+
+        Raises:
+            TypeError, ValueError: the request cannot be served.
+            ClientGoneError, StoppingError: nobody waits for the text.
+        """
         waiting: Waiting = asyncio.Queue()
         send = partial(in_loop, asyncio.get_running_loop(), waiting.put_nowait)
-        writer = Writer(call, self.tokenizer, self.stopping, answer, send, live)
+        writer = Writer(call, self.tokenizer, self.stopping, answer, send)
 
         def run() -> None:
             try:
                 self.queue.decode(writer)
                 send(None)
             except Exception as error:
-                call.fail(error)
                 send(error)
 
-        self.queue.turn(call, run)
+        self.queue.turn(call.request, run)
+        async for _ in self.pieces_of(waiting):
+            pass
         return waiting
-
-    async def first_token(self, call: Call, http: Request) -> None:
-        """Wait for it.
-
-        Raises:
-            TypeError, ValueError: the request cannot be served.
-            ClientGoneError, StoppingError: nobody waits for the text.
-        """
-        async with self.connected(call.gone, http):
-            await outcome_of(call.begun)
 
     @staticmethod
     async def pieces_of(waiting: Waiting) -> AsyncIterator[Piece]:
@@ -189,7 +216,7 @@ class Service:
             yield piece
 
     @contextlib.asynccontextmanager
-    async def connected(self, gone: threading.Event, http: Request) -> AsyncIterator[None]:
+    async def connected(self, gone: threading.Event, http: HttpRequest) -> AsyncIterator[None]:
         """Watch the connection of a request that is no stream meanwhile; what the client sent has been read.
 
         Raises:

@@ -5,79 +5,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
-import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from functools import reduce
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import fields
 from .answers import Answer, last_of
-from .calls import Call, Piece, Prompt
+from .calls import Call, Piece, Prompt, Request
 from .checks import Object, Refused, one_of, reader, text, wrong
+from .generation import config_of, names_length, token_ids
 from .logprobs import Entry, Place
 from .messages import Content, messages_of, template_arguments
 from .service import Events, Service, Waiting, answer_of
 from .spelling import answer, spelled
-from .text_options import TextOptions, token_ids
 from .tools import chosen, held_to
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class TextRequest:
-    """A request, read: prompts, what is asked of their texts, and how they are sent.
-
-    Attributes:
-        id, since: of the request; ``since`` in Unix seconds.
-        prompts: B of them.
-        options: of every text.
-        copies: n, texts a prompt.
-        stream: whether the client gets events.
-        usage: ``stream_options.include_usage``; ``None``: not named.
-        tools: as the chat template takes them; none are shown for ``tool_choice: "none"``.
-        echo: fields that the answer has as the request had them.
-        gone: set once the client has closed its connection.
-    """
-
-    id: str
-    prompts: list[Prompt]
-    options: TextOptions
-    copies: int = 1
-    stream: bool = False
-    usage: bool | None = None
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    echo: dict[str, Any] = field(default_factory=dict)
-    gone: threading.Event = field(default_factory=threading.Event)
-    since: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        if (texts := len(self.prompts) * self.copies) > fields.MAX_TEXTS:
-            raise Refused("n", f"{texts} texts of a request; {fields.MAX_TEXTS} at most")
-        self.calls = [
-            Call(prompt, self.options, self.id if texts == 1 else f"{self.id}/{index}", self.gone, number)
-            for index, (prompt, number) in enumerate(itertools.product(self.prompts, range(self.copies)))
-        ]
-        for prompt in self.prompts:
-            self.options.fitted(len(prompt.ids))
-
-    def statistics(self) -> dict[str, Any]:
-        """Statistics of the texts: of the only one, or a list."""
-        statistics = [call.statistics for call in self.calls]
-        return {"gsd_kernels": statistics[0] if len(statistics) == 1 else statistics}
-
-    def counted(self) -> dict[str, Any]:
-        """``usage``: a prompt counts once, whatever the number of its texts."""
-        prompt = sum(len(prompt.ids) for prompt in self.prompts)
-        answer = sum(len(call.ids) for call in self.calls)
-        usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-        return {"usage": usage}
 
 
 class Texts:
@@ -97,7 +44,7 @@ class Texts:
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    def read(self, body: dict[str, Any], request_id: str) -> TextRequest:
+    def read(self, body: dict[str, Any], request_id: str) -> Request:
         """A checked request.
 
         Raises:
@@ -105,15 +52,15 @@ class Texts:
         """
         raise NotImplementedError
 
-    def whole(self, request: TextRequest) -> dict[str, Any]:
+    def whole(self, request: Request) -> dict[str, Any]:
         """The answer of a request that is no stream."""
         raise NotImplementedError
 
-    def events(self, request: TextRequest, first: Waiting) -> AsyncIterator[dict[str, Any]]:
+    def events(self, request: Request, first: Waiting) -> AsyncIterator[dict[str, Any]]:
         """The events of a stream; ``first``: its first text, which is being decoded already."""
         raise NotImplementedError
 
-    def answer(self, request: TextRequest) -> Answer | None:
+    def answer(self, request: Request) -> Answer | None:
         """Return the reader of a text that has parts; ``None``: it is text alone."""
         return None
 
@@ -121,32 +68,40 @@ class Texts:
         """An event with its place in a stream, where it has one."""
         return event
 
-    def failed(self, request: TextRequest, error: dict[str, Any]) -> list[dict[str, Any]]:
+    def failed(self, request: Request, error: dict[str, Any]) -> list[dict[str, Any]]:
         """The last events of a stream that an error ends."""
         return [{"error": error, "detail": error["message"]}]
 
-    async def handle_request(self, http: Request, body: dict[str, Any]) -> Response:
+    async def handle_request(self, http: HttpRequest, body: dict[str, Any]) -> Response:
         """Answer a request."""
-        request = await self.service.prepare(fields.NEEDED[self.endpoint], self._checked, body, http.state.request_id)
-        await self.service.hold(request.options)
-        if request.stream:
-            first = await self.begin(request, request.calls[0])
-            await self.service.first_token(request.calls[0], http)
-            return Events(self._stream(request, first), request.gone)
-        async with self.service.connected(request.gone, http):
+        service = self.service
+        request = await service.prepare(fields.NEEDED[self.endpoint], self._checked, body, http.state.request_id)
+        await service.hold(request)
+        async with service.connected(request.gone, http):
+            if request.stream:
+                first = await self.begin(request.calls[0])
+                return Events(self._stream(request, first), request.gone)
             for call in request.calls:
-                waiting = await self.begin(request, call)
-                call.pieces = [piece async for piece in self.service.pieces_of(waiting)]
+                waiting = await self.begin(call)
+                call.pieces = [piece async for piece in service.pieces_of(waiting)]
             return await answer(self.whole, request)
 
-    def _checked(self, body: dict[str, Any], request_id: str) -> TextRequest:
+    def _checked(self, body: dict[str, Any], request_id: str) -> Request:
         return self.read(self.service.checked(self.endpoint, body), request_id)
 
-    async def begin(self, request: TextRequest, call: Call) -> Waiting:
-        """Have a text decoded."""
-        return self.service.begin(call, await asyncio.to_thread(self.answer, request), request.stream)
+    def request(self, body: dict[str, Any], request_id: str, prompts: list[Prompt], **asked: Any) -> Request:
+        """A request of some prompts; ``asked``: what is read of it beside its body."""
+        config, named = config_of(body, self.service.model)
+        needed, length = fields.NEEDED[self.endpoint], names_length(body, named)
+        for prompt in prompts:
+            prompt.config = self.service.fitted(config, len(prompt.ids), needed, length=length)
+        return Request(body, request_id, prompts, named, **asked)
 
-    async def _stream(self, request: TextRequest, first: Waiting) -> AsyncIterator[str]:
+    async def begin(self, call: Call) -> Waiting:
+        """Have a text decoded, to its first token."""
+        return await self.service.begin(call, await asyncio.to_thread(self.answer, call.request))
+
+    async def _stream(self, request: Request, first: Waiting) -> AsyncIterator[str]:
         number = itertools.count()
         try:
             async for event in self.events(request, first):
@@ -170,47 +125,45 @@ class Choices(Texts):
         """The first event of a text, before it has a token."""
         raise NotImplementedError
 
-    def delta(self, request: TextRequest, call: Call, piece: Piece) -> dict[str, Any]:
+    def delta(self, request: Request, call: Call, piece: Piece) -> dict[str, Any]:
         """A part of a text behind those before."""
         raise NotImplementedError
 
-    def last(self, request: TextRequest, call: Call) -> dict[str, Any]:
+    def last(self, request: Request, call: Call) -> dict[str, Any]:
         """The last event of a text: why it ends."""
         finish = "tool_calls" if call.made and call.finish == "stop" else call.finish
         return {**self.delta(request, call, Piece("", [])), "finish_reason": finish}
 
-    def choice(self, request: TextRequest, call: Call) -> dict[str, Any]:
+    def choice(self, request: Request, call: Call) -> dict[str, Any]:
         """A text that is over: all that its events would tell."""
         told = [self.first(call), *(self.delta(request, call, piece) for piece in call.pieces)]
         return reduce(_join, [*told, self.last(request, call)], {})
 
-    def whole(self, request: TextRequest) -> dict[str, Any]:
+    def whole(self, request: Request) -> dict[str, Any]:
         choices = [{"index": index, **self.choice(request, call)} for index, call in enumerate(request.calls)]
         about = {**request.counted(), **request.statistics()}
         return {**self._head(request, self.object), "choices": choices, **about}
 
-    async def events(self, request: TextRequest, first: Waiting) -> AsyncIterator[dict[str, Any]]:
-        head = self._head(request, self.part)
+    async def events(self, request: Request, first: Waiting) -> AsyncIterator[dict[str, Any]]:
+        head, usage = self._head(request, self.part), request.body.get("stream_options", {}).get("include_usage")
         for index, call in enumerate(request.calls):
 
             def event(choice: dict[str, Any], index: int = index, **rest: Any) -> dict[str, Any]:
                 return {**head, "choices": [{"index": index, **choice}], **rest}
 
-            waiting = await self.begin(request, call) if index else first
-            if request.options.echoes:  # whose prompt is read before its text begins
-                await asyncio.wrap_future(call.begun)
+            waiting = await self.begin(call) if index else first
             if (begun := await asyncio.to_thread(self.first, call)) is not None:
                 yield event({**begun, "finish_reason": None})
             async for piece in self.service.pieces_of(waiting):
                 yield event({**self.delta(request, call, piece), "finish_reason": None})
             rest = request.statistics() if call is request.calls[-1] else {}
-            if rest and request.usage is None:
+            if rest and usage is None:
                 rest |= request.counted()
             yield event(self.last(request, call), **rest)
-        if request.usage:
+        if usage:
             yield {**head, "choices": [], **request.counted(), **request.statistics()}
 
-    def _head(self, request: TextRequest, kind: str) -> dict[str, Any]:
+    def _head(self, request: Request, kind: str) -> dict[str, Any]:
         return {"id": request.id, "created": request.since, "model": self.service.name, "object": kind}
 
 
@@ -219,24 +172,18 @@ class Completions(Choices):
 
     endpoint, object, part = fields.COMPLETIONS, "text_completion", "text_completion"
 
-    def read(self, body: dict[str, Any], request_id: str) -> TextRequest:
-        options = self.service.text_options(body, "prompt")
-        options.top = body.get("logprobs")
-        copies = body.get("n", 1)
+    def read(self, body: dict[str, Any], request_id: str) -> Request:
+        copies, echo = body.get("n", 1), bool(body.get("echo"))
         if body.get("best_of", copies) != copies:
             raise Refused("best_of", f"expected as many as n, {copies}, got {body['best_of']}")
-        if options.config.max_new_tokens == 0 and not body.get("echo"):
+        request = self.request(body, request_id, self._prompts(body["prompt"], echo), top=body.get("logprobs"))
+        if request.prompts[0].config.max_new_tokens == 0 and not echo:
             raise wrong("max_tokens", "an integer from 1 to 2147483647, 0 beside echo", 0)
-        options.echoes = bool(body.get("echo")) and options.top is not None
-        prompts = self._prompts(body["prompt"])
-        for prompt in prompts:
-            prompt.shown = (prompt.shown or self.service.tokenizer.decode(prompt.ids)) if body.get("echo") else ""
-            prompt.last = last_of(self.service.tokenizer, prompt.ids)
-        usage = _usage(body)
-        return TextRequest(request_id, prompts, options, copies, bool(body.get("stream")), usage)
+        return request
 
-    def _prompts(self, given: Any) -> list[Prompt]:
-        """A string, a list of strings, of token ids, or of lists of them."""
+    def _prompts(self, given: Any, echo: bool) -> list[Prompt]:
+        """A string, a list of strings, of token ids, or of lists of them; to be shown, if ``echo``."""
+        service = self.service
         if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
             given = [given]
         if not isinstance(given, list) or not given:
@@ -247,19 +194,21 @@ class Completions(Choices):
         for number, one in enumerate(given):
             name = "prompt" if len(given) == 1 else f"prompt[{number}]"
             if isinstance(one, list):
-                prompts.append(Prompt(token_ids(one, name, self.service.vocabulary)))
+                ids = token_ids(one, name, service.vocabulary)
             else:
                 text(name, one)
-                prompts.append(Prompt(self.service.tokens(one, name), one))
-            if not prompts[-1].ids:
+                ids = service.tokens(one, name)
+            if not ids:
                 raise Refused(name, "has no tokens")
+            shown = (one if isinstance(one, str) else service.tokenizer.decode(ids)) if echo else ""
+            prompts.append(Prompt(ids, shown, last_of(service.tokenizer, ids)))
         return prompts
 
     def first(self, call: Call) -> dict[str, Any] | None:
         return {"text": call.prompt.shown, "logprobs": self._echoed(call)} if call.prompt.shown else None
 
-    def delta(self, request: TextRequest, call: Call, piece: Piece) -> dict[str, Any]:
-        told = request.options.top is not None and piece.entries
+    def delta(self, request: Request, call: Call, piece: Piece) -> dict[str, Any]:
+        told = request.top is not None and piece.entries
         logprobs = self.service.pieces.completion(piece.entries, call.place) if told else None
         return {"text": str(piece.value), "logprobs": logprobs}
 
@@ -281,23 +230,21 @@ class Chats(Texts):
 
     def chat(
         self, body: dict[str, Any], request_id: str, messages: list[dict[str, Any]], form: Any, field: str
-    ) -> TextRequest:
+    ) -> Request:
         """A request of messages; ``form``: what its ``field`` holds the texts to, or ``None``."""
         service, needed = self.service, fields.NEEDED[self.endpoint]
         offered = chosen(body, service.tokenizer)
-        options = service.text_options(body, needed)
         name, needed_too = self.log_probs
         if body.get("top_logprobs") and not body.get(name):
             raise Refused("top_logprobs", f"needs {needed_too}")
-        options.top = body.get("top_logprobs", 0) if body.get(name) else None
-        options.forced = offered.forced
-        options.held = held_to(offered, form, field, service.answers.written)
+        held = held_to(offered, form, field, service.answers.written)
         ids = service.templated(messages, offered.tools, template_arguments(body, service.tokenizer), needed)
-        usage, stream = _usage(body), bool(body.get("stream"))
-        return TextRequest(request_id, [Prompt(ids)], options, body.get("n", 1), stream, usage, offered.tools)
+        top = body.get("top_logprobs", 0) if body.get(name) else None
+        asked = {"top": top, "tools": offered.tools, "forced": offered.forced, "held": held}
+        return self.request(body, request_id, [Prompt(ids)], **asked)
 
-    def answer(self, request: TextRequest) -> Answer | None:
-        return None if request.options.is_content else self.service.answers.begin(request.prompts[0].ids, request.tools)
+    def answer(self, request: Request) -> Answer | None:
+        return None if request.is_content else self.service.answers.begin(request.prompts[0].ids, request.tools)
 
 
 class Prediction(Object):
@@ -316,10 +263,10 @@ class Chat(Chats, Choices):
     endpoint, object, part = fields.CHAT, "chat.completion", "chat.completion.chunk"
     log_probs = "logprobs", "logprobs: true"
 
-    def read(self, body: dict[str, Any], request_id: str) -> TextRequest:
+    def read(self, body: dict[str, Any], request_id: str) -> Request:
         messages = messages_of(body["messages"])
         request = self.chat(body, request_id, messages, body.get("response_format"), "response_format")
-        request.options.reference = self._reference(body.get("prediction"))
+        request.reference = self._reference(body.get("prediction"))
         return request
 
     def _reference(self, given: Any) -> list[int] | None:
@@ -329,19 +276,19 @@ class Chat(Chats, Choices):
         parts = _prediction("prediction", given)["content"]
         return self.service.tokens("".join(part["text"] for part in parts), "prediction", add_special_tokens=False)
 
-    def choice(self, request: TextRequest, call: Call) -> dict[str, Any]:
+    def choice(self, request: Request, call: Call) -> dict[str, Any]:
         choice = super().choice(request, call)
         message = choice.pop("delta")
         for made in message.get("tool_calls", ()):
             del made["index"]
-        if call.made and request.options.forced is not None:
+        if call.made and request.forced is not None:
             message["content"] = None
         return {"message": {**message, "refusal": None}, **choice}
 
     def first(self, call: Call) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def delta(self, request: TextRequest, call: Call, piece: Piece) -> dict[str, Any]:
+    def delta(self, request: Request, call: Call, piece: Piece) -> dict[str, Any]:
         value, written = piece.value, piece.entries
         if isinstance(value, ToolCall):
             made = _call(f"{request.id}-{call.number}-{call.made}", value)
@@ -353,15 +300,8 @@ class Chat(Chats, Choices):
             delta = {"content": value} if value or written else {}
         return {"delta": delta, "logprobs": self._logprobs(written, request) if written else None}
 
-    def _logprobs(self, written: list[Entry], request: TextRequest) -> dict[str, Any] | None:
-        return self.service.pieces.chat(written) if request.options.top is not None else None
-
-
-def _usage(body: Mapping[str, Any]) -> bool | None:
-    """``stream_options.include_usage``; ``None`` where it is not named."""
-    if body.get("stream_options") and not body.get("stream"):
-        raise Refused("stream_options", "needs stream: true")
-    return body.get("stream_options", {}).get("include_usage")
+    def _logprobs(self, written: list[Entry], request: Request) -> dict[str, Any] | None:
+        return self.service.pieces.chat(written) if request.top is not None else None
 
 
 def _call(name: str, call: ToolCall) -> dict[str, Any]:

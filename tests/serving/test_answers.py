@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerFast
 from transformers.cli.serving import utils
 
 from gsd_kernels_serve.answers import Answers
+from gsd_kernels_serve.calls import Request
 from gsd_kernels_serve.checks import Refused
 from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES, TEMPLATED
 from gsd_kernels_serve.logprobs import Pieces
 from gsd_kernels_serve.processors import Grammars
 from gsd_kernels_serve.schemas import check_schema
-from gsd_kernels_serve.text_options import TextOptions
 from gsd_kernels_serve.tools import call_schema, chosen, held_to
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def says(server, monkeypatch):
 
             return [next_token]
 
-        monkeypatch.setattr(TextOptions, "processors", lambda _, prompt: script(prompt))
+        monkeypatch.setattr(Request, "processors", lambda _, prompt: script(prompt))
         return len(ids)
 
     return say

@@ -227,12 +227,12 @@ def test_leaving_ends_the_reading_of_a_prompt(server, monkeypatch):
     reading, asks = threading.Event(), []
 
     def ask(self, whole=Writer.ask):
-        if self.call.options.config.max_new_tokens != 2:
+        if self.call.prompt.config.max_new_tokens != 2:
             return whole(self)
         asks.append(1)
         if len(asks) == 3:  # the first pieces
             reading.set()
-            self.call.gone.wait(20)
+            self.call.request.gone.wait(20)
         return whole(self)
 
     monkeypatch.setattr(Writer, "ask", ask)
@@ -262,10 +262,10 @@ def test_a_text_that_ends_early_says_so_and_gives_its_cache_back(endpoint, strea
 
     def put(self, value, whole=Writer.put):
         whole(self, value)
-        if why == "left" and self.call.begun.done():
-            self.call.gone.set()
+        if why == "left" and self.begun:
+            self.call.request.gone.set()
             self.ask()
-        if self.call.begun.done() and why in ("failed", "refused by a field"):
+        if self.begun and why in ("failed", "refused by a field"):
             raise Broken("no") if why == "failed" else ValueError("no")
 
     monkeypatch.setattr(Session, "begin", begin)

@@ -1,0 +1,134 @@
+"""What a checked request says of its texts, as transformers' generation config."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from gsd_kernels_hf.model import properties
+from gsd_kernels_hf.validate import CONFIG_FIELDS, HONOURED, REFUSED
+
+from . import fields
+from .checks import Refused, is_whole
+
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+_BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
+_SERVER_SAYS = ("num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits")
+
+
+def config_of(body: Mapping[str, Any], model: PreTrainedModel) -> tuple[GenerationConfig, dict[str, Any]]:
+    """The config of a checked request's texts, and the arguments of it that ``generation_config`` names.
+
+    Raises:
+        Refused: fields that contradict each other, or a token that the model does not have.
+    """
+    config = deepcopy(model.generation_config)
+    named = _arguments(body["generation_config"]) if "generation_config" in body else {}
+    for name, value in named.items():
+        setattr(config, name, value)
+    vocabulary = properties.vocabulary(model)
+    _sampling(config, body, named, vocabulary)
+    if body.get("logit_bias"):
+        if beyond := [token for token in body["logit_bias"] if int(token) >= vocabulary]:
+            raise Refused("logit_bias", f"the model's {vocabulary} tokens have no {', '.join(beyond)}")
+        config.sequence_bias = {(int(token),): float(much) for token, much in body["logit_bias"].items()}
+    if body.get("stop"):
+        config.stop_strings = [body["stop"]] if isinstance(body["stop"], str) else list(body["stop"])
+    given = [name for name in LENGTHS if name in body]
+    if len({body[name] for name in given}) > 1:
+        raise Refused(given[1], f"{body[given[1]]} contradicts {given[0]}; give one of them")
+    if given:
+        config.max_new_tokens = body[given[0]]
+    for name, value in named.items():
+        unread = name == "temperature" and body.get("temperature", value) != value
+        if unread or getattr(config, name) != value:
+            raise Refused(f"generation_config.{name}", f"{value!r} contradicts another field; give one of them")
+    _check_named(named, bool(config.do_sample))
+    return config, named
+
+
+def names_length(body: Mapping[str, Any], named: Mapping[str, Any]) -> bool:
+    """Return whether a request, or what its ``generation_config`` names, says how long a text is."""
+    return any(name in body for name in LENGTHS) or "max_new_tokens" in named or "max_length" in named
+
+
+def _sampling(config: GenerationConfig, body: Mapping[str, Any], named: Mapping[str, Any], vocabulary: int) -> None:
+    if body.get("temperature"):
+        config.temperature = float(body["temperature"])
+    for name in ("top_p", "min_p", "repetition_penalty"):
+        if name in body:
+            setattr(config, name, float(body[name]))
+    if "top_k" in body:
+        config.top_k = min(max(0, body["top_k"]), vocabulary)  # which may be beyond C++'s integers
+    if "temperature" in body:
+        config.do_sample = body["temperature"] != 0
+    elif any(name in body for name in ("top_p", "top_k", "min_p")) and "do_sample" not in named:
+        config.do_sample = True
+
+
+def _arguments(given: str) -> dict[str, Any]:
+    """The fields that ``generation_config`` names, a JSON string as transformers writes it.
+
+    Raises:
+        Refused: no JSON, or arguments that would do nothing or are refused.
+    """
+    try:
+        arguments = json.loads(given, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise Refused("generation_config", f"no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise Refused("generation_config", f"expected a JSON object, got {given[:60]!r}")
+    fields.ARGUMENT.check("generation_config", arguments)
+    found = {}
+    defaults = GenerationConfig().to_dict()
+    for name, value in arguments.items():
+        unknown = "" if name in CONFIG_FIELDS else f"transformers has no argument {name}"
+        why, neutral = REFUSED.get(name, (unknown, ()))
+        if name in HONOURED and name not in _SERVER_SAYS:
+            if value is not None and name in fields.ARGUMENTS:
+                fields.ARGUMENTS[name](f"generation_config.{name}", value)
+            found[name] = value
+        elif value is not None and value not in neutral and value != defaults.get(name) and name not in _BOOKKEEPING:
+            raise Refused(f"generation_config.{name}", f"not served: {why or 'it does nothing here'}; leave it out")
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _check_named(named: Mapping[str, Any], samples: bool) -> None:
+    """Have transformers judge what ``generation_config`` names: it warns of what it leaves out, and goes on.
+
+    Raises:
+        Refused: out of bounds, of another type, or without an effect.
+    """
+    try:
+        GenerationConfig(**{**named, "do_sample": samples}).validate(strict=True)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise refused_config(named, error) from error
+
+
+def refused_config(named: Iterable[str], error: Exception) -> Refused:
+    """The refusal of what ``generation_config`` names, by the argument that transformers' error speaks of."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    spoken = [name for name in named if re.search(rf"\b{name}\b", message)] or list(named)
+    at = f".{spoken[0]}" if len(spoken) == 1 or len(spoken) < len(list(named)) else ""
+    return Refused(f"generation_config{at}", message)
+
+
+def token_ids(given: list[Any], name: str, vocabulary: int) -> list[int]:
+    """A prompt of token ids, checked.
+
+    Raises:
+        Refused: not all are the model's.
+    """
+    if odd := [token for token in given if not is_whole(token) or not 0 <= token < vocabulary]:
+        raise Refused(name, f"expected token ids from 0 to {vocabulary - 1}, got {odd[0]!r}")
+    return given
