@@ -1,4 +1,4 @@
-"""What a checked request says of its texts, as transformers' generation config."""
+"""The generation config of transformers that a checked request asks for."""
 
 from __future__ import annotations
 
