@@ -43,7 +43,7 @@ def test_texts_are_the_targets_and_take_as_few_steps_as_drafts_were_trained_for(
     assert tokens / steps > LEAST[kind]
 
 
-# ---- The real model's folder: why it cannot be had, made once and as a whole, and its chats. No wheel is needed
+# ---- The real model's folder: why it cannot be had, made once and as a whole. No wheel is needed
 
 
 def test_a_folder_is_made_once_and_without_the_package_pips_line_is_named(tmp_path, monkeypatch):
@@ -60,15 +60,6 @@ def test_a_folder_is_made_once_and_without_the_package_pips_line_is_named(tmp_pa
     (package / "Model-Q4.gguf").unlink()
     with pytest.raises(smollm2.MissingModelError, match=f"which is not installed: .*{re.escape(cure('gguf'))}"):
         smollm2.load()
-
-
-def test_a_chat_goes_up_to_where_the_model_answers():
-    tokenizer, turns = demo.load()[2], [{"role": "user", "content": "Hi\n2"}, {"role": "assistant", "content": "Ho"}]
-    tokenizer.chat_template = smollm2.TEMPLATE
-    asked, answered = (f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
-    system = f"<|im_start|>system\n{smollm2.SYSTEM}<|im_end|>\n"
-    text = tokenizer.apply_chat_template([*turns, turns[0]], tokenize=False, add_generation_prompt=True)
-    assert text == system + asked + answered + asked + "<|im_start|>assistant\n"
 
 
 # ---- An inflated model computes what its source computes, whatever grows

