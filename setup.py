@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -261,7 +262,8 @@ class BuildOps(build_ext):
 
 
 def _quote(word: str) -> str:
-    return word if re.fullmatch(r"[\w@%+=:,./-]+", word) else "'" + word.replace("$", "$$") + "'"
+    """For a command in build.ninja."""
+    return shlex.quote(word).replace("$", "$$")
 
 
 class StableWheel(bdist_wheel):

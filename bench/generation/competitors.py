@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gsd_kernels import GraphConfig
 from gsd_kernels_cli import comparison
 from gsd_kernels_hf.engine import engine
 from gsd_kernels_hf.sources.load import source_of
 
+from .configs import PROMPT_LOOKUP_TOKENS, fixed_configs
 from .pairs import Pair
 
 NEW = "-new"  # behind the names of ours that begin every call with a new session, in which nothing is captured yet
@@ -43,8 +43,6 @@ SOURCES = ("model", "heads", "eagle3", "dflash", "history")
 DEFAULT = (*THEIRS, PLAIN, "chain", "tree", "graph", "history", AUTO)
 """Others are raced where they are asked for."""
 
-BLOCK_DEPTH = 7  # of the embedded DFlash drafter's block, and of what train-drafter makes by default
-PROMPT_LOOKUP_TOKENS = 10  # transformers' documentation's choice
 
 Decode = Callable[[Tensor, int, int], comparison.Run]
 """(prompt [1, P], new tokens, seed) → what was decoded."""
@@ -111,31 +109,6 @@ def in_a_line(error: Exception) -> str:
 
 def is_ours(name: str) -> bool:
     return name.removesuffix(NEW) in OURS or "@" in name
-
-
-def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
-    """The chain, tree and graph that ``auto`` has to beat: rows cost time on a CPU and hardly any on a GPU."""
-    if device.type == "cuda":
-        tree = GraphConfig(depth=6, width=8, branch=4, max_rows=64, merge_context=-1)
-        chain = GraphConfig.preset("chain", depth=8)
-    else:
-        tree = GraphConfig(depth=5, width=3, branch=3, max_rows=16, merge_context=-1)
-        chain = GraphConfig.preset("chain", depth=5)
-    merged = tree.replace(merge_context=2)
-    rows = PROMPT_LOOKUP_TOKENS + 1
-    block = merged.replace(depth=BLOCK_DEPTH, merge_context=0)  # its candidates hold below every path, at one forward
-    return {
-        "chain": chain,
-        "tree": tree,
-        "merged": merged,
-        "graph": merged.replace(history_depth=4, history_width=8),
-        "history": GraphConfig(
-            depth=0, branch=3, max_rows=rows, merge_context=2, history_depth=PROMPT_LOOKUP_TOKENS, history_width=3
-        ),
-        "block-chain": GraphConfig.preset("chain", depth=BLOCK_DEPTH),
-        "block": block,
-        "block-history": block.replace(history_depth=4, history_width=8),
-    }
 
 
 def parsed(name: str) -> tuple[list[str], str]:
@@ -212,8 +185,6 @@ def _static(name: str, target: PreTrainedModel, options: dict[str, Any], quick: 
 
     config = CompileConfig()
     if target.device.type == "cpu":
-        if not hasattr(config, "_compile_all_devices"):
-            return Competitor(name, missing="this version of transformers compiles on GPUs only")
         config._compile_all_devices = True
         config.mode = "default"  # the other modes are about CUDA graphs
     options = {**options, "cache_implementation": "static", "compile_config": config}

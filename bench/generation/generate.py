@@ -18,12 +18,12 @@ from .competitors import (
     Competitor,
     check_names,
     competitors,
-    fixed_configs,
     is_ours,
     warmed_up,
 )
+from .configs import fixed_configs
 from .options import OfGenerate
-from .pairs import Pair, load_pair, of_length
+from .pairs import Pair, endless, load_pair, of_length
 from .race import Race, terminable
 from .real.models import load_real
 from .real.prompts import encoded, read_chats
@@ -105,17 +105,7 @@ def _pair(given: OfGenerate, device: torch.device, dtype: torch.dtype, ranks: in
     """The pair with its prompts."""
     if given.model is not None:
         return _own_pair(given, device, dtype)
-    pair = load_pair(
-        given.pair.value,
-        device=device,
-        dtype=dtype,
-        target_shape=given.target_shape,
-        draft_shape=given.draft_shape,
-        text=given.text.value,
-        prompts=given.prompts,
-        fresh=given.fresh,
-        tensor_parallel=ranks > 1,
-    )
+    pair = load_pair(given, device, dtype, tensor_parallel=ranks > 1)
     if given.prompt_tokens is None:
         return pair
     limit = pair.target.config.max_position_embeddings - given.new_tokens
@@ -132,9 +122,7 @@ def _own_pair(given: OfGenerate, device: torch.device, dtype: torch.dtype) -> Pa
     if real.tokenizers:
         raise ValueError("--draft: it has another tokenizer than the model; `bench real` races such a pair")
     target, small = real.model.to(device), None if real.draft is None else real.draft.to(device)
-    for one in filter(None, (target, small)):
-        one.generation_config.eos_token_id = None
-        one.generation_config.pad_token_id = 0
+    endless(target, small)
     asked = encoded(read_chats(given.prompt_file)[0][: given.prompts], real.tokenizer)
     return Pair(real.name, target, small, [replace(p, input_ids=p.input_ids.to(device)) for p in asked])
 

@@ -25,6 +25,7 @@ from gsd_kernels_train.recipes.stdlib_prompts import copy_prompt
 
 from ..kernels.rows import random_model
 from ..lib.shapes import shape_named
+from .options import OfGenerate, PairName
 
 
 @dataclass(frozen=True)
@@ -69,44 +70,34 @@ def of_length(prompts: Sequence[Prompt], tokens: int, limit: int) -> list[Prompt
     return cut
 
 
-def load_pair(
-    name: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    target_shape: str = "none",
-    draft_shape: str = "none",
-    text: str = "code",
-    prompts: int = 20,
-    fresh: bool = False,
-    tensor_parallel: bool = False,
-) -> Pair:
-    """A pair with its first ``prompts`` prompts of a kind.
+def endless(*models: PreTrainedModel | None) -> None:
+    """Let texts of models have no end, so that all get the same length and rates are comparable."""
+    for model in filter(None, models):
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+
+
+def load_pair(given: OfGenerate, device: torch.device, dtype: torch.dtype, *, tensor_parallel: bool = False) -> Pair:
+    """The pair that the options name, with the first prompts of their kind, or the last ones.
 
     Args:
-        name: ``demo``, the embedded pair; or ``tiny``, random weights that exercise the code and mean nothing.
+        given: the command's options; see :class:`OfGenerate`.
         device, dtype: of both models.
-        target_shape, draft_shape: a named shape to inflate to (the same function at another cost), or ``none``.
-        text: ``code`` (held-out Python source) or ``copy`` (a function, and again).
-        fresh: the last prompts of the kind instead, on which no setting was chosen; ``copy`` prompts are cut from
-            held-out files that have none otherwise.
         tensor_parallel: shard the target over the processes of the group that :func:`ranks.join` made.
 
     Raises:
         ValueError: heads that do not divide among the processes.
     """
-    source, draft, raw = _demo(text, prompts, fresh) if name == "demo" else _tiny(text, prompts)
-    target = (_sharded if tensor_parallel else _placed)(source, target_shape, device, dtype)
-    draft = _placed(draft, draft_shape, device, dtype)
-    for model in (target, draft):
-        # All texts get the same length, so that rates are comparable: decoding goes on past an end-of-text token.
-        model.generation_config.eos_token_id = None
-        model.generation_config.pad_token_id = 0
-    trained = name == "demo" and target_shape == "none" and not tensor_parallel
+    is_demo, shape = given.pair is PairName.demo, given.target_shape
+    source, draft, raw = (_demo if is_demo else _tiny)(given.text.value, given.prompts, given.fresh)
+    target = (_sharded if tensor_parallel else _placed)(source, shape, device, dtype)
+    draft = _placed(draft, given.draft_shape, device, dtype)
+    endless(target, draft)
     extras: dict[str, Any] = {}
-    if trained:
+    if is_demo and shape == "none" and not tensor_parallel:
         extras = {"drafters": embedded(target), "heads": DraftHeads.from_pretrained(heads_folder(), target)}
-    return Pair(name, target, draft, [Prompt(n, k, ids.to(device)) for n, k, ids in raw], **extras)
+    prompts = [Prompt(name, given.text.value, ids.to(device)) for name, ids in raw]
+    return Pair(given.pair.value, target, draft, prompts, **extras)
 
 
 def _placed(model: PreTrainedModel, shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -134,7 +125,8 @@ def _sharded(target: PreTrainedModel, shape: str, device: torch.device, dtype: t
     return loaded
 
 
-Found = tuple[PreTrainedModel, PreTrainedModel, list[tuple[str, str, Tensor]]]
+Found = tuple[PreTrainedModel, PreTrainedModel, list[tuple[str, Tensor]]]
+"""Target, draft, and prompts by name."""
 
 
 def _demo(kind: str, count: int, fresh: bool) -> Found:
@@ -143,7 +135,7 @@ def _demo(kind: str, count: int, fresh: bool) -> Found:
     if kind == "copy" and fresh:
         known = _fresh_copies(tokenizer)
     chosen = known[-count:] if fresh else known[:count]
-    return target, draft, [(name, kind, tokenizer(text, return_tensors="pt")["input_ids"]) for name, text in chosen]
+    return target, draft, [(name, tokenizer(text, return_tensors="pt")["input_ids"]) for name, text in chosen]
 
 
 def _fresh_copies(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
@@ -157,7 +149,7 @@ def _fresh_copies(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     return copies
 
 
-def _tiny(kind: str, count: int) -> Found:
+def _tiny(kind: str, count: int, fresh: bool) -> Found:
     torch.manual_seed(0)
     target = random_model("tiny", torch.float32)
     for parameter in target.parameters():
@@ -170,5 +162,5 @@ def _tiny(kind: str, count: int) -> Found:
     made = []
     for number in range(count):
         ids = torch.randint(3, 512, (1, 24), generator=torch.Generator().manual_seed(number))
-        made.append((f"{kind}-{number}", kind, ids.repeat(1, 2) if kind == "copy" else ids))
+        made.append((f"{kind}-{number}", ids.repeat(1, 2) if kind == "copy" else ids))
     return target, draft, made

@@ -17,7 +17,7 @@ from typing import Any
 from gsd_kernels.backends import FIRST, compiled_first, unavailable_reason
 from gsd_kernels_hf.model.fused import SWITCH
 
-from ..generation.competitors import fixed_configs
+from ..generation.configs import fixed_configs
 from ..kernels import attention, commit, merge, sample
 from ..lib.compilations import compilations, summary
 from ..lib.runner import Settings

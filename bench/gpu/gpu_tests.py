@@ -39,23 +39,20 @@ NEAREST = (re.compile(r"bfloat16.*D128|D128.*bfloat16"), re.compile(r"bfloat16")
 def ordered(ids: Sequence[str]) -> list[str]:
     """Test ids by worth."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    captured = []
     for name in ids:
         test, _, case = name.partition("[")
-        if CAPTURED.search(test):
-            captured.append(name)
-        else:
-            groups[test, re.split(r"[-\]]", case)[0]].append(name)
-    turns = [[first, *(c for c in cases if c != first)] for cases in groups.values() for first in [nearest(cases)]]
-    longest = max(map(len, turns), default=0)
-    rounds = [[cases[place] for cases in turns if place < len(cases)] for place in range(longest)]
-    return [name for part in (*rounds[:1], captured, *rounds[1:]) for name in part]
+        groups[test, re.split(r"[-\]]", case)[0]].append(name)
+    places: dict[str, float] = {}
+    for (test, _), cases in groups.items():
+        first = min(cases, key=distance)
+        order = [first, *(case for case in cases if case != first)]
+        places |= {case: 0.5 if CAPTURED.search(test) else turn for turn, case in enumerate(order)}
+    return sorted(ids, key=places.__getitem__)
 
 
-def nearest(cases: Sequence[str]) -> str:
-    """The case that is nearest to what a decoding step runs."""
-    found = (case for pattern in NEAREST for case in cases if pattern.search(case))
-    return next(found, cases[0])
+def distance(case: str) -> int:
+    """How far a case is from what a decoding step runs."""
+    return next((place for place, pattern in enumerate(NEAREST) if pattern.search(case)), len(NEAREST))
 
 
 class Plugin:

@@ -55,7 +55,7 @@ class Watch:
         graph.replays += 1
         due = self.wants_profile and self.profiled is None and graph.replays > SETTLED
         if due and (graph.nodes or 0) >= max(other.nodes or 0 for other in self.graphs if other.replays):
-            self.profiled = kernel_table(replay)
+            self.profiled, _ = kernel_table(replay)
             self.profiled["nodes"] = graph.nodes
         else:
             replay()
@@ -65,27 +65,27 @@ Launch = tuple[str, float]
 """A kernel's name and its seconds."""
 
 
-def kernel_table(
-    call: Callable[[], None], more: Callable[[list[Launch]], dict[str, Any]] = lambda launches: {}
-) -> dict[str, Any]:
+def kernel_table(call: Callable[[], None]) -> tuple[dict[str, Any], list[Launch]]:
     """The kernels of one call with the most device time: [name, launches, seconds], and all of them together.
 
-    ``more``: makes further entries of all launches in their order.
+    Beside the table all launches, in their order.
     """
     on_gpu = torch.cuda.is_available()
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         call()
         if on_gpu:
             torch.cuda.synchronize()
-    events = [e for e in profiler.key_averages() if not on_gpu or e.device_type == DeviceType.CUDA]
     attribute = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    rows = [(e.key, e.count, getattr(e, attribute) / 1e6) for e in events]
+    kept, ordered = (
+        [e for e in events if not on_gpu or e.device_type == DeviceType.CUDA]
+        for events in (profiler.key_averages(), profiler.events())
+    )
+    rows = [[e.key, e.count, getattr(e, attribute) / 1e6] for e in kept]
     rows = sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
     total = {"launches": sum(row[1] for row in rows), "seconds": sum(row[2] for row in rows), "kinds": len(rows)}
-    launches = [e for e in profiler.events() if not on_gpu or e.device_type == DeviceType.CUDA]
-    launches.sort(key=lambda e: e.time_range.start)
-    found = more([(e.name, getattr(e, attribute) / 1e6) for e in launches])
-    return {**total, "clock": "device" if on_gpu else "host", "top": [list(row) for row in rows[:TOP]], **found}
+    ordered.sort(key=lambda e: e.time_range.start)
+    launches = [(e.name, getattr(e, attribute) / 1e6) for e in ordered]
+    return {**total, "clock": "device" if on_gpu else "host", "top": rows[:TOP]}, launches
 
 
 def count_nodes(graph: int) -> int | None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from gsd_kernels import GraphConfig, patch, unpatch
 from gsd_kernels_hf.model.fused import SWITCH
 
-from ..generation.competitors import fixed_configs
+from ..generation.configs import fixed_configs
 from ..kernels.rows import random_model
 from ..lib.compilations import compilations, summary
 from .graphs import watched

@@ -174,24 +174,19 @@ def same(work: Work, of: Callable[[], Any], factor: float) -> dict[str, Any]:
                 with switched({GROUP: group}):
                     found.append(call().nan_to_num(nan=7.0))
                     if not work.rehearse and count == GROUP_ROWS[0]:
-                        kernel_table(call, more=taken(group == "1"))
+                        check_taken(group == "1", kernel_table(call)[1])
             none_apart([(f"{count} rows by groups of warps", apart(found[1], found[0]))])
     finally:
         head.copy_(usual)
     return {"rows": GROUP_ROWS, "factor": factor}
 
 
-def taken(grouped: bool) -> Callable[[list[Launch]], dict[str, Any]]:
+def check_taken(grouped: bool, launches: list[Launch]) -> None:
     """Hold what was launched to the setting: a library without the kernel would agree with itself.
 
     Raises:
         RuntimeError: groups of warps multiplied where they should not, or did not where they should.
     """
-
-    def more(launches: list[Launch]) -> dict[str, Any]:
-        if any(KERNEL in name for name, _ in launches) != grouped:
-            names = sorted({name[:60] for name, _ in launches})
-            raise RuntimeError(f"{GROUP}={int(grouped)} took {names}; the library has to be compiled for 9.0a")
-        return {}
-
-    return more
+    if any(KERNEL in name for name, _ in launches) != grouped:
+        names = sorted({name[:60] for name, _ in launches})
+        raise RuntimeError(f"{GROUP}={int(grouped)} took {names}; the library has to be compiled for 9.0a")

@@ -40,7 +40,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -60,8 +59,6 @@ FILES = 8  # that a call leaves, at most; the log is one
 LOG = "stages.log"
 MOST_LOG = 4 << 20  # bytes of it that are kept
 TAIL = 4000  # characters of a stage's part in its record
-TEN_MINUTES = 580  # seconds of them that stages may plan with
-WITHOUT_GPU = "9.0a"  # what a rehearsal builds for: a is with wgmma
 
 MODELS = ("torch", "triton", "transformers", "numpy")
 COMMAND_LINE = (*MODELS, "typer", "rich")
@@ -154,55 +151,52 @@ class Call:
 
 
 def run_all(stages: Sequence[Stage], call: Call) -> list[str]:
-    """Run the stages that are not done, while seconds and files suffice; the names of those that failed."""
-    begin, files, failed = time.monotonic(), 0, []
+    """Run the stages that are not done, while seconds and files suffice; the names of those that failed.
+
+    A stage whose ops are not there yet has the stage ``build`` before it.
+    """
+    begin, files, failed = time.monotonic(), 1, []  # the log is a file
     call.out.mkdir(parents=True, exist_ok=True)
     for stage in stages:
         left = call.budget - (time.monotonic() - begin)
         if call.is_done(stage) and not call.again:
             say(f"{stage.name}: done before")
-        elif files + 2 > call.files:  # the stage's, and the log
+            continue
+        due = [stage_named("build"), stage] if must_build(stage, call) else [stage]
+        if (files := files + len(due)) > call.files:
             say(f"{stage.name}: left for the next call: more than {call.files} files")
             break
-        elif left < (least := stage.least + must_build(stage, call) * stage_named("build").least):
+        if left < (least := sum(each.least for each in due)):
             say(f"{stage.name}: left for the next call: {left:.0f} s are left, it needs {least}")
             break
-        else:
-            files += 1
-            if run(stage, call, left).get("failed"):
-                failed.append(stage.name)
+        for each in due:  # also where the build fails: Triton's kernels need none of it
+            if run(each, call, call.budget - (time.monotonic() - begin)).get("failed"):
+                failed.append(each.name)
     return failed
 
 
 def must_build(stage: Stage, call: Call) -> bool:
     """Return whether the CUDA ops have to be built before the stage begins."""
-    return stage.with_ops and stage.module != "build" and not call.rehearse and not built()
+    needs = stage.with_ops and stage.module != "build" and not call.rehearse
+    return needs and not built() and missing(stage) is None
 
 
 def run(stage: Stage, call: Call, seconds: float) -> dict[str, Any]:
     """Run one stage, for its limit or the ``seconds`` that are left; its record, which is written in any case.
 
-    Where the ops have to be built first, that has a limit of its own.
-
     The record's ``ok``: all points are measured. ``failed``: something went wrong (running out of time is no failure of
     a stage that has measured a point).
     """
-    begin = time.monotonic()
+    begin, seconds = time.monotonic(), min(stage.limit, seconds)
     say(f"{stage.name}: {stage.what}")
     result, log = call.out / f"{stage.name}.json", call.out / LOG
-    before, code = _stamp(result), 0
-    with log.open("ab") as output:
-        start, problem = output.tell(), missing(stage)
-        if problem is None and must_build(stage, call):
-            code = build_ops(output, min(stage_named("build").limit, seconds))
-            if code:  # Triton's kernels need none of it
-                say(f"{stage.name}: the CUDA ops could not be built (see the log); goes on without them")
+    before, code, problem = _stamp(result), 0, missing(stage)
+    with log.open("ab") as output, search_path() as environment:
+        start = output.tell()
         if problem is None:
-            left = min(stage.limit, seconds - (time.monotonic() - begin))
-            with search_path() as environment:
-                code = execute(worker(stage, call, left), environment, output, left)
-    output_tail = printed(log, start)
-    shorten(log)
+            code = execute(worker(stage, call, seconds), environment, output, seconds)
+    printed = log.read_bytes()
+    log.write_bytes(printed[-MOST_LOG:])
     record = call.record(stage) if _stamp(result) != before else {"rehearsal": call.rehearse}
     record |= {"stage": stage.name, "exit_code": code, "wall_seconds": round(time.monotonic() - begin, 1)}
     if problem is not None:
@@ -210,7 +204,7 @@ def run(stage: Stage, call: Call, seconds: float) -> dict[str, Any]:
     timed_out = code == 124 and bool(record.get("points"))
     record["ok"] = bool(record.get("complete")) and code == 0
     record["failed"] = not record["ok"] and not timed_out and not (code == 0 and record.get("waiting"))
-    record["output"] = output_tail
+    record["output"] = printed[start:].decode("utf-8", errors="replace")[-TAIL:]
     write(result, record)
     state = "done" if record["ok"] else problem or ("FAILED" if record["failed"] else "goes on in the next call")
     say(f"{stage.name}: {state} after {record['wall_seconds']:.0f} s")
@@ -269,40 +263,6 @@ def execute(command: Sequence[str], environment: dict[str, str], output: IO[byte
 def built() -> bool:
     """Return whether the compiled CUDA ops lie in the checkout."""
     return any((ROOT / "gsd_kernels").glob("_cuda*.so"))
-
-
-def build_command(*, into: Path | None = None) -> tuple[list[str], dict[str, str]]:
-    """The command that builds the CUDA ops and nothing else, and its environment; ``into``: not into the checkout."""
-    place = ["--inplace"] if into is None else ["--build-lib", str(into), "--build-temp", str(into / "temp")]
-    environment = {**os.environ, "GSD_KERNELS_BUILD_CUDA": "1", "GSD_KERNELS_BUILD_CPU": "0"}
-    if shutil.which("nvidia-smi") is None:
-        environment.setdefault("GSD_KERNELS_CUDA_ARCHS", WITHOUT_GPU)
-    else:
-        environment.pop("TORCH_CUDA_ARCH_LIST", None)  # setup.py asks nvidia-smi what this machine has
-    return [sys.executable, "setup.py", "-q", "build_ext", *place], environment
-
-
-def build_ops(output: IO[bytes], seconds: float, *, into: Path | None = None) -> int:
-    """Build the CUDA ops, for this machine's GPUs unless GSD_KERNELS_CUDA_ARCHS names others; the exit code."""
-    command, environment = build_command(into=into)
-    return execute(command, environment, output, seconds)
-
-
-def printed(log: Path, start: int) -> str:
-    """The end of what was printed since the log had ``start`` bytes."""
-    with log.open("rb") as file:
-        file.seek(max(start, log.stat().st_size - 4 * TAIL))
-        return file.read().decode("utf-8", errors="replace")[-TAIL:]
-
-
-def shorten(log: Path) -> None:
-    """Keep the end of a log that is too long to be sent."""
-    size = log.stat().st_size
-    if size > MOST_LOG:
-        with log.open("rb") as file:
-            file.seek(size - MOST_LOG)
-            end = file.read()
-        log.write_bytes(end)
 
 
 def write(file: Path, record: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ class Drafted:
     """The rows of a step, B requests with R of them each."""
 
     rows: Rows
-    graph: TokenGraph | None  # None: the root alone
+    graph: TokenGraph
     tail: Tensor  # int32 [B, C], the tokens before the root, nearest first
     numbers: Tensor  # int32 [B]
 
@@ -96,8 +96,6 @@ class Drafter:
             tails[i, : len(text.tail)] = torch.tensor(text.tail[::-1], dtype=torch.int32, device="cpu")
         roots, tail = tails[:, 0], tails[:, 1:].contiguous()
         budget = self.policy.budget(len(texts))
-        if budget == 1:
-            return Drafted(lone_roots(roots), None, tail, numbers)
         graph = self._grown(roots, tail, numbers, min(self.config.history_depth, budget - 1))
         rows = flatten(graph, budget, min(int(self.config.max_path or 1), budget - 1))
         rows = rows.first(self.policy.used(budget, int(rows.num_rows.max())))
@@ -150,17 +148,3 @@ class Drafter:
         if self.graph is None or len(self.graph.num_nodes) < batch:
             self.graph = TokenGraph.empty(batch, self.config, "cpu")
         return TokenGraph(*(tensor[:batch] for tensor in self.graph.tensors()))
-
-
-def lone_roots(roots: Tensor) -> Rows:
-    """The rows of plain decoding, of tokens int32 [B]."""
-    ones = torch.ones_like(roots)
-    return Rows(
-        token_ids=roots[:, None].clone(),
-        parent_rows=-ones[:, None],
-        depths=0 * ones[:, None],
-        ancestor_mask=ones[:, None, None].clone(),
-        node_ids=0 * ones[:, None],
-        scores=torch.zeros(len(roots), 1, dtype=torch.float32, device="cpu"),
-        num_rows=ones,
-    )

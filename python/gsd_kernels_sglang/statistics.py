@@ -23,12 +23,12 @@ class Statistics:
     accepted: int = 0  # drafted tokens
     accepted_merged: int = 0  # of them, those reached by a merge edge
 
-    def add(self, rows: Rows, graph: TokenGraph | None, tokens: Tensor, counts: Tensor) -> None:
+    def add(self, rows: Rows, graph: TokenGraph, tokens: Tensor, counts: Tensor) -> None:
         """Count a step.
 
         Args:
             rows: R of each of B requests.
-            graph: that they come from; ``None``: roots alone.
+            graph: that they come from.
             tokens: int [B, R], what each request was given.
             counts: int [B], how many of them.
         """
@@ -37,14 +37,9 @@ class Statistics:
         self.requests += batch
         self.rows += batch * width
         self.tokens += int(counts.sum())
-        if graph is None:
-            return
         self.nodes += int(graph.num_nodes.sum()) - batch
         self.merged += int(graph.num_merges.sum())
-        row, node = (
-            torch.zeros(batch, 1, dtype=torch.int64, device="cpu"),
-            torch.zeros(batch, 1, dtype=torch.int64, device="cpu"),
-        )
+        row, node = (torch.zeros(batch, 1, dtype=torch.int64, device="cpu") for _ in range(2))
         for place in range(int(counts.max()) - 1):
             child = (rows.parent_rows == row) & (rows.token_ids == tokens[:, place : place + 1])  # [B, R]
             taken = (counts[:, None] - 1 > place) & child.any(1, keepdim=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class GraphWorker(ngram_worker.NGRAMWorker):
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
-        with replaced(ngram_worker, "NgramCorpus", Departures):
+        with patch.object(ngram_worker, "NgramCorpus", Departures):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self.options, self.most_rows, self.branch = Options.read(), self.draft_token_num, self.topk
         self.drafted: Drafted | None = None  # of the step that is under way
@@ -137,14 +137,3 @@ def text_of(request: Any) -> Text:
     if len(tail) < TAIL:
         tail = [*prompt[-(TAIL - len(tail)) :], *tail]
     return Text(request.rid, tail, lambda: [*prompt, *output])
-
-
-@contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """``module.name`` is ``value`` meanwhile."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from .base import Place, Setting, usual_choices
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+FILE = "model.gguf"
 VARIABLE = "GSD_KERNELS_LLAMA_CPP"
 LOAD_SECONDS = 120.0  # seconds for a server to load its model
 #: Its n-gram modes, each with what it drafts at a time: after three tokens that recur, or by its own tables.
@@ -78,11 +80,11 @@ class LlamaServer:
             write_gguf(target, place, self.ends)
         else:
             place.mkdir(parents=True)
-            (place / "model.gguf").symlink_to(self.source.resolve())
+            (place / FILE).symlink_to(self.source.resolve())
         if self.weights:
             made = place / f"{self.weights}.gguf"
-            self._quantise(place / "model.gguf", made)
-            made.replace(place / "model.gguf")
+            self._quantise(place / FILE, made)
+            made.replace(place / FILE)
 
     def _quantise(self, file: Path, made: Path) -> None:
         assert self.binaries is not None
@@ -102,7 +104,7 @@ class LlamaServer:
     def weight_bytes(self, folder: Path) -> int | None:
         import gguf
 
-        return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(folder / "target" / "model.gguf").tensors)
+        return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(folder / "target" / FILE).tensors)
 
     def start(self, place: Place) -> _Servers:
         assert self.binaries is not None
@@ -130,34 +132,28 @@ class _Servers:
         self.opened[setting.kind] = setting, _Server(self._command(setting))
 
     def _command(self, setting: Setting) -> list[str]:
-        place, threads = self.place, str(self.place.threads)
-        command = [str(self.binary), "-m", str(place.folder / "target" / "model.gguf"), "-t", threads, "-tb", threads]
-        command += ["-c", str(place.longest + 256), "-np", "1", "-cram", "0", "--no-ui", "--offline", "--log-disable"]
+        place, mode = self.place, setting.mode
         # Its own cache is float16, which is what its users have beside any weights but float32.
         cache = "f32" if place.dtype == "float32" else "f16"
-        command += ["-ctk", cache, "-ctv", cache]
-        tokens = str(setting.tokens)
+        options = {
+            "-m": place.folder / "target" / FILE,
+            **{"-t": place.threads, "-tb": place.threads, "-c": place.longest + 256, "-np": 1, "-cram": 0},
+            **{"-ctk": cache, "-ctv": cache},
+        }
         if setting.kind == "draft":
-            command += [
-                "--spec-type",
-                "draft-simple",
-                "-md",
-                str(place.folder / "draft" / "model.gguf"),
-                "-td",
-                threads,
-            ]
-            command += ["--spec-draft-n-max", tokens, "--spec-draft-type-k", cache, "--spec-draft-type-v", cache]
+            options |= {"-md": place.folder / "draft" / FILE, "-td": place.threads, "--spec-type": "draft-simple"}
+            options |= {"--spec-draft-type-k": cache, "--spec-draft-type-v": cache}
         elif setting.kind == "lookup":
-            mode = setting.mode
-            command += ["--spec-type", mode]
-            if mode == "ngram-mod":
-                command += ["--spec-ngram-mod-n-match", str(KEYS[mode]), "--spec-ngram-mod-n-max", tokens]
-                command += ["--spec-ngram-mod-n-min", "2"]
-            elif mode in KEYS:
-                command += [f"--spec-{mode}-size-n", str(KEYS[mode]), f"--spec-{mode}-size-m", tokens]
-            else:
-                command += ["--spec-draft-n-max", tokens]
-        return command
+            options |= {"--spec-type": mode}
+        if mode == "ngram-mod":
+            options |= {"--spec-ngram-mod-n-match": KEYS[mode], "--spec-ngram-mod-n-min": 2}
+            options |= {"--spec-ngram-mod-n-max": setting.tokens}
+        elif mode in KEYS:
+            options |= {f"--spec-{mode}-size-n": KEYS[mode], f"--spec-{mode}-size-m": setting.tokens}
+        elif setting.tokens:
+            options |= {"--spec-draft-n-max": setting.tokens}
+        flags = ["--no-ui", "--offline", "--log-disable"]
+        return [str(self.binary), *flags, *(str(part) for option in options.items() for part in option)]
 
     def decode(self, setting: Setting, ids: Sequence[int], new_tokens: int) -> list[int]:
         ends = self.place.ends
@@ -165,7 +161,7 @@ class _Servers:
             **{"prompt": list(ids), "n_predict": new_tokens, "temperature": 0.0, "cache_prompt": False},
             **{"return_tokens": True, "ignore_eos": not ends},
         }
-        answer = self.opened[setting.kind][1].post("/completion", request)
+        answer = self.opened[setting.kind][1].ask("/completion", request)[1]
         if "tokens" not in answer:
             raise RuntimeError(f"llama.cpp refused the request: {answer}")
         return [int(token) for token in answer["tokens"]]
@@ -196,24 +192,20 @@ class _Server:
                 said = " ".join(said.split())[-200:] or "said nothing"
                 raise RuntimeError(f"llama-server ended with exit status {self.process.returncode}: {said}")
             try:
-                if self._ask("GET", "/health")[0] == 200:
+                if self.ask("/health")[0] == 200:
                     return
-            except OSError:
+            except (OSError, ValueError):  # of a server that loads
                 pass
             time.sleep(0.05)
         raise RuntimeError(f"llama-server did not load its model within {LOAD_SECONDS:.0f} s")
 
-    def post(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        return json.loads(self._ask("POST", path, json.dumps(request))[1])
-
-    def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
-        connection = _Connection(self.path)
-        try:
-            connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+    def ask(self, path: str, request: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        """Its status and what it answers, to a request by POST."""
+        with closing(_Connection(self.path)) as connection:
+            method, body = ("GET", None) if request is None else ("POST", json.dumps(request))
+            connection.request(method, path, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
+            return answer.status, json.loads(answer.read())
 
     def close(self) -> None:
         self.process.kill()

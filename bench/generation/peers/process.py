@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from .base import Engine, Place, Runner, Setting
 
-_runners: dict[str, Runner] = {}  # of this process, when it is an engine's: one
+_running: list[Runner] = []  # in an engine's process: the engine at work
 
 
 class EngineProcess:
@@ -21,7 +21,7 @@ class EngineProcess:
     def __init__(self, engine: Engine, place: Place) -> None:
         self.engine, self.place = engine, place
         context = multiprocessing.get_context("spawn")
-        self.executor = ProcessPoolExecutor(1, mp_context=context, initializer=_follow_parent)
+        self.executor = ProcessPoolExecutor(1, context, _start, (engine, place))
 
     def decode(self, setting: Setting, ids: Sequence[int], new_tokens: int) -> tuple[list[int], float]:
         """The new tokens, and the seconds of decoding alone.
@@ -29,9 +29,7 @@ class EngineProcess:
         Raises:
             RuntimeError: there are not ``new_tokens`` of them though no text ends early, or the process died.
         """
-        tokens, seconds = self.executor.submit(
-            _decode, self.engine, self.place, setting, list(ids), new_tokens
-        ).result()
+        tokens, seconds = self.executor.submit(_decode, setting, list(ids), new_tokens).result()
         if len(tokens) != new_tokens and not (self.place.ends and 0 < len(tokens) < new_tokens):
             raise RuntimeError(f"{self.engine.name} gave {len(tokens)} tokens of {new_tokens}")
         return tokens, seconds
@@ -44,7 +42,7 @@ class EngineProcess:
         self.executor.shutdown(cancel_futures=True)
 
 
-def _follow_parent() -> None:
+def _start(engine: Engine, place: Place) -> None:
     """Leave Ctrl-C to the race's process, and end with it: one that is killed closes nothing, and models are large."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -55,12 +53,11 @@ def _follow_parent() -> None:
             os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    _running.append(engine.start(place))
 
 
-def _decode(engine: Engine, place: Place, setting: Setting, ids: list[int], new_tokens: int) -> tuple[list[int], float]:
-    if engine.name not in _runners:
-        _runners[engine.name] = engine.start(place)
-    runner = _runners[engine.name]
+def _decode(setting: Setting, ids: list[int], new_tokens: int) -> tuple[list[int], float]:
+    (runner,) = _running
     runner.open(setting)
     begin = time.perf_counter()
     tokens = runner.decode(setting, ids, new_tokens)

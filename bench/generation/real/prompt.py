@@ -16,7 +16,7 @@ from ...lib.report import Columns
 from ...lib.report import table as markdown
 from ..names import LABELS
 from ..options import OfPrompt
-from ..pairs import Pair, Prompt
+from ..pairs import Pair, Prompt, endless
 from ..peers.race import peers
 from .models import load_real
 from .prompts import LONG, read_chats
@@ -33,8 +33,7 @@ def run(given: OfPrompt, lengths: list[int], wanted: Sequence[str]) -> tuple[str
     Returns: the name of the file of results, and what is in it.
     """
     real = load_real(given.model, None, None, getattr(torch, given.dtype.value))
-    for one in filter(None, (real.model, real.packed)):  # all texts have the same length
-        one.generation_config.eos_token_id, one.generation_config.pad_token_id = None, 0
+    endless(real.model, real.packed)
     engines, own = engines_for(real, given.llama_cpp), own_ways(real)
     names = [name for name in names_of(real, own, engines) if name in wanted]
     text = long_text(real.tokenizer, max(lengths) + 2 * STRIDE * given.rounds)  # [tokens]

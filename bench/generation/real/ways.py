@@ -10,7 +10,8 @@ import torch
 from gsd_kernels_cli import comparison
 from gsd_kernels_hf.sources.shipped import shipped_file
 
-from ..competitors import PROMPT_LOOKUP_TOKENS, Competitor, Decode, inputs_of
+from ..competitors import Competitor, Decode, inputs_of
+from ..configs import PROMPT_LOOKUP_TOKENS
 from ..names import (
     HF,
     HF_ASSISTED,
