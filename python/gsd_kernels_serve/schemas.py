@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, StrictStr
 
-from .checks import Check, Refused, number, one_of, reader, text, whole, wrong
-
-_FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-_FORMATS += ("uri-reference", "uri-template", "json-pointer", "relative-json-pointer")
-
-_TYPES = {str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), dict: ("object",)}
-_TYPES |= {list: ("array",), type(None): ("null",)}
-"""Types that a value of JSON has."""
-
-_list, _object = reader(list), reader(dict)
+from .checks import Check, Refused, number, one_of, reader, whole, wrong
 
 _parser: Any = getattr(re, "_parser", None) or importlib.import_module("sre_parse")
 """Python's own reader of regular expressions, which has another name before 3.11."""
@@ -43,55 +34,22 @@ def check_schema(schema: Any, field: str) -> None:
         raise Refused(field, "is nested too deeply") from None
 
 
-def _each(at: str, inner: Any) -> None:
-    """A list of schemas."""
-    for i, one in enumerate(_list(at, inner)):
-        _check(f"{at}[{i}]", one)
+def moved(schema: Any, place: str) -> Any:
+    """A schema that has been checked, for another place than the root: ``#/$defs/0``."""
+    if isinstance(schema, bool):
+        return schema
+    copy = {name: _within(name, value, lambda _, one: moved(one, place)) for name, value in schema.items()}
+    return {**copy, "$ref": place + schema["$ref"][1:]} if "$ref" in schema else copy
 
 
-def _single(at: str, inner: Any) -> None:
-    """A list of one schema."""
-    if len(_list(at, inner)) != 1:
-        raise Refused(at, "xgrammar holds a text to a single one; merge them")
-    _each(at, inner)
-
-
-def _named(at: str, inner: Any) -> None:
-    """Schemas by name."""
-    for name, one in _object(at, inner).items():
-        _check(f"{at}.{name}", one)
-
-
-def _by_pattern(at: str, inner: Any) -> None:
-    """A schema by the pattern of its names."""
-    _named(at, inner)
-    if len(inner) > 1:
-        raise Refused(at, "xgrammar holds a name to one of several patterns; write one")
-    for pattern in inner:
-        _pattern(at, pattern)
-
-
-def _pattern(at: str, pattern: Any) -> None:
-    """A regular expression."""
-    text(at, pattern)
-    try:
-        if r"\U" in pattern:  # a letter to Python alone
-            raise re.error(r"\U")
-        letters = _letters(_parser.parse(pattern), True, True)
-    except (re.error, ValueError, OverflowError) as error:
-        raise Refused(at, f"xgrammar does not hold a text to {pattern!r}: {error}; write it otherwise") from error
-    if letters > MAX_LETTERS:
-        raise Refused(at, f"a pattern for texts of {letters} letters; {MAX_LETTERS} at most: repeat less, or use *")
-
-
-def _types(at: str, types: Any) -> None:
-    if types == []:
-        raise wrong(at, "a type", types)
-
-
-def _reference(at: str, place: Any) -> None:
-    if not isinstance(place, str) or not (place == "#" or place.startswith("#/")):
-        raise wrong(at, "a place in this schema, as #/$defs/name", place)
+def _within(keyword: str, value: Any, do: Callable[[str, Any], Any]) -> Any:
+    """A keyword's value with what ``do`` makes of the schemas in it, each with its place there."""
+    holds = _KEYWORDS[keyword].holds
+    if holds is list:
+        return [do(f"[{i}]", one) for i, one in enumerate(value)]
+    if holds is dict:
+        return {name: do(f".{name}", one) for name, one in value.items()}
+    return value if holds is None else do("", value)
 
 
 def _check(at: str, schema: Any) -> None:
@@ -102,93 +60,54 @@ def _check(at: str, schema: Any) -> None:
     told = [kind for kind, keywords in _TOLD_BY.items() if any(name in schema for name in keywords)]
     kinds = schema.get("type", told[:1])
     kinds = kinds if isinstance(kinds, list) else [kinds]
+    if not kinds and "type" in schema:
+        raise wrong(f"{at}.type", "a type", kinds)
     for keyword in schema:
         if keyword not in _KEYWORDS:
             cure = "; say anyOf" if keyword == "oneOf" else ""
             raise Refused(f"{at}.{keyword}", f"xgrammar does not hold a text to it; leave it out{cure}")
-    _check_alone(at, schema, kinds)
-    for keyword, value in schema.items():
-        wanted, check = _KEYWORDS[keyword]
-        if wanted and not any(kind in wanted for kind in kinds):
-            raise Refused(f"{at}.{keyword}", f"xgrammar reads it beside type {' or '.join(wanted)}; name it")
-        check(f"{at}.{keyword}", value)
-    _check_together(at, schema, kinds)
-
-
-def _check_alone(at: str, schema: Mapping[str, Any], kinds: list[Any]) -> None:
-    """Refuse the neighbours of a keyword that xgrammar reads alone."""
     first = next((keyword for keyword in _ALONE if keyword in schema), None)
-    if first is None:
-        return
-    read = {first, *_SAID}
-    if first in ("enum", "const"):  # whose values show whether they have the type beside them
-        values = schema[first] if first == "enum" and isinstance(schema[first], list) else [schema[first]]
-        read |= {"type"} if all(any(kind in _TYPES[type(value)] for kind in kinds) for value in values) else set()
-    if unread := [keyword for keyword in schema if keyword not in read]:
-        raise Refused(f"{at}.{unread[0]}", f"xgrammar does not read it beside {first}; leave it out")
-
-
-def _check_together(at: str, schema: Mapping[str, Any], kinds: list[Any]) -> None:
-    """Refuse a keyword that xgrammar does not read beside another."""
-    for groups in _APART:
-        found = [[name for name in group if name in schema] for group in groups]
-        if len(found := [names[0] for names in found if names]) > 1:
-            raise Refused(f"{at}.{found[1]}", f"xgrammar does not read it beside {found[0]}; leave one of them out")
+    read: dict[str, str] = {}  # by type: the keyword whose kind is read
+    for keyword, value in schema.items():
+        place, row = f"{at}.{keyword}", _KEYWORDS[keyword]
+        if (
+            first not in (None, keyword)
+            and keyword not in _SAID
+            and not _is_shown(keyword, kinds, first, schema[first])
+        ):
+            raise Refused(place, f"xgrammar does not read it beside {first}; leave it out")
+        if row.types and not any(kind in row.types for kind in kinds):
+            raise Refused(place, f"xgrammar reads it beside type {' or '.join(row.types)}; name it")
+        other = read.setdefault(row.types[0], keyword) if row.kind else keyword
+        if _KEYWORDS[other].kind != row.kind:
+            raise Refused(place, f"xgrammar does not read it beside {other}; leave one of them out")
+        row.check(place, value)
+        _within(keyword, value, lambda inner, one, place=place: _check(place + inner, one))
     if "multipleOf" in schema and "number" in kinds:
         raise Refused(f"{at}.multipleOf", "xgrammar holds integers to it, and no others; leave it out")
-    properties = schema.get("properties", {})
-    needed = schema.get("required", [])
-    if isinstance(properties, Mapping) and (missing := [name for name in needed if name not in properties]):
+    known = schema.get("properties", {})
+    if missing := [name for name in schema.get("required", []) if name not in known]:
         raise Refused(f"{at}.required", f"properties has no {missing[0]!r}, which xgrammar needs there")
 
 
-_SAID = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
-_SAID += ("$id", "$defs", "definitions")
-"""Keywords that every valid text meets."""
+def _is_shown(keyword: str, kinds: list[Any], first: str, value: Any) -> bool:
+    """Return whether a type is one that all values of ``enum`` or ``const``, which xgrammar reads alone, have."""
+    values = value if first == "enum" and isinstance(value, list) else [value]
+    shown = all(any(kind in _TYPES[type(one)] for kind in kinds) for one in values)
+    return shown and keyword == "type" and first in ("enum", "const")
 
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_anything, _count = reader(Any), reader(whole(0, 10_000))
 
-_KEYWORDS: dict[str, tuple[tuple[str, ...], Check]] = {
-    **dict.fromkeys(_SAID, ((), _anything)),
-    **dict.fromkeys(("$defs", "definitions"), ((), _named)),
-    "type": ((), _types),
-    "enum": ((), reader(Annotated[list, Field(max_length=MAX_ENUM_VALUES)])),
-    "const": ((), _anything),
-    "$ref": ((), _reference),
-    "anyOf": ((), _each),
-    "allOf": ((), _single),
-    "multipleOf": (("integer",), reader(whole(1, 1_000))),
-    **dict.fromkeys(_BOUNDS, (("integer", "number"), reader(number(-(2**63), 2**63)))),
-    **dict.fromkeys(("minLength", "maxLength"), (("string",), _count)),
-    "pattern": (("string",), _pattern),
-    "format": (("string",), reader(one_of(*_FORMATS))),
-    **dict.fromkeys(("minItems", "maxItems"), (("array",), _count)),
-    "items": (("array",), _check),
-    "prefixItems": (("array",), _each),
-    **dict.fromkeys(("minProperties", "maxProperties"), (("object",), _count)),
-    **dict.fromkeys(("additionalProperties", "propertyNames"), (("object",), _check)),
-    "properties": (("object",), _named),
-    "patternProperties": (("object",), _by_pattern),
-    "required": (("object",), reader(list[str])),
-}
-"""Keywords that are served: the types beside which alone xgrammar reads them, if not any, and the check of their value.
-
-Numbers have bounds, since a grammar grows with them.
-"""
-
-_TOLD_BY = {"object": ("properties", "additionalProperties"), "array": ("items", "prefixItems")}
-"""Keywords by which xgrammar tells the type of a schema that names none."""
-
-_ALONE = ("$ref", "anyOf", "allOf", "enum", "const")
-"""Keywords whose neighbours xgrammar does not read."""
-
-_APART = (
-    (("format",), ("pattern",), ("minLength", "maxLength")),
-    (("properties",), ("patternProperties",), ("propertyNames",)),
-    (_BOUNDS, ("multipleOf",)),
-)
-"""Groups of keywords of which xgrammar reads those of one alone."""
+def _pattern(pattern: str) -> str:
+    """Read a regular expression."""
+    try:
+        if r"\U" in pattern:  # a letter to Python alone
+            raise re.error(r"\U")
+        letters = _letters(_parser.parse(pattern), True, True)
+    except (re.error, ValueError, OverflowError) as error:
+        raise Refused("", f"xgrammar does not hold a text to {pattern!r}: {error}; write it otherwise") from error
+    if letters > MAX_LETTERS:
+        raise Refused("", f"a pattern for texts of {letters} letters; {MAX_LETTERS} at most: repeat less, or use *")
+    return pattern
 
 
 _LETTERS = (_parser.LITERAL, _parser.IN)
@@ -233,19 +152,65 @@ def _escaped(value: Any) -> bool:
     )
 
 
-def moved(schema: Any, place: str) -> Any:
-    """A schema that has been checked, for another place than the root: ``#/$defs/0``."""
-    if isinstance(schema, bool):
-        return schema
-    copy = dict(schema)
-    for keyword, inner in schema.items():
-        check = _KEYWORDS[keyword][1]
-        if check is _reference:
-            copy[keyword] = place + inner[1:]
-        elif check in (_named, _by_pattern):
-            copy[keyword] = {name: moved(one, place) for name, one in inner.items()}
-        elif check in (_each, _single):
-            copy[keyword] = [moved(one, place) for one in inner]
-        elif check is _check:
-            copy[keyword] = moved(inner, place)
-    return copy
+class Keyword(NamedTuple):
+    """A keyword that is served.
+
+    Attributes:
+        check: of its value; numbers have bounds, since a grammar grows with them.
+        types: beside which alone xgrammar reads it, if not any.
+        kind: of those that have one beside a type, xgrammar reads one kind.
+        holds: the schemas in its value: a list or a dict of them; ``bool``: it is one; ``None``: none.
+    """
+
+    check: Check
+    types: tuple[str, ...] = ()
+    kind: str = ""
+    holds: type | None = None
+
+
+_TYPES = {str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), dict: ("object",)}
+_TYPES |= {list: ("array",), type(None): ("null",)}
+"""Types that a value of JSON has."""
+
+_SAID = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
+_SAID += ("$id", "$defs", "definitions")
+"""Keywords that every valid text meets."""
+
+_FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_FORMATS += ("uri-reference", "uri-template", "json-pointer", "relative-json-pointer")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_Pattern = Annotated[StrictStr, AfterValidator(_pattern)]
+_anything, _list, _object, _count = map(reader, (Any, list, dict, whole(0, 10_000)))
+
+_KEYWORDS: dict[str, Keyword] = {
+    **dict.fromkeys(_SAID, Keyword(_anything)),
+    **dict.fromkeys(("$defs", "definitions"), Keyword(_object, holds=dict)),
+    "type": Keyword(_anything),
+    "enum": Keyword(reader(Annotated[list, Field(max_length=MAX_ENUM_VALUES)])),
+    "const": Keyword(_anything),
+    "$ref": Keyword(reader(Annotated[StrictStr, Field(pattern="^#(/|$)")])),
+    "anyOf": Keyword(_list, holds=list),
+    "allOf": Keyword(reader(Annotated[list, Field(min_length=1, max_length=1)]), holds=list),
+    "multipleOf": Keyword(reader(whole(1, 1_000)), ("integer",), "multiple"),
+    **dict.fromkeys(_BOUNDS, Keyword(reader(number(-(2**63), 2**63)), ("integer", "number"), "bound")),
+    **dict.fromkeys(("minLength", "maxLength"), Keyword(_count, ("string",), "length")),
+    "pattern": Keyword(reader(_Pattern), ("string",), "pattern"),
+    "format": Keyword(reader(one_of(*_FORMATS)), ("string",), "format"),
+    **dict.fromkeys(("minItems", "maxItems"), Keyword(_count, ("array",))),
+    "items": Keyword(_anything, ("array",), holds=bool),
+    "prefixItems": Keyword(_list, ("array",), holds=list),
+    **dict.fromkeys(("minProperties", "maxProperties"), Keyword(_count, ("object",))),
+    "additionalProperties": Keyword(_anything, ("object",), holds=bool),
+    "propertyNames": Keyword(_anything, ("object",), "names", holds=bool),
+    "properties": Keyword(_object, ("object",), "properties", holds=dict),
+    "patternProperties": Keyword(
+        reader(Annotated[dict[_Pattern, Any], Field(max_length=1)]), ("object",), "patterns", holds=dict
+    ),
+    "required": Keyword(reader(list[str]), ("object",)),
+}
+
+_TOLD_BY = {"object": ("properties", "additionalProperties"), "array": ("items", "prefixItems")}
+"""Keywords by which xgrammar tells the type of a schema that names none."""
+
+_ALONE = ("$ref", "anyOf", "allOf", "enum", "const")
+"""Keywords whose neighbours xgrammar does not read."""
