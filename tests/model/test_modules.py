@@ -64,7 +64,11 @@ def test_a_stacked_cache_writes_the_same_text(fused, monkeypatch):
     ending = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     texts = []
     for stacks in (False, True):
-        monkeypatch.setattr(runner, "lies_in_a_block", lambda _, stacks=stacks: stacks)
+
+        def stacking(*given, stacked, stacks=stacks, **options):
+            return GraphCache(*given, stacked=stacks, **options)
+
+        monkeypatch.setattr(runner, "GraphCache", stacking)
         with gsd.patch(target, assistant_model=noised(target), graph_config="graph") as handle:
             short = target.generate(**prompts(2, 9), max_new_tokens=10, **ending)
             long = target.generate(**prompts(2, 250), max_new_tokens=20, **ending)

@@ -16,10 +16,8 @@ from gsd_kernels import commit_kv, write_kv
 from gsd_kernels.ops.write_kv.api import WRITE
 
 from .asking import ask
-from .facts import Facts, fact
-from .properties import text_config
 from .recurrent.mixers import Form, LinearAttentionLayer, RowsCache, RowTree
-from .replay import hold
+from .replay import hold, is_gpu
 
 
 class GraphLayer(CacheLayerMixin):
@@ -130,25 +128,6 @@ def grown(storage: Tensor, capacity: int) -> Tensor:
     return new
 
 
-@fact
-def lies_in_a_block(facts: Facts) -> bool:
-    """Return whether all layers of a model are likely to store keys and values alike, on one GPU.
-
-    There the commit of a stacked cache is one launch, whichever backend it has. On a CPU nothing is launched, and
-    storage by layer grows layer by layer.
-    """
-    config = text_config(facts.model)
-    devices = {parameter.device for parameter in facts.model.parameters()}
-    kinds = getattr(config, "layer_types", None) or ()
-    unlike = ("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads", "cross_attention_layers")
-    return (
-        len(devices) == 1
-        and next(iter(devices)).type == "cuda"
-        and all(kind in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
-        and not any(getattr(config, name, None) for name in unlike)
-    )
-
-
 class GraphCache(RowsCache):
     """Cache of one model: prompt first, then committed tokens, then the slots of the current step.
 
@@ -245,6 +224,17 @@ class GraphCache(RowsCache):
         block = self.block
         alike = block.shape[2:] == shape and block.dtype == keys.dtype and block.device == keys.device
         return block if alike else None
+
+    @property
+    def alike_on_a_gpu(self) -> bool:
+        """Return whether all layers store keys and values alike, on one GPU.
+
+        There the commit of a stacked cache is one launch, whichever backend it has. On a CPU nothing is launched, and
+        storage by layer grows layer by layer.
+        """
+        stored = [layer for layer in self.layers if layer.is_initialized]
+        kinds = {(layer.device, layer.dtype, layer.keys.shape, layer.values.shape) for layer in stored}
+        return len(stored) == len(self.layers) and len(kinds) == 1 and is_gpu(stored[0].device)
 
     def grow(self, capacity: int) -> None:
         """Make room for ``capacity`` positions; what is stored stays, at other addresses."""

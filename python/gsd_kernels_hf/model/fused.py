@@ -28,11 +28,10 @@ from .facts import Facts, fact
 from .foreign import foreign, foreign_code
 from .fused_rows import FusedRows, weights_of
 from .modes import Unsupported
-from .pieces import SEVERAL_TOKENS, WHOLE_TOKENS
 from .probe import served
 from .recurrent.mixers import limit_of, mixers_of
 from .recurrent.windowed import is_windowed
-from .runner import RowModel
+from .runner import SEVERAL_TOKENS, WHOLE_TOKENS, RowModel
 
 logger = logging.getLogger("gsd_kernels")
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -154,7 +153,7 @@ def reads_whole(facts: Facts) -> bool:
 
 
 def least_piece(facts: Facts) -> int:
-    """Fewest tokens of a piece of its prompts behind the first, see :mod:`.pieces`."""
+    """Fewest tokens of a piece of its prompts behind the first, see :func:`~.runner.pieces`."""
     if reads_whole(facts):
         return WHOLE_TOKENS
     return SEVERAL_TOKENS if any(limit_of(module) is not None for _, module in mixers_of(facts)) else 1

@@ -48,6 +48,7 @@ class AttentionReport:
 
     kinds: tuple[AttentionKind, ...] = ()  # of every attention call of a forward, in their order
     unwritten: frozenset[int] = frozenset()  # layers of the cache that get nothing, before others that do
+    stacked: bool = False  # whether layers store alike on one GPU, so that their storage may be one
     positions: int | None = None  # that it has entries for in a table; ``None``: there is no table
     unusual: str | None = None  # attention that may be another one than graph rows get, which a proof shows
     problem: str | None = None
@@ -89,6 +90,7 @@ class Probe:
         self.masks: list[tuple[Any, dict[str, Any]]] = []
         self.without_graph = 0
         self.unwritten: frozenset[int] = frozenset()
+        self.stacked = False
         self.positions: int | None = None  # entries of a table that they are looked up in
         self.by_place: str | None = None  # what differs between equal rows at equal positions
         self.unusual: str | None = None
@@ -214,7 +216,7 @@ def examine(facts: Facts) -> AttentionReport:
             if probe.by_place is not None:
                 raise Unserved(f"computes {probe.by_place} by place in the cache rather than by position_ids")
             kinds = tuple(_kinds(facts, probe))
-        return AttentionReport(kinds, probe.unwritten, probe.positions, probe.unusual)
+        return AttentionReport(kinds, probe.unwritten, probe.stacked, probe.positions, probe.unusual)
     except Unserved as error:
         return AttentionReport(problem=str(error), cause=error.__cause__)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
@@ -285,7 +287,7 @@ def _forward(facts: Facts, *, poisoned: bool) -> tuple[Probe, bool]:
         raise Unserved(f"stores keys of several attention calls in layer {twice} of the cache (layer_idx)")
     if cache.asks:
         raise Unserved("computes with the cache's length in its layers, which differs from the positions of graph rows")
-    probe.positions = lookups.end
+    probe.positions, probe.stacked = lookups.end, cache.alike_on_a_gpu
     probe.unwritten = frozenset(range(max(cache.updated))) - set(cache.updated)
     unknown = output.logits.isnan().any(-1)  # [2, ROWS]
     if poisoned:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,13 +15,12 @@ from gsd_kernels.ops.step import FedRows, feed_rows
 from ..packed.modules import dtype_of
 from .asking import ask
 from .attention import GraphInputs, switched_configs
-from .cache import GraphCache, StateLayer, lies_in_a_block
+from .cache import GraphCache, StateLayer
 from .elementwise import own_bits, plain
 from .facts import Facts
 from .hidden import LAST, kept, listening
 from .launching import launch_attention
 from .linear import CpuLinear, RowLinear, with_cpu_linears
-from .pieces import pieces
 from .probe import served, temperatures_of
 from .properties import storing, text_config
 from .recurrent.mixers import ByDepth, Form, RowTree, mixers_of, states_of, with_mixers
@@ -30,6 +29,23 @@ from .sides import Sides, longropes_of
 
 Listener = Callable[[Mapping[int, Tensor], int], None]
 """Takes the hidden states of a piece of the prompt, [B, n, D] by layer, and the position of its first token."""
+
+
+WHOLE_TOKENS = 2**31
+"""Least size of pieces of prompts that are read in one: layers begin with no state at every piece, as Jamba's do."""
+SEVERAL_TOKENS = 2
+"""Where one token alone is read by other rules than a prompt, as Zamba 2's."""
+
+
+def pieces(begin: int, end: int, most: int | None, least: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of pieces of at most ``most`` tokens, ``None``: all; of ``least`` or more behind the first."""
+    size = max(most or WHOLE_TOKENS, least)
+    while begin < end:
+        border = begin + size
+        if end - border < least:
+            border = end
+        yield begin, border
+        begin = border
 
 
 class CachedText:
@@ -139,7 +155,7 @@ class RowModel(CachedText):
         hidden_layers: whose hidden states are kept, see :mod:`gsd_kernels_hf.model.hidden`.
         cache: to read and write; ``None``: a new one.
         block: tokens between two states of recurrent layers, which then keep a window of the text; 0: by depth.
-        least: tokens of a prompt's piece behind its beginning, see :mod:`.pieces`; above 1 no prefix is used again.
+        least: tokens of a prompt's piece behind its beginning, see :func:`pieces`; above 1 no prefix is used again.
         sides: of the texts' rotary embedding, where another model's are shared.
 
     Attributes:
@@ -163,8 +179,8 @@ class RowModel(CachedText):
         facts = Facts.of(model)
         report = served(facts)
         if cache is None:
-            config, stacked = facts.model.config, lies_in_a_block(facts)
-            cache = GraphCache(config, capacity, backend, stacked=stacked, recurrent=states_of(facts))
+            states = states_of(facts)
+            cache = GraphCache(facts.model.config, capacity, backend, stacked=report.stacked, recurrent=states)
         super().__init__(facts, cache, kv_start)
         self.configs = facts.configs  # switched for every forward by itself, and as they were in between
         self.storing = storing(facts.model, cache)
@@ -226,12 +242,8 @@ class RowModel(CachedText):
         self.hidden = {}
         if self.kv_start is not self.text_kv_start:
             self.kv_start.copy_(self.text_kv_start)
-        before = None if self.sides is None else self.sides.columns
-        if self.sides is not None:
-            self.sides.begin(input_ids.shape[1] + 1, self.text_kv_start, chunk)
-        self.reused = self.common(input_ids, self.text_kv_start)
-        if self.sides is not None and before is not None and (alike := self.sides.alike(before)) is not None:
-            self.reused = 0 if self.recurrent else min(self.reused, alike)
+        alike = self.sides is None or self.sides.begin(input_ids.shape[1] + 1, self.text_kv_start, chunk)
+        self.reused = self.common(input_ids, self.text_kv_start) if alike else 0
         if LAST in self.hidden_layers:  # nothing keeps it, so the last position is read in any case
             before = max(0, min(self.reused, input_ids.shape[1] - 1))
             self.reused = 0 if self.recurrent and before < self.reused else before

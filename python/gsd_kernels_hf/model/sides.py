@@ -128,8 +128,12 @@ class Sides:
         view: PreTrainedModel = seen(model, instead)
         return view
 
-    def begin(self, length: int, padding: Tensor, chunk: int | None) -> None:
-        """Begin a text with a prompt of ``length`` tokens behind ``padding`` [B], read in pieces of ``chunk``."""
+    def begin(self, length: int, padding: Tensor, chunk: int | None) -> bool:
+        """Begin a text with a prompt of ``length`` tokens behind ``padding`` [B], read in pieces of ``chunk``.
+
+        Returns:
+            Whether its tokens are turned as those of the text before.
+        """
         for rotary in self.made:
             rotary.refresh()
         starts = padding.tolist()
@@ -138,8 +142,9 @@ class Sides:
         if length > last:  # the piece that reaches beyond is turned by the long factors from its beginning on
             column = last // chunk * chunk if chunk and chunk < length else 0
         self.pending = self.rereads and length <= last and not min(starts)
-        self.columns = [column] * len(starts)
+        before, self.columns = self.columns, [column] * len(starts)
         self._place(starts)
+        return self.columns == before
 
     def cross(self, crossed: Sequence[bool], padding: Tensor) -> None:
         """From here on turn all places of the sequences that crossed the border by the long factors."""
@@ -149,11 +154,6 @@ class Sides:
     def _place(self, starts: Sequence[int]) -> None:
         places = [[column - start] for column, start in zip(self.columns, starts, strict=True)]
         self.border.copy_(torch.tensor(places, dtype=torch.int64, device="cpu"))
-
-    def alike(self, columns: Sequence[int]) -> int | None:
-        """The place up to which a text with borders at ``columns`` was turned as this one is; ``None``: all of it."""
-        pairs = zip(self.columns, columns, strict=True)
-        return min((min(mine, other) for mine, other in pairs if mine != other), default=None)
 
 
 def check_sides(facts: Facts) -> None:
