@@ -65,7 +65,7 @@ MUTANTS = [Mutant(*row) for row in (
     (SAMPLING, "scores.expand(batch, -1))[b : b + 1]", "scores.expand(batch, -1))[:1]", "processors: every sequence gets the first one's", T_LOCKSTEP + " -k built_in"),
     (SAMPLING, "return seed - 2**64 if", "return seed - 2**63 if", "noise keys: a large seed becomes another", T_SAMPLING),
     (CRITERIA, "DRAFT_STREAM, ACCEPT_STREAM = 1, 2", "DRAFT_STREAM, ACCEPT_STREAM = 1, 1", "noise keys: draft and test share a stream", T_SAMPLING),
-    (STOPS, "if not self.ends[tail[-1]]:", "if len(self.ends) > 3:", "stop strings: after a few tokens nothing ends a text", T_STOPS),
+    (STOPS, "if not last:", "if len(self.pieces) > 3:", "stop strings: after a few tokens nothing ends a text", T_STOPS),
     (STREAMING, "min(growing) if growing else max(map(len, self.texts))", "max(map(len, self.texts))", "streaming: slow sequences are padded before they end", T_STREAM),
     (STREAMING, "if at < len(text) else self.pad", "if at < len(text) else 0", "streaming: padding is another token", T_STREAM),
     (KEY, "tuple(sorted(request.eos_ids))", "()", "caches between calls: a session with other EOS tokens serves", T_TURNS),

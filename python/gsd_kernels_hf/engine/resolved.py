@@ -35,16 +35,10 @@ from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.load import Drafter, loaded, source_of
 from ..sources.matchers import holds_grammar
-from ..validate import CONFIG_FIELDS, REFUSED_PARAMETERS, SERVED_PARAMETERS, warn_once
+from ..validate import CONFIG_FIELDS, DRAFT_LENGTHS, REFUSED_PARAMETERS, SERVED_PARAMETERS, warn_once
 from .options import NAMES, Options
 
 OPTIONS = tuple(field.name for field in fields(Options))
-
-DRAFT_LENGTHS = (
-    "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind "
-    "target_lookbehind assistant_ensemble_weight max_matching_ngram_size"
-).split()
-"""Settings of transformers' own assisted generation, which decide how much it drafts; they have no effect here."""
 
 NEAR_RATIO = 0.75  # of difflib's ratio; transformers refuses what is further away from every name
 

@@ -1,8 +1,9 @@
-"""Strings that end a text: transformers' criterion, which reads the tokens of a text in place of the vocabulary."""
+"""Strings that end a text: transformers' criterion, which joins tokens of a text in place of a table of all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 class StopStrings(StopStringCriteria):
     """The decision of transformers' ``StopStringCriteria``, token for token, without its table of the vocabulary.
 
-    The table takes seconds and hundreds of megabytes for a few strings, which the process keeps. Here it is made of a
-    text's last tokens alone, and only behind a token that may end a string.
+    The table takes seconds and hundreds of megabytes for a few strings, which the process keeps. Here the pieces of a
+    text's last tokens are joined: a string has just ended it where its end lies in the last one.
 
     Args:
         tokenizer: of the texts.
@@ -33,12 +34,11 @@ class StopStrings(StopStringCriteria):
         if not given:
             raise ValueError("stop_strings: the list is empty; leave it out")
         self.tokenizer = tokenizer
-        self.pieces: dict[int, tuple[Any, ...]] = {}  # of text, or bytes: that of a token, if it has one
-        self.ends: dict[int, bool] = {}  # whether a token may end a string
+        self.pieces: dict[int, Any] = {}  # of text, or bytes, by token; None: it has none
         super().__init__(_Part(tokenizer, {}), given)  # type: ignore[arg-type]
         self.wanted: tuple[Any, ...] = getattr(self, "_stop_strings_for_matching", self.stop_strings)
-        own = [token for string in self.stop_strings for token in tokenizer(string)["input_ids"]]
-        if all(self.wanted) and not self._embed(own) and not self._tabulate(*self._cleaned(tokenizer.get_vocab())):
+        own = [self._piece(token) for string in self.stop_strings for token in tokenizer(string)["input_ids"]]
+        if not self._may_end(own) and not self._may_end(self._cleaned(tokenizer.get_vocab())):
             raise ValueError(
                 f"stop_strings: no token of this tokenizer ends one of {', '.join(map(repr, self.stop_strings))}"
             )
@@ -55,45 +55,37 @@ class StopStrings(StopStringCriteria):
     def _ended(self, tail: list[int]) -> bool:
         if not all(self.wanted):  # an empty string ends every text
             return True
-        if tail[-1] not in self.ends:
-            self.ends[tail[-1]] = self._embed(tail[-1:])
-        if not self.ends[tail[-1]]:
+        last = self._piece(tail[-1])
+        if not last:
             return False
-        tokens = list(dict.fromkeys(tail))
-        self._embed(tokens)
-        rows = torch.tensor([[tokens.index(token) for token in tail]], device="cpu")
-        return bool(super().__call__(rows, None))
+        text = last
+        for token in reversed(tail[:-1]):
+            if (piece := self._piece(token)) is None:  # no string reaches across it
+                break
+            text = piece + text
+        return any(string in text[max(0, len(text) - len(last) - len(string) + 1) :] for string in self.wanted)
 
-    def _embed(self, tokens: Sequence[int]) -> bool:
-        """Make the table of these tokens, a row each."""
-        for token in tokens:
-            if token not in self.pieces:
-                self.pieces[token] = self._piece(token)
-        found = [(piece, row) for row, token in enumerate(tokens) for piece in self.pieces[token]]
-        return bool(found) and self._tabulate(*zip(*found, strict=True))
+    def _may_end(self, pieces: Iterable[Any]) -> bool:
+        """Return whether the end of a string may lie in one of these pieces; that of an empty one lies everywhere."""
+        ends = [(string, string[at:]) for string in self.wanted for at in range(len(string))]
+        found = any(string in piece or piece.startswith(end) for piece in pieces if piece for string, end in ends)
+        return found or not all(self.wanted)
 
-    def _tabulate(self, pieces: Sequence[Any], rows: Sequence[int]) -> bool:
-        """Make the table of pieces of text; ``False`` where none of them ends a string."""
-        try:
-            table = self._stop_string_create_embedding_vec(pieces, rows, self.wanted)
-        except ValueError:
-            return False
-        self.embedding_vec, self.max_valid_positions, self.max_valid_end_lens = table
-        return True
+    def _piece(self, token: int) -> Any:
+        if token not in self.pieces:
+            self.pieces[token] = None
+            # A row of the logits is no token; a token may take away from the piece before it.
+            with suppress(IndexError, KeyError, ValueError):
+                name = self.tokenizer.convert_ids_to_tokens(token)
+                if name is not None and self.tokenizer.convert_tokens_to_ids(name) == token:
+                    self.pieces[token] = self._cleaned({name: token})[0]
+        return self.pieces[token]
 
-    def _piece(self, token: int) -> tuple[Any, ...]:
-        try:
-            name = self.tokenizer.convert_ids_to_tokens(token)
-            known = name is not None and self.tokenizer.convert_tokens_to_ids(name) == token
-            return self._cleaned({name: token})[0] if known else ()
-        except (IndexError, KeyError, ValueError):  # a row of the logits; or it takes away from the piece before it
-            return ()
-
-    def _cleaned(self, vocabulary: dict[str, int]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """The pieces of text that tokens stand for, and the tokens."""
+    def _cleaned(self, vocabulary: dict[str, int]) -> tuple[Any, ...]:
+        """The pieces of text that tokens stand for."""
         mode = getattr(self, "_stop_string_matching_mode", None)  # which older releases do not have
         options = {} if mode is None else {"stop_string_matching_mode": mode}
-        return self.clean_tokenizer_vocab(_Part(self.tokenizer, vocabulary), **options)  # type: ignore[arg-type]
+        return self.clean_tokenizer_vocab(_Part(self.tokenizer, vocabulary), **options)[0]  # type: ignore[arg-type]
 
 
 class _Part:

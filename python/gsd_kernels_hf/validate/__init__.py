@@ -48,16 +48,19 @@ HONOURED = set(
     "prefill_chunk_size remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate "
     "sequence_bias stop_strings suppress_tokens temperature top_h top_k top_p typical_p watermarking_config".split()
 )
+DRAFT_LENGTHS = (
+    "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind "
+    "target_lookbehind assistant_ensemble_weight max_matching_ngram_size"
+).split()
+"""Settings of transformers' own assisted generation, which decide how much it drafts; they have no effect here."""
 IRRELEVANT = set(
     # bookkeeping, compilation, other caches, options of beam search and of transformers' own assisted modes
     "_commit_hash _from_model_config transformers_version compile_config disable_compile "
     "continuous_batching_config decoder_start_token_id max_cache_len low_memory cache_config "
     "diversity_penalty early_stopping length_penalty "
     # the text is the same with a cache and without
-    "use_cache "
-    "assistant_confidence_threshold assistant_ensemble_weight assistant_lookbehind target_lookbehind "
-    "num_assistant_tokens num_assistant_tokens_schedule max_matching_ngram_size".split()
-)
+    "use_cache".split()
+).union(DRAFT_LENGTHS)
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "num_beams": (BEAMS, (1,)),
     "num_beam_groups": (BEAMS, (1,)),
@@ -104,7 +107,7 @@ REFUSED_PARAMETERS = {
         "leave it out",
     ),
     **dict.fromkeys(
-        ("cache", "past_key_values"),
+        CACHES,
         "pass the whole prompt, of which a patched model reads anew only what its last text did not begin with",
     ),
     "inputs_embeds": "pass input_ids",
@@ -490,14 +493,6 @@ def check_pair(
                 f"{name}: {token} {sorted(ids[0])} (target) and {sorted(ids[1])} (draft) mean different "
                 f"tokenizers; {cure}"
             )
-
-
-def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
-    """Raise unless the tokenizers of target and draft, where both are given, are one."""
-    if tokenizer is None or assistant_tokenizer is None:
-        return
-    if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
-        raise Unsupported("assistant_tokenizer: its vocabulary differs from the tokenizer's; give a draft of the same")
 
 
 def _as_set(value: Any) -> set[int]:
