@@ -37,7 +37,7 @@ BUDGET = {
     "python/gsd_kernels_hf/costs": 12,
     "python/gsd_kernels_hf/engine": 71,
     "python/gsd_kernels_hf/exported": 7,
-    "python/gsd_kernels_hf/model": 146,
+    "python/gsd_kernels_hf/model": 145,
     "python/gsd_kernels_hf/packed": 55,
     "python/gsd_kernels_hf/policy": 19,
     "python/gsd_kernels_hf/sources": 163,
