@@ -192,7 +192,7 @@ def test_blocks(name, tmp_path, monkeypatch):
     assert torch.equal(at.view(anchors, block)[:, 0], places)
 
     source = behind(places + 1, ours, target, hidden, tokens)
-    source.enter(source.state.out_len - 1, LENGTH)
+    source.feed(source.state.out_len - 1, LENGTH, keep=0)
     mine, given = source.forward_block()
     last = slice(block - drafted, None)
     torch.testing.assert_close(mine, states.view(anchors, block, -1), **TOLERANCE)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import tiny_configs
 import torch
 from safetensors.torch import load_file, save_file
@@ -43,7 +44,7 @@ class FixedText:
 
     def __init__(self, target, tokens, kv_start):
         batch, length = tokens.shape
-        self.state = DecodeState.empty(batch, length, 8, tokens.device)
+        self.state = DecodeState.empty(batch, length + 8, 8, tokens.device)
         self.state.restart(tokens, kv_start, 8, 0)
         self.target = RowModel(target, length + 32, self.state.kv_start, "auto")
         self.sampler = self.draws = None
@@ -63,9 +64,10 @@ def started(module, target, tokens, pads=None, *, modules: bool = False):
     source, tokens = source_of(module), tokens.to(target.device)
     pads = torch.tensor([0] * len(tokens) if pads is None else pads, dtype=torch.int32, device=target.device)
     source.check(target)
-    source.attach(FixedText(target, tokens, pads))
-    if modules:
-        source.operator = None
+    with pytest.MonkeyPatch.context() as patch:
+        if modules:
+            patch.setenv("GSD_KERNELS_FUSED_ROWS", "0")
+        source.attach(FixedText(target, tokens, pads))
     states = dict(zip(source.hidden_layers, states_of(module, target, tokens), strict=True))
     for begin, end in ((0, 5), (5, tokens.shape[1])):
         source.observe(Prefilled({number: state[:, begin:end] for number, state in states.items()}, begin))

@@ -340,6 +340,6 @@ def test_of_a_targets_files_only_those_with_heads_are_fetched(hub, tmp_path):
         patch.setattr(target.config, "name_or_path", "someone/glm")
         patch.setattr(target.config, "_commit_hash", "abc", raising=False)
         head = loaded("mtp", target)
-        assert [how["allow_patterns"] for _, how in asked] == [["*.json"], ["model-00002.safetensors"]]
+        assert [how["allow_patterns"] for _, how in asked] == [["*.json", WEIGHTS], ["model-00002.safetensors"]]
         assert all(name == "someone/glm" and how["revision"] == "abc" for name, how in asked)
         assert loaded("mtp", target) is head and len(asked) == 2

@@ -209,7 +209,7 @@ def test_rows_of_a_causal_head_do_not_see_later_ones():
         for size in (6, 3):
             module = random_dflash(dflash_config(llama(), block_size=size, inner={"causal_head": causal}))
             source = started(module, llama(), tokens)
-            source.enter(source.state.out_len - 1, 12)
+            source.feed(source.state.out_len - 1, 12, keep=0)
             found.append(source.forward_block()[0][:, :3])
     assert torch.allclose(*found[:2]) and not torch.allclose(*found[2:])
 
@@ -285,8 +285,8 @@ def computed(source) -> list[torch.Tensor]:
     """What a step computes behind entries that came in two pieces: a block, or the last three rows and a fork."""
     end, batch, device = source.state.out_len - 1, len(source.cached), source.cached.device
     if isinstance(source, DFlashDrafts):
-        source.enter(end - 5, source.state.tokens.shape[1])
-        source.enter(end, 7)  # with rows that are padding
+        source.feed(end - 5, source.state.tokens.shape[1], keep=0)
+        source.feed(end, 7, keep=0)  # with rows that are padding
         return [*source.forward_block()]
     source.feed(end - 5, 8, keep=0)
     found = [*source.feed(end, 6, keep=3)]

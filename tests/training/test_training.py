@@ -193,7 +193,7 @@ def test_blocks_are_what_drafting_computes(folder, kind):
     roots = torch.arange(1, 9)
     logits, confidence = trained.outputs(window, states, roots[None])  # [1, 8, 3, V]
     text, source = source_on(DFlashDrafts, trained, window, states)
-    source.enter(text.state.out_len - 1, 13)
+    source.feed(text.state.out_len - 1, 13, keep=0)
     hidden = source.forward_block()[0][:8, -3:]
     expected = trained.target.lm_head(hidden)
     if kind == "dspark":

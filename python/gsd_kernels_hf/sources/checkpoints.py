@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,6 +126,47 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
+def headers(path: Path) -> dict[str, Place]:
+    """The place of every tensor of a file, by its name; no more than the header is read.
+
+    Raises:
+        BadCheckpoint: it is missing or unreadable.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: Place(path, name, tuple(file.get_slice(name).get_shape())) for name in list(file.keys())}
+    except FileNotFoundError as error:
+        raise bad(f"no {path.name} in {path.parent}, where it should be") from error
+    except (SafetensorError, OSError) as error:
+        raise bad(f"{path} is no readable safetensors file: {error}") from error
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """The file of every tensor of a folder, by its name; of no file but an only one the header is read.
+
+    Raises:
+        BadCheckpoint: no weights, or pickled ones, or an index that is unreadable or names files outside the folder.
+    """
+    for only in (MEDUSA_WEIGHTS, WEIGHTS):
+        if (folder / only).is_file():
+            return dict.fromkeys(headers(folder / only), only)
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+            raise bad(f"{folder / INDEX} has no weight_map of file names")
+        outside = [name for name in index.values() if Path(name).name != name]
+        if outside:
+            raise bad(f"{folder / INDEX} names {outside[0]!r}, which is outside the folder")
+        return index
+    pickled = [name for name in PICKLES if (folder / name).is_file()]
+    if pickled:
+        raise bad(
+            f"{folder} has {pickled[0]} alone, a pickle, which is not loaded since it may run code; "
+            f"convert it where you trust it: {conversion(folder / pickled[0], folder / WEIGHTS)}"
+        )
+    raise bad(f"no {WEIGHTS} in {folder}")
+
+
 @dataclass
 class Checkpoint:
     """A drafter's folder: its config, and where each tensor lies.
@@ -139,87 +180,32 @@ class Checkpoint:
 
     folder: Path
     config: dict[str, Any]
-    files: dict[str, Place] = field(default_factory=dict)
+    files: dict[str, Place]
     published: Callable[[str], str] = str
 
     @classmethod
-    def open(cls, where: str | os.PathLike[str]) -> Checkpoint:
-        """Read the config and the headers of the weights of a folder or hub id.
+    def open(cls, folder: Path, new_name: Callable[[str], str | None]) -> Checkpoint:
+        """Read the config of a folder, and the headers of the files with tensors that have a name here.
 
         Raises:
-            BadCheckpoint: not there, unreadable, or pickled.
+            BadCheckpoint: not there, unreadable, or pickled; or two tensors of one name.
         """
-        folder = fetch(where)
-        found = cls(folder, read_json(folder / CONFIG))
-        found.list_tensors(found._weight_files())
-        return found
+        config, files = read_json(folder / CONFIG), files_of(folder)
+        named = {name: new for name in files if (new := new_name(name)) is not None}
+        there: dict[str, Place] = {}
+        for file in sorted({files[name] for name in named}):
+            there |= headers(folder / file)
+        found: dict[str, Place] = {}
+        for name in sorted(named.keys() & there):
+            if named[name] in found:
+                raise bad(f"{folder} has {found[named[name]].name} and {name}, which are the same weight")
+            found[named[name]] = there[name]
+        return cls(folder, config, found)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every tensor by its name."""
         return {name: place.shape for name, place in self.files.items()}
-
-    def list_tensors(self, paths: Iterable[Path]) -> None:
-        """Read the headers of files.
-
-        Raises:
-            BadCheckpoint: one is missing or unreadable.
-        """
-        for path in paths:
-            try:
-                with safe_open(path, "pt") as file:
-                    for name in list(file.keys()):
-                        self.files[name] = Place(path, name, tuple(file.get_slice(name).get_shape()))
-            except FileNotFoundError as error:
-                raise bad(f"no {path.name} in {self.folder}, where it should be") from error
-            except (SafetensorError, OSError) as error:
-                raise bad(f"{path} is no readable safetensors file: {error}") from error
-
-    def index(self) -> dict[str, str] | None:
-        """The file of every tensor, by its name; ``None`` without an index.
-
-        Raises:
-            BadCheckpoint: it is unreadable, or names files outside the folder.
-        """
-        if not (self.folder / INDEX).is_file():
-            return None
-        index = read_json(self.folder / INDEX).get("weight_map")
-        if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
-            raise bad(f"{self.folder / INDEX} has no weight_map of file names")
-        outside = [name for name in index.values() if Path(name).name != name]
-        if outside:
-            raise bad(f"{self.folder / INDEX} names {outside[0]!r}, which is outside the folder")
-        return index
-
-    def _weight_files(self) -> list[Path]:
-        for weights in (MEDUSA_WEIGHTS, WEIGHTS):
-            if (self.folder / weights).is_file():
-                return [self.folder / weights]
-        index = self.index()
-        if index is not None:
-            return [self.folder / name for name in sorted(set(index.values()))]
-        pickled = [name for name in PICKLES if (self.folder / name).is_file()]
-        if pickled:
-            raise bad(
-                f"{self.folder} has {pickled[0]} alone, a pickle, which is not loaded since it may run code; "
-                f"convert it where you trust it: {conversion(self.folder / pickled[0], self.folder / WEIGHTS)}"
-            )
-        raise bad(f"no {WEIGHTS} in {self.folder}")
-
-    def rename(self, new_name: Callable[[str], str | None]) -> None:
-        """Give every tensor another name; ``None`` drops it.
-
-        Raises:
-            BadCheckpoint: two get the same.
-        """
-        renamed: dict[str, Place] = {}
-        for place in self.files.values():
-            new = new_name(place.name)
-            if new in renamed:
-                raise bad(f"{self.folder} has {renamed[new].name} and {place.name}, which are the same weight")
-            if new is not None:
-                renamed[new] = place
-        self.files = renamed
 
     def name_in_file(self, name: str) -> str:
         """Name of a tensor there, whether it has it or not."""

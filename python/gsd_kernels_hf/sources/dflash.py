@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from gsd_kernels import GraphConfig
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import decoder_rows
-from gsd_kernels.ops.step import FedRows, feed_chain
+from gsd_kernels.ops.step import FedRows
 
 from ..model.attention import Attends, GraphInputs, configs_of, switched_configs
 from . import checkpoints
@@ -278,21 +278,13 @@ class DFlashDrafts(Ahead):
             self.states.prepare(config, self.rows.features, self.module.config.markov_rank)
         super().prepare(config)
 
-    def enter(self, end: Tensor, width: int) -> None:
-        """The same by one operator, since left padding is no matter to keys and values of features."""
-        end, texts = torch.maximum(end, self.cached), self.state.tokens
-        chain = feed_chain(texts, end, self.cached, width, backend=self.rows.backend)
-        features = self.rows.at((chain.kv_len[:, None] + chain.depths).long())
-        graph = chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths
-        self.forward(chain.token_ids, features, chain.kv_len, *graph, keep=0)
-
     def read(self, fed: FedRows, features: Tensor, *_: Any) -> Any:
         """Store keys and values of features."""
         self.module.store(features, fed.positions, self.rows.cache)
 
     def look_ahead(self, level: Level, end: Tensor) -> None:
         """Forward the block, and keep what candidates of its positions are made of until the next step."""
-        self.enter(end, level.config.chain_rows)
+        self.feed(end, level.config.chain_rows, keep=0)
         (states, logits), config = self.forward_block(), self.module.config
         if self.by_node:
             self.hidden, self.logits = states[:, config.block_size - config.num_drafted :], logits
@@ -362,7 +354,7 @@ class DFlashDrafts(Ahead):
         kv_len, config = self.cached, self.module.config
         tokens = torch.full_like(self.row, config.mask_token_id)
         tokens[:, 0] = self.state.root_tokens()
-        fed = self.fed(tokens, kv_len, 0, self.row, self.row)
+        fed = self.rows.feed(tokens, kv_len, 0, self.row, self.row, 0)
         drafted = slice(config.block_size - config.num_drafted, None)
         if self.operator is not None:
             rows = fed.ids, fed.positions, fed.places, self.sees_all, self.row, kv_len

@@ -8,6 +8,7 @@ drafted edges. Layouts: SafeAILab's, SpecForge's (which SGLang serves) and that 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from ..model.attention import Attends, configs_of, switched_configs
 from ..model.cache import GraphCache
 from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints
-from .checkpoints import Checkpoint, bad
+from .checkpoints import bad
 from .feature_drafter import FeatureConfig, FeatureDrafter, Shapes
 from .layouts import EAGLE3, settings_of
 
@@ -155,15 +156,12 @@ class Eagle3(FeatureDrafter):
         self.hands_on_normed = config.norm_output  # of a node what the output matrix reads, not the norm before it
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> Self:
-        """Load an open checkpoint, see :meth:`from_pretrained`."""
-        drafter = super().from_checkpoint(checkpoint, target)
+    def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> Self:
+        """See :meth:`FeatureDrafter.from_pretrained`; ``target`` is needed where its output matrix is the drafter's."""
+        drafter = super().from_pretrained(where, target)
         if drafter.lm_head is None:
             if target is None:
-                raise bad(
-                    f"this EAGLE-3 drafter in {checkpoint.folder} drafts by its target's output matrix; pass "
-                    "the target too"
-                )
+                raise bad(f"this EAGLE-3 drafter in {where} drafts by its target's output matrix; pass the target too")
             drafter.share_head(target)
         return drafter
 

@@ -241,12 +241,7 @@ class FeatureDrafter(HiddenDrafter):
         Raises:
             ValueError: no checkpoint of this kind that can be served, or not one of ``target``'s; nothing was loaded.
         """
-        return cls.from_checkpoint(Checkpoint.open(where), target)
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> Self:
-        """Load an open checkpoint, see :meth:`from_pretrained`."""
-        checkpoint.rename(weight_name)
+        checkpoint = Checkpoint.open(checkpoints.fetch(where), weight_name)
         config = cls.read_config(checkpoint.config, checkpoint.shapes)
         vocab_size = config.layers.vocab_size
         if config.draft_vocab_size == vocab_size:

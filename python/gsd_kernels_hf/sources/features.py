@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.feature_rows import FeatureWeights, cuda, feature_rows
 from gsd_kernels.ops.packed.api import FLOATS
-from gsd_kernels.ops.step import FedRows
-from gsd_kernels.ops.step.reference import laid_out
+from gsd_kernels.ops.step import FedRows, feed_chain
 
 from ..model import replay
 from ..model.attention import AttentionKind, GraphInputs, windowed
@@ -150,8 +148,8 @@ class FeatureCache(CachedText):
 class FeatureSource(OwnSource):
     """A draft source whose model reads the target's hidden states.
 
-    Its cache has an entry for every position of the text that the target has read. Features come in while the target
-    reads and verifies; entries are made of them when the drafter is next used.
+    Its cache has an entry for every position of the text that the target has read, but for left padding. Features come
+    in while the target reads and verifies; entries are made of them when the drafter is next used.
 
     Attributes:
         head: the drafter's output matrix, or the target's.
@@ -188,7 +186,7 @@ class FeatureSource(OwnSource):
         text.keep(self.rows)
         self.embed = text.target.stepping.get_input_embeddings()
         self.rows.vocab_size = self.embedding.num_embeddings
-        self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; entries in the cache, padding included
+        self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; where entries end, padding included
 
     def attach(self, text: Text) -> None:
         super().attach(text)
@@ -196,9 +194,10 @@ class FeatureSource(OwnSource):
         # Parameters as they lie now: a cast replaces them.
         self.operator = weights_of(*parts) if is_operator(*parts, self.rows.backend) else None
         self.rows.compiled = self.operator is not None
+        self.rows.ids_dtype = torch.int32 if self.rows.compiled else torch.int64
         prompt = self.state.tokens[:, : int(self.state.out_len[0])]
         reused = self.rows.common(prompt, self.state.kv_start) - self.ahead
-        self.cached.fill_(max(0, min(reused, prompt.shape[1] - 1 - self.ahead)))
+        self.cached.copy_(self.state.kv_start.clamp(min=min(reused, prompt.shape[1] - 1 - self.ahead)))
         self.used = False
 
     def end(self) -> None:
@@ -235,34 +234,24 @@ class FeatureSource(OwnSource):
             return
         self.used = True
         end, width = self.state.out_len - 1, config.chain_rows
-        while (missing := int((end - self.cached).min()) - 1) >= width:
-            self.enter(end - 1, min(missing, READ_ROWS))  # all of them, so that no row is padding
-        while int((end - self.cached).max()) > width:
-            self.enter(end - 1, width)
-
-    def enter(self, end: Tensor, width: int) -> None:
-        """Make up to ``width`` entries before ``end`` [B]."""
-        self.feed(end, width, keep=0)
+        while (missing := int((end - self.cached).max())) > width:
+            self.feed(end - 1, min(missing - 1, READ_ROWS), keep=0)
 
     def feed(self, end: Tensor, width: int, *, unknown: int = 0, keep: int) -> tuple[Tensor, Tensor]:
         """Make up to ``width`` entries before ``end`` [B]; vectors and logits of the last ``keep`` rows.
 
         With rows of ``unknown`` tokens behind them, which see all before them and stay no entries.
         """
-        rows, cached, padded = width + unknown, self.cached, self.state.kv_start - self.cached
-        lacking = (end - cached).clamp(min=0)  # a text that ended may have more entries
-        count, real, slots, depths, mask = laid_out(lacking + unknown, rows, padded)
-        place = (cached[:, None] + depths[:, :width]).long()
-        tokens = torch.where(real[:, :width], self.state.tokens.gather(1, place + self.ahead), 0)
-        features = self.rows.at(place)
+        ahead, end = self.ahead, torch.maximum(end, self.cached)  # a text that ended may have more entries
+        to, rows = end + (ahead + unknown), width + unknown
+        chain = feed_chain(self.state.tokens, to, self.cached.add_(ahead), rows, backend=self.rows.backend)
+        self.cached.sub_(ahead + unknown)
+        tokens, kv_len = chain.token_ids, chain.kv_len - ahead
+        features = self.rows.at(torch.minimum(kv_len[:, None] + chain.depths, end[:, None]).long())
         if unknown:
-            token, feature = self.unknown
-            tokens = pad(tokens, (0, unknown), value=token)
-            features = torch.cat([features, feature.expand(len(tokens), unknown, -1)], 1)
-        node_depths = torch.arange(rows, dtype=torch.int32, device=cached.device).expand_as(slots)
-        found = self.forward(tokens.to(torch.int32), features, cached, slots, mask, depths, node_depths, keep=keep)
-        self.cached.add_(count - unknown)
-        return found
+            tokens[:, width:], features[:, width:] = self.unknown
+        graph = chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths
+        return self.forward(tokens, features, kv_len, *graph, keep=keep)
 
     def forward(
         self,
@@ -282,7 +271,7 @@ class FeatureSource(OwnSource):
         Arguments as of :meth:`~gsd_kernels_hf.model.runner.RowModel.rows`; features [B, R, D] of the target, or vectors
         of drafted nodes' parents.
         """
-        fed = self.fed(tokens, kv_len, slots, depths, node_depths, shift)
+        fed = self.rows.feed(tokens, kv_len, slots, depths, node_depths, shift)
         if self.operator is not None:
             rows = fed.ids, features, fed.positions, fed.places, ancestor_mask, node_depths, kv_len
             logits, normed, state = self.operated(feature_rows, self.operator, *rows, keep=keep)
@@ -299,16 +288,8 @@ class FeatureSource(OwnSource):
         return found
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """Embeddings of ids [B, R] that :meth:`fed` gave, in the drafter's dtype."""
+        """Embeddings of ids [B, R] as :meth:`CachedText.feed` gives them, in the drafter's dtype."""
         return self.embedding(ids).to(self.rows.features.dtype)
-
-    def fed(
-        self, tokens: Tensor, kv_len: Tensor, slots: Tensor | int, depths: Tensor, node_depths: Tensor, shift: int = 0
-    ) -> FedRows:
-        """Rows as the layers read them; a token beyond a smaller vocabulary reads as token 0."""
-        self.rows.ids_dtype = torch.int64 if self.operator is None else torch.int32
-        fed = self.rows.feed(tokens, kv_len, slots, depths, node_depths, shift)
-        return fed._replace(positions=fed.positions.clamp(min=0))  # left padding is read too
 
     def known(self, logits: Tensor) -> Tensor:
         """Logits [B, n, V], all 0 where the text has no position with a feature yet, and nothing to go by."""

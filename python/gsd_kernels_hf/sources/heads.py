@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from ..model.properties import text_config, vocabulary
 from ..packed.modules import device_of_weights
 from ..records import Candidates
 from .base import Level, Text
-from .checkpoints import BadCheckpoint, Checkpoint, bad, check_sizes, fetch, read_json
+from .checkpoints import BadCheckpoint, Checkpoint, bad, check_sizes, fetch, headers, read_json
 from .expansion import DraftVocabulary, Lattice, shares_of
 from .features import LastState
 
@@ -148,8 +149,7 @@ class DraftHeads(nn.Module):
         """
         folder = fetch(where, option)
         try:
-            checkpoint = Checkpoint(folder, read_json(folder / CONFIG_FILE))
-            checkpoint.list_tensors([folder / WEIGHTS_FILE])
+            checkpoint = Checkpoint(folder, read_json(folder / CONFIG_FILE), headers(folder / WEIGHTS_FILE))
             own = inspect.signature(cls).parameters  # a config may say more
             with torch.device("meta"):
                 heads = cls(**{name: value for name, value in checkpoint.config.items() if name in own})
@@ -163,24 +163,25 @@ class DraftHeads(nn.Module):
         return heads.placed(target)
 
     @classmethod
-    def from_medusa(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> DraftHeads:
+    def from_medusa(cls, folder: Path, target: PreTrainedModel | None = None) -> DraftHeads:
         """Heads from a checkpoint of Medusa: ``{head}.{layer}.linear.{weight,bias}``, ``{head}.{layers}.weight``.
 
         Args:
-            checkpoint: open.
+            folder: of the checkpoint.
             target: gives dtype and device; ``None``: as stored.
 
         Raises:
             ValueError: no such tensors, or of another model's shape; none was read.
         """
-        checkpoint.rename(lambda name: name.removeprefix("medusa_head.") if MEDUSA.search(name) else None)
+        own_name = lambda name: name.removeprefix("medusa_head.") if MEDUSA.search(name) else None  # noqa: E731
+        checkpoint = Checkpoint.open(folder, own_name)
         outputs = {name: shape for name, shape in checkpoint.shapes.items() if name.count(".") == 2}
         if not outputs or len(next(iter(outputs.values()))) != 2:
-            raise bad(f"{checkpoint.folder} has no Medusa heads, such as 0.0.linear.weight, 0.1.weight")
+            raise bad(f"{folder} has no Medusa heads, such as 0.0.linear.weight, 0.1.weight")
         name, (vocab, size) = next(iter(outputs.items()))
         count, layers = 1 + max(int(name.partition(".")[0]) for name in checkpoint.files), int(name.split(".")[1])
         if layers < 1:
-            raise bad(f"{checkpoint.folder} has Medusa heads without a residual block; not served")
+            raise bad(f"{folder} has Medusa heads without a residual block; not served")
         blocks = [f"{head}.{layer}.linear." for layer in range(layers) for head in range(count)]
         own = [f"{head}.{layers}.weight" for head in range(count)]
         parts: dict[str, tuple[int, ...]] = {"weight": (size, size), "bias": (size,)}

@@ -17,14 +17,14 @@ from ..model.properties import device_of
 from ..validate import warn_once
 from . import checkpoints
 from .base import DraftSource
-from .checkpoints import Checkpoint, bad
+from .checkpoints import bad
 from .dflash import DFlash, DFlashDrafts
 from .eagle3 import Eagle3
 from .features import Parallel, Recursive
 from .gemma_assistant import AssistantDrafts, Gemma4Assistant
 from .heads import CONFIG_FILE, DraftHeads, Heads
 from .layouts import GEMMA4
-from .mtp import Mtp, open_heads, place_of
+from .mtp import Mtp, place_of
 
 Drafter = Eagle3 | DFlash | DraftHeads | Mtp | Gemma4Assistant
 """What ``drafter=`` takes, beside the place of one."""
@@ -78,16 +78,13 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     """
     if where == OWN:
         place, revision = place_of(target)
-        return Mtp.from_checkpoint(*open_heads(place, target, revision), target)
+        return Mtp.from_pretrained(place, target, revision=revision)
     folder = checkpoints.fetch(where)
     if (folder / CONFIG_FILE).is_file():
         return DraftHeads.from_pretrained(folder, target, option="drafter")
     config = checkpoints.read_json(folder / checkpoints.CONFIG)
     kind = kind_of(config, folder).drafter
-    medusa = kind is DraftHeads
-    drafter: Drafter = (
-        kind.from_medusa(Checkpoint.open(folder), target) if medusa else kind.from_pretrained(folder, target)
-    )
+    drafter: Drafter = (kind.from_medusa if kind is DraftHeads else kind.from_pretrained)(folder, target)
     return drafter
 
 

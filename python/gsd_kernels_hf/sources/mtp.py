@@ -31,12 +31,14 @@ from ..model.properties import device_of, text_config
 from ..packed.modules import device_of_weights, dtype_of
 from ..validate import SERVED_LAYERS
 from . import checkpoints
-from .checkpoints import CONFIG, SCALE, WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, read_json
+from .checkpoints import SCALE, WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, files_of
 from .feature_drafter import HiddenDrafter, Rotary
 from .layouts import QUANTISED, HeadLayout, find_heads, looked_for
 
 logger = logging.getLogger("gsd_kernels")
 KIND = "multi-token-prediction"
+FIRST = "*.json", WEIGHTS
+"""Of a target's checkpoint what is fetched first: the index of its files, or an only one."""
 Shapes = dict[str, tuple[int, ...]]
 EXPERTS = re.compile(r"(?P<base>.*\.experts)\.(?P<what>gate_up_proj|down_proj)")
 """Weights of all experts in one tensor, as transformers holds them: [E, 2 · inner, D] and [E, D, inner]."""
@@ -183,22 +185,21 @@ class Mtp(HiddenDrafter):
         self.runs = False  # whether that is known
 
     @classmethod
-    def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel) -> Mtp:
+    def from_pretrained(
+        cls, where: str | os.PathLike[str], target: PreTrainedModel, *, revision: str | None = None
+    ) -> Mtp:
         """The first head in a checkpoint, on ``target``'s device and in its precision.
 
         Args:
             where: folder or hub id of a checkpoint of ``target``, or of a copy whose heads were trained further.
             target: whose checkpoint it is.
+            revision: commit of the hub; ``None``: its newest.
 
         Raises:
             ValueError: no heads, of a layout or a decoder layer that is not served, or another model's; no weight was
                 read.
         """
-        return cls.from_checkpoint(*open_heads(where, target), target)
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, layout: HeadLayout, target: PreTrainedModel) -> Mtp:
-        """Load an open checkpoint (:meth:`from_pretrained`) whose tensors have their names here."""
+        checkpoint, layout = open_heads(where, target, revision)
         shapes = {name: shape for name, shape in checkpoint.shapes.items() if not name.endswith(SCALE)}
         inner = {name.removeprefix("block."): shape for name, shape in shapes.items() if name.startswith("block.")}
         block = block_for(inner, target, layout.attention, checkpoint.config.get("mtp_layer_types"))
@@ -349,7 +350,7 @@ def open_heads(
     Raises:
         BadCheckpoint: no checkpoint, none with heads, or quantised ones; no weight was read.
     """
-    found, files = opened(where, revision)
+    files = files_of(fetch(where, wanted=FIRST, revision=revision))
     layers = len(decoder_of(target)[0])
     heads = find_heads(files, layers)
     if heads is None:
@@ -365,30 +366,10 @@ def open_heads(
             f"the multi-token-prediction heads in {where} are quantised ({quantised}); served are floating "
             "point and FP8 in blocks (weight_scale_inv)"
         )
-    those = sorted({files[name] for name in own})
-    fetch(where, wanted=those, revision=revision)
-    found.list_tensors(found.folder / name for name in those)
-    found.rename(own.get)
+    folder = fetch(where, wanted=sorted({files[name] for name in own}), revision=revision)
+    found = Checkpoint.open(folder, own.get)
     found.published = lambda name: layout.published_name(name, prefix)
     return found, layout
-
-
-def opened(
-    where: str | os.PathLike[str], revision: str | None, *, download: bool = True
-) -> tuple[Checkpoint, dict[str, str]]:
-    """A checkpoint, and the file of every tensor by its name; of no file but an only one the header was read.
-
-    Raises:
-        BadCheckpoint: none is there, or it is unreadable.
-    """
-    folder = fetch(where, wanted=("*.json",), revision=revision, download=download)
-    found = Checkpoint(folder, read_json(folder / CONFIG))
-    index = found.index()
-    if index is None:
-        fetch(where, wanted=(WEIGHTS,), revision=revision, download=download)
-        found.list_tensors([folder / WEIGHTS])
-        index = dict.fromkeys(found.files, WEIGHTS)
-    return found, index
 
 
 def own_heads(target: PreTrainedModel) -> str | None:
@@ -396,7 +377,7 @@ def own_heads(target: PreTrainedModel) -> str | None:
     try:
         where, revision = place_of(target)
         layers = len(decoder_of(target)[0])
-        heads = find_heads(opened(where, revision, download=False)[1], layers)
+        heads = find_heads(files_of(fetch(where, wanted=FIRST, revision=revision, download=False)), layers)
     except ValueError:  # no checkpoint, or none that can be read: nothing to mention
         return None
     return None if heads is None else heads[0].recognised_by(layers)
