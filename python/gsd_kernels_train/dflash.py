@@ -16,8 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, scaled_dot_pro
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels_hf.model.hidden import decoder_of
-from gsd_kernels_hf.sources.dflash import CONFIDENCE, DFlash, DFlashConfig
-from gsd_kernels_hf.sources.edges import along
+from gsd_kernels_hf.sources.dflash import CONFIDENCE, DFlash, DFlashConfig, along
 
 from .drafter import DrafterOptions, DrafterTraining, layer_sizes, spread, write_checkpoint
 from .job import TrainingOptions, check_output_matrix, output_logits

@@ -23,7 +23,7 @@ from speculators.models.peagle.data import generate_cod_sample_indices
 from transformers import LlamaConfig, Qwen3Config
 
 from gsd_kernels_hf.sources.base import Prefilled
-from gsd_kernels_hf.sources.edges import along
+from gsd_kernels_hf.sources.dflash import along
 from gsd_kernels_hf.sources.load import load_drafter, source_of
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}

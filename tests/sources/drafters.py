@@ -22,9 +22,8 @@ from gsd_kernels import DFlash, Eagle3
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.base import Prefilled
-from gsd_kernels_hf.sources.dflash import DFlashConfig
+from gsd_kernels_hf.sources.dflash import DFlashConfig, along
 from gsd_kernels_hf.sources.eagle3 import Eagle3Config
-from gsd_kernels_hf.sources.edges import along
 from gsd_kernels_hf.sources.layouts import HEADS, HeadLayout
 from gsd_kernels_hf.sources.load import source_of
 

@@ -32,8 +32,7 @@ from torch import nn
 from gsd_kernels import DFlash, Eagle3, Frontier, GraphConfig, Mtp
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.sources.base import Level
-from gsd_kernels_hf.sources.dflash import DFlashDrafts
-from gsd_kernels_hf.sources.edges import along
+from gsd_kernels_hf.sources.dflash import DFlashDrafts, along
 from gsd_kernels_hf.sources.layouts import PARTS
 from gsd_kernels_train.mtp import block_to_train, new_head
 

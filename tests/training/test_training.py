@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.sources.base import Prefilled
-from gsd_kernels_hf.sources.dflash import DFlashDrafts
-from gsd_kernels_hf.sources.edges import along
+from gsd_kernels_hf.sources.dflash import DFlashDrafts, along
 from gsd_kernels_hf.sources.features import Recursive
 from gsd_kernels_train import loop
 from gsd_kernels_train.chats import encode_chats

@@ -73,32 +73,18 @@ def feed_chain(tokens: Tensor, end: Tensor, cached: Tensor, width: int) -> Chain
         width: E, rows.
     """
     base = cached.clone()
-    count, real, slots, depths, mask = laid_out(end - base, width)
-    read = tokens.gather(1, (base[:, None] + depths).long())
-    cached.add_(count)
-    node_depths = torch.arange(width, dtype=torch.int32, device=tokens.device).repeat(len(tokens), 1)
-    return Chain(base, torch.where(real, read, 0).to(torch.int32), slots, depths, mask, node_depths)
-
-
-def laid_out(lacking: Tensor, width: int, first: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Lay out what caches lack, int [B], as rows of chains, right-aligned in up to ``width`` rows.
-
-    ``first`` [B]: places before are left padding, which sees itself alone and which nothing sees.
-
-    Returns:
-        Of :class:`Chain` the number of rows that are no padding int [B], which they are bool [B, E], slots, depths and
-        ancestor mask.
-    """
-    count = lacking.clamp(max=width)  # [B]
-    row = torch.arange(width, device=lacking.device)
+    count = (end - base).clamp(max=width)  # [B]
+    row = torch.arange(width, device=tokens.device)
     link = row - (width - count[:, None])  # [B, E]; place in the chain, negative for padding
     real = link >= 0
     slots = torch.where(real, link, count[:, None] + row)
     before = row <= torch.where(real, link, -1)[:, :, None]  # [B, E, E]
-    if first is not None:
-        before = before & (row >= first[:, None])[:, None, :]
-    mask = pack_bits(before | (row == slots[:, :, None]))
-    return count, real, slots.to(torch.int32), link.clamp(min=0).to(torch.int32), mask
+    mask = pack_bits(before | (row == slots[:, :, None]))  # padding sees itself alone, and nothing sees it
+    depths = link.clamp(min=0).to(torch.int32)
+    read = tokens.gather(1, (base[:, None] + depths).long())
+    cached.add_(count)
+    node_depths = row.to(torch.int32).repeat(len(tokens), 1)
+    return Chain(base, torch.where(real, read, 0).to(torch.int32), slots.to(torch.int32), depths, mask, node_depths)
 
 
 def accepted_path(accepted: Acceptance, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -204,8 +204,8 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor by its name."""
-        return {name: place.shape for name, place in self.files.items()}
+        """Of every tensor by its name, but for scales of others."""
+        return {name: place.shape for name, place in self.files.items() if not name.endswith(SCALE)}
 
     def name_in_file(self, name: str) -> str:
         """Name of a tensor there, whether it has it or not."""

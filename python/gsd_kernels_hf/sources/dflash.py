@@ -2,9 +2,9 @@
 
 One forward a step: the root's embedding and as many mask tokens as the block is long see each other and the features of
 the text, which are keys and values in every layer. It gives candidates for every later position at once: a lattice,
-which is a graph by nature. What follows what within it, the history's candidates say, and the edges of
-:mod:`.edges` where a checkpoint has them. Kinds: DFlash itself, JetSpec's (arXiv 2606.18394: rows of the block see
-the earlier ones only), DSpark, DFlash 2. Layouts: z-lab's (``dflash_config``), DeepSpec's (flat), that of speculators.
+which is a graph by nature. What follows what within it, the history's candidates say, and the edges of a head where a
+checkpoint has one. Kinds: DFlash itself, JetSpec's (arXiv 2606.18394: rows of the block see the earlier ones only),
+DSpark, DFlash 2. Layouts: z-lab's (``dflash_config``), DeepSpec's (flat), that of speculators.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
+from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.graph import pack_bits
-from gsd_kernels.ops.decoder_rows import decoder_rows
 from gsd_kernels.ops.step import FedRows
 
 from ..model.attention import Attends, GraphInputs, configs_of, switched_configs
 from . import checkpoints
 from .base import Level, Proposal, Text, rows_at
 from .checkpoints import bad
-from .edges import ConvolvedLayer, MarkovHead, Selector
 from .expansion import NodeVectors
 from .feature_drafter import FeatureConfig, FeatureDrafter, Shapes
 from .features import Ahead
@@ -121,13 +121,6 @@ class DFlashConfig(FeatureConfig):
         return read
 
     @property
-    def kind(self) -> str:
-        """The name that its authors gave it."""
-        if self.selector_rank or self.conv_kernel_size:
-            return "DFlash 2"
-        return "DSpark" if self.markov_rank else "JetSpec" if self.causal_head else "DFlash"
-
-    @property
     def num_drafted(self) -> int:
         """Later positions that a block has candidates for."""
         return self.block_size - (not self.sample_from_anchor)
@@ -139,6 +132,162 @@ EDGES = (("markov_rank",), ("selector_rank", "selector_top_k"), ("conv_kernel_si
 CONFIDENCE = "confidence_head.proj."
 
 
+# Edges, by which a lattice is more than its positions. Rows of a block know nothing of each other's choices. A head
+# beside them scores a token by its depth and the token before it, so every node of a graph that merges equal tokens of
+# a depth gets exactly what the head says, whatever path led there. DSpark's is a bias on all logits, DFlash 2's
+# reorders the best few.
+
+
+class MarkovHead(nn.Module):
+    """DSpark's head: a bias of low rank by the token before (DeepSpec, ``deepspec/modeling/dspark/markov_head.py``).
+
+    logits(b | a) = logits(b) + W2 · e with e = W1[a]. With a gate e = W1[a] ⊙ σ(G [h, W1[a]] + g). Of type ``rnn`` it
+    is by all tokens of a path: [g, c, o] = J [s, W1[a], h] + j; s′ = σ(g) ⊙ s + (1 − σ(g)) ⊙ tanh(c); e = tanh(o). The
+    state s, zero before the block, goes along the path: a node that paths share has that of its primary parent.
+
+    Args:
+        vocab_size: of the tokens before.
+        draft_vocab_size: of the logits.
+        rank: r, of W1 [vocab_size, r], W2 [draft_vocab_size, r] and s; G [r, D + r], J [3r, 2r + D].
+        hidden_size: D, width of h.
+        kind: ``vanilla``, ``gated`` or ``rnn``.
+    """
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int, kind: str) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size + rank, rank) if kind == "gated" else None
+        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank) if kind == "rnn" else None
+
+    @property
+    def recurrent(self) -> bool:
+        """Return whether it has a state."""
+        return self.joint_proj is not None
+
+    def begin(self, hidden: Tensor) -> Tensor:
+        """The state before a block [B, 1, r], of any of its rows [B, 1, D]."""
+        return hidden.new_zeros(len(hidden), 1, self.markov_w2.in_features)
+
+    def forward(self, logits: Tensor, hidden: Tensor, before: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """Logits of edges [B, W, V], and the state after them.
+
+        Args:
+            logits: [B, W, V], of a position by itself.
+            hidden: [B, W, D], what they were made of.
+            before: int64 [B, W], the token before.
+            state: [B, W, r], of the path so far; ``None`` of a head without one.
+        """
+        embedded = self.markov_w1(before)
+        if self.gate_proj is not None:
+            embedded = embedded * self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid()
+        if self.joint_proj is not None:
+            gate, candidate, output = self.joint_proj(torch.cat([state, embedded, hidden], -1)).chunk(3, -1)
+            gate, embedded = gate.sigmoid(), output.tanh()
+            state = gate * state + (1 - gate) * candidate.tanh()
+        return logits + self.markov_w2(embedded).to(logits.dtype), state
+
+
+def along(edges: Any, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+    """Score logits [B, n, V] along one path by a head, as in training.
+
+    Args:
+        edges: :class:`MarkovHead` or :class:`Selector`.
+        logits, hidden: as of :meth:`MarkovHead.forward`, of the next n positions.
+        before: int64 [B, n], the token before each.
+    """
+    if not edges.recurrent:
+        scored: Tensor = edges(logits, hidden, before)[0]
+        return scored
+    state, found = edges.begin(hidden), []
+    for at in range(logits.shape[1]):
+        scored, state = edges(logits[:, at, None], hidden[:, at, None], before[:, at, None], state)
+        found.append(scored)
+    return torch.cat(found, 1)
+
+
+class Selector(nn.Module):
+    """DFlash 2's head: of the best ``top_k`` tokens of a position, a score by the token before and the hidden state.
+
+    logits(b | a) = logits(b) + ⟨A[a] ⊙ (P h), B[b]⟩ (z-lab's ``dflash/model.py``); the other tokens keep theirs.
+
+    Args:
+        vocab_size: of A and B [vocab_size, rank].
+        rank: r.
+        hidden_size: D, width of h; P [r, D].
+        top_k: tokens of a position that are scored.
+    """
+
+    recurrent = False
+
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def forward(self, logits: Tensor, hidden: Tensor, before: Tensor, _: None = None) -> tuple[Tensor, None]:
+        """See :meth:`MarkovHead.forward`."""
+        own, tokens = logits.topk(min(self.top_k, logits.shape[-1]), -1)  # [B, W, top_k]
+        context = self.predecessor_codebook[before] * self.hidden_projection(hidden)  # [B, W, r]
+        scores = torch.einsum("bwr,bwkr->bwk", context, self.successor_codebook[tokens])
+        return logits.scatter(-1, tokens, own + scores.to(own.dtype)), None
+
+
+class DynamicConvolution(nn.Module):
+    """DFlash 2's causal convolutions over a block, before and after a part of a layer, with weights by row.
+
+    out_t = Σ_tap (base[tap] + δ_t[tap, group]) ⊙ x_{t − tap}, zero before the block; δ of a row comes from what the
+    part reads there.
+
+    Args:
+        size: D, channels.
+        taps: rows that a row reads, itself included.
+        group: channels that share a δ.
+    """
+
+    def __init__(self, size: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.taps, self.group = taps, group
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))  # before, after
+        self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
+
+    def before(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Convolve rows [B, R, D] to what the part reads, beside it the δ for :meth:`after` [B, R, taps, groups]."""
+        delta = self.kernel_projection(hidden).unflatten(-1, (2, self.taps, -1))
+        return self.convolved(hidden, delta[:, :, 0], self.base_kernel[0]), delta[:, :, 1]
+
+    def after(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        """The part's output [B, R, D], convolved."""
+        return self.convolved(hidden, delta, self.base_kernel[1])
+
+    def convolved(self, hidden: Tensor, delta: Tensor, base: Tensor) -> Tensor:
+        """[B, R, D] with δ [B, R, taps, groups] and base [taps, D] → [B, R, D]."""
+        found = torch.zeros_like(hidden)
+        for tap in range(self.taps):
+            shifted = nn.functional.pad(hidden, (0, 0, tap, 0))[:, : hidden.shape[1]]
+            weight = base[tap] + delta[:, :, tap].repeat_interleave(self.group, -1)
+            found = found + weight * shifted
+        return found
+
+
+class ConvolvedLayer(Qwen3DecoderLayer):
+    """A decoder layer of DFlash 2: convolutions around attention and feed-forward part."""
+
+    def __init__(self, config: PretrainedConfig, layer: int, taps: int, group: int) -> None:
+        super().__init__(config, layer)
+        self.attention_conv = DynamicConvolution(config.hidden_size, taps, group)
+        self.mlp_conv = DynamicConvolution(config.hidden_size, taps, group)
+
+    def forward(self, hidden: Tensor, **options: Any) -> Tensor:
+        """The rows of one block [B, R, D] → [B, R, D]."""
+        read, delta = self.attention_conv.before(self.input_layernorm(hidden))
+        hidden = hidden + self.attention_conv.after(self.self_attn(read, **options)[0], delta)
+        read, delta = self.mlp_conv.before(self.post_attention_layernorm(hidden))
+        return hidden + self.mlp_conv.after(self.mlp(read), delta)
+
+
 class DFlash(FeatureDrafter):
     """A DFlash drafter: ``gsd_kernels.patch(model, drafter=DFlash.from_pretrained(folder_or_id, model))``.
 
@@ -146,7 +295,7 @@ class DFlash(FeatureDrafter):
         config: see :class:`DFlashConfig`.
     """
 
-    name, kind = "dflash", "DFlash"
+    name = "dflash"
     read_config = DFlashConfig.of
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -164,16 +313,13 @@ class DFlash(FeatureDrafter):
         self.confidence_head = nn.ModuleDict({"proj": nn.Linear(read, 1, bias=bias)}) if read else None
         rank = config.selector_rank
         self.candidate_selector = Selector(vocab, rank, size, config.selector_top_k) if rank else None
+        kinds = {"DFlash 2": rank or taps, "DSpark": config.markov_rank, "JetSpec": config.causal_head}
+        self.kind = next((kind for kind, whether in kinds.items() if whether), "DFlash")
 
     @property
     def edges(self) -> MarkovHead | Selector | None:
         """The head that scores a token by the one before, or by all before it, if there is one."""
         return self.candidate_selector if self.markov_head is None else self.markov_head
-
-    def __repr__(self) -> str:
-        config = self.config
-        sizes = f"{len(self.layers)} layer(s) of width {config.layers.hidden_size}, blocks of {config.block_size}"
-        return f"<DFlash: {config.kind}, {sizes}, vocabulary of {config.draft_vocab_size:,} tokens>"
 
     @property
     def plain(self) -> bool:
@@ -274,28 +420,41 @@ class DFlashDrafts(Ahead):
 
     def prepare(self, config: GraphConfig) -> None:
         """See :meth:`FeatureSource.prepare`; and room for a recurrent head's states, one a node."""
-        if self.recurrent:
-            self.states.prepare(config, self.rows.features, self.module.config.markov_rank)
+        self.prepare_states(config)
         super().prepare(config)
 
-    def read(self, fed: FedRows, features: Tensor, *_: Any) -> Any:
-        """Store keys and values of features."""
-        self.module.store(features, fed.positions, self.rows.cache)
+    def prepare_states(self, config: GraphConfig) -> None:
+        """Make room for the states of a shape's nodes."""
+        if self.recurrent:
+            self.states.prepare(config, self.rows.features, self.module.config.markov_rank)
+
+    def read(self, fed: FedRows, features: Any, inputs: GraphInputs, keep: int) -> Any:
+        """Store keys and values of features, or forward the block behind them."""
+        if features is not None:
+            return self.module.store(features, fed.positions, self.rows.cache)
+        # Windows are counted from the root, so for attention all rows are where the root is.
+        here = torch.zeros_like(self.row)
+        graph = inputs.kv_len, inputs.kv_start, here, here, inputs.backend
+        seen = BlockInputs(*(GraphInputs(sees, *graph) for sees in (self.sees_all, self.sees_window)))
+        states = self.module(self.embedded(fed.ids), fed.positions, seen, self.rows.cache)
+        return states, self.head(states[:, -self.module.config.num_drafted :].to(self.head.weight.dtype))
 
     def look_ahead(self, level: Level, end: Tensor) -> None:
         """Forward the block, and keep what candidates of its positions are made of until the next step."""
         self.feed(end, level.config.chain_rows, keep=0)
         (states, logits), config = self.forward_block(), self.module.config
         if self.by_node:
-            self.hidden, self.logits = states[:, config.block_size - config.num_drafted :], logits
+            self.hidden, self.logits = states[:, -config.num_drafted :], logits
         else:
             self.keep_positions(logits, level)
         if self.recurrent:
             edges, root = self.module.edges, states[:, :1]
-            self.first = edges.begin(root)
+            first = edges.begin(root)
             if not config.sample_from_anchor:  # the root's row went before, with the same token
                 token = self.known_tokens(self.state.root_tokens())[:, None]
-                _, self.first = edges(logits[:, :1], root, token, self.first)
+                _, first = edges(logits[:, :1], root, token, first)
+            self.prepare_states(level.config)  # a shape may only be warmed up
+            self.states.by_shape[level.config][:, :1] = first  # which the root's own takes the place of
 
     @property
     def confident(self) -> bool:
@@ -305,8 +464,7 @@ class DFlashDrafts(Ahead):
     @property
     def recurrent(self) -> bool:
         """Return whether what follows a node depends on its whole path."""
-        edges = self.module.edges
-        return edges is not None and edges.recurrent
+        return getattr(self.module.edges, "recurrent", False)
 
     @property
     def by_node(self) -> bool:
@@ -326,45 +484,21 @@ class DFlashDrafts(Ahead):
         at = place.clamp(max=drafted - 1).to(self.logits.device)
         hidden, logits = rows_at(self.hidden, at), rows_at(self.logits, at)
         before = self.known_tokens(frontier.token_ids)
-        scored = self.scored(level, logits, hidden, before)
-        tokens, log_probs = self.ranked(scored, level.positions, level.config.branch)
+        if self.module.edges is not None:
+            state = self.states.of_parents(level) if self.recurrent else None
+            logits, state = self.module.edges(logits, hidden, before, state)
+            if self.recurrent:
+                self.states.keep(level, state)  # a recurrent head's goes along the edges
+        tokens, log_probs = self.ranked(logits, level.positions, level.config.branch)
         if self.confident:
             log_probs = log_probs + logsigmoid(self.module.confidence(hidden, before)).to(log_probs)
         there = (place < drafted)[..., None]
         return Proposal(torch.where(there, tokens, -1), torch.where(there, log_probs, -torch.inf), place)
 
-    def scored(self, level: Level, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
-        """Logits [B, W, V] after nodes, of those of their positions; a recurrent head's states go along the edges."""
-        edges = self.module.edges
-        if edges is None:
-            return logits
-        if not self.recurrent:
-            scored: Tensor = edges(logits, hidden, before)[0]
-            return scored
-        first = level.number == 0
-        state = self.first.expand(-1, before.shape[1], -1) if first else self.states.of_parents(level)
-        scored, state = edges(logits, hidden, before, state)
-        if first:
-            self.states.prepare(level.config, state, state.shape[2])  # of a shape that is only warmed
-        self.states.keep(level, state)
-        return scored
-
     def forward_block(self) -> tuple[Tensor, Tensor]:
         """Forward the block behind all features: states [B, block_size, D], and logits of what it drafts [B, n, V]."""
-        kv_len, config = self.cached, self.module.config
-        tokens = torch.full_like(self.row, config.mask_token_id)
+        tokens = torch.full_like(self.row, self.module.config.mask_token_id)
         tokens[:, 0] = self.state.root_tokens()
-        fed = self.rows.feed(tokens, kv_len, 0, self.row, self.row, 0)
-        drafted = slice(config.block_size - config.num_drafted, None)
-        if self.operator is not None:
-            rows = fed.ids, fed.positions, fed.places, self.sees_all, self.row, kv_len
-            decoder = self.operator.decoder
-            logits, states, _ = self.operated(decoder_rows, decoder, *rows, keep=config.block_size)
-            return states.to(self.rows.features), logits[:, drafted]
-        # Windows are counted from the root, so for attention all rows are where the root is.
-        here = torch.zeros_like(self.row)
-        seen = self.sees_all, self.sees_window
-        inputs = BlockInputs(*(self.rows.inputs(kv_len, sees, here, here) for sees in seen))
-        with self.rows.cache.writing(fed.places):
-            states = self.module(self.embedded(fed.ids), fed.positions, inputs, self.rows.cache)
-        return states, self.head(states[:, drafted].to(self.head.weight.dtype))
+        graph = self.cached, 0, self.sees_all, self.row, self.row
+        states, logits = self.forward(tokens, None, *graph, keep=tokens.shape[1])
+        return states, logits[:, -self.module.config.num_drafted :]

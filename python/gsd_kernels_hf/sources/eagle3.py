@@ -135,7 +135,6 @@ class Eagle3(FeatureDrafter):
         config: see :class:`Eagle3Config`.
     """
 
-    kind = "EAGLE-3"
     read_config = Eagle3Config.of
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -152,7 +151,8 @@ class Eagle3(FeatureDrafter):
             narrow = getattr(first.self_attn, name)
             setattr(first.self_attn, name, nn.Linear(2 * size, narrow.out_features, bias=narrow.bias is not None))
         self.mask_hidden = None if config.mask_shape is None else nn.Parameter(torch.zeros(config.mask_shape))
-        self.name = "eagle3" if config.mask_shape is None else "p-eagle"  # of its draft source
+        # Of its draft source, and in errors.
+        self.name, self.kind = ("eagle3", "EAGLE-3") if config.mask_shape is None else ("p-eagle", "P-EAGLE")
         self.hands_on_normed = config.norm_output  # of a node what the output matrix reads, not the norm before it
 
     @classmethod
@@ -164,12 +164,6 @@ class Eagle3(FeatureDrafter):
                 raise bad(f"this EAGLE-3 drafter in {where} drafts by its target's output matrix; pass the target too")
             drafter.share_head(target)
         return drafter
-
-    def __repr__(self) -> str:
-        config = self.config
-        sizes = f"{len(self.layers)} layer(s) of width {config.layers.hidden_size}"
-        parallel = f" P-EAGLE, {config.num_parallel} tokens at once," if config.mask_shape is not None else ""
-        return f"<Eagle3:{parallel} {sizes}, vocabulary of {config.draft_vocab_size:,} tokens>"
 
     @torch.no_grad()
     def share_head(self, target: PreTrainedModel) -> None:

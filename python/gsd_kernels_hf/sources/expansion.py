@@ -43,10 +43,6 @@ class DraftVocabulary:
         """That of a drafter with ``sizes``, ``d2t`` and ``target_ids()``, for a target of ``vocab_size``."""
         return cls(None if module.d2t is None else module.target_ids(), module.sizes.vocab_size, vocab_size)
 
-    def reduces(self, sampler: Sampler) -> bool:
-        """Return whether draft tokens are ranked among themselves; noise and filters go by the target's ids."""
-        return self.table is not None and sampler.greedy
-
     @property
     def columns(self) -> int:
         """Columns of the drafter's logits, as far as they are read."""
@@ -54,7 +50,7 @@ class DraftVocabulary:
 
     def ranked(self, sampler: Sampler, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
         """The best tokens by logits [B, W, draft] for int positions [B, W] of the text: [B, W, branch], target ids."""
-        if self.table is None or not self.reduces(sampler):
+        if self.table is None or not sampler.greedy:  # noise and filters go by the target's ids
             return sampler.candidates(self.whole(logits), positions, branch)
         tokens, log_probs = sampler.candidates(logits, positions, branch)
         return self.table[tokens.long()], log_probs
@@ -210,12 +206,8 @@ class Lattice(OwnSource):
         """Rows that :meth:`step` forwards."""
         return 0
 
-    def step(self, level: Level) -> None:
-        """Make entries of what was emitted, forward, and keep what :meth:`at_depths` reads."""
-        raise NotImplementedError
-
-    def warm_step(self, level: Level) -> None:
-        """Launch once what :meth:`step` launches, behind what is stored."""
+    def step(self, level: Level, *, emitted: bool = True) -> None:
+        """Forward, and keep what :meth:`at_depths` reads; without ``emitted`` behind what is stored, for warming up."""
         raise NotImplementedError
 
     def propose(self, level: Level) -> Proposal | None:
@@ -231,7 +223,7 @@ class Lattice(OwnSource):
         """The launches of a step, and candidates of as many positions."""
         if self.levels(level.config) == 0:
             return None
-        self.warm_step(level)
+        self.step(level, emitted=False)
         return self.at_depths(level)
 
     def keep_positions(self, logits: Tensor, level: Level) -> None:

@@ -7,7 +7,7 @@ own, which say the sizes of their layers and may bring an embedding, an output m
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +35,10 @@ Turns = tuple[Tensor, Tensor]
 """Cosines and sines of a row's position, [B, R, head_dim] each."""
 
 SETTINGS = (
-    "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps hidden_act "
-    "attention_bias mlp_bias rope_theta rope_scaling rope_parameters max_position_embeddings num_hidden_layers "
+    "rms_norm_eps hidden_act attention_bias mlp_bias rope_theta rope_scaling rope_parameters max_position_embeddings "
     "layer_types sliding_window use_sliding_window max_window_layers partial_rotary_factor"
 ).split()
-"""Of a drafter's config, those that its layers depend on."""
+"""Of a drafter's config, those that its layers depend on, beside sizes."""
 
 LAYERS: dict[str, type[nn.Module]] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 """By ``model_type``."""
@@ -82,16 +81,12 @@ class HiddenDrafter(nn.Module):
         hands_on_normed: whether a node's vector is what the output matrix reads, not what the norm before it does.
     """
 
-    kind: str
-    sizes: PretrainedConfig
-    layers: Sequence[nn.Module]
-    norm: nn.Module
-    rotary: Any
-    windows: Sequence[int | None]
-    embed_tokens: nn.Embedding | None
-    lm_head: nn.Linear | None
-    d2t: Tensor | None
     plain = hands_on_normed = True
+
+    def __repr__(self) -> str:
+        tokens = self.sizes.vocab_size if self.d2t is None else len(self.d2t)
+        sizes = f"{len(self.layers)} layer(s) of width {self.sizes.hidden_size}, vocabulary of {tokens:,} tokens"
+        return f"<{type(self).__name__}: {self.kind}, {sizes}>"
 
     def options(self, like: Tensor, positions: Tensor, graph: Attends, cache: Any) -> dict[str, Any]:
         """Arguments of a decoder layer beside its hidden states.
@@ -130,15 +125,13 @@ def layer_config(config: Mapping[str, Any]) -> PretrainedConfig:
     Raises:
         BadCheckpoint: a size is missing or impossible, or frequencies depend on the length.
     """
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-        checkpoints.number(config, name)
+    required = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    size, heads, *_ = sizes = [checkpoints.number(config, name) for name in required]
+    defaults = {"num_hidden_layers": 1, "num_key_value_heads": heads, "head_dim": size // heads}
+    own = {name: checkpoints.number(config, name, default=value) for name, value in defaults.items()}
+    own |= dict(zip(required, sizes, strict=True))
+    own |= {name: config[name] for name in SETTINGS if config.get(name) is not None}
     kind = config["model_type"] if config.get("model_type") in LAYERS else "llama"
-    own = {name: config[name] for name in SETTINGS if config.get(name) is not None}
-    own.setdefault("num_hidden_layers", 1)
-    own.setdefault("num_key_value_heads", own["num_attention_heads"])
-    own.setdefault("head_dim", own["hidden_size"] // own["num_attention_heads"])
-    for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
-        checkpoints.number(own, name)
     try:
         found: PretrainedConfig = AutoConfig.for_model(kind, **own)
     except (TypeError, ValueError, KeyError) as error:

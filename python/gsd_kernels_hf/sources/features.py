@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig
+from gsd_kernels.ops.decoder_rows import decoder_rows
 from gsd_kernels.ops.feature_rows import FeatureWeights, cuda, feature_rows
 from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.step import FedRows, feed_chain
 
 from ..model import replay
-from ..model.attention import AttentionKind, GraphInputs, windowed
-from ..model.cache import GraphCache
+from ..model.attention import GraphInputs, windowed
+from ..model.cache import GraphCache, grown
 from ..model.foreign import SILU, STATIC_ROPE, foreign_code
 from ..model.fused import CLASSES, choice, error_of, missing
 from ..model.fused_rows import decoder_weights, storage_of
@@ -105,38 +106,12 @@ class FeatureCache(CachedText):
     def grow(self, capacity: int) -> None:
         """See :meth:`CachedText.grow`."""
         super().grow(capacity + self.extra)
-        grown = self.features.new_zeros(self.features.shape[0], capacity, self.features.shape[2])
-        grown[:, : self.features.shape[1]] = self.features
-        replay.hold(self.features)
-        self.features = grown
+        self.features = grown(self.features, capacity)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far."""
         return super().nbytes + self.features.nbytes
-
-    def at(self, place: Tensor) -> Tensor:
-        """Features at positions int64 [B, n]: [B, n, D]."""
-        return rows_at(self.features, place)
-
-    def inputs(
-        self,
-        kv_len: Tensor,
-        ancestor_mask: Tensor,
-        depths: Tensor,
-        node_depths: Tensor,
-        kinds: tuple[AttentionKind, ...] | None = None,
-    ) -> GraphInputs:
-        """The inputs of rows behind ``kv_len`` [B] positions; arguments as of :class:`GraphInputs`."""
-        return GraphInputs(
-            ancestor_mask=ancestor_mask,
-            kv_len=kv_len,
-            kv_start=self.text_kv_start,
-            row_depths=depths,
-            node_depths=node_depths,
-            backend=self.backend,
-            kinds=kinds,
-        )
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """Begin a forward of rows, as a row model does."""
@@ -190,9 +165,8 @@ class FeatureSource(OwnSource):
 
     def attach(self, text: Text) -> None:
         super().attach(text)
-        parts = self.module, self.embedding, self.head
         # Parameters as they lie now: a cast replaces them.
-        self.operator = weights_of(*parts) if is_operator(*parts, self.rows.backend) else None
+        self.operator = operator_of(self.module, self.embedding, self.head, self.rows.backend)
         self.rows.compiled = self.operator is not None
         self.rows.ids_dtype = torch.int32 if self.rows.compiled else torch.int64
         prompt = self.state.tokens[:, : int(self.state.out_len[0])]
@@ -214,7 +188,7 @@ class FeatureSource(OwnSource):
         states = [rows_at(seen.hidden[number], path.clamp(min=0).long()) for number in self.hidden_layers]
         place = torch.arange(path.shape[1], device=path.device)
         at = (self.state.out_len - count - 1)[:, None].long() + place  # the target read the root there
-        features = torch.where((place < count[:, None])[..., None], self.fuse(states), self.rows.at(at))
+        features = torch.where((place < count[:, None])[..., None], self.fuse(states), rows_at(self.rows.features, at))
         self.rows.features.scatter_(1, at[..., None].expand_as(features), features)
 
     def fuse(self, states: list[Tensor]) -> Tensor:
@@ -247,7 +221,7 @@ class FeatureSource(OwnSource):
         chain = feed_chain(self.state.tokens, to, self.cached.add_(ahead), rows, backend=self.rows.backend)
         self.cached.sub_(ahead + unknown)
         tokens, kv_len = chain.token_ids, chain.kv_len - ahead
-        features = self.rows.at(torch.minimum(kv_len[:, None] + chain.depths, end[:, None]).long())
+        features = rows_at(self.rows.features, torch.minimum(kv_len[:, None] + chain.depths, end[:, None]).long())
         if unknown:
             tokens[:, width:], features[:, width:] = self.unknown
         graph = chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths
@@ -256,7 +230,7 @@ class FeatureSource(OwnSource):
     def forward(
         self,
         tokens: Tensor,
-        features: Tensor,
+        features: Tensor | None,
         kv_len: Tensor,
         slots: Tensor | int,
         ancestor_mask: Tensor,
@@ -269,18 +243,22 @@ class FeatureSource(OwnSource):
         """Vectors that nodes hand on [B, keep, D] and logits [B, keep, V] of the last rows.
 
         Arguments as of :meth:`~gsd_kernels_hf.model.runner.RowModel.rows`; features [B, R, D] of the target, or vectors
-        of drafted nodes' parents.
+        of drafted nodes' parents; ``None``: of rows that read their tokens alone.
         """
-        fed = self.rows.feed(tokens, kv_len, slots, depths, node_depths, shift)
-        if self.operator is not None:
-            rows = fed.ids, features, fed.positions, fed.places, ancestor_mask, node_depths, kv_len
-            logits, normed, state = self.operated(feature_rows, self.operator, *rows, keep=keep)
-            return (normed if self.module.hands_on_normed else state).to(features.dtype), logits
-        graph = kv_len, ancestor_mask, fed.depths, node_depths
-        with self.rows.cache.writing(fed.places):
-            return self.read(fed, features, self.rows.inputs(*graph, windowed(self.module.windows)), keep)
+        rows = self.rows
+        fed = rows.feed(tokens, kv_len, slots, depths, node_depths, shift)
+        if self.operator is None:
+            graph = ancestor_mask, kv_len, rows.text_kv_start, fed.depths, node_depths, rows.backend
+            with rows.cache.writing(fed.places):
+                return self.read(fed, features, GraphInputs(*graph, windowed(self.module.windows)), keep)
+        run: Any = decoder_rows if features is None else feature_rows
+        read = (self.operator.decoder, fed.ids) if features is None else (self.operator, fed.ids, features)
+        graph = fed.positions, fed.places, ancestor_mask, node_depths, kv_len, rows.text_kv_start
+        storage = storage_of(rows.cache, self.operator.decoder, len(rows.features))
+        logits, normed, state = run(*read, *graph, *storage, keep=keep, backend=rows.operator)
+        return (normed if self.module.hands_on_normed else state).to(rows.features.dtype), logits
 
-    def read(self, fed: FedRows, features: Tensor, inputs: GraphInputs, keep: int) -> tuple[Tensor, Tensor]:
+    def read(self, fed: FedRows, features: Any, inputs: GraphInputs, keep: int) -> tuple[Tensor, Tensor]:
         """The same by the modules."""
         hidden = self.module(self.embedded(fed.ids), features, fed.positions, inputs, self.rows.cache)
         inputs.check_complete()
@@ -294,12 +272,6 @@ class FeatureSource(OwnSource):
     def known(self, logits: Tensor) -> Tensor:
         """Logits [B, n, V], all 0 where the text has no position with a feature yet, and nothing to go by."""
         return torch.where((self.state.out_len - 1 > self.state.kv_start)[:, None, None], logits, 0.0)
-
-    def operated(self, run: Any, weights: Any, *rows: Tensor, keep: int) -> Any:
-        """Run an operator for rows over the layers' keys and values; ``rows`` up to ``kv_len``."""
-        assert self.operator is not None
-        storage = storage_of(self.rows.cache, self.operator.decoder, len(self.rows.features))
-        return run(weights, *rows, self.rows.text_kv_start, *storage, keep=keep, backend=self.rows.operator)
 
 
 class Recursion(Expansion):
@@ -375,12 +347,9 @@ class Ahead(FeatureSource, Lattice):
     def num_rows(self, config: GraphConfig) -> int:
         return config.chain_rows + self.rows_ahead(config)
 
-    def step(self, level: Level) -> None:
-        self.look_ahead(level, self.state.out_len - 1)
-
-    def warm_step(self, level: Level) -> None:
+    def step(self, level: Level, *, emitted: bool = True) -> None:
         self.used = True  # it writes behind what a kept cache says that it holds
-        self.look_ahead(level, self.cached)  # where no entry is missing
+        self.look_ahead(level, self.state.out_len - 1 if emitted else self.cached)  # there no entry is missing
 
     def look_ahead(self, level: Level, end: Tensor) -> None:
         """Make entries before ``end`` [B], forward rows behind them, and keep what these say."""
@@ -418,15 +387,10 @@ class Parallel(Ahead):
 # it rounds less in between. Drafts need no proof: the target verifies them.
 
 
-def weights_of(module: Any, embed: Any, head: Any) -> FeatureWeights:
-    """A drafter's parameters as they lie in it."""
-    kinds, frequencies = windowed(module.windows), module.rotary.frequencies(module.norm.weight.device)
-    decoder = decoder_weights(embed, module.layers, kinds, module.norm, head, *frequencies)
-    return FeatureWeights(decoder, **module.first_parameters())
+def operator_of(module: Any, embed: Any, head: Any, backend: str) -> FeatureWeights | None:
+    """A drafter's parameters as they lie in it; ``None`` unless it can be one operator.
 
-
-def is_operator(module: Any, embed: Any, head: Any, backend: str) -> bool:
-    """Return whether a drafter can be one operator: plain modules and tensors, all of one dtype, device and epsilon.
+    That takes plain modules and tensors, all of one dtype, device and epsilon.
 
     Raises:
         ValueError: a variable of the environment says what there is not.
@@ -434,7 +398,7 @@ def is_operator(module: Any, embed: Any, head: Any, backend: str) -> bool:
     norm, sizes = module.norm, module.sizes
     device, dtype = norm.weight.device, norm.weight.dtype
     if missing(device, backend) or any(map(foreign_code, (module, embed, head))) or not module.plain:
-        return False
+        return None
     leaves = [part for part in (head, *module.modules()) if not any(part.children())]
     computed = (  # parts first, since configs of others lack what is read
         type(embed) is nn.Embedding
@@ -450,7 +414,12 @@ def is_operator(module: Any, embed: Any, head: Any, backend: str) -> bool:
             for weight in (embed.weight, head.weight, *module.parameters())
         )
     )
-    if not computed or not replay.is_gpu(device):
-        return computed
-    weights = weights_of(module, embed, head)
-    return error_of(cuda.check, weights) is None and choice(weights.decoder).why is None
+    if not computed:
+        return None
+    layers = module.layers, windowed(module.windows), norm, head
+    weights = FeatureWeights(
+        decoder_weights(embed, *layers, *module.rotary.frequencies(device)), **module.first_parameters()
+    )
+    if replay.is_gpu(device) and (error_of(cuda.check, weights) or choice(weights.decoder).why):
+        return None
+    return weights

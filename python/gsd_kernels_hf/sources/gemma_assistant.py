@@ -133,19 +133,18 @@ def check_sizes(config: PretrainedConfig, target: PreTrainedModel) -> None:
     """
     sizes = config.get_text_config()
     checkpoints.check_sizes(KIND, sizes.vocab_size, config.backbone_hidden_size, target)
-    missing = sorted(set(sizes.layer_types) - storing_layers(target).keys())
-    reads = "this Gemma 4 assistant reads"
-    if missing:
-        raise bad(
-            f"{reads} keys and values of {missing[0]} layers, which {type(target).__name__} does not have; "
-            f"{checkpoints.BELONGS}"
-        )
-    theirs = stored_by(text_config(target))
+    reads, storing = "this Gemma 4 assistant reads", storing_layers(target)
     for kind, (heads, size) in stored_by(sizes).items():
-        if theirs[kind] != (heads, size):
+        if kind not in storing:
+            raise bad(
+                f"{reads} keys and values of {kind} layers, which {type(target).__name__} does not have; "
+                f"{checkpoints.BELONGS}"
+            )
+        theirs = stored_by(text_config(target))[kind]
+        if theirs != (heads, size):
             raise bad(
                 f"{reads} {heads} heads of {size} of {kind} layers, and those of {type(target).__name__} store "
-                f"{theirs[kind][0]} of {theirs[kind][1]}; {checkpoints.BELONGS}"
+                f"{theirs[0]} of {theirs[1]}; {checkpoints.BELONGS}"
             )
 
 
@@ -195,39 +194,21 @@ class AssistantDrafts(LastState, Recursion):
         """Forward a frontier, which writes nothing."""
         self.nodes(level, None)
 
-    def has_read(self) -> bool:
-        """Return whether the target's layers have storage, as they have from the first token on that it has read."""
-        return all(self.text.target.cache.layers[index].is_initialized for index in self.layers.values())
-
-    def forward(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Vectors [B, W, D] and logits [B, W, V] of nodes with tokens int [B, W] after what handed on ``features``.
-
-        All 0 for a text of which the target has read nothing yet.
-        """
-        if not self.has_read():
-            return torch.zeros_like(features), self.no_logits(tokens.shape[1])
-        kv_len, to = self.text.kv_len, self.device
+    def nodes(self, level: Level, vectors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See :meth:`Recursion.nodes`; all 0 for a text of which the target has read nothing yet."""
+        tokens, cached = level.frontier.token_ids, self.text.target.cache.layers
+        if vectors is None:
+            vectors = self.hidden[:, None].to(self.device, self.module.model.dtype).expand(-1, tokens.shape[1], -1)
+        if not all(cached[index].is_initialized for index in self.layers.values()):
+            return torch.zeros_like(vectors), self.no_logits(tokens.shape[1])
+        kv_len, kv_start, to = self.text.kv_len, self.state.kv_start, self.device
         zeros = torch.zeros_like(tokens, dtype=torch.int32)  # [B, W]; all rows are where the root is
-        inputs = GraphInputs(
-            ancestor_mask=zeros[..., None],
-            kv_len=kv_len,
-            kv_start=self.state.kv_start,
-            row_depths=zeros,
-            node_depths=zeros[:, :1],
-            backend=self.text.target.backend,
-            kinds=self.kinds,
-        )
-        cached = self.text.target.cache.layers
+        graph = zeros[..., None], kv_len, kv_start, zeros, zeros[:, :1], self.text.target.backend
+        inputs = GraphInputs(*graph, self.kinds)
         stored = {kind: (cached[index].keys.to(to), cached[index].values.to(to)) for kind, index in self.layers.items()}
-        embedded = self.embed(tokens.long()).to(features.dtype)
-        positions = (kv_len - inputs.kv_start)[:, None].long().expand(tokens.shape)
-        vectors, logits = self.module(embedded, features, positions, stored, inputs)
+        embedded = self.embed(tokens.long()).to(vectors.dtype)
+        positions = (kv_len - kv_start)[:, None].long().expand(tokens.shape)
+        vectors, logits = self.module(embedded, vectors, positions, stored, inputs)
         inputs.check_complete()
         known = self.known[:, None, None]
         return torch.where(known, vectors, 0.0), torch.where(known, logits, 0.0)
-
-    def nodes(self, level: Level, vectors: Tensor | None) -> tuple[Tensor, Tensor]:
-        tokens = level.frontier.token_ids
-        if vectors is None:
-            vectors = self.hidden[:, None].to(self.device, self.module.model.dtype).expand(-1, tokens.shape[1], -1)
-        return self.forward(tokens, vectors)

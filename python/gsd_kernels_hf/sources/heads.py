@@ -125,13 +125,8 @@ class DraftHeads(nn.Module):
         """Write ``draft_heads.safetensors`` and ``draft_heads.json`` into ``folder``, which is made if need be."""
         folder = path_of(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        config = {
-            "hidden_size": self.hidden_size,
-            "num_heads": self.num_heads,
-            "num_layers": self.num_layers,
-            **({} if self.output_size is None else {"output_size": self.output_size}),
-            "target": self.target,
-        }
+        settings = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        config = {name: value for name, value in settings.items() if value is not None}
         weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
         write_file(folder / WEIGHTS_FILE, lambda partial: save_file(weights, partial, metadata={"format": "pt"}))
         write_json(folder / CONFIG_FILE, config, indent=2)
@@ -182,22 +177,20 @@ class DraftHeads(nn.Module):
         count, layers = 1 + max(int(name.partition(".")[0]) for name in checkpoint.files), int(name.split(".")[1])
         if layers < 1:
             raise bad(f"{folder} has Medusa heads without a residual block; not served")
-        blocks = [f"{head}.{layer}.linear." for layer in range(layers) for head in range(count)]
-        own = [f"{head}.{layers}.weight" for head in range(count)]
-        parts: dict[str, tuple[int, ...]] = {"weight": (size, size), "bias": (size,)}
-        expected = {f"{block}{part}": shape for part, shape in parts.items() for block in blocks}
         with torch.device("meta"):
             heads = cls(size, count, num_layers=layers, output_size=vocab)
+            medusa = nn.ModuleList()
+            for _ in range(count):
+                blocks = [nn.ModuleDict({"linear": nn.Linear(size, size)}) for _ in range(layers)]
+                medusa.append(nn.ModuleList([*blocks, nn.Linear(size, vocab, bias=False)]))
         if target is not None:
             heads.check_target(target, "drafter")
-        tensors = checkpoint.read(expected | dict.fromkeys(own, (vocab, size)))
-        weight, bias = (
-            torch.stack([tensors[block + part] for block in blocks]).unflatten(0, (layers, count)) for part in parts
-        )
+        checkpoint.load_into(medusa)
+        linears = [[head[layer]["linear"] for head in medusa] for layer in range(layers)]
         weights = {
-            "weight": weight.transpose(2, 3).contiguous(),
-            "bias": bias[:, :, None],
-            "output": torch.stack([tensors[name] for name in own]),
+            "weight": torch.stack([torch.stack([one.weight.T for one in layer]) for layer in linears]),
+            "bias": torch.stack([torch.stack([one.bias[None] for one in layer]) for layer in linears]),
+            "output": torch.stack([head[layers].weight for head in medusa]),
         }
         heads.load_state_dict(weights, assign=True)
         return heads.requires_grad_(False).placed(target)
@@ -273,10 +266,8 @@ class Heads(LastState, Lattice):
         """Return the number of heads: the history is alone below, and would be weighed against nothing."""
         return self.heads.num_heads
 
-    def step(self, level: Level) -> None:
+    def step(self, level: Level, *, emitted: bool = True) -> None:
         self.keep_positions(self.heads(self.hidden, self.lm_head), level)
-
-    warm_step = step
 
     def ranked(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
         tokens, log_probs = super().ranked(logits, positions, branch)

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from ..model.properties import device_of, text_config
 from ..packed.modules import device_of_weights, dtype_of
 from ..validate import SERVED_LAYERS
 from . import checkpoints
-from .checkpoints import SCALE, WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, files_of
+from .checkpoints import WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, files_of
 from .feature_drafter import HiddenDrafter, Rotary
 from .layouts import QUANTISED, HeadLayout, find_heads, looked_for
 
@@ -67,6 +68,17 @@ class Block:
         return {name: tuple(value.shape) for name, value in self.module.state_dict().items()}
 
 
+@contextmanager
+def making(what: str, target: PreTrainedModel) -> Iterator[None]:
+    """Refuse a target of which a part cannot be made by itself."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        raise bad(
+            f"{what} of {type(target).__name__} cannot be made by itself: {error}; its {KIND} heads are not served"
+        ) from error
+
+
 def blocks_of(target: PreTrainedModel) -> Iterator[Block]:
     """Every decoder layer that differs from the others in its parts or its type of attention.
 
@@ -85,16 +97,10 @@ def blocks_of(target: PreTrainedModel) -> Iterator[Block]:
         for attention in types:
             own = copy.deepcopy(config)
             own._attn_implementation_internal = implementation_of(config)
-            try:
+            with making("a layer", target), torch.device("meta"):
                 if attention is not None:
                     own.layer_types = [attention] * len(layers)
-                with torch.device("meta"):
-                    module = type(layer)(own, index)
-            except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-                raise bad(
-                    f"a layer of {type(target).__name__} cannot be made by itself: {error}; its "
-                    "multi-token-prediction heads are not served"
-                ) from error
+                module = type(layer)(own, index)
             for part in module.modules():
                 if hasattr(part, "layer_idx"):
                     part.layer_idx = 0  # of the head's own cache
@@ -111,11 +117,6 @@ def stored_as(name: str, shape: tuple[int, ...], files: Mapping[str, Any]) -> Sh
     return {f"{experts['base']}.{i}.{matrix}.weight": part for i in range(shape[0]) for matrix in matrices}
 
 
-def all_stored_as(shapes: Shapes, files: Mapping[str, Any]) -> Shapes:
-    """The same of all tensors of a module."""
-    return {part: size for name, shape in shapes.items() for part, size in stored_as(name, shape, files).items()}
-
-
 def block_for(files: Shapes, target: PreTrainedModel, attention: str | None, named: object = None) -> Block:
     """The target's decoder layer that has these tensors, or most of them: what is missing, reading them says.
 
@@ -128,7 +129,10 @@ def block_for(files: Shapes, target: PreTrainedModel, attention: str | None, nam
     Raises:
         BadCheckpoint: layers of several types have them.
     """
-    found = [(len(all_stored_as(block.shapes(), files).keys() ^ files.keys()), block) for block in blocks_of(target)]
+    found = []
+    for block in blocks_of(target):
+        stored = {part for name, shape in block.shapes().items() for part in stored_as(name, shape, files)}
+        found.append((len(stored ^ files.keys()), block))
     wrong, nearest = min(found, key=lambda one: one[0])
     kinds = {block.attention: block for strange, block in reversed(found) if strange == wrong}
     named = getattr(nearest.config, "mtp_layer_types", None) or named
@@ -164,24 +168,14 @@ class Mtp(HiddenDrafter):
         size = block.config.hidden_size
         _, norm = decoder_of(block.target)
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        try:
-            norms = [type(norm)(size, eps=eps) for _ in range(3)]
-        except TypeError as error:
-            raise bad(
-                f"the norm of {type(block.target).__name__} cannot be made by itself: {error}; its {KIND} "
-                "heads are not served"
-            ) from error
-        self.embedding_norm, self.hidden_norm, self.output_norm = norms
+        with making("the norm", block.target):
+            self.embedding_norm, self.hidden_norm, self.output_norm = (type(norm)(size, eps=eps) for _ in range(3))
         self.projection = nn.Linear(2 * size, size, bias=bias)
         self.block = block.module
-        rotary = getattr(block.target.get_decoder(), "rotary_emb", None)
-        if not isinstance(rotary, nn.Module):
-            raise bad(
-                f"{type(block.target).__name__} has no rotary_emb in its decoder, so its {KIND} heads cannot be "
-                "placed; not served"
-            )
-        typed = "layer_type" in inspect.signature(rotary.forward).parameters
-        self.rotary = Rotary(copy.deepcopy(rotary), **({"layer_type": block.attention} if typed else {}))
+        with making("the rotary embedding", block.target):
+            rotary = block.target.get_decoder().rotary_emb
+            typed = "layer_type" in inspect.signature(rotary.forward).parameters
+            self.rotary = Rotary(copy.deepcopy(rotary), **({"layer_type": block.attention} if typed else {}))
         self.runs = False  # whether that is known
 
     @classmethod
@@ -200,7 +194,7 @@ class Mtp(HiddenDrafter):
                 read.
         """
         checkpoint, layout = open_heads(where, target, revision)
-        shapes = {name: shape for name, shape in checkpoint.shapes.items() if not name.endswith(SCALE)}
+        shapes = checkpoint.shapes
         inner = {name.removeprefix("block."): shape for name, shape in shapes.items() if name.startswith("block.")}
         block = block_for(inner, target, layout.attention, checkpoint.config.get("mtp_layer_types"))
         with torch.device("meta"):
@@ -209,11 +203,11 @@ class Mtp(HiddenDrafter):
         layers, norm = decoder_of(target)
         weights = {} if layout.output_norm else {"output_norm.weight": norm.weight.detach().clone()}
         wanted = {name: tuple(value.shape) for name, value in module.state_dict().items() if name not in weights}
-        found = checkpoint.read(all_stored_as(wanted, shapes))
-        for name, shape in wanted.items():
-            parts = [found[part] for part in stored_as(name, shape, shapes)]
-            # Experts one after the other, each with its gate before.
-            weights[name] = parts[0] if name in found else torch.cat(parts).view(shape)
+        stored = {name: stored_as(name, shape, shapes) for name, shape in wanted.items()}
+        found = checkpoint.read({part: shape for parts in stored.values() for part, shape in parts.items()})
+        for name in wanted:  # experts one after the other, each with its gate before
+            one, *more = [found[part] for part in stored[name]]
+            weights[name] = torch.cat([one, *more]).view(wanted[name]) if more else one
         # In the target's precision, and what it keeps in a finer one, as the biases of routers, in that.
         kept = layers[block.index].state_dict().items()
         finer = {f"block.{name}": value.dtype for name, value in kept if value.is_floating_point()}
@@ -221,9 +215,6 @@ class Mtp(HiddenDrafter):
         weights = {name: value.to(device, finer.get(name, target.dtype)) for name, value in weights.items()}
         module.load_state_dict(weights, assign=True)
         return module.eval().requires_grad_(False)
-
-    def __repr__(self) -> str:
-        return f"<Mtp: one {type(self.block).__name__} of width {self.config.hidden_size}, as {self.layout.families}>"
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise unless the head belongs to a target of this kind.
