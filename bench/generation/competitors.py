@@ -17,6 +17,7 @@ from gsd_kernels_cli import comparison
 from gsd_kernels_hf.engine import engine
 from gsd_kernels_hf.sources.load import source_of
 
+from ..lib.missing import Missing, reason
 from .configs import PROMPT_LOOKUP_TOKENS, fixed_configs
 from .pairs import Pair
 
@@ -50,16 +51,11 @@ Decode = Callable[[Tensor, int, int], comparison.Run]
 
 @dataclass(frozen=True)
 class Competitor:
-    """A way of decoding, or why it is missing.
-
-    Attributes:
-        compiled: decodes with a compiled forward, which must be warmed up in full.
-    """
+    """A way of decoding, or why it is missing."""
 
     name: str
     decode: Decode | None = None
     missing: str | None = None
-    compiled: bool = False
 
     def timed(self, ids: Tensor, new_tokens: int, seed: int) -> tuple[list[int], float, comparison.Run]:
         """Decode: the new tokens, the seconds that it took, and everything else."""
@@ -95,16 +91,11 @@ def warmed_up(
         except Exception as error:
             if is_ours(way.name) or way.name.startswith("gsd-"):
                 raise
-            kept.missing[way.name] = in_a_line(error)
+            kept.missing[way.name] = reason(error)
             continue
         kept.setup_seconds[way.name] = time.perf_counter() - begin
         racing.append(way)
     return racing
-
-
-def in_a_line(error: Exception) -> str:
-    """The error, at most 300 letters of it."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def is_ours(name: str) -> bool:
@@ -144,24 +135,27 @@ def competitors(
     """
     check_names(names)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-    return [
-        _ours(name, pair, {**sampling, "backend": backend})
-        if is_ours(name)
-        else _theirs(name, pair, sampling, quick=quick)
-        for name in dict.fromkeys(names)
-    ]
+    found = []
+    for name in dict.fromkeys(names):
+        try:
+            ours = is_ours(name)
+            decode = _ours(name, pair, backend=backend, **sampling) if ours else _theirs(name, pair, sampling, quick)
+            found.append(Competitor(name, decode))
+        except Missing as error:
+            found.append(Competitor(name, missing=reason(error)))
+    return found
 
 
-def _theirs(name: str, pair: Pair, options: dict[str, Any], *, quick: bool) -> Competitor:
+def _theirs(name: str, pair: Pair, options: dict[str, Any], quick: bool) -> Decode:
     target = pair.target
+    if name == STATIC:
+        return _static(target, options, quick)
     if name in ASSISTED:
         if pair.draft is None:
-            return Competitor(name, missing="no draft model was given")
-        return Competitor(name, _seeded(comparison.assisted(target, pair.draft, ASSISTED[name], **options)))
-    if name == STATIC:
-        return _static(name, target, options, quick)
+            raise Missing("no draft model was given")
+        return _seeded(comparison.assisted(target, pair.draft, ASSISTED[name], **options))
     lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS} if name == LOOKUP else {}
-    return Competitor(name, _seeded(comparison.plain(target, **options, **lookup)))
+    return _seeded(comparison.plain(target, **options, **lookup))
 
 
 def _seeded(contender: comparison.Contender) -> Decode:
@@ -178,9 +172,9 @@ def inputs_of(ids: Tensor) -> comparison.Inputs:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def _static(name: str, target: PreTrainedModel, options: dict[str, Any], quick: bool) -> Competitor:
+def _static(target: PreTrainedModel, options: dict[str, Any], quick: bool) -> Decode:
     if quick:
-        return Competitor(name, missing="compiling it takes longer than --quick allows")
+        raise Missing("compiling it takes longer than --quick allows")
     from transformers import CompileConfig
 
     config = CompileConfig()
@@ -188,7 +182,7 @@ def _static(name: str, target: PreTrainedModel, options: dict[str, Any], quick: 
         config._compile_all_devices = True
         config.mode = "default"  # the other modes are about CUDA graphs
     options = {**options, "cache_implementation": "static", "compile_config": config}
-    return Competitor(name, _seeded(comparison.plain(target, counted=False, **options)), compiled=True)
+    return _seeded(comparison.plain(target, counted=False, **options))
 
 
 @contextmanager
@@ -201,16 +195,16 @@ def new_sessions(target: PreTrainedModel) -> Iterator[None]:
         engine._unpatched[target] = kept
 
 
-def _ours(name: str, pair: Pair, options: dict[str, Any]) -> Competitor:
+def _ours(name: str, pair: Pair, **options: Any) -> Decode:
     sources, shape = parsed(name)
     if pair.draft is None and "model" in sources and name.removesuffix(NEW) != AUTO:  # which then has the history
-        return Competitor(name, missing="no draft model was given")
+        raise Missing("no draft model was given")
     own: dict[str, Any] = {kind: source_of(drafter) for kind, drafter in pair.drafters.items()}
     own |= {"heads": "heads"} if pair.heads is not None else {}
     missing = [source for source in sources if source not in ("model", "history", *own)]
     if missing:
-        return Competitor(name, missing=f"the pair has no trained {', '.join(missing)}: --target-shape none has")
-    options = {**options, "graph_config": fixed_configs(pair.target.device).get(shape, shape)}
+        raise Missing(f"the pair has no trained {', '.join(missing)}: --target-shape none has")
+    options["graph_config"] = fixed_configs(pair.target.device).get(shape, shape)
     options |= {"assistant_model": pair.draft} if "model" in sources else {}
     options |= {"draft_heads": pair.heads} if "heads" in sources else {}
     if sources not in ([], ["model"]):
@@ -220,4 +214,4 @@ def _ours(name: str, pair: Pair, options: dict[str, Any]) -> Competitor:
         with new_sessions(pair.target) if name.endswith(NEW) else nullcontext():
             return comparison.graph(pair.target, seed=seed, **options)(inputs_of(ids), new_tokens)
 
-    return Competitor(name, decode)
+    return decode

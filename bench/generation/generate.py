@@ -15,6 +15,7 @@ from .competitors import (
     DEFAULT,
     GREEDY,
     PLAIN,
+    STATIC,
     Competitor,
     check_names,
     competitors,
@@ -137,6 +138,6 @@ def _prepared(given: OfGenerate, pair: Pair, names: Sequence[str], report: Repor
     options = {"temperature": given.temperature, "backend": given.backend, "quick": given.quick}
 
     def tokens(competitor: Competitor) -> int:
-        return given.new_tokens if competitor.compiled or longest.is_cuda else WARM_UP_TOKENS
+        return given.new_tokens if competitor.name == STATIC or longest.is_cuda else WARM_UP_TOKENS
 
     return warmed_up(competitors(pair, names, **options), longest, tokens, report)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..lib.runner import Missing, Peer, lacking, ready
+from ..lib.missing import Missing
+from ..lib.runner import Peer, lacking, ready
 
 Call = Callable[[], Any]
 

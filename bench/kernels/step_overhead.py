@@ -58,7 +58,7 @@ def run(shape: str, device: torch.device, dtype: torch.dtype, batch: int = 1) ->
     ops = {op.op.name: op for op in step.ops()}
     ops["commit"] = commit_op(caches, accepted.accepted_rows, accepted.num_accepted)
     for op in ops.values():
-        op.check("auto")
+        op.check((op.checked or op.call)("auto"))
     model = random_model(shape, dtype, device)
     forwards = RowModel(model, PREFIX + 1, torch.zeros(1, dtype=torch.int32, device=device), "auto")
     inputs = row_inputs(1, PREFIX, device)

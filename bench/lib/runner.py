@@ -17,6 +17,7 @@ from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.table import Op as TableOp
 
 from .environment import environment
+from .missing import Missing, reason
 from .report import Report, Row
 from .shapes import default_shapes, shape_named
 from .timing import copy_bandwidth, time_call
@@ -42,10 +43,6 @@ class Settings:
     def pick(self, given: Sequence[int], quick: Sequence[int], cpu: Sequence[int], gpu: Sequence[int]) -> Sequence[int]:
         """The grid: what was given, else the default for this kind of run."""
         return given or (quick if self.quick else gpu if self.device.type == "cuda" else cpu)
-
-
-class Missing(Exception):
-    """A contestant cannot take part; the text says why."""
 
 
 Peer = Callable[[], Callable[[], Any]]
@@ -125,19 +122,16 @@ class Op:
             raise Missing(missing)
         return partial(self.call, name)
 
-    def error(self, output: Any) -> float:
-        """How far an output is from the right one: the largest difference of floats, of other numbers the places."""
-        return sum(_difference(a, b) for a, b in zip(_tensors(output), _tensors(self.right), strict=True))
-
-    def check(self, backend: str) -> None:
-        """Nothing that is wrong is timed.
+    def check(self, output: Any) -> float:
+        """How far an output is from the right one: the largest difference of floats, of other numbers the places.
 
         Raises:
-            RuntimeError: a backend's result is not the reference's.
+            RuntimeError: too far; nothing that is wrong is timed.
         """
-        wrong = self.error((self.checked or self.call)(backend))
+        wrong = sum(_difference(a, b) for a, b in zip(_tensors(output), _tensors(self.right), strict=True))
         if not wrong <= self.tolerance:
-            raise RuntimeError(f"{self.op.name} differs from its reference by {wrong:.3g}")
+            raise RuntimeError(f"{self.op.name}: wrong result: error {wrong:.3g}, allowed {self.tolerance:.3g}")
+        return wrong
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
@@ -186,17 +180,13 @@ def measure(op: Op, name: str, peer: Peer | None, settings: Settings, bandwidth:
         elif op.checked is not None:
             output = op.checked(name)
         if peer is None or op.alike:
-            row.max_error = op.error(output)
-            if not row.max_error <= op.tolerance:
-                raise RuntimeError(f"wrong result: error {row.max_error:.3g}, allowed {op.tolerance:.3g}")
+            row.max_error = op.check(output)
         timing = time_call(call, settings.device, seconds=settings.seconds)
-    except Missing as why:
-        row.missing = str(why)
-        return row
     except Exception as error:
-        if peer is None or isinstance(error, torch.AcceleratorError):
+        ours = peer is None and not isinstance(error, Missing)
+        if ours or isinstance(error, torch.AcceleratorError):
             raise
-        row.missing = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        row.missing = reason(error)
         return row
     vars(row).update(vars(timing), bytes_moved=op.bytes_moved)
     row.bandwidth_fraction = op.bytes_moved / timing.median / bandwidth

@@ -18,7 +18,8 @@ from transformers import LlamaForCausalLM
 from gsd_kernels_cli.comparison import Run
 from gsd_kernels_hf.extras import cure
 
-from ..competitors import Competitor, Decode, in_a_line
+from ...lib.missing import Missing, reason
+from ..competitors import Competitor, Decode
 from ..pairs import Pair, Prompt
 from .base import TOKENS, Engine, Place, Setting
 from .llama_server import VARIABLE, LlamaServer
@@ -75,18 +76,19 @@ def peers(
 
         for engine in engines:
             kinds = {name: kind for kind in TOKENS if (name := name_of(engine, kind)) in names}
-            reason = missing(engine, pair) if kinds else None
-            if kinds and reason is None:
-                try:
-                    process = started(engine)
-                except Exception as error:
-                    reason = in_a_line(error)
+            if not kinds:
+                continue
+            try:
+                check(engine, pair)
+                process = started(engine)
+            except Exception as error:
+                ways |= {name: Competitor(name, missing=reason(error)) for name in kinds}
+                continue
             for name, kind in kinds.items():
                 try:
-                    decode = None if reason else _decoder(process, _chosen(process, name, kind, tuning, notes))
-                    ways[name] = Competitor(name, decode, reason)
+                    ways[name] = Competitor(name, _decoder(process, _chosen(process, name, kind, tuning, notes)))
                 except Exception as error:
-                    ways[name] = Competitor(name, missing=in_a_line(error))
+                    ways[name] = Competitor(name, missing=reason(error))
         yield ways, notes
 
 
@@ -112,21 +114,18 @@ def _chosen(process: EngineProcess, name: str, kind: str, tuning: Sequence[Promp
     return best
 
 
-def missing(engine: Engine, pair: Pair) -> str | None:
-    """Why ``engine`` cannot take part; ``None`` where it can."""
+def check(engine: Engine, pair: Pair) -> None:
+    """Raise :class:`Missing` where an engine cannot take part."""
     absent = [package for package in engine.packages if importlib.util.find_spec(package) is None]
     if absent:
-        return f"{absent[0]} is not installed: {cure('peers')}"
+        raise Missing(f"{absent[0]} is not installed: {cure('peers')}")
     if isinstance(engine, LlamaServer) and engine.binaries is None:
-        return f"there is no llama-server: build llama.cpp and name its folder by ${VARIABLE}, or on PATH"
-    for model in (pair.target, pair.draft):
-        if model is None:
-            continue
+        raise Missing(f"there is no llama-server: build llama.cpp and name its folder by ${VARIABLE}, or on PATH")
+    for model in filter(None, (pair.target, pair.draft)):
         if model.dtype not in DTYPES:
-            return f"compared in float32 and bfloat16, not {str(model.dtype).removeprefix('torch.')}"
+            raise Missing(f"compared in float32 and bfloat16, not {str(model.dtype).removeprefix('torch.')}")
         if not isinstance(model, LlamaForCausalLM) or model.config.attention_bias or model.config.mlp_bias:
-            return f"the converter knows LLaMA models without biases, not {type(model).__name__}"
-    return None
+            raise Missing(f"the converter knows LLaMA models without biases, not {type(model).__name__}")
 
 
 def _decoder(process: EngineProcess, setting: Setting) -> Decode:
