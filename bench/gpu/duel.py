@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -94,9 +95,7 @@ def compared(
 def steps(work: Work) -> None:
     """A captured graph step of the pair by either form: seconds of the first call and of a replay, and its kernels."""
     names = points("step {form}", form=STEPS)
-    if all(map(work.is_done, names)):
-        return
-    models = pair.models(work)
+    models = lru_cache(lambda: pair.models(work))
     way = "cuda" if passed(work, *pair.shapes(work)) else "0"
     config = fixed_configs(work.device)["graph"]
 
@@ -104,7 +103,7 @@ def steps(work: Work) -> None:
         with switched({"GSD_KERNELS_CUDA_FIRST": first, SWITCH: way}):
             compiled_first.cache_clear()
             try:
-                found = pair.twice(work, *models, config)
+                found = pair.twice(work, *models(), config)
             finally:
                 compiled_first.cache_clear()
         texts = [found["text"], *(work.points[name]["text"] for name in names if work.is_done(name))]
@@ -113,7 +112,6 @@ def steps(work: Work) -> None:
         return found
 
     work.each(names, lambda form: measure(STEPS[form]))
-    compiled_first.cache_clear()
 
 
 def verdict(rows: Sequence[dict[str, Any]], backends: Sequence[str]) -> dict[str, Any]:

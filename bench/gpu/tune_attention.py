@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -65,11 +66,7 @@ def best_entry(arch: int, dtype: torch.dtype, head_dim: int, size_m: int, prefix
         "max_m": None if size_m == SIZES_M[-1] else size_m,
         "max_capacity": None,
         "with_extras": extras,
-        "block_m": config.block_m,
-        "block_n": config.block_n,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "programs": config.programs,
+        **asdict(config),
         "measured_on": torch.cuda.get_device_name(),
     }
 

@@ -9,13 +9,12 @@ from typing import Annotated
 
 import typer
 
-from gsd_kernels_cli import values
+from gsd_kernels_cli import options, values
 from gsd_kernels_cli.groups import with_groups
 
 from ..lib.options import (
+    DTYPES,
     RESULTS,
-    Device,
-    Dtype,
     DtypeOption,
     Name,
     Out,
@@ -47,7 +46,7 @@ class Case:
 
     backends: Backends = None
     dtype: DtypeOption = None
-    device: Device = None
+    device: options.Device = None
     quick: Quick = False
     seconds: Seconds = 0.5
     out: Out = RESULTS
@@ -83,7 +82,7 @@ def commit(*, shapes: Shapes = None, rows: AcceptedRows = None, peers: Peers = N
 def step_overhead(
     shape: Annotated[str, typer.Option("--shape", help="Of the target, named after a model: 250m, …")] = "250m",
     device: Annotated[str, typer.Option("--device", callback=values.device)] = "cpu",
-    dtype: Annotated[Dtype, typer.Option("--dtype")] = Dtype.float32,
+    dtype: Annotated[str, options.choice(None, "Of the model.", "--dtype", DTYPES)] = "float32",
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1,
     file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the row here.")] = None,
 ) -> None:
@@ -94,7 +93,7 @@ def step_overhead(
 
     from .step_overhead import run
 
-    row = run(shape, device_of(device), getattr(torch, dtype.value), batch)
+    row = run(shape, device_of(device), getattr(torch, dtype), batch)
     typer.echo(json.dumps(row, indent=2))
     if file is not None:
         write_json(file, row, indent=2)
@@ -103,8 +102,13 @@ def step_overhead(
 def rows(
     shape: Annotated[str, typer.Option("--shape", help="Named after a model: 250m, llama-2-7b, …")] = "250m",
     dtypes: Annotated[
-        list[Dtype] | None,
-        typer.Option("--dtype", help="Repeatable. Default: bfloat16, and on a CPU float32."),
+        list[str] | None,
+        typer.Option(
+            "--dtype",
+            metavar="|".join(DTYPES),
+            callback=lambda given: [*map(values.one_of("--dtype", DTYPES), given or ())],
+            help="Repeatable. Default: bfloat16, and on a CPU float32.",
+        ),
     ] = None,
     device: Annotated[
         str,
@@ -136,8 +140,8 @@ def rows(
     if threads is not None:
         torch.set_num_threads(threads)
     place = device_of(device)
-    usual = (Dtype.bfloat16, Dtype.float32) if place.type == "cpu" else (Dtype.bfloat16,)
-    named = [getattr(torch, dtype.value) for dtype in dtypes or usual]
+    usual = ("bfloat16", "float32") if place.type == "cpu" else ("bfloat16",)
+    named = [getattr(torch, dtype) for dtype in dtypes or usual]
     report = run(shape, named, tuple(counts or (1, 4, 8, 16, 32, 64)), prefix, prompt, seconds, place, busy)
     typer.echo(table(report))
     if file is not None:

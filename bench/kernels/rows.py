@@ -29,7 +29,7 @@ from gsd_kernels_hf.packed.modules import matrix_of, packed_in
 from ..lib import report
 from ..lib.environment import environment
 from ..lib.shapes import shape_named
-from ..lib.timing import read_bandwidths, time_call
+from ..lib.timing import read_bandwidth, time_call
 
 #: The norm of what two ways' logits differ by, over that of the logits.
 MOST_ERROR = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -125,7 +125,7 @@ def measure(
             model_rows.prefill(ids[:, :prefix], None, None)
         size = bytes_read(models["operator"], max(rows), prefix)
         source = torch.randn(1 if on_gpu else size // 4)  # equal pages could be one page of the host
-        known = {"read": size / read_bandwidths(device)["read"]} if on_gpu else {}
+        known = {"read": size / read_bandwidth(device)} if on_gpu else {}
         for count in rows:
             inputs = row_inputs(count, prefix, device)
             calls: dict[str, Callable[[], torch.Tensor]] = {

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gsd_kernels_cli import values
+from gsd_kernels_cli import options
 
 if TYPE_CHECKING:
     import torch
@@ -16,21 +15,13 @@ if TYPE_CHECKING:
 RESULTS = Path("bench/results")
 
 
-class Dtype(str, Enum):
-    """Dtype of the tensors, or of both models."""
-
-    float64 = "float64"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A small grid, under a minute on a CPU.")]
-Device = Annotated[
-    str | None, typer.Option("--device", callback=values.device, help="Default: the first GPU if there is one.")
+DtypeOption = Annotated[
+    str | None, options.choice(None, "Default: bfloat16 on a GPU, float32 on a CPU.", "--dtype", DTYPES)
 ]
-DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Default: bfloat16 on a GPU, float32 on a CPU.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the written files.")]
 
 
@@ -48,12 +39,12 @@ def device_of(name: str | None) -> torch.device:
     return pick_device(name)
 
 
-def dtype_of(dtype: Dtype | None, device: str | None) -> torch.dtype:
+def dtype_of(dtype: str | None, device: str | None) -> torch.dtype:
     """The dtype that ``--dtype`` names; by default bfloat16 on a GPU, float32 on a CPU."""
     import torch
 
     if dtype is not None:
-        return getattr(torch, dtype.value)
+        return getattr(torch, dtype)
     return torch.bfloat16 if device_of(device).type == "cuda" else torch.float32
 
 

@@ -127,17 +127,11 @@ def copy_bandwidth(device: torch.device, *, quick: bool = False) -> float:
     return 2 * size / timing.median
 
 
-def read_bandwidths(device: torch.device, *, quick: bool = False) -> dict[str, float]:
-    """Bytes per second at which one large tensor is read: by a sum of it, on a GPU by cuBLAS as well, which is faster.
-
-    Returns: ``"sum"``, ``"product"`` on a GPU, and ``"read"``, the best of them, which floors are made of.
-    """
-    size = (64 << 20) if quick else (1 << 30 if device.type == "cuda" else 256 << 20)
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second at which a GPU reads one large tensor, by a sum of it or by cuBLAS: the better one."""
+    size = 1 << 30
     source = torch.ones(size // 4, device=device)
-    calls: dict[str, Callable[[], Any]] = {"sum": source.sum}
-    if device.type == "cuda":
-        matrix = source.view(torch.bfloat16).view(-1, PRODUCT_INPUTS)
-        x = torch.ones(PRODUCT_ROWS, PRODUCT_INPUTS, dtype=matrix.dtype, device=device)
-        calls["product"] = lambda: torch.nn.functional.linear(x, matrix)
-    found = {name: size / time_call(call, device, seconds=0.3).median for name, call in calls.items()}
-    return {**found, "read": max(found.values())}
+    matrix = source.view(torch.bfloat16).view(-1, PRODUCT_INPUTS)
+    x = torch.ones(PRODUCT_ROWS, PRODUCT_INPUTS, dtype=matrix.dtype, device=device)
+    calls = (source.sum, lambda: torch.nn.functional.linear(x, matrix))
+    return size / min(time_call(call, device, seconds=0.3).median for call in calls)

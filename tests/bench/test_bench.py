@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from gsd_kernels.ops.merge.api import MERGE
 from gsd_kernels_bench.cli import BENCHMARKS, app
 from gsd_kernels_bench.generation.competitors import DEFAULT, competitors
-from gsd_kernels_bench.generation.options import OfGenerate, PairName
+from gsd_kernels_bench.generation.options import OfGenerate
 from gsd_kernels_bench.generation.pairs import load_pair
 from gsd_kernels_bench.gpu import gpu_tests, sanitize
 from gsd_kernels_bench.gpu.stages import STAGES, Call, stage_named
@@ -159,6 +159,6 @@ def test_benchmark_kernels(benchmark, name):
 
 @pytest.mark.parametrize("name", ["hf-greedy", "model+history@graph"])
 def test_benchmark_generate(benchmark, name):
-    pair = load_pair(OfGenerate(pair=PairName.tiny, target_shape="none", prompts=1), CPU, torch.float32)
+    pair = load_pair(OfGenerate(pair="tiny", target_shape="none", prompts=1), CPU, torch.float32)
     (competitor,) = competitors(pair, [name])
     benchmark(competitor.decode, pair.prompts[0].input_ids, 16, 0)

@@ -33,18 +33,18 @@ def run(given: OfSources, rows: list[int | str]) -> tuple[str, dict[str, Any]]:
     chats, _ = read_chats(given.prompts)
     if given.limit is not None:
         chats = first_of_each_kind(chats, given.limit)
-    real = load_real(given.model, None, None, getattr(torch, given.dtype.value))
+    real = load_real(given.model, None, None, getattr(torch, given.dtype))
     if given.packed and real.packed is None:
         raise ValueError("--packed: the model did not come from a GGUF file")
     model = real.packed if given.packed else real.model
     counts = count(model, encoded(chats, real.tokenizer), rows, given.new_tokens)
     own = "bench/generation/real/prompts.json"
     settings = {
-        **{"model": real.name, "dtype": given.dtype.value, "packed": given.packed, "new_tokens": given.new_tokens},
+        **{"model": real.name, "dtype": given.dtype, "packed": given.packed, "new_tokens": given.new_tokens},
         "prompts": own if given.prompts is None else given.prompts.name,
     }
     about = {"case": NAME, "settings": settings, "environment": environment(torch.device("cpu"))}
-    parts = [NAME, given.dtype.value, *["packed"] * given.packed]
+    parts = [NAME, given.dtype, *["packed"] * given.packed]
     return "-".join(parts if given.prompts is None else [*parts, given.prompts.stem]), {**about, "counts": counts}
 
 

@@ -32,7 +32,7 @@ def run(given: OfPrompt, lengths: list[int], wanted: Sequence[str]) -> tuple[str
 
     Returns: the name of the file of results, and what is in it.
     """
-    real = load_real(given.model, None, None, getattr(torch, given.dtype.value))
+    real = load_real(given.model, None, None, getattr(torch, given.dtype))
     endless(real.model, real.packed)
     engines, own = engines_for(real, given.llama_cpp), own_ways(real)
     names = [name for name in names_of(real, own, engines) if name in wanted]
@@ -56,9 +56,9 @@ def run(given: OfPrompt, lengths: list[int], wanted: Sequence[str]) -> tuple[str
                 runs.append({"way": way.name, "length": n, "round": round_, "first": seconds[0], "all": seconds[1]})
         share = others.share()  # while the peers' processes, which are no others, are there
     settings = {key: getattr(given, key) for key in ("new_tokens", "rounds")}
-    return f"{NAME}-{given.dtype.value}", {
+    return f"{NAME}-{given.dtype}", {
         "case": NAME,
-        "settings": {"model": real.name, "dtype": given.dtype.value, **settings, "lengths": lengths},
+        "settings": {"model": real.name, "dtype": given.dtype, **settings, "lengths": lengths},
         "environment": environment(torch.device("cpu")),
         "peers": notes,
         "missing": {way.name: way.missing for way in theirs.values() if way.decode is None},

@@ -35,7 +35,7 @@ def name_of(given: OfReal) -> str:
     own = [re.sub(r"[^\w.]+", "-", Path(part).name or str(part)).lower() for part in places if part is not None]
     part = ["part"] if given.ways else []
     quick = [] if given.limit is None else ["quick" if given.limit == 1 else f"first-{given.limit}"]
-    return "-".join([NAME, given.dtype.value, *own, *part, *quick])
+    return "-".join([NAME, given.dtype, *own, *part, *quick])
 
 
 @terminable()
@@ -50,7 +50,7 @@ def run(given: OfReal, ways: Sequence[str], folder: Path, name: str) -> Report:
     if given.limit is not None:
         chats = first_of_each_kind(chats, given.limit)
     print(f"{NAME}: loading the model", file=sys.stderr, flush=True)
-    real = load_real(given.model, given.draft, given.drafter, getattr(torch, given.dtype.value))
+    real = load_real(given.model, given.draft, given.drafter, getattr(torch, given.dtype))
     engines, own = engines_for(real, given.llama_cpp), own_ways(real)
     names = _named(ways, names_of(real, own, engines))
     prompts, others = encoded(chats, real.tokenizer), encoded(tuning, real.tokenizer)
@@ -60,7 +60,7 @@ def run(given: OfReal, ways: Sequence[str], folder: Path, name: str) -> Report:
         NAME,
         settings={
             "model": real.name,
-            "dtype": given.dtype.value,
+            "dtype": given.dtype,
             "draft": given.draft,
             "drafter": given.drafter,
             "prompts": "own" if given.prompts else "bench/generation/real/prompts.json",
