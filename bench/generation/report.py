@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,22 +59,19 @@ class Report:
         """Write ``name``.json; the files written."""
         return [write(folder, name, asdict(self))]
 
-    def totals(self, way: str) -> dict[str, tuple[float, float]]:
-        """Tokens and seconds of a way by prompt, the mean over its rounds."""
-        return _totals([run for run in self.runs if run["way"] == way])
-
     def ratio(self, ours: str, theirs: str) -> dict[str, Any]:
         """Of rates, over the prompts that both decoded."""
-        a, b = self.totals(ours), self.totals(theirs)
+        a, b = (_totals([run for run in self.runs if run["way"] == way]) for way in (ours, theirs))
         both = [prompt for prompt in a if prompt in b]
         return asdict(paired_ratio([a[prompt] for prompt in both], [b[prompt] for prompt in both], fewest=MIN_PROMPTS))
 
     def bits(self, way: str) -> float:
         """A weight."""
-        names = sorted((name for name in self.peers if way == name or way.startswith(f"{name}-")), key=len)
-        own = {"float32": 32, "bfloat16": 16, "float16": 16, "float64": 64}[self.settings["dtype"]]
-        known = [self.peers[name]["bits"] for name in names if "bits" in self.peers[name]]
-        return known[-1] if known else own
+        known = {name: note["bits"] for name, note in self.peers.items() if "bits" in note}
+        names = [name for name in known if f"{way}-".startswith(f"{name}-")]
+        if names:
+            return known[max(names, key=len)]
+        return {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}[self.settings["dtype"]]
 
     def summarise(self, names: Sequence[str] | None = None) -> None:
         """Make the summary anew of ``names``; by default of those that are in it."""
@@ -101,12 +98,9 @@ class Report:
     def _row(self, name: str, names: Sequence[str]) -> dict[str, Any]:
         runs = [run for run in self.runs if run["way"] == name]
         first = [run for run in runs if run["round"] == 0]
-        compared = [run for run in first if "same" in run]
-        plain = [run for run in first if "same_as_plain" in run]
-        parted = [run["divergence"]["within_rounding"] for run in compared if run.get("divergence")]
-        by_kind: dict[str, list[dict[str, Any]]] = {prompt["kind"]: [] for prompt in self.prompts.values()}
-        for run in runs:
-            by_kind[self.prompts[run["prompt"]]["kind"]].append(run)
+        same, as_plain = ([run[key] for run in first if key in run] for key in ("same", "same_as_plain"))
+        parted = [run["divergence"]["within_rounding"] for run in first if run.get("divergence")]
+        by_kind = _grouped(runs, lambda run: self.prompts[run["prompt"]]["kind"])
         against = self.settings["against"]
         beside = [run["beside_seconds"] for run in runs]
         return {
@@ -118,20 +112,18 @@ class Report:
             "rounds": 1 + max(run["round"] for run in runs),
             "texts": len(first),
             "tokens": sum(run["tokens"] for run in first),
-            "compared": len(compared),
-            "same": sum(run["same"] for run in compared),
+            "compared": len(same),
+            "same": sum(same),
             "within_rounding": sum(parted),
             "beyond_rounding": len(parted) - sum(parted),
-            "compared_with_plain": len(plain),
-            "same_as_plain": sum(run["same_as_plain"] for run in plain),
-            "by_kind": {kind: {**self._figures(of), "prompts": len(_totals(of))} for kind, of in by_kind.items() if of},
+            "compared_with_plain": len(as_plain),
+            "same_as_plain": sum(as_plain),
+            "by_kind": {kind: {**self._figures(of), "prompts": len(_totals(of))} for kind, of in by_kind.items()},
         }
 
     def _figures(self, runs: Sequence[dict[str, Any]]) -> dict[str, float | None]:
         """Rates of some runs; the acceptance length is the mean over questions, all turns of one together."""
-        questions: dict[str, list[dict[str, Any]]] = {}
-        for run in runs:
-            questions.setdefault(self.prompts[run["prompt"]].get("question", run["prompt"]), []).append(run)
+        questions = _grouped(runs, lambda run: self.prompts[run["prompt"]].get("question", run["prompt"]))
         lengths = [_per_step(each) for each in questions.values()]
         tokens, seconds = (sum(of) for of in zip(*_totals(runs).values(), strict=True))
         return {
@@ -141,14 +133,18 @@ class Report:
         }
 
 
-def _totals(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Tokens and seconds of one way's runs by prompt, the mean over the rounds."""
-    prompts: dict[str, list[dict[str, Any]]] = {}
+def _grouped(runs: Sequence[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
-        prompts.setdefault(run["prompt"], []).append(run)
+        found.setdefault(key(run), []).append(run)
+    return found
+
+
+def _totals(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[float, ...]]:
+    """Tokens and seconds of one way's runs by prompt, the mean over the rounds."""
     return {
-        prompt: (statistics.fmean(run["tokens"] for run in each), statistics.fmean(run["seconds"] for run in each))
-        for prompt, each in prompts.items()
+        prompt: tuple(statistics.fmean(run[key] for run in each) for key in ("tokens", "seconds"))
+        for prompt, each in _grouped(runs, lambda run: run["prompt"]).items()
     }
 
 
@@ -229,17 +225,15 @@ def verdicts(data: dict[str, Any]) -> list[str]:
         "narrow": "the fastest other with fewer",
         "transformers": "transformers' fastest",
     }
-    sentences = []
-    for group, what in said.items():
-        way = data["strongest"].get(group)
-        if way is not None and way in data["ratios"]:
-            sentences.append(f"{Ratio(**data['ratios'][way])} times {what} ({LABELS[way]})")
-    packed = f"{PACKED_HISTORY} / {data['strongest'].get('narrow')}"
-    if packed in data["ratios"]:
-        sentences.append(f"over the packed weights of the file {Ratio(**data['ratios'][packed])} times the same")
-    if HF in data["ratios"]:
-        sentences.append(f"{Ratio(**data['ratios'][HF])} times transformers' plain decoding")
-    return sentences
+    strongest, gained = data["strongest"], {way: Ratio(**ratio) for way, ratio in data["ratios"].items()}
+    sentences = [
+        (way := strongest.get(group), f"{{}} times {what} ({LABELS.get(way)})") for group, what in said.items()
+    ]
+    sentences += [
+        (f"{PACKED_HISTORY} / {strongest.get('narrow')}", "over the packed weights of the file {} times the same"),
+        (HF, "{} times transformers' plain decoding"),
+    ]
+    return [sentence.format(gained[way]) for way, sentence in sentences if way in gained]
 
 
 def remarks(data: dict[str, Any]) -> list[str]:

@@ -14,6 +14,15 @@ from gsd_kernels.names import unknown
 VARIABLE = "GSD_KERNELS_SGLANG_OPTIONS"
 ROWS_FLAG, BRANCH_FLAG = "--speculative-num-draft-tokens", "--speculative-eagle-topk"
 DEFAULT_ROWS, DEFAULT_BRANCH = 16, 4
+BOUNDS = {
+    "levels": (1, 64),
+    "width": (1, 64),
+    "merge_context": (-1, MAX_CONTEXT),
+    "context": (1, MAX_CONTEXT - 1),
+    "capacity": (1 << 10, 1 << 26),
+    "batch_rows": (1, 1 << 20),
+    "log_steps": (0, 1 << 31),
+}
 
 
 @dataclass(frozen=True)
@@ -44,18 +53,14 @@ class Options:
     log_steps: int = 500
 
     def __post_init__(self) -> None:
-        _whole("levels", self.levels, 1, 64)
-        _whole("width", self.width, 1, 64)
-        _whole("merge_context", self.merge_context, -1, MAX_CONTEXT)
-        _whole("context", self.context, 1, MAX_CONTEXT - 1)
+        for name, (low, high) in BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None or name != "batch_rows":
+                _whole(name, value, low, high)
         if not isinstance(self.shared, bool):
             raise TypeError(f"{VARIABLE}: shared: expected true or false, got {self.shared!r}")
-        _whole("capacity", self.capacity, 1 << 10, 1 << 26)
         if self.capacity & (self.capacity - 1):
             raise ValueError(f"{VARIABLE}: capacity: expected a power of two, got {self.capacity}")
-        if self.batch_rows is not None:
-            _whole("batch_rows", self.batch_rows, 1, 1 << 20)
-        _whole("log_steps", self.log_steps, 0, 1 << 31)
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Options:
