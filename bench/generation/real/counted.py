@@ -15,7 +15,7 @@ from ...lib.report import Columns
 from ...lib.report import table as markdown
 from ..options import OfSources
 from .models import load_real
-from .prompts import encoded, first_of_each_kind, read_chats
+from .prompts import encoded, read_chats
 from .run import cold_cache
 
 NAME = "sources"
@@ -30,9 +30,7 @@ def run(given: OfSources, rows: list[int | str]) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: packed weights of a model that has none.
     """
-    chats, _ = read_chats(given.prompts)
-    if given.limit is not None:
-        chats = first_of_each_kind(chats, given.limit)
+    chats, _ = read_chats(given.prompts, given.limit)
     real = load_real(given.model, None, None, getattr(torch, given.dtype))
     if given.packed and real.packed is None:
         raise ValueError("--packed: the model did not come from a GGUF file")

@@ -49,7 +49,7 @@ class Chat:
         return Chat(f"{question}/{number}", self.kind, [*self.messages, *said], self.turns[1:], question)
 
 
-def read_chats(file: Path | None = None) -> tuple[list[Chat], list[Chat]]:
+def read_chats(file: Path | None = None, limit: int | None = None) -> tuple[list[Chat], list[Chat]]:
     """The chats that are reported, and those on which other engines' settings are chosen.
 
     Args:
@@ -57,6 +57,7 @@ def read_chats(file: Path | None = None) -> tuple[list[Chat], list[Chat]]:
             SPEED-Bench has it; otherwise text, of which every line that is not empty is a user's message. A chat is an
             object with ``messages`` (role, content) or ``prompt``, and may have ``name`` and ``kind``; or a question of
             Spec-Bench or SPEED-Bench with ``question_id``, ``category`` and ``turns``, what the user says.
+        limit: at most as many of every kind are reported.
 
     Raises:
         ValueError: no chat is there, or one is not as said above.
@@ -81,14 +82,11 @@ def read_chats(file: Path | None = None) -> tuple[list[Chat], list[Chat]]:
         raise ValueError(f"--prompts: {place} is not JSON: {error}") from error
     if not isinstance(rows, list) or not rows:
         raise ValueError(f'--prompts: {place} has no prompts; expected a list, or an object with a list "prompts"')
-    chats = [_chat(place, number, given) for number, given in enumerate(rows, 1)]
-    others = [_chat(place, number, given) for number, given in enumerate(tuning, 1)]
-    if not others:
-        others = chats[:TUNED_ON]
+    chats, others = ([_chat(place, *numbered) for numbered in enumerate(part, 1)] for part in (rows, tuning))
     names = [chat.name for chat in chats]
     if len(set(names)) < len(names):
         raise ValueError(f"--prompts: {place}: two prompts have the name {max(names, key=names.count)!r}")
-    return chats, others
+    return first_of_each_kind(chats, limit or len(chats)), others or chats[:TUNED_ON]
 
 
 def _rows(place: Path) -> list[Any]:
@@ -109,24 +107,25 @@ def _chat(place: Path, number: int, given: Any) -> Chat:
     fault = f"--prompts: {place}, prompt {number}"
     if isinstance(given, str):
         given = {"prompt": given}
-    if not isinstance(given, dict):
-        raise ValueError(f"{fault}: expected a text or an object, got {type(given).__name__}")
-    if "turns" in given:
-        return _question(fault, number, given)
-    messages = given.get("messages")
-    if messages is None and isinstance(given.get("prompt"), str):
-        messages = [{"role": "user", "content": given["prompt"]}]
-    right = (
-        isinstance(messages, list)
-        and messages
-        and all(
-            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-            for turn in messages
-        )
-    )
-    if not right:
-        raise ValueError(f'{fault}: expected "messages", a list of objects with "role" and "content", or "prompt"')
-    return Chat(str(given.get("name", f"prompt-{number}")), str(given.get("kind", OWN)), messages)
+    match given:
+        case {"turns": _}:
+            return _question(fault, number, given)
+        case {"messages": [_, *_] as messages} if all(map(_is_message, messages)):
+            pass
+        case {"prompt": str(text)} if given.get("messages") is None:
+            messages = [{"role": "user", "content": text}]
+        case dict():
+            raise ValueError(f'{fault}: expected "messages", a list of objects with "role" and "content", or "prompt"')
+        case _:
+            raise ValueError(f"{fault}: expected a text or an object, got {type(given).__name__}")
+    return Chat(str(given.get("name", f"prompt-{number}")), str(given.get("kind", OWN)), list(messages))
+
+
+def _is_message(given: Any) -> bool:
+    match given:
+        case {"role": str(), "content": str()}:
+            return True
+    return False
 
 
 def _question(fault: str, number: int, given: dict[str, Any]) -> Chat:

@@ -21,7 +21,7 @@ from ..peers.race import peers
 from ..race import Race, terminable
 from ..report import Report
 from .models import Real, bits_of, load_real
-from .prompts import Chat, encoded, first_of_each_kind, read_chats
+from .prompts import Chat, encoded, read_chats
 from .ways import engines_for, names_of, own_ways
 
 NAME = "real"
@@ -46,9 +46,7 @@ def run(given: OfReal, ways: Sequence[str], folder: Path, name: str) -> Report:
         KeyboardInterrupt: it was ended before the first prompt was decoded.
         ValueError: a way that there is not, or prompts or models that cannot be read.
     """
-    chats, tuning = read_chats(given.prompts)
-    if given.limit is not None:
-        chats = first_of_each_kind(chats, given.limit)
+    chats, tuning = read_chats(given.prompts, given.limit)
     print(f"{NAME}: loading the model", file=sys.stderr, flush=True)
     real = load_real(given.model, given.draft, given.drafter, getattr(torch, given.dtype))
     engines, own = engines_for(real, given.llama_cpp), own_ways(real)
