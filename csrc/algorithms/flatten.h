@@ -34,16 +34,16 @@ struct FlattenArgs {
   int32_t* num_rows;              // [1]
 
   GSD_HD FlattenArgs at(const FlattenSizes& s, int64_t b) const {
-    const int64_t n = s.capacity, r = s.rows;
-    return {node_tokens + b * n,
-            edge_targets + b * n * s.branch,
-            edge_log_probs + b * n * s.branch,
-            token_ids + b * r,
-            parent_rows + b * r,
-            depths + b * r,
-            ancestor_mask + b * r * s.words(),
-            node_ids + b * r,
-            scores + b * r,
+    const int64_t n = b * s.capacity, r = b * s.rows;
+    return {node_tokens + n,
+            edge_targets + n * s.branch,
+            edge_log_probs + n * s.branch,
+            token_ids + r,
+            parent_rows + r,
+            depths + r,
+            ancestor_mask + r * s.words(),
+            node_ids + r,
+            scores + r,
             num_rows + b};
   }
 };
@@ -56,32 +56,23 @@ struct RowList {
   int32_t* parent;  // [R], a row of the same list
 };
 
-struct FlattenArena {
+struct FlattenArena : Arena<FlattenArena> {
   RowList rows, next;    // the list, and the one being built from it
   int32_t* place;        // [R]: where a row of the current list goes in the next
   uint64_t* children;    // [pow2(R·K)]: score, parent row, edge
   int32_t* num_children; // [2], of this level and of the next
 
-  static GSD_HD size_t bytes(const FlattenSizes& s) {
-    return 9 * arena_bytes(s.rows, 4) + arena_bytes(s.max_children(), 8) + arena_bytes(2, 4);
-  }
-
-  GSD_HD FlattenArena(char* memory, const FlattenSizes& s) {
-    Carver carve{memory};
-    rows = take_list(carve, s.rows);
-    next = take_list(carve, s.rows);
-    place = carve.take<int32_t>(s.rows);
-    children = carve.take<uint64_t>(s.max_children());
-    num_children = carve.take<int32_t>(2);
-  }
-
-  static GSD_HD RowList take_list(Carver& carve, int rows) {
-    RowList list;
-    list.score = carve.take<float>(rows);
-    list.node = carve.take<int32_t>(rows);
-    list.depth = carve.take<int32_t>(rows);
-    list.parent = carve.take<int32_t>(rows);
-    return list;
+  template <class Carve>
+  GSD_HD void lay(Carve& carve, const FlattenSizes& s) {
+    for (RowList* list : {&rows, &next}) {
+      carve(list->score, s.rows);
+      carve(list->node, s.rows);
+      carve(list->depth, s.rows);
+      carve(list->parent, s.rows);
+    }
+    carve(place, s.rows);
+    carve(children, s.max_children());
+    carve(num_children, 2);
   }
 };
 
@@ -101,7 +92,7 @@ GSD_HD int count_rows_at_least(const RowList& rows, int n, uint32_t word) {
 
 template <class Group>
 GSD_HD void flatten_graph(Group& group, const FlattenArgs& a, const FlattenSizes& s, char* memory) {
-  const FlattenArena arena(memory, s);
+  const auto arena = FlattenArena::in(memory, s);
   const int rank = group.rank(), step = group.size();
   RowList rows = arena.rows, next = arena.next;
   if (rank == 0) {
@@ -188,5 +179,7 @@ GSD_UNROLL
   }
   if (rank == 0) *a.num_rows = n;
 }
+
+GSD_GROUP_WORK(FlattenArgs, FlattenArena::bytes(s), flatten_graph(group, a, s, memory))
 
 }  // namespace gsd

@@ -61,6 +61,12 @@ GSD_HD int min_int(int a, int b) { return a < b ? a : b; }
 GSD_HD int max_int(int a, int b) { return a > b ? a : b; }
 GSD_HD int words_for(int bits) { return (bits + 31) / 32; }
 
+// An optional array's place `by` elements on.
+template <class T>
+GSD_HD T* moved(T* array, int64_t by) {
+  return array != nullptr ? array + by : nullptr;
+}
+
 GSD_HD int power_of_two_from(int n) {
   int p = 1;
   while (p < n) p *= 2;
@@ -101,15 +107,59 @@ GSD_HD float negative_infinity() { return float_from_bits(0xFF800000u); }
 // Arena offsets are kept at multiples of 8 bytes, so 64-bit keys may follow any array.
 GSD_HD size_t arena_bytes(size_t count, size_t element) { return (count * element + 7) / 8 * 8; }
 
-// Hands out arrays of the arena in turn.
+// Arrays of an arena, one behind the other; and how many bytes they are.
 struct Carver {
   char* next;
   template <class T>
-  GSD_HD T* take(size_t count) {
-    T* array = reinterpret_cast<T*>(next);
+  GSD_HD void operator()(T*& array, size_t count) {
+    array = reinterpret_cast<T*>(next);
     next += arena_bytes(count, sizeof(T));
-    return array;
   }
 };
+struct CarvedBytes {
+  size_t all = 0;
+  template <class T>
+  GSD_HD void operator()(T*&, size_t count) {
+    all += arena_bytes(count, sizeof(T));
+  }
+};
+
+// What an algorithm keeps in its arena: `lay(carve, sizes)` of Self says each array once.
+template <class Self>
+struct Arena {
+  template <class... Sizes>
+  static GSD_HD size_t bytes(const Sizes&... sizes) {
+    Self self;
+    CarvedBytes carve;
+    self.lay(carve, sizes...);
+    return carve.all;
+  }
+  template <class... Sizes>
+  static GSD_HD Self in(char* memory, const Sizes&... sizes) {
+    Self self;
+    Carver carve{memory};
+    self.lay(carve, sizes...);
+    return self;
+  }
+};
+
+// What a group does with the arguments of an op, number by number: a.at(s, number) are those of one sequence, or of one
+// row or node where the algorithm says so. `bytes`: of its arena. Said once for an op, behind its algorithm;
+// csrc/cpu/sequences.h and csrc/cuda/sequences.cu run it.
+template <class Args>
+struct GroupWork;
+
+#define GSD_GROUP_WORK(Args, arena_size, work)                                                           \
+  template <>                                                                                            \
+  struct GroupWork<Args> {                                                                               \
+    template <class Sizes>                                                                               \
+    static size_t bytes([[maybe_unused]] const Sizes& s) {                                               \
+      return arena_size;                                                                                 \
+    }                                                                                                    \
+    template <class Group, class Sizes>                                                                  \
+    static GSD_HD void run(Group& group, const Args& a, const Sizes& s, [[maybe_unused]] char* memory) { \
+      work;                                                                                              \
+    }                                                                                                    \
+  };
 
 }  // namespace gsd

@@ -123,9 +123,11 @@ struct HistoryArgs {
 struct HistoryRecall {
   NgramRecallArgs asked;
   HistoryArgs history;
+  int row = 0;  // of the nodes that are asked for
 
-  GSD_HD HistoryRecall at(const NgramSizes& s, int64_t b) const {
-    return {asked.at(s, b), history.at(s, b, asked.graph_nodes)};
+  GSD_HD HistoryRecall at(const NgramSizes& s, int64_t node) const {
+    const int64_t b = node / s.rows;
+    return {asked.at(s, b), history.at(s, b, asked.graph_nodes), static_cast<int>(node % s.rows)};
   }
 };
 
@@ -140,10 +142,8 @@ struct FollowArgs {
 
   GSD_HD FollowArgs at(const NgramSizes& s, int64_t b) const {
     FollowArgs mine = *this;
-    if (accepted_rows != nullptr) {
-      mine.seen = seen.at(s, b);
-      mine.accepted_rows = accepted_rows + b * path;
-    }
+    if (accepted_rows != nullptr) mine.seen = seen.at(s, b);
+    mine.accepted_rows = moved(accepted_rows, b * path);
     mine.copies = copies.at(b);
     mine.tokens = tokens + b * given;
     mine.counts = counts + b;
@@ -151,8 +151,9 @@ struct FollowArgs {
   }
 };
 
-GSD_HD size_t follow_bytes(const FollowArgs& a, const NgramSizes& s) {
-  const size_t seen = a.accepted_rows == nullptr ? 0 : NgramArena::bytes(s);
+// Without lengths nothing was drafted.
+GSD_HD size_t follow_bytes(const NgramSizes& s) {
+  const size_t seen = s.lengths == 0 ? 0 : NgramArena::bytes(s);
   return seen > append_bytes() ? seen : append_bytes();
 }
 
@@ -177,7 +178,7 @@ constexpr int kListed = kLists * kRemembered;
 constexpr int kRunners = kLists - 1;  // the list of the runners-up, behind those of the text and of what was learned
 
 // All that is known of one node, found by a group.
-struct HistoryArena {
+struct HistoryArena : Arena<HistoryArena> {
   double *votes, *scores, *parts;  // [kHistoryCandidates] each
   double* rests;                   // [3], the logarithm of what the longest lists leave, see below
   double* pace;                    // [1], the logarithm of the tokens that the step before emitted
@@ -192,29 +193,23 @@ struct HistoryArena {
   int32_t* matches;                // [kCopyVisits], lengths of the matches there; 0 for none
   int32_t* counts;                 // [3], of context, places and named
 
-  static GSD_HD size_t bytes() {
-    return 3 * arena_bytes(kHistoryCandidates, 8) + arena_bytes(3, 8) + 2 * arena_bytes(1, 8) + arena_bytes(2, 8) +
-           arena_bytes(kHistoryCandidates, 4) + 2 * arena_bytes(kListed, 4) + arena_bytes(kLists, 4) +
-           arena_bytes(kCopyMost, 4) + 2 * arena_bytes(kCopyVisits, 4) + arena_bytes(3, 4);
-  }
-
-  GSD_HD explicit HistoryArena(char* memory) {
-    Carver carve{memory};
-    votes = carve.take<double>(kHistoryCandidates);
-    scores = carve.take<double>(kHistoryCandidates);
-    parts = carve.take<double>(kHistoryCandidates);
-    rests = carve.take<double>(3);
-    pace = carve.take<double>(1);
-    none = carve.take<double>(1);
-    sums = carve.take<double>(2);
-    named = carve.take<int32_t>(kHistoryCandidates);
-    tokens = carve.take<int32_t>(kListed);
-    log_probs = carve.take<float>(kListed);
-    sizes = carve.take<int32_t>(kLists);
-    context = carve.take<int32_t>(kCopyMost);
-    places = carve.take<int32_t>(kCopyVisits);
-    matches = carve.take<int32_t>(kCopyVisits);
-    counts = carve.take<int32_t>(3);
+  template <class Carve>
+  GSD_HD void lay(Carve& carve) {
+    carve(votes, kHistoryCandidates);
+    carve(scores, kHistoryCandidates);
+    carve(parts, kHistoryCandidates);
+    carve(rests, 3);
+    carve(pace, 1);
+    carve(none, 1);
+    carve(sums, 2);
+    carve(named, kHistoryCandidates);
+    carve(tokens, kListed);
+    carve(log_probs, kListed);
+    carve(sizes, kLists);
+    carve(context, kCopyMost);
+    carve(places, kCopyVisits);
+    carve(matches, kCopyVisits);
+    carve(counts, 3);
   }
 
   GSD_HD void find_top() const {
@@ -459,64 +454,56 @@ template <class Group>
 GSD_HD void recall_history(Group& group, const NgramRecallArgs& a, const HistoryArgs& h, const NgramSizes& s, int first,
                            int count, char* memory) {
   const int rank = group.rank(), step = group.size();
-  const auto arena_of = [&](int row) { return HistoryArena(memory + row * HistoryArena::bytes()); };
+  const auto arena_of = [&](int row) { return HistoryArena::in(memory + row * HistoryArena::bytes()); };
   const auto node_of = [&](int row, const HistoryArena& m) {
     return HistoryNode(h, a, s, m, min_int(max_int(a.nodes[first + row], 0), a.graph_nodes - 1));
+  };
+  // work(node, number, row) for so many numbers of every row's node.
+  const auto each = [&](int numbers, const auto& work) {
+    for (int i = rank; i < count * numbers; i += step) {
+      const HistoryArena m = arena_of(i / numbers);
+      work(node_of(i / numbers, m), i % numbers, i / numbers);
+    }
   };
   int32_t* tokens = a.tokens + static_cast<int64_t>(first) * a.wanted;
   float* log_probs = a.log_probs + static_cast<int64_t>(first) * a.wanted;
   for (int k = rank; k < count * a.wanted; k += step) tokens[k] = -1, log_probs[k] = negative_infinity();
-  for (int i = rank; i < count * kLists; i += step) {
-    const HistoryArena m = arena_of(i / kLists);
-    node_of(i / kLists, m).read_list(i % kLists);
-  }
+  each(kLists, [](const HistoryNode& node, int list, int) { node.read_list(list); });
   for (int row = step - 1 - rank; row < count; row += step) {  // the last threads, which have no list
     const HistoryArena m = arena_of(row);
     node_of(row, m).find_places();
   }
   group.sync("history: lists and places read");
-  for (int i = rank; i < count * kListed; i += step) {
-    const HistoryArena m = arena_of(i / kListed);
-    m.parts[i % kListed] = node_of(i / kListed, m).vote(i % kListed);
-  }
-  for (int i = rank; i < count * kCopyVisits; i += step) {
-    const HistoryArena m = arena_of(i / kCopyVisits);
-    if (i % kCopyVisits < m.counts[1]) node_of(i / kCopyVisits, m).measure(i % kCopyVisits);
-  }
-  for (int i = rank; i < count * 3; i += step) {
-    const HistoryArena m = arena_of(i / 3);
-    node_of(i / 3, m).measure_rest(i % 3);
-  }
+  each(kListed, [](const HistoryNode& node, int entry, int) { node.m.parts[entry] = node.vote(entry); });
+  each(kCopyVisits, [](const HistoryNode& node, int visit, int) {
+    if (visit < node.m.counts[1]) node.measure(visit);
+  });
+  each(3, [](const HistoryNode& node, int which, int) { node.measure_rest(which); });
   group.sync("history: votes known");
-  for (int row = rank; row < count; row += step) {
-    const HistoryArena m = arena_of(row);
-    a.matched[first + row] = node_of(row, m).name_all();
-  }
+  each(1, [&](const HistoryNode& node, int, int row) { a.matched[first + row] = node.name_all(); });
   group.sync("history: candidates named");
-  for (int i = rank; i < count * kHistoryCandidates; i += step) {
-    const HistoryArena m = arena_of(i / kHistoryCandidates);
-    const int at = i % kHistoryCandidates;
-    if (at < m.counts[2]) m.scores[at] = node_of(i / kHistoryCandidates, m).score(at);
-  }
+  each(kHistoryCandidates, [](const HistoryNode& node, int at, int) {
+    if (at < node.m.counts[2]) node.m.scores[at] = node.score(at);
+  });
   group.sync("history: scores known");
-  for (int row = rank; row < count; row += step) arena_of(row).find_top();
+  each(1, [](const HistoryNode& node, int, int) { node.m.find_top(); });
   group.sync("history: tops known");
-  for (int i = rank; i < count * kHistoryCandidates; i += step) {
-    const HistoryArena m = arena_of(i / kHistoryCandidates);
-    const int at = i % kHistoryCandidates;
-    if (at < m.counts[2]) m.parts[at] = std::exp(m.scores[at] - m.sums[0]);
-  }
+  each(kHistoryCandidates, [](const HistoryNode& node, int at, int) {
+    if (at < node.m.counts[2]) node.m.parts[at] = std::exp(node.m.scores[at] - node.m.sums[0]);
+  });
   group.sync("history: chances known");
-  for (int row = rank; row < count; row += step) arena_of(row).add_up();
+  each(1, [](const HistoryNode& node, int, int) { node.m.add_up(); });
   group.sync("history: sums known");
-  for (int i = rank; i < count * kHistoryCandidates; i += step) {
-    const int row = i / kHistoryCandidates, at = i % kHistoryCandidates;
-    const HistoryArena m = arena_of(row);
-    const int place = at < m.counts[2] ? m.place_of(at, a.wanted) : a.wanted;
-    if (place >= a.wanted) continue;
-    tokens[row * a.wanted + place] = m.named[at];
-    log_probs[row * a.wanted + place] = static_cast<float>(m.scores[at] - m.sums[1]);
-  }
+  each(kHistoryCandidates, [&](const HistoryNode& node, int at, int row) {
+    const int place = at < node.m.counts[2] ? node.m.place_of(at, a.wanted) : a.wanted;
+    if (place >= a.wanted) return;
+    tokens[row * a.wanted + place] = node.m.named[at];
+    log_probs[row * a.wanted + place] = static_cast<float>(node.m.scores[at] - node.m.sums[1]);
+  });
 }
+
+GSD_GROUP_WORK(HistoryRecall, HistoryArena::bytes(),
+               recall_history(group, a.asked, a.history, s, a.row, 1, memory))  // of one node
+GSD_GROUP_WORK(FollowArgs, follow_bytes(s), follow_step(group, a, s, memory))
 
 }  // namespace gsd

@@ -40,6 +40,8 @@ struct LearnArgs {
   float* parts;             // [B, P], working memory
   float prior_count, memory;
   LearnLevel levels[kMostLevels];
+
+  GSD_HD const LearnArgs& at(const LearnSizes&, int64_t) const { return *this; }
 };
 
 // A table that sinks back to its prior by how much was observed.
@@ -113,5 +115,7 @@ GSD_HD void learn_all(Group& group, const LearnArgs& a, const LearnSizes& s) {
   group.sync("learn: nodes found");
   for (int entry = group.rank(); entry < s.entries; entry += group.size()) learn_weight(a, s, entry);
 }
+
+GSD_GROUP_WORK(LearnArgs, 0, learn_all(group, a, s))  // of all sequences
 
 }  // namespace gsd

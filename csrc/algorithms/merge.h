@@ -46,7 +46,7 @@ struct MergeArgs : GraphData {
   }
 };
 
-struct MergeArena {
+struct MergeArena : Arena<MergeArena> {
   uint64_t* keys;         // [pow2(max(M, N))]: candidates in order, later the nodes in order
   int32_t* joined;        // [M], in order: existing node that the candidate joins, −1 for none
   int32_t* leader;        // [M], in order: place of the candidate whose node this one shares
@@ -54,17 +54,12 @@ struct MergeArena {
 
   static GSD_HD int num_keys(const MergeSizes& s) { return power_of_two_from(max_int(s.candidates(), s.capacity)); }
 
-  static GSD_HD size_t bytes(const MergeSizes& s) {
-    const int m = s.candidates();
-    return arena_bytes(num_keys(s), 8) + 2 * arena_bytes(m, 4) + arena_bytes(words_for(m), 4);
-  }
-
-  GSD_HD MergeArena(char* memory, const MergeSizes& s) {
-    Carver carve{memory};
-    keys = carve.take<uint64_t>(num_keys(s));
-    joined = carve.take<int32_t>(s.candidates());
-    leader = carve.take<int32_t>(s.candidates());
-    leader_bits = carve.take<uint32_t>(words_for(s.candidates()));
+  template <class Carve>
+  GSD_HD void lay(Carve& carve, const MergeSizes& s) {
+    carve(keys, num_keys(s));
+    carve(joined, s.candidates());
+    carve(leader, s.candidates());
+    carve(leader_bits, words_for(s.candidates()));
   }
 };
 
@@ -140,7 +135,7 @@ GSD_HD int count_bits_before(const uint32_t* words, int end) {
 // num_nodes above the capacity afterwards means that the graph was too small for the level and lost nodes.
 template <class Group>
 GSD_HD void merge_level(Group& group, const MergeArgs& a, const MergeSizes& s, char* memory) {
-  const MergeArena arena(memory, s);
+  const auto arena = MergeArena::in(memory, s);
   const int rank = group.rank(), step = group.size();
   const int m = s.candidates(), padded_m = power_of_two_from(m);
   const int old_nodes = min_int(max_int(*a.num_nodes, 0), kMostNodes);
@@ -243,5 +238,7 @@ GSD_HD void merge_level(Group& group, const MergeArgs& a, const MergeSizes& s, c
     }
   }
 }
+
+GSD_GROUP_WORK(MergeArgs, MergeArena::bytes(s), merge_level(group, a, s, memory))
 
 }  // namespace gsd

@@ -30,8 +30,8 @@ struct NgramTable {
   float* log_probs;  // [N, K]
 
   GSD_HD NgramTable at(const NgramSizes& s, int64_t b) const {
-    const int64_t n = s.capacity;
-    return {keys + b * n, tokens + b * n * s.branch, log_probs + b * n * s.branch};
+    const int64_t n = b * s.capacity;
+    return {keys + n, tokens + n * s.branch, log_probs + n * s.branch};
   }
 };
 
@@ -59,10 +59,9 @@ struct NgramInsertArgs {
   NgramTree tree;
 
   GSD_HD NgramInsertArgs at(const NgramSizes& s, int64_t b) const {
-    const int64_t r = s.rows;
-    const bool given = contexts != nullptr;
-    return {table.at(s, b), given ? contexts + b * r * s.context : nullptr,
-            tokens + b * r * s.branch, log_probs + b * r * s.branch, given ? valid + b * r : nullptr, tree.at(s, b)};
+    const int64_t r = b * s.rows;
+    return {table.at(s, b),           moved(contexts, r * s.context), tokens + r * s.branch,
+            log_probs + r * s.branch, moved(valid, r),                tree.at(s, b)};
   }
 
   GSD_HD bool takes(int64_t row) const { return contexts != nullptr ? valid[row] : row < *tree.num_rows; }
@@ -95,9 +94,9 @@ struct NgramLookupArgs {
   int32_t* matched;         // [R]
 
   GSD_HD NgramLookupArgs at(const NgramSizes& s, int64_t b) const {
-    const int64_t r = s.rows;
-    return {table.at(s, b), contexts + b * r * s.context, tokens + b * r * s.branch, log_probs + b * r * s.branch,
-            matched + b * r};
+    const int64_t r = b * s.rows;
+    return {table.at(s, b), contexts + r * s.context, tokens + r * s.branch, log_probs + r * s.branch,
+            matched + r};
   }
 };
 
@@ -118,21 +117,16 @@ struct ContextKeys {
 
 GSD_HD int set_of(int64_t key, const NgramSizes& s) { return static_cast<int>((key >> 17) & (s.sets() - 1)); }
 
-struct NgramArena {
+struct NgramArena : Arena<NgramArena> {
   int64_t* keys;    // [E], in the order of the call
   uint64_t* order;  // [pow2(E)]: set, then entry, the newest first
   int32_t* plan;    // [E, W]: at a set's first place, what its ways are to hold: entry e, or −1 − way
 
-  static GSD_HD size_t bytes(const NgramSizes& s) {
-    const int entries = s.chunk_entries();
-    return arena_bytes(entries, 8) + arena_bytes(power_of_two_from(entries), 8) + arena_bytes(entries * s.ways, 4);
-  }
-
-  GSD_HD NgramArena(char* memory, const NgramSizes& s) {
-    Carver carve{memory};
-    keys = carve.take<int64_t>(s.chunk_entries());
-    order = carve.take<uint64_t>(power_of_two_from(s.chunk_entries()));
-    plan = carve.take<int32_t>(s.chunk_entries() * s.ways);
+  template <class Carve>
+  GSD_HD void lay(Carve& carve, const NgramSizes& s) {
+    carve(keys, s.chunk_entries());
+    carve(order, power_of_two_from(s.chunk_entries()));
+    carve(plan, s.chunk_entries() * s.ways);
   }
 };
 
@@ -191,7 +185,7 @@ GSD_ROLLED
 
 template <class Group>
 GSD_HD void insert_rows(Group& group, const NgramInsertArgs& a, const NgramSizes& s, char* memory) {
-  const NgramArena arena(memory, s);
+  const auto arena = NgramArena::in(memory, s);
   const int rank = group.rank(), step = group.size();
   for (int first_row = 0; first_row < s.rows; first_row += s.chunk_rows()) {
     const int rows = min_int(s.rows - first_row, s.chunk_rows()), entries = rows * s.lengths;
@@ -253,14 +247,22 @@ GSD_HD void look_up_rows(Group& group, const NgramLookupArgs& a, const NgramSize
 constexpr float kMeanGumbel = 0.5772f;
 constexpr float kLeastRest = 1e-6f;
 
+struct PerturbSizes {
+  int rows, branch;  // W, K
+};
+
 struct PerturbArgs {
-  const int32_t* tokens;        // [B, W, K], −1 for none
-  const float* log_probs;       // [B, W, K]
-  const int32_t* positions;     // [B, W]
-  const int64_t* seed;          // [1]
-  const int32_t* sequence_ids;  // [B]
-  float* perturbed;             // [B, W, K]
-  int rows, branch;             // W, K
+  const int32_t* tokens;        // [W, K], −1 for none
+  const float* log_probs;       // [W, K]
+  const int32_t* positions;     // [W]
+  const int64_t* seed;          // of all sequences
+  const int32_t* sequence_ids;  // [1]
+  float* perturbed;             // [W, K]
+
+  GSD_HD PerturbArgs at(const PerturbSizes& s, int64_t b) const {
+    const int64_t w = b * s.rows, k = w * s.branch;
+    return {tokens + k, log_probs + k, positions + w, seed, sequence_ids + b, perturbed + k};
+  }
 };
 
 // K candidates by one thread: log-softmax of log_probs + noise, with all other tokens as one of average noise. In place
@@ -283,10 +285,13 @@ GSD_HD void perturb(const NoiseStream& stream, const int32_t* tokens, const floa
   for (int k = 0; k < branch; k++) perturbed[k] -= log_total;
 }
 
-GSD_HD void perturb_row(const PerturbArgs& a, int64_t row) {
-  const int64_t at = row * a.branch;
-  perturb(noise_stream(*a.seed, a.positions[row], a.sequence_ids[row / a.rows]), a.tokens + at, a.log_probs + at,
-          a.perturbed + at, a.branch);
+template <class Group>
+GSD_HD void perturb_rows(Group& group, const PerturbArgs& a, const PerturbSizes& s) {
+  for (int row = group.rank(); row < s.rows; row += group.size()) {
+    const int64_t at = int64_t{row} * s.branch;
+    perturb(noise_stream(*a.seed, a.positions[row], *a.sequence_ids), a.tokens + at, a.log_probs + at, a.perturbed + at,
+            s.branch);
+  }
 }
 
 // What followed nodes of a graph: M nodes in it, R asked for, N entries of K continuations of which the best are wanted.
@@ -306,15 +311,14 @@ struct NgramRecallArgs {
 
   GSD_HD NgramRecallArgs at(const NgramSizes& s, int64_t b) const {
     const int64_t m = b * graph_nodes, r = b * s.rows;
-    const bool noisy = first_pick != nullptr;
     return {table.at(s, b),
             token_ids + m,
             contexts + m * s.context,
             depths + m,
             nodes + r,
-            noisy ? first_pick + b : nullptr,
+            moved(first_pick, b),
             seed,
-            noisy ? sequence_ids + b : nullptr,
+            moved(sequence_ids, b),
             tokens + r * wanted,
             log_probs + r * wanted,
             matched + r,
@@ -349,11 +353,13 @@ struct MixArgs {
   }
 };
 
-struct MixArena {
+struct MixArena : Arena<MixArena> {
   float* probs;  // [K + O]
 
-  static GSD_HD size_t bytes(const MixSizes& s) { return arena_bytes(s.candidates(), 4); }
-  GSD_HD MixArena(char* memory, const MixSizes& s) { probs = Carver{memory}.take<float>(s.candidates()); }
+  template <class Carve>
+  GSD_HD void lay(Carve& carve, const MixSizes& s) {
+    carve(probs, s.candidates());
+  }
 };
 
 // The larger probability, at ties the lower place; NaN before all others, as torch.sort has it.
@@ -365,7 +371,7 @@ GSD_HD bool comes_before(float a, int place_a, float b, int place_b) {
 // One row by one group.
 template <class Group>
 GSD_HD void mix_row(Group& group, const MixArgs& a, const MixSizes& s, char* memory) {
-  const MixArena arena(memory, s);
+  const auto arena = MixArena::in(memory, s);
   const int rank = group.rank(), step = group.size(), all = s.candidates();
   const float weight = *a.weight;
   const auto token_at = [&](int i) { return i < s.branch ? a.tokens[i] : a.other_tokens[i - s.branch]; };
@@ -394,5 +400,10 @@ GSD_HD void mix_row(Group& group, const MixArgs& a, const MixSizes& s, char* mem
     a.mixed_log_probs[place] = logf(prob);
   }
 }
+
+GSD_GROUP_WORK(NgramInsertArgs, NgramArena::bytes(s), insert_rows(group, a, s, memory))
+GSD_GROUP_WORK(NgramLookupArgs, 0, look_up_rows(group, a, s))
+GSD_GROUP_WORK(PerturbArgs, 0, perturb_rows(group, a, s))
+GSD_GROUP_WORK(MixArgs, MixArena::bytes(s), mix_row(group, a, s, memory))  // of one row
 
 }  // namespace gsd

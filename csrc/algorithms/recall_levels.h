@@ -26,7 +26,7 @@ struct LevelsArgs {
 
   GSD_HD LevelsArgs at(const LevelSizes& s, int64_t b) const {
     const int64_t places = b * s.levels * s.width, k = places * s.branch;
-    return {known.at(s.recall, b),
+    return {{known.asked.at(s.recall, b), known.history.at(s.recall, b, known.asked.graph_nodes)},
             merge.at(s.merge, b),
             frontier + b * s.given,
             nodes + places,
@@ -53,11 +53,11 @@ GSD_HD size_t levels_bytes(const LevelSizes& s) {
   return recall > merge ? recall : merge;
 }
 
-// Candidates of a level; a node that is not there has none.
+// Candidates of a level, which has a node unless it is empty; one that is not there has none.
 template <class Group>
-GSD_HD void recall_level(Group& group, const LevelsArgs& a, const LevelSizes& s, char* memory) {
+GSD_HD void recall_level(Group& group, const LevelsArgs& a, const LevelSizes& s, bool empty, char* memory) {
   const int rank = group.rank(), step = group.size();
-  for (int first = 0; first < s.width; first += s.at_once) {
+  for (int first = 0; first < s.width && !empty; first += s.at_once) {
     recall_history(group, a.known.asked, a.known.history, s.recall, first, min_int(s.at_once, s.width - first), memory);
     group.sync("levels: nodes recalled");
   }
@@ -71,7 +71,7 @@ GSD_HD void recall_level(Group& group, const LevelsArgs& a, const LevelSizes& s,
 
 template <class Group>
 GSD_HD void grow_levels(Group& group, const LevelsArgs& a, const LevelSizes& s, char* memory) {
-  const int rank = group.rank(), step = group.size(), candidates = s.width * s.branch;
+  const int rank = group.rank(), step = group.size();
   MergeSizes merge = s.merge;
   for (int number = 0; number < s.levels; number++, merge.level++) {
     const LevelsArgs level = a.of_level(s, number);
@@ -81,15 +81,12 @@ GSD_HD void grow_levels(Group& group, const LevelsArgs& a, const LevelSizes& s, 
     group.sync("levels: nodes known");
     bool empty = true;
     for (int w = 0; w < s.width; w++) empty = empty && level.nodes[w] < 0;
-    if (!empty) {
-      recall_level(group, level, s, memory);
-    } else {
-      for (int w = rank; w < s.width; w += step) level.matched[w] = 0;
-      for (int i = rank; i < candidates; i += step) level.tokens[i] = -1, level.log_probs[i] = negative_infinity();
-    }
+    recall_level(group, level, s, empty, memory);
     // What merge reads is behind the last barrier of the recall: places without a node, written since, it passes over.
     if (number == 0 || !empty) merge_level(group, level.merge, merge, memory);  // else the next are what they are: none
   }
 }
+
+GSD_GROUP_WORK(LevelsArgs, levels_bytes(s), grow_levels(group, a, s, memory))
 
 }  // namespace gsd

@@ -5,8 +5,9 @@
 // key, and top-k and top-p descend four 8-bit digits of the logit through histograms of integer counts or masses.
 #pragma once
 
-#include "sort.h"
+#include "elements.h"
 #include "random.h"
+#include "sort.h"
 
 namespace gsd {
 
@@ -42,21 +43,15 @@ struct PickBatch {
 };
 
 // Logits as stored, read as float32.
-struct Float32Logit {
-  float bits;
-  GSD_HD float value() const { return bits; }
-};
-struct Float64Logit {
-  double bits;
+template <class Float>
+struct FloatLogit {
+  Float bits;
   GSD_HD float value() const { return static_cast<float>(bits); }
 };
-struct Bfloat16Logit {
+template <class Element>
+struct ShortLogit {
   uint16_t bits;
-  GSD_HD float value() const { return float_from_bits(static_cast<uint32_t>(bits) << 16); }
-};
-struct Float16Logit {
-  uint16_t bits;
-  GSD_HD float value() const { return float_from_half(bits); }
+  GSD_HD float value() const { return Element::widen(bits); }
 };
 
 template <class Logit>
@@ -74,16 +69,14 @@ struct PickSizes {
   bool noisy = true;  // else what is likely is ranked, rather than what will be drawn
 };
 
-struct PickArena {
+struct PickArena : Arena<PickArena> {
   uint64_t* partial;  // [threads]: reductions
   uint64_t* bins;     // [256]
 
-  static GSD_HD size_t bytes(int threads) { return arena_bytes(threads, 8) + arena_bytes(kDigits, 8); }
-
-  GSD_HD PickArena(char* memory, int threads) {
-    Carver carve{memory};
-    partial = carve.take<uint64_t>(threads);
-    bins = carve.take<uint64_t>(kDigits);
+  template <class Carve>
+  GSD_HD void lay(Carve& carve, int threads) {
+    carve(partial, threads);
+    carve(bins, kDigits);
   }
 };
 
@@ -176,22 +169,27 @@ GSD_HD float warper_floor(Group& group, const PickArena& arena, const float* x, 
 
 template <class Group, class Logit>
 GSD_HD void pick_tokens(Group& group, const PickArgs<Logit>& a, const PickSizes& s, char* memory) {
-  const PickArena arena(memory, group.size());
+  const auto arena = PickArena::in(memory, group.size());
   const int rank = group.rank(), step = group.size(), blocks = (s.vocab + 3) / 4;
   const bool greedy = a.warpers.temperature <= 0.0f;
 
-  // 1. Logits over temperature. A thread always handles the same four neighbours: those of one Philox counter.
+  // A thread always handles the same four neighbours: those of one Philox counter.
+  const auto each = [&](const auto& work) {
+    for (int block = rank; block < blocks; block += step) {
+      for (int i = 4 * block; i < min_int(4 * block + 4, s.vocab); i++) work(i);
+    }
+  };
+
+  // 1. Logits over temperature.
   float my_max = negative_infinity();
   bool my_nan = false;
-  for (int block = rank; block < blocks; block += step) {
-    for (int i = 4 * block; i < min_int(4 * block + 4, s.vocab); i++) {
-      const float logit = a.logits[i].value();
-      const float x = greedy ? logit : logit / a.warpers.temperature;
-      my_nan = my_nan || x != x;
-      my_max = x > my_max ? x : my_max;
-      a.scores[i] = x;
-    }
-  }
+  each([&](int i) {
+    const float logit = a.logits[i].value();
+    const float x = greedy ? logit : logit / a.warpers.temperature;
+    my_nan = my_nan || x != x;
+    my_max = x > my_max ? x : my_max;
+    a.scores[i] = x;
+  });
   const bool has_nan = reduce(group, arena.partial, my_nan ? 0 : 1, Least{}) == 0;
   float max = reduce_max(group, arena.partial, my_max);
   // A row to draw from needs a largest logit that is finite.
@@ -221,29 +219,20 @@ GSD_HD void pick_tokens(Group& group, const PickArgs<Logit>& a, const PickSizes&
   float log_sum = 0.0f;
   if (a.log_probs != nullptr || s.branch == 0) {
     float sum = 0.0f;
-    for (int block = rank; block < blocks; block += step) {
-      for (int i = 4 * block; i < min_int(4 * block + 4, s.vocab); i++) sum += expf(a.scores[i] - max);
-    }
+    each([&](int i) { sum += expf(a.scores[i] - max); });
     log_sum = logf(float_from_bits(static_cast<uint32_t>(reduce(group, arena.partial, float_bits(sum), FloatSum{}))));
   }
 
-  if (s.branch == 0) {  // a thread's own four neighbours again
-    for (int block = rank; block < blocks; block += step) {
-      for (int i = 4 * block; i < min_int(4 * block + 4, s.vocab); i++) a.scores[i] = a.scores[i] - max - log_sum;
-    }
-    return;
-  }
+  if (s.branch == 0) return each([&](int i) { a.scores[i] = a.scores[i] - max - log_sum; });
 
   // 4. The best tokens, one at a time: the least key above the last one.
   uint64_t last = 0;
   for (int k = 0; k < s.branch; k++) {
     uint64_t mine = kAbsent;
-    for (int block = rank; block < blocks; block += step) {
-      for (int i = 4 * block; i < min_int(4 * block + 4, s.vocab); i++) {
-        const uint64_t key = score_key(a.scores[i], i);
-        if ((k == 0 || key > last) && key < mine) mine = key;
-      }
-    }
+    each([&](int i) {
+      const uint64_t key = score_key(a.scores[i], i);
+      if ((k == 0 || key > last) && key < mine) mine = key;
+    });
     last = reduce(group, arena.partial, mine, Least{});
     if (rank != 0) continue;
     const bool found = last != kAbsent;

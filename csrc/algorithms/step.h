@@ -74,8 +74,8 @@ struct FeedArgs {
 
   GSD_HD FeedArgs at(const FeedSizes& s, int64_t b) const {
     const int64_t r = b * s.rows;
-    return {token_ids + r,  depths + r,     slots != nullptr ? slots + r : nullptr,
-            kv_len + b,     kv_start + b,   node_depths != nullptr ? node_depths + b * s.nodes : nullptr,
+    return {token_ids + r,  depths + r,     moved(slots, r),
+            kv_len + b,     kv_start + b,   moved(node_depths, b * s.nodes),
             ids + r,        places + r,     positions + r,
             row_depths + r, after + r};
   }
@@ -201,7 +201,6 @@ struct TextArgs {
   const int32_t* num_merges;    // [1]
 
   GSD_HD TextArgs at(const TextSizes& s, int64_t b) const {
-    const bool drafted = nodes != nullptr;
     return {new_tokens + b * s.path,
             num_accepted + b,
             next_token + b,
@@ -213,10 +212,10 @@ struct TextArgs {
             emitted + b * s.emitted,
             num_emitted + b,
             counts,
-            drafted ? nodes + b * s.path : nullptr,
-            drafted ? parents + b * s.nodes : nullptr,
-            drafted ? num_nodes + b : nullptr,
-            drafted ? num_merges + b : nullptr};
+            moved(nodes, b * s.path),
+            moved(parents, b * s.nodes),
+            moved(num_nodes, b),
+            moved(num_merges, b)};
   }
 };
 
@@ -250,5 +249,12 @@ GSD_HD void append_text(Group& group, const TextArgs& a, const TextSizes& s) {
   *a.done = *a.done || (ended && count > 0);
   if (a.nodes != nullptr) count_drafted(group, a, s);
 }
+
+GSD_GROUP_WORK(StartArgs, 0, reset_to_root(group, a, s))
+GSD_GROUP_WORK(FeedArgs<int64_t>, 0, place_rows(group, a, s))
+GSD_GROUP_WORK(FeedArgs<int32_t>, 0, place_rows(group, a, s))
+GSD_GROUP_WORK(ChainArgs, 0, chain_rows(group, a, s))
+GSD_GROUP_WORK(PathArgs, 0, walk_path(group, a, s))
+GSD_GROUP_WORK(TextArgs, 0, append_text(group, a, s))
 
 }  // namespace gsd

@@ -29,13 +29,13 @@ struct VerifyArgs {
   int32_t* next_token;           // [1]
 
   GSD_HD VerifyArgs at(const VerifySizes& s, int64_t b) const {
-    const int64_t r = s.rows;
-    return {token_ids + b * r,
-            parent_rows + b * r,
-            depths + b * r,
-            ancestor_mask + b * r * s.words(),
+    const int64_t r = b * s.rows;
+    return {token_ids + r,
+            parent_rows + r,
+            depths + r,
+            ancestor_mask + r * s.words(),
             num_rows + b,
-            sampled + b * r,
+            sampled + r,
             eos_ids,
             remaining + b,
             done + b,
@@ -45,14 +45,12 @@ struct VerifyArgs {
   }
 };
 
-struct VerifyArena {
+struct VerifyArena : Arena<VerifyArena> {
   uint32_t* agrees;  // [R/32]: the row's token is the target's pick at its parent
 
-  static GSD_HD size_t bytes(const VerifySizes& s) { return arena_bytes(s.words(), 4); }
-
-  GSD_HD VerifyArena(char* memory, const VerifySizes& s) {
-    Carver carve{memory};
-    agrees = carve.take<uint32_t>(s.words());
+  template <class Carve>
+  GSD_HD void lay(Carve& carve, const VerifySizes& s) {
+    carve(agrees, s.words());
   }
 };
 
@@ -71,7 +69,7 @@ GSD_HD bool row_agrees(const VerifyArgs& a, const VerifySizes& s, int row) {
 
 template <class Group>
 GSD_HD void verify_rows(Group& group, const VerifyArgs& a, const VerifySizes& s, char* memory) {
-  const VerifyArena arena(memory, s);
+  const auto arena = VerifyArena::in(memory, s);
   const int rank = group.rank(), step = group.size(), words = s.words();
   const int real_rows = min_int(*a.num_rows, s.rows);
 
@@ -104,5 +102,7 @@ GSD_HD void verify_rows(Group& group, const VerifyArgs& a, const VerifySizes& s,
     *a.next_token = a.sampled[count > 0 ? a.accepted_rows[count - 1] : 0];
   }
 }
+
+GSD_GROUP_WORK(VerifyArgs, VerifyArena::bytes(s), verify_rows(group, a, s, memory))
 
 }  // namespace gsd

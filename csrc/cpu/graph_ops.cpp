@@ -12,28 +12,10 @@
 namespace gsd {
 namespace {
 
-void merge(const MergeCall& call) {
-  for_each_sequence(call.batch, MergeArena::bytes(call.sizes), [&](int64_t b, char* arena) {
-    SerialGroup group;
-    merge_level(group, call.args.at(call.sizes, b), call.sizes, arena);
-  });
+void check_merged(const MergeCall& call) {
   const int32_t needed = *std::max_element(call.args.num_nodes, call.args.num_nodes + call.batch);
   STD_TORCH_CHECK(needed <= call.sizes.capacity, "merge: the level needs ", needed, " nodes, the graph holds ",
                   call.sizes.capacity);
-}
-
-void flatten(const FlattenCall& call) {
-  for_each_sequence(call.batch, FlattenArena::bytes(call.sizes), [&](int64_t b, char* arena) {
-    SerialGroup group;
-    flatten_graph(group, call.args.at(call.sizes, b), call.sizes, arena);
-  });
-}
-
-void verify(const VerifyCall& call) {
-  for_each_sequence(call.batch, VerifyArena::bytes(call.sizes), [&](int64_t b, char* arena) {
-    SerialGroup group;
-    verify_rows(group, call.args.at(call.sizes, b), call.sizes, arena);
-  });
 }
 
 void commit_kv(const CommitCall& call) {
@@ -82,8 +64,9 @@ void commit_kv(const CommitCall& call) {
 }  // namespace gsd
 
 GSD_OPS(CPU, m) {
-  gsd::Op<gsd::prepare_merge, gsd::merge>::add(m, "merge");
-  gsd::Op<gsd::prepare_flatten, gsd::flatten>::add(m, "flatten");
-  gsd::Op<gsd::prepare_verify, gsd::verify>::add(m, "verify");
-  gsd::Op<gsd::prepare_commit, gsd::commit_kv>::add(m, "commit_kv");
+  using namespace gsd;
+  Op<prepare_merge, run_sequences<MergeCall>, check_merged>::add(m, "merge");
+  Op<prepare_flatten, run_sequences<FlattenCall>>::add(m, "flatten");
+  Op<prepare_verify, run_sequences<VerifyCall>>::add(m, "verify");
+  Op<prepare_commit, commit_kv>::add(m, "commit_kv");
 }

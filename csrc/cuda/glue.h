@@ -7,6 +7,7 @@
 
 #include "../torch_ops/op.h"
 #include "errors.h"
+#include "launch.h"
 
 #ifndef USE_CUDA
 #error "compile with -DUSE_CUDA: torch's stable headers declare their CUDA functions only then"
@@ -43,9 +44,10 @@ inline void check_device(const Tensor& first, const Tensor& t) {
                   "gsd_kernels: all tensors of one call must be on the same CUDA device");
 }
 
-// Ops from their halves (see torch_ops/op.h), the second one a launch on the current stream of its tensors' device.
-template <auto prepare, auto launch>
-struct LaunchedOp : NamedOp<LaunchedOp<prepare, launch>> {
+// Ops from their parts (see torch_ops/op.h), the second one a launch on the current stream of its tensors' device; without
+// one, that of the group's work (launch.h).
+template <auto prepare, auto... launch>
+struct LaunchedOp : NamedOp<LaunchedOp<prepare, launch...>> {
   static void boxed(StableIValue* stack, uint64_t, uint64_t) {
     Arguments arguments(LaunchedOp::line(), stack);
     const Tensor& on = arguments.first();
@@ -58,10 +60,10 @@ struct LaunchedOp : NamedOp<LaunchedOp<prepare, launch>> {
     const DeviceGuard guard(on.get_device_index());
     const auto call = prepare(arguments);
     void* stream = current_stream(on);
-    if constexpr (std::is_invocable_v<decltype(launch), decltype(call), void*>) {
-      check_launch(launch(call, stream));
-    } else {  // as most of launch.h: arguments, sizes and a number of sequences or rows
-      check_launch(launch(call.args, call.sizes, call.batch, stream));
+    if constexpr (sizeof...(launch) > 0) {
+      check_launch((launch(call, stream), ...));
+    } else {
+      check_launch(launch_sequences(call.args, call.sizes, call.batch, stream));
     }
     arguments.give(stack);
   }

@@ -17,34 +17,9 @@
 
 namespace gsd {
 
-// One launch each; a thread block takes one sequence.
-int launch_merge(const MergeArgs& first, const MergeSizes& sizes, int64_t batch, void* stream);
-int launch_flatten(const FlattenArgs& first, const FlattenSizes& sizes, int64_t batch, void* stream);
-int launch_verify(const VerifyArgs& first, const VerifySizes& sizes, int64_t batch, void* stream);
-
-int launch_ngram_insert(const NgramInsertArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
-int launch_ngram_lookup(const NgramLookupArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
-
-// A thread block takes one node; of launch_levels one sequence, all levels in one launch.
-int launch_history_recall(const HistoryRecall& first, const NgramSizes& sizes, int64_t batch, void* stream);
-int launch_levels(const LevelsArgs& first, const LevelSizes& sizes, int64_t batch, void* stream);
-int launch_history_append(const FollowArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
-
-// One thread block.
-int launch_learn(const LearnArgs& args, const LearnSizes& sizes, void* stream);
-
-// A thread takes one of the B·W rows.
-int launch_perturb(const PerturbArgs& args, int64_t rows, void* stream);
-
-// A thread block takes one of the B·W rows.
-int launch_mix(const MixArgs& first, const MixSizes& sizes, int64_t rows, void* stream);
-
-int launch_start(const StartArgs& first, const StartSizes& sizes, int64_t batch, void* stream);
-int launch_feed(const FeedArgs<int64_t>& first, const FeedSizes& sizes, int64_t batch, void* stream);
-int launch_feed(const FeedArgs<int32_t>& first, const FeedSizes& sizes, int64_t batch, void* stream);
-int launch_chain(const ChainArgs& first, const ChainSizes& sizes, int64_t batch, void* stream);
-int launch_path(const PathArgs& first, const PathSizes& sizes, int64_t batch, void* stream);
-int launch_text(const TextArgs& first, const TextSizes& sizes, int64_t batch, void* stream);
+// The work of a group on each of `batch` sequences, by a thread block each, in one launch.
+template <class Args, class Sizes>
+int launch_sequences(const Args& first, const Sizes& sizes, int64_t batch, void* stream);
 
 int launch_commit(const CommitArgs& args, int64_t batch, void* stream);
 int launch_advance(int32_t* kv_len, const int32_t* num_accepted, int64_t batch, int path, void* stream);

@@ -12,19 +12,11 @@
 #include "../torch_ops/step.h"
 #include "../torch_ops/verify.h"
 #include "glue.h"
-#include "launch.h"
 
 namespace gsd {
 namespace {
 
-template <class Integer>
-int launch_feed_of(const FeedArgs<Integer>& args, const FeedSizes& sizes, int64_t batch, void* stream) {
-  return launch_feed(args, sizes, batch, stream);
-}
-
-int launch_perturbation(const PerturbCall& call, void* stream) { return launch_perturb(call.args, call.rows, stream); }
-
-int launch_learning(const LearnCall& call, void* stream) { return launch_learn(call.args, call.sizes, stream); }
+constexpr int kNodesOfBlock = 12;  // of a level of recall_levels, in what shared memory a block has without asking
 
 bool same_geometry(const CacheTensor& a, const CacheTensor& b) {
   return a.batch_stride == b.batch_stride && a.head_stride == b.head_stride && a.slot_stride == b.slot_stride &&
@@ -74,9 +66,6 @@ int launch_picks(const PickCall& call, void* stream) {
   return launch_pick(call.args, call.sizes, call.type, call.rows, stream);
 }
 
-using FeedRows = OfWidth<LaunchedOp<prepare_feed<int64_t>, launch_feed_of<int64_t>>,
-                         LaunchedOp<prepare_feed<int32_t>, launch_feed_of<int32_t>>>;
-
 AttentionCall planned_attention(Arguments& in) {
   AttentionCall call = prepare_attention(in);
   AttentionSizes& s = call.sizes;
@@ -101,25 +90,25 @@ extern "C" __attribute__((used, visibility("default"))) const char* gsd_architec
 
 GSD_OPS(CUDA, m) {
   using namespace gsd;
-  LaunchedOp<prepare_merge, launch_merge>::add(m, "merge");
-  LaunchedOp<prepare_flatten, launch_flatten>::add(m, "flatten");
-  LaunchedOp<prepare_verify, launch_verify>::add(m, "verify");
+  LaunchedOp<prepare_merge>::add(m, "merge");
+  LaunchedOp<prepare_flatten>::add(m, "flatten");
+  LaunchedOp<prepare_verify>::add(m, "verify");
   LaunchedOp<prepare_commit, launch_commits>::add(m, "commit_kv");
   LaunchedOp<with_scores<prepare_sample>, launch_picks>::add(m, "sample_rows");
   LaunchedOp<with_scores<prepare_draft>, launch_picks>::add(m, "draft_candidates");
   LaunchedOp<prepare_log_probs, launch_picks>::add(m, "warped_log_probs");
-  LaunchedOp<prepare_ngram_insert, launch_ngram_insert>::add(m, "ngram_insert");
-  LaunchedOp<prepare_ngram_lookup, launch_ngram_lookup>::add(m, "ngram_lookup");
-  LaunchedOp<prepare_perturb, launch_perturbation>::add(m, "perturb_candidates");
-  LaunchedOp<prepare_mix, launch_mix>::add(m, "mix_candidates");
-  LaunchedOp<prepare_history, launch_history_recall>::add(m, "history_recall");
-  LaunchedOp<prepare_levels, launch_levels>::add(m, "recall_levels");
-  LaunchedOp<prepare_follow, launch_history_append>::add(m, "history_append");
-  LaunchedOp<prepare_learn, launch_learning>::add(m, "learn_source");
-  LaunchedOp<prepare_start, launch_start>::add(m, "start_graph");
-  FeedRows::add(m, "feed_rows");
-  LaunchedOp<prepare_chain, launch_chain>::add(m, "feed_chain");
-  LaunchedOp<prepare_path, launch_path>::add(m, "accepted_path");
-  LaunchedOp<prepare_text, launch_text>::add(m, "commit_text");
+  LaunchedOp<prepare_ngram_insert>::add(m, "ngram_insert");
+  LaunchedOp<prepare_ngram_lookup>::add(m, "ngram_lookup");
+  LaunchedOp<prepare_perturb>::add(m, "perturb_candidates");
+  LaunchedOp<prepare_mix>::add(m, "mix_candidates");
+  LaunchedOp<prepare_history>::add(m, "history_recall");
+  LaunchedOp<prepare_levels<kNodesOfBlock>>::add(m, "recall_levels");
+  LaunchedOp<prepare_follow>::add(m, "history_append");
+  LaunchedOp<prepare_learn>::add(m, "learn_source");
+  LaunchedOp<prepare_start>::add(m, "start_graph");
+  OfWidth<LaunchedOp<prepare_feed<int64_t>>, LaunchedOp<prepare_feed<int32_t>>>::add(m, "feed_rows");
+  LaunchedOp<prepare_chain>::add(m, "feed_chain");
+  LaunchedOp<prepare_path>::add(m, "accepted_path");
+  LaunchedOp<prepare_text>::add(m, "commit_text");
   LaunchedOp<planned_attention, launch_planned>::add(m, "dag_attention");
 }

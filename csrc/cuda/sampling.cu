@@ -35,13 +35,13 @@ int launch(const PickBatch& args, const PickSizes& sizes, int64_t blocks, void* 
 int launch_pick(const PickBatch& args, const PickSizes& sizes, LogitType type, int64_t blocks, void* stream) {
   switch (type) {
     case LogitType::kFloat16:
-      return launch<Float16Logit>(args, sizes, blocks, stream);
+      return launch<ShortLogit<Half>>(args, sizes, blocks, stream);
     case LogitType::kBfloat16:
-      return launch<Bfloat16Logit>(args, sizes, blocks, stream);
+      return launch<ShortLogit<Bfloat16>>(args, sizes, blocks, stream);
     case LogitType::kFloat64:
-      return launch<Float64Logit>(args, sizes, blocks, stream);
+      return launch<FloatLogit<double>>(args, sizes, blocks, stream);
     default:
-      return launch<Float32Logit>(args, sizes, blocks, stream);
+      return launch<FloatLogit<float>>(args, sizes, blocks, stream);
   }
 }
 

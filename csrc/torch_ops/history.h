@@ -42,7 +42,7 @@ inline void take_noise(Arguments& in, NgramRecallArgs* asked) {
   asked->first_pick = in.next(), asked->seed = in.next(), asked->sequence_ids = in.next();
 }
 
-using HistoryCall = Call<NgramSizes, HistoryRecall>;
+using HistoryCall = Call<NgramSizes, HistoryRecall>;  // a node in place of a sequence
 
 inline HistoryCall prepare_history(Arguments& in) {
   const NgramSizes sizes = recall_sizes(in, in['N'], in['R'], in['k']);
@@ -54,7 +54,7 @@ inline HistoryCall prepare_history(Arguments& in) {
   take_noise(in, &a);
   a.tokens = in.next(), a.log_probs = in.next(), a.matched = in.next();
   a.graph_nodes = in.size('N'), a.wanted = in.size('k');
-  return {sizes, recall, in['B']};
+  return {sizes, recall, in['B'] * in['R']};
 }
 
 using FollowCall = Call<NgramSizes, FollowArgs>;

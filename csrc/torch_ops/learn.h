@@ -6,10 +6,7 @@
 
 namespace gsd {
 
-struct LearnCall {
-  LearnSizes sizes;
-  LearnArgs args;
-};
+using LearnCall = Call<LearnSizes, LearnArgs>;  // all sequences in place of one
 
 inline LearnCall prepare_learn(Arguments& in) {
   static const Line line("node_ids[B,W] tokens[B,W,K] log_probs[B,W,K] index?[B,W] first_tokens[B,W,K] first_log_probs[B,W,K]");
@@ -17,7 +14,7 @@ inline LearnCall prepare_learn(Arguments& in) {
   STD_TORCH_CHECK(levels >= 1 && levels <= kMostLevels && levels * parts == in.list("asked").size(), "asked: expected ",
                   parts, " tensors of each of 1 ... ", kMostLevels, " levels");
   STD_TORCH_CHECK(in['E'] >= 1, "start: expected at least one entry");
-  LearnCall call{};
+  LearnCall call{{}, {}, 1};
   LearnArgs& a = call.args;
   for (size_t i = 0; i < levels; i++) {
     Tensors some;

@@ -43,15 +43,10 @@ inline NgramLookupCall prepare_ngram_lookup(Arguments& in) {
   return {ngram_sizes(in), in.fill<NgramLookupArgs, 7>(), in['B']};
 }
 
-struct PerturbCall {
-  PerturbArgs args;
-  int64_t rows;  // of all sequences
-};
+using PerturbCall = Call<PerturbSizes, PerturbArgs>;
 
 inline PerturbCall prepare_perturb(Arguments& in) {
-  const PerturbArgs args{in.next(), in.next(),     in.next(),     in.next(), in.next(),
-                         in.next(), in.size('R'), in.size('K')};
-  return {args, in['B'] * in['R']};
+  return {{in.size('R'), in.size('K')}, in.fill<PerturbArgs, 6>(), in['B']};
 }
 
 using MixCall = Call<MixSizes, MixArgs>;  // a row in place of a sequence

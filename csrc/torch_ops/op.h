@@ -1,5 +1,5 @@
-// An op from its halves: a function that picks from arguments that were held against the op's line what the algorithm
-// takes (the prepare_… of this folder's headers), and one that does the work.
+// An op from its parts: a function that picks from arguments that were held against the op's line what the algorithm
+// takes (the prepare_… of this folder's headers), and those that do the work.
 #pragma once
 
 #include "arguments.h"
@@ -28,7 +28,7 @@ struct NamedOp {
   inline static const char* name = nullptr;
 };
 
-// Without the second half the first one does all.
+// Without the others the first one does all.
 template <auto prepare, auto... perform>
 struct Op : NamedOp<Op<prepare, perform...>> {
   static void boxed(StableIValue* stack, uint64_t, uint64_t) {
@@ -36,7 +36,8 @@ struct Op : NamedOp<Op<prepare, perform...>> {
     if constexpr (sizeof...(perform) == 0) {
       prepare(arguments);
     } else {
-      (perform(prepare(arguments)), ...);
+      const auto call = prepare(arguments);
+      (perform(call), ...);
     }
     arguments.give(stack);
   }

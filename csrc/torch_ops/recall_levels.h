@@ -11,7 +11,8 @@ struct LevelsCall : Call<LevelSizes, LevelsArgs> {
   Tensor next;  // working memory: the frontier behind a level
 };
 
-inline LevelsCall prepare_levels(Arguments& in) {
+template <int at_once>
+LevelsCall prepare_levels(Arguments& in) {
   constexpr int64_t kMost = 1 << 15;
   const int64_t given = in['I'], width = in['F'], levels = in['v'], level = in['l'];
   STD_TORCH_CHECK(given >= 1 && given <= width && width < kMost, "width: expected at least the frontier's ", given,
@@ -20,7 +21,7 @@ inline LevelsCall prepare_levels(Arguments& in) {
                   "levels: expected at least 1 from 0 on, got ", levels, " from ", level);
   in.set('X', kContext), in.set('P', levels * width);
   const NgramSizes recall = recall_sizes(in, in['N'], width, in['K']);
-  const LevelSizes sizes{narrow(levels), narrow(width), in.size('K'), narrow(given), 1, recall, merge_sizes(in, width)};
+  const LevelSizes sizes{narrow(levels), narrow(width), in.size('K'), narrow(given), min_int(narrow(width), at_once), recall, merge_sizes(in, width)};
   const HistoryArgs history = history_of(in);
   const GraphData graph = in.fill<GraphData, 11>();
   LevelsArgs args{{{}, history}, {}, in.next(), nullptr, nullptr, nullptr, nullptr};

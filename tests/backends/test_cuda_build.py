@@ -23,7 +23,8 @@ ROWS = (
     *("rows_product_kernel", "rows_wide_product_kernel", "rows_packed_product_kernel"),
     *("rows_turn_kernel", "rows_norm_kernel", "rows_embed_kernel", "rows_pair_kernel", "rows_group_kernel"),
 )
-KERNELS = tuple(set(re.findall(r"\b(\w+_kernel)\(", SOURCES)) - {*ATTENTION, *ROWS})
+SEQUENCES = set(re.findall(r"^GSD_LAUNCH\((\w+)", SOURCES, re.MULTILINE))  # arguments of the kernel of groups
+KERNELS = (*SEQUENCES, *set(re.findall(r"\b(\w+_kernel)\(", SOURCES)) - {"sequence_kernel", *ATTENTION, *ROWS})
 CUDA_OPS = [name for name, op in all_ops().items() if "cuda" in op.implementations]
 
 ELEMENTS, HEAD_DIMS, WARPS = ("Half", "Bfloat16"), (64, 128), (1, 2, 4)  # of the attention

@@ -226,7 +226,7 @@ bool picks(Case& c) {
   const auto* logits = c.made<float>(s.vocab, [&] { return 0.01f * static_cast<float>(c.between(0, 999)); });
   const Warpers warpers{c.one_of({0.0f, 0.7f, 1.0f}), c.one_of({0.0f, 5.0f, 40.0f}), c.one_of({1.0f, 0.9f, 0.3f}),
                         c.one_of({0.0f, 0.05f})};
-  const PickArgs<Float32Logit> args{reinterpret_cast<const Float32Logit*>(logits), c.out<float>(s.vocab),
+  const PickArgs<FloatLogit<float>> args{reinterpret_cast<const FloatLogit<float>*>(logits), c.out<float>(s.vocab),
                                     c.out<int32_t>(s.branch), c.out<float>(s.branch), warpers,
                                     noise_stream(c.between(0, 1 << 30), 17, 3)};
   const auto pick = [&](auto& group, char* arena) { pick_tokens(group, args, s, arena); };
@@ -336,7 +336,7 @@ struct Followed {
   bool agrees(int given, int least, const NgramSizes& s, const NgramInsertArgs& seen = {}, const int32_t* path = nullptr) {
     const FollowArgs args{seen, copies, c.ids(given, -1, vocab),
                           c.counts(1, least, given), path, given, 1};
-    return c.agrees(follow_bytes(args, s), [&](auto& group, char* arena) { follow_step(group, args, s, arena); });
+    return c.agrees(follow_bytes(s), [&](auto& group, char* arena) { follow_step(group, args, s, arena); });
   }
   void spoil() {
     c.spoil(copies.text, kRoom, 3), c.spoil(copies.heads, kHashes, kRoom), c.spoil(copies.previous, kRoom, kRoom);
@@ -451,9 +451,9 @@ void pick_from_input(char** argv) {
   const PickSizes s{atoi(argv[1]), atoi(argv[2]), atoi(argv[2]) != 0};
   const Warpers warpers{strtof(argv[6], nullptr), strtof(argv[7], nullptr), strtof(argv[8], nullptr),
                         strtof(argv[9], nullptr)};
-  Float32Logit* const logits = c.out<Float32Logit>(s.vocab);
-  if (fread(logits, sizeof(Float32Logit), static_cast<size_t>(s.vocab), stdin) != static_cast<size_t>(s.vocab)) _Exit(2);
-  const PickArgs<Float32Logit> args{logits, c.out<float>(s.vocab), c.out<int32_t>(s.branch), c.out<float>(s.branch), warpers,
+  FloatLogit<float>* const logits = c.out<FloatLogit<float>>(s.vocab);
+  if (fread(logits, sizeof(FloatLogit<float>), static_cast<size_t>(s.vocab), stdin) != static_cast<size_t>(s.vocab)) _Exit(2);
+  const PickArgs<FloatLogit<float>> args{logits, c.out<float>(s.vocab), c.out<int32_t>(s.branch), c.out<float>(s.branch), warpers,
                                     noise_stream(atoll(argv[3]), atoi(argv[4]), atoi(argv[5]))};
   c.in_a_block(PickArena::bytes(c.threads), [&](auto& group, char* arena) { pick_tokens(group, args, s, arena); });
   for (int k = 0; k < s.branch; k++) printf("%d %.9g\n", args.tokens[k], static_cast<double>(args.log_probs[k]));
