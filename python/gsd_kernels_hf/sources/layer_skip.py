@@ -84,7 +84,6 @@ class LayerSkip(Expansion):
             raise ValueError(
                 "attention: all that attends is skipped; leave a layer, of whose keys the cache has a length"
             )
-        blocks.check(skipped)
         self.attention, self.mlp = (tuple(sorted(i for part, i in skipped if part == name)) for name in PARTS)
         self.view = blocks.without(skipped)
         self.forwards = (self.view,)
@@ -164,22 +163,21 @@ class LayerSkip(Expansion):
             raise ValueError(f"input_ids: expected at least 2 tokens a row, got {input_ids.shape[1]}")
         if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
             raise ValueError(f"seconds: expected a number above 0, or None for no limit, got {seconds!r}")
-        total = 4 * len(_Blocks(model).layers) - 1
+        blocks = _Blocks(model)
+        total = 2 * len(blocks.modules) - 1
         with tracked("LayerSkip.search", total, "steps") as update:
             shown = update if progress is None else lambda done, _: progress(done, total)
-            found = _best_blocks(model, input_ids, math.inf if seconds is None else seconds, total, shown)
+            found = _best_blocks(blocks, input_ids, math.inf if seconds is None else seconds, total, shown)
         return cls(model, **{name: [i for part, i in found if part == name] for name in PARTS})
 
 
 def _best_blocks(
-    model: PreTrainedModel, input_ids: Tensor, seconds: float, total: int, update: Callable[[int, str], None]
+    blocks: _Blocks, input_ids: Tensor, seconds: float, total: int, update: Callable[[int, str], None]
 ) -> frozenset[Block]:
     """The greedy search of :meth:`LayerSkip.search`; ``update`` is called with steps done of ``total``, and a note."""
-    begin, ids = time.monotonic(), input_ids.to(properties.device_of(model))
-    blocks = _Blocks(model)
-    blocks.check(blocks.modules)
+    begin, ids = time.monotonic(), input_ids.to(properties.device_of(blocks.model))
     # The plain products of half precision take most of the time on CPUs without instructions for it.
-    quick = _Blocks(with_cpu_linears(model, "auto"))
+    quick = _Blocks(with_cpu_linears(blocks.model, "auto"))
 
     def best_tokens(view: PreTrainedModel) -> Tensor:
         return view(input_ids=ids, use_cache=False).logits.argmax(-1)  # [B, L]
@@ -206,7 +204,9 @@ def _best_blocks(
                 )
                 return best[1]
             without, speed, agrees = skipped | {block}, 0.0, 0.0
-            with suppress(LookupError):  # a later layer attends to its keys and values, as in Gemma 3n and 4
+            # A later layer attends to its keys and values, as in Gemma 3n and 4; what it is given is not hidden states
+            # alone, as in Zaya.
+            with suppress(LookupError, TypeError):
                 agrees = float((best_tokens(quick.without(without)) == wanted).float().mean())
                 speed = expected_speed(agrees, blocks.share(without))
                 forwards += 1
@@ -228,15 +228,15 @@ def expected_speed(agreement: float, cost: float) -> float:
 
 
 class _NoBlock(nn.Module):
-    """In place of a block; ``alone``: of what returns hidden states alone, an MLP or what keeps a recurrent state."""
+    """In place of a block that returns hidden states in front of so many ``besides``; ``None``: it returns no tuple."""
 
-    def __init__(self, *, alone: bool) -> None:
+    def __init__(self, besides: int | None) -> None:
         super().__init__()
-        self.alone = alone
+        self.besides = besides
 
-    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor | tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor | tuple[Tensor | None, ...]:
         zeros = torch.zeros_like(hidden_states)
-        return zeros if self.alone else (zeros, None)
+        return zeros if self.besides is None else (zeros, *[None] * self.besides)
 
 
 class _Blocks:
@@ -246,12 +246,14 @@ class _Blocks:
         layers: the decoder layers.
         names: of each block in its layer.
         modules: the blocks.
-        attending: those with keys and values, in place of a state or beside one.
+        besides: hidden states, what each returned in a forward of two tokens: how many; ``None``: it returned no tuple.
+        attending: those with keys and values, which return what they weigh, in place of a state or beside one.
 
     Raises:
         ValueError: blocks cannot be taken out of this model.
     """
 
+    @torch.no_grad()
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.decoder = model, getattr(model, model.base_model_prefix, None)
         self.layers, kind = getattr(self.decoder, "layers", None), type(model).__name__
@@ -267,49 +269,30 @@ class _Blocks:
                     f"model: {kind} is dispatched by hooks (offloading, several devices); nothing can be skipped"
                 )
         self.modules = {(part, i): getattr(self.layers[i], name) for (part, i), name in self.names.items()}
-        self.attending = {block for block in self.modules if not self.returns_states(block)}
+        self.besides: dict[Block, int | None] = {}
+
+        def note(block: Block, _: nn.Module, __: Any, output: Any) -> None:
+            self.besides[block] = len(output) - 1 if isinstance(output, tuple) else None
+
+        with ExitStack() as hooks:
+            for block, module in self.modules.items():
+                hooks.enter_context(module.register_forward_hook(partial(note, block)))
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=properties.device_of(model))
+            model(input_ids=ids, use_cache=False)
+        self.attending = {
+            block for block in self.modules if block[0] == "attention" and self.besides[block] is not None
+        }
         # Elements of weights: of the blocks, of what else a layer has, and of all that a forward reads.
         self.sizes = {block: _elements(module) for block, module in self.modules.items()}
         self.rest = [_elements(layer) - sum(self.sizes[part, i] for part in PARTS) for i, layer in found]
         self.whole = sum(self.sizes.values()) + sum(self.rest) + _elements(model.get_output_embeddings())
-
-    def returns_states(self, block: Block) -> bool:
-        """Return whether a block returns hidden states alone, rather than with what attention weighs."""
-        return block[0] == "mlp" or keeps_state(type(self.modules[block]))
-
-    @torch.no_grad()
-    def check(self, skipped: Collection[Block]) -> None:
-        """Raise where a block returns something else than what takes its place: a forward of two tokens shows it.
-
-        MLPs of Zaya return their router's states for the next layer, those of gpt-oss their router's scores.
-
-        Raises:
-            ValueError: one of them does.
-        """
-        returned: dict[Block, Any] = {}
-        with ExitStack() as hooks:
-            for block in skipped:
-                keep = partial(returned.__setitem__, block)
-                hook = self.modules[block].register_forward_hook(lambda _, __, output, keep=keep: keep(output))
-                hooks.enter_context(hook)
-            ids = torch.zeros(1, 2, dtype=torch.int64, device=properties.device_of(self.model))
-            self.model(input_ids=ids, use_cache=False)
-        for block in skipped:
-            output, part = returned.get(block), block[0]
-            alone = self.returns_states(block)
-            if not (isinstance(output, Tensor) if alone else isinstance(output, tuple) and len(output) == 2):
-                module = type(self.modules[block]).__name__
-                raise ValueError(
-                    f"{part}: the blocks of {type(self.model).__name__} ({module}) return more than hidden states, so "
-                    f"they cannot be skipped; name layers of {'attention' if part == 'mlp' else 'mlp'} alone"
-                )
 
     def without(self, skipped: Collection[Block]) -> PreTrainedModel:
         """A view of the model: the same weights, fewer blocks."""
         kept, kinds = [], set(getattr(properties.text_config(self.model), "layer_types", None) or ())
         for index, layer in enumerate(self.layers):
             gone = [block for block in ((part, index) for part in PARTS) if block in skipped]
-            stubs = {self.names[block]: _NoBlock(alone=self.returns_states(block)) for block in gone}
+            stubs = {self.names[block]: _NoBlock(self.besides[block]) for block in gone}
             # Where layers are of several types, their numbers say which mask is theirs.
             if len(stubs) < len(PARTS) or len(kinds) > 1:
                 kept.append(with_children(layer, stubs) if stubs else layer)
