@@ -45,6 +45,10 @@ class DraftModel(Expansion):
 
     def attach(self, text: Text) -> None:
         super().attach(text)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a text, of which nothing is read yet."""
         self.unread = True  # a draft that does not pay reads no prompt
         self.cached.copy_(self.state.out_len - 1)
 
@@ -58,11 +62,15 @@ class DraftModel(Expansion):
         if config.depth == 0:
             return
         if self.unread:
-            self.text.read_prompt(self.rows)
+            self.read_prompt()
             self.unread = False
         while int((self.state.out_len - self.cached).max()) > config.chain_rows:
             # Every root is left for level 0, whose logits follow it, but for one of a finished text that is there.
             self.feed(torch.maximum(self.state.out_len - 1, self.cached), config.chain_rows)
+
+    def read_prompt(self) -> None:
+        """Cache all of the prompt but its last token."""
+        self.text.read_prompt(self.rows)
 
     def root_logits(self, config: GraphConfig) -> Tensor:
         return self.feed(self.state.out_len, config.chain_rows)

@@ -15,7 +15,7 @@ from ..model.spelling import Speller
 from ..model.vocabulary import NO_TEXT, Vocabulary
 from .base import DraftSource, Level, Proposal, Text
 from .matchers import Walk, vocabulary_in, walks_of
-from .trie import Places, Trie, after_nodes, proposal_of, text_at_end
+from .trie import Places, Trie, after_nodes, emitted_since, proposal_of, text_at_end
 
 CONTEXT_TOKENS = 8  # tokens before the root, which decide how what follows is cut
 CUT_BYTES = 32  # bytes before a text, behind which it is cut
@@ -80,16 +80,13 @@ class Grammar(DraftSource):
 
     def _follow(self) -> None:
         """Let the walks follow what was emitted; one whose grammar is another than the text's ends."""
-        lengths, done = self.state.out_len.tolist(), self.state.done.tolist()
-        begin = min(self.taken)
-        rows = self.state.tokens[:, begin : max(lengths)].tolist()
-        for b, (row, at, end) in enumerate(zip(rows, self.taken, lengths, strict=True)):
-            walk, new = self.walks[b], row[at - begin : end - begin]
-            if walk is None or done[b] or end < at or not all(walk.token(token) for token in new):
+        done = self.state.done.tolist()
+        for b, new in enumerate(emitted_since(self.state, self.taken)):
+            walk = self.walks[b]
+            if walk is None or done[b] or not all(walk.token(token) for token in new):
                 self.walks[b] = None
                 continue
             self.before[b] = (self.before[b] + self._spelled(new))[-256:]
-        self.taken = lengths
 
     def propose(self, level: Level) -> Proposal | None:
         """Propose what may follow each frontier node by the grammar; how likely the best of it is says the index."""

@@ -16,9 +16,9 @@ from ..model.runner import RowModel
 from ..model.spelling import Speller
 from ..model.vocabulary import Translation
 from ..records import Candidates, DecodeState
-from .base import Text
+from .base import Level, Text
 from .draft_model import DraftModel
-from .trie import text_at_end
+from .trie import emitted_since, text_at_end
 
 REOPENED_TOKENS = 4  # at the end of a text, which may merge with what follows
 CONTEXT_TOKENS = 8  # before them, which decide how they are cut
@@ -26,23 +26,7 @@ END_ROWS = REOPENED_TOKENS + 1  # of the draft at the end of a text: after each 
 
 
 class Reader(DraftModel):
-    """A draft model that goes on from a text of its own, or from before its last tokens."""
-
-    text: OwnText
-
-    def root_logits(self, config: GraphConfig) -> Tensor:
-        counts = (self.state.out_len - self.cached).tolist()
-        keep = min(END_ROWS, config.chain_rows)
-        logits = self.feed(self.state.out_len, config.chain_rows, keep)
-        after, taken = self.text.take_back(logits, [min(keep, count) for count in counts])
-        back = torch.tensor(taken, dtype=torch.int32, device=self.cached.device)
-        self.state.out_len.sub_(back)  # until the text is caught up with again
-        self.cached.sub_(back)
-        return after
-
-
-class OwnText:
-    """The texts of a session in a draft's tokens, as the draft's source sees them (:class:`Text`).
+    """A draft model that reads the texts of a session in its own tokens, and goes on from before the last of them.
 
     Every sequence begins at 0, whatever padding the target's has: lengths differ in any case. Special tokens go by
     content and role, those that the draft lacks by what they say. What was cut of a text changes at its end only, where
@@ -50,8 +34,9 @@ class OwnText:
     that the draft has no token for are left out.
 
     Args:
-        text: the session.
+        model: the draft.
         translation: between the target's tokens and the draft's.
+        text: the session.
 
     Attributes:
         state: the draft's tokens.
@@ -59,44 +44,49 @@ class OwnText:
         open: bytes of every text that no token of the draft's has yet, by sequence.
         begun: bytes that this step's drafts begin with, since the target has emitted them: those, and what was taken
             back before them.
-        branch: candidates after a node, of the current shape.
     """
 
-    reference_ids = memory = None
-    first, continues = True, False
-
-    def __init__(self, text: Text, translation: Translation) -> None:
+    def __init__(self, model: PreTrainedModel, translation: Translation, text: Text) -> None:
+        super().__init__(model)
         self.text, self.translation, self.sampler = text, translation, text.sampler
         self.speller = Speller(translation.assistant_tokenizer, translation.draft, skips=True)
-        self.batch, self.device = text.state.tokens.shape[0], text.state.tokens.device
-        self.state = DecodeState.empty(self.batch, 1, 1, self.device)
-        self.branch = text.branch
-        self.target: RowModel | None = None  # the draft, whose vocabulary this text has
+        self.batch = text.state.tokens.shape[0]
+        self.state = DecodeState.empty(self.batch, 1, 1, text.state.tokens.device)
+        self.start(text)
 
-    def rows_of(self, model: PreTrainedModel) -> RowModel:
-        """``model`` with a cache that grows with this text."""
-        self.target = rows_of(model, 1, self.state.kv_start, self.sampler.backend)
-        self.text.keep(self.target)
-        return self.target
+    def attach(self, text: Text) -> None:
+        self.restart()
+        self.begin()
 
-    def read_prompt(self, rows: RowModel) -> None:
-        """Read a prompt like :meth:`Text.read_prompt`."""
+    def row_model(self, text: Text) -> RowModel:
+        rows = rows_of(self.model, 1, self.state.kv_start, self.sampler.backend)
+        text.keep(rows)
+        return rows
+
+    def read_prompt(self) -> None:
         with self.text.reading():
-            rows.prefill(self.state.tokens[:, : int(self.state.out_len.max()) - 1], None, None)
+            self.rows.prefill(self.state.tokens[:, : int(self.state.out_len.max()) - 1], None, None)
 
-    def draws(self, level: int, logits: Tensor, positions: Tensor) -> Candidates:
+    def root_logits(self, config: GraphConfig) -> Tensor:
+        counts = (self.state.out_len - self.cached).tolist()
+        keep = min(END_ROWS, config.chain_rows)
+        logits = self.feed(self.state.out_len, config.chain_rows, keep)
+        after, taken = self.take_back(logits, [min(keep, count) for count in counts])
+        back = torch.tensor(taken, dtype=torch.int32, device=self.cached.device)
+        self.state.out_len.sub_(back)  # until the text is caught up with again
+        self.cached.sub_(back)
+        return after
+
+    def candidates(self, level: Level, logits: Tensor) -> Candidates:
         """The likeliest tokens: the noise that the target draws with is that of its own tokens."""
-        return self.sampler.candidates(logits, positions, self.branch, noise=False)
-
-    def keep(self, rows: object) -> None:
-        """Nothing has caches but the draft."""
+        return self.sampler.candidates(logits, level.positions, level.config.branch, noise=False)
 
     def restart(self) -> None:
         """Begin with the session's texts so far."""
         self.ids: list[list[int]] = [[] for _ in range(self.batch)]
         self.open = [b""] * self.batch
         self.taken = self.text.state.kv_start.tolist()  # of the target's tokens, padding included
-        for sequence, tokens in enumerate(self.new_tokens()):
+        for sequence, tokens in enumerate(emitted_since(self.text.state, self.taken)):
             self._extend(sequence, tokens)
             self._begin(self.ids[sequence])
         self._write([0] * self.batch)
@@ -148,21 +138,14 @@ class OwnText:
         if not ids:
             ids.append(self.translation.draft.roles.get("eos", 0))
 
-    def new_tokens(self) -> list[list[int]]:
-        """The tokens that the target emitted since this was last asked, by sequence."""
-        lengths, begin = self.text.state.out_len.tolist(), min(self.taken)
-        rows = self.text.state.tokens[:, begin : max(lengths)].tolist()
-        new = [row[at - begin : end - begin] for row, at, end in zip(rows, self.taken, lengths, strict=True)]
-        self.taken = lengths
-        return new
-
-    def catch_up(self, cached: Tensor) -> None:
-        """Re-tokenise what is new; ``cached`` int32 [B], tokens in the draft's cache, falls back to what stays."""
-        changed = [self._extend(sequence, tokens) for sequence, tokens in enumerate(self.new_tokens())]
+    def catch_up(self) -> None:
+        """Re-tokenise what is new; what is cached falls back to what stays."""
+        new = emitted_since(self.text.state, self.taken)
+        changed = [self._extend(sequence, tokens) for sequence, tokens in enumerate(new)]
         self._write(changed)
         # Of the last tokens logits are wanted in any case.
         stay = torch.minimum(self.state.out_len - END_ROWS, self.state.out_len.new_tensor(changed)).clamp(min=0)
-        cached.copy_(torch.minimum(cached, stay))
+        self.cached.copy_(torch.minimum(self.cached, stay))
         self.begun = list(self.open)
 
     def _write(self, changed: list[int]) -> None:
@@ -176,9 +159,8 @@ class OwnText:
         """Make room for texts of ``length`` tokens, and ``slots`` cache positions behind them."""
         if length > self.state.tokens.shape[1]:
             self.state.grow(length + length // 2)
-        rows = self.target
-        if rows is not None and length + slots > rows.cache.capacity:
-            rows.grow(length + length // 2 + slots)
+        if length + slots > self.rows.cache.capacity:
+            self.rows.grow(length + length // 2 + slots)
 
     def _extend(self, sequence: int, tokens: list[int]) -> int:
         """Append tokens of the target to a text; where the draft's tokens change from."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 
 from transformers import PreTrainedModel
 
@@ -17,7 +18,7 @@ from ..model.spelling import Speller
 from ..model.vocabulary import Translation
 from .base import Level, OwnSource, Proposal, Text
 from .mixer import Mixer
-from .own_text import END_ROWS, OwnText, Reader
+from .own_text import END_ROWS, Reader
 from .trie import Places, Trie, after_nodes, proposal_of
 
 
@@ -81,15 +82,12 @@ class Retokenised(OwnSource):
 
     def attach(self, text: Text) -> None:
         super().attach(text)
-        self.own.restart()
-        self.own.first = text.first
-        self.drafts.restart(self.own, {})
+        self.drafts.restart(text, {})
 
     def start(self, text: Text) -> None:
-        """Make the draft's text and sources."""
-        self.own, self.draft = OwnText(text, self.translation), Reader(self.model)
-        vocabulary = properties.vocabulary(self.model)
-        self.drafts = Mixer([self.draft], self.own.state, self.sampler.backend, vocab_size=vocabulary)
+        """Make the draft's text and its graph."""
+        self.own, vocabulary = Reader(self.model, self.translation, text), properties.vocabulary(self.model)
+        self.drafts = Mixer([self.own], self.own.state, self.sampler.backend, vocab_size=vocabulary)
 
     def prepare(self, config: GraphConfig) -> None:
         """Cache the prompt and what other shapes' steps emitted."""
@@ -99,7 +97,7 @@ class Retokenised(OwnSource):
     def _catch_up(self, config: GraphConfig) -> GraphConfig:
         """Let the draft's text and cache be the target's text; the shape of the draft's graph."""
         shape = own_shape(config)
-        self.own.catch_up(self.draft.cached)
+        self.own.catch_up()
         if self.fits(shape.depth):
             self.own.reserve(int(self.own.state.out_len.max()), shape.cache_slots)
             self.drafts.prepare(shape)
@@ -130,7 +128,6 @@ class Retokenised(OwnSource):
         shape, self.forwarded = self._catch_up(config), 0
         if not self.fits(shape.depth):
             return [Trie() for _ in self.own.ids]
-        self.own.branch = shape.branch
         rows = flatten(self.drafts.draft(shape), shape.max_rows, int(shape.max_path or 0), backend=self.sampler.backend)
         self.forwarded = self.drafts.drafted_rows
         tries, paths = [Trie() for _ in self.own.ids], self.paths(rows)
@@ -159,19 +156,13 @@ class Retokenised(OwnSource):
                 if leaf in inner:
                     continue
                 path = [leaf]
-                while parents[path[-1]] > 0:
-                    path.append(parents[path[-1]])
-                ordinary: list[int] = []
-                text, ends, mark = b"", [], None
-                for row in reversed(path):
-                    if tokens[row] not in spelled:
-                        mark = row, tokens[row]
-                        break
-                    ordinary.append(row)
-                    text += spelled[tokens[row]]
-                    ends.append(len(text))
+                while parents[path[0]] > 0:
+                    path.insert(0, parents[path[0]])
+                pieces = list(takewhile(lambda piece: piece is not None, (spelled.get(tokens[row]) for row in path)))
+                text, ends, marks = b"".join(pieces), list(accumulate(map(len, pieces))), path[len(pieces) :]
                 if text.startswith(self.own.begun[sequence]):
-                    paths.append(DraftedPath(sequence, ordinary, ends, text, mark))
+                    mark = (marks[0], tokens[marks[0]]) if marks else None
+                    paths.append(DraftedPath(sequence, path[: len(pieces)], ends, text, mark))
         return paths
 
 

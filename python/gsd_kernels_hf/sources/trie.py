@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..model.vocabulary import Vocabulary
-from ..records import Sampler
+from ..records import DecodeState, Sampler
 from .base import Level, Proposal
 
 
@@ -83,6 +83,15 @@ def after_nodes(
                     at[node] = place
         best.append([at[node].best() if node in at else [] for node in nodes])
     return best
+
+
+def emitted_since(state: DecodeState, taken: list[int]) -> list[list[int]]:
+    """The tokens behind the first ``taken`` of each sequence, padding included; from here on these are all."""
+    lengths, begin = state.out_len.tolist(), min(taken)
+    rows = state.tokens[:, begin : max(lengths)].tolist()
+    new = [row[at - begin : end - begin] for row, at, end in zip(rows, taken, lengths, strict=True)]
+    taken[:] = lengths
+    return new
 
 
 def text_at_end(vocabulary: Vocabulary, tokens: Sequence[int]) -> list[bytes]:
