@@ -20,7 +20,7 @@ from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.base import DraftSource, Proposal
 from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.layer_skip import expected_speed
-from gsd_kernels_hf.sources.ledger import SourceWeights
+from gsd_kernels_hf.sources.ledger import Retention, SourceWeights
 from gsd_kernels_hf.sources.mixer import Mixer
 
 CPU = torch.device("cpu")
@@ -83,6 +83,19 @@ def test_a_mixture_learns_which_source_was_right(share):
         asked = Asked(nodes, other, log_probs, torch.ones(4, 5, dtype=torch.int32), first, log_probs)
         weights.learn([asked], nodes, torch.full((4, 5), 7, dtype=torch.int32))
     assert weights.mixture.weights.tolist() == [0.0, pytest.approx(share, abs=0.09)]
+
+
+@pytest.mark.parametrize("wrong", ["model", "another"])
+def test_one_of_two_models_that_is_never_right_is_left_out_for_a_while(wrong):
+    sources, retention = [MODEL, Fixed("another", True, [3, 4], [0.6, 0.2])], Retention()
+    weights = {source.name: SourceWeights((0.5,), CPU) for source in sources}
+    seen = weights["another"].mixture  # 400 tokens, which the other one picked or this one
+    seen.counts.add_(400.0), seen.shares.add_(400.0 * (wrong == "model"))
+    retention.observe(sources, weights, 10)
+    assert [source.name for source in sources if source not in retention.staying(sources)] == [wrong]
+    assert weights["another"].learned() == (0.0, 0.0), "and begins anew"
+    retention.observe(sources[:1], weights, 1024)
+    assert retention.staying(sources) == sources
 
 
 def test_what_was_learned_serves_the_next_call_and_no_other_pair():

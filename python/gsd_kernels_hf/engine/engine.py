@@ -254,7 +254,7 @@ class Engine:
             steps: that it took.
             automatic: whether a policy chose them, which may leave sources out of the next call.
         """
-        learned = {name: own.clone() for name, own in session.mixer.weights.items()}
+        learned = copy.deepcopy(session.mixer.weights)
         statistics.weights = {**statistics.weights, **learned}
         if automatic:
             statistics.retention.observe(session.mixer.every, statistics.weights, steps)

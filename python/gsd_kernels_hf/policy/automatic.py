@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from ..model.properties import device_of
 from ..store import cache_dir, write_later
 from .learning import Experience, LearningPolicy
 from .settings import Automatic
-from .shapes import ladder, row_shape, shape_name
+from .shapes import ladder
 
 Kept = tuple[Experience, Callable[[], None]]
 """What generations like one learned, and what has it written to disk."""
@@ -85,11 +84,8 @@ def learned(situation: Situation) -> Kept:
     pair = own_pair(situation.models, situation.backend)
     prints = map(fingerprint, situation.models)
     about = " ".join([str(situation.by_rows), situation.about, *situation.sources, *prints])
-    section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"
-    if situation.by_rows:
-        shapes = {shape_name(row_shape()): row_shape()}
-    else:
-        shapes = ladder_of(situation.models, reuses=situation.reuses)
+    section = f"learned {about}"
+    shapes = ladder_of(situation.models, reuses=situation.reuses)
     experience = Experience(pair.costs, shapes, by_rows=situation.by_rows, settings=situation.settings)
     pair.load(section, experience)
 

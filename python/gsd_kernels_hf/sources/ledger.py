@@ -9,7 +9,6 @@ text as in any other session. All of it changes the speed, never the output.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,10 +92,6 @@ class SourceWeights:
         shares.copy_(PRIOR_COUNT * start)
         counts.fill_(PRIOR_COUNT)
         weights.copy_(start)
-
-    def clone(self) -> SourceWeights:
-        """The same tables in storage of their own."""
-        return copy.deepcopy(self)
 
     def copy_(self, other: SourceWeights) -> None:
         """Copy the tables of ``other`` into these."""
@@ -201,34 +196,17 @@ class Retention:
         expensive = [source for source in sources if source.forwards]
         if len(expensive) < 2:
             return
-        shares, judged = shares_of(sources, weights)
-        best = max(shares[source.name] for source in expensive)
-        for name in (source.name for source in expensive if source.name in judged):
-            if shares[name] >= MIN_SHARE * best:
-                continue
-            self.wait[name] = WAIT_STEPS
-            # Else it could not show that it has become better. The others' weights are relative to the first source.
-            for forgotten in [source.name for source in expensive] if name == sources[0].name else [name]:
-                weights[forgotten].forget()
-
-
-def shares_of(
-    sources: Sequence[DraftSource], weights: Mapping[str, SourceWeights]
-) -> tuple[dict[str, float], set[str]]:
-    """Each source's share of the picked tokens, and the names of those with at least :data:`MIN_PICKS` of evidence.
-
-    P = (1 − w) · P(sources before it) + w · P(this one), so a source's share is its w times 1 − w of all after it.
-    """
-    shares: dict[str, float] = {}
-    judged: set[str] = set()
-    rest = 1.0
-    for source in reversed(sources[1:]):
-        picked, share = weights[source.name].learned()
-        shares[source.name] = rest * share
-        rest *= 1.0 - share
-        if picked >= MIN_PICKS:
-            judged.add(source.name)
-    shares[sources[0].name] = rest  # the others' weights are relative to it
-    if any(source.forwards and source.name in judged for source in sources[1:]):
-        judged.add(sources[0].name)
-    return shares, judged
+        # P = (1 − w) · P(sources before it) + w · P(this one): a source's share is its w times 1 − w of all after it.
+        first, shares, picks, rest = sources[0].name, {}, {}, 1.0
+        for name in (source.name for source in reversed(sources[1:])):
+            picks[name], share = weights[name].learned()
+            shares[name], rest = rest * share, rest * (1.0 - share)
+        # The others' weights are relative to the first source.
+        names = [source.name for source in expensive]
+        shares[first], picks[first] = rest, max(picks[name] for name in names if name != first)
+        best = max(shares[name] for name in names)
+        for name in names:
+            if picks[name] >= MIN_PICKS and shares[name] < MIN_SHARE * best:
+                self.wait[name] = WAIT_STEPS
+                for forgotten in names if name == first else [name]:  # else it could not show that it became better
+                    weights[forgotten].forget()
