@@ -25,6 +25,9 @@ GGUF = ".gguf"
 LOCK_INTERVAL = 0.05
 """Seconds between two looks at a lock."""
 
+CHECKPOINT = "the folder of a checkpoint, or a hub id"
+"""What names a model, in the words of errors."""
+
 CONFIGS = ("config.json", "adapter_config.json")
 """One of them makes a folder a model's: a checkpoint's, or an adapter's that names its base."""
 
@@ -78,9 +81,7 @@ def path_of(where: str | os.PathLike[str]) -> Path:
     return Path(os.fspath(where)).expanduser()
 
 
-def checkpoint_place(
-    where: str | os.PathLike[str], what: str, *, expected: str = "the folder of a checkpoint, or a hub id"
-) -> str:
+def checkpoint_place(where: str | os.PathLike[str], what: str, *, expected: str = CHECKPOINT) -> str:
     """A checkpoint's folder, ``~`` expanded, or a name on the hub; what can be neither is refused before any download.
 
     Args:
@@ -117,9 +118,7 @@ def model_place(where: str, what: str, *, gguf: bool = True) -> str:
         if not path.is_file():
             raise ValueError(f"{what}: no such file: {where}")
         return str(path)
-    expected = (
-        "the folder of a checkpoint, a hub id, or FILE.gguf" if gguf else "the folder of a checkpoint, or a hub id"
-    )
+    expected = "the folder of a checkpoint, a hub id, or FILE.gguf" if gguf else CHECKPOINT
     place = checkpoint_place(where, what, expected=expected)
     if Path(place).is_dir() and not any((Path(place) / name).is_file() for name in CONFIGS):
         raise ValueError(f"{what}: no {CONFIGS[0]} in {where}; expected {expected}")

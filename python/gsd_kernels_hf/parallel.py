@@ -28,7 +28,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import gsd_kernels
 
-from .packed.samples import samples
 from .records import Verified
 from .validate import HONOURED, check_heads
 
@@ -42,6 +41,7 @@ EVERY = 64
 """Steps between two checks; the first ones come after 1, 2, 4, … steps. One step with ``GSD_KERNELS_DEBUG=1`` or where
 the ``gsd_kernels`` logger is at DEBUG."""
 
+SAMPLES = 16  # elements of a weight that stand for it
 MULTIPLIER = 0x2545F4914F6CDD1D  # of the running hash; odd, so that nothing is forgotten
 EXIT_PAUSE = 0.5  # seconds; a gloo thread needs microseconds, once it gets a core
 LOST = re.compile(r"gloo|nccl|connection (closed|reset)|timed out waiting|watchdog", re.IGNORECASE)
@@ -242,7 +242,10 @@ def honoured(config: GenerationConfig) -> dict[str, object]:
 
 
 def digest(value: object) -> int:
-    """63 bits of what ranks have alike: the elements of a tensor, weights of a model, parts of a tuple, or text."""
+    """63 bits of what ranks have alike: the elements of a tensor, weights of a model, parts of a tuple, or text.
+
+    Files of online learners and of trainings keep a model's, by which they know what they go on with.
+    """
     content = hashlib.sha256()
     if isinstance(value, Tensor):
         content.update(repr(tuple(value.shape)).encode())
@@ -261,6 +264,13 @@ def digest(value: object) -> int:
 
 def _weights(model: nn.Module) -> bytes:
     """A few elements of every weight; of a sharded model only the norms, which are whole."""
-    whole = getattr(model, "_device_mesh", None) is None
-    kept: list[Any] = [parameter.detach() for name, parameter in model.named_parameters() if whole or "norm" in name]
-    return samples(weight.to_local() if hasattr(weight, "to_local") else weight for weight in kept)
+    whole, samples = getattr(model, "_device_mesh", None) is None, []
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not (whole or "norm" in name):
+            continue
+        local: Any = parameter.detach()
+        local = (local.to_local() if hasattr(local, "to_local") else local).reshape(-1)
+        samples.append(
+            local[:: max(1, local.numel() // SAMPLES)][:SAMPLES].double().to(next(model.parameters()).device)
+        )
+    return torch.cat(samples).cpu().numpy().tobytes() if samples else b""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,11 @@ class ModelShape:
         return cls(**{field.name: getattr(config, _IN_CONFIG.get(field.name, field.name)) for field in fields(cls)})
 
     @property
+    def in_config(self) -> dict[str, Any]:
+        """The sizes as a configuration calls them."""
+        return {_IN_CONFIG.get(name, name): size for name, size in vars(self).items()}
+
+    @property
     def group(self) -> int:
         """Query heads of a key/value head."""
         return self.num_heads // self.num_key_value_heads
@@ -74,10 +80,8 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Number of parameters of a Llama of this shape without biases."""
-        attention = 2 * self.head_dim * self.hidden_size * (self.num_heads + self.num_key_value_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * (attention + mlp + 2 * self.hidden_size) + embeddings + self.hidden_size
+        with torch.device("meta"):
+            return LlamaForCausalLM(LlamaConfig(**self.in_config)).num_parameters()
 
 
 #: Published shapes, and ``250m``: large enough to cost something on a CPU, with the demo pair's vocabulary, so that its
@@ -121,8 +125,7 @@ def inflated_config(config: LlamaConfig, shape: ModelShape) -> LlamaConfig:
         if name != "tie_word_embeddings" and getattr(shape, name) < size:
             raise ValueError(f"shape.{name}: expected {size} or more, got {getattr(shape, name)}")
     result = copy.deepcopy(config)
-    for name, size in vars(shape).items():
-        setattr(result, _IN_CONFIG.get(name, name), size)
+    result.update(shape.in_config)
     result.tie_word_embeddings &= source.tie_word_embeddings and shape.vocab_size == source.vocab_size
     constant = _constant(source, shape, config.rms_norm_eps)
     result.rms_norm_eps = (config.rms_norm_eps * source.hidden_size - constant**2) / shape.hidden_size
