@@ -12,6 +12,8 @@ from transformers.cli.serving.utils import ToolCall, get_response_template, resp
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from .checks import one_line
+
 log = logging.getLogger(__name__)
 
 SPACES = 32
@@ -71,8 +73,7 @@ class Answer(ResponseParser):
         try:
             super()._process(events, eos)
         except Exception as error:  # of a parser that takes what a model writes for well-formed
-            reason = " ".join(str(error).split()) or type(error).__name__
-            log.warning("a call cannot be read, and is text: %.200s", reason)
+            log.warning("a call cannot be read, and is text: %.200s", one_line(error))
             self.is_text = True
             del events[self.clear :]
 

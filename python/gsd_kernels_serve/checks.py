@@ -98,6 +98,11 @@ def shown(value: Any) -> str:
     return text if len(text) < 80 else text[:76] + " ..."
 
 
+def one_line(error: BaseException) -> str:
+    """What an error says, or of one that says nothing its kind."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def is_whole(value: Any) -> bool:
     """Return whether a value is an integer; JSON's true is none."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -7,8 +7,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
@@ -19,13 +18,11 @@ from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
 
 from .calls import Call, Request, Writer
-from .checks import Refused
+from .checks import Refused, one_line
 from .generation import refused_config
 from .logprobs import of_prompt
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _BAD = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError)
 """What transformers raises for values that it cannot use."""
@@ -55,24 +52,6 @@ def forget_calls(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-class _Turn:
-    """A function in the queue, called once: a text's. One whose client has gone holds nothing until its turn."""
-
-    def __init__(self, request: Request, function: Callable[[], Any]) -> None:
-        self.gone = request.gone
-        self.function: Callable[[], Any] | None = function
-
-    def waits(self) -> bool:
-        """Return whether its turn is to come, and somebody waits for it."""
-        if self.gone.is_set():
-            self.function = None
-        return self.function is not None
-
-    def __call__(self) -> Any:
-        function, self.function = self.function, None
-        return None if function is None else function()
-
-
 class Queue(GenerateManager):
     """transformers' thread that decodes one text after another; each with its seed and its statistics.
 
@@ -84,14 +63,7 @@ class Queue(GenerateManager):
 
     def __init__(self, handle: Patch, tokenizer: PreTrainedTokenizerBase, speculates: bool) -> None:
         self.handle, self.tokenizer, self.speculates = handle, tokenizer, speculates
-        self.turns: list[_Turn] = []
         super().__init__()
-
-    def turn(self, request: Request, function: Callable[[], T]) -> concurrent.futures.Future[T | None]:
-        """Have the thread call a function for a text; what waits for clients that have gone is let go of."""
-        self.turns = [turn for turn in self.turns if turn.waits()]
-        self.turns.append(turn := _Turn(request, function))
-        return self.submit(turn)
 
     def wait(self, seconds: float) -> bool:
         """Wait until the thread is idle; whether it is."""
@@ -122,7 +94,7 @@ class Queue(GenerateManager):
             options |= {"tokenizer": self.tokenizer, "seed": call.seed, "streamer": writer, "observer": call.recorder}
             output = ids if config.max_new_tokens == 0 else model.generate(ids, **options)
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = one_line(error)
             reason = "the client went away" if request.gone.is_set() else reason
             log.warning("%s ended after %.2f s: %s", call.name, time.perf_counter() - begun, reason)
             forget_calls(error)

@@ -14,7 +14,7 @@ from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.validate import CONFIG_FIELDS, HONOURED, REFUSED
 
 from . import fields
-from .checks import Refused, is_whole
+from .checks import Refused, is_whole, one_line
 
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
@@ -117,7 +117,7 @@ def _check_named(named: Mapping[str, Any], samples: bool) -> None:
 
 def refused_config(named: Iterable[str], error: Exception) -> Refused:
     """The refusal of what ``generation_config`` names, by the argument that transformers' error speaks of."""
-    message = " ".join(str(error).split()) or type(error).__name__
+    message = one_line(error)
     spoken = [name for name in named if re.search(rf"\b{name}\b", message)] or list(named)
     at = f".{spoken[0]}" if len(spoken) == 1 or len(spoken) < len(list(named)) else ""
     return Refused(f"generation_config{at}", message)

@@ -118,20 +118,6 @@ class Pieces:
             return None
         return {**known.spelled, **{token: content.encode() for token, content in known.contents.items()}}
 
-    def bytes_of(self, token: int) -> bytes:
-        """The bytes that the token stands for; none for an id without a token, behind the vocabulary."""
-        if self.spelled is None:
-            return self.tokenizer.decode([token]).encode()
-        return self.spelled.get(token, b"")
-
-    def text_of(self, token: int) -> str:
-        """The token as a string, ``bytes:\\xe2\\x80`` for part of a character, as OpenAI writes it."""
-        data = self.bytes_of(token)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
     def chat(self, entries: Iterable[Entry]) -> dict[str, Any]:
         """``logprobs`` of a choice of ``/v1/chat/completions``."""
         rows = []
@@ -144,7 +130,19 @@ class Pieces:
         return {"content": rows, "refusal": None}
 
     def _one(self, token: int) -> dict[str, Any]:
-        return {"token": self.text_of(token), "bytes": list(self.bytes_of(token))}
+        """A token as a string, ``bytes:\\xe2\\x80`` for part of a character, as OpenAI writes it, and its bytes.
+
+        An id without a token, behind the vocabulary, has none.
+        """
+        if self.spelled is None:
+            data = self.tokenizer.decode([token]).encode()
+        else:
+            data = self.spelled.get(token, b"")
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return {"token": text, "bytes": list(data)}
 
     def completion(self, entries: Iterable[Entry], place: Place) -> dict[str, Any]:
         """``logprobs`` of a choice of ``/v1/completions``; ``place``, of the first one, goes on behind them."""

@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from gsd_kernels_hf.extras import cure
 
-from .checks import Object, Refused, one_of, reader
+from .checks import Object, Refused, one_line, one_of, reader
 from .schemas import check_schema
 
 CACHE_BYTES = 64 * 2**20
@@ -95,7 +95,7 @@ class Grammars:
                 rules = xgrammar.Grammar.from_json_schema(json.dumps(held), max_whitespace_cnt=2, strict_mode=False)
             return compiler.compile_grammar(str(rules).replace(_LETTER, _JSON_LETTER))
         except Exception as error:  # xgrammar's own, of several kinds, behind its time and place
-            raise Refused(field, re.sub(r"^\[[\d:]+\] \S+: ", "", " ".join(str(error).split()))) from error
+            raise Refused(field, re.sub(r"^\[[\d:]+\] \S+: ", "", one_line(error))) from error
 
 
 class Schema(Object):

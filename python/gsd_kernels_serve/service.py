@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections.abc import AsyncIterator, Mapping
 from copy import deepcopy
 from functools import partial
@@ -24,7 +25,7 @@ from gsd_kernels_hf.model.sides import longropes_of
 from . import fields
 from .answers import Answer, Answers
 from .calls import Call, ClientGoneError, Piece, Request, StoppingError, Writer
-from .checks import Refused
+from .checks import Refused, one_line
 from .decoding import Queue
 from .limits import Limits
 from .logprobs import Pieces
@@ -170,7 +171,7 @@ class Service:
                 messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **arguments
             )
         except BAD_CHAT as error:
-            raise Refused(field, f"the chat template: {' '.join(str(error).split())}") from error
+            raise Refused(field, f"the chat template: {one_line(error)}") from error
         return self.tokens(written, field, add_special_tokens=False)
 
     def tokens(self, text: str, field: str, **options: Any) -> list[int]:
@@ -194,15 +195,17 @@ class Service:
         waiting: Waiting = asyncio.Queue()
         send = partial(in_loop, asyncio.get_running_loop(), waiting.put_nowait)
         writer = Writer(call, self.tokenizer, self.stopping, answer, send)
+        waits = weakref.ref(writer)  # until its turn a text whose client goes holds nothing
 
         def run() -> None:
             try:
-                self.queue.decode(writer)
-                send(None)
+                if (writer := waits()) is not None:
+                    self.queue.decode(writer)
+                    send(None)
             except Exception as error:
                 send(error)
 
-        self.queue.turn(call.request, run)
+        self.queue.submit(run)
         async for _ in self.pieces_of(waiting):
             pass
         return waiting
@@ -246,7 +249,7 @@ class Service:
 
 def answer_of(error: BaseException, endpoint: str | None = None) -> tuple[int, dict[str, Any]]:
     """The status and the body of an error, as OpenAI's clients read it and as FastAPI gives it."""
-    message, field, code = " ".join(str(error).split()), None, None
+    message, field, code = one_line(error), None, None
     if isinstance(error, RequestValidationError):  # no JSON object, or an argument of another route is missing
         status = 400
         message = "; ".join(f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors())
@@ -265,7 +268,7 @@ def answer_of(error: BaseException, endpoint: str | None = None) -> tuple[int, d
     elif isinstance(error, (ValueError, TypeError)) and (field := _field_of(message, endpoint)):  # of generate
         status = 400
     else:
-        status, message = 500, message or type(error).__name__
+        status = 500
     kind = "invalid_request_error" if status < 500 else "server_error"
     return status, {"error": {"message": message, "type": kind, "param": field, "code": code}, "detail": message}
 

@@ -182,8 +182,9 @@ def test_pieces_of_sentencepiece_are_told_by_their_bytes():
     inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
     inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     pieces = Pieces(PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>"))
-    assert [pieces.bytes_of(token) for token in range(5)] == [b" a", b"\xc3", b"\xa9", b"<s>", b""]
-    assert [pieces.text_of(token) for token in range(3)] == [" a", "bytes:\\xc3", "bytes:\\xa9"]
+    told = [pieces.one(token) for token in range(5)]
+    assert [bytes(one["bytes"]) for one in told] == [b" a", b"\xc3", b"\xa9", b"<s>", b""]
+    assert [one["token"] for one in told[:3]] == [" a", "bytes:\\xc3", "bytes:\\xa9"]
 
 
 # ---- A JSON schema holds whole or is refused by name: xgrammar drops keywords without a word.
