@@ -17,10 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from gsd_kernels_hf import validate
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.parallel import digest
-from gsd_kernels_hf.progress import Update, tracked
 
 from .job import TrainingOptions, load_target, run, stored_dtype
-from .measure import MEASURED_WINDOWS, accepted_per_step
+from .measure import Trainee, accepted_per_step
 from .streams import mean_of
 from .text import HeldOut
 
@@ -57,7 +56,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
     return AutoTokenizer.from_pretrained(folder)
 
 
-class Distillation:
+class Distillation(Trainee):
     """A draft that learns from a target.
 
     Raises:
@@ -87,6 +86,7 @@ class Distillation:
                 f"length: expected at most {limit}, which the draft has positions for, got {options.length}"
             )
         self.options, self.target, self.tokenizer, self.dtype = options, target, tokenizer, dtype
+        self.device = options.device
         self.module = draft.to(options.device)
         self.vocabulary = min(properties.vocabulary(target), properties.vocabulary(draft))
         self.identity = {"draft": f"{digest(draft):016x}"}
@@ -118,40 +118,34 @@ class Distillation:
             loss = loss + (1 - weight) * likelihood * (known.numel() / known.sum().clamp(min=1))
         return mean_of(loss, None if counted is None else counted[:, 1:].flatten())
 
-    @torch.no_grad()
-    def measure(self, held_out: HeldOut) -> dict[str, Any]:
-        """Measure on held-out text and on the target's own greedy continuations of it.
+    def of_text(self, windows: Tensor) -> Tensor:
+        """Whether both have the same most likely token, and KL(target ‖ draft): [B, places, 2]."""
+        ours, theirs = (self.logits(model, windows[:, :-1]) for model in (self.module, self.target))
+        same = ours.argmax(-1) == theirs.argmax(-1)
+        ours, theirs = (logits.log_softmax(-1) for logits in (ours, theirs))
+        return torch.stack([same.double(), (theirs.exp() * (theirs - ours)).sum(-1).double()], -1)
+
+    def right(self, windows: Tensor, first: int) -> Tensor:
+        """Tell whether the draft would have picked the tokens behind place ``first``: bool [B, places]."""
+        return self.logits(self.module, windows[:, :-1])[:, first:].argmax(-1) == windows[:, first + 1 :]
+
+    def measures(self, read: Tensor, own: Tensor, held_out: HeldOut) -> dict[str, Any]:
+        """Sum up the draft's picks.
 
         Returns:
             agreement: share of positions of the text where both have the same most likely token. divergence: KL(target
             ‖ draft) there, nats a token. continuation_agreement: share of the target's own tokens that the draft would
             have picked. accepted: of a chain of :data:`CHAIN_TOKENS` drafted tokens, per step of decoding them.
         """
-        self.module.eval()
-        with tracked("measuring", len(held_out.windows) + len(held_out.picks), "windows") as update:
-            return self._measured(held_out, update)
-
-    def _measured(self, held_out: HeldOut, update: Update) -> dict[str, Any]:
-        same, divergence = [], []
-        for windows in held_out.windows.to(self.options.device).split(MEASURED_WINDOWS):
-            ours, theirs = (self.logits(model, windows[:, :-1]) for model in (self.module, self.target))
-            same.append((ours.argmax(-1) == theirs.argmax(-1)).flatten())
-            ours, theirs = (logits.log_softmax(-1) for logits in (ours, theirs))
-            divergence.append((theirs.exp() * (theirs - ours)).sum(-1).flatten())
-            update(len(same) * MEASURED_WINDOWS)
-        prefix, right = held_out.prefix, []
-        for picks in held_out.picks.to(self.options.device).split(MEASURED_WINDOWS):
-            right.append(self.logits(self.module, picks[:, :-1])[:, prefix - 1 :].argmax(-1) == picks[:, prefix:])
-            update(len(held_out.windows) + len(right) * MEASURED_WINDOWS)
-        hits, real = torch.cat(right).cpu(), held_out.picked
-        said = slice(None) if held_out.counted is None else held_out.counted[:, 1:].flatten().to(self.options.device)
-        depth = min(CHAIN_TOKENS, hits.shape[1] - 1)
-        chains = hits[:, 1:].unfold(1, depth, 1)  # [texts, places, depth]
+        said = read.flatten(0, 1) if held_out.counted is None else read[held_out.counted[:, 1:]]
+        agreement, divergence = said.mean(0).tolist()
+        depth = min(CHAIN_TOKENS, own.shape[1] - 1)
+        chains = own[:, 1:].unfold(1, depth, 1)  # [texts, places, depth]
         return {
-            "agreement": torch.cat(same)[said].double().mean().item(),
-            "divergence": torch.cat(divergence)[said].double().mean().item(),
-            "continuation_agreement": hits[real].double().mean().item(),
-            "accepted": accepted_per_step(chains, (real.sum(1) - depth).clamp(min=0)) if depth else None,
+            "agreement": agreement,
+            "divergence": divergence,
+            "continuation_agreement": own[held_out.picked].double().mean().item(),
+            "accepted": accepted_per_step(chains, (held_out.picked.sum(1) - depth).clamp(min=0)) if depth else None,
         }
 
     def save(self, folder: Path) -> None:

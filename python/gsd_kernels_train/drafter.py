@@ -163,7 +163,6 @@ class DrafterTraining(Guessing):
         config: of the checkpoint, as ``config.json`` holds it.
     """
 
-    kind: str
     config: dict[str, Any]
 
     def __init__(
@@ -249,10 +248,6 @@ class DrafterTraining(Guessing):
             nll = normaliser - logits.gather(-1, at[..., None])[..., 0]
             loss = loss + (1 - weight) * (nll if ids is None else torch.where(ids[at] == tokens, nll, 0.0))
         return loss
-
-    def save(self, folder: Path) -> None:
-        """Write the checkpoint."""
-        raise NotImplementedError
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -18,9 +18,9 @@ from gsd_kernels_hf.model.properties import vocabulary
 from .dflash import DFlashTraining
 from .drafter import DrafterOptions, DrafterTraining
 from .eagle3 import Eagle3Training
-from .job import TrainingOptions, load_target, read, run, stored_dtype
+from .job import TrainingOptions, load_target, run, stored_dtype
 from .mtp import MtpTraining
-from .text import TrainingText
+from .text import TrainingText, read_text
 
 LARGEST_DRAFT_VOCABULARY = 32000
 """Default draft vocabulary of EAGLE-3 at most, as published ones have it."""
@@ -63,5 +63,5 @@ def train_drafter(drafter: DrafterOptions, options: TrainingOptions) -> dict[str
     """
     clock = options.clock()
     target, tokenizer = load_target(options)
-    text = read(options, tokenizer, clock)
+    text = read_text(options, tokenizer, clock)
     return run(options, target, tokenizer, trainee_of(options, target, tokenizer, drafter, text), clock, text)

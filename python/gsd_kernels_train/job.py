@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels_hf.model.properties import positions
@@ -20,7 +21,7 @@ from gsd_kernels_hf.parallel import digest
 
 from .clock import MEASURING_SHARE, WRITING_SHARE, NothingLearned, RunClock, spoken
 from .loop import Interval, RunFolder, build_optimizers, learning_rate_factor, load_checkpoint, train
-from .measure import is_better
+from .measure import Trainee, is_better
 from .options import Run
 from .streams import Stream, Streams
 from .text import HeldOut, TrainingText, own_text, read_text, target_picks
@@ -116,29 +117,6 @@ class TrainingOptions(Run):
         return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == torch.bfloat16 else nullcontext()
 
 
-class Trainee(Protocol):
-    """Protocol of a module in training.
-
-    Attributes:
-        kind: ``draft``, ``heads``, ``eagle3`` or ``dflash``.
-        module: its parameters.
-        identity: what decides the result beside :class:`TrainingOptions`, as JSON values.
-    """
-
-    kind: str
-    module: nn.Module
-    identity: dict[str, Any]
-
-    def loss(self, windows: Tensor, counted: Tensor | None = None) -> Tensor:
-        """Mean loss of int64 [windows, length + 1] on the device, of the guesses for tokens that count (bool alike)."""
-
-    def measure(self, held_out: HeldOut) -> dict[str, Any]:
-        """Quality of the guesses, as JSON values."""
-
-    def save(self, folder: Path) -> None:
-        """Write the result."""
-
-
 def load_target(options: TrainingOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target, frozen, and its tokenizer.
 
@@ -156,12 +134,6 @@ def load_target(options: TrainingOptions) -> tuple[PreTrainedModel, PreTrainedTo
             f"length: expected at most {limit - 1}, which the target has positions for, got {options.length}"
         )
     return target.requires_grad_(False), tokenizer
-
-
-def read(options: TrainingOptions, tokenizer: PreTrainedTokenizerBase, clock: RunClock) -> TrainingText:
-    """The text, or the chats, that the options name; see :func:`read_text`."""
-    files, held_out = (options.chats or options.text, options.held_out_chats or options.held_out_text)
-    return read_text(files or [], held_out or [], tokenizer, options.length, clock, chats=bool(options.chats))
 
 
 def run(
@@ -182,7 +154,7 @@ def run(
         RuntimeError: the loss is not finite, or the minutes were over before one step was done; nothing is left then.
     """
     if text is None:
-        text = read(options, tokenizer, clock)
+        text = read_text(options, tokenizer, clock)
     folder = RunFolder(
         options.out,
         {"target": f"{digest(target):016x}", **trainee.identity, **text.digests, **options.identity()},
@@ -301,13 +273,10 @@ def _streams(
         seconds = clock.share(WRITING_SHARE)
         fits = min(WRITTEN_SEQUENCES, int(seconds / max(pace * options.length, 1e-9)))
         at_once = folder.remember("written_at_once", lambda: fits)
-        if not at_once:
-            logger.warning(
-                "the target writes too slowly for a window of %d in its share; the text alone is used", options.length
-            )
-            return [(1.0, text.training)], {"tokens": 0, "seconds": 0.0}
-    limits = {"at_once": at_once, "sequences": sequences, "seconds": seconds}
-    own, took = own_text(target, text.training, options.length, options.seed, folder, clock, **limits)
+    own, took = Stream(np.empty(0, dtype=np.int32)), 0.0
+    if at_once:
+        limits = {"at_once": at_once, "sequences": sequences, "seconds": seconds}
+        own, took = own_text(target, text.training, options.length, options.seed, folder, clock, **limits)
     written = {"tokens": len(own), "seconds": took}
     if len(own) <= options.length:
         logger.warning(

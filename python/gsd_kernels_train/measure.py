@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,42 +15,77 @@ from .text import HeldOut
 MEASURED_WINDOWS = 8
 
 
-class Guessing:
-    """A training of what guesses tokens after the next one.
+class Trainee:
+    """A module in training.
 
     Attributes:
+        kind: ``draft``, ``heads``, ``eagle3``, …
         module: what is trained.
-        device: where it lies.
-        guesses: tokens that one use of it guesses.
+        identity: what decides the result beside :class:`~gsd_kernels_train.job.TrainingOptions`, as JSON values.
+        device: where the module lies.
     """
 
+    kind: str
     module: nn.Module
+    identity: dict[str, Any]
     device: torch.device
-    guesses: int
+
+    def loss(self, windows: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Mean loss of int64 [windows, length + 1] on the device, of the guesses for tokens that count (bool alike)."""
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        """Write the result."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def measure(self, held_out: HeldOut) -> dict[str, Any]:
-        """Measure first guesses on held-out text and on the target's own greedy continuations of it.
+        """Measure on held-out text and on the target's own greedy continuations of it; JSON values by name."""
+        self.module.eval()
+        read, own = [], []
+        with tracked("measuring", len(held_out.windows) + len(held_out.picks), "windows") as update:
+            for part in held_out.windows.to(self.device).split(MEASURED_WINDOWS):
+                read.append(self.of_text(part).cpu())
+                update(len(read) * MEASURED_WINDOWS)
+            for part in held_out.picks.to(self.device).split(MEASURED_WINDOWS):
+                own.append(self.right(part, held_out.prefix - 1).cpu())
+                update(len(held_out.windows) + len(own) * MEASURED_WINDOWS)
+        return self.measures(torch.cat(read), torch.cat(own), held_out)
+
+    def of_text(self, windows: Tensor) -> Tensor:
+        """What is measured on windows [B, N] of held-out text: [B, places, measures]."""
+        raise NotImplementedError
+
+    def right(self, windows: Tensor, first: int) -> Tensor:
+        """Tell whether guesses are right: bool [B, places, …] of windows [B, N], from place ``first`` on."""
+        raise NotImplementedError
+
+    def measures(self, read: Tensor, own: Tensor, held_out: HeldOut) -> dict[str, Any]:
+        """Sum up what :meth:`of_text` says of the text, and :meth:`right` of the target's own text."""
+        raise NotImplementedError
+
+
+class Guessing(Trainee):
+    """A training of what guesses tokens after the next one.
+
+    Attributes:
+        guesses: tokens that one use of it guesses.
+    """
+
+    guesses: int
+
+    def measures(self, read: Tensor, own: Tensor, held_out: HeldOut) -> dict[str, Any]:
+        """Sum up first guesses.
 
         Returns:
             accuracy: by guess, how often it is the token of the text, where that counts. continuation_accuracy: the
             same where the target wrote the text (``None`` where it ended at once). accepted: guesses that a step of
             decoding those would accept.
         """
-        self.module.eval()
-        depth, text, own = self.guesses, [], []
-        with tracked("measuring", len(held_out.windows) + len(held_out.picks), "windows") as update:
-            for part in held_out.windows.split(MEASURED_WINDOWS):
-                text.append(self.right(part, 0))
-                update(len(text) * MEASURED_WINDOWS)
-            for part in held_out.picks.split(MEASURED_WINDOWS):
-                own.append(self.right(part, held_out.prefix - 1))
-                update(len(held_out.windows) + len(own) * MEASURED_WINDOWS)
-        own = torch.cat(own)
+        depth = self.guesses
         lengths = (held_out.picked.sum(1) - depth).clamp(min=0)  # own: [texts, places, depth]
         counted = torch.arange(own.shape[1], device=lengths.device) < lengths[:, None]
-        read = torch.cat(text)  # [windows, places, depth]
-        said = torch.ones_like(read)
+        said = torch.ones_like(read)  # [windows, places, depth]
         if held_out.counted is not None:
             said = held_out.counted[:, 2:].unfold(1, depth, 1)[:, : read.shape[1]]
         return {
@@ -58,6 +94,9 @@ class Guessing:
             "accepted": accepted_per_step(own, lengths),
         }
 
+    def of_text(self, windows: Tensor) -> Tensor:
+        return self.right(windows, 0)
+
     def right(self, windows: Tensor, first: int) -> Tensor:
         """Tell whether guesses are right: bool [B, places, guesses] of windows [B, N], from place ``first`` on.
 
@@ -65,9 +104,8 @@ class Guessing:
         """
         places = windows.shape[1] - 1 - self.guesses - first
         if places < 1:
-            return torch.zeros(len(windows), 0, self.guesses, dtype=torch.bool, device="cpu")
-        guessed = self.guessed(windows.to(self.device), first, places).cpu()
-        return guessed == windows[:, first + 2 :].unfold(1, self.guesses, 1)
+            return torch.zeros(len(windows), 0, self.guesses, dtype=torch.bool, device=windows.device)
+        return self.guessed(windows, first, places) == windows[:, first + 2 :].unfold(1, self.guesses, 1)
 
     def guessed(self, windows: Tensor, first: int, places: int) -> Tensor:
         """First guesses from each of ``places`` places: target ids [B, places, guesses]."""

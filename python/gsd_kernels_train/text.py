@@ -18,6 +18,7 @@ from gsd_kernels_hf.progress import Update, tracked
 from .chats import encode_chats
 from .clock import PICKING_SHARE, RunClock
 from .loop import RunFolder
+from .options import Run
 from .streams import Stream, Streams, blocks, read_texts
 
 HELD_OUT_SHARE = 0.05
@@ -97,28 +98,17 @@ def encode_text(
     return Stream(tokens[:cut]), Stream(tokens[cut:]), digest.hexdigest()
 
 
-def read_text(
-    files: list[Path],
-    held_out_files: list[Path],
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    clock: RunClock = RunClock(None),  # noqa: B008, without a limit there is nothing that changes
-    *,
-    chats: bool = False,
-) -> TrainingText:
-    """Encode files; without ``held_out_files`` the last twentieth of the text is held out, one block at least.
-
-    Args:
-        chats: whether the files are chats, see :func:`~gsd_kernels_train.chats.encode_chats`; a twentieth is
-            one of the chats then.
+def read_text(options: Run, tokenizer: PreTrainedTokenizerBase, clock: RunClock) -> TrainingText:
+    """Encode the text or the chats of a run; where no file is held out, the last twentieth is, one block at least.
 
     Raises:
         ValueError: no text, text that is not UTF-8, or too little for one block of ``length`` + 1 tokens on each side.
         OSError: a file that cannot be read.
         RuntimeError: the clock's minutes are over.
     """
-    name = "chats" if chats else "text"
-    block, encode = length + 1, encode_chats if chats else encode_text
+    name, encode = ("chats", encode_chats) if options.chats else ("text", encode_text)
+    files, held_out_files = getattr(options, name) or [], getattr(options, f"held_out_{name}")
+    length, block = options.length, options.length + 1
     last = 0.0 if held_out_files else HELD_OUT_SHARE
     training, held_out, digest = encode(name, files, tokenizer, length, clock, last)
     digests = {name: digest}
