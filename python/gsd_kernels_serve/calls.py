@@ -26,6 +26,9 @@ from .tools import forced_calls
 class ClientGoneError(Exception):
     """Ends the decoding of a text that nobody waits for."""
 
+    def __init__(self) -> None:
+        super().__init__("the client went away")
+
 
 class StoppingError(RuntimeError):
     """Ends the decoding of all texts, because the server stops."""

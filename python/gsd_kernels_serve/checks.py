@@ -99,7 +99,7 @@ def shown(value: Any) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, or of one that says nothing its kind."""
+    """The message of an error on one line; its kind where it has none."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -17,7 +17,7 @@ from gsd_kernels.config import AUTO
 from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
 
-from .calls import Call, Request, Writer
+from .calls import Call, ClientGoneError, Request, Writer
 from .checks import Refused, one_line
 from .generation import refused_config
 from .logprobs import of_prompt
@@ -94,8 +94,7 @@ class Queue(GenerateManager):
             options |= {"tokenizer": self.tokenizer, "seed": call.seed, "streamer": writer, "observer": call.recorder}
             output = ids if config.max_new_tokens == 0 else model.generate(ids, **options)
         except Exception as error:
-            reason = one_line(error)
-            reason = "the client went away" if request.gone.is_set() else reason
+            reason = one_line(ClientGoneError() if request.gone.is_set() else error)
             log.warning("%s ended after %.2f s: %s", call.name, time.perf_counter() - begun, reason)
             forget_calls(error)
             if isinstance(error, AssertionError) and (held := request.held):  # xgrammar's

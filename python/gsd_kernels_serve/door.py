@@ -39,34 +39,7 @@ class Door:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        posts = scope["method"] == "POST"
-        try:
-            host = name_of(dict(scope["headers"]).get(b"host", b"").decode("latin-1"))  # without its port
-            if self.hosts is not None and host not in self.hosts:
-                raise HTTPException(400, f"Host: {host!r} is not this server's name; allow it by --allowed-host")
-            body = await self._body(receive) if posts else b""
-            if posts and self.under_way >= self.limits.requests:
-                raise HTTPException(503, f"{self.under_way} requests are under way; try again later (--max-requests)")
-        except HTTPException as error:
-            status, answer = answer_of(error)
-            await JSONResponse(answer, status_code=status, headers={"Connection": "close"})(scope, receive, send)
-            return
-        if body is None:  # the client is gone
-            return
-        left: list[bytes] = [body]
-        del body
-
-        async def whole() -> Any:
-            return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
-
-        self.under_way += posts
-        try:
-            await self._answer(scope, whole, send)
-        finally:
-            self.under_way -= posts
-
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        begun = False
+        begun, headers = False, {"Connection": "close"}  # where a request is sent away
         name = dict(scope["headers"]).get(b"x-request-id") or str(uuid.uuid4()).encode()
         scope.setdefault("state", {})["request_id"] = name.decode("latin-1")
 
@@ -77,15 +50,35 @@ class Door:
             begun = True
             await send(message)
 
+        posts = scope["method"] == "POST"
         try:
-            await self.app(scope, receive, sent)
+            host = name_of(dict(scope["headers"]).get(b"host", b"").decode("latin-1"))  # without its port
+            if self.hosts is not None and host not in self.hosts:
+                raise HTTPException(400, f"Host: {host!r} is not this server's name; allow it by --allowed-host")
+            body = await self._body(receive) if posts else b""
+            if body is None:  # the client is gone
+                return
+            if posts and self.under_way >= self.limits.requests:
+                raise HTTPException(503, f"{self.under_way} requests are under way; try again later (--max-requests)")
+            left: list[bytes] = [body]
+            del body
+            headers.clear()
+
+            async def whole() -> Any:
+                return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
+
+            self.under_way += posts
+            try:
+                await self.app(scope, whole, sent)
+            finally:
+                self.under_way -= posts
         except (Exception, asyncio.CancelledError) as error:
             if begun:
                 raise
             status, answer = answer_of(error, scope["path"])
             if status == 500:
                 log.exception("%s failed", scope["path"])
-            await JSONResponse(answer, status_code=status)(scope, receive, sent)
+            await JSONResponse(answer, status_code=status, headers=headers)(scope, receive, sent)
 
     async def _body(self, receive: Any) -> bytes | None:
         """The body, or ``None`` where the client goes away. What is beyond the bound is read and dropped.

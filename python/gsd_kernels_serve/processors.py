@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Grammars:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
-        self.compilers: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text
+        self.compiler = lru_cache(CACHED_COMPILERS)(self._compiler)
         self.making = threading.Lock()
 
     def of(self, held: Mapping[str, Any] | bool | Marked, field: str, ends: list[int]) -> Any:
@@ -79,15 +80,8 @@ class Grammars:
             import xgrammar
         except ImportError:
             raise Refused(field, f"needs xgrammar, which is missing: {cure('grammar')}") from None
-        key = tuple(ends)
         with self.making:
-            if key not in self.compilers:
-                if len(self.compilers) >= CACHED_COMPILERS:
-                    self.compilers.pop(next(iter(self.compilers)))
-                read = xgrammar.TokenizerInfo.from_huggingface
-                info = read(self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=ends)
-                self.compilers[key] = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
-            compiler = self.compilers[key]
+            compiler = self.compiler(tuple(ends))
         try:
             if isinstance(held, Marked):
                 rules = xgrammar.Grammar.from_structural_tag(held.tag)
@@ -96,6 +90,13 @@ class Grammars:
             return compiler.compile_grammar(str(rules).replace(_LETTER, _JSON_LETTER))
         except Exception as error:  # xgrammar's own, of several kinds, behind its time and place
             raise Refused(field, re.sub(r"^\[[\d:]+\] \S+: ", "", one_line(error))) from error
+
+    def _compiler(self, ends: tuple[int, ...]) -> Any:
+        import xgrammar
+
+        read = xgrammar.TokenizerInfo.from_huggingface
+        info = read(self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=list(ends))
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
 
 
 class Schema(Object):

@@ -247,28 +247,30 @@ class Service:
             watching.cancel()
 
 
+_STATUS: dict[type[BaseException], tuple[int, str | None]] = {
+    Refused: (400, None),
+    NoModelError: (404, "model_not_found"),
+    ClientGoneError: (499, None),
+    StoppingError: (503, None),
+    BusyError: (503, None),
+}
+"""The status and OpenAI's code of the server's own errors."""
+
+
 def answer_of(error: BaseException, endpoint: str | None = None) -> tuple[int, dict[str, Any]]:
     """The status and the body of an error, as OpenAI's clients read it and as FastAPI gives it."""
-    message, field, code = one_line(error), None, None
+    message, field = one_line(error), error.field if isinstance(error, Refused) else None
+    status, code = _STATUS.get(type(error), (500, None))
     if isinstance(error, RequestValidationError):  # no JSON object, or an argument of another route is missing
         status = 400
         message = "; ".join(f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors())
     elif isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
-    elif isinstance(error, ClientGoneError):
-        status, message = 499, "the client went away"
-    elif isinstance(error, (StoppingError, BusyError)):
-        status = 503
     elif isinstance(error, asyncio.CancelledError):  # after the time that uvicorn gives to requests as it stops
         status, message = 503, "the server is stopping"
-    elif isinstance(error, NoModelError):
-        status, field, code = 404, error.field, "model_not_found"
-    elif isinstance(error, Refused):
-        status, field = 400, error.field
-    elif isinstance(error, (ValueError, TypeError)) and (field := _field_of(message, endpoint)):  # of generate
-        status = 400
-    else:
-        status = 500
+    elif status == 500 and isinstance(error, (ValueError, TypeError)):  # of generate
+        field = _field_of(message, endpoint)
+        status = 400 if field else 500
     kind = "invalid_request_error" if status < 500 else "server_error"
     return status, {"error": {"message": message, "type": kind, "param": field, "code": code}, "detail": message}
 

@@ -119,7 +119,7 @@ class Distillation(Trainee):
         return mean_of(loss, None if counted is None else counted[:, 1:].flatten())
 
     def of_text(self, windows: Tensor) -> Tensor:
-        """Whether both have the same most likely token, and KL(target ‖ draft): [B, places, 2]."""
+        """Return whether both have the same most likely token, and KL(target ‖ draft): [B, places, 2]."""
         ours, theirs = (self.logits(model, windows[:, :-1]) for model in (self.module, self.target))
         same = ours.argmax(-1) == theirs.argmax(-1)
         ours, theirs = (logits.log_softmax(-1) for logits in (ours, theirs))

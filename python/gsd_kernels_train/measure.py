@@ -53,7 +53,7 @@ class Trainee:
         return self.measures(torch.cat(read), torch.cat(own), held_out)
 
     def of_text(self, windows: Tensor) -> Tensor:
-        """What is measured on windows [B, N] of held-out text: [B, places, measures]."""
+        """The measures of windows [B, N] of held-out text: [B, places, measures]."""
         raise NotImplementedError
 
     def right(self, windows: Tensor, first: int) -> Tensor:

@@ -262,7 +262,7 @@ def accepts():
     xgrammar = pytest.importorskip("xgrammar")
     grammars = Grammars(None, 128)
     info = xgrammar.TokenizerInfo(["<s>", *map(chr, range(1, 128))], stop_token_ids=[0])
-    grammars.compilers[(0,)] = xgrammar.GrammarCompiler(info)
+    grammars.compiler = lambda ends: xgrammar.GrammarCompiler(info)
 
     def found(held, text: str) -> bool:
         matcher = xgrammar.GrammarMatcher(grammars.of(held, "schema", [0]), terminate_without_stop_token=True)
