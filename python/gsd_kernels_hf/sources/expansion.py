@@ -38,11 +38,6 @@ class DraftVocabulary:
         if target_ids is not None and bool((target_ids.diff() > 0).all()) and int(target_ids[-1]) < vocab_size:
             self.table = pad(target_ids.to(torch.int32), (0, 1), value=-1)  # [draft + 1]; the last for "none"
 
-    @classmethod
-    def of(cls, module: Any, vocab_size: int) -> DraftVocabulary:
-        """That of a drafter with ``sizes``, ``d2t`` and ``target_ids()``, for a target of ``vocab_size``."""
-        return cls(None if module.d2t is None else module.target_ids(), module.sizes.vocab_size, vocab_size)
-
     @property
     def columns(self) -> int:
         """Columns of the drafter's logits, as far as they are read."""

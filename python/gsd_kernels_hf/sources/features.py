@@ -127,7 +127,7 @@ class FeatureSource(OwnSource):
     in while the target reads and verifies; entries are made of them when the drafter is next used.
 
     Attributes:
-        head: the drafter's output matrix, or the target's.
+        head, embedding: the drafter's, or the target's.
         vocabulary: of the drafter.
         operator: the layers as one operator reads them; ``None``: they are modules.
         unknown: id and feature [D] that stand for a token behind the text, where rows of such are asked for.
@@ -154,12 +154,13 @@ class FeatureSource(OwnSource):
 
     def start(self, text: Text) -> None:
         """Make the cache."""
-        own = self.module.lm_head
-        self.head = text.target.stepping.get_output_embeddings() if own is None else own
-        self.vocabulary = DraftVocabulary.of(self.module, text.target.vocab_size)
+        module, target = self.module, text.target.stepping
+        self.head = target.get_output_embeddings() if module.lm_head is None else module.lm_head
+        self.embedding = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
+        ids = None if module.d2t is None else module.target_ids()
+        self.vocabulary = DraftVocabulary(ids, module.sizes.vocab_size, text.target.vocab_size)
         self.rows = FeatureCache(self.module, self.module.sizes, text, self.extra_slots)
         text.keep(self.rows)
-        self.embed = text.target.stepping.get_input_embeddings()
         self.rows.vocab_size = self.embedding.num_embeddings
         self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; where entries end, padding included
 
@@ -195,12 +196,6 @@ class FeatureSource(OwnSource):
         """The feature of hidden states, on the drafter's device in its dtype."""
         like = self.rows.features
         return self.module.fuse([state.to(like.device, like.dtype) for state in states])
-
-    @property
-    def embedding(self) -> Any:
-        """The drafter's own, or the target's."""
-        own = self.module.embed_tokens
-        return self.embed if own is None else own
 
     def prepare(self, config: GraphConfig) -> None:
         """Make entries of the prompt and of what other shapes' steps emitted, until at most a step's are missing."""

@@ -33,14 +33,13 @@ from ..packed.modules import device_of_weights, dtype_of
 from ..validate import SERVED_LAYERS
 from . import checkpoints
 from .checkpoints import WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, files_of
-from .feature_drafter import HiddenDrafter, Rotary
+from .feature_drafter import HiddenDrafter, Rotary, Shapes
 from .layouts import QUANTISED, HeadLayout, find_heads, looked_for
 
 logger = logging.getLogger("gsd_kernels")
 KIND = "multi-token-prediction"
 FIRST = "*.json", WEIGHTS
 """Of a target's checkpoint what is fetched first: the index of its files, or an only one."""
-Shapes = dict[str, tuple[int, ...]]
 EXPERTS = re.compile(r"(?P<base>.*\.experts)\.(?P<what>gate_up_proj|down_proj)")
 """Weights of all experts in one tensor, as transformers holds them: [E, 2 · inner, D] and [E, D, inner]."""
 
@@ -141,7 +140,7 @@ def block_for(files: Shapes, target: PreTrainedModel, attention: str | None, nam
     wanted = named[0] if isinstance(named, (list, tuple)) and named else attention
     if wanted not in kinds:
         raise bad(
-            f"the decoder layer of the multi-token-prediction head may be one of {type(target).__name__}'s layers with "
+            f"the decoder layer of the {KIND} head may be one of {type(target).__name__}'s layers with "
             f"{' or '.join(map(str, reversed(kinds)))}, and its config's mtp_layer_types is {named!r}"
         )
     return kinds[wanted]
@@ -341,23 +340,23 @@ def open_heads(
     Raises:
         BadCheckpoint: no checkpoint, none with heads, or quantised ones; no weight was read.
     """
-    files = files_of(fetch(where, wanted=FIRST, revision=revision))
-    layers = len(decoder_of(target)[0])
+    folder = fetch(where, wanted=FIRST, revision=revision)
+    files, layers = files_of(folder), len(decoder_of(target)[0])
     heads = find_heads(files, layers)
     if heads is None:
         others = [name for name in files if "mtp" in name.lower() or "nextn" in name.lower()]
         strange = f"; it has {others[0]}, of a layout that is not served" if others else ""
-        raise bad(f"{where} has no multi-token-prediction heads; looked for were {looked_for(layers)}{strange}")
+        raise bad(f"{where} has no {KIND} heads; looked for were {looked_for(layers)}{strange}")
     layout, prefix = heads
     own = {name: layout.own_name(name.removeprefix(prefix)) for name in files if name.startswith(prefix)}
     own = {name: ours for name, ours in own.items() if ours is not None}
     quantised = next((name for name in own if name.endswith(QUANTISED)), None)
     if quantised is not None:
         raise bad(
-            f"the multi-token-prediction heads in {where} are quantised ({quantised}); served are floating "
-            "point and FP8 in blocks (weight_scale_inv)"
+            f"the {KIND} heads in {where} are quantised ({quantised}); served are floating point and FP8 in blocks "
+            "(weight_scale_inv)"
         )
-    folder = fetch(where, wanted=sorted({files[name] for name in own}), revision=revision)
+    fetch(where, wanted=sorted({files[name] for name in own}), revision=revision)
     found = Checkpoint.open(folder, own.get)
     found.published = lambda name: layout.published_name(name, prefix)
     return found, layout
