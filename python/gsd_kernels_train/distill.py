@@ -76,7 +76,8 @@ class Distillation(Trainee):
     ) -> None:
         try:
             validate.check_pair(target, draft)
-            validate.check_tokenizers(tokenizer, draft_tokenizer)
+            if draft_tokenizer is not None and draft_tokenizer.get_vocab() != tokenizer.get_vocab():
+                raise ValueError("draft: its vocabulary differs from the target's")
         except ValueError as error:
             reason = str(error).split("; ")[0].split(": ", 1)[1]
             raise ValueError(f"draft: {reason}; a draft is trained for a target of the same tokenizer") from error
