@@ -21,7 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.engine import room
+from gsd_kernels_hf.engine import session
 from gsd_kernels_hf.model.recurrent import mixers
 
 SAID = 5  # tokens of a user's turn
@@ -229,7 +229,7 @@ def test_growth_of_captured_steps(monkeypatch):
     heads, drafts = gsd.DraftHeads.for_model(target, 2), [draft, noised(target, 0.06, seed=2)]
     options = {"assistant_model": drafts, "draft_heads": heads, "graph_config": SHAPE}
     for name in ("GRAIN_TOKENS", "FIRST_TOKENS", "FIRST_GPU_TOKENS"):
-        monkeypatch.setattr(room, name, 4)
+        monkeypatch.setattr(session, name, 4)
     cuda = fake_cuda.install(monkeypatch)
     assert torch.equal(gsd.generate(target, **long_call(**options)), target.generate(**long_call()))
     assert cuda.counts["captures"] > 6 and cuda.counts["replays"] > 3
@@ -241,7 +241,7 @@ def test_growth_by_less_than_a_block(monkeypatch):
     drafter = random_dflash(dflash_config(target, block_size=16))
     shape = gsd.GraphConfig(depth=12, width=1, branch=1, max_rows=13)
     for name in ("GRAIN_TOKENS", "FIRST_TOKENS"):
-        monkeypatch.setattr(room, name, 4)
+        monkeypatch.setattr(session, name, 4)
     call = long_call(max_new_tokens=24)
     found = gsd.generate(target, **call, drafter=drafter, draft_sources=("drafter",), graph_config=shape)
     assert torch.equal(found, target.generate(**call))

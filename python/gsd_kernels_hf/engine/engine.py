@@ -19,9 +19,8 @@ from ..policy.base import Policy
 from ..sources.base import DraftSource
 from ..sources.ledger import Retention, SourceWeights
 from ..sources.memory import HistoryMemory
-from . import room
 from .resolved import Request, SessionKey, Sources
-from .session import Session
+from .session import Session, larger, room_to_begin, rounded
 
 MOST_ENGINES = 8  # of a target; the least recently used one goes
 MOST_SESSIONS = 4  # that wait for later calls, of all engines of a target; the least recently used one goes
@@ -221,11 +220,11 @@ class Engine:
         """
         key = SessionKey.of(request, policy, sources, alone=alone)
         prompt, most = request.prompt_length, request.prompt_length + request.room + key.slots
-        capacity = room.to_begin(prompt, key.slots, request.room, request.device)
+        capacity = room_to_begin(prompt, key.slots, request.room, request.device)
         own = [copy.copy(source) for source in sources]
         if self.idle.weakly and not replay.is_gpu(request.device):
             return Session(key, request.facts, capacity, own), False
-        capacity = room.rounded(capacity)
+        capacity = rounded(capacity)
         # As they are now: what is changed while a text is written is a change to the next call.
         modules = {**request.models, "drafter": request.sources.drafter}
         states = {name: ModelState.of(module) for name, module in modules.items() if module is not None}
@@ -236,7 +235,7 @@ class Engine:
             session = Session(key, request.facts, capacity, own)
         else:
             if capacity > session.capacity:
-                session.grow(room.larger(session.capacity, capacity, room.rounded(most)))
+                session.grow(larger(session.capacity, capacity, rounded(most)))
             changed = [modules[name] for name, state in states.items() if session.models[name] != state]
             # A draft model's cache is all that depends on it: of one that learns, nothing else is read anew.
             drafts = request.options.drafts

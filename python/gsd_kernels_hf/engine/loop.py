@@ -12,9 +12,8 @@ from ..policy.base import Plan, Policy
 from ..sources.base import reaches
 from .capture import Launched, stepping
 from .output import Output
-from .session import Session
+from .session import Session, warm
 from .stats import GenerationStats
-from .warming import warm
 
 PLAIN_PLAN = Plan(None)
 

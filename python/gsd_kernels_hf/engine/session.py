@@ -1,4 +1,8 @@
-"""The device state of one generation, and the step over it: draft → merge → flatten → attend → verify → commit."""
+"""The device state of one generation, and the step over it: draft → merge → flatten → attend → verify → commit.
+
+Storage has the cache positions that a text's next steps need, not what it may become. Kernels that are compiled when
+they are first used are launched once, ahead, for every shape that a policy may choose (:func:`warm`).
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,33 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gsd_kernels import Acceptance, GraphConfig, Rows, TokenGraph, flatten
+from gsd_kernels import (
+    Acceptance,
+    Frontier,
+    GraphConfig,
+    Rows,
+    TokenGraph,
+    flatten,
+    merge,
+    mix_candidates,
+    verify,
+)
+from gsd_kernels.config import MAX_CONTEXT
 from gsd_kernels.ops.step import commit_text
 
 from ..acceptance.criteria import ChainProposal, criterion_of
 from ..acceptance.host import OnHost
 from ..acceptance.lockstep import padded, padded_path
 from ..acceptance.rule import AcceptanceRule, OnDevice
+from ..model import replay
 from ..model.facts import Facts, ModelState
 from ..model.fused import rows_of
 from ..model.prompt_inputs import RowsBehindInputs
@@ -26,14 +44,38 @@ from ..model.replay import hold
 from ..model.runner import CachedText, Listener, RowModel
 from ..policy.base import Plan
 from ..records import DecodeState, Sampler, Unverified, Verified, lone_root
-from ..sources.base import DraftSource, OwnSource
+from ..sources.base import DraftSource, Level, OwnSource
 from ..sources.learned import Known
 from ..sources.ledger import SourceWeights
 from ..sources.memory import HistoryMemory
 from ..sources.mixer import Mixer
-from . import room
 from .resolved import Request, SessionKey
 from .stats import Clock
+
+GRAIN_TOKENS = 256
+"""Positions by which storage is sized."""
+
+FIRST_TOKENS, FIRST_GPU_TOKENS = 256, 1024
+"""New tokens that a text has room for at first: on a GPU growing means capturing anew."""
+
+GROWTH = 1.5
+"""At most so much larger does storage become at once; what is copied in all is three texts at most."""
+
+
+def rounded(positions: int) -> int:
+    """A multiple of :data:`GRAIN_TOKENS`."""
+    return -(-positions // GRAIN_TOKENS) * GRAIN_TOKENS
+
+
+def room_to_begin(prompt: int, slots: int, room: int, device: torch.device) -> int:
+    """Positions for a ``prompt`` and its first new tokens, of which there are ``room`` at most, and for a step."""
+    first = FIRST_GPU_TOKENS if replay.is_gpu(device) else FIRST_TOKENS
+    return min(prompt + room + slots, rounded(prompt + first + slots))
+
+
+def larger(capacity: int, needed: int, most: int) -> int:
+    """Positions to grow to from ``capacity``: what is ``needed``, and some ahead up to ``most``."""
+    return max(needed, min(most, rounded(max(needed, int(GROWTH * capacity)))))
 
 
 class Session:
@@ -92,7 +134,7 @@ class Session:
         self.learned: Known | None = None
         self.models: dict[str, ModelState] = {}  # what the models were when the text was begun, see engine.engine
         self.captured: Any = None  # see engine.capture.CapturedStep
-        self.warmed: tuple[int, int] | None = None  # the sizes for which kernels were compiled, see engine.warming
+        self.warmed: tuple[int, int] | None = None  # the sizes for which kernels were compiled, see :func:`warm`
         self.compiled: frozenset[GraphConfig | None] = frozenset()  # the shapes of these kernels
         self.clock = Clock(device)
         self.request: Request
@@ -184,7 +226,7 @@ class Session:
         """Make room for the next step, where the longest sequence has ``longest`` tokens, padding included."""
         needed = longest + self.key.slots
         if needed > self.capacity:
-            self.grow(room.larger(self.capacity, needed, self.most))
+            self.grow(larger(self.capacity, needed, self.most))
 
     def leave(self, length: int) -> list[str]:
         """Draft without sources whose model has no positions behind texts of ``length`` tokens; names of new ones."""
@@ -387,3 +429,80 @@ class Session:
             backend=self.backend,
         )
         return verified
+
+
+def warm(session: Session, shapes: Sequence[GraphConfig]) -> None:
+    """Compile what steps of ``shapes`` launch, where a policy has several and the device is a GPU; once a size.
+
+    Triton compiles merge, flatten, verify, commit and attention for their sizes, the samplers and the history's ops for
+    the number of candidates. A policy that takes another shape in the middle of a text would stop there for seconds.
+    The ops run here on a graph of the root alone, on logits of zeros and on cache slots that are free; they commit
+    nothing and remember nothing.
+    """
+    if len(shapes) < 2 or not replay.is_gpu(session.state.tokens.device):
+        return
+    size = session.capacity, sum(rows.cache.layers[0].is_initialized for rows in session.row_models)
+    if session.warmed == size:
+        return
+    for shape in shapes:
+        _warm_graph(session, shape)
+    for count in sorted({1, *(shape.max_rows for shape in shapes)}):
+        session.target.launch(session.kv_len, count, count)
+    session.warmed, session.compiled = size, frozenset(shapes)
+    session.clock.begin_step()  # compiling is no part of it
+
+
+def _warm_graph(session: Session, shape: GraphConfig) -> None:
+    """Everything but the forwards: merge at every level, flatten, verify, commit, samplers, look-ups, mixing."""
+    batch, device, backend = session.key.batch, session.state.tokens.device, session.backend
+    graph = TokenGraph.empty(batch, shape, device)
+    graph.reset(
+        torch.zeros(batch, device=device, dtype=torch.float32),
+        torch.full((batch, MAX_CONTEXT), -1, device=device, dtype=torch.int64),
+    )
+    node_ids = graph.root_frontier()
+    mixer = session.mixer
+    looks_up = bool(mixer.lookups) and mixer.grower is None
+    for level in range(shape.depth + (shape.history_depth if looks_up else 0)):
+        candidates = torch.full((*node_ids.shape, shape.branch), -1, dtype=torch.int32, device=device)
+        node_ids = merge(
+            graph,
+            node_ids,
+            candidates,
+            torch.full_like(candidates, -torch.inf, dtype=torch.float32),
+            level=level,
+            width=shape.width if level + 1 < shape.depth else shape.history_width,
+            config=shape,
+            backend=backend,
+        ).node_ids
+    rows = flatten(graph, shape.max_rows, int(shape.max_path or 0), backend=backend)
+    accepted = verify(
+        rows,
+        torch.zeros_like(rows.token_ids),
+        eos_ids=session.eos_ids,
+        remaining=torch.zeros_like(session.state.remaining),
+        done=torch.ones_like(session.state.done),  # nothing is accepted
+        max_path=int(shape.max_path or 0),
+        backend=backend,
+    )
+    session.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, session.kv_len.clone(), backend=backend)
+    logits = session.target.no_logits(shape.max_rows).to(device)
+    session.rule.criterion.picks(rows, logits, rows.depths)
+    none, tail = torch.zeros_like(accepted.accepted_rows), graph.contexts[:, 0].clone()
+    nothing = replace(rows, num_rows=torch.zeros_like(rows.num_rows))  # rows for shapes, none to learn from
+    _warm_candidates(session, shape, Verified(graph, nothing, logits, {}, accepted, tail, none, none))
+
+
+def _warm_candidates(session: Session, shape: GraphConfig, verified: Verified) -> None:
+    """Launch proposals after one node and after a frontier, what sources make of a step, and the mixture."""
+    batch, device = session.key.batch, session.kv_len.device
+    for width in dict.fromkeys((1, shape.width, shape.history_width)):
+        root = torch.zeros(batch, width, dtype=torch.int32, device=device)
+        frontier = Frontier(root, root, root, root[..., None])
+        level = Level(0, shape, verified.graph, frontier, session.kv_len)
+        proposals = (source.warm(level, verified) for source in session.mixer.sources if isinstance(source, OwnSource))
+        proposed = [proposal.candidates for proposal in proposals if proposal is not None]
+        here = [tuple(tensor.to(device) for tensor in candidates) for candidates in proposed]
+        for first, other in pairwise(here):
+            weight = torch.zeros(batch, width, device=device, dtype=torch.float32)
+            mix_candidates(*first, *other, weight, backend=session.backend)

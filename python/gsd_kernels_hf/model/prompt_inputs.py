@@ -29,9 +29,7 @@ from .sides import longropes_of
 
 BY_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Inputs [..., B, P] that transformers cuts where it cuts tokens."""
-TAIL = 3  # tokens that a proof appends
-PARENTS = (-1, 0, 0, 2, 3)  # of its rows: the prompt's last token, one beside, and the tail
-PATH = (0, 2, 3, 4)  # of them
+TAIL = len(proof.TEXT) - 1  # tokens that a proof appends
 NAMED = ("_token_id", "_token_index")
 """What configs' names of tokens end in."""
 
@@ -215,12 +213,9 @@ def _own(facts: Facts, inputs: PromptInputs) -> Tensor:
 def _ours(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> Tensor:
     """The same through rows of a tree behind the prompt."""
     batch, length = inputs.input_ids.shape
-    count, device = len(PARENTS), kv_start.device
-    rows = RowsBehindInputs(facts, length + count, kv_start, "auto", axes=inputs.axes)
+    device = kv_start.device
+    rows = RowsBehindInputs(facts, length + len(proof.PARENTS), kv_start, "auto", axes=inputs.axes)
     rows.inputs = inputs
     rows.read(inputs.input_ids, None, None)
     tail = torch.cat([inputs.input_ids[:, -1:], _tail(facts, inputs)], 1).to(device)  # [B, 1 + TAIL]
-    tokens = tail[:, [PATH.index(row) if row in PATH else -1 for row in range(count)]]
-    stored = torch.full((batch,), length - 1, dtype=torch.int32, device=device)
-    logits = proof.logits_of_tree(rows, PARENTS, tokens, stored)
-    return logits[:, list(PATH)]
+    return proof.logits_of_path(rows, tail, torch.full((batch,), length - 1, dtype=torch.int32, device=device))

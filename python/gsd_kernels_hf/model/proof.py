@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -173,20 +174,22 @@ def logits_of_tree(rows: Any, parents: Sequence[int], tokens: Tensor, stored: Te
     return logits
 
 
+def logits_of_path(rows: Any, tokens: Tensor, stored: Tensor) -> Tensor:
+    """Logits [B, len(TEXT), V] of ``tokens`` [B, len(TEXT)] as a path of the tree of :data:`PARENTS`."""
+    places = [TEXT.index(row) if row in TEXT else 0 for row in range(len(PARENTS))]
+    return logits_of_tree(rows, PARENTS, tokens[:, places], stored)[:, list(TEXT)]
+
+
 def logits_of_rows(rows: Any, model: PreTrainedModel | Facts, passage: Passage = SHORT) -> Tensor:
     """The same through a row model: a prompt in pieces, then rows of a tree, and more behind its accepted path."""
-    ids, count, (prompt, steps, pads) = text(model, passage), len(PARENTS), passage
+    ids, (prompt, steps, pads) = text(model, passage), passage
     device = ids.device
-    sibling = next(row for row in range(count) if row not in TEXT)
-    order = [*TEXT, sibling]
     rows.prefill(ids[:, :prompt], padding(ids, pads)[:, :prompt], max(PIECE_TOKENS, prompt // 2))
     stored = torch.full((len(pads),), prompt, dtype=torch.int32, device=device)  # [B]
     path = torch.tensor([TEXT] * len(pads), dtype=torch.int32, device=device)  # [B, len(TEXT)]
     logits = []
     for step in range(steps):
-        path_tokens = ids[:, prompt + step * len(TEXT) :][:, : len(TEXT)]
-        tokens = torch.cat([path_tokens, path_tokens[:, :1]], 1)[:, [order.index(row) for row in range(count)]]
-        logits.append(logits_of_tree(rows, PARENTS, tokens, stored)[:, list(TEXT)])
+        logits.append(logits_of_path(rows, ids[:, prompt + step * len(TEXT) :][:, : len(TEXT)], stored))
         if step + 1 < steps:
             rows.cache.commit(path, torch.full_like(stored, len(TEXT)), stored)
     return torch.cat(logits, 1)
@@ -228,15 +231,9 @@ def why_not_proved(
         passage: of text.
         own: logits of another text, [B, n, V], by transformers' own steps.
     """
-
-    def of_text(of: Facts) -> Tensor:
-        return own_logits(of, singly=singly, passage=passage)
-
-    def at_once(of: Facts) -> Tensor:
-        return own_logits(of, passage=passage)
-
     facts = Facts.of(model)
-    return facts.proved(way, lambda: _difference(facts, forward, own or of_text, own or at_once))
+    steps, prompt = (own or partial(own_logits, singly=one, passage=passage) for one in (singly, False))
+    return facts.proved(way, lambda: _difference(facts, forward, steps, prompt))
 
 
 def _difference(facts: Facts, forward: Forward, own_steps: Forward, own_prompt: Forward) -> Difference | None:
