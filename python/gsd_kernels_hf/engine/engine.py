@@ -195,11 +195,6 @@ class Engine:
         same = len(mine) == len(parts) and all(a is b for a, b in zip(mine, parts, strict=True))
         return same and self.criterion == criterion
 
-    @property
-    def orphaned(self) -> bool:
-        """Return whether an object that a source is made of was deleted."""
-        return any(part() is None for part in self.parts)
-
     def statistics(self, *, sampled: bool) -> Statistics:
         """Statistics of greedy or of sampled texts, to begin a call with."""
         return self._statistics.setdefault(sampled, Statistics())
@@ -292,7 +287,8 @@ class Engines:
             engine = next((e for e in self._engines if e.serves(parts, criterion)), None)
             if engine is None:
                 engine = Engine(parts, criterion, self.idle)
-            others = [e for e in self._engines if e is not engine and not e.orphaned]
+            living = [e for e in self._engines if all(part() is not None for part in e.parts)]
+            others = [e for e in living if e is not engine]
             self._keep([*others, engine][-MOST_ENGINES:])
             return engine
 

@@ -306,7 +306,9 @@ class Request:
         self.batch, self.prompt_length = input_ids.shape
         self.attention_mask: Tensor | None = model_kwargs.get("attention_mask")
         validate.check_padding(self.attention_mask, inferred=True)  # the caller's own was screened
-        self.kv_start = padding_of(input_ids, self.attention_mask)
+        self.kv_start = torch.zeros(self.batch, dtype=torch.int32, device="cpu")
+        if self.attention_mask is not None:
+            self.kv_start = (self.prompt_length - self.attention_mask.long().sum(1)).to(torch.int32)
         unread = validate.check_call(self.facts, model_kwargs)
         if self.options.reference_ids is not None:
             copies = generation_config.num_return_sequences or 1
@@ -383,13 +385,6 @@ class Request:
             **self.sources.agreed(),
             **honoured(self.generation_config),
         }
-
-
-def padding_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Left padding of the sequences [B, P], int32 [B]."""
-    if attention_mask is None:
-        return torch.zeros(input_ids.shape[0], dtype=torch.int32, device="cpu")
-    return (input_ids.shape[1] - attention_mask.long().sum(1)).to(torch.int32)
 
 
 def split_criteria(

@@ -314,7 +314,8 @@ def _kinds(facts: Facts, probe: Probe) -> Iterator[AttentionKind]:
     What a call says is what flash attention goes by, the mask is what every other implementation goes by.
     """
     flash = str(implementation_of(text_config(facts.model))).startswith("flash")
-    cached, temperatures = _windows_of_cache(facts.model), temperatures_of(facts)
+    layers, temperatures = DynamicCache(config=facts.model.config).layers, temperatures_of(facts)
+    cached = {i: layer.sliding_window for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
     known: dict[tuple[int, int | None], Limits] = {}  # layers share a mask or two, which the calls keep alive
     for call in probe.calls:
         asked = id(call.mask), call.window
@@ -335,12 +336,6 @@ def _kinds(facts: Facts, probe: Probe) -> Iterator[AttentionKind]:
             )
         sinks = None if call.sinks is None else call.sinks.dtype
         yield AttentionKind(*limits, sinks, temperatures.get(call.layer))
-
-
-def _windows_of_cache(model: PreTrainedModel) -> dict[int | None, int]:
-    """How many tokens a layer of transformers' own cache keeps, by layer, where that is limited."""
-    layers = DynamicCache(config=model.config).layers
-    return {i: layer.sliding_window for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
 
 
 def check_linears(facts: Facts) -> None:

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -190,37 +190,9 @@ def argument(kind: type[_Kind], args: tuple[Any, ...], options: dict[str, Any]) 
     return next((value for value in (*args, *options.values()) if isinstance(value, kind)), None)
 
 
-class Form(Protocol):
-    """How the rows of one mixer are computed, and what is kept of the text for that.
-
-    Attributes:
-        layer: of the cache, which holds the states that a prompt leaves.
-        takes_states: whether :meth:`begin` takes them over, so that the cache need not keep them.
-    """
-
-    layer: Any
-    takes_states: bool
-
-    def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Return what the module's forward does of rows [B, R], given what it was called with."""
-        ...
-
-    def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
-        """Take the accepted rows int32 [B, P] of the last :meth:`rows` into the text; their number: int32 [B]."""
-        ...
-
-    def begin(self) -> None:
-        """A prompt was read: go on from the states that it left in the cache."""
-        ...
-
-    def end(self) -> None:
-        """Leave the states of the text in the cache, where the next prompt goes on from them."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes beside the cache's own states."""
-        ...
+Form = Any
+"""How the rows of one mixer are computed, and what is kept of the text for that: :class:`ByDepth`, or what has its
+methods and attributes."""
 
 
 class Mixer(nn.Module):
@@ -345,6 +317,10 @@ class ByDepth:
     Args:
         module: whose forward takes hidden states [n, 1, D] and a cache.
         layer: of the model's cache, which holds the states of the text, [B, …] each.
+
+    Attributes:
+        takes_states: whether :meth:`begin` takes the states that a prompt leaves, so that the cache need not keep them.
+        nbytes: beside the cache's own states.
     """
 
     takes_states = False
@@ -360,11 +336,11 @@ class ByDepth:
         self.after: dict[State, Tensor] = {}  # [B, 1 + T, …]: states after the text, and after the rows since
 
     def begin(self) -> None:
-        """Nothing: the states stay where the prompt left them."""
+        """A prompt was read: go on from the states that it left in the cache, where they stay."""
         self.after, self.behind_prompt = {}, True
 
     def end(self) -> None:
-        """Nothing, for the same reason."""
+        """Leave the states of the text in the cache, where they are, and the next prompt goes on from them."""
         self.after = {}
 
     @property
@@ -372,7 +348,7 @@ class ByDepth:
         return sum(states.nbytes for states in self.after.values())
 
     def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """See :class:`Form`."""
+        """Return what the module's forward does of rows [B, R], given what it was called with."""
         shape = tree.parents[:, tree.first :].shape  # B, R
         text = {key: states[:, None] for key, states in states_in(self.layer).items()}
         kept = self.after if tree.first else text
@@ -433,7 +409,7 @@ class ByDepth:
             self.after[key][sequence, 1 + tree.first + row] = states
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
-        """See :class:`Form`."""
+        """Take the accepted rows int32 [B, P] of the last :meth:`rows` into the text; their number: int32 [B]."""
         for key, after in self.after.items():
             count = num_accepted.to(after.device)
             last = torch.where(count > 0, 1 + last_rows(accepted_rows.to(after.device), count), 0)  # [B]

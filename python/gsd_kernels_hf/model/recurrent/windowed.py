@@ -98,7 +98,7 @@ class Recurrence:
         return state_rows(*given, beta, parents, depths, self.lengths, self.window, backend=self.backend)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
-        """See :class:`~.mixers.Form`."""
+        """See :class:`~.mixers.ByDepth`."""
         if self.window is None or self.fresh:
             return
         device = self.lengths.device
@@ -242,7 +242,7 @@ class ShortConvolution:
         return out.to(hidden_states.dtype).transpose(1, 2)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
-        """See :class:`~.mixers.Form`."""
+        """See :class:`~.mixers.ByDepth`."""
         if self.rows is None or self.last is None:
             return
         device = self.rows.device
@@ -294,7 +294,7 @@ class Windowed:
         self.tree: RowTree
 
     def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """See :class:`~.mixers.Form`."""
+        """See :class:`~.mixers.ByDepth`."""
         self.tree, self.no_state = tree, NoState()
         given = [self.no_state if isinstance(value, RowsCache) else value for value in args]
         named = {name: self.no_state if isinstance(value, RowsCache) else value for name, value in options.items()}
@@ -314,25 +314,25 @@ class Windowed:
         return self.recurrence(self.tree, *map(plain, args), **options)
 
     def begin(self) -> None:
-        """See :class:`~.mixers.Form`."""
+        """See :class:`~.mixers.ByDepth`."""
         for (kind, index), part in self.parts.items():
             part.begin(getattr(self.layer, kind)[index] if self.layer.has_previous_state[index] else None)
 
     def end(self) -> None:
-        """See :class:`~.mixers.Form`."""
+        """See :class:`~.mixers.ByDepth`."""
         for key, part in self.parts.items():
             state = part.end()
             if state is not None and part.used:  # others may be another module's
                 put_state(self.layer, key, state)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
-        """See :class:`~.mixers.Form`."""
+        """See :class:`~.mixers.ByDepth`."""
         for part in self.parts.values():
             part.commit(accepted_rows, num_accepted)
 
     @property
     def nbytes(self) -> int:
-        """See :class:`~.mixers.Form`."""
+        """See :class:`~.mixers.ByDepth`."""
         return sum(part.nbytes for part in self.parts.values())
 
 
