@@ -35,7 +35,7 @@ BUDGET = {
     "python/gsd_kernels_hf/acceptance": 22,
     "python/gsd_kernels_hf/corpus": 4,
     "python/gsd_kernels_hf/costs": 12,
-    "python/gsd_kernels_hf/engine": 71,
+    "python/gsd_kernels_hf/engine": 70,
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 145,
     "python/gsd_kernels_hf/packed": 55,
