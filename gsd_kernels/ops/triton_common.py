@@ -30,3 +30,10 @@ def plain(log_prob):
     """The value that a log-probability counts as: NaN → −inf, above 0 → +0, −0 → +0."""
     # The sum comes first: compilers make a minimum of a choice below 0, and a GPU's minimum of −0 and +0 is −0.
     return tl.where(log_prob > float("-inf"), tl.where(log_prob <= 0.0, log_prob + 0.0, 0.0), float("-inf"))
+
+
+@triton.jit
+def ordered(x):
+    """float32 → int32 in the same order; −0 and +0 share a key."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

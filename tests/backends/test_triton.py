@@ -130,7 +130,7 @@ def test_a_models_tokens_equal_the_references():
 # Compiled.
 
 kept = pytest.mark.kept("gsd_kernels", "python/gsd_kernels_cli/kernel_report.py")
-KERNELS = {"split", "combine", "merge", "flatten", "verify", "cut", "score", "log_probs", "commit", "write"}
+KERNELS = {"split", "combine", "merge", "flatten", "verify", "cut", "score", "commit", "write"}
 READ = ("split", "score", "commit", "cut", "write")  # kernels whose instructions matter
 MATRIX = {80: "HMMA", 90: "HGMMA", 100: "UTCMMA"}  # what a tile of 64 or more half-precision rows must use
 

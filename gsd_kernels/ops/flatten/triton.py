@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...config import MAX_BRANCH, MAX_NODES
 from ...graph import Rows, num_words
-from ..triton_common import plain
+from ..triton_common import ordered, plain
 
 EMPTY = tl.constexpr(-(2**63))
 
@@ -24,13 +24,6 @@ def _score_of(key):
     """The float32 in the key's upper half."""
     high = (key >> 32).to(tl.int32)
     return tl.where(high < 0, high ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _key_of(score):
-    """Integers in the order of the floats; equal scores have equal ones."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit(do_not_specialize=["max_path", "capacity", "branch", "max_rows", "words"])  # shapes share what is compiled
@@ -76,7 +69,7 @@ def _flatten_kernel(
         log_prob = tl.load(edge_log_probs_ptr + node * branch + k, mask=exists, other=float("-inf"))
         path = score + plain(log_prob)
         low = ((127 - (depth + 1)) << 22) | ((127 - (r - 1)) << 15) | ((31 - k) << 10) | child
-        key = tl.where(path > float("-inf"), (_key_of(path).to(tl.int64) << 32) | low.to(tl.int64), EMPTY)  # [K]
+        key = tl.where(path > float("-inf"), (ordered(path).to(tl.int64) << 32) | low.to(tl.int64), EMPTY)  # [K]
         open_keys = tl.where((row == r - 1)[:, None], key[None, :], open_keys)
         # Take the best open child as row r.
         best = tl.max(tl.max(open_keys, 1), 0)

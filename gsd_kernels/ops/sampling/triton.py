@@ -23,9 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_cut import COLLECT, log_probs, new, ordered, parameter, row_cut, row_warpers, scratch
+from ..triton_common import ordered
+from .triton_cut import parameter, row_cut, row_warpers, scaled
 
-STRETCH = COLLECT  # logits that one program perturbs at a time; where a row is cut, also what it collects
+STRETCH = 4096  # logits that one program perturbs at a time; where a row is cut, also what it collects of one
 TICKETS = 4096  # rows of a launch that the kept tickets serve
 STREAMS = 64  # of a GPU
 
@@ -66,27 +67,28 @@ def _gumbel_of(seed, position, sequence, tokens):
 
 
 @triton.jit
-def _keep_best(score, tokens, spoiled, best_scores_ptr, best_tokens_ptr, COUNT: tl.constexpr):
-    """Store the COUNT best of a block, ties by the lowest token; where there is NaN, token −1."""
+def _keep_best(score, tokens, spoiled, best, part, COUNT: tl.constexpr):
+    """Store the COUNT best of a block as those of this part, ties by the lowest token; where there is NaN, token −1."""
     for i in tl.range(0, COUNT):
-        best = tl.max(score, 0)
-        token = tl.min(tl.where(score == best, tokens, 2147483647), 0)
-        token = tl.where(best > float("-inf"), token, 2147483647)  # fewer than COUNT are left
+        highest = tl.max(score, 0)
+        token = tl.min(tl.where(score == highest, tokens, 2147483647), 0)
+        token = tl.where(highest > float("-inf"), token, 2147483647)  # fewer than COUNT are left
         score = tl.where(tokens == token, float("-inf"), score)
-        tl.store(best_scores_ptr + i, best)
-        tl.store(best_tokens_ptr + i, tl.where(spoiled, -1, token))
+        tl.store(best[0] + part * COUNT + i, highest)
+        tl.store(best[1] + part * COUNT + i, tl.where(spoiled, -1, token))
 
 
 @triton.jit
 def _pick(
-    best_scores_ptr,  # of this row: float32 [parts, COUNT]
-    best_tokens_ptr,  # int32 [parts, COUNT]
+    best,  # pointers: scores float32, tokens int32 [parts, COUNT]
+    first,  # of this row's parts
     parts,
     top,  # with WITH_SUMS: largest score of the row, and the logarithm of Σ exp(score − top)
     log_sum,
     drawn,  # whether the row is sampled
-    tokens_ptr,  # int32 [COUNT]
-    log_probs_ptr,  # float32 [COUNT]
+    index,  # of the row
+    tokens_ptr,  # int32 [rows, COUNT]
+    log_probs_ptr,  # float32 [rows, COUNT]
     COUNT: tl.constexpr,
     WITH_SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -94,34 +96,31 @@ def _pick(
     """The COUNT best of a row among the best of its parts, which other threads or programs have stored."""
     i = tl.arange(0, BLOCK)
     inside = i < parts * COUNT
-    score = tl.load(best_scores_ptr + i, mask=inside, other=float("-inf"), cache_modifier=".cg")
-    token = tl.load(best_tokens_ptr + i, mask=inside, other=2147483647, cache_modifier=".cg")
+    score = tl.load(best[0] + first * COUNT + i, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    token = tl.load(best[1] + first * COUNT + i, mask=inside, other=2147483647, cache_modifier=".cg")
     spoiled = tl.min(token, 0) < 0
     for j in tl.range(0, COUNT):
-        best = tl.max(score, 0)
-        picked = tl.min(tl.where(score == best, token, 2147483647), 0)
+        highest = tl.max(score, 0)
+        picked = tl.min(tl.where(score == highest, token, 2147483647), 0)
         score = tl.where(token == picked, float("-inf"), score)
         nothing = spoiled | (picked == 2147483647)
         if not WITH_SUMS:  # nothing to draw from: all is cut, or +∞ is there
-            nothing = nothing | (drawn & ((best <= CUT) | (best == float("inf"))))
-        tl.store(tokens_ptr + j, tl.where(nothing, -1, picked))
+            nothing = nothing | (drawn & ((highest <= CUT) | (highest == float("inf"))))
+        out = index.to(tl.int64) * COUNT + j
+        tl.store(tokens_ptr + out, tl.where(nothing, -1, picked))
         if WITH_SUMS:
-            # (best − top) − log Σ is at most 0 whatever the rounding; best − log-sum-exp is not.
-            log_prob = tl.where(best > CUT, (best - top) - log_sum, float("-inf"))
-            tl.store(log_probs_ptr + j, tl.where(spoiled, float("nan"), log_prob))
+            # (highest − top) − log Σ is at most 0 whatever the rounding; highest − log-sum-exp is not.
+            log_prob = tl.where(highest > CUT, (highest - top) - log_sum, float("-inf"))
+            tl.store(log_probs_ptr + out, tl.where(spoiled, float("nan"), log_prob))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _score_kernel(
     logits_ptr,
-    positions_ptr,  # int32 [B, R]
-    sequence_ids_ptr,  # int32 [B]
-    seed_ptr,
-    temperatures_ptr,
-    temperature,
+    keys,  # pointers: positions int32 [B, R], sequences int32 [B], seed
+    warpers,  # of row_warpers, the temperature's alone
     tickets_ptr,  # int32 [rows]: programs of a row that have ended; 0 before and after
-    best_scores_ptr,  # float32 [rows, stretches, COUNT] scratch
-    best_tokens_ptr,  # int32 [rows, stretches, COUNT] scratch
+    best,  # pointers, scratch: scores float32, tokens int32 [rows, stretches, COUNT]
     sums_ptr,  # float32 [rows, stretches, 2] scratch: largest score, sum of exp(score − largest)
     tokens_ptr,  # int32 [rows, COUNT]
     log_probs_ptr,  # float32 [rows, COUNT]
@@ -150,13 +149,12 @@ def _score_kernel(
     score = tl.maximum(raw, CUT)
     drawn = False
     if SAMPLING:
-        temperature = parameter(temperatures_ptr, temperature, b)
+        temperature = parameter(warpers[0], warpers[1], b)
         drawn = temperature > 0.0
         x = tl.math.div_rn(raw, tl.zeros_like(raw) + tl.where(drawn, temperature, 1.0))
         noisy = x
         if NOISE:
-            position, sequence = tl.load(positions_ptr + index), tl.load(sequence_ids_ptr + b)
-            noisy = x + _gumbel(tl.load(seed_ptr), position, sequence, v0, BLOCK)
+            noisy = x + _gumbel(tl.load(keys[2]), tl.load(keys[0] + index), tl.load(keys[1] + b), v0, BLOCK)
         score = tl.where(drawn, tl.where(x > CUT, noisy, CUT), score)
     score = tl.where(v < vocab, score, float("-inf"))
     first = index.to(tl.int64) * stretches
@@ -165,7 +163,7 @@ def _score_kernel(
         largest = tl.max(score, 0)
         tl.store(sums_ptr + 2 * out, largest)
         tl.store(sums_ptr + 2 * out + 1, tl.sum(tl.exp(score - largest), 0))
-    _keep_best(score, v, spoiled, best_scores_ptr + out * COUNT, best_tokens_ptr + out * COUNT, COUNT)
+    _keep_best(score, v, spoiled, best, out, COUNT)
     tl.debug_barrier()  # all threads have stored before one of them says so
     if tl.atomic_add(tickets_ptr + index, 1, sem="acq_rel") == stretches - 1:
         tl.store(tickets_ptr + index, 0)
@@ -179,74 +177,20 @@ def _score_kernel(
             top = tl.max(tops, 0)
             log_sum = tl.log(tl.sum(part * tl.exp(tops - top), 0))
         _pick(
-            best_scores_ptr + first * COUNT,
-            best_tokens_ptr + first * COUNT,
-            stretches,
-            top,
-            log_sum,
-            drawn,
-            tokens_ptr + index.to(tl.int64) * COUNT,
-            log_probs_ptr + index.to(tl.int64) * COUNT,
-            COUNT,
-            WITH_SUMS,
-            BLOCK_BEST,
-        )
-
-
-@triton.jit
-def _kept_scores(
-    x_ptr,  # of this row: [vocab]
-    collected_ptr,  # float32 [BLOCK]
-    ids_ptr,  # int32 [BLOCK]
-    v0,
-    n,  # how many tokens to score: those collected if ``listed``, else the vocabulary
-    listed,
-    draw,  # whether the row is sampled; seed, position, sequence
-    temperature,
-    top,
-    cut,
-    least,
-    NOISE: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Perturbed scores of BLOCK tokens from place v0 of the list or the row on, CUT where cut, and the tokens."""
-    drawn, seed, position, sequence = draw
-    i = v0 + tl.arange(0, BLOCK)
-    here = i < tl.where(listed, n, 0)
-    few = tl.load(collected_ptr + i, mask=here, other=float("-inf"))
-    raw = tl.load(x_ptr + i, mask=i < tl.where(listed, 0, n), other=float("-inf")).to(tl.float32)
-    tokens = tl.where(listed, tl.load(ids_ptr + i, mask=here, other=0), i)
-    x = tl.where(listed, few, tl.math.div_rn(raw, tl.zeros_like(raw) + temperature))
-    noisy = x
-    if NOISE:
-        noisy = x + tl.where(drawn, _gumbel_of(seed, position, sequence, tokens), 0.0)
-    keep = (x > CUT) & (ordered(x) >= cut)
-    if HAS_MIN_P:
-        keep = keep & (tl.where(drawn, tl.exp(x - top), 1.0) >= least)
-    return tl.where(i < n, tl.where(keep, noisy, CUT), float("-inf")), tokens
+            best, first, stretches, top, log_sum, drawn, index, tokens_ptr, log_probs_ptr,
+            COUNT, WITH_SUMS, BLOCK_BEST,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "stretches"])
 def _cut_kernel(
     logits_ptr,
-    positions_ptr,  # int32 [B, R]
-    sequence_ids_ptr,  # int32 [B]
-    seed_ptr,
-    temperatures_ptr,
-    temperature,
-    top_ks_ptr,
-    top_k,
-    top_ps_ptr,
-    top_p,
-    min_ps_ptr,
-    min_p,
-    collected_ptr,  # float32 [rows, BLOCK] scratch
-    ids_ptr,  # int32 [rows, BLOCK] scratch
-    best_scores_ptr,  # float32 [rows, stretches, COUNT] scratch
-    best_tokens_ptr,  # int32 [rows, stretches, COUNT] scratch
+    keys,  # pointers: positions int32 [B, R], sequences int32 [B], seed
+    warpers,  # of row_warpers
+    collected,  # pointers, scratch: logits / temperature float32, tokens int32 [rows, BLOCK]
+    best,  # pointers, scratch: scores float32, tokens int32 [rows, stretches, COUNT]
     tokens_ptr,  # int32 [rows, COUNT]
-    log_probs_ptr,  # float32 [rows, COUNT]
+    log_probs_ptr,  # float32 [rows, COUNT]; with a COUNT of 0 [rows, V], the distribution
     stride_b,
     stride_r,
     rows,
@@ -260,50 +204,56 @@ def _cut_kernel(
     BLOCK: tl.constexpr,
     BLOCK_BEST: tl.constexpr,
 ):
-    """The COUNT best of a row that warpers cut. One program a row."""
+    """The COUNT best of a row that warpers cut, or what they leave of its distribution. One program a row."""
     index = tl.program_id(0)
     b = index // rows
     x_ptr = logits_ptr + b.to(tl.int64) * stride_b + (index % rows).to(tl.int64) * stride_r
-    drawn, temperature, k, p, least = row_warpers(
-        b, temperatures_ptr, temperature, top_ks_ptr, top_k, top_ps_ptr, top_p, min_ps_ptr, min_p
-    )
+    drawn, temperature, k, p, least = row_warpers(warpers, b)
     place = index.to(tl.int64)
-    collected_ptr += place * BLOCK
-    ids_ptr += place * BLOCK
+    few_ptr, ids_ptr = collected[0] + place * BLOCK, collected[1] + place * BLOCK
     spoiled, top, cut, listed, count = row_cut(
-        x_ptr, collected_ptr, ids_ptr, vocab, temperature, k, p, least, HAS_CUT, HAS_MIN_P, BLOCK
+        x_ptr, few_ptr, ids_ptr, vocab, temperature, k, p, least, HAS_CUT, HAS_MIN_P, BLOCK
     )
-    # Noise for what was collected, if all that is kept is there; else for the whole row.
+    # What was collected, if all that is kept is there; else the whole row.
     n = tl.where(listed, count, vocab)
     largest = top * 0.0 + CUT
     total = top * 0.0
-    position, sequence, seed = tl.load(positions_ptr + index), tl.load(sequence_ids_ptr + b), tl.load(seed_ptr)
-    draw = (drawn, seed, position, sequence)
-    best_scores_ptr += place * stretches * COUNT
-    best_tokens_ptr += place * stretches * COUNT
     for v0 in tl.range(0, n, BLOCK):
-        score, tokens = _kept_scores(
-            x_ptr, collected_ptr, ids_ptr, v0, n, listed, draw, temperature, top, cut, least, NOISE, HAS_MIN_P, BLOCK
-        )
+        i = v0 + tl.arange(0, BLOCK)
+        here = i < tl.where(listed, n, 0)
+        tokens = tl.where(listed, tl.load(ids_ptr + i, mask=here, other=0), i)
+        few = tl.load(few_ptr + i, mask=here, other=float("-inf"))
+        x = tl.where(listed, few, scaled(x_ptr, i, tl.where(listed, 0, n), temperature))
+        keep = (x > CUT) & (ordered(x) >= cut)
+        if HAS_MIN_P:
+            keep = keep & (tl.where(drawn, tl.exp(x - top), 1.0) >= least)
+        score = x
+        if NOISE:
+            noise = _gumbel_of(tl.load(keys[2]), tl.load(keys[0] + index), tl.load(keys[1] + b), tokens)
+            score = x + tl.where(drawn, noise, 0.0)
+        score = tl.where(i < n, tl.where(keep, score, CUT), float("-inf"))
         highest = tl.maximum(largest, tl.max(score, 0))
         total = total * tl.exp(largest - highest) + tl.sum(tl.exp(score - highest), 0)
         largest = highest
-        stretch = v0 // BLOCK
-        _keep_best(score, tokens, spoiled, best_scores_ptr + stretch * COUNT, best_tokens_ptr + stretch * COUNT, COUNT)
-    tl.debug_barrier()
-    _pick(
-        best_scores_ptr,
-        best_tokens_ptr,
-        tl.cdiv(n, BLOCK),
-        largest,
-        tl.log(total),
-        drawn,
-        tokens_ptr + place * COUNT,
-        log_probs_ptr + place * COUNT,
-        COUNT,
-        WITH_SUMS,
-        BLOCK_BEST,
-    )
+        if COUNT > 0:
+            _keep_best(score, tokens, spoiled, best, place * stretches + v0 // BLOCK, COUNT)
+    if COUNT > 0:
+        tl.debug_barrier()
+        _pick(
+            best, place * stretches, tl.cdiv(n, BLOCK), largest, tl.log(total), drawn, index, tokens_ptr, log_probs_ptr,
+            COUNT, WITH_SUMS, BLOCK_BEST,
+        )  # fmt: skip
+    else:
+        # Nothing to draw from, as log_softmax says it.
+        nothing = spoiled | (top == float("inf")) | (top == float("-inf"))
+        log_sum = tl.where(nothing, float("nan"), tl.log(total))
+        for v0 in tl.range(0, vocab, BLOCK):
+            v = v0 + tl.arange(0, BLOCK)
+            x = scaled(x_ptr, v, vocab, temperature)
+            keep = (ordered(x) >= cut) & (tl.exp(x - top) >= least)
+            tl.store(
+                log_probs_ptr + place * vocab + v, tl.where(keep, x - top, float("-inf")) - log_sum, mask=v < vocab
+            )
 
 
 class Tickets:
@@ -339,7 +289,7 @@ _tickets = Tickets()
 
 
 def sample_rows(logits: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor, *warpers: Any) -> Tensor:
-    return best_tokens(logits, positions, 1, seed, sequence_ids, *_pairs(*warpers), True, False)[0].squeeze(-1)
+    return best_tokens(logits, (positions, sequence_ids, seed), pairs(*warpers), 1)[0].squeeze(-1)
 
 
 def draft_candidates(
@@ -347,62 +297,59 @@ def draft_candidates(
 ) -> tuple[Tensor, Tensor]:
     """With the log-sum-exp; the warped distribution's own normaliser cancels."""
     *warpers, noise = rest
-    return best_tokens(logits, positions, branch, seed, sequence_ids, *_pairs(*warpers), noise, True)
+    return best_tokens(logits, (positions, sequence_ids, seed), pairs(*warpers), branch, noise, with_log_probs=True)
 
 
 def warped_log_probs(logits: Tensor, *warpers: Any) -> Tensor:
-    return log_probs(logits, *_pairs(*warpers))
+    return best_tokens(logits, None, pairs(*warpers), 0, noise=False)[1]
 
 
-def _pairs(*warpers: Any) -> list[Any]:
+def pairs(*warpers: Any) -> tuple[Any, ...]:
     """Of four numbers and four optional tensors each tensor and its number, which counts where that is None."""
-    pairs = zip(warpers[4:], warpers[:4], strict=True)
-    return [part for each, number in pairs for part in (each, float(number))]
+    each = zip(warpers[4:], warpers[:4], strict=True)
+    return tuple(part for tensor, number in each for part in (tensor, float(number)))
 
 
 def best_tokens(
     logits: Tensor,  # [B, R, V]
-    positions: Tensor,  # int32 [B, R]
+    keys: tuple[Tensor, ...] | None,  # positions int32 [B, R], sequences int32 [B], seed; of the noise
+    warpers: tuple[Any, ...],  # of pairs
     count: int,
-    seed: Tensor,
-    sequence_ids: Tensor,  # int32 [B]
-    temperatures: Tensor | None,  # [B]; the number that follows counts where this is None
-    temperature: float,
-    top_ks: Tensor | None,
-    top_k: float,
-    top_ps: Tensor | None,
-    top_p: float,
-    min_ps: Tensor | None,
-    min_p: float,
-    noise: bool,
-    with_log_probs: bool,
+    noise: bool = True,
+    with_log_probs: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The ``count`` best perturbed scores of every row: tokens int32 [B, R, count], log-probabilities if wanted."""
+    """The ``count`` best perturbed scores of every row: tokens int32 [B, R, count], log-probabilities if wanted.
+
+    With a ``count`` of 0 log-probabilities of the whole distribution, [B, R, V].
+    """
     batch, rows, vocab = logits.shape
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
-    tokens = new(logits, batch, rows, count, dtype=torch.int32)
-    log_probs = new(logits, batch, rows, count if with_log_probs else 0)
-    total = batch * rows
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    log_probs = new(batch, rows, vocab if count == 0 else count if with_log_probs else 0)
+    tokens = new(batch, rows, count, dtype=torch.int32)
+    total, stretches = batch * rows, triton.cdiv(vocab, STRETCH)
     if total == 0:
         return tokens, log_probs
+    temperatures, temperature, top_ks, top_k, top_ps, top_p, min_ps, min_p = warpers
     sampling = temperatures is not None or temperature > 0.0
     has_cut = sampling and (top_ks is not None or top_k > 0 or top_ps is not None or top_p < 1.0)
     has_min_p = sampling and (min_ps is not None or min_p > 0.0)
-    stretches = triton.cdiv(vocab, STRETCH)
-    best = new(logits, total, stretches, count), new(logits, total, stretches, count, dtype=torch.int32)
-    keys = positions.contiguous(), sequence_ids.contiguous(), seed, temperatures, temperature
+    best = new(total, stretches, count), new(total, stretches, count, dtype=torch.int32)
+    keys = keys if keys is None else tuple(key.contiguous() for key in keys)
     sizes = {"COUNT": count, "NOISE": noise, "WITH_SUMS": with_log_probs, "BLOCK": STRETCH, "num_warps": 8}
     sizes["BLOCK_BEST"] = triton.next_power_of_2(stretches * count)
-    where = *logits.stride()[:2], rows, vocab
-    if has_cut or has_min_p:
-        warpers = top_ks, top_k, top_ps, top_p, min_ps, min_p
-        found = *scratch(logits), *best, tokens, log_probs
+    found = tokens, log_probs, *logits.stride()[:2], rows, vocab
+    if has_cut or has_min_p or count == 0:
+        collected = new(total, STRETCH), new(total, STRETCH, dtype=torch.int32)
         options = {"HAS_CUT": has_cut, "HAS_MIN_P": has_min_p, **sizes}
-        _cut_kernel[(total,)](logits, *keys, *warpers, *found, *where, stretches, **options)
+        _cut_kernel[(total,)](logits, keys, warpers, collected, best, *found, stretches, **options)
         return tokens, log_probs
-    sums = new(logits, total, stretches, 2) if with_log_probs else None
-    found = _tickets.of(logits, total), *best, sums, tokens, log_probs
+    sums = new(total, stretches, 2) if with_log_probs else None
     options = {"SAMPLING": sampling, "BLOCK_STRETCHES": triton.next_power_of_2(stretches), **sizes}
-    _score_kernel[(total, stretches)](logits, *keys, *found, *where, **options)
+    tickets = _tickets.of(logits, total)
+    _score_kernel[(total, stretches)](logits, keys, warpers[:2], tickets, best, sums, *found, **options)
     return tokens, log_probs

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-COLLECT = 4096  # tokens above the bound that the exact search holds in registers
+from ..triton_common import ordered
 
 
 @triton.jit
@@ -20,26 +18,22 @@ def parameter(values_ptr, value, b):
 
 
 @triton.jit
-def row_warpers(b, temperatures_ptr, temperature, top_ks_ptr, top_k, top_ps_ptr, top_p, min_ps_ptr, min_p):
-    """Of sequence b: whether its tokens are drawn, and temperature, k, p and min_p, which cut nothing where not."""
-    temperature = parameter(temperatures_ptr, temperature, b)
+def row_warpers(warpers, b):
+    """Of sequence b: whether its tokens are drawn, and temperature, k, p and min_p, which cut nothing where not.
+
+    ``warpers`` are pointers to one of each a sequence, and numbers for all: of temperature, k, p, min_p in turn.
+    """
+    temperature = parameter(warpers[0], warpers[1], b)
     drawn = temperature > 0.0
     temperature = tl.where(drawn, temperature, 1.0)
-    k = tl.where(drawn, parameter(top_ks_ptr, top_k, b), 0.0)
-    p = tl.where(drawn, parameter(top_ps_ptr, top_p, b), 1.0)
-    least = tl.where(drawn, parameter(min_ps_ptr, min_p, b), 0.0)
+    k = tl.where(drawn, parameter(warpers[2], warpers[3], b), 0.0)
+    p = tl.where(drawn, parameter(warpers[4], warpers[5], b), 1.0)
+    least = tl.where(drawn, parameter(warpers[6], warpers[7], b), 0.0)
     return drawn, temperature, k, p, least
 
 
 @triton.jit
-def ordered(x):
-    """float32 → int32 in the same order; −0 and +0 share a key."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def _scaled(x_ptr, v, vocab, temperature):
+def scaled(x_ptr, v, vocab, temperature):
     """logits / temperature, rounded like the reference's division; −inf past the end."""
     x = tl.load(x_ptr + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
     return tl.math.div_rn(x, tl.zeros_like(x) + temperature)
@@ -71,7 +65,7 @@ def _stream_sum(x_ptr, vocab, temperature, top, floor, MASS: tl.constexpr, BLOCK
     lanes = tl.zeros([BLOCK], tl.float32)
     for v0 in tl.range(0, vocab, BLOCK):
         v = v0 + tl.arange(0, BLOCK)
-        lanes += _weights(_scaled(x_ptr, v, vocab, temperature), v, vocab, top, floor, MASS)
+        lanes += _weights(scaled(x_ptr, v, vocab, temperature), v, vocab, top, floor, MASS)
     return tl.sum(lanes, 0)
 
 
@@ -88,7 +82,7 @@ def _stream_search(x_ptr, vocab, temperature, top, floor, target, low, high, MAS
         above_third = tl.zeros([BLOCK], tl.float32)
         for v0 in tl.range(0, vocab, BLOCK):
             v = v0 + tl.arange(0, BLOCK)
-            x = _scaled(x_ptr, v, vocab, temperature)
+            x = scaled(x_ptr, v, vocab, temperature)
             weights = _weights(x, v, vocab, top, floor, MASS)
             key = ordered(x)
             above_first += tl.where(key >= first, weights, 0.0)
@@ -121,7 +115,7 @@ def row_cut(
     lanes = tl.full([BLOCK], float("-inf"), tl.float32)
     spoiled = tl.full([BLOCK], 0, tl.int32)
     for v0 in tl.range(0, vocab, BLOCK):
-        x = _scaled(x_ptr, v0 + tl.arange(0, BLOCK), vocab, temperature)
+        x = scaled(x_ptr, v0 + tl.arange(0, BLOCK), vocab, temperature)
         lanes = tl.maximum(lanes, x)
         spoiled = spoiled | (x != x).to(tl.int32)
     top = tl.max(lanes, 0)
@@ -139,7 +133,7 @@ def row_cut(
     mass = tl.zeros([BLOCK], tl.float32)
     for v0 in tl.range(0, vocab, BLOCK):
         v = v0 + tl.arange(0, BLOCK)
-        x = _scaled(x_ptr, v, vocab, temperature)
+        x = scaled(x_ptr, v, vocab, temperature)
         keep = (v < vocab) & (ordered(x) >= bound)
         if HAS_CUT:
             mass += tl.where(v < vocab, tl.exp(x - top), 0.0)
@@ -175,104 +169,3 @@ def row_cut(
             else:
                 cut = _stream_search(x_ptr, vocab, temperature, top, cut, p * total, cut, highest, True, BLOCK)
     return tl.max(spoiled, 0) > 0, top, cut, complete & (cut >= bound), count
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _log_probs_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    temperature,
-    top_ks_ptr,
-    top_k,
-    top_ps_ptr,
-    top_p,
-    min_ps_ptr,
-    min_p,
-    collected_ptr,  # float32 [rows, BLOCK] scratch
-    ids_ptr,  # int32 [rows, BLOCK] scratch
-    log_probs_ptr,  # float32 [rows, V]
-    stride_b,
-    stride_r,
-    rows,
-    vocab,
-    HAS_CUT: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Log-probabilities of a row after the warpers. One program a row."""
-    index = tl.program_id(0)
-    b = index // rows
-    x_ptr = logits_ptr + b.to(tl.int64) * stride_b + (index % rows).to(tl.int64) * stride_r
-    _drawn, temperature, k, p, least = row_warpers(
-        b, temperatures_ptr, temperature, top_ks_ptr, top_k, top_ps_ptr, top_p, min_ps_ptr, min_p
-    )
-    row = index.to(tl.int64) * BLOCK
-    spoiled, top, cut, _listed, _count = row_cut(
-        x_ptr, collected_ptr + row, ids_ptr + row, vocab, temperature, k, p, least, HAS_CUT, HAS_MIN_P, BLOCK
-    )
-    lanes = tl.zeros([BLOCK], tl.float32)
-    for v0 in tl.range(0, vocab, BLOCK):
-        v = v0 + tl.arange(0, BLOCK)
-        x = _scaled(x_ptr, v, vocab, temperature)
-        weight = tl.exp(x - top)
-        lanes += tl.where((v < vocab) & (ordered(x) >= cut) & (weight >= least), weight, 0.0)
-    log_sum = tl.log(tl.sum(lanes, 0))
-    # Nothing to draw from, as log_softmax says it.
-    log_sum = tl.where(spoiled | (top == float("inf")) | (top == float("-inf")), float("nan"), log_sum)
-    out_ptr = log_probs_ptr + index.to(tl.int64) * vocab
-    for v0 in tl.range(0, vocab, BLOCK):
-        v = v0 + tl.arange(0, BLOCK)
-        x = _scaled(x_ptr, v, vocab, temperature)
-        kept = (ordered(x) >= cut) & (tl.exp(x - top) >= least)
-        tl.store(out_ptr + v, tl.where(kept, x - top, float("-inf")) - log_sum, mask=v < vocab)
-
-
-def new(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-def scratch(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Where :func:`row_cut` collects tokens: scores float32 and ids int32, [B·R, COLLECT]."""
-    total = logits.shape[0] * logits.shape[1]
-    return new(logits, total, COLLECT), new(logits, total, COLLECT, dtype=torch.int32)
-
-
-def log_probs(
-    logits: Tensor,  # [B, R, V]
-    temperatures: Tensor | None,  # [B]; the number that follows counts where this is None
-    temperature: float,
-    top_ks: Tensor | None,
-    top_k: float,
-    top_ps: Tensor | None,
-    top_p: float,
-    min_ps: Tensor | None,
-    min_p: float,
-) -> Tensor:
-    """Log-probabilities after the warpers, float32 [B, R, V]."""
-    if logits.stride(-1) != 1:
-        logits = logits.contiguous()
-    out = new(logits, *logits.shape)
-    if logits.shape[0] * logits.shape[1] == 0:
-        return out
-    sampling = temperatures is not None or temperature > 0.0
-    _log_probs_kernel[(logits.shape[0] * logits.shape[1],)](
-        logits,
-        temperatures,
-        temperature,
-        top_ks,
-        top_k,
-        top_ps,
-        top_p,
-        min_ps,
-        min_p,
-        *scratch(logits),
-        out,
-        *logits.stride()[:2],
-        logits.shape[1],
-        logits.shape[2],
-        HAS_CUT=sampling and (top_ks is not None or top_k > 0 or top_ps is not None or top_p < 1.0),
-        HAS_MIN_P=sampling and (min_ps is not None or min_p > 0.0),
-        BLOCK=COLLECT,
-        num_warps=8,
-    )
-    return out
