@@ -18,8 +18,8 @@ from ...graph import WORD_BITS
 from ..triton_common import current_arch, interpreting
 
 LOG2_E = 1.4426950408889634
-NODES_PER_SPLIT = 256
-MIN_BLOCKS = 4  # a prefix split shorter than this costs more to combine than it gains
+NODES_PER_SPLIT = tl.constexpr(256)
+MIN_BLOCKS = tl.constexpr(4)  # a prefix split shorter than this costs more to combine than it gains
 MAX_HEAD_DIM = 256
 COMBINE_ELEMENTS = 8192  # partial outputs that one combining program holds in registers
 
@@ -154,8 +154,6 @@ def _split_span(
     window,
     BLOCK_N: tl.constexpr,
     PREFIX_SPLITS: tl.constexpr,
-    SPLIT_NODES: tl.constexpr,
-    SPLIT_MIN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
 ):
@@ -165,14 +163,26 @@ def _split_span(
         first = tl.maximum(first, kv_len - _positions_back(kv_len - first, window, CHUNKED))
     if split < PREFIX_SPLITS:
         length = tl.maximum(kv_len - first, 0)
-        blocks = tl.maximum(tl.cdiv(tl.cdiv(length, BLOCK_N), PREFIX_SPLITS), SPLIT_MIN)
+        blocks = tl.maximum(tl.cdiv(tl.cdiv(length, BLOCK_N), PREFIX_SPLITS), MIN_BLOCKS)
         start = first + split * blocks * BLOCK_N
         end = tl.minimum(start + blocks * BLOCK_N, kv_len)
     else:
         nodes = tl.minimum(num_words * 32, capacity - kv_len)
-        start = (split - PREFIX_SPLITS) * SPLIT_NODES
-        end = tl.minimum(start + SPLIT_NODES, nodes)
+        start = (split - PREFIX_SPLITS) * NODES_PER_SPLIT
+        end = tl.minimum(start + NODES_PER_SPLIT, nodes)
     return start, end
+
+
+@triton.jit
+def _store(best, total, acc, partial, out_row, in_m, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Store the normalised output and the base-2 log-sum-exp of a split."""
+    dv = tl.arange(0, BLOCK_DV)
+    nonempty = total != 0.0
+    lse = tl.where(nonempty, best + tl.math.log2(tl.where(nonempty, total, 1.0)), EMPTY)
+    tl.store(partial[1] + out_row, lse, mask=in_m)
+    out = acc / tl.where(nonempty, total, 1.0)[:, None]
+    out_tile = partial[0] + out_row[:, None] * VALUE_DIM + dv[None, :]
+    tl.store(out_tile, out, mask=in_m[:, None] & (dv < VALUE_DIM)[None, :])
 
 
 @triton.jit
@@ -203,8 +213,6 @@ def _split_kernel(
     BLOCK_N: tl.constexpr,
     PREFIX_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPLIT_NODES: tl.constexpr,
-    SPLIT_MIN: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,  # the window begins at a multiple of its size
@@ -228,14 +236,13 @@ def _split_kernel(
         oldest = depth - _positions_back(kv_len - first + depth, window, CHUNKED)
     start, end = _split_span(
         first, split, kv_len, num_words, capacity, window,
-        BLOCK_N, PREFIX_SPLITS, SPLIT_NODES, SPLIT_MIN, HAS_WINDOW, CHUNKED,
+        BLOCK_N, PREFIX_SPLITS, HAS_WINDOW, CHUNKED,
     )  # fmt: skip
     out_row = (tl.program_id(1) * SPLITS + split).to(tl.int64) * size_m + m
     if start >= end:  # nothing here: 4 bytes a row, no output traffic
         tl.store(partial[1] + out_row, tl.full([BLOCK_M], EMPTY, tl.float32), mask=in_m)
         return
     d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
     q_head = q_ptr + batch.to(tl.int64) * q_strides[0] + (head * GROUP + m // rows).to(tl.int64) * q_strides[1]
     q_tile = q_head[:, None] + row[:, None] * q_strides[2] + d[None, :]
     q = _load(q_tile, in_m[:, None], (d < HEAD_DIM)[None, :], HEAD_DIM != BLOCK_D, UPCAST)
@@ -258,12 +265,7 @@ def _split_kernel(
             node_depths_ptr, nodes, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, 32,
             True, HAS_SOFTCAP, HAS_WINDOW, PRECISION, UPCAST,
         )  # fmt: skip
-    nonempty = total != 0.0
-    lse = tl.where(nonempty, best + tl.math.log2(tl.where(nonempty, total, 1.0)), EMPTY)
-    tl.store(partial[1] + out_row, lse, mask=in_m)
-    out = acc / tl.where(nonempty, total, 1.0)[:, None]
-    out_tile = partial[0] + out_row[:, None] * VALUE_DIM + dv[None, :]
-    tl.store(out_tile, out, mask=in_m[:, None] & (dv < VALUE_DIM)[None, :])
+    _store(best, total, acc, partial, out_row, in_m, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit
@@ -336,6 +338,8 @@ def dag_attention(
 ) -> tuple[Tensor, Tensor]:
     """Two launches of static shape. ``config`` overrides the shipped table (the tuner does)."""
     batch, heads, rows, head_dim = q.shape
+    kv_heads, capacity, words = k.shape[1], k.shape[2], ancestor_mask.shape[2]
+    group, size_m, pairs = heads // kv_heads, heads // kv_heads * rows, batch * kv_heads
     value_dim, windowed = v.shape[3], sliding_window is not None or chunk is not None
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError("q: backend 'triton' takes float32, float16 or bfloat16; use backend='reference' for float64")
@@ -343,8 +347,7 @@ def dag_attention(
         raise ValueError(f"q: backend 'triton' takes head sizes up to {MAX_HEAD_DIM}")
     if config is None:
         arch, extras = current_arch(q.device), softcap is not None or windowed
-        size_m = heads // k.shape[1] * rows
-        config = attention_config(arch, q.element_size(), max(head_dim, value_dim), size_m, k.shape[2], extras)
+        config = attention_config(arch, q.element_size(), max(head_dim, value_dim), size_m, capacity, extras)
     upcast = interpreting() and q.dtype == torch.bfloat16
     # Rows before heads in memory: the projection that follows attention reads it without a copy.
     out_dtype = torch.float32 if upcast else q.dtype
@@ -358,12 +361,10 @@ def dag_attention(
     else:
         row_depths = node_depths = None
     q, k, v, ancestor_mask = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(ancestor_mask)
-    kv_heads, capacity, words = k.shape[1], k.shape[2], ancestor_mask.shape[2]
-    group, block_dv = heads // kv_heads, max(16, triton.next_power_of_2(value_dim))
-    size_m, pairs = group * rows, batch * kv_heads
+    block_dv = max(16, triton.next_power_of_2(value_dim))
     m_blocks = triton.cdiv(size_m, config.block_m)
-    graph_splits = triton.cdiv(words * WORD_BITS, NODES_PER_SPLIT)
-    prefix_splits = config.prefix_splits(m_blocks * pairs, capacity, MIN_BLOCKS, graph_splits)
+    graph_splits = triton.cdiv(words * WORD_BITS, NODES_PER_SPLIT.value)
+    prefix_splits = config.prefix_splits(m_blocks * pairs, capacity, MIN_BLOCKS.value, graph_splits)
     splits = prefix_splits + graph_splits
     partial_out = torch.empty(pairs, splits, size_m, value_dim, dtype=torch.float32, device=q.device)
     partial = partial_out, torch.empty(pairs, splits, size_m, dtype=torch.float32, device=q.device)
@@ -375,9 +376,7 @@ def dag_attention(
         (kv_len, kv_start),
         (row_depths, node_depths),
         partial,
-        q.stride()[:3],
-        k.stride()[:3],
-        v.stride()[:3],
+        *(t.stride()[:3] for t in (q, k, v)),
         ancestor_mask.stride()[:2],
         0 if node_depths is None else node_depths.shape[1],
         rows,
@@ -390,8 +389,6 @@ def dag_attention(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         PREFIX_SPLITS=prefix_splits,
-        SPLIT_NODES=NODES_PER_SPLIT,
-        SPLIT_MIN=MIN_BLOCKS,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=windowed,
         CHUNKED=chunk is not None,
@@ -401,21 +398,29 @@ def dag_attention(
         num_stages=config.num_stages,
         **heads_of,
     )
+    _combine(partial, out, lse, sinks, heads_of)
+    return out.to(q.dtype), lse
+
+
+def _combine(
+    partial: tuple[Tensor, Tensor], out: Tensor, lse: Tensor, sinks: Tensor | None, heads_of: dict[str, int]
+) -> None:
+    """Weigh the splits into ``out`` [B, Hq, R, Dv] and ``lse`` [B, Hq, R]."""
+    pairs, splits, size_m = partial[1].shape
     block_splits = triton.next_power_of_2(splits)
-    block_m = max(1, min(16, COMBINE_ELEMENTS // (block_splits * block_dv)))
+    block_m = max(1, min(16, COMBINE_ELEMENTS // (block_splits * heads_of["BLOCK_DV"])))
     _combine_kernel[(pairs, triton.cdiv(size_m, block_m))](
         partial,
         out,
         lse,
         None if sinks is None else sinks.contiguous(),
         out.stride()[:3],
-        rows,
+        out.shape[2],
         BLOCK_SPLITS=block_splits,
         BLOCK_M=block_m,
         num_warps=4,
         **heads_of,
     )
-    return out.to(q.dtype), lse
 
 
 def unit_stride(x: Tensor) -> Tensor:

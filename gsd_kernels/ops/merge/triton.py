@@ -28,7 +28,7 @@ FIELDS = tl.constexpr(7)
 @triton.jit
 def _fields(scratch_ptr, size_m):
     """Pointers to what is kept of candidates, [M] each: parent node (N: none), token, score (−inf: pruned), place in
-    the order; the node joined (−1: none), the place of who becomes their node, and by place ids of new nodes."""
+    the order; the node joined (−1: none), the place of who becomes their node; by place ids of new nodes; contexts."""
     return (
         scratch_ptr,
         scratch_ptr + size_m,
@@ -37,6 +37,7 @@ def _fields(scratch_ptr, size_m):
         scratch_ptr + 4 * size_m,
         scratch_ptr + 5 * size_m,
         scratch_ptr + 6 * size_m,
+        scratch_ptr + FIELDS * size_m,
     )
 
 
@@ -219,6 +220,18 @@ def _number(new_id_at, leads, place, num_nodes, m, in_m):
 
 
 @triton.jit
+def _write_nodes(nodes, candidates, new_id, m, writes, CONTEXT: tl.constexpr):
+    """Write tokens, contexts and scores of candidates [M] as those of nodes."""
+    node_token_at, node_context_at, node_score_at = nodes
+    _, token_at, score_at, context_at = candidates
+    tl.store(node_token_at + new_id, tl.load(token_at + m, mask=writes, other=0), mask=writes)
+    tl.store(node_score_at + new_id, tl.load(score_at + m, mask=writes, other=0.0), mask=writes)
+    for t in tl.static_range(CONTEXT):
+        before = tl.load(context_at + m * CONTEXT + t, mask=writes, other=0)
+        tl.store(node_context_at + new_id * CONTEXT + t, before, mask=writes)
+
+
+@triton.jit
 def _open_score(score_at, expanded_at, n, num_nodes, log_min_prob):
     """Scores of the nodes that may be expanded, −inf for the others."""
     inside = n < num_nodes
@@ -316,8 +329,7 @@ def _merge_kernel(
     size_m = width * branch
     cand_log_probs_ptr = level[2] + b * size_m
     scratch_ptr += b * (FIELDS + CONTEXT) * size_m
-    origin_at, token_at, score_at, place_at, joined_at, leader_at, new_id_at = _fields(scratch_ptr, size_m)
-    context_at = scratch_ptr + FIELDS * size_m
+    origin_at, token_at, score_at, place_at, joined_at, leader_at, new_id_at, context_at = _fields(scratch_ptr, size_m)
     nodes = (node_token_at, node_context_at, node_score_at)
     candidates = (origin_at, token_at, score_at, context_at)
 
@@ -333,7 +345,6 @@ def _merge_kernel(
     tl.debug_barrier()
     _find_leaders(candidates, place_at, joined_at, leader_at, size_m, merge_context, CONTEXT, MERGING, ROWS, COLUMNS)
     tl.debug_barrier()
-
     m = tl.arange(0, BLOCK_M)
     in_m = m < size_m
     joined = tl.load(joined_at + m, mask=in_m, other=capacity)
@@ -345,20 +356,14 @@ def _merge_kernel(
     new_id = tl.load(new_id_at + leader, mask=in_m, other=-1)
     target = tl.where(exists, tl.where(joined >= 0, joined, new_id), -1)
 
-    # The leaders as nodes.
     u = tl.load(origin_at + m, mask=in_m, other=0)
     writes = leads & (new_id < capacity)
-    tl.store(node_token_at + new_id, tl.load(token_at + m, mask=writes, other=0), mask=writes)
+    _write_nodes(nodes, candidates, new_id, m, writes, CONTEXT)
     tl.store(parent_at + new_id, u, mask=writes)
     tl.store(depth_at + new_id, tl.load(depth_at + u, mask=exists, other=0) + 1, mask=writes)
-    tl.store(node_score_at + new_id, tl.load(score_at + m, mask=writes, other=0.0), mask=writes)
-    for t in tl.static_range(CONTEXT):
-        before = tl.load(context_at + m * CONTEXT + t, mask=writes, other=0)
-        tl.store(node_context_at + new_id * CONTEXT + t, before, mask=writes)
     num_nodes += tl.sum(leads.to(tl.int32), 0)
     tl.store(graph[9] + b, num_nodes)
-    merges_ptr = graph[10] + b
-    tl.store(merges_ptr, tl.load(merges_ptr) + tl.sum((exists & ~leads).to(tl.int32), 0))
+    tl.store(graph[10] + b, tl.load(graph[10] + b) + tl.sum((exists & ~leads).to(tl.int32), 0))
 
     # All edges, in the candidates' own order.
     edge, real = u * branch + m % branch, in_m & (u < capacity)
@@ -366,7 +371,6 @@ def _merge_kernel(
     tl.store(edge_target_at + edge, target, mask=real)
     tl.store(edge_log_prob_at + edge, tl.where(target >= 0, log_prob, 0.0), mask=real)
     tl.store(expanded_at + frontier, tl.full([BLOCK_W], 1, tl.uint8), mask=frontier >= 0)
-
     tl.debug_barrier()  # the nodes are read again
     _write_frontier(
         nodes, (parent_at, depth_at, expanded_at, mask_at), following, b,
