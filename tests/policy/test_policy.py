@@ -99,9 +99,9 @@ def test_off_where_nothing_is_right_tried_again_seldom_and_on_where_it_pays(mach
 def test_a_draft_model_that_does_not_pay_is_left_out_and_gets_another_chance():
     world, policy = start("bfloat16", LOOKED_UP, level=0.02)
     world.run(policy, 150)
-    assert policy.shape().depth == 0 and isinstance(policy.without_model(reuses=True), FixedPolicy)
+    assert policy.plan().shape.depth == 0 and isinstance(policy.without_model(reuses=True), FixedPolicy)
     world.text, world.level = ((1.0, 0.95, 0.0),), 0.0012
-    rows = [policy.shape() for _ in range(600) if world.step(policy) is not None]
+    rows = [policy.plan().shape for _ in range(600) if world.step(policy) is not None]
     assert any(shape is not None and shape.depth for shape in rows[-50:])
 
 
@@ -112,19 +112,19 @@ def test_the_next_text_and_the_next_process_go_on_where_this_one_ended(machine):
     policy.save = lambda: saved.append(1)
     rows = world.run(policy, 200)
     policy.end()
-    last, again = policy.shape(), experience(machine)
+    last, again = policy.plan().shape, experience(machine)
     as_in_another_process(policy.experience, again)
     assert saved == [1] and again.costs.steps == policy.experience.costs.steps > 150
     for known in (policy.experience, again):
         following = LearningPolicy(known, prefix=200)
-        assert following.shape() == last and following.next_choice == KNOWN_CHOICE_STEPS
+        assert following.plan().shape == last and following.next_choice == KNOWN_CHOICE_STEPS
         assert np.mean(world.run(following, 60)) == pytest.approx(np.mean(rows[-60:]), abs=4.0)
 
 
 def test_behind_a_long_prompt_the_first_step_is_plain_where_a_source_reads_it():
     for prefix, reads in ((SETTINGS.long_prompt_tokens - 1, True), (SETTINGS.long_prompt_tokens, True), (9999, False)):
         policy = LearningPolicy(experience(), prefix=prefix, reads_prompt=reads)
-        assert (policy.shape() is None) == (reads and prefix >= SETTINGS.long_prompt_tokens)
+        assert (policy.plan().shape is None) == (reads and prefix >= SETTINGS.long_prompt_tokens)
         policy.end()
         assert policy.names[policy.experience.last[0]] != PLAIN, "a text of one step leaves what would have followed"
 
@@ -431,5 +431,5 @@ def test_seconds_never_fall_with_rows_and_stay_finite(steps):
         found.observe(name, cached, [step])
     seconds = found.target_seconds(rows, 1000.0)
     assert np.isfinite(seconds).all() and (seconds > 0).all() and (np.diff(seconds) >= -1e-9 * seconds[1:]).all()
-    assert np.isfinite(found.other_seconds(3)).all() and (found.other_seconds(3) > 0).all()
+    assert np.isfinite(found.other_seconds()).all() and (found.other_seconds() > 0).all()
     assert np.isfinite(found.target_std(rows)).all()

@@ -76,7 +76,7 @@ class CostModel:
         """Seconds of target forwards, rows [S] of all sequences together; never less for more rows."""
         return np.exp(self.pace) * self._forwards(rows, cached)
 
-    def other_seconds(self, batch: int) -> np.ndarray:
+    def other_seconds(self) -> np.ndarray:
         """All else in a step, by name: of plain decoding and of every shape, [1 + shapes]."""
         return np.exp(self.pace) * self._besides()
 

@@ -166,5 +166,5 @@ def estimate_plain_step(stats: GenerationStats, policy: object, cached: float) -
         return
     costs, batch = experience.costs, stats.sequences
     target = costs.target_seconds(np.array([float(batch)]), cached)[0]
-    stats.plain_seconds = float(target + costs.other_seconds(batch)[costs.index[PLAIN]])
+    stats.plain_seconds = float(target + costs.other_seconds()[costs.index[PLAIN]])
     stats.plain_from = f"the costs learned from {costs.steps:,} steps of this pair"

@@ -13,11 +13,8 @@ class FixedPolicy:
     def __init__(self, config: GraphConfig | None) -> None:
         self.config = config
 
-    def shape(self) -> GraphConfig | None:
-        return self.config
-
     def plan(self) -> Plan:
-        return Plan(self.shape())
+        return Plan(self.config)
 
     def observe(self, seen: Observation) -> None:
         """Nothing is learned."""

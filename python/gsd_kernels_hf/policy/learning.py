@@ -149,13 +149,9 @@ class LearningPolicy:
             self.next_choice = 1
         self._explore()
 
-    def shape(self) -> GraphConfig | None:
-        """The shape of the next step."""
-        return self.configs[self.current]
-
     def plan(self) -> Plan:
         """The next step: its shape, and where rows are chosen what chooses them."""
-        return Plan(self.shape(), self.selector)
+        return Plan(self.configs[self.current], self.selector)
 
     def largest_shapes(self) -> list[GraphConfig]:
         """All of the pair."""
@@ -214,7 +210,7 @@ class LearningPolicy:
         self.tokens, self.rows = np.append(1.0, tokens), np.append(1.0, rows)
         costs = experience.costs
         target = costs.target_seconds(self.batch * self.rows, self.cached)
-        other = costs.other_seconds(self.batch)[self.of_costs]
+        other = costs.other_seconds()[self.of_costs]
         self.seconds = target + other
         stds = target * costs.target_std(self.batch * self.rows) + other * costs.other_std()[self.of_costs]
         self.stds = stds / self.seconds

@@ -54,8 +54,7 @@ class History(OwnSource):
             self.reliability = None  # chances of a mixture are calibrated
 
     def attach(self, text: Text) -> None:
-        if text.first:
-            self.start(text)
+        super().attach(text)
         self.unread = True  # the text so far is read when it is first needed
         if text.memory is not None:
             text.memory.serve(text.target.vocab_size)
@@ -77,7 +76,6 @@ class History(OwnSource):
 
     def start(self, text: Text) -> None:
         """Make the storage of a session."""
-        self.text, self.state, self.sampler = text, text.state, text.sampler
         batch, device = self.state.tokens.shape[0], self.state.tokens.device
         branch = max(text.branch, REMEMBERED) if self.mixes else text.branch
         self.table = NgramTable.empty(batch, branch, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -25,11 +26,6 @@ def each(table: NgramTable, change: Callable[[Tensor], Tensor]) -> NgramTable:
     """A table whose tensors are changed alike."""
     parts = {name: change(getattr(table, name)) for name in TENSORS}
     return replace(table, **parts)
-
-
-def row_of(table: NgramTable, row: int) -> NgramTable:
-    """One sequence's table, where it lies."""
-    return each(table, lambda tensor: tensor[row : row + 1])
 
 
 def fit(one: NgramTable, other: NgramTable) -> bool:
@@ -107,9 +103,10 @@ class HistoryMemory:
         Returns:
             What it holds in any case from here on, of all that is remembered now.
         """
-        newest = each(row_of(table, 0), Tensor.clone)  # the call's table goes on being written
-        for row in range(1, table.keys.shape[0]):
-            newest = before(newest, row_of(table, row))
+        rows = [each(table, itemgetter(slice(row, row + 1))) for row in range(table.keys.shape[0])]
+        newest = each(rows[0], Tensor.clone)  # the call's table goes on being written
+        for row in rows[1:]:
+            newest = before(newest, row)
         with self._lock:
             older = self._kept
             if older is not None and older is not began and fit(older, table):  # other calls ended meanwhile
