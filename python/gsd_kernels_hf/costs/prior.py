@@ -53,29 +53,28 @@ class CostPrior:
     def of(
         cls,
         model: PreTrainedModel,
-        draft: nn.Module | None = None,
-        *,
+        *drafts: nn.Module,
         one_op: bool,
         compiled: bool = False,
     ) -> CostPrior:
-        """Of two models as they lie in memory.
+        """Of models as they lie in memory.
 
         Args:
-            model, draft: target and draft.
+            model, drafts: target and draft, if there is one.
             one_op: whether the draft's forward is one operator.
             compiled: whether a step's other operators are compiled ones of the CPU.
         """
         on_gpu = next(model.parameters()).device.type == "cuda"
         config = model.config.get_text_config(decoder=True)
-        layers = int(config.num_hidden_layers)
+        layers = layers_of(model)
         heads = _largest(size_in(config, "num_key_value_heads")) or config.num_attention_heads
         size = _largest(size_in(config, "head_dim")) or config.hidden_size // config.num_attention_heads
         speeds = GPU if on_gpu else COMPILED if compiled else {}
         return cls(
             target_bytes=weight_bytes(model),
             target_layers=layers,
-            draft_bytes=0.0 if draft is None else weight_bytes(draft),
-            draft_layers=layers_of(draft),
+            draft_bytes=sum(map(weight_bytes, drafts)),
+            draft_layers=sum(map(layers_of, drafts)),
             cache_bytes=2.0 * layers * heads * size * model.dtype.itemsize,
             **speeds | (ONE_OP if one_op else {}),
         )
@@ -96,13 +95,11 @@ class CostPrior:
         return self.step_seconds + levels + calls + reading / self.bandwidth
 
 
-def layers_of(draft: nn.Module | None) -> int:
-    """Number of decoder layers of a draft."""
-    if draft is None:
-        return 0
-    if isinstance(draft, PreTrainedModel):
-        return int(draft.config.get_text_config(decoder=True).num_hidden_layers)
-    return max((len(m) for m in draft.modules() if isinstance(m, nn.ModuleList)), default=1)
+def layers_of(model: nn.Module) -> int:
+    """Number of decoder layers of a model or a drafter."""
+    if isinstance(model, PreTrainedModel):
+        return int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    return max((len(m) for m in model.modules() if isinstance(m, nn.ModuleList)), default=1)
 
 
 def weight_bytes(model: nn.Module) -> float:

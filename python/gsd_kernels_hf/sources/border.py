@@ -93,14 +93,12 @@ class Border:
     for no candidate and what is above 0 for 0.
 
     Args:
-        sources: of a session.
         vocab_size: of the target.
     """
 
-    def __init__(self, sources: Sequence[DraftSource], vocab_size: int) -> None:
-        self.foreign = {source.name for source in sources if not is_own(source)}
-        self.unchecked = set(self.foreign)
+    def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self.checked: set[str] = set()  # names of sources
 
     def ask(self, source: DraftSource, level: Level) -> Proposal | None:
         """Ask ``source`` for its proposal at a level, in storage of its own where the source is a user's.
@@ -108,19 +106,19 @@ class Border:
         Raises:
             TypeError, ValueError: no proposal: the source, what was expected, what came and the cure.
         """
-        if source.name not in self.foreign:
+        if is_own(source):
             return source.propose(level)
         # What is merged is not theirs to write.
         frontier = Frontier(*(tensor.clone() for tensor in level.frontier.tensors()))
         proposal = source.propose(replace(level, frontier=frontier))
         if proposal is None:
             return None
-        if source.name in self.unchecked:
+        if source.name not in self.checked:
             try:
                 check_proposal(proposal, level, self.vocab_size)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"draft_sources: {source.name}: {error}") from None
-            self.unchecked.remove(source.name)
+            self.checked.add(source.name)
         tokens, log_probs, index = proposal.tokens, proposal.log_probs, proposal.index
         # A source may write its tensors again: what it proposed is learned from behind the step.
         return Proposal(

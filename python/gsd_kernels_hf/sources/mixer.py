@@ -62,7 +62,7 @@ class Mixer:
         self.every, self.state, self.backend = tuple(sources), state, backend
         device = state.tokens.device
         self.weights = {source.name: SourceWeights(source.shares, device) for source in sources}
-        self.border = Border(sources, vocab_size)
+        self.border = Border(vocab_size)
         self.log_reliability = {
             source.name: torch.tensor(source.reliability, dtype=torch.float32, device=device).log()  # [n]
             for source in sources
