@@ -40,7 +40,7 @@ BUDGET = {
     "python/gsd_kernels_hf/model": 145,
     "python/gsd_kernels_hf/packed": 55,
     "python/gsd_kernels_hf/policy": 19,
-    "python/gsd_kernels_hf/sources": 158,
+    "python/gsd_kernels_hf/sources": 157,
     "python/gsd_kernels_hf/validate": 18,
     "python/gsd_kernels_serve": 96,
     "python/gsd_kernels_sglang": 19,
