@@ -12,28 +12,16 @@
 namespace gsd {
 namespace {
 
-struct CudaLaunches {
-  RowsLaunch how;
-
-  int embed(const RowsEmbed& args) const { return launch_rows_embed(args, how); }
-  int pair(const RowsPair& args) const { return launch_rows_pair(args, how); }
-  int norm(const RowsNorm& args) const { return launch_rows_norm(args, how); }
-  int product(const RowsProduct& args) const { return launch_rows_product(args, how); }
-  int turn(const RowsTurn& args) const { return launch_rows_turn(args, how); }
-  int attention(const PathAttentionArgs& args, const PathAttentionSizes& sizes) const {
-    return launch_path_attention(args, sizes, how);
-  }
-};
-
-int launch_rows(const RowsCall& call, void* stream) {
+int launch_forward(const RowsCall& call, void* stream) {
   const RowsForward forward(call.decoder);
   const Tensor& like = call.outputs[0];
   Tensor memory = torch::stable::new_empty(like, {forward.bytes()}, ScalarType::Byte);
   Tensor cleared = torch::stable::narrow(memory, 0, 0, forward.cleared_bytes());
   torch::stable::zero_(cleared);
   const bool bfloat16 = like.scalar_type() == ScalarType::BFloat16;
-  CudaLaunches launches{{stream, bfloat16, forward.early(), call.decoder.group}};
-  const int error = forward.run(written<char>(memory), launches);
+  const RowsLaunch how{stream, bfloat16, forward.early(), call.decoder.group};
+  const auto launch = [&](const auto&... args) { return launch_rows(args..., how); };
+  const int error = forward.run(written<char>(memory), launch);
   if (error == 0) call.repeat_states();
   return error;
 }
@@ -47,6 +35,6 @@ extern "C" __attribute__((visibility("default"))) void gsd_force_rows(int overla
 
 GSD_OPS(CUDA, m) {
   using namespace gsd;
-  LaunchedOp<decoder_call, launch_rows>::add(m, "decoder_rows");
-  LaunchedOp<feature_call, launch_rows>::add(m, "feature_rows");
+  LaunchedOp<decoder_call, launch_forward>::add(m, "decoder_rows");
+  LaunchedOp<feature_call, launch_forward>::add(m, "feature_rows");
 }

@@ -73,7 +73,7 @@ int launch_dims(const PathAttentionArgs& args, const PathAttentionSizes& sizes, 
 
 }  // namespace
 
-int launch_path_attention(const PathAttentionArgs& args, const PathAttentionSizes& sizes, const RowsLaunch& how) {
+int launch_rows(const PathAttentionArgs& args, const PathAttentionSizes& sizes, const RowsLaunch& how) {
   if (sizes.batch * sizes.kv_heads == 0 || sizes.query_rows() == 0) return cudaSuccess;
   return how.bfloat16 ? launch_dims<Bfloat16>(args, sizes, how) : launch_dims<Half>(args, sizes, how);
 }

@@ -9,6 +9,6 @@ namespace gsd {
 
 // Once a layer, two launches, in float16 or bfloat16 with head_dim 64 or 128 on compute capability 8.0 and newer. Keys
 // and values of the rows are in the cache already. Batch · kv heads may not exceed 65,535.
-int launch_path_attention(const PathAttentionArgs& args, const PathAttentionSizes& sizes, const RowsLaunch& how);
+int launch_rows(const PathAttentionArgs& args, const PathAttentionSizes& sizes, const RowsLaunch& how);
 
 }  // namespace gsd

@@ -15,48 +15,18 @@ constexpr int kTurnWarps = 4;
 
 // Blocks of rows vary fastest: they run together and find each other's weights in the second-level cache. The bounds say how
 // many blocks registers leave a multiprocessor; shared memory leaves as many on 8.0, 9.0 and 10.0, and two on 8.6, 8.9 and
-// 12.0, which have 100 KiB.
-template <class Element, int kRows>
-__global__ void __launch_bounds__(ProductBlock<Element, kRows>::kThreads, kRows == kMostTileRows ? 4 : 5)
+// 12.0, which have 100 KiB. Of twice as many outputs a block, whose shared memory has to be opted into, two share a
+// multiprocessor of 8.0, 9.0 and 10.0; on 8.6, 8.9 and 12.0 there is memory for one.
+template <class Element, int kOutputs, int kRows, bool kPacked>
+__global__ void __launch_bounds__(ProductBlock<Element, kRows, kOutputs, kPacked>::kThreads,
+                                  kOutputs == kWideOutputs ? 2 : kRows == kMostTileRows ? 4 : 5)
     rows_product_kernel(const __grid_constant__ RowsProduct args, const __grid_constant__ RowsCut cut) {
 #if defined(GSD_HAS_MMA)
-  __shared__ __align__(128) char arena[ProductBlock<Element, kRows>::kArenaBytes];
-  CudaMachine machine(arena);
-  ProductBlock<Element, kRows>::run(machine, args, cut, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
-                                    static_cast<int>(blockIdx.z));
-#endif
-}
-
-// Twice as many outputs a block, in shared memory that has to be opted into; of few rows for heads of as many. Two blocks
-// share a multiprocessor of 8.0, 9.0 and 10.0; on 8.6, 8.9 and 12.0 there is memory for one.
-template <class Element, int kRows>
-using WideBlock = ProductBlock<Element, kRows, kWideOutputs>;
-static_assert(WideBlock<Half, kMostTileRows>::kArenaBytes <= 80 * 1024, "two of 163 KiB");
-static_assert(WideBlock<Half, 32>::kArenaBytes <= 80 * 1024, "two of 163 KiB");
-
-template <class Element, int kRows>
-__global__ void __launch_bounds__(WideBlock<Element, kRows>::kThreads, 2)
-    rows_wide_product_kernel(const __grid_constant__ RowsProduct args, const __grid_constant__ RowsCut cut) {
-#if defined(GSD_HAS_MMA)
-  extern __shared__ __align__(128) char wide_arena[];
-  CudaMachine machine(wide_arena);
-  WideBlock<Element, kRows>::run(machine, args, cut, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
-                                 static_cast<int>(blockIdx.z));
-#endif
-}
-
-// Matrices that are packed, and dense ones beside them.
-template <class Element, int kRows>
-using PackedBlock = ProductBlock<Element, kRows, kTileOutputs, true>;
-
-template <class Element, int kRows>
-__global__ void __launch_bounds__(PackedBlock<Element, kRows>::kThreads, kRows == kMostTileRows ? 4 : 5)
-    rows_packed_product_kernel(const __grid_constant__ RowsProduct args, const __grid_constant__ RowsCut cut) {
-#if defined(GSD_HAS_MMA)
-  __shared__ __align__(128) char arena[PackedBlock<Element, kRows>::kArenaBytes];
-  CudaMachine machine(arena);
-  PackedBlock<Element, kRows>::run(machine, args, cut, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
-                                   static_cast<int>(blockIdx.z));
+  using Block = ProductBlock<Element, kRows, kOutputs, kPacked>;
+  static_assert(Block::kArenaBytes <= (kOutputs == kWideOutputs ? 80 : 48) * 1024, "two of 163 KiB, or without opting in");
+  extern __shared__ __align__(128) char product_arena[];
+  CudaMachine machine(product_arena);
+  Block::run(machine, args, cut, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
 #endif
 }
 
@@ -88,12 +58,6 @@ __global__ void __launch_bounds__(kRowThreads) rows_embed_kernel(const __grid_co
 #endif
 }
 
-template <class Element, int kRows>
-int launch_wide(const RowsProduct& args, const RowsCut& cut, dim3 blocks, const RowsLaunch& how) {
-  using Block = WideBlock<Element, kRows>;
-  return launch_with(Block::kArenaBytes, rows_wide_product_kernel<Element, kRows>, blocks, Block::kThreads, how, args, cut);
-}
-
 template <class Element>
 __global__ void __launch_bounds__(kRowThreads) rows_pair_kernel(const __grid_constant__ RowsPair args) {
 #if defined(GSD_HAS_MMA)
@@ -111,27 +75,33 @@ int launch_first(void (*bfloat16)(Args), void (*half)(Args), const std::remove_c
   return launch(how.bfloat16 ? bfloat16 : half, dim3(static_cast<unsigned>(args.rows)), kRowThreads, how, args);
 }
 
-template <class Element>
-int launch_product(const RowsProduct& args, const RowsLaunch& how) {
-  const RowsCut cut(args, args.tile_outputs());
+template <class Element, int kOutputs, int kRows, bool kPacked = false>
+int launch_blocks(const RowsProduct& args, const RowsLaunch& how) {
+  using Block = ProductBlock<Element, kRows, kOutputs, kPacked>;
+  const RowsCut cut(args, kOutputs);
   const dim3 blocks(static_cast<unsigned>(args.row_blocks()), static_cast<unsigned>(cut.output_blocks),
                     static_cast<unsigned>(cut.splits));
-  if (args.tile_outputs() == kWideOutputs) {
-    return args.tile_rows() == 32 ? launch_wide<Element, 32>(args, cut, blocks, how)
-                                  : launch_wide<Element, kMostTileRows>(args, cut, blocks, how);
+  return launch_with(Block::kArenaBytes, rows_product_kernel<Element, kOutputs, kRows, kPacked>, blocks, Block::kThreads,
+                     how, args, cut);
+}
+
+// Matrices that are packed, and dense ones beside them, have blocks of their own.
+template <class Element, int kRows>
+int launch_tiles(const RowsProduct& args, const RowsLaunch& how) {
+  return args.packed() ? launch_blocks<Element, kTileOutputs, kRows, true>(args, how)
+                       : launch_blocks<Element, kTileOutputs, kRows>(args, how);
+}
+
+template <class Element>
+int launch_product(const RowsProduct& args, const RowsLaunch& how) {
+  const int rows = args.tile_rows();
+  if (args.tile_outputs() == kWideOutputs) {  // of few rows for heads of as many
+    return rows == 32 ? launch_blocks<Element, kWideOutputs, 32>(args, how)
+                      : launch_blocks<Element, kWideOutputs, kMostTileRows>(args, how);
   }
-  constexpr int kThreads = ProductBlock<Element, 16>::kThreads;
-  const auto product = [&](auto dense, auto packed) {
-    return launch(args.packed() ? packed : dense, blocks, kThreads, how, args, cut);
-  };
-  switch (args.tile_rows()) {
-    case 16:
-      return product(rows_product_kernel<Element, 16>, rows_packed_product_kernel<Element, 16>);
-    case 32:
-      return product(rows_product_kernel<Element, 32>, rows_packed_product_kernel<Element, 32>);
-    default:
-      return product(rows_product_kernel<Element, kMostTileRows>, rows_packed_product_kernel<Element, kMostTileRows>);
-  }
+  return rows == 16   ? launch_tiles<Element, 16>(args, how)
+         : rows == 32 ? launch_tiles<Element, 32>(args, how)
+                      : launch_tiles<Element, kMostTileRows>(args, how);
 }
 
 template <class Element>
@@ -145,22 +115,22 @@ int launch_turn(const RowsTurn& args, const RowsLaunch& how) {
 
 }  // namespace
 
-int launch_rows_embed(const RowsEmbed& args, const RowsLaunch& how) {
+int launch_rows(const RowsEmbed& args, const RowsLaunch& how) {
   return launch_first(rows_embed_kernel<Bfloat16>, rows_embed_kernel<Half>, args, how);
 }
 
-int launch_rows_pair(const RowsPair& args, const RowsLaunch& how) {
+int launch_rows(const RowsPair& args, const RowsLaunch& how) {
   return launch_first(rows_pair_kernel<Bfloat16>, rows_pair_kernel<Half>, args, how);
 }
 
-int launch_rows_norm(const RowsNorm& args, const RowsLaunch& how) {
+int launch_rows(const RowsNorm& args, const RowsLaunch& how) {
   if (args.batch * args.keep == 0) return cudaSuccess;
   const dim3 blocks(static_cast<unsigned>(args.batch * args.keep));
   return how.bfloat16 ? launch(rows_norm_kernel<Bfloat16>, blocks, kRowThreads, how, args)
                       : launch(rows_norm_kernel<Half>, blocks, kRowThreads, how, args);
 }
 
-int launch_rows_product(const RowsProduct& args, const RowsLaunch& how) {
+int launch_rows(const RowsProduct& args, const RowsLaunch& how) {
   if (args.rows == 0 || args.output_blocks() == 0) return cudaSuccess;
   bool taken = false;
   const int error = how.group && args.grouped() ? launch_rows_group(args, how, taken) : 0;
@@ -168,7 +138,7 @@ int launch_rows_product(const RowsProduct& args, const RowsLaunch& how) {
   return how.bfloat16 ? launch_product<Bfloat16>(args, how) : launch_product<Half>(args, how);
 }
 
-int launch_rows_turn(const RowsTurn& args, const RowsLaunch& how) {
+int launch_rows(const RowsTurn& args, const RowsLaunch& how) {
   if (args.batch * args.rows == 0) return cudaSuccess;
   return how.bfloat16 ? launch_turn<Bfloat16>(args, how) : launch_turn<Half>(args, how);
 }

@@ -15,12 +15,12 @@ struct RowsLaunch {
 
 // The embedding, or the pairs, come first: they wait for everything before, and so do the products' weights.
 
-int launch_rows_embed(const RowsEmbed& args, const RowsLaunch& how);
-int launch_rows_pair(const RowsPair& args, const RowsLaunch& how);
-int launch_rows_norm(const RowsNorm& args, const RowsLaunch& how);
-int launch_rows_product(const RowsProduct& args, const RowsLaunch& how);
+int launch_rows(const RowsEmbed& args, const RowsLaunch& how);
+int launch_rows(const RowsPair& args, const RowsLaunch& how);
+int launch_rows(const RowsNorm& args, const RowsLaunch& how);
+int launch_rows(const RowsProduct& args, const RowsLaunch& how);
 // By groups of warps; `taken` is false, and nothing launched, where the library or the GPU has no code for it.
 int launch_rows_group(const RowsProduct& args, const RowsLaunch& how, bool& taken);
-int launch_rows_turn(const RowsTurn& args, const RowsLaunch& how);
+int launch_rows(const RowsTurn& args, const RowsLaunch& how);
 
 }  // namespace gsd

@@ -95,11 +95,11 @@ class RowsForward {
   int run(char* memory, Launch& launch) const {
     if (count == 0) return 0;
     const int embedded = stores() ? 0 : d.hidden;  // 0: no residual
-    int error = reads_features() ? launch.pair(pair(memory))
-                                 : launch.embed(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, embedded,
+    int error = reads_features() ? launch(pair(memory))
+                                 : launch(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, embedded,
                                                           once(memory)});
     if (stores()) return error != 0 ? error : store(memory, launch);
-    if (error == 0 && projects()) error = launch.product(before(projection(memory), qkv(d.layers[0], nullptr)));
+    if (error == 0 && projects()) error = launch(before(projection(memory), qkv(d.layers[0], nullptr)));
     for (size_t l = 0; l < d.layers.size() && error == 0; l++) {
       const RowsLayer& layer = d.layers[l];
       const bool last = l + 1 == d.layers.size(), ends = last && d.keep == 0 && d.normed == nullptr;
@@ -111,15 +111,15 @@ class RowsForward {
     if (error == 0 && d.normed != nullptr) {
       RowsNorm every = norm_of(d.final_norm, memory);
       every.exact = d.normed;
-      error = launch.norm(every);
+      error = launch(every);
     }
     if (error != 0 || d.keep == 0) return error;
     RowsNorm norm = norm_of(d.final_norm, memory);
     norm.keep = d.keep;
     norm.exact = d.last, norm.copy = d.state;
     norm.marks = d.spoiled;  // so that a marked row's logits are NaN
-    error = launch.norm(norm);
-    return error != 0 ? error : launch.product(output(memory));
+    error = launch(norm);
+    return error != 0 ? error : launch(output(memory));
   }
 
  private:
@@ -139,7 +139,7 @@ class RowsForward {
     if (!layer.paired) {
       RowsNorm norm = norm_of(layer.input_norm, memory);
       norm.copy = layer.state;
-      error = launch.norm(norm);
+      error = launch(norm);
     }
     return error != 0 ? error : project(layer, ends ? RowsProduct{} : o(layer, nullptr), memory, launch);
   }
@@ -147,8 +147,8 @@ class RowsForward {
   // Queries, keys and values; `next`: the product behind it.
   template <class Launch>
   int project(const RowsLayer& layer, const RowsProduct& next, char* memory, Launch& launch) const {
-    const int error = launch.product(before(qkv(layer, memory), next));
-    return error != 0 || turned(layer) ? error : launch.turn(turn(layer, memory));
+    const int error = launch(before(qkv(layer, memory), next));
+    return error != 0 || turned(layer) ? error : launch(turn(layer, memory));
   }
 
   // Whether the product of q, k and v ends with their heads turned: packed matrices have tiles of half a head of 128, and
@@ -162,10 +162,10 @@ class RowsForward {
   template <class Launch>
   int finish_layer(const RowsLayer& layer, const RowsProduct& next, char* memory, Launch& launch) const {
     int error = attend(layer, memory, launch);
-    if (error == 0) error = launch.product(before(o(layer, memory), gated(layer, nullptr)));
-    if (error == 0) error = launch.norm(norm_of(layer.second_norm, memory));
-    if (error == 0) error = launch.product(before(gated(layer, memory), down(layer, nullptr)));
-    return error != 0 ? error : launch.product(before(down(layer, memory), next));
+    if (error == 0) error = launch(before(o(layer, memory), gated(layer, nullptr)));
+    if (error == 0) error = launch(norm_of(layer.second_norm, memory));
+    if (error == 0) error = launch(before(gated(layer, memory), down(layer, nullptr)));
+    return error != 0 ? error : launch(before(down(layer, memory), next));
   }
 
   // Pieces follow each other, in one memory for their states. It changes no bit.
@@ -177,7 +177,7 @@ class RowsForward {
       for (int row = 0; row < d.rows && error == 0; row += most.rows) {
         PathAttentionSizes sizes = most;
         sizes.batch = min_int(most.batch, d.batch - batch), sizes.rows = min_int(most.rows, d.rows - row);
-        error = launch.attention(attention(layer, memory, batch, row), sizes);
+        error = launch(attention(layer, memory, batch, row), sizes);
       }
     }
     return error;

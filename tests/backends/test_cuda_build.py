@@ -20,8 +20,8 @@ ARCHS = ("8.0", "9.0a", "10.0") if os.environ.get("EVERY") else ("8.0", "9.0a")
 SOURCES = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "csrc/cuda").glob("*.cu")))
 ATTENTION = ("attention_split_kernel", "attention_combine_kernel", "path_split_kernel", "path_end_kernel")
 ROWS = (
-    *("rows_product_kernel", "rows_wide_product_kernel", "rows_packed_product_kernel"),
-    *("rows_turn_kernel", "rows_norm_kernel", "rows_embed_kernel", "rows_pair_kernel", "rows_group_kernel"),
+    *("rows_product_kernel", "rows_group_kernel", "rows_turn_kernel"),
+    *("rows_norm_kernel", "rows_embed_kernel", "rows_pair_kernel"),
 )
 SEQUENCES = set(re.findall(r"^GSD_LAUNCH\((\w+)", SOURCES, re.MULTILINE))  # arguments of the kernel of groups
 KERNELS = (*SEQUENCES, *set(re.findall(r"\b(\w+_kernel)\(", SOURCES)) - {"sequence_kernel", *ATTENTION, *ROWS})
@@ -71,8 +71,8 @@ def parse_ptxas(log: str) -> list[Kernel]:
         mangled, arch = re.match(r"'(\w+)' for 'sm_(\d+)\w?'", part).groups()
         name = next((k for k in (*KERNELS, *ATTENTION, *ROWS) if k in mangled), mangled)
         if name in ATTENTION + ROWS:  # by type; head size and, for the splits, warps; rows of a product
-            element, numbers = re.search(r"INS_\d+(Half|Bfloat16)((?:EL?i?\d*)+)", mangled).groups()
-            name = " ".join([name.removesuffix("_kernel"), element, *re.findall(r"Li(\d+)", numbers)])
+            element, numbers = re.search(r"INS_\d+(Half|Bfloat16)((?:EL?[ib]?\d*)+)", mangled).groups()
+            name = " ".join([name.removesuffix("_kernel"), element, *re.findall(r"L[ib](\d+)", numbers)])
         stack, stores, loads = map(
             int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part).groups()
         )
@@ -115,7 +115,7 @@ def most_registers(kernel: Kernel) -> int:
     if "split" in kernel.name:
         return 255  # four of two
     if "product" in kernel.name:  # four blocks of four warps, by shared memory too; fewer rows five; two of eight warps
-        return 128 if "wide" in kernel.name or kernel.name.endswith(" 64") else 102
+        return 128 if " 128 " in kernel.name or " 64 64 " in kernel.name else 102  # outputs, rows
     return 64
 
 
@@ -140,8 +140,8 @@ def attention_kernels() -> list[str]:
 
 
 def rows_kernels() -> list[str]:
-    sizes = {"rows_product": TILE_ROWS, "rows_packed_product": TILE_ROWS, "rows_turn": HEAD_DIMS}
-    sizes["rows_wide_product"] = WIDE_ROWS
+    tiles = [f"64 {rows} {packed}" for rows in TILE_ROWS for packed in (0, 1)]
+    sizes = {"rows_product": [*tiles, *(f"128 {rows} 0" for rows in WIDE_ROWS)], "rows_turn": HEAD_DIMS}
     sizes["rows_group"] = GROUP_ROWS
     templates = [f"{name} {e} {size}" for name in sizes for e in ELEMENTS for size in sizes[name]]
     return templates + [f"{name} {e}" for name in ONE_SIZE for e in ELEMENTS]

@@ -33,20 +33,20 @@ struct Recorder {
     launched.insert(launched.end(), kernels);
     return 0;
   }
-  int embed(const RowsEmbed&) { return add({kEmbed}); }
-  int pair(const RowsPair&) { return add({kPair}); }
-  int norm(const RowsNorm&) { return add({kNorm}); }
-  int product(const RowsProduct& a) {
+  int operator()(const RowsEmbed&) { return add({kEmbed}); }
+  int operator()(const RowsPair&) { return add({kPair}); }
+  int operator()(const RowsNorm&) { return add({kNorm}); }
+  int operator()(const RowsProduct& a) {
     const bool groups = group && a.grouped(), norms = a.end == RowsEnd::kTurn && a.turn.q_norm != nullptr;
     kinds.insert(kinds.end(), {kProduct, groups ? a.group_rows() : -a.tile_rows(), groups ? 0 : a.tile_outputs(),
                                static_cast<int>(a.end), a.splits() > 1, norms});
     return add({kProduct});
   }
-  int turn(const RowsTurn& a) {
+  int operator()(const RowsTurn& a) {
     kinds.insert(kinds.end(), {kTurn, a.q_norm != nullptr, 0, 0, 0, 0});
     return add({kTurn});
   }
-  int attention(const PathAttentionArgs& a, const PathAttentionSizes& s) {
+  int operator()(const PathAttentionArgs& a, const PathAttentionSizes& s) {
     kinds.insert(kinds.end(), {kAttend, s.query_rows() <= 16, a.window > 0, s.splits() > 2 * kSplitsPerSize, 0, 0});
     return add({kAttend, kCombine});
   }
@@ -66,21 +66,21 @@ template <class Element>
 struct BlockLaunches {
   bool group;
 
-  int embed(const RowsEmbed& a) const {
+  int operator()(const RowsEmbed& a) const {
     run_blocks(kRowWarps, a.rows, 0, [&](FiberMachine& m, int block) { embed_row<Element>(m, a, block); });
     return 0;
   }
-  int pair(const RowsPair& a) const {
+  int operator()(const RowsPair& a) const {
     run_blocks(kRowWarps, a.rows, kNormArenaBytes,
                [&](FiberMachine& m, int block) { pair_row<Element>(m, a, block); });
     return 0;
   }
-  int norm(const RowsNorm& a) const {
+  int operator()(const RowsNorm& a) const {
     run_blocks(kRowWarps, a.batch * a.keep, kNormArenaBytes,
                [&](FiberMachine& m, int block) { norm_row<Element>(m, a, block); });
     return 0;
   }
-  int product(const RowsProduct& a) const {
+  int operator()(const RowsProduct& a) const {
     static bool wide = false;
     if (group && a.grouped()) {
       return a.group_rows() == 64 ? grouped<64>(a) : a.group_rows() == 128 ? grouped<128>(a) : grouped<256>(a);
@@ -88,11 +88,11 @@ struct BlockLaunches {
     run_product<Element>(a, wide = !wide, run_blocks);
     return 0;
   }
-  int turn(const RowsTurn& a) const {
+  int operator()(const RowsTurn& a) const {
     run_turn<Element>(a, run_blocks);
     return 0;
   }
-  int attention(const PathAttentionArgs& a, const PathAttentionSizes& s) const {
+  int operator()(const PathAttentionArgs& a, const PathAttentionSizes& s) const {
     return s.head_dim == 64 ? attend<64>(a, s) : attend<128>(a, s);
   }
 
