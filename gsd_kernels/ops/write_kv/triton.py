@@ -15,29 +15,22 @@ INTEGER = {8: tl.int64, 4: tl.int32, 2: tl.int16}
 
 
 @triton.jit
+def _places(cache, x, b, head, row, position, d):
+    """Pointers to rows of ``x`` and, without the dimension, to where they go in the cache."""
+    cache_ptr, cache_b, cache_h, cache_s = cache
+    x_ptr, x_b, x_h, x_r, x_d = x
+    source = x_ptr + b * x_b + (head * x_h + row * x_r)[:, None] + (d * x_d)[None, :]
+    return source, cache_ptr + b * cache_b + (head * cache_h + position * cache_s)[:, None]
+
+
+@triton.jit
 def _write_kernel(
-    k_cache_ptr,  # [B, H, S, D]
-    v_cache_ptr,
-    k_ptr,  # [B, H, R, D]
-    v_ptr,
-    positions_ptr,  # int64 [B, R]
+    k_cache,  # pointer [B, H, S, D], strides of all dimensions but the last
+    v_cache,
+    k,  # pointer [B, H, R, D], strides
+    v,
+    positions,  # pointer int64 [B, R], strides
     spoiled_ptr,  # float32 [B, R], contiguous
-    k_cache_stride_b,
-    k_cache_stride_h,
-    k_cache_stride_s,
-    v_cache_stride_b,
-    v_cache_stride_h,
-    v_cache_stride_s,
-    k_stride_b,
-    k_stride_h,
-    k_stride_r,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_r,
-    v_stride_d,
-    positions_stride_b,
-    positions_stride_r,
     rows,
     HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
@@ -59,14 +52,12 @@ def _write_kernel(
     real = i < rows * HEADS
     row = (i // HEADS).to(tl.int64)
     head = (i % HEADS).to(tl.int64)
-    position = tl.load(positions_ptr + b * positions_stride_b + row * positions_stride_r, mask=real, other=0)
+    position = tl.load(positions[0] + b * positions[1] + row * positions[2], mask=real, other=0)
     if tl.program_id(2) == 0:
-        source = k_ptr + b * k_stride_b + (head * k_stride_h + row * k_stride_r)[:, None] + (d * k_stride_d)[None, :]
-        target = k_cache_ptr + b * k_cache_stride_b + (head * k_cache_stride_h + position * k_cache_stride_s)[:, None]
+        source, target = _places(k_cache, k, b, head, row, position, d)
         dim = K_DIM
     else:
-        source = v_ptr + b * v_stride_b + (head * v_stride_h + row * v_stride_r)[:, None] + (d * v_stride_d)[None, :]
-        target = v_cache_ptr + b * v_cache_stride_b + (head * v_cache_stride_h + position * v_cache_stride_s)[:, None]
+        source, target = _places(v_cache, v, b, head, row, position, d)
         dim = V_DIM
     mask = real[:, None] & (d < dim)[None, :]
     values = tl.load(source, mask=mask)
@@ -90,17 +81,12 @@ def write_kv(
     if k.numel() + v.numel() == 0:
         return
     _write_kernel[(triton.cdiv(rows * heads, block_i), batch, 2)](
-        k_cache,
-        v_cache,
-        k,
-        v,
-        positions,
+        (k_cache, *k_cache.stride()[:3]),
+        (v_cache, *v_cache.stride()[:3]),
+        (k, *k.stride()),
+        (v, *v.stride()),
+        (positions, *positions.stride()),
         positions if spoiled is None else spoiled,
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        *k.stride(),
-        *v.stride(),
-        *positions.stride(),
         rows,
         HEADS=heads,
         K_DIM=k_dim,
