@@ -79,12 +79,11 @@ def command(
 
             check_installed()
             config = read_graph_config(graph_config)
-            from gsd_kernels.config import PLAIN
             from gsd_kernels_hf import patch
 
             pair = models.load(model)
-            decoding = {"graph_config": pair.shape(config), "criterion": criterion, "backend": backend}
-            handle = patch(pair.target, **{"tokenizer": pair.tokenizer, **pair.speculation, **decoding})
+            drafting = {"tokenizer": pair.tokenizer, **pair.speculation, "graph_config": pair.shape(config)}
+            handle = patch(pair.target, criterion=criterion, backend=backend, **drafting)
         from . import server
 
         name = name or model or "demo"
@@ -92,7 +91,6 @@ def command(
             name,
             handle,
             pair.tokenizer,
-            speculates=decoding["graph_config"] != PLAIN,
             origins=origins,
             hosts=names_of(host, hosts),
             limits=limits,

@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import GenerateManager
 
-from gsd_kernels.config import AUTO
+from gsd_kernels.config import AUTO, PLAIN
 from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
 
@@ -58,11 +58,10 @@ class Queue(GenerateManager):
     Args:
         handle: the patched model's.
         tokenizer: the model's.
-        speculates: whether the model drafts; where it decodes plainly, a text with a reference drafts all the same.
     """
 
-    def __init__(self, handle: Patch, tokenizer: PreTrainedTokenizerBase, speculates: bool) -> None:
-        self.handle, self.tokenizer, self.speculates = handle, tokenizer, speculates
+    def __init__(self, handle: Patch, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.handle, self.tokenizer = handle, tokenizer
         super().__init__()
 
     def wait(self, seconds: float) -> bool:
@@ -114,7 +113,8 @@ class Queue(GenerateManager):
         if not request.reference:
             return {}
         reference = {"reference_ids": ids.new_tensor(request.reference)}
-        return reference if self.speculates else {**reference, "graph_config": AUTO}
+        # Where the model decodes plainly, a text with a reference drafts all the same.
+        return reference if self.handle.options.get("graph_config") != PLAIN else {**reference, "graph_config": AUTO}
 
     def _finish(self, call: Call) -> str:
         ids, config, most = call.ids, call.prompt.config, call.prompt.config.max_new_tokens

@@ -87,7 +87,6 @@ def make_app(
     handle: Patch,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    speculates: bool = True,
     limits: Limits | None = None,
     origins: Sequence[str] = (),
     hosts: Sequence[str] | None = None,
@@ -98,13 +97,12 @@ def make_app(
         name: by which clients ask for the model.
         handle: what :func:`gsd_kernels.patch` gave.
         tokenizer: the model's.
-        speculates: whether the model drafts; where it decodes plainly, a text with ``prediction`` drafts all the same.
         limits: of requests.
         origins: of web pages whose scripts may ask: ``http://localhost:3000``, or ``*`` for all.
         hosts: names that requests call this machine by; ``None``: any.
     """
     stopping, limits = threading.Event(), limits or Limits()
-    service = Service(name, handle, tokenizer, stopping, speculates, limits)
+    service = Service(name, handle, tokenizer, stopping, limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

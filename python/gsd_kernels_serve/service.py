@@ -87,7 +87,6 @@ class Service:
         handle: what :func:`gsd_kernels.patch` gave.
         tokenizer: the model's.
         stopping: set when the server stops.
-        speculates: whether the model drafts; a text with ``prediction`` does so all the same.
         limits: of requests.
     """
 
@@ -97,12 +96,11 @@ class Service:
         handle: Patch,
         tokenizer: PreTrainedTokenizerBase,
         stopping: threading.Event,
-        speculates: bool,
         limits: Limits,
     ) -> None:
         self.name, self.model, self.tokenizer, self.limits = name, handle.model, tokenizer, limits
         self.prepare, self.compile = Preparing(limits.seconds, 4), Preparing(limits.seconds, 2)
-        self.queue, self.stopping = Queue(handle, tokenizer, speculates), stopping
+        self.queue, self.stopping = Queue(handle, tokenizer), stopping
         self.vocabulary = properties.vocabulary(handle.model)
         self.grammars = Grammars(tokenizer, self.vocabulary)
         self.pieces, self.answers = Pieces(tokenizer), Answers(tokenizer, handle.model)

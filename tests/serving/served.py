@@ -92,7 +92,7 @@ class Server:
         self.tokenizer.chat_template = TEMPLATE
         drafting = {"assistant_model": draft, "graph_config": SHAPE} if speculates else {"graph_config": "plain"}
         handle = patch(self.target, tokenizer=self.tokenizer, **drafting)
-        named = {"speculates": speculates, "origins": origins, "limits": Limits(**limits)}
+        named = {"origins": origins, "limits": Limits(**limits)}
         app = make_app("small", handle, self.tokenizer, **named)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         self.socket = socket.create_server(("127.0.0.1", 0))
