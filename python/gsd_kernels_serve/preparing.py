@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable
@@ -27,15 +26,13 @@ def in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args
         loop.call_soon_threadsafe(function, *args)
 
 
-async def outcome_of(future: concurrent.futures.Future[T]) -> T:
-    """Return what another thread's future comes to; it goes on where nobody waits any more."""
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
-    future.add_done_callback(lambda _: in_loop(loop, done.set))
-    await done.wait()
-    try:
-        return future.result()
-    finally:
-        del future  # an error would have itself among the variables of its traceback
+def _end(outcome: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+    if outcome.done():  # nobody waits any more
+        return
+    if error is None:
+        outcome.set_result(value)
+    else:
+        outcome.set_exception(error)
 
 
 class Preparing:
@@ -57,13 +54,14 @@ class Preparing:
             Refused: it takes too long; the error names ``field``.
             BusyError: other requests took all places for as long, or the system gives no thread.
         """
-        loop, future = asyncio.get_running_loop(), concurrent.futures.Future[T]()
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[T] = loop.create_future()
 
-        def run() -> None:
+        def run(outcome: asyncio.Future[T]) -> None:
             try:
-                future.set_result(function(*args))
+                in_loop(loop, _end, outcome, function(*args), None)
             except Exception as error:
-                future.set_exception(error)
+                in_loop(loop, _end, outcome, None, error)
             finally:
                 in_loop(loop, self.places.release)
 
@@ -72,12 +70,14 @@ class Preparing:
         except asyncio.TimeoutError:
             raise BusyError("other requests are being read; try again later") from None
         try:
-            threading.Thread(target=run, daemon=True, name=THREAD).start()
+            threading.Thread(target=run, args=(outcome,), daemon=True, name=THREAD).start()
         except RuntimeError as error:
             self.places.release()
             raise BusyError(f"{error}; try again later") from error
         try:
-            return await asyncio.wait_for(outcome_of(future), self.seconds)
+            return await asyncio.wait_for(outcome, self.seconds)
         except asyncio.TimeoutError:
             reason = f"takes more than {self.seconds:g} s to read; make it shorter or simpler (--max-seconds)"
             raise Refused(field, reason) from None
+        finally:
+            del outcome  # an error would have itself among the variables of its traceback

@@ -29,9 +29,9 @@ from .checks import Refused, one_line
 from .decoding import Queue
 from .limits import Limits
 from .logprobs import Pieces
+from .messages import check_shown
 from .preparing import BusyError, Preparing, in_loop
 from .processors import Grammars
-from .shown import check_shown
 
 T = TypeVar("T")
 

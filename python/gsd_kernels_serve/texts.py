@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 from collections.abc import AsyncIterator
 from functools import reduce
@@ -21,10 +22,11 @@ from .generation import config_of, names_length, token_ids
 from .logprobs import Entry, Place
 from .messages import Content, messages_of, template_arguments
 from .service import Events, Service, Waiting, answer_of
-from .spelling import answer, spelled
 from .tools import chosen, held_to
 
 log = logging.getLogger(__name__)
+
+_WHOLE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class Texts:
@@ -84,7 +86,12 @@ class Texts:
             for call in request.calls:
                 waiting = await self.begin(call)
                 call.pieces = [piece async for piece in service.pieces_of(waiting)]
-            return await answer(self.whole, request)
+            spelled = await asyncio.to_thread(self._spelled, request)
+            return Response(spelled, media_type="application/json")
+
+    def _spelled(self, request: Request) -> str:
+        """The answer as JSON, made and spelled in parts: other threads have turns between them."""
+        return "".join(_WHOLE.iterencode(self.whole(request)))
 
     def _checked(self, body: dict[str, Any], request_id: str) -> Request:
         return self.read(self.service.checked(self.endpoint, body), request_id)
@@ -310,7 +317,7 @@ def _call(name: str, call: ToolCall) -> dict[str, Any]:
 
 
 def _event(data: dict[str, Any]) -> str:
-    return f"data: {spelled(data)}\n\n"
+    return f"data: {json.dumps(data, allow_nan=False, separators=(',', ':'))}\n\n"
 
 
 def _join(told: dict[str, Any], part: dict[str, Any] | None) -> dict[str, Any]:
