@@ -52,7 +52,7 @@ class Grammar(DraftSource):
     reliability = (0.0, 0.6, 0.8, 1.0)
 
     def attach(self, text: Text) -> None:
-        self.text, self.state, self.sampler, batch = text, text.state, text.sampler, len(text.state.tokens)
+        self.state, self.sampler, batch = text.state, text.sampler, len(text.state.tokens)
         tokenizer, vocabulary = text.tokenizer, None
         if tokenizer is not None:
             with suppress(TypeError, ValueError):  # one for stop strings alone, or of bytes that are not known
@@ -100,7 +100,11 @@ class Grammar(DraftSource):
         texts = after_nodes(self.places, level, self._place)
         if not any(after for row in texts for after in row):
             return None
-        return self._proposal(texts, level)
+        kinds = [
+            [bisect_right(INDEX_EDGES, math.exp(after[0][0])) + 1 if after else 0 for after in row] for row in texts
+        ]
+        index = torch.tensor(kinds, dtype=torch.int32, device=self.state.tokens.device)
+        return proposal_of(texts, level, self.sampler, index=index)
 
     def _place(self, b: int, node: int, token: int, parents: list[int]) -> Trie | None:
         """Find what follows the root, or a node of another source whose token ends in a mark, by walking to it."""
@@ -190,11 +194,3 @@ class Grammar(DraftSource):
         ends = allowed[begun == NO_TEXT].tolist() if there[NO_TEXT] <= MAX_ENDS else []
         bytes_there = np.flatnonzero(there[:NO_TEXT]).tolist()
         return [byte for byte in bytes_there if byte not in SPACE], ends, len(set(bytes_there) & set(SPACE)) > 0
-
-    def _proposal(self, likely: list[list[list[tuple[float, int]]]], level: Level) -> Proposal:
-        """Log-probabilities and tokens [B][W][any number], the best of them first."""
-        kinds = [
-            [bisect_right(INDEX_EDGES, math.exp(after[0][0])) + 1 if after else 0 for after in row] for row in likely
-        ]
-        index = torch.tensor(kinds, dtype=torch.int32, device=self.state.tokens.device)
-        return proposal_of(likely, level, self.sampler, index=index)

@@ -54,10 +54,6 @@ class Reader(DraftModel):
         self.state = DecodeState.empty(self.batch, 1, 1, text.state.tokens.device)
         self.start(text)
 
-    def attach(self, text: Text) -> None:
-        self.restart()
-        self.begin()
-
     def row_model(self, text: Text) -> RowModel:
         rows = rows_of(self.model, 1, self.state.kv_start, self.sampler.backend)
         text.keep(rows)
@@ -81,15 +77,16 @@ class Reader(DraftModel):
         """The likeliest tokens: the noise that the target draws with is that of its own tokens."""
         return self.sampler.candidates(logits, level.positions, level.config.branch, noise=False)
 
-    def restart(self) -> None:
+    def attach(self, text: Text) -> None:
         """Begin with the session's texts so far."""
         self.ids: list[list[int]] = [[] for _ in range(self.batch)]
         self.open = [b""] * self.batch
         self.taken = self.text.state.kv_start.tolist()  # of the target's tokens, padding included
         for sequence, tokens in enumerate(emitted_since(self.text.state, self.taken)):
             self._extend(sequence, tokens)
-            self._begin(self.ids[sequence])
+            self._put_first(self.ids[sequence])
         self._write([0] * self.batch)
+        self.begin()
 
     def take_back(self, logits: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
         """Where drafts go on from: behind the text, or before its last tokens, where the draft has a longer one.
@@ -129,7 +126,7 @@ class Reader(DraftModel):
                     after[sequence, 0, fitting] = logits[sequence, -1 - m, fitting]
         return after, taken
 
-    def _begin(self, ids: list[int]) -> None:
+    def _put_first(self, ids: list[int]) -> None:
         """Put the token first that texts begin with, where the draft's tokenizer does; a text has a token at least."""
         own = self.translation.assistant_tokenizer("")["input_ids"]
         bos = self.translation.draft.roles.get("bos")
