@@ -187,18 +187,18 @@ def template_arguments(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBa
     Raises:
         Refused: the template does not read one, so that it would say nothing.
     """
-    given = _variables("chat_template_kwargs", body.get("chat_template_kwargs") or {})
-    values = {name: value for name, value in given.items() if value is not None}
-    named = {name: f"chat_template_kwargs.{name}" for name in values}
-    if taken := [name for name in values if name in _TAKEN]:
-        raise Refused(named[taken[0]], "no variable that is the request's to set; leave it out")
-    if "reasoning_effort" in body:
-        values["reasoning_effort"], named["reasoning_effort"] = body["reasoning_effort"], "reasoning_effort"
-    if effort := body.get("reasoning", {}).get("effort"):
-        values["reasoning_effort"], named["reasoning_effort"] = effort, "reasoning.effort"
-    for name in values:
-        if not reads(tokenizer, name):
-            raise Refused(named[name], "this model's chat template does not read it; leave it out")
+    kwargs = _variables("chat_template_kwargs", body.get("chat_template_kwargs") or {})
+    given = [(f"chat_template_kwargs.{name}", name, value) for name, value in kwargs.items() if value is not None]
+    if taken := [place for place, name, _ in given if name in _TAKEN]:
+        raise Refused(taken[0], "no variable that is the request's to set; leave it out")
+    given.append(("reasoning_effort", "reasoning_effort", body.get("reasoning_effort")))
+    given.append(("reasoning.effort", "reasoning_effort", body.get("reasoning", {}).get("effort") or None))
+    values = {}
+    for place, name, value in given:
+        if value is not None:
+            if not reads(tokenizer, name):
+                raise Refused(place, "this model's chat template does not read it; leave it out")
+            values[name] = value
     return values
 
 
