@@ -59,7 +59,6 @@ class Request:
 
     Attributes:
         body: its fields, checked.
-        id, since: of the request; ``since`` in Unix seconds.
         prompts: B of them.
         named: arguments that ``generation_config`` names: what ``generate`` then refuses is its.
         top: likeliest tokens to record with their log-probabilities; ``None``: no log-probabilities.
@@ -68,12 +67,12 @@ class Request:
         held: the JSON schema that a text is held to, and the field that asks for it; ``None``: it is free.
         grammar: that schema, compiled.
         reference: tokens that the texts may repeat, or ``None``.
+        id, since: of the request, by what it came with; ``since`` in Unix seconds.
         gone: set once the client has closed its connection.
         calls: its texts.
     """
 
     body: Mapping[str, Any]
-    id: str
     prompts: list[Prompt]
     named: Mapping[str, Any]
     top: int | None = None
@@ -82,6 +81,7 @@ class Request:
     held: tuple[Any, str] | None = None
     grammar: Any = None
     reference: list[int] | None = None
+    id: str = ""
     gone: threading.Event = field(default_factory=threading.Event)
     since: int = field(default_factory=lambda: int(time.time()))
 
@@ -92,7 +92,7 @@ class Request:
         if self.body.get("stream_options") and not self.stream:
             raise Refused("stream_options", "needs stream: true")
         self.calls = [
-            Call(self, prompt, self.id if texts == 1 else f"{self.id}/{index}", number)
+            Call(self, prompt, number, f"/{index}" if texts > 1 else "")
             for index, (prompt, number) in enumerate(itertools.product(self.prompts, range(copies)))
         ]
 
@@ -155,8 +155,8 @@ class Call:
     Attributes:
         request: that it belongs to.
         prompt: what it is behind.
-        name: of the text in the log.
         number: of the text in its prompt's, which is added to the seed.
+        part: of the request, by which the log names the text.
         recorder: of log-probabilities, or ``None``.
         statistics: of the decoding, plain data.
         ids: its tokens.
@@ -170,8 +170,8 @@ class Call:
 
     request: Request
     prompt: Prompt
-    name: str
     number: int
+    part: str
     recorder: Recorder | None = None
     statistics: dict[str, Any] | None = None
     ids: list[int] = field(default_factory=list)

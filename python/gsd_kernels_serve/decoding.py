@@ -94,7 +94,7 @@ class Queue(GenerateManager):
             output = ids if config.max_new_tokens == 0 else model.generate(ids, **options)
         except Exception as error:
             reason = one_line(ClientGoneError() if request.gone.is_set() else error)
-            log.warning("%s ended after %.2f s: %s", call.name, time.perf_counter() - begun, reason)
+            log.warning("%s%s ended after %.2f s: %s", request.id, call.part, time.perf_counter() - begun, reason)
             forget_calls(error)
             if isinstance(error, AssertionError) and (held := request.held):  # xgrammar's
                 field = held[1].partition(".")[0]
@@ -131,8 +131,9 @@ class Queue(GenerateManager):
         stats = self.handle.stats  # of this thread
         call.statistics = {**stats.as_dict(), "queued": queued}
         log.info(
-            "%s: %d + %d tokens, %d steps, %.2f tokens a step, %.2f s, queued %.2f s",
-            call.name,
+            "%s%s: %d + %d tokens, %d steps, %.2f tokens a step, %.2f s, queued %.2f s",
+            call.request.id,
+            call.part,
             len(call.prompt.ids),
             stats.new_tokens,
             stats.steps,

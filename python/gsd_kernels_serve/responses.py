@@ -115,13 +115,13 @@ class Responses(Chats):
     endpoint, done = fields.RESPONSES, ""
     log_probs = "include", 'include: ["message.output_text.logprobs"]'
 
-    def read(self, body: dict[str, Any], request_id: str) -> Request:
+    def read(self, body: dict[str, Any]) -> Request:
         items = items_of(body["input"])
         if body.get("instructions"):  # which transformers would put in place of the first system message
             items = [{"role": "system", "content": body["instructions"]}, *items]
         messages = ResponseHandler._normalize_input({"input": items})
         form = body.get("text", {}).get("format")
-        return self.chat(body, request_id, messages_of(messages, "input"), form, "text.format")
+        return self.chat(body, messages_of(messages, "input"), form, "text.format")
 
     def whole(self, request: Request) -> dict[str, Any]:
         items = Items(request.id)

@@ -46,7 +46,7 @@ class Texts:
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    def read(self, body: dict[str, Any], request_id: str) -> Request:
+    def read(self, body: dict[str, Any]) -> Request:
         """A checked request.
 
         Raises:
@@ -94,15 +94,17 @@ class Texts:
         return "".join(_WHOLE.iterencode(self.whole(request)))
 
     def _checked(self, body: dict[str, Any], request_id: str) -> Request:
-        return self.read(self.service.checked(self.endpoint, body), request_id)
+        request = self.read(self.service.checked(self.endpoint, body))
+        request.id = request_id
+        return request
 
-    def request(self, body: dict[str, Any], request_id: str, prompts: list[Prompt], **asked: Any) -> Request:
+    def request(self, body: dict[str, Any], prompts: list[Prompt], **asked: Any) -> Request:
         """A request of some prompts; ``asked``: what is read of it beside its body."""
         config, named = config_of(body, self.service.model)
         needed, length = fields.NEEDED[self.endpoint], names_length(body, named)
         for prompt in prompts:
             prompt.config = self.service.fitted(config, len(prompt.ids), needed, length=length)
-        return Request(body, request_id, prompts, named, **asked)
+        return Request(body, prompts, named, **asked)
 
     async def begin(self, call: Call) -> Waiting:
         """Have a text decoded, to its first token."""
@@ -179,11 +181,11 @@ class Completions(Choices):
 
     endpoint, object, part = fields.COMPLETIONS, "text_completion", "text_completion"
 
-    def read(self, body: dict[str, Any], request_id: str) -> Request:
+    def read(self, body: dict[str, Any]) -> Request:
         copies, echo = body.get("n", 1), bool(body.get("echo"))
         if body.get("best_of", copies) != copies:
             raise Refused("best_of", f"expected as many as n, {copies}, got {body['best_of']}")
-        request = self.request(body, request_id, self._prompts(body["prompt"], echo), top=body.get("logprobs"))
+        request = self.request(body, self._prompts(body["prompt"], echo), top=body.get("logprobs"))
         if request.prompts[0].config.max_new_tokens == 0 and not echo:
             raise wrong("max_tokens", "an integer from 1 to 2147483647, 0 beside echo", 0)
         return request
@@ -235,9 +237,7 @@ class Chats(Texts):
 
     log_probs: tuple[str, str]
 
-    def chat(
-        self, body: dict[str, Any], request_id: str, messages: list[dict[str, Any]], form: Any, field: str
-    ) -> Request:
+    def chat(self, body: dict[str, Any], messages: list[dict[str, Any]], form: Any, field: str) -> Request:
         """A request of messages; ``form``: what its ``field`` holds the texts to, or ``None``."""
         service, needed = self.service, fields.NEEDED[self.endpoint]
         offered = chosen(body, service.tokenizer)
@@ -248,7 +248,7 @@ class Chats(Texts):
         ids = service.templated(messages, offered.tools, template_arguments(body, service.tokenizer), needed)
         top = body.get("top_logprobs", 0) if body.get(name) else None
         asked = {"top": top, "tools": offered.tools, "forced": offered.forced, "held": held}
-        return self.request(body, request_id, [Prompt(ids)], **asked)
+        return self.request(body, [Prompt(ids)], **asked)
 
     def answer(self, request: Request) -> Answer | None:
         return None if request.is_content else self.service.answers.begin(request.prompts[0].ids, request.tools)
@@ -270,9 +270,9 @@ class Chat(Chats, Choices):
     endpoint, object, part = fields.CHAT, "chat.completion", "chat.completion.chunk"
     log_probs = "logprobs", "logprobs: true"
 
-    def read(self, body: dict[str, Any], request_id: str) -> Request:
+    def read(self, body: dict[str, Any]) -> Request:
         messages = messages_of(body["messages"])
-        request = self.chat(body, request_id, messages, body.get("response_format"), "response_format")
+        request = self.chat(body, messages, body.get("response_format"), "response_format")
         request.reference = self._reference(body.get("prediction"))
         return request
 
