@@ -211,7 +211,7 @@ def mutated(name: str) -> Iterator[tuple[dict[str, Any], str]]:
 @pytest.mark.parametrize("name", LINES)
 def test_every_tensor_is_held_against_the_line(name):
     found = [refused(name, given, words) for given, words in mutated(name)]
-    assert len(found) > 6
+    assert len(found) >= 3  # of one tensor: its dtype, its number of dimensions either way
 
 
 @pytest.mark.parametrize("name", TABLE)
