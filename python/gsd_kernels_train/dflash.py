@@ -72,10 +72,9 @@ class DFlashTraining(DrafterTraining):
         options: TrainingOptions,
         target: PreTrainedModel,
         drafter: DrafterOptions,
-        dtype: torch.dtype,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        super().__init__(options, target, drafter.given, dtype)
+        super().__init__(options, target, drafter.given)
         self.kind = drafter.kind
         count = len(decoder_of(target)[0])
         fused = drafter.layers_of(target, spread(min(2, count), count - 2, min(FUSED_STATES, count)))

@@ -21,7 +21,7 @@ from gsd_kernels_hf.model.properties import text_config, vocabulary
 from gsd_kernels_hf.sources.checkpoints import CONFIG, WEIGHTS
 from gsd_kernels_hf.sources.dflash import MARKOV_HEADS
 
-from .job import TrainingOptions
+from .job import TrainingOptions, stored_dtype
 from .measure import Guessing
 from .options import Parts
 
@@ -165,10 +165,9 @@ class DrafterTraining(Guessing):
 
     config: dict[str, Any]
 
-    def __init__(
-        self, options: TrainingOptions, target: PreTrainedModel, identity: dict[str, Any], dtype: torch.dtype
-    ) -> None:
-        self.options, self.target, self.dtype, self.device = options, target, dtype, options.device
+    def __init__(self, options: TrainingOptions, target: PreTrainedModel, identity: dict[str, Any]) -> None:
+        self.options, self.target, self.device = options, target, options.device
+        self.dtype = stored_dtype(options.target)
         self.embedding = target.get_input_embeddings()
         self.identity = identity
 

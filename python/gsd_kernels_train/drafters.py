@@ -18,7 +18,7 @@ from gsd_kernels_hf.model.properties import vocabulary
 from .dflash import DFlashTraining
 from .drafter import DrafterOptions, DrafterTraining
 from .eagle3 import Eagle3Training
-from .job import TrainingOptions, load_target, run, stored_dtype
+from .job import TrainingOptions, load_target, run
 from .mtp import MtpTraining
 from .text import TrainingText, read_text
 
@@ -40,17 +40,16 @@ def trainee_of(
     text: TrainingText,
 ) -> DrafterTraining:
     """The training of a kind."""
-    dtype = stored_dtype(options.target)
     if drafter.kind == "mtp":
-        return MtpTraining(options, target, drafter, dtype)
+        return MtpTraining(options, target, drafter)
     if drafter.kind != "eagle3":
-        return DFlashTraining(options, target, drafter, dtype, tokenizer)
+        return DFlashTraining(options, target, drafter, tokenizer)
     size = vocabulary(target)
     count = min(size, LARGEST_DRAFT_VOCABULARY) if drafter.draft_vocabulary is None else drafter.draft_vocabulary
     if count > size:
         raise ValueError(f"draft_vocabulary: expected at most the target's {size} tokens, got {count}")
     learned = text.training.tokens if text.training.counted is None else text.training.tokens[text.training.counted]
-    return Eagle3Training(options, target, drafter, dtype, frequent_tokens(learned, size, count))
+    return Eagle3Training(options, target, drafter, frequent_tokens(learned, size, count))
 
 
 def train_drafter(drafter: DrafterOptions, options: TrainingOptions) -> dict[str, Any]:

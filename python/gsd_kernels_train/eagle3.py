@@ -33,10 +33,9 @@ class Eagle3Training(UnrolledTraining):
         options: TrainingOptions,
         target: PreTrainedModel,
         drafter: DrafterOptions,
-        dtype: torch.dtype,
         draft_ids: Tensor,
     ) -> None:
-        super().__init__(options, target, drafter.given, dtype)
+        super().__init__(options, target, drafter.given)
         fused = drafter.layers_of(target, default_layers(target))
         sizes = layer_sizes(target, drafter)
         self.config = {

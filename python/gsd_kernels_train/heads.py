@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from gsd_kernels_hf.sources.heads import DraftHeads
 
-from .job import TrainingOptions, check_output_matrix, load_target, output_logits, run, stored_dtype
+from .job import TrainingOptions, check_output_matrix, load_target, output_logits, run
 from .unrolled import UnrolledTraining
 
 
@@ -28,10 +28,8 @@ class HeadTraining(UnrolledTraining):
 
     kind = "heads"
 
-    def __init__(
-        self, options: TrainingOptions, target: PreTrainedModel, num_heads: int, num_layers: int, dtype: torch.dtype
-    ) -> None:
-        super().__init__(options, target, {"heads": num_heads, "layers": num_layers}, dtype)
+    def __init__(self, options: TrainingOptions, target: PreTrainedModel, num_heads: int, num_layers: int) -> None:
+        super().__init__(options, target, {"heads": num_heads, "layers": num_layers})
         self.guesses = num_heads
         self.module = DraftHeads.for_model(target, num_heads, num_layers=num_layers).to(options.weights)
         if options.length <= num_heads:
@@ -67,5 +65,4 @@ def train_heads(num_heads: int, num_layers: int, options: TrainingOptions) -> di
     """
     clock = options.clock()
     target, tokenizer = load_target(options)
-    dtype = stored_dtype(options.target)
-    return run(options, target, tokenizer, HeadTraining(options, target, num_heads, num_layers, dtype), clock)
+    return run(options, target, tokenizer, HeadTraining(options, target, num_heads, num_layers), clock)

@@ -198,7 +198,7 @@ def _run(
         trainee.kind,
         trainee.module,
         losses,
-        build_optimizers(trainee.module, matrix_lr=options.lr, lr=options.lr, weight_decay=options.weight_decay),
+        build_optimizers(trainee.module, lr=options.lr, weight_decay=options.weight_decay),
         folder.work,
         tokens_per_step=batches.tokens,
         steps=options.steps,
@@ -333,6 +333,6 @@ def check_output_matrix(what: str, options: TrainingOptions, target: PreTrainedM
         )
 
 
-def stored_dtype(folder: str | Path, default: torch.dtype = torch.float32) -> torch.dtype:
+def stored_dtype(folder: str | Path) -> torch.dtype:
     """That of the weights in a checkpoint folder, by its config."""
-    return AutoConfig.from_pretrained(folder).dtype or default
+    return AutoConfig.from_pretrained(folder).dtype or torch.float32

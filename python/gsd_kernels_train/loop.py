@@ -68,13 +68,11 @@ def learning_rate_factor(progress: float, warmup: float = 0.02, decay: float = 0
     return max(0.0, min(1.0, rise, fall))
 
 
-def build_optimizers(
-    model: nn.Module, *, matrix_lr: float, lr: float, weight_decay: float = 0.05
-) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: nn.Module, *, lr: float, weight_decay: float = 0.05) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for embeddings, norms and everything else that is trained.
 
     Muon (https://kellerjordan.github.io/posts/muon) needs fewer steps where a model starts from nothing; its update is
-    scaled to the size of AdamW's (arXiv 2502.16982), so both take learning rates of one magnitude.
+    scaled to the size of AdamW's (arXiv 2502.16982), so both take the same learning rate.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [p for name, p in trained if p.ndim == 2 and "embed" not in name and "head" not in name]
@@ -83,9 +81,7 @@ def build_optimizers(
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         optimizers.append(
-            torch.optim.Muon(
-                matrices, lr=matrix_lr, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-            )
+            torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")
         )
     if rest:
         optimizers.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))

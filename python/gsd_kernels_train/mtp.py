@@ -68,10 +68,8 @@ class MtpTraining(UnrolledTraining):
 
     kind = "mtp"
 
-    def __init__(
-        self, options: TrainingOptions, target: PreTrainedModel, drafter: DrafterOptions, dtype: torch.dtype
-    ) -> None:
-        super().__init__(options, target, drafter.given, dtype)
+    def __init__(self, options: TrainingOptions, target: PreTrainedModel, drafter: DrafterOptions) -> None:
+        super().__init__(options, target, drafter.given)
         check_output_matrix("multi-token-prediction heads", options, target)
         block = block_to_train(target)
         module = new_head(block)

@@ -67,10 +67,10 @@ def trained_of(kind, folder, token_level=1.0, family=None, **drafter):
         draft = AutoModelForCausalLM.from_pretrained(folder / "draft", dtype=torch.float64)
         return Distillation(options, target, tokenizer, draft, tokenizer, torch.float32)
     if kind == "heads":
-        trained = HeadTraining(options, target, 3, 1, torch.float32)
+        trained = HeadTraining(options, target, 3, 1)
         random_tensors(trained.module)
         return trained
-    given = options, target, DrafterOptions(kind, **drafter), torch.float32
+    given = options, target, DrafterOptions(kind, **drafter)
     if kind == "mtp":
         trained = MtpTraining(*given)
     elif kind == "eagle3":
@@ -212,7 +212,7 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_checkpoint(tmp_pat
     def losses(step):
         yield model.weight.square().sum() * (float("nan") if step == 10 else 1.0)
 
-    optimizers = loop.build_optimizers(model, matrix_lr=0.01, lr=0.01)
+    optimizers = loop.build_optimizers(model, lr=0.01)
     with pytest.raises(RuntimeError, match=r"test: the loss is nan at step 10; the checkpoint of step 8 stays"):
         loop.train("test", model, losses, optimizers, tmp_path, tokens_per_step=4, steps=20, every=Interval(steps=4))
     assert load_checkpoint(tmp_path)["record"]["steps"] == 8
