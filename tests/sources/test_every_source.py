@@ -57,18 +57,16 @@ def test_drafts_do_not_depend_on_padding_or_pieces(name, tmp_path):
     row = ROWS[name]
     ids, other = row.inputs(0)["input_ids"][:1], row.inputs(3)["input_ids"][:1]
     ids[:, -2:] = 1  # as the padding, behind which another token stands
-    padded = torch.nn.functional.pad(ids, (5, 0), value=1)
-    mask = (torch.arange(padded.shape[1]) >= 5).long()[None]
-    both = {"input_ids": torch.cat([padded, other.repeat(1, 2)[:, : padded.shape[1]]])}
-    both["attention_mask"] = torch.cat([mask, torch.ones_like(mask)])
+    alone, both = [], []  # behind a few, and behind more than there is room for after the text
+    for pads in (5, 90):
+        padded = torch.nn.functional.pad(ids, (pads, 0), value=1)
+        mask = (torch.arange(padded.shape[1]) >= pads).long()[None]
+        alone.append({"input_ids": padded, "attention_mask": mask})
+        longer = torch.cat([padded, other.repeat(1, 20)[:, : padded.shape[1]]])
+        both.append({"input_ids": longer, "attention_mask": torch.cat([mask, torch.ones_like(mask)])})
     seen = []
     options = {"do_sample": False, "graph_config": TREE, **row.options(tmp_path)}
-    for changed in (
-        {"input_ids": ids},
-        {"input_ids": padded, "attention_mask": mask},
-        both,
-        {"input_ids": ids, "prefill_chunk_size": 3},
-    ):
+    for changed in ({"input_ids": ids}, *alone, *both, {"input_ids": ids, "prefill_chunk_size": 3}):
         seen.append([])
         keep = lambda v, first=seen[-1]: first.append((v.rows.token_ids + 0, v.rows.scores + 0))  # noqa: E731
         generate(row.target(), **options, **changed, observer=keep)

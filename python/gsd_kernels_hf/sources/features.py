@@ -204,7 +204,8 @@ class FeatureSource(OwnSource):
         self.used = True
         end, width = self.state.out_len - 1, config.chain_rows
         while (missing := int((end - self.cached).max())) > width:
-            self.feed(end - 1, min(missing - 1, READ_ROWS), keep=0)
+            free = self.rows.cache.capacity - int(self.cached.max())  # for a shorter text's rows of padding
+            self.feed(end - 1, min(missing - 1, READ_ROWS, free), keep=0)
 
     def feed(self, end: Tensor, width: int, *, unknown: int = 0, keep: int) -> tuple[Tensor, Tensor]:
         """Make up to ``width`` entries before ``end`` [B]; vectors and logits of the last ``keep`` rows.
