@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import models
@@ -124,6 +125,15 @@ class Squared(Llama4TextAttention):
         return super().forward(hidden_states * factor[None, :, None].to(hidden_states), *args, **options)
 
 
+scaled = Llama4TextAttention.forward
+
+
+def counted(self, *args, cache, **options):
+    """Scales by places that the model counts, as in transformers 5.0."""
+    told = SimpleNamespace(update=cache.update, get_seq_length=lambda _: cache.layers[0].get_seq_length())
+    return scaled(self, *args, cache=told, **options)
+
+
 def exchanged(module, query, key, value, mask, scaling=None, dropout=0.0, s_aux=None, **options):
     """Takes one head's sink for another's."""
     scores = query @ key.repeat_interleave(2, 1).mT * scaling + mask
@@ -156,6 +166,11 @@ REFUSED: dict[str, tuple[str, Callable[[Any, pytest.MonkeyPatch], Any], str]] = 
     "a factor twice": (
         "Llama4ForCausalLM",
         lambda model, _: setattr(model.model.layers[2].self_attn, "__class__", Squared),
+        "cache's length",
+    ),
+    "a factor of the model's": (
+        "Llama4ForCausalLM",
+        lambda _, patch: patch.setattr(Llama4TextAttention, "forward", counted),
         "cache's length",
     ),
     "not causal": ("BertLMHeadModel", lambda model, _: None, "not causal"),

@@ -171,7 +171,7 @@ class ProbeCache(GraphCache):
         super().__init__(facts.model.config, CACHED + ROWS, recurrent=states_of(facts))
         self.prompt_length, self.by_length = CACHED, frozenset(temperatures_of(facts))
         self.input_device = facts.device
-        self.asks = False  # whether another layer does; what asks before one has stored something may be the model
+        self.asked: set[int | None] = set()  # layers; what asks before one has stored something may be the model
         self.updated: list[int] = []  # layers, in the order in which they were stored
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -181,10 +181,10 @@ class ProbeCache(GraphCache):
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> Any:
         """Answer as for rows, and note who asked; before anything is stored, as if the prompt were."""
-        if layer_idx in self.by_length:
+        scales, begun = layer_idx in self.by_length, any(layer.is_initialized for layer in self.layers)
+        self.asked |= {layer_idx} if scales or begun else set()
+        if scales:
             return self.no_places(layer_idx, ROWS, self.input_device)
-        begun = any(layer.is_initialized for layer in self.layers)
-        self.asks |= begun
         return super().get_seq_length(layer_idx, *args, **kwargs) if begun else self.prompt_length
 
 
@@ -285,7 +285,7 @@ def _forward(facts: Facts, *, poisoned: bool) -> tuple[Probe, bool]:
     if len(set(cache.updated)) < len(cache.updated):
         twice = next(layer for layer in cache.updated if cache.updated.count(layer) > 1)
         raise Unserved(f"stores keys of several attention calls in layer {twice} of the cache (layer_idx)")
-    if cache.asks:
+    if cache.asked != cache.by_length:  # another layer scales by it, or one by what the model makes of it, as in 5.0
         raise Unserved("computes with the cache's length in its layers, which differs from the positions of graph rows")
     probe.positions, probe.stacked = lookups.end, cache.alike_on_a_gpu
     probe.unwritten = frozenset(range(max(cache.updated))) - set(cache.updated)
