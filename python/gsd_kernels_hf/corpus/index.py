@@ -21,6 +21,7 @@ HEADER = "corpus.json"
 FORMAT = "gsd_kernels corpus"
 VERSION = 1
 ARRAYS = ("text", "order", "following")
+MAX_HEADER_BYTES = 1 << 20  # bytes: it has some hundred
 BLOCK_BYTES = 4096  # bytes
 COMPARED_BLOCKS = 16  # of every array that are compared when it is opened, the first and the last among them
 PROBE = "def f(x):\n    return {'a': [1.5, \"é\"]}  # 東京\n"
@@ -101,7 +102,8 @@ def read_header(folder: Path) -> Header:
         raise ValueError(f"corpus: {folder} holds no index ({HEADER} is not there); write one with gsd-kernels index")
     damaged = f"corpus: {file} is damaged; index the files anew"
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as opened:
+            values = json.loads(opened.read(MAX_HEADER_BYTES).decode())  # what is cut is no JSON
         digest, kind, version = values.pop("sha256"), values.pop("format"), values.pop("version")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(damaged) from error
