@@ -110,6 +110,17 @@ def _pattern(pattern: str) -> str:
     return pattern
 
 
+def _met(holds: Callable[[Any], bool], expected: str) -> AfterValidator:
+    """A condition of what is read, and what is expected where it is not met."""
+
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise wrong("", expected, value)
+        return value
+
+    return AfterValidator(check)
+
+
 _LETTERS = (_parser.LITERAL, _parser.IN)
 
 
@@ -180,6 +191,11 @@ _FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4"
 _FORMATS += ("uri-reference", "uri-template", "json-pointer", "relative-json-pointer")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _Pattern = Annotated[StrictStr, AfterValidator(_pattern)]
+_ByPattern = Annotated[dict[_Pattern, Any], _met(lambda named: len(named) < 2, "one pattern, for all names")]
+_Single = Annotated[list, _met(lambda schemas: len(schemas) == 1, "one schema, in which all are merged")]
+_Place = Annotated[
+    StrictStr, _met(lambda place: f"{place}/".startswith("#/"), "a place in this schema, as #/$defs/name")
+]
 _anything, _list, _object, _count = map(reader, (Any, list, dict, whole(0, 10_000)))
 
 _KEYWORDS: dict[str, Keyword] = {
@@ -188,9 +204,9 @@ _KEYWORDS: dict[str, Keyword] = {
     "type": Keyword(_anything),
     "enum": Keyword(reader(Annotated[list, Field(max_length=MAX_ENUM_VALUES)])),
     "const": Keyword(_anything),
-    "$ref": Keyword(reader(Annotated[StrictStr, Field(pattern="^#(/|$)")])),
+    "$ref": Keyword(reader(_Place)),
     "anyOf": Keyword(_list, holds=list),
-    "allOf": Keyword(reader(Annotated[list, Field(min_length=1, max_length=1)]), holds=list),
+    "allOf": Keyword(reader(_Single), holds=list),
     "multipleOf": Keyword(reader(whole(1, 1_000)), ("integer",), "multiple"),
     **dict.fromkeys(_BOUNDS, Keyword(reader(number(-(2**63), 2**63)), ("integer", "number"), "bound")),
     **dict.fromkeys(("minLength", "maxLength"), Keyword(_count, ("string",), "length")),
@@ -203,9 +219,7 @@ _KEYWORDS: dict[str, Keyword] = {
     "additionalProperties": Keyword(_anything, ("object",), holds=bool),
     "propertyNames": Keyword(_anything, ("object",), "names", holds=bool),
     "properties": Keyword(_object, ("object",), "properties", holds=dict),
-    "patternProperties": Keyword(
-        reader(Annotated[dict[_Pattern, Any], Field(max_length=1)]), ("object",), "patterns", holds=dict
-    ),
+    "patternProperties": Keyword(reader(_ByPattern), ("object",), "patterns", holds=dict),
     "required": Keyword(reader(list[str]), ("object",)),
 }
 
