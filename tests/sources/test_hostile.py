@@ -140,14 +140,20 @@ KINDS: dict[str, tuple[Callable[..., Any], str]] = {
     "an error": (_raises, "boom"),
     "arrays": (_both(lambda x: x.numpy()), "hostile: tokens: expected a tensor, got ndarray"),
     # Dtypes.
-    "float tokens": (_tokens(lambda t: t.float()), "hostile: tokens: expected int32 or int64, got float32"),
+    "float tokens": (
+        _tokens(lambda t: t.float()),
+        "hostile: tokens: expected int32 or int64, got float32; propose int32 tokens",
+    ),
     "sparse scores": (_log_probs(lambda p: p.to_sparse()), "hostile: expected dense tensors"),
     "int64 tokens": (_tokens(lambda t: t.long()), EXACT),
     "float16 scores": (_log_probs(lambda p: p.half()), EXACT),
     # Devices.
     "tokens on meta": (_tokens(lambda t: t.to("meta")), "hostile: tokens: expected device cpu, got meta"),
     # Shapes.
-    "a node too many": (_both(lambda x: torch.cat([x, x[:, :1]], 1)), "hostile: tokens: expected shape"),
+    "a node too many": (
+        _both(lambda x: torch.cat([x, x[:, :1]], 1)),
+        "hostile: tokens: expected shape.*K of each after",
+    ),
     "an index a sequence": (_index(lambda n: n[:, 0]), "hostile: index: expected shape"),
     "no candidates": (_both(lambda x: x[..., :0]), EXACT),
     "many candidates": (_both(lambda x: x.repeat(1, 1, 40)), EXACT),

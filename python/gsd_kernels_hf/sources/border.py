@@ -141,7 +141,11 @@ def check_proposal(proposal: object, level: Level, vocab_size: int) -> None:
     if not isinstance(proposal.rows, int):
         raise TypeError(f"rows: expected how many were forwarded, got {shown(proposal.rows)}")
     nodes, tokens, log_probs, index = level.frontier.node_ids, proposal.tokens, proposal.log_probs, proposal.index
-    PROPOSAL.check(nodes, tokens, log_probs, index)
+    try:
+        PROPOSAL.check(nodes, tokens, log_probs, index)
+    except (TypeError, ValueError) as error:
+        cure = "propose int32 tokens and float32 log_probs, K of each after every frontier node"
+        raise type(error)(f"{error}; {cure}") from None
     if any(part is not None and part.layout is not torch.strided for part in (tokens, log_probs, index)):
         raise TypeError("expected dense tensors, got sparse ones; convert them by to_dense()")
     tokens, log_probs = tokens[..., : level.graph.branch], log_probs[..., : level.graph.branch].float()
