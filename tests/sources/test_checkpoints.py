@@ -252,13 +252,19 @@ def one_file(folder, head):
     save_file(whole, folder / WEIGHTS, {"format": "pt"})
 
 
+def beside_one_file(folder, head):
+    """As quantisers write a model of one file, and what transformers does not load of it."""
+    (folder / "model-00001.safetensors").rename(folder / WEIGHTS)
+    (folder / INDEX).write_text((folder / INDEX).read_text().replace("model-00001.safetensors", WEIGHTS))
+
+
 def more_heads(folder, head):
     """Beside the first one, and copies of the target's matrices."""
     more = {name.replace("layers.0", "layers.1"): value + 1 for name, value in head.items() if "layers.0" in name}
     with_head(folder, "mellum", head | more | {"mtp.embed_tokens.weight": ones(3, 3)})
 
 
-@pytest.mark.parametrize(("change", "name"), [(one_file, "glm"), (more_heads, "mellum")])
+@pytest.mark.parametrize(("change", "name"), [(one_file, "glm"), (beside_one_file, "glm"), (more_heads, "mellum")])
 def test_the_first_head_is_read_however_it_lies_there(change, name, tmp_path):
     head = saved(name, tmp_path)
     want = Mtp.from_pretrained(tmp_path, target_of(name))

@@ -147,22 +147,24 @@ def files_of(folder: Path) -> dict[str, str]:
     Raises:
         BadCheckpoint: no weights, or pickled ones, or an index that is unreadable or names files outside the folder.
     """
-    for only in (MEDUSA_WEIGHTS, WEIGHTS):
-        if (folder / only).is_file():
-            return dict.fromkeys(headers(folder / only), only)
-    if (folder / INDEX).is_file():
-        index = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
-            raise bad(f"{folder / INDEX} has no weight_map of file names")
-        outside = [name for name in index.values() if Path(name).name != name]
-        if outside:
-            raise bad(f"{folder / INDEX} names {outside[0]!r}, which is outside the folder")
+    medusa, whole, listed = folder / MEDUSA_WEIGHTS, folder / WEIGHTS, folder / INDEX
+    if medusa.is_file():
+        return dict.fromkeys(headers(medusa), MEDUSA_WEIGHTS)
+    index = read_json(listed).get("weight_map") if listed.is_file() else {}
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise bad(f"{listed} has no weight_map of file names")
+    outside = [name for name in index.values() if Path(name).name != name]
+    if outside:
+        raise bad(f"{listed} names {outside[0]!r}, which is outside the folder")
+    if whole.is_file():  # which may have others beside it
+        index |= dict.fromkeys(headers(whole), WEIGHTS)
+    if index:
         return index
     pickled = [name for name in PICKLES if (folder / name).is_file()]
     if pickled:
         raise bad(
             f"{folder} has {pickled[0]} alone, a pickle, which is not loaded since it may run code; "
-            f"convert it where you trust it: {conversion(folder / pickled[0], folder / WEIGHTS)}"
+            f"convert it where you trust it: {conversion(folder / pickled[0], whole)}"
         )
     raise bad(f"no {WEIGHTS} in {folder}")
 
