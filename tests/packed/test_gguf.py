@@ -114,9 +114,23 @@ HEADS = {
         for shape in ((0, 64), (1 << 32, 1 << 32), (33, 64), (64, 65))
     },
     "a field twice": (FIELD.decode(), (TWICE, 2)),
+    "a count in words": ("split.count is 'two'", ("split.count", "two")),
+    "a part that is not there": ("part 2 is not beside it", ("split.count", 2)),
+    "an end that is no token": ("tokenizer.ggml.eot_token_id is 999", ("tokenizer.ggml.eot_token_id", 999)),
+    "a tensor of another name": ("(attn_q|q_proj)", (Q, -len(Q), b"blk.0.attn_w.weight")),
+    "frequencies by nought": (
+        "rope_freqs.weight is .*factors above 0",
+        (lambda writer: writer.add_tensor("rope_freqs.weight", np.zeros(8, np.float32)),),
+    ),
     "a tensor twice": ("name", (Q, -len(Q), K)),
 }
-"""Words of the refusal; a field that is added, or a name and what is written behind it."""
+"""Words of the refusal; what is added, a field and its value, or a name and what is written behind it."""
+
+
+def add(name, *value):
+    if callable(name):
+        return name
+    return lambda writer: (writer.add_string if isinstance(*value, str) else writer.add_uint32)(name, *value)
 
 
 @pytest.mark.parametrize("damage", HEADS)
@@ -126,7 +140,7 @@ def test_a_head_that_contradicts_the_file_is_refused(whole, tmp_path, damage):
     if isinstance(name, bytes):
         path.write_bytes(behind(whole.read_bytes(), name, *rest))
     else:
-        write_gguf(path, tiny("llama"), "llama", "q8_0", lambda writer: writer.add_uint32(name, *rest))
+        write_gguf(path, tiny("llama"), "llama", "q8_0", add(name, *rest))
         path.write_bytes(path.read_bytes().replace(TWICE.encode(), FIELD))
     for load in (from_gguf, dense.load_model):
         with pytest.raises(ValueError, match=f"^path: {path}.*{words}"):
@@ -208,18 +222,24 @@ def yarn(writer) -> None:
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
-WHOLE_FILES = {  # what is added, how positions are scaled, tensors of a part
+WHOLE_FILES = {  # what is added, how positions are scaled, tensors of a part, the model's config
     "linear": (lambda writer: writer.add_float32("llama.rope.scaling.factor", 4.0), LINEAR, 0),
     "the old key": (lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0), LINEAR, 0),
     "yarn": (yarn, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 0),
     "in parts": (lambda writer: None, {}, 9),
+    "biases": (lambda writer: None, {}, 0, {"attention_bias": True}),
+    "a padding that is no token": (lambda w: w.add_uint32("tokenizer.ggml.padding_token_id", 999), {}, 0),
 }
 
 
 @pytest.mark.parametrize("name", WHOLE_FILES)
 def test_scaling_of_positions_and_all_parts_are_read(tmp_path, name):
-    also, scaling, parts = WHOLE_FILES[name]
-    model = tiny("llama", rope_parameters={"rope_theta": 10000.0, "rope_type": "default", **scaling})
+    also, scaling, parts, *config = WHOLE_FILES[name]
+    rope = {"rope_theta": 10000.0, "rope_type": "default", **scaling}
+    model = tiny("llama", rope_parameters=rope, **(config[0] if config else {}))
+    for key, value in model.named_parameters():
+        if key.endswith("bias"):
+            nn.init.normal_(value)
     path = write_gguf(tmp_path / "m.gguf", model, "llama", "f32", also, of_a_part=parts)
     mine, other = from_gguf(path, dtype=torch.float32)(IDS).logits, model(IDS).logits
     torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
@@ -227,6 +247,8 @@ def test_scaling_of_positions_and_all_parts_are_read(tmp_path, name):
     for later in tmp_path.glob("m-00002-*"):
         with pytest.raises(ValueError, match=r"split\.no is 1; expected 0.*give the first"):
             from_gguf(later)
+        with pytest.raises(ValueError, match=r"is part 1 of .* and transformers reads one file"):
+            dense.load_model(path)
 
 
 @pytest.mark.parametrize("load", [from_gguf, dense.load_model])
@@ -243,9 +265,8 @@ def test_the_ends_of_a_turn_and_of_a_message_end_a_text(tmp_path, load):
 
 
 def test_another_architecture_is_unpacked_by_transformers_and_the_log_says_so(tmp_path, caplog):
-    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", "q8_0")
-    key = b"general.architecture"
-    path.write_bytes(behind(path.read_bytes(), key, 12, b"gemma"))
-    with caplog.at_level(logging.WARNING, "gsd_kernels"), pytest.raises(Exception):  # noqa: B017 (its numbers are missing)
-        from_gguf(path)
-    assert "transformers unpacks all weights of the architecture gemma" in caplog.text
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "gemma2", "q8_0")
+    words = f"path: {path}: transformers cannot read this gemma2 file: "
+    with caplog.at_level(logging.WARNING, "gsd_kernels"), pytest.raises(ValueError, match=words):
+        from_gguf(path)  # norms are missing
+    assert "transformers unpacks all weights of the architecture gemma2" in caplog.text
