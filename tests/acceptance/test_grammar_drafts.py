@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
-from grammars import GRAMMARS, TEXTS, pair
+from grammars import GRAMMARS, TEXTS, Rows, pair
 from transformers import LogitsProcessorList
 
 import gsd_kernels as gsd
@@ -50,6 +52,31 @@ def test_texts_are_the_same_in_fewer_steps(kind, how):
     assert list(drafted.stats.sources) == ["history", "grammar"]
     assert drafted.stats.sources["grammar"].accepted > 0
     assert "grammar" not in history.stats.sources
+
+
+def test_a_compiled_grammar_says_its_tokens_itself():
+    drafted = written("xgrammar", tokenizer=None, **GREEDY)
+    assert torch.equal(drafted.sequences, written("xgrammar", graph_config="plain", **GREEDY).sequences)
+    assert drafted.stats.sources["grammar"].accepted > 0
+
+
+HELD = {  # how a processor holds a grammar
+    "matchers": lambda lib, one: vars(one).get("matchers") or [lib.GrammarMatcher(one.compiled_grammars[0])],
+    "processors of a row each": lambda lib, one: [one],
+}
+
+
+@pytest.mark.parametrize("how", HELD)
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_grammars_are_found_however_a_processor_holds_them(kind, how):
+    target, _, tokenizer = pair()
+    vocabulary = Vocabulary.of(tokenizer, "tokenizer")
+    library = importlib.import_module(kind)
+    held = Rows(HELD[how](library, processors(kind)[0]))
+    (walk,) = walks_of([held], 1, vocabulary, target.config.vocab_size)
+    assert walk.forced().startswith(b'{"first_name"') and not walk.text(b"x")
+    (other,) = walks_of([held], 1, vocabulary, target.config.vocab_size + 64)
+    assert other.allowed().sum() in (walk.allowed().sum(), len(other.allowed())), "all, where nothing is known"
 
 
 @pytest.mark.parametrize("kind", LIBRARIES)

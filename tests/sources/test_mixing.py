@@ -227,3 +227,16 @@ def test_most_of_a_draft_that_knows_the_text_is_accepted():
     }
     out = gsd.generate(target, **options, assistant_model=draft, draft_sources=("model",), return_dict_in_generate=True)
     assert 28 / out.stats.steps > 2.5 and out.stats.lossless
+
+
+@pytest.mark.parametrize("cut", [30, 60])
+def test_special_tokens_in_a_text_are_the_drafts_own(cut):
+    """Of the same role; text of a turn before stays before."""
+    target, draft, both = pair_of("byte-level to sentencepiece")
+    options = (
+        encoded(both["tokenizer"], (two.TEXT[:cut] + "</s><unk>" + two.TEXT[cut:60],)) | CALL | {"do_sample": False}
+    )
+    plain = gsd.generate(target, **options, graph_config="plain")
+    options |= both | {"assistant_model": draft, "draft_sources": ("model",), "graph_config": "chain"}
+    out = gsd.generate(target, **options, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain) and out.stats.sources["model"].accepted > 0
