@@ -18,12 +18,29 @@ from models import tokenizer
 from gsd_kernels_cli.corpus import build_corpus, files_of, tokenized
 from gsd_kernels_hf import store
 from gsd_kernels_hf.corpus.index import HEADER, open_corpus, read_header
+from gsd_kernels_hf.files import locked, write_folder
 from gsd_kernels_hf.store import MAX_SECTIONS, Document, cache_dir, write_later
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "deep" / "folder"))
+
+
+def test_what_a_killed_writer_of_a_folder_left_goes_and_anothers_stays(tmp_path):
+    """A folder is whole or absent; whoever writes it holds a lock."""
+    killed, held, other = (tmp_path / f".partial-{name}" for name in ("0a-index", "0b-index", "0c-else"))
+    for folder in (killed, held, other):
+        (folder / "inside").mkdir(parents=True)
+    with locked(held) as alone, locked(held, 0.05) as second:
+        assert (alone, second) == (True, False)
+        with pytest.raises(OSError), write_folder(tmp_path / "index") as new:
+            (new / "file").write_text("half")
+            raise OSError
+        assert sorted(tmp_path.glob(".partial-*")) == [held, other] and not (tmp_path / "index").exists()
+        with write_folder(tmp_path / "index") as new:
+            (new / "file").write_text("whole")
+    assert (tmp_path / "index" / "file").read_text() == "whole"
 
 
 def test_sections_are_read_back_and_the_oldest_go():

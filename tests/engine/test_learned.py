@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 
 import pytest
 import torch
@@ -73,6 +75,34 @@ def test_weights_are_fitted_to_many_answers(target, monkeypatch, tmp_path):
     call = {"input_ids": ASKED[0][None], **GREEDY, "draft_sources": ("history",), "return_dict_in_generate": True}
     plain, out = (gsd.generate(target, **call, graph_config=c, learned=file) for c in ("plain", SHAPE))
     assert torch.equal(out.sequences, plain.sequences) and out.stats.steps < plain.stats.steps
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_interrupted_it_keeps_what_was_answered(target, monkeypatch, tmp_path, caplog, after):
+    calls, file = iter(range(9)), tmp_path / "part.safetensors"
+
+    def answer(*args, **kwargs):
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return gsd.generate(*args, **kwargs)
+
+    monkeypatch.setattr(learning, "generate", answer)
+    if not after:
+        with pytest.raises(KeyboardInterrupt):
+            gsd.learn(target, prompts=ASKED, new_tokens=8, file=file)
+        assert not file.exists()
+        return
+    gsd.learn(target, prompts=ASKED, new_tokens=8, file=file)
+    assert "interrupted" in caplog.text
+    assert read_learned(file, fingerprint=learning.fingerprint(target), vocab_size=97).seen == 8 * after
+
+
+def test_a_terminal_shows_how_far_it_is(target, monkeypatch, tmp_path):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    gsd.learn(target, prompts=ASKED[:2], new_tokens=6, file=tmp_path / "shown.safetensors")
+    assert "2 of 2 prompts" in terminal.getvalue()
 
 
 @pytest.mark.parametrize(
