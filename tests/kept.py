@@ -1,4 +1,4 @@
-"""What is kept: verdicts of gates between runs, programs and folders between the processes of a run.
+"""What is kept: verdicts of gates and a library between runs, programs and folders between the processes of a run.
 
 What compiles for a minute is not compiled again for the same sources. A test with the mark ``kept("csrc", "setup.py")``
 is skipped where it has passed before over the same inputs: the files below these places, its own file, compilers and
@@ -98,6 +98,19 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
             make(folder)
             done.touch()
     return folder
+
+
+def built(factory: pytest.TempPathFactory, name: str, inputs: tuple[str, ...], make: Callable[[Path], object]) -> Path:
+    """A file that ``make`` compiles into a folder: the newest lies in the cache folder, by the sources below places."""
+    key = hashlib.sha256("\n".join([tools(), *map(digest, inputs)]).encode()).hexdigest()[:24]
+    place, others = FOLDER / f"{name}-{key}", list(FOLDER.glob(f"{name}-*"))
+    if place not in others:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        new = shutil.copy(once(factory, name, make) / name, FOLDER / f"new-{os.getpid()}-{name}")
+        os.replace(new, place)
+        for other in others:
+            other.unlink(missing_ok=True)
+    return place
 
 
 @functools.cache

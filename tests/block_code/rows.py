@@ -9,7 +9,7 @@ from typing import Any
 import fake_cuda
 import pytest
 import torch
-from kept import once
+from kept import built
 from torch import Tensor
 
 from gsd_kernels import backends
@@ -44,10 +44,10 @@ FLAGS += [f"-L{Path(torch.__file__).parent / 'lib'}", "-Wl,--no-as-needed", "-lt
 
 
 def operators(factory: pytest.TempPathFactory) -> Any:
-    """``torch.ops.gsd_block_code``, built once a run."""
-    folder = once(factory, "rows_op", lambda folder: build(SOURCE, folder / "rows_op.so", FLAGS))
+    """``torch.ops.gsd_block_code``, built where its sources are new."""
+    inputs = ("csrc", "tests/block_code")
+    path = str(built(factory, "rows_op.so", inputs, lambda folder: build(SOURCE, folder / "rows_op.so", FLAGS)))
     if not hasattr(torch.ops.gsd_block_code, "launches"):
-        path = str(folder / "rows_op.so")
         lines = {
             "decoder_rows": decoder_rows,
             "launches": decoder_rows,
