@@ -81,6 +81,3 @@ def test_a_file_is_whole_or_as_before(tmp_path):
     assert file.read_text(encoding="utf-8") == "öne\n"
     write_text(file, "two")
     assert file.read_text() == "two"
-
-
-# Progress: lines of a log with totals, also while nothing is done, and a bar on a terminal.
