@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -97,14 +98,9 @@ def test_adapters_on_top_keep_the_modules():
 # Models that multiply integers: the bits of the library's own layers.
 
 
-def torchao(model, **how):
-    """``how``: names of torchao's."""
+def torchao(model):
     ao = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install -e '.[quantised]'")
-    if "granularity" in how:
-        how["granularity"] = getattr(ao, how["granularity"])()
-    if "act_mapping_type" in how:
-        how["act_mapping_type"] = getattr(ao.MappingType, how["act_mapping_type"])
-    config = ao.Int8DynamicActivationInt8WeightConfig(**how)
+    config = ao.Int8DynamicActivationInt8WeightConfig()
     ao.quantize_(model, config, filter_fn=lambda module, name: type(module) is nn.Linear and "lm_head" not in name)
     return model
 
@@ -161,10 +157,6 @@ def with_an_up_proj(layer, model):
     layer.mlp.up_proj = made("torchao int8").model.layers[0].mlp.up_proj
 
 
-def scaled(layer, model):
-    layer.mlp.up_proj.weight.act_pre_scale = torch.ones(64)
-
-
 NOT_READ = {  # a model, and why its modules are kept
     "a library's other tensor": (float8, "q_proj is a Float8Tensor of torchao"),
     "a library's other layer": (
@@ -174,30 +166,6 @@ NOT_READ = {  # a model, and why its modules are kept
     "another dtype": (
         lambda: changed(lambda: original(torch.float32), with_an_up_proj),
         "up_proj stands for torch.bfloat16, the output matrix is torch.float32",
-    ),
-    "scaled activations": (
-        lambda: changed(lambda: copy.deepcopy(made("torchao int4")), scaled),
-        "layers.0.mlp.up_proj scales its activations",
-    ),
-    "one scale for all": (
-        lambda: torchao(original(), granularity="PerTensor"),
-        "q_proj quantises its activations with one scale for all rows",
-    ),
-    "a zero point": (
-        lambda: torchao(original(), act_mapping_type="ASYMMETRIC"),
-        "q_proj quantises its activations to codes with a zero point",
-    ),
-    "seven bits": (
-        lambda: torchao(original(), reduce_range=True),
-        "q_proj quantises its activations to seven bits",
-    ),
-    "outliers": (
-        lambda: bitsandbytes(original(), threshold=6.0),
-        "q_proj takes columns with a value beyond 6 out of the product of all rows",
-    ),
-    "training": (
-        lambda: changed(lambda: bitsandbytes(original()), lambda layer, _: layer.self_attn.q_proj.train()),
-        "q_proj is in training mode, in which bitsandbytes multiplies floats",
     ),
     "an output matrix": (lambda: bitsandbytes(original(), llm_int8_skip_modules=["none"]), "output matrix"),
 }
@@ -303,13 +271,6 @@ def packing(rows=None, **how):
 
 dense_floats = functools.partial(tiny, dtype=torch.float32, **SIZES)
 REFUSED = {  # a function, its argument, and the words
-    "a tensor of rows": (
-        "keep_packed",
-        lambda: rounded(rows={**TOKENS, "strategy": "tensor"}),
-        "its activations by tensor",
-    ),
-    "other rows": ("keep_packed", lambda: rounded(rows={**TOKENS, "num_bits": 4}), "something else than eight bits"),
-    "scales by group": ("keep_packed", lambda: rounded(strategy="group"), "has scales by group"),
     "three bits": ("keep_packed", lambda: packing(bits=3), r"q_proj has codes of 3 bits, so it cannot be kept packed"),
     "no layers": ("keep_packed", original, "has no layers that a library quantised; this comes before its first"),
     "a hook": ("keep_packed", lambda: changed(packing, hooked), r"layers\.0\.mlp\.up_proj has a hook"),
@@ -335,7 +296,12 @@ def test_what_cannot_be_packed_or_kept_is_refused_and_stays(what):
     assert [type(module) for module in model.modules()] == before
 
 
-COMPRESSED = {"bytes": functools.cache(lambda: rounded()), "words": functools.cache(lambda: packing())}
+COMPRESSED = {
+    "torchao dynamic": lambda: torchao(original()),
+    "bitsandbytes int8": lambda: bitsandbytes(original()),
+    "bytes": rounded,
+    "words": packing,
+}
 SETTINGS = {  # of a layer by a scheme: what is set, to what, and the words
     "torchao int8": [
         ("weight.act_quant_scale", 1.0, "with a scale of its own"),
@@ -360,7 +326,21 @@ SETTINGS = {  # of a layer by a scheme: what is set, to what, and the words
         ("qweight", torch.zeros(8, 128).long(), "has words of torch.int64, [8, 128]"),
     ],
     "gptqmodel awq": [("bits", 8, "has AWQ's codes of eight bits")],
+    "torchao dynamic": [
+        ("weight.act_quant_kwargs.granularity", None, "quantises its activations with one scale for all rows"),
+        ("weight.act_quant_kwargs.mapping_type", SimpleNamespace(name="NO"), "to codes with a zero point"),
+        ("weight.act_quant_kwargs.reduce_range", True, "to seven bits"),
+        ("weight.block_size", [2, 64], "has scales for blocks of 2 × 64 weights"),
+    ],
+    "bitsandbytes int8": [
+        ("state.threshold", 6.0, "takes columns with a value beyond 6 out of the product of all rows"),
+        ("state.has_fp16_weights", True, "has weights that are quantised at every forward"),
+        ("training", True, "is in training mode, in which bitsandbytes multiplies floats"),
+    ],
     "bytes": [
+        ("quantization_scheme.input_activations.strategy", "tensor", "its activations by tensor"),
+        ("quantization_scheme.input_activations.num_bits", 4, "something else than eight bits"),
+        ("quantization_scheme.weights.strategy", "group", "has scales by group"),
         ("quantization_scheme.format", "float-quantized", "is compressed as float-quantized"),
         ("quantization_scheme.weights.symmetric", False, "has zero points"),
         ("quantization_scheme.output_activations", "int8", "quantises what it computes"),
