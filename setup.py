@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -36,8 +35,6 @@ OLDEST_TORCH = "0x020A000000000000"  # 2.10: the stable ABI that the libraries a
 OLDEST_NVCC = (12, 5)  # since which the runtime can be asked for a function of the driver by version
 RELEASE_ARCHS = "8.0;8.6;8.9;9.0;10.0;11.0;12.0+PTX"
 CSRC = Path("csrc")
-
-runpy.run_path("gsd_kernels/environment.py")["adopt_old_names"]()
 
 
 def packages() -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import environment
 from ._version import __version__
 from .backends import BACKENDS, BackendUnavailableError
 from .config import GraphConfig
@@ -22,8 +21,6 @@ from .ops.ngram import NgramTable, mix_candidates, ngram_insert, ngram_lookup, p
 from .ops.sampling import draft_candidates, sample_rows
 from .ops.verify import verify
 from .ops.write_kv import write_kv
-
-environment.adopt_old_names()
 
 if TYPE_CHECKING:
     from gsd_kernels_hf import (

@@ -5,15 +5,13 @@ docs/quickstart.md shows the table; a test holds it, and the sources, against it
 
 from __future__ import annotations
 
-import os
 import threading
-import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
 
-PREFIX, OLD_PREFIX = "GSD_KERNELS_", "GSD_"
+PREFIX = "GSD_KERNELS_"
 
 
 class Variable(NamedTuple):
@@ -23,18 +21,16 @@ class Variable(NamedTuple):
         name: without :data:`PREFIX`.
         values: that it takes, the default first.
         meaning: in a line.
-        old: whether it was read as :data:`OLD_PREFIX` and ``name`` before 0.2.
     """
 
     name: str
     values: str
     meaning: str
-    old: bool = True
 
 
 VARIABLES = (
-    Variable("CACHE", "the user's cache folder", "where learned costs and unpacked demo models are kept", old=False),
-    Variable("DEBUG", "`0`, `1`", "ranks of a sharded model compare every step", old=False),
+    Variable("CACHE", "the user's cache folder", "where learned costs and unpacked demo models are kept"),
+    Variable("DEBUG", "`0`, `1`", "ranks of a sharded model compare every step"),
     Variable("CPU_LEVEL", "the best that proves itself, a level's name", "instruction set of the CPU's products"),
     Variable("FUSED_ROWS", "`1`, `0`, `cuda`", "rows as one operator; `0`: by modules; `cuda`: on every GPU that can"),
     Variable("ROWS_OVERLAP", "`1`, `0`", "whether launches of the CUDA operator of rows overlap"),
@@ -42,7 +38,6 @@ VARIABLES = (
         "ROWS_AHEAD",
         "`24`, `0` to `64`",
         "megabytes of the next product's weights that launches which overlap ask for",
-        old=False,
     ),
     Variable(
         "ROWS_GROUP",
@@ -86,19 +81,7 @@ def forcing(values: Mapping[str, str]) -> Iterator[None]:
         _OF_THREAD.values = before
 
 
-def adopt_old_names(environment: MutableMapping[str, str] | None = None) -> None:
-    """Give what is set by an old name its new one, with a warning; for one version."""
-    environment = os.environ if environment is None else environment
-    for variable in VARIABLES:
-        old, new = OLD_PREFIX + variable.name, PREFIX + variable.name
-        if not variable.old or old not in environment:
-            continue
-        if new not in environment:
-            environment[new] = environment[old]
-        warnings.warn(f"{old} is called {new} now; the old name is read until 0.2", FutureWarning, stacklevel=2)
-
-
 def table() -> str:
     """The variables as a table in Markdown."""
-    rows = [f"| `{PREFIX}{name}` | {values} | {meaning} |" for name, values, meaning, _ in VARIABLES]
+    rows = [f"| `{PREFIX}{name}` | {values} | {meaning} |" for name, values, meaning in VARIABLES]
     return "\n".join(["| variable | default, other values | meaning |", "|---|---|---|", *rows])

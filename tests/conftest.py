@@ -24,7 +24,6 @@ for variable, value in (("OMP_NUM_THREADS", "1"), ("OPENBLAS_NUM_THREADS", "1"),
 
 import pytest
 import torch
-from _pytest.terminal import TerminalReporter
 from kept import pytest_addoption, pytest_runtest_makereport, pytest_runtest_setup  # noqa: F401
 
 torch.set_num_threads(1)
@@ -123,26 +122,6 @@ def thaw() -> None:
     """Leave the interpreter what it frees at its end, or libraries complain of leaks."""
     gc.disable()
     gc.unfreeze()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Name a failure when it happens."""
-    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        print(f"\nFAILED {report.nodeid}", file=sys.__stderr__, flush=True)
-
-
-def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
-    """The ten slowest files, so that a suite that grows slower shows where."""
-    seconds: Counter[str] = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.partition("::")[0]] += report.duration
-    if len(seconds) > 10:
-        terminalreporter.section("slowest files: seconds, with their fixtures")
-        for file, spent in seconds.most_common(10):
-            terminalreporter.write_line(f"{spent:7.1f}  {file}")
 
 
 @pytest.fixture(autouse=True)

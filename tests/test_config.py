@@ -27,7 +27,7 @@ def test_presets():
     assert chain.replace(max_rows=4).max_path == 3
 
 
-# Environment variables: one table, one prefix, old names read for a version.
+# Environment variables: one table, one prefix.
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,15 +53,6 @@ def test_the_sources_read_no_variable_that_the_table_lacks():
     beginnings = {environment.PREFIX, f"{environment.PREFIX}BUILD_"}  # of names that code completes
     assert len(found.keys() & known) > 8, "the sources are read"
     assert {name: file for name, file in found.items() if name not in known | beginnings} == {}
-
-
-def test_an_old_name_is_read_with_a_warning_and_a_new_one_comes_first():
-    given = {"GSD_CPU_LEVEL": "avx2", "GSD_FUSED_ROWS": "0", "GSD_KERNELS_FUSED_ROWS": "1", "GSD_CACHE": "x"}
-    with pytest.warns(FutureWarning) as warned:
-        environment.adopt_old_names(given)
-    assert given["GSD_KERNELS_CPU_LEVEL"] == "avx2" and given["GSD_KERNELS_FUSED_ROWS"] == "1"
-    assert "GSD_KERNELS_CACHE" not in given, "it had no other name"
-    assert "GSD_KERNELS_CPU_LEVEL" in str(warned[0].message) and len(warned) == 2
 
 
 # A writer that is interrupted leaves what was there before.

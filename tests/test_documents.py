@@ -58,7 +58,7 @@ def test_every_public_name_command_class_and_field_is_in_a_page_that_is_built(tm
     assert fields.table() in pages["server"]
 
 
-# GitHub's workflows: they are read, and what they run is there and does what its step says.
+# GitHub's workflows are read, and a change's runs what a user would.
 
 
 FOLDER = ROOT / ".github" / "workflows"
@@ -66,15 +66,11 @@ FOLDER = ROOT / ".github" / "workflows"
 
 @pytest.mark.skipif(not FOLDER.exists(), reason="not a source checkout")
 @pytest.mark.parametrize("name", ["tests", "wheels", "weekly"])
-def test_every_command_is_a_shell_script_whose_files_are_there(name):
+def test_a_workflow_is_read_and_of_a_change_runs_the_tests(name):
     workflow = yaml.safe_load((FOLDER / f"{name}.yml").read_text(encoding="utf-8"))
     assert workflow[True], "YAML reads `on` as a boolean"
     (job,) = workflow["jobs"].values()
     commands = [step["run"] for step in job["steps"] if "run" in step]
-    for command in commands:
-        subprocess.run(["bash", "-n"], input=command, text=True, check=True)
-        for script in re.findall(r"\.ci/\w+", command):
-            subprocess.run(["bash", "-n", ROOT / script], check=True)
     if name == "tests":
         assert commands == ["bash .ci/run"]
         assert re.search(r"^make test$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE)

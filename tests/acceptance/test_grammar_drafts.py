@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 import torch
-from grammars import GRAMMARS, TEXTS, Rows, pair
+from grammars import GRAMMARS, TEXT, Rows, pair
 from transformers import LogitsProcessorList
 
 import gsd_kernels as gsd
@@ -15,7 +15,6 @@ from gsd_kernels_hf.sources.matchers import walks_of
 
 SHAPE = gsd.GraphConfig(depth=0, history_depth=8, history_width=3, width=3, branch=3, max_rows=16)
 FORCED = r'\{"first_name": "Ada", "kind": "(class|def)", "on": (true|false)\}'
-LIBRARIES = ("xgrammar", "llguidance")
 GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 1.5, "seed": 7}
 
 
@@ -28,7 +27,7 @@ def uncompiled():
 
 def processors(kind):
     target, _, tokenizer = pair()
-    return LogitsProcessorList([GRAMMARS[kind](tokenizer, target.config.vocab_size, [FORCED], regex=True)])
+    return LogitsProcessorList([GRAMMARS[kind](tokenizer, target.config.vocab_size, [FORCED])])
 
 
 def written(kind, **options):
@@ -36,10 +35,10 @@ def written(kind, **options):
     target, _, tokenizer = pair()
     options = {"max_new_tokens": 48, "graph_config": SHAPE, "tokenizer": tokenizer, **options}
     options |= {"logits_processor": processors(kind), "return_dict_in_generate": True}
-    return gsd.generate(target, **tokenizer(TEXTS[0], return_tensors="pt"), **options)
+    return gsd.generate(target, **tokenizer(TEXT, return_tensors="pt"), **options)
 
 
-@pytest.mark.parametrize("kind", LIBRARIES)
+@pytest.mark.parametrize("kind", GRAMMARS)
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_texts_are_the_same_in_fewer_steps(kind, how):
     """End-of-text tokens that the grammar forces are drafted too: the last step brings several tokens."""
@@ -67,7 +66,7 @@ HELD = {  # how a processor holds a grammar
 
 
 @pytest.mark.parametrize("how", HELD)
-@pytest.mark.parametrize("kind", LIBRARIES)
+@pytest.mark.parametrize("kind", GRAMMARS)
 def test_grammars_are_found_however_a_processor_holds_them(kind, how):
     target, _, tokenizer = pair()
     vocabulary = Vocabulary.of(tokenizer, "tokenizer")
@@ -75,11 +74,9 @@ def test_grammars_are_found_however_a_processor_holds_them(kind, how):
     held = Rows(HELD[how](library, processors(kind)[0]))
     (walk,) = walks_of([held], 1, vocabulary, target.config.vocab_size)
     assert walk.forced().startswith(b'{"first_name"') and not walk.text(b"x")
-    (other,) = walks_of([held], 1, vocabulary, target.config.vocab_size + 64)
-    assert other.allowed().sum() in (walk.allowed().sum(), len(other.allowed())), "all, where nothing is known"
 
 
-@pytest.mark.parametrize("kind", LIBRARIES)
+@pytest.mark.parametrize("kind", GRAMMARS)
 def test_a_walk_leaves_the_processor_alone(kind):
     """Walks are of their own, and come back by as many steps as they took."""
     target, _, tokenizer = pair()

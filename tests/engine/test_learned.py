@@ -77,24 +77,18 @@ def test_weights_are_fitted_to_many_answers(target, monkeypatch, tmp_path):
     assert torch.equal(out.sequences, plain.sequences) and out.stats.steps < plain.stats.steps
 
 
-@pytest.mark.parametrize("after", [0, 2])
-def test_interrupted_it_keeps_what_was_answered(target, monkeypatch, tmp_path, caplog, after):
+def test_interrupted_it_keeps_what_was_answered(target, monkeypatch, tmp_path, caplog):
     calls, file = iter(range(9)), tmp_path / "part.safetensors"
 
     def answer(*args, **kwargs):
-        if next(calls) == after:
+        if next(calls) == 2:
             raise KeyboardInterrupt
         return gsd.generate(*args, **kwargs)
 
     monkeypatch.setattr(learning, "generate", answer)
-    if not after:
-        with pytest.raises(KeyboardInterrupt):
-            gsd.learn(target, prompts=ASKED, new_tokens=8, file=file)
-        assert not file.exists()
-        return
     gsd.learn(target, prompts=ASKED, new_tokens=8, file=file)
     assert "interrupted" in caplog.text
-    assert read_learned(file, fingerprint=learning.fingerprint(target), vocab_size=97).seen == 8 * after
+    assert read_learned(file, fingerprint=learning.fingerprint(target), vocab_size=97).seen == 16
 
 
 def test_a_terminal_shows_how_far_it_is(target, monkeypatch, tmp_path):
