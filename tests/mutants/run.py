@@ -1,6 +1,6 @@
 """Plants the faults of table.py one by one in a copy of the tree, and runs the tests that have to notice.
 
-    python tests/mutants/run.py [--ref COMMIT] [--library FOLDER] [--only TEXT] [--seconds S] [--report FILE]
+    python tests/mutants/run.py [--ref COMMIT] [--only TEXT] [--seconds S] [--report FILE]
 
 A fault in C++ is compiled in the copy: all of it once a run, and for every fault what includes its file.
 
@@ -33,11 +33,11 @@ FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 FAILED, NO_TESTS = 1, (4, 5)  # pytest's exit codes
 
 
-def copy_of(ref: str, library: Path, folder: Path) -> None:
+def copy_of(ref: str, folder: Path) -> None:
     """Write the tree of a commit to a folder, with compiled operators that fit to it."""
     archive = subprocess.run(["git", "archive", ref], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
-    for compiled in library.glob("*.so"):
+    for compiled in (ROOT / "gsd_kernels").glob("*.so"):
         shutil.copy(compiled, folder / "gsd_kernels")
     (folder / ".paths").mkdir()
     (folder / ".paths/gsd_kernels_bench").symlink_to("../bench")
@@ -132,14 +132,13 @@ def control(folder: Path, rows: list[dict]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ref", default="HEAD", help="commit whose code and tests are run")
-    parser.add_argument("--library", type=Path, default=ROOT / "gsd_kernels", help="folder of its compiled operators")
     parser.add_argument("--only", default="", help="part of a mutant's file or sentence")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after that")
     parser.add_argument("--report", type=Path, help="JSON file")
     options = parser.parse_args()
     begun, rows = time.monotonic(), []
     with tempfile.TemporaryDirectory() as name:
-        copy_of(options.ref, options.library, Path(name))
+        copy_of(options.ref, Path(name))
         for mutant in MUTANTS:
             if options.only not in mutant.file + mutant.breaks:
                 continue
