@@ -170,6 +170,9 @@ def test_a_row_without_a_distribution_is_not_drawn_from(on):
         assert torch.allclose(got.exp().sum(-1)[~nothing], torch.ones(7), atol=1e-5)
         _, log_probs = gsd.draft_candidates(*inputs, branch=3, **options)
         assert log_probs[0, 1].isnan().all() and log_probs[1, 2].tolist() == [0.0, -math.inf, -math.inf]
+    lowest = torch.tensor([[[-3.4e38, -3.4e38, -math.inf]]])  # where masks of both kinds forbid every token
+    got = warped_log_probs(on.to(lowest), backend=on.name).cpu()
+    torch.testing.assert_close(got.exp(), torch.tensor([[[0.5, 0.5, 0.0]]]))
 
 
 @backends(*EVERYWHERE)

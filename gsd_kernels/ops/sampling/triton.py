@@ -216,7 +216,9 @@ def _cut_kernel(
     )
     # What was collected, if all that is kept is there; else the whole row.
     n = tl.where(listed, count, vocab)
-    largest = top * 0.0 + CUT
+    # What is cut lies below what may be drawn; a distribution may be of tokens that lie as low.
+    floor = CUT if COUNT > 0 else float("-inf")
+    largest = top * 0.0 + CUT if COUNT > 0 else top
     total = top * 0.0
     for v0 in tl.range(0, n, BLOCK):
         i = v0 + tl.arange(0, BLOCK)
@@ -224,14 +226,14 @@ def _cut_kernel(
         tokens = tl.where(listed, tl.load(ids_ptr + i, mask=here, other=0), i)
         few = tl.load(few_ptr + i, mask=here, other=float("-inf"))
         x = tl.where(listed, few, scaled(x_ptr, i, tl.where(listed, 0, n), temperature))
-        keep = (x > CUT) & (ordered(x) >= cut)
+        keep = (x > floor) & (ordered(x) >= cut)
         if HAS_MIN_P:
             keep = keep & (tl.where(drawn, tl.exp(x - top), 1.0) >= least)
         score = x
         if NOISE:
             noise = _gumbel_of(tl.load(keys[2]), tl.load(keys[0] + index), tl.load(keys[1] + b), tokens)
             score = x + tl.where(drawn, noise, 0.0)
-        score = tl.where(i < n, tl.where(keep, score, CUT), float("-inf"))
+        score = tl.where(i < n, tl.where(keep, score, floor), float("-inf"))
         highest = tl.maximum(largest, tl.max(score, 0))
         total = total * tl.exp(largest - highest) + tl.sum(tl.exp(score - highest), 0)
         largest = highest
