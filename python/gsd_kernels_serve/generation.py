@@ -11,10 +11,14 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from gsd_kernels_hf.model import properties
+from gsd_kernels_hf.model.sides import longropes_of
 from gsd_kernels_hf.validate import CONFIG_FIELDS, HONOURED, REFUSED
 
 from . import fields
 from .checks import Refused, is_whole, one_line
+
+PIECE_TOKENS = 2048
+"""Tokens of a prompt that are read at once: memory, and how soon a text can end that nobody waits for."""
 
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
@@ -50,6 +54,8 @@ def config_of(body: Mapping[str, Any], model: PreTrainedModel) -> tuple[Generati
         if unread or getattr(config, name) != value:
             raise Refused(f"generation_config.{name}", f"{value!r} contradicts another field; give one of them")
     _check_named(named, bool(config.do_sample))
+    if not longropes_of(model):  # whose text pieces would change
+        config.prefill_chunk_size = min(config.prefill_chunk_size or PIECE_TOKENS, PIECE_TOKENS)
     return config, named
 
 

@@ -20,7 +20,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from gsd_kernels_cli.pair import BAD_CHAT
 from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
-from gsd_kernels_hf.model.sides import longropes_of
 
 from . import fields
 from .answers import Answer, Answers
@@ -40,9 +39,6 @@ Waiting = asyncio.Queue[Piece | Exception | None]
 
 DEFAULT_TOKENS = 1024
 """Tokens of a text whose request does not say how many."""
-
-PIECE_TOKENS = 2048
-"""Tokens of a prompt that are read at once: memory, and how soon a text can end that nobody waits for."""
 
 _FIELDS = {
     "max_new_tokens": ("max_tokens", "max_output_tokens"),
@@ -132,8 +128,6 @@ class Service:
             Refused: no length is named, and the prompt leaves no room; or it is beyond the server's bound.
         """
         config, positions = deepcopy(config), properties.positions(self.model)
-        if not longropes_of(self.model):  # whose text pieces would change
-            config.prefill_chunk_size = min(config.prefill_chunk_size or PIECE_TOKENS, PIECE_TOKENS)
         if not length:
             config.max_new_tokens = max(config.max_new_tokens or 0, DEFAULT_TOKENS)
             if positions is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 import torch
@@ -256,12 +255,6 @@ DROPPED = [  # schemas, the keyword by which they are refused
     ("enum", {"enum": [str(i) for i in range(1_001)]}),
 ]  # fmt: skip
 
-CURED = [  # schemas, and what their refusal says to write instead
-    ({"$ref": "#k"}, "a place in this schema, as #/$defs/name"),
-    ({"allOf": [INT, {"type": "integer"}]}, "one schema, in which all are merged"),
-    (an(patternProperties={"a": INT, "b": INT}), "one pattern, for all names"),
-]
-
 
 @pytest.fixture(scope="module")
 def accepts():
@@ -294,9 +287,7 @@ def test_what_would_be_dropped_is_refused_by_its_place():
                 with pytest.raises(Refused) as refused:
                     check_schema(wrap, "schema")
                 assert refused.value.field == f"schema{place}.{keyword}", schema
-    for schema, cure in CURED:
-        with pytest.raises(Refused, match=f"expected {re.escape(cure)}, got "):
-            check_schema(schema, "schema")
+                assert keyword == "enum" or "should" not in refused.value.reason, "what to write instead is said"
     deep: dict = {}
     for _ in range(5000):
         deep = {"type": "array", "items": deep}

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import typing
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -382,6 +383,9 @@ def test_a_grammar_is_refused_to_which_the_models_own_options_leave_no_token(ser
 def test_a_prompt_without_room_needs_a_length_that_is_named(server, caplog):
     positions = server.target.config.max_position_embeddings
     assert server.refusal(COMPLETIONS, max_tokens=..., prompt=[5] * positions)["param"] == "prompt"
+    with patch.object(server.target, "named_modules", wraps=server.target.named_modules) as walks:
+        server.refusal(COMPLETIONS, prompt=["a"] * 40, n=60)
+    assert walks.call_count < 9, "a request is one walk, however many prompts it has"
     for count, most, new in ((positions - 3, ..., 3), (positions, 2, 2)):
         assert server.got(COMPLETIONS, max_tokens=most, prompt=[5] * count)["usage"]["completion_tokens"] == new
     assert any(f"beyond the {positions} positions" in line for line in caplog.messages)
