@@ -73,8 +73,8 @@ def drafting(device="cpu"):
 
 def in_turns(monkeypatch, *shapes):
     """Let ``"auto"`` take these, one a step."""
-    taken = itertools.cycle(shapes)
-    monkeypatch.setattr(LearningPolicy, "shape", lambda self: next(taken))
+    taken, plan = itertools.cycle(shapes), LearningPolicy.plan
+    monkeypatch.setattr(LearningPolicy, "plan", lambda self: plan(self)._replace(shape=next(taken)))
 
 
 def words(batch: int, length: int, seed: int) -> Tensor:

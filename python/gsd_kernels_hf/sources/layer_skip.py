@@ -269,7 +269,7 @@ class _Blocks:
                     f"model: {kind} is dispatched by hooks (offloading, several devices); nothing can be skipped"
                 )
         self.modules = {(part, i): getattr(self.layers[i], name) for (part, i), name in self.names.items()}
-        self.besides: dict[Block, int | None] = {}
+        self.besides = dict.fromkeys(self.modules)
 
         def note(block: Block, _: nn.Module, __: Any, output: Any) -> None:
             self.besides[block] = len(output) - 1 if isinstance(output, tuple) else None
