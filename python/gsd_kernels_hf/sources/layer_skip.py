@@ -269,7 +269,7 @@ class _Blocks:
                     f"model: {kind} is dispatched by hooks (offloading, several devices); nothing can be skipped"
                 )
         self.modules = {(part, i): getattr(self.layers[i], name) for (part, i), name in self.names.items()}
-        self.besides = dict.fromkeys(self.modules)
+        self.besides = dict.fromkeys(self.names)
 
         def note(block: Block, _: nn.Module, __: Any, output: Any) -> None:
             self.besides[block] = len(output) - 1 if isinstance(output, tuple) else None
@@ -279,9 +279,7 @@ class _Blocks:
                 hooks.enter_context(module.register_forward_hook(partial(note, block)))
             ids = torch.zeros(1, 2, dtype=torch.int64, device=properties.device_of(model))
             model(input_ids=ids, use_cache=False)
-        self.attending = {
-            block for block in self.modules if block[0] == "attention" and self.besides[block] is not None
-        }
+        self.attending = {block for block in self.names if block[0] == "attention" and self.besides[block] is not None}
         # Elements of weights: of the blocks, of what else a layer has, and of all that a forward reads.
         self.sizes = {block: _elements(module) for block, module in self.modules.items()}
         self.rest = [_elements(layer) - sum(self.sizes[part, i] for part in PARTS) for i, layer in found]
