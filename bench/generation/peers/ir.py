@@ -117,16 +117,18 @@ def _converted(model: LlamaForCausalLM) -> ov.Model:
     config = model.config
     model = copy.deepcopy(model)  # it is changed for the converter
     model.model.rotary_emb = _Rotary(model.model.rotary_emb)
-    if model.dtype != torch.float32:
-        keep_16_bits(model)
     caches = [
         f"past_key_values.{layer}.{part}" for layer in range(config.num_hidden_layers) for part in ("key", "value")
     ]
     cache = torch.zeros(1, config.num_key_value_heads, 3, config.head_dim)
     new, seen = torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 5, dtype=torch.int64)
     example = (new, seen, new, torch.zeros(1, dtype=torch.int32), *(cache for _ in caches))
-    with warnings.catch_warnings(), patch.object(modeling_llama, "rotate_half", _turned):
+    # keep_16_bits leaves a function of its own as torch.bmm: a patched model would decode the slow way from then on.
+    kept = patch.object(torch, "bmm", torch.bmm)
+    with warnings.catch_warnings(), kept, patch.object(modeling_llama, "rotate_half", _turned):
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # of what no shape of these decides
+        if model.dtype != torch.float32:
+            keep_16_bits(model)
         built = ov.convert_model(_Traced(model), example_input=example)
     names = [*caches, "logits", *(f"{name}.present" for name in caches)]
     for port, name in zip([*built.inputs[-len(caches) :], *built.outputs], names, strict=True):
