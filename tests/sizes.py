@@ -42,7 +42,7 @@ BUDGET = {
     "python/gsd_kernels_hf/policy": 19,
     "python/gsd_kernels_hf/sources": 157,
     "python/gsd_kernels_hf/validate": 18,
-    "python/gsd_kernels_serve": 95,
+    "python/gsd_kernels_serve": 90,
     "python/gsd_kernels_sglang": 19,
     "python/gsd_kernels_train": 87,
     "python/gsd_kernels_train/recipes": 3,

@@ -156,7 +156,7 @@ def _flash_attention(gpu: bool) -> str:
 def _server() -> str:
     """The server that ``gsd-kernels serve`` runs, or why it cannot."""
     try:
-        pkgutil.resolve_name("gsd_kernels_serve.installed:check_installed")()
+        pkgutil.resolve_name("gsd_kernels_serve.limits:check_installed")()
     except ImportError as error:
         return str(error).removeprefix("serve: ")
     return "transformers' own"

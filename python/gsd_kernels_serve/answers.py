@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,7 +11,7 @@ from transformers.cli.serving.utils import ToolCall, get_response_template, resp
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from .checks import one_line
+from .checks import Json, one_line
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class Answer(ResponseParser):
         at: where the text begins that no part has told, once it is text: with that call.
     """
 
-    def __init__(self, template: Any, prefix: str, tools: list[dict[str, Any]], special: re.Pattern[str]) -> None:
+    def __init__(self, template: Any, prefix: str, tools: list[Json], special: re.Pattern[str]) -> None:
         self.special, self.is_text = special, False
         super().__init__(template, prefix=prefix, tools=tools or None)
         self.at = len(self._buffer)  # what a prompt has begun is no part of the text
@@ -58,7 +57,7 @@ class Answer(ResponseParser):
     def parts(self, text: str = "", over: bool = False) -> list[Any]:
         """The parts that are clear with more of the text, or with its end."""
         self._buffer += text
-        events: list[dict[str, Any]] = []
+        events: list[Json] = []
         if not self.is_text:
             self._process(events, over)
         parts = response_events_to_chunks(events)
@@ -68,7 +67,7 @@ class Answer(ResponseParser):
             parts += [bare] if bare else []
         return parts
 
-    def _process(self, events: list[dict[str, Any]], eos: bool) -> None:
+    def _process(self, events: list[Json], eos: bool) -> None:
         self.clear = 0  # events that are before the region that is open
         try:
             super()._process(events, eos)
@@ -77,11 +76,11 @@ class Answer(ResponseParser):
             self.is_text = True
             del events[self.clear :]
 
-    def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+    def _open_explicit(self, events: list[Json], field: Any, m: Any) -> None:
         self.at, self.inner, self.clear = m.start(), m.end(), len(events)  # inner: what is within
         super()._open_explicit(events, field, m)
 
-    def _close_current(self, events: list[dict[str, Any]]) -> None:
+    def _close_current(self, events: list[Json]) -> None:
         """Close a region, and check the call that it is.
 
         Raises:
@@ -111,11 +110,11 @@ class Answers:
         self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     @property
-    def written(self) -> Mapping[str, Any] | None:
+    def written(self) -> Json | None:
         """How the model writes its answers, as transformers has it; ``None``: unknown, so that calls are text."""
         return get_response_template(self._inner, self._model)
 
-    def begin(self, prompt: list[int], tools: list[dict[str, Any]]) -> Answer | None:
+    def begin(self, prompt: list[int], tools: list[Json]) -> Answer | None:
         """The reading of an answer behind a prompt; ``None``: it is text alone.
 
         Of a prompt that begins an answer in a way that cannot be read, or in none, it is not told.
@@ -150,9 +149,9 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int
 
 def bounded(written: Any) -> Any:
     """A template, or a pattern of one, whose searches look at a run of white space once."""
-    if isinstance(written, Mapping):
+    if isinstance(written, dict):
         return {
-            key: bounded(value) if isinstance(value, Mapping) or key.endswith("pattern") else value
+            key: bounded(value) if isinstance(value, dict) or key.endswith("pattern") else value
             for key, value in written.items()
         }
     whole = written.replace(r"\s*(?P<value>", r"\s*+(?P<value>")  # nothing behind it gains by less

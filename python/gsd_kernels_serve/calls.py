@@ -1,26 +1,38 @@
-"""A request, read, and its texts on their way: what is asked for, and what is written of it."""
+"""A request, read, and its texts on their way: what is asked for, and the thread that decodes one after another."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
+import json
+import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
-from transformers.cli.serving.utils import ReasoningText, ToolCall
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers.cli.serving.utils import GenerateManager, ReasoningText, ToolCall
+
+from gsd_kernels.config import AUTO, PLAIN
+from gsd_kernels_hf.api import Patch
+from gsd_kernels_hf.model import properties
 
 from . import fields
 from .answers import Answer, text_of
-from .checks import Refused
-from .logprobs import Entry, Place, Recorder
-from .processors import Marked, Penalties
-from .tools import forced_calls
+from .checks import Json, Refused, one_line
+from .generation import refused_config
+from .logprobs import Entry, Place, Recorder, of_prompt
+from .messages import forced_calls
+from .schemas import Marked
+
+log = logging.getLogger(__name__)
 
 
 class ClientGoneError(Exception):
@@ -32,6 +44,24 @@ class ClientGoneError(Exception):
 
 class StoppingError(RuntimeError):
     """Ends the decoding of all texts, because the server stops."""
+
+
+class Penalties(LogitsProcessor):
+    """OpenAI's penalties: logits fall with the number of times that the answer has a token, and that it has it at all.
+
+    Args:
+        prompt: number of tokens before the answer.
+        frequency: times the count.
+        presence: once.
+    """
+
+    def __init__(self, prompt: int, frequency: float, presence: float) -> None:
+        self.prompt, self.frequency, self.presence = prompt, frequency, presence
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        answer = input_ids[:, self.prompt :].to(scores.device)
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 @dataclass
@@ -50,7 +80,7 @@ class Prompt:
     shown: str = ""
     last: list[int] = field(default_factory=list)
     config: GenerationConfig = field(init=False)
-    told: dict[str, Any] | None = None
+    told: Json | None = None
 
 
 @dataclass
@@ -72,11 +102,11 @@ class Request:
         calls: its texts.
     """
 
-    body: Mapping[str, Any]
+    body: Json
     prompts: list[Prompt]
-    named: Mapping[str, Any]
+    named: Json
     top: int | None = None
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[Json] = field(default_factory=list)
     forced: str | None = None
     held: tuple[Any, str] | None = None
     grammar: Any = None
@@ -122,12 +152,12 @@ class Request:
             found.append(Grammar(self.grammar))
         return found
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> Json:
         """Statistics of the texts: of the only one, or a list."""
         statistics = [call.statistics for call in self.calls]
         return {"gsd_kernels": statistics[0] if len(statistics) == 1 else statistics}
 
-    def counted(self) -> dict[str, Any]:
+    def counted(self) -> Json:
         """``usage``: a prompt counts once, whatever the number of its texts."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         answer = sum(len(call.ids) for call in self.calls)
@@ -173,7 +203,7 @@ class Call:
     number: int
     part: str
     recorder: Recorder | None = None
-    statistics: dict[str, Any] | None = None
+    statistics: Json | None = None
     ids: list[int] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     finish: str | None = None
@@ -298,3 +328,113 @@ class Writer:
                 continue
             entries, self.waiting = self.waiting, []
             self.send(Piece(value, entries))
+
+
+_BAD = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError)
+"""What transformers raises for values that it cannot use."""
+
+
+def forget_calls(error: BaseException | None) -> None:
+    """Let go of the variables of all calls that an error and those before it came through, caches among them.
+
+    An error outlives its text: a future, a queue and a log have it, in cycles that the garbage collection finds late.
+    """
+    known: set[int] = set()
+    while error is not None and id(error) not in known:
+        known.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+class Queue(GenerateManager):
+    """transformers' thread that decodes one text after another; each with its seed and its statistics.
+
+    Args:
+        handle: the patched model's.
+        tokenizer: the model's.
+    """
+
+    def __init__(self, handle: Patch, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.handle, self.tokenizer = handle, tokenizer
+        super().__init__()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the thread is idle; whether it is."""
+        try:
+            self.submit(lambda: None).result(seconds)
+        except concurrent.futures.TimeoutError:  # TimeoutError itself from Python 3.11 on
+            return False
+        return True
+
+    def decode(self, writer: Writer) -> None:
+        """Decode a text, on the thread.
+
+        Raises:
+            TypeError, ValueError: the request cannot be served.
+            ClientGoneError, StoppingError: nobody waits for the text.
+        """
+        call, begun, model = writer.call, time.perf_counter(), self.handle.model
+        request, config = call.request, call.prompt.config
+        try:
+            writer.ask()
+            ids = torch.tensor([call.prompt.ids], device=properties.device_of(model), dtype=torch.int64)  # [1, P]
+            prompt = ids.shape[1]
+            options: Json = {"generation_config": config, **self._speculation(request, ids)}
+            if processors := request.processors(prompt):
+                options["logits_processor"] = LogitsProcessorList(processors)
+            if request.body.get("echo") and request.top is not None:
+                call.echoed = of_prompt(model, ids, request.top, writer.ask)
+            options |= {"tokenizer": self.tokenizer, "seed": call.seed, "streamer": writer, "observer": call.recorder}
+            output = ids if config.max_new_tokens == 0 else model.generate(ids, **options)
+        except Exception as error:
+            reason = one_line(ClientGoneError() if request.gone.is_set() else error)
+            log.warning("%s%s ended after %.2f s: %s", request.id, call.part, time.perf_counter() - begun, reason)
+            forget_calls(error)
+            if isinstance(error, AssertionError) and (held := request.held):  # xgrammar's
+                field = held[1].partition(".")[0]
+                error = ValueError(f"{field}: other options leave no token with which its grammar goes on")
+            if request.named and isinstance(error, _BAD) and not isinstance(error, Refused):
+                error = refused_config(request.named, error)
+            raise error
+        call.ids = output[0, prompt:].tolist()
+        call.finish = self._finish(call)
+        if request.is_content and call.ids and call.ids[-1] in request.ends:
+            try:  # before it is told as JSON
+                json.loads(self.tokenizer.decode(call.ids, skip_special_tokens=True))
+            except ValueError as error:  # the grammar's fault
+                raise ValueError(f"the answer was held to a schema, and is no JSON: {error}") from error
+        self._count(call, queued=begun - call.since)
+        writer.close()
+
+    def _speculation(self, request: Request, ids: torch.Tensor) -> Json:
+        if not request.reference:
+            return {}
+        reference = {"reference_ids": ids.new_tensor(request.reference)}
+        # Where the model decodes plainly, a text with a reference drafts all the same.
+        return reference if self.handle.options.get("graph_config") != PLAIN else {**reference, "graph_config": AUTO}
+
+    def _finish(self, call: Call) -> str:
+        ids, config, most = call.ids, call.prompt.config, call.prompt.config.max_new_tokens
+        ended = bool(ids) and ids[-1] in call.request.ends
+        if not ended and config.stop_strings:
+            text = self.tokenizer.decode(ids)
+            ended = any(stop in text for stop in config.stop_strings)
+        return "length" if not ended and most is not None and len(ids) >= most else "stop"
+
+    def _count(self, call: Call, queued: float) -> None:
+        if call.finish == "length" and not call.ids:  # nothing was decoded
+            call.statistics = {"new_tokens": 0, "queued": queued}
+            return
+        stats = self.handle.stats  # of this thread
+        call.statistics = {**stats.as_dict(), "queued": queued}
+        log.info(
+            "%s%s: %d + %d tokens, %d steps, %.2f tokens a step, %.2f s, queued %.2f s",
+            call.request.id,
+            call.part,
+            len(call.prompt.ids),
+            stats.new_tokens,
+            stats.steps,
+            stats.tokens_per_step,
+            stats.seconds["total"],
+            queued,
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,6 +19,9 @@ from pydantic import (
     create_model,
     model_validator,
 )
+
+Json = dict[str, Any]
+"""An object of JSON."""
 
 Check = Callable[[str, Any], Any]
 """(name of a field, value) → the value as it is read."""
@@ -77,13 +80,13 @@ class Size:
         values, within = 1, [(value, 1)]
         while within:
             one, depth = within.pop()
-            if isinstance(one, (list, Mapping)):
+            if isinstance(one, (list, dict)):
                 if depth > self.depth:
                     raise Refused(name, f"is nested too deeply; at most {self}")
                 values += len(one)
                 if values > self.values:
                     raise Refused(name, f"holds too many values; at most {self}")
-                inner = one.values() if isinstance(one, Mapping) else one
+                inner = one.values() if isinstance(one, dict) else one
                 within += [(other, depth + 1) for other in inner if type(other) not in _PLAIN]
 
 
@@ -103,16 +106,6 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def is_whole(value: Any) -> bool:
-    """Return whether a value is an integer; JSON's true is none."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def same(value: Any, other: Any) -> bool:
-    """Equality in which true is not 1."""
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
-
-
 class Object(BaseModel):
     """An object with the fields of a subclass, read as a dict in the order of the request.
 
@@ -124,7 +117,7 @@ class Object(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _as_given(cls, given: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
-        if not isinstance(given, Mapping):
+        if not isinstance(given, dict):
             raise Refused("", f"expected an object, got {shown(given)}")
         known = {field.alias or name: name for name, field in cls.model_fields.items()}
         named = {k: value for k, value in given.items() if value is not None and (k in known or value not in ([], {}))}

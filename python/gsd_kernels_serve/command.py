@@ -13,7 +13,7 @@ from gsd_kernels_cli.options import read_graph_config
 from gsd_kernels_cli.output import err, progress
 from gsd_kernels_cli.values import check_draft
 
-from .limits import Limits
+from .limits import Limits, bind, check_installed, host_names, is_loopback, names_of, origins_of
 
 _SERVER = "Server"
 
@@ -70,13 +70,9 @@ def command(
     """
     model = named.name
     check_draft(model, models.assistant_model)
-    from .listen import bind, host_names, is_loopback, names_of, origins_of
-
     hosts, origins = host_names(access.allowed_host), origins_of(access.cors)
     with bind(host, port) as where:
         with progress("loading the models"):
-            from .installed import check_installed
-
             check_installed()
             config = read_graph_config(graph_config)
             from gsd_kernels_hf import patch

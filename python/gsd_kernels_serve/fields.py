@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from pydantic import StrictBool, StrictStr
 
-from .checks import BIAS, STOPS, Check, Refused, Size, number, one_of, one_or_more, optional, reader, same, whole
+from .checks import BIAS, STOPS, Check, Json, Refused, Size, number, one_of, one_or_more, optional, reader, whole
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
@@ -40,24 +39,24 @@ class Field:
     """A field of some endpoints.
 
     Attributes:
+        treatment: ``"honoured"``; ``"refused"``; or ``"harmless"``: any valid value leaves the answer as it is.
         name: of the field.
         endpoints: that know it.
-        treatment: ``"honoured"``; ``"refused"``; or ``"harmless"``: any valid value leaves the answer as it is.
-        what: how it is honoured, why it is refused or why it is harmless, for people.
         kind: of its value, where it is not refused; what is ``Any`` is checked where it is used.
-        default: values with which a field that is refused asks for nothing. Null is one of every field.
+        what: how it is honoured, why it is refused or why it is harmless, for people.
         own: whether it is no field of OpenAI's.
         most: its size, beside the size of the request.
+        default: values with which a field that is refused asks for nothing. Null is one of every field.
     """
 
+    treatment: str
     name: str
     endpoints: tuple[str, ...]
-    treatment: str
+    kind: Any
     what: str
-    kind: Any = Any
-    default: tuple[Any, ...] = ()
     own: bool = False
     most: Size = SCALAR
+    default: tuple[Any, ...] = ()
 
     @cached_property
     def check(self) -> Check:
@@ -65,18 +64,11 @@ class Field:
         return reader(self.kind)
 
 
-def _honoured(
-    name: str, endpoints: tuple[str, ...], kind: Any, what: str, own: bool = False, most: Size = SCALAR
-) -> Field:
-    return Field(name, endpoints, HONOURED, what, kind, own=own, most=most)
+_honoured, _harmless = partial(Field, HONOURED), partial(Field, HARMLESS)
 
 
 def _refused(name: str, endpoints: tuple[str, ...], what: str, *default: Any) -> Field:
-    return Field(name, endpoints, REFUSED, what, default=default)
-
-
-def _harmless(name: str, endpoints: tuple[str, ...], kind: Any, what: str) -> Field:
-    return Field(name, endpoints, HARMLESS, what, kind)
+    return Field(REFUSED, name, endpoints, Any, what, default=default)
 
 
 _KEPT = "nothing is kept of a request, so there is nothing to come back to"
@@ -112,7 +104,7 @@ FIELDS: tuple[Field, ...] = (
     _honoured(
         "chat_template_kwargs",
         TEMPLATED,
-        Any,
+        dict,
         "variables that the chat template reads",
         own=True,
         most=SCHEMAS,
@@ -236,52 +228,49 @@ FIELDS: tuple[Field, ...] = (
     ),
 )
 
-_count, _token, _share = whole(0, 2**31 - 1), whole(0, 2**31 - 1), number(0, 1)
+_count = whole(0, 2**31 - 1)
+_ids = one_or_more(_count)
 
-_KINDS: dict[str, Any] = {
-    **dict.fromkeys(("max_length", "max_new_tokens", "min_length", "min_new_tokens", "top_k"), _count),
-    **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size"), whole(0, 64)),
-    **dict.fromkeys(("forced_bos_token_id", "bos_token_id", "pad_token_id"), _token),
-    **dict.fromkeys(("eos_token_id", "forced_eos_token_id"), one_or_more(_token)),
-    **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens"), one_or_more(_token)),
-    **dict.fromkeys(("do_sample", "remove_invalid_values", "renormalize_logits"), StrictBool),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "top_p", "typical_p"), _share),
-    **dict.fromkeys(("encoder_repetition_penalty", "repetition_penalty"), number(0, beyond=True)),
-    **dict.fromkeys(("max_time", "temperature"), number(0)),
-    "bad_words_ids": one_or_more(one_or_more(_token)),
-    "exponential_decay_length_penalty": one_or_more(number(0)),
-    "prefill_chunk_size": _length,
-    "sequence_bias": Any,
-    "stop_strings": STOPS,
-    "watermarking_config": dict,
-}
-ARGUMENTS = {name: reader(kind) for name, kind in _KINDS.items()}
+_ARGUMENTS: tuple[tuple[Any, str], ...] = (
+    (_count, "max_length max_new_tokens min_length min_new_tokens top_k forced_bos_token_id bos_token_id pad_token_id"),
+    (whole(0, 64), "encoder_no_repeat_ngram_size no_repeat_ngram_size"),
+    (_ids, "eos_token_id forced_eos_token_id begin_suppress_tokens suppress_tokens"),
+    (StrictBool, "do_sample remove_invalid_values renormalize_logits"),
+    (number(0, 1), "epsilon_cutoff eta_cutoff min_p top_h top_p typical_p"),
+    (number(0, beyond=True), "encoder_repetition_penalty repetition_penalty"),
+    (number(0), "max_time temperature"),
+    (one_or_more(_ids), "bad_words_ids"),
+    (one_or_more(number(0)), "exponential_decay_length_penalty"),
+    (_length, "prefill_chunk_size"),
+    (STOPS, "stop_strings"),
+    (dict, "watermarking_config"),
+)
+ARGUMENTS = {name: reader(kind) for kind, names in _ARGUMENTS for name in names.split()}
 """Arguments that ``generation_config`` may name, and bounds beside transformers' own and the field's size."""
 
 NEEDED = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 
-_rows = {(endpoint, field.name): field for field in FIELDS for endpoint in field.endpoints}
-
 
 def rows(endpoint: str) -> dict[str, Field]:
     """The fields of an endpoint, by name."""
-    return {name: field for (where, name), field in _rows.items() if where == endpoint}
+    return {field.name: field for field in FIELDS if endpoint in field.endpoints}
 
 
-def check(endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def check(endpoint: str, body: Json) -> Json:
     """The fields of a request that are to be honoured.
 
     Raises:
         Refused: a field is unknown, missing, refused, or holds what it may not.
     """
-    kept: dict[str, Any] = {}
+    kept: Json = {}
+    known = rows(endpoint)
     for name, value in body.items():
-        field = _rows.get((endpoint, name))
+        field = known.get(name)
         if field is None:
-            others = [where for where in ENDPOINTS if (where, name) in _rows]
+            others = [where for where in ENDPOINTS if name in rows(where)]
             name = name.encode(errors="backslashreplace").decode()  # which the answer repeats
             raise Refused(name, f"no field of {endpoint}" + (f", but of {' and '.join(others)}" if others else ""))
-        if value is None or any(same(value, harmless) for harmless in field.default):
+        if value is None or any(type(value) is type(harmless) and value == harmless for harmless in field.default):
             continue
         if field.treatment == REFUSED:
             instead = "".join(f", or say {value!r}" for value in field.default[-1:])

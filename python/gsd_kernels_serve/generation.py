@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from copy import deepcopy
-from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -15,7 +14,7 @@ from gsd_kernels_hf.model.sides import longropes_of
 from gsd_kernels_hf.validate import CONFIG_FIELDS, HONOURED, REFUSED
 
 from . import fields
-from .checks import Refused, is_whole, one_line
+from .checks import Json, Refused, one_line
 
 PIECE_TOKENS = 2048
 """Tokens of a prompt that are read at once: memory, and how soon a text can end that nobody waits for."""
@@ -26,11 +25,12 @@ _BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
 _SERVER_SAYS = ("num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits")
 
 
-def config_of(body: Mapping[str, Any], model: PreTrainedModel) -> tuple[GenerationConfig, dict[str, Any]]:
+def config_of(body: Json, model: PreTrainedModel) -> tuple[GenerationConfig, Json]:
     """The config of a checked request's texts, and the arguments of it that ``generation_config`` names.
 
     Raises:
-        Refused: fields that contradict each other, or a token that the model does not have.
+        Refused: fields that contradict each other, a token that the model does not have, or an argument that
+            ``generation_config`` names out of bounds, of another type, or without an effect.
     """
     config = deepcopy(model.generation_config)
     named = _arguments(body["generation_config"]) if "generation_config" in body else {}
@@ -53,18 +53,16 @@ def config_of(body: Mapping[str, Any], model: PreTrainedModel) -> tuple[Generati
         unread = name == "temperature" and body.get("temperature", value) != value
         if unread or getattr(config, name) != value:
             raise Refused(f"generation_config.{name}", f"{value!r} contradicts another field; give one of them")
-    _check_named(named, bool(config.do_sample))
+    try:  # transformers warns of what it leaves out, and goes on
+        GenerationConfig(**{**named, "do_sample": bool(config.do_sample)}).validate(strict=True)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise refused_config(named, error) from error
     if not longropes_of(model):  # whose text pieces would change
         config.prefill_chunk_size = min(config.prefill_chunk_size or PIECE_TOKENS, PIECE_TOKENS)
     return config, named
 
 
-def names_length(body: Mapping[str, Any], named: Mapping[str, Any]) -> bool:
-    """Return whether a request, or what its ``generation_config`` names, says how long a text is."""
-    return any(name in body for name in LENGTHS) or "max_new_tokens" in named or "max_length" in named
-
-
-def _sampling(config: GenerationConfig, body: Mapping[str, Any], named: Mapping[str, Any], vocabulary: int) -> None:
+def _sampling(config: GenerationConfig, body: Json, named: Json, vocabulary: int) -> None:
     if body.get("temperature"):
         config.temperature = float(body["temperature"])
     for name in ("top_p", "min_p", "repetition_penalty"):
@@ -78,7 +76,7 @@ def _sampling(config: GenerationConfig, body: Mapping[str, Any], named: Mapping[
         config.do_sample = True
 
 
-def _arguments(given: str) -> dict[str, Any]:
+def _arguments(given: str) -> Json:
     """The fields that ``generation_config`` names, a JSON string as transformers writes it.
 
     Raises:
@@ -109,32 +107,9 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number")
 
 
-def _check_named(named: Mapping[str, Any], samples: bool) -> None:
-    """Have transformers judge what ``generation_config`` names: it warns of what it leaves out, and goes on.
-
-    Raises:
-        Refused: out of bounds, of another type, or without an effect.
-    """
-    try:
-        GenerationConfig(**{**named, "do_sample": samples}).validate(strict=True)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise refused_config(named, error) from error
-
-
 def refused_config(named: Iterable[str], error: Exception) -> Refused:
     """The refusal of what ``generation_config`` names, by the argument that transformers' error speaks of."""
     message = one_line(error)
     spoken = [name for name in named if re.search(rf"\b{name}\b", message)] or list(named)
     at = f".{spoken[0]}" if len(spoken) == 1 or len(spoken) < len(list(named)) else ""
     return Refused(f"generation_config{at}", message)
-
-
-def token_ids(given: list[Any], name: str, vocabulary: int) -> list[int]:
-    """A prompt of token ids, checked.
-
-    Raises:
-        Refused: not all are the model's.
-    """
-    if odd := [token for token in given if not is_whole(token) or not 0 <= token < vocabulary]:
-        raise Refused(name, f"expected token ids from 0 to {vocabulary - 1}, got {odd[0]!r}")
-    return given

@@ -1,4 +1,7 @@
-"""Messages and tools of a request, as chat templates take them; what a template would drop is refused by name."""
+"""Messages and tools of a request, as chat templates take them; what a template would drop is refused by name.
+
+A call that is forced, or of a strict function, is JSON by a grammar, whatever the model.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ import contextlib
 import inspect
 import json
 import re
-from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, StrictStr
+from pydantic import BeforeValidator, Field, StrictBool, StrictStr
 from transformers import PreTrainedTokenizerBase
+from transformers.cli.serving.utils import ToolCall
 
 from gsd_kernels_cli.pair import BAD_CHAT
 
-from .checks import Object, Refused, Size, one_of, one_or_more, reader, wrong
+from .checks import Json, Object, Refused, Size, one_of, one_or_more, reader, wrong
+from .schemas import Marked, check_schema, moved, schema_of
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """What a request calls a speaker, and what templates call it."""
@@ -131,10 +136,9 @@ _ITEMS = {
 }
 _messages = reader(Annotated[list[Message], Field(min_length=1)])
 _content = reader(Content)
-_variables = reader(dict[str, Any])
 
 
-def messages_of(given: Any, name: str = "messages") -> list[dict[str, Any]]:
+def messages_of(given: Any, name: str = "messages") -> list[Json]:
     """Messages with plain text, calls with arguments that are objects.
 
     Raises:
@@ -143,7 +147,7 @@ def messages_of(given: Any, name: str = "messages") -> list[dict[str, Any]]:
     return [_turn(f"{name}[{i}]", message) for i, message in enumerate(_messages(name, given))]
 
 
-def _turn(name: str, message: dict[str, Any]) -> dict[str, Any]:
+def _turn(name: str, message: Json) -> Json:
     """A message as templates take it; its texts are joined as transformers' server does."""
     text = " ".join(part["text"] for part in message.get("content", ()))
     turn = {"role": ROLES[message["role"]], "content": text}
@@ -151,7 +155,7 @@ def _turn(name: str, message: dict[str, Any]) -> dict[str, Any]:
     if "tool_call_id" in message and turn["role"] != "tool":
         raise Refused(f"{name}.tool_call_id", "belongs to role tool; leave it out")
     if calls := message.get("tool_calls"):
-        whole = [call for call in calls if isinstance(call["function"].setdefault("arguments", {}), Mapping)]
+        whole = [call for call in calls if isinstance(call["function"].setdefault("arguments", {}), dict)]
         turn |= {"tool_calls": whole} if whole else {}
         cut = [call["function"] for call in calls if call not in whole]  # by max_tokens: they are text
         turn["content"] = "\n".join(filter(None, [text, *(f"{f['name']}: {f['arguments']}" for f in cut)]))
@@ -168,7 +172,7 @@ def items_of(given: Any) -> list[Any]:
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given or not all(isinstance(item, Mapping) for item in given):
+    if not isinstance(given, list) or not given or not all(isinstance(item, dict) for item in given):
         raise wrong("input", "a string or a list of items", given)
     if "role" not in given[0] and given[0].get("type") in PARTS:
         _content("input", given)
@@ -181,13 +185,13 @@ def items_of(given: Any) -> list[Any]:
     return given
 
 
-def template_arguments(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def template_arguments(body: Json, tokenizer: PreTrainedTokenizerBase) -> Json:
     """Variables for the chat template.
 
     Raises:
         Refused: the template does not read one, so that it would say nothing.
     """
-    kwargs = _variables("chat_template_kwargs", body.get("chat_template_kwargs") or {})
+    kwargs = body.get("chat_template_kwargs", {})
     given = [(f"chat_template_kwargs.{name}", name, value) for name, value in kwargs.items() if value is not None]
     if taken := [place for place, name, _ in given if name in _TAKEN]:
         raise Refused(taken[0], "no variable that is the request's to set; leave it out")
@@ -209,7 +213,7 @@ def reads(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
     return re.search(rf"\b{re.escape(variable)}\b", shown) is not None
 
 
-def check_shown(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], field: str) -> None:
+def check_shown(tokenizer: PreTrainedTokenizerBase, messages: list[Json], field: str) -> None:
     """Refuse what the chat template leaves out: names of speakers, calls. It is rendered once, however many there are.
 
     Raises:
@@ -236,9 +240,201 @@ def check_shown(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any
             raise Refused(f"{field}[{i}].{key}", "this model's chat template does not show it; leave it out")
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> Any:
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Json]) -> Any:
     """The text that the template writes; the messages themselves where it does not take them."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False)
     except BAD_CHAT:
         return messages
+
+
+# ---- tools
+
+
+_QWEN_XML = r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>"
+"""How transformers knows the calls of Qwen 3.5 and its kind."""
+
+_OPEN = {"type": "object", "additionalProperties": True}
+_GAP = {"type": "regex", "pattern": "[ \\n]{0,2}"}
+
+
+@dataclass
+class Offered:
+    """The functions of a request.
+
+    Attributes:
+        functions: to show.
+        forced: the one to call: its name, ``""`` for any of them, ``None`` for no forced call.
+        strict: places of those whose arguments are held to their schema, by name.
+    """
+
+    functions: list[Json] = field(default_factory=list)
+    forced: str | None = None
+    strict: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tools(self) -> list[Json]:
+        """The functions as templates take them."""
+        return [{"type": "function", "function": function} for function in self.functions]
+
+
+def chosen(body: Json, tokenizer: PreTrainedTokenizerBase) -> Offered:
+    """Read the tools that a checked request of either endpoint offers.
+
+    Args:
+        body: the request.
+        tokenizer: whose template has to show the functions.
+
+    Raises:
+        Refused: of ``tools`` or ``tool_choice``.
+    """
+    choice, offered, names = body.get("tool_choice", "auto"), Offered(), []
+    if choice == "none":
+        return offered
+    for i, tool in enumerate(_tools("tools", body.get("tools", []))):
+        function, place = tool["function"], f"tools[{i}].function"
+        if (name := function["name"]) in names:
+            raise Refused(f"{place}.name", f"{name!r} is the name of another as well")
+        names.append(name)
+        offered.strict |= {name: place} if function.pop("strict", False) else {}
+        offered.functions.append(function)
+    if names and not reads(tokenizer, "tools"):
+        raise Refused("tools", "this model's chat template does not show them; leave them out")
+    if choice == "auto":
+        return offered
+    if choice != "required" and not isinstance(choice, dict):
+        raise wrong("tool_choice", "none, auto, required or a named function", choice)
+    offered.forced = "" if choice == "required" else _choice("tool_choice", choice)["function"]["name"]
+    if not names or (offered.forced and offered.forced not in names):
+        known = ", ".join(names) or "none"
+        raise Refused("tool_choice", f"tools has no {offered.forced or 'function'}; it has {known}")
+    for i, function in enumerate(offered.functions):
+        check_schema(function.get("parameters", {}), f"tools[{i}].function.parameters")
+    return offered
+
+
+def held_to(offered: Offered, form: Any, field: str, template: Json | None) -> tuple[Any, str] | None:
+    """The form that a grammar holds texts to, a schema or :class:`Marked` calls, and the field that asks for it.
+
+    ``None`` where they are free.
+
+    Args:
+        offered: the functions.
+        form: what ``field`` holds, or ``None``.
+        field: ``response_format`` or ``text.format``.
+        template: how the model writes its answers, as transformers has it; ``None``: unknown, so that calls are text.
+
+    Raises:
+        Refused: it cannot be held.
+    """
+    if form is not None and (schema := schema_of(form, field)) is not None:
+        if offered.functions:
+            raise Refused(field, 'tools are not served beside it; leave it out, or tool_choice "none"')
+        return schema, field
+    if offered.forced is not None:
+        return call_schema(offered.functions, offered.forced), "tool_choice"
+    if not offered.strict or template is None:
+        return None
+    return Marked(_marked(offered, template.get("fields", {}).get("tool_calls", {}))), "tools"
+
+
+def _marked(offered: Offered, written: Json) -> Json:
+    """xgrammar's structural tag of a text with calls, as a model writes them; those of strict functions are held."""
+    held = []
+    for function in offered.functions:
+        if (place := offered.strict.get(function["name"])) is not None:
+            check_schema(function.get("parameters", {}), f"{place}.parameters")
+        held.append({**function, "parameters": _OPEN} if place is None else function)
+    opening = str(written.get("open") or written.get("open_pattern", ""))
+    begins = opening if "open" in written else re.sub(r"^\\s\*", "", opening)
+    literal = "open" in written or re.fullmatch(r"[\w<>/ ]+", begins) is not None
+    as_json = written.get("content") == "json" and written.get("transform", {}).get("function") == "{content}"
+    if opening == _QWEN_XML:
+        parts = [_xml(function) for function in held]
+        return _tags("<tool_call>", {"type": "or", "elements": parts} if len(parts) > 1 else parts[0], "</tool_call>")
+    if as_json and literal and isinstance(written.get("close"), str):
+        content = {"type": "json_schema", "json_schema": call_schema(held, "")}
+        return _tags(begins, {"type": "sequence", "elements": [_GAP, content, _GAP]}, written["close"])
+    place = next(iter(offered.strict.values()))
+    raise Refused(f"{place}.strict", "not held to in calls as this model writes them; leave it out, or force a call")
+
+
+def _xml(function: Json) -> Json:
+    begins = {"type": "const_string", "value": f"<function={function['name']}>"}
+    schema = {"type": "json_schema", "json_schema": function.get("parameters") or _OPEN, "style": "qwen_xml"}
+    ends = {"type": "const_string", "value": "</function>"}
+    return {"type": "sequence", "elements": [_GAP, begins, _GAP, schema, _GAP, ends, _GAP]}
+
+
+def _tags(begins: str, content: Any, ends: str) -> Json:
+    tag = {"type": "tag", "begin": begins, "content": content, "end": ends}
+    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [begins], "tags": [tag]}}
+
+
+def _nested(given: Any) -> Any:
+    """A function, or the choice of one, whose fields may be beside its type."""
+    if isinstance(given, dict) and given.get("type") == "function" and "function" not in given:
+        return {"type": "function", "function": {key: value for key, value in given.items() if key != "type"}}
+    return given
+
+
+class Function(Object):
+    """A function that may be called."""
+
+    name: StrictStr
+    description: StrictStr = ""
+    parameters: Json | None = None
+    strict: StrictBool = False
+
+
+class Tool(Object):
+    """A tool of a request."""
+
+    type: one_of("function")
+    function: Function
+
+
+class Named(Object):
+    """The name of a function."""
+
+    name: StrictStr
+
+
+class Choice(Object):
+    """The function that is to be called."""
+
+    type: one_of("function")
+    function: Named
+
+
+_tools = reader(list[Annotated[Tool, BeforeValidator(_nested)]])
+_choice = reader(Annotated[Choice, BeforeValidator(_nested)])
+
+
+def call_schema(functions: list[Json], forced: str) -> Json:
+    """The JSON that a forced call is: the arguments of a named function, or one of all with its name."""
+    known = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
+    if forced:
+        return known[forced]
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for i, name in enumerate(known)
+    ]
+    schemas = {str(i): moved(schema, f"#/$defs/{i}") for i, schema in enumerate(known.values())}
+    return {"$defs": schemas, **(calls[0] if len(calls) == 1 else {"anyOf": calls})}
+
+
+def forced_calls(content: str, forced: str) -> list[ToolCall]:
+    """The call that a text is; of a text that was cut before it named its function, none."""
+    if forced:
+        return [ToolCall(forced, content)]
+    try:
+        call = json.loads(content)
+    except json.JSONDecodeError:
+        return []
+    return [ToolCall(call["name"], json.dumps(call["arguments"]))]

@@ -1,15 +1,25 @@
-"""JSON schemas that xgrammar holds a text to, whole: what it would drop without a word is refused by name."""
+"""Grammars of texts by xgrammar: of JSON by a schema, which holds whole.
+
+What xgrammar would drop of a schema without a word is refused by name.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, Field, StrictStr
+from pydantic import AfterValidator, Field, StrictBool, StrictStr
+from transformers import PreTrainedTokenizerBase
 
-from .checks import Check, Refused, number, one_of, reader, whole, wrong
+from gsd_kernels_hf.extras import cure
+
+from .checks import Check, Json, Object, Refused, number, one_line, one_of, reader, whole, wrong
 
 _parser: Any = getattr(re, "_parser", None) or importlib.import_module("sre_parse")
 """Python's own reader of regular expressions, which has another name before 3.11."""
@@ -55,7 +65,7 @@ def _within(keyword: str, value: Any, do: Callable[[str, Any], Any]) -> Any:
 def _check(at: str, schema: Any) -> None:
     if isinstance(schema, bool):
         return
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, dict):
         raise wrong(at, "a JSON schema", schema)
     told = [kind for kind, keywords in _TOLD_BY.items() if any(name in schema for name in keywords)]
     kinds = schema.get("type", told[:1])
@@ -67,14 +77,13 @@ def _check(at: str, schema: Any) -> None:
             cure = "; say anyOf" if keyword == "oneOf" else ""
             raise Refused(f"{at}.{keyword}", f"xgrammar does not hold a text to it; leave it out{cure}")
     first = next((keyword for keyword in _ALONE if keyword in schema), None)
+    # Beside enum or const, a type that all their values have.
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("enum", schema.get("const"))]
+    shown = first in ("enum", "const") and all(any(kind in _TYPES[type(one)] for kind in kinds) for one in values)
     read: dict[str, str] = {}  # by type: the keyword whose kind is read
     for keyword, value in schema.items():
         place, row = f"{at}.{keyword}", _KEYWORDS[keyword]
-        if (
-            first not in (None, keyword)
-            and keyword not in _SAID
-            and not _is_shown(keyword, kinds, first, schema[first])
-        ):
+        if first not in (None, keyword) and keyword not in _SAID and not (keyword == "type" and shown):
             raise Refused(place, f"xgrammar does not read it beside {first}; leave it out")
         if row.types and not any(kind in row.types for kind in kinds):
             raise Refused(place, f"xgrammar reads it beside type {' or '.join(row.types)}; name it")
@@ -88,13 +97,6 @@ def _check(at: str, schema: Any) -> None:
     known = schema.get("properties", {})
     if missing := [name for name in schema.get("required", []) if name not in known]:
         raise Refused(f"{at}.required", f"properties has no {missing[0]!r}, which xgrammar needs there")
-
-
-def _is_shown(keyword: str, kinds: list[Any], first: str, value: Any) -> bool:
-    """Return whether a type is one that all values of ``enum`` or ``const``, which xgrammar reads alone, have."""
-    values = value if first == "enum" and isinstance(value, list) else [value]
-    shown = all(any(kind in _TYPES[type(one)] for kind in kinds) for one in values)
-    return shown and keyword == "type" and first in ("enum", "const")
 
 
 def _pattern(pattern: str) -> str:
@@ -228,3 +230,108 @@ _TOLD_BY = {"object": ("properties", "additionalProperties"), "array": ("items",
 
 _ALONE = ("$ref", "anyOf", "allOf", "enum", "const")
 """Keywords whose neighbours xgrammar does not read."""
+
+
+# ---- grammars
+
+
+CACHE_BYTES = 64 * 2**20
+"""Bytes of grammars that are kept for requests to come."""
+
+CACHED_COMPILERS = 4
+"""Sets of end tokens that are remembered with their grammars; requests name them."""
+
+_LETTER, _JSON_LETTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
+"""Letters of a string with a length as xgrammar's rules have them, and without those that JSON escapes."""
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A text with parts between marks that are held to schemas: xgrammar's structural tag."""
+
+    tag: dict[str, Any]
+
+
+class Grammars:
+    """Compiled grammars of one tokenizer; xgrammar keeps those that it has seen.
+
+    Args:
+        tokenizer: the model's.
+        vocabulary: columns of its logits.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self.compiler = lru_cache(CACHED_COMPILERS)(self._compiler)
+        self.making = threading.Lock()
+
+    def of(self, held: Json | bool | Marked, field: str, ends: list[int]) -> Any:
+        """The grammar of JSON by a schema, or of a text with such parts, which ends with one of ``ends``.
+
+        Raises:
+            Refused: xgrammar is missing, or cannot serve the schema; named ``field``.
+        """
+        if not ends:
+            raise Refused(field, "this model has no end-of-text token, which would end the JSON")
+        try:
+            import xgrammar
+        except ImportError:
+            raise Refused(field, f"needs xgrammar, which is missing: {cure('grammar')}") from None
+        with self.making:
+            compiler = self.compiler(tuple(ends))
+        try:
+            if isinstance(held, Marked):
+                rules = xgrammar.Grammar.from_structural_tag(held.tag)
+            else:  # strict_mode would close every object that does not say whether it is open: {} alone
+                rules = xgrammar.Grammar.from_json_schema(json.dumps(held), max_whitespace_cnt=2, strict_mode=False)
+            return compiler.compile_grammar(str(rules).replace(_LETTER, _JSON_LETTER))
+        except Exception as error:  # xgrammar's own, of several kinds, behind its time and place
+            raise Refused(field, re.sub(r"^\[[\d:]+\] \S+: ", "", one_line(error))) from error
+
+    def _compiler(self, ends: tuple[int, ...]) -> Any:
+        import xgrammar
+
+        read = xgrammar.TokenizerInfo.from_huggingface
+        info = read(self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=list(ends))
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+
+
+class Schema(Object):
+    """A schema with its name."""
+
+    held: Any = Field(alias="schema")
+    type: Any = None
+    name: StrictStr = ""
+    description: StrictStr = ""
+    strict: StrictBool = True
+
+
+class PlainForm(Object):
+    """Any text, or any object."""
+
+    type: one_of("text", "json_object", "json_schema")
+
+
+class SchemaForm(PlainForm):
+    """A form whose schema is not beside its type."""
+
+    json_schema: Schema
+
+
+_schema, _plain_form, _schema_form = reader(Schema), reader(PlainForm), reader(SchemaForm)
+
+
+def schema_of(given: Any, field: str) -> Any:
+    """The JSON schema that ``response_format`` or ``text.format`` asks for; ``None`` for plain text.
+
+    Raises:
+        Refused: another format, or one without a schema.
+    """
+    if not isinstance(given, dict) or given.get("type") != "json_schema":
+        return None if _plain_form(field, given)["type"] == "text" else {"type": "object"}
+    if "json_schema" in given:
+        field, form = f"{field}.json_schema", _schema_form(field, given)["json_schema"]
+    else:
+        form = _schema(field, given)
+    check_schema(form["schema"], f"{field}.schema")
+    return form["schema"]

@@ -1,16 +1,18 @@
-"""The server of one patched model."""
+"""The server of one patched model, and the way in: a body is read whole, within bounds, before anything looks at it."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import json
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
@@ -28,13 +30,12 @@ from transformers.cli.serving.model_manager import ModelManager
 
 from gsd_kernels_hf.api import Patch
 
-from .checks import text
-from .door import Door
-from .limits import Limits
-from .preparing import THREAD
-from .responses import Responses
-from .service import NoModelError, Service, answer_of
-from .texts import Chat, Completions
+from .checks import Json, text
+from .endpoints import Chat, Completions, Responses
+from .limits import READ_SECONDS, Limits, name_of
+from .service import THREAD, NoModelError, Service, answer_of
+
+log = logging.getLogger(__name__)
 
 STOP_SECONDS = 2
 """Seconds that running requests have after Ctrl-C; then they end with an error."""
@@ -47,15 +48,107 @@ beside a slow template, and an event waits for a text's processors.
 """
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    """An error of a request as an answer; all others are the door's to answer."""
-    status, answer = answer_of(error, request.url.path)
-    return JSONResponse(answer, status_code=status)
+class Door:
+    """ASGI middleware: bodies have a size and a time, requests a number and a name.
+
+    Errors are answered here, within what adds the headers that web pages need; those of the server itself are logged.
+
+    Args:
+        app: the application.
+        limits: of all requests.
+        hosts: names of this machine; a page of another name, which its owner lets point here, is sent away.
+    """
+
+    def __init__(self, app: Any, limits: Limits, hosts: Sequence[str] | None = None) -> None:
+        self.app, self.limits = app, limits
+        self.hosts = None if hosts is None or "*" in hosts else {host.lower() for host in hosts}
+        self.under_way = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun, headers = False, {"Connection": "close"}  # where a request is sent away
+        given, gone = dict(scope["headers"]), threading.Event()
+        name = given.get(b"x-request-id") or str(uuid.uuid4()).encode()
+        scope.setdefault("state", {}).update(request_id=name.decode("latin-1"), gone=gone)
+
+        async def sent(message: Any) -> None:
+            nonlocal begun
+            if not begun:
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
+            begun = True
+            await send(message)
+
+        posts = scope["method"] == "POST"
+        try:
+            host = name_of(given.get(b"host", b"").decode("latin-1"))  # without its port
+            if self.hosts is not None and host not in self.hosts:
+                raise HTTPException(400, f"Host: {host!r} is not this server's name; allow it by --allowed-host")
+            body = await self._body(receive) if posts else b""
+            if body is None:  # the client is gone
+                return
+            if posts and self.under_way >= self.limits.requests:
+                raise HTTPException(503, f"{self.under_way} requests are under way; try again later (--max-requests)")
+            left: list[bytes] = [body]
+            del body
+            headers.clear()
+
+            async def whole() -> Any:
+                return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
+
+            self.under_way += posts
+            try:
+                await self.app(scope, whole, sent)
+            finally:
+                self.under_way -= posts
+                gone.set()  # whoever leaves while an event is being sent is not noticed by what makes them
+        except (Exception, asyncio.CancelledError) as error:
+            if begun:
+                raise
+            status, answer = answer_of(error, scope["path"])
+            if status == 500:
+                log.exception("%s failed", scope["path"])
+            await JSONResponse(answer, status_code=status, headers=headers)(scope, receive, sent)
+
+    async def _body(self, receive: Any) -> bytes | None:
+        """The body, or ``None`` where the client goes away. What is beyond the bound is read and dropped.
+
+        Raises:
+            HTTPException: it is too large, or too slow.
+        """
+        body, size, more = bytearray(), 0, True
+        until = time.monotonic() + READ_SECONDS
+        while more:
+            try:
+                message = await asyncio.wait_for(receive(), until - time.monotonic())
+            except asyncio.TimeoutError:
+                raise HTTPException(408, f"the body was not sent within {READ_SECONDS:g} s") from None
+            if message["type"] != "http.request":
+                return None
+            size += len(message.get("body", b""))
+            if size <= self.limits.body:
+                body += message.get("body", b"")
+            else:
+                body.clear()
+            more = message.get("more_body", False)
+        if size > self.limits.body:
+            raise HTTPException(413, f"{size:,} bytes; this server takes {self.limits.body:,} (--max-body): send fewer")
+        return bytes(body)
+
+
+_ANSWERED = (HTTPException, RequestValidationError)
+"""Errors that the application would answer by itself."""
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    """Leave an error to the door."""
+    raise error
 
 
 def _add_models(app: FastAPI, name: str) -> None:
     """Routes that tell of the model: as OpenAI's, and as ``transformers chat`` has it loaded."""
-    entry: dict[str, Any] = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "gsd-kernels"}
+    entry: Json = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "gsd-kernels"}
     entry["status"] = {"value": "loaded"}
 
     @app.get("/health")
@@ -63,20 +156,20 @@ def _add_models(app: FastAPI, name: str) -> None:
         return {"status": "ok"}
 
     @app.api_route("/v1/models", methods=["GET", "OPTIONS"])
-    async def models() -> dict[str, Any]:
+    async def models() -> Json:
         return {"object": "list", "data": [entry]}
 
     @app.get("/v1/models/{asked:path}")
-    async def model(asked: str) -> dict[str, Any]:
+    async def model(asked: str) -> Json:
         if asked != name:
             raise NoModelError("model", f"there is no {asked!r}; {name!r} is served")
         return entry
 
     @app.post("/load_model")
-    async def load_model(body: dict[str, Any]) -> Response:
+    async def load_model(body: Json) -> Response:
         text("model", body.get("model"))
         asked, own = map(ModelManager.process_model_name, (body["model"], name))
-        status: dict[str, Any] = {"status": "ready", "model": own, "cached": True}
+        status: Json = {"status": "ready", "model": own, "cached": True}
         if asked != own:
             status = {"status": "error", "model": asked, "message": f"only {name} is served"}
         return Response(f"data: {json.dumps(status)}\n\n", media_type="text/event-stream")
@@ -101,24 +194,21 @@ def make_app(
         origins: of web pages whose scripts may ask: ``http://localhost:3000``, or ``*`` for all.
         hosts: names that requests call this machine by; ``None``: any.
     """
-    stopping, limits = threading.Event(), limits or Limits()
-    service = Service(name, handle, tokenizer, stopping, limits)
+    service = Service(name, handle, tokenizer, limits or Limits())
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        stopping.set()  # so do texts that nobody waits for any more
+        service.stopping.set()  # so do texts that nobody waits for any more
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=dict.fromkeys(_ANSWERED, _refused))
     for endpoint in (Chat(service), Completions(service), Responses(service)):
         app.post(endpoint.endpoint)(endpoint.handle_request)
     _add_models(app, name)
-    app.add_middleware(Door, limits=limits, hosts=hosts)
+    app.add_middleware(Door, limits=service.limits, hosts=hosts)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-    for error in (HTTPException, RequestValidationError):  # which the application would answer by itself
-        app.add_exception_handler(error, _refused)
-    app.state.queue, app.state.stopping = service.queue, stopping
+    app.state.service = service
     return app
 
 
@@ -132,7 +222,7 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(STOP_SECONDS, self.config.app.state.stopping.set)
+        asyncio.get_running_loop().call_later(STOP_SECONDS, self.config.app.state.service.stopping.set)
         await super().shutdown(sockets)
 
 
@@ -147,8 +237,9 @@ def run(app: FastAPI, where: socket.socket) -> None:
         if server.interrupted:  # uvicorn raises the signal again as its loop ends, which a task may then swallow
             raise KeyboardInterrupt
     finally:
-        app.state.stopping.set()
-        if not app.state.queue.wait(STOP_SECONDS) or any(thread.name == THREAD for thread in threading.enumerate()):
+        service = app.state.service
+        service.stopping.set()
+        if not service.queue.wait(STOP_SECONDS) or any(thread.name == THREAD for thread in threading.enumerate()):
             # Compiled code that returns into an interpreter which is going down aborts the process.
             atexit.register(_leave, 128 + signal.SIGINT if server.interrupted else 0)
 

@@ -16,9 +16,8 @@ from gsd_kernels_serve.calls import Request
 from gsd_kernels_serve.checks import Refused
 from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES, TEMPLATED
 from gsd_kernels_serve.logprobs import Pieces
-from gsd_kernels_serve.processors import Grammars
-from gsd_kernels_serve.schemas import check_schema
-from gsd_kernels_serve.tools import call_schema, chosen, held_to
+from gsd_kernels_serve.messages import call_schema, chosen, held_to
+from gsd_kernels_serve.schemas import Grammars, check_schema
 
 pytestmark = pytest.mark.slow
 
@@ -298,7 +297,7 @@ def test_what_would_be_dropped_is_refused_by_its_place():
 
 def test_references_of_a_function_stay_its_own(accepts):
     tools = [("grow", TREE), ("draw", DEFINED | an(properties={"default": {"$ref": "#/$defs/a"}}))]
-    schema = call_schema([{"function": {"name": name, "parameters": schema}} for name, schema in tools], "")
+    schema = call_schema([{"name": name, "parameters": schema} for name, schema in tools], "")
     grown = {"c": [{"c": []}]}
     for name, arguments, good in (("grow", grown, True), ("grow", {"c": [{"name": "grow", "arguments": grown}]}, False),
                                   ("draw", {"default": 1}, True), ("draw", {"default": "x"}, False)):  # fmt: skip

@@ -21,7 +21,7 @@ from gsd_kernels_hf import generate
 from gsd_kernels_serve import fields
 from gsd_kernels_serve.checks import Refused
 from gsd_kernels_serve.fields import BOTH, CHAT, COMPLETIONS, ENDPOINTS, RESPONSES, TEMPLATED
-from gsd_kernels_serve.processors import Grammars
+from gsd_kernels_serve.schemas import Grammars
 
 pytestmark = pytest.mark.slow
 

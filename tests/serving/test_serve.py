@@ -23,10 +23,9 @@ from typer.testing import CliRunner
 from gsd_kernels_cli import demo
 from gsd_kernels_cli.app import app
 from gsd_kernels_hf.engine.session import Session
-from gsd_kernels_serve import door
 from gsd_kernels_serve.calls import Writer
 from gsd_kernels_serve.fields import CHAT, COMPLETIONS, ENDPOINTS, RESPONSES
-from gsd_kernels_serve.processors import Grammars
+from gsd_kernels_serve.schemas import Grammars
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
@@ -87,7 +86,7 @@ def test_who_waits_is_told_that_the_server_stops_though_what_is_computed_takes_l
         server.server.should_exit = True
         status, found = waiting.result()
     over.set()
-    server.server.config.app.state.queue.wait(60)
+    server.server.config.app.state.service.queue.wait(60)
     server.stop()
     assert (status, found["error"]["message"]) == (503, "the server is stopping")
 
@@ -214,7 +213,7 @@ def sent(server, endpoint: str, length: int, body: bytes = b"", **named: object)
 
 
 def test_a_slow_body_ends_alone(hurried, monkeypatch):
-    monkeypatch.setattr(door, "READ_SECONDS", 0.5)
+    monkeypatch.setattr("gsd_kernels_serve.server.READ_SECONDS", 0.5)
     with sent(hurried, COMPLETIONS, 1000, b'{"prompt"') as slow:
         hurried.got(COMPLETIONS)
         assert b"408" in slow.recv(4096)
